@@ -1,0 +1,79 @@
+"""`prepare` against a plain statement of what a step's tokens are, on random slots and plans."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from thalweg.batch.prepare import prepare
+from thalweg.batch.slots import Slots
+from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
+from thalweg.core.sampling import SamplingParams
+
+CONTEXT, SLOTS = 500, 6
+
+
+def random_step(rng: random.Random) -> tuple[Slots, StepPlan, dict[int, Bind], dict[int, list[int]]]:
+    """Slots bound and a plan with decode rows first, then prefill chunks, some of which emit."""
+    slots = Slots(SLOTS, CONTEXT, torch.device("cpu"))
+    binds, tables, rows = {}, {}, []
+    page = 1
+    for slot in rng.sample(range(SLOTS), rng.randint(1, SLOTS)):
+        tokens = tuple(rng.randrange(1, 90) for _ in range(rng.randint(2, 300)))
+        computed = rng.choice((0, len(tokens) - 1, rng.randrange(len(tokens))))
+        binds[slot] = Bind(slot, tokens, len(tokens), computed, min(len(tokens) + 9, CONTEXT), slot, (), SamplingParams())
+        tables[slot] = list(range(page, page + -(-len(tokens) // PAGE)))
+        page += len(tables[slot])
+        n = rng.randint(1, len(tokens) - computed)
+        rows.append(Row(slot, slot, computed, n, 0, computed + n == len(tokens)))
+    rows.sort(key=lambda row: row.n)
+    reach = max(row.start + row.n for row in rows)
+    appends = tuple(Append(slot, 0, tuple(pages)) for slot, pages in tables.items())
+    return slots, StepPlan(0, -1, tuple(rows), tuple(binds.values()), appends, reach=reach), binds, tables
+
+
+def test_a_step_is_what_the_plan_says() -> None:
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    for k in range(50):
+        rng = random.Random(seed + k)
+        slots, plan, binds, tables = random_step(rng)
+        ended = rng.choice([None, plan.rows[0].slot])
+        if ended is not None:
+            slots.bind(plan.binds)
+            slots.done[ended] = 1
+            plan = StepPlan(0, -1, plan.rows, (), plan.appends, reach=plan.reach)
+        before = slots.at.clone() if ended is not None else None
+        prepared = prepare(plan, slots)
+        batch, token, emitting = prepared.batch, 0, []
+        for r, row in enumerate(plan.rows):
+            for i in range(row.n):
+                position = row.start + i
+                real = row.slot != ended
+                assert bool(batch.real_T[token]) == real
+                assert batch.positions_T[token] == (position if real else 0)
+                assert batch.ids_T[token] == (binds[row.slot].tokens[position] if real else 0)
+                at = tables[row.slot][position // PAGE] * PAGE + position % PAGE
+                assert batch.write_T[token] == (at if real else 0)
+                token += 1
+            if row.emit:
+                emitting.append((token - 1, row.slot))
+            pages = -(-plan.reach // PAGE)
+            assert batch.table_RP[r].tolist() == (tables[row.slot] + [0] * pages)[:pages]
+            if before is not None:
+                assert slots.at[row.slot] == before[row.slot] + (0 if row.emit else row.n)
+        assert list(zip(batch.emit_E.tolist(), prepared.slot_E.tolist(), strict=True)) == emitting
+        assert prepared.live_E.tolist() == [slot != ended for _, slot in emitting]
+        covered = [t for g in batch.groups for t in range(g.token_slice.start, g.token_slice.stop)]
+        assert covered == list(range(token))
+        assert all(row.n == g.query and row.start + row.n <= g.reach for g in batch.groups for row in plan.rows[g.row_slice])
+
+
+def test_tokens_at_or_past_the_end_are_padding() -> None:
+    slots = Slots(2, CONTEXT, torch.device("cpu"))
+    bind = Bind(1, (5, 6, 7), 3, 2, 3, 0, (), SamplingParams())
+    plan = StepPlan(0, -1, (Row(0, 1, 2, 3, 2, True),), (bind,), (Append(1, 0, (4,)),), reach=5)
+    batch = prepare(plan, slots).batch
+    assert batch.real_T.tolist() == [True, False, False]
+    assert batch.ids_T.tolist() == [7, 0, 0] and batch.write_T.tolist() == [4 * PAGE + 2, 0, 0]

@@ -1,0 +1,51 @@
+"""What a model sees of a step: tokens, positions, where their KV goes and where the context lies. Frozen; no requests, no modes.
+
+Letters: T tokens of the step, R rows, P pages of the longest row, E emitting rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Consecutive rows with the same number of query tokens: a rectangle of rows × query tokens, in row order.
+
+    Decode rows are one group, ragged rows one each. `reach` is an upper bound (host's) of the longest context in it, in tokens,
+    this step's tokens included; the truth is in `Batch.positions_T`.
+    """
+
+    row_start: int
+    rows: int
+    token_start: int
+    query: int
+    reach: int
+
+    @property
+    def row_slice(self) -> slice:
+        return slice(self.row_start, self.row_start + self.rows)
+
+    @property
+    def token_slice(self) -> slice:
+        return slice(self.token_start, self.token_start + self.rows * self.query)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The device's inputs of one forward.
+
+    ids_T int64: token ids; padding is 0. positions_T int64: absolute positions; a token attends to the positions of its row up to its own; padding
+    is 0. write_T int64: flat index page * PAGE + offset where the token's KV goes; padding goes into the null page. table_RP int64: the
+    page of each 64 positions of a row (0 beyond its end). real_T bool: False where a token is padding. emit_E int64: token indices
+    whose logits are sampled. groups: rectangles that cover all tokens in order.
+    """
+
+    ids_T: Tensor
+    positions_T: Tensor
+    write_T: Tensor
+    table_RP: Tensor
+    real_T: Tensor
+    emit_E: Tensor
+    groups: tuple[Group, ...]

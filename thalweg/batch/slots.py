@@ -1,0 +1,78 @@
+"""Request state on the device: the truth about every running request, written only on the compute stream.
+
+The host plans with upper bounds; lengths, tokens and `done` are here. A `Bind` rebuilds every field of a slot from tokens alone, and
+penalties are computed from the tokens plane, so nothing here is ever rolled back."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from thalweg.core.plan import PAGE, Append, Bind
+from thalweg.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_IDS
+
+INTS = ("length", "at", "end", "done", "seed", "prompt_len", "min_len", "top_k")
+FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
+STOP_IDS = MAX_STOP_IDS + 8  # the user's, and the model's end tokens
+
+
+class Slots:
+    """Device fields of S slots; letters: S slots, L context + 1, P pages of a context, K stop ids, B biased ids.
+
+    tokens_SL int32: prompt and output; column L - 1 takes what is written for ended slots. table_SP int64: the page table.
+    length: known tokens; at: positions whose KV is computed; end: length at which the sequence is full; done: it has ended (0 or 1);
+    min_len: length before which no stop id may be sampled. All int64 [S] views into one tensor, so that a bind is one write.
+    """
+
+    def __init__(self, slots: int, context: int, device: torch.device) -> None:
+        pages = -(-context // PAGE)
+        self.context = context
+        self.tokens_SL = torch.zeros(slots, context + 1, dtype=torch.int32, device=device)
+        self.table_SP = torch.zeros(slots, pages, dtype=torch.int64, device=device)
+        self.ints_SI = torch.zeros(slots, len(INTS), dtype=torch.int64, device=device)
+        self.floats_SF = torch.zeros(slots, len(FLOATS), dtype=torch.float32, device=device)
+        self.stop_SK = torch.full((slots, STOP_IDS), -1, dtype=torch.int64, device=device)
+        self.bias_ids_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
+        self.bias_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
+        self.length, self.at, self.end, self.done, self.seed, self.prompt_len, self.min_len, self.top_k = self.ints_SI.unbind(1)
+
+    def bind(self, binds: Sequence[Bind]) -> None:
+        """Rebuilds the slots of these binds; whatever stood there is forgotten."""
+        if not binds:
+            return
+        device = self.ints_SI.device
+        index = torch.tensor([b.slot for b in binds], dtype=torch.int64, device=device)
+        self.ints_SI[index] = torch.tensor([_ints(b) for b in binds], dtype=torch.int64, device=device)
+        self.floats_SF[index] = torch.tensor([_floats(b) for b in binds], dtype=torch.float32, device=device)
+        self.stop_SK[index] = torch.tensor([_padded(b.stop_ids) for b in binds], dtype=torch.int64, device=device)
+        for b in binds:
+            self.tokens_SL[b.slot, : len(b.tokens)] = torch.tensor(b.tokens, dtype=torch.int32, device=device)
+            if b.params.logit_bias:
+                ids, values = zip(*b.params.logit_bias, strict=True)
+                self.bias_SB[b.slot].zero_()
+                self.bias_ids_SB[b.slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64, device=device)
+                self.bias_SB[b.slot, : len(ids)] = torch.tensor(values, dtype=torch.float32, device=device)
+            else:
+                self.bias_SB[b.slot].zero_()
+
+    def append(self, appends: Sequence[Append]) -> None:
+        """Extends page tables."""
+        for slot, at, pages in appends:
+            self.table_SP[slot, at : at + len(pages)] = torch.tensor(pages, dtype=torch.int64, device=self.table_SP.device)
+
+
+def _ints(b: Bind) -> tuple[int, ...]:
+    top_k = b.params.top_k if b.params.top_k > 0 else 1 << 30
+    return (len(b.tokens), b.computed, b.end, 0, b.seed, b.prompt_len, b.prompt_len + b.params.min_tokens, top_k)
+
+
+def _floats(b: Bind) -> tuple[float, ...]:
+    p = b.params
+    temperature = 0.0 if p.greedy else p.temperature
+    return (temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+
+
+def _padded(ids: tuple[int, ...]) -> list[int]:
+    return [*ids, *[-1] * (STOP_IDS - len(ids))]

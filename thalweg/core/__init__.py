@@ -1,0 +1,1 @@
+"""Values and protocols that every room shares. No torch, no I/O; imports nothing of Thalweg outside `core`."""

@@ -1,0 +1,43 @@
+"""Every error that Thalweg raises on purpose.
+
+ThalwegError
+├── InvalidRequest      the user's request is wrong: names the field; becomes a 400
+├── Overloaded          the queue is full: becomes a 429
+├── CannotServe         the resolver's no: names what does not fit and the nearest that does
+├── CheckpointError     a checkpoint is missing, truncated, of the wrong shape, or unknown
+└── EngineDead          the engine process is gone: becomes a 503
+"""
+
+from __future__ import annotations
+
+
+class ThalwegError(Exception):
+    """The root: `except ThalwegError` catches what Thalweg raises on purpose and nothing else."""
+
+
+class InvalidRequest(ThalwegError):
+    """A request that cannot be served as it stands.
+
+    `field` is the path of the offending field as the user wrote it, e.g. `messages[2].content`.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class Overloaded(ThalwegError):
+    """More requests than the configured limit: try again later."""
+
+
+class CannotServe(ThalwegError):
+    """No backend or setting fits what was asked; the message names the nearest that does."""
+
+
+class CheckpointError(ThalwegError):
+    """A checkpoint that cannot be loaded; the message names the file or tensor and what was expected."""
+
+
+class EngineDead(ThalwegError):
+    """The engine process ended; running requests are lost, the server restarts it."""

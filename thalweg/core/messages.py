@@ -1,0 +1,113 @@
+"""What crosses between a front (HTTP server or `LLM`) and the engine process: msgspec structs, msgpack on the wire."""
+
+from __future__ import annotations
+
+import msgspec
+
+from thalweg.core.sampling import SamplingParams
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """One sequence to compute. uid: drawn by the front, increasing. first: uid of the n > 1 sibling whose prompt this shares, or -1.
+    arrival: the front's clock (time.time()), for queue-time metrics."""
+
+    uid: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    salt: int = 0
+    first: int = -1
+    arrival: float = 0.0
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """Ends these sequences wherever they are. A `Delta` with finish "abort" answers each that was still there."""
+
+    uids: tuple[int, ...]
+
+
+class FlushCache(msgspec.Struct, tag=True, frozen=True):
+    """Empties the prefix cache (leased pages stay with their holders); `Done` with the same id answers."""
+
+    id: int
+
+
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """No new work will come: finish what runs, then exit."""
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """News of one sequence. finish: "" while it runs, else "stop", "length" or "abort"; stop_id: the stop token id, or -1.
+    logprobs and prompt_logprobs: (logprob, top ids, top logprobs) each, empty unless asked for; the first delta of a
+    sequence carries all its prompt logprobs (of prompt positions 1 to the last) and `cached`, the prompt tokens that came from the cache."""
+
+    uid: int
+    tokens: tuple[int, ...]
+    finish: str = ""
+    stop_id: int = -1
+    cached: int = 0
+    logprobs: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
+    prompt_logprobs: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """What the engine is doing: gauges now, counters since its start. *_tokens counters never fall."""
+
+    running: int = 0
+    waiting: int = 0
+    pages: int = 0
+    pages_used: int = 0  # leased by requests
+    pages_cached: int = 0  # held by the prefix cache only, reclaimable
+    steps: int = 0
+    prefill_tokens: int = 0  # prompt tokens computed
+    decode_tokens: int = 0  # tokens sampled and committed
+    prompt_tokens: int = 0  # prompt tokens admitted
+    cached_tokens: int = 0  # of these, found in the prefix cache
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+    step_seconds: float = 0.0  # time in which steps were in flight
+
+
+class StepNews(msgspec.Struct, tag=True, frozen=True):
+    """One message a step: the news of every sequence that has some. `at`: the engine's time.time() when the step retired.
+    stats come a few times a second, not with every step."""
+
+    deltas: tuple[Delta, ...]
+    at: float
+    stats: Stats | None = None
+
+
+class Rejected(msgspec.Struct, tag=True, frozen=True):
+    """The engine refuses a sequence: what the user sent in `field` cannot be served."""
+
+    uid: int
+    field: str
+    message: str
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """A control message was carried out."""
+
+    id: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The engine serves from now on. context: the longest sequence it can hold; resolved: the choices made, as a JSON object."""
+
+    pid: int
+    context: int
+    vocab: int
+    pages: int
+    slots: int
+    resolved: str
+
+
+class Fatal(msgspec.Struct, tag=True, frozen=True):
+    """The engine ends because of this error."""
+
+    message: str
+
+
+ToEngine = Submit | Abort | FlushCache | Drain
+FromEngine = StepNews | Rejected | Done | Ready | Fatal

@@ -1,0 +1,107 @@
+"""What a user may ask of sampling, checked once at the door."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from thalweg.core.errors import InvalidRequest
+
+MAX_LOGPROBS = 64
+MAX_STOP_IDS = 16
+MAX_LOGIT_BIAS = 1024
+MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of one sequence.
+
+    temperature: 0 is greedy. top_k: 0 or -1 is off. top_p in (0, 1]; min_p in [0, 1], relative to the largest probability.
+    repetition_penalty: > 0, over prompt and output (CTRL, arXiv 1909.05858 §4.1); frequency_penalty and presence_penalty in
+    [-2, 2], over the output only (OpenAI's definition). logit_bias: (token id, bias in [-100, 100]) pairs.
+    seed: the random numbers are a pure function of (seed, output position); None lets the engine draw one.
+    max_tokens: None is "up to the context". stop: strings, matched by the front; stop_token_ids: matched on the device.
+    logprobs / prompt_logprobs: None is off, 0 the chosen token only, k the k most likely besides. Log-probabilities are the
+    model's own: before temperature, penalties, bias and truncation.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    def check(self, vocab: int) -> None:
+        """Raises InvalidRequest naming the first field that is out of range. `vocab` is the number of token ids."""
+        _between("temperature", self.temperature, 0.0, 100.0)
+        _between("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p", "must be above 0 (and at most 1), got 0; temperature 0 is greedy decoding")
+        if self.top_k < -1:
+            raise InvalidRequest("top_k", f"must be -1 or 0 (off) or positive, got {self.top_k}")
+        _between("min_p", self.min_p, 0.0, 1.0)
+        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        if self.repetition_penalty == 0.0:
+            raise InvalidRequest("repetition_penalty", "must be above 0, got 0; 1 is off")
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._check_lengths()
+        self._check_ids(vocab)
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise InvalidRequest("max_tokens", f"must be at least 0, got {self.max_tokens}")
+        if self.min_tokens < 0:
+            raise InvalidRequest("min_tokens", f"must be at least 0, got {self.min_tokens}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if not 1 <= self.n <= 128:
+            raise InvalidRequest("n", f"must be between 1 and 128, got {self.n}")
+        if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
+            raise InvalidRequest("seed", f"must fit 64 bits, got {self.seed}")
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise InvalidRequest(name, f"must be between 0 and {MAX_LOGPROBS}, got {value}")
+        if any(not s for s in self.stop):
+            raise InvalidRequest("stop", "an empty string would stop everything; leave it out")
+
+    def _check_ids(self, vocab: int) -> None:
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise InvalidRequest("stop_token_ids", f"at most {MAX_STOP_IDS} ids, got {len(self.stop_token_ids)}")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest("logit_bias", f"at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}")
+        for token in self.stop_token_ids:
+            if not 0 <= token < vocab:
+                raise InvalidRequest("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
+        for token, bias in self.logit_bias:
+            if not 0 <= token < vocab:
+                raise InvalidRequest("logit_bias", f"token id {token} is outside the vocabulary of {vocab}")
+            _between("logit_bias", bias, -100.0, 100.0)
+
+
+def _between(field: str, value: float, low: float, high: float) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequest(field, f"must be a number between {low:g} and {high:g}, got {value}")

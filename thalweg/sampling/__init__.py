@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, truncation, random numbers, acceptance, log-probabilities."""

@@ -1,0 +1,34 @@
+"""Random numbers as a pure function of (seed, position, token id): a seeded request gives the same tokens whatever runs beside it.
+
+The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", figure 15)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_M1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_M2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 (multiplication wraps; shifts are made logical by masking). In place."""
+    x ^= (x >> 30) & 0x3FFFFFFFF
+    x *= _M1
+    x ^= (x >> 27) & 0x1FFFFFFFFF
+    x *= _M2
+    x ^= (x >> 31) & 0x1FFFFFFFF
+    return x
+
+
+def exponential(seed_E: Tensor, position_E: Tensor, vocab: int) -> Tensor:
+    """Exp(1) variates, float32 [E, vocab]: entry v depends on (seed, position, v) only.
+
+    32 random bits each, used as v = (bits + 0.5) / 2^32 and -log1p(-v), which keeps its relative precision near 0, where the
+    smallest of many variates (the one that wins a race) lies.
+    """
+    key_E = mix(mix(seed_E * _GOLDEN + position_E) + _GOLDEN)
+    bits_EV = mix(key_E[:, None] + torch.arange(vocab, device=seed_E.device) * _GOLDEN)
+    uniform_EV = ((bits_EV >> 32) & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    return uniform_EV.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()

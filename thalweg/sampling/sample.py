@@ -1,0 +1,115 @@
+"""Accept: logits and `Slots` give the next token of each emitting row. With no drafts, accepting IS sampling.
+
+Order: penalties → bias → minimum length → temperature → top-k → top-p (of what top-k left) → min-p (relative to the largest) → draw. Letters: E emitting
+rows, V vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.slots import Slots
+from thalweg.core.plan import Needs
+from thalweg.sampling.random import exponential
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """tokens_E int64; done_E bool: the slot ended with this token; live_E bool: False where the slot had ended before (no token).
+    logprob_E, top_ids_EK, top_logprobs_EK: the model's own log-probabilities, None unless asked for."""
+
+    tokens_E: Tensor
+    done_E: Tensor
+    live_E: Tensor
+    logprob_E: Tensor | None = None
+    top_ids_EK: Tensor | None = None
+    top_logprobs_EK: Tensor | None = None
+
+
+def accept(logits_EV: Tensor, slots: Slots, slot_E: Tensor, live_E: Tensor, needs: Needs) -> Sampled:
+    """Draws the next token of each row, writes it into `slots`, and ends those that reached a stop id or their end.
+
+    logits_EV float32 is the model's and may be overwritten unless log-probabilities are asked for.
+    """
+    ints_EI = slots.ints_SI[slot_E]
+    length_E, end_E, min_len_E = ints_EI[:, 0], ints_EI[:, 2], ints_EI[:, 6]
+    stop_EK = slots.stop_SK[slot_E]
+    own_EV = logits_EV
+    if needs.logprobs >= 0:
+        logits_EV = logits_EV.clone()
+    if needs.penalised:
+        penalise(logits_EV, slots, slot_E, length_E, ints_EI[:, 5])
+    if needs.biased:
+        logits_EV.scatter_add_(1, slots.bias_ids_SB[slot_E], slots.bias_SB[slot_E])
+        early_EK = (length_E < min_len_E)[:, None] & (stop_EK >= 0)
+        logits_EV.scatter_add_(1, stop_EK.clamp(min=0), torch.where(early_EK, -torch.inf, 0.0))
+    if needs.random:
+        tokens_E = draw(logits_EV, slots.floats_SF[slot_E], ints_EI[:, 7], ints_EI[:, 4], length_E, needs.truncated)
+    else:
+        tokens_E = logits_EV.argmax(-1)
+    done_E = (tokens_E[:, None] == stop_EK).any(1) | (length_E + 1 >= end_E)
+    slots.tokens_SL[slot_E, torch.where(live_E, length_E, slots.context)] = tokens_E.to(torch.int32)
+    slots.length[slot_E] = length_E + live_E
+    slots.at[slot_E] = length_E - 1 + live_E.to(torch.int64)
+    slots.done[slot_E] = (done_E | ~live_E).to(torch.int64)
+    return Sampled(tokens_E, done_E, live_E, *logprobs(own_EV, tokens_E, needs.logprobs))
+
+
+def penalise(logits_EV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, prompt_len_E: Tensor) -> None:
+    """Repetition penalty over prompt and output (divides positive, multiplies negative logits), frequency and presence over the output.
+
+    Counts are taken from the tokens plane each step: a pure function of the truth, so there is nothing to roll back.
+    """
+    reach = int(length_E.max())
+    floats_EF = slots.floats_SF[slot_E]
+    repetition, frequency, presence = floats_EF[:, 3:4], floats_EF[:, 4:5], floats_EF[:, 5:6]
+    tokens_EL = slots.tokens_SL[slot_E, :reach].to(torch.int64)
+    at_L = torch.arange(reach, device=tokens_EL.device)
+    known_EL = at_L < length_E[:, None]
+    output_EL = known_EL & (at_L >= prompt_len_E[:, None])
+    seen_EV = torch.zeros_like(logits_EV).scatter_add_(1, tokens_EL, known_EL.to(logits_EV.dtype)) > 0
+    count_EV = torch.zeros_like(logits_EV).scatter_add_(1, tokens_EL, output_EL.to(logits_EV.dtype))
+    scaled_EV = torch.where(logits_EV > 0, logits_EV / repetition, logits_EV * repetition)
+    logits_EV.copy_(torch.where(seen_EV, scaled_EV, logits_EV))
+    logits_EV -= count_EV * frequency + (count_EV > 0) * presence
+
+
+def draw(logits_EV: Tensor, floats_EF: Tensor, top_k_E: Tensor, seed_E: Tensor, position_E: Tensor, truncated: bool) -> Tensor:
+    """One token of each row: the arg max where the temperature is 0, else a sample of the truncated distribution.
+
+    An exponential race (arg min of Exp(1) / p) needs neither normalisation nor a cumulative sum, and its coins are per token id, so
+    that the draw does not depend on the order of equal probabilities.
+    """
+    temperature_E, top_p_E, min_p_E = floats_EF[:, 0], floats_EF[:, 1], floats_EF[:, 2]
+    greedy_E = temperature_E == 0
+    scaled_EV = logits_EV / torch.where(greedy_E, 1.0, temperature_E)[:, None]
+    if truncated:
+        scaled_EV = truncate(scaled_EV, top_k_E, top_p_E, min_p_E)
+    race_EV = scaled_EV - exponential(seed_E, position_E, logits_EV.shape[1]).log_()
+    return torch.where(greedy_E, logits_EV.argmax(-1), race_EV.argmax(-1))
+
+
+def truncate(logits_EV: Tensor, top_k_E: Tensor, top_p_E: Tensor, min_p_E: Tensor) -> Tensor:
+    """-inf for what top-k, then top-p of what is left, then min-p remove. The most likely token always stays.
+
+    Ties at a border go to the smaller token id, whatever the batch: the sort is stable.
+    """
+    sorted_EV, order_EV = torch.sort(logits_EV, dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(logits_EV.shape[1], device=logits_EV.device)
+    sorted_EV = sorted_EV.masked_fill(rank_V >= top_k_E[:, None], -torch.inf)
+    prob_EV = sorted_EV.softmax(-1)
+    before_EV = prob_EV.cumsum(-1) - prob_EV
+    drop_EV = (before_EV >= top_p_E[:, None]) & (top_p_E < 1)[:, None] | (prob_EV < min_p_E[:, None] * prob_EV[:, :1])
+    drop_EV[:, 0] = False
+    return torch.empty_like(logits_EV).scatter_(1, order_EV, sorted_EV.masked_fill(drop_EV, -torch.inf))
+
+
+def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Log-probabilities of `tokens_N` and the `top` most likely ids with theirs; (None, None, None) for top < 0."""
+    if top < 0:
+        return None, None, None
+    logprob_NV = logits_NV.log_softmax(-1)
+    top_NK = logprob_NV.topk(min(top, logits_NV.shape[1]), dim=-1)
+    return logprob_NV.gather(1, tokens_N[:, None])[:, 0], top_NK.indices, top_NK.values
