@@ -1,0 +1,357 @@
+"""Planted bugs: each replaces one method of the real code (or of the simulated device) for as long as it is planted. The proof is worth
+what it catches, so every one of these must make some mix fail."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any, Callable, Iterator
+from unittest import mock
+
+from tests.null.sim.device import Device, SimWorker
+from thalweg.cache.books import Books
+from thalweg.cache.radix import DEAD, Path, RadixTree
+from thalweg.core.messages import Delta
+from thalweg.core.request import Leave, Request, State
+from thalweg.core.ticket import TicketState
+from thalweg.engine.loop import Loop
+from thalweg.scheduler.holdings import Holdings
+from thalweg.scheduler.scheduler import Scheduler
+from thalweg.scheduler.sheet import Sheet
+
+Wrapper = Callable[..., Any]  # takes the real method first, then its arguments
+PLANTED: dict[str, list[tuple[type, str, Wrapper]]] = {}
+
+
+def plant(owner: type, method: str) -> Callable[[Wrapper], Wrapper]:
+    """The decorated function is one bug: it stands for `owner.method`, which it gets as its first argument."""
+
+    def note(wrapper: Wrapper) -> Wrapper:
+        PLANTED.setdefault(wrapper.__name__, []).append((owner, method, wrapper))
+        return wrapper
+
+    return note
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for owner, method, wrapper in PLANTED[name]:
+            real = getattr(owner, method)
+
+            def patched(*args: Any, _real: Any = real, _wrapper: Wrapper = wrapper, **named: Any) -> Any:
+                return _wrapper(_real, *args, **named)
+
+            stack.enter_context(mock.patch.object(owner, method, patched))
+        yield
+
+
+# ---- the device and the loop
+
+
+@plant(Device, "is_padding")
+def zombie_computes(real: Wrapper, device: Device, slot: Any) -> bool:
+    return False
+
+
+@plant(Scheduler, "_earn")
+def _finish_frees(real: Wrapper, brain: Scheduler, r: Request, output: Any) -> None:
+    real(brain, r, output)
+    if r.leave is Leave.FINISH:
+        brain.books.drop(r.pages)
+
+
+@plant(Scheduler, "_vacate")
+def _freed_before(real: Wrapper, brain: Scheduler, r: Request) -> None:
+    if r.leave is Leave.FINISH:
+        del brain.live[r.uid]
+    else:
+        real(brain, r)
+
+
+PLANTED["zombie_computes"] += PLANTED.pop("_finish_frees") + PLANTED.pop("_freed_before")
+
+
+@plant(Device, "cut")
+def ignore_end(real: Wrapper, device: Device, n: int, slot: Any, start: int) -> int:
+    return n
+
+
+@plant(Device, "ring_size")
+def ring_early(real: Wrapper, device: Device, depth: int) -> int:
+    return max(1, depth - 1)
+
+
+@plant(SimWorker, "output")
+def read_early(real: Wrapper, worker: SimWorker, plan: Any) -> Any:
+    return worker.device.read(plan.step)
+
+
+@plant(Loop, "finish")
+def mask_late(real: Wrapper, loop: Loop, plan: Any, shape: Any, width: int) -> None:
+    real(loop, replace(plan, masked=False), shape, width)
+
+
+# ---- planning
+
+
+@plant(Scheduler, "_plan_decoding")
+def cohort(real: Wrapper, brain: Scheduler, sheet: Sheet) -> None:
+    for r in brain._decoding:
+        r.last = -brain.stages
+    real(brain, sheet)
+
+
+@plant(Scheduler, "_plan_decoding")
+def wrong_width(real: Wrapper, brain: Scheduler, sheet: Sheet) -> None:
+    for r in brain._decoding:
+        r.made = brain.loop_width  # type: ignore[attr-defined]
+    real(brain, sheet)
+
+
+@plant(Scheduler, "plan")
+def _remember_width(real: Wrapper, brain: Scheduler, width: int) -> Any:
+    brain.loop_width = width  # type: ignore[attr-defined]
+    return real(brain, width)
+
+
+PLANTED["wrong_width"] += PLANTED.pop("_remember_width")
+
+
+@plant(Scheduler, "plan")
+def stale_publish(real: Wrapper, brain: Scheduler, width: int) -> Any:
+    return replace(real(brain, width), seen=max(brain.step - brain.stages, -1))
+
+
+@plant(Scheduler, "_chunk")
+def insert_same_step(real: Wrapper, brain: Scheduler, r: Request, sheet: Sheet) -> None:
+    real(brain, r, sheet)
+    brain.holdings.share(r, min(r.computed, len(r.prompt)))
+
+
+@plant(Holdings, "share")
+def insert_early(real: Wrapper, holdings: Holdings, r: Request, positions: int) -> None:
+    real(holdings, r, min(positions + 1, r.known))
+
+
+@plant(Scheduler, "_scored")
+def scores_twice(real: Wrapper, brain: Scheduler, r: Request, start: int, n: int) -> Any:
+    first, last = max(start, r.score_from - 1), min(start + n, len(r.prompt) - 1)
+    return (first, last, r.params.prompt_logprobs or 0) if first < last else (0, 0, 0)
+
+
+@plant(Holdings, "grow")
+def growth_forgotten(real: Wrapper, holdings: Holdings, r: Request, count: int) -> Any:
+    real(holdings, r, count)
+    return ()
+
+
+# ---- admission
+
+
+@plant(Holdings, "useful")
+def hit_full(real: Wrapper, holdings: Holdings, r: Request) -> int:
+    return real(holdings, r) if r.params.prompt_logprobs is not None else r.known // holdings.page
+
+
+@plant(Holdings, "useful")
+def hit_skips_scores(real: Wrapper, holdings: Holdings, r: Request) -> int:
+    return (r.known - 1) // holdings.page
+
+
+@plant(Holdings, "enter")
+def no_salt(real: Wrapper, holdings: Holdings, r: Request) -> None:
+    holdings.paths[r.uid] = Path(r.tokens, 0)
+
+
+@plant(Scheduler, "_held")
+def sibling_early(real: Wrapper, brain: Scheduler, r: Request, *rest: Any) -> bool:
+    return False
+
+
+@plant(Scheduler, "_land")
+def ticket_ignored(real: Wrapper, brain: Scheduler, r: Request) -> None:
+    if r.ticket is not None and r.state is State.LOADING:
+        r.ticket.state = TicketState.OK
+    real(brain, r)
+
+
+@plant(Holdings, "seat")
+def hit_not_leased(real: Wrapper, holdings: Holdings, r: Request, upto: int, reserve: int) -> Any:
+    ticket = real(holdings, r, upto, reserve)
+    if ticket is not None:
+        holdings.books.drop(r.pages[: r.computed // holdings.page])
+    return ticket
+
+
+# ---- leaving
+
+
+def _at_once(why: Leave) -> Wrapper:
+    def leave(real: Wrapper, brain: Scheduler, r: Request, reason: Leave) -> None:
+        r.leave = reason
+        if reason is why or (not r.flight and r.state is State.RUNNING):
+            if r in brain._waiting:
+                brain._waiting.remove(r)
+            brain._release(r)
+
+    return leave
+
+
+PLANTED["preempt_now"] = [(Scheduler, "_leave", _at_once(Leave.PREEMPT))]
+PLANTED["abort_frees"] = [(Scheduler, "_leave", _at_once(Leave.ABORT))]
+
+
+@plant(Scheduler, "_release")
+def send_unpinned(real: Wrapper, brain: Scheduler, r: Request) -> None:
+    real(brain, r)
+    if r.state is State.SENDING:
+        brain.holdings.clear(r)
+
+
+@plant(Scheduler, "_vacate")
+def pages_kept(real: Wrapper, brain: Scheduler, r: Request) -> None:
+    del brain.live[r.uid]
+
+
+@plant(Holdings, "stand_up")
+def slot_kept(real: Wrapper, holdings: Holdings, r: Request) -> None:
+    if r.leave is Leave.ABORT:
+        r.slot = -1
+    else:
+        real(holdings, r)
+
+
+# ---- committing
+
+
+@plant(Scheduler, "_earn")
+def zero_tokens_never_end(real: Wrapper, brain: Scheduler, r: Request, output: Any) -> None:
+    if r.end > len(r.prompt):
+        real(brain, r, output)
+    else:
+        r.scores.extend(output.scores)
+
+
+@plant(Scheduler, "_earn")
+def zero_tokens_end_early(real: Wrapper, brain: Scheduler, r: Request, output: Any) -> None:
+    if r.end == len(r.prompt) and r.leave is Leave.STAYS:
+        r.computed = r.base = r.end
+        r.flight, flight = 0, r.flight
+        real(brain, r, output)
+        r.flight = flight
+    else:
+        real(brain, r, output)
+
+
+@plant(Scheduler, "_earn")
+def preempted_earns_nothing(real: Wrapper, brain: Scheduler, r: Request, output: Any) -> None:
+    if r.leave is not Leave.PREEMPT:
+        real(brain, r, output)
+
+
+@plant(Scheduler, "_earn")
+def stop_is_length(real: Wrapper, brain: Scheduler, r: Request, output: Any) -> None:
+    stop_ids, r.stop_ids = r.stop_ids, ()
+    real(brain, r, output)
+    r.stop_ids = stop_ids
+
+
+@plant(Scheduler, "_abort")
+def abort_is_silent(real: Wrapper, brain: Scheduler, uid: int) -> None:
+    count = len(brain._news)
+    real(brain, uid)
+    del brain._news[count:]
+
+
+@plant(Scheduler, "commit")
+def zombie_news(real: Wrapper, brain: Scheduler, plan: Any, outputs: Any) -> None:
+    gone = [r for row in plan.rows if (r := brain.requests[row.uid]).leave is Leave.ABORT]
+    real(brain, plan, outputs)
+    brain._news += [Delta(r.uid, (1,)) for r in gone]
+
+
+# ---- the books: `books_driver.py` must catch these
+
+
+@plant(RadixTree, "_detach")
+def books_evict_leased(real: Wrapper, tree: RadixTree, node: Any, freed: list[int]) -> None:
+    """An eviction gives away the whole subtree, what others lease of it too."""
+    below, pages = [node], []
+    while below:
+        n = below.pop()
+        pages.append(n.page)
+        below.extend(n.children.values())
+    real(tree, node, freed)
+    freed.extend(p for p in pages if p > 0 and p not in freed)
+
+
+@plant(RadixTree, "_detach")
+def books_orphans(real: Wrapper, tree: RadixTree, node: Any, freed: list[int]) -> None:
+    """An eviction takes the node only: what is below stays cached, and nobody finds it."""
+    children = dict(node.children)
+    node.children.clear()
+    real(tree, node, freed)
+    node.children.update(children)
+
+
+@plant(RadixTree, "_resume")
+def books_dead_cursor(real: Wrapper, tree: RadixTree, path: Path) -> Any:
+    """A sequence goes on from a node that was evicted."""
+    return (path.node, path.depth) if path.node is not None and path.node.page == DEAD else real(tree, path)
+
+
+@plant(RadixTree, "insert")
+def books_stale_epoch(real: Wrapper, tree: RadixTree, path: Path, pages: Any, count: int) -> None:
+    """What was computed before a flush is found after it."""
+    path.epoch = tree.epoch
+    real(tree, path, pages, count)
+
+
+@plant(RadixTree, "_root_key")
+def books_no_salt(real: Wrapper, tree: RadixTree, path: Path) -> bytes:
+    return b"%d:0" % path.epoch
+
+
+@plant(RadixTree, "rest")
+def books_parent_first(real: Wrapper, tree: RadixTree, page: int) -> bool:
+    """Parents are not moved behind their children in the order of eviction."""
+    cached = page in tree._nodes
+    if cached:
+        tree._idle[page] = None
+    return cached
+
+
+@plant(Books, "drop")
+def books_free_while_shared(real: Wrapper, books: Books, pages: list[int]) -> None:
+    """A page is free when one of its two holders leaves."""
+    for page in pages:
+        if books.lease[page] == 2:
+            books.lease[page] = 1
+    real(books, pages)
+
+
+@plant(Books, "hold")
+def books_hold_forgets_idle(real: Wrapper, books: Books, pages: list[int]) -> None:
+    """An idle page that is leased again stays on the list of those to evict."""
+    for page in pages:
+        books.lease[page] += 1
+
+
+@plant(Books, "take")
+def books_evict_early(real: Wrapper, books: Books, count: int) -> list[int]:
+    """Evicts while there are free pages."""
+    if books.tree.idle and count:
+        books.free.extend(books.tree.evict(1))
+    return real(books, count)
+
+
+@plant(Books, "flush")
+def books_flush_frees_leased(real: Wrapper, books: Books) -> None:
+    leased = [p for p, count in enumerate(books.lease) if count]
+    real(books)
+    books.free.extend(leased)
+
+
+BOOKS = [name for name in PLANTED if name.startswith("books_")]
+BRAIN = [name for name in PLANTED if name not in BOOKS]

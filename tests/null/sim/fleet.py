@@ -1,0 +1,194 @@
+"""DP ranks in lockstep: each one a real loop, a real scheduler and a simulated device."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+from tests.null.sim.clock import Clock
+from tests.null.sim.device import Device, SimWorker
+from tests.null.sim.front import Case
+from tests.null.sim.model import EOS, VOCAB
+from tests.null.sim.tier import SlowTier
+from thalweg.cache.books import Books
+from thalweg.cache.radix import NoTree, PrefixTree, RadixTree
+from thalweg.core.messages import Abort, Done, FromEngine, Rejected, StepNews, ToEngine
+from thalweg.core.plan import Shape, StepPlan
+from thalweg.core.request import Request
+from thalweg.engine.loop import Loop, OneRank
+from thalweg.scheduler import door
+from thalweg.scheduler.limits import Limits
+from thalweg.scheduler.scheduler import Scheduler
+
+PAGE, WIDEST, CONTEXT = 4, 3, 36
+
+
+class RandomWidth:
+    """A draft width that changes with every step."""
+
+    widest = WIDEST
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def draft(self, emitting: int) -> int:
+        return self.rng.randint(0, WIDEST)
+
+
+class CountingTree(RadixTree):
+    """The real tree, and how many pages it has evicted."""
+
+    evicted = 0
+
+    def evict(self, count: int) -> list[int]:
+        freed = super().evict(count)
+        self.evicted += len(freed)
+        return freed
+
+
+class SimChannel:
+    """The engine's end of the line to a front that lives in the same turn. inbox: messages, and calls that stand for what no message of
+    today carries (grammars, transfers); they are carried out in order."""
+
+    def __init__(self) -> None:
+        self.inbox: list[ToEngine | Callable[[], None]] = []
+        self.outbox: list[FromEngine] = []
+        self.take: Callable[[list[ToEngine]], Sequence[FromEngine]] = list
+        self.timeout: float | None = 0.0
+        self.quiet = True
+
+    def receive(self, timeout: float | None) -> list[ToEngine]:
+        self.timeout, self.quiet = timeout, not self.inbox
+        messages: list[ToEngine] = []
+        for item in self.inbox:
+            if callable(item):
+                self.outbox.extend(self.take(messages))
+                messages = []
+                item()
+            else:
+                messages.append(item)
+        self.inbox = []
+        return messages
+
+    def send(self, message: FromEngine) -> None:
+        self.outbox.append(message)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a rank is made of. fail: the share of tier loads that fail."""
+
+    slots: int
+    pages: int
+    budget: int
+    stages: int
+    depth: int
+    fail: float
+    policy: str = "fcfs"
+    radix: bool = True
+    context: int = CONTEXT
+
+
+class Rank:
+    """One brain, its hands, its loop and its front's cases."""
+
+    def __init__(self, clock: Clock, rng: random.Random, s: Setting) -> None:
+        tree: PrefixTree = CountingTree(PAGE) if s.radix else NoTree(PAGE)
+        self.setting, self.books = s, Books(s.pages, tree)
+        self.device = Device(clock, rng, s.stages, s.depth, self.books)
+        self.tier = SlowTier(clock, rng, self.device, s.fail)
+        self.limits = Limits(s.slots, s.budget, s.context, VOCAB, (EOS,), s.stages, s.policy, seed=1)
+        self.brain = Scheduler(self.limits, self.books, self.tier, RandomWidth(rng))
+        self.channel = SimChannel()
+        self.loop = Loop(self.channel, self.brain, SimWorker(self.device), OneRank(), s.depth)
+        self.cases: dict[int, Case] = {}
+        self.rejected: dict[int, Rejected] = {}
+        self.done: list[int] = []
+        self.channel.take = self.brain.take
+        self.spins = 0
+        self.waiting: list[Request] = []
+
+    def submit(self, case: Case) -> None:
+        self.cases[case.submit.uid] = case
+        if case.masked or case.send:
+            self.channel.inbox.append(lambda: self._add(case))
+        else:
+            self.channel.inbox.append(case.submit)
+
+    def _add(self, case: Case) -> None:
+        brain = self.brain
+        request = door.enter(
+            case.submit, self.limits, brain.context, brain.seeds, brain.requests.get(case.submit.first)
+        )
+        request.masked, request.send = case.masked, case.send
+        brain.add(request)
+
+    def abort(self, case: Case) -> None:
+        case.aborted = True
+        self.channel.inbox.append(Abort((case.submit.uid,)))
+
+    def hear(self) -> None:
+        for message in self.channel.outbox:
+            match message:
+                case StepNews():
+                    for delta in message.deltas:
+                        self.cases[delta.uid].hear(delta)
+                case Rejected():
+                    self.rejected[message.uid] = message
+                case Done():
+                    self.done.append(message.id)
+                case _:
+                    raise AssertionError(f"unexpected {message}")
+        self.channel.outbox.clear()
+
+    def check_patience(self, plan: StepPlan, launched: bool) -> None:
+        """Waiting for messages with work at hand loses time; not waiting without any burns a core."""
+        timeout = self.channel.timeout
+        if timeout is None:
+            assert self.brain.idle or not self.channel.quiet, "the loop blocks while there are requests"
+        if timeout != 0.0 and self.channel.quiet:
+            assert not plan.rows, "the loop waits for messages while there is something to plan"
+        landed = any(r not in self.brain._waiting for r in self.waiting)
+        self.waiting = self.brain._waiting.copy()
+        idle = timeout == 0.0 and not launched and not self.loop.inflight and self.channel.quiet and not landed
+        self.spins = self.spins + 1 if idle else 0
+        assert self.spins < 3, "the loop spins while there is nothing to plan"
+
+    def check_home(self) -> None:
+        brain, books = self.brain, self.books
+        slots = brain.holdings.slots
+        assert sorted(slots) == list(range(self.setting.slots)), "a slot was lost"
+        assert not any(books.lease) and not self.device.work, "a lease was lost"
+        free, cached = books.free, books.tree.cached
+        assert len(free) == len(set(free)) and books.spare() == books.total == len(free) + cached, "a page was lost"
+        assert (
+            brain.idle and not brain.runnable and not brain.live and not brain.holdings.paths and not len(brain.queue)
+        )
+        assert not brain._waiting and not self.loop.inflight
+
+
+def agree(plans: Sequence[StepPlan]) -> tuple[Shape | None, int]:
+    """One record a rank; an idle rank has no say, and runs the step too."""
+    shapes = [plan.shape for plan in plans if plan.rows]
+    if not shapes:
+        return None, 0
+    return Shape(*map(max, zip(*shapes, strict=True))), min(plan.draft for plan in plans if plan.rows)
+
+
+def serve(ranks: Sequence[Rank], receive: Callable[[int], bool], clock: Clock, rng: random.Random) -> int:
+    """Turns until the front has nothing more and every rank is idle. `receive(turn)` fills the inboxes; True: more will come."""
+    turn = 0
+    while receive(turn) or any(r.loop.inflight or not r.brain.idle or r.channel.inbox for r in ranks):
+        turn += 1
+        clock.spend(rng.randint(1, 3))
+        plans = [rank.loop.begin() for rank in ranks]
+        shape, width = agree(plans)
+        for rank, plan in zip(ranks, plans, strict=True):
+            rank.loop.finish(plan, shape, width)
+            rank.check_patience(plan, shape is not None)
+            rank.hear()
+        if shape is None and not any(r.loop.inflight for r in ranks) and clock.events:
+            clock.tick()  # nothing but tickets: wait on them
+        assert turn < 4000, "stuck"
+    return ranks[0].brain.step

@@ -1,0 +1,396 @@
+"""The scheduler by hand: the door, the order of the queue, what a plan says, what the news say. Its proof is `test_simulated_device.py`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable
+
+import pytest
+
+from thalweg.cache.books import Books
+from thalweg.cache.radix import RadixTree
+from thalweg.core.messages import Abort, Delta, Done, Drain, FlushCache, Rejected, Submit
+from thalweg.core.plan import Append, Needs, Output, Row, StepPlan, TokenLogprob
+from thalweg.core.sampling import SamplingParams
+from thalweg.core.ticket import Ticket, TicketState
+from thalweg.scheduler.limits import ConstantWidth, Limits
+from thalweg.scheduler.queue import POLICIES
+from thalweg.scheduler.scheduler import Scheduler
+
+EOS, VOCAB, PAGE = 0, 100, 4
+
+
+def brain(pages: int = 100, width: int = 0, tier: Any = None, **changes: Any) -> Scheduler:
+    limits = Limits(**{"slots": 8, "budget": 64, "context": 40, "vocab": VOCAB, "eos_ids": (EOS,), **changes})
+    books = Books(pages, RadixTree(PAGE))
+    return Scheduler(limits, books, *([tier] if tier else []), widths=ConstantWidth(width))
+
+
+def submit(uid: int, prompt: tuple[int, ...] | int = 5, **changes: Any) -> Submit:
+    fields = {name: changes.pop(name) for name in ("priority", "salt", "first") if name in changes}
+    if isinstance(prompt, int):
+        prompt = tuple((uid * 7 + i) % 99 + 1 for i in range(prompt))
+    return Submit(uid, prompt, SamplingParams(**changes), **fields)
+
+
+def step(b: Scheduler, say: Callable[[Row], int] = lambda row: 7, ends: dict[int, int] | None = None) -> StepPlan:
+    """One synchronous step; every emitting row says `say(row)`, which ends it at EOS or at the length that was bound."""
+    plan = b.plan(0)
+    if plan.rows:
+        b.launched()
+        outputs = []
+        for row in plan.rows:
+            r = b.requests[row.uid]
+            if row.emit:
+                token = say(row)
+                outputs.append(Output((token,), done=token in r.stop_ids or r.known + 1 >= r.end))
+            else:
+                outputs.append(Output())
+        b.commit(plan, outputs)
+    return plan
+
+
+def uids(plan: StepPlan) -> list[int]:
+    return [row.uid for row in plan.rows]
+
+
+# ---- the door
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "says"),
+    [
+        (submit(1, ()), "prompt", "empty"),
+        (submit(1, (5, -1)), "prompt", "-1 is outside the vocabulary of 100"),
+        (submit(1, (100,)), "prompt", "100 is outside"),
+        (submit(1, (2**40,)), "prompt", "outside"),
+        (submit(1, 40), "prompt", "has 40 tokens"),
+        (submit(1, 41, max_tokens=0), "prompt", "has 41 tokens"),
+        (submit(1, temperature=math.nan), "temperature", "between"),
+        (submit(1, top_p=math.inf), "top_p", "between"),
+        (submit(1, max_tokens=-1), "max_tokens", "at least 0"),
+        (submit(1, stop_token_ids=(VOCAB,)), "stop_token_ids", "outside"),
+        (submit(1, logit_bias=((3, math.nan),)), "logit_bias", "between"),
+    ],
+)
+def test_what_cannot_be_served_is_rejected_and_names_the_field(message: Submit, field: str, says: str):
+    b = brain()
+    (reply,) = b.take([message])
+    assert isinstance(reply, Rejected) and (reply.uid, reply.field) == (1, field) and says in reply.message
+    assert b.idle and not b.runnable and not b.plan(0).rows
+
+
+def test_a_uid_in_use_is_rejected_and_its_owner_lives():
+    b = brain()
+    assert b.take([submit(1)]) == []
+    (reply,) = b.take([submit(1)])
+    assert isinstance(reply, Rejected) and reply.field == "uid"
+    assert uids(step(b)) == [1]
+
+
+def test_the_context_is_what_model_and_pool_can_hold():
+    assert brain(pages=100).context == 40
+    b = brain(pages=6)
+    assert b.context == 20
+    assert isinstance(b.take([submit(1, 20)])[0], Rejected)
+    assert b.take([submit(2, 19), submit(3, 20, max_tokens=0)]) == []
+    assert b.requests[2].end == 20
+
+
+@pytest.mark.parametrize("name", ["slots", "budget", "context", "vocab", "stages"])
+def test_limits_must_be_positive(name: str):
+    with pytest.raises(ValueError, match=name):
+        brain(**{name: 0})
+
+
+def test_an_unknown_policy_names_the_known_ones():
+    with pytest.raises(ValueError, match="fcfs, lpm, priority"):
+        brain(policy="sjf")
+
+
+def test_ends_seeds_and_stop_ids():
+    b = brain()
+    b.take([submit(1, 5, max_tokens=3), submit(2, 5), submit(3, 5, max_tokens=99, seed=11, stop_token_ids=(4, EOS))])
+    b.take([submit(4, ignore_eos=True, stop_token_ids=(4,)), submit(5, ignore_eos=True)])
+    plan = b.plan(0)
+    assert [bind.end for bind in plan.binds] == [8, 40, 40, 40, 40]
+    assert [bind.stop_ids for bind in plan.binds] == [(EOS,), (EOS,), (4, EOS), (4,), ()]
+    seeds = [bind.seed for bind in plan.binds]
+    assert seeds[2] == 11 and len(set(seeds)) == 5 and all(0 <= seed < 2**63 for seed in seeds)
+    again = brain()
+    again.take([submit(1), submit(2)])
+    assert [bind.seed for bind in again.plan(0).binds] == seeds[:2], "drawn from the scheduler's own generator"
+
+
+# ---- plans
+
+
+def test_a_plan_binds_chunks_and_decodes():
+    b = brain(budget=6)
+    b.take([submit(1, 8, seed=5)])
+    first, second, third = step(b), step(b), step(b)
+    assert first.rows == (Row(1, 0, 0, 6, 0, False),) and first.reach == 6 and first.tokens == 6
+    assert first.appends == (Append(0, 0, (1, 2, 3)),) and first.binds[0].prompt_len == 8
+    assert second.rows == (Row(1, 0, 6, 2, 0, True),) and not second.binds and not second.appends
+    assert third.rows == (Row(1, 0, 8, 1, 0, True),) and third.reach == 9
+    assert [plan.step for plan in (first, second, third)] == [0, 1, 2]
+
+
+def test_growth_is_appended_at_the_end_of_the_table():
+    b = brain()
+    b.take([submit(1, 6)])
+    plans = [step(b) for _ in range(4)]
+    assert [plan.appends for plan in plans] == [(Append(0, 0, (1, 2)),), (), (), (Append(0, 2, (3,)),)]
+
+
+def test_running_requests_are_served_before_chunks_and_new_ones():
+    b = brain(budget=8)
+    b.take([submit(1, 3), submit(2, 3)])
+    step(b)
+    b.take([submit(3, 20), submit(4, 2)])
+    plan = step(b)
+    assert [(row.uid, row.n, row.emit) for row in plan.rows] == [(1, 1, True), (2, 1, True), (3, 6, False)]
+    plan = step(b)
+    assert [(row.uid, row.n) for row in plan.rows] == [(1, 1), (2, 1), (3, 6)], "4 waits for a budget"
+
+
+def test_a_budget_below_what_the_running_rows_want_goes_round():
+    b = brain(budget=4, width=1)
+    b.take([submit(uid, 1) for uid in range(4)])
+    served = []
+    for _ in range(5):
+        plan = b.plan(1)
+        b.launched()
+        b.commit(plan, [Output((7,), (7,))] * len(plan.rows))
+        served.append(uids(plan))
+    assert served == [[0, 1, 2, 3], [0, 1], [2, 3], [0, 1], [2, 3]]
+
+
+def test_uniform_rows_stand_first_when_the_width_changes():
+    b = brain(width=2)
+    b.take([submit(uid, 2) for uid in range(3)])
+    plan = b.plan(0)
+    b.launched()
+    b.commit(plan, [Output((7,), (8, 8))] * 3)
+    b.requests[1].made = 9  # as if it had sampled in another step
+    b._emitted = [b.requests[0], b.requests[2]]
+    b.take([submit(9, 5)])
+    plan = b.plan(2)
+    assert [(row.uid, row.n, row.drafts) for row in plan.rows] == [(0, 3, 2), (2, 3, 2), (1, 10, 9), (9, 5, 0)]
+
+
+def test_needs_are_what_the_emitting_rows_ask_for():
+    b = brain(budget=12)
+    b.take([submit(1, 2, temperature=0.0), submit(2, 20, top_p=0.5, frequency_penalty=1.0)])
+    assert step(b).needs == Needs(), "the second one does not sample yet"
+    assert step(b).needs == Needs(random=True, truncated=True, penalised=True)
+    b.take(
+        [
+            submit(3, 2, temperature=0.0, top_p=0.5, logprobs=3, logit_bias=((1, 1.0),)),
+            submit(4, 2, temperature=0.0, min_tokens=2),
+        ]
+    )
+    assert step(b).needs == Needs(True, True, True, True, 3)
+    assert Scheduler.plan(brain(), 0).needs == Needs()
+
+
+def test_prompt_logprobs_are_contiguous_ranges_of_each_chunk():
+    b = brain(budget=4)
+    b.take([submit(1, 10, prompt_logprobs=2, max_tokens=3)])
+    rows = [step(b).rows[0] for _ in range(3)]
+    assert [row[-3:] for row in rows] == [(0, 4, 2), (4, 8, 2), (8, 9, 2)]
+    assert step(b).rows[0][-3:] == (0, 0, 0)
+
+
+# ---- policies
+
+
+def admitted(b: Scheduler, messages: list[Submit]) -> list[int]:
+    """The order in which requests bind when one slot is free."""
+    b.take(messages)
+    order: list[int] = []
+    while not b.idle:
+        plan = step(b, say=lambda row: EOS)
+        order += [row.uid for row in plan.rows if any(bind.slot == row.slot for bind in plan.binds)]
+    return order
+
+
+def test_policies_only_order_the_queue():
+    shared = tuple(range(1, 13))
+    warm = [submit(0, shared)]
+    late = [
+        submit(1, 9),
+        submit(2, (*shared[:4], 99), priority=5),
+        submit(3, (*shared[:8], 98, 97), priority=1),
+        submit(4, 3, priority=5),
+    ]
+    orders = {}
+    for policy in POLICIES:
+        b = brain(slots=1, policy=policy)
+        assert admitted(b, warm) == [0]
+        orders[policy] = admitted(b, late)
+    assert orders == {"fcfs": [1, 2, 3, 4], "lpm": [3, 2, 1, 4], "priority": [2, 4, 3, 1]}
+
+
+def test_siblings_wait_for_the_first_without_blocking_the_queue():
+    b = brain(budget=8)
+    prompt = tuple(range(1, 15))
+    b.take([submit(1, prompt), submit(2, prompt, first=1), submit(3, prompt, first=1), submit(4, 3)])
+    assert uids(step(b)) == [1]
+    assert uids(step(b)) == [1, 4], "the last chunk of 1 is launched now, and hit from the next step on"
+    plan = step(b)
+    assert uids(plan) == [1, 4, 2, 3] and [bind.computed for bind in plan.binds] == [12, 12]
+
+
+def test_siblings_are_released_when_the_first_is_aborted():
+    b = brain(budget=4)
+    prompt = tuple(range(1, 15))
+    b.take([submit(1, prompt), submit(2, prompt, first=1)])
+    step(b)
+    b.take([Abort((1,))])
+    plan = step(b)
+    assert uids(plan) == [2] and plan.binds[0].computed == 4, "what the first computed is cached"
+
+
+# ---- pages
+
+
+def test_admission_leaves_each_running_request_a_page_to_grow_on():
+    b = brain(pages=7)
+    b.take([submit(1, 7, max_tokens=9), submit(2, 7), submit(3, 7)])
+    assert uids(step(b)) == [1, 2], "2 pages each, 2 left for the growth of two"
+
+
+def test_the_youngest_gives_its_pages_back_and_loses_nothing():
+    b = brain(pages=7)
+    b.take([submit(1, 7), submit(2, 7)])
+    while not b.tally.preemptions:
+        step(b)
+    out = list(b.requests[2].out)
+    assert b.requests[2].state.value == "queued" and out and b.books.spare() > 0
+    while 2 in b.requests:
+        step(b)
+    assert b.idle and b.books.spare() == 6
+
+
+def test_preempted_requests_queue_in_order_of_arrival():
+    b = brain(pages=7, slots=2)
+    b.take([submit(1, 7), submit(2, 7), submit(3, 2)])
+    while not b.tally.preemptions:
+        step(b)
+    assert [r.uid for r in b.queue.order()] == [2, 3]
+
+
+# ---- news
+
+
+def test_the_first_news_carry_the_prompts_and_the_last_the_reason():
+    b = brain(budget=3)
+    b.take([submit(1, 5, prompt_logprobs=0, max_tokens=2, logprobs=0)])
+    scores = [TokenLogprob(-float(q)) for q in range(4)]
+    says = [
+        Output(scores=tuple(scores[:3])),
+        Output((7,), logprobs=(TokenLogprob(-9.0),), scores=tuple(scores[3:])),
+        Output((8,), done=True),
+    ]
+    news: list[Delta] = []
+    for output in says:
+        plan = b.plan(0)
+        b.launched()
+        b.commit(plan, [output])
+        news += b.news()
+    assert news == [
+        Delta(1, (7,), logprobs=(TokenLogprob(-9.0),), prompt_logprobs=tuple(scores)),
+        Delta(1, (8,), "length"),
+    ]
+    assert b.news() == ()
+
+
+def test_a_stop_id_is_named_and_stays_in_the_tokens():
+    b = brain()
+    b.take([submit(1, stop_token_ids=(9,)), submit(2), submit(3, ignore_eos=True, max_tokens=2)])
+    step(b, say=lambda row: {1: 9, 2: EOS, 3: EOS}[row.uid])
+    assert b.news() == (Delta(1, (9,), "stop", 9), Delta(2, (EOS,), "stop", EOS), Delta(3, (EOS,)))
+    step(b, say=lambda row: EOS)
+    assert b.news() == (Delta(3, (EOS,), "length"),)
+
+
+def test_a_request_for_no_tokens_ends_with_its_prompt():
+    b = brain(budget=4)
+    b.take([submit(1, 6, max_tokens=0, prompt_logprobs=1), submit(2, 40, max_tokens=0)])
+    plan = b.plan(0)
+    b.launched()
+    later = b.plan(0)
+    b.launched()
+    assert not any(row.emit for row in (*plan.rows, *later.rows))
+    b.commit(plan, [Output(scores=(TokenLogprob(-1.0),) * 4)])
+    assert b.news() == ()
+    b.commit(later, [Output(scores=(TokenLogprob(-1.0),)), Output()])
+    (delta,) = b.news()
+    assert (delta.uid, delta.tokens, delta.finish, len(delta.prompt_logprobs)) == (1, (), "length", 5)
+    while not b.idle:
+        step(b)
+    assert b.news() == (Delta(2, (), "length"),) and b.tally.decode_tokens == 0
+
+
+def test_a_cached_prompt_is_reported_once():
+    b = brain()
+    b.take([submit(1, tuple(range(1, 10)), max_tokens=1)])
+    step(b)
+    b.take([submit(2, tuple(range(1, 10)), max_tokens=2)])
+    step(b)
+    step(b)
+    assert [(d.uid, d.cached) for d in b.news()] == [(1, 0), (2, 8), (2, 0)]
+    stats = b.stats(1.5)
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.prefill_tokens, stats.decode_tokens) == (18, 8, 10, 3)
+    assert (stats.finished, stats.steps, stats.step_seconds, stats.pages, stats.pages_cached) == (2, 3, 1.5, 99, 2)
+
+
+def test_an_abort_is_answered_at_once_wherever_the_request_is():
+    b = brain(slots=1)
+    b.take([submit(1), submit(2)])
+    plan = b.plan(0)
+    b.launched()
+    b.take([Abort((1, 2, 77))])
+    assert b.news() == (Delta(1, (), "abort"), Delta(2, (), "abort"))
+    assert list(b.requests) == [1] and b.books.spare() < 99, "a step in flight still writes its pages"
+    b.take([Abort((1,))])
+    b.commit(plan, [Output((7,))])
+    assert b.idle and b.news() == () and b.books.spare() == 99 and b.tally.aborted == 2
+
+
+# ---- waiting
+
+
+class OneTicket:
+    """A tier whose transfers end when the test says so."""
+
+    def __init__(self) -> None:
+        self.ticket = Ticket(0, TicketState.PENDING)
+
+    def load(self, tokens: Any, salt: int, first: int, pages: Any) -> Ticket:
+        return self.ticket
+
+    def store(self, tokens: Any, salt: int, pages: Any) -> Ticket:
+        return self.ticket
+
+
+def test_runnable_is_false_while_everything_waits_on_tickets():
+    tier = OneTicket()
+    b = brain(tier=tier, slots=1)
+    b.take([submit(1), submit(2)])
+    assert b.runnable
+    assert not b.plan(0).rows and not b.runnable and not b.idle
+    tier.ticket.state = TicketState.FAILED
+    assert b.runnable
+    assert uids(step(b)) == [1] and b.runnable
+
+
+def test_control_messages():
+    b = brain()
+    b.take([submit(1, 9, max_tokens=1)])
+    step(b)
+    assert b.stats(0.0).pages_cached == 2
+    assert b.take([FlushCache(4)]) == [Done(4)]
+    assert b.stats(0.0).pages_cached == 0 and b.books.spare() == 99
+    assert not b.draining and b.take([Drain()]) == [] and b.draining and b.idle

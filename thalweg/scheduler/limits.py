@@ -1,0 +1,56 @@
+"""What the scheduler is told once, at the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """slots: requests that run at once. budget: tokens a step may compute, prefill chunks included (there are no others).
+    context: the model's longest sequence, in tokens. vocab: number of token ids. eos_ids: they end a sequence unless it ignores EOS.
+    stages: pipeline stages. policy: the order of the queue, a key of `queue.POLICIES`. seed: of the seeds drawn for requests without one.
+    """
+
+    slots: int
+    budget: int
+    context: int
+    vocab: int
+    eos_ids: tuple[int, ...] = ()
+    stages: int = 1
+    policy: str = "fcfs"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = {
+            "slots": self.slots,
+            "budget": self.budget,
+            "context": self.context,
+            "vocab": self.vocab,
+            "stages": self.stages,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+
+
+class WidthPolicy(Protocol):
+    """Names the draft width of the next step."""
+
+    @property
+    def widest(self) -> int:
+        """The largest width that it will ever name."""
+
+    def draft(self, emitting: int) -> int:
+        """The width that B of a step with `emitting` sampling rows is asked to make."""
+
+
+class ConstantWidth:
+    """Always the same width; 0 is no speculation."""
+
+    def __init__(self, width: int) -> None:
+        self.widest = width
+
+    def draft(self, emitting: int) -> int:
+        return self.widest

@@ -1,0 +1,411 @@
+"""The brain of one rank: each step it deals a budget of tokens to requests, and later commits what the device made of it.
+
+There is one rule. A request has `computed` tokens and wants all it knows and its drafts; running requests are served first, so that the
+time between two tokens stays flat, then new ones are admitted. The host does not know the last `depth` steps yet, so lengths are
+UPPER BOUNDS here; the device has the truth and turns what is over into padding.
+
+`take` → `plan` → (`masks`) → `launched` → `commit` of an EARLIER step → `news`: the order in which `engine/loop.py` calls.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Mapping, Sequence
+
+from thalweg.cache.books import Books
+from thalweg.cache.radix import Frontier
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.messages import Abort, Delta, Done, Drain, FlushCache, Rejected, Stats, Submit, ToEngine
+from thalweg.core.plan import Append, Bind, MaskState, Output, Row, StepPlan
+from thalweg.core.request import Leave, Request, State
+from thalweg.core.ticket import NoTier, TicketState, Tier
+from thalweg.scheduler import door
+from thalweg.scheduler.holdings import Holdings
+from thalweg.scheduler.limits import ConstantWidth, Limits, WidthPolicy
+from thalweg.scheduler.queue import Queue
+from thalweg.scheduler.sheet import Sheet
+from thalweg.scheduler.tally import Tally
+
+RUNNING, STAYS, GONE = State.RUNNING, Leave.STAYS, (Leave.ABORT, Leave.FINISH)
+NO_TIER, NO_DRAFTS = NoTier(), ConstantWidth(0)
+
+
+class Scheduler:
+    """Owns every request from `Submit` to its last page.
+
+    context: the longest sequence, in tokens, that both the model and the page pool can hold.
+    """
+
+    def __init__(self, limits: Limits, books: Books, tier: Tier = NO_TIER, widths: WidthPolicy = NO_DRAFTS) -> None:
+        self.limits, self.stages, self.widths = limits, limits.stages, widths
+        self.books, self.page = books, books.page_size
+        self.context = min(limits.context, books.total * books.page_size)
+        self.draining = False
+        self.step = 0  # the next one to launch
+        self.retired = -1  # the last one committed
+        self.seeds = random.Random(limits.seed)
+        self.tally = Tally()
+        self.holdings = Holdings(limits.slots, books, tier)
+        self.requests: dict[int, Request] = {}  # all, by uid
+        self.live: dict[int, Request] = {}  # those that hold pages
+        self.queue = Queue(limits.policy, self.holdings.hit)
+        self._waiting: list[Request] = []  # live ones that wait on a ticket: LOADING, SENDING
+        # RUNNING ones; who has left is struck off at the next plan. Decoding ones stand least recently sampled first.
+        self._prefilling: list[Request] = []
+        self._decoding: list[Request] = []
+        self._emitted: list[Request] = []  # in the last plan
+        self._grammars: list[Request] = []  # rows of the last plan that need a mask
+        self._news: list[Delta] = []
+        self._restless = False  # something happened since the last plan, or it found work
+
+    # ---- messages ------------------------------------------------------------------------------------------------------------
+
+    def take(self, messages: Sequence[ToEngine]) -> list[Rejected | Done]:
+        """Does what the fronts ask. Never raises for what a front sent: the answer is a `Rejected`."""
+        replies: list[Rejected | Done] = []
+        for message in messages:
+            self._restless = True
+            match message:
+                case Submit():
+                    replies.extend(self._submit(message))
+                case Abort():
+                    for uid in message.uids:
+                        self._abort(uid)
+                case FlushCache():
+                    self.books.flush()
+                    replies.append(Done(message.id))
+                case Drain():
+                    self.draining = True
+        return replies
+
+    def add(self, r: Request) -> None:
+        """`r` waits to be admitted. Its uid is new; its prompt and end fit `context`."""
+        self.requests[r.uid] = r
+        self.holdings.enter(r)
+        self.queue.add(r)
+        self._restless = True
+
+    def _submit(self, message: Submit) -> list[Rejected]:
+        if message.uid in self.requests:
+            return [
+                Rejected(message.uid, "uid", f"{message.uid} is in use by a request that has not ended; draw a new one")
+            ]
+        try:
+            r = door.enter(message, self.limits, self.context, self.seeds, self.requests.get(message.first))
+        except InvalidRequest as wrong:
+            return [Rejected(message.uid, wrong.field, wrong.message)]
+        self.add(r)
+        return []
+
+    def _abort(self, uid: int) -> None:
+        r = self.requests.get(uid)
+        if r is None or r.leave in GONE:  # what is SENDING has finished, and ends by itself
+            return
+        r.finish = "abort"
+        self._news.append(Delta(uid, (), "abort", cached=0 if r.out else r.cached))
+        self.tally.aborted += 1
+        if r.state is State.QUEUED:
+            self.queue.remove(r)
+            self._end(r)
+        else:
+            self._leave(r, Leave.ABORT)
+
+    # ---- planning ------------------------------------------------------------------------------------------------------------
+
+    def plan(self, width: int) -> StepPlan:
+        """The next step; it has no rows where there is nothing to do. width: the draft width that the last launched step was told to
+        make: a row verifies what its slot's LAST sampling step made."""
+        for r in self._emitted:
+            r.made = width
+        self._restless = False
+        self._poll()
+        sheet = Sheet(self.limits.budget)
+        self._plan_decoding(sheet)
+        self._plan_prefilling(sheet)
+        self._plan_admissions(sheet)
+        # After the whole plan: rows of one step do not read each other, LATER steps may read these.
+        for r in sheet.chunks:
+            self.holdings.share(r, min(r.computed, len(r.prompt)))
+        self._emitted, self._grammars = sheet.emitting, sheet.grammars
+        self._restless |= bool(sheet.rows)
+        seen = max(self.step - self.stages, self.retired)  # a drained pipeline hears earlier
+        return sheet.plan(self.step, seen, self.widths.draft(len(sheet.emitting)))
+
+    def _plan_decoding(self, sheet: Sheet) -> None:
+        """One row for each decoding request that may sample in this step. The cap balances them over the cohorts of a pipeline."""
+        step, retired, stages, size = self.step, self.retired, self.stages, self.page
+        unheard = step - stages  # who sampled after this is not heard of on every stage, until it has retired
+        cap = -(-len(self._decoding) // stages)
+        passed: list[Request] = []
+        served: list[Request] = []
+        rows, appends, squeezed = sheet.rows, sheet.appends, False
+        for r in self._decoding:
+            if r.state is not RUNNING or r.leave is not STAYS:
+                continue
+            passed.append(r)
+            known, end, drafts, n = len(r.prompt) + len(r.out), r.end, r.made, 1 + r.made
+            if r.last > unheard and r.last > retired or known + r.emits >= end or len(served) >= cap or n > sheet.left:
+                continue  # known + emits: all is sampled, await the truth
+            start = known + r.slack - 1
+            upto = min(start + n, end)
+            if upto > len(r.pages) * size:
+                short = self.holdings.short(r, upto)
+                if short > self.books.spare():
+                    squeezed = squeezed or self._squeeze()
+                    continue
+                appends.append(Append(r.slot, len(r.pages), self.holdings.grow(r, short)))
+            passed.pop()
+            served.append(r)
+            rows.append(Row(r.uid, r.slot, start, n, drafts, True))
+            sheet.left -= n
+            sheet.reach = max(sheet.reach, upto)
+            r.flight += 1
+            sheet.emit(r, step, drafts)
+        self._decoding = passed + served
+        if squeezed:  # whoever was squeezed may have been passed by before
+            self._decoding = [r for r in self._decoding if r.state is RUNNING and r.leave is STAYS]
+
+    def _plan_prefilling(self, sheet: Sheet) -> None:
+        still: list[Request] = []
+        for r in self._prefilling:
+            if r.state is RUNNING and r.leave is STAYS:
+                self._chunk(r, sheet)
+                (still if r.computed < r.base else self._decoding).append(r)
+        self._prefilling = still
+
+    def _chunk(self, r: Request, sheet: Sheet) -> None:
+        """As many of the tokens that `r` knew when it was admitted as the budget has left. Its pages are reserved since then."""
+        start = r.computed
+        n = min(r.base - start, sheet.left)
+        if not n:
+            return
+        if not r.bound:
+            sheet.binds.append(
+                Bind(r.slot, r.tokens, len(r.prompt), start, r.end, r.seed, r.stop_ids, r.params, r.salt, r.masked)
+            )
+            sheet.appends.append(Append(r.slot, 0, tuple(r.pages)))
+            r.bound = True
+        emit = start + n == r.base < r.end  # a request for no tokens (its prompt's logprobs) never samples
+        sheet.rows.append(Row(r.uid, r.slot, start, n, 0, emit, *self._scored(r, start, n)))
+        sheet.chunks.append(r)
+        sheet.left -= n
+        sheet.reach = max(sheet.reach, start + n)
+        self.tally.prefill_tokens += n
+        r.computed += n
+        r.flight += 1
+        if emit:
+            sheet.emit(r, self.step, 0)
+
+    def _scored(self, r: Request, start: int, n: int) -> tuple[int, int, int]:
+        """score_from, score_to and score_top of a row: positions whose next prompt token's logprob is wanted and not yet known. In
+        flight are only positions before `start`, and a preempted request waits until it has them, so each comes once."""
+        first = max(start, r.score_from - 1 + len(r.scores))
+        last = min(start + n, len(r.prompt) - 1)
+        return (first, last, r.params.prompt_logprobs or 0) if first < last else (0, 0, 0)
+
+    # ---- admission -----------------------------------------------------------------------------------------------------------
+
+    def _plan_admissions(self, sheet: Sheet) -> None:
+        """Admits in the order of the policy until one does not fit. Who is held is passed over and does not block those behind."""
+        if not self.queue or not self.holdings.slots or not sheet.left:
+            return
+        loading = (r for r in self._waiting if r.state is State.LOADING and r.leave is STAYS)
+        filling = (*self._prefilling, *sheet.chunks, *loading)
+        fronts = {self.holdings.frontier(r) for r in filling}
+        for r in self.queue.order():
+            if self._held(r, sheet, fronts):
+                continue
+            if not self._admit(r):
+                return
+            if r.state is RUNNING:
+                self._chunk(r, sheet)
+                (self._prefilling if r.computed < r.base else self._decoding).append(r)
+            if not self.holdings.slots or not sheet.left:
+                return
+            fronts.add(self.holdings.frontier(r))
+
+    def _held(self, r: Request, sheet: Sheet, fronts: set[Frontier | None]) -> bool:
+        """True while another request is about to compute the very pages that `r` needs next: they are computed once and hit after."""
+        first = r.first
+        if first is not None:
+            if first.state in (State.QUEUED, State.LOADING) or first in sheet.chunks:
+                return True
+            if first.state is RUNNING and first.computed < len(first.prompt):
+                return True
+            r.first = None  # it has launched its prompt, or is gone
+        if self.holdings.hit(r) >= self.holdings.useful(r):
+            return False
+        front = self.holdings.frontier(r)
+        return front is not None and front in fronts
+
+    def _admit(self, r: Request) -> bool:
+        """Seats `r` if there are pages for all it knows and a step's tokens, beside one for each running request to grow on."""
+        upto = min(r.known + 1 + self.widths.widest, r.end)
+        ticket = self.holdings.seat(r, upto, reserve=len(self.live) - len(self._waiting))
+        if ticket is None:
+            return False
+        self.queue.remove(r)
+        self.live[r.uid] = r
+        r.state, r.ticket, r.base = State.LOADING, ticket, r.known
+        r.made, r.drafts, r.bound, r.last = 0, (), False, -1
+        self._waiting.append(r)
+        if ticket.state is not TicketState.PENDING:
+            self._land(r)
+        return True
+
+    def _poll(self) -> None:
+        """A host tier, a store, a prefill peer: all are tickets."""
+        for r in [r for r in self._waiting if _landed(r)]:
+            self._land(r)
+            if r.state is RUNNING:
+                self._prefilling.append(r)
+
+    def _land(self, r: Request) -> None:
+        """The ticket of `r` has ended. Of a failed one nothing is computed, so it will be."""
+        ticket, r.ticket = r.ticket, None
+        assert ticket is not None, "only who waits on a ticket can land"
+        self._waiting.remove(r)
+        if r.state is State.SENDING:
+            self._vacate(r)
+            self._end(r)
+            return
+        if ticket.state is TicketState.OK and ticket.pages:
+            r.computed += ticket.pages * self.page
+            self.holdings.share(r, r.computed)
+        r.state = RUNNING
+        if not r.preempted:
+            r.cached = r.computed
+            self.tally.prompt_tokens += len(r.prompt)
+            self.tally.cached_tokens += r.cached
+        if r.leave is not STAYS:
+            self._release(r)
+
+    # ---- leaving -------------------------------------------------------------------------------------------------------------
+
+    def _squeeze(self) -> bool:
+        """A running request lacks pages. Those on their way home come first; then the youngest gives its own, one at a time."""
+        if self._waiting or any(r.leave is not STAYS for r in self.live.values()):
+            return False
+        self.tally.preemptions += 1
+        self._leave(max(self.live.values(), key=_arrival), Leave.PREEMPT)
+        return True
+
+    def _leave(self, r: Request, why: Leave) -> None:
+        """Only a mark: the last step in flight, or the ticket, brings slot and pages home."""
+        r.leave = why
+        if not r.flight and r.state is RUNNING:
+            self._release(r)
+
+    def _release(self, r: Request) -> None:
+        """Nothing of `r` is in flight any more: what it computed enters the prefix cache, slot and pages go home."""
+        final = r.known - 1  # the last token's KV is never computed
+        self.holdings.share(r, min(r.computed, final) if r.computed < r.base else final)
+        self.holdings.stand_up(r)
+        self._restless = True  # what it gives back may let another one in
+        if r.leave is Leave.FINISH and r.send:
+            r.state, r.ticket = State.SENDING, self.holdings.send(r)  # the pages stay leased until the copy is over
+            self._waiting.append(r)
+            return
+        self._vacate(r)
+        if r.leave is Leave.PREEMPT:
+            r.state, r.leave = State.QUEUED, STAYS
+            r.preempted += 1
+            self.add(r)
+        else:
+            self._end(r)
+
+    def _vacate(self, r: Request) -> None:
+        del self.live[r.uid]
+        self.holdings.clear(r)
+
+    def _end(self, r: Request) -> None:
+        r.state = State.DONE
+        del self.requests[r.uid]
+        self.holdings.leave(r)
+
+    # ---- what became of it ---------------------------------------------------------------------------------------------------
+
+    def masks(self, plan: StepPlan) -> Mapping[int, MaskState]:
+        """What the grammars of this plan's rows go by. Who has ended since has no mask, and nobody reads its tokens."""
+        return {r.uid: MaskState(r.known, r.tokens[-1], r.drafts) for r in self._grammars if r.leave not in GONE}
+
+    def launched(self) -> None:
+        """The plan was launched; with no rows too, where another rank had some."""
+        self.step += 1
+
+    def commit(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
+        """`plan` has retired, and `outputs` (one a row) are the truth about it."""
+        self.retired = plan.step
+        self._restless = True
+        requests = self.requests
+        for row, output in zip(plan.rows, outputs, strict=True):
+            r = requests[row.uid]
+            r.flight -= 1
+            if row.emit:
+                r.emits -= 1
+                r.slack -= 1 + row.drafts  # the bound comes down to the truth
+            leave = r.leave
+            if leave is STAYS or leave is Leave.PREEMPT:  # who was preempted still earns what was in flight
+                self._earn(r, output)
+            if r.leave is not STAYS and not r.flight and r.slot >= 0:
+                self._release(r)
+
+    def _earn(self, r: Request, output: Output) -> None:
+        if output.scores:
+            r.scores.extend(output.scores)
+        tokens = output.tokens
+        first = not r.out
+        if tokens:
+            self.holdings.learn(r, tokens)
+            r.drafts = output.drafts
+            self.tally.decode_tokens += len(tokens)
+            final = len(r.prompt) + len(r.out) - 1
+            if final % self.page < len(tokens):  # a page has become full
+                self.holdings.share(r, final)
+        elif not (r.computed == r.base == r.end and not r.flight):  # who asked for no tokens ends with its prompt
+            return
+        if output.done or not tokens:
+            r.leave = Leave.FINISH
+            r.stop_id = tokens[-1] if tokens and tokens[-1] in r.stop_ids else -1
+            r.finish = "length" if r.stop_id < 0 else "stop"
+            self.tally.finished += 1
+        if first:
+            self._news.append(Delta(r.uid, tokens, r.finish, r.stop_id, r.cached, output.logprobs, tuple(r.scores)))
+        else:
+            self._news.append(Delta(r.uid, tokens, r.finish, r.stop_id, 0, output.logprobs))
+
+    def news(self) -> tuple[Delta, ...]:
+        """What happened since the last call, in order."""
+        news, self._news = self._news, []
+        return tuple(news)
+
+    def stats(self, busy_seconds: float) -> Stats:
+        """busy_seconds: time in which steps were in flight."""
+        loading = sum(r.state is State.LOADING for r in self._waiting)
+        return self.tally.stats(
+            running=len(self.live) - len(self._waiting),
+            waiting=len(self.queue) + loading,
+            pages=self.books.total,
+            pages_used=self.books.total - self.books.spare(),
+            pages_cached=self.books.tree.idle,
+            steps=self.step,
+            step_seconds=busy_seconds,
+        )
+
+    @property
+    def idle(self) -> bool:
+        """There is no request."""
+        return not self.requests
+
+    @property
+    def runnable(self) -> bool:
+        """The next plan may have work: do not wait for messages first. False while everything waits on tickets."""
+        return bool(self.requests) and (self._restless or any(map(_landed, self._waiting)))
+
+
+def _landed(r: Request) -> bool:
+    return r.ticket is not None and r.ticket.state is not TicketState.PENDING
+
+
+def _arrival(r: Request) -> int:
+    return r.uid

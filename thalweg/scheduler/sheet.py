@@ -1,0 +1,70 @@
+"""The sheet on which one step is planned; `StepPlan` is its frozen result."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from thalweg.core.plan import Append, Bind, Needs, Row, StepPlan
+from thalweg.core.request import Request
+
+
+class Sheet:
+    """What a plan has so far. left: tokens of the budget not yet dealt out."""
+
+    __slots__ = ("appends", "asked", "binds", "chunks", "emitting", "grammars", "left", "masked", "reach", "rows")
+
+    def __init__(self, budget: int) -> None:
+        self.left = budget
+        self.rows: list[Row] = []
+        self.binds: list[Bind] = []
+        self.appends: list[Append] = []
+        self.emitting: list[Request] = []
+        self.chunks: list[Request] = []  # they compute prompt tokens in this step
+        self.grammars: list[Request] = []  # emitting rows under a grammar
+        self.asked: set[Needs] = set()
+        self.masked = False
+        self.reach = 0
+
+    def emit(self, r: Request, step: int, drafts: int) -> None:
+        """`r` samples in this step: at most 1 + drafts tokens come of it."""
+        if r.masked:
+            self.masked |= r.emits > 0  # the mask depends on a token that is not committed yet
+            self.grammars.append(r)
+        r.emits += 1
+        r.slack += 1 + drafts
+        r.last = step
+        self.emitting.append(r)
+        self.asked.add(r.needs)
+
+    def plan(self, step: int, seen: int, draft: int) -> StepPlan:
+        return StepPlan(
+            step=step,
+            seen=seen,
+            rows=tuple(self._uniform_first()),
+            binds=tuple(self.binds),
+            appends=tuple(self.appends),
+            masked=self.masked,
+            draft=draft,
+            needs=merge(self.asked),
+            reach=self.reach,
+        )
+
+    def _uniform_first(self) -> list[Row]:
+        """Decode rows stand before prefill rows already; where their widths differ, the most frequent one comes first."""
+        rows = self.rows
+        sizes = Counter([row.n for row in rows[: len(rows) - len(self.chunks)]])
+        if len(sizes) < 2:
+            return rows
+        size = sizes.most_common(1)[0][0]
+        return [row for row in rows if row.n == size] + [row for row in rows if row.n != size]
+
+
+def merge(asked: set[Needs]) -> Needs:
+    """The least that covers all of them."""
+    return Needs(
+        random=any(n.random for n in asked),
+        truncated=any(n.truncated for n in asked),
+        penalised=any(n.penalised for n in asked),
+        biased=any(n.biased for n in asked),
+        logprobs=max((n.logprobs for n in asked), default=-1),
+    )
