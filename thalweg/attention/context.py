@@ -1,0 +1,120 @@
+"""What the attention layers of one step share: for each group its pages, masks and tiles, made once and read by every layer.
+
+Letters: R rows of a group, q query tokens a row, N = R · q of them, S context tokens (whole pages), T tokens of the step. A bias is
+additive: 0 where a context token may be seen, -inf where not; every query token sees at least one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Iterator, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.batch import Batch, Group
+from thalweg.core.plan import PAGE
+from thalweg.memory.planes import Planes
+
+TILE_ELEMENTS = 1 << 24  # bounds what a tile's scores, or its gathered latents, may take: 64 MiB in float32
+
+
+class Tile(NamedTuple):
+    """Query tokens [start, stop) of every row of a group, and how many pages of context they can reach."""
+
+    start: int
+    stop: int
+    pages: int
+
+
+class Work(NamedTuple):
+    """Elements the widest layer makes at once: for each pair of query and context token, and for each query token besides."""
+
+    pair: int
+    token: int = 0
+
+
+class Span:
+    """One group and its context, cut into tiles that bound the memory of scores."""
+
+    def __init__(self, batch: Batch, group: Group, work: Work) -> None:
+        self.group, self.rows, self.query, self.reach = group, group.rows, group.query, group.reach
+        self.pages = -(-group.reach // PAGE)
+        self.covers = group.rows * group.query == len(batch.ids_T)
+        self.positions_N = self.part(batch.positions_T)
+        self.table_RP = batch.table_RP[group.row_slice, : self.pages]
+        self._table_N = self.table_RP.reshape(-1)
+        self.tiles = tuple(self._tiles(work))
+        self._biases = {self.tiles[0]: self._make_bias(self.tiles[0])} if len(self.tiles) == 1 else {}
+
+    def _tiles(self, work: Work) -> Iterator[Tile]:
+        step = max(TILE_ELEMENTS // (self.rows * max(work.pair * self.pages * PAGE, work.token)), 1)
+        for start in range(0, self.query, step):
+            stop = min(start + step, self.query)
+            # positions are consecutive: a query token reaches no further than the group's reach less the tokens behind it
+            yield Tile(start, stop, min(-(-(self.reach - self.query + stop) // PAGE), self.pages))
+
+    def part(self, x: Tensor) -> Tensor:
+        """This group's tokens [N, ...] of a tensor of all tokens [T, ...]."""
+        return x if self.covers else x[self.group.token_slice]
+
+    def tokens_of(self, x_N: Tensor, tile: Tile) -> Tensor:
+        """A tile's tokens [rows * (stop - start), ...] of this group's."""
+        if len(self.tiles) == 1:
+            return x_N
+        return x_N.view(self.rows, self.query, *x_N.shape[1:])[:, tile.start : tile.stop].flatten(0, 1)
+
+    def join(self, tiles: list[Tensor]) -> Tensor:
+        """The inverse of `tokens_of`: [N, ...] of all tiles' tokens."""
+        if len(tiles) == 1:
+            return tiles[0]
+        return torch.cat([tile.view(self.rows, -1, *tile.shape[1:]) for tile in tiles], 1).flatten(0, 1)
+
+    def bias(self, tile: Tile) -> Tensor:
+        """float32 [tokens of the tile, S]: 0 up to each query token's own position, -inf beyond."""
+        return self._biases.get(tile) if tile in self._biases else self._make_bias(tile)
+
+    def _make_bias(self, tile: Tile) -> Tensor:
+        positions = self.tokens_of(self.positions_N, tile).unsqueeze(-1)
+        context = torch.arange(tile.pages * PAGE, device=positions.device)
+        return torch.zeros(len(positions), len(context), device=positions.device).masked_fill_(context > positions, -torch.inf)
+
+    def gather(self, paged: Tensor, pages: int) -> Tensor:
+        """[R, S, dim]: the first `pages` pages of every row's context, copied together."""
+        table = self._table_N if pages == self.pages else self.table_RP[:, :pages].reshape(-1)
+        return paged.index_select(0, table).view(self.rows, pages * PAGE, -1)
+
+    def slots(self, index_NK: Tensor) -> Tensor:
+        """Flat plane rows of context positions; the same number of query tokens of each row."""
+        return self._slots_RS.gather(1, index_NK.view(self.rows, -1)).view_as(index_NK)
+
+    @cached_property
+    def _slots_RS(self) -> Tensor:
+        offsets = torch.arange(PAGE, device=self.table_RP.device)
+        return (self.table_RP.unsqueeze(-1) * PAGE + offsets).view(self.rows, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the layers of a forward are given. cis: the rotation of each token, complex64; cis_T1c for all heads at once.
+    reach: the longest context, in tokens."""
+
+    batch: Batch
+    planes: Planes
+    cis_Tc: Tensor
+    cis_T1c: Tensor
+    spans: tuple[Span, ...]
+    reach: int
+
+
+def step_of(batch: Batch, planes: Planes, cis: Tensor, work: Work) -> Step:
+    """cis: the whole rotary table [context, dim / 2]."""
+    cis_Tc = cis.index_select(0, batch.positions_T)
+    spans = tuple(Span(batch, group, work) for group in batch.groups)
+    return Step(batch, planes, cis_Tc, cis_Tc.unsqueeze(1), spans, max(span.reach for span in spans))
+
+
+def join_groups(parts: list[Tensor]) -> Tensor:
+    """All tokens of the step, from those of each group."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,195 @@
+"""The command line of the settings, made from the tree of options: names, aliases, other engines' spellings, help with defaults."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Sequence
+
+from thalweg.config.options import Config
+from thalweg.config.setting import Setting, nearest
+from thalweg.config.tree import config_from, read_yaml, sections, settings, spellings
+from thalweg.core.errors import CannotServe
+
+TITLES = {
+    "model": "Model",
+    "load": "Loading",
+    "memory": "Memory",
+    "schedule": "Scheduling",
+    "sampling": "Sampling defaults",
+    "parallel": "Several devices",
+    "listen": "Address",
+    "server": "HTTP server",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """A flag of other engines that changes nothing here. value: the one it may have, None for a flag without."""
+
+    flag: str
+    value: str | None
+    note: str
+
+
+HABITS = (
+    Habit("trust-remote-code", None, "no code of a checkpoint is ever run"),
+    Habit("enable-mixed-chunk", None, "prefill and decode always share steps"),
+    Habit("enable-chunked-prefill", None, "prompts are always cut to the step's token budget"),
+    Habit("skip-server-warmup", None, "there is no warm-up to skip"),
+    Habit("nnodes", "1", "one node is all there is"),
+    Habit("node-rank", "0", "one node is all there is"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A setting on the command line: the flag that brought it, and its value."""
+
+    flag: str
+    value: Any
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that says which known flag is nearest to an unknown one, and raises CannotServe instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise CannotServe(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a command line said. notices: one line for each spelling that has another name here. rest: the command's own options."""
+
+    config: Config
+    notices: tuple[str, ...]
+    rest: argparse.Namespace
+
+
+def config_parser(prog: str, description: str, epilog: str = "", only: Sequence[str] = ()) -> Parser:
+    """A parser with the flags of the sections in `only` (default: all), grouped; a command adds its own to it."""
+    parser = Parser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage=f"{prog} [MODEL] [--flag value ...]",
+    )
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)
+    wanted = tuple(only) or tuple(sections())
+    groups = {
+        name: parser.add_argument_group(TITLES[name], _summary(kind))
+        for name, kind in sections().items()
+        if name in wanted
+    }
+    for one in settings().values():
+        if one.section in groups:
+            _add(groups[one.section], one)
+    groups["model"].add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="settings in YAML, flat or in sections; flags on the command line win",
+    )
+    for habit in HABITS:
+        nargs: Any = {"nargs": 0} if habit.value is None else {"choices": [habit.value]}
+        parser.add_argument(f"--{habit.flag}", action=_note(habit.note), help=argparse.SUPPRESS, **nargs)
+    parser.set_defaults(notices=(), given=())
+    return parser
+
+
+def parse_config(parser: Parser, argv: Sequence[str]) -> Parsed:
+    """Reads a command line; a YAML file given with --config lies below the flags. Raises CannotServe naming the flag."""
+    found, unknown = parser.parse_known_args([_dashes(arg) for arg in argv])
+    for arg in unknown:
+        if not arg.startswith("-"):
+            raise CannotServe(f"unexpected {arg!r}: a value stands behind its flag, and one model is served")
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        guess = nearest(arg.partition("=")[0], flags)
+        raise CannotServe(
+            f"unknown flag {arg}" + (f"; did you mean {guess}?" if guess else "; --help lists what there is")
+        )
+    values = {name: entry.value for name, entry in found.given}
+    if found.positional_model is not None:
+        if "model" in values:
+            raise CannotServe(f"two models are given, {found.positional_model} and {values['model']}")
+        values["model"] = settings()["model"].parse(found.positional_model)
+    below = read_yaml(found.config) if found.config is not None else {}
+    return Parsed(config_from(below | values), found.notices, found)
+
+
+def _dashes(arg: str) -> str:
+    """--mem_fraction_static=0.8 → --mem-fraction-static=0.8"""
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _add(group: argparse._ArgumentGroup, one: Setting) -> None:
+    """One setting's flags. Shown are its own name and the aliases; other engines' spellings are known but not listed."""
+    flags: list[tuple[str, Any, bool]] = []
+    others: list[tuple[str, Any, bool]] = []
+    for name, (owner, fixed, foreign) in spellings().items():
+        if owner is one:
+            (flags if fixed is ... and not foreign else others).append(("--" + name.replace("_", "-"), fixed, foreign))
+    names = [flag for flag, _, _ in flags]
+    shown = f"{one.help.rstrip('.')} (default: {one.shown_default})" if one.shown_default else one.help
+    options: dict[str, Any] = {"help": shown.replace("%", "%%"), "action": _set(one, ..., False)}
+    if one.kind is bool:
+        group.add_argument(*names, *(f"--no-{flag[2:]}" for flag in names), nargs=0, **options)
+    else:
+        group.add_argument(*names, metavar=one.metadata.get("metavar") or _metavar(one), **options)
+    for flag, fixed, foreign in others:
+        options = {"nargs": 0} if fixed is not ... or one.kind is bool else {}
+        text = argparse.SUPPRESS if foreign else f"the same as {_called(one, fixed)}"
+        group.add_argument(flag, action=_set(one, fixed, foreign), help=text, **options)
+
+
+def _metavar(one: Setting) -> str:
+    if one.choices:
+        return "{" + ",".join(map(str, one.choices)) + "}"
+    return {int: "N", float: "X", str: "TEXT"}[one.kind]
+
+
+def _called(one: Setting, fixed: Any) -> str:
+    """What a spelling that sets `fixed` is called here."""
+    if fixed is ...:
+        return one.flag
+    if one.kind is bool:
+        return one.flag if fixed else f"--no-{one.flag[2:]}"
+    return f"{one.flag} {fixed}"
+
+
+def _set(one: Setting, fixed: Any, foreign: bool) -> type[argparse.Action]:
+    """The action of one spelling: records the setting's value, and a notice where the spelling is another engine's."""
+
+    class Set(argparse.Action):
+        def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
+            before: dict[str, Given] = dict(namespace.given)
+            new = fixed
+            if fixed is ...:
+                new = not str(flag).startswith("--no-") if one.kind is bool else one.parse(value)
+            last = before.get(one.name)
+            if last is not None and last.flag != flag and not one.many and last.value != new:
+                raise CannotServe(f"{flag} and {last.flag} mean the same setting and disagree: leave one out")
+            before[one.name] = Given(str(flag), (*last.value, *new) if last is not None and one.many else new)
+            namespace.given = tuple(before.items())
+            if foreign:
+                namespace.notices += (f"{flag} is called {_called(one, fixed)} here",)
+
+    return Set
+
+
+def _note(note: str) -> type[argparse.Action]:
+    class Note(argparse.Action):
+        def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
+            namespace.notices += (f"{flag} changes nothing: {note}",)
+
+    return Note
+
+
+def _summary(kind: type) -> str:
+    return (kind.__doc__ or "").partition(". ")[0].partition("\n")[0].rstrip(".")

@@ -1,0 +1,89 @@
+"""`docs/configuration.md`, made from the settings: `python -m thalweg.config.document > docs/configuration.md` (`make docs`)."""
+
+from __future__ import annotations
+
+from thalweg.config.args import HABITS, TITLES
+from thalweg.config.setting import Setting
+from thalweg.config.tree import sections, settings
+
+HEAD = """\
+# Configuration
+
+*Made from the settings by `make docs`; a test keeps it true.*
+
+There is one tree of settings. The command line, YAML and Python are three ways to write it, with the same names, the same checks and the
+same errors. What is not given is decided by the resolver, which says why: `thalweg plan MODEL` prints every choice. What is given is
+never changed: when it cannot be honoured, Thalweg stops and names the nearest that can.
+
+On the command line, as SGLang's users know it (underscores work too; boolean flags have a `--no-` form):
+
+```sh
+thalweg serve models/tiny --max-running-requests 32 --mem-fraction-static 0.5 --disable-radix-cache
+```
+
+In YAML, flat or in sections, given with `--config serve.yaml`; flags on the command line win:
+
+```yaml
+model: models/tiny
+max-running-requests: 32
+memory:
+  mem_fraction_static: 0.5
+  radix_cache: false
+```
+
+In Python, by name or as the dataclasses themselves:
+
+```python
+from thalweg.llm import LLM
+
+llm = LLM("models/tiny", max_running_requests=32, mem_fraction_static=0.5, radix_cache=False)
+```
+
+```python
+from thalweg.config.options import Config, MemoryOptions, ModelOptions
+from thalweg.launch.resolve import resolve
+
+resolved = resolve(Config(model=ModelOptions(model="models/tiny"), memory=MemoryOptions(radix_cache=False)))
+```
+"""
+
+
+def document() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for name, kind in sections().items():
+        parts.append(f"\n## {TITLES[name]} (`{name}`)\n\n{(kind.__doc__ or '').partition(chr(10))[0]}\n")
+        parts.append("\n| flag | default | what it does |\n| --- | --- | --- |\n")
+        parts += [_row(one) for one in settings().values() if one.section == name]
+    parts.append(_other_spellings())
+    parts.append(_habits())
+    return "".join(parts)
+
+
+def _row(one: Setting) -> str:
+    flags = [one.flag] + [f"--{name.replace('_', '-')}" for name, value in one.spellings("aliases") if value is ...]
+    names = ", ".join(f"`{flag}`" for flag in flags)
+    text = one.help + (f" ({', '.join(f'`{choice}`' for choice in one.choices)})" if one.choices else "")
+    return f"| {names} | {one.shown_default} | {text} |\n"
+
+
+def _other_spellings() -> str:
+    rows = []
+    for one in settings().values():
+        for key in ("aliases", "foreign"):
+            for name, value in one.spellings(key):
+                if value is ... and key == "aliases":
+                    continue
+                meant = f"`{one.flag}`" if value is ... else f"`{one.flag if value else '--no-' + one.flag[2:]}`"
+                rows.append(f"| `--{name}` | {meant} |{' yes' if key == 'foreign' else ''} |\n")
+    head = "\n## Other spellings\n\nUnderstood too; those of other engines with a line that says what the flag is called here.\n\n"
+    return head + "| flag | means | with a notice |\n| --- | --- | --- |\n" + "".join(rows)
+
+
+def _habits() -> str:
+    rows = [f"| `--{one.flag}{' ' + one.value if one.value else ''}` | {one.note} |\n" for one in HABITS]
+    return "\n## Flags that change nothing\n\n| flag | because |\n| --- | --- |\n" + "".join(rows)
+
+
+if __name__ == "__main__":
+    print(document(), end="")

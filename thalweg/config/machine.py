@@ -1,0 +1,87 @@
+"""What this machine has, asked of the operating system without torch, and within the limits of the container it may be."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number where there is no limit
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """cores: that this process may use. memory, free: bytes; free counts what the page cache would give back. gpus: names of
+    NVIDIA GPUs that the driver shows."""
+
+    cpu: str
+    cores: int
+    memory: int
+    free: int
+    gpus: tuple[str, ...] = ()
+
+    @staticmethod
+    def here() -> Machine:
+        memory, free = _host_memory()
+        for limit, used in _cgroup_memory():
+            memory = min(memory, limit)
+            free = min(free, limit - used)
+        return Machine(_cpu_name(), _cores(), memory, max(free, 0), _gpus())
+
+
+def _cores() -> int:
+    """Cores of the affinity mask, less where a cgroup's CPU quota allows less."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quota = _read(Path("/sys/fs/cgroup/cpu.max")).split()
+    if len(quota) == 2 and quota[0] != "max":
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def _host_memory() -> tuple[int, int]:
+    rows = (line.split() for line in _read(Path("/proc/meminfo")).splitlines())
+    table = {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) >= 2}
+    if "MemTotal" in table:
+        return table["MemTotal"], table.get("MemAvailable", table.get("MemFree", 0))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total, total // 2  # macOS: what is free is not told; half is a careful guess
+
+
+def _cgroup_memory() -> list[tuple[int, int]]:
+    """(limit, used) in bytes of each memory cgroup that limits this process; reclaimable page cache counts as free."""
+    found = []
+    for limit_file, used_file, stat_key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        root = Path("/sys/fs/cgroup")
+        limit, used = _read(root / limit_file).strip(), _read(root / used_file).strip()
+        if limit.isdigit() and used.isdigit() and int(limit) < NO_LIMIT:
+            stat = dict(line.split() for line in _read((root / used_file).parent / "memory.stat").splitlines())
+            found.append((int(limit), max(0, int(used) - int(stat.get(stat_key, 0)))))
+    return found
+
+
+def _cpu_name() -> str:
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> tuple[str, ...]:
+    names = []
+    for info in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        rows = dict(line.partition(":")[::2] for line in _read(info).splitlines())
+        names.append(rows.get("Model", "NVIDIA GPU").strip())
+    return tuple(names)
+
+
+def _read(path: Path) -> str:
+    """The file's text; "" where there is none (another system, no cgroup)."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,379 @@
+"""What a checkpoint's config.json says, as one frozen value: `ModelFacts`. No torch.
+
+Field names follow Thalweg, not the file: every family is read into the same record. Both spellings of the rotary fields are understood
+(`rope_scaling` + `rope_theta`, and transformers ≥ 5's `rope_parameters`). Nonsense is a CheckpointError that names the field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping
+
+from thalweg.core.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary embedding. dim: how many dims of a head rotate; theta: base. kind: "default", "linear", "yarn" or "llama3".
+
+    YaRN (arXiv 2309.00071): factor, beta_fast, beta_slow, original (the context of pre-training), mscale and mscale_all_dim (0 is
+    absent). attention_factor multiplies cos and sin; 0 is "derive it". llama3: low_freq_factor and high_freq_factor.
+    """
+
+    dim: int
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float = 0.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek-V2 §2.1). q_lora 0: queries come from the hidden state directly."""
+
+    q_lora: int
+    kv_lora: int
+    nope: int
+    rope: int
+    v: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer:
+    """DSA's lightning indexer. interleaved: the published weights rotate neighbouring dims (GLM-5), not halves (V3.2).
+    full[i]: layer i has its own indexer; otherwise it uses the choice of the nearest earlier layer that has one."""
+
+    heads: int
+    dim: int
+    topk: int
+    interleaved: bool
+    full: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moe:
+    """Mixture of experts. method: "greedy", "group_limited_greedy" (softmax scores) or "noaux_tc" (sigmoid scores and a bias)."""
+
+    experts: int
+    shared: int
+    topk: int
+    intermediate: int
+    method: str
+    groups: int
+    topk_groups: int
+    normalise: bool
+    scale: float
+    first_dense: int
+    every: int = 1
+
+    def in_layer(self, layer: int) -> bool:
+        return layer >= self.first_dense and layer % self.every == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """head_dim, kv_heads: of dense attention. context: the longest sequence. eos: every id that ends a generation by default.
+    nextn: NextN layers stored behind the main layers. fp8_block: (rows, columns) of a block scale, None when not FP8.
+    dtype: as published ("bfloat16"); what a model computes in is the caller's choice."""
+
+    architecture: str
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    norm_eps: float
+    context: int
+    rope: Rope
+    tied: bool
+    qkv_bias: bool
+    attention_bias: bool
+    mlp_bias: bool
+    mla: Mla | None
+    indexer: Indexer | None
+    moe: Moe | None
+    nextn: int
+    fp8_block: tuple[int, int] | None
+    dtype: str
+    bos: int | None
+    eos: tuple[int, ...]
+
+
+def read_facts(folder: Path) -> ModelFacts:
+    """Reads `folder`/config.json. Raises CheckpointError when it is missing, no JSON object, or nonsense."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: a model folder holds config.json beside its *.safetensors") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}): download it again") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    return facts_of(config, str(path))
+
+
+def facts_of(config: Mapping[str, Any], where: str) -> ModelFacts:
+    """The facts of a config.json's content. `where` names it in errors. Raises CheckpointError naming the first bad field."""
+    read = _Reader(config, where)
+    architectures = read.get("architectures", [])
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise read.error("architectures", f"must be a list with a class name first, got {architectures!r}")
+    heads = read.count("num_attention_heads")
+    mla = _mla(read)
+    head_dim = read.count("head_dim", 0) or read.count("hidden_size") // heads
+    facts = ModelFacts(
+        architecture=architectures[0],
+        vocab=read.count("vocab_size"),
+        hidden=read.count("hidden_size"),
+        layers=read.count("num_hidden_layers"),
+        heads=heads,
+        kv_heads=heads if mla else read.count("num_key_value_heads", heads),
+        head_dim=head_dim,
+        intermediate=read.count("intermediate_size"),
+        norm_eps=read.number("rms_norm_eps", 1e-6, above=0.0),
+        context=read.count("max_position_embeddings"),
+        rope=_rope(read, mla.rope if mla else head_dim),
+        tied=read.flag("tie_word_embeddings", False),
+        qkv_bias=read.flag("attention_bias", architectures[0] == "Qwen2ForCausalLM"),
+        attention_bias=read.flag("attention_bias", False),
+        mlp_bias=read.flag("mlp_bias", False),
+        mla=mla,
+        indexer=_indexer(read),
+        moe=_moe(read),
+        nextn=read.count("num_nextn_predict_layers", 0),
+        fp8_block=_fp8_block(read),
+        dtype=str(read.get("torch_dtype", read.get("dtype", "bfloat16"))).removeprefix("torch."),
+        bos=read.token("bos_token_id"),
+        eos=read.tokens("eos_token_id"),
+    )
+    _check(facts, read)
+    return facts
+
+
+class _Reader:
+    """Typed access to the fields, with errors that name them. JSON null counts as absent."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config, self.where = config, where
+
+    def error(self, field: str, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {field} {message}")
+
+    def get(self, field: str, default: Any = None) -> Any:
+        value = self.config.get(field)
+        return default if value is None else value
+
+    def count(self, field: str, default: int | None = None) -> int:
+        """A non-negative integer; without a default it is required and positive."""
+        value = self.get(field, default)
+        if value is None:
+            raise self.error(field, "is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < (0 if default is not None else 1):
+            raise self.error(
+                field, f"must be a {'non-negative' if default is not None else 'positive'} integer, got {value!r}"
+            )
+        return value
+
+    def number(self, field: str, default: float, above: float) -> float:
+        value = self.get(field, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= above:
+            raise self.error(field, f"must be a number above {above:g}, got {value!r}")
+        return float(value)
+
+    def flag(self, field: str, default: bool) -> bool:
+        value = self.get(field, default)
+        if not isinstance(value, bool):
+            raise self.error(field, f"must be true or false, got {value!r}")
+        return value
+
+    def token(self, field: str) -> int | None:
+        tokens = self.tokens(field)
+        return tokens[0] if tokens else None
+
+    def tokens(self, field: str) -> tuple[int, ...]:
+        value = self.get(field, [])
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+            raise self.error(field, f"must be a token id or a list of them, got {value!r}")
+        return tuple(values)
+
+
+def _rope(read: _Reader, dim: int) -> Rope:
+    parameters = read.get("rope_parameters") or read.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise read.error("rope_scaling", f"must be an object, got {parameters!r}")
+    of = _Reader({"rope_theta": read.get("rope_theta"), **parameters}, f"{read.where}: rope_scaling")
+    kind = of.get("rope_type", of.get("type", "default"))
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        raise of.error("rope_type", f"{kind!r} is unknown; there is default, linear, yarn, llama3")
+    theta = of.number("rope_theta", 10000.0, above=0.0)
+    if kind == "default":
+        return Rope(dim=dim, theta=theta)
+    original = of.count("original_max_position_embeddings", read.count("max_position_embeddings"))
+    return Rope(
+        dim=dim,
+        theta=theta,
+        kind=kind,
+        factor=of.number("factor", 0.0, above=0.0),
+        original=original,
+        beta_fast=of.number("beta_fast", 32.0, above=0.0),
+        beta_slow=of.number("beta_slow", 1.0, above=0.0),
+        mscale=of.number("mscale", 0.0, above=-math.inf),
+        mscale_all_dim=of.number("mscale_all_dim", 0.0, above=-math.inf),
+        attention_factor=of.number("attention_factor", 0.0, above=-math.inf),
+        truncate=of.flag("truncate", True),
+        low_freq_factor=of.number("low_freq_factor", 1.0, above=0.0),
+        high_freq_factor=of.number("high_freq_factor", 4.0, above=0.0),
+    )
+
+
+def _mla(read: _Reader) -> Mla | None:
+    if read.get("kv_lora_rank") is None:
+        return None
+    return Mla(
+        q_lora=read.count("q_lora_rank", 0),
+        kv_lora=read.count("kv_lora_rank"),
+        nope=read.count("qk_nope_head_dim"),
+        rope=read.count("qk_rope_head_dim"),
+        v=read.count("v_head_dim"),
+    )
+
+
+def _indexer(read: _Reader) -> Indexer | None:
+    if read.get("index_topk") is None:
+        return None
+    layers = read.count("num_hidden_layers")
+    return Indexer(
+        heads=read.count("index_n_heads"),
+        dim=read.count("index_head_dim"),
+        topk=read.count("index_topk"),
+        interleaved=read.flag("indexer_rope_interleave", read.get("model_type") == "glm_moe_dsa"),
+        full=_indexer_layers(read, layers),
+    )
+
+
+def _indexer_layers(read: _Reader, layers: int) -> tuple[bool, ...]:
+    """IndexCache's schedule (facts §5.1): an explicit list or pattern, else every `freq`-th layer from `offset` on."""
+    given = read.get("indexer_types") or read.get("index_topk_pattern")
+    if given is not None:
+        full = tuple(kind in ("full", "F") for kind in given)
+        if len(full) != layers or not full[0]:
+            raise read.error(
+                "indexer_types", f"must name a kind for each of {layers} layers, the first one full, got {given!r}"
+            )
+        return full
+    every, offset = max(read.count("index_topk_freq", 1), 1), read.count("index_skip_topk_offset", 2)
+    return tuple(max(layer - offset + 1, 0) % every == 0 for layer in range(layers))
+
+
+def _moe(read: _Reader) -> Moe | None:
+    experts = read.count("n_routed_experts", 0)
+    if not experts:
+        return None
+    softmax = read.get("scoring_func", "softmax" if read.get("model_type") == "deepseek_v2" else "sigmoid") == "softmax"
+    method = read.get("topk_method", "greedy" if softmax else "noaux_tc")
+    if method not in ("greedy", "group_limited_greedy", "noaux_tc") or softmax == (method == "noaux_tc"):
+        raise read.error(
+            "topk_method", f"{method!r} with scoring_func {read.get('scoring_func')!r} is not a router of DeepSeek's"
+        )
+    layers = read.count("num_hidden_layers")
+    first = min(read.count("first_k_dense_replace", 0), layers)
+    kinds = read.get("mlp_layer_types")
+    if kinds is not None and list(kinds) != ["dense"] * first + ["sparse"] * (layers - first):
+        first = sum(kind == "dense" for kind in kinds)
+        if list(kinds) != ["dense"] * first + ["sparse"] * (layers - first):
+            raise read.error(
+                "mlp_layer_types", f"must be dense layers first, then sparse ones, {layers} in all, got {kinds!r}"
+            )
+    return Moe(
+        experts=experts,
+        shared=read.count("n_shared_experts", 0),
+        topk=read.count("num_experts_per_tok"),
+        intermediate=read.count("moe_intermediate_size"),
+        method=method,
+        groups=read.count("n_group", 1) or 1,
+        topk_groups=read.count("topk_group", 1) or 1,
+        normalise=read.flag("norm_topk_prob", not softmax),
+        scale=read.number("routed_scaling_factor", 1.0, above=0.0),
+        first_dense=first,
+        every=read.count("moe_layer_freq", 1) or 1,
+    )
+
+
+def _fp8_block(read: _Reader) -> tuple[int, int] | None:
+    quantization = read.get("quantization_config")
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method != "fp8":
+        raise read.error(
+            "quantization_config", f"quant_method {method!r} is not supported; there is fp8 (block scales) and none"
+        )
+    block = quantization.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
+        raise read.error("quantization_config.weight_block_size", f"must be [rows, columns], got {block!r}")
+    return block[0], block[1]
+
+
+def _check(facts: ModelFacts, read: _Reader) -> None:
+    """What must hold between fields."""
+    if facts.heads % facts.kv_heads if facts.kv_heads else True:
+        raise read.error(
+            "num_key_value_heads", f"must divide num_attention_heads ({facts.heads}), got {facts.kv_heads}"
+        )
+    if facts.rope.dim % 2:
+        raise read.error(
+            "qk_rope_head_dim" if facts.mla else "head_dim", f"must be even to rotate, got {facts.rope.dim}"
+        )
+    if facts.mla is not None:
+        for field in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"):
+            if read.count(field, 0) % 2:
+                raise read.error(
+                    field, f"must be even (pairs of dims rotate in place behind it), got {read.count(field, 0)}"
+                )
+    if read.get("hidden_act", "silu") != "silu":
+        raise read.error("hidden_act", f"must be silu, got {read.get('hidden_act')!r}")
+    if read.get("use_sliding_window", False):
+        raise read.error("use_sliding_window", "true is not supported: attention would need a window")
+    if facts.moe is not None:
+        _check_moe(facts.moe, read)
+    if facts.indexer is not None:
+        if facts.mla is None or not facts.mla.q_lora:
+            raise read.error("index_topk", "needs MLA with q_lora_rank: the indexer reads the query latent")
+        if facts.indexer.dim < facts.mla.rope:
+            raise read.error(
+                "index_head_dim", f"must be at least qk_rope_head_dim ({facts.mla.rope}), got {facts.indexer.dim}"
+            )
+
+
+def _check_moe(moe: Moe, read: _Reader) -> None:
+    if moe.normalise and moe.method != "noaux_tc":
+        # DeepSeek-V2's code would then drop the scaling factor, transformers keeps it unnormalised; no published model asks
+        raise read.error("norm_topk_prob", "true with softmax scores is ambiguous and in no published checkpoint")
+    if moe.experts % moe.groups:
+        raise read.error("n_group", f"must divide n_routed_experts ({moe.experts}), got {moe.groups}")
+    if moe.topk_groups > moe.groups:
+        raise read.error("topk_group", f"must be at most n_group ({moe.groups}), got {moe.topk_groups}")
+    reachable = moe.experts // moe.groups * (moe.topk_groups if moe.method != "greedy" else moe.groups)
+    if moe.topk > reachable:
+        raise read.error(
+            "num_experts_per_tok", f"must be at most the {reachable} experts of the chosen groups, got {moe.topk}"
+        )
+    if moe.method == "noaux_tc" and moe.groups > 1 and moe.experts // moe.groups < 2:
+        raise read.error(
+            "n_group", f"leaves one expert a group ({moe.experts} experts): a group scores by its best two"
+        )

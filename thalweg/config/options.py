@@ -1,0 +1,231 @@
+"""The user's wishes: one tree of frozen dataclasses. The command line, YAML and keyword arguments are made from its fields.
+
+`None` is "auto": the resolver chooses and says why. A value that stands here is never changed by anything: what cannot be honoured is
+an error (`CannotServe`) that names the nearest that can. To add a flag, add a field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from thalweg.config.server import ServerOptions
+from thalweg.config.setting import check_section, setting
+from thalweg.core.errors import CannotServe
+
+DTYPES = ("bfloat16", "float32")
+POLICIES = ("fcfs", "lpm", "priority")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model, and how much of its context."""
+
+    model: str = setting(
+        "",
+        "folder of a checkpoint, or org/name on the model hub",
+        aliases=("model-path",),
+        metavar="DIR|ORG/NAME",
+    )
+    revision: str | None = setting(None, "branch, tag or commit on the hub", auto="main")
+    hf_token: str | None = setting(
+        None,
+        "access token for the hub",
+        auto="the HF_TOKEN variable, or the one stored by `hf auth login`",
+        secret=True,
+    )
+    context_length: int | None = setting(
+        None,
+        "longest sequence, prompt and output, in tokens",
+        foreign=("max-model-len",),
+        least=2,
+        auto="the model's own, less if memory holds less",
+    )
+    chat_template: str | None = setting(
+        None,
+        "how conversations become prompts: a Jinja file, or one of our encoders by name",
+        auto="the checkpoint's own, else ours",
+    )
+    reasoning_parser: str | None = setting(
+        None, "what reads thoughts in answers: deepseek-r1, deepseek-v3, qwen3, none", auto="by the chat template"
+    )
+    tool_call_parser: str | None = setting(
+        None,
+        "what reads tool calls in answers: deepseekv3, deepseekv31, deepseekv32, none",
+        auto="by the chat template",
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Where and how the weights are loaded."""
+
+    device: str | None = setting(None, "where the model runs", choices=("cpu",), auto="what this machine has")
+    dtype: str | None = setting(
+        None,
+        "type of weights and activations that are not quantized",
+        choices=DTYPES,
+        auto="by device and memory",
+    )
+    load_format: str = setting(
+        "auto", "auto: safetensors files; dummy: random weights, only config.json is read", choices=("auto", "dummy")
+    )
+    threads: int | None = setting(None, "threads of the CPU's compute pool", least=1, most=1024, auto="cores - 1")
+    attention_backend: str | None = setting(None, "what computes attention", auto="the fastest that fits")
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """What the KV cache may take."""
+
+    mem_fraction_static: float | None = setting(
+        None,
+        "share of the free memory for weights and KV cache together",
+        foreign=("gpu-memory-utilization",),
+        least=0.01,
+        most=0.99,
+        auto="0.8, and no more cache than all running requests can fill",
+    )
+    max_total_tokens: int | None = setting(
+        None, "tokens that the KV cache holds, whatever memory there is", least=64, auto="from memory"
+    )
+    kv_cache_dtype: str | None = setting(None, "type of the KV cache", choices=DTYPES, auto="as --dtype")
+    page_size: int = setting(64, "tokens a page of the KV cache", choices=(64,), foreign=("block-size",))
+    radix_cache: bool = setting(
+        True,
+        "keep the KV of finished requests, for prompts that begin alike",
+        aliases=("disable-radix-cache=false",),
+        foreign=("enable-prefix-caching=true", "no-enable-prefix-caching=false"),
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """What runs in a step, and in which order."""
+
+    max_running_requests: int | None = setting(
+        None, "requests computed at a time", foreign=("max-num-seqs",), least=1, most=65536, auto="by device"
+    )
+    max_queued_requests: int = setting(
+        0, "requests that wait at most, beyond it the answer is 429; 0 is no limit", least=0
+    )
+    chunked_prefill_size: int | None = setting(
+        None,
+        "tokens a step computes at most; longer prompts are cut. -1: prompts are never cut",
+        foreign=("max-num-batched-tokens",),
+        least=-1,
+        auto="by device",
+    )
+    schedule_policy: str = setting(
+        "fcfs",
+        "order of waiting requests: first come first served, longest prefix in the cache, by priority",
+        foreign=("scheduling-policy",),
+        choices=POLICIES,
+    )
+    overlap_schedule: bool | None = setting(
+        None,
+        "plan the next step while the device computes",
+        aliases=("disable-overlap-schedule=false", "enable-overlap-schedule=true"),
+        foreign=("async-scheduling=true", "no-async-scheduling=false"),
+        auto="by device",
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+        if self.chunked_prefill_size == 0:
+            raise CannotServe("chunked_prefill_size: must be at least 1, or -1 to never cut a prompt; got 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """What a request gets that does not say."""
+
+    random_seed: int | None = setting(
+        None,
+        "seed of the seeds drawn for requests that name none",
+        foreign=("seed",),
+        least=0,
+        most=2**63 - 1,
+        auto="drawn at start",
+    )
+    sampling_defaults: str = setting(
+        "model",
+        "temperature, top_p, top_k, min_p and repetition_penalty of requests that set none: the model's recommendation, or OpenAI's",
+        choices=("model", "openai"),
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """How many devices, and how they share the work."""
+
+    tp_size: int = setting(
+        1,
+        "devices that share every layer (tensor parallelism)",
+        aliases=("tp",),
+        foreign=("tensor-parallel-size",),
+        least=1,
+    )
+    dp_size: int = setting(
+        1,
+        "copies of the attention, each with its own requests",
+        aliases=("dp",),
+        foreign=("data-parallel-size",),
+        least=1,
+    )
+    pp_size: int = setting(
+        1,
+        "stages of consecutive layers (pipeline parallelism)",
+        aliases=("pp",),
+        foreign=("pipeline-parallel-size",),
+        least=1,
+    )
+    ep_size: int = setting(
+        1, "devices that share the experts", aliases=("ep",), foreign=("expert-parallel-size",), least=1
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenOptions:
+    """Where the HTTP server listens."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network this machine has")
+    port: int = setting(30000, "port to listen on; 0 picks a free one", least=0, most=65535)
+    ssl_certfile: str | None = setting(None, "certificate (PEM): the server speaks HTTPS", auto="plain HTTP")
+    ssl_keyfile: str | None = setting(None, "private key of the certificate", auto="in the certificate's file")
+    ssl_keyfile_password: str | None = setting(None, "password of the private key", auto="none", secret=True)
+    drain_timeout: float = setting(
+        30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", least=0.0, most=86400.0
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise CannotServe("ssl_keyfile: a key needs its certificate: give --ssl-certfile too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a user may wish. `Config.of(model=..., max_total_tokens=...)` takes the fields of all sections flat."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    load: LoadOptions = field(default_factory=LoadOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    listen: ListenOptions = field(default_factory=ListenOptions)
+    server: ServerOptions = field(default_factory=ServerOptions)

@@ -1,0 +1,140 @@
+"""Makes a `Config` from names and values: keyword arguments, a YAML file, or both with the command line on top."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from pathlib import Path
+from typing import Any, Mapping
+
+from thalweg.config.options import Config
+from thalweg.config.setting import Setting, nearest, settings_of
+from thalweg.core.errors import CannotServe
+
+
+@functools.cache
+def sections() -> dict[str, type]:
+    """The sections of a Config by name, in order."""
+    return {name: typing.cast(type, hint) for name, hint in typing.get_type_hints(Config).items()}
+
+
+@functools.cache
+def settings() -> dict[str, Setting]:
+    """All settings by name, in the order of the tree."""
+    return {one.name: one for name, kind in sections().items() for one in settings_of(kind, name)}
+
+
+@functools.cache
+def spellings() -> dict[str, tuple[Setting, Any, bool]]:
+    """Every name (with underscores) that means a setting: (setting, the value it sets or `...`, is it another engine's spelling)."""
+    known: dict[str, tuple[Setting, Any, bool]] = {}
+    for one in settings().values():
+        found = [(one.name, ..., False)]
+        for key in ("aliases", "foreign"):
+            found += [(name.replace("-", "_"), value, key == "foreign") for name, value in one.spellings(key)]
+        for name, value, foreign in found:
+            assert name not in known, f"{name} means both {known[name][0].name} and {one.name}"
+            known[name] = one, value, foreign
+    return known
+
+
+def config_of(**values: Any) -> Config:
+    """A Config from settings of all sections by name or alias; text is read as on the command line.
+
+    Raises CannotServe for an unknown name (with the nearest known one), a wrong type or a value out of bounds.
+    """
+    return config_from(flat(values))
+
+
+def config_from(values: Mapping[str, Any]) -> Config:
+    """A Config from settings by their own names; what is left out has its default."""
+    parts: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+    for name, value in values.items():
+        parts[settings()[name].section][name] = value
+    return Config(**{name: kind(**parts[name]) for name, kind in sections().items()})
+
+
+def flat(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Settings by their own names, from names, aliases, and sections that hold such; dashes and underscores are one.
+
+    `where` prefixes errors. Raises CannotServe as `config_of` does, and for a setting that is given twice.
+    """
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = str(key).replace("-", "_")
+        if name in sections() and (isinstance(value, Mapping) or name not in spellings()):
+            entries = _section(name, value, where)
+        else:
+            entries = dict([_entry(name, value, where)])
+        for own, parsed in entries.items():
+            if own in found:
+                raise CannotServe(f"{where}{own}: given twice, as {found[own]!r} and as {parsed!r}")
+            found[own] = parsed
+    return found
+
+
+def _section(name: str, tree: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        raise CannotServe(f"{where}{name}: a section holds settings, got {tree!r}")
+    entries = flat(tree, where)
+    for own in entries:
+        if settings()[own].section != name:
+            raise CannotServe(f"{where}{own}: belongs to the section {settings()[own].section}, not to {name}")
+    return entries
+
+
+def _entry(name: str, value: Any, where: str) -> tuple[str, Any]:
+    if name not in spellings():
+        guess = nearest(name, spellings())
+        raise CannotServe(f"{where}{name}: no such setting" + (f"; did you mean {guess}?" if guess else ""))
+    one, fixed, _ = spellings()[name]
+    try:
+        if fixed is ...:
+            return one.name, one.parse(value)
+        if value is True:
+            return one.name, fixed
+        if value is False and isinstance(fixed, bool):
+            return one.name, not fixed
+    except CannotServe as error:
+        raise CannotServe(f"{where}{error}") from None
+    raise CannotServe(f"{where}{name}: expected true or false, got {value!r}")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file, flat or in sections. Raises CannotServe naming the file and what is wrong in it."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CannotServe(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CannotServe(f"--config {path}: not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise CannotServe(f"--config {path}: expected settings such as `port: 30000`, got {type(tree).__name__}")
+    return flat(tree, f"{path}: ")
+
+
+def given(config: Config) -> dict[str, Any]:
+    """The settings that differ from their defaults, by name: `config_of(**given(config)) == config`."""
+    values = {one.name: vars(vars(config)[one.section])[one.name] for one in settings().values()}
+    return {name: value for name, value in values.items() if value != settings()[name].default}
+
+
+def as_tree(config: Config) -> dict[str, dict[str, Any]]:
+    """The settings that differ from their defaults, by section, secrets hidden: what is printed and kept beside results."""
+    tree: dict[str, dict[str, Any]] = {}
+    for name, value in given(config).items():
+        one = settings()[name]
+        tree.setdefault(one.section, {})[name] = "***" if one.secret else value
+    return tree
+
+
+def replace(config: Config, **values: Any) -> Config:
+    """A Config with some settings changed."""
+    changed: dict[str, dict[str, Any]] = {}
+    for name, value in flat(values).items():
+        changed.setdefault(settings()[name].section, {})[name] = value
+    parts = {name: dataclasses.replace(vars(config)[name], **entries) for name, entries in changed.items()}
+    return dataclasses.replace(config, **parts)

@@ -1,0 +1,1 @@
+"""FP8 weights with block scales."""

@@ -1,0 +1,1 @@
+"""Scores of DSA's lightning indexer."""

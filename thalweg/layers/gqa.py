@@ -1,0 +1,52 @@
+"""Grouped-query attention, with biases (Qwen2) and query and key norms (Qwen3) where the model has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.attention.context import Span, Step, join_groups
+from thalweg.config.model import ModelFacts
+from thalweg.kernels.gqa import ref
+from thalweg.kernels.rope.ref import rotate_
+from thalweg.layers.linear import Linear
+from thalweg.layers.norm import RMSNorm
+
+
+class Gqa(nn.Module):
+    """qkv: rows of the query heads, then key heads, then value heads. Cached per token: rotated keys and values of all key heads."""
+
+    def __init__(
+        self, facts: ModelFacts, layer: int, dtype: torch.dtype, device: torch.device, *, qk_norm: bool, out_bias: bool
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.dim, self.layer = facts.heads, facts.kv_heads, facts.head_dim, layer
+        self.qkv = Linear(facts.hidden, (self.heads + 2 * self.kv_heads) * self.dim, dtype, device, facts.qkv_bias)
+        self.query_norm = RMSNorm(self.dim, facts.norm_eps, device) if qk_norm else None
+        self.key_norm = RMSNorm(self.dim, facts.norm_eps, device) if qk_norm else None
+        self.out = Linear(self.heads * self.dim, facts.hidden, dtype, device, out_bias)
+
+    def add_(self, h_TH: Tensor, x_TH: Tensor, step: Step) -> Tensor:
+        """h += attention(x), in place."""
+        qkv_THd = self.qkv.forward(x_TH).view(len(x_TH), -1, self.dim)
+        query, key, value = torch.split(qkv_THd, (self.heads, self.kv_heads, self.kv_heads), 1)
+        if self.query_norm is not None and self.key_norm is not None:
+            self.query_norm.forward_(query)
+            self.key_norm.forward_(key)
+        rotate_(qkv_THd[:, : self.heads + self.kv_heads], step.cis_T1c)
+        step.planes.tokens("key", self.layer).index_copy_(0, step.batch.write_T, key.flatten(1))
+        step.planes.tokens("value", self.layer).index_copy_(0, step.batch.write_T, value.flatten(1))
+        return self.out.add_(h_TH, join_groups([self._attend(span, span.part(query), step) for span in step.spans]))
+
+    def _attend(self, span: Span, query_NHd: Tensor, step: Step) -> Tensor:
+        """One group: → [N, H * d]."""
+        context = (span.rows, -1, self.kv_heads, self.dim)
+        key = span.gather(step.planes.paged("key", self.layer), span.pages).view(context)
+        value = span.gather(step.planes.paged("value", self.layer), span.pages).view(context)
+        parts = []
+        for tile in span.tiles:
+            bias = span.bias(tile).view(span.rows, tile.stop - tile.start, -1)
+            query = span.tokens_of(query_NHd, tile).view(span.rows, tile.stop - tile.start, self.heads, self.dim)
+            out = ref.attend(query, key[:, : bias.shape[-1]], value[:, : bias.shape[-1]], bias)
+            parts.append(out.reshape(-1, self.heads * self.dim))
+        return span.join(parts)

@@ -1,0 +1,1 @@
+"""Planes of bytes behind one page table."""

@@ -1,0 +1,131 @@
+"""DeepSeek V2, V2-Lite, V3, R1, V3.1, V3.2, and what is built alike: Kimi-K2, GLM-5. They differ in facts only:
+with or without a query latent, an indexer (DSA), routing method, rotary scaling.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.attention.context import Step, Work, step_of
+from thalweg.attention.selection import Choices, Selection
+from thalweg.batch.batch import Batch
+from thalweg.config.model import ModelFacts
+from thalweg.core.errors import CheckpointError
+from thalweg.layers import rotary
+from thalweg.layers.linear import Embedding
+from thalweg.layers.mla import Mla
+from thalweg.layers.mlp import Mlp
+from thalweg.layers.moe import MoeBlock
+from thalweg.layers.norm import RMSNorm
+from thalweg.memory.planes import Planes, PlaneSpec, vectors
+from thalweg.models import tables
+from thalweg.weights.table import Table
+
+
+class DeepseekLayer(nn.Module):
+    """x += attention(norm x); x += mlp(norm x), the MLP dense in the first layers and a mixture of experts in the others."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        layer: int,
+        indexed: bool,
+        selection: Selection,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(facts.hidden, facts.norm_eps, device)
+        self.attention = Mla(facts, layer, indexed, selection, dtype, device)
+        self.mlp_norm = RMSNorm(facts.hidden, facts.norm_eps, device)
+        self.mlp: Mlp | MoeBlock
+        if facts.moe is not None and facts.moe.in_layer(layer):
+            self.mlp = MoeBlock(facts.moe, facts.hidden, dtype, device)
+        else:
+            self.mlp = Mlp(facts.hidden, facts.intermediate, dtype, device)
+
+    def forward(self, h_TH: Tensor, step: Step, earlier: Choices) -> Choices:
+        """Edits h in place; returns the choice of context that later layers may share."""
+        choices = self.attention.add_(h_TH, self.attention_norm.forward(h_TH), step, earlier)
+        self.mlp.add_(h_TH, self.mlp_norm.forward(h_TH))
+        return choices
+
+
+class Deepseek(nn.Module):
+    """DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM."""
+
+    cis: Tensor
+
+    def __init__(self, facts: ModelFacts, selection: Selection, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        if facts.mla is None:
+            raise CheckpointError(
+                f"config.json: kv_lora_rank is missing, and {facts.architecture} has latent attention"
+            )
+        self.facts, self.dtype, self.selection = facts, dtype, selection
+        self.embedding = Embedding(facts.vocab, facts.hidden, dtype, device)
+        self.layers = nn.ModuleList(
+            DeepseekLayer(facts, layer, indexed(facts, layer), selection, dtype, device)
+            for layer in range(facts.layers)
+        )
+        self.norm = RMSNorm(facts.hidden, facts.norm_eps, device)
+        self.head = self.embedding if facts.tied else Embedding(facts.vocab, facts.hidden, dtype, device)
+        self.register_buffer("cis", rotary.table(facts.rope, facts.context, device), persistent=False)
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        return tuple(spec for layer in range(self.facts.layers) for spec in layer_planes(self.facts, layer, self.dtype))
+
+    def step(self, batch: Batch, planes: Planes) -> Step:
+        return step_of(batch, planes, self.cis, work(self.facts))
+
+    def forward(self, batch: Batch, planes: Planes) -> Tensor:
+        step = self.step(batch, planes)
+        h_TH = self.embedding.forward(batch.ids_T)
+        choices: Choices = (None,) * len(step.spans)
+        for layer in self.layers:
+            choices = layer(h_TH, step, choices)
+        return self.norm.forward(h_TH)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        return self.head.logits(hidden_NH)
+
+    def table(self) -> Table:
+        facts, table = self.facts, tables.outside(self.facts)
+        for layer in range(facts.layers):
+            layer_table(table, facts, layer, indexed(facts, layer))
+        table.skips += [rf"model\.layers\.{facts.layers + depth}\..*" for depth in range(facts.nextn)]
+        return table
+
+
+def indexed(facts: ModelFacts, layer: int) -> bool:
+    """Whether this layer has its own indexer; NextN layers, beyond the main ones, have when any layer has."""
+    return facts.indexer is not None and (layer >= facts.layers or facts.indexer.full[layer])
+
+
+def layer_planes(facts: ModelFacts, layer: int, dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
+    """The latent with its rotated key; the index key where the layer has an indexer."""
+    assert facts.mla is not None
+    latent = vectors("latent", layer, facts.mla.kv_lora + facts.mla.rope, dtype)
+    if facts.indexer is None or not indexed(facts, layer):
+        return (latent,)
+    return latent, vectors("index", layer, facts.indexer.dim, dtype)
+
+
+def work(facts: ModelFacts) -> Work:
+    """Scores of all heads for each pair; for each query token the latents of its choice."""
+    assert facts.mla is not None
+    if facts.indexer is None:
+        return Work(pair=facts.heads)
+    chosen = facts.indexer.topk * (facts.mla.kv_lora + facts.mla.rope)
+    return Work(pair=max(facts.heads, facts.indexer.heads), token=chosen)
+
+
+def layer_table(table: Table, facts: ModelFacts, layer: int, own_indexer: bool, into: str = "layers.{}") -> None:
+    """The published tensors of one decoder layer."""
+    tables.norms(table, layer, into)
+    tables.mla(table, facts, layer, own_indexer, into)
+    if facts.moe is not None and facts.moe.in_layer(layer):
+        tables.moe(table, facts.moe, layer, into)
+    else:
+        tables.mlp(table, f"model.layers.{layer}.mlp", f"{into.format(layer)}.mlp", facts.intermediate)

@@ -1,0 +1,1 @@
+"""One quantization scheme per file: how a checkpoint's tensors become weights."""

@@ -1,0 +1,136 @@
+"""Where named tensors come from. A stream knows names, dtypes and shapes before it reads anything."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Iterable, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from thalweg.core.errors import CheckpointError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Stream(Protocol):
+    """A source of checkpoint tensors."""
+
+    def names(self) -> Iterable[str]:
+        """The names it has, in the order in which they are cheapest to read."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, take: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor, or only that slice of it, on the CPU, as published."""
+
+
+class Safetensors:
+    """A folder of *.safetensors, memory-mapped: one file, or shards with an index. A context manager.
+
+    Raises CheckpointError, naming the file, for a missing folder, index or shard, a truncated file, or an index that does not fit.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._stack = ExitStack()
+        self._where: dict[str, str] = {}
+        self._files: dict[str, safe_open] = {}
+        index = folder / INDEX
+        try:
+            if index.exists():
+                self._open_shards(folder, _weight_map(index))
+            else:
+                self._open(folder / SINGLE)
+                self._where = {name: SINGLE for name in self._files[SINGLE].keys()}
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open_shards(self, folder: Path, where: dict[str, str]) -> None:
+        missing = sorted({file for file in where.values() if not (folder / file).exists()})
+        if missing:
+            raise CheckpointError(
+                f"{folder}: {len(missing)} shards named in {INDEX} are missing: {', '.join(missing[:5])}; download them again"
+            )
+        for file in sorted(set(where.values())):
+            self._open(folder / file)
+        for file in self._files:
+            held = set(self._files[file].keys())
+            absent = [name for name, place in where.items() if place == file and name not in held]
+            if absent:
+                raise CheckpointError(
+                    f"{folder / file}: {INDEX} puts {absent[0]} there (and {len(absent) - 1} more), but it does not hold it"
+                )
+            where |= {name: file for name in held if name not in where}
+        self._where = dict(sorted(where.items(), key=lambda item: item[1]))
+
+    def _open(self, path: Path) -> None:
+        try:
+            self._files[path.name] = self._stack.enter_context(safe_open(path, framework="pt"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path.parent} holds neither {SINGLE} nor {INDEX}: nothing to load") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is truncated or no safetensors file ({error}): download it again") from None
+
+    def names(self) -> Iterable[str]:
+        return self._where.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+
+    def read(self, name: str, take: tuple[slice, ...] = ()) -> Tensor:
+        file = self._files[self._where[name]]
+        tensor: Tensor = file.get_slice(name)[take] if take else file.get_tensor(name)
+        return tensor
+
+    def __enter__(self) -> Safetensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+class InMemory:
+    """Tensors that are already here: an update of some of the weights, or a test."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, take: tuple[slice, ...] = ()) -> Tensor:
+        return self._tensors[name][take] if take else self._tensors[name]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is no safetensors index ({error!r}): download it again") from None
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        raise CheckpointError(f"{index}: weight_map must be an object of file names")
+    return dict(where)
+
+
+def fill_dummy(module: torch.nn.Module, seed: int = 0) -> None:
+    """Random parameters that keep activations near 1, the same at every call: norms 1 ± 0.1, biases small, weights fan_in^-1/2."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.inference_mode():
+        for name, parameter in sorted(module.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                noise = noise.mul_(0.1).add_(0.0 if name.endswith("bias") else 1.0)
+            elif not name.endswith("embedding.weight"):
+                # uv is stored with its inputs first, every other weight with them last
+                noise.mul_(parameter.shape[-2 if name.endswith(".uv") else -1] ** -0.5)
+            parameter.copy_(noise)
