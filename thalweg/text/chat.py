@@ -1,0 +1,307 @@
+"""Chooses how a model's conversations become prompts, and reads its answers: encoder and parser names for a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest
+from thalweg.text import encoding, encoding_v3
+from thalweg.text.messages import Message, read_messages, read_tools
+from thalweg.text.template import Template, read_templates
+
+
+class ChatEncoder(Protocol):
+    """Conversation → prompt text, BOS included (`Tokenizer.encode` never doubles it)."""
+
+    @property
+    def name(self) -> str:
+        """What `thalweg plan` prints: `jinja` or the name of our own encoder."""
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether tool schemas reach the prompt; where not (V3, R1 as published), a request with tools is worth a warning."""
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        thinking: bool | None = None,
+        drop_thinking: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        response_format: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. thinking None: the model's default. continue_final_message: the prompt ends inside the last message, which must
+        be the assistant's (no generation prompt then). template_kwargs: `chat_template_kwargs` of the request; `thinking` and
+        `enable_thinking` in it count when `thinking` is None. Raises InvalidRequest naming message and field."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The parsers that read what a model writes (names of `thalweg.text.parser`); None: its text is content as it stands."""
+
+    reasoning: str | None
+    tools: str | None
+
+
+@dataclass(frozen=True)
+class _Own:
+    """One of our encoders for checkpoints without a template."""
+
+    formats: Formats
+    renders_tools: bool = True
+
+
+OWN = {
+    "deepseek-v3": _Own(Formats(None, "deepseekv3"), renders_tools=False),
+    "deepseek-r1": _Own(Formats("deepseek-r1", "deepseekv3"), renders_tools=False),
+    "deepseek-r1-0528": _Own(Formats("deepseek-r1", "deepseekv3")),
+    "deepseek-v31": _Own(Formats("deepseek-v3", "deepseekv31")),
+    "deepseek-v31-terminus": _Own(Formats("deepseek-v3", "deepseekv31")),
+    "deepseek-v32": _Own(Formats("deepseek-v3", "deepseekv32")),
+}
+
+
+@dataclass(frozen=True)
+class OwnEncoder:
+    """A prompt encoder written in Python, by name (a key of OWN)."""
+
+    name: str
+
+    @property
+    def renders_tools(self) -> bool:
+        return OWN[self.name].renders_tools
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        thinking: bool | None = None,
+        drop_thinking: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        response_format: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        read, functions = read_messages(messages), read_tools(tools)
+        thinks = bool(wants_thinking(thinking, template_kwargs))
+        generation = add_generation_prompt and not continue_final_message
+        if continue_final_message:
+            _check_continues(read)
+        if self.name == "deepseek-v32":
+            prompt = encoding.encode_v32(read, functions, thinks, generation, response_format)
+        elif self.name in ("deepseek-v31", "deepseek-v31-terminus"):
+            terminus = self.name.endswith("terminus")
+            prompt = encoding_v3.encode_v31(read, functions, thinks, generation, terminus=terminus)
+        else:
+            styles = {
+                "deepseek-v3": encoding_v3.V3,
+                "deepseek-r1": encoding_v3.R1,
+                "deepseek-r1-0528": encoding_v3.R1_0528,
+            }
+            prompt = encoding_v3.encode_v3(styles[self.name], read, functions, generation)
+        return prompt.removesuffix(encoding.EOS) if continue_final_message else prompt
+
+
+@dataclass(frozen=True)
+class TemplateEncoder:
+    """The checkpoint's own templates, by name; `tool_use` is taken for requests with tools."""
+
+    templates: Mapping[str, Template]
+    name: str = "jinja"
+
+    @property
+    def renders_tools(self) -> bool:
+        return any("tools" in template.source for template in self.templates.values())
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        thinking: bool | None = None,
+        drop_thinking: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        response_format: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        read, functions = read_messages(messages), read_tools(tools)
+        template = (
+            self.templates["tool_use"] if functions and "tool_use" in self.templates else self.templates["default"]
+        )
+        variables = {**(template_kwargs or {}), "drop_thinking": drop_thinking}
+        if response_format is not None:
+            variables["response_format"] = response_format
+        thinks = wants_thinking(thinking, template_kwargs)
+        if thinks is not None:  # DeepSeek's name and Qwen's for the same switch
+            variables |= {"thinking": thinks, "enable_thinking": thinks}
+        if continue_final_message:
+            _check_continues(read)
+        prompt = template.render(
+            read,
+            functions,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            variables=variables,
+        )
+        return _cut_after(prompt, read[-1].content) if continue_final_message else prompt
+
+
+@dataclass(frozen=True)
+class NoEncoder:
+    """A base model: no template, and none of ours fits."""
+
+    name: str = "none"
+    renders_tools: bool = False
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        thinking: bool | None = None,
+        drop_thinking: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        response_format: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        raise InvalidRequest(
+            "messages", "this model has no chat template: use /v1/completions, or start with --chat-template"
+        )
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The text side of one model: its encoder and the parsers of its answers, and why they were chosen."""
+
+    encoder: ChatEncoder
+    formats: Formats
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user set. template: `auto`, the name of one of our encoders, or the path of a Jinja file."""
+
+    template: str = "auto"
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+
+def choose_chat(folder: Path, config: Mapping[str, Any], wish: Wish = Wish(), name: str = "") -> Chat:
+    """The encoder of a checkpoint: the user's wish, else its own template, else ours by config and name.
+
+    folder: the checkpoint. config: its config.json. name: what the user called the model (`deepseek-ai/DeepSeek-R1`); the folder's name
+    counts too, because V3, R1 and V3.1 share one architecture. wish.special_tokens: `bos_token`, `eos_token` … for the template.
+    Raises CannotServe for an unknown name, CheckpointError for a broken template.
+    """
+    if wish.template in OWN:
+        return _own(wish.template, "set by the user")
+    if wish.template != "auto":
+        path = Path(wish.template)
+        if not path.is_file():
+            raise CannotServe(f"--chat-template {wish.template}: no such file, nor one of auto, {', '.join(OWN)}")
+        return _jinja({"default": path.read_text(encoding="utf-8")}, wish, f"the template {path.name} set by the user")
+    templates = read_templates(folder, _tokenizer_config(folder))
+    if templates:
+        templates.setdefault("default", next(iter(templates.values())))
+        return _jinja(templates, wish, "the checkpoint brings a chat template")
+    own = own_encoder(config, f"{name} {folder.name}")
+    if own is None:
+        return Chat(
+            NoEncoder(),
+            Formats(None, None),
+            "no chat template in the checkpoint, and no encoder of ours fits its architecture",
+        )
+    return _own(own, "no chat template in the checkpoint; chosen by architecture and name")
+
+
+def own_encoder(config: Mapping[str, Any], name: str) -> str | None:
+    """The name of our encoder for a checkpoint without a template, or None. `name`: anything that tells R1 from V3."""
+    architectures = config.get("architectures") or []
+    kind = f"{config.get('model_type', '')} {' '.join(map(str, architectures))}".lower().replace("_", "")
+    lower = name.lower()
+    if "deepseekv32" in kind:
+        return "deepseek-v31-terminus" if "exp" in lower else "deepseek-v32"
+    if "deepseekv3" not in kind:
+        return None
+    # The first mark that stands in the name decides: "r1-0528" before "r1".
+    marks = {
+        "r1-0528": "deepseek-r1-0528",
+        "r1": "deepseek-r1",
+        "terminus": "deepseek-v31-terminus",
+        "v3.1": "deepseek-v31",
+    }
+    return next((encoder for mark, encoder in marks.items() if mark in lower), "deepseek-v3")
+
+
+def wants_thinking(thinking: bool | None, template_kwargs: Mapping[str, Any] | None) -> bool | None:
+    """The request's wish: `thinking` itself, else `thinking` or `enable_thinking` of chat_template_kwargs, else None."""
+    if thinking is not None:
+        return thinking
+    given = template_kwargs or {}
+    for key in ("thinking", "enable_thinking"):
+        if isinstance(given.get(key), bool):
+            return bool(given[key])
+    return None
+
+
+def formats_of(template: str) -> Formats:
+    """The parsers for a model, by the markup that its template writes."""
+    reasoning = None
+    if "</think>" in template:
+        reasoning = "deepseek-v3" if "thinking" in template and "enable_thinking" not in template else "deepseek-r1"
+        reasoning = "qwen3" if "<|im_start|>" in template else reasoning
+    if "｜DSML｜" in template:
+        return Formats(reasoning, "deepseekv32")
+    if "<｜tool▁sep｜>" in template:
+        return Formats(reasoning, "deepseekv3" if "```json" in template else "deepseekv31")
+    if "<tool_call>" in template and "<function=" not in template:
+        return Formats(reasoning, "qwen25")
+    return Formats(reasoning, None)
+
+
+def _own(name: str, reason: str) -> Chat:
+    return Chat(OwnEncoder(name), OWN[name].formats, reason)
+
+
+def _jinja(sources: Mapping[str, str], wish: Wish, reason: str) -> Chat:
+    templates = {name: Template(source, wish.special_tokens) for name, source in sources.items()}
+    return Chat(TemplateEncoder(templates), formats_of(sources["default"]), reason)
+
+
+def _tokenizer_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return config
+
+
+def _check_continues(messages: Sequence[Message]) -> None:
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise InvalidRequest("continue_final_message", "needs an assistant message without tool calls as the last one")
+
+
+def _cut_after(prompt: str, content: str) -> str:
+    """The prompt up to the end of the last message's text, which a template may have trimmed."""
+    for text in (content, content.strip()):
+        at = prompt.rfind(text)
+        if text and at >= 0:
+            return prompt[: at + len(text)]
+    raise InvalidRequest(
+        "continue_final_message", "the chat template does not render the last message's content as it stands"
+    )

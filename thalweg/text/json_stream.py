@@ -1,0 +1,149 @@
+"""A JSON object that arrives in pieces: passes on only text that can still be closed into valid JSON.
+
+Whatever the split and wherever the stream ends, what was passed on plus `closing()` parses. Keys, commas and numbers wait until the
+value that needs them has begun (or ended); the text of strings passes at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_SPACE = re.compile(r"[ \t\n\r]+")
+_SCALAR = re.compile(r"[^\s,\]}\[{:\"]+")
+_VALID_SCALAR = re.compile(r"(?:-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null)\Z", re.ASCII)
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
+_DEPTH = 128
+
+# What may come next.
+_OBJECT, _KEY_OR_END, _KEY, _IN_KEY, _COLON, _VALUE, _VALUE_OR_END, _IN_STRING, _IN_SCALAR, _NEXT, _DONE, _BAD = range(
+    12
+)
+
+
+class JsonObject:
+    """`feed` text until `done` or `bad`; both return what may be passed on. `rest` is what follows the object, or what was bad."""
+
+    __slots__ = ("_pending", "_scalar", "_stack", "_state", "_text", "bad", "rest")
+
+    def __init__(self) -> None:
+        self._state = _OBJECT
+        self._stack: list[str] = []
+        self._text = ""  # not yet understood: part of an escape or of a number
+        self._pending = ""  # understood, but not closable by itself
+        self._scalar = ""
+        self.rest = ""
+        self.bad = False
+
+    @property
+    def done(self) -> bool:
+        return self._state == _DONE
+
+    @property
+    def held(self) -> str:
+        """Text taken in but not passed on (nor part of `rest`)."""
+        return self._pending + self._scalar + self._text
+
+    def closing(self) -> str:
+        """What makes the text passed on so far (some of it) a JSON object."""
+        closers = ('"' if self._state == _IN_STRING else "") + "".join(reversed(self._stack))
+        return "" if self.done else closers
+
+    def feed(self, text: str) -> str:
+        text, self._text = self._text + text, ""
+        out: list[str] = []
+        at = 0
+        while at < len(text) and not self.done and not self.bad:
+            step = self._step(text, at, out)
+            if step < 0:  # needs more text
+                self._text = text[at:]
+                return "".join(out)
+            at = step
+        self.rest += text[at:]
+        return "".join(out)
+
+    def _step(self, text: str, at: int, out: list[str]) -> int:
+        """Understand one piece at `at`; the position after it, or -1 when it may go on in text still to come."""
+        state = self._state
+        if state in (_IN_STRING, _IN_KEY):
+            return self._string(text, at, out)
+        if state == _IN_SCALAR:
+            return self._continue_scalar(text, at, out)
+        space = _SPACE.match(text, at)
+        if space:
+            # Space before the object is nothing; elsewhere it waits with what it belongs to.
+            self._pending += space.group() if self._stack else ""
+            return space.end()
+        return self._token(text[at], at, out)
+
+    def _token(self, char: str, at: int, out: list[str]) -> int:
+        state = self._state
+        if char == '"' and state in (_KEY, _KEY_OR_END):
+            self._hold(char, _IN_KEY)
+        elif char == '"' and state in (_VALUE, _VALUE_OR_END):
+            self._release(char, _IN_STRING, out)
+        elif char == ":" and state == _COLON:
+            self._hold(char, _VALUE)
+        elif char == "," and state == _NEXT:
+            self._hold(char, _KEY if self._stack[-1] == "}" else _VALUE)
+        elif char == "{" and state == _OBJECT:
+            # The outermost brace waits too: a call of which only `{` was right must not reach the client.
+            self._stack.append("}")
+            self._hold(char, _KEY_OR_END)
+        elif char in "{[" and state in (_VALUE, _VALUE_OR_END) and len(self._stack) < _DEPTH:
+            self._stack.append("}" if char == "{" else "]")
+            self._release(char, _KEY_OR_END if char == "{" else _VALUE_OR_END, out)
+        elif char in "}]" and state in (_NEXT, _KEY_OR_END, _VALUE_OR_END) and self._stack[-1] == char:
+            self._stack.pop()
+            self._release(char, _NEXT if self._stack else _DONE, out)
+        elif state in (_VALUE, _VALUE_OR_END) and char not in ",:{}[]":
+            self._state = _IN_SCALAR
+            return at
+        else:
+            self.bad = True
+            return at
+        return at + 1
+
+    def _string(self, text: str, at: int, out: list[str]) -> int:
+        is_key = self._state == _IN_KEY
+        plain = _PLAIN.match(text, at) or _ESCAPE.match(text, at)
+        if plain:
+            piece, end = plain.group(), plain.end()
+        elif text[at] == '"':
+            self._state = _COLON if is_key else _NEXT
+            piece, end = '"', at + 1
+        elif text[at] == "\\":
+            if _PARTIAL_ESCAPE.match(text, at):
+                return -1
+            self.bad = True
+            return at
+        else:  # a raw newline or tab, which JSON wants escaped and models forget to
+            piece, end = json.dumps(text[at])[1:-1], at + 1
+        if is_key:
+            self._pending += piece
+        else:
+            out.append(piece)
+        return end
+
+    def _continue_scalar(self, text: str, at: int, out: list[str]) -> int:
+        more = _SCALAR.match(text, at)
+        if more:
+            self._scalar += more.group()
+            return more.end()
+        if not _VALID_SCALAR.match(self._scalar):
+            self.bad = True
+            return at
+        scalar, self._scalar = self._scalar, ""
+        self._release(scalar, _NEXT, out)
+        return at
+
+    def _hold(self, piece: str, state: int) -> None:
+        self._pending += piece
+        self._state = state
+
+    def _release(self, piece: str, state: int, out: list[str]) -> None:
+        out.append(self._pending + piece)
+        self._pending = ""
+        self._state = state
