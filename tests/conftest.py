@@ -1,0 +1,18 @@
+"""The tiers: `null` runs without torch, `cpu` and `compose` anywhere, `gpu` where there is one, `soak` when asked for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+NULL = Path(__file__).parent / "null"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The null tier is quick because nothing in it loads torch; a run of it alone can tell."""
+    alone = bool(session.items) and all(NULL in item.path.parents for item in session.items)
+    if alone and "torch" in sys.modules:
+        print("\nsomething in tests/null or below it imports torch")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,179 @@
+"""The front with a real engine process on the bundled model: streaming, aborts, refusals, death and restart, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.assemble import Piece
+from thalweg.engine.front import Front
+from thalweg.engine.local import LocalEngine
+from thalweg.engine.settings import EngineSettings
+from thalweg.text.tokenizer import Tokenizer
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
+SETTINGS = EngineSettings(path=str(MODEL), context=512, pages=64, slots=8, eos_ids=(1,), progress=False, depth=2)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@asynccontextmanager
+async def serving(**fields: object) -> AsyncIterator[Front]:
+    front = Front(msgspec.structs.replace(SETTINGS, **fields), Tokenizer(MODEL))
+    await front.start()
+    try:
+        yield front
+    finally:
+        await front.close()
+
+
+async def collect(front: Front, prompt: list[int], params: SamplingParams) -> list[Piece]:
+    return [piece async for piece in front.stream(prompt, params)]
+
+
+async def eventually(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    for _ in range(int(seconds * 50)):
+        if true():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it did not happen in time")
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 90))  # type: ignore[arg-type]
+
+
+def test_streams_equal_the_local_engine_and_refusals_harm_nobody() -> None:
+    local = LocalEngine(SETTINGS)
+    local.submit(list(range(20, 120)), GREEDY)
+    want: list[int] = []
+    while not local.idle:
+        want += [token for delta in local.step() for token in delta.tokens]
+
+    async def test() -> None:
+        async with serving() as front:
+            prompt = list(range(20, 120))
+            running = asyncio.create_task(collect(front, prompt, GREEDY))
+            for bad in ([], [10**6], [-1], [5] * 512):
+                with pytest.raises(InvalidRequest, match="prompt"):
+                    await collect(front, bad, GREEDY)
+            with pytest.raises(InvalidRequest, match="temperature"):
+                await collect(front, prompt, msgspec.structs.replace(GREEDY, temperature=float("nan")))
+            pieces = await running
+            assert [token for piece in pieces for token in piece.ids] == want
+            assert pieces[-1].finish == "length" and pieces[-1].completion_tokens == 24
+            again = await collect(front, prompt, GREEDY)
+            assert [token for piece in again for token in piece.ids] == want and again[-1].cached_tokens == 64
+            await front.flush_cache()
+            fresh = await collect(front, prompt, GREEDY)
+            assert [token for piece in fresh for token in piece.ids] == want and fresh[-1].cached_tokens == 0
+            text = Tokenizer(MODEL).decode(want)
+            assert "".join(piece.text for piece in pieces) == text
+            three = await collect(front, prompt, msgspec.structs.replace(GREEDY, n=3))
+            for index in range(3):
+                assert [token for piece in three if piece.index == index for token in piece.ids] == want
+
+    run(test)
+
+
+def test_a_stop_string_ends_the_sequence_at_the_match() -> None:
+    async def test() -> None:
+        async with serving() as front:
+            whole = "".join(p.text for p in await collect(front, list(range(30, 60)), GREEDY))
+            stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
+            pieces = await collect(front, list(range(30, 60)), msgspec.structs.replace(GREEDY, stop=(stop,)))
+            assert "".join(p.text for p in pieces) == whole[: whole.index(stop)]
+            assert pieces[-1].finish == "stop" and pieces[-1].stop == stop
+            await eventually(lambda: front.stats.running == 0 and front.stats.pages_used == 0)
+
+    run(test)
+
+
+def test_leaving_a_stream_and_abort_free_the_pages() -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+    async def test() -> None:
+        async with serving() as front:
+            stream = front.stream(list(range(20, 90)), long)
+            await anext(stream)
+            await stream.aclose()
+            assert front.running == 0
+            await eventually(lambda: front.stats.aborted == 1 and front.stats.pages_used == 0)
+            task = asyncio.create_task(collect_by_id(front, long))
+            await eventually(lambda: front.running == 1 and front.stats.running == 1)
+            assert await front.abort("mine") == 1
+            assert (await task)[-1].finish == "abort"
+            await eventually(lambda: front.stats.pages_used == 0)
+
+    async def collect_by_id(front: Front, params: SamplingParams) -> list[Piece]:
+        return [piece async for piece in front.stream(list(range(20, 90)), params, request_id="mine")]
+
+    run(test)
+
+
+def test_a_dead_engine_fails_its_requests_and_is_replaced() -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+    async def test() -> None:
+        async with serving() as front:
+            assert front.ready is not None
+            stream = front.stream(list(range(20, 90)), long)
+            await anext(stream)
+            os.kill(front.ready.pid, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="exit code -9"):
+                async for _ in stream:
+                    pass
+            assert front.ready is None and front.state == "starting"
+            with pytest.raises(EngineDead):
+                await collect(front, [20, 21], GREEDY)
+            await eventually(lambda: front.state == "ready", 60)
+            assert (await collect(front, [20, 21], GREEDY))[-1].finish == "length"
+
+    run(test)
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    async def test() -> None:
+        front = Front(msgspec.structs.replace(SETTINGS, path=str(tmp_path / "nothing")), Tokenizer(MODEL))
+        with pytest.raises(EngineDead, match="nothing"):
+            await front.start()
+        assert front.state == "dead"
+
+    run(test)
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+    async def test() -> None:
+        async with serving() as front:
+            running = asyncio.create_task(collect(front, list(range(20, 90)), GREEDY))
+            await eventually(lambda: front.running == 1)
+            draining = asyncio.create_task(front.drain(30))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineDead, match="shutting down"):
+                await collect(front, [20, 21], GREEDY)
+            assert (await running)[-1].finish == "length"
+            await draining
+
+    run(test)
+
+
+def test_a_full_queue_refuses() -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True, n=2)
+
+    async def test() -> None:
+        async with serving(slots=1, queue=1) as front:
+            stream = front.stream(list(range(20, 90)), long)
+            await anext(stream)
+            with pytest.raises(Overloaded, match="limit is 2"):
+                await collect(front, [20, 21], GREEDY)
+            await stream.aclose()
+
+    run(test)

@@ -1,0 +1,1 @@
+"""The loop, its worker, channels and the engine process."""

@@ -1,0 +1,282 @@
+"""The front's side of an engine: spawns its process, sends requests, hands out pieces, and starts a new engine when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
+from thalweg.core.messages import Abort, Delta, Done, Drain, Fatal, FlushCache, FromEngine, Ready, Rejected, Stats, StepNews, Submit, ToEngine
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine import process
+from thalweg.engine.assemble import Assembler, Piece
+from thalweg.engine.local import sibling
+from thalweg.engine.settings import EngineSettings
+from thalweg.text.tokenizer import Tokenizer
+
+log = logging.getLogger("thalweg.front")
+RESTARTS = 5  # failures in a row, without a Ready between, after which the front gives up
+SPAWN = multiprocessing.get_context("spawn")
+GRACE = 5.0  # seconds a process may take to end before it is killed
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request that has sequences in the engine. `news` holds deltas, or the error that ended it."""
+
+    request_id: str
+    assemblers: dict[int, Assembler]
+    news: asyncio.Queue[tuple[Delta, float] | Exception] = field(default_factory=asyncio.Queue)
+
+
+class Front:
+    """Requests in, pieces out. All methods belong to one event loop.
+
+    state: "starting", "ready", "draining" or "dead"; ready: what the engine said of itself, None unless it serves; stats: its latest.
+    """
+
+    def __init__(self, settings: EngineSettings, tokenizer: Tokenizer) -> None:
+        self.settings, self.tokenizer = settings, tokenizer
+        self.ready: Ready | None = None
+        self.stats = Stats()
+        self.state = "starting"
+        self.reason = "the engine is starting"
+        self.restarts = 0
+        self._by_uid: dict[int, _Live] = {}
+        self._live: set[_Live] = set()
+        self._next_uid = self._next_control = 0
+        self._controls: dict[int, asyncio.Future[None]] = {}
+        self._serving = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._ended: asyncio.Future[str]
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+
+    @property
+    def running(self) -> int:
+        """Requests that are under way."""
+        return len(self._live)
+
+    async def start(self) -> None:
+        """Starts the engine and waits until it serves. Raises EngineDead with the engine's own words if it cannot start."""
+        self._keeper = asyncio.create_task(self._keep())
+        waiter = asyncio.create_task(self._serving.wait())
+        await asyncio.wait({waiter, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
+        waiter.cancel()
+        if self.state != "ready":
+            raise EngineDead(self.reason)
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raises InvalidRequest for what the engine would refuse, EngineDead when there is none, Overloaded when its queue is full."""
+        if self.ready is None or self.state != "ready":
+            raise EngineDead(self.reason)
+        check_prompt(prompt, self.ready.context, self.ready.vocab)
+        params.check(self.ready.vocab)
+        limit = self.settings.slots + self.settings.queue
+        if self.settings.queue and len(self._by_uid) + params.n > limit:
+            raise Overloaded(f"{len(self._by_uid)} sequences run or wait, the limit is {limit}: try again later")
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str = "", priority: int = 0, salt: int = 0
+    ) -> AsyncGenerator[Piece, None]:
+        """Submits params.n sequences and yields their pieces as they come. Closing the iterator aborts what is left.
+
+        Raises InvalidRequest, Overloaded, and EngineDead when the engine ends meanwhile.
+        """
+        self.check(prompt, params)
+        live = self._submit(tuple(prompt), params, request_id, priority, salt)
+        try:
+            while live.assemblers:
+                news = await live.news.get()
+                if isinstance(news, Exception):
+                    raise news
+                delta, at = news
+                assembler = live.assemblers.get(delta.uid)
+                if assembler is None:
+                    continue  # beyond a stop string: it does not exist
+                piece = assembler.feed(delta, at)
+                if assembler.ended:
+                    self._forget(live, delta.uid)
+                    if not delta.finish:
+                        self._send(Abort((delta.uid,)))
+                yield piece
+        finally:
+            if live.assemblers and self.ready is not None:
+                self._send(Abort(tuple(live.assemblers)))
+            for uid in tuple(live.assemblers):
+                self._forget(live, uid)
+            self._live.discard(live)
+
+    async def abort(self, request_id: str) -> int:
+        """Tells the sequences of the requests with this id to end ("" = of all requests); returns how many."""
+        uids = [uid for live in self._live if live.request_id == request_id or not request_id for uid in live.assemblers]
+        if uids:
+            self._send(Abort(tuple(uids)))
+        return len(uids)
+
+    async def flush_cache(self) -> None:
+        """Empties the prefix cache. Raises EngineDead."""
+        if self.ready is None:
+            raise EngineDead(self.reason)
+        self._next_control += 1
+        done = self._controls[self._next_control] = asyncio.get_running_loop().create_future()
+        self._send(FlushCache(self._next_control))
+        await done
+
+    async def drain(self, timeout: float) -> None:
+        """Takes no new work, waits up to `timeout` seconds for what runs, then stops the engine."""
+        self.state, self.reason = "draining", "the server is shutting down"
+        deadline = time.monotonic() + timeout
+        while self._live and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        await self.close()
+
+    async def close(self) -> None:
+        """Stops the engine; running requests end with EngineDead."""
+        if self.state != "dead":
+            self.state, self.reason = "draining", "the server is shutting down"
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait({self._keeper})
+            self._keeper = None
+
+    # ---- the engine's life ----
+
+    async def _keep(self) -> None:
+        """Runs engines one after the other until one cannot be started or the front closes."""
+        failures = 0
+        while failures < RESTARTS:
+            self._serving.clear()
+            await self._run_engine()
+            served = self._serving.is_set()
+            self.ready = None
+            if served:
+                failures = 0
+            self._fail_all(EngineDead(self.reason))
+            if not served and self.restarts == 0:
+                break  # the first start failed: its reason is the answer
+            failures += 1
+            self.restarts += 1
+            self.state = "starting"
+            log.error("starting a new engine (%d): %s", self.restarts, self.reason)
+            await asyncio.sleep(min(0.1 * 2**failures, 5.0))
+        self.state = "dead"
+
+    async def _run_engine(self) -> None:
+        """One engine from spawn to exit; sets `reason` to why it ended."""
+        loop = asyncio.get_running_loop()
+        with tempfile.TemporaryDirectory(prefix="thalweg-") as folder:
+            address = f"ipc://{folder}/engine"
+            context = zmq.Context(1)
+            socket = self._socket = context.socket(zmq.PAIR)
+            socket.set_hwm(0)
+            socket.bind(address)
+            child = SPAWN.Process(target=process.main, args=(self.settings, address), name="thalweg-engine")
+            child.start()
+            arrivals = int(socket.getsockopt(zmq.FD))
+            self._ended = loop.create_future()
+            loop.add_reader(arrivals, self._pump)
+            loop.add_reader(child.sentinel, self._end, "")
+            try:
+                self._pump()
+                told = await self._ended
+                self._pump()  # its last words
+                if not told and self.reason == "":
+                    await asyncio.to_thread(child.join, GRACE)
+                    self.reason = f"the engine process ended with exit code {child.exitcode}"
+            finally:
+                loop.remove_reader(child.sentinel)
+                self._send(Abort(tuple(self._by_uid)))
+                self._send(Drain())
+                self._socket = None
+                loop.remove_reader(arrivals)
+                await asyncio.to_thread(child.join, GRACE)
+                if child.is_alive():
+                    child.kill()
+                    child.join()
+                socket.close(linger=0)
+                context.term()
+
+    def _end(self, reason: str) -> None:
+        if reason:
+            self.reason = reason
+        if not self._ended.done():
+            self._ended.set_result(reason)
+
+    def _pump(self) -> None:
+        """Hands out everything the engine has sent. ZeroMQ's descriptor signals changes only, so this runs after every send too."""
+        while self._socket is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._hear(self._decode(self._socket.recv(zmq.NOBLOCK)))
+
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, StepNews):
+            self._news(message)
+        elif isinstance(message, Rejected):
+            if live := self._by_uid.get(message.uid):
+                live.news.put_nowait(InvalidRequest(message.field, message.message))
+        elif isinstance(message, Done):
+            if done := self._controls.pop(message.id, None):
+                done.set_result(None)
+        elif isinstance(message, Ready):
+            self.ready, self.state, self.reason = message, "ready", ""
+            self._serving.set()
+        else:
+            self._end(message.message)
+
+    def _news(self, news: StepNews) -> None:
+        if news.stats is not None:
+            self.stats = news.stats
+        for delta in news.deltas:
+            if live := self._by_uid.get(delta.uid):
+                live.news.put_nowait((delta, news.at))
+
+    # ---- books ----
+
+    def _submit(self, prompt: tuple[int, ...], params: SamplingParams, request_id: str, priority: int, salt: int) -> _Live:
+        uids = range(self._next_uid, self._next_uid + params.n)
+        self._next_uid += params.n
+        live = _Live(request_id, {uid: Assembler(i, prompt, params, self.tokenizer) for i, uid in enumerate(uids)})
+        self._live.add(live)
+        now = time.time()
+        for i, uid in enumerate(uids):
+            self._by_uid[uid] = live
+            self._send(Submit(uid, prompt, sibling(params, i), priority, salt, uids[0] if i else -1, now))
+        return live
+
+    def _forget(self, live: _Live, uid: int) -> None:
+        live.assemblers.pop(uid, None)
+        self._by_uid.pop(uid, None)
+
+    def _send(self, message: ToEngine) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(zmq.Again):  # the engine is gone; whoever waits on it is told when its process is seen to end
+                self._socket.send(self._encode(message), zmq.NOBLOCK)
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _fail_all(self, error: EngineDead) -> None:
+        for live in self._live:
+            live.news.put_nowait(error)
+        for done in self._controls.values():
+            done.set_exception(error)
+        self._controls.clear()
+
+
+def check_prompt(prompt: Sequence[int], context: int, vocab: int) -> None:
+    """Raises InvalidRequest for a prompt that is empty, too long, or has ids outside the vocabulary."""
+    if not prompt:
+        raise InvalidRequest("prompt", "is empty: at least one token is needed")
+    if len(prompt) >= context:
+        raise InvalidRequest("prompt", f"has {len(prompt)} tokens; at most {context - 1} fit the context of {context}")
+    if min(prompt) < 0 or max(prompt) >= vocab:
+        bad = next(token for token in prompt if not 0 <= token < vocab)
+        raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")

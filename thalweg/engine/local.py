@@ -1,0 +1,64 @@
+"""An engine in this thread: offline generation and benchmarks turn its loop themselves."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import msgspec
+
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.messages import Abort, Delta, FlushCache, Rejected, StepNews, Submit
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.build import build
+from thalweg.engine.channel import LocalChannel
+from thalweg.engine.settings import EngineSettings
+
+
+class LocalEngine:
+    """submit() requests, then step() until `idle`."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.channel = LocalChannel()
+        self.loop, self.runner, facts = build(settings, self.channel)
+        self.vocab, self.context = facts.vocab, self.loop.scheduler.context
+        self.next_uid = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.channel.inbox and self.loop.scheduler.idle and not self.loop.inflight
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, priority: int = 0, salt: int = 0) -> tuple[int, ...]:
+        """Queues params.n sequences; returns their uids."""
+        uids = tuple(range(self.next_uid, self.next_uid + params.n))
+        self.next_uid += params.n
+        for uid in uids:
+            first = uids[0] if uid != uids[0] else -1
+            self.channel.inbox.append(Submit(uid, tuple(prompt), sibling(params, uid - uids[0]), priority, salt, first))
+        return uids
+
+    def abort(self, uids: Sequence[int]) -> None:
+        self.channel.inbox.append(Abort(tuple(uids)))
+
+    def flush_cache(self) -> None:
+        self.channel.inbox.append(FlushCache(0))
+
+    def step(self) -> list[Delta]:
+        """One turn of the loop; the news of the step that retired. Raises InvalidRequest for a request the engine refuses."""
+        self.loop.turn()
+        sent, self.channel.outbox = self.channel.outbox, []
+        deltas: list[Delta] = []
+        for message in sent:
+            if isinstance(message, Rejected):
+                raise InvalidRequest(message.field, message.message)
+            if isinstance(message, StepNews):
+                deltas += message.deltas
+        return deltas
+
+
+def sibling(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of choice `index` of n: a given seed is moved on, so that the choices differ and each can be repeated."""
+    if params.n == 1:
+        return params
+    seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(params, n=1, seed=seed)

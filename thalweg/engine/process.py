@@ -1,0 +1,47 @@
+"""The engine's own process: builds a rank, says `Ready`, runs the loop until it is drained, says `Fatal` if it breaks."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+
+from thalweg.core.errors import ThalwegError
+from thalweg.core.messages import Fatal, Ready
+from thalweg.engine.build import build
+from thalweg.engine.channel import ZmqChannel
+from thalweg.engine.settings import EngineSettings
+
+log = logging.getLogger("thalweg.engine")
+
+
+def main(settings: EngineSettings, address: str) -> None:
+    """Entry of the spawned process. Exit code 0 after a drain, 1 after an error (told to the front as `Fatal`)."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when the engine ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    channel = ZmqChannel(address)
+    try:
+        loop, _, facts = build(settings, channel)
+        context = loop.scheduler.context
+        channel.send(Ready(os.getpid(), context, facts.vocab, settings.pages, settings.slots, settings.report))
+        loop.run()
+    except Exception as error:
+        # what computes the answer fails loudly: the front fails its requests with this text and starts a new engine
+        told = str(error) if isinstance(error, ThalwegError) else f"{type(error).__name__}: {error}"
+        log.error("the engine ends: %s", told, exc_info=not isinstance(error, ThalwegError))
+        channel.send(Fatal(told))
+        channel.close()
+        raise SystemExit(1) from error
+    channel.close()
+
+
+def _die_with_parent() -> None:
+    """An engine without a front serves nobody."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

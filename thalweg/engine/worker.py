@@ -1,0 +1,61 @@
+"""The hands of a rank: runs A and B of each step in order on its stream, and keeps their outputs until the loop asks."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Callable, Mapping, Protocol, Sequence, TypeVar
+
+from thalweg.core.plan import MaskState, Output, Shape, StepPlan
+from thalweg.runner.runner import Forwarded, Runner
+
+T = TypeVar("T")
+
+
+class Stream(Protocol):
+    """Runs what it is given, in order."""
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Enqueues; the future holds the result, or the error it ended with."""
+
+
+class InlineStream:
+    """Depth 1 on a CPU: work is done when it is submitted."""
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        done: Future[T] = Future()
+        done.set_result(work())
+        return done
+
+
+class ThreadStream:
+    """The CPU's stand-in for a device stream: one thread, so the host plans the next step meanwhile."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="device")
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        return self.pool.submit(work)
+
+
+def stream_for(depth: int) -> Stream:
+    """The CPU's stream for a loop of this depth."""
+    return InlineStream() if depth == 1 else ThreadStream()
+
+
+class CpuWorker:
+    """Drives one Runner. `forward` and `sample` return at once (depth 2 and more); `output` waits."""
+
+    def __init__(self, runner: Runner, stream: Stream) -> None:
+        self.runner, self.stream = runner, stream
+        self.forwarded: dict[int, Future[Forwarded | None]] = {}
+        self.outputs: dict[int, Future[tuple[Output, ...]]] = {}
+
+    def forward(self, plan: StepPlan, shape: Shape) -> None:
+        self.forwarded[plan.step] = self.stream.submit(lambda: self.runner.forward(plan))
+
+    def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
+        forwarded = self.forwarded.pop(plan.step)
+        self.outputs[plan.step] = self.stream.submit(lambda: self.runner.sample(forwarded.result()))
+
+    def output(self, plan: StepPlan) -> Sequence[Output]:
+        return self.outputs.pop(plan.step).result()

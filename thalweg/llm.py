@@ -1,0 +1,193 @@
+"""Offline use from Python: `LLM` runs an engine in this thread, `AsyncLLM` one in a process of its own.
+
+    llm = LLM("models/tiny")
+    for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+        print(result.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.plan import TokenLogprob
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.assemble import Assembler, Piece
+from thalweg.engine.front import Front, check_prompt
+from thalweg.engine.local import LocalEngine
+from thalweg.config.tree import config_of
+from thalweg.launch.resolve import resolve
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence of a result. logprobs: one for each of ids, when asked."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: str | None = None
+    stop: str | int | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.ids += piece.ids
+        self.logprobs += piece.logprobs
+        self.finish, self.stop = piece.finish, piece.stop
+
+
+@dataclass(slots=True)
+class Result:
+    """A prompt's n outputs. prompt_logprobs: of prompt tokens 1 to the last, when asked. cached_tokens: prompt tokens not computed."""
+
+    prompt_ids: tuple[int, ...]
+    outputs: list[Choice]
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
+
+    def add(self, piece: Piece) -> None:
+        self.outputs[piece.index].add(piece)
+        self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
+        if piece.prompt_logprobs and piece.index == 0:
+            self.prompt_logprobs = list(piece.prompt_logprobs)
+
+
+class _Texts:
+    """What both faces share: the tokenizer, the chat encoder, and the resolved settings."""
+
+    def __init__(self, model: str, config: Mapping[str, Any], progress: bool) -> None:
+        self.resolved = resolve(config_of(model=model, **config), progress=progress)
+        self.tokenizer, self.talk = self.resolved.reader(), self.resolved.chat
+
+    def ids(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+
+    def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(self.talk.encoder.encode(messages, **kwargs)))
+
+
+class LLM:
+    """An engine in the calling thread. `config`: the fields of the command line's settings, by name (`thalweg serve --help`)."""
+
+    def __init__(self, model: str, *, progress: bool = False, **config: Any) -> None:
+        self.texts = _Texts(model, config, progress)
+        self.engine = LocalEngine(self.texts.resolved.engine)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        progress: bool = False,
+    ) -> list[Result]:
+        """Completes each prompt (text or token ids). Raises InvalidRequest before anything runs if one cannot be served."""
+        many = _many(prompts)
+        each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise InvalidRequest("params", f"{len(each)} given for {len(many)} prompts")
+        requests = [(self.texts.ids(prompt), p) for prompt, p in zip(many, each, strict=True)]
+        for ids, p in requests:
+            check_prompt(ids, self.engine.context, self.engine.vocab)
+            p.check(self.engine.vocab)
+        return self._run(requests, progress)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        progress: bool = False,
+        **template: Any,
+    ) -> list[Result]:
+        """Answers each conversation (OpenAI messages); `template` goes to the chat encoder, e.g. tools=..., thinking=True."""
+        prompts = [self.texts.chat_ids(messages, **template) for messages in _conversations(conversations)]
+        return self.generate(prompts, params, progress)
+
+    def score(self, prompts: Prompt | Sequence[Prompt], top: int = 0, progress: bool = False) -> list[list[TokenLogprob]]:
+        """Log-probabilities of each prompt's tokens 1 to the last."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top, temperature=0.0)
+        return [result.prompt_logprobs for result in self.generate(prompts, params, progress)]
+
+    def _run(self, requests: Sequence[tuple[tuple[int, ...], SamplingParams]], progress: bool) -> list[Result]:
+        results = [Result(ids, [Choice() for _ in range(p.n)]) for ids, p in requests]
+        owners: dict[int, tuple[Result, Assembler]] = {}
+        for (ids, p), result in zip(requests, results, strict=True):
+            for index, uid in enumerate(self.engine.submit(ids, p)):
+                owners[uid] = result, Assembler(index, ids, p, self.texts.tokenizer)
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, disable=not progress) as bar:
+            task = bar.add_task("sequences", total=len(owners))
+            while owners:
+                for delta in self.engine.step():
+                    if (owner := owners.get(delta.uid)) is None:
+                        continue  # beyond a stop string
+                    result, assembler = owner
+                    result.add(assembler.feed(delta, 0.0))
+                    if assembler.ended:
+                        del owners[delta.uid]
+                        bar.advance(task)
+                        if not delta.finish:
+                            self.engine.abort((delta.uid,))
+            while not self.engine.idle:
+                self.engine.step()
+        return results
+
+
+class AsyncLLM:
+    """An engine in its own process, used from asyncio. `async with AsyncLLM(model) as llm: await llm.generate(...)`."""
+
+    def __init__(self, model: str, *, progress: bool = False, **config: Any) -> None:
+        self.texts = _Texts(model, config, progress)
+        self.front = Front(self.texts.resolved.engine, self.texts.tokenizer)
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.front.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.front.close()
+
+    def stream(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> AsyncIterator[Piece]:
+        """The pieces of one request as they come."""
+        return self.front.stream(self.texts.ids(prompt), params)
+
+    async def generate(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Result:
+        """Completes one prompt; gather() several to batch them."""
+        ids = self.texts.ids(prompt)
+        result = Result(ids, [Choice() for _ in range(params.n)])
+        async for piece in self.front.stream(ids, params):
+            result.add(piece)
+        return result
+
+    async def chat(self, messages: Sequence[Message], params: SamplingParams = SamplingParams(), **template: Any) -> Result:
+        """Answers one conversation."""
+        return await self.generate(self.texts.chat_ids(messages, **template), params)
+
+    async def score(self, prompt: Prompt, top: int = 0) -> list[TokenLogprob]:
+        """Log-probabilities of the prompt's tokens 1 to the last."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top, temperature=0.0)
+        return (await self.generate(prompt, params)).prompt_logprobs
+
+
+def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (text, or a list of ids) is a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [prompt for prompt in prompts if isinstance(prompt, int)]
+    if ids:
+        return [ids]
+    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+
+
+def _conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    """One conversation is a list of one."""
+    messages = [message for message in given if isinstance(message, Mapping)]
+    if messages:
+        return [messages]
+    return [messages for messages in given if not isinstance(messages, Mapping)]

@@ -1,0 +1,1 @@
+"""A and B of a step on one device."""

@@ -1,0 +1,120 @@
+"""A and B, the two halves of every step, on the device stream. A: prepare → forward → logits. B: accept → publish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.batch import Batch
+from thalweg.batch.prepare import prepare
+from thalweg.batch.slots import Slots
+from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
+from thalweg.memory.planes import Planes
+from thalweg.sampling.sample import Sampled, accept, logprobs
+
+SCORE_CHUNK = 256  # positions a scoring pass of the head; bounds the logits it materialises
+
+
+class Model(Protocol):
+    """What the runner asks of a model."""
+
+    def forward(self, batch: Batch, planes: Planes) -> Tensor:
+        """Hidden states [T, H] after the final norm."""
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """float32 [N, V]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What A leaves for B. scores: per scoring row (row index, log-probabilities of its next tokens)."""
+
+    plan: StepPlan
+    logits_EV: Tensor | None
+    slot_E: Tensor
+    live_E: Tensor
+    scores: dict[int, tuple[TokenLogprob, ...]]
+
+
+class Runner:
+    """One model on one device with its planes and slots."""
+
+    def __init__(self, model: Model, planes: Planes, slots: Slots) -> None:
+        self.model, self.planes, self.slots = model, planes, slots
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> Forwarded | None:
+        """A. None for a rank that has no rows in this step."""
+        if not plan.rows:
+            return None
+        prepared = prepare(plan, self.slots)
+        batch = prepared.batch
+        hidden_TH = self.model.forward(batch, self.planes)
+        emits = batch.emit_E.shape[0]
+        logits_EV = None
+        if emits:
+            logits_EV = self.model.logits(hidden_TH if emits == len(hidden_TH) else hidden_TH[batch.emit_E])
+        return Forwarded(plan, logits_EV, prepared.slot_E, prepared.live_E, self._scores(plan, hidden_TH))
+
+    @torch.inference_mode()
+    def sample(self, forwarded: Forwarded | None) -> tuple[Output, ...]:
+        """B. One Output a row of the plan."""
+        if forwarded is None:
+            return ()
+        sampled = None
+        if forwarded.logits_EV is not None:
+            needs = forwarded.plan.needs
+            sampled = accept(forwarded.logits_EV, self.slots, forwarded.slot_E, forwarded.live_E, needs)
+        return _outputs(forwarded, sampled)
+
+    def _scores(self, plan: StepPlan, hidden_TH: Tensor) -> dict[int, tuple[TokenLogprob, ...]]:
+        """Prompt log-probabilities: of the token after each position in [score_from, score_to) of a row."""
+        scores, token = {}, 0
+        for i, row in enumerate(plan.rows):
+            if row.score_from < row.score_to:
+                scores[i] = tuple(self._score(row, hidden_TH[token : token + row.n]))
+            token += row.n
+        return scores
+
+    def _score(self, row: Row, hidden_NH: Tensor) -> list[TokenLogprob]:
+        found: list[TokenLogprob] = []
+        for start in range(row.score_from, row.score_to, SCORE_CHUNK):
+            stop = min(start + SCORE_CHUNK, row.score_to)
+            logits_NV = self.model.logits(hidden_NH[start - row.start : stop - row.start])
+            next_N = self.slots.tokens_SL[row.slot, start + 1 : stop + 1].to(torch.int64)
+            found += _token_logprobs(*logprobs(logits_NV, next_N, row.score_top))
+        return found
+
+
+def _outputs(forwarded: Forwarded, sampled: Sampled | None) -> tuple[Output, ...]:
+    tokens: list[int] = []
+    done: list[bool] = []
+    live: list[bool] = []
+    found: list[TokenLogprob] = []
+    if sampled is not None:
+        tokens, done, live = sampled.tokens_E.tolist(), sampled.done_E.tolist(), sampled.live_E.tolist()
+        found = _token_logprobs(sampled.logprob_E, sampled.top_ids_EK, sampled.top_logprobs_EK)
+    outputs, e = [], 0
+    for i, row in enumerate(forwarded.plan.rows):
+        scores = forwarded.scores.get(i, ())
+        if not row.emit:
+            outputs.append(Output(scores=scores))
+            continue
+        if live[e]:
+            outputs.append(Output((tokens[e],), (), done[e], tuple(found[e : e + 1]), scores))
+        else:
+            outputs.append(Output(done=True, scores=scores))
+        e += 1
+    return tuple(outputs)
+
+
+def _token_logprobs(logprob: Tensor | None, ids: Tensor | None, values: Tensor | None) -> list[TokenLogprob]:
+    if logprob is None or ids is None or values is None:
+        return []
+    return [
+        TokenLogprob(p, tuple(i), tuple(v))
+        for p, i, v in zip(logprob.tolist(), ids.tolist(), values.tolist(), strict=True)
+    ]
