@@ -1,0 +1,77 @@
+# Two commands: `make serve` talks to the bundled model, `make test` tests everything. `make help` lists the rest.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+MODEL ?= models/tiny
+PORT ?= 30000
+PYTEST_ARGS ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help install install-test serve test test-null check format soak bench docs clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
+
+install: $(VENV)/.installed ## .venv with Thalweg and what it needs (TORCH=2.12.1 picks another torch)
+
+install-test: $(VENV)/.installed-test ## the same, and what the tests need
+
+serve: install ## serves the bundled model on port 30000 (MODEL=, PORT=, ARGS="--flags")
+	@exec $(BIN)/thalweg serve --model $(MODEL) --port $(PORT) $(ARGS)
+
+test: install-test ## every test; PYTEST_ARGS="-k radix" narrows it
+	@$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+
+test-null: install-test ## the tests that need no torch, in seconds
+	@$(BIN)/python -m pytest -q -m "not soak" tests/null $(PYTEST_ARGS)
+
+check: install-test ## lint, format, strict types, layering
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/null/test_layering.py
+
+format: install-test ## formats and fixes what a machine can fix
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+soak: install-test ## the long random drivers (minutes to hours)
+	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+bench: install ## one-batch speed of the bundled model (MODEL=, ARGS=)
+	@exec $(BIN)/thalweg bench one-batch --model $(MODEL) $(ARGS)
+
+docs: install ## docs/configuration.md from the settings
+	@$(BIN)/python -m thalweg.config.document > docs/configuration.md
+
+clean: ## removes the environment and every cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Thalweg needs Python 3.11 or newer, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
+
+$(VENV)/.torch: | $(VENV)/bin/python
+	@echo "installing torch $(TORCH) (once)"
+	@tools/install_torch.sh $(BIN)/python $(TORCH)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	@echo "installing Thalweg into $(VENV)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing what the tests need"
+	@$(PIP) --editable '.[test]'
+	@tools/install_chromium.sh
+	@touch $@

@@ -1,0 +1,272 @@
+"""The `thalweg` command. Each subcommand imports what it needs when it runs, so that help is there at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thalweg import __version__
+from thalweg.config.args import Parsed, Parser, config_parser, parse_config
+from thalweg.config.setting import nearest
+from thalweg.config.tree import given
+from thalweg.core.errors import CannotServe, ThalwegError
+
+if TYPE_CHECKING:
+    from thalweg.core.sampling import SamplingParams
+
+ENGINE = ("model", "load", "memory", "schedule", "sampling", "parallel")  # the sections of commands that listen nowhere
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """summary: one line for `thalweg --help`. run: takes the arguments behind the command's name, returns the exit status."""
+
+    summary: str
+    run: Callable[[Sequence[str]], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 it broke, 2 it was asked for wrongly."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] == "--version":
+        words[0] = "version"
+    if words[0] not in COMMANDS:
+        guess = nearest(words[0], COMMANDS)
+        return _fail(
+            f"unknown command {words[0]!r}" + (f"; did you mean {guess}?" if guess else "; thalweg --help lists them"),
+            2,
+        )
+    try:
+        return COMMANDS[words[0]].run(words[1:])
+    except CannotServe as error:
+        return _fail(str(error), 2)
+    except ThalwegError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `thalweg ... | head`: whoever read has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def usage() -> str:
+    rows = "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
+    return f"""\
+usage: thalweg COMMAND [MODEL] [--flag value ...]
+
+Thalweg {__version__}: an LLM inference engine. MODEL is a folder with config.json and *.safetensors, or org/name on the model hub.
+
+{rows}
+
+examples:
+  thalweg serve models/tiny                          then open http://127.0.0.1:30000/ in a browser
+  thalweg chat models/tiny                           the same, in this terminal
+  thalweg generate models/tiny --prompt "Once upon"  one completion, without a server
+  thalweg plan models/tiny                           what would be chosen and why, without loading anything
+
+thalweg COMMAND --help tells more; docs/configuration.md lists every setting."""
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"thalweg: {message}", file=sys.stderr)
+    return status
+
+
+def _parse(parser: Parser, argv: Sequence[str]) -> Parsed:
+    """Reads the command line; prints a line for each flag that has another name here."""
+    parsed = parse_config(parser, argv)
+    for notice in parsed.notices:
+        print(f"thalweg: {notice}", file=sys.stderr)
+    return parsed
+
+
+# ---- commands ----
+
+
+def serve(argv: Sequence[str]) -> int:
+    epilog = """\
+examples:
+  thalweg serve models/tiny --port 8000
+  thalweg serve org/name --revision v1.0 --served-model-name river --api-key "$KEY"
+  thalweg serve models/tiny --host 0.0.0.0 --ssl-certfile cert.pem --ssl-keyfile key.pem
+  thalweg serve --config serve.yaml --log-level debug
+
+/ready answers 200 once the model is loaded, /health while the server lives. SIGTERM and Ctrl-C let running requests finish."""
+    parser = config_parser(
+        "thalweg serve", "Serves a model over HTTP: OpenAI's routes, its own, and a page to chat on.", epilog
+    )
+    config = _parse(parser, argv).config
+    from thalweg.launch.serve import serve as run
+    from thalweg.server.app import build
+
+    return run(
+        config,
+        lambda front, options, resolved: build(
+            front, options, resolved.chat, path=config.model.model, defaults=resolved.sampling
+        ),
+    )
+
+
+def plan(argv: Sequence[str]) -> int:
+    epilog = """\
+examples:
+  thalweg plan models/tiny
+  thalweg plan org/name --context-length 32768 --json"""
+    parser = config_parser(
+        "thalweg plan", "What would be chosen for a model on this machine, and why. Loads no weights.", epilog, ENGINE
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parsed = _parse(parser, argv)
+    from thalweg.launch.report import as_json, show, wide_console
+    from thalweg.launch.resolve import resolve
+
+    resolved = resolve(parsed.config, weights=False)
+    if parsed.rest.json:
+        print(json.dumps(as_json(resolved), indent=2))
+    else:
+        show(resolved, wide_console(stderr=False))
+    return 0
+
+
+def generate(argv: Sequence[str]) -> int:
+    epilog = """\
+examples:
+  thalweg generate models/tiny --prompt "Once upon a time" --max-tokens 64
+  thalweg generate models/tiny --prompt-file prompts.txt --temperature 0 --json > out.jsonl
+  echo "Once upon a time" | thalweg generate models/tiny"""
+    parser = config_parser("thalweg generate", "Completes prompts in this process, without a server.", epilog, ENGINE)
+    own = _sampling_flags(parser)
+    own.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given several times"
+    )
+    own.add_argument("--prompt-file", type=Path, metavar="FILE", help="a prompt a line; - is standard input")
+    own.add_argument("--n", type=int, metavar="N", help="completions of each prompt (default: 1)")
+    own.add_argument("--json", action="store_true", help="print a JSON object a prompt")
+    parsed = _parse(parser, argv)
+    prompts = _prompts(parsed.rest)
+    from thalweg.llm import LLM
+
+    shown = sys.stderr.isatty()
+    llm = LLM(progress=shown, **given(parsed.config))
+    results = llm.generate(prompts, _sampling(parsed.rest, llm.texts.resolved.sampling), progress=shown)
+    for prompt, result in zip(prompts, results, strict=True):
+        if parsed.rest.json:
+            outputs = [{"text": one.text, "tokens": len(one.ids), "finish": one.finish} for one in result.outputs]
+            print(json.dumps({"prompt": prompt, "outputs": outputs}, ensure_ascii=False))
+        else:
+            print(*(prompt + one.text for one in result.outputs), sep="\n---\n")
+    return 0
+
+
+def chat(argv: Sequence[str]) -> int:
+    epilog = """\
+examples:
+  thalweg chat models/tiny
+  thalweg chat models/tiny --system "You speak in verse." --temperature 0.7 --thinking
+
+/new forgets the conversation; Ctrl-D leaves, Ctrl-C stops an answer."""
+    parser = config_parser("thalweg chat", "Talks to a model in this terminal.", epilog, ENGINE)
+    own = _sampling_flags(parser)
+    own.add_argument("--system", default="", metavar="TEXT", help="system message")
+    own.add_argument("--thinking", action="store_true", help="ask for a thought before the answer")
+    parsed = _parse(parser, argv)
+    from thalweg.launch.resolve import resolve
+    from thalweg.launch.talk import talk
+
+    resolved = resolve(parsed.config)
+    params = _sampling(parsed.rest, resolved.sampling)
+    return talk(resolved, params, parsed.rest.system, parsed.rest.thinking or None)
+
+
+def bench(argv: Sequence[str]) -> int:
+    from thalweg.bench.cli import main as run
+
+    return run(argv)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    from thalweg.bench.eval import main as run
+
+    return run(argv)
+
+
+def version(argv: Sequence[str]) -> int:
+    print(__version__)
+    return 0
+
+
+COMMANDS = {
+    "serve": Command("serve a model over HTTP", serve),
+    "chat": Command("talk to a model in this terminal", chat),
+    "generate": Command("complete prompts in this process", generate),
+    "plan": Command("what would be chosen for a model here, and why", plan),
+    "bench": Command("measure speed: serve, one-batch", bench),
+    "eval": Command("measure accuracy", evaluate),
+    "version": Command("print the version", version),
+}
+
+
+# ---- sampling flags of generate and chat ----
+
+
+def _sampling_flags(parser: Parser) -> argparse._ArgumentGroup:
+    """The group of a command's own flags, with those of sampling in it; what is not given is left to the model's defaults."""
+    group = parser.add_argument_group("This command")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help="tokens an answer may have (default: 256)", default=256
+    )
+    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the model's, else 1)")
+    group.add_argument(
+        "--top-p",
+        type=float,
+        metavar="X",
+        help="sample among the likeliest tokens with this sum (default: the model's, else 1)",
+    )
+    group.add_argument(
+        "--top-k",
+        type=int,
+        metavar="N",
+        help="sample among so many of the likeliest tokens (default: the model's, else all)",
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that ends an answer; may be given several times",
+    )
+    return group
+
+
+def _sampling(rest: argparse.Namespace, default: SamplingParams) -> SamplingParams:
+    """What the flags say, on top of the model's defaults."""
+    import msgspec
+
+    names = ("max_tokens", "temperature", "top_p", "top_k", "n")
+    said = {name: vars(rest)[name] for name in names if vars(rest).get(name) is not None}
+    return msgspec.structs.replace(default, stop=tuple(rest.stop), **said)
+
+
+def _prompts(rest: argparse.Namespace) -> list[str]:
+    """From --prompt, --prompt-file, or standard input as one prompt. Raises CannotServe."""
+    prompts = list(rest.prompt)
+    if rest.prompt_file is not None:
+        try:
+            text = sys.stdin.read() if str(rest.prompt_file) == "-" else rest.prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CannotServe(f"--prompt-file {rest.prompt_file}: {error}") from error
+        prompts += [line for line in text.splitlines() if line]
+    if not prompts and not sys.stdin.isatty():
+        prompts = [sys.stdin.read().removesuffix("\n")]
+    if not any(prompts):
+        raise CannotServe('no prompt: give --prompt "TEXT", --prompt-file FILE, or text on standard input')
+    return prompts

@@ -1,0 +1,106 @@
+"""Finds a checkpoint: a folder on this machine, or `org/name` on the model hub, fetched into the hub's cache.
+
+Two steps, so that a model that cannot be served is refused before its weights are fetched: `locate` brings configuration and tokenizer,
+`fetch_weights` the safetensors files that the index names. The hub's own variables count: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
+A connection that breaks is resumed where it broke; an interrupted fetch, called again, skips the files that were complete."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from thalweg.core.errors import CheckpointError
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
+TEXTS = ("*.json", "*.jinja")
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """folder: where its files lie. repo: its name on the hub, "" for a local folder; commit: the hub's, "" for a local folder."""
+
+    folder: Path
+    repo: str = ""
+    commit: str = ""
+
+
+def locate(model: str, revision: str | None = None, token: str | None = None) -> Checkpoint:
+    """The folder of `model`, with its configuration and tokenizer but perhaps without weights. Raises CheckpointError."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"{model} is a folder: a revision ({revision}) is a thing of the hub; leave one of them out"
+            )
+        return Checkpoint(folder)
+    if folder.exists():
+        raise CheckpointError(
+            f"{model} is a file: give the folder of the checkpoint, with config.json and *.safetensors in it"
+        )
+    if not NAME.match(model):
+        raise CheckpointError(f"there is no folder {model}, and it is no org/name of the hub either: check the path")
+    found = _fetch(model, revision, token, TEXTS)
+    if not (found / "config.json").is_file():
+        raise CheckpointError(f"{model} on the hub has no config.json: it is not a model in the Hugging Face layout")
+    return Checkpoint(found, model, found.name)
+
+
+def fetch_weights(checkpoint: Checkpoint, token: str | None = None) -> None:
+    """Brings the safetensors files of a checkpoint from the hub into its folder; nothing to do for a local one. Raises CheckpointError."""
+    if not checkpoint.repo:
+        return
+    wanted = _weight_files(checkpoint.folder)
+    _fetch(checkpoint.repo, checkpoint.commit, token, wanted)
+    if lost := [name for name in wanted if not any(checkpoint.folder.glob(name))]:
+        raise CheckpointError(f"{checkpoint.repo} on the hub lacks {', '.join(lost)}: its upload is not complete")
+
+
+def _weight_files(folder: Path) -> tuple[str, ...]:
+    """Names or patterns of the weight files: what the index names, else all safetensors files."""
+    index = folder / INDEX
+    if not index.is_file():
+        return ("*.safetensors",)
+    try:
+        return tuple(sorted(set(json.loads(index.read_text())["weight_map"].values())))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors files: {error!r}") from error
+
+
+def _fetch(repo: str, revision: str | None, token: str | None, patterns: tuple[str, ...]) -> Path:
+    """Downloads what matches of a revision, no subfolders; returns the snapshot's folder, which is named by its commit."""
+    import httpx2  # what the hub library speaks HTTP with: its connection errors pass through
+    from huggingface_hub import errors, snapshot_download
+
+    at = f"{repo} at {revision}" if revision else repo
+    here = f"there is no folder {repo}, and "
+    try:
+        path = snapshot_download(
+            repo, revision=revision, token=token, allow_patterns=list(patterns), ignore_patterns=["*/*"]
+        )
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo} is gated: accept its terms on its page, then give --hf-token or HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{here}the hub has no such model, or it is private: check the name, and give --hf-token or HF_TOKEN if it needs one"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"{repo} has no revision {revision}: give a branch, tag or commit that its page shows"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{here}of the hub's {at} not everything is in the local cache, and the hub cannot be reached: "
+            "check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise CheckpointError(f"the hub refused {at}: {error}") from error
+    except (OSError, httpx2.HTTPError) as error:
+        raise CheckpointError(
+            f"{at} could not be fetched: {error}; start again to go on from the files that are complete"
+        ) from error
+    return Path(path)

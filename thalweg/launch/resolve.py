@@ -1,0 +1,113 @@
+"""`resolve`: a `Config` becomes a `Resolved`. Finds the checkpoint, reads its facts, measures it without its weights, decides."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from thalweg.config.machine import Machine
+from thalweg.config.model import read_facts
+from thalweg.config.options import Config, ModelOptions
+from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.settings import EngineSettings
+from thalweg.launch.decide import Ledger, decide
+from thalweg.launch.hub import fetch_weights, locate
+from thalweg.launch.resolved import ASKED, AUTO, Resolved
+from thalweg.launch.sizes import measure
+from thalweg.text.chat import Chat, Formats, Wish, choose_chat
+from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
+from thalweg.text.tokenizer import Tokenizer
+
+GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def resolve(config: Config, machine: Machine | None = None, weights: bool = True, progress: bool = True) -> Resolved:
+    """Everything that an engine needs to be told. machine: default this one. weights: whether those of a model on the hub are fetched,
+    once it is clear that they can be served. progress: whether loading shows a bar.
+
+    Raises CannotServe for wishes that cannot be honoured, CheckpointError for a checkpoint that is not there or wrong.
+    """
+    wish = config.model
+    if not wish.model:
+        raise CannotServe("model: give the folder of a checkpoint, or org/name on the hub, e.g. --model models/tiny")
+    checkpoint = locate(wish.model, wish.revision, wish.hf_token)
+    facts = read_facts(checkpoint.folder)
+    ledger = Ledger()
+    found = decide(config, facts, machine or Machine.here(), functools.partial(measure, facts), ledger)
+    tokenizer = Tokenizer(checkpoint.folder) if weights or (checkpoint.folder / "tokenizer.json").is_file() else None
+    chat = _chat(wish, checkpoint.folder, tokenizer, ledger)
+    sampling = _sampling(checkpoint.folder) if config.sampling.sampling_defaults == "model" else SamplingParams()
+    if weights and config.load.load_format != "dummy":
+        fetch_weights(checkpoint, wish.hf_token)
+    schedule = config.schedule
+    settings = EngineSettings(
+        path=str(checkpoint.folder),
+        dtype=found.dtype,
+        device=found.device,
+        load_format=config.load.load_format,
+        threads=found.threads,
+        depth=found.depth,
+        pages=found.pages,
+        slots=found.slots,
+        budget=found.budget,
+        context=found.context,
+        policy=schedule.schedule_policy,
+        radix=config.memory.radix_cache,
+        eos_ids=facts.eos if tokenizer is None else tokenizer.eos_ids,
+        seed=found.seed,
+        queue=schedule.max_queued_requests,
+        progress=progress,
+        report=json.dumps({one.name: msgspec.to_builtins(one) for one in ledger.decisions}),
+    )
+    return Resolved(
+        path=checkpoint.folder,
+        names=config.server.served_model_name or tuple(dict.fromkeys((checkpoint.folder.resolve().name, wish.model))),
+        architecture=facts.architecture,
+        vocab=facts.vocab,
+        engine=settings,
+        tokenizer=tokenizer,
+        chat=chat,
+        sampling=sampling,
+        sizes=found.sizes,
+        decisions=tuple(ledger.decisions),
+    )
+
+
+def _chat(wish: ModelOptions, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:
+    """Encoder and parsers, the user's where named. Raises CannotServe for a name that is none, CheckpointError for a broken template."""
+    special_tokens = {} if tokenizer is None else tokenizer.special_tokens
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    chat = choose_chat(folder, raw, Wish(wish.chat_template or "auto", special_tokens), wish.model)
+    ledger.note("chat_template", chat.encoder.name, ASKED if wish.chat_template else AUTO, chat.reason)
+    reasoning = _parser("reasoning_parser", wish.reasoning_parser, REASONING_FORMATS, chat.formats.reasoning, ledger)
+    tools = _parser("tool_call_parser", wish.tool_call_parser, TOOL_FORMATS, chat.formats.tools, ledger)
+    return replace(chat, formats=Formats(reasoning, tools))
+
+
+def _parser(name: str, wish: str | None, known: Collection[str], auto: str | None, ledger: Ledger) -> str | None:
+    if wish is not None and wish not in (*known, "none"):
+        raise CannotServe(f"{name}: unknown {wish!r}; there is {', '.join(known)}, none")
+    chosen = ledger.take(name, wish, auto or "none", "what the chat template writes")
+    return None if chosen == "none" else chosen
+
+
+def _sampling(folder: Path) -> SamplingParams:
+    """What generation_config.json recommends; what it does not say is off. Raises CheckpointError."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return SamplingParams()
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        params = msgspec.convert(
+            {name: given[name] for name in GENERATION if given.get(name) is not None}, SamplingParams
+        )
+        params.check(1)
+    except (ValueError, TypeError, AttributeError, msgspec.ValidationError, InvalidRequest) as error:
+        raise CheckpointError(f"{path}: {error}; correct it, or use --sampling-defaults openai") from error
+    return params

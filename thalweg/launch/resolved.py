@@ -1,0 +1,74 @@
+"""What the resolver says: the settings of an engine, and for each choice its source and reason. Plain data; printed, logged, served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from thalweg.core.errors import CheckpointError
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.settings import EngineSettings
+from thalweg.text.chat import Chat
+from thalweg.text.tokenizer import Tokenizer
+
+ASKED, AUTO, MODEL = "asked", "auto", "model"
+
+Value = str | int | float | bool
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """One choice. source: "asked" (by the user), "auto" (the resolver's, `reason` says why) or "model" (the checkpoint's own)."""
+
+    name: str
+    value: Value
+    source: str
+    reason: str
+
+
+class Plane(msgspec.Struct, frozen=True):
+    """A kind of KV that the model keeps. bytes_per_token: in all `layers` together."""
+
+    name: str
+    layers: int
+    bytes_per_token: int
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """parameters: how many numbers the weights are. weight_bytes: what they take in memory as loaded. planes: the KV cache's parts."""
+
+    parameters: int
+    weight_bytes: int
+    planes: tuple[Plane, ...]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that one token takes in the KV cache."""
+        return sum(plane.bytes_per_token for plane in self.planes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """path: folder of the checkpoint. names: under which the model is served. vocab: token ids. engine: what an engine is built from.
+    tokenizer: None where the folder has none (a plan needs none). chat: encoder of conversations and parsers of answers.
+    sampling: what a request gets that sets nothing. decisions: every choice with its reason."""
+
+    path: Path
+    names: tuple[str, ...]
+    architecture: str
+    vocab: int
+    engine: EngineSettings
+    tokenizer: Tokenizer | None
+    chat: Chat
+    sampling: SamplingParams
+    sizes: Sizes
+    decisions: tuple[Decision, ...]
+
+    def reader(self) -> Tokenizer:
+        """The tokenizer, for those who cannot do without. Raises CheckpointError."""
+        if self.tokenizer is None:
+            raise CheckpointError(
+                f"{self.path / 'tokenizer.json'} is missing: text needs a tokenizer beside the weights"
+            )
+        return self.tokenizer

@@ -1,0 +1,173 @@
+"""`thalweg serve`: binds the port, starts the engine, speaks HTTP, says how to reach it, and drains on SIGTERM or Ctrl-C.
+
+The server is on this floor too, so the application comes as an argument: `cli.py` brings the two together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import shlex
+import signal
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from thalweg.config.options import Config, ListenOptions
+from thalweg.config.server import ServerOptions
+from thalweg.core.errors import CannotServe, EngineDead
+from thalweg.engine.front import Front
+from thalweg.launch.report import show, wide_console
+from thalweg.launch.resolve import resolve
+from thalweg.launch.resolved import Resolved
+
+log = logging.getLogger("thalweg.serve")
+BACKLOG = 2048
+LAST_WORDS = 5  # seconds that answers get to leave their sockets after the engine has finished them
+
+MakeApp = Callable[[Front, ServerOptions, Resolved], Any]
+
+
+def serve(config: Config, make_app: MakeApp) -> int:
+    """Serves until a signal says stop; returns the exit status. make_app: builds the ASGI application of a front.
+
+    Raises CannotServe when the port is taken or a setting cannot be honoured, CheckpointError, and EngineDead when it cannot start.
+    """
+    level = config.server.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    if config.server.log_level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of itself is said here
+    with _listen(config.listen) as sock:
+        tls = _tls(config.listen)
+        resolved = resolve(config)
+        show(resolved, wide_console(stderr=True))
+        return asyncio.run(_run(config, resolved, sock, tls, make_app))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but a signal first drains: no new requests, time for those that run. A second signal ends at once."""
+
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], asyncio.Task[None]]) -> None:
+        super().__init__(config)
+        self.drain = drain
+        self.draining: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.draining is not None:
+            logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # no words on what is cut off
+            self.force_exit = self.should_exit = True
+            return
+        log.info("%s: finishing what runs; once more ends at once", signal.Signals(sig).name)
+        self.draining = self.drain()
+        self.draining.add_done_callback(lambda task: self._leave())
+
+    def _leave(self) -> None:
+        self.should_exit = True
+
+
+async def _run(config: Config, resolved: Resolved, sock: socket.socket, tls: dict[str, Any], make_app: MakeApp) -> int:
+    front = Front(resolved.engine, resolved.reader())
+    options = dataclasses.replace(config.server, served_model_name=resolved.names)
+    settings = uvicorn.Config(
+        make_app(front, options, resolved),
+        http="httptools",
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=LAST_WORDS,
+        **tls,
+    )
+    server = _Server(settings, lambda: asyncio.create_task(front.drain(config.listen.drain_timeout)))
+    starting = asyncio.create_task(_start(front, server, config, resolved, sock))
+    await server.serve([sock])
+    starting.cancel()
+    await asyncio.wait({starting})
+    await front.close()
+    if not starting.cancelled() and (error := starting.exception()) is not None:
+        raise error
+    return 0
+
+
+async def _start(front: Front, server: _Server, config: Config, resolved: Resolved, sock: socket.socket) -> None:
+    """Waits for the engine, then says where it is reached; /ready answers 503 meanwhile."""
+    try:
+        await front.start()
+    except EngineDead:
+        server.should_exit = True
+        raise
+    print(_welcome(config, resolved, sock.getsockname()[1]), flush=True)
+
+
+def _welcome(config: Config, resolved: Resolved, port: int) -> str:
+    listen = config.listen
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
+        listen.host, f"[{listen.host}]" if ":" in listen.host else listen.host
+    )
+    url = f"http{'s' if listen.ssl_certfile else ''}://{host}:{port}"
+    lines = [f"\nThalweg serves {resolved.names[0]} at {url}"]
+    if config.server.playground:
+        lines.append(f"  playground  {url}/")
+    lines.append(f"  try         {_curl(config, resolved, url)}\n")
+    return "\n".join(lines)
+
+
+def _curl(config: Config, resolved: Resolved, url: str) -> str:
+    """A command that works as it stands, but for the key, which is not shown."""
+    words = ["curl", "-s"]
+    if config.listen.ssl_certfile:
+        words += ["--cacert", config.listen.ssl_certfile]
+    body: dict[str, Any] = {"model": resolved.names[0], "max_tokens": 64}
+    if resolved.chat.encoder.name == "none":
+        route, body["prompt"] = "/v1/completions", "Once upon a time"
+    else:
+        route, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": "Good morrow! Who are you?"}]
+    words += [url + route, "-H", "Content-Type: application/json"]
+    key = ' -H "Authorization: Bearer $API_KEY"' if config.server.api_key else ""
+    return shlex.join(words) + key + " -d " + shlex.quote(msgspec.json.encode(body).decode())
+
+
+def _listen(wish: ListenOptions) -> socket.socket:
+    """A bound socket, before anything slow happens. Raises CannotServe."""
+    try:
+        infos = socket.getaddrinfo(wish.host, wish.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = infos[0]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise CannotServe(
+            f"cannot listen on {wish.host} port {wish.port}: {error.strerror}; use another --port (0 picks a free one)"
+        ) from error
+
+
+def _tls(wish: ListenOptions) -> dict[str, Any]:
+    """uvicorn's TLS settings, tried once before anything slow happens. Raises CannotServe."""
+    if wish.ssl_certfile is None:
+        return {}
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(wish.ssl_certfile, wish.ssl_keyfile, wish.ssl_keyfile_password or "")
+    except (OSError, ssl.SSLError) as error:
+        raise CannotServe(f"ssl_certfile {wish.ssl_certfile} with ssl_keyfile {wish.ssl_keyfile}: {error}") from error
+    return {
+        "ssl_certfile": wish.ssl_certfile,
+        "ssl_keyfile": wish.ssl_keyfile,
+        "ssl_keyfile_password": wish.ssl_keyfile_password,
+    }

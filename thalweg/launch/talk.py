@@ -1,0 +1,89 @@
+"""`thalweg chat`: a conversation in the terminal, streamed, with the thought in grey."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import msgspec
+from rich.console import Console
+
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.front import Front
+from thalweg.launch.resolved import Resolved
+from thalweg.text.events import ContentDelta, Event, ReasoningDelta
+from thalweg.text.parser import Parser, opens_thought
+
+
+def talk(resolved: Resolved, params: SamplingParams, system: str, thinking: bool | None) -> int:
+    """Reads lines and streams answers until the input ends. Raises EngineDead, and CheckpointError when there is no tokenizer."""
+    return asyncio.run(_talk(resolved, params, system, thinking))
+
+
+async def _talk(resolved: Resolved, params: SamplingParams, system: str, thinking: bool | None) -> int:
+    console = Console(highlight=False)
+    front = Front(resolved.engine, resolved.reader())
+    await front.start()
+    console.print(
+        f"[dim]{resolved.names[0]}: /new forgets the conversation, Ctrl-D leaves, Ctrl-C stops an answer[/dim]"
+    )
+    opening = [{"role": "system", "content": system}] if system else []
+    history = list(opening)
+    try:
+        while (line := await _ask(console)) is not None:
+            if line == "/new":
+                history = list(opening)
+            elif line:
+                history.append({"role": "user", "content": line})
+                answer = await _answer(resolved, front, params, history, thinking, console)
+                history.append({"role": "assistant", "content": answer})
+    finally:
+        await front.close()
+    return 0
+
+
+async def _ask(console: Console) -> str | None:
+    """A line, or None at the end of the input."""
+    try:
+        return (await asyncio.to_thread(console.input, "[bold]> [/bold]")).strip()
+    except (EOFError, KeyboardInterrupt, asyncio.CancelledError):
+        return None
+
+
+async def _answer(
+    resolved: Resolved,
+    front: Front,
+    params: SamplingParams,
+    history: list[dict[str, str]],
+    thinking: bool | None,
+    console: Console,
+) -> str:
+    """Streams one answer; returns its content, thought left out."""
+    prompt = resolved.chat.encoder.encode(history, thinking=thinking)
+    formats = resolved.chat.formats
+    parser = Parser(formats.reasoning, thinking=thinking, inside=opens_thought(prompt) or None)
+    if formats.reasoning:  # the parser reads the markup, which is made of special tokens
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    content: list[str] = []
+    try:
+        stream = front.stream(resolved.reader().encode(prompt), params)
+        async with aclosing(stream):
+            async for piece in stream:
+                _show(parser.feed(piece.text), console, content)
+    except InvalidRequest as error:
+        console.print(f"[red]{error.message}[/red] (/new starts afresh)")
+    except asyncio.CancelledError:
+        console.print("[dim] (stopped)[/dim]", end="")
+    _show(parser.finish(), console, content)
+    console.print()
+    return "".join(content)
+
+
+def _show(events: list[Event], console: Console, content: list[str]) -> None:
+    for event in events:
+        if isinstance(event, ReasoningDelta):
+            console.print(event.text, end="", style="dim", markup=False)
+        elif isinstance(event, ContentDelta):
+            content.append(event.text)
+            console.print(event.text, end="", markup=False)
