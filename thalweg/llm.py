@@ -1,26 +1,25 @@
 """Offline use from Python: `LLM` runs an engine in this thread, `AsyncLLM` one in a process of its own.
 
-    llm = LLM("models/tiny")
-    for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
-        print(result.outputs[0].text)
+llm = LLM("models/tiny")
+for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+    print(result.outputs[0].text)
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from thalweg.config.tree import config_of
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.assemble import Assembler, Piece
 from thalweg.engine.front import Front, check_prompt
 from thalweg.engine.local import LocalEngine
-from thalweg.config.tree import config_of
 from thalweg.launch.resolve import resolve
 
 Prompt = str | Sequence[int]
@@ -109,7 +108,9 @@ class LLM:
         prompts = [self.texts.chat_ids(messages, **template) for messages in _conversations(conversations)]
         return self.generate(prompts, params, progress)
 
-    def score(self, prompts: Prompt | Sequence[Prompt], top: int = 0, progress: bool = False) -> list[list[TokenLogprob]]:
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], top: int = 0, progress: bool = False
+    ) -> list[list[TokenLogprob]]:
         """Log-probabilities of each prompt's tokens 1 to the last."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, temperature=0.0)
         return [result.prompt_logprobs for result in self.generate(prompts, params, progress)]
@@ -165,7 +166,9 @@ class AsyncLLM:
             result.add(piece)
         return result
 
-    async def chat(self, messages: Sequence[Message], params: SamplingParams = SamplingParams(), **template: Any) -> Result:
+    async def chat(
+        self, messages: Sequence[Message], params: SamplingParams = SamplingParams(), **template: Any
+    ) -> Result:
         """Answers one conversation."""
         return await self.generate(self.texts.chat_ids(messages, **template), params)
 

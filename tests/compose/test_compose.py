@@ -53,7 +53,9 @@ def per_sequence(asks: list[Ask]) -> list[tuple[Ask, SamplingParams]]:
 def test_every_pair_gives_the_plain_engines_tokens(case: dict[str, Any]) -> None:
     kind, n = case["kind"], case["n"]
     reference_asks, reference = plain(kind, n)
-    engine = LocalEngine(settings(**{name: case[name] for name in ("budget", "depth", "radix", "pages", "policy", "slots")}))
+    engine = LocalEngine(
+        settings(**{name: case[name] for name in ("budget", "depth", "radix", "pages", "policy", "slots")})
+    )
     asks = workload(SEED, engine.vocab, kind, case["logprobs"], case["prompt_logprobs"], n)
     jumped: set[Ask] = set()  # n siblings jump together
     for (ask, params), want, got in zip(per_sequence(reference_asks), reference, serve(engine, asks), strict=True):

@@ -1,9 +1,10 @@
 """What every composed case serves, and when two engines gave the same tokens.
 
-The definition: equal up to the first position where the reference's two best candidates lie closer than JUMP, because a different batch rounds
-differently. For a greedy sequence the candidates are compared by logit (log-probabilities differ by the same amount), for a sampled one by
-their place in the race that draws the token. Rounding alone moves log-probabilities of this model by about 1e-5; where it tips a near tie of a
-discrete choice inside the model (an expert, a position that the indexer selects), they jump by a few hundredths. Both are counted and must be rare."""
+The definition: equal up to the first position where the reference's two best candidates lie closer than JUMP, because a different
+batch rounds differently. For a greedy sequence the candidates are compared by logit (log-probabilities differ by the same amount), for a
+sampled one by their place in the race that draws the token. Rounding alone moves log-probabilities of this model by about 1e-5; where it
+tips a near tie of a discrete choice inside the model (an expert, a position that the indexer selects), they jump by a few hundredths. Both
+are counted and must be rare."""
 
 from __future__ import annotations
 
@@ -64,7 +65,11 @@ def workload(seed: int, vocab: int, kind: str, logprobs: bool, prompt_logprobs: 
                 min_tokens=4,
             ),
         }[kind]
-        more: dict[str, object] = {"max_tokens": rng.randint(100, 140) if grower else rng.randint(4, 24), "n": n if i % 3 == 0 else 1, "ignore_eos": i % 2 == 0 or grower}
+        more: dict[str, object] = {
+            "max_tokens": rng.randint(100, 140) if grower else rng.randint(4, 24),
+            "n": n if i % 3 == 0 else 1,
+            "ignore_eos": i % 2 == 0 or grower,
+        }
         more |= {"logprobs": ALTERNATIVES if logprobs else None}
         more |= {"prompt_logprobs": 2 if prompt_logprobs and i % 2 else None}
         asks.append(Ask(prompt, msgspec.structs.replace(params, **more), rng.randrange(3 if grower else 12)))

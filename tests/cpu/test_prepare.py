@@ -22,7 +22,9 @@ def random_step(rng: random.Random) -> tuple[Slots, StepPlan, dict[int, Bind], d
     for slot in rng.sample(range(SLOTS), rng.randint(1, SLOTS)):
         tokens = tuple(rng.randrange(1, 90) for _ in range(rng.randint(2, 300)))
         computed = rng.choice((0, len(tokens) - 1, rng.randrange(len(tokens))))
-        binds[slot] = Bind(slot, tokens, len(tokens), computed, min(len(tokens) + 9, CONTEXT), slot, (), SamplingParams())
+        binds[slot] = Bind(
+            slot, tokens, len(tokens), computed, min(len(tokens) + 9, CONTEXT), slot, (), SamplingParams()
+        )
         tables[slot] = list(range(page, page + -(-len(tokens) // PAGE)))
         page += len(tables[slot])
         n = rng.randint(1, len(tokens) - computed)
@@ -42,7 +44,7 @@ def test_a_step_is_what_the_plan_says() -> None:
         ended = rng.choice([None, plan.rows[0].slot])
         if ended is not None:
             slots.bind(plan.binds)
-            slots.done[ended] = 1
+            slots.end[ended] = 0
             plan = StepPlan(0, -1, plan.rows, (), plan.appends, reach=plan.reach)
         before = slots.at.clone() if ended is not None else None
         prepared = prepare(plan, slots)
@@ -64,10 +66,12 @@ def test_a_step_is_what_the_plan_says() -> None:
             if before is not None:
                 assert slots.at[row.slot] == before[row.slot] + (0 if row.emit else row.n)
         assert list(zip(batch.emit_E.tolist(), prepared.slot_E.tolist(), strict=True)) == emitting
-        assert prepared.live_E.tolist() == [slot != ended for _, slot in emitting]
+        assert prepared.ints_EI.tolist() == slots.ints_SI[prepared.slot_E].tolist()
         covered = [t for g in batch.groups for t in range(g.token_slice.start, g.token_slice.stop)]
         assert covered == list(range(token))
-        assert all(row.n == g.query and row.start + row.n <= g.reach for g in batch.groups for row in plan.rows[g.row_slice])
+        assert all(
+            row.n == g.query and row.start + row.n <= g.reach for g in batch.groups for row in plan.rows[g.row_slice]
+        )
 
 
 def test_tokens_at_or_past_the_end_are_padding() -> None:

@@ -29,7 +29,7 @@ def bound(params: SamplingParams, tokens: tuple[int, ...], prompt_len: int, seed
 
 def step(slots: Slots, logits_EV: torch.Tensor, needs: Needs, slot: int = 2) -> int:
     index = torch.tensor([slot])
-    return int(accept(logits_EV, slots, index, slots.done[index] == 0, needs).tokens_E)
+    return int(accept(logits_EV, slots, index, slots.ints_SI[index], needs).tokens_E)
 
 
 def test_truncation_equals_transformers() -> None:
@@ -134,7 +134,7 @@ def test_greedy_row_beside_sampling_rows_takes_the_arg_max() -> None:
     slots.bind([Bind(s, (1, 2), 2, 1, 100, s, (), p) for s, p in enumerate((greedy, random, greedy))])
     logits = torch.randn(3, VOCAB)
     index = torch.tensor([0, 1, 2])
-    got = accept(logits.clone(), slots, index, slots.done[index] == 0, Needs(random=True, truncated=True)).tokens_E
+    got = accept(logits.clone(), slots, index, slots.ints_SI[index], Needs(random=True, truncated=True)).tokens_E
     assert got[0] == logits[0].argmax() and got[2] == logits[2].argmax()
     assert got[1] in logits[1].topk(3).indices
 
@@ -145,29 +145,29 @@ def test_bias_and_minimum_length() -> None:
     assert step(slots, torch.randn(1, VOCAB), Needs(biased=True)) == 4  # 7 would stop it
     slots.stop_SK[2, 0] = 4
     assert step(slots, torch.randn(1, VOCAB), Needs(biased=True)) == 7
-    assert not slots.done[2]
+    assert slots.end[2] > 0
     slots.stop_SK[2, 0] = 7
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 1.0
-    assert step(slots, logits, Needs(biased=True)) == 7 and slots.done[2]
+    assert step(slots, logits, Needs(biased=True)) == 7 and slots.end[2] == 0
 
 
 def test_an_ended_slot_is_left_alone() -> None:
     slots = bound(SamplingParams(temperature=0.0), (1, 2, 3), 3)
-    slots.done[2] = 1
+    slots.end[2] = 0
     before = slots.tokens_SL[2, :-1].clone(), slots.length[2].clone(), slots.at[2].clone()
     logits = torch.randn(1, VOCAB)
     index = torch.tensor([2])
-    sampled = accept(logits, slots, index, slots.done[index] == 0, Needs())
+    sampled = accept(logits, slots, index, slots.ints_SI[index], Needs())
     assert not sampled.live_E and torch.equal(slots.tokens_SL[2, :-1], before[0])
-    assert slots.length[2] == before[1] and slots.done[2] == 1
+    assert slots.length[2] == before[1] and slots.end[2] == 0
 
 
 def test_logprobs_are_the_models_own() -> None:
     slots = bound(SamplingParams(temperature=0.0, logit_bias=((4, 100.0),), logprobs=3), (1, 2, 3), 3)
     logits = torch.randn(1, VOCAB)
     index = torch.tensor([2])
-    sampled = accept(logits.clone(), slots, index, slots.done[index] == 0, Needs(biased=True, logprobs=3))
+    sampled = accept(logits.clone(), slots, index, slots.ints_SI[index], Needs(biased=True, logprobs=3))
     want = logits.log_softmax(-1)
     assert sampled.tokens_E == 4 and sampled.logprob_E is not None and sampled.top_ids_EK is not None
     torch.testing.assert_close(sampled.logprob_E, want[:, 4])

@@ -1,5 +1,5 @@
 """`prepare`: a plan (host, upper bounds) and `Slots` (device, truth) make a `Batch`. Bounds become truth here: tokens at or past a
-slot's end and all tokens of an ended slot turn into padding, which touches the null page only."""
+slot's end, which is 0 for one that has ended, turn into padding, which touches the null page only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from thalweg.batch.batch import Batch, Group
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import PAGE, Row, StepPlan
 
+PAGE_BITS = PAGE.bit_length() - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """batch: for the model. slot_E int64: slots of the emitting rows; live_E bool: those that have not ended."""
+    """batch: for the model. Of the emitting rows: slot_E int64, their slots; ints_EI int64, the slots' integers as this step finds them."""
 
     batch: Batch
     slot_E: Tensor
-    live_E: Tensor
+    ints_EI: Tensor
 
 
 def prepare(plan: StepPlan, slots: Slots) -> Prepared:
@@ -30,40 +32,41 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
     slots.append(plan.appends)
     rows, device = plan.rows, slots.ints_SI.device
     slot_R = torch.tensor([row.slot for row in rows], dtype=torch.int64, device=device)
+    ints_RI = slots.ints_SI.index_select(0, slot_R)
+    if len(rows) == sum(row.n for row in rows):  # single tokens need no expansion
+        slot_T, ints_TI, position_T = slot_R, ints_RI, ints_RI[:, 1]
+    else:
+        slot_T, ints_TI, position_T = _expand(rows, slot_R, ints_RI)
+    real_T = position_T < ints_TI[:, 2]
+    position_T = position_T * real_T
+    page_T = slots.table.index_select(0, slot_T * slots.table_SP.shape[1] + (position_T >> PAGE_BITS))
     ends = list(accumulate(row.n for row in rows))
-    slot_T, positions_T = _positions(rows, ends, slot_R, slots)
-    state_TI = slots.ints_SI[slot_T]
-    real_T = (positions_T < state_TI[:, 2]) & (state_TI[:, 3] == 0)
-    positions_T = positions_T * real_T
-    page_T = slots.table_SP[slot_T, positions_T // PAGE]
+    emits = [i for i, row in enumerate(rows) if row.emit]
     batch = Batch(
-        ids_T=slots.tokens_SL[slot_T, positions_T] * real_T,
-        positions_T=positions_T,
-        write_T=(page_T * PAGE + positions_T % PAGE) * real_T,
-        table_RP=slots.table_SP[slot_R, : -(-plan.reach // PAGE)],
+        ids_T=slots.tokens.index_select(0, slot_T * slots.tokens_SL.shape[1] + position_T) * real_T,
+        positions_T=position_T,
+        write_T=torch.add(position_T & (PAGE - 1), page_T, alpha=PAGE) * real_T,
+        table_RP=slots.table_SP[:, : -(-plan.reach // PAGE)].index_select(0, slot_R),
         real_T=real_T,
-        emit_E=torch.tensor([end - 1 for row, end in zip(rows, ends, strict=True) if row.emit], dtype=torch.int64, device=device),
+        emit_E=torch.tensor([ends[i] - 1 for i in emits], dtype=torch.int64, device=device),
         groups=_groups(rows),
     )
-    moved = [row for row in rows if not row.emit]
-    if moved:
-        index = torch.tensor([row.slot for row in moved], dtype=torch.int64, device=device)
-        slots.at[index] += torch.tensor([row.n for row in moved], dtype=torch.int64, device=device)
-        slot_E = torch.tensor([row.slot for row in rows if row.emit], dtype=torch.int64, device=device)
-    else:
-        slot_E = slot_R
-    return Prepared(batch, slot_E, slots.done[slot_E] == 0)
+    if len(emits) == len(rows):
+        return Prepared(batch, slot_R, ints_RI)
+    moved_R = torch.tensor([0 if row.emit else row.n for row in rows], dtype=torch.int64, device=device)
+    slots.at.index_add_(0, slot_R, moved_R)
+    emit_E = torch.tensor(emits, dtype=torch.int64, device=device)
+    return Prepared(batch, slot_R.index_select(0, emit_E), ints_RI.index_select(0, emit_E))
 
 
-def _positions(rows: Sequence[Row], ends: list[int], slot_R: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-    """The slot and the position of each token; a step of single tokens needs no expansion."""
-    if ends[-1] == len(rows):
-        return slot_R, slots.at[slot_R]
-    n_R = torch.tensor([row.n for row in rows], dtype=torch.int64, device=slot_R.device)
-    slot_T = slot_R.repeat_interleave(n_R, output_size=ends[-1])
-    first_R = torch.tensor([0, *ends[:-1]], dtype=torch.int64, device=slot_R.device)
-    base_T = (slots.at[slot_R] - first_R).repeat_interleave(n_R, output_size=ends[-1])
-    return slot_T, base_T + torch.arange(ends[-1], device=slot_R.device)
+def _expand(rows: Sequence[Row], slot_R: Tensor, ints_RI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Slot, integers and position of each token."""
+    n_R = [row.n for row in rows]
+    row_T = torch.arange(len(rows), device=slot_R.device).repeat_interleave(torch.tensor(n_R, device=slot_R.device))
+    first_R = torch.tensor([0, *accumulate(n_R[:-1])], dtype=torch.int64, device=slot_R.device)
+    base_T = (ints_RI[:, 1] - first_R).index_select(0, row_T)
+    position_T = base_T + torch.arange(len(row_T), device=slot_R.device)
+    return slot_R.index_select(0, row_T), ints_RI.index_select(0, row_T), position_T
 
 
 def _groups(rows: Sequence[Row]) -> tuple[Group, ...]:

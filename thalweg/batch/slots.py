@@ -8,22 +8,22 @@ from __future__ import annotations
 from typing import Sequence
 
 import torch
-from torch import Tensor
 
 from thalweg.core.plan import PAGE, Append, Bind
 from thalweg.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_IDS
 
-INTS = ("length", "at", "end", "done", "seed", "prompt_len", "min_len", "top_k")
+INTS = ("length", "at", "end", "seed", "prompt_len", "min_len", "top_k")
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
 STOP_IDS = MAX_STOP_IDS + 8  # the user's, and the model's end tokens
 
 
 class Slots:
-    """Device fields of S slots; letters: S slots, L context + 1, P pages of a context, K stop ids, B biased ids.
+    """Device fields of S slots; letters: S slots, L context + 1, P pages of a context, I integers, F floats, K stop ids, B biased ids.
 
-    tokens_SL int32: prompt and output; column L - 1 takes what is written for ended slots. table_SP int64: the page table.
-    length: known tokens; at: positions whose KV is computed; end: length at which the sequence is full; done: it has ended (0 or 1);
-    min_len: length before which no stop id may be sampled. All int64 [S] views into one tensor, so that a bind is one write.
+    tokens_SL int32: prompt and output; column L - 1 takes what is written for ended slots. table_SP int64: the page table. ints_SI int64 and
+    floats_SF float32 hold the columns named in INTS and FLOATS, so that a bind, a gather or an update is one operation. length: known tokens; at:
+    positions whose KV is computed; end: length at which the sequence is full, and 0 once it has ended; min_len: length before which no stop id
+    may be sampled.
     """
 
     def __init__(self, slots: int, context: int, device: torch.device) -> None:
@@ -36,7 +36,10 @@ class Slots:
         self.stop_SK = torch.full((slots, STOP_IDS), -1, dtype=torch.int64, device=device)
         self.bias_ids_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
         self.bias_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
-        self.length, self.at, self.end, self.done, self.seed, self.prompt_len, self.min_len, self.top_k = self.ints_SI.unbind(1)
+        self.tokens = self.tokens_SL.view(-1)
+        self.table = self.table_SP.view(-1)
+        self.state_S3 = self.ints_SI[:, :3]
+        self.length, self.at, self.end, self.seed, self.prompt_len, self.min_len, self.top_k = self.ints_SI.unbind(1)
 
     def bind(self, binds: Sequence[Bind]) -> None:
         """Rebuilds the slots of these binds; whatever stood there is forgotten."""
@@ -60,12 +63,14 @@ class Slots:
     def append(self, appends: Sequence[Append]) -> None:
         """Extends page tables."""
         for slot, at, pages in appends:
-            self.table_SP[slot, at : at + len(pages)] = torch.tensor(pages, dtype=torch.int64, device=self.table_SP.device)
+            self.table_SP[slot, at : at + len(pages)] = torch.tensor(
+                pages, dtype=torch.int64, device=self.table_SP.device
+            )
 
 
 def _ints(b: Bind) -> tuple[int, ...]:
     top_k = b.params.top_k if b.params.top_k > 0 else 1 << 30
-    return (len(b.tokens), b.computed, b.end, 0, b.seed, b.prompt_len, b.prompt_len + b.params.min_tokens, top_k)
+    return (len(b.tokens), b.computed, b.end, b.seed, b.prompt_len, b.prompt_len + b.params.min_tokens, top_k)
 
 
 def _floats(b: Bind) -> tuple[float, ...]:

@@ -38,7 +38,10 @@ class Choice(Generic[C]):
     def reason(self) -> str:
         if self.source == "asked":
             return "asked for"
-        return "; ".join(f"not {name}: {why}" for name, why in self.rejected) or "first in the order of measured preference"
+        return (
+            "; ".join(f"not {name}: {why}" for name, why in self.rejected)
+            or "first in the order of measured preference"
+        )
 
 
 def misfits(need: Need, caps: Caps) -> list[str]:

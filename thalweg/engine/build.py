@@ -46,7 +46,10 @@ def load_weights(model: Model, settings: EngineSettings) -> None:
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not settings.progress) as bar, Safetensors(Path(settings.path)) as stream:
+    with (
+        Progress(*columns, console=console, disable=not settings.progress) as bar,
+        Safetensors(Path(settings.path)) as stream,
+    ):
         task = bar.add_task("loading weights", total=None)
         load(
             model,

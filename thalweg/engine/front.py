@@ -15,7 +15,20 @@ import msgspec
 import zmq
 
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
-from thalweg.core.messages import Abort, Delta, Done, Drain, Fatal, FlushCache, FromEngine, Ready, Rejected, Stats, StepNews, Submit, ToEngine
+from thalweg.core.messages import (
+    Abort,
+    Delta,
+    Done,
+    Drain,
+    FlushCache,
+    FromEngine,
+    Ready,
+    Rejected,
+    Stats,
+    StepNews,
+    Submit,
+    ToEngine,
+)
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import process
 from thalweg.engine.assemble import Assembler, Piece
@@ -119,7 +132,9 @@ class Front:
 
     async def abort(self, request_id: str) -> int:
         """Tells the sequences of the requests with this id to end ("" = of all requests); returns how many."""
-        uids = [uid for live in self._live if live.request_id == request_id or not request_id for uid in live.assemblers]
+        uids = [
+            uid for live in self._live if live.request_id == request_id or not request_id for uid in live.assemblers
+        ]
         if uids:
             self._send(Abort(tuple(uids)))
         return len(uids)
@@ -242,7 +257,9 @@ class Front:
 
     # ---- books ----
 
-    def _submit(self, prompt: tuple[int, ...], params: SamplingParams, request_id: str, priority: int, salt: int) -> _Live:
+    def _submit(
+        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str, priority: int, salt: int
+    ) -> _Live:
         uids = range(self._next_uid, self._next_uid + params.n)
         self._next_uid += params.n
         live = _Live(request_id, {uid: Assembler(i, prompt, params, self.tokenizer) for i, uid in enumerate(uids)})
@@ -259,7 +276,9 @@ class Front:
 
     def _send(self, message: ToEngine) -> None:
         if self._socket is not None:
-            with contextlib.suppress(zmq.Again):  # the engine is gone; whoever waits on it is told when its process is seen to end
+            with contextlib.suppress(
+                zmq.Again
+            ):  # the engine is gone; whoever waits on it is told when its process is seen to end
                 self._socket.send(self._encode(message), zmq.NOBLOCK)
             asyncio.get_running_loop().call_soon(self._pump)
 

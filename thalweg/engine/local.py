@@ -28,7 +28,9 @@ class LocalEngine:
     def idle(self) -> bool:
         return not self.channel.inbox and self.loop.scheduler.idle and not self.loop.inflight
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, priority: int = 0, salt: int = 0) -> tuple[int, ...]:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, priority: int = 0, salt: int = 0
+    ) -> tuple[int, ...]:
         """Queues params.n sequences; returns their uids."""
         uids = tuple(range(self.next_uid, self.next_uid + params.n))
         self.next_uid += params.n

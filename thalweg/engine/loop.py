@@ -56,7 +56,9 @@ class Loop:
     """Drives one rank: receive → plan → agree → A → B → retire what is older than the depth."""
 
     def __init__(self, channel: Channel, scheduler: Scheduler, worker: Worker, layout: Layout, depth: int) -> None:
-        assert 1 <= depth <= scheduler.stages + 1, f"depth {depth} with {scheduler.stages} stages: masks would miss their commit"
+        assert 1 <= depth <= scheduler.stages + 1, (
+            f"depth {depth} with {scheduler.stages} stages: masks would miss their commit"
+        )
         self.channel, self.scheduler, self.worker, self.layout, self.depth = channel, scheduler, worker, layout, depth
         self.inflight: deque[StepPlan] = deque()
         self.width = 0  # the last launched step's agreed draft width
@@ -115,5 +117,3 @@ class Loop:
 
     def stats(self) -> Stats:
         return self.scheduler.stats(self.busy_seconds)
-
-

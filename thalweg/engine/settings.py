@@ -6,11 +6,11 @@ import msgspec
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """path: checkpoint folder. dtype: "float32" or "bfloat16". load_format: "auto" (safetensors) or "dummy". threads: of torch's CPU pool. depth: steps
-    in flight at most (1 synchronous, 2 overlap). pages: pages of the cache, the null page not counted. slots: running requests at
-    most. budget: tokens a step. context: longest sequence in tokens. policy: "fcfs", "lpm" or "priority". eos_ids: tokens that end a
-    sequence. seed: of the seeds drawn for requests that name none. queue: requests waiting at most, 0 = no limit. report: the resolved choices
-    with their reasons, as a JSON object."""
+    """path: checkpoint folder. dtype: "float32" or "bfloat16". load_format: "auto" (safetensors) or "dummy". threads: of torch's
+    CPU pool. depth: steps in flight at most (1 synchronous, 2 overlap). pages: pages of the cache, the null page not counted. slots:
+    running requests at most. budget: tokens a step. context: longest sequence in tokens. policy: "fcfs", "lpm" or "priority". eos_ids:
+    tokens that end a sequence. seed: of the seeds drawn for requests that name none. queue: requests waiting at most, 0 = no limit.
+    progress: whether loading shows a bar. report: the resolved choices with their reasons, as a JSON object."""
 
     path: str
     dtype: str = "float32"

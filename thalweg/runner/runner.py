@@ -30,12 +30,12 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What A leaves for B. scores: per scoring row (row index, log-probabilities of its next tokens)."""
+    """What A leaves for B: logits, slots and the slots' integers of the emitting rows. scores: row index → log-probabilities of its next tokens."""
 
     plan: StepPlan
     logits_EV: Tensor | None
     slot_E: Tensor
-    live_E: Tensor
+    ints_EI: Tensor
     scores: dict[int, tuple[TokenLogprob, ...]]
 
 
@@ -57,7 +57,7 @@ class Runner:
         logits_EV = None
         if emits:
             logits_EV = self.model.logits(hidden_TH if emits == len(hidden_TH) else hidden_TH[batch.emit_E])
-        return Forwarded(plan, logits_EV, prepared.slot_E, prepared.live_E, self._scores(plan, hidden_TH))
+        return Forwarded(plan, logits_EV, prepared.slot_E, prepared.ints_EI, self._scores(plan, hidden_TH))
 
     @torch.inference_mode()
     def sample(self, forwarded: Forwarded | None) -> tuple[Output, ...]:
@@ -67,7 +67,7 @@ class Runner:
         sampled = None
         if forwarded.logits_EV is not None:
             needs = forwarded.plan.needs
-            sampled = accept(forwarded.logits_EV, self.slots, forwarded.slot_E, forwarded.live_E, needs)
+            sampled = accept(forwarded.logits_EV, self.slots, forwarded.slot_E, forwarded.ints_EI, needs)
         return _outputs(forwarded, sampled)
 
     def _scores(self, plan: StepPlan, hidden_TH: Tensor) -> dict[int, tuple[TokenLogprob, ...]]:

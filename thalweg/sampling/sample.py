@@ -1,7 +1,7 @@
 """Accept: logits and `Slots` give the next token of each emitting row. With no drafts, accepting IS sampling.
 
-Order: penalties → bias → minimum length → temperature → top-k → top-p (of what top-k left) → min-p (relative to the largest) → draw. Letters: E emitting
-rows, V vocabulary."""
+Order: penalties → bias → minimum length → temperature → top-k → top-p (of what top-k left) → min-p (relative to the largest)
+→ draw. Letters: E emitting rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -28,33 +28,34 @@ class Sampled:
     top_logprobs_EK: Tensor | None = None
 
 
-def accept(logits_EV: Tensor, slots: Slots, slot_E: Tensor, live_E: Tensor, needs: Needs) -> Sampled:
+def accept(logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
     """Draws the next token of each row, writes it into `slots`, and ends those that reached a stop id or their end.
 
-    logits_EV float32 is the model's and may be overwritten unless log-probabilities are asked for.
+    logits_EV float32 is the model's and may be overwritten unless log-probabilities are asked for. ints_EI: the slots' integers, as
+    `prepare` found them in this step.
     """
-    ints_EI = slots.ints_SI[slot_E]
-    length_E, end_E, min_len_E = ints_EI[:, 0], ints_EI[:, 2], ints_EI[:, 6]
-    stop_EK = slots.stop_SK[slot_E]
+    length_E, end_E = ints_EI[:, 0], ints_EI[:, 2]
+    stop_EK = slots.stop_SK.index_select(0, slot_E)
     own_EV = logits_EV
     if needs.logprobs >= 0:
         logits_EV = logits_EV.clone()
     if needs.penalised:
-        penalise(logits_EV, slots, slot_E, length_E, ints_EI[:, 5])
+        penalise(logits_EV, slots, slot_E, length_E, ints_EI[:, 4])
     if needs.biased:
         logits_EV.scatter_add_(1, slots.bias_ids_SB[slot_E], slots.bias_SB[slot_E])
-        early_EK = (length_E < min_len_E)[:, None] & (stop_EK >= 0)
+        early_EK = (length_E < ints_EI[:, 5])[:, None] & (stop_EK >= 0)
         logits_EV.scatter_add_(1, stop_EK.clamp(min=0), torch.where(early_EK, -torch.inf, 0.0))
     if needs.random:
-        tokens_E = draw(logits_EV, slots.floats_SF[slot_E], ints_EI[:, 7], ints_EI[:, 4], length_E, needs.truncated)
+        tokens_E = draw(logits_EV, slots.floats_SF[slot_E], ints_EI[:, 6], ints_EI[:, 3], length_E, needs.truncated)
     else:
         tokens_E = logits_EV.argmax(-1)
-    done_E = (tokens_E[:, None] == stop_EK).any(1) | (length_E + 1 >= end_E)
-    slots.tokens_SL[slot_E, torch.where(live_E, length_E, slots.context)] = tokens_E.to(torch.int32)
-    slots.length[slot_E] = length_E + live_E
-    slots.at[slot_E] = length_E - 1 + live_E.to(torch.int64)
-    slots.done[slot_E] = (done_E | ~live_E).to(torch.int64)
-    return Sampled(tokens_E, done_E, live_E, *logprobs(own_EV, tokens_E, needs.logprobs))
+    live_E = end_E > 0
+    new_E = length_E + live_E
+    going_E = (new_E < end_E) & (tokens_E[:, None] != stop_EK).all(1)
+    column_E = torch.where(live_E, length_E, slots.context)
+    slots.tokens.index_copy_(0, slot_E * slots.tokens_SL.shape[1] + column_E, tokens_E.to(torch.int32))
+    slots.state_S3.index_copy_(0, slot_E, torch.stack((new_E, new_E - 1, end_E * going_E), 1))
+    return Sampled(tokens_E, ~going_E, live_E, *logprobs(own_EV, tokens_E, needs.logprobs))
 
 
 def penalise(logits_EV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, prompt_len_E: Tensor) -> None:
@@ -76,7 +77,9 @@ def penalise(logits_EV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, 
     logits_EV -= count_EV * frequency + (count_EV > 0) * presence
 
 
-def draw(logits_EV: Tensor, floats_EF: Tensor, top_k_E: Tensor, seed_E: Tensor, position_E: Tensor, truncated: bool) -> Tensor:
+def draw(
+    logits_EV: Tensor, floats_EF: Tensor, top_k_E: Tensor, seed_E: Tensor, position_E: Tensor, truncated: bool
+) -> Tensor:
     """One token of each row: the arg max where the temperature is 0, else a sample of the truncated distribution.
 
     An exponential race (arg min of Exp(1) / p) needs neither normalisation nor a cumulative sum, and its coins are per token id, so
