@@ -69,7 +69,8 @@ def flat(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
             entries = dict([_entry(name, value, where)])
         for own, parsed in entries.items():
             if own in found:
-                raise CannotServe(f"{where}{own}: given twice, as {found[own]!r} and as {parsed!r}")
+                shown = "" if settings()[own].secret else f", as {found[own]!r} and as {parsed!r}"
+                raise CannotServe(f"{where}{own}: given twice{shown}")
             found[own] = parsed
     return found
 

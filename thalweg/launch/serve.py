@@ -99,11 +99,12 @@ async def _run(config: Config, resolved: Resolved, sock: socket.socket, tls: dic
     server = _Server(settings, lambda: asyncio.create_task(front.drain(config.listen.drain_timeout)))
     starting = asyncio.create_task(_start(front, server, config, resolved, sock))
     await server.serve([sock])
-    starting.cancel()
-    await asyncio.wait({starting})
     await front.close()
-    if not starting.cancelled() and (error := starting.exception()) is not None:
-        raise error
+    try:
+        await starting
+    except EngineDead:
+        if server.draining is None:  # else a signal came before the engine was ready
+            raise
     return 0
 
 

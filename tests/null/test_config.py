@@ -1,0 +1,263 @@
+"""The tree of settings and its three spellings: command line, YAML, Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
+
+from thalweg.config.args import HABITS, TITLES, Parsed, config_parser, parse_config
+from thalweg.config.document import document
+from thalweg.config.machine import Machine
+from thalweg.config.options import Config, ListenOptions, MemoryOptions, ModelOptions
+from thalweg.config.setting import Setting, setting, settings_of
+from thalweg.config.tree import as_tree, config_of, given, read_yaml, replace, sections, settings, spellings
+from thalweg.core.errors import CannotServe
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(*argv: str) -> Parsed:
+    return parse_config(config_parser("thalweg serve", "test"), argv)
+
+
+def some_value(one: Setting) -> Any:
+    """A value that is not the default."""
+    if one.choices:
+        value = next((choice for choice in one.choices if choice != one.default), one.choices[0])
+    elif one.kind is bool:
+        value = not one.default
+    elif one.kind is str:
+        value = "abc"
+    else:
+        low, high = one.metadata["least"], one.metadata["most"]
+        value = one.kind(max(low or 0, 0) + (1 if high is None or high > 1 else 0.25))
+    return (value,) if one.many else value
+
+
+# The key of a certificate needs its certificate: the only field that cannot stand alone.
+ALONE = {"ssl_keyfile": {"ssl_certfile": "cert.pem"}}
+
+
+def test_the_tree_stays_small() -> None:
+    assert len(settings()) <= 60
+    assert set(TITLES) == set(sections())
+
+
+def test_every_setting_says_what_it_does_and_what_auto_means() -> None:
+    for one in settings().values():
+        assert one.help and one.help[0] not in " ." and "\n" not in one.help, one.name
+        assert not one.optional or one.metadata["auto"], f"{one.name}: what does the resolver choose?"
+
+
+def test_names_are_unique_over_sections_aliases_and_habits() -> None:
+    names = [*spellings(), *(habit.flag.replace("-", "_") for habit in HABITS)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", list(settings()))
+def test_each_setting_by_flag_by_yaml_and_by_name(name: str, tmp_path: Path) -> None:
+    one, more = settings()[name], ALONE.get(name, {})
+    value = some_value(one)
+    expected = config_of(**{name: value}, **more)
+    assert vars(vars(expected)[one.section])[name] == value
+    shown = value[0] if one.many else value
+    flag = [one.flag if value else f"--no-{one.flag[2:]}"] if one.kind is bool else [one.flag, str(shown)]
+    extra = [word for key, text in more.items() for word in (settings()[key].flag, text)]
+    assert parse(*flag, *extra).config == expected
+    file = tmp_path / "config.yaml"
+    file.write_text("".join(f"{key.replace('_', '-')}: {_yaml(v)}\n" for key, v in ({name: shown} | more).items()))
+    assert parse("--config", str(file)).config == expected
+    file.write_text(
+        f"{one.section}:\n" + "".join(f"  {key}: {_yaml(v)}\n" for key, v in ({name: shown} | more).items())
+    )
+    assert parse("--config", str(file)).config == expected
+    assert config_of(**given(expected)) == expected
+
+
+def _yaml(value: Any) -> str:
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        ("--model-path x", "model", "x"),
+        ("x", "model", "x"),
+        ("--tp 1", "tp_size", 1),
+        ("--tensor-parallel-size 1", "tp_size", 1),
+        ("--max-model-len 99", "context_length", 99),
+        ("--context-length=99", "context_length", 99),
+        ("--context_length 99", "context_length", 99),
+        ("--max-num-seqs 3", "max_running_requests", 3),
+        ("--max_num_batched_tokens=64", "chunked_prefill_size", 64),
+        ("--disable-radix-cache", "radix_cache", False),
+        ("--no-enable-prefix-caching", "radix_cache", False),
+        ("--enable-prefix-caching", "radix_cache", True),
+        ("--disable-overlap-schedule", "overlap_schedule", False),
+        ("--async-scheduling", "overlap_schedule", True),
+        ("--mem-fraction-static auto", "mem_fraction_static", None),
+        ("--chunked-prefill-size -1", "chunked_prefill_size", -1),
+        ("--api-key a --api-key b", "api_key", ("a", "b")),
+        ("--port 1 --port 2", "port", 2),
+    ],
+)
+def test_spellings_that_people_know(flags: str, name: str, value: Any) -> None:
+    parsed = parse(*flags.split())
+    assert vars(vars(parsed.config)[settings()[name].section])[name] == value
+
+
+def test_other_engines_spellings_bring_one_line_each() -> None:
+    parsed = parse(
+        "--max-model-len", "9", "--disable-radix-cache", "--trust-remote-code", "--tp-size", "1", "--nnodes", "1"
+    )
+    assert parsed.notices == (
+        "--max-model-len is called --context-length here",
+        "--trust-remote-code changes nothing: no code of a checkpoint is ever run",
+        "--nnodes changes nothing: one node is all there is",
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--portt 3", ("unknown flag --portt", "--port")),
+        ("--max-runing-requests=3", ("--max-running-requests",)),
+        ("--speculative-algorithm NEXTN", ("unknown flag --speculative-algorithm",)),
+        ("--mem-frac 0.5", ("unknown flag --mem-frac",)),
+        ("one two", ("'two'",)),
+        ("one --model two", ("two models", "one", "two")),
+        ("--port", ("--port", "expected")),
+        ("--context-length 5 --max-model-len 6", ("--context-length", "--max-model-len", "disagree")),
+        ("--radix-cache --disable-radix-cache", ("--radix-cache", "--disable-radix-cache", "disagree")),
+        ("--port abc", ("port", "whole number", "abc")),
+        ("--port 70000", ("port", "between 0 and 65535", "70000")),
+        ("--mem-fraction-static nan", ("mem_fraction_static", "nan")),
+        ("--mem-fraction-static 80", ("mem_fraction_static", "0.99", "80")),
+        ("--schedule-policy lifo", ("schedule_policy", "fcfs, lpm, priority", "lifo")),
+        ("--page-size 16", ("page_size", "64", "16")),
+        ("--dtype float16", ("dtype", "bfloat16, float32", "float16")),
+        ("--nnodes 2", ("--nnodes", "2")),
+        ("--chunked-prefill-size 0", ("chunked_prefill_size", "-1")),
+        ("--ssl-keyfile key.pem", ("ssl_keyfile", "--ssl-certfile")),
+        ("--config /nowhere.yaml", ("/nowhere.yaml", "No such file")),
+    ],
+)
+def test_errors_name_the_flag_and_the_nearest(argv: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(CannotServe) as caught:
+        parse(*argv.split())
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port: x", ("file.yaml", "port", "whole number", "'x'")),
+        ("prot: 3", ("file.yaml", "prot", "port")),
+        ("memory: 3", ("memory", "section")),
+        ("memory:\n  port: 3", ("port", "listen", "memory")),
+        ("port: 3\nlisten:\n  port: 4", ("port", "twice", "3", "4")),
+        ("radix_cache: maybe", ("radix_cache", "true or false", "maybe")),
+        ("disable_radix_cache: 3", ("disable_radix_cache", "true or false")),
+        ("- 1\n- 2", ("file.yaml", "list")),
+        ("a: [", ("file.yaml", "not YAML")),
+    ],
+)
+def test_errors_in_yaml_name_file_and_field(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    with pytest.raises(CannotServe) as caught:
+        parse("--config", str(path))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_flags_win_over_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("port: 1\nmax-num-seqs: 7\ndisable-radix-cache: true\napi_key: [a, b]\n")
+    config = parse("--config", str(path), "--port", "2").config
+    assert (config.listen.port, config.schedule.max_running_requests, config.memory.radix_cache) == (2, 7, False)
+    assert config.server.api_key == ("a", "b")
+    assert read_yaml(path)["radix_cache"] is False
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: ListenOptions(port="30000"), "port"),  # type: ignore[arg-type]
+        (lambda: ListenOptions(port=-1), "port"),
+        (lambda: MemoryOptions(radix_cache=1), "radix_cache"),  # type: ignore[arg-type]
+        (lambda: MemoryOptions(mem_fraction_static=float("inf")), "mem_fraction_static"),
+        (lambda: ModelOptions(context_length=True), "context_length"),
+        (lambda: config_of(modle="x"), "modle: no such setting; did you mean model?"),
+        (lambda: config_of(max_model_len=4, context_length=5), "context_length: given twice"),
+    ],
+)
+def test_python_has_the_same_checks(make: Any, field: str) -> None:
+    with pytest.raises(CannotServe, match=field.replace("?", r"\?")):
+        make()
+
+
+def test_what_is_printed_hides_secrets() -> None:
+    config = config_of(model="m", hf_token="hf_s3cret", api_key=("k3y",), ssl_certfile="c", ssl_keyfile_password="pa55")
+    shown = str(as_tree(config))
+    assert "m" in shown and not any(secret in shown for secret in ("hf_s3cret", "k3y", "pa55"))
+
+
+def test_replace_keeps_the_rest() -> None:
+    config = replace(config_of(model="m", port=5), max_num_seqs=3)
+    assert given(config) == {"model": "m", "port": 5, "max_running_requests": 3}
+
+
+def test_values_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().listen.port = 5  # type: ignore[misc]
+
+
+@drawn(st.text(max_size=12))
+def test_any_text_is_a_value_or_an_error_that_names_the_setting(text: str) -> None:
+    for name in ("port", "mem_fraction_static", "radix_cache", "schedule_policy", "max_total_tokens"):
+        try:
+            config = config_of(**{name: text})
+        except CannotServe as error:
+            assert str(error).startswith(name)
+        else:
+            assert vars(vars(config)[settings()[name].section])[name] is not text or name == "schedule_policy"
+
+
+def test_a_new_setting_is_one_field() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Section:
+        speed: float | None = setting(None, "how fast", aliases=("v",), least=0.5, auto="by wind")
+        names: tuple[str, ...] = setting((), "who")
+
+    speed, names = settings_of(Section, "section")
+    assert (speed.flag, speed.optional, speed.kind, speed.shown_default) == ("--speed", True, float, "by wind")
+    assert speed.parse("2") == 2.0 and speed.parse("auto") is None and names.parse("x") == ("x",)
+    with pytest.raises(CannotServe, match="speed: must be at least 0.5, got 0.1"):
+        speed.check(speed.parse("0.1"))
+
+
+def test_the_page_in_docs_is_what_the_settings_say() -> None:
+    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == document(), "run `make docs`"
+
+
+def test_the_machine() -> None:
+    machine = Machine.here()
+    assert machine.cores >= 1 and 0 < machine.free <= machine.memory and machine.cpu
+
+
+def test_help_of_serve_teaches_every_setting_with_its_default() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "thalweg", "serve", "--help"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    words = " ".join(done.stdout.split())
+    for one in settings().values():
+        assert one.flag in words
+        assert " ".join(f"(default: {one.shown_default})".split()) in words or not one.shown_default, one.name
+    assert all(f"{title}:" in done.stdout for title in TITLES.values())
