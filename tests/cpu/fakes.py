@@ -1,0 +1,243 @@
+"""A front with a scripted model behind it, and a real HTTP server around it: what the server's tests talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+from fastapi import FastAPI
+
+from thalweg.config.server import ServerOptions
+from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
+from thalweg.core.messages import Ready, Stats
+from thalweg.core.plan import PAGE, TokenLogprob
+from thalweg.core.sampling import SamplingParams
+from thalweg.server.app import build
+from thalweg.text.chat import Chat, Formats, OwnEncoder
+
+EOS, VOCAB, CONTEXT = 256, 260, 4096
+DEEPSEEK_V32 = Chat(OwnEncoder("deepseek-v32"), Formats("deepseek-v3", "deepseekv32"), "scripted")
+Script = Callable[[str, int], str]  # prompt text, choice → what the model says
+
+
+class ByteTokenizer:
+    """Every byte is a token: characters of several bytes are tokens cut in the middle."""
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        end = "" if skip_special_tokens else "<eos>"
+        return "".join(
+            bytes(i for i in ids if i < EOS).decode(errors="replace") + end * (EOS in ids) for ids in [list(ids)]
+        )
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < EOS else b"<eos>"
+
+
+@dataclass(frozen=True, slots=True)
+class FakePiece:
+    index: int
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish: str | None
+    stop: str | int | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    prompt_logprobs: tuple[TokenLogprob, ...]
+    at: float
+
+
+def default_script(prompt: str, choice: int) -> str:
+    return f"Answer {choice}: the prompt has {len(prompt)} characters. Grüße, 世界!"
+
+
+class FakeFront:
+    """The contract of `thalweg.engine.front.Front` with `script` as the model. gap: seconds a token; chunk: tokens a piece.
+
+    `live` holds what runs; `pages` what it occupies. `die()` ends the engine under running requests. full: the queue takes no more.
+    """
+
+    def __init__(self, script: Script = default_script, gap: float = 0.0, chunk: int = 1) -> None:
+        self.tokenizer = ByteTokenizer()
+        self.state, self.reason = "ready", ""
+        self.ready: Ready | None = Ready(
+            1, CONTEXT, VOCAB, 100, 64, '{"attention": {"backend": "reference", "why": "cpu"}}'
+        )
+        self.script, self.gap, self.chunk = script, gap, chunk
+        self.full, self.flushed = False, 0
+        self.live: dict[object, str] = {}
+        self.aborted: set[object] = set()
+        self.ended: list[str] = []  # "done" or "closed", in order
+        self.seen: list[tuple[list[int], SamplingParams, str, int, int]] = []
+        self._pages: dict[object, int] = {}
+        self._steps = self._prefill = self._decode = 0
+
+    @property
+    def running(self) -> int:
+        return len(self.live)
+
+    @property
+    def pages(self) -> int:
+        return sum(self._pages.values())
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(
+            running=len(self.live),
+            waiting=0,
+            pages=100,
+            pages_used=self.pages,
+            pages_cached=7,
+            steps=self._steps,
+            prefill_tokens=self._prefill,
+            decode_tokens=self._decode,
+            prompt_tokens=self._prefill,
+        )
+
+    def die(self, reason: str) -> None:
+        self.state, self.reason, self.ready = "dead", reason, None
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        if self.ready is None:
+            raise EngineDead(self.reason)
+        if not prompt:
+            raise InvalidRequest("prompt", "is empty")
+        if len(prompt) >= CONTEXT:
+            raise InvalidRequest("prompt", f"has {len(prompt)} tokens; at most {CONTEXT - 1} fit")
+        if any(not 0 <= token < VOCAB for token in prompt):
+            raise InvalidRequest("prompt", "a token id is outside the vocabulary")
+        params.check(VOCAB)
+        if self.full:
+            raise Overloaded("64 sequences run or wait, the limit is 64")
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str = "", priority: int = 0, salt: int = 0
+    ) -> AsyncGenerator[FakePiece, None]:
+        key = object()
+        self.seen.append((list(prompt), params, request_id, priority, salt))
+        self.live[key] = request_id
+        self._pages[key] = len(prompt) // PAGE + 1
+        self._prefill += len(prompt)
+        text = self.tokenizer.decode(prompt)
+        voices = [_Voice(self.tokenizer, params, i, prompt, self.script(text, i), self.chunk) for i in range(params.n)]
+        try:
+            while voices:
+                await asyncio.sleep(self.gap)
+                self._steps += 1
+                if self.ready is None:
+                    raise EngineDead(self.reason)
+                for voice in list(voices):
+                    piece = voice.step(key in self.aborted)
+                    self._decode += len(piece.ids)
+                    if piece.finish is not None:
+                        voices.remove(voice)
+                    yield piece
+            self.ended.append("done")
+        finally:
+            if voices:
+                self.ended.append("closed")
+            del self.live[key], self._pages[key]
+
+    async def abort(self, request_id: str) -> int:
+        keys = [key for key, rid in self.live.items() if not request_id or rid == request_id]
+        self.aborted.update(keys)
+        return len(keys)
+
+    async def flush_cache(self) -> None:
+        if self.ready is None:
+            raise EngineDead(self.reason)
+        self.flushed += 1
+
+
+class _Voice:
+    """One choice: the script's text, token by token, cut at stop strings, stop ids and max_tokens."""
+
+    def __init__(
+        self, tokenizer: ByteTokenizer, params: SamplingParams, index: int, prompt: Sequence[int], text: str, chunk: int
+    ):
+        self.params, self.index, self.prompt, self.chunk = params, index, prompt, chunk
+        self.stop: str | int | None = None
+        for stop in params.stop:
+            if stop in text:
+                text, self.stop = text[: text.index(stop)] + stop * params.include_stop, stop
+        self.tokens = tokenizer.encode(text)
+        for at, token in enumerate(self.tokens):
+            if token in params.stop_token_ids:
+                self.tokens, self.stop = self.tokens[: at + 1], token
+                break
+        self.finish = "stop"
+        if self.stop is None and not params.ignore_eos:
+            self.tokens.append(EOS)
+        limit = CONTEXT - len(prompt) if params.max_tokens is None else params.max_tokens
+        if params.ignore_eos:
+            self.tokens = (self.tokens * (limit // len(self.tokens) + 1))[:limit]
+        if len(self.tokens) > limit or params.ignore_eos:
+            self.tokens, self.finish, self.stop = self.tokens[:limit], "length", None
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.at = 0
+
+    def step(self, aborted: bool) -> FakePiece:
+        ids = self.tokens[self.at : self.at + self.chunk]
+        first = self.at == 0
+        self.at += len(ids)
+        finish = "abort" if aborted else self.finish if self.at >= len(self.tokens) else None
+        shown = [i for i in ids if i < EOS and i != self.stop]
+        want, scores = self.params.logprobs, self.params.prompt_logprobs
+        return FakePiece(
+            self.index,
+            self.decoder.decode(bytes(shown), final=finish is not None),
+            tuple(ids),
+            () if want is None else tuple(logprob(token, want) for token in ids),
+            finish,
+            self.stop if finish == "stop" else None,
+            len(self.prompt),
+            0 if self.index == 0 else len(self.prompt) - 1,
+            self.at,
+            () if scores is None or not first else tuple(logprob(token, scores) for token in self.prompt[1:]),
+            time.time(),
+        )
+
+
+def logprob(token: int, top: int) -> TokenLogprob:
+    """What the scripted model thinks of a token: a function of the token alone, the token itself being the most likely."""
+    best = -0.5 - token / 1000
+    return TokenLogprob(best, tuple((token + i) % EOS for i in range(top)), tuple(best - i for i in range(top)))
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """Serves the app over HTTP from a thread; gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive(), "the server ended before it began"
+            time.sleep(0.005)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+def fake_app(front: FakeFront, options: ServerOptions = ServerOptions(), chat: Chat = DEEPSEEK_V32) -> FastAPI:  # noqa: B008  frozen
+    return build(front, options, chat, path="models/scripted")
+
+
+def eventually(true: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)

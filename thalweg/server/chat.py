@@ -1,0 +1,154 @@
+"""POST /v1/chat/completions, and /tokenize, which renders the same prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.sampling import SamplingParams
+from thalweg.server.contract import Piece
+from thalweg.server.desk import Desk, Job, check, collect, gone, reply, run, salt_of
+from thalweg.server.protocol import ChatRequest, TokenizeRequest
+from thalweg.server.reading import named, read
+from thalweg.server.replies import Answer, Envelope, Tally
+from thalweg.server.sampling import given, openai_params
+from thalweg.server.speaker import Speaker
+from thalweg.server.stream import EventStream, Writer
+from thalweg.text.chat import wants_thinking
+from thalweg.text.messages import read_tools
+from thalweg.text.parser import Parser, opens_thought
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+
+
+async def chat_completions(desk: Desk, request: Request) -> Response:
+    started = time.time()
+    body = read(await request.body(), _decoder)
+    model = desk.model(body.model)
+    params = _params(desk, body)
+    tools = _tools(desk, body)
+    text = _encode(desk, body, tools)
+    prompt = await desk.tokens(text, True, "messages")
+    rid = desk.rid(body.rid, request)
+    job = Job((prompt,), (params,), (rid,), ("messages",), given(body.priority, 0), salt_of(body.cache_salt), started)
+    with named(
+        max_tokens="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        logprobs="top_logprobs",
+    ):
+        check(desk, job)
+    parser = _parser(desk, body, text, tools)
+    speakers = [Speaker(desk.front.tokenizer, body, i, prompt, parser()) for i in range(params.n)]
+    tally = Tally(params.n)
+    id, created, include_usage = f"chatcmpl-{rid}", int(started), body.usage_wanted
+
+    async def stream(writer: Writer) -> None:
+        envelope = Envelope(id, "chat.completion.chunk", created, model, include_usage)
+
+        async def take(choice: int, piece: Piece) -> None:
+            if piece.finish is not None:
+                tally.ended(choice, piece)
+            chunks = speakers[choice].feed(piece)
+            if chunks:
+                await writer.write(b"".join([envelope.chunk(chunk) for chunk in chunks]), piece.at)
+
+        await run(desk, job, take)
+        if include_usage:
+            await writer.write(envelope.usage(tally.usage), time.time())
+
+    if body.stream:
+        return EventStream(desk.meters, stream)
+    ended = await collect(desk, job, request.receive)
+    if ended is None:
+        return gone()
+    for i, piece in enumerate(ended):
+        tally.ended(i, piece)
+    choices = [speaker.whole(piece) for speaker, piece in zip(speakers, ended, strict=True)]
+    answer = Answer(id, "chat.completion", created, model, choices, tally.usage)
+    if body.return_token_ids:
+        answer.prompt_token_ids = list(prompt)
+    return reply(answer)
+
+
+async def tokenize(desk: Desk, request: Request) -> Response:
+    body = read(await request.body(), _tokenize)
+    desk.model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("prompt", "give either prompt or messages, and not both")
+    context = None if desk.front.ready is None else desk.front.ready.context
+    if isinstance(body.prompt, list):
+        lists = [await desk.tokens(text, body.add_special_tokens is not False, "prompt") for text in body.prompt]
+        return reply({"tokens": lists, "count": [len(ids) for ids in lists], "max_model_len": context})
+    text, special = body.prompt, body.add_special_tokens is not False
+    if text is None:
+        text = desk.chat.encoder.encode(
+            given(body.messages, []),
+            body.tools,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=body.chat_template_kwargs,
+        )
+    ids = await desk.tokens(text, special, "prompt" if body.messages is None else "messages")
+    return reply({"tokens": ids, "count": len(ids), "max_model_len": context})
+
+
+def _params(desk: Desk, body: ChatRequest) -> SamplingParams:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs", "needs logprobs: true")
+    max_tokens = given(body.max_completion_tokens, body.max_tokens)
+    logprobs = given(body.top_logprobs, 0) if body.logprobs else None
+    params = openai_params(body, desk.defaults, max_tokens, logprobs, body.prompt_logprobs)
+    formats = desk.chat.formats
+    if formats.reasoning or formats.tools:  # the parsers read the markup, which is made of special tokens
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    return params
+
+
+def _tools(desk: Desk, body: ChatRequest) -> Sequence[dict[str, Any]]:
+    """The tools that the model may call. Raises InvalidRequest for what would not be honoured."""
+    if body.tool_choice not in (None, "auto", "none"):
+        raise InvalidRequest(
+            "tool_choice", "'auto' and 'none' are supported here; a call cannot be forced: leave it out"
+        )
+    if not body.tools or body.tool_choice == "none":
+        return ()
+    if body.parallel_tool_calls is False:
+        raise InvalidRequest(
+            "parallel_tool_calls", "false is not supported here: the model decides how many calls it makes"
+        )
+    if not desk.chat.encoder.renders_tools:
+        raise InvalidRequest(
+            "tools",
+            "this model's chat template has no place for tools: leave them out, or give another --chat-template",
+        )
+    return body.tools
+
+
+def _encode(desk: Desk, body: ChatRequest, tools: Sequence[dict[str, Any]]) -> str:
+    return desk.chat.encoder.encode(
+        body.messages,
+        tools or None,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _parser(desk: Desk, body: ChatRequest, text: str, tools: Sequence[dict[str, Any]]) -> Callable[[], Parser]:
+    """Makes the parsers of the answers to a prompt. Calls are looked for only where tools were offered."""
+    formats = desk.chat.formats
+    return partial(
+        Parser,
+        None if body.separate_reasoning is False else formats.reasoning,
+        formats.tools if tools else None,
+        thinking=wants_thinking(None, body.chat_template_kwargs),
+        inside=opens_thought(text) or None,
+        functions=read_tools(tools),
+        hold=not body.stream,
+    )

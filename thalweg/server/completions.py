@@ -1,0 +1,145 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.plan import TokenLogprob
+from thalweg.server.contract import Piece
+from thalweg.server.desk import Desk, Job, check, collect, gone, prompt_fields, reply, run, salt_of
+from thalweg.server.logprobs import LegacyLog, prompt_logprobs
+from thalweg.server.protocol import CompletionRequest, Prompt
+from thalweg.server.reading import read
+from thalweg.server.replies import Answer, CompletionChoice, Envelope, LegacyLogprobs, Tally
+from thalweg.server.sampling import given, openai_params
+from thalweg.server.stream import EventStream, Writer
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this route only
+_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+async def completions(desk: Desk, request: Request) -> Response:
+    started = time.time()
+    body = read(await request.body(), _decoder)
+    model = desk.model(body.model)
+    if body.best_of is not None and body.best_of not in (1, body.n):
+        raise InvalidRequest("best_of", f"is not supported here beyond n: leave it out, got {body.best_of}")
+    echoed = body.logprobs if body.echo else None
+    scored = max((k for k in (body.prompt_logprobs, echoed) if k is not None), default=None)
+    params = openai_params(body, desk.defaults, given(body.max_tokens, DEFAULT_MAX_TOKENS), body.logprobs, scored)
+    texts, prompts = await _prompts(desk, body.prompt)
+    rid, many = desk.rid(body.rid, request), len(prompts)
+    fields = prompt_fields("prompt", many)
+    job = Job(
+        prompts, (params,) * many, (rid,) * many, fields, given(body.priority, 0), salt_of(body.cache_salt), started
+    )
+    check(desk, job)
+    makers = [_Maker(desk, body, i, prompts[i // params.n], texts[i // params.n]) for i in range(job.choices)]
+    tally = Tally(params.n)
+    id, created, include_usage = f"cmpl-{rid}", int(started), body.usage_wanted
+
+    async def stream(writer: Writer) -> None:
+        envelope = Envelope(id, "text_completion", created, model, include_usage)
+
+        async def take(choice: int, piece: Piece) -> None:
+            new = makers[choice].feed(piece)
+            if piece.finish is not None:
+                tally.ended(choice, piece)
+            if new is not None:
+                await writer.write(envelope.chunk(new), piece.at)
+
+        await run(desk, job, take)
+        if include_usage:
+            await writer.write(envelope.usage(tally.usage), time.time())
+
+    if body.stream:
+        return EventStream(desk.meters, stream)
+    ended = await collect(desk, job, request.receive)
+    if ended is None:
+        return gone()
+    for i, piece in enumerate(ended):
+        tally.ended(i, piece)
+    choices = [choice for maker, piece in zip(makers, ended, strict=True) if (choice := maker.feed(piece)) is not None]
+    return reply(Answer(id, "text_completion", created, model, choices, tally.usage))
+
+
+async def _prompts(desk: Desk, prompt: Prompt) -> tuple[list[str | None], tuple[Sequence[int], ...]]:
+    """The texts (None where ids were given) and the token ids of all prompts. Raises InvalidRequest."""
+    entries: list[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
+    if not entries:
+        raise InvalidRequest("prompt", "is empty: give at least one token")
+    kind = type(entries[0])
+    if odd := next((i for i, entry in enumerate(entries) if type(entry) is not kind), 0):
+        raise InvalidRequest(
+            f"prompt[{odd}]", "must be of the same kind as prompt[0]: all texts, all token ids, or all lists of ids"
+        )
+    if kind is int:
+        entries = [entries]
+    texts: list[str | None] = []
+    prompts: list[Sequence[int]] = []
+    for entry, where in zip(entries, prompt_fields("prompt", len(entries)), strict=True):
+        if isinstance(entry, str):
+            texts.append(entry)
+            prompts.append(await desk.prompt(entry, where))
+        else:
+            texts.append(None)
+            prompts.append(entry)
+    return texts, tuple(prompts)
+
+
+class _Maker:
+    """Makes the chunks of one choice from its pieces; the first one brings what belongs to the prompt."""
+
+    def __init__(
+        self, desk: Desk, body: CompletionRequest, index: int, prompt: Sequence[int], text: str | None
+    ) -> None:
+        self._tokenizer, self._body, self._index, self._prompt = desk.front.tokenizer, body, index, prompt
+        self._text = text
+        self._first = True
+        self._log = None if body.logprobs is None else LegacyLog(self._tokenizer, body.logprobs)
+
+    def feed(self, piece: Piece) -> CompletionChoice | None:
+        """None when there is nothing to say yet."""
+        choice = CompletionChoice(self._index, piece.text)
+        if self._log is not None:
+            choice.logprobs = self._log.feed(piece.ids, piece.logprobs)
+        if self._body.return_token_ids:
+            choice.token_ids = list(piece.ids)
+        if self._first:
+            self._first = False
+            self._begin(choice, piece)
+        if piece.finish is not None:
+            choice.finish_reason = piece.finish
+            choice.matched_stop = UNSET if piece.stop is None else piece.stop
+        elif not choice.text and choice.logprobs is None and not choice.token_ids:
+            return None
+        return choice
+
+    def _begin(self, choice: CompletionChoice, piece: Piece) -> None:
+        body = self._body
+        if body.return_token_ids:
+            choice.prompt_token_ids = list(self._prompt)
+        if body.prompt_logprobs is not None:
+            scores = piece.prompt_logprobs
+            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, self._prompt, scores, body.prompt_logprobs)
+        if body.echo:
+            if self._text is None:
+                self._text = self._tokenizer.decode(self._prompt, skip_special_tokens=False)
+            choice.text = self._text + choice.text
+            if self._log is not None:
+                choice.logprobs = self._echo_logprobs(piece)
+
+    def _echo_logprobs(self, piece: Piece) -> LegacyLogprobs:
+        """The prompt's tokens and the piece's, offsets counted from the start of the prompt."""
+        assert self._body.logprobs is not None
+        self._log = LegacyLog(self._tokenizer, self._body.logprobs)
+        entries: list[TokenLogprob | None] = [None, *piece.prompt_logprobs, *piece.logprobs]
+        return self._log.feed((*self._prompt, *piece.ids), entries)

@@ -1,0 +1,67 @@
+"""Every error as OpenAI's JSON: {"error": {"message", "type", "param", "code"}}; `param` is the path of the field as the client wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from starlette.responses import Response
+
+from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded, ThalwegError
+
+
+class _Error(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _Body(msgspec.Struct):
+    error: _Error
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """status: of HTTP; retry: tell the client when to try again."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry: bool = False
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(_Body(_Error(self.message, self.type, self.param, self.code)))
+
+    def response(self, retry_after: int) -> Response:
+        headers = {"Retry-After": str(retry_after)} if self.retry else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return Response(self.body, self.status, headers, "application/json")
+
+
+class ApiError(Exception):
+    """Ends a request with this problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def problem_of(error: Exception) -> Problem:
+    """What a client is told of an error. Errors that Thalweg does not raise on purpose are a 500 that gives nothing away."""
+    if isinstance(error, ApiError):
+        return error.problem
+    if isinstance(error, InvalidRequest):
+        return Problem(400, str(error), param=error.field or None, code="invalid_value")
+    if isinstance(error, Overloaded):
+        return Problem(429, f"the queue is full: {error}", "rate_limit_error", code="overloaded", retry=True)
+    if isinstance(error, EngineDead):
+        message = f"the engine is not serving: {error}; try again when /ready answers 200"
+        return Problem(503, message, "service_unavailable_error", code="engine_dead", retry=True)
+    if isinstance(error, ThalwegError):
+        return Problem(500, str(error), "server_error")
+    return Problem(500, "internal error: the server's log has the details under this request's id", "server_error")

@@ -1,0 +1,160 @@
+"""Answers of the OpenAI routes. A field that is UNSET is not sent at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from thalweg.server.contract import Piece
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """prompt_tokens counts a prompt once, however many choices it has."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptDetails = msgspec.field(default_factory=PromptDetails)
+
+
+class LegacyLogprobs(msgspec.Struct):
+    """logprobs of /v1/completions: one entry a token; null for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+PromptLogprobs = list[dict[str, Any] | None]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None = None
+    finish_reason: str | None = None
+    matched_stop: str | int | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class Function(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct):
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: Function = msgspec.field(default_factory=Function)
+
+
+class ChatMessage(msgspec.Struct):
+    """A whole answer."""
+
+    role: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatDelta(msgspec.Struct):
+    """What is new in an answer."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    matched_stop: str | int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    matched_stop: str | int | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Answer(msgspec.Struct):
+    """A whole response of either route."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice] | list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Tally:
+    """Adds up the usage of a request as its choices end. n: choices of each prompt."""
+
+    def __init__(self, n: int) -> None:
+        self.usage = Usage()
+        self._n = n
+
+    def ended(self, choice: int, piece: Piece) -> None:
+        """The last piece of a choice came. A prompt's first choice stands for the prompt: the others find it in the cache."""
+        if choice % self._n == 0:
+            self.usage.prompt_tokens += piece.prompt_tokens
+            self.usage.prompt_tokens_details.cached_tokens += piece.cached_tokens
+        self.usage.completion_tokens += piece.completion_tokens
+        self.usage.total_tokens = self.usage.prompt_tokens + self.usage.completion_tokens
+
+
+class Envelope:
+    """The bytes around the choice of every chunk of a stream, encoded once."""
+
+    def __init__(self, id: str, object: str, created: int, model: str, usage: bool) -> None:
+        head = msgspec.json.encode({"id": id, "object": object, "created": created, "model": model})
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+        self._encode = msgspec.json.Encoder().encode
+
+    def chunk(self, choice: CompletionChoice | ChatChunkChoice) -> bytes:
+        return self._head + self._encode(choice) + self._tail
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk after the last choice that stream_options.include_usage asks for."""
+        return self._head + b'],"usage":' + self._encode(usage) + b"}\n\n"

@@ -1,0 +1,103 @@
+"""Server-sent events straight onto ASGI's `send`: one task a request, no task, queue or pydantic model a token.
+
+A client that goes away is noticed while its request waits as well as while it streams: `Hangup` listens beside the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from thalweg.core.errors import ThalwegError
+from thalweg.server.errors import problem_of
+from thalweg.server.metrics import Meters
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold the chunks back
+]
+DONE = b"data: [DONE]\n\n"
+
+
+class Hangup:
+    """`async with Hangup(receive) as hangup:` cancels the block when the client goes away; `hangup.gone` says so afterwards.
+
+    The request's body must have been read: whatever else comes from `receive` is dropped.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self.gone = False
+        self._receive = receive
+
+    async def __aenter__(self) -> Hangup:
+        task = asyncio.current_task()
+        assert task is not None, "Hangup needs a task to cancel"
+        self._task = task
+        self._listener = asyncio.create_task(self._listen())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._listener.cancel()
+        if self.gone and kind is asyncio.CancelledError:
+            self._task.uncancel()
+            return True
+        return False
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        self._task.cancel()
+
+
+class Writer:
+    """Writes the chunks of one answer. The response starts with the first chunk, so what fails before it still has a status of its own."""
+
+    __slots__ = ("started", "_send", "_emit")
+
+    def __init__(self, send: Send, meters: Meters) -> None:
+        self.started = False
+        self._send = send
+        self._emit = meters.emit
+
+    async def write(self, payload: bytes, at: float) -> None:
+        """Sends whole events. at: when (time.time()) the engine had what they say."""
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+        await self._send({"type": "http.response.body", "body": payload, "more_body": True})
+        self._emit.observe(time.time() - at)
+
+    async def end(self, payload: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": payload, "more_body": False})
+
+
+class EventStream(Response):
+    """Runs `work`, which writes events, until it ends, fails or the client goes away. An error on a running stream becomes its last event."""
+
+    def __init__(self, meters: Meters, work: Callable[[Writer], Awaitable[None]]) -> None:
+        self.meters, self.work = meters, work
+        self.status_code, self.background = 200, None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = Writer(send, self.meters)
+        last = DONE
+        async with Hangup(receive) as hangup:
+            try:
+                await self.work(writer)
+            except ThalwegError as error:
+                if not writer.started:
+                    raise
+                last = b"data: " + problem_of(error).body + b"\n\n"
+        if hangup.gone:
+            self.meters.disconnects += 1
+        else:
+            await writer.end(last)
