@@ -174,9 +174,10 @@ def test_uniform_rows_stand_first_when_the_width_changes():
     b.commit(plan, [Output((7,), (8, 8))] * 3)
     b.requests[1].made = 9  # as if it had sampled in another step
     b._emitted = [b.requests[0], b.requests[2]]
-    b.take([submit(9, 5)])
+    b.take([submit(uid, 5) for uid in (7, 8, 9)])
     plan = b.plan(2)
-    assert [(row.uid, row.n, row.drafts) for row in plan.rows] == [(0, 3, 2), (2, 3, 2), (1, 10, 9), (9, 5, 0)]
+    assert [(row.uid, row.n, row.drafts) for row in plan.rows[:3]] == [(0, 3, 2), (2, 3, 2), (1, 10, 9)]
+    assert [(row.uid, row.n, row.drafts) for row in plan.rows[3:]] == [(7, 5, 0), (8, 5, 0), (9, 5, 0)]
 
 
 def test_needs_are_what_the_emitting_rows_ask_for():
@@ -191,7 +192,10 @@ def test_needs_are_what_the_emitting_rows_ask_for():
         ]
     )
     assert step(b).needs == Needs(True, True, True, True, 3)
-    assert Scheduler.plan(brain(), 0).needs == Needs()
+    assert brain().plan(0).needs == Needs()
+    b = brain()
+    b.take([submit(1)])
+    assert step(b).needs == Needs(random=True), "top_p 1 truncates nothing"
 
 
 def test_prompt_logprobs_are_contiguous_ranges_of_each_chunk():
@@ -252,6 +256,28 @@ def test_siblings_are_released_when_the_first_is_aborted():
     assert uids(plan) == [2] and plan.binds[0].computed == 4, "what the first computed is cached"
 
 
+def test_a_sibling_of_higher_priority_waits_for_the_first_too():
+    b = brain(policy="priority", budget=4)
+    prompt = tuple(range(1, 7))
+    b.take([submit(1, prompt), submit(2, prompt, first=1, priority=5), submit(3, 3, priority=1)])
+    assert [uids(step(b)) for _ in range(3)] == [[3, 1], [3, 1], [3, 1]], "3 comes before 1, and 2 blocks neither"
+    plan = step(b)
+    assert uids(plan) == [3, 1, 2] and plan.binds[0].computed == 4
+
+
+def test_who_needs_a_page_that_another_is_computing_waits_for_it():
+    b = brain(budget=10)
+    prompt = tuple(range(1, 13))
+    b.take([submit(1, prompt), submit(2, (*prompt, 60)), submit(3, (*prompt[:8], 50, 51))])
+    b.take([submit(4, prompt, prompt_logprobs=0, max_tokens=0)])
+    assert uids(step(b)) == [1]
+    plan = step(b)
+    assert uids(plan) == [1, 3, 4], "3 needs what 1 has launched before; 4 wants prompt logprobs, so it computes them"
+    assert [bind.computed for bind in plan.binds] == [8, 0]
+    plan = step(b)
+    assert uids(plan)[-1] == 2 and [bind.computed for bind in plan.binds] == [12]
+
+
 # ---- pages
 
 
@@ -279,6 +305,31 @@ def test_preempted_requests_queue_in_order_of_arrival():
     while not b.tally.preemptions:
         step(b)
     assert [r.uid for r in b.queue.order()] == [2, 3]
+
+
+def test_what_was_evicted_while_it_was_leased_is_cached_again_at_the_end():
+    b = brain(pages=12, slots=2)
+    prompt = tuple(range(1, 13))
+    b.take([submit(1, prompt, max_tokens=1)])
+    step(b)
+    b.take([submit(2, prompt, prompt_logprobs=0, max_tokens=2)])
+    step(b)  # it computes the same pages again: those of 1 stay in the cache, its own do not enter
+    b.books.drop(b.books.take(b.books.spare()))
+    assert b.books.tree.cached == 0
+    step(b)
+    assert b.idle and b.books.tree.cached == 3
+
+
+def test_a_hit_reaches_beyond_the_prompt_once_its_logprobs_are_known():
+    b = brain()
+    b.take([submit(1, 6, prompt_logprobs=0, max_tokens=12)])
+    r = b.requests[1]
+    assert b.holdings.useful(r) == 0
+    r.scores.extend([TokenLogprob(-1.0)] * 4)
+    assert b.holdings.useful(r) == 1
+    r.scores.append(TokenLogprob(-1.0))
+    b.holdings.learn(r, [7] * 7)
+    assert b.holdings.useful(r) == 3
 
 
 # ---- news
@@ -384,6 +435,33 @@ def test_runnable_is_false_while_everything_waits_on_tickets():
     tier.ticket.state = TicketState.FAILED
     assert b.runnable
     assert uids(step(b)) == [1] and b.runnable
+
+
+def test_who_needs_what_another_is_loading_waits_for_it():
+    tier = OneTicket()
+    b = brain(tier=tier)
+    prompt = tuple(range(1, 14))
+    b.take([submit(1, prompt), submit(2, prompt)])
+    assert not b.plan(0).rows
+    stats = b.stats(0.0)
+    assert (stats.running, stats.waiting, stats.pages_used) == (0, 2, 4)
+    tier.ticket.pages, tier.ticket.state = 3, TicketState.OK
+    tier.ticket = Ticket(0, TicketState.OK)  # of the next load
+    plan = step(b)
+    assert uids(plan) == [1, 2] and [bind.computed for bind in plan.binds] == [12, 12]
+    assert b.stats(0.0).running == 2
+
+
+def test_nobody_waits_for_an_aborted_load():
+    tier = OneTicket()
+    b = brain(tier=tier)
+    prompt = tuple(range(1, 14))
+    b.take([submit(1, prompt), submit(2, prompt)])
+    b.plan(0)
+    b.take([Abort((1,))])
+    tier.ticket = Ticket(0, TicketState.FAILED)  # of the next load
+    plan = step(b)
+    assert uids(plan) == [2] and 1 in b.requests, "1 holds its pages until its own ticket ends"
 
 
 def test_control_messages():

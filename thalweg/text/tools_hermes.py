@@ -19,6 +19,8 @@ from thalweg.text.lexer import Token, literal_marks
 MARKS = literal_marks({"<tool_call>": "call", "</tool_call>": "/call"})
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
+_LONGEST_HEAD = 4096  # beyond it the call waits for its end: each piece matches the head again
+
 
 class HermesTools:
     """The tool layer: takes the tokens of the content, writes to the answer."""
@@ -65,16 +67,7 @@ class _Call:
         if self._json.done:
             self._after += text
             return True
-        if not self._name:
-            head = _HEAD.match(self._raw)
-            name = None if head is None else _name(head[1])
-            if head is None or name is None:
-                return True
-            self._name, text = name, self._raw[head.end() :]
-        self._call.arguments(self._name, self._json.feed(text))
-        if self._json.done:
-            self._after, self._json.rest = self._json.rest, ""
-        return not self._json.bad
+        return self._body(text)
 
     def close(self) -> str:
         """End the call, or give it up; returns the text around its JSON that is content after all."""
@@ -89,6 +82,18 @@ class _Call:
         self._call.arguments(name, arguments)
         self._call.end(name)
         return ""
+
+    def _body(self, text: str) -> bool:
+        if not self._name:
+            head = _HEAD.match(self._raw, 0, _LONGEST_HEAD)
+            name = None if head is None else _name(head[1])
+            if head is None or name is None:
+                return True
+            self._name, text = name, self._raw[head.end() :]
+        self._call.arguments(self._name, self._json.feed(text))
+        if self._json.done:
+            self._after, self._json.rest = self._json.rest, ""
+        return not self._json.bad
 
 
 def _name(literal: str) -> str | None:

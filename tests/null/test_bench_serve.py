@@ -1,0 +1,233 @@
+"""The load generator against a small server whose delays and failures are known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models
+
+from tests.null.bench_server import Fake, Send, serving, serving_in_a_thread
+from thalweg.bench import serve
+from thalweg.bench.client import Client, HttpError
+from thalweg.bench.serve_args import parse
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(50)}, unk_token="w0"))
+    made.add_special_tokens([AddedToken("<eos>", special=True)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path)
+
+
+def bench(fake: Fake, *flags: str) -> dict[str, Any]:
+    async def body() -> dict[str, Any]:
+        async with serving(fake) as url:
+            words = ["--base-url", url, "--disable-tqdm", *flags]
+            return await serve.run(parse(words), words)
+
+    return asyncio.run(body())
+
+
+SMALL = ("--num-prompts", "6", "--random-input-len", "11", "--random-output-len", "5", "--random-range-ratio", "1")
+
+
+@pytest.mark.parametrize("backend", ["thalweg", "openai", "openai-chat", "sglang"])
+def test_each_api_and_known_latencies(tokenizer: str, backend: str) -> None:
+    fake = Fake(first=0.03, gap=0.02)
+    result = bench(
+        fake, "--backend", backend, "--tokenizer", tokenizer, "--output-details", "--max-concurrency", "3", *SMALL
+    )
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (6, 0, 30)
+    assert result["total_input_tokens"] == 66 and result["total_cached_tokens"] == 18
+    assert 30 <= result["median_ttft_ms"] < 150
+    assert 20 <= result["median_itl_ms"] < 100 and 20 <= result["median_tpot_ms"] < 100
+    assert 110 <= result["median_e2e_latency_ms"] < 500
+    assert [len(gaps) for gaps in result["itls"]] == [4] * 6
+    assert set(result["generated_texts"]) == {"éééééé"[:5]}
+    assert fake.most == 3 and result["max_concurrent_requests"] == 3
+    assert fake.connections <= 4  # kept alive: one for each place, perhaps one more
+    body = fake.bodies[0]
+    sampling = body["sampling_params"] if backend == "sglang" else body
+    assert sampling["ignore_eos"] is True and sampling["temperature"] == 0.0
+    if backend == "openai-chat":
+        assert len(body["messages"][0]["content"].split()) == 11
+    else:
+        ids = body["input_ids"] if backend == "sglang" else body["prompt"]
+        assert len(ids) == 11 and max(ids) < 50  # never the special token
+
+
+@pytest.mark.parametrize("backend", ["thalweg", "sglang"])
+def test_several_tokens_in_an_event_count_as_several(tokenizer: str, backend: str) -> None:
+    fake = Fake(first=0.01, gap=0.01, per_event=2)
+    result = bench(fake, "--backend", backend, "--tokenizer", tokenizer, "--output-details", *SMALL)
+    assert result["total_output_tokens"] == 30
+    # 2 + 2 + 1 tokens: the second event's gap of 20 ms counts twice as 10 ms, the last one's 10 ms once
+    assert [len(gaps) for gaps in result["itls"]] == [3] * 6
+    assert 8 <= result["median_itl_ms"] < 100
+
+
+def test_failures_are_counted_with_their_reasons(tokenizer: str) -> None:
+    fake = Fake(first=0.0, gap=0.005, plan=["ok", "429", "drop", "error", "cut", "noise", "429"])
+    result = bench(fake, "--backend", "openai", "--tokenizer", tokenizer, *SMALL)
+    assert (result["completed"], result["failed"]) == (0, 6)
+    noise = next(reason for reason in result["failures"] if "/v1/completions" in reason)
+    assert noise.startswith("not an event of this API") and result["failures"].pop(noise) == 1
+    assert result["failures"] == {
+        "HTTP 429 Somehow: the queue is full": 2,
+        "the server closed the connection before its answer was complete": 1,
+        "error event: the engine ended": 1,
+        "the stream ended without [DONE] or a finish reason": 1,
+    }
+    assert result["total_output_tokens"] == 0
+
+
+def test_without_streaming(tokenizer: str) -> None:
+    result = bench(Fake(first=0.02, gap=0.005), "--tokenizer", tokenizer, "--disable-stream", *SMALL)
+    assert result["completed"] == 6 and result["total_output_tokens"] == 30
+    assert 30 <= result["median_ttft_ms"] < 200 and result["median_ttft_ms"] == result["median_e2e_latency_ms"]
+
+
+def test_a_failing_warm_up_stops_the_run(tokenizer: str) -> None:
+    fake = Fake(plan=["429"])
+    with pytest.raises(serve.BenchError, match="warm-up.*the queue is full"):
+        bench(fake, "--tokenizer", tokenizer, *SMALL)
+    assert len(fake.bodies) == 1
+
+
+def test_flags_reach_the_requests(tokenizer: str) -> None:
+    fake = Fake(first=0.0, gap=0.0, tokenizer=tokenizer)  # the tokenizer's place comes from /server_info
+    extra = ("--extra-request-body", '{"top_p": 0.5}', "--temperature", "0.7", "--disable-ignore-eos", "--flush-cache")
+    bench(fake, "--warmup-requests", "0", "--served-model-name", "mine", *extra, *SMALL)
+    assert all(b["top_p"] == 0.5 and b["temperature"] == 0.7 and b["ignore_eos"] is False for b in fake.bodies)
+    assert {b["model"] for b in fake.bodies} == {"mine"} and fake.posts[0] == "/flush_cache" and len(fake.bodies) == 6
+
+
+def test_a_poisson_load_keeps_its_times(tokenizer: str) -> None:
+    fake = Fake(first=0.0, gap=0.0)
+    flags = ("--tokenizer", tokenizer, "--request-rate", "100", "--num-prompts", "60", "--random-output-len", "1")
+    result = bench(fake, "--output-details", *flags)
+    assert 0.3 < result["duration"] < 3
+    assert min(result["send_delays"]) >= 0 and sorted(result["send_delays"])[len(result["send_delays"]) // 2] < 0.02
+
+
+def test_a_trace_replays_faster(tokenizer: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 1000 * i, "input_length": 600, "output_length": 2, "hash_ids": [0, i]} for i in range(1, 5)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fake = Fake(first=0.0, gap=0.0)
+    flags = (
+        "--dataset-name",
+        "trace",
+        "--dataset-path",
+        str(trace),
+        "--use-trace-timestamps",
+        "--trace-slowdown-factor",
+        "0.05",
+    )
+    result = bench(fake, "--tokenizer", tokenizer, "--output-details", "--warmup-requests", "0", *flags)
+    starts = result["start_times"]
+    assert [round((at - starts[0]) / 0.05) for at in starts] == [0, 1, 2, 3]
+    prompts = [body["prompt"] for body in fake.bodies]
+    assert len({tuple(prompt[:512]) for prompt in prompts}) == 1 and len({tuple(prompt) for prompt in prompts}) == 4
+
+
+def test_ctrl_c_keeps_what_was_measured(tokenizer: str) -> None:
+    fake = Fake(first=0.0, gap=0.0, plan=["ok"] * 3)
+    slow = Fake.handle
+
+    async def stalling(self: Fake, method: str, path: str, body: bytes, send: Send) -> bool:
+        if method == "POST" and len(self.bodies) == 3:
+            self.bodies.append({})
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            await asyncio.sleep(30)
+        return await slow(self, method, path, body, send)
+
+    fake.handle = stalling.__get__(fake)  # type: ignore[method-assign]
+    result = bench(fake, "--tokenizer", tokenizer, "--max-concurrency", "1", *SMALL)
+    assert result["interrupted"] is True and result["completed"] == 2 and result["failed"] == 0
+    assert result["duration"] < 5
+
+
+def test_main_writes_the_result_and_says_what_failed(
+    tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake, out = Fake(first=0.0, gap=0.0, plan=["ok", "429"]), tmp_path / "results" / "run.jsonl"
+
+    with serving_in_a_thread(fake) as url:
+        flags = ["--base-url", url, "--tokenizer", tokenizer, "--api-key", "secret", "--output-file", str(out), *SMALL]
+        assert serve.main(flags) + serve.main(flags) == 0
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert (first["completed"], first["failed"], second["completed"]) == (5, 1, 6)
+    assert first["configuration"]["client"]["random_range_ratio"] == 1.0 and first["versions"]["thalweg"]
+    assert first["device"]["cores"] >= 1 and first["command"].startswith("thalweg bench serve")
+    shown = capsys.readouterr().out
+    assert "Serving Benchmark Result" in shown and "1 × HTTP 429" in shown
+    assert "secret" not in out.read_text()
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--base-url", "http://127.0.0.1:9", "--tokenizer", "x"]) == 1
+    assert "cannot connect to http://127.0.0.1:9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--dataset-name", "sharegpt"], "comes later"),
+        (["--dataset-name", "nonsense"], "unknown data set"),
+        (["--dataset-name", "trace"], "--dataset-path"),
+        (["--use-trace-timestamps"], "--dataset-name trace"),
+        (["--extra-request-body", "[1]"], "JSON object"),
+        (["--extra-request-body", "{"], "not JSON"),
+        (["--header", "nothing"], "NAME=VALUE"),
+        (["--num-prompts", "-3"], "whole number"),
+        (["--backend", "trt"], "invalid choice"),
+    ],
+)
+def test_flags_that_make_no_sense(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(flags)
+    assert words in capsys.readouterr().err
+
+
+def test_sglangs_short_spellings_work() -> None:
+    args = parse(["--random-input", "7", "--random-output", "8", "--request-rate", "inf"])
+    assert (args.random_input_len, args.random_output_len, args.request_rate) == (7, 8, math.inf)
+
+
+def client_test(body: Callable[[Client, Fake], Coroutine[Any, Any, None]], fake: Fake) -> None:
+    async def run() -> None:
+        async with serving(fake) as url:
+            client = Client(url)
+            await body(client, fake)
+            client.close()
+
+    asyncio.run(run())
+
+
+def test_a_connection_closed_while_idle_is_replaced() -> None:
+    async def body(client: Client, fake: Fake) -> None:
+        assert (await client.request("GET", "/v1/models")).status == 200
+        idle = client._idle[0]
+        assert idle.transport is not None
+        idle.transport.abort()
+        await asyncio.sleep(0)
+        assert (await client.request("GET", "/v1/models")).status == 200
+        assert fake.connections == 2
+
+    client_test(body, Fake())
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(HttpError, match="http://host:port"):
+        Client("ftp://there")
