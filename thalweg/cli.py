@@ -187,6 +187,18 @@ examples:
     return talk(resolved, params, parsed.rest.system, parsed.rest.thinking or None)
 
 
+def render(argv: Sequence[str]) -> int:
+    from thalweg.launch.prompts import main as run
+
+    return run(argv)
+
+
+def parse(argv: Sequence[str]) -> int:
+    from thalweg.launch.outputs import main as run
+
+    return run(argv)
+
+
 def bench(argv: Sequence[str]) -> int:
     from thalweg.bench.cli import main as run
 
@@ -209,6 +221,8 @@ COMMANDS = {
     "chat": Command("talk to a model in this terminal", chat),
     "generate": Command("complete prompts in this process", generate),
     "plan": Command("what would be chosen for a model here, and why", plan),
+    "render": Command("the exact prompt and token ids of a conversation", render),
+    "parse": Command("what becomes of a model's raw output: reasoning, content, tool calls", parse),
     "bench": Command("measure speed: serve, one-batch", bench),
     "eval": Command("measure accuracy", evaluate),
     "version": Command("print the version", version),

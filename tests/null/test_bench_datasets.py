@@ -89,6 +89,7 @@ def test_an_azure_trace(tmp_path: Path) -> None:
         ),
         ('{"timestamp": 0, "input_length": 5}\n', "line 1: a Mooncake trace has timestamp"),
         ('{"timestamp": 0, "input_length": 5, "output_length": "x", "hash_ids": []}\n', "line 1"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "without requests"),
         ("hello\n", "neither a Mooncake trace"),
         ("", "neither a Mooncake trace"),
     ],
@@ -142,7 +143,8 @@ def test_ids_become_text_for_a_chat() -> None:
 def test_when_requests_are_due() -> None:
     prompts = [Prompt(1, text="a", at=at) for at in (0.0, 1.0, 7.5)] * 1000
     assert schedule(prompts, math.inf, False, 0) == [0.0] * 3000
-    assert schedule(prompts, math.inf, True, 0)[:3] == [0.0, 1.0, 7.5]
+    assert schedule(prompts[1:], math.inf, True, 0)[:3] == [1.0, 7.5, 0.0]
+    assert schedule(prompts[1:3], math.inf, True, 0) == [0.0, 6.5]  # a trace begins with its first request
     due = schedule(prompts, 50.0, False, seed=2)
     gaps = [b - a for a, b in zip(due, due[1:], strict=False)]
     assert due[0] == 0.0 and statistics.mean(gaps) == pytest.approx(1 / 50, rel=0.1)

@@ -49,8 +49,8 @@ def test_each_api_and_known_latencies(tokenizer: str, backend: str) -> None:
     )
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (6, 0, 30)
     assert result["total_input_tokens"] == 66 and result["total_cached_tokens"] == 18
-    assert 30 <= result["median_ttft_ms"] < 150
-    assert 20 <= result["median_itl_ms"] < 100 and 20 <= result["median_tpot_ms"] < 100
+    assert 28 <= result["median_ttft_ms"] < 150
+    assert 16 <= result["median_itl_ms"] < 100 and 16 <= result["median_tpot_ms"] < 100
     assert 110 <= result["median_e2e_latency_ms"] < 500
     assert [len(gaps) for gaps in result["itls"]] == [4] * 6
     assert set(result["generated_texts"]) == {"éééééé"[:5]}
@@ -73,7 +73,7 @@ def test_several_tokens_in_an_event_count_as_several(tokenizer: str, backend: st
     assert result["total_output_tokens"] == 30
     # 2 + 2 + 1 tokens: the second event's gap of 20 ms counts twice as 10 ms, the last one's 10 ms once
     assert [len(gaps) for gaps in result["itls"]] == [3] * 6
-    assert 8 <= result["median_itl_ms"] < 100
+    assert 6 <= result["median_itl_ms"] < 100
 
 
 def test_failures_are_counted_with_their_reasons(tokenizer: str) -> None:
@@ -132,13 +132,21 @@ def test_a_trace_replays_faster(tokenizer: str, tmp_path: Path) -> None:
         str(trace),
         "--use-trace-timestamps",
         "--trace-slowdown-factor",
-        "0.05",
+        "0.1",
     )
     result = bench(fake, "--tokenizer", tokenizer, "--output-details", "--warmup-requests", "0", *flags)
     starts = result["start_times"]
-    assert [round((at - starts[0]) / 0.05) for at in starts] == [0, 1, 2, 3]
+    assert [round((at - starts[0]) / 0.1) for at in starts] == [0, 1, 2, 3]
     prompts = [body["prompt"] for body in fake.bodies]
     assert len({tuple(prompt[:512]) for prompt in prompts}) == 1 and len({tuple(prompt) for prompt in prompts}) == 4
+
+
+def test_prompts_that_the_api_cannot_carry_are_found_before_the_load(tmp_path: Path) -> None:
+    path, fake = tmp_path / "p.jsonl", Fake()
+    path.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
+    with pytest.raises(serve.DatasetError, match="--backend openai-chat"):
+        bench(fake, "--dataset-name", "file", "--dataset-path", str(path), "--warmup-requests", "0")
+    assert fake.bodies == []
 
 
 def test_ctrl_c_keeps_what_was_measured(tokenizer: str) -> None:

@@ -39,6 +39,7 @@ def test_the_null_page_is_never_handed_out():
     books, _ = made(pages=5)
     assert sorted(books.take(4)) == [1, 2, 3, 4]
     assert books.spare() == 0
+    assert Books(2, NoTree(2)).take(1) == [1]
     with pytest.raises(ValueError, match="null page"):
         Books(1, NoTree(2))
 

@@ -62,7 +62,7 @@ def uids(plan: StepPlan) -> list[int]:
     [
         (submit(1, ()), "prompt", "empty"),
         (submit(1, (5, -1)), "prompt", "-1 is outside the vocabulary of 100"),
-        (submit(1, (100,)), "prompt", "100 is outside"),
+        (submit(1, (5, 100)), "prompt", "100 is outside"),
         (submit(1, (2**40,)), "prompt", "outside"),
         (submit(1, 40), "prompt", "has 40 tokens"),
         (submit(1, 41, max_tokens=0), "prompt", "has 41 tokens"),
@@ -276,6 +276,9 @@ def test_who_needs_a_page_that_another_is_computing_waits_for_it():
     assert [bind.computed for bind in plan.binds] == [8, 0]
     plan = step(b)
     assert uids(plan)[-1] == 2 and [bind.computed for bind in plan.binds] == [12]
+    b = brain()
+    b.take([submit(1, prompt), submit(2, prompt), submit(3, prompt, prompt_logprobs=0)])
+    assert uids(step(b)) == [1, 3]
 
 
 # ---- pages
@@ -297,6 +300,35 @@ def test_the_youngest_gives_its_pages_back_and_loses_nothing():
     while 2 in b.requests:
         step(b)
     assert b.idle and b.books.spare() == 6
+
+
+def test_a_preempted_prompt_is_counted_once():
+    b = brain(pages=7)
+    b.take([submit(1, 7), submit(2, 7)])
+    while not b.idle:
+        step(b)
+    assert b.tally.preemptions and b.tally.prompt_tokens == 14
+
+
+def test_who_was_passed_by_squeezed_and_admitted_again_is_not_listed_twice():
+    b = brain(pages=5, budget=12)
+    b.take([submit(1, 3), submit(2, 3)])
+    step(b)
+    one, two = b.requests[1], b.requests[2]
+    b._emitted, b._decoding = [], [two, one]
+    one.made, two.made = 11, 12  # the younger one wants more than the budget; the older one more pages than there are
+    plan = b.plan(0)
+    assert two.preempted == 1 and uids(plan) == [2] and len(plan.binds) == 1
+    assert [r.uid for r in b._decoding] == [1, 2]
+
+
+def test_generated_pages_are_cached_as_they_fill():
+    b = brain()
+    b.take([submit(1, (1, 2, 3, 4, 5))])
+    for _ in range(8):
+        step(b)
+    b.take([submit(2, (1, 2, 3, 4, 5, *[7] * 7, 9))])  # 12 positions, 8 of them generated; the last has no KV yet
+    assert [bind.computed for bind in step(b).binds] == [12]
 
 
 def test_preempted_requests_queue_in_order_of_arrival():

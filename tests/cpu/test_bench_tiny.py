@@ -1,0 +1,198 @@
+"""The instruments on the bundled model: each runs in full, small, and its numbers fit together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.null.bench_server import Fake, serving_in_a_thread
+from thalweg.bench import compare_transformers, eval, one_batch
+from thalweg.bench.answers import Here, Texts
+from thalweg.bench.compare_transformers import agreement, decode_fp8, load_transformers
+from thalweg.bench.in_process import time_batch
+from thalweg.bench.tasks import make_items
+from thalweg.core.errors import CannotServe
+from thalweg.core.sampling import SamplingParams
+from thalweg.llm import LLM
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+ENGINE = ["--model", str(TINY), "--threads", "1", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(TINY), threads=1, dtype="float32", max_running_requests=8, max_total_tokens=16384)
+
+
+def test_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "one.json"
+    lengths = ["--batch-size", "1", "3", "--input-len", "20", "--output-len", "5", "1"]
+    assert one_batch.main([*ENGINE, *lengths, "--result-filename", str(out)]) == 0
+    saved = json.loads(out.read_text())
+    assert [(r["batch_size"], r["output_len"]) for r in saved["results"]] == [(1, 5), (1, 1), (3, 5), (3, 1)]
+    for r in saved["results"]:
+        assert r["prefill_throughput"] == pytest.approx(r["batch_size"] * 20 / r["prefill_latency"])
+        assert r["total_latency"] >= r["prefill_latency"] > 0
+        assert (r["median_decode_latency"] > 0) == (r["output_len"] > 1)
+    assert saved["configuration"]["decisions"] and saved["device"]["cpu"] and saved["versions"]["torch"]
+    shown = capsys.readouterr().out
+    assert "Prefill. latency:" in shown and "Decode.  median latency:" in shown and "Decode 3. Batch size: 3" in shown
+
+
+def test_one_batch_refuses_what_is_longer_than_the_context(capsys: pytest.CaptureFixture[str]) -> None:
+    assert one_batch.main([*ENGINE, "--input-len", "4000", "--output-len", "500", "--max-total-tokens", "8192"]) == 1
+    assert "4500 tokens" in capsys.readouterr().err
+
+
+def test_a_timed_batch_is_what_generate_gives(llm: LLM) -> None:
+    prompts = [llm.texts.tokenizer.encode(text) for text in ("Good morrow", "What is 12 + 34?", "Who is there?")]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    timing = time_batch(llm.engine, prompts, 6)
+    assert timing.outputs == [result.outputs[0].ids for result in llm.generate(prompts, params)]
+    assert len(timing.decode) == 5 and timing.total == pytest.approx(timing.prefill + sum(timing.decode))
+
+
+def test_fp8_blocks_are_decoded_with_their_own_scales() -> None:
+    codes = torch.randn(200, 300).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3) + 0.5
+    plain = decode_fp8(
+        {"w.weight": codes, "w.weight_scale_inv": scales, "n.weight": torch.ones(4, dtype=torch.bfloat16)}
+    )
+    assert set(plain) == {"w.weight", "n.weight"} and plain["n.weight"].dtype == torch.float32
+    for row, column in ((0, 0), (127, 128), (128, 127), (199, 299)):
+        want = float(codes[row, column]) * float(scales[row // 128, column // 128])
+        assert float(plain["w.weight"][row, column]) == pytest.approx(want)
+
+
+def test_transformers_has_the_same_model(llm: LLM) -> None:
+    model: Any = load_transformers(TINY)
+    ids = Texts(TINY).with_target(make_items("sums", "held_out", 1)[0])[0]
+    ours = torch.tensor([entry.logprob for entry in llm.score([ids])[0]])
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+    theirs = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    # from index_topk tokens on, a near tie of the indexer may be broken differently
+    assert torch.allclose(ours[:63], theirs[:63], atol=1e-3)
+    assert float((ours - theirs).abs().median()) < 1e-3
+
+
+def test_agreement_ends_at_the_first_difference() -> None:
+    assert agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == 4 / 6
+    assert agreement([], []) == 1.0
+
+
+def test_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "cmp.json"
+    flags = [
+        "--batch-size",
+        "1",
+        "2",
+        "--input-len",
+        "12",
+        "--output-len",
+        "6",
+        "--rounds",
+        "2",
+        "--output-file",
+        str(out),
+    ]
+    assert compare_transformers.main([*ENGINE, *flags]) == 0
+    saved = json.loads(out.read_text())
+    for result in saved["results"]:
+        rates = result["output_tokens_per_s"]
+        assert result["ratio"] == pytest.approx(rates["thalweg"] / rates[result["fastest_other"]])
+        assert rates[result["fastest_other"]] == max(rate for name, rate in rates.items() if name != "thalweg")
+        assert [len(seconds) for seconds in result["seconds"].values()] == [2, 2, 2]
+        # short of index_topk, and the same weights: the same text
+        assert result["same_tokens"]["transformers dynamic"] > 0.9
+    assert saved["load"]["threads"] == 1 and saved["load"]["checkpoint"] == "tiny"
+    assert "ratio" in capsys.readouterr().out
+
+
+def test_the_comparison_is_in_float32_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_transformers.main(["--model", str(TINY), "--dtype", "bfloat16", "--threads", "1"]) == 1
+    assert "--dtype float32" in capsys.readouterr().err
+
+
+def test_evaluation_of_every_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "eval.json"
+    assert eval.main([*ENGINE, "--items", "3", "--output-file", str(out)]) == 0
+    saved = json.loads(out.read_text())
+    rows = {row["task"]: row for row in saved["results"]}
+    shares = ["sums", "recall", "recall, random context", "tools"]
+    assert list(rows) == [*shares, "dialogue perplexity", "NextN acceptance, sums", "NextN acceptance, dialogue"]
+    assert rows["recall"]["hits"] > rows["recall, random context"]["hits"]
+    assert rows["sums"]["total"] == rows["recall"]["total"] == 3
+    assert rows["sums"]["hits"] >= 2, rows["sums"]["wrong"]
+    assert 1 < rows["dialogue perplexity"]["perplexity"] < 2048
+    assert rows["NextN acceptance, sums"]["total"] > 60 and rows["NextN acceptance, sums"]["share"] > 0.5
+    assert all(len(row["wrong"]) == row["total"] - row["hits"] for row in rows.values() if "wrong" in row)
+    assert saved["evaluation"]["items"] == 3 and saved["checkpoint"] == "tiny"
+    assert "95 % interval" in capsys.readouterr().out
+
+
+def test_perplexity_is_that_of_the_target_alone(llm: LLM) -> None:
+    run = eval.Evaluation(Texts(TINY), Here(llm, progress=False), 2, 0)
+    run.perplexity(Here(llm, progress=False))
+    nats, tokens = 0.0, 0
+    for item in make_items("dialogue", "held_out", 2):
+        prompt = run.texts.question(item).ids
+        rest = [*llm.texts.tokenizer.encode(item.target, add_special=False), llm.texts.tokenizer.eos_ids[0]]
+        for i, token in enumerate(rest):  # one token at a time, by the log-probability of a forced choice
+            forced = SamplingParams(
+                temperature=0.0, max_tokens=1, logit_bias=((token, 100.0),), logprobs=0, ignore_eos=True
+            )
+            (result,) = llm.generate([(*prompt, *rest[:i])], forced)
+            assert result.outputs[0].ids == [token]
+            nats, tokens = nats - result.outputs[0].logprobs[0].logprob, tokens + 1
+    row = run.rows[0]
+    assert row["tokens"] == tokens
+    assert row["perplexity"] == pytest.approx(torch.tensor(nats / tokens).exp().item(), rel=1e-3)
+
+
+def test_a_random_choice_replaces_the_indexers(llm: LLM) -> None:
+    seen: list[int] = []
+
+    def choose(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
+        seen.append(topk)
+        return scores_NS.topk(topk, -1).indices
+
+    own = LLM(str(TINY), threads=1, dtype="float32", max_running_requests=2, max_total_tokens=4096)
+    Here(own, progress=False).select(choose)
+    own.generate([list(range(40, 140))], SamplingParams(max_tokens=1, temperature=0.0))
+    assert seen and set(seen) == {64}
+
+
+def test_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = Fake(first=0.0, gap=0.0)
+    with serving_in_a_thread(fake) as url:
+        assert eval.main(["--model", str(TINY), "--base-url", url, "--tasks", "sums", "--items", "2"]) == 0
+    first = fake.bodies[0]
+    assert first["skip_special_tokens"] is False and first["ignore_eos"] is False and first["temperature"] == 0.0
+    wanted = [list(Texts(TINY).question(item).ids) for item in make_items("sums", "held_out", 2)]
+    assert sorted(body["prompt"] for body in fake.bodies) == sorted(wanted)
+    assert "0.0%" in capsys.readouterr().out  # the fake's answers are no sums
+    with serving_in_a_thread(Fake(plan=["ok", "429"])) as url:
+        assert eval.main(["--model", str(TINY), "--base-url", url, "--tasks", "sums", "--items", "2"]) == 1
+    assert "1 of 2 requests of sums failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags", [["--tasks", "dialogue", "--base-url", "http://x"], ["--indexer", "random", "--base-url", "http://x"]]
+)
+def test_what_http_cannot_give(flags: list[str]) -> None:
+    with pytest.raises(CannotServe, match="leave --base-url out"):
+        eval.run(["--model", str(TINY), *flags])
+
+
+def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "g.jsonl"
+    path.write_text(json.dumps({"question": "What is 12 + 34?", "answer": "46 it is\n#### 46"}))
+    flags = ["--gsm8k", str(path), "--thinking", "--max-new-tokens", "160", "--output-file", str(tmp_path / "o.json")]
+    assert eval.main([*ENGINE, *flags]) == 0
+    (row,) = json.loads((tmp_path / "o.json").read_text())["results"]
+    assert (row["task"], row["total"]) == ("gsm8k", 1) and (row["hits"] == 1 or row["wrong"][0]["right"] == "46")

@@ -1,0 +1,1 @@
+"""Instruments: load generator, one-batch timing, comparison with transformers, held-out tasks and evaluation."""

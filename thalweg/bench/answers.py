@@ -1,0 +1,146 @@
+"""Who answers an evaluation's questions: an engine in this process, or a server over HTTP. Both get the same token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rich.progress import Progress
+
+from thalweg.attention.selection import Selection
+from thalweg.bench.backends import Options, make_backend
+from thalweg.bench.client import Client
+from thalweg.bench.datasets import Prompt
+from thalweg.bench.load import Load
+from thalweg.bench.metrics import Record, failures
+from thalweg.bench.tasks import Item
+from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.sampling import SamplingParams
+from thalweg.layers.indexer import Indexer
+from thalweg.llm import LLM
+from thalweg.models.deepseek import Deepseek
+from thalweg.text.chat import ChatEncoder, Wish, choose_chat
+from thalweg.text.tokenizer import Tokenizer
+
+GREEDY = 0.0
+
+
+class NoAnswer(ThalwegError):
+    """The server failed on some of the requests: what is missing is no wrong answer, so there is no result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """ids: the prompt. limit: most tokens to write."""
+
+    ids: tuple[int, ...]
+    limit: int
+
+
+class Texts:
+    """Makes prompts as the checkpoint wants them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = Tokenizer(folder)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        wish = Wish(special_tokens=self.tokenizer.special_tokens)
+        self.encoder: ChatEncoder = choose_chat(folder, config, wish).encoder
+
+    def question(self, item: Item) -> Question:
+        """Raises InvalidRequest where the checkpoint has no chat format."""
+        text = self.encoder.encode(item.messages, list(item.tools) or None, thinking=item.thinking)
+        return Question(tuple(self.tokenizer.encode(text)), item.max_new_tokens)
+
+    def with_target(self, item: Item) -> tuple[tuple[int, ...], int]:
+        """The prompt with its right answer and the end token behind it, and where the answer begins."""
+        prompt = self.question(item).ids
+        target = self.tokenizer.encode(item.target, add_special=False)
+        return (*prompt, *target, self.tokenizer.eos_ids[0]), len(prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """text: special tokens included, the end token left out. ids: the end token included; empty over HTTP."""
+
+    text: str
+    ids: tuple[int, ...] = ()
+
+
+class Answerer(Protocol):
+    """Answers greedily, in order."""
+
+    def answer(self, questions: Sequence[Question], label: str) -> list[Answer]: ...
+
+
+class Here:
+    """An engine in this process."""
+
+    def __init__(self, llm: LLM, progress: bool) -> None:
+        self.llm, self.progress = llm, progress
+
+    def answer(self, questions: Sequence[Question], label: str) -> list[Answer]:
+        params = [
+            SamplingParams(temperature=GREEDY, max_tokens=question.limit, skip_special_tokens=False)
+            for question in questions
+        ]
+        results = self.llm.generate([question.ids for question in questions], params, progress=self.progress)
+        return [Answer(result.outputs[0].text, tuple(result.outputs[0].ids)) for result in results]
+
+    def indexers(self) -> list[Indexer]:
+        """Those of the model; empty where it chooses no context."""
+        model = self.llm.engine.runner.model
+        return (
+            [module for module in model.modules() if isinstance(module, Indexer)] if isinstance(model, Deepseek) else []
+        )
+
+    def has_nextn(self) -> bool:
+        model = self.llm.engine.runner.model
+        return isinstance(model, Deepseek) and model.facts.nextn > 0
+
+    def select(self, selection: Selection) -> None:
+        """Puts another choice of context in the place of the indexer's, and forgets what was computed with the old one.
+
+        Raises CannotServe for a model that chooses no context.
+        """
+        found = self.indexers()
+        if not found:
+            raise CannotServe("this model has no indexer, so there is no choice of context to replace")
+        for indexer in found:
+            indexer.selection = selection
+        self.llm.engine.flush_cache()
+
+
+class There:
+    """A server's `/v1/completions`, with token ids."""
+
+    def __init__(self, base_url: str, model: str, api_key: str, concurrency: int, progress: Progress) -> None:
+        self.base_url, self.concurrency, self.progress = base_url, concurrency, progress
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        extra: dict[str, object] = {"skip_special_tokens": False}
+        self.options = Options(model=model, temperature=GREEDY, ignore_eos=False, extra=extra)
+
+    def answer(self, questions: Sequence[Question], label: str) -> list[Answer]:
+        """Raises NoAnswer when a request fails."""
+        return asyncio.run(self._answer(questions, label))
+
+    async def _answer(self, questions: Sequence[Question], label: str) -> list[Answer]:
+        client = Client(self.base_url, self.headers)
+        prompts = [Prompt(question.limit, ids=question.ids, input_len=len(question.ids)) for question in questions]
+        load = Load(client, make_backend("openai"), self.options, prompts)
+        task = self.progress.add_task(label, total=len(questions))
+
+        def on_done(record: Record) -> None:
+            self.progress.advance(task)
+
+        await load.run([0.0] * len(prompts), self.concurrency, asyncio.Event(), on_done)
+        client.close()
+        if wrong := failures(load.records):
+            reason, count = next(iter(wrong.items()))
+            raise NoAnswer(
+                f"{sum(wrong.values())} of {len(questions)} requests of {label} failed, most often ({count} times): {reason}"
+            )
+        return [Answer(record.text) for record in load.records]

@@ -1,0 +1,34 @@
+"""`thalweg bench COMMAND`: finds the command's module and imports that one only, so that `bench serve` never waits for torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "serve": ("thalweg.bench.serve", "measure a running server, any OpenAI-compatible one"),
+    "one-batch": ("thalweg.bench.one_batch", "time prefill and decode of fixed batches in this process, without HTTP"),
+    "compare-transformers": ("thalweg.bench.compare_transformers", "the same prompts through transformers' generate"),
+}
+
+
+def usage() -> str:
+    lines = (f"  {name:<22}{text}" for name, (_, text) in COMMANDS.items())
+    return (
+        "usage: thalweg bench COMMAND [OPTIONS]\n\n" + "\n".join(lines) + "\n\nthalweg bench COMMAND --help tells more"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command's exit status; 2 for a command that is none."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] not in COMMANDS:
+        print(f"thalweg bench: unknown command {words[0]!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    status = import_module(COMMANDS[words[0]][0]).main(words[1:])
+    assert isinstance(status, int)
+    return status

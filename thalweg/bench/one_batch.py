@@ -1,0 +1,163 @@
+"""`thalweg bench one-batch`: prefill and decode of fixed batches in this process, without HTTP, step by step."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from thalweg.bench.in_process import (
+    Timing,
+    configuration,
+    fits,
+    middle,
+    positive,
+    random_batch,
+    room_for,
+    start,
+    time_batch,
+)
+from thalweg.bench.metrics import percentile
+from thalweg.bench.results import ResultError, provenance, write
+from thalweg.config.args import Parser, config_parser, parse_config
+from thalweg.core.errors import ThalwegError
+from thalweg.engine.local import LocalEngine
+from thalweg.launch.resolved import Resolved
+
+SHOWN_STEPS = 5  # decode steps that are printed one by one, as SGLang does
+WARM_UP_TOKENS = 8
+
+Case = tuple[int, int, int]  # batch size, input length, output length
+
+
+def _parser() -> Parser:
+    parser = config_parser(
+        "thalweg bench one-batch",
+        "Times prefill and decode of batches of random tokens: every batch size with every input and output length.",
+        only=("model", "load", "memory", "schedule"),
+    )
+    group = parser.add_argument_group("Batches")
+    add = group.add_argument
+    add("--batch-size", type=positive, nargs="+", default=[1], metavar="N", help="sequences at a time (default: 1)")
+    add(
+        "--input-len",
+        type=positive,
+        nargs="+",
+        default=[1024],
+        metavar="N",
+        help="tokens of each prompt (default: 1024)",
+    )
+    add("--output-len", type=positive, nargs="+", default=[16], metavar="N", help="tokens to generate (default: 16)")
+    add(
+        "--repeat",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="runs of each case; the fastest is reported (default: 1)",
+    )
+    add("--run-name", default="default", help="a name that goes into the result")
+    add("--result-filename", default="", metavar="FILE", help="write the result; .jsonl gets one line more")
+    add("--bench-seed", type=int, default=1, metavar="N", help="of the random tokens (default: 1)")
+    return parser
+
+
+def report(case: Case, timing: Timing, run_name: str) -> dict[str, object]:
+    """The numbers of a case, under SGLang's keys; latencies in seconds, throughputs in tokens a second."""
+    batch, input_len, output_len = case
+    step = middle(timing.decode)
+    return {
+        "run_name": run_name,
+        "batch_size": batch,
+        "input_len": input_len,
+        "output_len": output_len,
+        "prefill_latency": timing.prefill,
+        "prefill_throughput": batch * input_len / timing.prefill,
+        "median_decode_latency": step,
+        "median_decode_throughput": batch / step if step else 0.0,
+        "p99_decode_latency": percentile(sorted(timing.decode), 99) if timing.decode else 0.0,
+        "total_latency": timing.total,
+        "overall_throughput": batch * (input_len + output_len) / timing.total,
+        "output_throughput": batch * output_len / timing.total,
+    }
+
+
+def lines(case: Case, timing: Timing, result: dict[str, object]) -> list[str]:
+    """What is printed of a case, in SGLang's words."""
+    batch = case[0]
+
+    def line(head: str, seconds: object, rate: object, of: str = "") -> str:
+        return f"{head} {of}latency: {seconds:6.5f} s, {of}throughput: {rate:9.2f} token/s"
+
+    shown = [f"Benchmark: batch size {batch}, input {case[1]}, output {case[2]}"]
+    shown.append(line("Prefill.", result["prefill_latency"], result["prefill_throughput"]))
+    for i, seconds in enumerate(timing.decode[:SHOWN_STEPS]):
+        shown.append(line(f"Decode {i}. Batch size: {batch},", seconds, batch / seconds))
+    if timing.decode:
+        shown.append(
+            line("Decode. ", result["median_decode_latency"], result["median_decode_throughput"], of="median ")
+        )
+    shown.append(line("Total. ", result["total_latency"], result["overall_throughput"]))
+    return shown
+
+
+def measure(engine: LocalEngine, resolved: Resolved, case: Case, repeat: int, rng: Random) -> Timing:
+    """A short warm-up of the same shape, then the fastest of `repeat` runs, each with tokens never seen before."""
+    batch, input_len, output_len = case
+    fits(engine, input_len, output_len)
+    time_batch(engine, random_batch(resolved, batch, input_len, rng), min(output_len, WARM_UP_TOKENS))
+    runs = (time_batch(engine, random_batch(resolved, batch, input_len, rng), output_len) for _ in range(repeat))
+    return min(runs, key=lambda timing: timing.total)
+
+
+def table(results: Sequence[dict[str, object]]) -> Table:
+    """All cases on one page."""
+    shown = Table(title="one batch", title_justify="left")
+    for head in ("batch", "input", "output", "prefill s", "prefill tok/s", "decode ms", "decode tok/s", "total s"):
+        shown.add_column(head, justify="right")
+    for r in results:
+        step = r["median_decode_latency"]
+        assert isinstance(step, float)
+        numbers = (f"{r['prefill_latency']:.4f}", f"{r['prefill_throughput']:.0f}", f"{1000 * step:.2f}")
+        rate, total = f"{r['median_decode_throughput']:.1f}", f"{r['total_latency']:.3f}"
+        shown.add_row(str(r["batch_size"]), str(r["input_len"]), str(r["output_len"]), *numbers, rate, total)
+    return shown
+
+
+def run(argv: list[str]) -> list[dict[str, object]]:
+    """Measures every case and prints it at once; Ctrl-C ends the list early and keeps it. Raises ThalwegError or ResultError."""
+    parsed = parse_config(_parser(), argv)
+    args: argparse.Namespace = parsed.rest
+    cases: list[Case] = list(itertools.product(args.batch_size, args.input_len, args.output_len))
+    room = room_for(parsed.config, max(args.batch_size), max(args.input_len), max(args.output_len))
+    resolved, engine = start(room)
+    rng, results = Random(args.bench_seed), []
+    console = Console(stderr=True)
+    try:
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            for case in bar.track(cases, description="cases"):
+                timing = measure(engine, resolved, case, args.repeat, rng)
+                results.append(report(case, timing, args.run_name))
+                print("\n".join(lines(case, timing, results[-1])))
+    except KeyboardInterrupt:
+        print("interrupted: what was measured follows", file=sys.stderr)
+    Console().print(table(results))
+    if args.result_filename:
+        told = provenance("bench one-batch", argv, configuration(resolved))
+        write(Path(args.result_filename), {"results": results, **told})
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: done, 1: it could not start or nothing was measured."""
+    try:
+        return 0 if run(list(sys.argv[1:] if argv is None else argv)) else 1
+    except (ThalwegError, ResultError) as error:
+        print(f"thalweg bench one-batch: {error}", file=sys.stderr)
+        return 1
