@@ -57,7 +57,7 @@ def test_logprobs_agree_with_scores(llm: LLM) -> None:
     scores = llm.score([*result.prompt_ids, *choice.ids], top=2)[0]
     assert len(scores) == len(result.prompt_ids) + len(choice.ids) - 1
     for said, scored, token in zip(choice.logprobs, scores[len(result.prompt_ids) - 1 :], choice.ids, strict=True):
-        assert math.isclose(said.logprob, scored.logprob, abs_tol=1e-2)
+        assert math.isclose(said.logprob, scored.logprob, abs_tol=1e-3)
         assert said.top_ids[0] == token and math.isclose(said.top_logprobs[0], said.logprob, abs_tol=1e-6)
 
 
@@ -70,7 +70,7 @@ def test_prompt_logprobs_survive_chunks_and_prefix_hits() -> None:
         got = cut.generate(prompt, msgspec.structs.replace(GREEDY, prompt_logprobs=1, max_tokens=4))[0]
         assert len(got.prompt_logprobs) == len(prompt) - 1, engine_run
         for a, b in zip(want, got.prompt_logprobs, strict=True):
-            assert math.isclose(a.logprob, b.logprob, abs_tol=5e-2)
+            assert math.isclose(a.logprob, b.logprob, abs_tol=1e-3)
     hit = cut.generate(prompt, GREEDY)[0]
     assert hit.cached_tokens == (len(prompt) - 1) // 64 * 64
 

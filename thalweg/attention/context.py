@@ -1,7 +1,7 @@
 """What the attention layers of one step share: for each group its pages, masks and tiles, made once and read by every layer.
 
 Letters: R rows of a group, q query tokens a row, N = R · q of them, S context tokens (whole pages), T tokens of the step. A bias is
-additive: 0 where a context token may be seen, -inf where not; every query token sees at least one.
+additive: 0 (or as good as 0, see TIE) where a context token may be seen, -inf where not; every query token sees at least one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from thalweg.batch.batch import Batch, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
 
+TIE = 1e-20  # a position: far below any score's rounding. relu makes index scores of exactly 0 frequent; of those the latest are chosen,
+# so that a choice depends neither on how many candidates a prompt was cut to nor on the order of a top-k
 TILE_ELEMENTS = 1 << 24  # bounds what a tile's scores, or its gathered latents, may take: 64 MiB in float32
 
 
@@ -38,9 +40,10 @@ class Work(NamedTuple):
 class Span:
     """One group and its context, cut into tiles that bound the memory of scores."""
 
-    def __init__(self, batch: Batch, group: Group, work: Work) -> None:
+    def __init__(self, batch: Batch, group: Group, counting_S: Tensor, work: Work) -> None:
         self.group, self.rows, self.query, self.reach = group, group.rows, group.query, group.reach
         self.pages = -(-group.reach // PAGE)
+        self._counting_S = counting_S
         self.covers = group.rows * group.query == len(batch.ids_T)
         self.positions_N = self.part(batch.positions_T)
         self.table_RP = batch.table_RP[group.row_slice, : self.pages]
@@ -72,47 +75,58 @@ class Span:
         return torch.cat([tile.view(self.rows, -1, *tile.shape[1:]) for tile in tiles], 1).flatten(0, 1)
 
     def bias(self, tile: Tile) -> Tensor:
-        """float32 [tokens of the tile, S]: 0 up to each query token's own position, -inf beyond."""
-        return self._biases.get(tile) if tile in self._biases else self._make_bias(tile)
+        """float32 [tokens of the tile, S]: as good as 0 up to each query token's own position, -inf beyond."""
+        return self._biases[tile] if tile in self._biases else self._make_bias(tile)
 
     def _make_bias(self, tile: Tile) -> Tensor:
-        positions = self.tokens_of(self.positions_N, tile).unsqueeze(-1)
-        context = torch.arange(tile.pages * PAGE, device=positions.device)
-        return torch.zeros(len(positions), len(context), device=positions.device).masked_fill_(context > positions, -torch.inf)
+        # of a whole row the size comes from the table, not from `pages`: a traced step has tables of any width
+        pages = self.table_RP.shape[1] if tile.pages == self.pages else tile.pages
+        counting_S = self._counting_S[: pages * PAGE]
+        beyond = counting_S > self.tokens_of(self.positions_N, tile).unsqueeze(-1)
+        return torch.where(beyond, -torch.inf, counting_S * TIE)
+
+    def only(self, tile: Tile, index_NK: Tensor, bias_NK: Tensor) -> Tensor:
+        """float32 [tokens of the tile, S]: the bias of the chosen positions, -inf elsewhere."""
+        nothing = torch.full((len(index_NK), tile.pages * PAGE), -torch.inf, device=index_NK.device)
+        return nothing.scatter_(1, index_NK, bias_NK)
 
     def gather(self, paged: Tensor, pages: int) -> Tensor:
         """[R, S, dim]: the first `pages` pages of every row's context, copied together."""
         table = self._table_N if pages == self.pages else self.table_RP[:, :pages].reshape(-1)
-        return paged.index_select(0, table).view(self.rows, pages * PAGE, -1)
+        return paged.index_select(0, table).view(self.rows, -1, paged.shape[-1])
 
     def slots(self, index_NK: Tensor) -> Tensor:
         """Flat plane rows of context positions; the same number of query tokens of each row."""
+        if len(index_NK) == self.rows:
+            return self._slots_RS.gather(1, index_NK)
         return self._slots_RS.gather(1, index_NK.view(self.rows, -1)).view_as(index_NK)
 
     @cached_property
     def _slots_RS(self) -> Tensor:
-        offsets = torch.arange(PAGE, device=self.table_RP.device)
-        return (self.table_RP.unsqueeze(-1) * PAGE + offsets).view(self.rows, -1)
+        return torch.add(self._counting_S[:PAGE], self.table_RP.unsqueeze(-1), alpha=PAGE).view(self.rows, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the layers of a forward are given. cis: the rotation of each token, complex64; cis_T1c for all heads at once.
-    reach: the longest context, in tokens."""
+    """What the layers of a forward are given. cis_T1c: the rotation of each token, complex64. reach: the longest context, in tokens."""
 
     batch: Batch
     planes: Planes
-    cis_Tc: Tensor
     cis_T1c: Tensor
     spans: tuple[Span, ...]
     reach: int
 
 
-def step_of(batch: Batch, planes: Planes, cis: Tensor, work: Work) -> Step:
+def counting(context: int, device: torch.device) -> Tensor:
+    """0, 1, 2, … for all positions that whole pages of a context of this length have."""
+    return torch.arange(-(-context // PAGE) * PAGE, device=device)
+
+
+def step_of(batch: Batch, planes: Planes, cis: Tensor, counting_S: Tensor, work: Work) -> Step:
     """cis: the whole rotary table [context, dim / 2]."""
-    cis_Tc = cis.index_select(0, batch.positions_T)
-    spans = tuple(Span(batch, group, work) for group in batch.groups)
-    return Step(batch, planes, cis_Tc, cis_Tc.unsqueeze(1), spans, max(span.reach for span in spans))
+    cis_T1c = cis.index_select(0, batch.positions_T).unsqueeze(1)
+    spans = tuple(Span(batch, group, counting_S, work) for group in batch.groups)
+    return Step(batch, planes, cis_T1c, spans, max(span.reach for span in spans))
 
 
 def join_groups(parts: list[Tensor]) -> Tensor:

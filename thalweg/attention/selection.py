@@ -38,9 +38,9 @@ class RandomChoice:
 
 
 class Choice(NamedTuple):
-    """The chosen context of a group, tile by tile: flat plane rows int64 [N, K] and their bias float32 [N, K]."""
+    """The chosen context of a group, tile by tile: positions int64 [N, K] and their bias float32 [N, K]: -inf for what only fills up."""
 
-    slots: tuple[Tensor, ...]
+    positions: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]
 
 

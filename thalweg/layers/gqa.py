@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thalweg.attention.context import Span, Step, join_groups
 from thalweg.config.model import ModelFacts
@@ -11,9 +11,10 @@ from thalweg.kernels.gqa import ref
 from thalweg.kernels.rope.ref import rotate_
 from thalweg.layers.linear import Linear
 from thalweg.layers.norm import RMSNorm
+from thalweg.layers.part import Part
 
 
-class Gqa(nn.Module):
+class Gqa(Part):
     """qkv: rows of the query heads, then key heads, then value heads. Cached per token: rotated keys and values of all key heads."""
 
     def __init__(
@@ -22,18 +23,20 @@ class Gqa(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.dim, self.layer = facts.heads, facts.kv_heads, facts.head_dim, layer
         self.qkv = Linear(facts.hidden, (self.heads + 2 * self.kv_heads) * self.dim, dtype, device, facts.qkv_bias)
+        self.columns = [self.heads, self.kv_heads, self.kv_heads]
         self.query_norm = RMSNorm(self.dim, facts.norm_eps, device) if qk_norm else None
         self.key_norm = RMSNorm(self.dim, facts.norm_eps, device) if qk_norm else None
         self.out = Linear(self.heads * self.dim, facts.hidden, dtype, device, out_bias)
 
     def add_(self, h_TH: Tensor, x_TH: Tensor, step: Step) -> Tensor:
         """h += attention(x), in place."""
-        qkv_THd = self.qkv.forward(x_TH).view(len(x_TH), -1, self.dim)
-        query, key, value = torch.split(qkv_THd, (self.heads, self.kv_heads, self.kv_heads), 1)
+        qkv_TX = self.qkv.forward(x_TH)
+        qkv_THd = qkv_TX.view(len(x_TH), -1, self.dim)
+        query, key, value = torch.split(qkv_THd, self.columns, 1)
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.forward_(query)
             self.key_norm.forward_(key)
-        rotate_(qkv_THd[:, : self.heads + self.kv_heads], step.cis_T1c)
+        rotate_(qkv_TX, step.cis_T1c, 0, self.heads + self.kv_heads, self.dim)
         step.planes.tokens("key", self.layer).index_copy_(0, step.batch.write_T, key.flatten(1))
         step.planes.tokens("value", self.layer).index_copy_(0, step.batch.write_T, value.flatten(1))
         return self.out.add_(h_TH, join_groups([self._attend(span, span.part(query), step) for span in step.spans]))

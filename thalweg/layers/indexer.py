@@ -3,45 +3,47 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thalweg.attention.context import Span, Step, Tile
 from thalweg.attention.selection import Choice, Choices, Selection
 from thalweg.config import model as config
+from thalweg.core.plan import PAGE
 from thalweg.kernels.indexer.ref import index_scores
 from thalweg.kernels.rope.ref import rotate_
 from thalweg.layers.linear import parameter
 from thalweg.layers.norm import LayerNorm
+from thalweg.layers.part import Part
 
 KEY_NORM_EPS = 1e-6  # nn.LayerNorm with this eps in the published code, whatever rms_norm_eps says (facts §6.1)
 
 
-class Indexer(nn.Module):
+class Indexer(Part):
     """Its query and key projections are rows of the attention's fused GEMMs; head weights are float32 (facts §2.6: bf16 loses recall).
 
-    Only the first `rope` dims of a head rotate. Without quantised keys a Hadamard transform of queries and keys would change nothing.
+    Only the first dims of a head rotate. Without quantised keys a Hadamard transform of queries and keys would change nothing.
     """
 
     def __init__(
         self,
         facts: config.Indexer,
         hidden: int,
-        rope: int,
         layer: int,
         selection: Selection,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.heads, self.dim, self.topk, self.rope, self.layer = facts.heads, facts.dim, facts.topk, rope, layer
+        self.heads, self.dim, self.topk, self.layer = facts.heads, facts.dim, facts.topk, layer
         self.selection = selection
         self.key_norm = LayerNorm(facts.dim, KEY_NORM_EPS, device)
         self.weights = parameter(facts.heads, hidden, dtype=torch.float32, device=device)
+        self._turned = self.weights.data.t()
         self.scale = (facts.heads * facts.dim) ** -0.5
 
     def keep(self, key_TD: Tensor, step: Step) -> None:
         """Norms, rotates and stores the keys of this step's tokens: always, also where every token will be read."""
-        key_TD = self.key_norm(key_TD)
-        rotate_(key_TD[:, : self.rope], step.cis_Tc)
+        key_TD = self.key_norm.forward(key_TD)
+        rotate_(key_TD, step.cis_T1c, 0, 1, self.dim)
         step.planes.tokens("index", self.layer).index_copy_(0, step.batch.write_T, key_TD)
 
     def choose(self, x_TH: Tensor, query_TX: Tensor, step: Step) -> Choices:
@@ -51,9 +53,9 @@ class Indexer(nn.Module):
         """
         if step.reach <= self.topk:
             return (None,) * len(step.spans)
+        rotate_(query_TX, step.cis_T1c, 0, self.heads, self.dim)
         query_THD = query_TX.view(-1, self.heads, self.dim)
-        rotate_(query_THD[..., : self.rope], step.cis_T1c)
-        weights_TH = torch.mm(x_TH.float(), self.weights.t()).mul_(self.scale)
+        weights_TH = torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._turned)
         return tuple(self._choose(span, query_THD, weights_TH, step) for span in step.spans)
 
     def _choose(self, span: Span, query_THD: Tensor, weights_TH: Tensor, step: Step) -> Choice | None:
@@ -62,13 +64,13 @@ class Indexer(nn.Module):
         paged = step.planes.paged("index", self.layer)
         query_NHD, weights_NH = span.part(query_THD), span.part(weights_TH)
         chosen = [self._choose_tile(span, tile, query_NHD, weights_NH, paged) for tile in span.tiles]
-        return Choice(tuple(slots for slots, _ in chosen), tuple(bias for _, bias in chosen))
+        return Choice(tuple(index for index, _ in chosen), tuple(bias for _, bias in chosen))
 
     def _choose_tile(
         self, span: Span, tile: Tile, query_NHD: Tensor, weights_NH: Tensor, paged: Tensor
     ) -> tuple[Tensor, Tensor]:
         query, weights, bias = span.tokens_of(query_NHD, tile), span.tokens_of(weights_NH, tile), span.bias(tile)
         # past each query's own position -inf, not 0: scores may be negative
-        scores = index_scores(query, weights, span.gather(paged, tile.pages)).add_(bias)
-        index = self.selection(scores, min(self.topk, scores.shape[1]))
-        return span.slots(index), bias.gather(1, index)
+        scores = index_scores(query, weights, span.gather(paged, tile.pages), bias, self.scale)
+        index = self.selection(scores, min(self.topk, tile.pages * PAGE))
+        return index, bias.gather(1, index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from thalweg.attention.context import Span, Step, join_groups
 from thalweg.attention.selection import Choice, Choices, Selection
@@ -13,19 +13,21 @@ from thalweg.kernels.gemm.warm import warm_for
 from thalweg.kernels.mla import ref
 from thalweg.kernels.rope.ref import rotate_
 from thalweg.layers.indexer import Indexer
-from thalweg.layers.linear import Linear, parameter
+from thalweg.layers.linear import Linear, neighbours
 from thalweg.layers.norm import RMSNorm
+from thalweg.layers.part import Part
 from thalweg.layers.rotary import softmax_scale
 
+GATHERED = 1 << 18  # elements of chosen latents gathered at once: what stays in a near cache until it is read again
 LATENT_NORM_EPS = 1e-6  # the class default in the published code, not rms_norm_eps (facts §2.1)
 
 
-class Mla(nn.Module):
+class Mla(Part):
     """Cached per token: the normed latent and the rotated key, side by side. Output heads are summed into the residual.
 
     down: rows q_a (or all queries, without q_lora), latent, key; then the indexer's key. up: rows of the queries, then the indexer's queries.
-    uk [H, nope, r] and uv [H, r, v] are kv_b's halves. Short queries multiply by uk and attend to latents; long ones decompress the
-    context once: that pays above `long` query tokens, where (r + v) · nope-sized work a key is saved on every query.
+    uk [H, nope, r] and uv [H, r, v] are kv_b's halves. Short queries multiply by uk and attend to latents; those of more than `long` tokens
+    decompress the context once and save work on every pair. A chosen context is gathered, or, while it is short, masked.
     """
 
     def __init__(
@@ -47,59 +49,70 @@ class Mla(nn.Module):
         self.indexer, index_key, index_query = None, 0, 0
         if indexed:
             assert facts.indexer is not None
-            self.indexer = Indexer(facts.indexer, facts.hidden, mla.rope, layer, selection, device)
+            self.indexer = Indexer(facts.indexer, facts.hidden, layer, selection, device)
             index_key, index_query = facts.indexer.dim, facts.indexer.heads * facts.indexer.dim
-        self.down = Linear(facts.hidden, self.down_query + self.rank + self.rope + index_key, dtype, device)
+        self.columns = [self.down_query, self.rank + self.rope, index_key]
+        heads, wide = facts.heads, self.query_size + index_query
+        before = (sum(self.columns), facts.hidden), (wide if mla.q_lora else 0, mla.q_lora)
+        after = (heads, mla.nope, self.rank), (heads, self.rank, mla.v), (facts.hidden, heads * mla.v)
+        self._before, (down, up) = neighbours(*before, dtype=dtype, device=device)
+        self._after, (self.uk, self.uv, out) = neighbours(*after, dtype=dtype, device=device)
+        self._warm_before, self._warm_after = warm_for(self._before), warm_for(self._after)
+        self._uk, self._uv = self.uk.data, self.uv.data
+        self.down = Linear(facts.hidden, sum(self.columns), dtype, device, weight=down)
         self.query_norm = RMSNorm(mla.q_lora, LATENT_NORM_EPS, device) if mla.q_lora else None
-        self.up = Linear(mla.q_lora, self.query_size + index_query, dtype, device) if mla.q_lora else None
+        self.up = Linear(mla.q_lora, wide, dtype, device, weight=up) if mla.q_lora else None
         self.latent_norm = RMSNorm(self.rank, LATENT_NORM_EPS, device)
-        self.uk = parameter(facts.heads, mla.nope, self.rank, dtype=dtype, device=device)
-        self.uv = parameter(facts.heads, self.rank, mla.v, dtype=dtype, device=device)
-        self.warm = warm_for(device)
-        self.out = Linear(facts.heads * mla.v, facts.hidden, dtype, device)
-        saved = (2 * self.rank + self.rope) - (mla.nope + mla.rope + mla.v)
-        self.long = self.rank * (mla.nope + mla.v) // saved if saved > 0 else 1 << 30
+        self.out = Linear(heads * mla.v, facts.hidden, dtype, device, weight=out)
+        absorbed, plain = 2 * self.rank + self.rope, mla.nope + mla.rope + mla.v  # work for one key by one head
+        self.long = self.rank * (mla.nope + mla.v) // (absorbed - plain) if absorbed > plain else 1 << 30
+        chosen = facts.indexer.topk * (self.rank + self.rope) if facts.indexer is not None else 1
+        self.piece = max(GATHERED // chosen, 1)
+        # up to here a mask over everything costs less than gathering the chosen latents of every query token, measured as twice the work
+        self.masked = 2 * facts.indexer.topk * absorbed // plain if facts.indexer is not None else 0
 
-    def keep(self, latent_TX: Tensor, step: Step) -> None:
-        """Stores latent, key and index key of this step's tokens. latent_TX: output of `down` from the latent's columns on, edited."""
-        rank, stored = self.rank, self.rank + self.rope
-        self.latent_norm.forward_(latent_TX[:, :rank])
-        rotate_(latent_TX[:, rank:stored], step.cis_Tc)
-        step.planes.tokens("latent", self.layer).index_copy_(0, step.batch.write_T, latent_TX[:, :stored])
+    def keep(self, latent_TD: Tensor, index_key_TD: Tensor, step: Step) -> None:
+        """Stores this step's tokens: the latent with its key, normed and rotated in place, and the index key."""
+        self.latent_norm.forward_(latent_TD[:, : self.rank])
+        rotate_(latent_TD, step.cis_T1c, self.rank, 1, 0)
+        step.planes.tokens("latent", self.layer).index_copy_(0, step.batch.write_T, latent_TD)
         if self.indexer is not None:
-            self.indexer.keep(latent_TX[:, stored:], step)
+            self.indexer.keep(index_key_TD, step)
 
     def observe(self, x_TH: Tensor, step: Step) -> None:
         """Stores what attention would store, and computes nothing else."""
-        self.keep(F.linear(x_TH, self.down.weight[self.down_query :]), step)
+        down_TX = F.linear(x_TH, self.down.weight[self.down_query :])
+        latent_TD, index_key_TD = torch.split(down_TX, self.columns[1:], 1)
+        self.keep(latent_TD, index_key_TD, step)
 
     def add_(self, h_TH: Tensor, x_TH: Tensor, step: Step, earlier: Choices) -> Choices:
         """h += attention(x), in place. Returns the choice of context made here, or `earlier` in a layer without an indexer."""
-        down_TX = self.down.forward(x_TH)
-        query_TX = down_TX[:, : self.down_query]
+        self._warm_before(self._before)
+        query_TX, latent_TD, index_key_TD = torch.split(self.down.forward(x_TH), self.columns, 1)
         if self.query_norm is not None and self.up is not None:
             query_TX = self.up.forward(self.query_norm.forward(query_TX))
-        self.keep(down_TX[:, self.down_query :], step)
+        self.keep(latent_TD, index_key_TD, step)
         choices = earlier
         if self.indexer is not None:
             choices = self.indexer.choose(x_TH, query_TX[:, self.query_size :], step)
+        self._warm_after(self._after)
+        rotate_(query_TX, step.cis_T1c, self.nope, self.heads, self.nope + self.rope)
         query_THd = query_TX[:, : self.query_size].view(-1, self.heads, self.nope + self.rope)
-        rotate_(query_THd[..., self.nope :], step.cis_T1c)
-        parts = [self._attend(span, span.part(query_THd), choice, step) for span, choice in zip(step.spans, choices, strict=True)]
+        parts = [
+            self._attend(span, span.part(query_THd), choice, step)
+            for span, choice in zip(step.spans, choices, strict=True)
+        ]
         self.out.add_(h_TH, join_groups(parts))
         return choices
 
     def _attend(self, span: Span, query_NHd: Tensor, choice: Choice | None, step: Step) -> Tensor:
         """One group: → [N, H * v]."""
-        if choice is None and span.query > self.long:
-            return self._decompressed(span, query_NHd, step)
-        uk, uv = self.uk, self.uv
-        self.warm(uk)
-        absorbed = torch.bmm(query_NHd[..., : self.nope].transpose(0, 1), uk).transpose(0, 1)
+        if span.query > self.long and (choice is None or span.reach <= min(self.masked, 2 * span.query)):
+            return self._decompressed(span, query_NHd, choice, step)
+        absorbed = torch.bmm(query_NHd[..., : self.nope].transpose(0, 1), self._uk).transpose(0, 1)
         query_NHD = torch.cat((absorbed, query_NHd[..., self.nope :]), -1)
         u_NHR = self._dense(span, query_NHD, step) if choice is None else self._sparse(span, query_NHD, choice, step)
-        self.warm(uv)
-        return torch.bmm(u_NHR.transpose(0, 1), uv).transpose(0, 1).reshape(-1, self.heads * self.v)
+        return torch.bmm(u_NHR.transpose(0, 1), self._uv).transpose(0, 1).reshape(-1, self.heads * self.v)
 
     def _dense(self, span: Span, query_NHD: Tensor, step: Step) -> Tensor:
         """Absorbed attention to the whole context: → [N, H, r]."""
@@ -114,20 +127,29 @@ class Mla(nn.Module):
     def _sparse(self, span: Span, query_NHD: Tensor, choice: Choice, step: Step) -> Tensor:
         """Absorbed attention to the chosen context: → [N, H, r]."""
         plane, parts = step.planes.tokens("latent", self.layer), []
-        for tile, slots_NK, bias_NK in zip(span.tiles, choice.slots, choice.biases, strict=True):
-            latents = plane.index_select(0, slots_NK.view(-1)).view(*slots_NK.shape, -1)
-            query = span.tokens_of(query_NHD, tile)
-            parts.append(ref.absorbed(query, latents, bias_NK.unsqueeze(1), self.scale, self.rank))
+        for tile, index_NK, bias_NK in zip(span.tiles, choice.positions, choice.biases, strict=True):
+            query, slots_NK, bias = span.tokens_of(query_NHD, tile), span.slots(index_NK), bias_NK.unsqueeze(1)
+            if len(query) <= self.piece:
+                parts.append(self._gathered(query, plane, slots_NK, bias))
+            else:
+                pieces = zip(*(torch.split(x, self.piece) for x in (query, slots_NK, bias)), strict=True)
+                parts.append(torch.cat([self._gathered(q, plane, slots, masked) for q, slots, masked in pieces]))
         return span.join(parts)
 
-    def _decompressed(self, span: Span, query_NHd: Tensor, step: Step) -> Tensor:
-        """Plain multi-head attention, row by row: → [N, H * v]."""
+    def _gathered(self, query_NHD: Tensor, plane: Tensor, slots_NK: Tensor, bias_N1K: Tensor) -> Tensor:
+        """Each query token to its own latents: → [N, H, r]."""
+        latents = plane.index_select(0, slots_NK.view(-1)).view(len(query_NHD), -1, self.rank + self.rope)
+        return ref.absorbed(query_NHD, latents, bias_N1K, self.scale, self.rank)
+
+    def _decompressed(self, span: Span, query_NHd: Tensor, choice: Choice | None, step: Step) -> Tensor:
+        """Plain multi-head attention, row by row, to the whole context or to what a mask leaves of it: → [N, H * v]."""
         latents_RSD = span.gather(step.planes.paged("latent", self.layer), span.pages)
         rows = []
         for row, query_qHd in enumerate(query_NHd.view(span.rows, span.query, self.heads, -1)):
-            key, value = ref.decompress(latents_RSD[row], self.uk, self.uv)
-            for tile in span.tiles:
-                bias_qS = span.bias(tile).view(span.rows, tile.stop - tile.start, -1)[row]
+            key, value = ref.decompress(latents_RSD[row], self._uk, self._uv)
+            for i, tile in enumerate(span.tiles):
+                bias = span.bias(tile) if choice is None else span.only(tile, choice.positions[i], choice.biases[i])
+                bias_qS = bias.view(span.rows, tile.stop - tile.start, -1)[row]
                 reach, query = bias_qS.shape[1], query_qHd[tile.start : tile.stop].transpose(0, 1)
                 out = ref.attend(query, key[:, :reach], value[:, :reach], bias_qS, self.scale)
                 rows.append(out.transpose(0, 1).flatten(1))

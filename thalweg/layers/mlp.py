@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from thalweg.layers.linear import Linear
+from thalweg.layers.part import Part
 
 
-class Mlp(nn.Module):
+class Mlp(Part):
     """gate_up: gate rows first, then up."""
 
     def __init__(

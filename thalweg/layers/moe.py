@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thalweg.config.model import Moe
 from thalweg.layers.mlp import Mlp
+from thalweg.layers.part import Part
 from thalweg.moe.experts import Experts
 from thalweg.moe.router import Router
 
 
-class MoeBlock(nn.Module):
+class MoeBlock(Part):
     """Σ_k w_k · expert_k(x) + shared(x); the shared experts are one MLP, without a gate (facts §2.4)."""
 
     def __init__(self, moe: Moe, hidden: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -80,11 +80,11 @@ def table(rope: Rope, context: int, device: torch.device) -> Tensor:
 def softmax_scale(dim: int, rope: Rope) -> float:
     """dim^-1/2, times YaRN's m² where the model was trained with it (facts §2.1: without it V3 is wrong)."""
     m = mscale(rope.factor, rope.mscale_all_dim) if rope.kind != "default" and rope.mscale_all_dim else 1.0
-    return dim**-0.5 * m * m
+    return float(dim**-0.5 * m * m)
 
 
 def pairs_from_halves(rows: Tensor, heads: int, dim: int) -> Tensor:
     """Reorders the first `dim` rows of each of `heads` equal parts of a weight or bias: row j → 2j, row j + dim/2 → 2j + 1."""
     parts = rows.view(heads, rows.shape[0] // heads, *rows.shape[1:])
-    turned = parts[:, :dim].unflatten(1, (2, dim // 2)).transpose(1, 2).flatten(1, 2)
+    turned = parts[:, :dim].reshape(heads, 2, dim // 2, *rows.shape[1:]).transpose(1, 2).flatten(1, 2)
     return torch.cat([turned, parts[:, dim:]], 1).view_as(rows)

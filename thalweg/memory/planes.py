@@ -41,10 +41,12 @@ class Planes:
         self.specs, self.pages = specs, pages
         self.bytes: dict[tuple[str, int], Tensor] = {}
         self._tokens: dict[tuple[str, int], Tensor] = {}
+        self._paged: dict[tuple[str, int], Tensor] = {}
         for spec in specs:
             storage = torch.zeros(pages, spec.page_bytes, dtype=torch.uint8, device=device)
             self.bytes[spec.name, spec.layer] = storage
-            self._tokens[spec.name, spec.layer] = storage.view(CODECS[spec.codec]).view(pages * PAGE, -1)
+            self._paged[spec.name, spec.layer] = storage.view(CODECS[spec.codec]).view(pages, PAGE, -1)
+            self._tokens[spec.name, spec.layer] = self._paged[spec.name, spec.layer].view(pages * PAGE, -1)
 
     def tokens(self, name: str, layer: int) -> Tensor:
         """[pages * PAGE, dim]: row page * PAGE + offset is one token's vector."""
@@ -52,7 +54,11 @@ class Planes:
 
     def paged(self, name: str, layer: int) -> Tensor:
         """[pages, PAGE, dim], the same memory."""
-        return self._tokens[name, layer].view(self.pages, PAGE, -1)
+        return self._paged[name, layer]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor that `tokens` and `paged` return."""
+        return (*self._tokens.values(), *self._paged.values())
 
     @staticmethod
     def page_cost(specs: tuple[PlaneSpec, ...]) -> int:

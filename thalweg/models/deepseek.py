@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from thalweg.attention.context import Step, Work, step_of
+from thalweg.attention.context import Step, Work, counting, step_of
 from thalweg.attention.selection import Choices, Selection
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
@@ -18,12 +18,13 @@ from thalweg.layers.mla import Mla
 from thalweg.layers.mlp import Mlp
 from thalweg.layers.moe import MoeBlock
 from thalweg.layers.norm import RMSNorm
+from thalweg.layers.part import Part
 from thalweg.memory.planes import Planes, PlaneSpec, vectors
 from thalweg.models import tables
 from thalweg.weights.table import Table
 
 
-class DeepseekLayer(nn.Module):
+class DeepseekLayer(Part):
     """x += attention(norm x); x += mlp(norm x), the MLP dense in the first layers and a mixture of experts in the others."""
 
     def __init__(
@@ -52,10 +53,11 @@ class DeepseekLayer(nn.Module):
         return choices
 
 
-class Deepseek(nn.Module):
+class Deepseek(Part):
     """DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM."""
 
     cis: Tensor
+    counting: Tensor
 
     def __init__(self, facts: ModelFacts, selection: Selection, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -72,12 +74,13 @@ class Deepseek(nn.Module):
         self.norm = RMSNorm(facts.hidden, facts.norm_eps, device)
         self.head = self.embedding if facts.tied else Embedding(facts.vocab, facts.hidden, dtype, device)
         self.register_buffer("cis", rotary.table(facts.rope, facts.context, device), persistent=False)
+        self.register_buffer("counting", counting(facts.context, device), persistent=False)
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         return tuple(spec for layer in range(self.facts.layers) for spec in layer_planes(self.facts, layer, self.dtype))
 
     def step(self, batch: Batch, planes: Planes) -> Step:
-        return step_of(batch, planes, self.cis, work(self.facts))
+        return step_of(batch, planes, self.cis, self.counting, work(self.facts))
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         step = self.step(batch, planes)

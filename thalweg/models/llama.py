@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from thalweg.attention.context import Step, Work, step_of
+from thalweg.attention.context import Step, Work, counting, step_of
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
 from thalweg.layers import rotary
@@ -13,12 +13,13 @@ from thalweg.layers.gqa import Gqa
 from thalweg.layers.linear import Embedding
 from thalweg.layers.mlp import Mlp
 from thalweg.layers.norm import RMSNorm
+from thalweg.layers.part import Part
 from thalweg.memory.planes import Planes, PlaneSpec, vectors
 from thalweg.models import tables
 from thalweg.weights.table import Table
 
 
-class LlamaLayer(nn.Module):
+class LlamaLayer(Part):
     def __init__(self, facts: ModelFacts, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(facts.hidden, facts.norm_eps, device)
@@ -31,10 +32,11 @@ class LlamaLayer(nn.Module):
         return self.mlp.add_(h_TH, self.mlp_norm.forward(h_TH))
 
 
-class Llama(nn.Module):
+class Llama(Part):
     """LlamaForCausalLM."""
 
     cis: Tensor
+    counting: Tensor
 
     def __init__(self, facts: ModelFacts, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -44,6 +46,7 @@ class Llama(nn.Module):
         self.norm = RMSNorm(facts.hidden, facts.norm_eps, device)
         self.head = self.embedding if facts.tied else Embedding(facts.vocab, facts.hidden, dtype, device)
         self.register_buffer("cis", rotary.table(facts.rope, facts.context, device), persistent=False)
+        self.register_buffer("counting", counting(facts.context, device), persistent=False)
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         width = self.facts.kv_heads * self.facts.head_dim
@@ -54,7 +57,7 @@ class Llama(nn.Module):
         )
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        step = step_of(batch, planes, self.cis, Work(pair=self.facts.heads))
+        step = step_of(batch, planes, self.cis, self.counting, Work(pair=self.facts.heads))
         h_TH = self.embedding.forward(batch.ids_T)
         for layer in self.layers:
             h_TH = layer(h_TH, step)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thalweg.attention.selection import Choices
 from thalweg.batch.batch import Batch
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.linear import Linear
 from thalweg.layers.norm import RMSNorm
+from thalweg.layers.part import Part
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.deepseek import Deepseek, DeepseekLayer, indexed, layer_planes, layer_table
 from thalweg.weights.table import Table
 
 
-class NextN(nn.Module):
+class NextN(Part):
     """From the hidden state of a token (after the main model's final norm) and the NEXT token's id: the hidden state whose logits
     predict the token after that. Chained steps feed its own output back. Shares the main model's embedding, head and rotary table.
     """

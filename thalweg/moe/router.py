@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.config.model import Moe
@@ -17,13 +16,14 @@ class Router(nn.Module):
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.experts, hidden, device=device), requires_grad=False)
-        self.bias: Tensor | None = None
+        self.bias: nn.Parameter | None = None
         if moe.method == "noaux_tc":
             self.bias = nn.Parameter(torch.empty(moe.experts, device=device), requires_grad=False)
+        self._turned = self.weight.data.t()
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """→ weights float32 [T, topk], ids int64 [T, topk]."""
-        moe, logits = self.moe, F.linear(x_TH.float(), self.weight)
+        moe, logits = self.moe, torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._turned)
         if self.bias is not None:
             return ref.noaux_tc(logits, self.bias, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.normalise)
         if moe.method == "greedy":

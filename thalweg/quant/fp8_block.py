@@ -25,15 +25,15 @@ def decode(name: str, q_NK: Tensor, scale: Tensor, block: tuple[int, int], first
 
     Pure in the slice: any destination slice can be rewritten alone. Raises CheckpointError when the scales do not fit.
     """
-    ends = [start + size for start, size in zip(first, q_NK.shape)]
+    ends = [start + size for start, size in zip(first, q_NK.shape, strict=True)]
     if scale.dtype not in SCALE_DTYPES or scale.dim() != 2:
         raise CheckpointError(f"{scale_name(name)}: expected a float32 matrix, got {scale.dtype} {tuple(scale.shape)}")
-    if any(size * step < end for size, step, end in zip(scale.shape, block, ends)):
+    if any(size * step < end for size, step, end in zip(scale.shape, block, ends, strict=True)):
         raise CheckpointError(
             f"{scale_name(name)}: scales {tuple(scale.shape)} do not cover {name} up to {tuple(ends)} in blocks of {block}"
         )
-    near = [start // step for start, step in zip(first, block)]
-    inner = [start % step for start, step in zip(first, block)]
+    near = [start // step for start, step in zip(first, block, strict=True)]
+    inner = [start % step for start, step in zip(first, block, strict=True)]
     padded = q_NK.float()
     if any(inner):
         padded = torch.nn.functional.pad(padded, (inner[1], 0, inner[0], 0))

@@ -29,6 +29,22 @@ class Stream(Protocol):
         """The tensor, or only that slice of it, on the CPU, as published."""
 
 
+class _File(Protocol):
+    """What is used of an open safetensors file; the library has no types."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+    def get_slice(self, name: str) -> _Slice: ...
+
+
+class _Slice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, take: tuple[slice, ...]) -> Tensor: ...
+
+
 class Safetensors:
     """A folder of *.safetensors, memory-mapped: one file, or shards with an index. A context manager.
 
@@ -38,14 +54,14 @@ class Safetensors:
     def __init__(self, folder: Path) -> None:
         self._stack = ExitStack()
         self._where: dict[str, str] = {}
-        self._files: dict[str, safe_open] = {}
+        self._files: dict[str, _File] = {}
         index = folder / INDEX
         try:
             if index.exists():
                 self._open_shards(folder, _weight_map(index))
             else:
                 self._open(folder / SINGLE)
-                self._where = {name: SINGLE for name in self._files[SINGLE].keys()}
+                self._where = dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
         except BaseException:
             self._stack.close()
             raise
@@ -84,8 +100,7 @@ class Safetensors:
 
     def read(self, name: str, take: tuple[slice, ...] = ()) -> Tensor:
         file = self._files[self._where[name]]
-        tensor: Tensor = file.get_slice(name)[take] if take else file.get_tensor(name)
-        return tensor
+        return file.get_slice(name)[take] if take else file.get_tensor(name)
 
     def __enter__(self) -> Safetensors:
         return self
@@ -125,12 +140,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 def fill_dummy(module: torch.nn.Module, seed: int = 0) -> None:
     """Random parameters that keep activations near 1, the same at every call: norms 1 ± 0.1, biases small, weights fan_in^-1/2."""
     generator = torch.Generator().manual_seed(seed)
+    parameters = dict(sorted(module.named_parameters()))
+    tied = "head.weight" not in parameters
     with torch.inference_mode():
-        for name, parameter in sorted(module.named_parameters()):
+        for name, parameter in parameters.items():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
                 noise = noise.mul_(0.1).add_(0.0 if name.endswith("bias") else 1.0)
-            elif not name.endswith("embedding.weight"):
+            elif tied or name != "embedding.weight":
                 # uv is stored with its inputs first, every other weight with them last
                 noise.mul_(parameter.shape[-2 if name.endswith(".uv") else -1] ** -0.5)
             parameter.copy_(noise)

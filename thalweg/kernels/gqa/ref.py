@@ -16,6 +16,6 @@ def attend(q_RqHd: Tensor, key_RSKd: Tensor, value_RSKd: Tensor, bias_RqS: Tenso
         key_RSKd.transpose(1, 2),
         value_RSKd.transpose(1, 2),
         attn_mask=bias_RqS.to(q_RqHd.dtype).unsqueeze(1),
-        enable_gqa=q_RqHd.shape[2] != key_RSKd.shape[2],
+        enable_gqa=bool(q_RqHd.shape[2] != key_RSKd.shape[2]),
     )
     return out.transpose(1, 2)

@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, floor: Tensor, zero: Tensor) -> Tensor:
     if x.dtype != torch.float32:
         return rms_norm(x.float(), weight, floor, zero).to(x.dtype)
     length = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), floor)
-    return torch.addcmul(zero, x / length, weight, value=x.shape[-1] ** 0.5)
+    return torch.addcmul(zero, x / length, weight, value=len(weight) ** 0.5)
 
 
 def rms_norm_(x: Tensor, weight: Tensor, floor: Tensor, zero: Tensor) -> Tensor:
@@ -23,4 +23,4 @@ def rms_norm_(x: Tensor, weight: Tensor, floor: Tensor, zero: Tensor) -> Tensor:
     if x.dtype != torch.float32:
         return x.copy_(rms_norm(x, weight, floor, zero))
     length = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), floor)
-    return torch.addcmul(zero, x / length, weight, value=x.shape[-1] ** 0.5, out=x)
+    return torch.addcmul(zero, x / length, weight, value=len(weight) ** 0.5, out=x)

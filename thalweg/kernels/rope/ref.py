@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 
-def rotate_(x: Tensor, cis: Tensor) -> Tensor:
-    """Turns the dims (2j, 2j+1) of x by cis[..., j] in place and returns x.
+def rotate_(x_TX: Tensor, cis_T1c: Tensor, first: int, heads: int, dim: int) -> None:
+    """Turns, in each of `heads` blocks of `dim` columns, the 2c columns from `first` on: (2j, 2j+1) by cis[..., j]. In place, in float32.
 
-    x: [..., d] float32 or bfloat16, last stride 1. cis: complex64 [..., d/2], broadcastable. Computed in float32.
+    x_TX: float32 or bfloat16 [T, X], last stride 1; for float32 row stride, dim and first must be even. cis_T1c: complex64 [T, 1, c].
     """
-    pairs = x.view(*x.shape[:-1], x.shape[-1] // 2, 2)
-    if x.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(cis)
-        return x
-    pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(cis)))
-    return x
+    size = (len(x_TX), heads, cis_T1c.shape[-1], 2)
+    pairs = x_TX.as_strided(size, (x_TX.stride(0), dim, 2, 1), x_TX.storage_offset() + first)
+    if x_TX.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(cis_T1c)
+    else:
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(cis_T1c)))

@@ -34,7 +34,7 @@ def noaux_tc(
     ids = biased.topk(topk, -1, sorted=False).indices
     weights = scores.gather(1, ids)
     if normalise:
-        weights = weights.div_(weights.sum(-1, keepdim=True).add_(1e-20))
+        weights = weights / weights.sum(-1, keepdim=True).add_(1e-20)
     return weights.mul_(scale), ids
 
 

@@ -1,0 +1,71 @@
+"""Builds `Batch`es as `prepare` would, for tests of models: sequences with scattered pages, chunks, decode rows and padding."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.batch import Batch, Group
+from thalweg.core.plan import PAGE
+from thalweg.memory.planes import Planes
+from thalweg.models.base import Model
+
+
+class Bench:
+    """A model with planes and some sequences. `step` computes rows and returns float32 logits of every token of each row."""
+
+    def __init__(self, model: Model, sequences: int, pages: int = 0, seed: int = 0, extra: tuple = ()) -> None:
+        self.model = model
+        per = pages or -(-model.facts.context // PAGE)
+        order = list(range(1, sequences * per + 1))
+        random.Random(seed).shuffle(order)  # neighbours in a context are not neighbours in storage
+        self.tables = [order[i * per : (i + 1) * per] for i in range(sequences)]
+        self.lengths = [0] * sequences
+        self.planes = Planes((*model.planes(), *extra), sequences * per + 1)
+
+    def batch(self, rows: list[tuple[int, list[int]]], padding: int = 0) -> Batch:
+        """rows: (sequence, new tokens), equal lengths consecutive form one group. padding: padding tokens behind the last group's rows."""
+        ids, positions, write, real = [], [], [], []
+        groups: list[Group] = []
+        for number, (sequence, tokens) in enumerate(rows):
+            start = self.lengths[sequence]
+            where = range(start, start + len(tokens))
+            reach = start + len(tokens)
+            if groups and groups[-1].query == len(tokens):
+                last = groups[-1]
+                groups[-1] = Group(last.row_start, last.rows + 1, last.token_start, last.query, max(last.reach, reach))
+            else:
+                groups.append(Group(number, 1, len(ids), len(tokens), reach))
+            ids += tokens
+            positions += where
+            write += [self.tables[sequence][p // PAGE] * PAGE + p % PAGE for p in where]
+            real += [True] * len(tokens)
+        tables = [self.tables[sequence] for sequence, _ in rows]
+        if padding:
+            groups.append(Group(len(rows), padding, len(ids), 1, PAGE))
+            tables += [[0] * len(tables[0])] * padding
+            ids, positions = ids + [0] * padding, positions + [0] * padding
+            write, real = write + [0] * padding, real + [False] * padding
+        return Batch(
+            ids_T=torch.tensor(ids),
+            positions_T=torch.tensor(positions),
+            write_T=torch.tensor(write),
+            table_RP=torch.tensor(tables),
+            real_T=torch.tensor(real),
+            emit_E=torch.arange(len(ids)),
+            groups=tuple(groups),
+        )
+
+    def hidden(self, rows: list[tuple[int, list[int]]], padding: int = 0) -> list[Tensor]:
+        """Hidden states of each row's tokens; the sequences grow."""
+        with torch.inference_mode():
+            hidden = self.model.forward(self.batch(rows, padding), self.planes)
+        for sequence, tokens in rows:
+            self.lengths[sequence] += len(tokens)
+        return list(hidden[: sum(len(tokens) for _, tokens in rows)].split([len(tokens) for _, tokens in rows]))
+
+    def step(self, rows: list[tuple[int, list[int]]], padding: int = 0) -> list[Tensor]:
+        with torch.inference_mode():
+            return [self.model.logits(hidden) for hidden in self.hidden(rows, padding)]

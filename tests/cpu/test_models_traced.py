@@ -1,0 +1,80 @@
+"""Recorded decode steps (`models/traced.py`) are the same steps, for every family, context length and row count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cpu import zoo
+from tests.cpu.batches import Bench
+from thalweg.attention.selection import RandomChoice
+from thalweg.kernels.experts import script
+from thalweg.models.traced import AFTER, ROWS, Traced, traced
+from thalweg.weights.loader import load
+from thalweg.weights.stream import InMemory
+
+pytestmark = pytest.mark.skipif(not script.AVAILABLE, reason="TorchScript does not support this Python")
+
+
+@pytest.fixture(scope="module", params=["v2-lite", "v3", "v32", "glm-5", "llama", "qwen2", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    config = zoo.draw_config(request.param, 2)
+    zoo.save(zoo.reference(config, 2), config, path)
+    return path
+
+
+def test_every_step_is_bit_for_bit_the_eager_one(folder: Path) -> None:
+    """One row from before index_topk across page borders, then rows of different lengths, joined and left."""
+    model = zoo.ours(folder)
+    fast = traced(model)
+    assert isinstance(fast, Traced)
+    plain, recorded = Bench(model, 3), Bench(fast, 3)
+    steps = [[(0, [3, 4])], *([(0, [5 + i % 60])] for i in range(80))]
+    steps += [[(1, list(range(70)))], *([(0, [7 + i]), (1, [9 + i])] for i in range(AFTER + 60))]
+    steps += [[(2, [4]), (0, [5]), (1, [6])] for _ in range(AFTER + 3)]
+    steps += [[(1, [8])] for _ in range(5)]
+    for rows in steps:
+        for want, got in zip(plain.step(rows), recorded.step(rows), strict=True):
+            assert torch.equal(want, got)
+    kinds = 1 if model.facts.indexer is None else 2
+    assert kinds + 1 <= len(fast._programs) <= 2 * kinds + 1, "one row, two and three were recorded"
+
+
+def test_padding_rows_pass_through(folder: Path) -> None:
+    model = zoo.ours(folder)
+    plain, recorded = Bench(model, 1), Bench(traced(model), 1)
+    for i in range(AFTER + 20):
+        assert torch.equal(plain.step([(0, [i])], padding=1)[0], recorded.step([(0, [i])], padding=1)[0])
+
+
+def test_weights_may_change_in_place_and_planes_be_replaced(folder: Path) -> None:
+    model = zoo.ours(folder)
+    fast, ids = traced(model), list(range(AFTER + 12))
+    first = Bench(fast, 1)
+    before = torch.cat([first.step([(0, [i])])[0] for i in ids])
+    update = {"model.norm.weight": torch.rand(model.facts.hidden) + 0.5}
+    load(model, model.table(), InMemory(update), partial=True)  # type: ignore[arg-type]
+    if isinstance(fast, Traced):
+        fast.forget()
+    again, plain = Bench(fast, 1), Bench(model, 1)
+    after = torch.cat([again.step([(0, [i])])[0] for i in ids])
+    assert torch.equal(after, torch.cat([plain.step([(0, [i])])[0] for i in ids]))
+    assert not torch.equal(after, before)
+
+
+def test_larger_batches_and_prompts_are_not_recorded(folder: Path) -> None:
+    fast = traced(zoo.ours(folder))
+    assert isinstance(fast, Traced)
+    bench = Bench(fast, ROWS + 1)
+    for i in range(AFTER + 2):
+        bench.step([(row, [i]) for row in range(ROWS + 1)])
+    bench.step([(0, [1, 2, 3])])
+    assert not fast._programs
+
+
+def test_another_choice_of_context_is_not_recorded(folder: Path) -> None:
+    model = zoo.ours(folder, selection=RandomChoice(1))
+    assert isinstance(traced(model), Traced) == (model.facts.mla is None)

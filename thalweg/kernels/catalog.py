@@ -1,0 +1,24 @@
+"""Every operation that has kernels. To add one: a folder with ref.py and case.py, and a row here; a backend is a row of its case.py."""
+
+from __future__ import annotations
+
+from thalweg.kernels.case import Operation
+from thalweg.kernels.experts import case as experts
+from thalweg.kernels.fp8_block import case as fp8_block
+from thalweg.kernels.gqa import case as gqa
+from thalweg.kernels.indexer import case as indexer
+from thalweg.kernels.mla import case as mla
+from thalweg.kernels.norm import case as norm
+from thalweg.kernels.rope import case as rope
+from thalweg.kernels.router import case as router
+
+OPERATIONS = {
+    "experts": Operation(experts.cases, dict(experts.BACKENDS)),
+    "fp8_block": Operation(fp8_block.cases, dict(fp8_block.BACKENDS)),
+    "gqa": Operation(gqa.cases, dict(gqa.BACKENDS)),
+    "indexer": Operation(indexer.cases, dict(indexer.BACKENDS)),
+    "mla": Operation(mla.cases, dict(mla.BACKENDS)),
+    "norm": Operation(norm.cases, dict(norm.BACKENDS)),
+    "rope": Operation(rope.cases, dict(rope.BACKENDS)),
+    "router": Operation(router.cases, dict(router.BACKENDS)),
+}
