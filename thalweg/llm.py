@@ -15,12 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from thalweg.config.tree import config_of
 from thalweg.core.errors import InvalidRequest
+from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.assemble import Assembler, Piece
 from thalweg.engine.front import Front, check_prompt
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
+from thalweg.text.grammar import check as check_grammar
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -85,16 +87,25 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         progress: bool = False,
+        grammar: Grammar | Sequence[Grammar] = FREE,
     ) -> list[Result]:
-        """Completes each prompt (text or token ids). Raises InvalidRequest before anything runs if one cannot be served."""
+        """Completes each prompt (text or token ids). grammar: what the output must match, e.g. `Grammar("json_object")`.
+
+        Raises InvalidRequest before anything runs if one cannot be served.
+        """
         many = _many(prompts)
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(many):
-            raise InvalidRequest("params", f"{len(each)} given for {len(many)} prompts")
-        requests = [(self.texts.ids(prompt), p) for prompt, p in zip(many, each, strict=True)]
-        for ids, p in requests:
+        grammars = [grammar] * len(many) if isinstance(grammar, Grammar) else list(grammar)
+        for name, given in (("params", each), ("grammar", grammars)):
+            if len(given) != len(many):
+                raise InvalidRequest(name, f"{len(given)} given for {len(many)} prompts")
+        requests = [(self.texts.ids(prompt), p, g) for prompt, p, g in zip(many, each, grammars, strict=True)]
+        for ids, p, g in requests:
             check_prompt(ids, self.engine.context, self.engine.vocab)
             p.check(self.engine.vocab)
+            g.check(p)
+        for g in set(grammars) - {FREE}:
+            check_grammar(g)
         return self._run(requests, progress)
 
     def chat(
@@ -102,11 +113,12 @@ class LLM:
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         progress: bool = False,
+        grammar: Grammar | Sequence[Grammar] = FREE,
         **template: Any,
     ) -> list[Result]:
         """Answers each conversation (OpenAI messages); `template` goes to the chat encoder, e.g. tools=..., thinking=True."""
         prompts = [self.texts.chat_ids(messages, **template) for messages in _conversations(conversations)]
-        return self.generate(prompts, params, progress)
+        return self.generate(prompts, params, progress, grammar)
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], top: int = 0, progress: bool = False
@@ -115,12 +127,24 @@ class LLM:
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, temperature=0.0)
         return [result.prompt_logprobs for result in self.generate(prompts, params, progress)]
 
-    def _run(self, requests: Sequence[tuple[tuple[int, ...], SamplingParams]], progress: bool) -> list[Result]:
-        results = [Result(ids, [Choice() for _ in range(p.n)]) for ids, p in requests]
+    def _run(self, requests: Sequence[tuple[tuple[int, ...], SamplingParams, Grammar]], progress: bool) -> list[Result]:
+        results = [Result(ids, [Choice() for _ in range(p.n)]) for ids, p, _ in requests]
         owners: dict[int, tuple[Result, Assembler]] = {}
-        for (ids, p), result in zip(requests, results, strict=True):
-            for index, uid in enumerate(self.engine.submit(ids, p)):
+        for (ids, p, grammar), result in zip(requests, results, strict=True):
+            for index, uid in enumerate(self.engine.submit(ids, p, grammar=grammar)):
                 owners[uid] = result, Assembler(index, ids, p, self.texts.tokenizer)
+        try:
+            self._finish(owners, progress)
+        except InvalidRequest:  # a grammar that went beyond its limits on the way
+            self.engine.abort(tuple(owners))
+            raise
+        finally:
+            while not self.engine.idle:
+                self.engine.step()
+        return results
+
+    def _finish(self, owners: dict[int, tuple[Result, Assembler]], progress: bool) -> None:
+        """Turns the engine until nobody is left. Raises InvalidRequest for what the engine refuses."""
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, disable=not progress) as bar:
             task = bar.add_task("sequences", total=len(owners))
@@ -135,9 +159,6 @@ class LLM:
                         bar.advance(task)
                         if not delta.finish:
                             self.engine.abort((delta.uid,))
-            while not self.engine.idle:
-                self.engine.step()
-        return results
 
 
 class AsyncLLM:
@@ -154,23 +175,31 @@ class AsyncLLM:
     async def __aexit__(self, *exc: object) -> None:
         await self.front.close()
 
-    def stream(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> AsyncIterator[Piece]:
-        """The pieces of one request as they come."""
-        return self.front.stream(self.texts.ids(prompt), params)
+    def stream(
+        self, prompt: Prompt, params: SamplingParams = SamplingParams(), grammar: Grammar = FREE
+    ) -> AsyncIterator[Piece]:
+        """The pieces of one request as they come. The engine refuses a grammar that cannot be compiled."""
+        return self.front.stream(self.texts.ids(prompt), params, grammar=grammar)
 
-    async def generate(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Result:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams = SamplingParams(), grammar: Grammar = FREE
+    ) -> Result:
         """Completes one prompt; gather() several to batch them."""
         ids = self.texts.ids(prompt)
         result = Result(ids, [Choice() for _ in range(params.n)])
-        async for piece in self.front.stream(ids, params):
+        async for piece in self.front.stream(ids, params, grammar=grammar):
             result.add(piece)
         return result
 
     async def chat(
-        self, messages: Sequence[Message], params: SamplingParams = SamplingParams(), **template: Any
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams = SamplingParams(),
+        grammar: Grammar = FREE,
+        **template: Any,
     ) -> Result:
         """Answers one conversation."""
-        return await self.generate(self.texts.chat_ids(messages, **template), params)
+        return await self.generate(self.texts.chat_ids(messages, **template), params, grammar)
 
     async def score(self, prompt: Prompt, top: int = 0) -> list[TokenLogprob]:
         """Log-probabilities of the prompt's tokens 1 to the last."""

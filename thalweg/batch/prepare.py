@@ -37,15 +37,13 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
         slot_T, ints_TI, position_T = slot_R, ints_RI, ints_RI[:, 1]
     else:
         slot_T, ints_TI, position_T = _expand(rows, slot_R, ints_RI)
-    real_T = position_T < ints_TI[:, 2]
-    position_T = position_T * real_T
-    page_T = slots.table.index_select(0, slot_T * slots.table_SP.shape[1] + (position_T >> PAGE_BITS))
+    ids_T, position_T, write_T, real_T = _gather(slot_T, position_T, ints_TI, slots.tokens_SL, slots.table_SP)
     ends = list(accumulate(row.n for row in rows))
     emits = [i for i, row in enumerate(rows) if row.emit]
     batch = Batch(
-        ids_T=slots.tokens.index_select(0, slot_T * slots.tokens_SL.shape[1] + position_T) * real_T,
+        ids_T=ids_T,
         positions_T=position_T,
-        write_T=torch.add(position_T & (PAGE - 1), page_T, alpha=PAGE) * real_T,
+        write_T=write_T,
         table_RP=slots.table_SP[:, : -(-plan.reach // PAGE)].index_select(0, slot_R),
         real_T=real_T,
         emit_E=torch.tensor([ends[i] - 1 for i in emits], dtype=torch.int64, device=device),
@@ -57,6 +55,18 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
     slots.at.index_add_(0, slot_R, moved_R)
     emit_E = torch.tensor(emits, dtype=torch.int64, device=device)
     return Prepared(batch, slot_R.index_select(0, emit_E), ints_RI.index_select(0, emit_E))
+
+
+def _gather(
+    slot_T: Tensor, position_T: Tensor, ints_TI: Tensor, tokens_SL: Tensor, table_SP: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token, position, write index and reality of each token; what is padding is 0 in all of them."""
+    real_T = position_T < ints_TI[:, 2]
+    position_T = position_T * real_T
+    page_T = table_SP.view(-1).index_select(0, slot_T * table_SP.size(1) + (position_T >> PAGE_BITS))
+    write_T = torch.add(position_T & (PAGE - 1), page_T, alpha=PAGE) * real_T
+    ids_T = tokens_SL.view(-1).index_select(0, slot_T * tokens_SL.size(1) + position_T) * real_T
+    return ids_T, position_T, write_T, real_T
 
 
 def _expand(rows: Sequence[Row], slot_R: Tensor, ints_RI: Tensor) -> tuple[Tensor, Tensor, Tensor]:

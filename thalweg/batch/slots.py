@@ -36,8 +36,6 @@ class Slots:
         self.stop_SK = torch.full((slots, STOP_IDS), -1, dtype=torch.int64, device=device)
         self.bias_ids_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
         self.bias_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
-        self.tokens = self.tokens_SL.view(-1)
-        self.table = self.table_SP.view(-1)
         self.state_S3 = self.ints_SI[:, :3]
         self.length, self.at, self.end, self.seed, self.prompt_len, self.min_len, self.top_k = self.ints_SI.unbind(1)
 
