@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
+from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.messages import Ready, Stats
 from thalweg.core.plan import PAGE, TokenLogprob
 from thalweg.core.sampling import SamplingParams
@@ -23,12 +24,15 @@ from thalweg.server.app import build
 from thalweg.text.chat import Chat, Formats, OwnEncoder
 
 EOS, VOCAB, CONTEXT = 256, 260, 4096
+FIM = {"<｜fim▁begin｜>": 257, "<｜fim▁hole｜>": 258, "<｜fim▁end｜>": 259}
 DEEPSEEK_V32 = Chat(OwnEncoder("deepseek-v32"), Formats("deepseek-v3", "deepseekv32"), "scripted")
 Script = Callable[[str, int], str]  # prompt text, choice → what the model says
 
 
 class ByteTokenizer:
     """Every byte is a token: characters of several bytes are tokens cut in the middle."""
+
+    special_ids = frozenset({EOS})
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return list(text.encode())
@@ -38,6 +42,9 @@ class ByteTokenizer:
         return "".join(
             bytes(i for i in ids if i < EOS).decode(errors="replace") + end * (EOS in ids) for ids in [list(ids)]
         )
+
+    def mark_id(self, text: str) -> int | None:
+        return FIM.get(text)
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < EOS else b"<eos>"
@@ -66,6 +73,7 @@ class FakeFront:
     """The contract of `thalweg.engine.front.Front` with `script` as the model. gap: seconds a token; chunk: tokens a piece.
 
     `live` holds what runs; `pages` what it occupies. `die()` ends the engine under running requests. full: the queue takes no more.
+    refusal: what the engine says to a request that `check` let through.
     """
 
     def __init__(self, script: Script = default_script, gap: float = 0.0, chunk: int = 1) -> None:
@@ -76,6 +84,7 @@ class FakeFront:
         )
         self.script, self.gap, self.chunk = script, gap, chunk
         self.full, self.flushed = False, 0
+        self.refusal: Exception | None = None
         self.live: dict[object, str] = {}
         self.aborted: set[object] = set()
         self.ended: list[str] = []  # "done" or "closed", in order
@@ -122,8 +131,17 @@ class FakeFront:
             raise Overloaded("64 sequences run or wait, the limit is 64")
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str = "", priority: int = 0, salt: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        salt: int = 0,
+        grammar: Grammar = FREE,
     ) -> AsyncGenerator[FakePiece, None]:
+        if self.refusal is not None:
+            raise self.refusal
         key = object()
         self.seen.append((list(prompt), params, request_id, priority, salt))
         self.live[key] = request_id

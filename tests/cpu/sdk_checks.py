@@ -74,12 +74,23 @@ def prompts_as_texts_and_ids(client: openai.OpenAI, model: str) -> None:
 def completion_n(client: openai.OpenAI, model: str) -> None:
     answer = client.completions.create(model=model, prompt=[PROMPT, "x"], n=3, seed=7, max_tokens=8, temperature=1.0)
     assert [c.index for c in answer.choices] == [0, 1, 2, 3, 4, 5]
+    once = client.completions.create(model=model, prompt=[PROMPT, "x"], max_tokens=1)
+    assert answer.usage and once.usage
+    assert answer.usage.prompt_tokens == once.usage.prompt_tokens, "a prompt counts once, however many choices it has"
     streamed = dict.fromkeys(range(6), "")
     for chunk in client.completions.create(
         model=model, prompt=[PROMPT, "x"], n=3, seed=7, max_tokens=8, temperature=1.0, stream=True
     ):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert streamed == {c.index: c.text for c in answer.choices}, "a seed gives the same tokens whatever runs beside it"
+
+
+def shown(tokens: list[str], offsets: list[int], text: str) -> list[tuple[str, int]]:
+    """The tokens that are in the text, each with its place: the next one stands behind it."""
+    pairs = zip(tokens, offsets, [*offsets[1:], len(text)], strict=True)
+    visible = [(name, at) for name, at, after in pairs if after > at and not name.startswith("bytes:")]
+    assert visible
+    return visible
 
 
 def completion_logprobs(client: openai.OpenAI, model: str) -> None:
@@ -91,6 +102,7 @@ def completion_logprobs(client: openai.OpenAI, model: str) -> None:
     assert all(value <= 0 for value in log.token_logprobs)
     assert all(3 <= len(top) <= 4 for top in log.top_logprobs)
     assert log.text_offset[0] == 0 and log.text_offset == sorted(log.text_offset)
+    assert all(choice.text.startswith(name, at) for name, at in shown(log.tokens, log.text_offset, choice.text))
     parts = client.completions.create(model=model, prompt=PROMPT, logprobs=3, stream=True, **GREEDY)
     pieces = [p.choices[0].logprobs for p in parts if p.choices[0].logprobs]
     assert [t for p in pieces for t in p.tokens or []] == log.tokens
@@ -104,7 +116,9 @@ def completion_echo_scores_the_prompt(client: openai.OpenAI, model: str) -> None
     assert answer.choices[0].text.startswith(PROMPT)
     assert log and log.token_logprobs and log.tokens and log.top_logprobs and usage
     assert len(log.tokens) == usage.total_tokens
-    assert log.token_logprobs[0] is None and log.top_logprobs[0] is None
+    assert log.token_logprobs[0] is None and log.top_logprobs[0] is None and log.text_offset
+    text = answer.choices[0].text
+    assert all(text.startswith(name, at) for name, at in shown(log.tokens, log.text_offset, text))
     assert all(value is not None and value <= 0 for value in log.token_logprobs[1:])
     only = client.completions.create(model=model, prompt=PROMPT, echo=True, max_tokens=0)
     assert only.choices[0].text == PROMPT and only.choices[0].finish_reason == "length"

@@ -44,7 +44,7 @@ def test_a_wrong_result_is_noticed() -> None:
 
 
 def test_exact_powers_of_two_stay() -> None:
-    """ue8m0 rounds up: 2^k stays 2^k, anything above it doubles (facts §9)."""
+    """ue8m0 rounds up: 2^k stays 2^k, anything above it doubles."""
     exponents = torch.arange(-8, 9).float()
     assert torch.equal(scales_of(448 * exponents.exp2(), True), exponents.exp2())
     assert torch.equal(scales_of(448 * exponents.exp2() * 1.0001, True), (exponents + 1).exp2())
@@ -62,7 +62,7 @@ def test_zero_blocks_have_a_floor_and_large_values_saturate() -> None:
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_quantisation_error_is_the_published_one(power_of_two: bool) -> None:
-    """2.6 % of the norm for Gaussian weights in 128 × 128 blocks (facts §2.5)."""
+    """2.6 % of the norm for Gaussian weights in 128 × 128 blocks."""
     w = torch.randn(512, 512, generator=torch.Generator().manual_seed(1))
     q, scale = quantize(w, (128, 128), power_of_two)
     assert q.dtype == torch.float8_e4m3fn and scale.shape == (4, 4)

@@ -24,7 +24,7 @@ from thalweg.weights.stream import INDEX, SINGLE, InMemory, Safetensors, fill_du
 from thalweg.weights.table import Rule, Table
 
 IDS = list(range(40))
-NOT_QUANTISED = ("norm", "embed_tokens", "lm_head", "mlp.gate.", "weights_proj", "eh_proj")  # facts §1.3
+NOT_QUANTISED = ("norm", "embed_tokens", "lm_head", "mlp.gate.", "weights_proj", "eh_proj")  # as published
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +327,7 @@ def test_scales_beside_a_tensor_that_is_not_fp8(folder: Path) -> None:
 
 
 def test_dtype_decides_and_not_scale_fmt(folder: Path) -> None:
-    """V3.1 and V3.2 say ue8m0 and store float32 (facts §1.1); a repack may store one byte: both mean the same numbers."""
+    """V3.1 and V3.2 say ue8m0 and store float32; a repack may store one byte: both mean the same numbers."""
     quantised(folder, (16, 16), True)
     want = logits(folder)
     bytes_of = {
@@ -346,7 +346,7 @@ def test_decoding_a_slice_is_slicing_the_decoded(first: tuple[int, int]) -> None
 
 
 def test_published_scale_shapes() -> None:
-    """576 rows are 5 blocks, the last one half full; q_a above kv_a is 17, so fused they stay aligned (facts §1.3)."""
+    """576 rows are 5 blocks, the last one half full; q_a above kv_a is 17, so fused they stay aligned."""
     kv_a, q_a = torch.randn(576, 256), torch.randn(1536, 256)
     (kv, kv_scale), (q, q_scale) = quantize(kv_a, (128, 128), False), quantize(q_a, (128, 128), False)
     assert kv_scale.shape == (5, 2) and q_scale.shape == (12, 2)

@@ -56,14 +56,14 @@ def test_v2_lite() -> None:
 
 @pytest.mark.parametrize(("config", "scale"), [(V3, 0.1352338), (V2_LITE, 0.1147214), (K2, 0.1308608)])
 def test_softmax_scale_of_published_models(config: dict[str, Any], scale: float) -> None:
-    """The verified numbers of facts §2.1."""
+    """Numbers checked against transformers' own."""
     rope = facts_of(config, "config.json").rope
     assert softmax_scale(192, rope) == pytest.approx(scale, abs=1e-7)
     assert amplitude(rope) == pytest.approx(1.0)
 
 
 def test_yarn_frequencies_of_published_models() -> None:
-    """The verified numbers of facts §2.1."""
+    """Numbers checked against transformers' own."""
     v3, k2 = frequencies(facts_of(V3, "").rope), frequencies(facts_of(K2, "").rope)
     want = [1, 0.0749894, 0.0562341, 0.0390069, 0.0055, 1.77828e-4, 3.33380e-5, 3.33380e-6]
     assert v3[[0, 9, 10, 11, 16, 22, 23, 31]].tolist() == pytest.approx(want, rel=1e-4)

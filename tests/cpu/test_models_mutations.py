@@ -1,4 +1,4 @@
-"""The mistakes that engines have made with DeepSeek V3.2 (facts §9), planted one by one: the parity test must see each."""
+"""The mistakes that engines have made with DeepSeek V3.2, planted one by one: the parity test must see each."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_planted_mistake_is_seen(
 def test_hadamard_on_both_sides_changes_nothing(
     checkpoint: tuple[Path, list[int], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """(Hq)·(Hk) = q·k, which is why the unquantised indexer needs none (facts §2.6)."""
+    """(Hq)·(Hk) = q·k, which is why the unquantised indexer needs none."""
     folder, ids, want = checkpoint
     matrix = hadamard(CONFIG["index_head_dim"])
     monkeypatch.setattr(
@@ -208,3 +208,20 @@ def test_hadamard_on_both_sides_changes_nothing(
         lambda q, weights, keys, bias, scale: index_scores(q @ matrix, weights, keys @ matrix, bias, scale),
     )
     assert error(zoo.ours(folder), ids, want) < 1e-5
+
+
+def test_equal_scores_choose_the_later_token_in_any_shape(checkpoint: tuple[Path, list[int], Tensor]) -> None:
+    """With every index weight 0 all scores are equal: the choice is then the last topk tokens, alone or beside longer rows, in chunks or not."""
+    folder, ids, _ = checkpoint
+    model = zoo.ours(folder)
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():  # type: ignore[attr-defined]
+            if name.endswith("indexer.weights"):
+                parameter.zero_()
+    whole = Bench(model, 1).step([(0, ids)])[0]
+    bench, steps = Bench(model, 2), []
+    bench.step([(1, [1] * 120)])  # a longer row: more pages than the short one needs
+    for token in ids[:-1]:
+        steps += bench.step([(0, [token])])
+    steps += bench.step([(0, ids[-1:]), (1, [3])])[:1]
+    assert float((torch.cat(steps) - whole).abs().max()) < 1e-4

@@ -1,4 +1,4 @@
-"""The NextN layer against transformers' generic multi-token-prediction layer (facts §2.9), from one checkpoint with both parts."""
+"""The NextN layer against transformers' generic multi-token-prediction layer, from one checkpoint with both parts."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cpu.fakes import CONTEXT, EOS, FakeFront, Script, eventually, fake_app, serving
 from thalweg.config.server import ServerOptions
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import CannotServe, EngineDead, InvalidRequest
 
 
 @contextmanager
@@ -85,8 +85,8 @@ BROKEN = [
     (b'{"prompt": "x", "seed": 99999999999999999999}', "seed"),
     (b'{"prompt": "x", "priority": 99999999999}', "priority"),
     (b'{"prompt": "x", "rid": "a b\\n"}', "rid"),
-    (b'{"prompt": "x", "suffix": "y"}', "suffix"),
-    (b'{"prompt": "x", "guided_json": {"type": "object"}}', "guided_json"),
+    (b'{"prompt": [1], "suffix": "y"}', "suffix"),
+    (b'{"prompt": "x", "guided_json": {"type": "objec"}}', "guided_json"),
 ]
 
 
@@ -106,6 +106,15 @@ def test_a_prompt_beyond_the_context_is_refused(api: httpx.Client) -> None:
     assert api.post("/v1/chat/completions", json=long).json()["error"]["param"] == "messages"
     native = {"input_ids": [[1], [5] * CONTEXT]}
     assert api.post("/generate", json=native).json()["error"]["param"] == "input_ids[1]"
+
+
+def test_an_empty_prompt_is_refused_though_the_tokenizer_would_add_a_token() -> None:
+    front = FakeFront()
+    front.tokenizer.encode = lambda text, add_special=True: [1, *text.encode()]  # type: ignore[method-assign]
+    with talk(front) as api:
+        assert api.post("/v1/completions", json={"prompt": ["x", ""]}).json()["error"]["param"] == "prompt[1]"
+        assert api.post("/generate", json={"text": ""}).json()["error"]["param"] == "text"
+        assert api.post("/tokenize", json={"prompt": ""}).json()["tokens"] == [1]
 
 
 def test_unknown_routes_and_methods(api: httpx.Client) -> None:
@@ -264,7 +273,7 @@ def test_generate_logprobs(api: httpx.Client) -> None:
         ({"text": "x", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"text": "x", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
         ({"text": "x", "sampling_params": {"max_new_tokens": "a"}}, "sampling_params.max_new_tokens"),
-        ({"text": "x", "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
+        ({"text": "x", "sampling_params": {"regex": "a("}}, "sampling_params.regex"),
         ({"text": ["x", "y"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["x", "y"], "rid": ["a"]}, "rid"),
         ({"text": "x", "return_logprob": True, "top_logprobs_num": 1000}, "top_logprobs_num"),
@@ -467,7 +476,8 @@ def test_abort() -> None:
         for body in ({}, {"rid": "x", "abort_all": True}):
             assert api.post("/abort", json=body).json()["error"]["param"] == "rid"
         with api.stream("POST", "/generate", json={"text": "x", "stream": True}) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # kept: when its iterator goes, so does the connection
+            next(lines)
             assert api.post("/abort", json={"abort_all": True}).json() == {"aborted": 1}
 
 
@@ -488,6 +498,22 @@ def test_engine_death() -> None:
         for path in ("/flush_cache", "/resolved", "/detokenize"):
             answer = api.request("GET" if path == "/resolved" else "POST", path, json={"tokens": [1]})
             assert answer.status_code == 503, path
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_what_fails_before_the_first_token_of_a_stream_has_its_own_status(path: str) -> None:
+    front = FakeFront()
+    with talk(front) as api:
+        body = {"prompt": "x", "text": "x", "messages": [{"role": "user", "content": "x"}], "stream": True}
+        if path == "/generate":
+            body = {"text": ["x", "y"], "stream": True}
+        front.refusal = InvalidRequest("prompt", "does not fit into the pages that there are")
+        answer = api.post(path, json=body)
+        assert answer.status_code == 400 and "does not fit" in answer.json()["error"]["message"]
+        front.refusal = EngineDead("out of memory")
+        assert api.post(path, json=body).status_code == 503
+        front.refusal = None
+        assert events(api.post(path, json=body))
 
 
 def test_health() -> None:
@@ -526,8 +552,10 @@ def test_information() -> None:
 
 
 def test_openapi_describes_every_route(api: httpx.Client) -> None:
-    paths = api.get("/openapi.json").json()["paths"]
-    body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    page = api.get("/openapi.json").json()
+    paths = page["paths"]
+    reference = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    body = page["components"]["schemas"][reference.rpartition("/")[2]]
     assert "messages" in body["required"] and body["properties"]["stream_options"]["anyOf"]
     for path in (
         "/v1/completions",

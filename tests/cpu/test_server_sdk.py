@@ -33,8 +33,10 @@ CALLS = (
 
 
 @contextmanager
-def client_of(script: Script | None = None, **options: object) -> Iterator[tuple[openai.OpenAI, FakeFront]]:
-    front = FakeFront() if script is None else FakeFront(script)
+def client_of(
+    script: Script | None = None, chunk: int = 1, **options: object
+) -> Iterator[tuple[openai.OpenAI, FakeFront]]:
+    front = FakeFront() if script is None else FakeFront(script, chunk=chunk)
     with serving(fake_app(front, ServerOptions(**options))) as url:  # type: ignore[arg-type]
         with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
             yield client, front
@@ -70,8 +72,9 @@ def test_reasoning_is_apart_from_the_answer() -> None:
         assert bytes(front.seen[-1][0]).decode().endswith("</think>")
 
 
-def test_tool_calls() -> None:
-    with client_of(lambda prompt, choice: CALLS) as (client, front):
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_tool_calls(chunk: int) -> None:
+    with client_of(lambda prompt, choice: CALLS, chunk) as (client, front):
         ask = {"model": "scripted", "messages": MESSAGES, "tools": TOOLS}
         choice = client.chat.completions.create(**ask).choices[0]
         assert choice.finish_reason == "tool_calls" and choice.message.content == "I will look."
@@ -108,10 +111,9 @@ def test_tool_calls() -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}, "tools": TOOLS}, "tool_choice"),
-        ({"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "perhaps", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}, "tools": TOOLS}, "tool_choice.function.name"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 100}, "top_logprobs"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),

@@ -161,7 +161,7 @@ FAMILIES = {
 
 
 def reference(config: dict[str, Any], seed: int) -> nn.Module:
-    """transformers' model of a config: fp32, eager, random weights of fan_in^-1/2, norms unlike 1 and biases unlike 0 (facts §9)."""
+    """transformers' model of a config: fp32, eager, random weights of fan_in^-1/2, norms unlike 1 and biases unlike 0."""
     import transformers
 
     kind = getattr(transformers, config["architectures"][0])
@@ -199,7 +199,7 @@ def save(model: nn.Module, config: dict[str, Any], folder: Path, extra: dict[str
 
 
 class Watched:
-    """The model's own choices, of context and of experts, and whether one was close: ties are arbitrary (facts §6.1), so two right
+    """The model's own choices, of context and of experts, and whether one was close: ties are arbitrary, so two right
     programs may break them differently."""
 
     NEAR_CONTEXT, NEAR_EXPERT = 3e-5, 3e-6

@@ -111,6 +111,7 @@ class Here:
             raise CannotServe("this model has no indexer, so there is no choice of context to replace")
         for indexer in found:
             indexer.selection = selection
+        self.llm.engine.runner.eager()
         self.llm.engine.flush_cache()
 
 

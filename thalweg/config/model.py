@@ -267,7 +267,7 @@ def _indexer(read: _Reader) -> Indexer | None:
 
 
 def _indexer_layers(read: _Reader, layers: int) -> tuple[bool, ...]:
-    """IndexCache's schedule (facts §5.1): an explicit list or pattern, else every `freq`-th layer from `offset` on."""
+    """IndexCache's schedule (arXiv 2603.12201): an explicit list or pattern, else every `freq`-th layer from `offset` on."""
     given = read.get("indexer_types") or read.get("index_topk_pattern")
     if given is not None:
         full = tuple(kind in ("full", "F") for kind in given)

@@ -25,6 +25,12 @@ class ServerOptions:
     max_concurrent_requests: int = setting(
         2048, "generation requests at a time, waiting ones included; beyond it the answer is 429. 0: no limit", least=0
     )
+    max_stored_responses: int = setting(
+        1000, "answers of /v1/responses that are kept for previous_response_id, the latest used ones. 0: none", least=0
+    )
+    max_stored_response_bytes: int = setting(
+        256 << 20, "bytes that they may take together, their conversations included", least=0
+    )
     retry_after: int = setting(1, "seconds that a 429 or 503 tells the client to wait", least=1)
     cors_origins: tuple[str, ...] = setting(
         (),

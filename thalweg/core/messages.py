@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.sampling import SamplingParams
 
 
@@ -18,6 +19,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     salt: int = 0
     first: int = -1
     arrival: float = 0.0
+    grammar: Grammar = FREE
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -48,6 +50,18 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     cached: int = 0
     logprobs: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
     prompt_logprobs: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
+
+    def then(self, later: Delta) -> Delta:
+        """This one and the next of the same sequence as one."""
+        return Delta(
+            self.uid,
+            self.tokens + later.tokens,
+            later.finish,
+            later.stop_id,
+            max(self.cached, later.cached),
+            self.logprobs + later.logprobs,
+            self.prompt_logprobs + later.prompt_logprobs,
+        )
 
 
 class Stats(msgspec.Struct, frozen=True):

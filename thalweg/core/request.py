@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.plan import Needs, TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import Ticket
@@ -51,6 +52,7 @@ class Request:
     send: bool = False
     first: Request | None = None
     needs: Needs = Needs()
+    grammar: Grammar = FREE
 
     state: State = State.QUEUED
     leave: Leave = Leave.STAYS

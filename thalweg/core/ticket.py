@@ -20,6 +20,7 @@ class Ticket:
 
     pages: int
     state: TicketState = TicketState.PENDING
+    why: str = ""  # it failed
 
 
 class Tier(Protocol):

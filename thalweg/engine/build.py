@@ -13,15 +13,19 @@ from thalweg.cache.books import Books
 from thalweg.cache.radix import NoTree, RadixTree
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.core.plan import PAGE
+from thalweg.engine.grammars import GrammarBook
 from thalweg.engine.loop import Channel, Loop, OneRank
 from thalweg.engine.settings import EngineSettings
 from thalweg.engine.worker import CpuWorker, stream_for
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.base import Model
+from thalweg.models.traced import Traced, traced
 from thalweg.runner.runner import Runner
 from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.scheduler import Scheduler
+from thalweg.text.grammar import Compiler
+from thalweg.text.tokenizer import Tokenizer
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Safetensors, fill_dummy
 
@@ -35,7 +39,10 @@ def build_runner(settings: EngineSettings, facts: ModelFacts) -> Runner:
     model = catalog.build(facts, DTYPES[settings.dtype], device)
     load_weights(model, settings)
     planes = Planes(model.planes(), settings.pages + 1, device)
-    return Runner(model, planes, Slots(settings.slots, settings.context, device))
+    steps = traced(model, device)
+    if isinstance(steps, Traced):
+        steps.record(planes)
+    return Runner(model, steps, planes, Slots(settings.slots, settings.context, device))
 
 
 def load_weights(model: Model, settings: EngineSettings) -> None:
@@ -72,8 +79,11 @@ def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, chan
         policy=settings.policy,
         seed=settings.seed,
     )
-    scheduler = Scheduler(limits, Books(settings.pages + 1, tree))
-    return Loop(channel, scheduler, CpuWorker(runner, stream_for(settings.depth)), OneRank(), settings.depth)
+    grammars = GrammarBook(
+        lambda: Compiler(Tokenizer(Path(settings.path)), facts.vocab, settings.eos_ids or facts.eos), facts.vocab
+    )
+    scheduler = Scheduler(limits, Books(settings.pages + 1, tree), grammars=grammars)
+    return Loop(channel, scheduler, CpuWorker(runner, stream_for(settings.depth), grammars), OneRank(), settings.depth)
 
 
 def build(settings: EngineSettings, channel: Channel) -> tuple[Loop, Runner, ModelFacts]:

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
+from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.messages import (
     Abort,
     Delta,
@@ -42,13 +43,48 @@ SPAWN = multiprocessing.get_context("spawn")
 GRACE = 5.0  # seconds a process may take to end before it is killed
 
 
+class _Inbox:
+    """What the engine said of one request and its stream has not taken yet: for each sequence one delta, so that a stream which falls behind
+    gets more tokens at once, not more wake-ups, and a reader that never reads costs one delta a sequence."""
+
+    __slots__ = ("deltas", "error", "waiter")
+
+    def __init__(self) -> None:
+        self.deltas: dict[int, tuple[Delta, float]] = {}
+        self.error: Exception | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def put(self, delta: Delta, at: float) -> None:
+        held = self.deltas.get(delta.uid)
+        self.deltas[delta.uid] = (delta, at) if held is None else (held[0].then(delta), held[1])
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self._wake()
+
+    async def take(self) -> list[tuple[Delta, float]]:
+        """All there is, in order of arrival; waits for the first. Raises the error with which the engine failed the request."""
+        while not self.deltas:
+            if self.error is not None:
+                raise self.error
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        taken, self.deltas = list(self.deltas.values()), {}
+        return taken
+
+    def _wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request that has sequences in the engine. `news` holds deltas, or the error that ended it."""
+    """A request that has sequences in the engine."""
 
     request_id: str
     assemblers: dict[int, Assembler]
-    news: asyncio.Queue[tuple[Delta, float] | Exception] = field(default_factory=asyncio.Queue)
+    inbox: _Inbox = field(default_factory=_Inbox)
 
 
 class Front:
@@ -100,29 +136,33 @@ class Front:
             raise Overloaded(f"{len(self._by_uid)} sequences run or wait, the limit is {limit}: try again later")
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str = "", priority: int = 0, salt: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        salt: int = 0,
+        grammar: Grammar = FREE,
     ) -> AsyncGenerator[Piece, None]:
         """Submits params.n sequences and yields their pieces as they come. Closing the iterator aborts what is left.
 
         Raises InvalidRequest, Overloaded, and EngineDead when the engine ends meanwhile.
         """
         self.check(prompt, params)
-        live = self._submit(tuple(prompt), params, request_id, priority, salt)
+        live = self._submit(tuple(prompt), params, request_id, priority, salt, grammar)
         try:
             while live.assemblers:
-                news = await live.news.get()
-                if isinstance(news, Exception):
-                    raise news
-                delta, at = news
-                assembler = live.assemblers.get(delta.uid)
-                if assembler is None:
-                    continue  # beyond a stop string: it does not exist
-                piece = assembler.feed(delta, at)
-                if assembler.ended:
-                    self._forget(live, delta.uid)
-                    if not delta.finish:
-                        self._send(Abort((delta.uid,)))
-                yield piece
+                for delta, at in await live.inbox.take():
+                    assembler = live.assemblers.get(delta.uid)
+                    if assembler is None:
+                        continue  # beyond a stop string: it does not exist
+                    piece = assembler.feed(delta, at)
+                    if assembler.ended:
+                        self._forget(live, delta.uid)
+                        if not delta.finish:
+                            self._send(Abort((delta.uid,)))
+                    yield piece
         finally:
             if live.assemblers and self.ready is not None:
                 self._send(Abort(tuple(live.assemblers)))
@@ -238,7 +278,7 @@ class Front:
             self._news(message)
         elif isinstance(message, Rejected):
             if live := self._by_uid.get(message.uid):
-                live.news.put_nowait(InvalidRequest(message.field, message.message))
+                live.inbox.fail(InvalidRequest(message.field, message.message))
         elif isinstance(message, Done):
             if done := self._controls.pop(message.id, None):
                 done.set_result(None)
@@ -253,12 +293,18 @@ class Front:
             self.stats = news.stats
         for delta in news.deltas:
             if live := self._by_uid.get(delta.uid):
-                live.news.put_nowait((delta, news.at))
+                live.inbox.put(delta, news.at)
 
     # ---- books ----
 
     def _submit(
-        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str, priority: int, salt: int
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        salt: int,
+        grammar: Grammar,
     ) -> _Live:
         uids = range(self._next_uid, self._next_uid + params.n)
         self._next_uid += params.n
@@ -267,7 +313,8 @@ class Front:
         now = time.time()
         for i, uid in enumerate(uids):
             self._by_uid[uid] = live
-            self._send(Submit(uid, prompt, sibling(params, i), priority, salt, uids[0] if i else -1, now))
+            first = uids[0] if i else -1
+            self._send(Submit(uid, prompt, sibling(params, i), priority, salt, first, now, grammar))
         return live
 
     def _forget(self, live: _Live, uid: int) -> None:
@@ -284,7 +331,7 @@ class Front:
 
     def _fail_all(self, error: EngineDead) -> None:
         for live in self._live:
-            live.news.put_nowait(error)
+            live.inbox.fail(error)
         for done in self._controls.values():
             done.set_exception(error)
         self._controls.clear()

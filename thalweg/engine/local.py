@@ -7,6 +7,7 @@ from typing import Sequence
 import msgspec
 
 from thalweg.core.errors import InvalidRequest
+from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.messages import Abort, Delta, FlushCache, Rejected, StepNews, Submit
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import build
@@ -29,14 +30,20 @@ class LocalEngine:
         return not self.channel.inbox and self.loop.scheduler.idle and not self.loop.inflight
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, priority: int = 0, salt: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        salt: int = 0,
+        grammar: Grammar = FREE,
     ) -> tuple[int, ...]:
         """Queues params.n sequences; returns their uids."""
         uids = tuple(range(self.next_uid, self.next_uid + params.n))
         self.next_uid += params.n
         for uid in uids:
             first = uids[0] if uid != uids[0] else -1
-            self.channel.inbox.append(Submit(uid, tuple(prompt), sibling(params, uid - uids[0]), priority, salt, first))
+            own = sibling(params, uid - uids[0])
+            self.channel.inbox.append(Submit(uid, tuple(prompt), own, priority, salt, first, 0.0, grammar))
         return uids
 
     def abort(self, uids: Sequence[int]) -> None:

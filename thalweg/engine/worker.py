@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Callable, Mapping, Protocol, Sequence, TypeVar
 
+from thalweg.core.grammar import Masks
 from thalweg.core.plan import MaskState, Output, Shape, StepPlan
 from thalweg.runner.runner import Forwarded, Runner
 
@@ -16,6 +17,16 @@ class Stream(Protocol):
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Enqueues; the future holds the result, or the error it ended with."""
+
+
+class Masker(Protocol):
+    """Makes the masks of a plan's rows that are under a grammar."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """A of this plan is about to be enqueued, or to run."""
+
+    def fill(self, plan: StepPlan, states: Mapping[int, MaskState]) -> Masks | None:
+        """What its masks need is committed. None where no row has a mask."""
 
 
 class InlineStream:
@@ -43,19 +54,20 @@ def stream_for(depth: int) -> Stream:
 
 
 class CpuWorker:
-    """Drives one Runner. `forward` and `sample` return at once (depth 2 and more); `output` waits."""
+    """Drives one Runner. `forward` and `sample` return at once (depth 2 and more); `output` waits. masker: makes the masks of a step."""
 
-    def __init__(self, runner: Runner, stream: Stream) -> None:
-        self.runner, self.stream = runner, stream
+    def __init__(self, runner: Runner, stream: Stream, masker: Masker) -> None:
+        self.runner, self.stream, self.masker = runner, stream, masker
         self.forwarded: dict[int, Future[Forwarded | None]] = {}
         self.outputs: dict[int, Future[tuple[Output, ...]]] = {}
 
     def forward(self, plan: StepPlan, shape: Shape) -> None:
+        self.masker.begin(plan)
         self.forwarded[plan.step] = self.stream.submit(lambda: self.runner.forward(plan))
 
     def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
-        forwarded = self.forwarded.pop(plan.step)
-        self.outputs[plan.step] = self.stream.submit(lambda: self.runner.sample(forwarded.result()))
+        forwarded, made = self.forwarded.pop(plan.step), self.masker.fill(plan, masks)
+        self.outputs[plan.step] = self.stream.submit(lambda: self.runner.sample(forwarded.result(), made))
 
     def output(self, plan: StepPlan) -> Sequence[Output]:
         return self.outputs.pop(plan.step).result()

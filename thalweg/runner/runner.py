@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch
 from thalweg.batch.prepare import prepare
 from thalweg.batch.slots import Slots
+from thalweg.core.grammar import Masks
 from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
+from thalweg.models.base import Model
 from thalweg.sampling.sample import Sampled, accept, logprobs
 
 SCORE_CHUNK = 256  # positions a scoring pass of the head; bounds the logits it materialises
-
-
-class Model(Protocol):
-    """What the runner asks of a model."""
-
-    def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        """Hidden states [T, H] after the final norm."""
-
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        """float32 [N, V]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +30,14 @@ class Forwarded:
 
 
 class Runner:
-    """One model on one device with its planes and slots."""
+    """One model on one device with its planes and slots. steps: what runs its steps, the model itself or its recorded ones."""
 
-    def __init__(self, model: Model, planes: Planes, slots: Slots) -> None:
-        self.model, self.planes, self.slots = model, planes, slots
+    def __init__(self, model: Model, steps: Model, planes: Planes, slots: Slots) -> None:
+        self.model, self.steps, self.planes, self.slots = model, steps, planes, slots
+
+    def eager(self) -> None:
+        """Runs no recorded step any more: the model was changed in a way that a recording does not follow."""
+        self.steps = self.model
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Forwarded | None:
@@ -52,7 +46,7 @@ class Runner:
             return None
         prepared = prepare(plan, self.slots)
         batch = prepared.batch
-        hidden_TH = self.model.forward(batch, self.planes)
+        hidden_TH = self.steps.forward(batch, self.planes)
         emits = batch.emit_E.shape[0]
         logits_EV = None
         if emits:
@@ -60,14 +54,14 @@ class Runner:
         return Forwarded(plan, logits_EV, prepared.slot_E, prepared.ints_EI, self._scores(plan, hidden_TH))
 
     @torch.inference_mode()
-    def sample(self, forwarded: Forwarded | None) -> tuple[Output, ...]:
-        """B. One Output a row of the plan."""
+    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None) -> tuple[Output, ...]:
+        """B. One Output a row of the plan. masks: of the rows under a grammar."""
         if forwarded is None:
             return ()
         sampled = None
         if forwarded.logits_EV is not None:
             needs = forwarded.plan.needs
-            sampled = accept(forwarded.logits_EV, self.slots, forwarded.slot_E, forwarded.ints_EI, needs)
+            sampled = accept(forwarded.logits_EV, self.slots, forwarded.slot_E, forwarded.ints_EI, needs, masks)
         return _outputs(forwarded, sampled)
 
     def _scores(self, plan: StepPlan, hidden_TH: Tensor) -> dict[int, tuple[TokenLogprob, ...]]:

@@ -1,6 +1,6 @@
 """Accept: logits and `Slots` give the next token of each emitting row. With no drafts, accepting IS sampling.
 
-Order: penalties → bias → minimum length → temperature → top-k → top-p (of what top-k left) → min-p (relative to the largest)
+Order: penalties → bias → minimum length → grammar → temperature → top-k → top-p (of what top-k left) → min-p (relative to the largest)
 → draw. Letters: E emitting rows, V vocabulary."""
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
+from thalweg.core.grammar import Masks
 from thalweg.core.plan import Needs
+from thalweg.sampling.mask import forbid
 from thalweg.sampling.random import exponential
+
+BANNED = (
+    -1e30
+)  # below every logit, yet above what a grammar forbids: one that is complete can still end before the minimum length
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +34,15 @@ class Sampled:
     top_logprobs_EK: Tensor | None = None
 
 
-def accept(logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
+def accept(
+    logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, masks: Masks | None = None
+) -> Sampled:
     """Draws the next token of each row, writes it into `slots`, and ends those that reached a stop id or their end.
 
     logits_EV float32 is the model's and may be overwritten unless log-probabilities are asked for. ints_EI: the slots' integers, as
     `prepare` found them in this step.
     """
-    length_E, end_E = ints_EI[:, 0], ints_EI[:, 2]
+    length_E = ints_EI[:, 0]
     stop_EK = slots.stop_SK.index_select(0, slot_E)
     own_EV = logits_EV
     if needs.logprobs >= 0:
@@ -44,18 +52,35 @@ def accept(logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, nee
     if needs.biased:
         logits_EV.scatter_add_(1, slots.bias_ids_SB[slot_E], slots.bias_SB[slot_E])
         early_EK = (length_E < ints_EI[:, 5])[:, None] & (stop_EK >= 0)
-        logits_EV.scatter_add_(1, stop_EK.clamp(min=0), torch.where(early_EK, -torch.inf, 0.0))
+        logits_EV.scatter_add_(1, stop_EK.clamp(min=0), torch.where(early_EK, BANNED, 0.0))
+    if masks is not None:
+        forbid(logits_EV, masks)
     if needs.random:
         tokens_E = draw(logits_EV, slots.floats_SF[slot_E], ints_EI[:, 6], ints_EI[:, 3], length_E, needs.truncated)
     else:
         tokens_E = logits_EV.argmax(-1)
+    done_E, live_E = _settle(tokens_E, slot_E, ints_EI, stop_EK, slots.tokens_SL, slots.state_S3, slots.context)
+    return Sampled(tokens_E, done_E, live_E, *logprobs(own_EV, tokens_E, needs.logprobs))
+
+
+def _settle(
+    tokens_E: Tensor,
+    slot_E: Tensor,
+    ints_EI: Tensor,
+    stop_EK: Tensor,
+    tokens_SL: Tensor,
+    state_S3: Tensor,
+    context: int,
+) -> tuple[Tensor, Tensor]:
+    """Appends the tokens to their slots; says which slots have ended, and which had not before."""
+    length_E, end_E = ints_EI[:, 0], ints_EI[:, 2]
     live_E = end_E > 0
     new_E = length_E + live_E
-    going_E = (new_E < end_E) & (tokens_E[:, None] != stop_EK).all(1)
-    column_E = torch.where(live_E, length_E, slots.context)
-    slots.tokens.index_copy_(0, slot_E * slots.tokens_SL.shape[1] + column_E, tokens_E.to(torch.int32))
-    slots.state_S3.index_copy_(0, slot_E, torch.stack((new_E, new_E - 1, end_E * going_E), 1))
-    return Sampled(tokens_E, ~going_E, live_E, *logprobs(own_EV, tokens_E, needs.logprobs))
+    going_E = (new_E < end_E) & (tokens_E.unsqueeze(1) != stop_EK).all(1)
+    column_E = torch.where(live_E, length_E, context)
+    tokens_SL.view(-1).index_copy_(0, slot_E * tokens_SL.size(1) + column_E, tokens_E.to(torch.int32))
+    state_S3.index_copy_(0, slot_E, torch.stack((new_E, new_E - 1, end_E * going_E), 1))
+    return ~going_E, live_E
 
 
 def penalise(logits_EV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, prompt_len_E: Tensor) -> None:

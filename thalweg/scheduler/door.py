@@ -20,6 +20,7 @@ def enter(message: Submit, limits: Limits, context: int, seeds: random.Random, f
     params = message.params
     params.check(limits.vocab)
     _check_prompt(message, limits.vocab, context)
+    message.grammar.check(params)
     stop_ids = dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else limits.eos_ids))
     size = len(message.prompt)
     return Request(
@@ -33,6 +34,8 @@ def enter(message: Submit, limits: Limits, context: int, seeds: random.Random, f
         priority=message.priority,
         first=first,
         needs=needs(params),
+        masked=message.grammar.on,
+        grammar=message.grammar,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Mapping, Sequence
 from thalweg.cache.books import Books
 from thalweg.cache.radix import Frontier
 from thalweg.core.errors import InvalidRequest
+from thalweg.core.grammar import Grammars, NoGrammars
 from thalweg.core.messages import Abort, Delta, Done, Drain, FlushCache, Rejected, Stats, Submit, ToEngine
 from thalweg.core.plan import Append, Bind, MaskState, Output, Row, StepPlan
 from thalweg.core.request import Leave, Request, State
@@ -27,7 +28,7 @@ from thalweg.scheduler.sheet import Sheet
 from thalweg.scheduler.tally import Tally
 
 RUNNING, STAYS, GONE = State.RUNNING, Leave.STAYS, (Leave.ABORT, Leave.FINISH)
-NO_TIER, NO_DRAFTS = NoTier(), ConstantWidth(0)
+NO_TIER, NO_DRAFTS, NO_GRAMMARS = NoTier(), ConstantWidth(0), NoGrammars()
 
 
 class Scheduler:
@@ -36,8 +37,15 @@ class Scheduler:
     context: the longest sequence, in tokens, that both the model and the page pool can hold.
     """
 
-    def __init__(self, limits: Limits, books: Books, tier: Tier = NO_TIER, widths: WidthPolicy = NO_DRAFTS) -> None:
-        self.limits, self.stages, self.widths = limits, limits.stages, widths
+    def __init__(
+        self,
+        limits: Limits,
+        books: Books,
+        tier: Tier = NO_TIER,
+        widths: WidthPolicy = NO_DRAFTS,
+        grammars: Grammars = NO_GRAMMARS,
+    ) -> None:
+        self.limits, self.stages, self.widths, self.grammars = limits, limits.stages, widths, grammars
         self.books, self.page = books, books.page_size
         self.context = min(limits.context, books.total * books.page_size)
         self.draining = False
@@ -49,6 +57,7 @@ class Scheduler:
         self.requests: dict[int, Request] = {}  # all, by uid
         self.live: dict[int, Request] = {}  # those that hold pages
         self.queue = Queue(limits.policy, self.holdings.hit)
+        self._compiling: dict[int, Request] = {}  # queued ones whose grammar is being compiled
         self._waiting: list[Request] = []  # live ones that wait on a ticket: LOADING, SENDING
         # RUNNING ones; who has left is struck off at the next plan. Decoding ones stand least recently sampled first.
         self._prefilling: list[Request] = []
@@ -56,7 +65,7 @@ class Scheduler:
         self._emitted: list[Request] = []  # in the last plan
         self._grammars: list[Request] = []  # rows of the last plan that need a mask
         self._news: list[Delta] = []
-        self._restless = False  # something happened since the last plan, or it found work
+        self._restless = False  # since the last plan there was a message, a commit, or somebody left
 
     # ---- messages ------------------------------------------------------------------------------------------------------------
 
@@ -76,7 +85,7 @@ class Scheduler:
                     replies.append(Done(message.id))
                 case Drain():
                     self.draining = True
-        return replies
+        return replies + self._refused()
 
     def add(self, r: Request) -> None:
         """`r` waits to be admitted. Its uid is new; its prompt and end fit `context`."""
@@ -94,8 +103,27 @@ class Scheduler:
             r = door.enter(message, self.limits, self.context, self.seeds, self.requests.get(message.first))
         except InvalidRequest as wrong:
             return [Rejected(message.uid, wrong.field, wrong.message)]
+        if r.masked:
+            r.ticket = self.grammars.open(r.uid, r.grammar)
+            self._compiling[r.uid] = r
         self.add(r)
         return []
+
+    def _refused(self) -> list[Rejected | Done]:
+        """Lets in the requests whose grammar has been compiled; refuses those where that failed, and ends those whose grammar broke."""
+        refused: list[Rejected | Done] = []
+        for r in [r for r in self._compiling.values() if _landed(r)]:
+            del self._compiling[r.uid]
+            ticket, r.ticket, self._restless = r.ticket, None, True
+            if ticket is not None and ticket.state is TicketState.FAILED:
+                refused.append(Rejected(r.uid, r.grammar.field, ticket.why))
+                self.queue.remove(r)
+                self._end(r)
+        for uid, why in self.grammars.broken():
+            if self.requests[uid].leave not in GONE:
+                refused.append(Rejected(uid, self.requests[uid].grammar.field, why))
+                self._abort(uid)
+        return refused
 
     def _abort(self, uid: int) -> None:
         r = self.requests.get(uid)
@@ -127,7 +155,6 @@ class Scheduler:
         for r in sheet.chunks:
             self.holdings.share(r, min(r.computed, len(r.prompt)))
         self._emitted, self._grammars = sheet.emitting, sheet.grammars
-        self._restless |= bool(sheet.rows)
         seen = max(self.step - self.stages, self.retired)  # a drained pipeline hears earlier
         return sheet.plan(self.step, seen, self.widths.draft(len(sheet.emitting)))
 
@@ -225,7 +252,10 @@ class Scheduler:
             fronts.add(self.holdings.frontier(r))
 
     def _held(self, r: Request, sheet: Sheet, fronts: set[Frontier | None]) -> bool:
-        """True while another request is about to compute the very pages that `r` needs next: they are computed once and hit after."""
+        """True while another request is about to compute the very pages that `r` needs next (they are computed once and hit after), and
+        while its grammar is being compiled."""
+        if r.ticket is not None:
+            return True
         first = r.first
         if first is not None:
             if first.state in (State.QUEUED, State.LOADING) or first in sheet.chunks:
@@ -320,6 +350,9 @@ class Scheduler:
 
     def _end(self, r: Request) -> None:
         r.state = State.DONE
+        if r.masked:
+            self.grammars.close(r.uid)
+            self._compiling.pop(r.uid, None)
         del self.requests[r.uid]
         self.holdings.leave(r)
 
@@ -357,6 +390,8 @@ class Scheduler:
         first = not r.out
         if tokens:
             self.holdings.learn(r, tokens)
+            if r.masked:
+                self.grammars.advance(r.uid, tokens)
             r.drafts = output.drafts
             self.tally.decode_tokens += len(tokens)
             final = len(r.prompt) + len(r.out) - 1
@@ -400,7 +435,8 @@ class Scheduler:
     @property
     def runnable(self) -> bool:
         """The next plan may have work: do not wait for messages first. False while everything waits on tickets."""
-        return bool(self.requests) and (self._restless or any(map(_landed, self._waiting)))
+        tickets = (*self._waiting, *self._compiling.values())
+        return bool(self.requests) and (self._restless or any(map(_landed, tickets)))
 
 
 def _landed(r: Request) -> bool:

@@ -20,7 +20,7 @@ from thalweg.server.reading import read
 
 _abort = msgspec.json.Decoder(AbortRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
-PREFIXES = ("chatcmpl-", "cmpl-")
+PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
 
 
 async def models(desk: Desk, request: Request) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from thalweg.server.replies import Answer, Envelope, Tally
 from thalweg.server.sampling import given, openai_params
 from thalweg.server.speaker import Speaker
 from thalweg.server.stream import EventStream, Writer
+from thalweg.server.structure import chat_grammar, forced_name, schema_of
 from thalweg.text.chat import wants_thinking
 from thalweg.text.messages import read_tools
 from thalweg.text.parser import Parser, opens_thought
@@ -33,20 +35,10 @@ async def chat_completions(desk: Desk, request: Request) -> Response:
     started = time.time()
     body = read(await request.body(), _decoder)
     model = desk.model(body.model)
-    params = _params(desk, body)
-    tools = _tools(desk, body)
-    text = _encode(desk, body, tools)
-    prompt = await desk.tokens(text, True, "messages")
-    rid = desk.rid(body.rid, request)
-    job = Job((prompt,), (params,), (rid,), ("messages",), given(body.priority, 0), salt_of(body.cache_salt), started)
-    with named(
-        max_tokens="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-        logprobs="top_logprobs",
-    ):
-        check(desk, job)
-    parser = _parser(desk, body, text, tools)
-    speakers = [Speaker(desk.front.tokenizer, body, i, prompt, parser()) for i in range(params.n)]
-    tally = Tally(params.n)
+    turn = await prepare(desk, body, request, started)
+    rid, prompt, n = turn.rid, turn.prompt, turn.params.n
+    speakers = [Speaker(desk.front.tokenizer, body, i, prompt, turn.parser()) for i in range(n)]
+    tally = Tally(n)
     id, created, include_usage = f"chatcmpl-{rid}", int(started), body.usage_wanted
 
     async def stream(writer: Writer) -> None:
@@ -59,13 +51,13 @@ async def chat_completions(desk: Desk, request: Request) -> Response:
             if chunks:
                 await writer.write(b"".join([envelope.chunk(chunk) for chunk in chunks]), piece.at)
 
-        await run(desk, job, take)
+        await run(desk, turn.job, take)
         if include_usage:
             await writer.write(envelope.usage(tally.usage), time.time())
 
     if body.stream:
         return EventStream(desk.meters, stream)
-    ended = await collect(desk, job, request.receive)
+    ended = await collect(desk, turn.job, request.receive)
     if ended is None:
         return gone()
     for i, piece in enumerate(ended):
@@ -75,6 +67,41 @@ async def chat_completions(desk: Desk, request: Request) -> Response:
     if body.return_token_ids:
         answer.prompt_token_ids = list(prompt)
     return reply(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An answer that a conversation asks for, checked. prompt: token ids. parser: makes the parser of each choice."""
+
+    job: Job
+    rid: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    parser: Callable[[], Parser]
+
+
+async def prepare(desk: Desk, body: ChatRequest, request: Request, started: float) -> Turn:
+    """What every API that talks in messages asks of the front. Raises InvalidRequest, Overloaded, EngineDead."""
+    params = _params(desk, body)
+    text, prompt, tools = await render(desk, body)
+    rid = desk.rid(body.rid, request)
+    grammar = chat_grammar(body, desk.chat.formats, desk.front.tokenizer.mark_id, text)
+    await desk.examiner.check(grammar)
+    salt = salt_of(body.cache_salt)
+    job = Job((prompt,), (params,), (rid,), ("messages",), given(body.priority, 0), salt, started, (grammar,))
+    with named(
+        max_tokens="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        logprobs="top_logprobs",
+    ):
+        check(desk, job)
+    return Turn(job, rid, prompt, params, _parser(desk, body, text, tools))
+
+
+async def render(desk: Desk, body: ChatRequest) -> tuple[str, list[int], Sequence[dict[str, Any]]]:
+    """The prompt as text and as token ids, and the tools that it offers. Raises InvalidRequest."""
+    tools = _tools(desk, body)
+    text = _encode(desk, body, tools)
+    return text, await desk.tokens(text, True, "messages"), tools
 
 
 async def tokenize(desk: Desk, request: Request) -> Response:
@@ -112,16 +139,9 @@ def _params(desk: Desk, body: ChatRequest) -> SamplingParams:
 
 def _tools(desk: Desk, body: ChatRequest) -> Sequence[dict[str, Any]]:
     """The tools that the model may call. Raises InvalidRequest for what would not be honoured."""
-    if body.tool_choice not in (None, "auto", "none"):
-        raise InvalidRequest(
-            "tool_choice", "'auto' and 'none' are supported here; a call cannot be forced: leave it out"
-        )
+    forced_name(body)
     if not body.tools or body.tool_choice == "none":
         return ()
-    if body.parallel_tool_calls is False:
-        raise InvalidRequest(
-            "parallel_tool_calls", "false is not supported here: the model decides how many calls it makes"
-        )
     if not desk.chat.encoder.renders_tools:
         raise InvalidRequest(
             "tools",
@@ -136,6 +156,7 @@ def _encode(desk: Desk, body: ChatRequest, tools: Sequence[dict[str, Any]]) -> s
         tools or None,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
+        response_format=schema_of(body),
         template_kwargs=body.chat_template_kwargs,
     )
 
@@ -148,7 +169,8 @@ def _parser(desk: Desk, body: ChatRequest, text: str, tools: Sequence[dict[str, 
         None if body.separate_reasoning is False else formats.reasoning,
         formats.tools if tools else None,
         thinking=wants_thinking(None, body.chat_template_kwargs),
-        inside=opens_thought(text) or None,
+        inside=opens_thought(text)
+        or (False if body.continue_final_message else None),  # what is continued is no thought
         functions=read_tools(tools),
         hold=not body.stream,
     )

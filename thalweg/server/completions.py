@@ -15,12 +15,14 @@ from thalweg.core.errors import InvalidRequest
 from thalweg.core.plan import TokenLogprob
 from thalweg.server.contract import Piece
 from thalweg.server.desk import Desk, Job, check, collect, gone, prompt_fields, reply, run, salt_of
+from thalweg.server.infill import prompt_of
 from thalweg.server.logprobs import LegacyLog, prompt_logprobs
 from thalweg.server.protocol import CompletionRequest, Prompt
 from thalweg.server.reading import read
 from thalweg.server.replies import Answer, CompletionChoice, Envelope, LegacyLogprobs, Tally
 from thalweg.server.sampling import given, openai_params
 from thalweg.server.stream import EventStream, Writer
+from thalweg.server.structure import grammar_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this route only
 _decoder = msgspec.json.Decoder(CompletionRequest)
@@ -35,11 +37,20 @@ async def completions(desk: Desk, request: Request) -> Response:
     echoed = body.logprobs if body.echo else None
     scored = max((k for k in (body.prompt_logprobs, echoed) if k is not None), default=None)
     params = openai_params(body, desk.defaults, given(body.max_tokens, DEFAULT_MAX_TOKENS), body.logprobs, scored)
-    texts, prompts = await _prompts(desk, body.prompt)
+    grammar = grammar_of(body, body.response_format)
+    await desk.examiner.check(grammar)
+    texts, prompts = await _prompts(desk, prompt_of(body, desk.front.tokenizer))
     rid, many = desk.rid(body.rid, request), len(prompts)
     fields = prompt_fields("prompt", many)
     job = Job(
-        prompts, (params,) * many, (rid,) * many, fields, given(body.priority, 0), salt_of(body.cache_salt), started
+        prompts,
+        (params,) * many,
+        (rid,) * many,
+        fields,
+        given(body.priority, 0),
+        salt_of(body.cache_salt),
+        started,
+        (grammar,) * many,
     )
     check(desk, job)
     makers = [_Maker(desk, body, i, prompts[i // params.n], texts[i // params.n]) for i in range(job.choices)]
@@ -105,12 +116,15 @@ class _Maker:
         self._text = text
         self._first = True
         self._log = None if body.logprobs is None else LegacyLog(self._tokenizer, body.logprobs)
+        self._hidden = frozenset() if body.skip_special_tokens is False else self._tokenizer.special_ids
 
     def feed(self, piece: Piece) -> CompletionChoice | None:
         """None when there is nothing to say yet."""
         choice = CompletionChoice(self._index, piece.text)
         if self._log is not None:
-            choice.logprobs = self._log.feed(piece.ids, piece.logprobs)
+            if self._first and self._body.echo:
+                choice.logprobs = self._prompt_log(self._log, piece)
+            choice.logprobs = _joined(choice.logprobs, self._log.feed(piece.ids, piece.logprobs, self._hidden))
         if self._body.return_token_ids:
             choice.token_ids = list(piece.ids)
         if self._first:
@@ -134,12 +148,23 @@ class _Maker:
             if self._text is None:
                 self._text = self._tokenizer.decode(self._prompt, skip_special_tokens=False)
             choice.text = self._text + choice.text
-            if self._log is not None:
-                choice.logprobs = self._echo_logprobs(piece)
 
-    def _echo_logprobs(self, piece: Piece) -> LegacyLogprobs:
-        """The prompt's tokens and the piece's, offsets counted from the start of the prompt."""
-        assert self._body.logprobs is not None
-        self._log = LegacyLog(self._tokenizer, self._body.logprobs)
-        entries: list[TokenLogprob | None] = [None, *piece.prompt_logprobs, *piece.logprobs]
-        return self._log.feed((*self._prompt, *piece.ids), entries)
+    def _prompt_log(self, log: LegacyLog, piece: Piece) -> LegacyLogprobs:
+        """The prompt's tokens; a BOS that the tokenizer has put before a text is not in the text."""
+        begin = self._tokenizer.token_bytes(self._prompt[0]).decode(errors="replace")
+        added = self._text is not None and not self._text.startswith(begin)
+        entries: list[TokenLogprob | None] = [None, *piece.prompt_logprobs]
+        first = log.feed(self._prompt[:1], entries[:1], self._prompt[:1] if added else ())
+        return _joined(first, log.feed(self._prompt[1:], entries[1:], ()))
+
+
+def _joined(first: LegacyLogprobs | None, second: LegacyLogprobs) -> LegacyLogprobs:
+    if first is None:
+        return second
+    tops = None if first.top_logprobs is None else [*first.top_logprobs, *(second.top_logprobs or ())]
+    return LegacyLogprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        tops,
+        first.text_offset + second.text_offset,
+    )

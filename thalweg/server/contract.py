@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Protocol
 
+from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.messages import Ready, Stats
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
@@ -43,9 +44,12 @@ class Piece(Protocol):
 class Tokenizer(Protocol):
     """See `thalweg.text.tokenizer.Tokenizer`."""
 
+    @property
+    def special_ids(self) -> frozenset[int]: ...
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str: ...
     def token_bytes(self, token: int) -> bytes: ...
+    def mark_id(self, text: str) -> int | None: ...
 
 
 class Front(Protocol):
@@ -62,7 +66,14 @@ class Front(Protocol):
     def running(self) -> int: ...
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None: ...
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str = "", priority: int = 0, salt: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        salt: int = 0,
+        grammar: Grammar = FREE,
     ) -> AsyncGenerator[Piece, None]: ...
     async def abort(self, request_id: str) -> int: ...
     async def flush_cache(self) -> None: ...

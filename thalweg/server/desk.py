@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from starlette.requests import Request
@@ -16,12 +16,15 @@ from starlette.types import Receive
 
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead, InvalidRequest
+from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.contract import Front, Piece
 from thalweg.server.errors import ApiError, Problem
+from thalweg.server.examiner import Examiner
 from thalweg.server.metrics import Meters, Timer
 from thalweg.server.reading import named
+from thalweg.server.responses.shelf import Shelf
 from thalweg.server.stream import Hangup
 from thalweg.text.chat import Chat
 
@@ -44,7 +47,7 @@ def gone() -> Response:
 @dataclass(frozen=True, slots=True, eq=False)
 class Desk:
     """names: of the model, the first one shown. path: of its checkpoint, as the user gave it. defaults: what requests that do not say
-    get. started: time.time()."""
+    get. started: time.time(). shelf: the responses that are kept."""
 
     front: Front
     chat: Chat
@@ -54,6 +57,8 @@ class Desk:
     defaults: SamplingParams
     meters: Meters
     started: float
+    shelf: Shelf
+    examiner: Examiner = field(default_factory=Examiner)
 
     def model(self, asked: str | None) -> str:
         """The name to answer with. No name, "" and "default" are the model that is served; an unknown name is a 404."""
@@ -104,6 +109,11 @@ class Job:
     priority: int
     salt: int
     started: float
+    grammars: tuple[Grammar, ...] = ()
+
+    def grammar(self, prompt: int) -> Grammar:
+        """What the outputs of a prompt must match."""
+        return self.grammars[prompt] if self.grammars else FREE
 
     def first(self, prompt: int) -> int:
         """The number of a prompt's first choice."""
@@ -120,9 +130,10 @@ def check(desk: Desk, job: Job) -> None:
         raise EngineDead(desk.front.reason)
     if not -(2**31) <= job.priority < 2**31:
         raise InvalidRequest("priority", f"must fit 32 bits, got {job.priority}")
-    for prompt, params, field in zip(job.prompts, job.params, job.fields, strict=True):
-        with named(prompt=field):
+    for i, (prompt, params, place) in enumerate(zip(job.prompts, job.params, job.fields, strict=True)):
+        with named(prompt=place):
             desk.front.check(prompt, params)
+            job.grammar(i).check(params)
 
 
 async def run(desk: Desk, job: Job, take: Take) -> None:
@@ -140,7 +151,14 @@ async def run(desk: Desk, job: Job, take: Take) -> None:
 
 async def _run(desk: Desk, job: Job, i: int, timer: Timer, take: Take) -> None:
     first, params = job.first(i), job.params[i]
-    pieces = desk.front.stream(job.prompts[i], params, request_id=job.rids[i], priority=job.priority, salt=job.salt)
+    pieces = desk.front.stream(
+        job.prompts[i],
+        params,
+        request_id=job.rids[i],
+        priority=job.priority,
+        salt=job.salt,
+        grammar=job.grammar(i),
+    )
     async with aclosing(pieces):
         async for piece in pieces:
             choice = first + piece.index

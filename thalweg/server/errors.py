@@ -1,4 +1,5 @@
-"""Every error as OpenAI's JSON: {"error": {"message", "type", "param", "code"}}; `param` is the path of the field as the client wrote it."""
+"""Every error as OpenAI's JSON: {"error": {"message", "type", "param", "code"}}; `param` is the path of the field as the client wrote it.
+Under /v1/messages it is Anthropic's: {"type": "error", "error": {"type", "message"}}."""
 
 from __future__ import annotations
 
@@ -10,15 +11,36 @@ from starlette.responses import Response
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded, ThalwegError
 
 
-class _Error(msgspec.Struct):
+class Error(msgspec.Struct):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class _Body(msgspec.Struct):
-    error: _Error
+class ErrorBody(msgspec.Struct):
+    error: Error
+
+
+class AnthropicError(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicBody(msgspec.Struct):
+    error: AnthropicError
+    type: str = "error"
+
+
+ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +56,20 @@ class Problem:
 
     @property
     def body(self) -> bytes:
-        return msgspec.json.encode(_Body(_Error(self.message, self.type, self.param, self.code)))
+        return msgspec.json.encode(ErrorBody(Error(self.message, self.type, self.param, self.code)))
 
-    def response(self, retry_after: int) -> Response:
+    @property
+    def anthropic(self) -> bytes:
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        return msgspec.json.encode(AnthropicBody(AnthropicError(kind, self.message)))
+
+    def response(self, retry_after: int, path: str) -> Response:
+        """path: of the request, whose API tells the shape."""
         headers = {"Retry-After": str(retry_after)} if self.retry else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return Response(self.body, self.status, headers, "application/json")
+        body = self.anthropic if path.startswith(ANTHROPIC) else self.body
+        return Response(body, self.status, headers, "application/json")
 
 
 class ApiError(Exception):

@@ -17,13 +17,16 @@ from thalweg.server.metrics import Meters
 
 log = logging.getLogger("thalweg.server")
 WORK = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/generate"}
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"}
 )  # the routes that the concurrency limit counts
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 
 class Gate:
-    """Lets a request through, or answers it here with a 401, 413 or 429. `scope["request_id"]` is set for everything inside."""
+    """Lets a request through, or answers it here with a 401, 413 or 429.
+
+    Everything inside finds `request_id` and `send_chunk` in the scope.
+    """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, meters: Meters, open_paths: frozenset[str]) -> None:
         self.app, self.options, self.meters = app, options, meters
@@ -38,10 +41,11 @@ class Gate:
         headers = Headers(scope=scope)
         rid = clean_rid(headers.get(self.options.request_id_header)) or uuid.uuid4().hex
         scope["request_id"] = rid
+        scope["send_chunk"] = send  # past all layers inside, which have no business with the chunks of a stream
         visit = _Visit(self, scope, receive, send, rid)
         problem = self._refusal(scope["path"], headers)
         if problem is not None:
-            return await problem.response(self.options.retry_after)(scope, receive, visit.send)
+            return await problem.response(self.options.retry_after, scope["path"])(scope, receive, visit.send)
         if scope["path"] not in WORK:
             return await self.app(scope, visit.receive, visit.send)
         self._inside += 1
@@ -51,8 +55,8 @@ class Gate:
             self._inside -= 1
 
     def _refusal(self, path: str, headers: Headers) -> Problem | None:
-        if self._keys and path not in self._open and not self._knows(headers.get("authorization", "")):
-            message = "a valid API key is needed: send it as the header `Authorization: Bearer KEY`"
+        if self._keys and path not in self._open and not self._knows(headers):
+            message = "a valid API key is needed: send it as the header `Authorization: Bearer KEY` or `x-api-key: KEY`"
             return Problem(401, message, "authentication_error", code="invalid_api_key")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.options.max_body_bytes:
@@ -63,11 +67,14 @@ class Gate:
             return Problem(429, message, "rate_limit_error", code="too_many_requests", retry=True)
         return None
 
-    def _knows(self, authorization: str) -> bool:
-        kind, _, key = authorization.partition(" ")
-        given = key.strip().encode("utf-8", "replace")
-        matches = [hmac.compare_digest(given, known) for known in self._keys]  # all of them: the time tells nothing
-        return kind.lower() == "bearer" and any(matches)
+    def _knows(self, headers: Headers) -> bool:
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        bearer = key.strip() if kind.lower() == "bearer" else ""
+        given = [
+            text.encode("utf-8", "replace") for text in (bearer, headers.get("x-api-key", ""))
+        ]  # OpenAI's, Anthropic's
+        matches = [hmac.compare_digest(one, known) for one in given for known in self._keys]
+        return any(matches)  # all were compared: the time tells nothing
 
 
 def _too_long(limit: int) -> Problem:

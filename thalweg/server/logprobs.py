@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from thalweg.core.plan import TokenLogprob
@@ -33,15 +33,18 @@ class LegacyLog:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def feed(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> LegacyLogprobs:
-        """None as a logprob: the first token of a prompt, which nothing precedes."""
+    def feed(
+        self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], hidden: Collection[int]
+    ) -> LegacyLogprobs:
+        """hidden: ids that are not in the text. None as a logprob: the first token of a prompt, which nothing precedes."""
         out = LegacyLogprobs([], [], [] if self._top else None, [])
         for token, entry in zip(ids, logprobs, strict=True):
             raw = self._tokenizer.token_bytes(token)
             out.tokens.append(show(raw))
             out.token_logprobs.append(None if entry is None else finite(entry.logprob))
             out.text_offset.append(self._offset)
-            self._offset += len(self._decoder.decode(raw))
+            if token not in hidden:
+                self._offset += len(self._decoder.decode(raw))
             if out.top_logprobs is not None:
                 out.top_logprobs.append(None if entry is None else self._tops(raw, entry))
         return out

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
+from thalweg.core.grammar import Grammar
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.contract import Piece
@@ -20,6 +21,7 @@ from thalweg.server.protocol import GenerateRequest, NativeSampling
 from thalweg.server.reading import named, read
 from thalweg.server.sampling import given, native_params
 from thalweg.server.stream import EventStream, Writer
+from thalweg.server.structure import grammar_of
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's, for this route only
 _NAMES = {
@@ -45,8 +47,11 @@ async def generate(desk: Desk, request: Request) -> Response:
     batch = isinstance(body.text, list) or body.input_ids is not None and isinstance(body.input_ids[0], list)
     many = len(prompts)
     rids, params = _rids(desk, body, request, many), _params(desk, body, prompts)
+    grammars = _grammars(body, many)
+    for grammar in grammars:
+        await desk.examiner.check(grammar)
     salt = salt_of(given(body.cache_salt, body.extra_key))
-    job = Job(prompts, params, rids, prompt_fields(field, many), given(body.priority, 0), salt, started)
+    job = Job(prompts, params, rids, prompt_fields(field, many), given(body.priority, 0), salt, started, grammars)
     with named(**_NAMES):
         check(desk, job)
     makers = [_Maker(desk, body, job, i) for i in range(many) for _ in range(params[i].n)]
@@ -125,6 +130,16 @@ def _params(desk: Desk, body: GenerateRequest, prompts: Sequence[Sequence[int]])
     )
 
 
+def _grammars(body: GenerateRequest, many: int) -> tuple[Grammar, ...]:
+    """A structure stands in the sampling parameters, as SGLang has it, or beside them for all."""
+    shared, params = grammar_of(body), body.sampling_params
+    each = params if isinstance(params, list) else [given(params, NativeSampling())] * many
+    own = tuple(grammar_of(one, where="sampling_params.") for one in each)
+    if shared.on and (both := next((one for one in own if one.on), None)):
+        raise InvalidRequest(both.field, f"asks for a second structure beside {shared.field}: give one")
+    return (shared,) * many if shared.on else own
+
+
 class _Maker:
     """Makes the events of one choice: each is complete and supersedes the one before."""
 
@@ -134,7 +149,6 @@ class _Maker:
         self._text = ""
         self._ids: list[int] = []
         self._logs: dict[str, list[Any]] = {}
-        self._max = job.params[prompt].max_tokens
 
     def feed(self, piece: Piece) -> dict[str, Any]:
         self._text += piece.text

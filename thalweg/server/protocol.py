@@ -5,7 +5,7 @@ A null means "not given", as OpenAI's clients send it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ _QUIET = {"modalities": ["text"], "function_call": "none"}
 
 class Refusable(msgspec.Struct, kw_only=True):
     """Fields that other servers have and that change the result: decoded so that they can be refused, never honoured."""
+
+    HONOURED: ClassVar[frozenset[str]] = frozenset()  # those of them that this body's route can do
 
     suffix: Any = None
     use_beam_search: Any = None
@@ -33,15 +35,6 @@ class Refusable(msgspec.Struct, kw_only=True):
     audio_data: Any = None
     lora_path: Any = None
     return_hidden_states: Any = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -55,7 +48,7 @@ class Refusable(msgspec.Struct, kw_only=True):
         """Raises InvalidRequest naming the first of these fields that is on (null, false and empty are off)."""
         for name in Refusable.__struct_fields__:
             value = getattr(self, name)
-            if value and value != _QUIET.get(name):
+            if value and value != _QUIET.get(name) and name not in self.HONOURED:
                 raise InvalidRequest(where + name, "is not supported here and would change the result: leave it out")
 
 
@@ -66,12 +59,41 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """type: only "text" is served."""
+    """type: "text", "json_object", "json_schema" (json_schema: {"name", "schema", "strict"}) or "structural_tag" (structures, triggers)."""
 
     type: str
+    json_schema: dict[str, Any] | None = None
+    structures: list[Any] | None = None
+    triggers: list[str] | None = None
 
 
-class Common(Refusable, kw_only=True):
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's `structured_outputs`; one of them."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+
+
+class Structured(Refusable, kw_only=True):
+    """What the output must match: one of these at most. A schema or structural tag may be given as an object or as its JSON text."""
+
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+    choice: list[str] | None = None
+    structural_tag: Any = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class Common(Structured, kw_only=True):
     """What both OpenAI routes understand; from `top_k` on they are extensions. rid: the request's id, in place of the header's."""
 
     model: str | None = None
@@ -107,9 +129,13 @@ class Common(Refusable, kw_only=True):
 
 
 class CompletionRequest(Common, kw_only=True):
-    """POST /v1/completions. prompt: a text, texts, token ids, or lists of token ids. logprobs: the legacy number of alternatives."""
+    """POST /v1/completions. prompt: a text, texts, token ids, or lists of token ids. logprobs: the legacy number of alternatives.
+    suffix: what stands behind the text that is asked for."""
+
+    HONOURED: ClassVar[frozenset[str]] = frozenset({"suffix"})
 
     prompt: Prompt
+    suffix: str | None = None
     max_tokens: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -133,7 +159,7 @@ class ChatRequest(Common, kw_only=True):
     add_generation_prompt: bool | None = None
 
 
-class NativeSampling(Refusable, kw_only=True):
+class NativeSampling(Structured, kw_only=True):
     """`sampling_params` of POST /generate."""
 
     max_new_tokens: int | None = None
@@ -156,7 +182,7 @@ class NativeSampling(Refusable, kw_only=True):
     sampling_seed: int | None = None
 
 
-class GenerateRequest(Refusable, kw_only=True):
+class GenerateRequest(Structured, kw_only=True):
     """POST /generate. Exactly one of text and input_ids; a list of either is a batch, answered by a list."""
 
     text: str | list[str] | None = None

@@ -25,6 +25,15 @@ def read(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise _malformed(body, str(error)) from None
 
 
+def convert(value: Any, kind: type[T], field: str) -> T:
+    """A part of a body, found at `field`, as this struct. Raises InvalidRequest."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        inner = _invalid(str(error))
+        raise InvalidRequest(f"{field}.{inner.field}".rstrip("."), inner.message) from None
+
+
 def _invalid(text: str) -> InvalidRequest:
     """From "Expected `int`, got `str` - at `$.prompt[2]`" (or "… - at `key` in `$.logit_bias`") to field and message."""
     message, _, where = text.rpartition(" - at ")

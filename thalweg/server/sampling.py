@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.protocol import Common, NativeSampling
 
@@ -20,11 +19,6 @@ def openai_params(
 ) -> SamplingParams:
     """The parameters that both OpenAI routes share. Raises InvalidRequest for what this server cannot honour."""
     body.refuse()
-    if body.response_format is not None and body.response_format.type != "text":
-        kind = body.response_format.type
-        raise InvalidRequest(
-            "response_format", f"type {kind!r} is not supported here and would change the result: 'text' is"
-        )
     return SamplingParams(
         temperature=given(body.temperature, default.temperature),
         top_k=given(body.top_k, default.top_k),

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from thalweg.core.errors import ThalwegError
-from thalweg.server.errors import problem_of
+from thalweg.server.errors import Problem, problem_of
 from thalweg.server.metrics import Meters
 
 _HEADERS = [
@@ -59,20 +59,23 @@ class Hangup:
 
 
 class Writer:
-    """Writes the chunks of one answer. The response starts with the first chunk, so what fails before it still has a status of its own."""
+    """Writes the chunks of one answer. The response starts with the first chunk, so what fails before it still has a status of its own.
 
-    __slots__ = ("started", "_send", "_emit")
+    start: ASGI's send with all layers, for the status and headers; send: the one without, for the chunks.
+    """
 
-    def __init__(self, send: Send, meters: Meters) -> None:
+    __slots__ = ("started", "_start", "_send", "_emit")
+
+    def __init__(self, start: Send, send: Send, meters: Meters) -> None:
         self.started = False
-        self._send = send
+        self._start, self._send = start, send
         self._emit = meters.emit
 
     async def write(self, payload: bytes, at: float) -> None:
         """Sends whole events. at: when (time.time()) the engine had what they say."""
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            await self._start({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
         await self._send({"type": "http.response.body", "body": payload, "more_body": True})
         self._emit.observe(time.time() - at)
 
@@ -80,23 +83,36 @@ class Writer:
         await self._send({"type": "http.response.body", "body": payload, "more_body": False})
 
 
-class EventStream(Response):
-    """Runs `work`, which writes events, until it ends, fails or the client goes away. An error on a running stream becomes its last event."""
+def openai_error(problem: Problem) -> bytes:
+    return b"data: " + problem.body + b"\n\n"
 
-    def __init__(self, meters: Meters, work: Callable[[Writer], Awaitable[None]]) -> None:
-        self.meters, self.work = meters, work
+
+class EventStream(Response):
+    """Runs `work`, which writes events, until it ends, fails or the client goes away. An error on a running stream becomes its last event.
+
+    done: the stream's last words. failed: writes an error's event.
+    """
+
+    def __init__(
+        self,
+        meters: Meters,
+        work: Callable[[Writer], Awaitable[None]],
+        done: bytes = DONE,
+        failed: Callable[[Problem], bytes] = openai_error,
+    ) -> None:
+        self.meters, self.work, self.done, self.failed = meters, work, done, failed
         self.status_code, self.background = 200, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = Writer(send, self.meters)
-        last = DONE
+        writer = Writer(send, scope["send_chunk"], self.meters)
+        last = self.done
         async with Hangup(receive) as hangup:
             try:
                 await self.work(writer)
             except ThalwegError as error:
                 if not writer.started:
                     raise
-                last = b"data: " + problem_of(error).body + b"\n\n"
+                last = self.failed(problem_of(error))
         if hangup.gone:
             self.meters.disconnects += 1
         else:

@@ -19,7 +19,8 @@ class Tokenizer:
     """The tokenizer of a checkpoint folder.
 
     bos_id: None when the model has none. eos_ids: every id that ends an answer (tokenizer, config and generation config together,
-    ascending). special_ids: ids that skip_special_tokens hides. vocab_size: largest id + 1 (the model's logits may be wider: padding).
+    ascending). added_ids: ids of added tokens, markup mostly. special_ids: those of them that skip_special_tokens hides.
+    vocab_size: largest id + 1 (the model's logits may be wider: padding).
     special_tokens: `bos_token`, `eos_token` … → text, for chat templates.
     Raises CheckpointError when a file is missing or broken.
     """
@@ -30,6 +31,7 @@ class Tokenizer:
         self._add_declared(config)
         self.special_tokens = _special_tokens(config)
         added = self._library.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
@@ -93,6 +95,11 @@ class Tokenizer:
         """The id of exactly this token, or None."""
         found: int | None = self._library.token_to_id(text)
         return found
+
+    def mark_id(self, text: str) -> int | None:
+        """The id of exactly this added token, or None: markup that is one token, which ordinary text is never cut into."""
+        found = self.token_id(text)
+        return found if found in self.added_ids else None
 
     def _decode_window(self, ids: Sequence[int]) -> str:
         text: str = self._library.decode([i for i in ids if i in self._texts], skip_special_tokens=False)

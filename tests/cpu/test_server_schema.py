@@ -1,0 +1,48 @@
+"""schemathesis against the server: what the OpenAPI page says of bodies, answers and errors is so."""
+
+from __future__ import annotations
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis import checks
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from tests.cpu.fakes import FakeFront, fake_app
+
+EXAMPLES = 12
+schema = schemathesis.openapi.from_asgi("/openapi.json", fake_app(FakeFront(chunk=4096)))
+
+
+@schema.parametrize()
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+def test_the_page_is_true(case: schemathesis.Case) -> None:
+    case.call_and_validate(
+        checks=[
+            checks.not_a_server_error,
+            content_type_conformance,
+            negative_data_rejection,
+            response_schema_conformance,
+            status_code_conformance,
+            unsupported_method,
+        ]
+    )
+
+
+def test_limits_are_on_the_page() -> None:
+    components = schema.raw_schema["components"]["schemas"]
+    temperature = components["ChatRequest"]["properties"]["temperature"]["anyOf"]
+    assert {"type": "number", "minimum": 0, "maximum": 100} in temperature
+    assert components["ChatRequest"]["properties"]["messages"]["minItems"] == 1
+    assert components["MessagesRequest"]["properties"]["max_tokens"] == {"type": "integer", "minimum": 0}

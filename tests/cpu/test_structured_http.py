@@ -1,0 +1,233 @@
+"""Structured output over HTTP on a real server: the examples of docs/structured-output.md, every name, tools, thoughts, and hostile requests."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from tests.cpu.test_serve import Served, served
+from tests.null.test_grammars import HOSTILE
+
+PAGE = (Path(__file__).parents[2] / "docs" / "structured-output.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```json\nPOST (\S+)\n(.*?)```", PAGE, re.S)
+CHAT = {"model": "default", "messages": [{"role": "user", "content": "What is 12 + 34?"}], "temperature": 1.0}
+SHAPE = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 999}, "sure": {"type": "boolean"}},
+    "required": ["sum", "sure"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "strict": True, "parameters": SHAPE}},
+    {"type": "function", "function": {"name": "give_up"}},
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served("--enable-overlap-schedule", "--chunked-prefill-size", "96") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def api(server: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def sdk(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def ok(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize(("path", "body"), EXAMPLES, ids=range(len(EXAMPLES)))
+def test_the_examples(api: httpx.Client, path: str, body: str) -> None:
+    asked = json.loads(body)
+    answer = ok(api.post(path, json=asked))
+    if "tools" in asked:
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        wanted = asked["tools"][0]["function"]
+        assert call["function"]["name"] == wanted["name"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), wanted["parameters"])
+    elif "response_format" in asked:
+        schema = asked["response_format"]["json_schema"]["schema"]
+        jsonschema.validate(json.loads(answer["choices"][0]["message"]["content"]), schema)
+    elif "choice" in asked:
+        assert answer["choices"][0]["text"] in asked["choice"]
+    elif "ebnf" in asked:
+        assert re.fullmatch(r"\d\d?( \+ \d\d?)? =", answer["choices"][0]["text"])
+    else:
+        assert re.fullmatch(asked["sampling_params"]["regex"], answer["text"])
+
+
+def test_the_python_example() -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() in ("merry", "sad")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"json_schema": {"enum": ["aye"]}},
+        {"json_schema": '{"enum": ["aye"]}'},
+        {"guided_json": {"enum": ["aye"]}},
+        {"structured_outputs": {"json": {"enum": ["aye"]}}},
+        {"regex": '"aye"'},
+        {"guided_regex": '"aye"'},
+        {"structured_outputs": {"regex": '"aye"'}},
+        {"ebnf": 'root ::= "\\"aye\\""'},
+        {"guided_grammar": 'start: "\\"aye\\""'},
+        {"structured_outputs": {"grammar": 'root ::= "\\"aye\\""'}},
+        {"choice": ['"aye"']},
+        {"guided_choice": ['"aye"']},
+        {"structured_outputs": {"choice": ['"aye"']}},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_every_name_on_every_route(api: httpx.Client, body: dict[str, Any]) -> None:
+    assert ok(api.post("/v1/completions", json={"prompt": "x", **body}))["choices"][0]["text"] == '"aye"'
+    assert ok(api.post("/v1/chat/completions", json={**CHAT, **body}))["choices"][0]["message"]["content"] == '"aye"'
+    assert ok(api.post("/generate", json={"text": "x", "sampling_params": body}))["text"] == '"aye"'
+    many = ok(api.post("/generate", json={"text": ["x", "y"], **body}))
+    assert [one["text"] for one in many] == ['"aye"'] * 2
+
+
+def test_a_structural_tag_leaves_text_free(api: httpx.Client) -> None:
+    tag = {"structures": [{"begin": "<f>", "schema": SHAPE, "end": "</f>"}], "triggers": ["<f"]}
+    ask = {"prompt": "Once upon", "temperature": 0, "max_tokens": 24}
+    free = ok(api.post("/v1/completions", json=ask))["choices"][0]["text"]
+    assert ok(api.post("/v1/completions", json={**ask, "structural_tag": tag}))["choices"][0]["text"] == free
+    format_ = {"type": "structural_tag", **tag}
+    assert ok(api.post("/v1/completions", json={**ask, "response_format": format_}))["choices"][0]["text"] == free
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_holds_behind_the_thought(sdk: openai.OpenAI, thinking: bool, stream: bool) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SHAPE, "strict": True}}
+    more = {"extra_body": {"chat_template_kwargs": {"thinking": thinking}}, "response_format": wanted, "seed": 5}
+    ask: dict[str, Any] = {**CHAT, **more, "temperature": 0.3, "max_tokens": 300}
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in sdk.chat.completions.create(stream=True, **ask)]
+        content = "".join(delta.content or "" for delta in deltas)
+        thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    else:
+        message = sdk.chat.completions.create(**ask).choices[0].message
+        content, thought = message.content or "", getattr(message, "reasoning_content", None) or ""
+    jsonschema.validate(json.loads(content), SHAPE)
+    assert bool(thought) == thinking
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=["required", "named"]
+)
+def test_a_forced_call_comes_behind_the_thought(sdk: openai.OpenAI, thinking: bool, choice: Any) -> None:
+    ask: dict[str, Any] = {
+        **CHAT,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": 0.5,
+        "max_tokens": 400,
+        "extra_body": {"chat_template_kwargs": {"thinking": thinking}},
+    }
+    for seed in range(3):
+        answer = sdk.chat.completions.create(seed=seed, **ask).choices[0]
+        assert answer.message.tool_calls and answer.finish_reason == "tool_calls" and not answer.message.content
+        (call,) = answer.message.tool_calls
+        assert call.type == "function" and call.function.name in ("add", "give_up")
+        arguments = json.loads(call.function.arguments)
+        if isinstance(choice, dict) or call.function.name == "add":
+            assert call.function.name == "add"
+            jsonschema.validate(arguments, SHAPE)
+        else:
+            assert arguments == {}
+        parts: list[str] = []
+        for chunk in sdk.chat.completions.create(seed=seed, stream=True, **ask):
+            for part in chunk.choices[0].delta.tool_calls or ():
+                parts.append(part.function.arguments or "" if part.function else "")
+        assert json.loads("".join(parts)) == arguments
+
+
+def test_auto_with_a_schema_is_a_call_or_the_schema(sdk: openai.OpenAI) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SHAPE}}
+    for seed in range(4):
+        ask: dict[str, Any] = {**CHAT, "tools": TOOLS, "response_format": wanted, "max_tokens": 400, "seed": seed}
+        message = sdk.chat.completions.create(parallel_tool_calls=False, **ask).choices[0].message
+        if message.tool_calls:
+            assert message.tool_calls[0].type == "function"
+            assert message.tool_calls[0].function.name in ("add", "give_up")
+        else:
+            jsonschema.validate(json.loads(message.content or ""), SHAPE)
+
+
+WRONG = [
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"regex": "a", "guided_json": {}}, "guided_json"),
+    ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "regex"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"uniqueItems": True}}}]}
+        | {"tool_choice": "required"},
+        "tools",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), WRONG, ids=[param for _, param in WRONG])
+def test_what_is_wrong_is_a_400_that_names_it(api: httpx.Client, change: dict[str, Any], param: str) -> None:
+    answer = api.post("/v1/chat/completions", json={**CHAT, **change})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_hostile_requests_are_refused_while_a_stream_goes_on(api: httpx.Client, server: Served) -> None:
+    names = {"json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural_tag"}
+    arrivals: list[float] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def flow() -> None:
+        body = {"prompt": "My lord,", "max_tokens": 800, "ignore_eos": True, "stream": True}
+        with httpx.Client(timeout=60) as client:
+            with client.stream("POST", server.url + "/v1/completions", json=body) as response:
+                for line in response.iter_lines():
+                    if line:
+                        arrivals.append(time.monotonic())
+                        begun.set()
+        ended.set()
+
+    thread = threading.Thread(target=flow)
+    thread.start()
+    assert begun.wait(30)
+    for grammar in HOSTILE.values():
+        if grammar.kind in names:
+            started = time.monotonic()
+            answer = api.post("/v1/completions", json={"prompt": "x", names[grammar.kind]: grammar.source})
+            assert answer.status_code == 400 and time.monotonic() - started < 3.0, answer.text
+            assert answer.json()["error"]["param"].startswith(names[grammar.kind])
+    overlapped = not ended.is_set()
+    thread.join(60)
+    gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
+    assert overlapped and len(arrivals) >= 600 and max(gaps) < 1.0, (overlapped, len(arrivals), max(gaps))

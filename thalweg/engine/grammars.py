@@ -1,0 +1,185 @@
+"""The grammars of an engine: compiled in a thread of their own and cached, followed as tokens are committed, turned into the masks of a step.
+
+A step's masks are made while its A runs: in a thread from before A where all they need is committed, else from the commit that they need on."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Callable, Collection, Generic, Mapping, Protocol, Self, Sequence, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.grammar import Grammar, Masks
+from thalweg.core.plan import MaskState, StepPlan
+from thalweg.core.ticket import Ticket, TicketState
+
+CACHED = 128  # compiled grammars, and refusals, that are kept
+
+
+class Matcher(Protocol):
+    """See `thalweg.text.grammar.Matcher`."""
+
+    @property
+    def error(self) -> str: ...
+    def copy(self) -> Self: ...
+    def accept(self, tokens: Sequence[int]) -> None: ...
+
+
+M = TypeVar("M", bound=Matcher)
+
+
+class Compiler(Protocol[M]):
+    """See `thalweg.text.grammar.Compiler`. specials: ids that no text is made of."""
+
+    @property
+    def specials(self) -> tuple[int, ...]: ...
+    def compile(self, grammar: Grammar) -> M: ...
+    def fill(self, wanted: Sequence[tuple[M, int]], bits: NDArray[np.int32]) -> None: ...
+
+
+@dataclass(slots=True)
+class _Sequence(Generic[M]):
+    """thinks: the grammar waits for the end of a thought. begun: a token of it is committed. matcher: None until the first mask."""
+
+    grammar: Grammar
+    compiled: Future[M]
+    thinks: bool
+    begun: bool = False
+    matcher: M | None = None
+
+
+class GrammarBook(Generic[M]):
+    """The `Grammars` of one engine. make: builds the compiler (it reads the tokenizer), called once, off the caller's thread.
+
+    `begin` and `fill` go around A of a step, and nothing is committed between them: so the thread that makes masks is alone with the sequences.
+    """
+
+    def __init__(self, make: Callable[[], Compiler[M]], vocab: int, cached: int = CACHED) -> None:
+        self._make, self._words, self._limit = make, -(-vocab // 32), cached
+        self._vocab = vocab
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._begun: Future[Masks] | None = None
+        self._compiler: Compiler[M] | None = None
+        self._cache: OrderedDict[tuple[str, str], Future[M]] = OrderedDict()
+        self._sequences: dict[int, _Sequence[M]] = {}
+        self._broken: dict[int, str] = {}
+        self._prose: NDArray[np.int32] | None = None  # every token that text is made of
+
+    def open(self, uid: int, grammar: Grammar) -> Ticket:
+        compiled = self._compiled(grammar)
+        self._sequences[uid] = _Sequence(grammar, compiled, grammar.inside)
+        ticket = Ticket(0)
+        compiled.add_done_callback(lambda done: _settle(ticket, done))
+        return ticket
+
+    def advance(self, uid: int, tokens: Sequence[int]) -> None:
+        s = self._sequences[uid]
+        for i, token in enumerate(tokens):
+            if s.thinks:
+                s.thinks = token != s.grammar.closes
+            elif not s.begun and token == s.grammar.opens:
+                s.thinks = True
+            else:
+                self._matcher(s).accept(tokens[i:])
+                s.begun = True
+                return
+            s.begun = True
+
+    def close(self, uid: int) -> None:
+        self._sequences.pop(uid, None)
+        self._broken.pop(uid, None)
+
+    def broken(self) -> list[tuple[int, str]]:
+        broken, self._broken = self._broken, {}
+        return list(broken.items())
+
+    def begin(self, plan: StepPlan) -> None:
+        """A is about to run: starts on the masks that depend on committed tokens only."""
+        if not plan.masked and (held := _held(plan, self._sequences)):
+            self._begun = self._maker.submit(self._masks, held)
+
+    def fill(self, plan: StepPlan, states: Mapping[int, MaskState]) -> Masks | None:
+        """The masks of the rows under a grammar; None where there is none. Who has ended has no state, and no mask that matters."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            return begun.result()
+        return self._masks(_held(plan, states)) if states else None
+
+    def _masks(self, held: dict[int, int]) -> Masks:
+        rows, uids = tuple(held), tuple(held.values())
+        bits = np.zeros((len(rows), self._words), dtype=np.int32)
+        wanted: list[tuple[M, int]] = []
+        for i, uid in enumerate(uids):
+            s = self._sequences[uid]
+            if s.thinks:
+                bits[i] = self._thought(s.grammar)
+            else:
+                wanted.append((self._matcher(s), i))
+        compiler = self._compiler
+        assert compiler is not None, "a sequence runs only once its grammar has been compiled"
+        if wanted:
+            compiler.fill(wanted, bits)
+        for matcher, i in wanted:
+            s = self._sequences[uids[i]]
+            if not s.begun and s.grammar.opens >= 0:
+                _allow(bits[i], s.grammar.opens)
+            if matcher.error:
+                self._broken[uids[i]] = f"went beyond its limits: {matcher.error}"
+                bits[i] = -1  # nobody will read the token
+        return Masks(rows, bits)
+
+    def _compiled(self, grammar: Grammar) -> Future[M]:
+        key = grammar.kind, grammar.source
+        if key in self._cache:
+            self._cache.move_to_end(key)
+        else:
+            self._cache[key] = self._pool.submit(self._compile, grammar)
+            if len(self._cache) > self._limit:
+                self._cache.popitem(last=False)  # those who wait for it keep it
+        return self._cache[key]
+
+    def _compile(self, grammar: Grammar) -> M:
+        if self._compiler is None:
+            self._compiler = self._make()
+        return self._compiler.compile(grammar)
+
+    def _matcher(self, s: _Sequence[M]) -> M:
+        if s.matcher is None:
+            s.matcher = s.compiled.result().copy()
+        return s.matcher
+
+    def _thought(self, grammar: Grammar) -> NDArray[np.int32]:
+        """A thought is free text that ends with its own token: no end of the sequence, and no markup of tools."""
+        if self._prose is None:
+            assert self._compiler is not None, "a sequence runs only once its grammar has been compiled"
+            allowed = np.zeros(self._words * 32, dtype=np.uint8)
+            allowed[: self._vocab] = 1
+            allowed[list(self._compiler.specials)] = 0
+            self._prose = np.packbits(allowed, bitorder="little").view(np.int32)
+        bits = self._prose.copy()
+        _allow(bits, grammar.closes)
+        return bits
+
+
+def _held(plan: StepPlan, held: Collection[int]) -> dict[int, int]:
+    """Of the emitting rows whose uid is in `held`: index among the emitting rows → uid."""
+    return {i: uid for i, uid in enumerate(row.uid for row in plan.rows if row.emit) if uid in held} if held else {}
+
+
+def _allow(bits: NDArray[np.int32], token: int) -> None:
+    bits.view(np.uint8)[token >> 3] |= 1 << (token & 7)
+
+
+def _settle(ticket: Ticket, done: Future[M]) -> None:
+    """Runs where the compiling ended. The state is set last: it is what the loop looks at."""
+    error = done.exception()
+    if isinstance(error, InvalidRequest):
+        ticket.why = error.message
+    elif error is not None:
+        ticket.why = f"could not be compiled ({type(error).__name__}: {error})"
+    ticket.state = TicketState.OK if error is None else TicketState.FAILED

@@ -1,0 +1,144 @@
+"""`thalweg parse`: what became of a model's raw output: reasoning, content, tool calls. No model, no torch."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from thalweg.config.args import Parser as Arguments
+from thalweg.core.errors import CannotServe, InvalidRequest
+from thalweg.launch.jsonfile import read_cases, read_json, read_text, write_line
+from thalweg.text.events import Event, Parsed, collect
+from thalweg.text.messages import read_tools
+from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS, Parser
+
+EPILOG = """\
+FILE holds one raw output as the model wrote it, special tokens included; - is standard input. Where it holds </think>, what stands before
+that is taken as the thought, unless --reasoning-parser says otherwise.
+
+examples:
+  thalweg parse --format deepseekv32 output.txt
+  thalweg parse --format deepseekv31 --tools tools.json --stream - < output.txt
+  thalweg parse --cases cases.json"""
+
+MODES = ("nonstream", "stream")
+SPLITS = ("as_is", "whole", "atomic", "char", "size:3", "size:7")
+_SPECIAL = re.compile(r"<｜[^｜]*｜>|｜DSML｜|</?(?:think|tool_call)>")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 done, 1 when a case could not be run. Raises CannotServe, InvalidRequest naming the tool."""
+    found = _parser().parse_args(list(argv))
+    if found.cases is not None:
+        if found.file is not None:
+            raise CannotServe(f"unexpected {found.file!r}: --cases names the file")
+        return _parse_cases(found.cases)
+    if found.file is None or (found.format is None and found.reasoning_parser is None):
+        raise CannotServe("give --format and a FILE, or --cases FILE; thalweg parse --help shows how")
+    text = read_text(found.file)
+    reasoning, inside = found.reasoning_parser, None
+    if reasoning is None and "</think>" in text:
+        reasoning, inside = "deepseek-v3", True
+    parser = Parser(
+        reasoning,
+        None if found.format == "none" else found.format,
+        thinking=found.thinking or None,
+        inside=inside,
+        functions=() if found.tools is None else read_tools(read_json(found.tools)),
+        hold=not found.stream,
+    )
+    print(json.dumps(_message(collect(_feed(parser, [text]))), ensure_ascii=False, indent=2))
+    return 0
+
+
+def parse_case(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A case in each of its modes and splits. Raises CannotServe for an unknown format or split, InvalidRequest for a wrong tool."""
+    splits, chunks = case.get("splits") or {"must": SPLITS}, case.get("chunks")
+    if not isinstance(chunks, list) or not all(isinstance(chunk, str) for chunk in chunks):
+        raise CannotServe("chunks must be a list of texts")
+    functions = read_tools(case.get("tools"))
+    for mode in case.get("modes") or MODES:
+        if mode not in MODES:
+            raise CannotServe(f"unknown mode {mode!r}; there is {', '.join(MODES)}")
+        for how in dict.fromkeys((*splits.get("must", ()), *splits.get("should", ()))):
+            parser = Parser(
+                case.get("reasoning_parser"),
+                case.get("format"),
+                thinking=case.get("thinking"),
+                functions=functions,
+                hold=mode == "nonstream",
+            )
+            parsed = collect(_feed(parser, split(chunks, how)))
+            yield {"id": case["id"], "mode": mode, "split": how, **_message(parsed)}
+
+
+def split(chunks: Sequence[str], how: str) -> list[str]:
+    """The same text cut in another way: `as_is`, `whole`, `char`, `atomic` (special tokens whole, else characters), `size:N`."""
+    text = "".join(chunks)
+    name, _, size = how.partition(":")
+    if how == "as_is":
+        return list(chunks)
+    if how == "whole":
+        return [text]
+    if how == "char":
+        return list(text)
+    if how == "atomic":
+        inside = {i for found in _SPECIAL.finditer(text) for i in range(found.start() + 1, found.end())}
+        edges = [i for i in range(len(text) + 1) if i not in inside]
+        return [text[a:b] for a, b in itertools.pairwise(edges)]
+    if name == "size" and size.isdecimal() and int(size):
+        return [text[i : i + int(size)] for i in range(0, len(text), int(size))]
+    raise CannotServe(f"unknown split {how!r}; there is as_is, whole, atomic, char, size:N")
+
+
+def _parse_cases(path: str) -> int:
+    failed = 0
+    for case in read_cases(path):
+        try:
+            for line in parse_case(case):
+                write_line(line)
+        except (CannotServe, InvalidRequest) as error:
+            failed = 1
+            write_line({"id": case["id"], "error": str(error)})
+    return failed
+
+
+def _feed(parser: Parser, deltas: Iterable[str]) -> list[Event]:
+    events = [event for delta in deltas for event in parser.feed(delta)]
+    return events + parser.finish()
+
+
+def _message(parsed: Parsed) -> dict[str, Any]:
+    return {
+        "content": parsed.content,
+        "reasoning_content": parsed.reasoning,
+        "tool_calls": [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in parsed.calls],
+        "finish_reason": parsed.finish_reason,
+    }
+
+
+def _parser() -> Arguments:
+    parser = Arguments(
+        prog="thalweg parse",
+        description="Reads a model's raw output as the server would: reasoning, content, tool calls, as JSON.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="thalweg parse --format NAME FILE [--flag value ...]\n       thalweg parse --cases FILE",
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--format", choices=[*TOOL_FORMATS, "none"], help="the tool calls' markup")
+    parser.add_argument("--reasoning-parser", choices=[*REASONING_FORMATS], help="what reads the thought")
+    parser.add_argument("--thinking", action="store_true", help="the request asked for a thought")
+    parser.add_argument("--tools", metavar="FILE", help="the request's tools, as JSON: their schemas tell the types")
+    parser.add_argument(
+        "--stream", action="store_true", help="as a stream would give it: a call that breaks off is closed"
+    )
+    parser.add_argument(
+        "--cases", metavar="FILE", help="parser cases; prints a JSON object a line for each case, mode and split"
+    )
+    return parser

@@ -1,0 +1,120 @@
+"""An answer as Anthropic writes it: a stream of named events around content blocks, or one message."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from thalweg.server.anthropic.protocol import (
+    BlockAnswer,
+    MessageAnswer,
+    StopReason,
+    TextAnswer,
+    ThinkingAnswer,
+    ToolUseAnswer,
+    Usage,
+)
+from thalweg.server.contract import Piece
+from thalweg.server.errors import Problem
+from thalweg.server.parts import Change, Composer, Grew, Kind, Opened, Part
+from thalweg.text.parser import Parser
+
+_encode = msgspec.json.Encoder().encode
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+def event(name: str, **fields: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
+
+
+def error_event(problem: Problem) -> bytes:
+    return b"event: error\ndata: " + problem.anthropic + b"\n\n"
+
+
+class Narrator:
+    """Writes one answer. parser: fresh, for this answer alone."""
+
+    def __init__(self, id: str, model: str, parser: Parser) -> None:
+        self._id, self._model = id, model
+        self._composer = Composer(parser)
+        self._begun = False
+
+    def feed(self, piece: Piece) -> bytes:
+        """The events that a piece makes: none while the parser holds its text back."""
+        out: list[bytes] = []
+        if not self._begun:
+            self._begun = True
+            message = MessageAnswer(self._id, self._model, [], None, None, _usage(piece))
+            out += event("message_start", message=message), _PING
+        out += map(_change, self._composer.feed(piece))
+        if piece.finish is not None:
+            delta = {"stop_reason": self._reason(piece), "stop_sequence": _stop_sequence(piece)}
+            out += event("message_delta", delta=delta, usage=_usage(piece)), event("message_stop")
+        return b"".join(out)
+
+    def whole(self, piece: Piece) -> MessageAnswer:
+        """The message of an answer that came in one piece."""
+        self._composer.feed(piece)
+        content = [_block(part) for part in self._composer.parts]
+        return MessageAnswer(self._id, self._model, content, self._reason(piece), _stop_sequence(piece), _usage(piece))
+
+    def _reason(self, piece: Piece) -> StopReason:
+        if piece.finish == "length":
+            return "max_tokens"
+        if _stop_sequence(piece) is not None:
+            return "stop_sequence"
+        return "tool_use" if self._composer.called and piece.finish == "stop" else "end_turn"
+
+
+def _stop_sequence(piece: Piece) -> str | None:
+    return piece.stop if isinstance(piece.stop, str) else None
+
+
+def _usage(piece: Piece) -> Usage:
+    return Usage(piece.prompt_tokens - piece.cached_tokens, piece.completion_tokens, piece.cached_tokens)
+
+
+def _block(part: Part) -> BlockAnswer:
+    if part.kind is Kind.TEXT:
+        return TextAnswer(part.text)
+    if part.kind is Kind.THOUGHT:
+        return ThinkingAnswer(part.text, _signature(part))
+    return ToolUseAnswer(part.id, part.name, msgspec.Raw((part.text or "{}").encode()))
+
+
+def _change(change: Change) -> bytes:
+    part = change.part
+    if isinstance(change, Opened):
+        return event("content_block_start", index=part.index, content_block=_empty(part))
+    if isinstance(change, Grew):
+        return _delta(part, **_growth(part, change.text))
+    signed = _delta(part, type="signature_delta", signature=_signature(part)) if part.kind is Kind.THOUGHT else b""
+    return signed + event("content_block_stop", index=part.index)
+
+
+def _delta(part: Part, **delta: str) -> bytes:
+    return event("content_block_delta", index=part.index, delta=delta)
+
+
+def _growth(part: Part, text: str) -> dict[str, str]:
+    if part.kind is Kind.TEXT:
+        return {"type": "text_delta", "text": text}
+    if part.kind is Kind.THOUGHT:
+        return {"type": "thinking_delta", "thinking": text}
+    return {"type": "input_json_delta", "partial_json": text}
+
+
+def _empty(part: Part) -> BlockAnswer:
+    """A block as it stands before its first delta."""
+    if part.kind is Kind.TEXT:
+        return TextAnswer("")
+    if part.kind is Kind.THOUGHT:
+        return ThinkingAnswer("", "")
+    return ToolUseAnswer(part.id, part.name, msgspec.Raw(b"{}"))
+
+
+def _signature(part: Part) -> str:
+    """Not looked at when it comes back: some clients drop thoughts that have none, and a tool loop would lose them."""
+    return hashlib.blake2b(part.text.encode("utf-8", "replace"), digest_size=16).hexdigest()

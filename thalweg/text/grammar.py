@@ -1,0 +1,219 @@
+"""Grammars: from what a user asked for to a matcher that says which tokens may come next. The one wrapper of llguidance.
+
+Why llguidance: it needs nothing but itself (xgrammar brings transformers and Triton, and imports torch), it bounds its own work in states
+and fuel, so a hostile schema ends with an error and not with a minute of compiling, and it refuses the schema keywords that it would not honour.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import llguidance
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
+
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.grammar import Grammar
+from thalweg.text.tokenizer import Tokenizer
+
+MAX_SOURCE = 1 << 18  # characters
+MAX_EXPRESSION = 1 << 14  # of a regex or EBNF, whose meaning grows faster than its text
+MAX_DEPTH = 64  # of nested objects and arrays in a schema
+MAX_REASON = 300
+# Speeds are the library's own figures: compiling ends within some 100 ms, a mask within some 10.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=2_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=15_000,
+    verbose_errors=False,
+)
+# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Models left free here may write space for ever.
+JSON_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,24})", "lenient": False}
+
+
+def check(grammar: Grammar) -> None:
+    """Raises InvalidRequest naming the grammar's field if it cannot be compiled within the bounds. Takes milliseconds, at most some hundreds."""
+    failed, messages = LLMatcher.validate_grammar_with_warnings(lower(grammar), limits=LIMITS)
+    if failed:
+        raise InvalidRequest(grammar.field, _reason(messages[0]))
+
+
+def lower(grammar: Grammar) -> str:
+    """The grammar as the library reads it. Raises InvalidRequest for what is not even well-formed or too large."""
+    limit = MAX_EXPRESSION if grammar.kind in ("regex", "ebnf") else MAX_SOURCE
+    if len(grammar.source) > limit:
+        raise InvalidRequest(grammar.field, f"has {len(grammar.source)} characters; at most {limit} are compiled")
+    if "\0" in grammar.source:
+        raise InvalidRequest(grammar.field, "holds a NUL character")
+    return _LOWER[grammar.kind](grammar)
+
+
+def json_rule(schema: Any) -> str:
+    """A JSON schema as a term of a Lark grammar."""
+    return "%json " + json.dumps(_styled(schema), ensure_ascii=False)
+
+
+def _styled(schema: Any) -> Any:
+    return {**schema, "x-guidance": JSON_STYLE} if isinstance(schema, dict) else schema
+
+
+def _object(grammar: Grammar) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(_styled({"type": "object"})))
+
+
+def _schema(grammar: Grammar) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(_styled(read_schema(grammar.source, grammar.field))))
+
+
+def _ebnf(grammar: Grammar) -> str:
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(grammar.source))
+    except Exception as error:  # the library raises nothing more precise
+        raise InvalidRequest(grammar.field, f"is not a grammar: {_reason(str(error))}") from error
+
+
+def _choice(grammar: Grammar) -> str:
+    texts = _json(grammar.source, grammar.field)
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise InvalidRequest(grammar.field, "must be a list of texts, of which none is empty")
+    return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(literal, texts)))
+
+
+def _structural_tag(grammar: Grammar) -> str:
+    """{"structures": [{"begin", "schema", "end"}], "triggers": [text]}: free text until a trigger; what follows it is one of the structures."""
+    tags = _json(grammar.source, grammar.field)
+    structures, triggers = (tags.get("structures"), tags.get("triggers")) if isinstance(tags, dict) else (None, None)
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures or not triggers:
+        raise InvalidRequest(grammar.field, "must have structures and triggers, neither of them empty")
+    rules = ["start: (" + " | ".join(f"s{i}" for i in range(len(structures))) + ")* TEXT", r"TEXT: /(.|\n)*/"]
+    for i, one in enumerate(structures):
+        where = f"{grammar.field}.structures[{i}]"
+        if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("begin", "end")):
+            raise InvalidRequest(where, "must be an object with begin, schema and end")
+        begin, schema = one["begin"], one.get("schema", one.get("parameters", {}))
+        trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
+        if trigger is None:
+            raise InvalidRequest(f"{where}.begin", "does not begin with any of the triggers")
+        end = literal(one["end"]) if one["end"] else ""
+        rest = literal(begin[len(trigger) :]) if len(begin) > len(trigger) else ""
+        rules.append(f"s{i}: h{i} {rest} j{i} {end}")
+        rules.append(f"h{i}[lazy]: TEXT {literal(trigger)}")
+        rules.append(f"j{i}: {json_rule(read_schema(json.dumps(schema), f'{where}.schema'))}")
+    return LLMatcher.grammar_from_lark("\n".join(rules))
+
+
+_LOWER: dict[str, Callable[[Grammar], str]] = {
+    "json_object": _object,
+    "json_schema": _schema,
+    "regex": lambda grammar: LLMatcher.grammar_from_regex(grammar.source),
+    "ebnf": _ebnf,
+    "choice": _choice,
+    "structural_tag": _structural_tag,
+    "lark": lambda grammar: LLMatcher.grammar_from_lark(grammar.source),
+}
+
+
+def literal(text: str) -> str:
+    """A text as a term of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def read_schema(source: str, field: str) -> Any:
+    """A JSON schema: an object, or true for any value. Raises InvalidRequest."""
+    schema = _json(source, field)
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest(field, "must be a JSON schema, that is an object")
+    if _deep(schema):
+        raise InvalidRequest(field, f"is nested deeper than {MAX_DEPTH} levels")
+    return schema
+
+
+def _json(source: str, field: str) -> Any:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(field, f"is not JSON ({_reason(str(error))})") from None
+
+
+def _deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        children = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [child for group in children for child in group]
+        if not level:
+            return False
+    return True
+
+
+def _reason(message: str) -> str:
+    return " ".join(message.split())[:MAX_REASON]
+
+
+class _Vocabulary:
+    """What the library wants to know of a tokenizer. Added tokens are special: no text is ever made of them, only a mark in a grammar."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, eos_ids: Sequence[int]) -> None:
+        known = min(vocab, tokenizer.vocab_size)
+        self.eos_token_id, self.bos_token_id = eos_ids[0], tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(i) for i in range(known)] + [b""] * (vocab - known)
+        self.special_token_ids = sorted({*tokenizer.added_ids, *eos_ids})
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text, False)
+
+
+class Matcher:
+    """How far one sequence has come in its grammar. `error` is the reason it cannot go on, or ""."""
+
+    def __init__(self, state: LLMatcher) -> None:
+        self.state = state
+
+    def copy(self) -> Self:
+        return type(self)(self.state.deep_copy())
+
+    @property
+    def error(self) -> str:
+        return _reason(self.state.get_error())
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self.state.consume_tokens(list(tokens))
+
+
+class Compiler:
+    """Compiles grammars for one tokenizer. vocab: width of the logits. eos_ids: what ends a complete output, at least one."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, eos_ids: Sequence[int]) -> None:
+        vocabulary: Any = _Vocabulary(tokenizer, vocab, eos_ids)
+        self.tokenizer = LLTokenizer(vocabulary, eos_token=list(eos_ids), slices=LLTokenizer.json_slices())
+        self.specials = tuple(vocabulary.special_token_ids)
+        self._executor: LLExecutor | None = None
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning; copies of it follow sequences. Raises InvalidRequest."""
+        state = LLMatcher(self.tokenizer, lower(grammar), log_level=0, limits=LIMITS)
+        if not state.is_error():
+            state.compute_bitmask()  # what the first mask needs is built here, not on the engine's thread
+        if state.is_error():
+            raise InvalidRequest(grammar.field, _reason(state.get_error()))
+        return Matcher(state)
+
+    def fill(self, wanted: Sequence[tuple[Matcher, int]], bits: NDArray[np.int32]) -> None:
+        """Writes the masks of these matchers into these rows of `bits` (see `Masks`)."""
+        if len(wanted) == 1:
+            matcher, row = wanted[0]
+            matcher.state.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits.shape[1] * 4)
+            return
+        self._executor = self._executor or llguidance.LLExecutor(num_threads=None)
+        pairs = [(matcher.state, row) for matcher, row in wanted]
+        self._executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.shape[1] * 4, len(bits))

@@ -1,0 +1,158 @@
+"""Grammars of tool calls: the markup of each format around arguments that match the function's schema. What they let through, the parser reads.
+
+Marks that are single tokens stand in a grammar as tokens, so that text never contains one; the others are text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thalweg.core.errors import InvalidRequest
+from thalweg.text.grammar import json_rule, literal, read_schema
+
+MarkId = Callable[[str], int | None]
+Function = Mapping[str, Any]
+
+_MARK = re.compile("(<｜[^<>]*｜>|｜DSML｜|</?tool_call>)")
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_KEY = re.compile(r'[^"<>\s]{1,128}')
+_NOTES = {"description", "title", "default", "examples", "deprecated"}
+# What an object may say for its members to stand apart as DSML parameters; with anything else the call holds one JSON object.
+_APART = _NOTES | {"type", "properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions"}
+_TEXT = r"(.|\n)*"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """functions: as OpenAI's clients give them (name, parameters). forced: the answer is calls and nothing else; otherwise it may be
+    text, or what the grammar `content` says ("" is any text), too. single: at most one call. mark_id: the token that a mark is, if it is one."""
+
+    functions: Sequence[Function]
+    forced: bool
+    single: bool
+    mark_id: MarkId
+    content: str = ""
+
+    def mark(self, text: str) -> str:
+        """Text with marks in it, as terms of a Lark grammar."""
+        terms = []
+        for part in _MARK.split(text):
+            token = self.mark_id(part) if part else None
+            if part:
+                terms.append(literal(part) if token is None else f"<[{token}]>")
+        return " ".join(terms)
+
+
+def tool_grammar(form: str, tools: Tools) -> str:
+    """The Lark grammar of an answer in a format of `thalweg.text.parser.TOOL_FORMATS`. Raises InvalidRequest naming the tool."""
+    for i, function in enumerate(tools.functions):
+        if not _NAME.fullmatch(function["name"]):
+            raise InvalidRequest(f"tools[{i}].function.name", "may have letters, digits and _.:/- only, at most 128")
+    return "\n".join(_FORMATS[form](tools))
+
+
+def _sep(tools: Tools, before: str, after: str, opening: str) -> list[str]:
+    """DeepSeek V3 to V3.1: special tokens around each call. before, after: what stands around the name; opening: before the JSON's end mark."""
+    begin, end = tools.mark("<｜tool▁calls▁begin｜>"), tools.mark("<｜tool▁calls▁end｜>")
+    rules = [_block(tools, begin, f"calls {end}", '"\\n"?')]
+    for i, function in enumerate(tools.functions):
+        head = tools.mark(f"<｜tool▁call▁begin｜>{before}{function['name']}{after}")
+        rules += [f"call{i}: {head} json{i} {tools.mark(f'{opening}<｜tool▁call▁end｜>')}", _arguments(i, function)]
+    return rules
+
+
+def _hermes(tools: Tools) -> list[str]:
+    rules = [_block(tools, tools.mark("<tool_call>"), "", '"\\n"')]
+    for i, function in enumerate(tools.functions):
+        head = tools.mark('\n{"name": ' + json.dumps(function["name"]) + ', "arguments": ')
+        rules += [f"call{i}: {head} json{i} {tools.mark('}' + chr(10) + '</tool_call>')}", _arguments(i, function)]
+    return rules
+
+
+def _block(tools: Tools, begin: str, rest: str, between: str) -> str:
+    """The rules `start` and `calls`. A format whose block is nothing but its calls (rest "") repeats `begin` before each of them."""
+    one = "(" + " | ".join(f"call{i}" for i in range(len(tools.functions))) + ")"
+    again = f"({between} {one})*" if rest else f"({between} {begin} {one})*"
+    calls = f"calls: {one}" if tools.single else f"calls: {one} {again}"
+    block = f"{begin} {rest or 'calls'}"
+    if tools.forced:
+        return f"start: {block}\n{calls}"
+    if tools.content:
+        return f"start: {block} | content\ncontent: {tools.content}\n{calls}"
+    if begin.startswith("<["):  # a token, which no text contains: text goes on up to it
+        return f"start: TEXT | TEXT {block}\nTEXT: /{_TEXT}/\n{calls}"
+    # The beginning of the block is text: whatever ends with its first word may go on as a block, or as text.
+    word, _, tail = begin.partition(" ")
+    head = f"head[lazy]: /{_TEXT}{re.escape(json.loads(word))}/"
+    if not tail:
+        return f"start: TEXT | head {rest or 'calls'}\nTEXT: /{_TEXT}/\n{head}\n{calls}"
+    return f"start: head* TEXT | head+ {tail} {rest}\nTEXT: /{_TEXT}/\n{head}\n{calls}"
+
+
+def _dsml(tools: Tools) -> list[str]:
+    begin, end = tools.mark("<｜DSML｜function_calls>\n"), tools.mark("</｜DSML｜function_calls>")
+    rules = [_block(tools, begin, f"calls {end}", "")]
+    for i, function in enumerate(tools.functions):
+        head = tools.mark(f'<｜DSML｜invoke name="{function["name"]}">\n')
+        body, more = _parameters(tools, i, function)
+        rules += [f"call{i}: {head} {body} {tools.mark('</｜DSML｜invoke>' + chr(10))}", *more]
+    # A text ends with the first `</` that the mark follows: any other is part of it.
+    return [*rules, f"text: chunk+\nchunk[lazy]: /{_TEXT}<\\//"]
+
+
+def _parameters(tools: Tools, i: int, function: Function) -> tuple[str, list[str]]:
+    """What stands in an invoke: parameters, one rule each, or the whole object as JSON."""
+    schema = _schema(i, function)
+    members = schema.get("properties", {})
+    required = schema.get("required", ())
+    apart = schema.keys() <= _APART and isinstance(members, dict) and isinstance(required, list | tuple)
+    if not apart or not set(required) <= members.keys() or not all(map(_KEY.fullmatch, members)):
+        return f"json{i}", [_arguments(i, function)]
+    if '"$ref": "#"' in json.dumps(schema):
+        return f"json{i}", [_arguments(i, function)]
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    terms, rules = [], []
+    for k, (name, member) in enumerate(members.items()):
+        terms.append(f"p{i}x{k}" if name in required else f"p{i}x{k}?")
+        rules += _parameter(tools, f"p{i}x{k}", name, member, shared)
+    return " ".join(terms), rules
+
+
+def _parameter(tools: Tools, rule: str, name: str, member: Any, shared: Mapping[str, Any]) -> list[str]:
+    """The rule of one parameter: a string stands as it is, anything else as JSON."""
+    ending = tools.mark("｜DSML｜parameter>\n")
+    extra: list[str] = []
+    texts = member.get("enum") if isinstance(member, dict) else None
+    if isinstance(member, dict) and member.keys() <= _NOTES | {"type"} and member.get("type") == "string":
+        string, value = "true", "text"
+    elif texts and all(isinstance(text, str) and text and "<" not in text for text in texts):
+        string, value = "true", "(" + " | ".join(map(literal, texts)) + ') "</"'
+    else:
+        schema = {**member, **shared} if isinstance(member, dict) else member
+        string, value, extra = "false", f'{rule}v "</"', [f"{rule}v: {json_rule(schema)}"]
+    head = tools.mark(f'<｜DSML｜parameter name="{name}" string="{string}">')
+    return [f"{rule}: {head} {value} {ending}", *extra]
+
+
+def _arguments(i: int, function: Function) -> str:
+    return f"json{i}: {json_rule({**_schema(i, function), 'type': 'object'})}"
+
+
+def _schema(i: int, function: Function) -> dict[str, Any]:
+    """The schema of a function's arguments; it takes no others than it names, unless it says so."""
+    schema: dict[str, Any] = read_schema(json.dumps(function.get("parameters") or {}), f"tools[{i}].function.parameters")
+    if schema.keys() <= _APART:
+        return {"properties": {}, "additionalProperties": False} | schema
+    return schema
+
+
+_FORMATS: Mapping[str, Callable[[Tools], list[str]]] = {
+    "deepseekv3": lambda tools: _sep(tools, "function<｜tool▁sep｜>", "\n```json\n", "\n```"),
+    "deepseekv31": lambda tools: _sep(tools, "", "<｜tool▁sep｜>", ""),
+    "deepseekv32": _dsml,
+    "qwen25": _hermes,
+}
