@@ -112,7 +112,10 @@ def test_tool_calls(chunk: int) -> None:
     ("change", "param"),
     [
         ({"tool_choice": "perhaps", "tools": TOOLS}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}, "tools": TOOLS}, "tool_choice.function.name"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "nothing"}}, "tools": TOOLS},
+            "tool_choice.function.name",
+        ),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 100}, "top_logprobs"),

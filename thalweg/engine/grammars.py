@@ -1,13 +1,13 @@
 """The grammars of an engine: compiled in a thread of their own and cached, followed as tokens are committed, turned into the masks of a step.
 
-A step's masks are made while its A runs: in a thread from before A where all they need is committed, else from the commit that they need on."""
+A step's masks are made between the commit that they need and B, while A of the same step runs on the device stream."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Callable, Collection, Generic, Mapping, Protocol, Self, Sequence, TypeVar
+from typing import Callable, Generic, Mapping, Protocol, Self, Sequence, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,15 +55,13 @@ class _Sequence(Generic[M]):
 class GrammarBook(Generic[M]):
     """The `Grammars` of one engine. make: builds the compiler (it reads the tokenizer), called once, off the caller's thread.
 
-    `begin` and `fill` go around A of a step, and nothing is committed between them: so the thread that makes masks is alone with the sequences.
+    Everything but the compiling itself happens on the thread of the loop.
     """
 
     def __init__(self, make: Callable[[], Compiler[M]], vocab: int, cached: int = CACHED) -> None:
         self._make, self._words, self._limit = make, -(-vocab // 32), cached
         self._vocab = vocab
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._maker = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._begun: Future[Masks] | None = None
         self._compiler: Compiler[M] | None = None
         self._cache: OrderedDict[tuple[str, str], Future[M]] = OrderedDict()
         self._sequences: dict[int, _Sequence[M]] = {}
@@ -98,20 +96,13 @@ class GrammarBook(Generic[M]):
         broken, self._broken = self._broken, {}
         return list(broken.items())
 
-    def begin(self, plan: StepPlan) -> None:
-        """A is about to run: starts on the masks that depend on committed tokens only."""
-        if not plan.masked and (held := _held(plan, self._sequences)):
-            self._begun = self._maker.submit(self._masks, held)
-
     def fill(self, plan: StepPlan, states: Mapping[int, MaskState]) -> Masks | None:
         """The masks of the rows under a grammar; None where there is none. Who has ended has no state, and no mask that matters."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            return begun.result()
-        return self._masks(_held(plan, states)) if states else None
-
-    def _masks(self, held: dict[int, int]) -> Masks:
-        rows, uids = tuple(held), tuple(held.values())
+        if not states:
+            return None
+        emitting = [row.uid for row in plan.rows if row.emit]
+        rows = tuple(i for i, uid in enumerate(emitting) if uid in states)
+        uids = [emitting[i] for i in rows]
         bits = np.zeros((len(rows), self._words), dtype=np.int32)
         wanted: list[tuple[M, int]] = []
         for i, uid in enumerate(uids):
@@ -164,11 +155,6 @@ class GrammarBook(Generic[M]):
         bits = self._prose.copy()
         _allow(bits, grammar.closes)
         return bits
-
-
-def _held(plan: StepPlan, held: Collection[int]) -> dict[int, int]:
-    """Of the emitting rows whose uid is in `held`: index among the emitting rows → uid."""
-    return {i: uid for i, uid in enumerate(row.uid for row in plan.rows if row.emit) if uid in held} if held else {}
 
 
 def _allow(bits: NDArray[np.int32], token: int) -> None:

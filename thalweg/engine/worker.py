@@ -3,39 +3,54 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Callable, Mapping, Protocol, Sequence, TypeVar
+from typing import Callable, Generic, Mapping, Protocol, Sequence, TypeVar
 
 from thalweg.core.grammar import Masks
 from thalweg.core.plan import MaskState, Output, Shape, StepPlan
 from thalweg.runner.runner import Forwarded, Runner
 
 T = TypeVar("T")
+R = TypeVar("R", covariant=True)
+
+
+class Pending(Protocol[R]):
+    """Work that was given to a stream."""
+
+    def result(self) -> R:
+        """What it returned, once it has; raises what it raised."""
 
 
 class Stream(Protocol):
     """Runs what it is given, in order."""
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Enqueues; the future holds the result, or the error it ended with."""
+    def submit(self, work: Callable[[], T]) -> Pending[T]:
+        """Enqueues."""
 
 
 class Masker(Protocol):
     """Makes the masks of a plan's rows that are under a grammar."""
 
-    def begin(self, plan: StepPlan) -> None:
-        """A of this plan is about to be enqueued, or to run."""
-
     def fill(self, plan: StepPlan, states: Mapping[int, MaskState]) -> Masks | None:
-        """What its masks need is committed. None where no row has a mask."""
+        """On the caller's thread, while A runs: what the masks need is committed. None where no row has one."""
+
+
+class Finished(Generic[T]):
+    """Pending work that is not."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def result(self) -> T:
+        return self.value
 
 
 class InlineStream:
     """Depth 1 on a CPU: work is done when it is submitted."""
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        done: Future[T] = Future()
-        done.set_result(work())
-        return done
+    def submit(self, work: Callable[[], T]) -> Finished[T]:
+        return Finished(work())
 
 
 class ThreadStream:
@@ -58,11 +73,10 @@ class CpuWorker:
 
     def __init__(self, runner: Runner, stream: Stream, masker: Masker) -> None:
         self.runner, self.stream, self.masker = runner, stream, masker
-        self.forwarded: dict[int, Future[Forwarded | None]] = {}
-        self.outputs: dict[int, Future[tuple[Output, ...]]] = {}
+        self.forwarded: dict[int, Pending[Forwarded | None]] = {}
+        self.outputs: dict[int, Pending[tuple[Output, ...]]] = {}
 
     def forward(self, plan: StepPlan, shape: Shape) -> None:
-        self.masker.begin(plan)
         self.forwarded[plan.step] = self.stream.submit(lambda: self.runner.forward(plan))
 
     def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:

@@ -1,4 +1,4 @@
-"""DSA's lightning indexer (facts §2.6): cheap scores of the whole past decide which tokens the attention reads."""
+"""DSA's lightning indexer (DeepSeek-V3.2 report §2.1): cheap scores of the whole past decide which tokens the attention reads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from thalweg.layers.linear import parameter
 from thalweg.layers.norm import LayerNorm
 from thalweg.layers.part import Part
 
-KEY_NORM_EPS = 1e-6  # nn.LayerNorm with this eps in the published code, whatever rms_norm_eps says (facts §6.1)
+KEY_NORM_EPS = 1e-6  # nn.LayerNorm with this eps in the published code, whatever rms_norm_eps says
 
 
 class Indexer(Part):
-    """Its query and key projections are rows of the attention's fused GEMMs; head weights are float32 (facts §2.6: bf16 loses recall).
+    """Its query and key projections are rows of the attention's fused GEMMs; head weights are float32 (in bf16 they lose recall).
 
     Only the first dims of a head rotate. Without quantised keys a Hadamard transform of queries and keys would change nothing.
     """

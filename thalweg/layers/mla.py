@@ -1,4 +1,4 @@
-"""Multi-head latent attention with DSA where the model has an indexer (facts §2.3, §2.7)."""
+"""Multi-head latent attention with DSA where the model has an indexer (DeepSeek-V2 report §2.1, V3.2 report §2.1)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from thalweg.layers.norm import RMSNorm
 from thalweg.layers.part import Part
 from thalweg.layers.rotary import softmax_scale
 
-GATHERED = 1 << 18  # elements of chosen latents gathered at once: what stays in a near cache until it is read again
-LATENT_NORM_EPS = 1e-6  # the class default in the published code, not rms_norm_eps (facts §2.1)
+GATHERED = 1 << 19  # elements of chosen latents gathered at once: what stays in a near cache until it is read again
+LATENT_NORM_EPS = 1e-6  # the class default in the published code, not rms_norm_eps
 
 
 class Mla(Part):

@@ -13,7 +13,7 @@ from thalweg.moe.router import Router
 
 
 class MoeBlock(Part):
-    """Σ_k w_k · expert_k(x) + shared(x); the shared experts are one MLP, without a gate (facts §2.4)."""
+    """Σ_k w_k · expert_k(x) + shared(x); the shared experts are one MLP, without a gate."""
 
     def __init__(self, moe: Moe, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Norms. Weights are float32 whatever the model computes in (facts §2.1)."""
+"""Norms. Weights are float32 whatever the model computes in."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _linear(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, plain: Tensor) -> Tensor:
-    """Interpolates slow pairs by the factor and leaves fast ones, with a ramp between (arXiv 2309.00071 §3.2; facts §2.1)."""
+    """Interpolates slow pairs by the factor and leaves fast ones, with a ramp between (arXiv 2309.00071 §3.2)."""
 
     def pair_of(rotations: float) -> float:
         return rope.dim * math.log(rope.original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -58,7 +58,7 @@ def mscale(factor: float, weight: float) -> float:
 
 
 def amplitude(rope: Rope) -> float:
-    """What multiplies cos and sin; 1 for every DeepSeek model (facts §2.1)."""
+    """What multiplies cos and sin; 1 for every DeepSeek model."""
     if rope.attention_factor:
         return rope.attention_factor
     if rope.kind != "yarn":
@@ -78,7 +78,7 @@ def table(rope: Rope, context: int, device: torch.device) -> Tensor:
 
 
 def softmax_scale(dim: int, rope: Rope) -> float:
-    """dim^-1/2, times YaRN's m² where the model was trained with it (facts §2.1: without it V3 is wrong)."""
+    """dim^-1/2, times YaRN's m² where the model was trained with it (without it V3 is wrong)."""
     m = mscale(rope.factor, rope.mscale_all_dim) if rope.kind != "default" and rope.mscale_all_dim else 1.0
     return float(dim**-0.5 * m * m)
 

@@ -1,4 +1,4 @@
-"""The NextN (multi-token prediction) layer of DeepSeek models: model.layers.{num_hidden_layers} of the checkpoint (facts §2.9)."""
+"""The NextN (multi-token prediction) layer of DeepSeek models: model.layers.{num_hidden_layers} of the checkpoint (DeepSeek-V3 report §2.2)."""
 
 from __future__ import annotations
 

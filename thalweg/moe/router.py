@@ -10,7 +10,7 @@ from thalweg.kernels.router import ref
 
 
 class Router(nn.Module):
-    """Weight and bias are float32 and so are the scores (facts §2.4)."""
+    """Weight and bias are float32 and so are the scores."""
 
     def __init__(self, moe: Moe, hidden: int, device: torch.device) -> None:
         super().__init__()

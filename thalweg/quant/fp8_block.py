@@ -1,7 +1,7 @@
 """The published FP8 scheme: `X.weight` in e4m3 with `X.weight_scale_inv`, one float32 multiplier for each 128 × 128 block.
 
 Where the computing device has no FP8 GEMM the weight is dequantised as the loader writes it. What a tensor is is read from its dtype,
-never from `scale_fmt`: V3.1 and V3.2 declare ue8m0 and store float32 (facts §1.1).
+never from `scale_fmt`: V3.1 and V3.2 declare ue8m0 and store float32.
 """
 
 from __future__ import annotations

@@ -360,7 +360,7 @@ class Scheduler:
 
     def masks(self, plan: StepPlan) -> Mapping[int, MaskState]:
         """What the grammars of this plan's rows go by. Who has ended since has no mask, and nobody reads its tokens."""
-        return {r.uid: MaskState(r.known, r.tokens[-1], r.drafts) for r in self._grammars if r.leave not in GONE}
+        return {r.uid: MaskState(r.known, (r.out or r.prompt)[-1], r.drafts) for r in self._grammars if r.leave not in GONE}
 
     def launched(self) -> None:
         """The plan was launched; with no rows too, where another rank had some."""

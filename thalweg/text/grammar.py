@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-import llguidance
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -24,6 +23,7 @@ MAX_SOURCE = 1 << 18  # characters
 MAX_EXPRESSION = 1 << 14  # of a regex or EBNF, whose meaning grows faster than its text
 MAX_DEPTH = 64  # of nested objects and arrays in a schema
 MAX_REASON = 300
+SHARED_OUT = 1 << 14  # token ids from which the masks of a batch are shared out to threads: below, that costs more than the masks
 # Speeds are the library's own figures: compiling ends within some 100 ms, a mask within some 10.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,
@@ -210,10 +210,10 @@ class Compiler:
 
     def fill(self, wanted: Sequence[tuple[Matcher, int]], bits: NDArray[np.int32]) -> None:
         """Writes the masks of these matchers into these rows of `bits` (see `Masks`)."""
-        if len(wanted) == 1:
-            matcher, row = wanted[0]
-            matcher.state.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits.shape[1] * 4)
+        start, size = bits.ctypes.data, bits.shape[1] * 4
+        if len(wanted) == 1 or size * 8 < SHARED_OUT:
+            for matcher, row in wanted:
+                matcher.state.unsafe_compute_mask_ptr(start + row * size, size)
             return
-        self._executor = self._executor or llguidance.LLExecutor(num_threads=None)
-        pairs = [(matcher.state, row) for matcher, row in wanted]
-        self._executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.shape[1] * 4, len(bits))
+        self._executor = self._executor or LLExecutor()
+        self._executor.unsafe_compute_mask_ptr([(matcher.state, row) for matcher, row in wanted], start, size, len(bits))

@@ -144,7 +144,9 @@ def _arguments(i: int, function: Function) -> str:
 
 def _schema(i: int, function: Function) -> dict[str, Any]:
     """The schema of a function's arguments; it takes no others than it names, unless it says so."""
-    schema: dict[str, Any] = read_schema(json.dumps(function.get("parameters") or {}), f"tools[{i}].function.parameters")
+    schema: dict[str, Any] = read_schema(
+        json.dumps(function.get("parameters") or {}), f"tools[{i}].function.parameters"
+    )
     if schema.keys() <= _APART:
         return {"properties": {}, "additionalProperties": False} | schema
     return schema

@@ -1,4 +1,4 @@
-"""FP8 weights with one multiplier for each block (facts §2.5): w = q · scale, the tensor being named `weight_scale_inv` notwithstanding."""
+"""FP8 weights with one multiplier for each block (DeepSeek-V3 report §3.3): w = q · scale. The tensor is called `weight_scale_inv` nevertheless."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0
-AMAX_FLOOR = 1e-4  # an all-zero block still gets a scale (facts §2.5)
+AMAX_FLOOR = 1e-4  # an all-zero block still gets a scale, as in DeepSeek's reference
 
 
 def dequantize(q_NK: Tensor, scale_nk: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:

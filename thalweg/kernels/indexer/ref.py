@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer (facts §2.6): I[t, s] = Σ_h w[t, h] · relu(q[t, h] · k[s])."""
+"""Scores of the lightning indexer (DeepSeek-V3.2 report §2.1): I[t, s] = Σ_h w[t, h] · relu(q[t, h] · k[s])."""
 
 from __future__ import annotations
 

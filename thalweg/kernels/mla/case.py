@@ -32,7 +32,7 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
 
 
 def _exact(q: Tensor, kv: Tensor, uk: Tensor, uv: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """[N, H, v]: keys and values of every head, softmax, sum (facts §2.3)."""
+    """[N, H, v]: keys and values of every head, softmax, sum."""
     heads, nope, rank = uk.shape
     key = torch.cat([torch.einsum("kr,hnr->khn", kv[:, :rank], uk), kv[:, None, rank:].expand(-1, heads, -1)], -1)
     scores = torch.einsum("nhd,khd->nhk", q, key) * scale + bias.unsqueeze(1)

@@ -15,7 +15,7 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
     for method in ("greedy", "group_limited_greedy", "noaux_tc"):
         for tokens, experts, topk, groups, topk_groups in ((1, 16, 4, 4, 2), (33, 64, 6, 1, 1), (9, 256, 8, 8, 4)):
             logits, scale = normal(generator, tokens, experts), 2.5
-            # biases so negative that every biased score is: then a filler of 0 would win (facts §2.4)
+            # biases so negative that every biased score is: then a filler of 0 would win
             bias = normal(generator, experts) * 0.3 - 2.0
             exact = torch.stack([_exact(method, row, bias, topk, groups, topk_groups) for row in logits]) * scale
             yield Case(

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with which weights (facts §2.4). All in float32; ids int64."""
+"""Which experts a token goes to, and with which weights (DeepSeek-V2 report §2.2, V3 report §2.1.2). All in float32; ids int64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def noaux_tc(
 
 
 def _within_groups(scores_TE: Tensor, best_TG: Tensor, topk_groups: int) -> Tensor:
-    """Scores with -inf outside the `topk_groups` best groups: with negative biased scores, 0 would win (facts §2.4)."""
+    """Scores with -inf outside the `topk_groups` best groups: with negative biased scores, 0 would win."""
     chosen = best_TG.topk(topk_groups, -1, sorted=False).indices
     bar = torch.full_like(best_TG, -torch.inf).scatter_(1, chosen, 0.0)
     groups = best_TG.shape[1]
