@@ -7,6 +7,7 @@ for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from thalweg.text.grammar import check as check_grammar
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
 
 
 @dataclass(slots=True)
@@ -135,18 +137,15 @@ class LLM:
                 owners[uid] = result, Assembler(index, ids, p, self.texts.tokenizer)
         try:
             self._finish(owners, progress)
-        except InvalidRequest:  # a grammar that went beyond its limits on the way
-            self.engine.abort(tuple(owners))
-            raise
         finally:
-            while not self.engine.idle:
-                self.engine.step()
+            self.engine.abort(tuple(owners))  # whom an error or Ctrl-C has left behind: they end at the next turn
+        while not self.engine.idle:
+            self.engine.step()
         return results
 
     def _finish(self, owners: dict[int, tuple[Result, Assembler]], progress: bool) -> None:
         """Turns the engine until nobody is left. Raises InvalidRequest for what the engine refuses."""
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns, disable=not progress) as bar:
+        with Progress(*COLUMNS, disable=not progress) as bar:
             task = bar.add_task("sequences", total=len(owners))
             while owners:
                 for delta in self.engine.step():
@@ -184,12 +183,28 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, params: SamplingParams = SamplingParams(), grammar: Grammar = FREE
     ) -> Result:
-        """Completes one prompt; gather() several to batch them."""
-        ids = self.texts.ids(prompt)
+        """Completes one prompt; `generate_all` or asyncio.gather batch several."""
+        ids = await asyncio.to_thread(self.texts.ids, prompt)
         result = Result(ids, [Choice() for _ in range(params.n)])
         async for piece in self.front.stream(ids, params, grammar=grammar):
             result.add(piece)
         return result
+
+    async def generate_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams = SamplingParams(), progress: bool = False
+    ) -> list[Result]:
+        """Completes all prompts at once, with a progress bar if asked; the first error ends the others."""
+        with Progress(*COLUMNS, disable=not progress) as bar:
+            task = bar.add_task("prompts", total=len(prompts))
+
+            async def one(prompt: Prompt) -> Result:
+                result = await self.generate(prompt, params)
+                bar.advance(task)
+                return result
+
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(one(prompt)) for prompt in prompts]
+        return [done.result() for done in running]
 
     async def chat(
         self,

@@ -206,8 +206,8 @@ class _Voice:
         self.at = 0
 
     def step(self, aborted: bool) -> FakePiece:
-        ids = self.tokens[self.at : self.at + self.chunk]
-        first = self.at == 0
+        ids = () if aborted else self.tokens[self.at : self.at + self.chunk]
+        first = self.at == 0 and not aborted
         self.at += len(ids)
         finish = "abort" if aborted else self.finish if self.at >= len(self.tokens) else None
         shown = [i for i in ids if i < EOS and i != self.stop]

@@ -165,6 +165,39 @@ def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
     run(test)
 
 
+def test_closing_ends_what_runs() -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+    async def test() -> None:
+        async with serving() as front:
+            running = asyncio.create_task(collect(front, list(range(20, 90)), long))
+            await eventually(lambda: front.running == 1)
+            await front.drain(0)
+            with pytest.raises(EngineDead, match="shutting down"):
+                await asyncio.wait_for(running, 10)
+            assert front.running == 0
+
+    run(test)
+
+
+def test_closing_twice_waits_until_a_stuck_engine_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thalweg.engine.front.GRACE", 1.0)
+
+    async def test() -> None:
+        async with serving() as front:
+            assert front.ready is not None
+            engine = front.ready.pid
+            os.kill(engine, signal.SIGSTOP)
+            first = asyncio.create_task(front.close())
+            await asyncio.sleep(0.2)
+            await front.close()
+            with pytest.raises(ProcessLookupError):
+                os.kill(engine, 0)
+            await first
+
+    run(test)
+
+
 def test_a_full_queue_refuses() -> None:
     long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True, n=2)
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from thalweg.core.errors import CannotServe, InvalidRequest
+from thalweg.core.errors import CannotServe, EngineDead, InvalidRequest
+from thalweg.core.messages import Delta
+from thalweg.core.plan import StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.llm import LLM, AsyncLLM
 
@@ -108,6 +110,11 @@ def test_sums_in_chat(llm: LLM) -> None:
         ("x", SamplingParams(min_tokens=5, max_tokens=2), "min_tokens"),
         ("x", SamplingParams(logprobs=1000), "logprobs"),
         ("x", SamplingParams(n=0), "n"),
+        ("x", SamplingParams(top_k=2**63), "top_k"),
+        ("x", SamplingParams(min_tokens=2**70), "min_tokens"),
+        ("x", SamplingParams(max_tokens=2**70), "max_tokens"),
+        ("x", SamplingParams(stop=("a" * 5000,)), "stop"),
+        ("x", SamplingParams(stop=tuple("abcdefgh" * 9)), "stop"),
     ],
 )
 def test_bad_input_names_the_field_and_harms_nobody(
@@ -117,6 +124,60 @@ def test_bad_input_names_the_field_and_harms_nobody(
         llm.generate([prompt], params)  # type: ignore[list-item]
     assert refused.value.field == field
     assert llm.generate("My lord,", GREEDY)[0].outputs[0].finish == "length"
+
+
+def test_the_largest_numbers_are_served(llm: LLM) -> None:
+    most = 2**63 - 1
+    params = SamplingParams(temperature=1.0, seed=3, top_k=most, max_tokens=most, min_tokens=most)
+    (result,) = llm.generate([[20] * 1000], params)
+    assert len(result.outputs[0].ids) == 24 and result.outputs[0].finish == "length"
+
+
+def test_a_temperature_near_zero_is_greedy(llm: LLM) -> None:
+    want = llm.generate("My lord,", GREEDY)[0].outputs[0].ids
+    for temperature in (1e-38, 1e-42, 1e-300):
+        params = msgspec.structs.replace(GREEDY, temperature=temperature, top_p=0.9, seed=1)
+        assert llm.generate("My lord,", params)[0].outputs[0].ids == want
+
+
+def test_logprobs_are_those_asked_for_whatever_the_neighbours_ask(llm: LLM) -> None:
+    asked = (None, 0, 1, 4)
+    results = llm.generate([TEXT] * 4, [msgspec.structs.replace(GREEDY, logprobs=top) for top in asked])
+    for top, result in zip(asked, results, strict=True):
+        choice = result.outputs[0]
+        assert len(choice.logprobs) == (0 if top is None else len(choice.ids))
+        assert all(len(entry.top_ids) == len(entry.top_logprobs) == top for entry in choice.logprobs)
+
+
+def test_an_interrupted_call_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, step = msgspec.structs.replace(GREEDY, max_tokens=900), llm.engine.step
+    steps = iter(range(1000))
+
+    def interrupted() -> list[Delta]:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(TEXT, long)
+        assert next(steps) == 4, "it went on after the interruption"
+    assert llm.generate("My lord,", GREEDY)[0].outputs[0].finish == "length"
+    assert llm.engine.idle
+
+
+def test_a_step_that_fails_is_told_and_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(MODEL, context_length=256)
+
+    def fails(plan: StepPlan) -> None:
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(llm.engine.runner, "forward", fails)
+    with pytest.raises(ValueError, match="out of memory"):
+        llm.generate("My lord,", GREEDY)
+    with pytest.raises(EngineDead, match="make a new engine"):
+        llm.generate("My lord,", GREEDY)
 
 
 def test_a_wrong_setting_names_the_nearest() -> None:
@@ -130,6 +191,8 @@ def test_async_requests_share_the_engine(llm: LLM) -> None:
             results = await asyncio.gather(*(served.generate(text, GREEDY) for text in (TEXT, "My lord,", "Alas!")))
             want = llm.generate([TEXT, "My lord,", "Alas!"], GREEDY)
             assert [r.outputs[0].ids for r in results] == [r.outputs[0].ids for r in want]
+            together = await served.generate_all([TEXT, "My lord,", "Alas!"], GREEDY, progress=True)
+            assert [r.outputs[0].ids for r in together] == [r.outputs[0].ids for r in want]
             pieces = [piece async for piece in served.stream("Alas!", GREEDY)]
             assert "".join(piece.text for piece in pieces) == want[2].outputs[0].text
             answer = await served.chat(

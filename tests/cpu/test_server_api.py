@@ -82,6 +82,12 @@ BROKEN = [
     (b'{"prompt": "x", "logprobs": 1000}', "logprobs"),
     (b'{"prompt": "x", "n": 1000}', "n"),
     (b'{"prompt": "x", "seed": 1e40}', "seed"),
+    (b'{"prompt": "x", "top_k": 9223372036854775808}', "top_k"),
+    (b'{"prompt": "x", "max_tokens": 99999999999999999999}', "max_tokens"),
+    (b'{"prompt": "x", "max_tokens": null, "min_tokens": 9223372036854775808}', "min_tokens"),
+    (b'{"prompt": "x", "stop": "' + b"a" * 5000 + b'"}', "stop"),
+    (b'{"prompt": [' + b"[1]," * 20_000 + b"[1]]}", "prompt"),
+    (b'{"prompt": [' + b"[1]," * 200 + b'[1]], "n": 100}', "n"),
     (b'{"prompt": "x", "seed": 99999999999999999999}', "seed"),
     (b'{"prompt": "x", "priority": 99999999999}', "priority"),
     (b'{"prompt": "x", "rid": "a b\\n"}', "rid"),
@@ -188,6 +194,14 @@ def test_prompt_logprobs_and_token_ids(api: httpx.Client) -> None:
     chunks = events(api.post("/v1/chat/completions", json=body | {"stream": True}))
     assert chunks[0]["choices"][0]["prompt_token_ids"] == answer["prompt_token_ids"]
     assert [i for chunk in chunks for i in chunk["choices"][0]["token_ids"]] == list(b"An")
+
+
+def test_prompt_logprobs_come_with_a_first_token_that_has_no_text() -> None:
+    with talk(FakeFront(lambda prompt, choice: "世界")) as api:
+        body = {"prompt": "abc", "prompt_logprobs": 1, "stream": True}
+        chunks = events(api.post("/v1/completions", json=body))
+    found = [chunk["choices"][0]["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk["choices"][0]]
+    assert len(found) == 1 and len(found[0]) == 3
 
 
 def test_half_characters_are_distinct_in_logprobs() -> None:
@@ -479,6 +493,27 @@ def test_abort() -> None:
             lines = response.iter_lines()  # kept: when its iterator goes, so does the connection
             next(lines)
             assert api.post("/abort", json={"abort_all": True}).json() == {"aborted": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "abc", "prompt_logprobs": 1}),
+        ("/v1/completions", {"prompt": "abc", "echo": True, "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 1}),
+        ("/generate", {"text": "abc", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}),
+    ],
+)
+def test_a_request_may_be_aborted_before_its_prompt_is_scored(path: str, body: dict[str, Any], stream: bool) -> None:
+    front, answers = slow(gap=0.3), []
+    with talk(front) as api:
+        waiter = threading.Thread(target=lambda: answers.append(api.post(path, json=body | {"stream": stream})))
+        waiter.start()
+        eventually(lambda: front.running == 1)
+        assert api.post("/abort", json={"abort_all": True}).json() == {"aborted": 1}
+        waiter.join()
+    assert answers[0].status_code == 200 and "abort" in answers[0].text
 
 
 def test_engine_death() -> None:

@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +233,15 @@ def test_a_long_stop_string_costs_no_more(tokenizer: Tokenizer) -> None:
     matcher = StopMatcher(["a" * 20000 + "b"])
     shown = sum(len(matcher.feed("a").text) for _ in range(40000))
     assert shown == 20000 and matcher.feed("b").stop == "a" * 20000 + "b"
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    library().save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = Tokenizer(tmp_path), "the ship sails down the river, 漢字 and é. " * 8000
+    working = threading.Thread(target=tokenizer.encode, args=(text,))
+    ticks = 0
+    working.start()
+    while working.is_alive():
+        time.sleep(0.002)
+        ticks += 1
+    assert ticks > 10, "the encoder held the interpreter"

@@ -10,11 +10,11 @@ from typing import Sequence
 import torch
 
 from thalweg.core.plan import PAGE, Append, Bind
-from thalweg.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 
 INTS = ("length", "at", "end", "seed", "prompt_len", "min_len", "top_k")
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
-STOP_IDS = MAX_STOP_IDS + 8  # the user's, and the model's end tokens
+STOP_IDS = MAX_STOP_IDS + MAX_EOS_IDS  # the user's, and the model's end tokens
 
 
 class Slots:
@@ -68,7 +68,8 @@ class Slots:
 
 def _ints(b: Bind) -> tuple[int, ...]:
     top_k = b.params.top_k if b.params.top_k > 0 else 1 << 30
-    return (len(b.tokens), b.computed, b.end, b.seed, b.prompt_len, b.prompt_len + b.params.min_tokens, top_k)
+    min_len = min(b.prompt_len + b.params.min_tokens, b.end)  # no sequence is longer, and a sum may exceed 64 bits
+    return (len(b.tokens), b.computed, b.end, b.seed, b.prompt_len, min_len, top_k)
 
 
 def _floats(b: Bind) -> tuple[float, ...]:

@@ -116,6 +116,13 @@ class TokenLogprob(NamedTuple):
     top_logprobs: tuple[float, ...] = ()
 
 
+def asked(logprobs: tuple[TokenLogprob, ...], top: int) -> tuple[TokenLogprob, ...]:
+    """What one row wants of them, -1 being nothing: a step makes as many for each row as its most demanding one asks."""
+    if top < 0:
+        return ()
+    return tuple(TokenLogprob(entry.logprob, entry.top_ids[:top], entry.top_logprobs[:top]) for entry in logprobs)
+
+
 class Output(NamedTuple):
     """What the device says of one row, one or more steps later.
 

@@ -10,14 +10,20 @@ from thalweg.core.errors import InvalidRequest
 
 MAX_LOGPROBS = 64
 MAX_STOP_IDS = 16
+MAX_EOS_IDS = 16  # that a model may end with
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**63 - 1  # numbers of tokens: what the wire and the device hold
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together: each sequence keeps a matcher for them
+GREEDY_BELOW = 1e-5  # a temperature so near 0 that dividing by it would overflow float32
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one sequence.
 
-    temperature: 0 is greedy. top_k: 0 or -1 is off. top_p in (0, 1]; min_p in [0, 1], relative to the largest probability.
+    temperature: 0 is greedy, and so is anything below GREEDY_BELOW. top_k: 0 or -1 is off. top_p in (0, 1]; min_p in [0, 1], relative to
+    the largest probability.
     repetition_penalty: > 0, over prompt and output (CTRL, arXiv 1909.05858 §4.1); frequency_penalty and presence_penalty in
     [-2, 2], over the output only (OpenAI's definition). logit_bias: (token id, bias in [-100, 100]) pairs.
     seed: the random numbers are a pure function of (seed, output position); None lets the engine draw one.
@@ -48,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @property
     def penalised(self) -> bool:
@@ -60,8 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _between("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p", "must be above 0 (and at most 1), got 0; temperature 0 is greedy decoding")
-        if self.top_k < -1:
-            raise InvalidRequest("top_k", f"must be -1 or 0 (off) or positive, got {self.top_k}")
+        if not -1 <= self.top_k <= MAX_COUNT:
+            raise InvalidRequest("top_k", f"must be -1 or 0 (off) or positive and fit 64 bits, got {self.top_k}")
         _between("min_p", self.min_p, 0.0, 1.0)
         _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
         if self.repetition_penalty == 0.0:
@@ -72,10 +78,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_ids(vocab)
 
     def _check_lengths(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise InvalidRequest("max_tokens", f"must be at least 0, got {self.max_tokens}")
-        if self.min_tokens < 0:
-            raise InvalidRequest("min_tokens", f"must be at least 0, got {self.min_tokens}")
+        if self.max_tokens is not None and not 0 <= self.max_tokens <= MAX_COUNT:
+            raise InvalidRequest("max_tokens", f"must be at least 0 and fit 64 bits, got {self.max_tokens}")
+        if not 0 <= self.min_tokens <= MAX_COUNT:
+            raise InvalidRequest("min_tokens", f"must be at least 0 and fit 64 bits, got {self.min_tokens}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if not 1 <= self.n <= 128:
@@ -87,6 +93,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidRequest(name, f"must be between 0 and {MAX_LOGPROBS}, got {value}")
         if any(not s for s in self.stop):
             raise InvalidRequest("stop", "an empty string would stop everything; leave it out")
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidRequest("stop", f"at most {MAX_STOPS} strings, got {len(self.stop)}")
+        if (size := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest("stop", f"at most {MAX_STOP_CHARACTERS} characters together, got {size}")
 
     def _check_ids(self, vocab: int) -> None:
         if len(self.stop_token_ids) > MAX_STOP_IDS:

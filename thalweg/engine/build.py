@@ -12,7 +12,9 @@ from thalweg.batch.slots import Slots
 from thalweg.cache.books import Books
 from thalweg.cache.radix import NoTree, RadixTree
 from thalweg.config.model import ModelFacts, read_facts
+from thalweg.core.errors import CheckpointError
 from thalweg.core.plan import PAGE
+from thalweg.core.sampling import MAX_EOS_IDS
 from thalweg.engine.grammars import GrammarBook
 from thalweg.engine.loop import Channel, Loop, OneRank
 from thalweg.engine.settings import EngineSettings
@@ -89,5 +91,9 @@ def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, chan
 def build(settings: EngineSettings, channel: Channel) -> tuple[Loop, Runner, ModelFacts]:
     """A whole rank. Raises CheckpointError."""
     facts = read_facts(Path(settings.path))
+    if len(settings.eos_ids) > MAX_EOS_IDS:
+        raise CheckpointError(
+            f"{settings.path}: {len(settings.eos_ids)} end-of-sequence ids; at most {MAX_EOS_IDS} are kept a slot"
+        )
     runner = build_runner(settings, facts)
     return build_loop(settings, facts, runner, channel), runner, facts

@@ -106,6 +106,7 @@ class Front:
         self._controls: dict[int, asyncio.Future[None]] = {}
         self._serving = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
+        self._closing = False
         self._socket: zmq.Socket[bytes] | None = None
         self._ended: asyncio.Future[str]
         self._encode = msgspec.msgpack.Encoder().encode
@@ -201,14 +202,22 @@ class Front:
         if self.state != "dead":
             self.state, self.reason = "draining", "the server is shutting down"
         if self._keeper is not None:
-            self._keeper.cancel()
+            if not self._closing:  # else whoever called before has told it, and it must not be told while it cleans up
+                self._closing = True
+                self._keeper.cancel()
             await asyncio.wait({self._keeper})
-            self._keeper = None
 
     # ---- the engine's life ----
 
     async def _keep(self) -> None:
-        """Runs engines one after the other until one cannot be started or the front closes."""
+        """Runs engines one after the other until one cannot be started or the front closes; whatever still waits then ends."""
+        try:
+            await self._run_engines()
+        finally:
+            self.ready = None
+            self._fail_all(EngineDead(self.reason))
+
+    async def _run_engines(self) -> None:
         failures = 0
         while failures < RESTARTS:
             self._serving.clear()
@@ -218,8 +227,8 @@ class Front:
             if served:
                 failures = 0
             self._fail_all(EngineDead(self.reason))
-            if not served and self.restarts == 0:
-                break  # the first start failed: its reason is the answer
+            if not served and self.restarts == 0 or self.state == "draining":
+                break  # the first start failed: its reason is the answer; or there is nobody left to serve
             failures += 1
             self.restarts += 1
             self.state = "starting"
@@ -280,7 +289,7 @@ class Front:
             if live := self._by_uid.get(message.uid):
                 live.inbox.fail(InvalidRequest(message.field, message.message))
         elif isinstance(message, Done):
-            if done := self._controls.pop(message.id, None):
+            if (done := self._controls.pop(message.id, None)) and not done.done():
                 done.set_result(None)
         elif isinstance(message, Ready):
             self.ready, self.state, self.reason = message, "ready", ""
@@ -333,7 +342,8 @@ class Front:
         for live in self._live:
             live.inbox.fail(error)
         for done in self._controls.values():
-            done.set_exception(error)
+            if not done.done():  # cancelled
+                done.set_exception(error)
         self._controls.clear()
 
 

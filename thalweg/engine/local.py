@@ -6,7 +6,7 @@ from typing import Sequence
 
 import msgspec
 
-from thalweg.core.errors import InvalidRequest
+from thalweg.core.errors import EngineDead, InvalidRequest
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.messages import Abort, Delta, FlushCache, Rejected, StepNews, Submit
 from thalweg.core.sampling import SamplingParams
@@ -24,6 +24,7 @@ class LocalEngine:
         self.loop, self.runner, facts = build(settings, self.channel)
         self.vocab, self.context = facts.vocab, self.loop.scheduler.context
         self.next_uid = 0
+        self.torn = False  # a step began and did not end
 
     @property
     def idle(self) -> bool:
@@ -53,8 +54,13 @@ class LocalEngine:
         self.channel.inbox.append(FlushCache(0))
 
     def step(self) -> list[Delta]:
-        """One turn of the loop; the news of the step that retired. Raises InvalidRequest for a request the engine refuses."""
+        """One turn of the loop; the news of the step that retired. Raises InvalidRequest for a request the engine refuses, EngineDead
+        after a step that failed or was interrupted: its requests would never end."""
+        if self.torn:
+            raise EngineDead("a step failed or was interrupted, so what it computed is unknown: make a new engine")
+        self.torn = True
         self.loop.turn()
+        self.torn = False
         sent, self.channel.outbox = self.channel.outbox, []
         deltas: list[Delta] = []
         for message in sent:

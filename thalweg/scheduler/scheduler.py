@@ -17,7 +17,7 @@ from thalweg.cache.radix import Frontier
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammars, NoGrammars
 from thalweg.core.messages import Abort, Delta, Done, Drain, FlushCache, Rejected, Stats, Submit, ToEngine
-from thalweg.core.plan import Append, Bind, MaskState, Output, Row, StepPlan
+from thalweg.core.plan import Append, Bind, MaskState, Output, Row, StepPlan, asked
 from thalweg.core.request import Leave, Request, State
 from thalweg.core.ticket import NoTier, TicketState, Tier
 from thalweg.scheduler import door
@@ -360,7 +360,9 @@ class Scheduler:
 
     def masks(self, plan: StepPlan) -> Mapping[int, MaskState]:
         """What the grammars of this plan's rows go by. Who has ended since has no mask, and nobody reads its tokens."""
-        return {r.uid: MaskState(r.known, (r.out or r.prompt)[-1], r.drafts) for r in self._grammars if r.leave not in GONE}
+        return {
+            r.uid: MaskState(r.known, (r.out or r.prompt)[-1], r.drafts) for r in self._grammars if r.leave not in GONE
+        }
 
     def launched(self) -> None:
         """The plan was launched; with no rows too, where another rank had some."""
@@ -404,10 +406,11 @@ class Scheduler:
             r.stop_id = tokens[-1] if tokens and tokens[-1] in r.stop_ids else -1
             r.finish = "length" if r.stop_id < 0 else "stop"
             self.tally.finished += 1
+        logprobs = asked(output.logprobs, r.needs.logprobs)
         if first:
-            self._news.append(Delta(r.uid, tokens, r.finish, r.stop_id, r.cached, output.logprobs, tuple(r.scores)))
+            self._news.append(Delta(r.uid, tokens, r.finish, r.stop_id, r.cached, logprobs, tuple(r.scores)))
         else:
-            self._news.append(Delta(r.uid, tokens, r.finish, r.stop_id, 0, output.logprobs))
+            self._news.append(Delta(r.uid, tokens, r.finish, r.stop_id, 0, logprobs))
 
     def news(self) -> tuple[Delta, ...]:
         """What happened since the last call, in order."""

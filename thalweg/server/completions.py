@@ -12,11 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.plan import TokenLogprob
 from thalweg.server.contract import Piece
 from thalweg.server.desk import Desk, Job, check, collect, gone, prompt_fields, reply, run, salt_of
 from thalweg.server.infill import prompt_of
-from thalweg.server.logprobs import LegacyLog, prompt_logprobs
+from thalweg.server.logprobs import LegacyLog, prompt_logprobs, scores_of
 from thalweg.server.protocol import CompletionRequest, Prompt
 from thalweg.server.reading import read
 from thalweg.server.replies import Answer, CompletionChoice, Envelope, LegacyLogprobs, Tally
@@ -133,7 +132,7 @@ class _Maker:
         if piece.finish is not None:
             choice.finish_reason = piece.finish
             choice.matched_stop = UNSET if piece.stop is None else piece.stop
-        elif not choice.text and choice.logprobs is None and not choice.token_ids:
+        elif not (choice.text or choice.token_ids or choice.prompt_logprobs) and choice.logprobs is None:
             return None
         return choice
 
@@ -153,7 +152,7 @@ class _Maker:
         """The prompt's tokens; a BOS that the tokenizer has put before a text is not in the text."""
         begin = self._tokenizer.token_bytes(self._prompt[0]).decode(errors="replace")
         added = self._text is not None and not self._text.startswith(begin)
-        entries: list[TokenLogprob | None] = [None, *piece.prompt_logprobs]
+        entries = scores_of(self._prompt, piece.prompt_logprobs)
         first = log.feed(self._prompt[:1], entries[:1], self._prompt[:1] if added else ())
         return _joined(first, log.feed(self._prompt[1:], entries[1:], ()))
 

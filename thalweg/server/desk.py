@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import msgspec
 from starlette.requests import Request
@@ -30,6 +31,7 @@ from thalweg.text.chat import Chat
 
 LONG_TEXT = 8192  # characters from which a text is tokenized on a thread: running streams must not wait for it
 MAX_RID = 128
+MAX_CHOICES = 16384  # of one HTTP request: prompts × n
 
 Take = Callable[[int, Piece], Awaitable[None]]
 _encode = msgspec.json.Encoder().encode
@@ -91,6 +93,7 @@ class Desk:
             raise InvalidRequest(field, "holds half a surrogate pair: not valid Unicode") from None
         encode = self.front.tokenizer.encode
         if len(text) < LONG_TEXT:
+            await asyncio.sleep(0)  # a body may hold many of them: between two, others have their turn
             return encode(text, add_special)
         return await asyncio.to_thread(encode, text, add_special)
 
@@ -115,13 +118,14 @@ class Job:
         """What the outputs of a prompt must match."""
         return self.grammars[prompt] if self.grammars else FREE
 
-    def first(self, prompt: int) -> int:
-        """The number of a prompt's first choice."""
-        return sum(params.n for params in self.params[:prompt])
+    @property
+    def firsts(self) -> list[int]:
+        """The number of each prompt's first choice, and behind them that of all choices."""
+        return list(accumulate((params.n for params in self.params), initial=0))
 
     @property
     def choices(self) -> int:
-        return self.first(len(self.params))
+        return self.firsts[-1]
 
 
 def check(desk: Desk, job: Job) -> None:
@@ -134,23 +138,26 @@ def check(desk: Desk, job: Job) -> None:
         with named(prompt=place):
             desk.front.check(prompt, params)
             job.grammar(i).check(params)
+    if job.choices > MAX_CHOICES:
+        raise InvalidRequest("n", f"makes {job.choices} outputs of this request: at most {MAX_CHOICES}, send several")
 
 
 async def run(desk: Desk, job: Job, take: Take) -> None:
     """Runs all prompts of a job at once; `take(choice, piece)` gets every piece. Cancelling it aborts what still runs."""
     timer = Timer(desk.meters, job.started)
     if len(job.prompts) == 1:
-        return await _run(desk, job, 0, timer, take)
+        return await _run(desk, job, 0, 0, timer, take)
     try:
         async with asyncio.TaskGroup() as group:
-            for i in range(len(job.prompts)):
-                group.create_task(_run(desk, job, i, timer, take))
+            for i, first in enumerate(job.firsts[:-1]):
+                group.create_task(_run(desk, job, i, first, timer, take))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-async def _run(desk: Desk, job: Job, i: int, timer: Timer, take: Take) -> None:
-    first, params = job.first(i), job.params[i]
+async def _run(desk: Desk, job: Job, i: int, first: int, timer: Timer, take: Take) -> None:
+    """first: the number of the first choice of prompt i."""
+    params = job.params[i]
     pieces = desk.front.stream(
         job.prompts[i],
         params,
@@ -218,7 +225,9 @@ async def collect(desk: Desk, job: Job, receive: Receive) -> list[Merged] | None
 
 
 def prompt_fields(name: str, many: int) -> tuple[str, ...]:
-    """Where each of `many` prompts stands in the body."""
+    """Where each of `many` prompts stands in the body. Raises InvalidRequest for too many."""
+    if many > MAX_CHOICES:
+        raise InvalidRequest(name, f"holds {many} prompts: at most {MAX_CHOICES} in one request, send several")
     return (name,) if many == 1 else tuple(f"{name}[{i}]" for i in range(many))
 
 

@@ -68,12 +68,20 @@ def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[T
     return ChatLogprobs(content)
 
 
+def scores_of(prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[TokenLogprob | None]:
+    """One entry a prompt token; nothing precedes the first. All None where the request was aborted before its prompt was scored."""
+    return [None, *logprobs] if logprobs else [None] * len(prompt)
+
+
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], top: int
 ) -> PromptLogprobs:
     """vLLM's shape: null for the first token, then {token id: {logprob, decoded_token}}, the prompt's own token first."""
-    out: PromptLogprobs = [None]
-    for token, entry in zip(prompt[1:], logprobs, strict=True):
+    out: PromptLogprobs = []
+    for token, entry in zip(prompt, scores_of(prompt, logprobs), strict=True):
+        if entry is None:
+            out.append(None)
+            continue
         ids = (token, *entry.top_ids[:top])
         values = (entry.logprob, *entry.top_logprobs[:top])
         out.append({str(i): _named(tokenizer, i, v) for i, v in zip(ids, values, strict=True)})

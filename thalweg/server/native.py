@@ -12,11 +12,10 @@ from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammar
-from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.contract import Piece
 from thalweg.server.desk import Desk, Job, check, collect, gone, prompt_fields, reply, run, salt_of
-from thalweg.server.logprobs import native_logprobs, native_tops
+from thalweg.server.logprobs import native_logprobs, native_tops, scores_of
 from thalweg.server.protocol import GenerateRequest, NativeSampling
 from thalweg.server.reading import named, read
 from thalweg.server.sampling import given, native_params
@@ -183,7 +182,7 @@ class _Maker:
         if not logs:
             start = given(body.logprob_start_len, -1)
             start = start if 0 <= start < len(self._prompt) else len(self._prompt)
-            scores: list[TokenLogprob | None] = [None, *piece.prompt_logprobs][start:]
+            scores = scores_of(self._prompt, piece.prompt_logprobs)[start:]
             logs["input_token_logprobs"] = native_logprobs(tokenizer, self._prompt[start:], scores, text)
             logs["output_token_logprobs"] = []
             if top:

@@ -23,7 +23,9 @@ MAX_SOURCE = 1 << 18  # characters
 MAX_EXPRESSION = 1 << 14  # of a regex or EBNF, whose meaning grows faster than its text
 MAX_DEPTH = 64  # of nested objects and arrays in a schema
 MAX_REASON = 300
-SHARED_OUT = 1 << 14  # token ids from which the masks of a batch are shared out to threads: below, that costs more than the masks
+SHARED_OUT = (
+    1 << 14
+)  # token ids from which the masks of a batch are shared out to threads: below, that costs more than the masks
 # Speeds are the library's own figures: compiling ends within some 100 ms, a mask within some 10.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,
@@ -216,4 +218,6 @@ class Compiler:
                 matcher.state.unsafe_compute_mask_ptr(start + row * size, size)
             return
         self._executor = self._executor or LLExecutor()
-        self._executor.unsafe_compute_mask_ptr([(matcher.state, row) for matcher, row in wanted], start, size, len(bits))
+        self._executor.unsafe_compute_mask_ptr(
+            [(matcher.state, row) for matcher, row in wanted], start, size, len(bits)
+        )

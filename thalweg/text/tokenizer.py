@@ -53,7 +53,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids. add_special: BOS in front where the model wants one and the text does not begin with it already."""
-        ids: list[int] = self._library.encode(_checked(text), add_special_tokens=False).ids
+        # the library's batch call alone lets other threads run meanwhile; "fast" makes no offsets
+        ids: list[int] = self._library.encode_batch_fast([_checked(text)], add_special_tokens=False)[0].ids
         return self._with_bos(ids) if add_special else ids
 
     def encode_batch(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
