@@ -10,6 +10,7 @@ COMMANDS = {
     "serve": ("thalweg.bench.serve", "measure a running server, any OpenAI-compatible one"),
     "one-batch": ("thalweg.bench.one_batch", "time prefill and decode of fixed batches in this process, without HTTP"),
     "compare-transformers": ("thalweg.bench.compare_transformers", "the same prompts through transformers' generate"),
+    "structured": ("thalweg.bench.structured", "what grammars cost: the step rate of a batch with and without them"),
 }
 
 

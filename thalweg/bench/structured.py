@@ -1,4 +1,4 @@
-"""`python -m thalweg.bench.structured`: the step rate of a batch whose rows are all under a grammar, against that of the same batch without.
+"""`thalweg bench structured`: the step rate of a batch whose rows are all under a grammar, against that of the same batch without.
 
 The two take turns, so that a machine that does other things too slows down both."""
 
@@ -84,7 +84,7 @@ def measure(model: str, batch: int, steps: int, rounds: int, overlap: bool) -> d
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a line a mode; 1 where something is wrong with the model or the file."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="python -m thalweg.bench.structured", description=__doc__)
+    parser = argparse.ArgumentParser(prog="thalweg bench structured", description=__doc__)
     parser.add_argument("--model", default="models/tiny")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=60)
