@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.null.bench_server import Fake, serving_in_a_thread
+from tests.cpu.bench_server import Fake, serving_in_a_thread
 from thalweg.bench import compare_transformers, eval, one_batch
 from thalweg.bench.answers import Here, Texts
 from thalweg.bench.compare_transformers import agreement, decode_fp8, load_transformers

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from tests.null.bench_server import Fake, Send, serving, serving_in_a_thread
+from tests.cpu.bench_server import Fake, Send, serving, serving_in_a_thread
 from thalweg.bench import serve
 from thalweg.bench.client import Client, HttpError
 from thalweg.bench.serve_args import parse

@@ -16,7 +16,7 @@ from thalweg.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "models" / "tiny")
-DATA = Path(__file__).parent / "data"
+DATA = ROOT / "tests" / "null" / "data"
 USER = {"role": "user", "content": "Grüße"}
 PROMPT = "<｜begin▁of▁sentence｜><｜User｜>Grüße<｜Assistant｜></think>"
 CALL = '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="n" string="{}">5</｜DSML｜parameter>\n</｜DSML｜invoke>'
