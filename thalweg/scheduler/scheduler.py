@@ -120,17 +120,23 @@ class Scheduler:
                 self.queue.remove(r)
                 self._end(r)
         for uid, why in self.grammars.broken():
-            if self.requests[uid].leave not in GONE:
-                refused.append(Rejected(uid, self.requests[uid].grammar.field, why))
-                self._abort(uid)
+            broken = self.requests.get(uid)
+            if broken is not None and broken.leave not in GONE:
+                # its one ending: the news of an abort might overtake it
+                refused.append(Rejected(uid, broken.grammar.field, why))
+                self._stop(broken)
         return refused
 
     def _abort(self, uid: int) -> None:
         r = self.requests.get(uid)
         if r is None or r.leave in GONE:  # what is SENDING has finished, and ends by itself
             return
-        r.finish = "abort"
         self._news.append(Delta(uid, (), "abort", cached=0 if r.out else r.cached))
+        self._stop(r)
+
+    def _stop(self, r: Request) -> None:
+        """Ends `r` wherever it is, whose front is told otherwise."""
+        r.finish = "abort"
         self.tally.aborted += 1
         if r.state is State.QUEUED:
             self.queue.remove(r)
