@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.config.model import facts_of, read_facts
+from thalweg.config.model import Moe, facts_of, read_facts
 from thalweg.core.errors import CheckpointError
 from thalweg.kernels.fp8_block.ref import quantize
-from thalweg.models import catalog
+from thalweg.models import catalog, tables
 from thalweg.quant import fp8_block
 from thalweg.weights.loader import load
 from thalweg.weights.stream import INDEX, SINGLE, InMemory, Safetensors, fill_dummy
@@ -355,3 +355,83 @@ def test_published_scale_shapes() -> None:
         together,
         torch.cat([fp8_block.decode("q", q, q_scale, (128, 128)), fp8_block.decode("kv", kv, kv_scale, (128, 128))]),
     )
+
+
+class Kept(torch.nn.Module):
+    """Two weights below one another that stay FP8, with their multipliers, as a GPU keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes, scales = torch.zeros(512, 256, dtype=torch.float8_e4m3fn), torch.zeros(4, 2)
+        self.weight = torch.nn.Parameter(codes, requires_grad=False)
+        self.weight_scale = torch.nn.Parameter(scales, requires_grad=False)
+
+
+def fp8_parts(*names: str) -> dict[str, Tensor]:
+    made: dict[str, Tensor] = {}
+    for name in names:
+        codes, scale = quantize(torch.randn(256, 256), (128, 128), False)
+        made |= {name: codes, f"{name}_scale_inv": scale}
+    return made
+
+
+def test_weights_that_stay_fp8_keep_codes_and_scales_in_their_slices() -> None:
+    made, module, table = fp8_parts("a", "b"), Kept(), Table()
+    table.stack({"a": 256, "b": 256}, "weight")
+    load(module, table, InMemory(made), (128, 128))
+    assert torch.equal(module.weight.view(torch.uint8), torch.cat([made["a"], made["b"]]).view(torch.uint8))
+    assert torch.equal(module.weight_scale, torch.cat([made["a_scale_inv"], made["b_scale_inv"]]))
+    fresh = fp8_parts("b")
+    load(module, table, InMemory(fresh), (128, 128), partial=True)  # an update writes its own slice only
+    assert torch.equal(module.weight_scale, torch.cat([made["a_scale_inv"], fresh["b_scale_inv"]]))
+
+
+def test_weights_that_cannot_stay_fp8_say_why() -> None:
+    made, table = fp8_parts("a"), Table()
+    table.add("a", "weight", (slice(0, 256),))
+    with pytest.raises(CheckpointError, match="blocks of"):
+        load(Kept(), table, InMemory(made), (64, 64), partial=True)
+    with pytest.raises(CheckpointError, match="a_scale_inv is missing"):
+        load(Kept(), table, InMemory({"a": made["a"]}), (128, 128), partial=True)
+    within, turned = Table(), Table()
+    within.add("a", "weight", (slice(64, 320),))
+    turned.add("a", "weight", (slice(0, 256),), transform=lambda weight: weight.flip(0))
+    with pytest.raises(CheckpointError, match="begins at 64"):
+        load(Kept(), within, InMemory(made), (128, 128), partial=True)
+    with pytest.raises(CheckpointError, match="rearranged"):
+        load(Kept(), turned, InMemory(made), (128, 128), partial=True)
+
+
+def test_stacked_shared_experts_are_the_shared_mlp() -> None:
+    moe = Moe(
+        experts=3, shared=2, topk=1, intermediate=8, method="greedy", groups=1, topk_groups=1, normalise=False, scale=1.0,
+        first_dense=0,
+    )  # fmt: skip
+    hidden, table = 16, Table()
+    tables.moe(table, moe, 0, "layer", stacked_shared=True)
+    names = {"mlp.gate": (3, hidden)}
+    for expert in range(3):
+        names |= {f"mlp.experts.{expert}.{kind}_proj": (8, hidden) for kind in ("gate", "up")}
+        names[f"mlp.experts.{expert}.down_proj"] = (hidden, 8)
+    names |= {f"mlp.shared_experts.{kind}_proj": (16, hidden) for kind in ("gate", "up")}
+    names["mlp.shared_experts.down_proj"] = (hidden, 16)
+    made = {f"model.layers.0.{name}.weight": torch.randn(shape) for name, shape in names.items()}
+    stack = torch.nn.Module()
+    shapes = {"router.weight": (3, hidden), "experts.w13": (5, 16, hidden), "experts.w2": (5, hidden, 8)}
+    for name, shape in shapes.items():
+        *path, leaf = f"layer.mlp.{name}".split(".")
+        owner = stack
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(leaf, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
+    load(stack, table, InMemory(made))
+    given, x = dict(stack.named_parameters()), torch.randn(4, hidden)
+    gate, up, down = (made[f"model.layers.0.mlp.shared_experts.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
+    exact = (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+    total = torch.zeros_like(exact)
+    for expert in (3, 4):
+        g, u = (x @ given["layer.mlp.experts.w13"][expert].t()).chunk(2, -1)
+        total += (torch.nn.functional.silu(g) * u) @ given["layer.mlp.experts.w2"][expert].t()
+    assert torch.allclose(total, exact, atol=1e-4)

@@ -42,10 +42,10 @@ def test_a_step_is_what_the_plan_says() -> None:
         rng = random.Random(seed + k)
         slots, plan, binds, tables = random_step(rng)
         ended = rng.choice([None, plan.rows[0].slot])
+        slots.bind(plan.binds)
+        slots.append(plan.appends)
         if ended is not None:
-            slots.bind(plan.binds)
             slots.end[ended] = 0
-            plan = StepPlan(0, -1, plan.rows, (), plan.appends, reach=plan.reach)
         before = slots.at.clone() if ended is not None else None
         prepared = prepare(plan, slots)
         batch, token, emitting = prepared.batch, 0, []
@@ -78,6 +78,8 @@ def test_tokens_at_or_past_the_end_are_padding() -> None:
     slots = Slots(2, CONTEXT, torch.device("cpu"))
     bind = Bind(1, (5, 6, 7), 3, 2, 3, 0, (), SamplingParams())
     plan = StepPlan(0, -1, (Row(0, 1, 2, 3, 2, True),), (bind,), (Append(1, 0, (4,)),), reach=5)
+    slots.bind(plan.binds)
+    slots.append(plan.appends)
     batch = prepare(plan, slots).batch
     assert batch.real_T.tolist() == [True, False, False]
     assert batch.ids_T.tolist() == [7, 0, 0] and batch.write_T.tolist() == [4 * PAGE + 2, 0, 0]

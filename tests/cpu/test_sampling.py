@@ -29,7 +29,7 @@ def bound(params: SamplingParams, tokens: tuple[int, ...], prompt_len: int, seed
 
 def step(slots: Slots, logits_EV: torch.Tensor, needs: Needs, slot: int = 2) -> int:
     index = torch.tensor([slot])
-    return int(accept(logits_EV, slots, index, slots.ints_SI[index], needs).tokens_E)
+    return int(accept(logits_EV, slots, index, slots.ints_SI[index], needs, slots.context).tokens_E)
 
 
 def test_truncation_equals_transformers() -> None:
@@ -55,7 +55,7 @@ def test_repetition_penalty_equals_transformers_over_prompt_and_output() -> None
     want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), logits.clone())
     got = logits.clone()
     index = torch.tensor([2])
-    penalise(got, slots, index, slots.length[index], slots.prompt_len[index])
+    penalise(got, slots, index, slots.length[index], slots.prompt_len[index], slots.context)
     torch.testing.assert_close(got, want)
 
 
@@ -64,7 +64,7 @@ def test_frequency_and_presence_count_the_output_only() -> None:
     slots = bound(SamplingParams(frequency_penalty=0.5, presence_penalty=0.25), tokens, 3)
     logits = torch.zeros(1, VOCAB)
     index = torch.tensor([2])
-    penalise(logits, slots, index, slots.length[index], slots.prompt_len[index])
+    penalise(logits, slots, index, slots.length[index], slots.prompt_len[index], slots.context)
     want = torch.zeros(1, VOCAB)
     want[0, 5], want[0, 6] = -(2 * 0.5 + 0.25), -(0.5 + 0.25)
     torch.testing.assert_close(logits, want)
@@ -134,7 +134,9 @@ def test_greedy_row_beside_sampling_rows_takes_the_arg_max() -> None:
     slots.bind([Bind(s, (1, 2), 2, 1, 100, s, (), p) for s, p in enumerate((greedy, random, greedy))])
     logits = torch.randn(3, VOCAB)
     index = torch.tensor([0, 1, 2])
-    got = accept(logits.clone(), slots, index, slots.ints_SI[index], Needs(random=True, truncated=True)).tokens_E
+    got = accept(
+        logits.clone(), slots, index, slots.ints_SI[index], Needs(random=True, truncated=True), slots.context
+    ).tokens_E
     assert got[0] == logits[0].argmax() and got[2] == logits[2].argmax()
     assert got[1] in logits[1].topk(3).indices
 
@@ -158,7 +160,7 @@ def test_an_ended_slot_is_left_alone() -> None:
     before = slots.tokens_SL[2, :-1].clone(), slots.length[2].clone(), slots.at[2].clone()
     logits = torch.randn(1, VOCAB)
     index = torch.tensor([2])
-    sampled = accept(logits, slots, index, slots.ints_SI[index], Needs())
+    sampled = accept(logits, slots, index, slots.ints_SI[index], Needs(), slots.context)
     assert not sampled.live_E and torch.equal(slots.tokens_SL[2, :-1], before[0])
     assert slots.length[2] == before[1] and slots.end[2] == 0
 
@@ -167,7 +169,7 @@ def test_logprobs_are_the_models_own() -> None:
     slots = bound(SamplingParams(temperature=0.0, logit_bias=((4, 100.0),), logprobs=3), (1, 2, 3), 3)
     logits = torch.randn(1, VOCAB)
     index = torch.tensor([2])
-    sampled = accept(logits.clone(), slots, index, slots.ints_SI[index], Needs(biased=True, logprobs=3))
+    sampled = accept(logits.clone(), slots, index, slots.ints_SI[index], Needs(biased=True, logprobs=3), slots.context)
     want = logits.log_softmax(-1)
     assert sampled.tokens_E == 4 and sampled.logprob_E is not None and sampled.top_ids_EK is not None
     torch.testing.assert_close(sampled.logprob_E, want[:, 4])

@@ -14,7 +14,7 @@ from thalweg.config.model import ModelFacts, facts_of
 from thalweg.config.tree import config_of
 from thalweg.core.errors import CannotServe
 from thalweg.core.plan import PAGE
-from thalweg.launch.decide import CPU_BUDGET, CPU_SLOTS, RULES, TYPICAL, Decided, Ledger, decide, size
+from thalweg.launch.decide import RULES, TYPICAL, Decided, Ledger, buckets, cpu, decide, gpu, size
 from thalweg.launch.resolved import Decision, Plane, Sizes
 
 GB = 10**9
@@ -35,13 +35,15 @@ def facts(context: int = 8192, **more: Any) -> ModelFacts:
     return facts_of(config | more, "test")
 
 
-def machine(free: int = 100 * GB, cores: int = 8, gpus: tuple[str, ...] = ()) -> Machine:
-    return Machine("Test CPU", cores, 2 * free, free, gpus)
+def machine(free: int = 100 * GB, cores: int = 8, gpus: tuple[str, ...] = (), gpu_free: int = 0) -> Machine:
+    return Machine("Test CPU", cores, 2 * free, free, gpus, gpu_free)
 
 
 def sizes(parameters: int = GB, kv: int = 1000) -> Any:
     """kv: numbers a token in each of two layers."""
-    return lambda dtype: Sizes(parameters, parameters * BYTES[dtype], (Plane("kv", 2, 2 * kv * BYTES[dtype]),))
+    return lambda device, attention, dtype: Sizes(
+        parameters, parameters * BYTES[dtype], (Plane("kv", 2, 2 * kv * BYTES[dtype]),)
+    )
 
 
 def run(
@@ -63,8 +65,8 @@ def refusal(*args: Any, **kwargs: Any) -> str:
 def test_everything_left_to_the_resolver() -> None:
     found, why = run()
     assert (found.device, found.dtype, found.threads, found.depth) == ("cpu", "float32", 7, 1)
-    assert (found.slots, found.budget, found.context) == (CPU_SLOTS, CPU_BUDGET, 8192)
-    assert found.pages == CPU_SLOTS * TYPICAL // PAGE
+    assert (found.slots, found.budget, found.context) == (cpu(machine()).slots, cpu(machine()).budget, 8192)
+    assert found.pages == cpu(machine()).slots * TYPICAL // PAGE
     assert all(one.reason for one in why.values()), "what was chosen has a reason"
     assert {one.source for one in why.values()} == {"auto", "model"}
 
@@ -159,9 +161,46 @@ def test_seeds_differ_from_start_to_start() -> None:
     assert run()[0].seed != run()[0].seed
 
 
-def test_one_core_is_enough_and_a_gpu_is_mentioned() -> None:
-    found, why = run(on=machine(cores=1, gpus=("NVIDIA H100",)))
-    assert found.threads == 1 and "NVIDIA H100" in why["device"].reason
+def test_one_core_is_enough() -> None:
+    assert run(on=machine(cores=1))[0].threads == 1
+
+
+H100 = machine(gpus=("NVIDIA H100 80GB HBM3",), gpu_free=80 * GB)
+
+
+def test_a_gpu_is_used_where_there_is_one() -> None:
+    found, why = run(on=H100)
+    assert (found.device, found.attention, found.dtype) == ("cuda", "triton", "bfloat16")
+    assert (found.depth, found.slots, found.budget) == (2, gpu(H100).slots, gpu(H100).budget)
+    assert "NVIDIA H100" in why["device"].reason
+    assert found.graphs == buckets(found.slots)
+    room = int(gpu(H100).free * gpu(H100).fraction) - 2 * GB  # weights in bfloat16
+    assert found.pages == room // (2 * 2 * 1000 * 2 // 2 * PAGE)
+
+
+def test_a_gpu_that_is_not_there_or_not_wanted() -> None:
+    assert "driver shows no NVIDIA GPU" in refusal(device="cuda")
+    found, _ = run(on=H100, device="cpu")
+    assert (found.device, found.attention, found.graphs) == ("cpu", "reference", ())
+
+
+def test_the_reference_runs_on_a_gpu_without_graphs() -> None:
+    found, why = run(on=H100, attention_backend="reference")
+    assert found.attention == "reference" and found.graphs == () and why["cuda_graph"].value is False
+    assert run(on=H100, cuda_graph=False)[0].graphs == ()
+
+
+def test_graphs_are_for_the_rows_asked_for() -> None:
+    assert run(on=H100, cuda_graph_bs=(8, 1, 8))[0].graphs == (1, 8)
+    assert run(on=H100, cuda_graph_max_bs=20)[0].graphs == (1, 2, 4, 8, 16, 20)
+    assert "cuda_graph_bs" in refusal(on=H100, cuda_graph_bs=(1000,))
+
+
+def test_buckets_waste_little() -> None:
+    made = buckets(256)
+    waste = [next(b for b in made if b >= rows) - rows for rows in range(1, 257)]
+    padding = [w / (w + rows) for w, rows in zip(waste, range(1, 257), strict=True)]
+    assert made[-1] == 256 and sum(padding) / len(padding) < 0.08
 
 
 def test_every_rule_has_a_way_out() -> None:

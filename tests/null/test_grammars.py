@@ -78,11 +78,13 @@ class Bench:
         self.brain = Scheduler(limits, Books(50, RadixTree(PAGE)), grammars=self.book)
         self.out: dict[int, list[int]] = {}
         self.refused: dict[int, Rejected] = {}
+        self.endings: list[tuple[int, str]] = []  # in order: (uid, its finish or why it was refused)
 
     def turn(self, *messages: ToEngine) -> StepPlan:
         for reply in self.brain.take(messages):
             assert isinstance(reply, Rejected)
             self.refused[reply.uid] = reply
+            self.endings.append((reply.uid, reply.message))
         plan = self.brain.plan(0)
         masks = self.book.fill(plan, self.brain.masks(plan))
         allowed = {} if masks is None else dict(zip(masks.rows, map(ids_of, masks.bits), strict=True))
@@ -94,6 +96,7 @@ class Bench:
             request = self.brain.requests[row.uid]
             outputs.append(Output((token,), (), request.known + 1 >= request.end))
         self.brain.commit(plan, outputs)
+        self.endings += [(delta.uid, delta.finish) for delta in self.brain.news() if delta.finish]
         return plan
 
     def until_idle(self) -> None:
@@ -193,6 +196,17 @@ def test_a_grammar_that_breaks_on_the_way_ends_its_request_alone() -> None:
     assert bench.refused[0].field == "ebnf" and "too far" in bench.refused[0].message
     assert bench.out[1] == list(range(20, 28))
     assert bench.brain.books.spare() == bench.brain.books.total
+
+
+def test_a_broken_grammar_is_one_ending_and_not_an_abort_besides() -> None:
+    """The front takes the first ending it hears: an abort's news might overtake the error, and the client would get half an answer."""
+    bench = Bench()
+    bench.turn(submit(0, "46", field="ebnf"), submit(1, "20"))
+    bench.until_idle()
+    assert bench.endings == [(0, "went beyond its limits: too far"), (1, "length")]
+    assert bench.brain.stats(0.0).aborted == 1
+    bench.brain.take([Abort((0,))])
+    assert not bench.brain.news(), "it is gone: whoever aborts it later is told nothing"
 
 
 def test_parameters_that_contradict_a_grammar_are_refused() -> None:

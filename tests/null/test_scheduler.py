@@ -8,7 +8,8 @@ from typing import Any, Callable
 import pytest
 
 from thalweg.cache.books import Books
-from thalweg.cache.radix import RadixTree
+from thalweg.cache.radix import Path, RadixTree
+from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.messages import Abort, Delta, Done, Drain, FlushCache, Rejected, Submit
 from thalweg.core.plan import Append, Needs, Output, Row, StepPlan, TokenLogprob
 from thalweg.core.sampling import SamplingParams
@@ -302,6 +303,17 @@ def test_the_youngest_gives_its_pages_back_and_loses_nothing():
     assert b.idle and b.books.spare() == 6
 
 
+def test_who_is_admitted_and_who_is_preempted_is_marked_once():
+    b = brain(pages=7)
+    b.take([submit(1, 7), submit(2, 7)])
+    marks = []
+    while not b.idle:
+        step(b)
+        marks += b.marks()
+    assert marks == [(1, "admitted"), (2, "admitted"), (2, "preempted")], "who returns is not admitted again"
+    assert b.marks() == ()
+
+
 def test_a_preempted_prompt_is_counted_once():
     b = brain(pages=7)
     b.take([submit(1, 7), submit(2, 7)])
@@ -504,3 +516,72 @@ def test_control_messages():
     assert b.take([FlushCache(4)]) == [Done(4)]
     assert b.stats(0.0).pages_cached == 0 and b.books.spare() == 99
     assert not b.draining and b.take([Drain()]) == [] and b.draining and b.idle
+
+
+# ---- thoughts
+
+
+def finish(b: Scheduler, say: Callable[[Row], int] = lambda row: 7) -> None:
+    while not b.idle:
+        step(b, say)
+
+
+def cached(b: Scheduler, tokens: tuple[int, ...]) -> int:
+    """Pages of these tokens that are in the cache."""
+    return b.books.tree.match(Path(tokens, 0), len(tokens) // PAGE)
+
+
+@pytest.mark.parametrize(
+    ("keep", "pages"),
+    [
+        (WHOLE, 4),
+        (Keep(False), 2),
+        (Keep(False, calls=7), 4),
+        (Keep(False, calls=9), 2),
+        (Keep(False, opens=7), 2),
+        (Keep(False, opens=9), 4),
+    ],
+)
+def test_what_the_next_turn_drops_is_not_cached(keep: Keep, pages: int):
+    """A prompt of two pages and a token; 9 tokens of output, of which 8 are computed."""
+    b = brain()
+    prompt = tuple(range(20, 29))
+    b.take([Submit(1, prompt, SamplingParams(max_tokens=9), keep=keep)])
+    finish(b)
+    assert cached(b, (*prompt, *[7] * 9)) == pages
+    assert b.books.spare() == b.books.total
+
+
+def test_an_aborted_thought_is_not_cached_even_with_a_call_in_it():
+    b = brain()
+    prompt = tuple(range(20, 29))
+    b.take([Submit(1, prompt, SamplingParams(max_tokens=30), keep=Keep(False, calls=7))])
+    for _ in range(12):
+        step(b)
+    b.take([Abort((1,))])
+    finish(b)
+    assert cached(b, (*prompt, *[7] * 12)) == 2
+
+
+@pytest.mark.parametrize("end", ["finish", "abort"])
+def test_a_preempted_thought_waits_in_the_cache_and_leaves_with_its_request(end: str):
+    """The younger one gives its pages back while it thinks; when it returns it computes none of them again."""
+    b = brain(pages=11, slots=2)
+    old, young = tuple(range(20, 33)), tuple(range(50, 55))
+    b.take([Submit(1, old, SamplingParams(max_tokens=14, ignore_eos=True))])
+    b.take([Submit(2, young, SamplingParams(max_tokens=25, ignore_eos=True), keep=Keep(False))])
+    while not b.tally.preemptions:
+        step(b)
+    thought = b.requests[2].tokens
+    had = (len(thought) - 1) // PAGE
+    assert had > 2 and cached(b, thought) == had, "its own pages wait for it"
+    if end == "abort":
+        b.take([Abort((2,))])
+    computed = b.tally.prefill_tokens
+    b.take([Abort((1,))])
+    if end == "finish":
+        step(b)
+        assert b.tally.prefill_tokens - computed == len(thought) - had * PAGE, "what it had is not computed again"
+    finish(b)
+    assert cached(b, thought) == len(young) // PAGE
+    assert b.books.spare() == b.books.total

@@ -5,6 +5,7 @@ Letters: T tokens of the step, R rows, P pages of the longest row, E emitting ro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -32,14 +33,21 @@ class Group:
         return slice(self.token_start, self.token_start + self.rows * self.query)
 
 
+class Extent(NamedTuple):
+    """A row's query tokens, and an upper bound (exact for a prompt) of its context with them, in tokens."""
+
+    query: int
+    reach: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The device's inputs of one forward.
 
-    ids_T int64: token ids; padding is 0. positions_T int64: absolute positions; a token attends to the positions of its row up to its own; padding
-    is 0. write_T int64: flat index page * PAGE + offset where the token's KV goes; padding goes into the null page. table_RP int64: the
-    page of each 64 positions of a row (0 beyond its end). real_T bool: False where a token is padding. emit_E int64: token indices
-    whose logits are sampled. groups: rectangles that cover all tokens in order.
+    ids_T int64: token ids; padding is 0. positions_T int64: absolute positions; a token attends to the positions of its row up to its own;
+    padding is 0. write_T int64: flat index page * PAGE + offset where the token's KV goes; padding goes into the null page. table_RP: the page
+    of each 64 positions of a row (0 beyond its end), in the type of the slots' table. real_T bool: False where a token is padding. emit_E
+    int64: token indices whose logits are sampled. groups: rectangles that cover all tokens in order. extents: of each row.
     """
 
     ids_T: Tensor
@@ -49,3 +57,4 @@ class Batch:
     real_T: Tensor
     emit_E: Tensor
     groups: tuple[Group, ...]
+    extents: tuple[Extent, ...] = ()

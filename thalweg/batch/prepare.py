@@ -10,8 +10,9 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, Group
+from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.batch.slots import Slots
+from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Row, StepPlan
 
 PAGE_BITS = PAGE.bit_length() - 1
@@ -27,11 +28,9 @@ class Prepared:
 
 
 def prepare(plan: StepPlan, slots: Slots) -> Prepared:
-    """Binds, extends page tables, and gathers the step's tokens. A prefill chunk that does not emit moves its slot's `at` here."""
-    slots.bind(plan.binds)
-    slots.append(plan.appends)
+    """Gathers the step's tokens; its binds and appends have been made. A prefill chunk that does not emit moves its slot's `at` here."""
     rows, device = plan.rows, slots.ints_SI.device
-    slot_R = torch.tensor([row.slot for row in rows], dtype=torch.int64, device=device)
+    slot_R = upload([row.slot for row in rows], torch.int64, device)
     ints_RI = slots.ints_SI.index_select(0, slot_R)
     if len(rows) == sum(row.n for row in rows):  # single tokens need no expansion
         slot_T, ints_TI, position_T = slot_R, ints_RI, ints_RI[:, 1]
@@ -46,14 +45,15 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
         write_T=write_T,
         table_RP=slots.table_SP[:, : -(-plan.reach // PAGE)].index_select(0, slot_R),
         real_T=real_T,
-        emit_E=torch.tensor([ends[i] - 1 for i in emits], dtype=torch.int64, device=device),
+        emit_E=upload([ends[i] - 1 for i in emits], torch.int64, device),
         groups=_groups(rows),
+        extents=tuple(Extent(row.n, row.start + row.n) for row in rows),
     )
     if len(emits) == len(rows):
         return Prepared(batch, slot_R, ints_RI)
-    moved_R = torch.tensor([0 if row.emit else row.n for row in rows], dtype=torch.int64, device=device)
+    moved_R = upload([0 if row.emit else row.n for row in rows], torch.int64, device)
     slots.at.index_add_(0, slot_R, moved_R)
-    emit_E = torch.tensor(emits, dtype=torch.int64, device=device)
+    emit_E = upload(emits, torch.int64, device)
     return Prepared(batch, slot_R.index_select(0, emit_E), ints_RI.index_select(0, emit_E))
 
 
@@ -71,11 +71,13 @@ def _gather(
 
 def _expand(rows: Sequence[Row], slot_R: Tensor, ints_RI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Slot, integers and position of each token."""
-    n_R = [row.n for row in rows]
-    row_T = torch.arange(len(rows), device=slot_R.device).repeat_interleave(torch.tensor(n_R, device=slot_R.device))
-    first_R = torch.tensor([0, *accumulate(n_R[:-1])], dtype=torch.int64, device=slot_R.device)
+    n_R, device = [row.n for row in rows], slot_R.device
+    tokens = sum(n_R)
+    n_on_device, first_R = upload([n_R, [0, *accumulate(n_R[:-1])]], torch.int64, device)
+    # told how many there are, the expansion does not ask the device
+    row_T = torch.arange(len(rows), device=device).repeat_interleave(n_on_device, output_size=tokens)
     base_T = (ints_RI[:, 1] - first_R).index_select(0, row_T)
-    position_T = base_T + torch.arange(len(row_T), device=slot_R.device)
+    position_T = base_T + torch.arange(tokens, device=device)
     return slot_R.index_select(0, row_T), ints_RI.index_select(0, row_T), position_T
 
 

@@ -9,6 +9,7 @@ from typing import Sequence
 
 import torch
 
+from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Append, Bind
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 
@@ -20,7 +21,8 @@ STOP_IDS = MAX_STOP_IDS + MAX_EOS_IDS  # the user's, and the model's end tokens
 class Slots:
     """Device fields of S slots; letters: S slots, L context + 1, P pages of a context, I integers, F floats, K stop ids, B biased ids.
 
-    tokens_SL int32: prompt and output; column L - 1 takes what is written for ended slots. table_SP int64: the page table. ints_SI int64 and
+    tokens_SL int32: prompt and output; column L - 1 takes what is written for ended slots. table_SP: the page table, int64, on a GPU int32 as
+    its kernels want it. ints_SI int64 and
     floats_SF float32 hold the columns named in INTS and FLOATS, so that a bind, a gather or an update is one operation. length: known tokens; at:
     positions whose KV is computed; end: length at which the sequence is full, and 0 once it has ended; min_len: length before which no stop id
     may be sampled.
@@ -30,8 +32,12 @@ class Slots:
         pages = -(-context // PAGE)
         self.context = context
         self.tokens_SL = torch.zeros(slots, context + 1, dtype=torch.int32, device=device)
-        self.table_SP = torch.zeros(slots, pages, dtype=torch.int64, device=device)
+        entry = torch.int64 if device.type == "cpu" else torch.int32
+        self.table_SP = torch.zeros(slots, pages, dtype=entry, device=device)
         self.ints_SI = torch.zeros(slots, len(INTS), dtype=torch.int64, device=device)
+        self.ints_SI[:, 0] = (
+            1  # a slot that was never bound has ended, like one that was: its positions stay valid indices
+        )
         self.floats_SF = torch.zeros(slots, len(FLOATS), dtype=torch.float32, device=device)
         self.stop_SK = torch.full((slots, STOP_IDS), -1, dtype=torch.int64, device=device)
         self.bias_ids_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
@@ -44,26 +50,26 @@ class Slots:
         if not binds:
             return
         device = self.ints_SI.device
-        index = torch.tensor([b.slot for b in binds], dtype=torch.int64, device=device)
-        self.ints_SI[index] = torch.tensor([_ints(b) for b in binds], dtype=torch.int64, device=device)
-        self.floats_SF[index] = torch.tensor([_floats(b) for b in binds], dtype=torch.float32, device=device)
-        self.stop_SK[index] = torch.tensor([_padded(b.stop_ids) for b in binds], dtype=torch.int64, device=device)
+        index = upload([b.slot for b in binds], torch.int64, device)
+        self.ints_SI[index] = upload([_ints(b) for b in binds], torch.int64, device)
+        self.floats_SF[index] = upload([_floats(b) for b in binds], torch.float32, device)
+        self.stop_SK[index] = upload([_padded(b.stop_ids) for b in binds], torch.int64, device)
         for b in binds:
-            self.tokens_SL[b.slot, : len(b.tokens)] = torch.tensor(b.tokens, dtype=torch.int32, device=device)
+            self.tokens_SL[b.slot, : len(b.tokens)] = upload(b.tokens, torch.int32, device)
+            self.bias_SB[b.slot].zero_()
             if b.params.logit_bias:
                 ids, values = zip(*b.params.logit_bias, strict=True)
-                self.bias_SB[b.slot].zero_()
-                self.bias_ids_SB[b.slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64, device=device)
-                self.bias_SB[b.slot, : len(ids)] = torch.tensor(values, dtype=torch.float32, device=device)
-            else:
-                self.bias_SB[b.slot].zero_()
+                self.bias_ids_SB[b.slot, : len(ids)] = upload(ids, torch.int64, device)
+                self.bias_SB[b.slot, : len(ids)] = upload(values, torch.float32, device)
 
     def append(self, appends: Sequence[Append]) -> None:
         """Extends page tables."""
-        for slot, at, pages in appends:
-            self.table_SP[slot, at : at + len(pages)] = torch.tensor(
-                pages, dtype=torch.int64, device=self.table_SP.device
-            )
+        if not appends:
+            return
+        wide, device = self.table_SP.shape[1], self.table_SP.device
+        entries = [slot * wide + at + i for slot, at, pages in appends for i in range(len(pages))]
+        added = [page for _, _, pages in appends for page in pages]
+        self.table_SP.view(-1)[upload(entries, torch.int64, device)] = upload(added, self.table_SP.dtype, device)
 
 
 def _ints(b: Bind) -> tuple[int, ...]:

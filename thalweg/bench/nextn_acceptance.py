@@ -32,7 +32,7 @@ def load_nextn(engine: LocalEngine) -> NextN:
     main = engine.runner.model
     if not isinstance(main, Deepseek):
         raise CheckpointError("this architecture has no NextN layer: leave nextn out")
-    nextn = catalog.build_nextn(main, engine.settings.device)
+    nextn = catalog.build_nextn(main)
     with Safetensors(Path(engine.settings.path)) as stream:
         load(nextn, nextn.table(), stream, main.facts.fp8_block)
     return nextn

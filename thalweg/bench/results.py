@@ -15,7 +15,16 @@ from pathlib import Path
 
 import thalweg
 
-LIBRARIES = ("torch", "transformers", "tokenizers", "triton", "flashinfer-python")
+LIBRARIES = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "flashinfer-python",
+    "sgl-deep-gemm",
+    "sgl-flash-mla",
+    "fa3-fwd",
+)
 
 
 class ResultError(Exception):

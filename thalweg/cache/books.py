@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Iterable, Sequence
 
-from thalweg.cache.radix import PrefixTree
+from thalweg.cache.radix import Path, PrefixTree
 from thalweg.core.plan import NULL_PAGE
 
 
@@ -58,6 +58,10 @@ class Books:
             lease[page] -= 1
             if not lease[page] and not self.tree.rest(page):
                 self.free.append(page)
+
+    def trim(self, path: Path, count: int) -> None:
+        """Frees the idle pages at the end of `path`, beyond its first `count`. For sequences that have ended."""
+        self.free.extend(self.tree.trim(path, count))
 
     def flush(self) -> None:
         """Empties the prefix cache. Leased pages stay with their holders and stop being cached."""

@@ -90,6 +90,10 @@ class PrefixTree(Protocol):
     def evict(self, count: int) -> list[int]:
         """Gives up at least `count` idle pages, which are then free."""
 
+    def trim(self, path: Path, count: int) -> list[int]:
+        """Gives up the cached pages of the path's tokens beyond the first `count`, from the last one on, as far as they are idle and
+        nothing stands behind them; they are then free. For sequences that compute no more."""
+
     def flush(self) -> list[int]:
         """Forgets everything and begins a new epoch; returns the idle pages, which are then free."""
 
@@ -179,6 +183,14 @@ class RadixTree:
             self._detach(self._nodes[next(iter(self._idle))], freed)
         return freed
 
+    def trim(self, path: Path, count: int) -> list[int]:
+        freed: list[int] = []
+        depth, node = self.match(path, len(path.tokens) // self.page_size), path.node
+        while node is not None and depth > count and node.page in self._idle and not node.children:
+            last, node, depth = node, node.parent, depth - 1
+            self._detach(last, freed)
+        return freed
+
     def flush(self) -> list[int]:
         freed: list[int] = []
         for root in list(self._top.children.values()):
@@ -247,6 +259,9 @@ class NoTree:
 
     def evict(self, count: int) -> list[int]:
         raise AssertionError(f"{count} more pages than there are: the caller must ask spare() first")
+
+    def trim(self, path: Path, count: int) -> list[int]:
+        return []
 
     def flush(self) -> list[int]:
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,14 @@ NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 @dataclass(frozen=True, slots=True)
 class Machine:
     """cores: that this process may use. memory, free: bytes; free counts what the page cache would give back. gpus: names of
-    NVIDIA GPUs that the driver shows."""
+    NVIDIA GPUs that the driver shows; gpu_free: bytes that are free on the first."""
 
     cpu: str
     cores: int
     memory: int
     free: int
     gpus: tuple[str, ...] = ()
+    gpu_free: int = 0
 
     @staticmethod
     def here() -> Machine:
@@ -28,7 +30,7 @@ class Machine:
         for limit, used in _cgroup_memory():
             memory = min(memory, limit)
             free = min(free, limit - used)
-        return Machine(_cpu_name(), _cores(), memory, max(free, 0), _gpus())
+        return Machine(_cpu_name(), _cores(), memory, max(free, 0), *_gpus())
 
 
 def _cores() -> int:
@@ -71,12 +73,17 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _gpus() -> tuple[str, ...]:
-    names = []
-    for info in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        rows = dict(line.partition(":")[::2] for line in _read(info).splitlines())
-        names.append(rows.get("Model", "NVIDIA GPU").strip())
-    return tuple(names)
+def _gpus() -> tuple[tuple[str, ...], int]:
+    """Names, and the free bytes of the first, as the driver's own tool tells them; none where there is no driver."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return (), 0
+    rows = [row.rpartition(",") for row in told.splitlines() if row.strip()]
+    if not rows:
+        return (), 0
+    return tuple(name.strip() for name, _, _ in rows), int(rows[0][2]) * 2**20
 
 
 def _read(path: Path) -> str:

@@ -49,7 +49,7 @@ class ModelOptions:
     )
     tool_call_parser: str | None = setting(
         None,
-        "what reads tool calls in answers: deepseekv3, deepseekv31, deepseekv32, none",
+        "what reads tool calls in answers: deepseekv3, deepseekv31, deepseekv32, qwen25, none",
         auto="by the chat template",
     )
 
@@ -61,7 +61,7 @@ class ModelOptions:
 class LoadOptions:
     """Where and how the weights are loaded."""
 
-    device: str | None = setting(None, "where the model runs", choices=("cpu",), auto="what this machine has")
+    device: str | None = setting(None, "where the model runs", choices=("cpu", "cuda"), auto="a GPU where there is one")
     dtype: str | None = setting(
         None,
         "type of weights and activations that are not quantized",
@@ -73,6 +73,18 @@ class LoadOptions:
     )
     threads: int | None = setting(None, "threads of the CPU's compute pool", least=1, most=1024, auto="cores - 1")
     attention_backend: str | None = setting(None, "what computes attention", auto="the fastest that fits")
+    cuda_graph: bool = setting(
+        True,
+        "record decode steps as CUDA graphs",
+        aliases=("disable-cuda-graph=false",),
+        foreign=("enforce-eager=false",),
+    )
+    cuda_graph_max_bs: int | None = setting(
+        None, "most rows of a recorded decode step", least=1, auto="as --max-running-requests, 256 at most"
+    )
+    cuda_graph_bs: tuple[int, ...] = setting(
+        (), "rows of the decode steps that are recorded", metavar="N", auto="1, 2, 4, then every eighth"
+    )
 
     def __post_init__(self) -> None:
         check_section(self)
@@ -88,7 +100,7 @@ class MemoryOptions:
         foreign=("gpu-memory-utilization",),
         least=0.01,
         most=0.99,
-        auto="0.8, and no more cache than all running requests can fill",
+        auto="on a CPU 0.8, and no more cache than all running requests can fill; on a GPU all but a reserve",
     )
     max_total_tokens: int | None = setting(
         None, "tokens that the KV cache holds, whatever memory there is", least=64, auto="from memory"
@@ -100,6 +112,12 @@ class MemoryOptions:
         "keep the KV of finished requests, for prompts that begin alike",
         aliases=("disable-radix-cache=false",),
         foreign=("enable-prefix-caching=true", "no-enable-prefix-caching=false"),
+    )
+
+    strip_thinking_cache: bool | None = setting(
+        None,
+        "keep thoughts, and the answers behind them, out of the prefix cache: the next turn's prompt begins otherwise",
+        auto="where the chat template drops the thoughts of earlier turns",
     )
 
     def __post_init__(self) -> None:

@@ -20,8 +20,28 @@ class ServerOptions:
         "keys, one of which a request must bring as `Authorization: Bearer KEY`. Default: none is asked for",
         secret=True,
     )
+    api_keys_file: str | None = setting(
+        None,
+        "keys with limits of their own: a YAML or JSON list of name, key or sha256, max_concurrency, tokens_per_minute, private_cache. "
+        "Read again when it changes",
+        metavar="FILE",
+        auto="none",
+    )
+    admin_api_key: str | None = setting(
+        None,
+        "key of the admin routes, which change what others get (/flush_cache, abort_all). It opens the other routes too",
+        auto="the admin routes are off",
+        secret=True,
+    )
     open_probes: bool = setting(True, "/health, /ready and /metrics answer without a key even when there are keys")
     max_body_bytes: int = setting(32 << 20, "longest request body; beyond it the answer is 413", least=1)
+    max_connections: int = setting(8192, "open connections; beyond it they are closed with a 503", least=1)
+    client_timeout: float = setting(
+        60.0,
+        "seconds in which a client must send its request, and must read what waits for it (64 KiB at most); after that it is cut off",
+        least=0.1,
+        most=86400.0,
+    )
     max_concurrent_requests: int = setting(
         2048, "generation requests at a time, waiting ones included; beyond it the answer is 429. 0: no limit", least=0
     )
@@ -40,11 +60,57 @@ class ServerOptions:
     request_id_header: str = setting("X-Request-Id", "header that may bring a request's id and always carries it back")
     playground: bool = setting(True, "serve the chat page at /")
     metrics: bool = setting(True, "serve Prometheus metrics at /metrics", aliases=("enable-metrics=true",))
-    sglang_metrics: bool = setting(True, "give the metrics also under the sglang:* names that dashboards read")
-    log_level: str = setting(
-        "info", "least severe message that is logged", choices=("critical", "error", "warning", "info", "debug")
+    metrics_names: tuple[str, ...] = setting(
+        (),
+        "other engines' names under which the metrics are given too, for their dashboards; may be given twice. Default: only ours",
+        choices=("sglang", "vllm"),
     )
-    log_requests: bool = setting(False, "log a line for each request: id, route, status and seconds, never its text")
+    log_level: str = setting(
+        "info",
+        "least severe message that is logged",
+        choices=("critical", "error", "warning", "info", "debug"),
+        foreign=("uvicorn-log-level",),
+    )
+    log_format: str = setting(
+        "text",
+        "how log lines look: for people, or a JSON object each",
+        foreign=("log-requests-format",),
+        choices=("text", "json"),
+    )
+    log_requests: bool = setting(
+        False,
+        "log a line for each request when it has ended: id, route, status, tokens, seconds",
+        foreign=("enable-log-requests=true", "disable-log-requests=false"),
+    )
+    log_requests_level: int = setting(
+        0,
+        "what that line tells besides. 1: sampling parameters; 2: the first 2,048 characters of prompts and outputs too; 3: all of them",
+        choices=(0, 1, 2, 3),
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "OTLP/HTTP address of an OpenTelemetry collector that gets a trace of each request, such as http://localhost:4318",
+        auto="no traces",
+    )
+
+    crash_dump_folder: str | None = setting(
+        None,
+        "folder for recordings of the engine's last steps: written when it dies or hangs and on SIGUSR1, run again by thalweg replay. "
+        "They hold the token ids of prompts and outputs",
+        metavar="DIR",
+        auto="nothing is recorded",
+    )
+    watchdog_timeout: float = setting(
+        300.0,
+        "seconds in which the engine must make a step while requests wait; beyond it /health answers 503 until it does. 0: no limit",
+        least=0.0,
+        most=86400.0,
+    )
+
+    @property
+    def max_bodies_bytes(self) -> int:
+        """That the bodies of all requests under way may have together; beyond it the answer is 429."""
+        return 16 * self.max_body_bytes
 
     def __post_init__(self) -> None:
         check_section(self)
@@ -53,6 +119,16 @@ class ServerOptions:
                 raise CannotServe(f"{name}: holds an empty text; leave the option out to have none")
         if any(not key.isascii() for key in self.api_key):
             raise CannotServe("api_key: must be ASCII, HTTP headers carry nothing else")
+        if self.admin_api_key is not None and not (self.admin_api_key and self.admin_api_key.isascii()):
+            raise CannotServe("admin_api_key: must be ASCII and not empty; leave it out to have no admin routes")
+        if self.admin_api_key in self.api_key:
+            raise CannotServe("admin_api_key: must not be one of the api_keys")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise CannotServe(
+                f"otlp_traces_endpoint: must begin with http:// or https://, got {endpoint!r}; collectors listen for it on port 4318 "
+                "(4317 is gRPC, which is not spoken here)"
+            )
         header = self.request_id_header
         if not header.isascii() or not header.replace("-", "").isalnum():
             raise CannotServe(f"request_id_header: must be letters, digits and dashes, got {header!r}")

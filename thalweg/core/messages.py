@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.sampling import SamplingParams
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """One sequence to compute. uid: drawn by the front, increasing. first: uid of the n > 1 sibling whose prompt this shares, or -1.
-    arrival: the front's clock (time.time()), for queue-time metrics."""
+    arrival: the front's clock (time.time()), for queue-time metrics. keep: what of it the next turn of its conversation will need."""
 
     uid: int
     prompt: tuple[int, ...]
@@ -20,6 +21,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     first: int = -1
     arrival: float = 0.0
     grammar: Grammar = FREE
+    keep: Keep = WHOLE
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -83,6 +85,15 @@ class Stats(msgspec.Struct, frozen=True):
     step_seconds: float = 0.0  # time in which steps were in flight
 
 
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """What befell a sequence beside its tokens. kind: "admitted" (the first time it leaves the queue) or "preempted"; at: the engine's
+    time.time()."""
+
+    uid: int
+    kind: str
+    at: float
+
+
 class StepNews(msgspec.Struct, tag=True, frozen=True):
     """One message a step: the news of every sequence that has some. `at`: the engine's time.time() when the step retired.
     stats come a few times a second, not with every step."""
@@ -90,6 +101,7 @@ class StepNews(msgspec.Struct, tag=True, frozen=True):
     deltas: tuple[Delta, ...]
     at: float
     stats: Stats | None = None
+    marks: tuple[Mark, ...] = ()
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):

@@ -104,6 +104,11 @@ class StepPlan:
         return sum(row.n for row in self.rows)
 
     @property
+    def decodes(self) -> bool:
+        """Whether every row computes one token and emits: the commonest step, and the one that recordings are made of."""
+        return all(row.n == 1 and row.emit and row.score_from == row.score_to for row in self.rows)
+
+    @property
     def shape(self) -> Shape:
         return Shape(len(self.rows), self.tokens, self.reach)
 

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.plan import Needs, TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import Ticket
@@ -34,7 +35,7 @@ class Request:
 
     Fixed: uid (its order of arrival), prompt (token ids), params, end (length at which it is full), seed, stop_ids, salt (part of the
     cache key), priority (larger is served first under the priority policy), first (n > 1: the sibling that fills the shared prompt), needs
-    (what its emitting rows ask of sampling).
+    (what its emitting rows ask of sampling), keep (what of it stays in the prefix cache after it).
     Committed: out, scores (prompt logprobs, each position once). The rest is bookkeeping of the steps in flight:
     `computed` tokens have their KV launched; `base` = tokens known at bind; `flight` rows in flight, `emits` of them emitting, which
     may bring at most `slack` tokens; `last` = last emitting step and `made` = the width agreed in it.
@@ -53,6 +54,7 @@ class Request:
     first: Request | None = None
     needs: Needs = Needs()
     grammar: Grammar = FREE
+    keep: Keep = WHOLE
 
     state: State = State.QUEUED
     leave: Leave = Leave.STAYS

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Callable
 
 import torch
 from rich.console import Console
@@ -15,10 +18,13 @@ from thalweg.config.model import ModelFacts, read_facts
 from thalweg.core.errors import CheckpointError
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import MAX_EOS_IDS
+from thalweg.engine.gpu import GpuWorker
 from thalweg.engine.grammars import GrammarBook
-from thalweg.engine.loop import Channel, Loop, OneRank
+from thalweg.engine.loop import NO_RECORDER, Channel, Loop, OneRank, Worker
+from thalweg.engine.recording import Ring
 from thalweg.engine.settings import EngineSettings
 from thalweg.engine.worker import CpuWorker, stream_for
+from thalweg.layers.parts import Parts, ReferenceParts
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.base import Model
@@ -38,13 +44,47 @@ def build_runner(settings: EngineSettings, facts: ModelFacts) -> Runner:
     """Loads the checkpoint and allocates planes and slots. Raises CheckpointError."""
     torch.set_num_threads(settings.threads)
     device = torch.device(settings.device)
-    model = catalog.build(facts, DTYPES[settings.dtype], device)
+    model = catalog.assemble(
+        facts, parts(settings.device, settings.attention, settings.dtype, facts.fp8_block is not None)
+    )
     load_weights(model, settings)
     planes = Planes(model.planes(), settings.pages + 1, device)
+    if device.type == "cuda":
+        return _recorded(settings, Runner(model, model, planes, Slots(settings.slots + 1, settings.context, device)))
     steps = traced(model, device)
     if isinstance(steps, Traced):
         steps.record(planes)
     return Runner(model, steps, planes, Slots(settings.slots, settings.context, device))
+
+
+def parts(device: str, attention: str, dtype: str, fp8: bool) -> Parts:
+    """What a model is made of. fp8: whether its weights stay in FP8 blocks, which the kernels of a GPU compute with."""
+    if attention == "reference":
+        return ReferenceParts(DTYPES[dtype], torch.device(device))
+    from thalweg.layers.kernel_parts import KernelParts  # needs Triton, which a CPU installation does not have
+
+    return KernelParts(DTYPES[dtype], torch.device(device), fp8)
+
+
+def _recorded(settings: EngineSettings, runner: Runner) -> Runner:
+    """The runner with its decode steps recorded as CUDA graphs; the last slot is nobody's."""
+    if settings.graphs:
+        from thalweg.runner.graphs import record  # needs Triton
+
+        with _bar("recording CUDA graphs", settings.progress) as progress:
+            runner.graphs = record(
+                settings.graphs, settings.context, runner.model, runner.planes, runner.slots, settings.slots, progress
+            )
+    return runner
+
+
+@contextlib.contextmanager
+def _bar(text: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr; gives what tells it (done, of how many)."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def load_weights(model: Model, settings: EngineSettings) -> None:
@@ -53,20 +93,8 @@ def load_weights(model: Model, settings: EngineSettings) -> None:
     if settings.load_format == "dummy":
         fill_dummy(model, settings.seed)
         return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with (
-        Progress(*columns, console=console, disable=not settings.progress) as bar,
-        Safetensors(Path(settings.path)) as stream,
-    ):
-        task = bar.add_task("loading weights", total=None)
-        load(
-            model,
-            model.table(),
-            stream,
-            model.facts.fp8_block,
-            lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with _bar("loading weights", settings.progress) as progress, Safetensors(Path(settings.path)) as stream:
+        load(model, model.table(), stream, model.facts.fp8_block, progress)
 
 
 def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, channel: Channel) -> Loop:
@@ -85,7 +113,11 @@ def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, chan
         lambda: Compiler(Tokenizer(Path(settings.path)), facts.vocab, settings.eos_ids or facts.eos), facts.vocab
     )
     scheduler = Scheduler(limits, Books(settings.pages + 1, tree), grammars=grammars)
-    return Loop(channel, scheduler, CpuWorker(runner, stream_for(settings.depth), grammars), OneRank(), settings.depth)
+    worker: Worker = CpuWorker(runner, stream_for(settings.depth), grammars)
+    if runner.planes.device.type == "cuda":
+        worker = GpuWorker(runner, grammars)
+    recorder = Ring(settings, scheduler.requests) if settings.crash_dump_folder else NO_RECORDER
+    return Loop(channel, scheduler, worker, OneRank(), settings.depth, recorder)
 
 
 def build(settings: EngineSettings, channel: Channel) -> tuple[Loop, Runner, ModelFacts]:

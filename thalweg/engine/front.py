@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import tempfile
+import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
+from thalweg.core import logs
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
 from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.messages import (
     Abort,
     Delta,
@@ -23,6 +25,7 @@ from thalweg.core.messages import (
     Drain,
     FlushCache,
     FromEngine,
+    Mark,
     Ready,
     Rejected,
     Stats,
@@ -30,11 +33,15 @@ from thalweg.core.messages import (
     Submit,
     ToEngine,
 )
+from thalweg.core.room import Room
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import process
 from thalweg.engine.assemble import Assembler, Piece
 from thalweg.engine.local import sibling
+from thalweg.engine.nest import nest
+from thalweg.engine.sentry import SIGNAL
 from thalweg.engine.settings import EngineSettings
+from thalweg.engine.vigil import Vigil
 from thalweg.text.tokenizer import Tokenizer
 
 log = logging.getLogger("thalweg.front")
@@ -86,11 +93,25 @@ class _Live:
     assemblers: dict[int, Assembler]
     inbox: _Inbox = field(default_factory=_Inbox)
 
+    @property
+    def names(self) -> dict[str, str | None]:
+        """Its id in the log, and the key that it came with, which stands behind an @."""
+        id, _, key = self.request_id.partition("@")
+        return {"id": id, "key": key or None}
+
+    def mark(self, mark: Mark) -> None:
+        assembler = self.assemblers[mark.uid]
+        assembler.mark(mark)
+        if mark.kind == "preempted":
+            known = assembler.prompt_tokens + assembler.completion_tokens
+            log.info("preempted", extra=logs.fields(**self.names, choice=assembler.index, tokens=known))
+
 
 class Front:
     """Requests in, pieces out. All methods belong to one event loop.
 
-    state: "starting", "ready", "draining" or "dead"; ready: what the engine said of itself, None unless it serves; stats: its latest.
+    state: "starting", "ready", "wedged" (it makes no step, and may yet), "draining" or "dead"; ready: what the engine said of itself,
+    None unless it serves; stats: its latest.
     """
 
     def __init__(self, settings: EngineSettings, tokenizer: Tokenizer) -> None:
@@ -103,6 +124,7 @@ class Front:
         self._by_uid: dict[int, _Live] = {}
         self._live: set[_Live] = set()
         self._next_uid = self._next_control = 0
+        self._kept = 0  # places of the queue that rooms hold
         self._controls: dict[int, asyncio.Future[None]] = {}
         self._serving = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -111,6 +133,7 @@ class Front:
         self._ended: asyncio.Future[str]
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+        self._vigil = Vigil(settings.watchdog_timeout)
 
     @property
     def running(self) -> int:
@@ -130,11 +153,27 @@ class Front:
         """Raises InvalidRequest for what the engine would refuse, EngineDead when there is none, Overloaded when its queue is full."""
         if self.ready is None or self.state != "ready":
             raise EngineDead(self.reason)
-        check_prompt(prompt, self.ready.context, self.ready.vocab)
+        check_prompt(prompt, params, self.ready.context, self.ready.vocab)
         params.check(self.ready.vocab)
-        limit = self.settings.slots + self.settings.queue
-        if self.settings.queue and len(self._by_uid) + params.n > limit:
-            raise Overloaded(f"{len(self._by_uid)} sequences run or wait, the limit is {limit}: try again later")
+        self._check_room(params.n)
+
+    @contextlib.contextmanager
+    def room(self, sequences: int) -> Iterator[Room]:
+        """Keeps places of the queue for requests that belong together: all of them find one, or Overloaded is raised now."""
+        self._check_room(sequences)
+        room = Room(sequences)
+        self._kept += sequences
+        try:
+            yield room
+        finally:
+            self._kept -= room.left
+
+    def _check_room(self, sequences: int) -> None:
+        limit, taken = self.settings.slots + self.settings.queue, len(self._by_uid) + self._kept
+        if self.settings.queue and sequences > limit:
+            raise InvalidRequest("n", f"makes {sequences} sequences; {limit} run and wait at a time, so send fewer")
+        if self.settings.queue and taken + sequences > limit:
+            raise Overloaded(f"{taken} sequences run or wait, the limit is {limit}: try again later")
 
     async def stream(
         self,
@@ -145,13 +184,19 @@ class Front:
         priority: int = 0,
         salt: int = 0,
         grammar: Grammar = FREE,
+        keep: Keep = WHOLE,
+        room: Room | None = None,
     ) -> AsyncGenerator[Piece, None]:
-        """Submits params.n sequences and yields their pieces as they come. Closing the iterator aborts what is left.
+        """Submits params.n sequences and yields their pieces as they come. Closing the iterator aborts what is left. keep: what of
+        them the prefix cache keeps. room: it takes its places from there.
 
         Raises InvalidRequest, Overloaded, and EngineDead when the engine ends meanwhile.
         """
+        if room is not None:
+            room.left -= params.n
+            self._kept -= params.n
         self.check(prompt, params)
-        live = self._submit(tuple(prompt), params, request_id, priority, salt, grammar)
+        live = self._submit(tuple(prompt), params, request_id, priority, salt, grammar, keep)
         try:
             while live.assemblers:
                 for delta, at in await live.inbox.take():
@@ -177,6 +222,8 @@ class Front:
             uid for live in self._live if live.request_id == request_id or not request_id for uid in live.assemblers
         ]
         if uids:
+            id, _, key = request_id.partition("@")
+            log.info("aborted", extra=logs.fields(id=id or "all of them", key=key or None, sequences=len(uids)))
             self._send(Abort(tuple(uids)))
         return len(uids)
 
@@ -186,8 +233,17 @@ class Front:
             raise EngineDead(self.reason)
         self._next_control += 1
         done = self._controls[self._next_control] = asyncio.get_running_loop().create_future()
+        self._vigil.owes(-self._next_control)
         self._send(FlushCache(self._next_control))
         await done
+
+    def record(self) -> None:
+        """Has the engine write its last steps down (--crash-dump-folder)."""
+        if not self.settings.crash_dump_folder:
+            log.warning("nothing is recorded: start with --crash-dump-folder DIR")
+        elif self.ready is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and wrote what it ended of
+                os.kill(self.ready.pid, SIGNAL)
 
     async def drain(self, timeout: float) -> None:
         """Takes no new work, waits up to `timeout` seconds for what runs, then stops the engine."""
@@ -239,7 +295,7 @@ class Front:
     async def _run_engine(self) -> None:
         """One engine from spawn to exit; sets `reason` to why it ended."""
         loop = asyncio.get_running_loop()
-        with tempfile.TemporaryDirectory(prefix="thalweg-") as folder:
+        with nest() as folder:
             address = f"ipc://{folder}/engine"
             context = zmq.Context(1)
             socket = self._socket = context.socket(zmq.PAIR)
@@ -251,6 +307,7 @@ class Front:
             self._ended = loop.create_future()
             loop.add_reader(arrivals, self._pump)
             loop.add_reader(child.sentinel, self._end, "")
+            watching = loop.create_task(self._watch())
             try:
                 self._pump()
                 told = await self._ended
@@ -259,6 +316,7 @@ class Front:
                     await asyncio.to_thread(child.join, GRACE)
                     self.reason = f"the engine process ended with exit code {child.exitcode}"
             finally:
+                watching.cancel()
                 loop.remove_reader(child.sentinel)
                 self._send(Abort(tuple(self._by_uid)))
                 self._send(Drain())
@@ -270,6 +328,19 @@ class Front:
                     child.join()
                 socket.close(linger=0)
                 context.term()
+
+    async def _watch(self) -> None:
+        """Says when the engine makes no step although it should; `_hear` when it does again."""
+        while True:
+            await asyncio.sleep(self._vigil.tick)
+            self._pump()  # what lies here unread is no silence
+            if self._vigil.overdue and self.state == "ready":
+                self.state = "wedged"
+                self.reason = (
+                    f"the engine has made no step for {self._vigil.timeout:g} s while {self._vigil.owed} sequences wait; "
+                    "/health says when it goes on"
+                )
+                log.error("%s", self.reason)
 
     def _end(self, reason: str) -> None:
         if reason:
@@ -283,12 +354,19 @@ class Front:
             self._hear(self._decode(self._socket.recv(zmq.NOBLOCK)))
 
     def _hear(self, message: FromEngine) -> None:
+        self._vigil.heard()
+        if self.state == "wedged":
+            self.state, self.reason = "ready", ""
+            log.warning("the engine goes on")
         if isinstance(message, StepNews):
             self._news(message)
         elif isinstance(message, Rejected):
+            self._vigil.paid(message.uid)
             if live := self._by_uid.get(message.uid):
+                log.warning("refused by the engine", extra=logs.fields(**live.names, field=message.field))
                 live.inbox.fail(InvalidRequest(message.field, message.message))
         elif isinstance(message, Done):
+            self._vigil.paid(-message.id)
             if (done := self._controls.pop(message.id, None)) and not done.done():
                 done.set_result(None)
         elif isinstance(message, Ready):
@@ -300,7 +378,12 @@ class Front:
     def _news(self, news: StepNews) -> None:
         if news.stats is not None:
             self.stats = news.stats
+        for mark in news.marks:
+            if live := self._by_uid.get(mark.uid):
+                live.mark(mark)
         for delta in news.deltas:
+            if delta.finish:
+                self._vigil.paid(delta.uid)
             if live := self._by_uid.get(delta.uid):
                 live.inbox.put(delta, news.at)
 
@@ -314,6 +397,7 @@ class Front:
         priority: int,
         salt: int,
         grammar: Grammar,
+        keep: Keep,
     ) -> _Live:
         uids = range(self._next_uid, self._next_uid + params.n)
         self._next_uid += params.n
@@ -322,8 +406,9 @@ class Front:
         now = time.time()
         for i, uid in enumerate(uids):
             self._by_uid[uid] = live
+            self._vigil.owes(uid)
             first = uids[0] if i else -1
-            self._send(Submit(uid, prompt, sibling(params, i), priority, salt, first, now, grammar))
+            self._send(Submit(uid, prompt, sibling(params, i), priority, salt, first, now, grammar, keep))
         return live
 
     def _forget(self, live: _Live, uid: int) -> None:
@@ -339,7 +424,10 @@ class Front:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _fail_all(self, error: EngineDead) -> None:
+        self._vigil.forget()
         for live in self._live:
+            if live.inbox.error is None:
+                log.error("failed", extra=logs.fields(**live.names, why=str(error)))
             live.inbox.fail(error)
         for done in self._controls.values():
             if not done.done():  # cancelled
@@ -347,12 +435,13 @@ class Front:
         self._controls.clear()
 
 
-def check_prompt(prompt: Sequence[int], context: int, vocab: int) -> None:
-    """Raises InvalidRequest for a prompt that is empty, too long, or has ids outside the vocabulary."""
+def check_prompt(prompt: Sequence[int], params: SamplingParams, context: int, vocab: int) -> None:
+    """Raises InvalidRequest for a prompt that is empty, too long, or has ids outside the vocabulary, as the scheduler's door does."""
     if not prompt:
         raise InvalidRequest("prompt", "is empty: at least one token is needed")
-    if len(prompt) >= context:
-        raise InvalidRequest("prompt", f"has {len(prompt)} tokens; at most {context - 1} fit the context of {context}")
+    room = context if params.max_tokens == 0 else context - 1
+    if len(prompt) > room:
+        raise InvalidRequest("prompt", f"has {len(prompt)} tokens; at most {room} fit the context of {context}")
     if min(prompt) < 0 or max(prompt) >= vocab:
         bad = next(token for token in prompt if not 0 <= token < vocab)
         raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")

@@ -8,6 +8,7 @@ import msgspec
 
 from thalweg.core.errors import EngineDead, InvalidRequest
 from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.messages import Abort, Delta, FlushCache, Rejected, StepNews, Submit
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import build
@@ -37,6 +38,7 @@ class LocalEngine:
         priority: int = 0,
         salt: int = 0,
         grammar: Grammar = FREE,
+        keep: Keep = WHOLE,
     ) -> tuple[int, ...]:
         """Queues params.n sequences; returns their uids."""
         uids = tuple(range(self.next_uid, self.next_uid + params.n))
@@ -44,7 +46,7 @@ class LocalEngine:
         for uid in uids:
             first = uids[0] if uid != uids[0] else -1
             own = sibling(params, uid - uids[0])
-            self.channel.inbox.append(Submit(uid, tuple(prompt), own, priority, salt, first, 0.0, grammar))
+            self.channel.inbox.append(Submit(uid, tuple(prompt), own, priority, salt, first, 0.0, grammar, keep))
         return uids
 
     def abort(self, uids: Sequence[int]) -> None:
@@ -59,7 +61,11 @@ class LocalEngine:
         if self.torn:
             raise EngineDead("a step failed or was interrupted, so what it computed is unknown: make a new engine")
         self.torn = True
-        self.loop.turn()
+        try:
+            self.loop.turn()
+        except Exception as error:
+            self.loop.recorder.died(error)
+            raise
         self.torn = False
         sent, self.channel.outbox = self.channel.outbox, []
         deltas: list[Delta] = []

@@ -7,12 +7,14 @@ import time
 from collections import deque
 from typing import Mapping, Protocol, Sequence
 
-from thalweg.core.messages import FromEngine, Stats, StepNews, ToEngine
+from thalweg.core.messages import FromEngine, Mark, Stats, StepNews, ToEngine
 from thalweg.core.plan import MaskState, Output, Shape, StepPlan
+from thalweg.engine.recording import NoRecorder, Recorder
 from thalweg.scheduler.scheduler import Scheduler
 
 STATS_EVERY = 0.25  # seconds between two Stats
 TICKET_POLL = 0.001  # seconds to wait for messages while only tickets are under way
+NO_RECORDER = NoRecorder()
 
 
 class Channel(Protocol):
@@ -53,16 +55,26 @@ class OneRank:
 
 
 class Loop:
-    """Drives one rank: receive → plan → agree → A → B → retire what is older than the depth."""
+    """Drives one rank: receive → plan → agree → A → B → retire what is older than the depth. turns: how many, so that others see it live."""
 
-    def __init__(self, channel: Channel, scheduler: Scheduler, worker: Worker, layout: Layout, depth: int) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        scheduler: Scheduler,
+        worker: Worker,
+        layout: Layout,
+        depth: int,
+        recorder: Recorder = NO_RECORDER,
+    ) -> None:
         assert 1 <= depth <= scheduler.stages + 1, (
             f"depth {depth} with {scheduler.stages} stages: masks would miss their commit"
         )
         self.channel, self.scheduler, self.worker, self.layout, self.depth = channel, scheduler, worker, layout, depth
+        self.recorder, self.turns = recorder, 0
         self.inflight: deque[StepPlan] = deque()
         self.width = 0  # the last launched step's agreed draft width
         self.busy_since = self.stats_at = self.busy_seconds = 0.0
+        self.marks: list[Mark] = []  # not yet sent
 
     def run(self) -> None:
         """Serves until a front asked to drain and everything has ended."""
@@ -75,15 +87,25 @@ class Loop:
         self.finish(plan, shape, width)
 
     def begin(self) -> StepPlan:
-        for reply in self.scheduler.take(self.channel.receive(self._patience())):
+        self.turns += 1
+        messages = self.channel.receive(self._patience())
+        replies = self.scheduler.take(messages)
+        for reply in replies:
             self.channel.send(reply)
-        return self.scheduler.plan(self.width)
+        if messages or replies:
+            self.recorder.took(self.scheduler.step, messages, replies)
+        plan = self.scheduler.plan(self.width)
+        if marks := self.scheduler.marks():
+            now = time.time()
+            self.marks += (Mark(uid, kind, now) for uid, kind in marks)
+        return plan
 
     def finish(self, plan: StepPlan, shape: Shape | None, width: int) -> None:
         if shape:
             if not self.inflight:
                 self.busy_since = time.monotonic()
             self.width = width
+            self.recorder.launches(plan)
             self.worker.forward(plan, shape)
             if plan.masked:
                 self.retire(self.depth - 2)  # commit what its masks need
@@ -97,7 +119,9 @@ class Loop:
         """Waits for and commits the oldest steps until at most `keep` are in flight."""
         while len(self.inflight) > max(keep, 0):
             plan = self.inflight.popleft()
-            self.scheduler.commit(plan, self.worker.output(plan))
+            outputs = self.worker.output(plan)
+            self.scheduler.commit(plan, outputs)
+            self.recorder.retired(plan, outputs)
             if not self.inflight:
                 self.busy_seconds += time.monotonic() - self.busy_since
 
@@ -113,7 +137,8 @@ class Loop:
         if deltas or (due and not idle):
             if due:
                 self.stats_at = now
-            self.channel.send(StepNews(deltas, now, self.stats() if due else None))
+            marks, self.marks = tuple(self.marks), []
+            self.channel.send(StepNews(deltas, now, self.stats() if due else None, marks))
 
     def stats(self) -> Stats:
         return self.scheduler.stats(self.busy_seconds)

@@ -9,10 +9,13 @@ import os
 import signal
 import threading
 
+from thalweg.core import logs
 from thalweg.core.errors import ThalwegError
 from thalweg.core.messages import Fatal, Ready
 from thalweg.engine.build import build
 from thalweg.engine.channel import ZmqChannel
+from thalweg.engine.loop import Loop
+from thalweg.engine.sentry import SIGNAL, watch
 from thalweg.engine.settings import EngineSettings
 
 log = logging.getLogger("thalweg.engine")
@@ -20,9 +23,10 @@ log = logging.getLogger("thalweg.engine")
 
 def main(settings: EngineSettings, address: str) -> None:
     """Entry of the spawned process. Exit code 0 after a drain, 1 after an error (told to the front as `Fatal`)."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logs.configure(settings.log_level, settings.log_format)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when the engine ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(SIGNAL, signal.SIG_IGN)  # while there is nothing to record yet
     threading.Thread(target=_die_with_parent, daemon=True).start()
     channel = ZmqChannel(address)
     try:
@@ -30,8 +34,9 @@ def main(settings: EngineSettings, address: str) -> None:
         gc.collect()
         gc.freeze()  # what is loaded stays: a full collection over it would hold up a step for hundreds of milliseconds
         context = loop.scheduler.context
+        watch(loop, settings.watchdog_timeout)
         channel.send(Ready(os.getpid(), context, facts.vocab, settings.pages, settings.slots, settings.report))
-        loop.run()
+        run(loop)
     except Exception as error:
         # what computes the answer fails loudly: the front fails its requests with this text and starts a new engine
         told = str(error) if isinstance(error, ThalwegError) else f"{type(error).__name__}: {error}"
@@ -40,6 +45,15 @@ def main(settings: EngineSettings, address: str) -> None:
         channel.close()
         raise SystemExit(1) from error
     channel.close()
+
+
+def run(loop: Loop) -> None:
+    """Runs it to its end; what it dies of is recorded first."""
+    try:
+        loop.run()
+    except Exception as error:
+        loop.recorder.died(error)
+        raise
 
 
 def _die_with_parent() -> None:

@@ -7,7 +7,7 @@ from typing import Callable, Generic, Mapping, Protocol, Sequence, TypeVar
 
 from thalweg.core.grammar import Masks
 from thalweg.core.plan import MaskState, Output, Shape, StepPlan
-from thalweg.runner.runner import Forwarded, Runner
+from thalweg.runner.runner import Forwarded, Runner, outputs
 
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)
@@ -81,7 +81,7 @@ class CpuWorker:
 
     def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
         forwarded, made = self.forwarded.pop(plan.step), self.masker.fill(plan, masks)
-        self.outputs[plan.step] = self.stream.submit(lambda: self.runner.sample(forwarded.result(), made))
+        self.outputs[plan.step] = self.stream.submit(lambda: outputs(self.runner.sample(forwarded.result(), made)))
 
     def output(self, plan: StepPlan) -> Sequence[Output]:
         return self.outputs.pop(plan.step).result()

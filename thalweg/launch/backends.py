@@ -12,7 +12,7 @@ from thalweg.core.fit import Caps, Need
 
 @dataclass(frozen=True)
 class AttentionCaps(Caps):
-    """device: "cpu". heads: "mla" or "gqa". sparse: DSA's chosen context."""
+    """device: "cpu" or "cuda". heads: "mla" or "gqa". sparse: DSA's chosen context."""
 
     device: frozenset[str]
     heads: frozenset[str]
@@ -27,8 +27,9 @@ class AttentionNeed(Need):
 
 
 ATTENTION = {
+    "triton": AttentionCaps(device=frozenset({"cuda"}), heads=frozenset({"mla", "gqa"}), sparse=frozenset({False})),
     "reference": AttentionCaps(
-        device=frozenset({"cpu"}), heads=frozenset({"mla", "gqa"}), sparse=frozenset({False, True})
+        device=frozenset({"cpu", "cuda"}), heads=frozenset({"mla", "gqa"}), sparse=frozenset({False, True})
     ),
 }
 

@@ -54,8 +54,13 @@ def fetch_weights(checkpoint: Checkpoint, token: str | None = None) -> None:
         return
     wanted = _weight_files(checkpoint.folder)
     _fetch(checkpoint.repo, checkpoint.commit, token, wanted)
-    if lost := [name for name in wanted if not any(checkpoint.folder.glob(name))]:
+    if lost := missing_weights(checkpoint.folder):
         raise CheckpointError(f"{checkpoint.repo} on the hub lacks {', '.join(lost)}: its upload is not complete")
+
+
+def missing_weights(folder: Path) -> list[str]:
+    """Names or patterns of weight files that are not in the folder. Raises CheckpointError for a broken index."""
+    return [name for name in _weight_files(folder) if not any(folder.glob(name))]
 
 
 def _weight_files(folder: Path) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from thalweg.text.messages import read_tools
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS, Parser
 
 EPILOG = """\
-FILE holds one raw output as the model wrote it, special tokens included; - is standard input. Where it holds </think>, what stands before
-that is taken as the thought, unless --reasoning-parser says otherwise.
+FILE holds one raw output as the model wrote it, special tokens included (the one that ended it is dropped); - is standard input. Where it
+holds </think>, what stands before that is taken as the thought, unless --reasoning-parser says otherwise.
 
 examples:
   thalweg parse --format deepseekv32 output.txt
@@ -27,6 +27,7 @@ examples:
 
 MODES = ("nonstream", "stream")
 SPLITS = ("as_is", "whole", "atomic", "char", "size:3", "size:7")
+_END = re.compile(r"(?:<｜end▁of▁sentence｜>|<\|im_end\|>|<\|endoftext\|>)\s*\Z")  # which a server hides
 _SPECIAL = re.compile(r"<｜[^｜]*｜>|｜DSML｜|</?(?:think|tool_call)>")
 
 
@@ -39,16 +40,18 @@ def main(argv: Sequence[str]) -> int:
         return _parse_cases(found.cases)
     if found.file is None or (found.format is None and found.reasoning_parser is None):
         raise CannotServe("give --format and a FILE, or --cases FILE; thalweg parse --help shows how")
-    text = read_text(found.file)
+    text = _END.sub("", read_text(found.file))
     reasoning, inside = found.reasoning_parser, None
     if reasoning is None and "</think>" in text:
         reasoning, inside = "deepseek-v3", True
+    functions = None if found.tools is None else read_tools(read_json(found.tools))
     parser = Parser(
         reasoning,
         None if found.format == "none" else found.format,
         thinking=found.thinking or None,
         inside=inside,
-        functions=() if found.tools is None else read_tools(read_json(found.tools)),
+        functions=functions or (),
+        offered=functions != (),
         hold=not found.stream,
     )
     print(json.dumps(_message(collect(_feed(parser, [text]))), ensure_ascii=False, indent=2))
@@ -57,9 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse_case(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A case in each of its modes and splits. Raises CannotServe for an unknown format or split, InvalidRequest for a wrong tool."""
-    splits, chunks = case.get("splits") or {"must": SPLITS}, case.get("chunks")
-    if not isinstance(chunks, list) or not all(isinstance(chunk, str) for chunk in chunks):
-        raise CannotServe("chunks must be a list of texts")
+    splits, chunks = case.get("splits") or {"must": SPLITS}, _shown(case.get("chunks"))
     functions = read_tools(case.get("tools"))
     for mode in case.get("modes") or MODES:
         if mode not in MODES:
@@ -70,10 +71,23 @@ def parse_case(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 case.get("format"),
                 thinking=case.get("thinking"),
                 functions=functions,
+                offered=bool(functions) or case.get("tools") is None,
                 hold=mode == "nonstream",
             )
             parsed = collect(_feed(parser, split(chunks, how)))
             yield {"id": case["id"], "mode": mode, "split": how, **_message(parsed)}
+
+
+def _shown(chunks: Any) -> list[str]:
+    """The chunks as a server would read them: without the token that ended the answer."""
+    if not isinstance(chunks, list) or not all(isinstance(chunk, str) for chunk in chunks):
+        raise CannotServe("chunks must be a list of texts")
+    left = len(_END.sub("", "".join(chunks)))
+    ends = itertools.accumulate(map(len, chunks))
+    return [
+        chunk[: max(0, len(chunk) + left - end)] if end > left else chunk
+        for chunk, end in zip(chunks, ends, strict=True)
+    ]
 
 
 def split(chunks: Sequence[str], how: str) -> list[str]:

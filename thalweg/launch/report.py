@@ -12,7 +12,7 @@ from rich.table import Table
 
 from thalweg.core.plan import PAGE
 from thalweg.launch.decide import size
-from thalweg.launch.resolved import ASKED, Resolved, Sizes
+from thalweg.launch.resolved import Resolved, Sizes
 
 
 def as_json(resolved: Resolved) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def show(resolved: Resolved, console: Console) -> None:
     for heading in ("setting", "value", "", "why"):
         choices.add_column(heading, overflow="fold")
     for one in resolved.decisions:
-        choices.add_row(one.name, _shown(one.value), one.source, "" if one.source == ASKED else one.reason)
+        choices.add_row(one.name, _shown(one.value), one.source, one.reason)
     console.print(facts)
     console.print()
     console.print(choices)

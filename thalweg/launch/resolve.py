@@ -11,19 +11,32 @@ from pathlib import Path
 import msgspec
 
 from thalweg.config.machine import Machine
-from thalweg.config.model import read_facts
-from thalweg.config.options import Config, ModelOptions
+from thalweg.config.model import ModelFacts, read_facts
+from thalweg.config.options import Config
 from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine.build import parts
 from thalweg.engine.settings import EngineSettings
 from thalweg.launch.decide import Ledger, decide
 from thalweg.launch.hub import fetch_weights, locate
-from thalweg.launch.resolved import ASKED, AUTO, Resolved
+from thalweg.launch.resolved import ASKED, AUTO, Resolved, Sizes
 from thalweg.launch.sizes import measure
 from thalweg.text.chat import Chat, Formats, Wish, choose_chat
+from thalweg.text.history import History
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
 from thalweg.text.tokenizer import Tokenizer
 
+# names of vLLM and SGLang for parsers that are the same here
+PARSER_NAMES = {
+    "reasoning_parser": {"deepseek_r1": "deepseek-r1", "deepseek_v3": "deepseek-v3"},
+    "tool_call_parser": {
+        "deepseek_v3": "deepseekv3",
+        "deepseek_v31": "deepseekv31",
+        "deepseek_v32": "deepseekv32",
+        "hermes": "qwen25",
+        "qwen": "qwen25",
+    },
+}
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -39,9 +52,9 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
     checkpoint = locate(wish.model, wish.revision, wish.hf_token)
     facts = read_facts(checkpoint.folder)
     ledger = Ledger()
-    found = decide(config, facts, machine or Machine.here(), functools.partial(measure, facts), ledger)
+    found = decide(config, facts, machine or Machine.here(), functools.partial(_measure, facts), ledger)
     tokenizer = Tokenizer(checkpoint.folder) if weights or (checkpoint.folder / "tokenizer.json").is_file() else None
-    chat = _chat(wish, checkpoint.folder, tokenizer, ledger)
+    chat = _chat(config, checkpoint.folder, tokenizer, ledger)
     sampling = _sampling(checkpoint.folder) if config.sampling.sampling_defaults == "model" else SamplingParams()
     if weights and config.load.load_format != "dummy":
         fetch_weights(checkpoint, wish.hf_token)
@@ -50,6 +63,8 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
         path=str(checkpoint.folder),
         dtype=found.dtype,
         device=found.device,
+        attention=found.attention,
+        graphs=found.graphs,
         load_format=config.load.load_format,
         threads=found.threads,
         depth=found.depth,
@@ -63,6 +78,8 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
         seed=found.seed,
         queue=schedule.max_queued_requests,
         progress=progress,
+        crash_dump_folder=config.server.crash_dump_folder or "",
+        watchdog_timeout=config.server.watchdog_timeout,
         report=json.dumps({one.name: msgspec.to_builtins(one) for one in ledger.decisions}),
     )
     return Resolved(
@@ -79,18 +96,36 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
     )
 
 
-def _chat(wish: ModelOptions, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:
+def _measure(facts: ModelFacts, device: str, attention: str, dtype: str) -> Sizes:
+    """The model's sizes as this device would hold it."""
+    return measure(facts, parts("meta", attention, dtype, facts.fp8_block is not None and device == "cuda"))
+
+
+def _chat(config: Config, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:
     """Encoder and parsers, the user's where named. Raises CannotServe for a name that is none, CheckpointError for a broken template."""
+    wish = config.model
     special_tokens = {} if tokenizer is None else tokenizer.special_tokens
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     chat = choose_chat(folder, raw, Wish(wish.chat_template or "auto", special_tokens), wish.model)
     ledger.note("chat_template", chat.encoder.name, ASKED if wish.chat_template else AUTO, chat.reason)
     reasoning = _parser("reasoning_parser", wish.reasoning_parser, REASONING_FORMATS, chat.formats.reasoning, ledger)
     tools = _parser("tool_call_parser", wish.tool_call_parser, TOOL_FORMATS, chat.formats.tools, ledger)
-    return replace(chat, formats=Formats(reasoning, tools))
+    chat = replace(chat, formats=Formats(reasoning, tools), strip=config.memory.strip_thinking_cache)
+    strips = History(chat, _no_mark if tokenizer is None else tokenizer.mark_id).strips
+    drops = "drops the thoughts of earlier turns" if strips else "has no thoughts that it drops later"
+    ledger.take("strip_thinking_cache", chat.strip, strips, f"the chat template {drops}")
+    return chat
+
+
+def _no_mark(text: str) -> None:
+    """A folder without a tokenizer can be planned with: no text is a token."""
 
 
 def _parser(name: str, wish: str | None, known: Collection[str], auto: str | None, ledger: Ledger) -> str | None:
+    if wish in PARSER_NAMES[name]:
+        ours = PARSER_NAMES[name][wish]
+        ledger.note(name, ours, ASKED, f"{wish} is called {ours} here")
+        return ours
     if wish is not None and wish not in (*known, "none"):
         raise CannotServe(f"{name}: unknown {wish!r}; there is {', '.join(known)}, none")
     chosen = ledger.take(name, wish, auto or "none", "what the chat template writes")

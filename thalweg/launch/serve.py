@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import resource
 import shlex
 import signal
 import socket
@@ -22,33 +23,39 @@ import uvicorn
 
 from thalweg.config.options import Config, ListenOptions
 from thalweg.config.server import ServerOptions
+from thalweg.core import logs
 from thalweg.core.errors import CannotServe, EngineDead
 from thalweg.engine.front import Front
-from thalweg.launch.report import show, wide_console
+from thalweg.launch.report import as_json, show, wide_console
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 
 log = logging.getLogger("thalweg.serve")
 BACKLOG = 2048
+OTHER_FILES = 256  # that a server has open beside its connections
 LAST_WORDS = 5  # seconds that answers get to leave their sockets after the engine has finished them
 
 MakeApp = Callable[[Front, ServerOptions, Resolved], Any]
+MakeConnection = Callable[[ServerOptions], Any]  # what uvicorn's `http` setting takes
 
 
-def serve(config: Config, make_app: MakeApp) -> int:
-    """Serves until a signal says stop; returns the exit status. make_app: builds the ASGI application of a front.
+def serve(config: Config, make_app: MakeApp, make_connection: MakeConnection) -> int:
+    """Serves until a signal says stop; returns the exit status. make_app: builds the ASGI application of a front; make_connection: what
+    speaks HTTP on a socket.
 
     Raises CannotServe when the port is taken or a setting cannot be honoured, CheckpointError, and EngineDead when it cannot start.
     """
-    level = config.server.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logs.configure(config.server.log_level, config.server.log_format)
     if config.server.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of itself is said here
+    if config.server.log_requests_level and not config.server.log_requests:
+        log.warning("--log-requests-level %d says nothing without --log-requests", config.server.log_requests_level)
+    _allow_files(config.server.max_connections + OTHER_FILES)
     with _listen(config.listen) as sock:
         tls = _tls(config.listen)
-        resolved = resolve(config)
-        show(resolved, wide_console(stderr=True))
-        return asyncio.run(_run(config, resolved, sock, tls, make_app))
+        resolved = resolve(config, progress=config.server.log_format == "text")
+        _report(resolved, config.server.log_format)
+        return asyncio.run(_run(config, resolved, sock, tls, make_app, make_connection))
 
 
 class _Server(uvicorn.Server):
@@ -81,12 +88,23 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def _run(config: Config, resolved: Resolved, sock: socket.socket, tls: dict[str, Any], make_app: MakeApp) -> int:
-    front = Front(resolved.engine, resolved.reader())
+async def _run(
+    config: Config,
+    resolved: Resolved,
+    sock: socket.socket,
+    tls: dict[str, Any],
+    make_app: MakeApp,
+    make_connection: MakeConnection,
+) -> int:
     options = dataclasses.replace(config.server, served_model_name=resolved.names)
+    engine = msgspec.structs.replace(resolved.engine, log_level=options.log_level, log_format=options.log_format)
+    front = Front(engine, resolved.reader())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, front.record)
+    if options.api_keys_file is not None:  # whoever rotates keys may send it, and must not end the server with it
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hangup)
     settings = uvicorn.Config(
         make_app(front, options, resolved),
-        http="httptools",
+        http=make_connection(options),
         loop="asyncio",
         ws="none",
         lifespan="on",
@@ -109,6 +127,10 @@ async def _run(config: Config, resolved: Resolved, sock: socket.socket, tls: dic
     return 0
 
 
+def _hangup() -> None:
+    log.info("SIGHUP: changes nothing, the keys file is read again whenever it changes")
+
+
 async def _start(front: Front, server: _Server, config: Config, resolved: Resolved, sock: socket.socket) -> None:
     """Waits for the engine, then says where it is reached; /ready answers 503 meanwhile."""
     try:
@@ -118,15 +140,29 @@ async def _start(front: Front, server: _Server, config: Config, resolved: Resolv
         raise
     gc.collect()
     gc.freeze()  # modules and tables stay: a full collection over them was seen to stop every stream for 0.4 s
-    print(_welcome(config, resolved, sock.getsockname()[1]), flush=True)
+    url = _url(config.listen, sock.getsockname()[1])
+    if config.server.log_format == "json":
+        log.info("ready", extra=logs.fields(url=url, model=resolved.names[0]))
+    else:
+        print(_welcome(config, resolved, url), flush=True)
 
 
-def _welcome(config: Config, resolved: Resolved, port: int) -> str:
-    listen = config.listen
+def _report(resolved: Resolved, log_format: str) -> None:
+    """What was chosen and why, before the engine starts."""
+    if log_format == "json":
+        log.info("resolved", extra=logs.fields(resolved=as_json(resolved)))
+    else:
+        show(resolved, wide_console(stderr=True))
+
+
+def _url(listen: ListenOptions, port: int) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
         listen.host, f"[{listen.host}]" if ":" in listen.host else listen.host
     )
-    url = f"http{'s' if listen.ssl_certfile else ''}://{host}:{port}"
+    return f"http{'s' if listen.ssl_certfile else ''}://{host}:{port}"
+
+
+def _welcome(config: Config, resolved: Resolved, url: str) -> str:
     lines = [f"\nThalweg serves {resolved.names[0]} at {url}"]
     if config.server.playground:
         lines.append(f"  playground  {url}/")
@@ -145,8 +181,18 @@ def _curl(config: Config, resolved: Resolved, url: str) -> str:
     else:
         route, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": "Good morrow! Who are you?"}]
     words += [url + route, "-H", "Content-Type: application/json"]
-    key = ' -H "Authorization: Bearer $API_KEY"' if config.server.api_key else ""
+    key = ' -H "Authorization: Bearer $API_KEY"' if config.server.api_key or config.server.api_keys_file else ""
     return shlex.join(words) + key + " -d " + shlex.quote(msgspec.json.encode(body).decode())
+
+
+def _allow_files(needed: int) -> None:
+    """Lets this process open so many files, as far as it may: a connection is one, and 1,024 is all that many systems give at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < needed:
+        log.warning("only %d files may be open (ulimit -n), so fewer connections than --max-connections", wanted)
 
 
 def _listen(wish: ListenOptions) -> socket.socket:

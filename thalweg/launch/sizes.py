@@ -10,12 +10,13 @@ import torch
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.launch.resolved import Plane, Sizes
+from thalweg.layers.parts import Parts
 from thalweg.models import catalog
 
 
-def measure(facts: ModelFacts, dtype: str) -> Sizes:
-    """The sizes of the model as it would be loaded in `dtype`. Raises CheckpointError for an architecture that nothing computes."""
-    model = catalog.build(facts, getattr(torch, dtype), "meta")
+def measure(facts: ModelFacts, parts: Parts) -> Sizes:
+    """The sizes of the model that is made of these parts, on the meta device. Raises CheckpointError for an architecture that nothing computes."""
+    model = catalog.assemble(facts, parts)
     assert isinstance(model, torch.nn.Module)
     stored = list(chain(model.parameters(), model.buffers()))
     layers: Counter[str] = Counter()

@@ -13,6 +13,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.front import Front
 from thalweg.launch.resolved import Resolved
 from thalweg.text.events import ContentDelta, Event, ReasoningDelta
+from thalweg.text.history import History
 from thalweg.text.parser import Parser, opens_thought
 
 
@@ -28,6 +29,7 @@ async def _talk(resolved: Resolved, params: SamplingParams, system: str, thinkin
     console.print(
         f"[dim]{resolved.names[0]}: /new forgets the conversation, Ctrl-D leaves, Ctrl-C stops an answer[/dim]"
     )
+    memory = History(resolved.chat, resolved.reader().mark_id)
     opening = [{"role": "system", "content": system}] if system else []
     history = list(opening)
     try:
@@ -36,7 +38,7 @@ async def _talk(resolved: Resolved, params: SamplingParams, system: str, thinkin
                 history = list(opening)
             elif line:
                 history.append({"role": "user", "content": line})
-                answer = await _answer(resolved, front, params, history, thinking, console)
+                answer = await _answer(resolved, front, params, history, thinking, console, memory)
                 history.append({"role": "assistant", "content": answer})
     finally:
         await front.close()
@@ -58,6 +60,7 @@ async def _answer(
     history: list[dict[str, str]],
     thinking: bool | None,
     console: Console,
+    memory: History,
 ) -> str:
     """Streams one answer; returns its content, thought left out."""
     prompt = resolved.chat.encoder.encode(history, thinking=thinking)
@@ -65,9 +68,10 @@ async def _answer(
     parser = Parser(formats.reasoning, thinking=thinking, inside=opens_thought(prompt) or None)
     if formats.reasoning:  # the parser reads the markup, which is made of special tokens
         params = msgspec.structs.replace(params, skip_special_tokens=False)
+    keep = memory.keep(prompt, {} if thinking is None else {"thinking": thinking}, tools=False)
     content: list[str] = []
     try:
-        stream = front.stream(resolved.reader().encode(prompt), params)
+        stream = front.stream(resolved.reader().encode(prompt), params, keep=keep)
         async with aclosing(stream):
             async for piece in stream:
                 _show(parser.feed(piece.text), console, content)

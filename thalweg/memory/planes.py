@@ -38,7 +38,7 @@ class Planes:
     """Storage of `pages` pages for each spec, zeroed, so that what lies in the null page is finite."""
 
     def __init__(self, specs: tuple[PlaneSpec, ...], pages: int, device: torch.device | str = "cpu") -> None:
-        self.specs, self.pages = specs, pages
+        self.specs, self.pages, self.device = specs, pages, torch.device(device)
         self.bytes: dict[tuple[str, int], Tensor] = {}
         self._tokens: dict[tuple[str, int], Tensor] = {}
         self._paged: dict[tuple[str, int], Tensor] = {}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
+from thalweg.layers.parts import Parts
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.weights.table import Table
 
@@ -16,6 +17,7 @@ class Model(Protocol):
     """A decoder. It is an nn.Module too; everything runs under torch.inference_mode."""
 
     facts: ModelFacts
+    parts: Parts
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         """What it keeps of each token."""

@@ -9,6 +9,7 @@ import torch
 from thalweg.attention.selection import Selection, best
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
+from thalweg.layers.parts import Parts, ReferenceParts
 from thalweg.models.base import Model
 from thalweg.models.deepseek import Deepseek
 from thalweg.models.llama import Llama
@@ -16,7 +17,7 @@ from thalweg.models.nextn import NextN
 from thalweg.models.qwen2 import Qwen2
 from thalweg.models.qwen3 import Qwen3
 
-Build = Callable[[ModelFacts, Selection, torch.dtype, torch.device], Model]
+Build = Callable[[ModelFacts, Parts], Model]
 
 ARCHITECTURES: dict[str, Build] = {
     "DeepseekV2ForCausalLM": Deepseek,
@@ -24,28 +25,30 @@ ARCHITECTURES: dict[str, Build] = {
     "DeepseekV32ForCausalLM": Deepseek,
     "GlmMoeDsaForCausalLM": Deepseek,
     "KimiK2ForCausalLM": Deepseek,
-    "LlamaForCausalLM": lambda facts, selection, dtype, device: Llama(facts, dtype, device),
-    "Qwen2ForCausalLM": lambda facts, selection, dtype, device: Qwen2(facts, dtype, device),
-    "Qwen3ForCausalLM": lambda facts, selection, dtype, device: Qwen3(facts, dtype, device),
+    "LlamaForCausalLM": Llama,
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
 }
+
+
+def assemble(facts: ModelFacts, parts: Parts) -> Model:
+    """The empty model of these facts; a loader fills it. Raises CheckpointError when no class computes `facts.architecture`."""
+    if facts.architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"config.json: architecture {facts.architecture!r} is unknown; there is {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[facts.architecture](facts, parts)
 
 
 def build(
     facts: ModelFacts, dtype: torch.dtype, device: torch.device | str = "cpu", selection: Selection = best
 ) -> Model:
-    """The empty model of these facts; a loader fills it. selection: what chooses the context under DSA.
-
-    Raises CheckpointError when no class computes `facts.architecture`.
-    """
-    if facts.architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"config.json: architecture {facts.architecture!r} is unknown; there is {', '.join(ARCHITECTURES)}"
-        )
-    return ARCHITECTURES[facts.architecture](facts, selection, dtype, torch.device(device))
+    """The empty model in plain torch. selection: what chooses the context under DSA. Raises CheckpointError as `assemble`."""
+    return assemble(facts, ReferenceParts(dtype, torch.device(device), selection))
 
 
-def build_nextn(main: Model, device: torch.device | str = "cpu") -> NextN:
-    """The empty NextN layer behind `main`. Raises CheckpointError when the checkpoint has none."""
+def build_nextn(main: Model) -> NextN:
+    """The empty NextN layer behind `main`, of the same parts. Raises CheckpointError when the checkpoint has none."""
     if not isinstance(main, Deepseek):
         raise CheckpointError(f"{main.facts.architecture} has no NextN layer")
-    return NextN(main, torch.device(device))
+    return NextN(main)

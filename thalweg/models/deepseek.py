@@ -4,22 +4,16 @@ with or without a query latent, an indexer (DSA), routing method, rotary scaling
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from thalweg.attention.context import Step, Work, counting, step_of
-from thalweg.attention.selection import Choices, Selection
+from thalweg.attention.context import Step, Work
+from thalweg.attention.selection import Choices
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
-from thalweg.layers import rotary
-from thalweg.layers.linear import Embedding
-from thalweg.layers.mla import Mla
-from thalweg.layers.mlp import Mlp
-from thalweg.layers.moe import MoeBlock
-from thalweg.layers.norm import RMSNorm
 from thalweg.layers.part import Part
-from thalweg.memory.planes import Planes, PlaneSpec, vectors
+from thalweg.layers.parts import Parts
+from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models import tables
 from thalweg.weights.table import Table
 
@@ -27,24 +21,15 @@ from thalweg.weights.table import Table
 class DeepseekLayer(Part):
     """x += attention(norm x); x += mlp(norm x), the MLP dense in the first layers and a mixture of experts in the others."""
 
-    def __init__(
-        self,
-        facts: ModelFacts,
-        layer: int,
-        indexed: bool,
-        selection: Selection,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, facts: ModelFacts, layer: int, indexed: bool, parts: Parts) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(facts.hidden, facts.norm_eps, device)
-        self.attention = Mla(facts, layer, indexed, selection, dtype, device)
-        self.mlp_norm = RMSNorm(facts.hidden, facts.norm_eps, device)
-        self.mlp: Mlp | MoeBlock
+        self.attention_norm = parts.norm(facts.hidden, facts.norm_eps)
+        self.attention = parts.mla(facts, layer, indexed)
+        self.mlp_norm = parts.norm(facts.hidden, facts.norm_eps)
         if facts.moe is not None and facts.moe.in_layer(layer):
-            self.mlp = MoeBlock(facts.moe, facts.hidden, dtype, device)
+            self.mlp = parts.moe(facts.moe, facts.hidden)
         else:
-            self.mlp = Mlp(facts.hidden, facts.intermediate, dtype, device)
+            self.mlp = parts.mlp(facts.hidden, facts.intermediate)
 
     def forward(self, h_TH: Tensor, step: Step, earlier: Choices) -> Choices:
         """Edits h in place; returns the choice of context that later layers may share."""
@@ -56,34 +41,26 @@ class DeepseekLayer(Part):
 class Deepseek(Part):
     """DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM."""
 
-    cis: Tensor
-    counting: Tensor
-
-    def __init__(self, facts: ModelFacts, selection: Selection, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, facts: ModelFacts, parts: Parts) -> None:
         super().__init__()
         if facts.mla is None:
             raise CheckpointError(
                 f"config.json: kv_lora_rank is missing, and {facts.architecture} has latent attention"
             )
-        self.facts, self.dtype, self.selection = facts, dtype, selection
-        self.embedding = Embedding(facts.vocab, facts.hidden, dtype, device)
+        self.facts, self.parts = facts, parts
+        self.embedding = parts.embedding(facts.vocab, facts.hidden)
         self.layers = nn.ModuleList(
-            DeepseekLayer(facts, layer, indexed(facts, layer), selection, dtype, device)
-            for layer in range(facts.layers)
+            DeepseekLayer(facts, layer, indexed(facts, layer), parts) for layer in range(facts.layers)
         )
-        self.norm = RMSNorm(facts.hidden, facts.norm_eps, device)
-        self.head = self.embedding if facts.tied else Embedding(facts.vocab, facts.hidden, dtype, device)
-        self.register_buffer("cis", rotary.table(facts.rope, facts.context, device), persistent=False)
-        self.register_buffer("counting", counting(facts.context, device), persistent=False)
+        self.norm = parts.norm(facts.hidden, facts.norm_eps)
+        self.head = self.embedding if facts.tied else parts.embedding(facts.vocab, facts.hidden)
+        self.steps = parts.steps(facts, work(facts))
 
     def planes(self) -> tuple[PlaneSpec, ...]:
-        return tuple(spec for layer in range(self.facts.layers) for spec in layer_planes(self.facts, layer, self.dtype))
-
-    def step(self, batch: Batch, planes: Planes) -> Step:
-        return step_of(batch, planes, self.cis, self.counting, work(self.facts))
+        return tuple(spec for layer in range(self.facts.layers) for spec in layer_planes(self.facts, layer, self.parts))
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        step = self.step(batch, planes)
+        step = self.steps.step(batch, planes)
         h_TH = self.embedding.forward(batch.ids_T)
         choices: Choices = (None,) * len(step.spans)
         for layer in self.layers:
@@ -96,7 +73,7 @@ class Deepseek(Part):
     def table(self) -> Table:
         facts, table = self.facts, tables.outside(self.facts)
         for layer in range(facts.layers):
-            layer_table(table, facts, layer, indexed(facts, layer))
+            layer_table(table, facts, layer, indexed(facts, layer), self.parts)
         table.skips += [rf"model\.layers\.{facts.layers + depth}\..*" for depth in range(facts.nextn)]
         return table
 
@@ -106,13 +83,13 @@ def indexed(facts: ModelFacts, layer: int) -> bool:
     return facts.indexer is not None and (layer >= facts.layers or facts.indexer.full[layer])
 
 
-def layer_planes(facts: ModelFacts, layer: int, dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
+def layer_planes(facts: ModelFacts, layer: int, parts: Parts) -> tuple[PlaneSpec, ...]:
     """The latent with its rotated key; the index key where the layer has an indexer."""
     assert facts.mla is not None
-    latent = vectors("latent", layer, facts.mla.kv_lora + facts.mla.rope, dtype)
+    latent = parts.plane("latent", layer, facts.mla.kv_lora + facts.mla.rope)
     if facts.indexer is None or not indexed(facts, layer):
         return (latent,)
-    return latent, vectors("index", layer, facts.indexer.dim, dtype)
+    return latent, parts.plane("index", layer, facts.indexer.dim)
 
 
 def work(facts: ModelFacts) -> Work:
@@ -124,11 +101,13 @@ def work(facts: ModelFacts) -> Work:
     return Work(pair=max(facts.heads, facts.indexer.heads), token=chosen)
 
 
-def layer_table(table: Table, facts: ModelFacts, layer: int, own_indexer: bool, into: str = "layers.{}") -> None:
+def layer_table(
+    table: Table, facts: ModelFacts, layer: int, own_indexer: bool, parts: Parts, into: str = "layers.{}"
+) -> None:
     """The published tensors of one decoder layer."""
     tables.norms(table, layer, into)
     tables.mla(table, facts, layer, own_indexer, into)
     if facts.moe is not None and facts.moe.in_layer(layer):
-        tables.moe(table, facts.moe, layer, into)
+        tables.moe(table, facts.moe, layer, into, parts.stacked_shared)
     else:
         tables.mlp(table, f"model.layers.{layer}.mlp", f"{into.format(layer)}.mlp", facts.intermediate)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from thalweg.attention.context import Step, Work, counting, step_of
+from thalweg.attention.context import Step, Work
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
-from thalweg.layers import rotary
-from thalweg.layers.gqa import Gqa
-from thalweg.layers.linear import Embedding
-from thalweg.layers.mlp import Mlp
-from thalweg.layers.norm import RMSNorm
 from thalweg.layers.part import Part
-from thalweg.memory.planes import Planes, PlaneSpec, vectors
+from thalweg.layers.parts import Parts
+from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models import tables
 from thalweg.weights.table import Table
 
 
 class LlamaLayer(Part):
-    def __init__(self, facts: ModelFacts, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, facts: ModelFacts, layer: int, parts: Parts) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(facts.hidden, facts.norm_eps, device)
-        self.attention = Gqa(facts, layer, dtype, device, qk_norm=False, out_bias=facts.attention_bias)
-        self.mlp_norm = RMSNorm(facts.hidden, facts.norm_eps, device)
-        self.mlp = Mlp(facts.hidden, facts.intermediate, dtype, device, facts.mlp_bias)
+        self.attention_norm = parts.norm(facts.hidden, facts.norm_eps)
+        self.attention = parts.gqa(facts, layer, qk_norm=False, out_bias=facts.attention_bias)
+        self.mlp_norm = parts.norm(facts.hidden, facts.norm_eps)
+        self.mlp = parts.mlp(facts.hidden, facts.intermediate, facts.mlp_bias)
 
     def forward(self, h_TH: Tensor, step: Step) -> Tensor:
         h_TH = self.attention.add_(h_TH, self.attention_norm.forward(h_TH), step)
@@ -35,29 +30,25 @@ class LlamaLayer(Part):
 class Llama(Part):
     """LlamaForCausalLM."""
 
-    cis: Tensor
-    counting: Tensor
-
-    def __init__(self, facts: ModelFacts, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, facts: ModelFacts, parts: Parts) -> None:
         super().__init__()
-        self.facts, self.dtype = facts, dtype
-        self.embedding = Embedding(facts.vocab, facts.hidden, dtype, device)
-        self.layers = nn.ModuleList(LlamaLayer(facts, layer, dtype, device) for layer in range(facts.layers))
-        self.norm = RMSNorm(facts.hidden, facts.norm_eps, device)
-        self.head = self.embedding if facts.tied else Embedding(facts.vocab, facts.hidden, dtype, device)
-        self.register_buffer("cis", rotary.table(facts.rope, facts.context, device), persistent=False)
-        self.register_buffer("counting", counting(facts.context, device), persistent=False)
+        self.facts, self.parts = facts, parts
+        self.embedding = parts.embedding(facts.vocab, facts.hidden)
+        self.layers = nn.ModuleList(LlamaLayer(facts, layer, parts) for layer in range(facts.layers))
+        self.norm = parts.norm(facts.hidden, facts.norm_eps)
+        self.head = self.embedding if facts.tied else parts.embedding(facts.vocab, facts.hidden)
+        self.steps = parts.steps(facts, Work(pair=facts.heads))
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         width = self.facts.kv_heads * self.facts.head_dim
         return tuple(
-            vectors(name, layer, width, self.dtype, shard="heads")
+            self.parts.plane(name, layer, width, shard="heads")
             for layer in range(self.facts.layers)
             for name in ("key", "value")
         )
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        step = step_of(batch, planes, self.cis, self.counting, Work(pair=self.facts.heads))
+        step = self.steps.step(batch, planes)
         h_TH = self.embedding.forward(batch.ids_T)
         for layer in self.layers:
             h_TH = layer(h_TH, step)

@@ -8,8 +8,6 @@ from torch import Tensor
 from thalweg.attention.selection import Choices
 from thalweg.batch.batch import Batch
 from thalweg.core.errors import CheckpointError
-from thalweg.layers.linear import Linear
-from thalweg.layers.norm import RMSNorm
 from thalweg.layers.part import Part
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.deepseek import Deepseek, DeepseekLayer, indexed, layer_planes, layer_table
@@ -21,9 +19,9 @@ class NextN(Part):
     predict the token after that. Chained steps feed its own output back. Shares the main model's embedding, head and rotary table.
     """
 
-    def __init__(self, main: Deepseek, device: torch.device) -> None:
+    def __init__(self, main: Deepseek) -> None:
         super().__init__()
-        facts, dtype = main.facts, main.dtype
+        facts, parts = main.facts, main.parts
         if not facts.nextn:
             raise CheckpointError(
                 "this checkpoint has no NextN layer: num_nextn_predict_layers is 0 in its config.json"
@@ -33,19 +31,19 @@ class NextN(Part):
             (main,),
             facts.layers,
         )  # a tuple: the main model is no child of this module
-        self.embedding_norm = RMSNorm(facts.hidden, facts.norm_eps, device)
-        self.hidden_norm = RMSNorm(facts.hidden, facts.norm_eps, device)
-        self.join = Linear(2 * facts.hidden, facts.hidden, dtype, device)
-        self.layer = DeepseekLayer(facts, self.index, indexed(facts, self.index), main.selection, dtype, device)
-        self.norm = RMSNorm(facts.hidden, facts.norm_eps, device)
+        self.embedding_norm = parts.norm(facts.hidden, facts.norm_eps)
+        self.hidden_norm = parts.norm(facts.hidden, facts.norm_eps)
+        self.join = parts.linear(2 * facts.hidden, facts.hidden)
+        self.layer = DeepseekLayer(facts, self.index, indexed(facts, self.index), parts)
+        self.norm = parts.norm(facts.hidden, facts.norm_eps)
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         """Of the same pages as the main model's."""
-        return layer_planes(self.facts, self.index, self.main[0].dtype)
+        return layer_planes(self.facts, self.index, self.main[0].parts)
 
     def forward(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> Tensor:
         """ids_T: the token that follows each token of the batch. → [T, H] after shared_head.norm; writes the layer's KV."""
-        step = self.main[0].step(batch, planes)
+        step = self.main[0].steps.step(batch, planes)
         h_TH = self._joined(ids_T, hidden_TH)
         nothing: Choices = (None,) * len(step.spans)
         self.layer(h_TH, step, nothing)
@@ -54,7 +52,7 @@ class NextN(Part):
     def observe(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> None:
         """Writes the KV that `forward` would write, with projections only: no attention, no MLP."""
         h_TH = self._joined(ids_T, hidden_TH)
-        self.layer.attention.observe(self.layer.attention_norm.forward(h_TH), self.main[0].step(batch, planes))
+        self.layer.attention.observe(self.layer.attention_norm.forward(h_TH), self.main[0].steps.step(batch, planes))
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """float32 [N, vocabulary], by the main model's head."""
@@ -81,5 +79,5 @@ class NextN(Part):
         table.add(f"{there}.hnorm.weight", "hidden_norm.weight")
         table.add(f"{there}.eh_proj.weight", "join.weight")
         table.add(f"{there}.shared_head.norm.weight", "norm.weight")
-        layer_table(table, self.facts, self.index, indexed(self.facts, self.index), into="layer")
+        layer_table(table, self.facts, self.index, indexed(self.facts, self.index), self.main[0].parts, into="layer")
         return table

@@ -103,8 +103,8 @@ def _indexer(table: Table, facts: ModelFacts, source: str, target: str) -> dict[
     return turns
 
 
-def moe(table: Table, moe: Moe, layer: int, into: str = "layers.{}") -> None:
-    """Router, experts one by one into their stacks, shared experts as one MLP."""
+def moe(table: Table, moe: Moe, layer: int, into: str = "layers.{}", stacked_shared: bool = False) -> None:
+    """Router, experts one by one into their stacks, shared experts as one MLP or behind the routed ones (`Parts.stacked_shared`)."""
     source, target, size = f"model.layers.{layer}.mlp", f"{into.format(layer)}.mlp", moe.intermediate
     table.add(f"{source}.gate.weight", f"{target}.router.weight")
     if moe.method == "noaux_tc":
@@ -113,8 +113,20 @@ def moe(table: Table, moe: Moe, layer: int, into: str = "layers.{}") -> None:
         gate, up, down = (f"{source}.experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down"))
         table.stack({gate: size, up: size}, f"{target}.experts.w13", lead=(expert,))
         table.add(down, f"{target}.experts.w2", (expert,))
-    if moe.shared:
+    if moe.shared and stacked_shared:
+        _stack_shared(table, moe, f"{source}.shared_experts", f"{target}.experts")
+    elif moe.shared:
         mlp(table, f"{source}.shared_experts", f"{target}.shared", moe.shared * size)
+
+
+def _stack_shared(table: Table, moe: Moe, source: str, target: str) -> None:
+    """A SwiGLU of width s · I is the sum of s SwiGLUs of width I: each becomes an expert of the stack."""
+    size = moe.intermediate
+    for i in range(moe.shared):
+        part, expert = slice(i * size, (i + 1) * size), moe.experts + i
+        table.add(f"{source}.gate_proj.weight", f"{target}.w13", (expert, slice(0, size)), take=(part,))
+        table.add(f"{source}.up_proj.weight", f"{target}.w13", (expert, slice(size, 2 * size)), take=(part,))
+        table.add(f"{source}.down_proj.weight", f"{target}.w2", (expert,), take=(slice(None), part))
 
 
 def _key_half(kv_b: Tensor, mla: Mla, heads: int) -> Tensor:

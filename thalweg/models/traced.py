@@ -19,9 +19,9 @@ from thalweg.batch.batch import Batch, Group
 from thalweg.core.plan import PAGE
 from thalweg.kernels.experts import script
 from thalweg.kernels.gemm.warm import SINK
+from thalweg.layers.parts import ReferenceParts
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.base import Model
-from thalweg.models.deepseek import Deepseek
 from thalweg.weights.table import Table
 
 ROWS = 4  # decode rows up to which a step is recorded
@@ -33,8 +33,9 @@ Program = Callable[..., Tensor]
 def traced(model: Model, device: torch.device | str = "cpu") -> Model:
     """The model with recorded decode steps; the model itself where that is not possible (an accelerator, Python ≥ 3.14, a choice of
     context that is not the model's own)."""
-    own_choice = not isinstance(model, Deepseek) or model.selection is best
-    if torch.device(device).type == "cpu" and script.AVAILABLE and own_choice:
+    parts = model.parts
+    own = isinstance(parts, ReferenceParts) and (model.facts.mla is None or parts.selection is best)
+    if torch.device(device).type == "cpu" and script.AVAILABLE and own:
         return Traced(model)
     return model
 
@@ -43,7 +44,7 @@ class Traced:
     """`model` behind the same interface."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.facts = model, model.facts
+        self.model, self.facts, self.parts = model, model.facts, model.parts
         self._planes: Planes | None = None
         self._memory: tuple[Tensor, ...] = ()
         self._seen: dict[tuple[int, bool], int] = {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from thalweg.core.errors import CheckpointError
 from thalweg.kernels.fp8_block.ref import dequantize
 
+KEPT_BLOCK = (128, 128)  # what GPU kernels compute with
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from thalweg.batch.prepare import prepare
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import Masks
-from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
+from thalweg.core.plan import Needs, Output, Row, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
 from thalweg.sampling.sample import Sampled, accept, logprobs
@@ -20,13 +21,46 @@ SCORE_CHUNK = 256  # positions a scoring pass of the head; bounds the logits it 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What A leaves for B: logits, slots and the slots' integers of the emitting rows. scores: row index → log-probabilities of its next tokens."""
+    """What A leaves for B: logits, slots and the slots' integers of the emitting rows. scores: row index → log-probabilities of its next
+    tokens. graph: what recorded A, where something did: B's recording belongs to it."""
 
     plan: StepPlan
     logits_EV: Tensor | None
     slot_E: Tensor
     ints_EI: Tensor
     scores: dict[int, tuple[TokenLogprob, ...]]
+    graph: DecodeGraph | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What B leaves on the device. sampled: None where no row emits."""
+
+    forwarded: Forwarded
+    sampled: Sampled | None
+
+
+class DecodeGraph(Protocol):
+    """A decode step that was recorded, for a number of rows that is at least the plan's."""
+
+    def forward(self, slot_R: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Replays A. → logits_EV, slot_E, ints_EI of these rows."""
+
+    def sample(self, rows: int, needs: Needs) -> Sampled | None:
+        """Replays B, of the first `rows`; None where these needs were not recorded."""
+
+
+class Graphs(Protocol):
+    """What decode steps were recorded."""
+
+    def get(self, rows: int, reach: int) -> DecodeGraph | None: ...
+
+
+class NoGraphs:
+    """Off is a value."""
+
+    def get(self, rows: int, reach: int) -> None:
+        return None
 
 
 class Runner:
@@ -34,16 +68,22 @@ class Runner:
 
     def __init__(self, model: Model, steps: Model, planes: Planes, slots: Slots) -> None:
         self.model, self.steps, self.planes, self.slots = model, steps, planes, slots
+        self.graphs: Graphs = NoGraphs()
 
     def eager(self) -> None:
         """Runs no recorded step any more: the model was changed in a way that a recording does not follow."""
-        self.steps = self.model
+        self.steps, self.graphs = self.model, NoGraphs()
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Forwarded | None:
         """A. None for a rank that has no rows in this step."""
         if not plan.rows:
             return None
+        self.slots.bind(plan.binds)
+        self.slots.append(plan.appends)
+        graph = self.graphs.get(len(plan.rows), plan.reach) if plan.decodes else None
+        if graph is not None:
+            return Forwarded(plan, *graph.forward([row.slot for row in plan.rows]), {}, graph)
         prepared = prepare(plan, self.slots)
         batch = prepared.batch
         hidden_TH = self.steps.forward(batch, self.planes)
@@ -54,15 +94,17 @@ class Runner:
         return Forwarded(plan, logits_EV, prepared.slot_E, prepared.ints_EI, self._scores(plan, hidden_TH))
 
     @torch.inference_mode()
-    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None) -> tuple[Output, ...]:
-        """B. One Output a row of the plan. masks: of the rows under a grammar."""
+    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None) -> Published | None:
+        """B. masks: of the rows under a grammar."""
         if forwarded is None:
-            return ()
-        sampled = None
-        if forwarded.logits_EV is not None:
-            needs = forwarded.plan.needs
-            sampled = accept(forwarded.logits_EV, self.slots, forwarded.slot_E, forwarded.ints_EI, needs, masks)
-        return _outputs(forwarded, sampled)
+            return None
+        plan, logits_EV, sampled = forwarded.plan, forwarded.logits_EV, None
+        if forwarded.graph is not None and masks is None:
+            sampled = forwarded.graph.sample(len(plan.rows), plan.needs)
+        if sampled is None and logits_EV is not None:
+            slots = forwarded.slot_E, forwarded.ints_EI
+            sampled = accept(logits_EV, self.slots, *slots, plan.needs, plan.reach, masks)
+        return Published(forwarded, sampled)
 
     def _scores(self, plan: StepPlan, hidden_TH: Tensor) -> dict[int, tuple[TokenLogprob, ...]]:
         """Prompt log-probabilities: of the token after each position in [score_from, score_to) of a row."""
@@ -83,7 +125,11 @@ class Runner:
         return found
 
 
-def _outputs(forwarded: Forwarded, sampled: Sampled | None) -> tuple[Output, ...]:
+def outputs(published: Published | None) -> tuple[Output, ...]:
+    """One Output a row of the plan. Waits for what is still on a device."""
+    if published is None:
+        return ()
+    forwarded, sampled = published.forwarded, published.sampled
     tokens: list[int] = []
     done: list[bool] = []
     live: list[bool] = []
@@ -91,18 +137,18 @@ def _outputs(forwarded: Forwarded, sampled: Sampled | None) -> tuple[Output, ...
     if sampled is not None:
         tokens, done, live = sampled.tokens_E.tolist(), sampled.done_E.tolist(), sampled.live_E.tolist()
         found = _token_logprobs(sampled.logprob_E, sampled.top_ids_EK, sampled.top_logprobs_EK)
-    outputs, e = [], 0
+    made, e = [], 0
     for i, row in enumerate(forwarded.plan.rows):
         scores = forwarded.scores.get(i, ())
         if not row.emit:
-            outputs.append(Output(scores=scores))
+            made.append(Output(scores=scores))
             continue
         if live[e]:
-            outputs.append(Output((tokens[e],), (), done[e], tuple(found[e : e + 1]), scores))
+            made.append(Output((tokens[e],), (), done[e], tuple(found[e : e + 1]), scores))
         else:
-            outputs.append(Output(done=True, scores=scores))
+            made.append(Output(done=True, scores=scores))
         e += 1
-    return tuple(outputs)
+    return tuple(made)
 
 
 def _token_logprobs(logprob: Tensor | None, ids: Tensor | None, values: Tensor | None) -> list[TokenLogprob]:

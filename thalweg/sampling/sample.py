@@ -35,12 +35,18 @@ class Sampled:
 
 
 def accept(
-    logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, masks: Masks | None = None
+    logits_EV: Tensor,
+    slots: Slots,
+    slot_E: Tensor,
+    ints_EI: Tensor,
+    needs: Needs,
+    reach: int,
+    masks: Masks | None = None,
 ) -> Sampled:
     """Draws the next token of each row, writes it into `slots`, and ends those that reached a stop id or their end.
 
     logits_EV float32 is the model's and may be overwritten unless log-probabilities are asked for. ints_EI: the slots' integers, as
-    `prepare` found them in this step.
+    `prepare` found them in this step. reach: upper bound of every row's length.
     """
     length_E = ints_EI[:, 0]
     stop_EK = slots.stop_SK.index_select(0, slot_E)
@@ -48,7 +54,7 @@ def accept(
     if needs.logprobs >= 0:
         logits_EV = logits_EV.clone()
     if needs.penalised:
-        penalise(logits_EV, slots, slot_E, length_E, ints_EI[:, 4])
+        penalise(logits_EV, slots, slot_E, length_E, ints_EI[:, 4], min(reach, slots.context))
     if needs.biased:
         logits_EV.scatter_add_(1, slots.bias_ids_SB[slot_E], slots.bias_SB[slot_E])
         early_EK = (length_E < ints_EI[:, 5])[:, None] & (stop_EK >= 0)
@@ -83,12 +89,13 @@ def _settle(
     return ~going_E, live_E
 
 
-def penalise(logits_EV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, prompt_len_E: Tensor) -> None:
+def penalise(
+    logits_EV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, prompt_len_E: Tensor, reach: int
+) -> None:
     """Repetition penalty over prompt and output (divides positive, multiplies negative logits), frequency and presence over the output.
 
     Counts are taken from the tokens plane each step: a pure function of the truth, so there is nothing to roll back.
     """
-    reach = int(length_E.max())
     floats_EF = slots.floats_SF[slot_E]
     repetition, frequency, presence = floats_EF[:, 3:4], floats_EF[:, 4:5], floats_EF[:, 5:6]
     tokens_EL = slots.tokens_SL[slot_E, :reach].to(torch.int64)

@@ -36,6 +36,7 @@ def enter(message: Submit, limits: Limits, context: int, seeds: random.Random, f
         needs=needs(params),
         masked=message.grammar.on,
         grammar=message.grammar,
+        keep=message.keep,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Sequence
 
 from thalweg.cache.books import Books
 from thalweg.cache.radix import Frontier, Path
-from thalweg.core.request import Request
+from thalweg.core.request import Leave, Request
 from thalweg.core.ticket import Ticket, Tier
 
 
@@ -18,14 +18,18 @@ class Holdings:
         self.page = books.page_size
         self.slots = list(range(slots - 1, -1, -1))  # the free ones
         self.paths: dict[int, Path] = {}
+        self.parked: set[int] = set()  # those who were preempted, and left in the cache what may not last
 
     def enter(self, r: Request) -> None:
         """`r` begins to wait."""
         self.paths[r.uid] = Path(r.tokens, r.salt)
 
     def leave(self, r: Request) -> None:
-        """`r` holds nothing any more."""
-        del self.paths[r.uid]
+        """`r` holds nothing any more. What it left in the cache for itself alone, when it was preempted, goes."""
+        path = self.paths.pop(r.uid)
+        if r.uid in self.parked:
+            self.parked.remove(r.uid)
+            self.books.trim(path, self.lasting(r) // self.page)
 
     def learn(self, r: Request, tokens: Sequence[int]) -> None:
         """`tokens` follow what is known of `r`."""
@@ -79,8 +83,16 @@ class Holdings:
         return tuple(new)
 
     def share(self, r: Request, positions: int) -> None:
-        """Caches the full pages among the first `positions` of `r`: their contents are in the stream, or final."""
-        self.tree.insert(self.paths[r.uid], r.pages, positions // self.page)
+        """Caches the full pages among the first `positions` of `r`, as far as they last: their contents are in the stream, or final."""
+        if r.leave is Leave.PREEMPT:
+            self.parked.add(r.uid)
+        self.tree.insert(self.paths[r.uid], r.pages, min(positions, self.lasting(r)) // self.page)
+
+    def lasting(self, r: Request) -> int:
+        """How many leading tokens of `r` may be cached now. Who is preempted leaves all it has there, to find it again."""
+        if r.leave is not Leave.PREEMPT and r.keep.drops(r.out, r.leave is Leave.FINISH):
+            return len(r.prompt)
+        return r.known
 
     def stand_up(self, r: Request) -> None:
         """The slot goes home; the pages stay."""

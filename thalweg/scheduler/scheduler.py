@@ -65,6 +65,7 @@ class Scheduler:
         self._emitted: list[Request] = []  # in the last plan
         self._grammars: list[Request] = []  # rows of the last plan that need a mask
         self._news: list[Delta] = []
+        self._marks: list[tuple[int, str]] = []  # (uid, what befell it)
         self._restless = False  # since the last plan there was a message, a commit, or somebody left
 
     # ---- messages ------------------------------------------------------------------------------------------------------------
@@ -282,6 +283,8 @@ class Scheduler:
             return False
         self.queue.remove(r)
         self.live[r.uid] = r
+        if not r.preempted:
+            self._marks.append((r.uid, "admitted"))
         r.state, r.ticket, r.base = State.LOADING, ticket, r.known
         r.made, r.drafts, r.bound, r.last = 0, (), False, -1
         self._waiting.append(r)
@@ -322,8 +325,10 @@ class Scheduler:
         """A running request lacks pages. Those on their way home come first; then the youngest gives its own, one at a time."""
         if self._waiting or any(r.leave is not STAYS for r in self.live.values()):
             return False
+        youngest = max(self.live.values(), key=_arrival)
         self.tally.preemptions += 1
-        self._leave(max(self.live.values(), key=_arrival), Leave.PREEMPT)
+        self._marks.append((youngest.uid, "preempted"))
+        self._leave(youngest, Leave.PREEMPT)
         return True
 
     def _leave(self, r: Request, why: Leave) -> None:
@@ -422,6 +427,11 @@ class Scheduler:
         """What happened since the last call, in order."""
         news, self._news = self._news, []
         return tuple(news)
+
+    def marks(self) -> tuple[tuple[int, str], ...]:
+        """Who was admitted and who preempted since the last call, as (uid, "admitted" or "preempted"), in order."""
+        marks, self._marks = self._marks, []
+        return tuple(marks)
 
     def stats(self, busy_seconds: float) -> Stats:
         """busy_seconds: time in which steps were in flight."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thalweg.core.errors import CheckpointError
 from thalweg.quant import fp8_block
 from thalweg.weights.stream import Stream
-from thalweg.weights.table import Rule, Table
+from thalweg.weights.table import Rule, Table, same
 
 FP8_DTYPES = (torch.float8_e4m3fn,)
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
@@ -44,7 +44,10 @@ def load(
         for done, name in enumerate(wanted):
             for rule in rules[name]:
                 tensor = stream.read(name, rule.take)
-                if tensor.dtype in FP8_DTYPES:
+                if tensor.dtype in FP8_DTYPES and parameters[rule.target].dtype in FP8_DTYPES:
+                    written[f"{rule.target}_scale"] += _keep_scales(name, rule, stream, held, block, parameters)
+                    read_scales.add(fp8_block.scale_name(name))
+                elif tensor.dtype in FP8_DTYPES:
                     tensor = _dequantized(name, tensor, rule, stream, held, block)
                     read_scales.add(fp8_block.scale_name(name))
                 written[rule.target] += _write(parameters, rule, tensor)
@@ -78,6 +81,44 @@ def _dequantized(
         raise CheckpointError(f"{name} is FP8 but config.json has no quantization_config with weight_block_size")
     first = [part.start or 0 for part in rule.take] + [0, 0]
     return fp8_block.decode(name, q, stream.read(scale), block, (first[0], first[1]))
+
+
+def _keep_scales(
+    name: str,
+    rule: Rule,
+    stream: Stream,
+    held: set[str],
+    block: tuple[int, int] | None,
+    parameters: dict[str, nn.Parameter],
+) -> int:
+    """The multipliers of a weight that stays FP8, into their parameter; returns how many they are."""
+    scale = fp8_block.scale_name(name)
+    if scale not in held:
+        raise CheckpointError(f"{name} is FP8 but {scale} is missing")
+    if block != fp8_block.KEPT_BLOCK:
+        raise CheckpointError(
+            f"{name} is FP8 in blocks of {block}; the kernels compute blocks of {fp8_block.KEPT_BLOCK}"
+        )
+    if rule.transform is not same:
+        raise CheckpointError(f"{name} is FP8 and has to be rearranged, which its blocks do not allow")
+    target = parameters[f"{rule.target}_scale"].data
+    value = stream.read(scale, tuple(_in_blocks(name, part) for part in rule.take))
+    into = tuple(part if isinstance(part, int) else _in_blocks(name, part) for part in rule.into)
+    view = target[into] if into else target
+    if value.shape != view.shape:
+        raise CheckpointError(f"{scale}: shape {tuple(value.shape)}, expected {tuple(view.shape)}")
+    view.copy_(value)
+    return view.numel()
+
+
+def _in_blocks(name: str, part: slice) -> slice:
+    """The blocks that these rows or columns are."""
+    if part.start is None and part.stop is None:
+        return part
+    start, size = part.start or 0, fp8_block.KEPT_BLOCK[0]
+    if start % size:
+        raise CheckpointError(f"{name}: begins at {start}, which is within a block of {size}")
+    return slice(start // size, -(-part.stop // size))
 
 
 def _write(parameters: dict[str, nn.Parameter], rule: Rule, tensor: Tensor) -> int:

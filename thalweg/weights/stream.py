@@ -14,6 +14,8 @@ from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
 
+PIECE = 1 << 28  # elements that are drawn at a time
+FP8_BLOCK, FP8_SPREAD = 128, 64.0  # columns of a block; standard deviation of drawn codes, whose largest is 448
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -138,16 +140,26 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def fill_dummy(module: torch.nn.Module, seed: int = 0) -> None:
-    """Random parameters that keep activations near 1, the same at every call: norms 1 ± 0.1, biases small, weights fan_in^-1/2."""
-    generator = torch.Generator().manual_seed(seed)
+    """Random parameters that keep activations near 1, the same at every call on a kind of device: norms 1 ± 0.1, biases small, weights
+    fan_in^-1/2, FP8 weights as codes of that spread with equal multipliers."""
     parameters = dict(sorted(module.named_parameters()))
+    device = next(iter(parameters.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
     tied = "head.weight" not in parameters
     with torch.inference_mode():
         for name, parameter in parameters.items():
-            noise = torch.randn(parameter.shape, generator=generator)
+            spread = 1.0
             if parameter.dim() == 1:
-                noise = noise.mul_(0.1).add_(0.0 if name.endswith("bias") else 1.0)
+                spread = 0.1
             elif tied or name != "embedding.weight":
                 # uv is stored with its inputs first, every other weight with them last
-                noise.mul_(parameter.shape[-2 if name.endswith(".uv") else -1] ** -0.5)
-            parameter.copy_(noise)
+                spread = parameter.shape[-2 if name.endswith(".uv") else -1] ** -0.5
+            if name.endswith("_scale"):
+                parameter.fill_((parameter.shape[-1] * FP8_BLOCK) ** -0.5 / FP8_SPREAD)
+                continue
+            offset = 1.0 if parameter.dim() == 1 and not name.endswith("bias") else 0.0
+            spread = FP8_SPREAD if parameter.dtype == torch.float8_e4m3fn else spread
+            parts = parameter.unbind() if parameter.numel() > PIECE and parameter.dim() > 1 else (parameter,)
+            for part in parts:  # of a large stack one by one: the noise is float32
+                noise = torch.randn(part.shape, generator=generator, device=device)
+                part.copy_(noise.mul_(spread).add_(offset))

@@ -39,8 +39,15 @@ class Table:
     rules: list[Rule] = field(default_factory=list)
     skips: list[str] = field(default_factory=list)
 
-    def add(self, source: str, target: str, into: Index = (), transform: Transform = same) -> None:
-        self.rules.append(Rule(source, target, into, transform))
+    def add(
+        self,
+        source: str,
+        target: str,
+        into: Index = (),
+        transform: Transform = same,
+        take: tuple[slice, ...] = (),
+    ) -> None:
+        self.rules.append(Rule(source, target, into, transform, take))
 
     def stack(
         self,

@@ -130,6 +130,21 @@ class Driver:
             self._fill(h)
         self.books.drop(h.pages)
         self.count["left"] += 1
+        if self.rng.random() < 0.3:
+            self._trim(h.path)
+
+    def _trim(self, path: Path) -> None:
+        """Who has ended takes its own end of the tree with it: only pages that nobody leases or stands behind, and not its beginning."""
+        before, count = set(self.tree._nodes), self.rng.randint(0, len(path.tokens) // self.size)
+        leased = {page for page in before if self.books.lease[page]}
+        self.books.trim(path, count)
+        gone = before - set(self.tree._nodes)
+        assert not gone & leased, "a page that somebody leases was trimmed"
+        assert all(len(self.contents[page][2]) > count * self.size for page in gone), "trimmed too much"
+        left = Path(path.tokens, path.salt)
+        depth, node = self.tree.match(left, len(path.tokens) // self.size), left.node
+        assert depth <= count or (node is not None and (node.children or node.page in leased)), "trimmed too little"
+        self.count["trimmed"] += len(gone)
 
     def _pin(self, h: Holder) -> None:
         pages = h.pages[: self.rng.randint(1, len(h.pages))]

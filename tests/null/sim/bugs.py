@@ -146,6 +146,25 @@ def growth_forgotten(real: Wrapper, holdings: Holdings, r: Request, count: int) 
     return ()
 
 
+@plant(Holdings, "lasting")
+def thoughts_cached(real: Wrapper, holdings: Holdings, r: Request) -> int:
+    """The prefix cache keeps what no prompt will ever hold again."""
+    return r.known
+
+
+@plant(Holdings, "lasting")
+def calls_forgotten(real: Wrapper, holdings: Holdings, r: Request) -> int:
+    """A thought that ended in a tool call is dropped too, although its results' prompt holds it."""
+    return r.known if r.keep.thoughts or r.leave is Leave.PREEMPT else len(r.prompt)
+
+
+@plant(Holdings, "leave")
+def left_behind(real: Wrapper, holdings: Holdings, r: Request) -> None:
+    """What a preempted request cached for itself stays after its end."""
+    del holdings.paths[r.uid]
+    holdings.parked.discard(r.uid)
+
+
 # ---- admission
 
 
@@ -344,6 +363,20 @@ def books_evict_early(real: Wrapper, books: Books, count: int) -> list[int]:
     if books.tree.idle and count:
         books.free.extend(books.tree.evict(1))
     return real(books, count)
+
+
+@plant(RadixTree, "trim")
+def books_trim_leased(real: Wrapper, tree: RadixTree, path: Path, count: int) -> list[int]:
+    """Takes what others lease or stand behind."""
+    freed: list[int] = []
+    while tree.match(path, len(path.tokens) // tree.page_size) > count:
+        tree._detach(path.node, freed)
+    return freed
+
+
+@plant(Books, "trim")
+def books_trim_loses(real: Wrapper, books: Books, path: Path, count: int) -> None:
+    books.tree.trim(path, count)
 
 
 @plant(Books, "flush")

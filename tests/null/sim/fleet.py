@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
@@ -37,9 +38,24 @@ class RandomWidth:
 
 
 class CountingTree(RadixTree):
-    """The real tree, and how many pages it has evicted."""
+    """The real tree, how many pages it has evicted, and what it holds."""
 
     evicted = 0
+
+    def prefixes(self) -> set[tuple[int, tuple[int, ...]]]:
+        """(salt, all tokens up to its end) of each cached page."""
+        found: set[tuple[int, tuple[int, ...]]] = set()
+        below = [
+            (int(root.key.split(b":")[1]), (), node)
+            for root in self._top.children.values()
+            for node in root.children.values()
+        ]
+        while below:
+            salt, before, node = below.pop()
+            tokens = (*before, *array("i", node.key))
+            found.add((salt, tokens))
+            below += [(salt, tokens, child) for child in node.children.values()]
+        return found
 
     def evict(self, count: int) -> list[int]:
         freed = super().evict(count)
@@ -165,7 +181,7 @@ class Rank:
         assert (
             brain.idle and not brain.runnable and not brain.live and not brain.holdings.paths and not len(brain.queue)
         )
-        assert not brain._waiting and not self.loop.inflight
+        assert not brain._waiting and not self.loop.inflight and not brain.holdings.parked
 
 
 def agree(plans: Sequence[StepPlan]) -> tuple[Shape | None, int]:

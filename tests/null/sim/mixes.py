@@ -9,6 +9,7 @@ from tests.null.sim.clock import Clock
 from tests.null.sim.fleet import CONTEXT, PAGE, CountingTree, Rank, Setting, serve
 from tests.null.sim.front import Case
 from tests.null.sim.model import VOCAB, chain
+from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.messages import FlushCache, Submit
 from thalweg.core.sampling import SamplingParams
 
@@ -27,6 +28,7 @@ class Mix:
 
     def __init__(self, seed: int, tight: bool | None = None) -> None:
         self.rng, self.clock = random.Random(seed), Clock()
+        self.keeps = random.Random(seed + 1)  # beside the other draws, which are known to catch what they must
         rng = self.rng
         drawn = rng.random() < 0.3
         self.tight = drawn if tight is None else tight
@@ -68,7 +70,9 @@ class Mix:
             if first < 0 or rng.random() < 0.7:
                 prompt = (rng.choice(shared) + self._tokens(0, 6))[:16]
                 salt, at, first = rng.randrange(2), rng.randrange(self.burst), -1
-            submit = Submit(uid, prompt, self._params(), priority=rng.randrange(3), salt=salt, first=first)
+            submit = Submit(
+                uid, prompt, self._params(), priority=rng.randrange(3), salt=salt, first=first, keep=self._keep()
+            )
             first = uid if first < 0 else first
             case = Case(submit, CONTEXT, masked=rng.random() < 0.3, send=rng.random() < 0.3)
             self.arrivals.append((at, rank, case))
@@ -105,6 +109,12 @@ class Mix:
             logprobs=rng.randrange(3) if rng.random() < 0.2 else None,
             prompt_logprobs=rng.randrange(3) if rng.random() < self.scored else None,
         )
+
+    def _keep(self) -> Keep:
+        rng = self.keeps
+        if rng.random() < 0.4:
+            return WHOLE
+        return Keep(False, rng.choice((-1, -1, rng.randrange(1, VOCAB))), rng.choice((-1, rng.randrange(1, VOCAB))))
 
     # ---- the front
 
@@ -146,6 +156,7 @@ class Mix:
         for rank in self.ranks:
             rank.check_home()
             self._check_stats(rank)
+            self._check_kept(rank)
         tallies = [rank.brain.tally for rank in self.ranks]
         preempted = sum(t.preemptions for t in tallies)
         work = sum(len(case.tokens) + len(case.submit.prompt) + 4 for case in cases)
@@ -168,6 +179,26 @@ class Mix:
         tree = rank.books.tree
         if isinstance(tree, CountingTree) and not tree.evicted:
             self._check_siblings(rank)
+
+    def _check_kept(self, rank: Rank) -> None:
+        """What the cache holds is the beginning of a prompt, or of a sequence whose output may stay; where nothing was evicted, flushed
+        or trimmed, all of it."""
+        tree = rank.books.tree
+        if not isinstance(tree, CountingTree):
+            return
+        cached, whole = tree.prefixes(), not (tree.evicted or rank.done or rank.brain.tally.preemptions)
+        useful: set[tuple[int, tuple[int, ...]]] = set()
+        for case in rank.cases.values():
+            submit, ended = case.submit, case.finish in ("stop", "length")
+            out = () if submit.keep.drops(case.tokens, ended) else case.tokens
+            tokens = (*submit.prompt, *out)
+            pages = {(submit.salt, tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)}
+            useful |= pages
+            if whole and ended:
+                computed = len(submit.prompt) + len(case.tokens) - 1
+                missing = {page for page in pages if len(page[1]) <= computed} - cached
+                assert not missing, f"{submit.uid} is not cached as far as it may be: {missing}"
+        assert cached <= useful, f"cached for nobody: {cached - useful}"
 
     def _check_siblings(self, rank: Rank) -> None:
         """Where nothing is evicted, no sibling computes a page of the shared prompt again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Iterator
 
 import torch
@@ -54,9 +55,24 @@ def run_script(
     return (script.compiled()(out_TH, x_TH, ids_TK, weights_TK, *_lists(w13_EIH, w2_EHI)),)
 
 
+def run_triton(
+    out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_EIH: Tensor, w2_EHI: Tensor
+) -> tuple[Tensor, ...]:
+    from thalweg.kernels.experts.triton import Weights
+    from thalweg.kernels.experts.triton import add_experts_ as add
+    from thalweg.kernels.router.triton import Routed
+
+    out, x, ids, weights, w13, w2 = (each.cuda() for each in (out_TH, x_TH, ids_TK, weights_TK, w13_EIH, w2_EHI))
+    add(out, x, Routed(weights, ids.int()), Weights(w13, w2))
+    return (out.to(out_TH.device),)
+
+
 def _lists(w13_EIH: Tensor, w2_EHI: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
     gate_up, down = ([weight.t() for weight in stack] for stack in (w13_EIH, w2_EHI))
     return gate_up, down, [weight.flatten() for weight in w13_EIH], torch.zeros(())
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"script": run_script} if script.AVAILABLE else {})
+_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+BACKENDS: dict[str, Run] = (
+    {"ref": run} | ({"script": run_script} if script.AVAILABLE else {}) | ({"triton": run_triton} if _GPU else {})
+)

@@ -1,14 +1,16 @@
-"""Cases of grouped-query attention: one and several query heads for a key head, decode and prefill."""
+"""Cases of grouped-query attention: one and several query heads for a key head, decode and prefill; gathered, and over pages."""
 
 from __future__ import annotations
 
-from typing import Iterator
+from importlib.util import find_spec
+from typing import Any, Iterator
 
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, normal, precision, size
+from thalweg.kernels.case import Case, Run, normal, precision, size
 from thalweg.kernels.gqa.ref import attend
+from thalweg.kernels.mla.case import PAGE, pages_of, poisoned, quantized
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -41,3 +43,66 @@ def run(q_RqHd: Tensor, key_RSKd: Tensor, value_RSKd: Tensor, bias_RqS: Tensor) 
 
 
 BACKENDS = {"ref": run}
+
+
+def paged_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+    """Decode where `splits` is given, prefill where `starts_R1` is. exact: out [T, H, d], of decode also LSE [T, H]."""
+    for heads, kv_heads, dim, queries, contexts, splits, fp8, fixed in (
+        (28, 4, 128, (1, 1, 1), (1, 65, 1000), 1, False, False),
+        (28, 4, 128, (1, 1, 1), (1, 65, 1000), 4, False, False),
+        (64, 8, 128, (3, 3), (300, 129), 2, False, False),
+        (14, 2, 64, (2, 2), (1500, 129), 32, False, True),
+        (32, 2, 128, (4,), (300,), 2, False, False),
+        (28, 4, 128, (1, 1, 1), (1, 65, 1000), 3, True, False),
+        (28, 4, 128, (200, 1, 64), (200, 70, 190), 0, False, False),
+        (14, 2, 64, (300,), (1000,), 0, False, False),
+        (4, 4, 256, (130,), (130,), 0, False, False),
+        (28, 4, 128, (200, 5), (200, 300), 0, True, False),
+    ):
+        table, pages = pages_of(generator, contexts)
+        key, value = (
+            poisoned(normal(generator, pages, PAGE, kv_heads, dim), table, contexts).to(dtype) for _ in range(2)
+        )
+        inputs: dict[str, Any] = {"key_PSKd": key, "value_PSKd": value}
+        if fp8:
+            inputs["key_PSKd"], inputs["key_scale"] = quantized(key.float())
+            inputs["value_PSKd"], inputs["value_scale"] = quantized(value.float())
+            key = inputs["key_PSKd"].float() * inputs["key_scale"]
+            value = inputs["value_PSKd"].float() * inputs["value_scale"]
+        q = normal(generator, sum(queries), heads, dim, dtype=dtype)
+        rows = [row for row, query in enumerate(queries) for _ in range(query)]
+        spans = zip(queries, contexts, strict=True)
+        positions = torch.cat([torch.arange(context - query, context).clamp_min(0) for query, context in spans])
+        out, lse = torch.empty(len(q), heads, dim, dtype=torch.float64), torch.empty(len(q), heads, dtype=torch.float64)
+        for token, (row, position) in enumerate(zip(rows, positions.tolist(), strict=True)):
+            own = [x[table[row].long()].flatten(0, 1)[: position + 1].double() for x in (key, value)]
+            k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in own)
+            scores = torch.einsum("hd,shd->hs", q[token].double(), k) * dim**-0.5
+            out[token], lse[token] = torch.einsum("hs,shd->hd", scores.softmax(-1), v), scores.logsumexp(-1)
+        if splits:
+            inputs |= {"splits": splits, "query": queries[0], "fixed": fixed}
+        else:
+            starts = torch.tensor((0, *queries)).cumsum(0).to(torch.int32)
+            inputs |= {"starts_R1": starts, "max_query": max(queries)}
+        kind = f"{splits} splits" if splits else "prefill"
+        yield Case(
+            name=f"{kind}, {heads}/{kv_heads} heads of {dim}, {queries} of {contexts} tokens{', e4m3' * fp8}{', fixed' * fixed}",
+            inputs={"query_THd": q, "table_RL": table, "positions_T": positions, "scale": dim**-0.5, **inputs},
+            exact=(out, lse) if splits else (out,),
+            tolerance=precision(dtype),
+            flops=4 * heads * dim * int(positions.sum() + len(positions)),
+            bytes=sum(contexts) * kv_heads * dim * (inputs["key_PSKd"].itemsize * 2) + size(q),
+        )
+
+
+def run_paged(**inputs: Any) -> tuple[Tensor, ...]:
+    """Own kernels."""
+    from thalweg.kernels.gqa import triton
+
+    if "starts_R1" in inputs:
+        return (triton.prefill(**inputs),)
+    partial, lse = triton.decode(**inputs)
+    return triton.merge(partial, lse, inputs["query_THd"].dtype), lse.logsumexp(-1)
+
+
+PAGED: dict[str, Run] = {"triton": run_paged} if find_spec("triton") and torch.cuda.is_available() else {}

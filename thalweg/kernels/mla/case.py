@@ -1,14 +1,21 @@
-"""Cases of latent attention: absorbed and decompressed from the same inputs must agree, masked keys must not count."""
+"""Cases of latent attention: absorbed and decompressed from the same inputs must agree, masked keys must not count.
+
+`cases` have gathered keys; `decode_cases` and `prefill_cases` have a model's dims and the layouts that a GPU's kernels read: pages in any order,
+rows of unequal length, poison in everything that must not be read.
+"""
 
 from __future__ import annotations
 
-from typing import Iterator
+from importlib.util import find_spec
+from typing import Any, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, normal, precision, size
+from thalweg.kernels.case import Case, Run, normal, precision, size
 from thalweg.kernels.mla import ref
+
+PAGE = 64
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -53,3 +60,148 @@ def run(
 
 
 BACKENDS = {"ref": run}
+
+
+def pages_of(generator: torch.Generator, contexts: Sequence[int]) -> tuple[Tensor, int]:
+    """A page table int32 [R, L] of rows of these lengths, pages in random order and 0 beyond a row's end; and how many pages there are."""
+    counts = [-(-context // PAGE) for context in contexts]
+    order = torch.randperm(sum(counts), generator=generator).to(torch.int32) + 1
+    table = torch.zeros(len(contexts), max(counts), dtype=torch.int32)
+    for row, pages in enumerate(torch.split(order, counts)):
+        table[row, : len(pages)] = pages
+    return table, sum(counts) + 1
+
+
+def poisoned(plane_PSX: Tensor, table_RL: Tensor, contexts: Sequence[int]) -> Tensor:
+    """The same plane with large finite values in tokens that no row may read: a page may be recycled, so it holds anything finite."""
+    allowed = torch.zeros(plane_PSX.shape[:2], dtype=torch.bool)
+    for table_L, context in zip(table_RL.long(), contexts, strict=True):
+        index = torch.arange(context)
+        allowed[table_L[index // PAGE], index % PAGE] = True
+    allowed[0, 0] = True  # where padding reads
+    return torch.where(allowed.view(*allowed.shape, *(1 for _ in plane_PSX.shape[2:])), plane_PSX, torch.full((), 1e3))
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 codes and one float32 scale [1]."""
+    scale = torch.tensor([0.05])
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def decode_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+    """exact: merged sums [T, H, r], their LSE [T, H], and the sums times W_UV [T, H, v]."""
+    for heads, contexts, query, splits, fp8, fixed in (
+        (16, (1, 64, 65, 1000), 1, 1, False, False),
+        (16, (1, 64, 65, 1000), 1, 5, False, False),
+        (16, (700, 130), 2, 3, False, False),
+        (128, (300, 1, 190), 1, 2, False, False),
+        (128, (513,), 3, 1, False, False),
+        (20, (90, 200), 1, 4, False, False),
+        (16, (1000, 77), 2, 32, False, True),
+        (128, (600, 1500), 1, 32, False, True),
+        (16, (1, 64, 65, 1000), 1, 3, True, False),
+        (128, (300, 190), 1, 2, True, False),
+    ):
+        rank, rope, v, scale = 512, 64, 128, 192**-0.5
+        table, pages = pages_of(generator, contexts)
+        plane = poisoned(normal(generator, pages, PAGE, rank + rope), table, contexts).to(dtype)
+        stored, inputs = plane, {}
+        if fp8:
+            stored, inputs["plane_scale"] = quantized(plane.float())
+            plane = stored.float() * inputs["plane_scale"]
+        q = normal(generator, len(contexts) * query, heads, rank + rope, dtype=dtype)
+        uv = (normal(generator, heads, rank, v) * rank**-0.5).to(dtype)
+        positions = torch.cat([torch.arange(context - query, context).clamp_min(0) for context in contexts])
+        exact, lse = (
+            torch.empty(len(q), heads, rank, dtype=torch.float64),
+            torch.empty(len(q), heads, dtype=torch.float64),
+        )
+        for token, position in enumerate(positions.tolist()):
+            kv = plane[table[token // query].long()].flatten(0, 1)[: position + 1].double()
+            scores = q[token].double() @ kv.T * scale
+            exact[token], lse[token] = scores.softmax(-1) @ kv[:, :rank], scores.logsumexp(-1)
+        pairs = heads * int(positions.sum() + len(positions))
+        yield Case(
+            name=f"{heads} heads, contexts {contexts}, {query} queries, {splits} splits{', e4m3' * fp8}{', fixed' * fixed}",
+            inputs={
+                "query_THD": q,
+                "plane_PSD": stored,
+                "table_RL": table,
+                "positions_T": positions,
+                "uv_HRv": uv,
+                "scale": scale,
+                "rank": rank,
+                "splits": splits,
+                "query": query,
+                "fixed": fixed,
+                **inputs,
+            },
+            exact=(exact, lse, torch.einsum("thr,hrv->thv", exact, uv.double()).flatten(1)),
+            tolerance=precision(dtype),
+            flops=2 * pairs * (2 * rank + rope),
+            bytes=sum(contexts) * (rank + rope) * stored.itemsize + size(q),
+        )
+
+
+def run_decode(uv_HRv: Tensor, **inputs: Any) -> tuple[Tensor, ...]:
+    """Own kernels: split-KV decode, then both merges."""
+    from thalweg.kernels.mla import triton
+
+    partial, lse = triton.decode(**inputs)
+    merged = triton.merge(partial, lse, inputs["query_THD"].dtype)
+    return merged, lse.logsumexp(-1), triton.merge_up(partial, lse, uv_HRv)
+
+
+def prefill_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+    """exact: out [T, H, v] and LSE [T, H]."""
+    for heads, queries, contexts, causal in (
+        (16, (200,), (200,), True),
+        (2, (130, 1, 64, 5), (190, 70, 64, 133), True),
+        (4, (300,), (1000,), True),
+        (4, (129, 7), (64, 300), False),
+    ):
+        nope, rope, v, scale = 128, 64, 128, 192**-0.5
+        q = normal(generator, sum(queries), heads, nope + rope, dtype=dtype)
+        kv, turned = (normal(generator, sum(contexts), *shape, dtype=dtype) for shape in ((heads, nope + v), (rope,)))
+        starts, begins = (torch.tensor((0, *counts)).cumsum(0).to(torch.int32) for counts in (queries, contexts))
+        out, lse = torch.empty(len(q), heads, v, dtype=torch.float64), torch.empty(len(q), heads, dtype=torch.float64)
+        pairs = 0
+        for i, (query, context) in enumerate(zip(queries, contexts, strict=True)):
+            own, its = slice(starts[i], starts[i + 1]), slice(begins[i], begins[i + 1])
+            key = torch.cat((kv[its, :, :nope], turned[its, None].expand(-1, heads, -1)), -1).double()
+            scores = torch.einsum("qhd,shd->qhs", q[own].double(), key) * scale
+            unseen = torch.arange(context) > context - query + torch.arange(query).unsqueeze(1)
+            if causal:
+                scores.masked_fill_(unseen.unsqueeze(1), -torch.inf)
+            out[own] = torch.einsum("qhs,shv->qhv", scores.softmax(-1), kv[its, :, nope:].double())
+            lse[own] = scores.logsumexp(-1)
+            pairs += heads * (query * context - int(unseen.sum()) * causal)
+        yield Case(
+            name=f"prefill, {heads} heads, {queries} of {contexts} tokens{', causal' * causal}",
+            inputs={
+                "query_THq": q,
+                "key_SHn": kv[..., :nope],
+                "rope_Sc": turned,
+                "value_SHv": kv[..., nope:],
+                "query_starts_R1": starts,
+                "context_starts_R1": begins,
+                "max_query": max(queries),
+                "scale": scale,
+                "causal": causal,
+            },
+            exact=(out, lse),
+            tolerance=precision(dtype),
+            flops=2 * pairs * (nope + rope + v),
+            bytes=size(q, kv, turned),
+        )
+
+
+def run_prefill(**inputs: Any) -> tuple[Tensor, ...]:
+    """Own kernel."""
+    from thalweg.kernels.mla import triton
+
+    return triton.prefill(**inputs)
+
+
+DECODE: dict[str, Run] = {"triton": run_decode} if find_spec("triton") and torch.cuda.is_available() else {}
+PREFILL: dict[str, Run] = {"triton": run_prefill} if find_spec("triton") and torch.cuda.is_available() else {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Iterator
 
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, normal, size
+from thalweg.kernels.case import Case, Run, normal, size
 from thalweg.kernels.router import ref
 
 
@@ -58,4 +59,17 @@ def run(
     return (torch.zeros_like(logits_TE).scatter_(1, ids, weights),)
 
 
-BACKENDS = {"ref": run}
+def run_triton(
+    method: str, logits_TE: Tensor, bias_E: Tensor, topk: int, scale: float, groups: int, topk_groups: int
+) -> tuple[Tensor, ...]:
+    """The kernel makes its logits itself: given the logits as activations and the identity as weights, it makes these."""
+    from thalweg.kernels.router import triton
+
+    rule = triton.Rule(logits_TE.shape[1], topk, scale, groups, topk_groups, method, True, 0)
+    logits = logits_TE.cuda()
+    routed = triton.route(logits, torch.eye(rule.experts, device=logits.device), bias_E.cuda(), rule)
+    return (torch.zeros_like(logits).scatter_(1, routed.ids_TK.long(), routed.weights_TK).to(logits_TE.device),)
+
+
+_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})

@@ -1,0 +1,132 @@
+"""Small models of the published shapes, with random weights, for kernels and for the reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.config.model import ModelFacts, facts_of
+from thalweg.layers.kernel_parts import KernelParts
+from thalweg.layers.parts import ReferenceParts
+from thalweg.memory.planes import Planes
+from thalweg.models import catalog
+from thalweg.weights.stream import fill_dummy
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 1024,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 8192,
+}
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2": COMMON | {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "num_hidden_layers": 2, "rope_theta": 1e6,
+    },
+    "qwen3": COMMON | {
+        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 2, "rope_theta": 1e6,
+    },
+    "v2-lite": COMMON | LATENT | {
+        "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+        "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "num_attention_heads": 16, "q_lora_rank": None,
+        "num_hidden_layers": 3, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "n_group": 1,
+        "topk_group": 1, "routed_scaling_factor": 1.0, "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "v3": COMMON | LATENT | {
+        "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "num_attention_heads": 128, "q_lora_rank": 1536,
+        "num_hidden_layers": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 2.5, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    },
+}  # fmt: skip
+
+
+def facts(shape: str) -> ModelFacts:
+    return facts_of(SHAPES[shape], shape)
+
+
+def folder(shape: str, path: Path) -> Path:
+    """A checkpoint folder that has only its config.json: enough for random weights."""
+    (path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    return path
+
+
+def pair(shape: str, device: torch.device) -> tuple[Any, Any]:
+    """(reference in float32, kernels in bf16) with the same random weights."""
+    of = facts(shape)
+    kernels = catalog.assemble(of, KernelParts(torch.bfloat16, device, of.fp8_block is not None))
+    reference = catalog.assemble(of, ReferenceParts(torch.float32, device))
+    assert isinstance(kernels, torch.nn.Module) and isinstance(reference, torch.nn.Module)
+    fill_dummy(kernels)
+    given = dict(kernels.named_parameters())
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if ".shared." in name:
+                parameter.copy_(_shared(of, given, name))
+            else:
+                parameter.copy_(_plain(given, name)[: len(parameter)])
+    return reference, kernels
+
+
+def _plain(given: dict[str, Tensor], name: str) -> Tensor:
+    """A weight in float32, its blocks' multipliers applied."""
+    weight = given[name].float()
+    if f"{name}_scale" not in given:
+        return weight
+    scale = given[f"{name}_scale"].repeat_interleave(128, -2).repeat_interleave(128, -1)
+    return weight * scale[..., : weight.shape[-2], : weight.shape[-1]]
+
+
+def _shared(of: ModelFacts, given: dict[str, Tensor], name: str) -> Tensor:
+    """The shared experts' MLP, out of the stack where the kernels keep it."""
+    assert of.moe is not None
+    block, first, width = name.partition(".shared.")[0], of.moe.experts, of.moe.intermediate
+    if "down" in name:
+        return _plain(given, f"{block}.experts.w2")[first:].transpose(0, 1).flatten(1)
+    w13 = _plain(given, f"{block}.experts.w13")[first:]
+    return torch.cat([w13[:, :width].flatten(0, 1), w13[:, width:].flatten(0, 1)])
+
+
+Part = tuple[int, int, int]  # first page of the row, tokens before this step, tokens of this step
+
+
+def batches(rows: list[Part], device: torch.device, generator: torch.Generator, vocab: int) -> tuple[Batch, Batch]:
+    """One step of these rows, for the reference and for the kernels (whose tables are int32)."""
+    ids = torch.cat([torch.randint(0, vocab, (n,), generator=generator) for _, _, n in rows]).to(device)
+    positions = torch.cat([torch.arange(at, at + n) for _, at, n in rows]).to(device)
+    write = torch.cat([page * 64 + torch.arange(at, at + n) for page, at, n in rows]).to(device)
+    wide = max(-(-(at + n) // 64) for _, at, n in rows)
+    table = torch.tensor(
+        [[page + i if i * 64 < at + n else 0 for i in range(wide)] for page, at, n in rows], device=device
+    )
+    groups: list[Group] = []
+    token = 0
+    for i, (_, at, n) in enumerate(rows):
+        last = groups[-1] if groups and groups[-1].query == n else None
+        if last is None:
+            groups.append(Group(i, 1, token, n, at + n))
+        else:
+            groups[-1] = Group(last.row_start, last.rows + 1, last.token_start, n, max(last.reach, at + n))
+        token += n
+    real, every = torch.ones(token, dtype=torch.bool, device=device), torch.arange(token, device=device)
+    rest = (real, every, tuple(groups), tuple(Extent(n, at + n) for _, at, n in rows))
+    return Batch(ids, positions, write, table, *rest), Batch(ids, positions, write, table.int(), *rest)
+
+
+def planes(model: Any, device: torch.device) -> Planes:
+    return Planes(model.planes(), 64, device)

@@ -1,0 +1,213 @@
+"""The recorder over the simulated device, the thread that watches a loop, and the front's vigil. Running again: `tests/cpu/test_replay.py`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.null.sim.device import Device
+from tests.null.sim.mixes import Mix
+from thalweg.core.errors import CannotServe
+from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
+from thalweg.engine import recording, sentry, vigil
+from thalweg.engine.recording import Recording, Ring, fingerprint, read
+from thalweg.engine.settings import EngineSettings
+from thalweg.engine.vigil import Vigil
+
+Known = dict[int, tuple[tuple[int, ...], int, bool]]  # slot → tokens, how many have KV, whether it has ended
+
+
+def settings(folder: Path) -> EngineSettings:
+    return EngineSettings(path=str(folder), crash_dump_folder=str(folder))
+
+
+@pytest.mark.parametrize("steps", [1, 4, 9])
+def test_a_recording_begins_with_what_the_device_knows_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Any depth, pipelines, preemption, aborts, drafts: seats equal the slots of the simulated device before the first recorded step."""
+    monkeypatch.setattr(recording, "STEPS", steps)
+    truth: dict[tuple[int, int], Known] = {}
+    real = Device._forward
+
+    def forward(device: Device, stage: int, step: int) -> None:
+        if stage == device.stages - 1:
+            truth[id(device), step] = {slot: (x.tokens, x.at, x.done) for slot, x in device.slots[stage].items()}
+        real(device, stage, step)
+
+    monkeypatch.setattr(Device, "_forward", forward)
+    seats = files = 0
+    for seed in range(steps * 100, steps * 100 + 8):
+        mix, written = Mix(seed), list[tuple[int, Path]]()
+        for rank in mix.ranks:
+            rank.loop.recorder = Ring(settings(tmp_path), rank.brain.requests)
+        monkeypatch.setattr(mix, "receive", writing(mix, mix.receive, written))
+        mix.run()
+        for device, path in written:
+            found = read(path)
+            path.unlink()
+            files += 1
+            assert found.head.whole == (found.head.first == 0)
+            seats += check(found, truth.get((device, found.head.first)))
+    assert files > 20 and seats > 10, (files, seats)
+
+
+def writing(mix: Mix, real: Callable[[int], bool], written: list[tuple[int, Path]]) -> Callable[[int], bool]:
+    """Every rank's recording, every now and then."""
+
+    def receive(turn: int) -> bool:
+        for rank in mix.ranks if turn % 11 == 10 else ():
+            assert isinstance(rank.loop.recorder, Ring)
+            written.append((id(rank.device), rank.loop.recorder.dump("test")))
+        return real(turn)
+
+    return receive
+
+
+def check(found: Recording, known: Known | None) -> int:
+    """How many seats were compared. known: the slots before its first step; None where the device had not come so far."""
+    seated = {seat.bind.slot for seat in found.seats}
+    for step in found.steps:
+        seated |= {bind.slot for bind in step.plan.binds}
+        assert {row.slot for row in step.plan.rows} <= seated, "a row of a request that is not there"
+        assert step.outputs is None or len(step.outputs) == len(step.plan.rows)
+    if known is None or not found.steps:
+        return 0
+    running = [seat.bind for seat in found.seats if seat.bind.end]  # an aborted one counts as over
+    for bind in running:
+        tokens, at, done = known[bind.slot]
+        assert not done and (bind.tokens, bind.computed) == (tokens, at), "a seat that was never so"
+    return len(running)
+
+
+def test_a_step_costs_little(tmp_path: Path) -> None:
+    """In CPU time, 8 running rows; measured at 2 µs, and at 7 µs with 64 rows."""
+    ring = Ring(settings(tmp_path), {})
+    rows = tuple(Row(10**6 + i, i, 3000 + i, 1, 0, True) for i in range(8))
+    outputs = tuple(Output((1000 + i,)) for i in range(8))
+    plans = [StepPlan(i, i - 1, rows, reach=4000) for i in range(5000)]
+    best = 1.0
+    for part in range(5):
+        begin = time.process_time()
+        for plan in plans[part * 1000 : (part + 1) * 1000]:
+            ring.launches(plan)
+            ring.retired(plan, outputs)
+        best = min(best, (time.process_time() - begin) / 1000)
+    assert best < 10e-6
+
+
+def test_log_probabilities_that_json_cannot_say_are_left_out(tmp_path: Path) -> None:
+    ring = Ring(settings(tmp_path), {})
+    plan = StepPlan(0, -1, (Row(1, 0, 0, 1, 0, True), Row(2, 1, 0, 1, 0, True)), reach=1)
+    ring.launches(plan)
+    infinite = Output((5,), logprobs=(TokenLogprob(-1.0, (5,), (float("-inf"),)),))
+    finite = Output((6,), logprobs=(TokenLogprob(-1.0, (6,), (-1.0,)),))
+    ring.retired(plan, [infinite, finite])
+    (step,) = read(ring.dump("test")).steps
+    assert step.outputs == (Output((5,)), finite) and step.plan == plan
+
+
+def test_checkpoints_are_told_apart_wherever_they_lie(tmp_path: Path) -> None:
+    for name, config in (("a", "{}"), ("b", "{}"), ("c", "{ }")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    assert fingerprint(tmp_path / "a") == fingerprint(tmp_path / "b") != fingerprint(tmp_path / "c")
+    (tmp_path / "b" / "model.safetensors").write_bytes(b"12")
+    assert fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b") and fingerprint(tmp_path) == ""
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotServe, match=r"crash_dump_folder .*file.*name another folder"):
+        Ring(settings(tmp_path / "file"), {})
+
+
+def test_a_full_disk_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ring = Ring(settings(tmp_path / "dumps"), {})
+    (tmp_path / "dumps").rmdir()
+    ring.died(RuntimeError("fire"))
+    assert "could not be written (the engine died: RuntimeError: fire)" in caplog.text
+
+
+# ---- who watches
+
+
+class Watched:
+    """A loop as the sentry sees it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.turns = 0
+        self.scheduler = SimpleNamespace(idle=True, requests={1: None})
+        self.ring = Ring(settings(folder), {})
+        self.written: list[str] = []
+        self.ring.save = lambda reason, error="": self.written.append(reason)  # type: ignore[method-assign]
+
+
+def test_the_sentry_writes_once_for_each_time_that_the_loop_stands_still(tmp_path: Path) -> None:
+    loop: Any = Watched(tmp_path)
+    reads, writes = os.pipe()
+    thread = threading.Thread(target=sentry._watch, args=(loop, loop.ring, 0.08, reads))
+    thread.start()
+    try:
+        time.sleep(0.2)
+        assert not loop.written, "nobody waits"
+        loop.scheduler.idle = False
+        until(lambda: len(loop.written) == 1)
+        time.sleep(0.2)
+        assert loop.written == ["no step for 0.08 s while 1 requests wait"]
+        loop.turns += 1
+        until(lambda: len(loop.written) == 2)
+        os.write(writes, bytes([sentry.SIGNAL]))
+        until(lambda: len(loop.written) == 3)
+        os.write(writes, b"\x01")
+        time.sleep(0.1)
+        assert loop.written[2:] == ["asked for by a signal"]
+    finally:
+        os.close(writes)
+        thread.join(5)
+        os.close(reads)
+    assert not thread.is_alive()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def test_the_vigil_counts_from_when_something_is_owed_or_was_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(vigil, "time", SimpleNamespace(monotonic=lambda: now))
+    watch = Vigil(5.0)
+    now = 1000.0
+    assert not watch.overdue, "an idle engine may be silent"
+    watch.owes(1)
+    now = 1004.0
+    watch.owes(2)
+    assert not watch.overdue
+    now = 1005.5
+    assert watch.overdue and watch.owed == 2, "another request does not start the time anew"
+    watch.heard()
+    assert not watch.overdue
+    now = 1020.0
+    watch.paid(1)
+    assert watch.overdue
+    watch.paid(2)
+    watch.paid(2)
+    assert not watch.overdue
+    watch.owes(3)
+    now = 2000.0
+    watch.forget()
+    assert not watch.overdue and watch.owed == 0
+    never = Vigil(0.0)
+    never.owes(1)
+    now = 10**9
+    assert not never.overdue

@@ -1,0 +1,355 @@
+"""SwiGLU experts, shared ones too, added into the residual: out[t] += Σ_k weight[t, k] · down(silu(gate(x[t])) · up(x[t])) (as `ref.py`).
+
+T tokens, K experts a token (topk + shared), P = T · K pairs, N experts in the stack, H hidden, I inner. Shared experts are the last of the stack and
+chosen by every token with weight 1; expert N is none (padding).
+
+Floor: the weights of the experts that are chosen, 3 · H · I each, read once: 17.3 MB in bf16 for V2-Lite, 44.0 MB in FP8 for V3, so for one
+token (8 and 9 experts) 138 MB, 45 µs, and 396 MB, 128 µs at 3.1 TB/s; for 1,024 tokens of V2-Lite all 66, 1.14 GB, 368 µs.
+
+- One or two tokens in bf16: no sorting. `_up_pairs` is a matrix-vector product for each pair; `_down_tokens` walks the token's K experts in
+  one program for each block of H, which sums them in float32 and adds the residual. Two launches of programs that only stream weights.
+- Up to four tokens in FP8: `_up` and `_down` with a tile for each pair, then `combine`. A tile of 16 rows is mostly empty, but unpacking e4m3 for
+  FMAs takes four instructions an element, of which a multiprocessor has no more than the memory wants (measured: 0.41 of the floor).
+- More: pairs are sorted by expert (`permute/`), and `_up`, `_down` are grouped GEMMs over tiles of BLOCK_M pairs of one expert, on a grid for
+  the worst case whose idle programs leave at once; `combine` sums each token's rows. No atomics: bitwise repeatable.
+
+FP8: weights are e4m3 with a scale for each 128 × 128 block; x comes quantised (the router does it), the inner activations are rounded to bf16 and
+quantised in the kernel that makes or reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thalweg.kernels.permute.triton import chunk_of, combine, sort
+from thalweg.kernels.quantize.triton import encode, launch, quantize, scales_like
+from thalweg.kernels.router.triton import Routed
+from thalweg.kernels.silu_mul.triton import gated
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """w13: gate rows, then up rows [N, 2 I, H]; w2 [N, H, I]; bf16, or e4m3 with float32 scales s13 [N, 2 I / 128, H / 128] and
+    s2 [N, ceil(H / 128), I / 128], H and I multiples of 128. All contiguous."""
+
+    w13_NIH: Tensor
+    w2_NHI: Tensor
+    s13: Tensor | None = None
+    s2: Tensor | None = None
+
+    @property
+    def fp8(self) -> bool:
+        return self.w13_NIH.dtype == torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile shape: M rows of pairs, N columns (of gate and of up each, or of H), K of the summed axis; pipeline stages; warps."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    up: Tile
+    down: Tile
+
+
+def pair_tiles() -> Tiles:
+    """Of matrix-vector products: n rows of weights a program, k of them at a time."""
+    return Tiles(Tile(1, 16, 256, 4, 4), Tile(1, 8, 1024, 3, 8))
+
+
+def path(tokens: int, fp8: bool, deterministic: bool) -> str:
+    """pairs: matrix-vector products; direct: a GEMM tile for each pair; sorted: tiles of pairs of one expert."""
+    if deterministic or tokens > 4:
+        return "sorted"
+    if fp8:
+        return "direct"
+    return "pairs" if tokens <= 2 else "sorted"
+
+
+def tiles(tokens: int, topk: int, experts: int, fp8: bool, deterministic: bool) -> Tiles:
+    """Of grouped GEMMs, by the expected rows of an expert. FP8: n is one block of scales, because `_up` quantises what it makes."""
+    rows = tokens * topk / experts
+    m = 64 if deterministic else 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 96 else 128
+    if fp8:
+        m = min(m, 64)
+        return Tiles(Tile(m, 128, 128, 4, 8 if m == 64 else 4), Tile(m, 128, 128, 4, 4))
+    if m == 128:
+        return Tiles(Tile(128, 128, 64, 3, 8), Tile(128, 256, 64, 3, 8))
+    if m == 64:
+        return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))
+    return Tiles(Tile(m, 64, 128, 3, 4), Tile(m, 64, 128, 4, 4))
+
+
+def starts(topk: int, experts: int, fp8: bool, most: int) -> list[int]:
+    """Numbers of tokens, up to `most`, at which other compiled kernels begin: running each once compiles all. topk, experts: with the shared ones."""
+    keys = []
+    for tokens in range(1, most + 1):
+        by, pairs = path(tokens, fp8, False), tokens * topk
+        single = pairs <= chunk_of(pairs)
+        sort_key = (tiles(tokens, topk, experts, fp8, False), chunk_of(pairs), single)
+        keys.append((by, sort_key if by == "sorted" else None))
+    return [i + 1 for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
+
+
+def add_experts_(
+    out_TH: Tensor, x_TH: Tensor, routed: Routed, weights: Weights, deterministic: bool = False, given: Tiles | None = None,
+    by: str | None = None,
+) -> None:  # fmt: skip
+    """Adds into out_TH (bf16 residual), in place. x_TH: bf16, contiguous. FP8 weights read routed.codes_TH, or quantise x themselves.
+    deterministic: a token's result does not depend on the others. given, by: tiles and path in place of the tables', for tuning."""
+    tokens, columns = routed.ids_TK.shape
+    if not tokens:
+        return
+    by = by or path(tokens, weights.fp8, deterministic)
+    if by == "pairs":
+        return _pairs(out_TH, x_TH, routed, weights, given or pair_tiles())
+    x: Tensor | None = x_TH
+    scales: Tensor | None = None
+    if weights.fp8:
+        x, scales = routed.codes_TH, routed.scales_TG
+    if x is None or weights.fp8 and scales is None:
+        x, scales = quantize(x_TH)
+        routed = routed._replace(shared=0)  # x is not there yet when the next kernel starts
+    shape = given or tiles(tokens, columns, weights.w13_NIH.shape[0], weights.fp8, deterministic)
+    _grouped(out_TH, x, scales, routed, weights, x_TH.dtype, shape, by == "direct")
+
+
+def coverage(ids_TK: Tensor, experts: int) -> Tensor:
+    """Distinct routed experts (0 … experts - 1) among these ids, as an int64 scalar on their device: what the floor of a step counts."""
+    return torch.bincount(ids_TK.flatten().clamp(max=experts), minlength=experts + 1)[:experts].count_nonzero()
+
+
+def _pairs(out_TH: Tensor, x_TH: Tensor, routed: Routed, weights: Weights, shape: Tiles) -> None:
+    tokens, columns = routed.ids_TK.shape
+    experts, hidden, inner = weights.w2_NHI.shape
+    up, down = shape.up, shape.down
+    inner_PI = torch.empty(tokens * columns, inner, dtype=x_TH.dtype, device=out_TH.device)
+    _up_pairs[(tokens, triton.cdiv(inner, up.n), columns)](
+        inner_PI, x_TH, weights.w13_NIH, routed.ids_TK,
+        experts, hidden, inner, columns, routed.shared, up.n, up.k, up.stages, **launch(up.warps),
+    )  # fmt: skip
+    _down_tokens[(tokens, triton.cdiv(hidden, down.n))](
+        out_TH, inner_PI, weights.w2_NHI, routed.ids_TK, routed.weights_TK,
+        experts, hidden, inner, columns, down.n, down.k, down.stages, **launch(down.warps),
+    )  # fmt: skip
+
+
+def _grouped(
+    out_TH: Tensor,
+    x_TH: Tensor,
+    scales: Tensor | None,
+    routed: Routed,
+    weights: Weights,
+    dtype: torch.dtype,
+    shape: Tiles,
+    direct: bool,
+) -> None:
+    tokens, columns = routed.ids_TK.shape
+    experts, hidden, inner = weights.w2_NHI.shape
+    pairs, device, up, down = tokens * columns, out_TH.device, shape.up, shape.down
+    count = pairs
+    table: tuple[Tensor | None, ...] = (None, routed.ids_TK, None, None, None)
+    if not direct:
+        by = sort(routed.ids_TK, experts, up.m)
+        count, table = by.tiles, (by.order, by.expert, by.row, by.end_N, by.total)
+    inner_PI = torch.empty(pairs, inner, dtype=x_TH.dtype, device=device)
+    inner_scales = None if scales is None else scales_like(pairs, inner, device)
+    y_PH = torch.empty(pairs, hidden, dtype=dtype, device=device)
+    _up[(count * triton.cdiv(inner, up.n),)](
+        inner_PI, inner_scales, x_TH, scales, weights.w13_NIH, weights.s13, *table, tokens,
+        0 if inner_scales is None else inner_scales.stride(1), 0 if scales is None else scales.stride(1),
+        experts, hidden, inner, columns, routed.shared if direct else 0, direct, up.m, up.n, up.k, up.stages, **launch(up.warps),
+    )  # fmt: skip
+    _down[(count * triton.cdiv(hidden, down.n),)](
+        y_PH, inner_PI, inner_scales, weights.w2_NHI, weights.s2, *table, 0 if inner_scales is None else inner_scales.stride(1),
+        experts, hidden, inner, direct, down.m, down.n, down.k, down.stages, **launch(down.warps),
+    )  # fmt: skip
+    combine(out_TH, y_PH, None, routed.ids_TK, routed.weights_TK, experts)
+
+
+@triton.jit
+def _up_pairs(
+    inner_PI, x_TH, w13, ids_TK,
+    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """inner[pair] = silu(gate · x) · (up · x) for BLOCK_I rows of the pair's expert. Shared experts come first and do not wait for the choice: x was
+    there before the kernel that chooses began. Tokens run fastest over the grid, so that a second one finds the shared experts' rows in L2."""
+    token, block, k = tl.program_id(0), tl.program_id(1), K - 1 - tl.program_id(2)
+    i, h = block * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_H)
+    expert = (N - K + k).to(tl.int32)
+    if k < K - SHARED:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        expert = tl.load(ids_TK + token * K + k)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if expert < N:
+        gate_at = w13 + expert.to(tl.int64) * (2 * INNER * HIDDEN) + i[:, None] * HIDDEN + h[None, :]
+        gate, up = tl.zeros([BLOCK_I, BLOCK_H], tl.float32), tl.zeros([BLOCK_I, BLOCK_H], tl.float32)
+        for start in tl.range(0, HIDDEN, BLOCK_H, num_stages=STAGES):
+            x = tl.load(x_TH + token * HIDDEN + start + h, mask=start + h < HIDDEN, other=0.0).to(tl.float32)
+            live = (i < INNER)[:, None] & (start + h < HIDDEN)[None, :]
+            w_gate = tl.load(gate_at + start, mask=live, other=0.0).to(tl.float32)
+            w_up = tl.load(gate_at + start + INNER * HIDDEN, mask=live, other=0.0).to(tl.float32)
+            gate += w_gate * x[None, :]
+            up += w_up * x[None, :]
+        y = gated(tl.sum(gate, 1), tl.sum(up, 1)).to(inner_PI.dtype.element_ty)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        tl.store(inner_PI + (token * K + k) * INNER + i, y, mask=i < INNER)
+
+
+@triton.jit
+def _down_tokens(
+    out_TH, inner_PI, w2, ids_TK, weights_TK,
+    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[token] += Σ_k weight_k · (w2 of expert k) · inner_k for BLOCK_H of H. One loop over experts and blocks of I keeps the pipeline
+    full between experts."""
+    token, block = tl.program_id(0), tl.program_id(1)
+    h, i = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I)
+    BLOCKS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([BLOCK_H, BLOCK_I], tl.float32)
+    if tl.load(ids_TK + token * K) < N:
+        for step in tl.range(0, K * BLOCKS, num_stages=STAGES):
+            k, at = step // BLOCKS, step % BLOCKS * BLOCK_I + i
+            expert, weight = tl.load(ids_TK + token * K + k), tl.load(weights_TK + token * K + k)
+            live = (h < HIDDEN)[:, None] & (at < INNER)[None, :]
+            w = tl.load(
+                w2 + expert.to(tl.int64) * (HIDDEN * INNER) + h[:, None] * INNER + at[None, :], mask=live, other=0.0
+            )
+            y = tl.load(inner_PI + (token * K + k) * INNER + at, mask=at < INNER, other=0.0).to(tl.float32)
+            acc += w.to(tl.float32) * (y * weight)[None, :]
+        at = out_TH + token * HIDDEN + h
+        total = tl.sum(acc, 1) + tl.load(at, mask=h < HIDDEN, other=0.0).to(tl.float32)
+        tl.store(at, total.to(out_TH.dtype.element_ty), mask=h < HIDDEN)
+
+
+@triton.jit(do_not_specialize=["tokens", "inner_stride", "scales_stride"])
+def _up(
+    inner_PI, inner_scales_GP, x_TH, scales_GT, w13, s13, order, tile_expert, tile_row, end_N, total_tiles,
+    tokens, inner_stride, scales_stride,
+    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """inner[position] = silu(gate(x)) · up(x) of one tile, BLOCK_I columns of gate and the same of up; columns run fastest, so that an expert's
+    weights are read by programs that run together. Direct: a tile is a pair, its position the pair's number, tile_expert the ids; the shared
+    experts come first and do not wait for the choice, as in `_up_pairs`."""
+    BLOCKS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
+    EVEN: tl.constexpr = HIDDEN % BLOCK_H == 0 and INNER % BLOCK_I == 0
+    tile, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    if DIRECT:
+        k = K - 1 - tile // tokens
+        begin = tile % tokens * K + k
+        end = begin + 1
+        expert = N - K + k
+        if k < K - SHARED:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            expert = tl.load(tile_expert + begin)
+        used = expert < N
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        used = tile < tl.load(total_tiles)
+        expert = tl.load(tile_expert + tile, mask=used, other=0)
+        begin, end = tl.load(tile_row + tile, mask=used, other=0), tl.load(end_N + expert)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if used:
+        row = begin + tl.arange(0, BLOCK_M)
+        live = row < end
+        token = tl.where(live, row if DIRECT else tl.load(order + row, mask=live, other=0), begin if DIRECT else 0) // K
+        i, h = block * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_H)
+        x_at = x_TH + token[:, None].to(tl.int64) * HIDDEN + h[None, :]
+        gate_at = w13 + expert.to(tl.int64) * (2 * INNER * HIDDEN) + i[None, :] * HIDDEN + h[:, None]
+        gate, up = tl.zeros([BLOCK_M, BLOCK_I], tl.float32), tl.zeros([BLOCK_M, BLOCK_I], tl.float32)
+        for start in tl.range(0, HIDDEN, BLOCK_H, num_stages=STAGES):
+            x = _load(x_at + start, live[:, None], (start + h < HIDDEN)[None, :], HIDDEN % BLOCK_H == 0)
+            w_gate = _load(gate_at + start, (i < INNER)[None, :], (start + h < HIDDEN)[:, None], EVEN)
+            w_up = _load(gate_at + start + INNER * HIDDEN, (i < INNER)[None, :], (start + h < HIDDEN)[:, None], EVEN)
+            if scales_GT is not None:
+                scale = tl.load(scales_GT + start // 128 * scales_stride + token, mask=live, other=0.0)
+                s_at = s13 + (expert * (2 * INNER // 128) + block * BLOCK_I // 128) * (HIDDEN // 128) + start // 128
+                gate += tl.dot(x, w_gate) * (scale * tl.load(s_at))[:, None]
+                up += tl.dot(x, w_up) * (scale * tl.load(s_at + (INNER // 128) * (HIDDEN // 128)))[:, None]
+            else:
+                gate = tl.dot(x, w_gate, gate, input_precision="ieee")
+                up = tl.dot(x, w_up, up, input_precision="ieee")
+        y = gated(gate, up)
+        if PDL and SHARED > 0:
+            tl.extra.cuda.gdc_wait()
+        at = inner_PI + row[:, None].to(tl.int64) * INNER + i[None, :]
+        if scales_GT is not None:
+            codes, scale = encode(y.to(tl.bfloat16).to(tl.float32))
+            tl.store(at, codes, mask=live[:, None])
+            tl.store(inner_scales_GP + block * inner_stride + row, scale, mask=live)
+        else:
+            tl.store(at, y.to(inner_PI.dtype.element_ty), mask=live[:, None] & (i < INNER)[None, :])
+
+
+@triton.jit
+def _load(at, rows, columns, EVEN: tl.constexpr):
+    """A tile of an operand; where its blocks divide the array only the rows of x are masked, and rows past the end read row 0 anyway."""
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=rows & columns, other=0.0)
+
+
+@triton.jit(do_not_specialize=["inner_stride"])
+def _down(
+    y_PH, inner_PI, inner_scales_GP, w2, s2, order, tile_expert, tile_row, end_N, total_tiles, inner_stride,
+    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, DIRECT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[pair] = w2 · inner[position of the pair], BLOCK_H columns of one tile."""
+    BLOCKS: tl.constexpr = (HIDDEN + BLOCK_H - 1) // BLOCK_H
+    EVEN: tl.constexpr = HIDDEN % BLOCK_H == 0 and INNER % BLOCK_I == 0
+    tile, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if DIRECT:
+        expert = tl.load(tile_expert + tile)
+        used, begin, end = expert < N, tile, tile + 1
+    else:
+        used = tile < tl.load(total_tiles)
+        expert = tl.load(tile_expert + tile, mask=used, other=0)
+        begin, end = tl.load(tile_row + tile, mask=used, other=0), tl.load(end_N + expert)
+    if used:
+        row = begin + tl.arange(0, BLOCK_M)
+        live = row < end
+        pair = row if DIRECT else tl.load(order + row, mask=live, other=0)
+        row = tl.where(live, row, begin)
+        h, i = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I)
+        inner_at = inner_PI + row[:, None].to(tl.int64) * INNER + i[None, :]
+        w_at = w2 + expert.to(tl.int64) * (HIDDEN * INNER) + h[None, :] * INNER + i[:, None]
+        acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+        for start in tl.range(0, INNER, BLOCK_I, num_stages=STAGES):
+            x = _load(inner_at + start, live[:, None], (start + i < INNER)[None, :], INNER % BLOCK_I == 0)
+            w = _load(w_at + start, (h < HIDDEN)[None, :], (start + i < INNER)[:, None], EVEN)
+            if inner_scales_GP is not None:
+                scale = tl.load(inner_scales_GP + start // 128 * inner_stride + row, mask=live, other=0.0)
+                s_at = s2 + (expert * ((HIDDEN + 127) // 128) + block * BLOCK_H // 128) * (INNER // 128) + start // 128
+                acc += tl.dot(x, w) * (scale * tl.load(s_at))[:, None]
+            else:
+                acc = tl.dot(x, w, acc, input_precision="ieee")
+        at = y_PH + pair[:, None].to(tl.int64) * HIDDEN + h[None, :]
+        tl.store(at, acc.to(y_PH.dtype.element_ty), mask=live[:, None] & (h < HIDDEN)[None, :])

@@ -1,0 +1,475 @@
+"""Latent attention on a GPU: absorbed split-KV decode over pages, its merges, and the decompressed prefill.
+
+Decode reads each latent once: of a tile of keys the first `rank` columns are also the values. Bytes are 1,152 a context token and row
+in bfloat16, 576 in e4m3; work is 2 * H * (576 + 512) FLOPs, so up to 16 heads the memory is the floor (V2-Lite, batch 128 of 1,024 tokens:
+151 MB, 49 µs at 3.1 TB/s) and at 128 heads the tensor cores are (V3, the same batch: 36 GFLOP, 46 µs at 800 TFLOP/s).
+Heads are the M of the products: 16 rows (mma) or 64 (wgmma; the sums are 64 x 512 floats, half of the registers of a multiprocessor, and
+queries and two tiles of 64 keys fill its shared memory: one program each).
+Prefill (Dk = 192, Dv = 128) costs 640 * H FLOPs for each pair of tokens and is bound by the tensor cores: 8,192 tokens of 128 heads are
+2.75 TFLOP with a causal mask, 3.4 ms at 800 TFLOP/s.
+
+Letters: T query tokens, R rows, H heads, r latent rank, c rope dims, D = r + c, n nope dims, q = n + c, v value dims, P pages of 64, S context
+tokens of ragged rows, L columns of the page table, s splits. LSE: natural logarithm, float32; -inf where nothing was seen.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from thalweg.kernels.pdl import launch_options
+
+PAGE = 64
+SMS = 132  # of an H100 or H200; a wrong number costs speed only
+MAX_SPLITS = 32
+DETERMINISTIC_SPLITS = 32
+MERGE_UP_TOKENS = 4
+LOG2E = 1.4426950408889634
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Tiles(NamedTuple):
+    """Rows of M and keys of a program, warps, stages of its loads, and registers of a thread where two programs are to share a
+    multiprocessor."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+def decode_tiles(rows: int, fp8: bool) -> Tiles:
+    """rows: query tokens times heads that share a context."""
+    if rows <= 16:
+        return Tiles(16, 64, 8, 4) if fp8 else Tiles(16, 64, 4, 3)
+    if rows <= 32:
+        return Tiles(32, 32, 8, 4)
+    return Tiles(64, 64, 8, 2)
+
+
+def prefill_tiles() -> Tiles:
+    return Tiles(128, 64, 8, 3)
+
+
+def waves(programs: int, context: int) -> int:
+    """Splits that end soonest: whole waves of one program a multiprocessor, each of its pages and some two pages of start and merge."""
+    pages = -(-context // PAGE)
+    return min(
+        range(1, min(pages, MAX_SPLITS) + 1),
+        key=lambda splits: -(-programs * splits // SMS) * (-(-pages // splits) + 2 + (splits > 1)),
+    )
+
+
+def splits_for(tokens: int, heads: int, context: int, query: int = 1) -> int:
+    """How many parts `decode` cuts each context into. context: an upper bound of the longest, in tokens."""
+    rows = query * heads
+    return waves(tokens // query * -(-rows // decode_tiles(rows, False).rows), context)
+
+
+@triton.jit
+def weigh(scores, strength, top):
+    """One tile of the running softmax: weights of the tile, factor of what was summed before, new maximum, all in powers of two.
+    scores: -inf where a key is not seen; strength: what each row's scores are multiplied by. The same arithmetic masked or not."""
+    higher = tl.maximum(top, tl.max(scores, 1) * strength)
+    base = tl.where(higher == -float("inf"), 0.0, higher)  # a row that has seen nothing yet
+    return tl.exp2(scores * strength[:, None] - base[:, None]), tl.exp2(top - base), higher
+
+
+@triton.jit
+def cleared(out, begin, end, head, heads, DIM: tl.constexpr, M: tl.constexpr):
+    """Zeroes tokens begin … end of one head, shared among the programs of axis 0."""
+    lane, dim = tl.arange(0, M), tl.arange(0, DIM)
+    for block in range(begin + tl.program_id(0) * M, end, tl.num_programs(0) * M):
+        at = ((block + lane).to(tl.int64) * heads + head)[:, None] * DIM + dim[None, :]
+        tl.store(out + at, tl.zeros((M, DIM), out.dtype.element_ty), mask=(block + lane < end)[:, None])
+
+
+@triton.jit
+def share_of(split, splits, pages, FIXED: tl.constexpr):
+    """First page, step and number of pages of a split: every `splits`-th page, so that the first is known before the length is; or neighbours,
+    at least FIXED, so that few splits have work."""
+    if FIXED:
+        own = tl.maximum(tl.cdiv(pages, splits), FIXED)
+        first, step, count = split * own, 1, tl.minimum(own, pages - split * own)
+    else:
+        first, step, count = split, splits, tl.cdiv(pages - split, splits)
+    return first, step, count
+
+
+@triton.jit
+def largest_of(q):
+    """Of each row. Keys of one byte are multiplied in float16, to which e4m3 turns in one instruction (to bfloat16 in several); queries are
+    divided by this so that they fit."""
+    return tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1e-20)
+
+
+@triton.jit(do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows"])
+def _decode(
+    query, latents, keys, table, positions, rows, out, lse, plane_scale, scale, heads, splits,
+    query_token, query_head, table_row,
+    QUERY: tl.constexpr, TOGETHER: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, FIXED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (b, s, u): split s of the context of TOGETHER query tokens from u * TOGETHER on, for the b-th block of their heads."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    split, first_token = tl.program_id(1), tl.program_id(2) * TOGETHER
+    row = (first_token // QUERY if rows is None else tl.load(rows + first_token)).to(tl.int64)
+    row_pages = table + row * table_row
+    ahead = tl.load(row_pages + tl.minimum(split, table_row - 1)).to(tl.int32)  # the first page, unless FIXED
+    lane = tl.program_id(0) * M + tl.arange(0, M)
+    token, head, real = (first_token + lane // heads).to(tl.int64), lane % heads, lane < TOGETHER * heads
+    position = tl.load(positions + token, mask=real, other=0).to(tl.int32)
+    first, step, count = share_of(split, splits, tl.max(position) // 64 + 1, FIXED)
+    at = (token * heads + head) * splits + split
+    if count <= 0:
+        tl.store(lse + at, tl.full((M,), -float("inf"), tl.float32), mask=real)
+        return
+    dim, rope, key = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, N)
+    at_q = query + token[:, None] * query_token + head[:, None] * query_head
+    q = tl.load(at_q + dim[None, :], mask=real[:, None], other=0.0)
+    turned = tl.load(at_q + RANK + rope[None, :], mask=real[:, None], other=0.0)
+    strength = tl.full((M,), scale, tl.float32)
+    if SCALED:
+        largest = tl.maximum(largest_of(q), largest_of(turned))
+        q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
+        turned = (turned.to(tl.float32) / largest[:, None]).to(tl.float16)
+        stored = tl.load(plane_scale)
+        strength *= stored * largest
+    top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
+    sums = tl.zeros((M, RANK), tl.float32)
+    if FIXED:
+        ahead = tl.load(row_pages + first).to(tl.int32)
+    for tile in range(count * (64 // N)):
+        page, ordinal = ahead, first + tile // (64 // N) * step
+        # the page's number is always fetched one tile ahead, so that the loop never waits for it
+        following = tl.minimum((tile + 1) // (64 // N), count - 1)
+        ahead = tl.load(row_pages + first + following * step).to(tl.int32)
+        latent = latents.load([page * 64 + tile * N % 64, 0]).to(q.dtype)
+        scores = tl.dot(q, latent.T)
+        scores = tl.dot(turned, keys.load([page * 64 + tile * N % 64, RANK]).to(q.dtype).T, scores)
+        seen = (ordinal * 64 + tile * N % 64 + key)[None, :] <= position[:, None]
+        weights, factor, top = weigh(tl.where(seen, scores, -float("inf")), strength, top)
+        total = total * factor + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(q.dtype), latent, sums * factor[:, None])
+    some = total > 0.0
+    sums *= (1.0 / tl.where(some, total, 1.0))[:, None]
+    if SCALED:
+        sums *= stored
+    tl.store(lse + at, tl.where(some, top * LN2 + tl.log(total), -float("inf")), mask=real)
+    tl.store(out + at[:, None] * RANK + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
+
+
+def decode(
+    query_THD: Tensor,
+    plane_PSD: Tensor,
+    table_RL: Tensor,
+    positions_T: Tensor,
+    *,
+    scale: float,
+    rank: int,
+    splits: int,
+    query: int = 1,
+    plane_scale: Tensor | None = None,
+    rows_T: Tensor | None = None,
+    fixed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Absorbed queries over the pages of their rows: → (partial [T, H, splits, r], LSE [T, H, splits]), for `merge` or `merge_up`.
+
+    query_THD: bfloat16, already multiplied by W_UK and rotated; the row of token t is t // query, or rows_T[t] (int32), and its
+    context positions 0 … positions_T[t].
+    plane_PSD: [P, 64, D] bfloat16, or e4m3 with plane_scale float32 [1]. table_RL: int32. partial is bfloat16; with one split it is
+    final. fixed: the splits of a token depend on its own position alone, given the same `splits` (DETERMINISTIC_SPLITS).
+    """
+    tokens, heads, dim = query_THD.shape
+    together = 1 if fixed or rows_T is not None else query
+    tiles = decode_tiles(together * heads, plane_scale is not None)
+    plane = plane_PSD.view(-1, dim)
+    partial = torch.empty(tokens, heads, splits, rank, dtype=query_THD.dtype, device=query_THD.device)
+    lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query_THD.device)
+    grid = (triton.cdiv(together * heads, tiles.rows), splits, tokens // together)
+    _decode[grid](
+        query_THD, TensorDescriptor.from_tensor(plane, [tiles.keys, rank]),
+        TensorDescriptor.from_tensor(plane, [tiles.keys, dim - rank]), table_RL, positions_T, rows_T, partial, lse, plane_scale,
+        scale * LOG2E, heads, splits, query_THD.stride(0), query_THD.stride(1), table_RL.stride(0),
+        QUERY=query, TOGETHER=together, RANK=rank, ROPE=dim - rank, M=tiles.rows, N=tiles.keys, FIXED=max(tiles.rows // 8, 4) if fixed else 0,
+        SCALED=plane_scale is not None, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(query_THD),
+    )  # fmt: skip
+    return partial, lse
+
+
+@triton.jit
+def _merged(partial, lse, pair, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """The splits of one token and head joined: [DIM] float32. A few are fetched beside their LSE, and what a split that saw nothing has is
+    dropped; of many, most are empty and not fetched at all."""
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    own = tl.load(lse + pair * splits + split, mask=split < splits, other=-float("inf"))
+    at = partial + (pair * splits + split[:, None]) * DIM + dim[None, :]
+    fetched = split < splits if SPLITS <= 16 else own > -float("inf")
+    parts = tl.load(at, mask=fetched[:, None], other=0.0).to(tl.float32)
+    top = tl.max(own, 0)
+    weights = tl.exp(own - tl.where(top == -float("inf"), 0.0, top))
+    weights /= tl.maximum(tl.sum(weights, 0), 1e-30)
+    return tl.sum(tl.where(weights[:, None] > 0.0, parts * weights[:, None], 0.0), 0)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge(partial, lse, out, splits, DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """Program i: token and head i."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.program_id(0).to(tl.int64)
+    merged = _merged(partial, lse, pair, splits, DIM, SPLITS)
+    tl.store(out + pair * DIM + tl.arange(0, DIM), merged.to(out.dtype.element_ty))
+
+
+def merge(partial: Tensor, lse_THs: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The splits of `decode` joined: → [T, H, dim]. With one split nothing is launched."""
+    tokens, heads, splits, dim = partial.shape
+    if splits == 1:
+        return partial[:, :, 0]
+    out = torch.empty(tokens, heads, dim, dtype=dtype, device=partial.device)
+    _merge[(tokens * heads,)](
+        partial, lse_THs, out, splits, DIM=dim, SPLITS=triton.next_power_of_2(splits),
+        num_warps=4, **launch_options(out),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_up(
+    partial, lse, up, out, heads, splits, width, up_head, up_rank, up_value,
+    RANK: tl.constexpr, V: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (h, b, t): V columns of head h's values of token t. Its part of W_UV is on the way before the wait for `decode`."""
+    head, value = tl.program_id(0), tl.program_id(1) * V + tl.arange(0, V)
+    dim, real = tl.arange(0, RANK), value < width
+    at = up + head.to(tl.int64) * up_head + dim[:, None] * up_rank + value[None, :] * up_value
+    weights = tl.load(at, mask=real[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = (tl.program_id(2) * heads + head).to(tl.int64)
+    merged = _merged(partial, lse, pair, splits, RANK, SPLITS).to(out.dtype.element_ty).to(tl.float32)
+    sums = tl.sum(merged[:, None] * weights.to(tl.float32), 0)
+    tl.store(out + pair * width + value, sums.to(out.dtype.element_ty), mask=real)
+
+
+def merge_up(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
+    """The splits of `decode` joined and multiplied by W_UV in one launch: → [T, H * v]. For up to MERGE_UP_TOKENS tokens: every token
+    reads all of W_UV again. uv_HRv: bfloat16, a view [H, r, v] of any strides."""
+    tokens, heads, splits, rank = partial.shape
+    width = uv_HRv.shape[2]
+    columns = 16 if heads <= 32 else 32
+    out = torch.empty(tokens, heads * width, dtype=uv_HRv.dtype, device=partial.device)
+    _merge_up[(heads, triton.cdiv(width, columns), tokens)](
+        partial, lse_THs, uv_HRv, out, heads, splits, width, *uv_HRv.stride(),
+        RANK=rank, V=columns, SPLITS=triton.next_power_of_2(splits), num_warps=8, **launch_options(out),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["lse_head", "other_lse_head"], do_not_specialize_on_alignment=["lse", "other_lse"])
+def _merge_state(
+    out, lse, other, other_lse, heads,
+    out_token, out_head, lse_token, lse_head, other_token, other_head, other_lse_token, other_lse_head,
+    DIM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program i: token and head i."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token, head, dim = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads, tl.arange(0, DIM)
+    mine_at = lse + token * lse_token + head * lse_head
+    mine, theirs = tl.load(mine_at), tl.load(other_lse + token * other_lse_token + head * other_lse_head)
+    top = tl.maximum(mine, theirs)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    mine, theirs = tl.exp(mine - base), tl.exp(theirs - base)
+    both = mine + theirs
+    at = out + token * out_token + head * out_head + dim
+    a = tl.load(at).to(tl.float32)
+    b = tl.load(other + token * other_token + head * other_head + dim).to(tl.float32)
+    tl.store(at, ((a * mine + b * theirs) / tl.maximum(both, 1e-30)).to(out.dtype.element_ty))
+    tl.store(mine_at, tl.where(both > 0.0, base + tl.log(both), -float("inf")))
+
+
+def merge_state_(out_THv: Tensor, lse_TH: Tensor, other_THv: Tensor, other_lse_TH: Tensor) -> None:
+    """Attention to two disjoint parts of a context joined, into the first pair. LSE: float32 [T, H]; strides of all may be any. An output
+    beside an LSE of -inf counts for nothing, but must be finite."""
+    tokens, heads, dim = out_THv.shape
+    _merge_state[(tokens * heads,)](
+        out_THv, lse_TH, other_THv, other_lse_TH, heads, *out_THv.stride()[:2], *lse_TH.stride(), *other_THv.stride()[:2],
+        *other_lse_TH.stride(), DIM=dim, num_warps=1, **launch_options(out_THv),
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "rows", "table_row"], do_not_specialize_on_alignment=["table", "starts", "firsts"]
+)
+def _gather(
+    plane, table, starts, firsts, out, plane_scale, tokens, rows, table_row,
+    RANK: tl.constexpr, ROPE: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (b, i): N tokens of row i; row `rows` is what lies behind all rows, shared among the programs of axis 0."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, dim, rope = tl.program_id(1), tl.arange(0, RANK)[None, :], RANK + tl.arange(0, ROPE)[None, :]
+    begin = tl.load(starts + row)
+    if row == rows:
+        for block in range(begin + tl.program_id(0) * N, tokens, tl.num_programs(0) * N):
+            beyond = block + tl.arange(0, N)
+            nothing = out + beyond.to(tl.int64)[:, None] * (RANK + ROPE)
+            tl.store(nothing + dim, tl.zeros((N, RANK), out.dtype.element_ty), mask=(beyond < tokens)[:, None])
+            tl.store(nothing + rope, tl.zeros((N, ROPE), out.dtype.element_ty), mask=(beyond < tokens)[:, None])
+        return
+    end = tl.load(starts + row + 1)
+    token = begin + tl.program_id(0) * N + tl.arange(0, N)
+    real = (token < end)[:, None]
+    position = tl.program_id(0) * N + tl.arange(0, N)
+    if FIRST:
+        position += tl.load(firsts + row)
+    page = tl.load(table + row.to(tl.int64) * table_row + position // 64, mask=token < end, other=0).to(tl.int64)
+    source = plane + (page * 64 + position % 64)[:, None] * (RANK + ROPE)
+    target = out + token.to(tl.int64)[:, None] * (RANK + ROPE)
+    latent = tl.load(source + dim, mask=real, other=0.0)
+    key = tl.load(source + rope, mask=real, other=0.0)
+    if SCALED:
+        scale = tl.load(plane_scale)
+        latent, key = latent.to(tl.float32) * scale, key.to(tl.float32) * scale
+    tl.store(target + dim, latent.to(out.dtype.element_ty), mask=real)
+    tl.store(target + rope, key.to(out.dtype.element_ty), mask=real)
+
+
+def gather(
+    plane_PSD: Tensor,
+    table_RL: Tensor,
+    starts_R1: Tensor,
+    tokens: int,
+    *,
+    rank: int,
+    max_context: int,
+    first_R: Tensor | None = None,
+    plane_scale: Tensor | None = None,
+) -> Tensor:
+    """Cached latents of ragged rows, side by side: → bfloat16 [tokens, D]; row i's lie from starts[i] to starts[i + 1] and are its context
+    positions from first[i] (0 without first_R) on. Beyond the last row the result is zero, so that padded products stay finite.
+
+    starts_R1, first_R: int32. max_context: an upper bound of a row's part. e4m3 planes are multiplied by plane_scale.
+    """
+    dim, at_once = plane_PSD.shape[-1], 8
+    dtype = torch.bfloat16 if plane_scale is not None else plane_PSD.dtype
+    out, rows = torch.empty(tokens, dim, dtype=dtype, device=plane_PSD.device), len(starts_R1) - 1
+    _gather[(triton.cdiv(max_context, at_once), rows + 1)](
+        plane_PSD, table_RL, starts_R1, first_R, out, plane_scale, tokens, rows, table_RL.stride(0),
+        RANK=rank, ROPE=dim - rank, N=at_once, FIRST=first_R is not None, SCALED=plane_scale is not None,
+        num_warps=4, **launch_options(out),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["query_starts", "context_starts"])
+def _prefill(
+    query, keys, turned_keys, values, query_starts, context_starts, out, lse, scale, tokens, heads, rows,
+    query_token, query_head, key_head, value_head,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (b, h, i): the b-th block from the end of row i's query tokens, for head h; row `rows` is the padding behind all
+    rows. The last blocks have the most to do, so they come first."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    head, row = tl.program_id(1), tl.program_id(2)
+    begin = tl.load(query_starts + row)
+    if row == rows:
+        cleared(out, begin, tokens, head, heads, V, M)
+        return
+    end = tl.load(query_starts + row + 1)
+    context, behind = tl.load(context_starts + row), tl.load(context_starts + row + 1)
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    if block >= end - begin:
+        return
+    context_tokens = behind - context
+    lane, key = tl.arange(0, M), tl.arange(0, N)
+    token, real = (begin + block + lane).to(tl.int64), begin + block + lane < end
+    nope, rope, dim = tl.arange(0, NOPE), tl.arange(0, ROPE), tl.arange(0, V)
+    at = query + token[:, None] * query_token + head * query_head
+    q = tl.load(at + nope[None, :], mask=real[:, None], other=0.0)
+    turned = tl.load(at + NOPE + rope[None, :], mask=real[:, None], other=0.0)
+    # the first context token that a query token does not see
+    reach = tl.full((M,), 0, tl.int32) + context_tokens
+    if CAUSAL:
+        reach = tl.minimum(context_tokens - (end - begin) + block + lane + 1, context_tokens)
+    plain = tl.maximum(tl.min(reach), 0) // N * N  # keys that every query token of the block sees
+    strength = tl.full((M,), scale, tl.float32)
+    top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
+    sums = tl.zeros((M, V), tl.float32)
+    for start in range(0, plain, N):
+        scores = tl.dot(q, keys.load([context + start, head * key_head]).T)
+        scores = tl.dot(turned, turned_keys.load([context + start, 0]).T, scores)
+        weights, factor, top = weigh(scores, strength, top)
+        total = total * factor + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(q.dtype), values.load([context + start, head * value_head]), sums * factor[:, None])
+    for start in range(plain, tl.max(reach), N):
+        scores = tl.dot(q, keys.load([context + start, head * key_head]).T)
+        scores = tl.dot(turned, turned_keys.load([context + start, 0]).T, scores)
+        scores = tl.where((start + key)[None, :] < reach[:, None], scores, -float("inf"))
+        weights, factor, top = weigh(scores, strength, top)
+        total = total * factor + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(q.dtype), values.load([context + start, head * value_head]), sums * factor[:, None])
+    some = total > 0.0
+    sums *= (1.0 / tl.where(some, total, 1.0))[:, None]
+    pair = token * heads + head
+    tl.store(lse + pair, tl.where(some, top * LN2 + tl.log(total), -float("inf")), mask=real)
+    tl.store(out + pair[:, None] * V + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
+
+
+def prefill(
+    query_THq: Tensor,
+    key_SHn: Tensor,
+    rope_Sc: Tensor,
+    value_SHv: Tensor,
+    query_starts_R1: Tensor,
+    context_starts_R1: Tensor,
+    *,
+    max_query: int,
+    scale: float,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention of ragged rows to decompressed keys and values: → (out [T, H, v], LSE [T, H]).
+
+    Row i's query tokens are query_starts[i] … query_starts[i + 1], its context tokens context_starts[i] … context_starts[i + 1]; causal:
+    its queries are the last of its context; else every query sees all of it. starts: int32 [R + 1]. max_query: an upper bound of a row's
+    query tokens. Keys and values are token-major views [S, H, n] and [S, H, v], rope_Sc [S, c] the rotated key that all heads share.
+    A query that sees nothing gets 0 and -inf; tokens behind the last row are padding: their result is 0, and their LSE undefined.
+    """
+    tokens, heads, _ = query_THq.shape
+    nope, rope, width = key_SHn.shape[2], rope_Sc.shape[1], value_SHv.shape[2]
+    tiles = prefill_tiles()
+    out = torch.empty(tokens, heads, width, dtype=query_THq.dtype, device=query_THq.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=query_THq.device)
+    rows = len(query_starts_R1) - 1
+    _prefill[(triton.cdiv(max_query, tiles.rows), heads, rows + 1)](
+        query_THq, _rows(key_SHn, [tiles.keys, nope]), TensorDescriptor.from_tensor(rope_Sc, [tiles.keys, rope]),
+        _rows(value_SHv, [tiles.keys, width]), query_starts_R1, context_starts_R1, out, lse, scale * LOG2E, tokens, heads, rows,
+        query_THq.stride(0), query_THq.stride(1), key_SHn.stride(1), value_SHv.stride(1),
+        NOPE=nope, ROPE=rope, V=width, M=tiles.rows, N=tiles.keys, CAUSAL=causal,
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(out),
+    )  # fmt: skip
+    return out, lse
+
+
+def _rows(x_SHd: Tensor, block: list[int]) -> TensorDescriptor:
+    """A descriptor of rows of all heads' columns: column head * stride(1) is where a head begins."""
+    tokens, heads, dim = x_SHd.shape
+    width = (heads - 1) * x_SHd.stride(1) + dim
+    return TensorDescriptor(x_SHd, [tokens, width], [x_SHd.stride(0), 1], block)

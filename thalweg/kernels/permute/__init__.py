@@ -1,0 +1,1 @@
+"""Rows from token order to expert order and back."""

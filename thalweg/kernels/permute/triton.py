@@ -1,0 +1,194 @@
+"""Between tokens and experts: pairs of (token, chosen expert) sorted by expert, rows gathered in that order, results summed by token.
+
+T tokens, K experts a token, P = T · K pairs numbered t · K + k, N experts; the id N is none. Everything stays on the device and every grid
+depends on shapes only. Floors: the sort moves 12 bytes a pair, which is launch time; `combine` reads P · H bf16 and rewrites the residual,
+8,192 tokens of V2-Lite in 109 µs at 3.1 TB/s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thalweg.kernels.quantize.triton import launch, scales_like
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Pairs sorted by expert. order: position → pair. slot: pair → position. expert and row: of each tile of BLOCK_M positions, its expert and its
+    first position. end_N: the position after an expert's last one. total: tiles in use. All int32, on the device, each with a little more room
+    than it needs. tiles: the most that can be in use, which is the grid."""
+
+    order: Tensor
+    slot_P: Tensor
+    expert: Tensor
+    row: Tensor
+    end_N: Tensor
+    total: Tensor
+    tiles: int
+
+
+def chunk_of(pairs: int) -> int:
+    """Pairs of one program of the sort, which compares them with one another: one program up to 512 pairs, so one launch; then small ones, until
+    the counts that each has to add up outgrow the comparisons."""
+    for chunk in (128, 256, 512):
+        if pairs <= chunk:
+            return chunk
+    return 128 if pairs <= 2048 else 512
+
+
+def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> Order:
+    """Sorts pairs by expert, stably; expert `experts` comes last and gets no tile. aligned: each expert's first position is a multiple of block_m
+    (what lies between is undefined), else experts are packed."""
+    pairs = ids_TK.numel()
+    chunk = chunk_of(pairs)
+    chunks, bins = triton.cdiv(pairs, chunk), triton.next_power_of_2(experts + 1)
+    most = min(pairs, (pairs + min(experts, pairs) * (block_m - 1)) // block_m)
+    sizes = [most * block_m if aligned else pairs, pairs, most, most, bins, 1, 0 if chunks == 1 else chunks * bins]
+    # in units of 16 bytes: a kernel is compiled for the alignment of its arguments
+    sizes = [triton.cdiv(size, 4) * 4 for size in sizes]
+    parts = torch.split(torch.empty(sum(sizes), dtype=torch.int32, device=ids_TK.device), sizes)
+    if chunks > 1:
+        _count[(chunks,)](parts[6], ids_TK, pairs, chunk, bins, **launch(4))
+    _place[(chunks,)](
+        *parts, ids_TK, pairs, chunks, experts, chunk, bins, block_m, aligned, chunks == 1, **launch(chunk // 32)
+    )
+    order, slot, expert, row, end, total, _ = parts
+    return Order(order, slot, expert, row, end, total[:1], most)
+
+
+def gather(codes_TH: Tensor, scales_TG: Tensor, by: Order, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """→ codes [R, H] and scales [R, H / 128] (MN-major) of each position of an aligned order in tiles of 128, and the expert of each, int32 [R], -1
+    where there is no pair: what such a row holds is undefined."""
+    rows, hidden = by.tiles * 128, codes_TH.shape[1]
+    a_RH = torch.empty(rows, hidden, dtype=codes_TH.dtype, device=codes_TH.device)
+    a_scales, expert_R = (
+        scales_like(rows, hidden, a_RH.device),
+        torch.empty(rows, dtype=torch.int32, device=a_RH.device),
+    )
+    _gather[(rows // 16, triton.cdiv(hidden, 1024))](
+        a_RH, a_scales, expert_R, codes_TH, scales_TG, by.order, by.expert, by.end_N, by.total,
+        a_scales.stride(1), scales_TG.stride(1), hidden, columns, 1024, **launch(4),
+    )  # fmt: skip
+    return a_RH, a_scales, expert_R
+
+
+def combine(
+    out_TH: Tensor, y_RH: Tensor, slot_P: Tensor | None, ids_TK: Tensor, weights_TK: Tensor, experts: int
+) -> None:
+    """out[t] += Σ_k weight[t, k] · y[slot of pair (t, k)] in float32; without slots, a pair's row is its own number."""
+    tokens, columns = ids_TK.shape
+    hidden = out_TH.shape[1]
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine[(tokens, triton.cdiv(hidden, block))](
+        out_TH, y_RH, slot_P, ids_TK, weights_TK, experts, hidden, columns, block, **launch(4)
+    )
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count(counts_CB, ids_P, pairs, CHUNK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr):
+    """Pairs of each expert in each chunk."""
+    chunk = tl.program_id(0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    ids = tl.load(ids_P + at, mask=at < pairs, other=0)
+    tl.store(counts_CB + chunk * BINS + tl.arange(0, BINS), tl.histogram(ids, BINS, mask=at < pairs))
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks"])
+def _place(
+    order, slot_P, tile_expert, tile_row, end_B, total_tiles, counts_CB, ids_P, pairs, chunks,
+    N: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr,
+    SINGLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A pair's position: where its expert starts, plus the expert's pairs in the chunks before, plus those before it in its own chunk."""
+    chunk, bins = tl.program_id(0), tl.arange(0, BINS)
+    i = tl.arange(0, CHUNK)
+    inside = chunk * CHUNK + i < pairs
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    ids = tl.load(ids_P + chunk * CHUNK + i, mask=inside, other=N)
+    count, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
+    if SINGLE:
+        count = tl.histogram(ids, BINS, mask=inside)
+    else:
+        for first in range(0, chunks, 16):
+            c = first + tl.arange(0, 16)
+            part = tl.load(counts_CB + c[:, None] * BINS + bins[None, :], mask=(c < chunks)[:, None], other=0)
+            count += tl.sum(part, 0)
+            before += tl.sum(tl.where((c < chunk)[:, None], part, 0), 0)
+    each = tl.where(bins < N, (count + BLOCK_M - 1) // BLOCK_M, 0)
+    room = tl.where(bins < N, each * BLOCK_M, count) if ALIGNED else count
+    start = tl.cumsum(room, 0) - room
+    rank = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, CHUNK, 32):
+        j = first + tl.arange(0, 32)
+        other = tl.load(ids_P + chunk * CHUNK + j, mask=chunk * CHUNK + j < pairs, other=-1)
+        # others are the rows: a thread then adds up its own columns
+        rank += tl.sum(((other[:, None] == ids[None, :]) & (j[:, None] < i[None, :])).to(tl.int32), 0)
+    position = tl.gather(start + before, ids, 0) + rank
+    placed = inside & (ids < N) if ALIGNED else inside
+    tl.store(order + position, chunk * CHUNK + i, mask=placed)
+    tl.store(slot_P + chunk * CHUNK + i, position, mask=inside)
+    if chunk == 0:
+        first_tile = tl.cumsum(each, 0) - each
+        tl.store(end_B + bins, start + count)
+        tl.store(total_tiles, tl.sum(each, 0))
+        for j in range(tl.max(each, 0)):
+            tl.store(tile_expert + first_tile + j, bins, mask=j < each)
+            tl.store(tile_row + first_tile + j, start + j * BLOCK_M, mask=j < each)
+
+
+@triton.jit
+def _combine(
+    out_TH, y_RH, slot_P, ids_TK, weights_TK, N: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Rows of no expert were never written: they are not read."""
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = out_TH + token * HIDDEN + h
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(K):
+        chosen = tl.load(ids_TK + token * K + k) < N
+        row = token * K + k
+        if slot_P is not None:
+            row = tl.load(slot_P + row).to(tl.int64)
+        y = tl.load(y_RH + row * HIDDEN + h, mask=chosen & (h < HIDDEN), other=0.0)
+        total += tl.load(weights_TK + token * K + k) * y.to(tl.float32)
+    total += tl.load(at, mask=h < HIDDEN, other=0.0).to(tl.float32)
+    tl.store(at, total.to(out_TH.dtype.element_ty), mask=h < HIDDEN)
+
+
+@triton.jit(do_not_specialize=["a_stride", "scales_stride"])
+def _gather(
+    a_RH, a_scales_GR, expert_R, codes_TH, scales_GT, order, tile_expert, end_N, total_tiles, a_stride, scales_stride,
+    HIDDEN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """16 rows, BLOCK channels with their scales."""
+    row, tile, block = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(0) // 8, tl.program_id(1)
+    h, group = block * BLOCK + tl.arange(0, BLOCK), block * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    used = tile < tl.load(total_tiles)
+    expert = tl.load(tile_expert + tile, mask=used, other=0)
+    live = used & (row < tl.load(end_N + expert))
+    if block == 0:
+        tl.store(expert_R + row, tl.where(live, expert, -1))
+    token = tl.load(order + row, mask=live, other=0) // K
+    some = live[:, None] & (h < HIDDEN)[None, :]
+    codes = tl.load(codes_TH + token[:, None].to(tl.int64) * HIDDEN + h[None, :], mask=some)
+    tl.store(a_RH + row[:, None].to(tl.int64) * HIDDEN + h[None, :], codes, mask=some)
+    some = live[:, None] & (group < HIDDEN // 128)[None, :]
+    scales = tl.load(scales_GT + group[None, :] * scales_stride + token[:, None], mask=some)
+    tl.store(a_scales_GR + group[None, :].to(tl.int64) * a_stride + row[:, None], scales, mask=some)

@@ -1,0 +1,1 @@
+"""What a decode step needs of its slots."""

@@ -1,0 +1,225 @@
+"""Router: logits in float32 without tf32, then the choice, in two launches (semantics: `ref.py`).
+
+Logits: a float32 weight is the sum of three bf16 numbers (24 bits of mantissa), and activations are bf16, so three bf16 products with float32
+accumulation are as exact as float32 FMAs at a tenth of their time; a weight stored in bf16 needs one. H is cut into splits, whose partial
+logits the choice adds up, so that a single token still fills the machine: V3's 256 × 7168 float32 are 7.3 MB, 2.4 µs at 3.1 TB/s.
+One more block of programs writes the activations as e4m3, which FP8 experts want, at no launch of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thalweg.kernels.quantize.triton import GROUP, encode, launch, scales_like
+
+PROGRAMS = 264  # two for each of an H100's multiprocessors: what the splits are to fill
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a router chooses: `topk` of `experts`, method greedy, group_limited_greedy or noaux_tc, then `shared` more, always."""
+
+    experts: int
+    topk: int
+    scale: float
+    groups: int
+    topk_groups: int
+    method: str
+    normalise: bool
+    shared: int
+
+
+class Routed(NamedTuple):
+    """weights float32 [T, K] and ids int32 [T, K], K = topk + shared: ids experts … experts + shared - 1 are the shared ones, experts + shared
+    (weight 0) is none, of a padding token. codes e4m3 [T, H], scales float32 [T, H / 128] MN-major: x quantised, if asked for. shared: as far as a
+    kernel may rely on the last columns without waiting for the choice."""
+
+    weights_TK: Tensor
+    ids_TK: Tensor
+    codes_TH: Tensor | None = None
+    scales_TG: Tensor | None = None
+    shared: int = 0
+
+
+def tiles(tokens: int, experts: int, hidden: int, deterministic: bool) -> tuple[int, int, int]:
+    """→ tokens and experts of a program, splits of H (a power of two). Deterministic: nothing depends on the number of tokens."""
+    block_T, block_E = 64, 64
+    if deterministic or tokens <= 16:
+        block_T, block_E = 16, 16
+    elif tokens <= 256:
+        block_T, block_E = 16 if tokens <= 32 else 32, 32
+    programs = triton.cdiv(1 if deterministic else tokens, block_T) * triton.cdiv(experts, block_E)
+    splits = 1
+    while splits < 16 and 2 * splits * programs <= PROGRAMS and 4 * splits * GROUP <= hidden:
+        splits *= 2
+    return block_T, block_E, splits
+
+
+def starts(experts: int, hidden: int, most: int) -> list[int]:
+    """Numbers of tokens, up to `most`, at which other compiled kernels begin: running each once compiles all."""
+    keys = [tiles(tokens, experts, hidden, False) for tokens in range(1, most + 1)]
+    return [i + 1 for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
+
+
+def route(
+    x_TH: Tensor,
+    weight_EH: Tensor,
+    bias_E: Tensor | None,
+    rule: Rule,
+    real_T: Tensor | None = None,
+    quantise: bool = False,
+    deterministic: bool = False,
+) -> Routed:
+    """Chooses experts for each token. x_TH: bf16, contiguous. weight_EH: float32, or bf16 as stored. bias_E: float32, of noaux_tc. real_T: bool,
+    False of padding. quantise: also x in e4m3 (H a multiple of 128). deterministic: a token's result does not depend on the others."""
+    tokens, hidden = x_TH.shape
+    block_T, block_E, splits = tiles(tokens, rule.experts, hidden, deterministic)
+    device, columns = x_TH.device, rule.topk + rule.shared
+    logits = torch.empty(splits, tokens, rule.experts, dtype=torch.float32, device=device)
+    routed = Routed(
+        torch.empty(tokens, columns, dtype=torch.float32, device=device),
+        torch.empty(tokens, columns, dtype=torch.int32, device=device),
+        torch.empty_like(x_TH, dtype=torch.float8_e4m3fn) if quantise else None,
+        scales_like(tokens, hidden, device) if quantise else None,
+        rule.shared,
+    )
+    if not tokens:
+        return routed
+    stride = 0 if routed.scales_TG is None else routed.scales_TG.stride(1)
+    steps = triton.cdiv(triton.cdiv(hidden, GROUP), splits)
+    groups = 1 if rule.method == "greedy" or rule.groups <= rule.topk_groups else rule.groups
+    grid = (triton.cdiv(rule.experts, block_E) + int(quantise), triton.cdiv(tokens, block_T), splits)
+    _logits[grid](
+        logits, routed.codes_TH, routed.scales_TG, x_TH, weight_EH, tokens, stride, steps,
+        rule.experts, hidden, block_T, block_E, **launch(4, 5 if block_T <= 16 else 3),
+    )  # fmt: skip
+    _choose[(tokens,)](
+        routed.weights_TK, routed.ids_TK, logits, bias_E if rule.method == "noaux_tc" else None, real_T, tokens, rule.scale,
+        splits, rule.experts, rule.topk, rule.shared, triton.next_power_of_2(columns), groups, triton.next_power_of_2(groups),
+        triton.next_power_of_2(rule.experts // groups), rule.topk_groups, rule.method == "noaux_tc", rule.normalise,
+        **launch(1 if rule.experts <= 256 else 4),
+    )  # fmt: skip
+    return routed
+
+
+@triton.jit(do_not_specialize=["tokens", "scales_stride", "steps"])
+def _logits(
+    logits_STE, codes_TH, scales_GT, x_TH, weight_EH, tokens, scales_stride, steps,
+    E: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Experts are the rows of the product: a weight is split in registers, where a product may take its left side from. The block of programs
+    after the last experts encodes x."""
+    block_E, split = tl.program_id(0), tl.program_id(2)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    k, some_T = tl.arange(0, 128), token < tokens
+    begin, end = split * steps, min(split * steps + steps, tl.cdiv(H, 128))
+    x_at = x_TH + token[:, None].to(tl.int64) * H + k[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if codes_TH is not None:
+        if block_E * BLOCK_E >= E:
+            for step in tl.range(begin, end, num_stages=2):
+                x = tl.load(x_at + step * 128, mask=some_T[:, None], other=0.0)
+                codes, scale = encode(x.to(tl.float32))
+                tl.store(
+                    codes_TH + token[:, None].to(tl.int64) * H + step * 128 + k[None, :], codes, mask=some_T[:, None]
+                )
+                tl.store(scales_GT + step * scales_stride + token, scale, mask=some_T)
+    if block_E * BLOCK_E < E:
+        expert = block_E * BLOCK_E + tl.arange(0, BLOCK_E)
+        w_at = weight_EH + expert[:, None] * H + k[None, :]
+        acc = tl.zeros([BLOCK_E, BLOCK_T], tl.float32)
+        for step in tl.range(begin, end):
+            inside = (step * 128 + k < H)[None, :]
+            w = tl.load(w_at + step * 128, mask=(expert < E)[:, None] & inside, other=0.0)
+            x = tl.load(x_at + step * 128, mask=some_T[:, None] & inside, other=0.0)
+            if w.dtype == x.dtype or x.dtype == tl.float32:
+                acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+            else:
+                high = w.to(x.dtype)
+                rest = w - high.to(tl.float32)
+                middle = rest.to(x.dtype)
+                low = (rest - middle.to(tl.float32)).to(x.dtype)
+                x_t = tl.trans(x)
+                acc = tl.dot(high, x_t, tl.dot(middle, x_t, tl.dot(low, x_t, acc)))
+        at = logits_STE + (split * tokens + token[None, :]).to(tl.int64) * E + expert[:, None]
+        tl.store(at, acc, mask=(expert < E)[:, None] & some_T[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _choose(
+    weights_TK, ids_TK, logits_STE, bias_E, real_T, tokens, scale,
+    SPLITS: tl.constexpr, E: tl.constexpr, TOPK: tl.constexpr, SHARED: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One token a program: the whole row lies in the registers of a warp, and each of the chosen is one reduction over it. Groups and their members
+    are padded to powers of two, so that a place is group · BLOCK_M + member, in the order of the ids: ties go to the lower id."""
+    token = tl.program_id(0).to(tl.int64)
+    place, column = tl.arange(0, BLOCK_G * BLOCK_M), tl.arange(0, BLOCK_K)
+    expert = place // BLOCK_M * (E // GROUPS) + place % BLOCK_M
+    some = (place % BLOCK_M < E // GROUPS) & (place // BLOCK_M < GROUPS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    logits = tl.zeros([BLOCK_G * BLOCK_M], tl.float32)
+    for split in tl.static_range(SPLITS):
+        logits += tl.load(logits_STE + (split * tokens + token) * E + expert, mask=some, other=0.0)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+        choice = tl.where(some, scores + tl.load(bias_E + expert, mask=some, other=0.0), -float("inf"))
+    else:
+        logits = tl.where(some, logits, -float("inf"))
+        powers = tl.exp(logits - tl.max(logits, 0))
+        scores = powers / tl.sum(powers, 0)
+        choice = tl.where(some, scores, -float("inf"))
+    if GROUPS > 1:
+        choice = _within_groups(choice, GROUPS, BLOCK_G, BLOCK_M, TOPK_GROUPS, SIGMOID)
+    best_K = tl.zeros([BLOCK_K], tl.int32)
+    for k in tl.static_range(TOPK):
+        best = tl.argmax(choice, 0)
+        best_K = tl.where(column == k, best, best_K)
+        choice = tl.where(place == best, -float("inf"), choice)
+    weights = tl.where(column < TOPK, tl.gather(scores, best_K, 0), 0.0)
+    if SIGMOID and NORMALISE:
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    # logits that are no numbers must not lead out of the table
+    ids = tl.minimum(best_K // BLOCK_M * (E // GROUPS) + best_K % BLOCK_M, E - 1)
+    weights, ids = tl.where(column < TOPK, weights * scale, 1.0), tl.where(column < TOPK, ids, E + column - TOPK)
+    if real_T is not None:
+        real = tl.load(real_T + token)
+        weights, ids = tl.where(real, weights, 0.0), tl.where(real, ids, E + SHARED)
+    at = token * (TOPK + SHARED) + column
+    tl.store(weights_TK + at, weights, mask=column < TOPK + SHARED)
+    tl.store(ids_TK + at, ids, mask=column < TOPK + SHARED)
+
+
+@triton.jit
+def _within_groups(
+    choice,
+    GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    TWO: tl.constexpr,
+):
+    """-inf outside the best groups: by their best member, or by the sum of their two best."""
+    group, scores = tl.arange(0, BLOCK_G), tl.reshape(choice, [BLOCK_G, BLOCK_M])
+    worth = tl.max(scores, 1)
+    if TWO:
+        first = tl.argmax(scores, 1)
+        worth += tl.max(tl.where(tl.arange(0, BLOCK_M)[None, :] == first[:, None], -float("inf"), scores), 1)
+    worth = tl.where(group < GROUPS, worth, -float("inf"))
+    kept = tl.zeros([BLOCK_G], tl.int32)
+    for _ in tl.static_range(TOPK_GROUPS):
+        best = tl.argmax(worth, 0)
+        kept = tl.where(group == best, 1, kept)
+        worth = tl.where(group == best, -float("inf"), worth)
+    return tl.reshape(tl.where(kept[:, None] > 0, scores, -float("inf")), [BLOCK_G * BLOCK_M])

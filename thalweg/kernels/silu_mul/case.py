@@ -1,0 +1,44 @@
+"""Cases of silu(gate) · up, plain and as FP8 codes."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thalweg.kernels.case import Case, Run, normal, size
+from thalweg.kernels.silu_mul import ref
+
+
+def cases(generator: torch.Generator) -> Iterator[Case]:
+    for rows, inner in ((1, 384), (70, 128), (5, 1408)):
+        gate_up = normal(generator, rows, 2 * inner, dtype=torch.bfloat16) * 3
+        gate, up = gate_up.double().chunk(2, 1)
+        exact = F.silu(gate) * up
+        scale = exact.view(rows, -1, 128).abs().amax(-1) / 448
+        yield Case(
+            name=f"{rows} x {inner}",
+            inputs={"gate_up_MI": gate_up},
+            exact=(exact, scale),
+            tolerance=4e-3,
+            flops=4 * exact.numel(),
+            bytes=size(gate_up) + 3 * exact.numel(),
+        )
+
+
+def run(gate_up_MI: Tensor) -> tuple[Tensor, ...]:
+    return ref.silu_mul(gate_up_MI), ref.silu_mul_quantize(gate_up_MI)[1]
+
+
+def run_triton(gate_up_MI: Tensor) -> tuple[Tensor, ...]:
+    from thalweg.kernels.silu_mul import triton
+
+    given = gate_up_MI.cuda()
+    return triton.silu_mul(given).to(gate_up_MI.device), triton.silu_mul_quantize(given)[1].to(gate_up_MI.device)
+
+
+_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})

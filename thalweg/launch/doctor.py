@@ -1,0 +1,387 @@
+"""`thalweg doctor`: looks at the machine and says what is missing and the command that mends it.
+
+Two halves: `Surroundings.look` asks the system, `examine` judges what was found and asks nobody, so that every judgement can be tested."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from thalweg import __version__
+from thalweg.config.machine import Machine
+from thalweg.config.options import Config
+from thalweg.core.errors import ThalwegError
+from thalweg.launch.wheels import WHEELS, Wheel, within
+
+OK, NOTE, WARN, FAIL = "ok", "note", "warn", "fail"
+GB, GIB = 10**9, 2**30
+OPEN_FILES = 16384  # --max-connections is 8,192, and each may have a body and an answer under way
+SHM = GIB  # what several processes that share a GPU's work keep in shared memory
+CACHE_ROOM = 20 * GB
+DRIVERS = {12: 525, 13: 580}  # CUDA major → the first driver that runs it
+TRIES = 64  # ports that are tried for a free one
+WAIT = 5.0  # seconds for the hub to answer
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """level: ok; note: good to know; warn: works, but not as it should; fail: serving would not start. mend: a command, or ""."""
+
+    check: str
+    level: str
+    found: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the doctor looks at. torch: its version, "" where it is missing; torch_error: why it does not import. cuda: that torch was built
+    for, "" for a CPU build; reached: names of the GPUs that torch can use. driver: version of NVIDIA's, "". packages: distribution → version, of what
+    is required or known. shm, room: free bytes, -1 where there is no such place. port_error: why host:port cannot be bound, "". free_port:
+    one that can, 0 for none. hub: what the hub answered, None where it was not asked. model_error: why `model` cannot be served, ""."""
+
+    python: str
+    machine: Machine
+    driver: str
+    torch: str
+    torch_error: str
+    cuda: str
+    reached: tuple[str, ...]
+    requires: tuple[str, ...]
+    packages: Mapping[str, str]
+    compiler: bool
+    shm: int
+    open_files: int
+    open_files_most: int
+    host: str
+    port: int
+    port_error: str
+    free_port: int
+    cache: str
+    cache_writable: bool
+    room: int
+    hub: str | None
+    model: str
+    model_error: str
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Names of the GPUs: the driver's list, which some containers hide, else torch's."""
+        return self.machine.gpus or self.reached
+
+    @staticmethod
+    def look(config: Config, online: bool = False) -> Surroundings:
+        """Looks at this machine, for what `config` wishes of model, host and port. online: whether the hub is asked."""
+        torch, error, cuda, reached = _torch()
+        requires, listen = _requires(), config.listen
+        names = [_name(one) for one in requires] + [name for wheel in WHEELS for name in wheel.names] + ["triton"]
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        port_error = _bind(listen.host, listen.port)
+        cache, endpoint = _hub_places()
+        return Surroundings(
+            python=sys.version.split()[0],
+            machine=Machine.here(),
+            driver=_driver(),
+            torch=torch,
+            torch_error=error,
+            cuda=cuda,
+            reached=reached,
+            requires=requires,
+            packages={name: version for name in names if (version := _version(name))},
+            compiler=any(shutil.which(name) for name in ("cc", "gcc", "clang")),
+            shm=_room(Path("/dev/shm")) if Path("/dev/shm").is_dir() else -1,
+            open_files=soft,
+            open_files_most=hard,
+            host=listen.host,
+            port=listen.port,
+            port_error=port_error,
+            free_port=_free_port(listen.host, listen.port) if port_error else 0,
+            cache=str(cache),
+            cache_writable=os.access(_standing(cache), os.W_OK),
+            room=_room(_standing(cache)),
+            hub=_ask(endpoint) if online else None,
+            model=config.model.model,
+            model_error=_model_error(config) if torch and not error else "",
+        )
+
+
+def doctor(config: Config, rest: argparse.Namespace) -> int:
+    """The command. rest: `json` and `online`. Returns 0 when nothing stands in the way of serving, else 1."""
+    findings = list(examine(Surroundings.look(config, rest.online)))
+    sick = any(one.level == FAIL for one in findings)
+    if rest.json:
+        report = {"ok": not sick, "version": __version__, "findings": [asdict(one) for one in findings]}
+        print(json.dumps(report, indent=2))
+    else:
+        print(text(findings))
+    return int(sick)
+
+
+def text(findings: list[Finding]) -> str:
+    """The report for people: a line for each finding, its command below it, and a last line that sums up."""
+    lines = []
+    for one in findings:
+        lines.append(f"{one.level.upper() if one.level == FAIL else one.level:<5}{one.check:<16}{one.found}")
+        if one.mend:
+            lines.append(f"{'':<21}→ {one.mend}")
+    count = {level: sum(one.level == level for one in findings) for level in (FAIL, WARN)}
+    said = [f"{n} {what}" for n, what in ((count[FAIL], "to mend before serving"), (count[WARN], "to look at")) if n]
+    return "\n".join([*lines, "", ", ".join(said) or "nothing is missing"])
+
+
+# ---- judging ----
+
+
+def examine(seen: Surroundings) -> Iterator[Finding]:
+    """What is good and what is not, in the order in which it should be mended."""
+    python = within(seen.python, ">=3.11")
+    yield Finding(
+        "python", OK if python else FAIL, seen.python, "" if python else "make PYTHON=python3.12 clean install"
+    )
+    yield from _packages(seen)
+    yield from _gpu(seen)
+    yield from (_wheel(seen, wheel) for wheel in WHEELS)
+    yield from _limits(seen)
+    yield _port(seen)
+    yield from _cache(seen)
+    if seen.model:
+        good = not seen.model_error
+        mend = "" if good else f"thalweg plan --model {seen.model}"
+        yield Finding("model", OK if good else FAIL, seen.model if good else seen.model_error, mend)
+
+
+def _packages(seen: Surroundings) -> Iterator[Finding]:
+    if not seen.torch:
+        yield Finding("torch", FAIL, "not installed", "make install")
+    elif seen.torch_error:
+        again = f"pip install --force-reinstall 'torch=={seen.torch.partition('+')[0]}'"
+        yield Finding("torch", FAIL, f"{seen.torch} does not import: {seen.torch_error}", again)
+    else:
+        build = f"built for CUDA {seen.cuda}" if seen.cuda else "built for the CPU"
+        yield Finding("torch", OK, f"{seen.torch}, {build}")
+    wrong = []
+    for one in seen.requires:
+        have = seen.packages.get(_name(one), "")
+        if (not have or not within(have, one)) and not (_name(one) == "torch" and not seen.torch):
+            wrong.append((one, have))
+    if wrong:
+        found = ", ".join(f"{one}: {f'{have} is installed' if have else 'not installed'}" for one, have in wrong)
+        quoted = " ".join(f"'{one}'" for one, _ in wrong)
+        yield Finding("packages", FAIL, found, f"pip install {quoted}")
+    else:
+        yield Finding("packages", OK, f"all {len(seen.requires)} that Thalweg needs")
+
+
+def _gpu(seen: Surroundings) -> Iterator[Finding]:
+    """Driver, torch's build and triton, which matter only where there is a GPU."""
+    gpus = seen.gpus
+    cpu = f"{seen.machine.cpu}, {seen.machine.cores} cores"
+    if not gpus:
+        yield Finding("gpu", NOTE, f"no NVIDIA GPU: models run on the CPU ({cpu})")
+        return
+    shown = f"{len(gpus)} × {gpus[0]}, driver {seen.driver or 'unknown'}"
+    version = seen.torch.partition("+")[0]
+    if not seen.torch or seen.torch_error:
+        yield Finding("gpu", NOTE, f"{shown}: not tried, as torch is missing")
+    elif not seen.cuda:
+        mend = f"pip install --force-reinstall 'torch=={version}' --index-url https://pypi.org/simple"
+        yield Finding("gpu", FAIL, f"{shown}: this torch is a CPU build and cannot use it", mend)
+    elif not seen.reached:
+        need = DRIVERS.get(int(seen.cuda.partition(".")[0]), 0)
+        old = bool(seen.driver) and not within(seen.driver, f">={need}")
+        why = f"CUDA {seen.cuda} needs driver {need} or newer" if old else "torch finds no device it may use"
+        mend = f"sudo apt-get install nvidia-driver-{need} && sudo reboot" if old else "nvidia-smi; ls -l /dev/nvidia*"
+        yield Finding("gpu", FAIL, f"{shown}: {why}", mend)
+    else:
+        yield Finding("gpu", OK, f"{shown}, usable")
+    triton = seen.packages.get("triton", "")
+    mend = "" if triton else f"pip install --force-reinstall 'torch=={version}'"
+    yield Finding("triton", OK if triton else FAIL, triton or "not installed: it brings the GPU's kernels", mend)
+    mend = "" if seen.compiler else "sudo apt-get install gcc"
+    yield Finding(
+        "compiler",
+        OK if seen.compiler else FAIL,
+        "found" if seen.compiler else "no C compiler, which triton needs",
+        mend,
+    )
+
+
+def _wheel(seen: Surroundings, wheel: Wheel) -> Finding:
+    """An optional library: never a failure, a warning where the installed release is one for another torch."""
+    torch, name = seen.torch or "0", next((name for name in wheel.names if name in seen.packages), "")
+    right = wheel.requirement(torch)
+    if name:
+        have = seen.packages[name]
+        fits = name != wheel.names[0] or "==" not in right or within(have, right)
+        if right and fits:
+            return Finding(wheel.title, OK, f"{have}: {wheel.use}")
+        if not right:
+            return Finding(wheel.title, WARN, f"{have} does not load on torch {torch}", f"pip uninstall --yes {name}")
+        found = f"{have}: torch {torch} goes with {right.partition('==')[2]}"
+        return Finding(wheel.title, WARN, found, wheel.command(torch))
+    if wheel.gpu and not seen.gpus:
+        return Finding(wheel.title, NOTE, f"not installed, and of no use without a GPU ({wheel.use})")
+    if not right or wheel.cuda and seen.cuda and not seen.cuda.startswith(f"{wheel.cuda}."):
+        other = f"CUDA {seen.cuda}" if right else f"torch {torch}"
+        return Finding(wheel.title, NOTE, f"not installed, and there is none for {other} ({wheel.use})")
+    return Finding(wheel.title, NOTE, f"not installed; optional: {wheel.use}", wheel.command(torch))
+
+
+def _limits(seen: Surroundings) -> Iterator[Finding]:
+    memory = f"{seen.machine.free / GB:.1f} of {seen.machine.memory / GB:.1f} GB free"
+    low = seen.machine.free < 2 * GB
+    yield Finding("memory", WARN if low else OK, memory, "ps aux --sort=-rss | head" if low else "")
+    if seen.shm >= 0:
+        small = seen.shm < SHM and len(seen.gpus) > 1
+        mend = "sudo mount -o remount,size=8g /dev/shm   (docker run --shm-size 8g)" if small else ""
+        yield Finding("/dev/shm", WARN if small else OK, f"{seen.shm / GB:.1f} GB free", mend)
+    few = seen.open_files < OPEN_FILES
+    reach = seen.open_files_most >= OPEN_FILES or seen.open_files_most == resource.RLIM_INFINITY
+    mend = f"ulimit -n {OPEN_FILES}" if reach else f"sudo prlimit --pid $$ --nofile={OPEN_FILES}:{OPEN_FILES}"
+    found = f"{seen.open_files}" + (": fewer connections at a time than --max-connections allows" if few else "")
+    yield Finding("open files", WARN if few else OK, found, mend if few else "")
+
+
+def _port(seen: Surroundings) -> Finding:
+    place = f"{seen.host} port {seen.port}"
+    if not seen.port_error:
+        return Finding("port", OK, f"{place} is free")
+    other = f"thalweg serve {seen.model or 'MODEL'} --port {seen.free_port}"  # 0 picks a free one
+    return Finding("port", FAIL, f"{place}: {seen.port_error}", other)
+
+
+def _cache(seen: Surroundings) -> Iterator[Finding]:
+    """Where models of the hub are kept: of no matter for a model that is a folder, hence never a failure."""
+    found = f"{seen.cache}: {seen.room / GB:.1f} GB free"
+    if not seen.cache_writable:
+        yield Finding("hub cache", WARN, f"{seen.cache} cannot be written", "export HF_HOME=$HOME/models")
+    elif seen.room < CACHE_ROOM:
+        yield Finding("hub cache", WARN, found, "hf cache prune")
+    else:
+        yield Finding("hub cache", OK, found)
+    if seen.hub is not None:
+        good = seen.hub == "answers"
+        mend = "" if good else "curl -sSI https://huggingface.co   (behind a proxy: set HTTPS_PROXY or HF_ENDPOINT)"
+        yield Finding("hub", OK if good else WARN, seen.hub, mend)
+
+
+# ---- looking ----
+
+
+def _torch() -> tuple[str, str, str, tuple[str, ...]]:
+    """(version, why it does not import, CUDA of the build, names of the GPUs that it reaches)"""
+    version = _version("torch")
+    if not version:
+        return "", "", "", ()
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library that is missing or of another machine
+        return version, str(error), "", ()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return version, "", torch.version.cuda or "", tuple(torch.cuda.get_device_name(i) for i in range(count))
+
+
+def _requires() -> tuple[str, ...]:
+    """Requirements of Thalweg itself, without those of its extras."""
+    try:
+        given = importlib.metadata.requires("thalweg") or ()
+    except importlib.metadata.PackageNotFoundError:  # run from a folder that is not installed
+        return ()
+    return tuple(one for one in given if "extra ==" not in one)
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    """NVIDIA's driver: from its file, else the CUDA that libcuda speaks has to do; "" where there is none."""
+    path = Path("/proc/driver/nvidia/version")
+    if path.is_file():
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text())
+        return found[1] if found else ""
+    try:
+        library, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except OSError:
+        return ""
+    library.cuDriverGetVersion(ctypes.byref(number))
+    return str(DRIVERS.get(number.value // 1000, ""))
+
+
+def _bind(host: str, port: int) -> str:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        socket.create_server(address[:2], family=family).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _free_port(host: str, port: int) -> int:
+    return next((other for other in range(port + 1, min(port + TRIES, 65536)) if not _bind(host, other)), 0)
+
+
+def _hub_places() -> tuple[Path, str]:
+    """Folder of the hub's cache, and the hub's address, with the hub's own variables counted."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE), constants.ENDPOINT
+
+
+def _standing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
+def _room(path: Path) -> int:
+    return shutil.disk_usage(path).free
+
+
+def _ask(endpoint: str) -> str:
+    """Asks the hub for its first page: "answers", or what went wrong."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=WAIT):
+            return "answers"
+    except urllib.error.HTTPError:
+        return "answers"  # with a refusal, but it is there
+    except (OSError, ValueError) as error:
+        return f"{endpoint} does not answer: {error}"
+
+
+def _model_error(config: Config) -> str:
+    """Why a checkpoint cannot be served here, "" where it can or none is named. Weights are looked for, not read."""
+    model = config.model.model
+    if not model:
+        return ""
+    from thalweg.launch.hub import missing_weights
+    from thalweg.launch.resolve import resolve
+
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return f"there is no folder {model}; doctor looks at folders only (thalweg plan reads a model of the hub)"
+    try:
+        resolve(config, weights=False)
+        lost = missing_weights(folder)
+    except ThalwegError as error:
+        return str(error)
+    return f"{model} lacks {', '.join(lost[:3])}{' …' if len(lost) > 3 else ''}" if lost else ""

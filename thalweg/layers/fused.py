@@ -1,0 +1,148 @@
+"""Layers on the kernels of a GPU: the same parameters as the reference's, other hands."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.config.model import Moe
+from thalweg.kernels.experts import triton as experts
+from thalweg.kernels.gemm import fp8 as fp8_gemm
+from thalweg.kernels.gemm import triton as gemm
+from thalweg.kernels.norm import triton as norm
+from thalweg.kernels.router import triton as routing
+from thalweg.kernels.silu_mul import triton as silu_mul
+from thalweg.layers.linear import parameter
+from thalweg.layers.part import Part
+
+
+class FusedNorm(Part):
+    """x / sqrt(mean(x²) + eps) · weight over the last dim; weight float32."""
+
+    def __init__(self, dim: int, eps: float, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(dim, dtype=torch.float32, device=device)
+        self.eps = eps
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return norm.rms_norm(x_TH, self.weight, self.eps)
+
+
+class FusedLinear(Part):
+    """y = x Wᵀ (+ b), bf16: own kernel for few rows, cuBLAS beyond."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = parameter(outputs, inputs, dtype=dtype, device=device)
+        self.bias = parameter(outputs, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if gemm.wins(len(x), len(self.weight)):
+            return gemm.linear(x, self.weight, self.bias)
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def add_(self, h: Tensor, x: Tensor) -> Tensor:
+        """h += x Wᵀ (+ b), in place."""
+        if gemm.wins(len(x), len(self.weight)):
+            return gemm.linear(x, self.weight, self.bias, h)
+        h.addmm_(x, self.weight.t())
+        return h if self.bias is None else h.add_(self.bias)
+
+
+class FusedFp8Linear(Part):
+    """y = x Wᵀ, W in FP8 blocks of 128 × 128 with float32 multipliers, x quantized by token and group of 128 columns."""
+
+    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(outputs, inputs, dtype=torch.float8_e4m3fn, device=device)
+        self.weight_scale = scales(outputs, inputs, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8_gemm.linear(x, self.weight, self.weight_scale)
+
+    def add_(self, h: Tensor, x: Tensor) -> Tensor:
+        """h += x Wᵀ, in place."""
+        return h.add_(fp8_gemm.linear(x, self.weight, self.weight_scale))
+
+
+def scales(*shape: int, device: torch.device) -> nn.Parameter:
+    """Multipliers of a weight of this shape: one for each block of its last two dims."""
+    *lead, rows, columns = shape
+    return parameter(*lead, -(-rows // 128), -(-columns // 128), dtype=torch.float32, device=device)
+
+
+class FusedEmbedding(Part):
+    """Rows of a [vocabulary, hidden] table; as a head, its scores."""
+
+    def __init__(self, vocab: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(vocab, hidden, dtype=dtype, device=device)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        return self.weight.index_select(0, ids_T)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """float32 [N, vocabulary]."""
+        if gemm.wins(len(hidden_NH), len(self.weight)):
+            return gemm.linear(hidden_NH, self.weight, dtype=torch.float32)
+        return torch.mm(hidden_NH, self.weight.t(), out_dtype=torch.float32)
+
+
+class FusedMlp(Part):
+    """down(silu(gate x) · up x); gate_up: gate rows first, then up."""
+
+    def __init__(self, gate_up: FusedLinear | FusedFp8Linear, down: FusedLinear | FusedFp8Linear) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    def add_(self, h_TH: Tensor, x_TH: Tensor) -> Tensor:
+        """h += mlp(x), in place."""
+        return self.down.add_(h_TH, silu_mul.silu_mul(self.gate_up.forward(x_TH)))
+
+
+class FusedMoe(Part):
+    """Σ_k w_k · expert_k(x), the shared experts behind the routed ones in the same stacks, chosen by every token with weight 1."""
+
+    def __init__(self, moe: Moe, hidden: int, dtype: torch.dtype, device: torch.device, fp8: bool) -> None:
+        super().__init__()
+        self.router = FusedRouter(moe, hidden, dtype, device)
+        self.experts = FusedExperts(moe, hidden, dtype, device, fp8)
+        self.rule = routing.Rule(
+            moe.experts, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.method, moe.normalise, moe.shared
+        )
+        self.fp8 = fp8
+
+    def add_(self, h_TH: Tensor, x_TH: Tensor) -> Tensor:
+        """h += moe(x), in place."""
+        routed = routing.route(x_TH, self.router.weight, self.router.bias, self.rule, quantise=self.fp8)
+        experts.add_experts_(h_TH, x_TH, routed, self.experts.weights())
+        return h_TH
+
+
+class FusedRouter(Part):
+    """The gate's weight as published; scores are float32."""
+
+    def __init__(self, moe: Moe, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(moe.experts, hidden, dtype=dtype, device=device)
+        self.bias = None
+        if moe.method == "noaux_tc":
+            self.bias = parameter(moe.experts, dtype=torch.float32, device=device)
+
+
+class FusedExperts(Part):
+    """w13 [E + shared, 2 I, H]: gate rows, then up rows; w2 [E + shared, H, I]. FP8: with their multipliers."""
+
+    def __init__(self, moe: Moe, hidden: int, dtype: torch.dtype, device: torch.device, fp8: bool) -> None:
+        super().__init__()
+        count, wide = moe.experts + moe.shared, 2 * moe.intermediate
+        kept = torch.float8_e4m3fn if fp8 else dtype
+        self.w13 = parameter(count, wide, hidden, dtype=kept, device=device)
+        self.w2 = parameter(count, hidden, moe.intermediate, dtype=kept, device=device)
+        self.w13_scale = self.w2_scale = None
+        if fp8:
+            self.w13_scale = scales(count, wide, hidden, device=device)
+            self.w2_scale = scales(count, hidden, moe.intermediate, device=device)
+
+    def weights(self) -> experts.Weights:
+        return experts.Weights(self.w13, self.w2, self.w13_scale, self.w2_scale)
