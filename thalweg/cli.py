@@ -107,12 +107,14 @@ examples:
     config = _parse(parser, argv).config
     from thalweg.launch.serve import serve as run
     from thalweg.server.app import build
+    from thalweg.server.connection import bounded
 
     return run(
         config,
         lambda front, options, resolved: build(
             front, options, resolved.chat, path=config.model.model, defaults=resolved.sampling
         ),
+        bounded,
     )
 
 
@@ -211,6 +213,32 @@ def evaluate(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def replay(argv: Sequence[str]) -> int:
+    from thalweg.bench.replay import main as run
+
+    return run(argv)
+
+
+def doctor(argv: Sequence[str]) -> int:
+    epilog = """\
+examples:
+  thalweg doctor
+  thalweg doctor models/tiny --port 8000 --online
+  thalweg doctor --json
+
+Exit status: 0 when nothing stands in the way of serving, 1 otherwise. A machine without a GPU is fine."""
+    parser = config_parser(
+        "thalweg doctor", "What is missing on this machine, and the command that mends it.", epilog, ("model", "listen")
+    )
+    own = parser.add_argument_group("This command")
+    own.add_argument("--json", action="store_true", help="print one JSON object")
+    own.add_argument("--online", action="store_true", help="ask the model hub too whether it can be reached")
+    parsed = _parse(parser, argv)
+    from thalweg.launch.doctor import doctor as run
+
+    return run(parsed.config, parsed.rest)
+
+
 def version(argv: Sequence[str]) -> int:
     print(__version__)
     return 0
@@ -225,6 +253,8 @@ COMMANDS = {
     "parse": Command("what becomes of a model's raw output: reasoning, content, tool calls", parse),
     "bench": Command("measure speed: serve, one-batch", bench),
     "eval": Command("measure accuracy", evaluate),
+    "replay": Command("run the recorded last steps of an engine again", replay),
+    "doctor": Command("what is missing on this machine, and the command that mends it", doctor),
     "version": Command("print the version", version),
 }
 

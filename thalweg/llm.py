@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from thalweg.config.tree import config_of
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.assemble import Assembler, Piece
@@ -24,6 +25,7 @@ from thalweg.engine.front import Front, check_prompt
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
 from thalweg.text.grammar import check as check_grammar
+from thalweg.text.history import History
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -69,12 +71,17 @@ class _Texts:
     def __init__(self, model: str, config: Mapping[str, Any], progress: bool) -> None:
         self.resolved = resolve(config_of(model=model, **config), progress=progress)
         self.tokenizer, self.talk = self.resolved.reader(), self.resolved.chat
+        self.history = History(self.talk, self.tokenizer.mark_id)
 
     def ids(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
 
-    def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(self.talk.encoder.encode(messages, **kwargs)))
+    def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> tuple[tuple[int, ...], Keep]:
+        """The prompt of a conversation, and what of its answer the prefix cache keeps."""
+        prompt = self.talk.encoder.encode(messages, **kwargs)
+        thinking = {} if kwargs.get("thinking") is None else {"thinking": kwargs["thinking"]}
+        arguments = {**(kwargs.get("template_kwargs") or {}), **thinking}
+        return tuple(self.tokenizer.encode(prompt)), self.history.keep(prompt, arguments, bool(kwargs.get("tools")))
 
 
 class LLM:
@@ -90,20 +97,24 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         progress: bool = False,
         grammar: Grammar | Sequence[Grammar] = FREE,
+        keep: Keep | Sequence[Keep] = WHOLE,
     ) -> list[Result]:
-        """Completes each prompt (text or token ids). grammar: what the output must match, e.g. `Grammar("json_object")`.
+        """Completes each prompt (text or token ids). grammar: what the output must match, e.g. `Grammar("json_object")`. keep: what of
+        prompt and output the prefix cache keeps.
 
         Raises InvalidRequest before anything runs if one cannot be served.
         """
         many = _many(prompts)
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         grammars = [grammar] * len(many) if isinstance(grammar, Grammar) else list(grammar)
-        for name, given in (("params", each), ("grammar", grammars)):
+        keeps = [keep] * len(many) if isinstance(keep, Keep) else list(keep)
+        for name, given in (("params", each), ("grammar", grammars), ("keep", keeps)):
             if len(given) != len(many):
                 raise InvalidRequest(name, f"{len(given)} given for {len(many)} prompts")
-        requests = [(self.texts.ids(prompt), p, g) for prompt, p, g in zip(many, each, grammars, strict=True)]
-        for ids, p, g in requests:
-            check_prompt(ids, self.engine.context, self.engine.vocab)
+        ids_of_each = [self.texts.ids(prompt) for prompt in many]
+        requests = list(zip(ids_of_each, each, grammars, keeps, strict=True))
+        for ids, p, g, _ in requests:
+            check_prompt(ids, p, self.engine.context, self.engine.vocab)
             p.check(self.engine.vocab)
             g.check(p)
         for g in set(grammars) - {FREE}:
@@ -119,8 +130,8 @@ class LLM:
         **template: Any,
     ) -> list[Result]:
         """Answers each conversation (OpenAI messages); `template` goes to the chat encoder, e.g. tools=..., thinking=True."""
-        prompts = [self.texts.chat_ids(messages, **template) for messages in _conversations(conversations)]
-        return self.generate(prompts, params, progress, grammar)
+        asked = [self.texts.chat_ids(messages, **template) for messages in _conversations(conversations)]
+        return self.generate([ids for ids, _ in asked], params, progress, grammar, [keep for _, keep in asked])
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], top: int = 0, progress: bool = False
@@ -129,11 +140,13 @@ class LLM:
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, temperature=0.0)
         return [result.prompt_logprobs for result in self.generate(prompts, params, progress)]
 
-    def _run(self, requests: Sequence[tuple[tuple[int, ...], SamplingParams, Grammar]], progress: bool) -> list[Result]:
-        results = [Result(ids, [Choice() for _ in range(p.n)]) for ids, p, _ in requests]
+    def _run(
+        self, requests: Sequence[tuple[tuple[int, ...], SamplingParams, Grammar, Keep]], progress: bool
+    ) -> list[Result]:
+        results = [Result(ids, [Choice() for _ in range(p.n)]) for ids, p, _, _ in requests]
         owners: dict[int, tuple[Result, Assembler]] = {}
-        for (ids, p, grammar), result in zip(requests, results, strict=True):
-            for index, uid in enumerate(self.engine.submit(ids, p, grammar=grammar)):
+        for (ids, p, grammar, keep), result in zip(requests, results, strict=True):
+            for index, uid in enumerate(self.engine.submit(ids, p, grammar=grammar, keep=keep)):
                 owners[uid] = result, Assembler(index, ids, p, self.texts.tokenizer)
         try:
             self._finish(owners, progress)
@@ -175,18 +188,18 @@ class AsyncLLM:
         await self.front.close()
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams = SamplingParams(), grammar: Grammar = FREE
+        self, prompt: Prompt, params: SamplingParams = SamplingParams(), grammar: Grammar = FREE, keep: Keep = WHOLE
     ) -> AsyncIterator[Piece]:
         """The pieces of one request as they come. The engine refuses a grammar that cannot be compiled."""
-        return self.front.stream(self.texts.ids(prompt), params, grammar=grammar)
+        return self.front.stream(self.texts.ids(prompt), params, grammar=grammar, keep=keep)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams = SamplingParams(), grammar: Grammar = FREE
+        self, prompt: Prompt, params: SamplingParams = SamplingParams(), grammar: Grammar = FREE, keep: Keep = WHOLE
     ) -> Result:
         """Completes one prompt; `generate_all` or asyncio.gather batch several."""
         ids = await asyncio.to_thread(self.texts.ids, prompt)
         result = Result(ids, [Choice() for _ in range(params.n)])
-        async for piece in self.front.stream(ids, params, grammar=grammar):
+        async for piece in self.front.stream(ids, params, grammar=grammar, keep=keep):
             result.add(piece)
         return result
 
@@ -214,7 +227,8 @@ class AsyncLLM:
         **template: Any,
     ) -> Result:
         """Answers one conversation."""
-        return await self.generate(self.texts.chat_ids(messages, **template), params, grammar)
+        ids, keep = self.texts.chat_ids(messages, **template)
+        return await self.generate(ids, params, grammar, keep)
 
     async def score(self, prompt: Prompt, top: int = 0) -> list[TokenLogprob]:
         """Log-probabilities of the prompt's tokens 1 to the last."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,8 +18,10 @@ from fastapi import FastAPI
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
 from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.messages import Ready, Stats
 from thalweg.core.plan import PAGE, TokenLogprob
+from thalweg.core.room import Room
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.app import build
 from thalweg.text.chat import Chat, Formats, OwnEncoder
@@ -43,6 +46,9 @@ class ByteTokenizer:
             bytes(i for i in ids if i < EOS).decode(errors="replace") + end * (EOS in ids) for ids in [list(ids)]
         )
 
+    def exceeds(self, text: str, limit: int) -> bool:
+        return len(text.encode()) > limit
+
     def mark_id(self, text: str) -> int | None:
         return FIM.get(text)
 
@@ -63,6 +69,8 @@ class FakePiece:
     completion_tokens: int
     prompt_logprobs: tuple[TokenLogprob, ...]
     at: float
+    admitted: float = 0.0
+    preempted: int = 0
 
 
 def default_script(prompt: str, choice: int) -> str:
@@ -89,6 +97,7 @@ class FakeFront:
         self.aborted: set[object] = set()
         self.ended: list[str] = []  # "done" or "closed", in order
         self.seen: list[tuple[list[int], SamplingParams, str, int, int]] = []
+        self.keeps: list[Keep] = []
         self._pages: dict[object, int] = {}
         self._steps = self._prefill = self._decode = 0
 
@@ -127,8 +136,12 @@ class FakeFront:
         if any(not 0 <= token < VOCAB for token in prompt):
             raise InvalidRequest("prompt", "a token id is outside the vocabulary")
         params.check(VOCAB)
+
+    @contextmanager
+    def room(self, sequences: int) -> Iterator[Room]:
         if self.full:
             raise Overloaded("64 sequences run or wait, the limit is 64")
+        yield Room(sequences)
 
     async def stream(
         self,
@@ -139,11 +152,14 @@ class FakeFront:
         priority: int = 0,
         salt: int = 0,
         grammar: Grammar = FREE,
+        keep: Keep = WHOLE,
+        room: Room | None = None,
     ) -> AsyncGenerator[FakePiece, None]:
         if self.refusal is not None:
             raise self.refusal
         key = object()
         self.seen.append((list(prompt), params, request_id, priority, salt))
+        self.keeps.append(keep)
         self.live[key] = request_id
         self._pages[key] = len(prompt) // PAGE + 1
         self._prefill += len(prompt)
@@ -234,10 +250,12 @@ def logprob(token: int, top: int) -> TokenLogprob:
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
-    """Serves the app over HTTP from a thread; gives its address."""
+def serving(app: FastAPI, http: Any = "auto") -> Iterator[str]:
+    """Serves the app over HTTP from a thread; gives its address. http: what speaks it, see uvicorn."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
+        server = uvicorn.Server(
+            uvicorn.Config(app, http=http, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started:

@@ -115,7 +115,7 @@ def curl_line(server: Server) -> tuple[str, dict[str, str], bytes]:
 
 
 def test_plan_says_sizes_and_choices(thalweg: Run) -> None:
-    done = thalweg("plan", TINY, "--json", "--max-running-requests", "7")
+    done = thalweg("plan", TINY, "--json", "--max-running-requests", "7", "--tool-call-parser", "hermes")
     assert done.status == 0, done.err
     plan = json.loads(done.out)
     config = json.loads((ROOT / TINY / "config.json").read_text())
@@ -135,6 +135,8 @@ def test_plan_says_sizes_and_choices(thalweg: Run) -> None:
         "reason": "",
     }
     assert plan["architecture"] == config["architectures"][0] and plan["eos_ids"]
+    parser = plan["decisions"]["tool_call_parser"]
+    assert (parser["value"], parser["reason"]) == ("qwen25", "hermes is called qwen25 here")
     text = thalweg("plan", TINY).out
     assert f"{plan['parameters']:,} parameters" in text and "random_seed" in text
 
@@ -242,15 +244,18 @@ def test_a_server_from_start_to_drain() -> None:
 
 
 def test_https_keys_names_and_a_yaml_file(tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
+    file, keys = tmp_path / "serve.yaml", tmp_path / "keys.yaml"
+    keys.write_text("- {name: alice, key: sk-alice}")
     file.write_text(
         f"model: {TINY}\nload_format: dummy\nserved_model_name: [river, stone]\nserver:\n  api_key: s3cret\n"
+        f"  api_keys_file: {keys}\n  log_requests_level: 1\n"
         f"ssl_certfile: {DATA / 'tls-cert.pem'}\nssl_keyfile: {DATA / 'tls-key.pem'}\n"
     )
     with serving("--config", str(file), "--log-level", "warning") as server:
         context = ssl.create_default_context(cafile=str(DATA / "tls-cert.pem"))
         assert server.url.startswith("https://127.0.0.1:")
         assert server.get("/ready", context)[0] == 200 and server.get("/v1/models", context)[0] == 401
+        server.process.send_signal(signal.SIGHUP)  # as whoever rotates keys does: it goes on
         address, headers, body = curl_line(server)
         assert headers["Authorization"] == "Bearer $API_KEY" and "s3cret" not in "".join(server.lines + server.log)
         headers["Authorization"] = "Bearer s3cret"
@@ -259,6 +264,7 @@ def test_https_keys_names_and_a_yaml_file(tmp_path: Path) -> None:
         ) as reply:
             answer: dict[str, Any] = json.load(reply)
         assert answer["model"] == "river" and "--cacert" in "".join(server.lines)
+        assert "--log-requests-level 1 says nothing without --log-requests" in "".join(server.log)
         assert server.stop(signal.SIGINT) == 0
 
 

@@ -6,23 +6,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cpu.fakes import FakeFront, fake_app, serving
+from tests.cpu.fakes import FakeFront, FakePiece, fake_app, serving
 from thalweg.config.server import ServerOptions
 from thalweg.core.messages import Stats
-from thalweg.server.metrics import Histogram, Meters, Timer, exposition
-
-DASHBOARD = {
-    "sglang:num_running_reqs": "gauge",
-    "sglang:num_queue_reqs": "gauge",
-    "sglang:token_usage": "gauge",
-    "sglang:cache_hit_rate": "gauge",
-    "sglang:gen_throughput": "gauge",
-    "sglang:time_to_first_token_seconds": "histogram",
-    "sglang:inter_token_latency_seconds": "histogram",
-    "sglang:e2e_request_latency_seconds": "histogram",
-    "sglang:prompt_tokens": "counter",
-    "sglang:generation_tokens": "counter",
-}
+from thalweg.core.sampling import SamplingParams
+from thalweg.server.account import Account
+from thalweg.server.exposition import Sight, exposition
+from thalweg.server.metrics import Histogram, Meters, Timer
 
 
 def families(text: str) -> dict[str, tuple[str, dict[str, float]]]:
@@ -45,8 +35,6 @@ def test_a_served_request_is_counted_once() -> None:
         api.post("/v1/completions", json={"prompt": ""})
         api.get("/nowhere")
         got = families(api.get("/metrics").text)
-    for name, kind in DASHBOARD.items():
-        assert got[name][0] == kind, name
     assert got["thalweg_requests"][1] == {
         "thalweg_requests_total /v1/completions 200": 2,
         "thalweg_requests_total /v1/completions 400": 1,
@@ -58,26 +46,23 @@ def test_a_served_request_is_counted_once() -> None:
     assert got["thalweg_inter_token_latency_seconds"][1]["thalweg_inter_token_latency_seconds_count"] == 20
     assert got["thalweg_e2e_request_latency_seconds"][1]["thalweg_e2e_request_latency_seconds_count"] == 5
     assert got["thalweg_emit_seconds"][1]["thalweg_emit_seconds_count"] == 5, "only what is streamed leaves a socket"
-    assert got["sglang:generation_tokens"][1]["sglang:generation_tokens_total"] == 25
 
 
-def test_the_aliases_and_the_route_can_be_turned_off() -> None:
-    with serving(fake_app(FakeFront(), ServerOptions(sglang_metrics=False))) as url:
-        assert "sglang:" not in httpx.get(url + "/metrics").text
+def test_the_route_can_be_turned_off() -> None:
     with serving(fake_app(FakeFront(), ServerOptions(metrics=False))) as url:
         assert httpx.get(url + "/metrics").status_code == 404
 
 
 def test_gauges_come_from_the_engine_and_names_are_escaped() -> None:
     stats = Stats(running=3, waiting=2, pages=50, pages_used=20, pages_cached=5, prompt_tokens=200, cached_tokens=50)
-    got = families(exposition(Meters(), stats, True, 'odd "name"\\with\nall', True))
+    sight = Sight(Meters(), stats, True, None, 'odd "name"\\with\nall')
+    got = families(exposition(sight, ("sglang",)))
     values = {name: next(iter(samples.values())) for name, (_, samples) in got.items() if samples}
     assert (values["sglang:num_running_reqs"], values["sglang:num_queue_reqs"]) == (3, 2)
     assert (values["sglang:token_usage"], values["sglang:cache_hit_rate"]) == (0.4, 0.25)
-    family = next(
-        f for f in text_string_to_metric_families(exposition(Meters(), stats, True, 'a"b\\c\nd', False)) if f.samples
-    )
-    assert family.samples[0].labels["model_name"] == 'a"b\\c\nd'
+    assert values["sglang:kv_available_tokens"] == 25 * 64
+    family = next(f for f in text_string_to_metric_families(exposition(sight)) if f.samples)
+    assert family.samples[0].labels["model_name"] == 'odd "name"\\with\nall'
 
 
 def test_histogram_bounds_are_inclusive() -> None:
@@ -94,14 +79,43 @@ def test_histogram_bounds_are_inclusive() -> None:
     ]
 
 
+def piece(tokens: int, total: int, finish: str | None = None, index: int = 0, admitted: float = 10.2) -> FakePiece:
+    return FakePiece(index, "x" * tokens, (5,) * tokens, (), finish, None, 7, 3, total, (), 0.0, admitted, 1)
+
+
 def test_a_piece_of_several_tokens_is_several_gaps() -> None:
-    meters = Meters()
-    timer = Timer(meters, 10.0)
-    timer.piece(0, 1, 10.5)
-    timer.piece(0, 0, 10.6)
-    timer.piece(0, 4, 10.9)
+    meters, account = Meters(), Account("POST", "/generate", {}, 10.0)
+    timer = Timer(meters, account)
+    timer.submit([[1] * 7], [SamplingParams(max_tokens=9)], 10.1)
+    timer.piece(0, piece(1, 1), 10.5)
+    timer.piece(0, piece(0, 1), 10.6)
+    timer.piece(0, piece(4, 5), 10.9)
     assert (meters.first.count, meters.between.count) == (1, 4)
     assert meters.between.sum == pytest.approx(0.4) and meters.generation_tokens == 5
+    assert (meters.queued.sum, meters.prefill.sum) == (pytest.approx(0.1), pytest.approx(0.3))
+    timer.ended(0, piece(0, 5, "length"), 11.0)
+    timer.close(1, "error")
+    assert (account.admitted, account.first, account.last, account.submitted) == (10.2, 10.5, 10.9, 10.1)
+    assert (account.prompt_tokens, account.cached_tokens, account.output_tokens) == (7, 3, 5)
+    assert account.finishes == ["length"] and account.preemptions == 1
+    assert account.queued == pytest.approx(0.1) and account.ttft == pytest.approx(0.5)
+    assert meters.decode.sum == pytest.approx(0.4) and meters.per_token.sum == pytest.approx(0.1)
+    assert meters.finished == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+
+
+def test_what_did_not_end_by_itself_is_counted_too() -> None:
+    meters, account = Meters(), Account("POST", "/generate", {}, 10.0)
+    timer = Timer(meters, account)
+    timer.submit([[1], [2]], [SamplingParams(n=2)] * 2, 10.0)
+    timer.piece(1, piece(2, 2, index=1, admitted=0.0), 11.0)
+    timer.ended(1, piece(0, 2, "stop", 1), 11.0)
+    timer.piece(2, piece(3, 3, admitted=0.0), 12.0)
+    timer.close(4, "abort")
+    assert account.finishes == ["stop", "abort", "abort", "abort"] and account.output_tokens == 5
+    assert meters.finished == {"stop": 1, "length": 0, "abort": 3, "error": 0}
+    assert account.cached_tokens == 0, "its first choice, which stands for the prompt, has not ended"
+    assert account.queued is None and meters.queued.count == 0
+    assert meters.widths.count == 2 and meters.limits.count == 0
 
 
 def test_rates_are_those_of_the_last_seconds_and_survive_a_new_engine() -> None:

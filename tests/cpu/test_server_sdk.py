@@ -105,6 +105,7 @@ def test_tool_calls(chunk: int) -> None:
 
         plain = client.chat.completions.create(tool_choice="none", **ask).choices[0]
         assert plain.finish_reason == "stop" and not plain.message.tool_calls
+        assert "DSML" not in plain.message.content and "Köln" in plain.message.content, "no call, and nothing lost"
         assert '"name": "weather"' not in bytes(front.seen[-1][0]).decode()
 
 

@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cpu.fakes import FakeFront, FakePiece, fake_app
 from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.keep import WHOLE, Keep
+from thalweg.core.room import Room
 from thalweg.core.sampling import SamplingParams
 
 STREAMS, STEPS, GAP = 64, 100, 0.03
@@ -38,6 +40,8 @@ class Stepping(FakeFront):
         priority: int = 0,
         salt: int = 0,
         grammar: Grammar = FREE,
+        keep: Keep = WHOLE,
+        room: Room | None = None,
     ) -> AsyncGenerator[FakePiece, None]:
         queue: asyncio.Queue[float] = asyncio.Queue()
         self.queues.append(queue)
@@ -85,7 +89,9 @@ async def measure(path: str) -> tuple[float, float, float]:
         port = listener.getsockname()[1]
         process = multiprocessing.get_context("spawn").Process(target=client, args=(port, path))
         process.start()
+        deadline = time.monotonic() + 60
         while len(front.queues) < STREAMS:
+            assert process.is_alive() and time.monotonic() < deadline, "the streams did not all begin"
             await asyncio.sleep(0.01)
         before = resource.getrusage(resource.RUSAGE_SELF)
         await front.steps()

@@ -226,7 +226,7 @@ def test_a_thought_comes_first(llm: LLM) -> None:
     opens, closes = tokenizer.mark_id("<think>"), tokenizer.mark_id("</think>")
     assert opens is not None and closes is not None
     asked = [{"role": "user", "content": "What is 12 + 34?"}]
-    ids = llm.texts.chat_ids(asked, thinking=True)
+    ids, _ = llm.texts.chat_ids(asked, thinking=True)
     params = SamplingParams(temperature=0.0, max_tokens=200, skip_special_tokens=False)
     shape = '{"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"], "additionalProperties": false}'
     grammar = Grammar("json_schema", shape, inside=True, closes=closes)

@@ -6,13 +6,16 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from thalweg.cli import main
+from thalweg.text.parser import TOOL_FORMATS, Parser
 from thalweg.text.tokenizer import Tokenizer
+from tools.fuzz_checks import FRAMES
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "models" / "tiny")
@@ -135,6 +138,26 @@ def test_parse_runs_every_case_mode_and_split(capsys: pytest.CaptureFixture[str]
         assert all(call["id"] for call in line["tool_calls"])
 
 
+def test_a_case_offers_its_tools_or_none_and_its_last_token_is_hidden(
+    write: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunks = [
+        "x\n\n<｜DSML｜function_calls>\n" + CALL.format("false"),
+        "</｜DSML｜function_calls><｜end▁of▁",
+        "sentence｜>",
+    ]
+    function = {"type": "function", "function": {"name": "f"}}
+    cases = [
+        {"id": str(tools), "format": "deepseekv32", "chunks": chunks, "tools": tools}
+        for tools in ([], None, [function])
+    ]
+    assert main(["parse", "--cases", write(cases)]) == 0
+    for line in lines(capsys):
+        assert len(line["tool_calls"]) == (line["id"] != "[]")
+        assert line["content"].startswith("x\n\n<function_calls>") if line["id"] == "[]" else line["content"] == "x"
+        assert not line["content"].endswith("｜>")
+
+
 def test_parse_says_what_is_wrong_with_a_case(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
     cases = [
         {"id": "format", "format": "deepseekv9", "chunks": ["x"]},
@@ -164,6 +187,31 @@ def test_parse_shows_one_output(write: Any, capsys: pytest.CaptureFixture[str]) 
     assert [(call["name"], call["arguments"]) for call in shown["tool_calls"]] == [("f", '{"n": 5}')]
     assert main(["parse", "--format", "none", "--reasoning-parser", "deepseek-r1", path]) == 0
     assert "invoke" in json.loads(capsys.readouterr().out)["content"]
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_the_work_grows_with_the_text_and_no_faster(form: str) -> None:
+    """A model in a loop writes megabytes of one thing, a few characters at a time."""
+    begin = FRAMES[form][0]
+    opener = begin[: begin.index(">") + 1]
+    for reasoning, start, unit in (
+        (None, begin, "x"),
+        (None, begin, " "),
+        (None, opener, " "),
+        (None, "", opener),
+        ("deepseek-r1", "", " "),
+        ("qwen3", "", " "),
+    ):
+        times = []
+        for size in (5_000, 40_000):
+            parser, pieces = Parser(reasoning, form), [unit] * (size // len(unit))
+            begun = time.process_time()
+            parser.feed(start)
+            for piece in pieces:
+                parser.feed(piece)
+            parser.finish()
+            times.append(time.process_time() - begun)
+        assert times[1] < 8 * 3 * times[0], (start, unit, times)
 
 
 def test_neither_loads_torch() -> None:

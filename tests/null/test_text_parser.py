@@ -91,7 +91,7 @@ def test_golden_case_at_every_split(case: dict[str, Any], mode: str) -> None:
     text = "".join(case["chunks"])
     for how in (*case["splits"]["must"], *case["splits"]["should"]):
         check(case, mode, run(split(case["chunks"], how), *formats, **options_of(case, mode)))
-    for at in range(1, len(text), 3):
+    for at in range(1, len(text)):
         check(case, mode, run([text[:at], text[at:]], *formats, **options_of(case, mode)))
     whole = collect(run([text], *formats, **options_of(case, mode)))
     rng = random.Random(text)
@@ -106,15 +106,27 @@ V31_CALL = '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"q": "a"}<｜tool▁c
 
 # (name, format, text, content, calls), alike for both modes.
 SHIPPED_BUGS = [
-    ("bare invoke", "deepseekv32", DSML_CALL, None, [("f", {"q": "a"})]),
-    ("unterminated section", "deepseekv32", "<｜DSML｜function_calls>\n" + DSML_CALL, None, [("f", {"q": "a"})]),
+    ("bare invoke (sglang 14332)", "deepseekv32", DSML_CALL, None, [("f", {"q": "a"})]),
+    (
+        "unterminated section (sglang 40236)",
+        "deepseekv32",
+        "<｜DSML｜function_calls>\n" + DSML_CALL,
+        None,
+        [("f", {"q": "a"})],
+    ),
     ("unterminated section", "deepseekv31", "<｜tool▁calls▁begin｜>" + V31_CALL, None, [("f", {"q": "a"})]),
     ("bare call", "deepseekv31", "so " + V31_CALL, "so ", [("f", {"q": "a"})]),
-    ("two calls in one chunk keep their names", "deepseekv31", V31_CALL * 2, None, [("f", {"q": "a"})] * 2),
+    (
+        "two calls in one chunk keep their names (greedy name)",
+        "deepseekv31",
+        V31_CALL * 2,
+        None,
+        [("f", {"q": "a"})] * 2,
+    ),
     ("ascii bars", "deepseekv32", DSML_CALL.replace("｜", "|"), None, [("f", {"q": "a"})]),
     ("ascii bars", "deepseekv31", V31_CALL.replace("｜", "|").replace("▁", "_"), None, [("f", {"q": "a"})]),
     (
-        "leading marker without its bracket",
+        "leading marker without its bracket (vllm 36654, sglang 14695)",
         "deepseekv32",
         "<｜DSML｜function_calls\n" + DSML_CALL + "\n</｜DSML｜function_calls>",
         None,
@@ -146,14 +158,14 @@ SHIPPED_BUGS = [
     ),
     ("raw newlines in JSON", "deepseekv31", V31_CALL.replace('"a"', '"a\n\tb"'), None, [("f", {"q": "a\n\tb"})]),
     (
-        "a malformed sibling does not kill a good call",
+        "a malformed sibling does not kill a good call (sglang 40236)",
         "deepseekv31",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{oops<｜tool▁call▁end｜>" + V31_CALL,
         "g{oops",
         [("f", {"q": "a"})],
     ),
     (
-        "a malformed sibling does not kill a good call",
+        "a malformed sibling does not kill a good call (sglang 40236)",
         "deepseekv32",
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="g">\n{oops}\n</｜DSML｜invoke>\n' + DSML_CALL,
         '<invoke name="g">\n{oops}\n</invoke>\n',
@@ -230,7 +242,7 @@ def test_bugs_that_others_shipped(bug: tuple[str, str, str, str | None, list[Any
 
 
 def test_a_duplicate_parameter_is_malformed() -> None:
-    twice = DSML_CALL.replace(
+    twice = "<｜DSML｜function_calls>\n" + DSML_CALL.replace(
         "\n</｜DSML｜invoke>", '\n<｜DSML｜parameter name="q" string="true">b</｜DSML｜parameter>\n</｜DSML｜invoke>'
     )
     message = parse(twice, None, "deepseekv32")
@@ -242,6 +254,7 @@ def test_a_duplicate_parameter_is_malformed() -> None:
 
 @pytest.mark.parametrize("form, text", [("deepseekv31", V31_CALL), ("deepseekv32", DSML_CALL)])
 def test_a_truncated_call_is_content_whole_and_valid_json_streamed(form: str, text: str) -> None:
+    """Malformed JSON in partial calls (sglang 21546)."""
     for end in range(1, len(text)):
         held = parse("x " + text[:end], None, form)
         assert held.calls == () or calls_of(held) == [("f", {"q": "a"})]
@@ -255,7 +268,7 @@ def test_a_truncated_call_is_content_whole_and_valid_json_streamed(form: str, te
 
 def test_arguments_stream_before_the_call_ends() -> None:
     parser = Parser(None, "deepseekv32")
-    parser.feed('<｜DSML｜invoke name="f">\n')
+    parser.feed('<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n')
     first = parser.feed('<｜DSML｜parameter name="q" string="true">Long ')
     assert [type(event) for event in first] == [CallStart, ArgumentDelta, ArgumentDelta]
     assert parser.feed("text") == [ArgumentDelta(0, "text")]

@@ -8,6 +8,7 @@ from importlib import import_module
 
 COMMANDS = {
     "serve": ("thalweg.bench.serve", "measure a running server, any OpenAI-compatible one"),
+    "load": ("thalweg.bench.under_load", "a server of its own under 1,000 streams: texts, CPU time, memory, pace"),
     "one-batch": ("thalweg.bench.one_batch", "time prefill and decode of fixed batches in this process, without HTTP"),
     "compare-transformers": ("thalweg.bench.compare_transformers", "the same prompts through transformers' generate"),
     "structured": ("thalweg.bench.structured", "what grammars cost: the step rate of a batch with and without them"),

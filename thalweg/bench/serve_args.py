@@ -145,7 +145,11 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
         help="multiply a trace's times: 2 is half its speed, 0.1 ten times its speed (default: %(default)s)",
     )  # fmt: skip
     add("--warmup-requests", type=_count, default=1, help="requests before the clock starts (default: %(default)s)")
-    add("--flush-cache", action="store_true", help="empty the server's prefix cache after the warm-up")
+    add(
+        "--flush-cache",
+        action="store_true",
+        help="empty the server's prefix cache after the warm-up; Thalweg wants its --admin-api-key as --api-key for that",
+    )
 
 
 def _add_request(group: argparse._ArgumentGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,14 +13,17 @@ from starlette.responses import PlainTextResponse, Response
 from thalweg import __version__
 from thalweg.core.errors import EngineDead, InvalidRequest
 from thalweg.core.messages import Ready
-from thalweg.server.desk import Desk, reply
+from thalweg.server.chat import MAX_TOKENIZED
+from thalweg.server.desk import Desk, allowance_of, reply
 from thalweg.server.errors import ApiError, Problem
-from thalweg.server.metrics import exposition, hit_rate, token_usage
+from thalweg.server.exposition import Sight, exposition
+from thalweg.server.metrics import hit_rate, token_usage
 from thalweg.server.protocol import AbortRequest, DetokenizeRequest
 from thalweg.server.reading import read
 
 _abort = msgspec.json.Decoder(AbortRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
+MANY_TOKENS = 8192  # from which they are decoded on a thread
 PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
 
 
@@ -52,22 +56,30 @@ async def detokenize(desk: Desk, request: Request) -> Response:
     body = read(await request.body(), _detokenize)
     desk.model(body.model)
     vocab = _ready(desk).vocab
+    if len(body.tokens) > MAX_TOKENIZED:
+        raise InvalidRequest("tokens", f"are {len(body.tokens)}: at most {MAX_TOKENIZED} in one request")
     bad = next((i for i, token in enumerate(body.tokens) if not 0 <= token < vocab), None)
     if bad is not None:
         raise InvalidRequest(f"tokens[{bad}]", f"{body.tokens[bad]} is outside the vocabulary of {vocab}")
-    text = desk.front.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+    decode = partial(desk.front.tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
+    text = await desk.aside(decode) if len(body.tokens) > MANY_TOKENS else decode()
     return reply({"prompt": text, "text": text})
 
 
 async def abort(desk: Desk, request: Request) -> Response:
     body = read(await request.body(), _abort)
+    tenant = allowance_of(request).tenant
     if body.abort_all == bool(body.rid):
         raise InvalidRequest("rid", "give the id of a request, or abort_all: true, and not both")
-    told = await desk.front.abort(body.rid)
-    for prefix in PREFIXES:  # the id of an answer names its request too
-        if body.rid.startswith(prefix):
-            told += await desk.front.abort(body.rid.removeprefix(prefix))
-    return reply({"aborted": told})
+    if body.abort_all:
+        if not tenant.admin:
+            message = "abort_all ends the requests of others too: it needs the server's --admin-api-key"
+            raise ApiError(Problem(403, message, "permission_error", "abort_all", "admin_only"))
+        return reply({"aborted": await desk.front.abort("")})
+    # the id of an answer names its request too
+    rids = {body.rid, *(body.rid.removeprefix(prefix) for prefix in PREFIXES)} - {""}
+    told = [await desk.front.abort(rid if tenant.admin else tenant.mark(rid)) for rid in rids]
+    return reply({"aborted": sum(told)})
 
 
 async def flush_cache(desk: Desk, request: Request) -> Response:
@@ -82,7 +94,7 @@ def _ready(desk: Desk) -> Ready:
 
 
 async def health(desk: Desk, request: Request) -> Response:
-    """200 while the engine lives, draining included; 503 with the reason while it starts or is dead."""
+    """200 while the engine lives, draining included; 503 with the reason while it starts, makes no step although requests wait, or is dead."""
     return _state(desk, desk.front.state in ("ready", "draining"))
 
 
@@ -105,8 +117,9 @@ async def resolved(desk: Desk, request: Request) -> Response:
 
 
 async def metrics(desk: Desk, request: Request) -> Response:
-    serving = desk.front.state == "ready"
-    text = exposition(desk.meters, desk.front.stats, serving, desk.names[0], desk.options.sglang_metrics)
+    front = desk.front
+    sight = Sight(desk.meters, front.stats, front.state == "ready", front.ready, desk.names[0])
+    text = exposition(sight, desk.options.metrics_names)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
@@ -136,6 +149,7 @@ async def server_info(desk: Desk, request: Request) -> Response:
             "model_path": desk.path,
             "served_model_name": desk.names[0],
             "context_length": context,
+            "strip_thinking_cache": desk.history.strips,
             "slots": None if front.ready is None else front.ready.slots,
             "requests": front.running,
             "uptime_seconds": time.time() - desk.started,

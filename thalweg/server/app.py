@@ -18,22 +18,30 @@ from starlette.responses import Response
 
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import ThalwegError
+from thalweg.core.logs import fields
 from thalweg.core.sampling import SamplingParams
 from thalweg.server import admin, openapi, playground, protocol
+from thalweg.server.account import account_of
 from thalweg.server.anthropic import protocol as anthropic
 from thalweg.server.anthropic.routes import count_tokens, messages
 from thalweg.server.chat import chat_completions, tokenize
 from thalweg.server.completions import completions
 from thalweg.server.contract import Front
-from thalweg.server.desk import Desk
+from thalweg.server.desk import Desk, allowance_of
 from thalweg.server.errors import ApiError, Problem, problem_of
-from thalweg.server.gate import Gate
+from thalweg.server.gate import PROBES, WORK, Gate
+from thalweg.server.keyring import Keyring
+from thalweg.server.logs import NoLog, RequestLog
 from thalweg.server.metrics import Meters
 from thalweg.server.native import generate
+from thalweg.server.record import Record
 from thalweg.server.responses import protocol as responses
 from thalweg.server.responses.routes import forget_response, kept_response, respond
 from thalweg.server.responses.shelf import Shelf
+from thalweg.server.tracing import NoTraces, traces_to
+from thalweg.server.turnstile import Turnstile
 from thalweg.text.chat import Chat
+from thalweg.text.history import History
 
 log = logging.getLogger("thalweg.server")
 SAMPLE_SECONDS = 1.0
@@ -42,7 +50,8 @@ Handler = Callable[[Desk, Request], Awaitable[Response]]
 
 
 class Route(NamedTuple):
-    """body: the struct of the request, None for none. answer: what a 200 holds. many: a list of answers, where a list was asked."""
+    """body: the struct of the request, None for none. answer: what a 200 holds. many: a list of answers, where a list was asked.
+    admin: it needs the admin key."""
 
     path: str
     method: str
@@ -50,12 +59,13 @@ class Route(NamedTuple):
     body: type[msgspec.Struct] | None
     answer: Any
     many: bool = False
+    admin: bool = False
 
     @property
     def described(self) -> openapi.Described:
         name = self.handler.__name__
         summary = " ".join((self.handler.__doc__ or name.replace("_", " ")).split())
-        return openapi.Described(self.path, self.method, name, summary, self.body, self.answer, self.many)
+        return openapi.Described(self.path, self.method, name, summary, self.body, self.answer, self.many, self.admin)
 
 
 ROUTES = (
@@ -73,7 +83,7 @@ ROUTES = (
     Route("/detokenize", "POST", admin.detokenize, protocol.DetokenizeRequest, openapi.Detokenized),
     Route("/abort", "POST", admin.abort, protocol.AbortRequest, openapi.Aborted),
     Route("/abort_request", "POST", admin.abort, protocol.AbortRequest, openapi.Aborted),
-    Route("/flush_cache", "POST", admin.flush_cache, None, openapi.Flushed),
+    Route("/flush_cache", "POST", admin.flush_cache, None, openapi.Flushed, admin=True),
     Route("/server_info", "GET", admin.server_info, None, openapi.ServerInfo),
     Route("/get_server_info", "GET", admin.server_info, None, openapi.ServerInfo),
     Route("/health", "GET", admin.health, None, openapi.State),
@@ -98,27 +108,42 @@ def build(
     """
     names = options.served_model_name or (path.rstrip("/").rpartition("/")[2] or "default",)
     shelf = Shelf(options.max_stored_responses, options.max_stored_response_bytes)
-    desk = Desk(front, chat, options, names, path, defaults, Meters(), time.time(), shelf)
+    requests = RequestLog(options.log_requests_level, front.tokenizer, PROBES) if options.log_requests else NoLog()
+    traces = NoTraces() if options.otlp_traces_endpoint is None else traces_to(options.otlp_traces_endpoint)
+    history = History(chat, front.tokenizer.mark_id)
+    desk = Desk(
+        front, chat, options, names, path, defaults, Meters(), time.time(), shelf, history, listen=requests.listen
+    )
+    keyring = Keyring(options)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        sampler = asyncio.create_task(_sample(desk))
+        sampler = asyncio.create_task(_sample(desk, keyring))
         yield
         sampler.cancel()
         with suppress(asyncio.CancelledError):
             await sampler
+        await asyncio.to_thread(traces.close)
 
-    app = FastAPI(openapi_url=None, lifespan=lifespan)
+    app = FastAPI(openapi_url=None, lifespan=lifespan, redirect_slashes=False)
     routes = ROUTES + ((METRICS,) if options.metrics else ())
     for place in dict.fromkeys(route.path for route in routes):
-        _add(app, desk, place, {route.method: route.handler for route in routes if route.path == place})
-    document = openapi.document((route.described for route in routes), bool(options.api_key), options.open_probes)
+        _add(app, desk, place, {route.method: _guarded(route, keyring) for route in routes if route.path == place})
+    document = openapi.document((route.described for route in routes), keyring.asks, options.open_probes)
     app.add_route("/openapi.json", lambda request: Response(document, media_type="application/json"), methods=["GET"])
     pages = playground.PAGES if options.playground else {}
     for name, page in pages.items():
         app.add_route(name, page.respond, methods=["GET"], include_in_schema=False)
-    _add_error_answers(app, options)
-    app.add_middleware(Gate, options=options, meters=desk.meters, open_paths=frozenset(pages))
+    _add_error_answers(app, options, desk.meters)
+    app.add_middleware(
+        Gate,
+        options=options,
+        meters=desk.meters,
+        keyring=keyring,
+        open_paths=frozenset(pages),
+    )
+    app.add_middleware(Turnstile)
+    app.add_middleware(Record, tellers=(traces.tell, requests.tell))
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -130,10 +155,22 @@ def build(
     return app
 
 
-async def _sample(desk: Desk) -> None:
+async def _sample(desk: Desk, keyring: Keyring) -> None:
     while True:
+        await keyring.refresh()
         desk.meters.sample(time.time(), desk.front.stats)
         await asyncio.sleep(SAMPLE_SECONDS)
+
+
+def _guarded(route: Route, keyring: Keyring) -> Handler:
+    if not route.admin:
+        return route.handler
+
+    async def guarded(desk: Desk, request: Request) -> Response:
+        keyring.check_admin(allowance_of(request).tenant, route.path)
+        return await route.handler(desk, request)
+
+    return guarded
 
 
 def _add(app: FastAPI, desk: Desk, path: str, handlers: dict[str, Handler]) -> None:
@@ -145,25 +182,32 @@ def _add(app: FastAPI, desk: Desk, path: str, handlers: dict[str, Handler]) -> N
     app.add_api_route(path, endpoint, methods=list(handlers), response_model=None)
 
 
-def _add_error_answers(app: FastAPI, options: ServerOptions) -> None:
+def _add_error_answers(app: FastAPI, options: ServerOptions, meters: Meters) -> None:
     async def on_purpose(request: Request, error: Exception) -> Response:
-        return problem_of(error).response(options.retry_after, request.url.path)
+        problem = problem_of(error)
+        account_of(request).error = problem.kind
+        return problem.response(options.retry_after, request.url.path)
 
     async def by_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         problem = Problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
+        account_of(request).error = problem.kind
         response = problem.response(options.retry_after, request.url.path)
         response.headers.update(error.headers or {})
         return response
 
     async def by_accident(request: Request, error: Exception) -> Response:
-        log.error("request %s failed", request.scope.get("request_id"), exc_info=error)
+        account = account_of(request)
+        log.error("failed", exc_info=error, extra=fields(id=account.id))
+        if account.status == 500:  # else it has begun to answer, which was counted
+            meters.answered(request.url.path if request.url.path in WORK else "other", 500)
         response = problem_of(error).response(options.retry_after, request.url.path)
-        response.headers[options.request_id_header] = request.scope.get("request_id", "")
+        response.headers[options.request_id_header] = account.id
         return response
 
     app.add_exception_handler(ApiError, on_purpose)
     app.add_exception_handler(ThalwegError, on_purpose)
+    app.add_exception_handler(RecursionError, on_purpose)
     app.add_exception_handler(HTTPException, by_route)
     app.add_exception_handler(Exception, by_accident)

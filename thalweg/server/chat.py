@@ -14,8 +14,9 @@ from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
+from thalweg.server.account import account_of
 from thalweg.server.contract import Piece
-from thalweg.server.desk import Desk, Job, check, collect, gone, reply, run, salt_of
+from thalweg.server.desk import Desk, Job, allowance_of, check, collect, gone, prompt_fields, reply, run, salt_of
 from thalweg.server.protocol import ChatRequest, TokenizeRequest
 from thalweg.server.reading import named, read
 from thalweg.server.replies import Answer, Envelope, Tally
@@ -27,6 +28,10 @@ from thalweg.text.chat import wants_thinking
 from thalweg.text.messages import read_tools
 from thalweg.text.parser import Parser, opens_thought
 
+MAX_MESSAGES = 16384
+MAX_TOOLS = 1024
+MANY_MESSAGES = 256  # from which a conversation is rendered on a thread
+MAX_TOKENIZED = 1 << 18  # tokens that one request to /tokenize or /detokenize may have
 _decoder = msgspec.json.Decoder(ChatRequest)
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 
@@ -48,12 +53,17 @@ async def chat_completions(desk: Desk, request: Request) -> Response:
             if piece.finish is not None:
                 tally.ended(choice, piece)
             chunks = speakers[choice].feed(piece)
-            if chunks:
-                await writer.write(b"".join([envelope.chunk(chunk) for chunk in chunks]), piece.at)
+            if not chunks:
+                return
+            events = b"".join([envelope.chunk(chunk) for chunk in chunks])
+            if piece.finish is not None and n == 1:
+                writer.hold(events, piece.at)
+            else:
+                await writer.write(events, piece.at)
 
         await run(desk, turn.job, take)
         if include_usage:
-            await writer.write(envelope.usage(tally.usage), time.time())
+            writer.hold(envelope.usage(tally.usage))
 
     if body.stream:
         return EventStream(desk.meters, stream)
@@ -87,8 +97,20 @@ async def prepare(desk: Desk, body: ChatRequest, request: Request, started: floa
     rid = desk.rid(body.rid, request)
     grammar = chat_grammar(body, desk.chat.formats, desk.front.tokenizer.mark_id, text)
     await desk.examiner.check(grammar)
-    salt = salt_of(body.cache_salt)
-    job = Job((prompt,), (params,), (rid,), ("messages",), given(body.priority, 0), salt, started, (grammar,))
+    salt = salt_of(request, body.cache_salt)
+    job = Job(
+        (prompt,),
+        (params,),
+        (rid,),
+        ("messages",),
+        given(body.priority, 0),
+        salt,
+        started,
+        (grammar,),
+        allowance_of(request),
+        account_of(request),
+        desk.history.keep(text, body.chat_template_kwargs, bool(tools)),
+    )
     with named(
         max_tokens="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         logprobs="top_logprobs",
@@ -100,8 +122,9 @@ async def prepare(desk: Desk, body: ChatRequest, request: Request, started: floa
 async def render(desk: Desk, body: ChatRequest) -> tuple[str, list[int], Sequence[dict[str, Any]]]:
     """The prompt as text and as token ids, and the tools that it offers. Raises InvalidRequest."""
     tools = _tools(desk, body)
-    text = _encode(desk, body, tools)
-    return text, await desk.tokens(text, True, "messages"), tools
+    _check_many(body.messages, body.tools)
+    text = await _aside_if_long(desk, body.messages, partial(_encode, desk, body, tools))
+    return text, await desk.tokens(text, True, "messages", desk.context), tools
 
 
 async def tokenize(desk: Desk, request: Request) -> Response:
@@ -110,19 +133,38 @@ async def tokenize(desk: Desk, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt", "give either prompt or messages, and not both")
     context = None if desk.front.ready is None else desk.front.ready.context
+    special = body.add_special_tokens is not False
     if isinstance(body.prompt, list):
-        lists = [await desk.tokens(text, body.add_special_tokens is not False, "prompt") for text in body.prompt]
+        fields, room = prompt_fields("prompt", len(body.prompt)), MAX_TOKENIZED
+        lists: list[list[int]] = []
+        for one, field in zip(body.prompt, fields, strict=True):
+            lists.append(await desk.tokens(one, special, field, room))
+            room = max(room - len(lists[-1]), 0)
         return reply({"tokens": lists, "count": [len(ids) for ids in lists], "max_model_len": context})
-    text, special = body.prompt, body.add_special_tokens is not False
+    text, field = body.prompt, "prompt"
     if text is None:
-        text = desk.chat.encoder.encode(
-            given(body.messages, []),
+        messages, field = given(body.messages, []), "messages"
+        _check_many(messages, body.tools)
+        rendering = partial(
+            desk.chat.encoder.encode,
+            messages,
             body.tools,
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs,
         )
-    ids = await desk.tokens(text, special, "prompt" if body.messages is None else "messages")
+        text = await _aside_if_long(desk, messages, rendering)
+    ids = await desk.tokens(text, special, field, MAX_TOKENIZED)
     return reply({"tokens": ids, "count": len(ids), "max_model_len": context})
+
+
+def _check_many(messages: Sequence[Any], tools: Sequence[Any] | None) -> None:
+    for name, values, most in (("messages", messages, MAX_MESSAGES), ("tools", tools or (), MAX_TOOLS)):
+        if len(values) > most:
+            raise InvalidRequest(name, f"are {len(values)}: at most {most} in one request")
+
+
+async def _aside_if_long(desk: Desk, messages: Sequence[Any], rendering: Callable[[], str]) -> str:
+    return await desk.aside(rendering) if len(messages) > MANY_MESSAGES else rendering()
 
 
 def _params(desk: Desk, body: ChatRequest) -> SamplingParams:
@@ -162,15 +204,16 @@ def _encode(desk: Desk, body: ChatRequest, tools: Sequence[dict[str, Any]]) -> s
 
 
 def _parser(desk: Desk, body: ChatRequest, text: str, tools: Sequence[dict[str, Any]]) -> Callable[[], Parser]:
-    """Makes the parsers of the answers to a prompt. Calls are looked for only where tools were offered."""
+    """Makes the parsers of the answers to a prompt. Where no tools were offered a call is text, without its special tokens."""
     formats = desk.chat.formats
     return partial(
         Parser,
         None if body.separate_reasoning is False else formats.reasoning,
-        formats.tools if tools else None,
+        formats.tools,
         thinking=wants_thinking(None, body.chat_template_kwargs),
         inside=opens_thought(text)
         or (False if body.continue_final_message else None),  # what is continued is no thought
         functions=read_tools(tools),
+        offered=bool(tools),
         hold=not body.stream,
     )

@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
+from thalweg.server.account import account_of
 from thalweg.server.contract import Piece
-from thalweg.server.desk import Desk, Job, check, collect, gone, prompt_fields, reply, run, salt_of
+from thalweg.server.desk import Desk, Job, allowance_of, check, collect, gone, prompt_fields, reply, run, salt_of
 from thalweg.server.infill import prompt_of
 from thalweg.server.logprobs import LegacyLog, prompt_logprobs, scores_of
 from thalweg.server.protocol import CompletionRequest, Prompt
@@ -47,9 +48,11 @@ async def completions(desk: Desk, request: Request) -> Response:
         (rid,) * many,
         fields,
         given(body.priority, 0),
-        salt_of(body.cache_salt),
+        salt_of(request, body.cache_salt),
         started,
         (grammar,) * many,
+        allowance_of(request),
+        account_of(request),
     )
     check(desk, job)
     makers = [_Maker(desk, body, i, prompts[i // params.n], texts[i // params.n]) for i in range(job.choices)]
@@ -63,12 +66,16 @@ async def completions(desk: Desk, request: Request) -> Response:
             new = makers[choice].feed(piece)
             if piece.finish is not None:
                 tally.ended(choice, piece)
-            if new is not None:
+            if new is None:
+                return
+            if piece.finish is not None and job.choices == 1:
+                writer.hold(envelope.chunk(new), piece.at)
+            else:
                 await writer.write(envelope.chunk(new), piece.at)
 
         await run(desk, job, take)
         if include_usage:
-            await writer.write(envelope.usage(tally.usage), time.time())
+            writer.hold(envelope.usage(tally.usage))
 
     if body.stream:
         return EventStream(desk.meters, stream)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,24 +20,39 @@ from starlette.types import Receive
 
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead, InvalidRequest
-from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.grammar import Grammar
+from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.plan import TokenLogprob
+from thalweg.core.room import Room
 from thalweg.core.sampling import SamplingParams
-from thalweg.server.contract import Front, Piece
+from thalweg.server.account import Account
+from thalweg.server.contract import Front, Piece, Tokenizer
 from thalweg.server.errors import ApiError, Problem
 from thalweg.server.examiner import Examiner
+from thalweg.server.keyring import Allowance
+from thalweg.server.logs import NoLog, Take
 from thalweg.server.metrics import Meters, Timer
 from thalweg.server.reading import named
 from thalweg.server.responses.shelf import Shelf
+from thalweg.server.sampling import given
 from thalweg.server.stream import Hangup
 from thalweg.text.chat import Chat
+from thalweg.text.history import History
 
+THREADS = 4  # for what takes long
 LONG_TEXT = 8192  # characters from which a text is tokenized on a thread: running streams must not wait for it
 MAX_RID = 128
 MAX_CHOICES = 16384  # of one HTTP request: prompts × n
+MAX_SCORES = 1 << 20  # log-probabilities of prompts in one answer: some 100 bytes of memory each
 
-Take = Callable[[int, Piece], Awaitable[None]]
+Listen = Callable[[Account, Take], Take]
+T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
+
+
+def _tokens(tokenizer: Tokenizer, text: str, add_special: bool, limit: int) -> list[int] | None:
+    """None for a text that surely has more than `limit` tokens."""
+    return None if tokenizer.exceeds(text, limit) else tokenizer.encode(text, add_special)
 
 
 def reply(value: object, status: int = 200) -> Response:
@@ -49,7 +67,7 @@ def gone() -> Response:
 @dataclass(frozen=True, slots=True, eq=False)
 class Desk:
     """names: of the model, the first one shown. path: of its checkpoint, as the user gave it. defaults: what requests that do not say
-    get. started: time.time(). shelf: the responses that are kept."""
+    get. started: time.time(). shelf: the responses that are kept. history: what the next turn of a conversation renders again."""
 
     front: Front
     chat: Chat
@@ -60,7 +78,10 @@ class Desk:
     meters: Meters
     started: float
     shelf: Shelf
+    history: History
     examiner: Examiner = field(default_factory=Examiner)
+    pool: Executor = field(default_factory=partial(ThreadPoolExecutor, THREADS, "desk"))
+    listen: Listen = NoLog().listen
 
     def model(self, asked: str | None) -> str:
         """The name to answer with. No name, "" and "default" are the model that is served; an unknown name is a 404."""
@@ -83,26 +104,42 @@ class Desk:
         """Token ids of a prompt. Raises InvalidRequest, for an empty one too: a lone BOS is not what its sender meant."""
         if not text:
             raise InvalidRequest(field, "is empty: give at least one character")
-        return await self.tokens(text, True, field)
+        return await self.tokens(text, True, field, self.context)
 
-    async def tokens(self, text: str, add_special: bool, field: str) -> list[int]:
-        """Token ids of a text. Raises InvalidRequest when it cannot be written as UTF-8."""
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence. Raises EngineDead when there is no engine to ask."""
+        if self.front.ready is None:
+            raise EngineDead(self.front.reason)
+        return self.front.ready.context
+
+    async def tokens(self, text: str, add_special: bool, field: str, limit: int) -> list[int]:
+        """Token ids of a text. Raises InvalidRequest when it cannot be written as UTF-8, and before much work is done on a text that is far
+        longer than `limit` tokens."""
         try:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest(field, "holds half a surrogate pair: not valid Unicode") from None
-        encode = self.front.tokenizer.encode
         if len(text) < LONG_TEXT:
             await asyncio.sleep(0)  # a body may hold many of them: between two, others have their turn
-            return encode(text, add_special)
-        return await asyncio.to_thread(encode, text, add_special)
+            return self.front.tokenizer.encode(text, add_special)
+        ids = await self.aside(partial(_tokens, self.front.tokenizer, text, add_special, limit))
+        if ids is None or len(ids) > limit:
+            message = f"has {len(text)} characters, which make more than the {limit} tokens that there is room for: shorten it"
+            raise InvalidRequest(field, message)
+        return ids
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Has the work done on a thread: streams go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """What one HTTP request asks of the front: prompts (token ids), each with its parameters, its id and the field it stands in.
 
-    Choice numbers run through all of them: those of prompt i begin at the sum of n before it.
+    Choice numbers run through all of them: those of prompt i begin at the sum of n before it. keep: what of the sequences the prefix cache
+    keeps.
     """
 
     prompts: tuple[Sequence[int], ...]
@@ -112,11 +149,14 @@ class Job:
     priority: int
     salt: int
     started: float
-    grammars: tuple[Grammar, ...] = ()
+    grammars: tuple[Grammar, ...]
+    allowance: Allowance
+    account: Account
+    keep: Keep = WHOLE
 
     def grammar(self, prompt: int) -> Grammar:
         """What the outputs of a prompt must match."""
-        return self.grammars[prompt] if self.grammars else FREE
+        return self.grammars[prompt]
 
     @property
     def firsts(self) -> list[int]:
@@ -140,39 +180,77 @@ def check(desk: Desk, job: Job) -> None:
             job.grammar(i).check(params)
     if job.choices > MAX_CHOICES:
         raise InvalidRequest("n", f"makes {job.choices} outputs of this request: at most {MAX_CHOICES}, send several")
+    scores = sum(
+        len(prompt) * (1 + params.prompt_logprobs)
+        for prompt, params in zip(job.prompts, job.params, strict=True)
+        if params.prompt_logprobs is not None
+    )
+    if scores > MAX_SCORES:
+        raise InvalidRequest("prompt_logprobs", f"makes {scores} entries: at most {MAX_SCORES} in one answer")
+    with desk.front.room(job.choices):
+        pass  # now there is room: what streams has a status of its own only before it streams
+    job.allowance.reserve(_most(desk, job))
+
+
+def _most(desk: Desk, job: Job) -> int:
+    """The tokens that a job can use at most: its prompts once each, and all outputs."""
+    context = 0 if desk.front.ready is None else desk.front.ready.context
+    return sum(
+        len(prompt) + params.n * min(given(params.max_tokens, context), max(context - len(prompt), 0))
+        for prompt, params in zip(job.prompts, job.params, strict=True)
+    )
 
 
 async def run(desk: Desk, job: Job, take: Take) -> None:
     """Runs all prompts of a job at once; `take(choice, piece)` gets every piece. Cancelling it aborts what still runs."""
-    timer = Timer(desk.meters, job.started)
+    account, left = job.account, "error"
+    account.model, account.rids = desk.names[0], job.rids
+    timer = Timer(desk.meters, account)
+    timer.submit(job.prompts, job.params, time.time())
+    try:
+        await _run_all(desk, job, timer, desk.listen(account, take))
+    except asyncio.CancelledError:
+        left = "abort"
+        raise
+    finally:
+        timer.close(job.choices, left)
+
+
+async def _run_all(desk: Desk, job: Job, timer: Timer, take: Take) -> None:
     if len(job.prompts) == 1:
         return await _run(desk, job, 0, 0, timer, take)
     try:
-        async with asyncio.TaskGroup() as group:
-            for i, first in enumerate(job.firsts[:-1]):
-                group.create_task(_run(desk, job, i, first, timer, take))
+        with desk.front.room(job.choices) as room:  # all of them, or none
+            async with asyncio.TaskGroup() as group:
+                for i, first in enumerate(job.firsts[:-1]):
+                    group.create_task(_run(desk, job, i, first, timer, take, room))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-async def _run(desk: Desk, job: Job, i: int, first: int, timer: Timer, take: Take) -> None:
+async def _run(desk: Desk, job: Job, i: int, first: int, timer: Timer, take: Take, room: Room | None = None) -> None:
     """first: the number of the first choice of prompt i."""
     params = job.params[i]
     pieces = desk.front.stream(
         job.prompts[i],
         params,
-        request_id=job.rids[i],
+        request_id=job.allowance.tenant.mark(job.rids[i]),
         priority=job.priority,
         salt=job.salt,
         grammar=job.grammar(i),
+        keep=job.keep,
+        room=room,
     )
+    allowance = job.allowance
+    allowance.used += len(job.prompts[i])
     async with aclosing(pieces):
         async for piece in pieces:
             choice = first + piece.index
-            timer.piece(choice, len(piece.ids), time.time())
+            allowance.used += len(piece.ids)
+            timer.piece(choice, piece, time.time())
             await take(choice, piece)
             if piece.finish is not None:
-                timer.ended(piece.prompt_tokens, piece.cached_tokens, time.time())
+                timer.ended(choice, piece, time.time())
 
 
 @dataclass(slots=True)
@@ -190,6 +268,8 @@ class Merged:
     completion_tokens: int
     prompt_logprobs: tuple[TokenLogprob, ...]
     at: float
+    admitted: float
+    preempted: int
 
 
 def merge(pieces: Sequence[Piece]) -> Merged:
@@ -206,6 +286,8 @@ def merge(pieces: Sequence[Piece]) -> Merged:
         last.completion_tokens,
         pieces[0].prompt_logprobs,
         last.at,
+        last.admitted,
+        last.preempted,
     )
 
 
@@ -219,6 +301,7 @@ async def collect(desk: Desk, job: Job, receive: Receive) -> list[Merged] | None
     async with Hangup(receive) as hangup:
         await run(desk, job, take)
     if hangup.gone:
+        job.account.gone = True
         desk.meters.disconnects += 1
         return None
     return [merge(got) for got in pieces]
@@ -231,9 +314,19 @@ def prompt_fields(name: str, many: int) -> tuple[str, ...]:
     return (name,) if many == 1 else tuple(f"{name}[{i}]" for i in range(many))
 
 
-def salt_of(text: str | None) -> int:
+def allowance_of(request: Request) -> Allowance:
+    """What the gate lets this request take."""
+    found: Allowance = request.scope["allowance"]
+    return found
+
+
+def salt_of(request: Request, text: str | None) -> int:
     """The number that stands for a cache salt: requests share cached prefixes only with the same one. 0 is no salt."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=7).digest()) if text else 0
+    key = allowance_of(request).tenant.salt_key
+    if not text and not key:
+        return 0
+    salt = (text or "").encode("utf-8", "replace")
+    return int.from_bytes(hashlib.blake2b(salt, digest_size=7, key=key).digest())
 
 
 def clean_rid(text: str | None) -> str | None:

@@ -33,9 +33,11 @@ class AnthropicBody(msgspec.Struct):
 
 
 ANTHROPIC = "/v1/messages"
+MAX_MESSAGE = 2000  # characters
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "request_too_large",
@@ -45,7 +47,7 @@ _ANTHROPIC_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """status: of HTTP; retry: tell the client when to try again."""
+    """status: of HTTP; retry: tell the client when to try again; wait: in so many seconds, where that is known."""
 
     status: int
     message: str
@@ -53,23 +55,37 @@ class Problem:
     param: str | None = None
     code: str | None = None
     retry: bool = False
+    wait: int = 0
+
+    @property
+    def kind(self) -> str:
+        """What it is, in one word, for logs and traces."""
+        return self.code or self.type
 
     @property
     def body(self) -> bytes:
-        return msgspec.json.encode(ErrorBody(Error(self.message, self.type, self.param, self.code)))
+        return msgspec.json.encode(
+            ErrorBody(Error(_short(self.message), self.type, self.param and _short(self.param), self.code))
+        )
 
     @property
     def anthropic(self) -> bytes:
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-        return msgspec.json.encode(AnthropicBody(AnthropicError(kind, self.message)))
+        return msgspec.json.encode(AnthropicBody(AnthropicError(kind, _short(self.message))))
 
     def response(self, retry_after: int, path: str) -> Response:
         """path: of the request, whose API tells the shape."""
-        headers = {"Retry-After": str(retry_after)} if self.retry else {}
+        headers = {"Retry-After": str(self.wait or retry_after)} if self.retry else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         body = self.anthropic if path.startswith(ANTHROPIC) else self.body
         return Response(body, self.status, headers, "application/json")
+
+
+def _short(text: str) -> str:
+    """Messages quote what was sent, which may be a whole body, and may be no Unicode."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} … ({len(text)} characters)"
 
 
 class ApiError(Exception):
@@ -91,6 +107,8 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, EngineDead):
         message = f"the engine is not serving: {error}; try again when /ready answers 200"
         return Problem(503, message, "service_unavailable_error", code="engine_dead", retry=True)
+    if isinstance(error, RecursionError):
+        return Problem(400, "the body is nested too deeply", code="invalid_value")
     if isinstance(error, ThalwegError):
         return Problem(500, str(error), "server_error")
     return Problem(500, "internal error: the server's log has the details under this request's id", "server_error")

@@ -1,39 +1,48 @@
-"""The door, as one plain ASGI layer before all routes: request id, key, sizes, and how many may come in at a time."""
+"""The door, as one plain ASGI layer before all routes: request id, key, sizes, and how many may come in at a time.
+
+A request takes its places, the server's and its key's, when its whole body is there: who sends slowly holds none.
+"""
 
 from __future__ import annotations
 
-import hmac
-import logging
-import time
 import uuid
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thalweg.config.server import ServerOptions
 from thalweg.server.desk import clean_rid
 from thalweg.server.errors import ApiError, Problem
+from thalweg.server.keyring import Allowance, Keyring, Tenant
 from thalweg.server.metrics import Meters
 
-log = logging.getLogger("thalweg.server")
 WORK = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"}
-)  # the routes that the concurrency limit counts
+)  # the routes that generate, each of which has its own line in the metrics
+COUNTED = WORK | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}  # what the concurrency limits count
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 
 class Gate:
-    """Lets a request through, or answers it here with a 401, 413 or 429.
+    """Lets a request through, or answers it here with a 401, 403, 413, 415 or 429.
 
-    Everything inside finds `request_id` and `send_chunk` in the scope.
+    Everything inside finds `request_id`, `send_chunk` and `allowance` in the scope.
     """
 
-    def __init__(self, app: ASGIApp, options: ServerOptions, meters: Meters, open_paths: frozenset[str]) -> None:
-        self.app, self.options, self.meters = app, options, meters
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: ServerOptions,
+        meters: Meters,
+        keyring: Keyring,
+        open_paths: frozenset[str],
+    ) -> None:
+        self.app, self.options, self.meters, self._keyring = app, options, meters, keyring
         self._open = open_paths | (PROBES if options.open_probes else frozenset())
         self.header = options.request_id_header.lower().encode()
-        self._keys = [key.encode() for key in options.api_key]
         self._inside = 0
+        self._bytes = 0  # of bodies, of all requests that are under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,39 +51,75 @@ class Gate:
         rid = clean_rid(headers.get(self.options.request_id_header)) or uuid.uuid4().hex
         scope["request_id"] = rid
         scope["send_chunk"] = send  # past all layers inside, which have no business with the chunks of a stream
+        tenant = self._keyring.find(headers)
+        scope["allowance"] = Allowance(tenant or self._keyring.anyone)
+        scope["account"].key = scope["allowance"].tenant.label
         visit = _Visit(self, scope, receive, send, rid)
-        problem = self._refusal(scope["path"], headers)
+        problem = self._refusal(scope, headers, tenant)
         if problem is not None:
+            scope["account"].error = problem.kind
             return await problem.response(self.options.retry_after, scope["path"])(scope, receive, visit.send)
-        if scope["path"] not in WORK:
-            return await self.app(scope, visit.receive, visit.send)
-        self._inside += 1
         try:
             await self.app(scope, visit.receive, visit.send)
+        except ClientDisconnect:  # in the middle of its body
+            scope["account"].gone = True
+            self.meters.disconnects += 1
         finally:
-            self._inside -= 1
+            visit.close()
 
-    def _refusal(self, path: str, headers: Headers) -> Problem | None:
-        if self._keys and path not in self._open and not self._knows(headers):
+    def _refusal(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> Problem | None:
+        path: str = scope["path"]
+        if tenant is None and path not in self._open:
             message = "a valid API key is needed: send it as the header `Authorization: Bearer KEY` or `x-api-key: KEY`"
             return Problem(401, message, "authentication_error", code="invalid_api_key")
+        if scope["method"] != "GET" and headers.get("sec-fetch-site") == "cross-site" and not self._welcome(headers):
+            message = (
+                f"a page of {headers.get('origin', 'another site')} sent this: --cors-origins names those that may"
+            )
+            return Problem(403, message, "permission_error", code="cross_site")
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            message = f"Content-Encoding {headers['content-encoding']!r} is not read here: send the body as it is"
+            return Problem(415, message, code="unsupported_encoding")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.options.max_body_bytes:
             return _too_long(self.options.max_body_bytes)
-        limit = self.options.max_concurrent_requests
-        if path in WORK and limit and self._inside >= limit:
-            message = f"{limit} requests are being served, which is the limit: try again later"
-            return Problem(429, message, "rate_limit_error", code="too_many_requests", retry=True)
+        if path in COUNTED and self.full:
+            return self.crowded()
         return None
 
-    def _knows(self, headers: Headers) -> bool:
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        bearer = key.strip() if kind.lower() == "bearer" else ""
-        given = [
-            text.encode("utf-8", "replace") for text in (bearer, headers.get("x-api-key", ""))
-        ]  # OpenAI's, Anthropic's
-        matches = [hmac.compare_digest(one, known) for one in given for known in self._keys]
-        return any(matches)  # all were compared: the time tells nothing
+    def _welcome(self, headers: Headers) -> bool:
+        origins = self.options.cors_origins
+        return "*" in origins or headers.get("origin") in origins
+
+    @property
+    def full(self) -> bool:
+        limit = self.options.max_concurrent_requests
+        return bool(limit) and self._inside >= limit
+
+    def crowded(self) -> Problem:
+        limit = self.options.max_concurrent_requests
+        message = f"{limit} requests are being served, which is the limit: try again later"
+        return Problem(429, message, "rate_limit_error", code="too_many_requests", retry=True)
+
+    def admit(self, allowance: Allowance) -> None:
+        """The whole body of a counted request is there. Raises ApiError (429) where there is no place."""
+        if self.full:
+            raise ApiError(self.crowded())
+        allowance.enter()
+        self._inside += 1
+
+    def leave(self, entered: bool, size: int) -> None:
+        self._inside -= entered
+        self._bytes -= size
+
+    def grow(self, size: int) -> None:
+        """So many more bytes of a body have come. Raises ApiError (429)."""
+        self._bytes += size
+        if self._bytes > self.options.max_bodies_bytes:
+            message = (
+                f"the bodies of all requests have more than {self.options.max_bodies_bytes} bytes: try again later"
+            )
+            raise ApiError(Problem(429, message, "rate_limit_error", code="too_many_bytes", retry=True))
 
 
 def _too_long(limit: int) -> Problem:
@@ -84,20 +129,31 @@ def _too_long(limit: int) -> Problem:
 class _Visit:
     """One request on its way through: counts its body, puts its id on the answer, and notes how it was answered."""
 
-    __slots__ = ("gate", "scope", "_receive", "_send", "rid", "read", "began")
+    __slots__ = ("gate", "scope", "_receive", "_send", "rid", "read", "allowance", "entered")
 
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send, rid: str) -> None:
         self.gate, self.scope, self._receive, self._send, self.rid = gate, scope, receive, send, rid
         self.read = 0
-        self.began = time.time()
+        self.allowance: Allowance = scope["allowance"]
+        self.entered = False
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
-            self.read += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            self.read += size
+            self.gate.grow(size)
             if self.read > self.gate.options.max_body_bytes:
                 raise ApiError(_too_long(self.gate.options.max_body_bytes))
+            if self.scope["path"] in COUNTED and not message.get("more_body") and not self.entered:
+                self.gate.admit(self.allowance)
+                self.entered = True
         return message
+
+    def close(self) -> None:
+        """The request has ended, however it did."""
+        self.gate.leave(self.entered, self.read)
+        self.allowance.close()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -108,18 +164,4 @@ class _Visit:
     def _note(self, status: int) -> None:
         route = self.scope["path"] if self.scope["path"] in WORK else "other"
         self.gate.meters.answered(route, status)
-        if self.gate.options.log_requests:
-            seconds = time.time() - self.began
-            log.info(
-                "%s %s %s %d %.3f s to the first byte",
-                self.rid,
-                self.scope["method"],
-                _plain(self.scope["path"]),
-                status,
-                seconds,
-            )
-
-
-def _plain(path: str) -> str:
-    """A path as it may stand in a log line: no control characters, not endless."""
-    return path[:200].encode("unicode_escape").decode()
+        self.scope["account"].status = status

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms in Prometheus' text format, on one event loop: no locks, about half a microsecond an observation."""
+"""What the server counts and times, on one event loop: no locks, about half a microsecond an observation. `exposition` writes it down."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from thalweg.core.messages import Stats
+from thalweg.core.sampling import SamplingParams
+from thalweg.server.account import Account
+from thalweg.server.contract import Piece
 
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 INTERVALS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 1.0, 4.0)
 EMITS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.05, 0.1, 0.5)
+LENGTHS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens
+WIDTHS = (1, 2, 5, 10, 20)  # choices
+FINISHES = ("stop", "length", "abort", "error")
 WINDOW = 10.0  # seconds that samples of the engine's counters are kept: rates are taken over at most this
 
 
 class Histogram:
-    """Counts of observations at or below each of `bounds` (seconds, ascending)."""
+    """Counts of observations at or below each of `bounds` (ascending; seconds or tokens)."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -53,12 +59,23 @@ class Meters:
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = {}  # by route and status
+        self.finished: dict[str, int] = dict.fromkeys(FINISHES, 0)  # choices
         self.disconnects = 0
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
         self.first = Histogram(LATENCIES)
         self.between = Histogram(INTERVALS)
         self.whole = Histogram(LATENCIES)
         self.emit = Histogram(EMITS)
+        self.queued = Histogram(LATENCIES)
+        self.prefill = Histogram(LATENCIES)
+        self.decode = Histogram(LATENCIES)
+        self.running = Histogram(LATENCIES)
+        self.per_token = Histogram(INTERVALS)
+        self.prompt_lengths = Histogram(LENGTHS)
+        self.output_lengths = Histogram(LENGTHS)
+        self.longest_outputs = Histogram(LENGTHS)
+        self.widths = Histogram(WIDTHS)
+        self.limits = Histogram(LENGTHS)
         self._samples: deque[tuple[float, Stats]] = deque()
 
     def answered(self, route: str, status: int) -> None:
@@ -90,27 +107,78 @@ class Meters:
 class Timer:
     """Times one request: first token, the gaps between tokens, the whole. `piece` is on the path of every token."""
 
-    def __init__(self, meters: Meters, started: float) -> None:
-        self._meters, self.started = meters, started
+    def __init__(self, meters: Meters, account: Account) -> None:
+        self._meters, self._account = meters, account
+        self._first: dict[int, float] = {}  # by choice: when its first token came
         self._last: dict[int, float] = {}  # by choice: when its last token came
+        self._tokens = self._longest = 0
 
-    def piece(self, choice: int, tokens: int, now: float) -> None:
-        """`tokens` new tokens of a choice came at `now`. A piece of several tokens counts as that many equal gaps."""
+    def submit(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], now: float) -> None:
+        """The prompts go to the engine."""
+        account, meters = self._account, self._meters
+        account.submitted, account.prompts, account.params = now, tuple(prompts), tuple(params)
+        account.prompt_tokens = sum(map(len, prompts))
+        for one in params:
+            meters.widths.observe(one.n)
+            if one.max_tokens is not None:
+                meters.limits.observe(one.max_tokens)
+
+    def piece(self, choice: int, piece: Piece, now: float) -> None:
+        """A piece of a choice came at `now`. One of several tokens counts as that many equal gaps."""
+        tokens = len(piece.ids)
         if not tokens:
             return
         last = self._last.get(choice)
         if last is None:
-            self._meters.first.observe(now - self.started)
+            self._begin(choice, piece, now)
         else:
             self._meters.between.observe((now - last) / tokens, tokens)
         self._last[choice] = now
         self._meters.generation_tokens += tokens
+        self._tokens += tokens
 
-    def ended(self, prompt_tokens: int, cached_tokens: int, now: float) -> None:
+    def _begin(self, choice: int, piece: Piece, now: float) -> None:
+        account, meters = self._account, self._meters
+        self._first[choice] = now
+        meters.first.observe(now - account.began)
+        account.first = account.first or now
+        if piece.admitted:
+            account.admitted = account.admitted or piece.admitted
+            meters.queued.observe(max(piece.admitted - account.submitted, 0.0))
+            meters.prefill.observe(max(now - piece.admitted, 0.0))
+
+    def ended(self, choice: int, piece: Piece, now: float) -> None:
         """A choice's last piece came."""
-        self._meters.prompt_tokens += prompt_tokens
-        self._meters.cached_tokens += cached_tokens
-        self._meters.whole.observe(now - self.started)
+        account, meters, finish = self._account, self._meters, piece.finish
+        assert finish is not None, "only a choice's last piece says how it ended"
+        account.finishes.append(finish)
+        account.preemptions += piece.preempted
+        if piece.index == 0:  # the other choices of a prompt find it in the cache
+            account.cached_tokens += piece.cached_tokens
+        meters.finished[finish] = meters.finished.get(finish, 0) + 1
+        meters.prompt_tokens += piece.prompt_tokens
+        meters.cached_tokens += piece.cached_tokens
+        meters.whole.observe(now - account.began)
+        meters.prompt_lengths.observe(piece.prompt_tokens)
+        meters.output_lengths.observe(piece.completion_tokens)
+        self._longest = max(self._longest, piece.completion_tokens)
+        if choice in self._first:
+            decode = self._last[choice] - self._first[choice]
+            meters.decode.observe(decode)
+            if piece.admitted:
+                meters.running.observe(max(self._last[choice] - piece.admitted, 0.0))
+            if piece.completion_tokens > 1:
+                meters.per_token.observe(decode / (piece.completion_tokens - 1))
+
+    def close(self, choices: int, left: str) -> None:
+        """Nothing more will come. left: what became of those of `choices` that did not end by themselves: "abort" or "error"."""
+        account, meters = self._account, self._meters
+        if lost := choices - len(account.finishes):
+            account.finishes += [left] * lost
+            meters.finished[left] = meters.finished.get(left, 0) + lost
+        account.output_tokens = self._tokens
+        account.last = max(self._last.values(), default=0.0)
+        meters.longest_outputs.observe(self._longest)
 
 
 def token_usage(stats: Stats) -> float:
@@ -121,64 +189,3 @@ def token_usage(stats: Stats) -> float:
 def hit_rate(stats: Stats) -> float:
     """Share of the admitted prompt tokens that the prefix cache had, since the engine's start."""
     return stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
-
-
-def exposition(meters: Meters, stats: Stats, serving: bool, model: str, sglang: bool) -> str:
-    """The text of /metrics. sglang: repeat what dashboards of SGLang read under its names."""
-    label = 'model_name="' + model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-    lines: list[str] = []
-    _requests(meters, label, lines)
-    for name, alias, kind, text, value in _values(meters, stats, serving):
-        for shown in ("thalweg_" + name, "sglang:" + alias)[: 2 if sglang and alias else 1]:
-            lines += [f"# HELP {shown} {text}", f"# TYPE {shown} {kind}", f"{shown}{{{label}}} {value!r}"]
-    for name, alias, text, histogram in _histograms(meters):
-        for shown in ("thalweg_" + name, "sglang:" + alias)[: 2 if sglang and alias else 1]:
-            lines += [f"# HELP {shown} {text}", f"# TYPE {shown} histogram", *histogram.lines(shown, label)]
-    return "\n".join(lines) + "\n"
-
-
-def _requests(meters: Meters, label: str, lines: list[str]) -> None:
-    name = "thalweg_requests_total"
-    lines += [f"# HELP {name} answered requests", f"# TYPE {name} counter"]
-    for (route, status), count in sorted(meters.requests.items()):
-        lines.append(f'{name}{{{label},route="{route}",status="{status}"}} {count}')
-
-
-def _values(meters: Meters, stats: Stats, serving: bool) -> Iterator[tuple[str, str, str, str, float]]:
-    """(our name, SGLang's name or "", type, help, value)"""
-    rates = meters.rates()
-    gauge, counter = "gauge", "counter"
-    yield "up", "", gauge, "1 while the engine serves", int(serving)
-    yield "running_requests", "num_running_reqs", gauge, "sequences that hold a slot", stats.running
-    yield "waiting_requests", "num_queue_reqs", gauge, "sequences that wait for a slot", stats.waiting
-    yield "cache_pages", "", gauge, "pages of the cache", stats.pages
-    yield "cache_pages_used", "", gauge, "pages that requests hold", stats.pages_used
-    yield "cache_pages_cached", "", gauge, "pages that only the prefix cache holds", stats.pages_cached
-    yield "token_usage", "token_usage", gauge, "share of the pages that requests hold", token_usage(stats)
-    yield "cache_hit_rate", "cache_hit_rate", gauge, "share of prompt tokens found in the prefix cache", hit_rate(stats)
-    yield "decode_tokens_per_second", "gen_throughput", gauge, f"over the last {WINDOW:g} s", rates.decode
-    yield "prefill_tokens_per_second", "", gauge, f"over the last {WINDOW:g} s", rates.prefill
-    yield "steps_total", "", counter, "steps of the engine", stats.steps
-    yield "step_seconds_total", "", counter, "seconds in which steps were in flight", stats.step_seconds
-    yield "prefill_tokens_total", "", counter, "prompt tokens computed", stats.prefill_tokens
-    yield "decode_tokens_total", "", counter, "tokens sampled", stats.decode_tokens
-    yield "preemptions_total", "", counter, "sequences that gave their pages back and waited", stats.preemptions
-    yield "finished_total", "", counter, "sequences that ended by themselves", stats.finished
-    yield "aborted_total", "", counter, "sequences that were aborted", stats.aborted
-    yield "disconnects_total", "", counter, "requests whose client went away", meters.disconnects
-    yield "prompt_tokens_total", "prompt_tokens_total", counter, "prompt tokens of ended choices", meters.prompt_tokens
-    yield "generation_tokens_total", "generation_tokens_total", counter, "tokens generated", meters.generation_tokens
-    yield (
-        "cached_tokens_total",
-        "cached_tokens_total",
-        counter,
-        "of the prompt tokens, from the cache",
-        meters.cached_tokens,
-    )
-
-
-def _histograms(meters: Meters) -> Iterator[tuple[str, str, str, Histogram]]:
-    yield "time_to_first_token_seconds", "time_to_first_token_seconds", "request read to first token", meters.first
-    yield "inter_token_latency_seconds", "inter_token_latency_seconds", "between tokens of a choice", meters.between
-    yield "e2e_request_latency_seconds", "e2e_request_latency_seconds", "request read to last token", meters.whole
-    yield "emit_seconds", "", "end of an engine step to its token written to the socket", meters.emit

@@ -13,8 +13,9 @@ from starlette.responses import Response
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammar
 from thalweg.core.sampling import SamplingParams
+from thalweg.server.account import account_of
 from thalweg.server.contract import Piece
-from thalweg.server.desk import Desk, Job, check, collect, gone, prompt_fields, reply, run, salt_of
+from thalweg.server.desk import Desk, Job, allowance_of, check, collect, gone, prompt_fields, reply, run, salt_of
 from thalweg.server.logprobs import native_logprobs, native_tops, scores_of
 from thalweg.server.protocol import GenerateRequest, NativeSampling
 from thalweg.server.reading import named, read
@@ -22,6 +23,7 @@ from thalweg.server.sampling import given, native_params
 from thalweg.server.stream import EventStream, Writer
 from thalweg.server.structure import grammar_of
 
+SHORT = 4096  # tokens, those of the prompt that are scored included, up to which every piece makes an event
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's, for this route only
 _NAMES = {
     name: f"sampling_params.{name}"
@@ -49,8 +51,10 @@ async def generate(desk: Desk, request: Request) -> Response:
     grammars = _grammars(body, many)
     for grammar in grammars:
         await desk.examiner.check(grammar)
-    salt = salt_of(given(body.cache_salt, body.extra_key))
-    job = Job(prompts, params, rids, prompt_fields(field, many), given(body.priority, 0), salt, started, grammars)
+    salt = salt_of(request, given(body.cache_salt, body.extra_key))
+    fields, priority = prompt_fields(field, many), given(body.priority, 0)
+    allowance, account = allowance_of(request), account_of(request)
+    job = Job(prompts, params, rids, fields, priority, salt, started, grammars, allowance, account)
     with named(**_NAMES):
         check(desk, job)
     makers = [_Maker(desk, body, job, i) for i in range(many) for _ in range(params[i].n)]
@@ -58,7 +62,10 @@ async def generate(desk: Desk, request: Request) -> Response:
 
     async def stream(writer: Writer) -> None:
         async def take(choice: int, piece: Piece) -> None:
-            value = makers[choice].feed(piece)
+            makers[choice].add(piece)
+            if not makers[choice].due(piece):
+                return
+            value = makers[choice].event(piece)
             if listed:
                 value["index"] = choice
             await writer.write(b"data: " + _encode(value) + b"\n\n", piece.at)
@@ -70,7 +77,9 @@ async def generate(desk: Desk, request: Request) -> Response:
     ended = await collect(desk, job, request.receive)
     if ended is None:
         return gone()
-    values = [maker.feed(piece) for maker, piece in zip(makers, ended, strict=True)]
+    for maker, piece in zip(makers, ended, strict=True):
+        maker.add(piece)
+    values = [maker.event(piece) for maker, piece in zip(makers, ended, strict=True)]
     return reply(values if listed else values[0])
 
 
@@ -148,12 +157,24 @@ class _Maker:
         self._text = ""
         self._ids: list[int] = []
         self._logs: dict[str, list[Any]] = {}
+        self._unsaid = 0  # tokens since the last event
 
-    def feed(self, piece: Piece) -> dict[str, Any]:
+    def add(self, piece: Piece) -> None:
         self._text += piece.text
         self._ids += piece.ids
+        self._unsaid += len(piece.ids)
         if self._body.return_logprob:
             self._log(piece)
+
+    def due(self, piece: Piece) -> bool:
+        """Whether to make an event. As each says everything again, a long answer says it only when it has grown by a 256th: the bytes of a
+        stream grow as its length, not as the square of it."""
+        said = len(self._ids) + len(self._logs.get("input_token_logprobs", ()))
+        return piece.finish is not None or said <= SHORT or self._unsaid * 256 >= said
+
+    def event(self, piece: Piece) -> dict[str, Any]:
+        """All there is so far. piece: the latest."""
+        self._unsaid = 0
         meta: dict[str, Any] = {
             "id": self._rid,
             "finish_reason": self._finish(piece),

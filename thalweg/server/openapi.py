@@ -14,7 +14,7 @@ from thalweg import __version__
 from thalweg.core.messages import Stats
 from thalweg.core.sampling import MAX_LOGPROBS, MAX_SEED
 from thalweg.server.errors import ANTHROPIC, AnthropicBody, ErrorBody
-from thalweg.server.gate import PROBES, WORK
+from thalweg.server.gate import COUNTED, PROBES
 from thalweg.server.replies import ChatChoice, CompletionChoice, Usage
 
 Type = Any  # a type, or a union of types: what msgspec makes a schema of
@@ -84,6 +84,7 @@ class ServerInfo(TypedDict):
     model_path: str
     served_model_name: str
     context_length: int | None
+    strip_thinking_cache: bool
     slots: int | None
     requests: int
     uptime_seconds: float
@@ -143,13 +144,16 @@ class Described:
     body: Type | None
     answer: Type
     many: bool = False
+    admin: bool = False
 
 
 _ERRORS = {
     400: "The request is wrong: the message names the field.",
     401: "A key is needed, and none of the server's was brought.",
+    403: "An admin route without the admin key, or a page of another site.",
     404: "There is no such model, response or route.",
     413: "The body is longer than --max-body-bytes.",
+    415: "The body has a Content-Encoding.",
     429: "Too many requests: Retry-After says when to come back.",
     500: "A fault of the server.",
     503: "The engine starts, drains or is dead.",
@@ -271,7 +275,8 @@ def _statuses(route: Described, named: bool) -> list[int]:
     if _is_probe(route):
         return [503]
     found = {401, 500, 503}
-    found |= {400, 404, 413} if route.body is not None else set()
+    found |= {403} if route.admin or route.body is not None else set()
+    found |= {400, 404, 413, 415} if route.body is not None else set()
     found |= {404} if named else set()
-    found |= {429} if route.path in WORK else set()
+    found |= {429} if route.path in COUNTED else set()
     return sorted(found)

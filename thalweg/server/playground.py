@@ -1,4 +1,4 @@
-"""The chat page: three files beside this module, read once, served with their own strict security policy."""
+"""The chat page: the files of `static/` beside this module, read once, served with their own strict security policy."""
 
 from __future__ import annotations
 
@@ -30,4 +30,7 @@ PAGES = {
     "/": Page("index.html", "text/html"),
     "/playground.css": Page("playground.css", "text/css"),
     "/playground.js": Page("playground.js", "text/javascript"),
+} | {
+    f"/playground/{part}.js": Page(f"playground/{part}.js", "text/javascript")
+    for part in ("answer", "page", "stream", "theme", "tools")
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,16 +14,40 @@ import msgspec
 from thalweg.core.errors import InvalidRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
+MAX_DEPTH = 128  # of objects and lists in each other: everything behind reads them by recursion
+# What a body may hold at most, by the marks that it takes to write it: decoding happens between two tokens of every stream, and with
+# these a body of any size is decoded in 0.4 s at most, where one of 32 MiB could take 2.
+BOUNDS = ((b"[{", 1 << 20, "objects and lists"), (b'"', 1 << 21, "quotation marks"), (b",", 1 << 22, "commas"))
+_STRING = re.compile(b'"[^"]*"')
+_NOT_FRAME = bytes(set(range(256)) - set(b'"[]{}'))
 
 
 def read(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Decodes a JSON body. Raises InvalidRequest; `field` is "" when the body as a whole is wrong."""
+    for marks, most, what in BOUNDS:
+        if len(body) > most and sum(map(body.count, marks)) > most:
+            raise InvalidRequest("", f"the body has more than {most} {what}: send less in one request")
+    if _deep(body):
+        raise InvalidRequest("", f"the body is nested deeper than {MAX_DEPTH} levels")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(body, str(error)) from None
+
+
+def _deep(body: bytes) -> bool:
+    """Whether brackets stand in more than MAX_DEPTH others. Each turn takes the innermost pairs away, so it ends after MAX_DEPTH of them."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return False
+    frame = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_FRAME).replace(b'""', b"")
+    brackets = _STRING.sub(b"", frame).replace(b"{", b"[").replace(b"}", b"]")
+    for _ in range(MAX_DEPTH):
+        size, brackets = len(brackets), brackets.replace(b"[]", b"")
+        if len(brackets) in (0, size):  # all are gone; or what is left has no partner, which the decoder will say
+            return False
+    return True
 
 
 def convert(value: Any, kind: type[T], field: str) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import UNSET
@@ -63,10 +63,12 @@ class Speaker:
         return choice
 
     def _events(self, piece: Piece) -> list[Event]:
-        events = list(self._parser.feed(piece.text))
+        events = self._parser.feed(piece.text)
         if piece.finish is not None:
-            events += self._parser.finish()
-        self._called = self._called or any(isinstance(event, CallStart) for event in events)
+            events = [*events, *self._parser.finish()]
+        for event in events:
+            if isinstance(event, CallStart):
+                self._called = True
         return events
 
     def _finish(self, piece: Piece) -> str | None:
@@ -91,8 +93,14 @@ class Speaker:
         return prompt_logprobs(self._tokenizer, self._prompt, piece.prompt_logprobs, top)
 
 
-def _deltas(events: Iterable[Event]) -> list[ChatDelta]:
+def _deltas(events: Sequence[Event]) -> list[ChatDelta]:
     """One delta for the text, and one for each call that has news: some clients read only the first call of a chunk."""
+    if len(events) == 1:  # nearly always
+        only = events[0]
+        if isinstance(only, ContentDelta):
+            return [ChatDelta(content=only.text)]
+        if isinstance(only, ReasoningDelta):
+            return [ChatDelta(reasoning_content=only.text)]
     text = ChatDelta()
     calls: dict[int, ToolCall] = {}
     for event in events:

@@ -64,23 +64,54 @@ class Writer:
     start: ASGI's send with all layers, for the status and headers; send: the one without, for the chunks.
     """
 
-    __slots__ = ("started", "_start", "_send", "_emit")
+    __slots__ = ("_begun", "_start", "_send", "_emit", "_held", "_ages")
 
     def __init__(self, start: Send, send: Send, meters: Meters) -> None:
-        self.started = False
+        self._begun = False
         self._start, self._send = start, send
         self._emit = meters.emit
+        self._held: list[bytes] = []
+        self._ages: list[float] = []  # when the engine had what is held
+
+    @property
+    def started(self) -> bool:
+        """An event was written, or is held: what fails now is told on the stream."""
+        return self._begun or bool(self._held)
 
     async def write(self, payload: bytes, at: float) -> None:
         """Sends whole events. at: when (time.time()) the engine had what they say."""
-        if not self.started:
-            self.started = True
-            await self._start({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+        if self._held:
+            self._held.append(payload)
+            self._ages.append(at)
+            return await self._flush(b"", True)
+        if not self._begun:
+            await self._begin()
         await self._send({"type": "http.response.body", "body": payload, "more_body": True})
         self._emit.observe(time.time() - at)
 
+    def hold(self, payload: bytes, at: float | None = None) -> None:
+        """Keeps whole events for whoever writes next. For what comes right before `end`: so a stream ends in one packet, not in three.
+        at: as for `write`; None for what the engine did not say."""
+        self._held.append(payload)
+        if at is not None:
+            self._ages.append(at)
+
     async def end(self, payload: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": payload, "more_body": False})
+        await self._flush(payload, False)
+
+    async def _begin(self) -> None:
+        self._begun = True
+        await self._start({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+
+    async def _flush(self, payload: bytes, more: bool) -> None:
+        if not self._begun:
+            await self._begin()
+        body, ages = b"".join((*self._held, payload)), self._ages
+        self._held, self._ages = [], []
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        now = time.time()
+        for at in ages:
+            self._emit.observe(now - at)
 
 
 def openai_error(problem: Problem) -> bytes:
@@ -104,6 +135,7 @@ class EventStream(Response):
         self.status_code, self.background = 200, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["account"].stream = True
         writer = Writer(send, scope["send_chunk"], self.meters)
         last = self.done
         async with Hangup(receive) as hangup:
@@ -112,8 +144,11 @@ class EventStream(Response):
             except ThalwegError as error:
                 if not writer.started:
                     raise
-                last = self.failed(problem_of(error))
+                problem = problem_of(error)
+                scope["account"].error = problem.kind
+                last = self.failed(problem)
         if hangup.gone:
+            scope["account"].gone = True
             self.meters.disconnects += 1
         else:
             await writer.end(last)

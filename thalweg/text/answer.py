@@ -13,10 +13,11 @@ class Prose:
     Up to two newlines at the end are held until it is known what follows; space after a block until text follows.
     """
 
-    __slots__ = ("_blank", "_held", "_skips")
+    __slots__ = ("_blank", "_held", "_skips", "_spaces")
 
     def __init__(self, skips_space: bool = False) -> None:
         self._held = ""
+        self._spaces: list[str] = []  # after a block, until text follows
         self._blank = ""  # the blank line before a block that has not proved itself yet
         self._skips = skips_space
 
@@ -26,13 +27,14 @@ class Prose:
         return self._skips
 
     def feed(self, text: str) -> str:
-        text = self._held + text
         if self._skips and text.isspace():
-            self._held = text
+            self._spaces.append(text)
             return ""
-        if self._skips or self._blank:
-            text = self._blank + text
+        if self._skips:
+            text = "".join((self._blank, *self._spaces, text))
             self._skips, self._blank = False, ""
+            self._spaces.clear()
+        text = self._held + text
         body = text.rstrip("\n")
         shown = max(len(body), len(text) - 2)
         self._held = text[shown:]
@@ -43,6 +45,7 @@ class Prose:
         if not self._skips:
             self._blank = self._held
         self._held = ""
+        self._spaces.clear()
         self._skips = True
 
     def proved(self) -> None:
@@ -51,7 +54,7 @@ class Prose:
 
     def finish(self) -> str:
         held, self._held = self._held, ""
-        return "" if self._skips else held
+        return held
 
 
 class Answer:
@@ -84,10 +87,10 @@ class Answer:
     def finish(self) -> None:
         self._content(self._prose.finish())
 
-    def call(self) -> Call:
-        """A call begins."""
+    def call(self, hold: bool = False) -> Call:
+        """A call begins. hold: show this one only when it is complete, whatever the others do."""
         self.cut()
-        return Call(self)
+        return Call(self, self.hold or hold)
 
     def started(self, name: str) -> int:
         index = self._calls
@@ -104,18 +107,24 @@ class Answer:
 class Call:
     """One call being read. Its start is an event only once its arguments have begun to make sense."""
 
-    __slots__ = ("_answer", "_held", "_index")
+    __slots__ = ("_answer", "_held", "_hold", "_index")
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, hold: bool) -> None:
         self._answer = answer
+        self._hold = hold
         self._held: list[str] = []
         self._index: int | None = None
+
+    @property
+    def held(self) -> str:
+        """The arguments so far of a call that is not shown yet."""
+        return "".join(self._held)
 
     def arguments(self, name: str, text: str) -> None:
         """More of the arguments: text that can be closed into valid JSON."""
         if not text:
             return
-        if self._answer.hold:
+        if self._hold:
             self._held.append(text)
             return
         if self._index is None:
@@ -126,7 +135,7 @@ class Call:
         """The call is complete."""
         if self._index is None:
             self._index = self._answer.started(name)
-            self._answer.events.append(ArgumentDelta(self._index, "".join(self._held)))
+            self._answer.events.append(ArgumentDelta(self._index, self.held))
         self._answer.events.append(CallEnd(self._index))
         self._answer.cut()
 

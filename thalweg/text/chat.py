@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest
 from thalweg.text import encoding, encoding_v3
@@ -14,14 +15,25 @@ from thalweg.text.messages import Message, read_messages, read_tools
 from thalweg.text.template import Template, read_templates
 
 
-class ChatEncoder(Protocol):
-    """Conversation → prompt text, BOS included (`Tokenizer.encode` never doubles it)."""
+@dataclass(frozen=True)
+class Ask:
+    """How a prompt is wanted. thinks None: the model's default. generation: it ends with the opening of the assistant's turn."""
+
+    thinks: bool | None
+    drop_thinking: bool
+    generation: bool
+    response_format: Mapping[str, Any] | None
+    variables: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatEncoder(ABC):
+    """Conversation → prompt text, BOS included (`Tokenizer.encode` never doubles it). name: what `thalweg plan` prints."""
+
+    name: str
 
     @property
-    def name(self) -> str:
-        """What `thalweg plan` prints: `jinja` or the name of our own encoder."""
-
-    @property
+    @abstractmethod
     def renders_tools(self) -> bool:
         """Whether tool schemas reach the prompt; where not (V3, R1 as published), a request with tools is worth a warning."""
 
@@ -40,6 +52,22 @@ class ChatEncoder(Protocol):
         """The prompt. thinking None: the model's default. continue_final_message: the prompt ends inside the last message, which must
         be the assistant's (no generation prompt then). template_kwargs: `chat_template_kwargs` of the request; `thinking` and
         `enable_thinking` in it count when `thinking` is None. Raises InvalidRequest naming message and field."""
+        read, functions = read_messages(messages), read_tools(tools)
+        if continue_final_message:
+            _check_continues(read)
+        thinks = wants_thinking(thinking, template_kwargs)
+        generation = add_generation_prompt and not continue_final_message
+        prompt = self._prompt(
+            read, functions, Ask(thinks, drop_thinking, generation, response_format, template_kwargs or {})
+        )
+        return self._end_inside(prompt, read[-1]) if continue_final_message else prompt
+
+    @abstractmethod
+    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: Ask) -> str: ...
+
+    def _end_inside(self, prompt: str, last: Message) -> str:
+        """The prompt without what closes its last message."""
+        return prompt.removesuffix(encoding.EOS)
 
 
 @dataclass(frozen=True)
@@ -69,110 +97,62 @@ OWN = {
 
 
 @dataclass(frozen=True)
-class OwnEncoder:
+class OwnEncoder(ChatEncoder):
     """A prompt encoder written in Python, by name (a key of OWN)."""
-
-    name: str
 
     @property
     def renders_tools(self) -> bool:
         return OWN[self.name].renders_tools
 
-    def encode(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        thinking: bool | None = None,
-        drop_thinking: bool = True,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        response_format: Mapping[str, Any] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        read, functions = read_messages(messages), read_tools(tools)
-        thinks = bool(wants_thinking(thinking, template_kwargs))
-        generation = add_generation_prompt and not continue_final_message
-        if continue_final_message:
-            _check_continues(read)
+    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: Ask) -> str:
+        thinks = bool(ask.thinks)
         if self.name == "deepseek-v32":
-            prompt = encoding.encode_v32(read, functions, thinks, generation, response_format)
-        elif self.name in ("deepseek-v31", "deepseek-v31-terminus"):
+            return encoding.encode_v32(messages, functions, thinks, ask.generation, ask.response_format)
+        if self.name in ("deepseek-v31", "deepseek-v31-terminus"):
             terminus = self.name.endswith("terminus")
-            prompt = encoding_v3.encode_v31(read, functions, thinks, generation, terminus=terminus)
-        else:
-            styles = {
-                "deepseek-v3": encoding_v3.V3,
-                "deepseek-r1": encoding_v3.R1,
-                "deepseek-r1-0528": encoding_v3.R1_0528,
-            }
-            prompt = encoding_v3.encode_v3(styles[self.name], read, functions, generation)
-        return prompt.removesuffix(encoding.EOS) if continue_final_message else prompt
+            return encoding_v3.encode_v31(messages, functions, thinks, ask.generation, terminus=terminus)
+        styles = {
+            "deepseek-v3": encoding_v3.V3,
+            "deepseek-r1": encoding_v3.R1,
+            "deepseek-r1-0528": encoding_v3.R1_0528,
+        }
+        return encoding_v3.encode_v3(styles[self.name], messages, functions, ask.generation)
 
 
 @dataclass(frozen=True)
-class TemplateEncoder:
+class TemplateEncoder(ChatEncoder):
     """The checkpoint's own templates, by name; `tool_use` is taken for requests with tools."""
 
     templates: Mapping[str, Template]
-    name: str = "jinja"
+    name: str = field(default="jinja", init=False)
 
     @property
     def renders_tools(self) -> bool:
         return any("tools" in template.source for template in self.templates.values())
 
-    def encode(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        thinking: bool | None = None,
-        drop_thinking: bool = True,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        response_format: Mapping[str, Any] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        read, functions = read_messages(messages), read_tools(tools)
-        template = (
-            self.templates["tool_use"] if functions and "tool_use" in self.templates else self.templates["default"]
+    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: Ask) -> str:
+        name = "tool_use" if functions and "tool_use" in self.templates else "default"
+        variables = {**ask.variables, "drop_thinking": ask.drop_thinking}
+        if ask.response_format is not None:
+            variables["response_format"] = ask.response_format
+        if ask.thinks is not None:  # DeepSeek's name and Qwen's for the same switch
+            variables |= {"thinking": ask.thinks, "enable_thinking": ask.thinks}
+        return self.templates[name].render(
+            messages, functions, add_generation_prompt=ask.generation, variables=variables
         )
-        variables = {**(template_kwargs or {}), "drop_thinking": drop_thinking}
-        if response_format is not None:
-            variables["response_format"] = response_format
-        thinks = wants_thinking(thinking, template_kwargs)
-        if thinks is not None:  # DeepSeek's name and Qwen's for the same switch
-            variables |= {"thinking": thinks, "enable_thinking": thinks}
-        if continue_final_message:
-            _check_continues(read)
-        prompt = template.render(
-            read,
-            functions,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            variables=variables,
-        )
-        return _cut_after(prompt, read[-1].content) if continue_final_message else prompt
+
+    def _end_inside(self, prompt: str, last: Message) -> str:
+        return _cut_after(prompt, last.content)
 
 
 @dataclass(frozen=True)
-class NoEncoder:
+class NoEncoder(ChatEncoder):
     """A base model: no template, and none of ours fits."""
 
-    name: str = "none"
-    renders_tools: bool = False
+    name: str = field(default="none", init=False)
+    renders_tools = False
 
-    def encode(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        thinking: bool | None = None,
-        drop_thinking: bool = True,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        response_format: Mapping[str, Any] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: Ask) -> str:
         raise InvalidRequest(
             "messages", "this model has no chat template: use /v1/completions, or start with --chat-template"
         )
@@ -180,11 +160,13 @@ class NoEncoder:
 
 @dataclass(frozen=True)
 class Chat:
-    """The text side of one model: its encoder and the parsers of its answers, and why they were chosen."""
+    """The text side of one model: its encoder and the parsers of its answers, and why they were chosen. strip: the user's wish that
+    thoughts stay out of the prefix cache, None for where the template drops them (see `thalweg.text.history`)."""
 
     encoder: ChatEncoder
     formats: Formats
     reason: str
+    strip: bool | None = None
 
 
 @dataclass(frozen=True)

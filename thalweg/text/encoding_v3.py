@@ -1,7 +1,8 @@
 """The prompts of DeepSeek V3, R1, R1-0528, V3.1, V3.1-Terminus and V3.2-Exp for checkpoints without a chat template.
 
-Each follows the Jinja template published with its model (MIT). Two faults of the published ones are not repeated: a lone tool call is
-closed like any other (the first V3 and R1 templates forget to), and R1 keeps the calls of a message that also has text.
+Each follows the Jinja template published with its model (MIT). Faults of the first V3 and R1 templates are not repeated: they forget to close a
+lone tool call and close three of them twice, and of R1's, a message with text loses its calls, one system message of two is lost, and a
+thought behind tool results is kept.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ and fuel, so a hostile schema ends with an error and not with a minute of compil
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -170,9 +171,18 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(i) for i in range(known)] + [b""] * (vocab - known)
         self.special_token_ids = sorted({*tokenizer.added_ids, *eos_ids})
         self._encode = tokenizer.encode
+        added = sorted((tokenizer.token_text(i) for i in tokenizer.added_ids if i < known), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, filter(None, added))) or r"(?!)")
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text, False)
+        """How a text that must come is written. One that holds a mark (a value of an enum may) is cut there, or the mark would become its token."""
+        ids: list[int] = []
+        begin, found = 0, self._added.search(text)
+        while found:
+            ids += self._encode(text[begin : found.start() + 1], False)
+            begin = found.start() + 1
+            found = self._added.search(text, begin)
+        return ids + self._encode(text[begin:], False)
 
 
 class Matcher:

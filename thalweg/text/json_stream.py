@@ -32,8 +32,8 @@ class JsonObject:
         self._state = _OBJECT
         self._stack: list[str] = []
         self._text = ""  # not yet understood: part of an escape or of a number
-        self._pending = ""  # understood, but not closable by itself
-        self._scalar = ""
+        self._pending: list[str] = []  # understood, but not closable by itself
+        self._scalar: list[str] = []
         self.rest = ""
         self.bad = False
 
@@ -42,9 +42,14 @@ class JsonObject:
         return self._state == _DONE
 
     @property
+    def in_string(self) -> bool:
+        """Inside a string value."""
+        return self._state == _IN_STRING
+
+    @property
     def held(self) -> str:
         """Text taken in but not passed on (nor part of `rest`)."""
-        return self._pending + self._scalar + self._text
+        return "".join((*self._pending, *self._scalar, self._text))
 
     def closing(self) -> str:
         """What makes the text passed on so far (some of it) a JSON object."""
@@ -74,7 +79,8 @@ class JsonObject:
         space = _SPACE.match(text, at)
         if space:
             # Space before the object is nothing; elsewhere it waits with what it belongs to.
-            self._pending += space.group() if self._stack else ""
+            if self._stack:
+                self._pending.append(space.group())
             return space.end()
         return self._token(text[at], at, out)
 
@@ -122,7 +128,7 @@ class JsonObject:
         else:  # a raw newline or tab, which JSON wants escaped and models forget to
             piece, end = json.dumps(text[at])[1:-1], at + 1
         if is_key:
-            self._pending += piece
+            self._pending.append(piece)
         else:
             out.append(piece)
         return end
@@ -130,20 +136,26 @@ class JsonObject:
     def _continue_scalar(self, text: str, at: int, out: list[str]) -> int:
         more = _SCALAR.match(text, at)
         if more:
-            self._scalar += more.group()
+            self._scalar.append(more.group())
             return more.end()
-        if not _VALID_SCALAR.match(self._scalar):
+        scalar = "".join(self._scalar)
+        if not _VALID_SCALAR.match(scalar):
             self.bad = True
             return at
-        scalar, self._scalar = self._scalar, ""
+        self._scalar.clear()
         self._release(scalar, _NEXT, out)
         return at
 
     def _hold(self, piece: str, state: int) -> None:
-        self._pending += piece
+        self._pending.append(piece)
         self._state = state
 
     def _release(self, piece: str, state: int, out: list[str]) -> None:
-        out.append(self._pending + piece)
-        self._pending = ""
+        out += (*self._pending, piece)
+        self._pending.clear()
         self._state = state
+
+
+def after_json(text: str) -> str:
+    """What of the text between an object and the end of its call is words: a fence and brackets too many are not."""
+    return text.lstrip(" \t\r\n`}]").rstrip(" \t\r\n`")

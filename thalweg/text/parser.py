@@ -23,6 +23,10 @@ _Format = TypeVar("_Format")
 class ToolLayer(Protocol):
     """What a tool format adds to the machine: takes the tokens of the content, writes to its Answer."""
 
+    @property
+    def in_call(self) -> bool:
+        """Inside the tags of a call."""
+
     def token(self, token: Token) -> None: ...
 
     def finish(self) -> None: ...
@@ -30,10 +34,15 @@ class ToolLayer(Protocol):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A row of the catalog: the tags, and the layer that reads them. layer: (answer, function name → parameter schema) → layer."""
+    """A row of the catalog: the tags, and the layer that reads them.
+
+    layer: (answer, function name → parameter schema) → layer. plain: what is left of a tag where no tools were offered; the marks that are
+    special tokens go, as they do from any answer, what a text may hold stays.
+    """
 
     marks: Marks
     layer: Callable[[Answer, Mapping[str, Mapping[str, object]]], ToolLayer]
+    plain: Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -56,14 +65,14 @@ def _hermes(answer: Answer, schemas: Mapping[str, Mapping[str, object]]) -> Tool
 
 
 def _dsml(answer: Answer, schemas: Mapping[str, Mapping[str, object]]) -> ToolLayer:
-    return tools_dsml.DsmlTools(answer, tools_dsml.string_parameters(schemas))
+    return tools_dsml.DsmlTools(answer, schemas)
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "deepseekv3": ToolFormat(tools_sep.MARKS, _sep),
-    "deepseekv31": ToolFormat(tools_sep.MARKS, _sep),
-    "deepseekv32": ToolFormat(tools_dsml.MARKS, _dsml),
-    "qwen25": ToolFormat(tools_hermes.MARKS, _hermes),
+    "deepseekv3": ToolFormat(tools_sep.MARKS, _sep, lambda raw: ""),
+    "deepseekv31": ToolFormat(tools_sep.MARKS, _sep, lambda raw: ""),
+    "deepseekv32": ToolFormat(tools_dsml.MARKS, _dsml, tools_dsml.without_marks),
+    "qwen25": ToolFormat(tools_hermes.MARKS, _hermes, lambda raw: raw),
 }
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -80,6 +89,7 @@ class Parser:
 
     reasoning, tools: names of the catalogs, None for none. thinking: the request's wish. inside: overrides where the answer begins
     (`opens_thought(prompt)` knows it when the prompt is at hand). functions: the request's functions, for parameter types.
+    offered: the request let the model call functions; without that nothing is a call, and its text is text.
     hold: show a call only once it is complete (what a reply in one piece wants: a malformed call is then content); otherwise arguments
     stream, and a call that breaks off midway is closed into valid JSON and marked `whole=False`.
     Raises CannotServe for an unknown format.
@@ -93,12 +103,14 @@ class Parser:
         thinking: bool | None = None,
         inside: bool | None = None,
         functions: Sequence[Mapping[str, Any]] = (),
+        offered: bool = True,
         hold: bool = False,
         new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
         marks = []
         self._answer = Answer(hold, new_id)
         self._tools: ToolLayer | None = None
+        self._plain: Callable[[str], str] | None = None
         begins = "outside"
         if reasoning is not None:
             form = _named(REASONING_FORMATS, reasoning, "--reasoning-parser")
@@ -108,29 +120,37 @@ class Parser:
             schemas = {str(function["name"]): function.get("parameters") or {} for function in functions}
             tool_form = _named(TOOL_FORMATS, tools, "--tool-call-parser")
             self._tools = tool_form.layer(self._answer, schemas)
+            self._plain = None if offered else tool_form.plain
             marks.append(tool_form.marks)
         self._lexer = Lexer(marks)
         self._thought = Prose(skips_space=True)
+        self._interrupted = False  # a call ended the thought, and its own end tag may still come
         self._state = {"inside": self._inside, "maybe": self._maybe, "outside": self._outside}[begins]
-        self._space = ""
+        self._space: list[str] = []
 
     def feed(self, text: str) -> list[Event]:
         for token in self._lexer.feed(text):
-            self._state(token)
+            self._token(token)
         return self._answer.drain()
 
     def finish(self) -> list[Event]:
         held = self._lexer.finish()
         if held:
-            self._state(held)
+            self._token(held)
         if self._state == self._inside:
             self._answer.reasoning(self._thought.finish())
         if self._state == self._maybe:
-            self._answer.text(self._space)
+            self._answer.text("".join(self._space))
         if self._tools is not None:
             self._tools.finish()
         self._answer.finish()
         return self._answer.drain()
+
+    def _token(self, token: Token) -> None:
+        if self._plain is not None and isinstance(token, Tag) and token.kind not in ("think", "/think"):
+            token = self._plain(token.raw)
+        if token:
+            self._state(token)
 
     def _inside(self, token: Token) -> None:
         """In the thought. Space alone is no thought; one `<think>` in front is dropped."""
@@ -146,24 +166,28 @@ class Parser:
                 self._answer.reasoning(self._thought.feed(token.raw))
         else:
             self._thought.cut()
+            self._interrupted = True
             self._state = self._outside
             self._outside(token)
 
     def _maybe(self, token: Token) -> None:
         """Before the first word."""
         if isinstance(token, str) and token.isspace():
-            self._space += token
+            self._space.append(token)
             return
         if isinstance(token, Tag) and token.kind == "think":
             self._state = self._inside
             return
-        self._answer.text(self._space)
+        self._answer.text("".join(self._space))
         self._state = self._outside
         self._outside(token)
 
     def _outside(self, token: Token) -> None:
-        """In the content: thinking tags are text here."""
+        """In the content: thinking tags are text here, but for the end of a thought that a call interrupted."""
         if isinstance(token, Tag) and token.kind in ("think", "/think"):
+            if self._interrupted and token.kind == "/think" and self._tools is not None and not self._tools.in_call:
+                self._interrupted = False
+                return
             token = token.raw
         if self._tools is not None:
             self._tools.token(token)

@@ -14,6 +14,9 @@ from tokenizers import Tokenizer as Library
 from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_pieces
 
+PROBE = 1 << 16  # characters; the beginning of a text that is tokenized to judge the whole
+MARGIN = 64  # tokens that the cut end of a beginning may have too many, beside an eighth
+
 
 class Tokenizer:
     """The tokenizer of a checkpoint folder.
@@ -39,6 +42,8 @@ class Tokenizer:
         self._bytes = (
             byte_pieces(self._texts, {i: token.content for i, token in added.items()}) if self._is_byte_level() else {}
         )
+        # a normalizer may make a text shorter: then nothing is known from its size
+        self._longest = max(map(len, self._bytes.values()), default=0) if self._library.normalizer is None else 0
         declared = _bos_eos(folder)
         self.bos_id = self._id("bos_token", declared.bos)
         own_eos = self._id("eos_token", None)
@@ -56,6 +61,18 @@ class Tokenizer:
         # the library's batch call alone lets other threads run meanwhile; "fast" makes no offsets
         ids: list[int] = self._library.encode_batch_fast([_checked(text)], add_special_tokens=False)[0].ids
         return self._with_bos(ids) if add_special else ids
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether a text surely has more than `limit` tokens, told from its size or from the beginning of it, at most half: what is far too
+        long costs no more than what is just too long. False says nothing."""
+        if self._longest and len(text) > self._longest * limit:
+            return True
+        size = max(PROBE, 8 * limit)
+        while 2 * size <= len(text):
+            if len(self.encode(text[:size], False)) > limit + limit // 8 + MARGIN:
+                return True
+            size *= 2
+        return False
 
     def encode_batch(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
         """`encode` of many texts, on several threads."""

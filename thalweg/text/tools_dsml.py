@@ -7,28 +7,33 @@
     </｜DSML｜function_calls>
 
 string="true": v is the string as it stands. string="false": v is JSON, or a string where it is not. An invoke may hold one JSON object
-instead of parameters, and may stand without the outer tags. `｜DSML｜` is one token inside the tags: nothing here looks at ids.
+instead of parameters; without parameters it may close itself, `<｜DSML｜invoke name="F"/>`. `｜DSML｜` is one token inside the tags: nothing here
+looks at ids.
+
+An invoke may stand without the outer tags: models forget them far into a long context, and write such a tag in prose, too. So it counts only
+when it was closed, calls a function that was offered, and has the arguments that the schema requires; until then nothing of it is shown.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from thalweg.text.answer import Answer, Call
-from thalweg.text.json_stream import JsonObject
+from thalweg.text.json_stream import JsonObject, after_json
 from thalweg.text.lexer import Marks, Tag, Token
 
 _BODY = re.compile(r'(?:[^<>\n"]|"[^"\n<]*")*')
-_TAG = re.compile(r'\s*(function_calls|tool_calls|invoke|parameter)((?:\s+\w+\s*=\s*"[^"\n<]*")*)\s*')
+_TAG = re.compile(r'\s*(function_calls|tool_calls|invoke|parameter)((?:\s+\w+\s*=\s*"[^"\n<]*")*)\s*(/?)')
 _ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"([^"]*)"')
 _NAME = re.compile(r"[^\s<>{}]{1,256}")
 _OPEN_END = re.compile(r"[\n<]")  # what no quoted attribute goes across
 _MARK = re.compile(r"[｜|]DSML[｜|]")
 _LONGEST = 1024
 _BLOCKS = ("function_calls", "/function_calls", "tool_calls", "/tool_calls")  # V4 says tool_calls
-_ENDS_VALUE = ("parameter", "/parameter", "invoke", "/invoke", "/function_calls", "/tool_calls")
+_ENDS_CALL = ("invoke", "invoke/", "/invoke", "/function_calls", "/tool_calls")
+_ENDS_VALUE = ("parameter", "/parameter", *_ENDS_CALL)
 
 
 def _read(text: str, at: int) -> tuple[Tag, int] | None:
@@ -52,13 +57,18 @@ MARKS = Marks(("<｜DSML｜", "</｜DSML｜", "/｜DSML｜", "｜DSML｜"), _rea
 class DsmlTools:
     """The tool layer: takes the tokens of the content, writes to the answer.
 
-    is_string: (function, parameter) → the schema declares a string; asked only when a parameter has no `string` attribute.
+    schemas: function name → JSON schema of its parameters; empty when the functions are not known.
     """
 
-    def __init__(self, answer: Answer, is_string: Callable[[str, str], bool]) -> None:
+    def __init__(self, answer: Answer, schemas: Mapping[str, Mapping[str, object]]) -> None:
         self._answer = answer
-        self._is_string = is_string
+        self._schemas = schemas
+        self._wrapped = False
         self._invoke: _Invoke | None = None
+
+    @property
+    def in_call(self) -> bool:
+        return self._invoke is not None
 
     def token(self, token: Token) -> None:
         invoke = self._invoke
@@ -71,12 +81,16 @@ class DsmlTools:
                 return
         if isinstance(token, str):
             self._answer.text(token)
-        elif token.kind == "invoke" and _NAME.fullmatch(token.attributes.get("name", "")):
-            self._invoke = _Invoke(self._answer.call(), token, self._is_string)
+        elif token.kind in ("invoke", "invoke/") and self._offered(_name(token)):
+            schema = self._schemas.get(_name(token), {})
+            self._invoke = _Invoke(self._answer.call(hold=not self._wrapped), token, schema, bare=not self._wrapped)
+            if token.kind == "invoke/":
+                self._close(self._invoke, ended=True)
         elif token.kind in _BLOCKS:
+            self._wrapped = not token.kind.startswith("/")
             self._answer.cut()
         else:
-            self._answer.text(_clean(token.raw))
+            self._answer.text(without_marks(token.raw))
 
     def finish(self) -> None:
         if self._invoke is not None:
@@ -86,22 +100,30 @@ class DsmlTools:
         self._invoke = None
         self._answer.text(invoke.close(ended=ended))
 
+    def _offered(self, name: str) -> bool:
+        known = self._wrapped or not self._schemas or name in self._schemas
+        return known and _NAME.fullmatch(name) is not None
+
 
 class _Invoke:
-    """One call between its tags. `text` and `tag` return False when they end it: done, or `bad`."""
+    """One call between its tags. `text` and `tag` return False when they end it: done, or `bad`.
 
-    def __init__(self, call: Call, begin: Tag, is_string: Callable[[str, str], bool]) -> None:
+    bare: no outer tag precedes it, and the call is held: `close` looks whether it is one.
+    """
+
+    def __init__(self, call: Call, begin: Tag, schema: Mapping[str, object], *, bare: bool) -> None:
         self.bad = False
         self._call = call
-        self._is_string = is_string
-        self._name = begin.attributes["name"]
+        self._schema = schema
+        self._bare = bare
+        self._name = _name(begin)
         self._raw = [begin.raw]
         self._left: list[str] = []  # raw text since the arguments were last passed on
         self._keys: set[str] = set()
         self._value: list[str] | None = None  # of the open parameter, unless it is a string
         self._in_string = False
         self._json: JsonObject | None = None
-        self._after = ""
+        self._after: list[str] = []  # text beside the arguments
 
     def text(self, text: str) -> bool:
         self._raw.append(text)
@@ -111,23 +133,24 @@ class _Invoke:
             self._value.append(text)
             self._left.append(text)
         elif self._json is not None and self._json.done:
-            self._after += text
-        elif self._json is not None or (not self._keys and text.lstrip().startswith("{")):
+            self._after.append(text)
+        elif self._json is not None or (not self._keys and not self._after and text.lstrip().startswith("{")):
             self._object(text)
-        else:
-            self._left.append(text)
-            self.bad = not text.isspace()
+        else:  # words between the parameters
+            words = text if self._after else text.lstrip()
+            self._after += [words] if words else []
         return not self.bad
 
     def tag(self, tag: Tag) -> bool:
         if tag.kind in ("partial", "broken") and self._json is not None and self._json.done:
-            self._after += "" if tag.kind == "partial" and _begins_tag(tag.raw) else _clean(tag.raw)
+            self._raw.append(tag.raw)
+            self._after.append("" if tag.kind == "partial" and _begins_tag(tag.raw) else without_marks(tag.raw))
             return True
         if tag.kind == "partial":  # the text ended inside a tag: no part of a value
             self._raw.append(tag.raw)
             self._left.append("" if _begins_tag(tag.raw) else tag.raw)
             return True
-        if self._open and tag.kind not in _ENDS_VALUE:
+        if tag.kind not in (_ENDS_VALUE if self._json is None else _ENDS_CALL) and self._in_text:
             return self.text(tag.raw)  # no structure of ours: part of the value as it stands
         if self._open:
             self._close_parameter()
@@ -145,19 +168,35 @@ class _Invoke:
     def close(self, *, ended: bool) -> str:
         """End the call, or give it up; returns text inside the invoke that is content after all."""
         json_object = self._json
-        if json_object.done if json_object is not None else ended:
+        done = (ended and not self._only_words) if json_object is None else json_object.done
+        if done and not (self._bare and (not ended or self._lacks_arguments())):
             if json_object is None:
                 self._pass("}" if self._keys else "{}")
             self._call.end(self._name)
-            return self._after.strip()
-        left = "".join(self._left) if json_object is None else json_object.held + json_object.rest
+            return after_json("".join(self._after))
+        left = ("" if json_object is None else json_object.held + json_object.rest) + "".join(
+            (*self._after, *self._left)
+        )
         closing = ('"}' if self._in_string else "}") if json_object is None else json_object.closing()
-        self._call.fail(closing, _clean("".join(self._raw)), _clean(left))
+        self._call.fail(closing, without_marks("".join(self._raw)), without_marks(left))
         return ""
+
+    def _lacks_arguments(self) -> bool:
+        required = self._schema.get("required")
+        keys = self._keys if self._json is None else json.loads(self._call.held, parse_int=float)
+        return isinstance(required, list) and any(isinstance(key, str) and key not in keys for key in required)
+
+    @property
+    def _only_words(self) -> bool:
+        return bool(self._after) and not self._keys
 
     @property
     def _open(self) -> bool:
         return self._in_string or self._value is not None
+
+    @property
+    def _in_text(self) -> bool:
+        return self._open if self._json is None else self._json.in_string
 
     def _parameter(self, tag: Tag) -> None:
         key = tag.attributes.get("name")
@@ -165,13 +204,18 @@ class _Invoke:
             self.bad = True
             return
         declared = tag.attributes.get("string")
-        self._in_string = declared == "true" or (declared is None and self._is_string(self._name, key))
+        self._in_string = declared == "true" or (declared is None and self._declares_string(key))
         self._keys.add(key)
         opening = ("{" if len(self._keys) == 1 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
         if self._in_string:
             self._pass(opening + '"')
         else:
             self._value = [opening]
+
+    def _declares_string(self, key: str) -> bool:
+        properties = self._schema.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        return isinstance(schema, Mapping) and schema.get("type") == "string"
 
     def _close_parameter(self) -> None:
         if self._value is None:
@@ -183,11 +227,13 @@ class _Invoke:
             self._pass(opening + _as_json("".join(parts)))
 
     def _object(self, text: str) -> None:
-        self._json = self._json or JsonObject()
+        if self._json is None:
+            self._json, text = JsonObject(), text.lstrip()
         self._call.arguments(self._name, self._json.feed(text))
         self.bad = self._json.bad
         if self._json.done:
-            self._after, self._json.rest = self._json.rest, ""
+            self._after.append(self._json.rest)
+            self._json.rest = ""
 
     def _pass(self, text: str) -> None:
         self._left.clear()
@@ -196,9 +242,13 @@ class _Invoke:
 
 def _tag(raw: str, body: str, *, closes: bool) -> Tag:
     found = _TAG.fullmatch(body)
-    if found is None:
+    if found is None or (found[3] and (closes or found[1] != "invoke")):
         return Tag("broken", raw)
-    return Tag(("/" if closes else "") + found[1], raw, dict(_ATTRIBUTE.findall(found[2])))
+    return Tag(("/" if closes else "") + found[1] + found[3], raw, dict(_ATTRIBUTE.findall(found[2])))
+
+
+def _name(tag: Tag) -> str:
+    return tag.attributes.get("name", "").strip()
 
 
 def _begins_tag(raw: str) -> bool:
@@ -206,8 +256,8 @@ def _begins_tag(raw: str) -> bool:
     return not word or any(kind.startswith(word[0]) for kind in ("function_calls", "tool_calls", "invoke", "parameter"))
 
 
-def _clean(raw: str) -> str:
-    """Malformed markup as text: every character but the special tokens."""
+def without_marks(raw: str) -> str:
+    """Markup that is no call as text: every character but the special tokens."""
     return _MARK.sub("", raw)
 
 
@@ -222,14 +272,3 @@ def _as_json(text: str) -> str:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def string_parameters(functions: Mapping[str, Mapping[str, object]]) -> Callable[[str, str], bool]:
-    """From function name → JSON schema of its parameters, whether a parameter is declared a string."""
-
-    def is_string(function: str, parameter: str) -> bool:
-        properties = functions.get(function, {}).get("properties")
-        schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return isinstance(schema, Mapping) and schema.get("type") == "string"
-
-    return is_string

@@ -13,13 +13,15 @@ import json
 import re
 
 from thalweg.text.answer import Answer, Call
-from thalweg.text.json_stream import JsonObject
+from thalweg.text.json_stream import JsonObject, after_json
 from thalweg.text.lexer import Token, literal_marks
 
 MARKS = literal_marks({"<tool_call>": "call", "</tool_call>": "/call"})
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
-_LONGEST_HEAD = 4096  # beyond it the call waits for its end: each piece matches the head again
+_MARK = re.compile(r"[ \t\r\n]*([{}:,])[ \t\r\n]*")
+_DECODER = json.JSONDecoder(strict=False, parse_int=float)
+_LONGEST_HEAD = 4096  # characters: beyond it the call waits for its end: each piece matches the head again
 
 
 class HermesTools:
@@ -28,6 +30,10 @@ class HermesTools:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._call: _Call | None = None
+
+    @property
+    def in_call(self) -> bool:
+        return self._call is not None
 
     def token(self, token: Token) -> None:
         call = self._call
@@ -56,16 +62,17 @@ class _Call:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._raw = ""
+        self._raw: list[str] = []
+        self._head = ""  # as much of the text as may hold the name
         self._name = ""
         self._json = JsonObject()
-        self._after = ""
+        self._after: list[str] = []
 
     def text(self, text: str) -> bool:
         """Take text; False when the call turned out malformed."""
-        self._raw += text
+        self._raw.append(text)
         if self._json.done:
-            self._after += text
+            self._after.append(text)
             return True
         return self._body(text)
 
@@ -73,10 +80,11 @@ class _Call:
         """End the call, or give it up; returns the text around its JSON that is content after all."""
         if self._json.done:
             self._call.end(self._name)
-            return self._after.strip().removeprefix("}").strip()
-        whole = None if self._name else _whole(self._raw)
+            return after_json("".join(self._after))
+        raw = "".join(self._raw)
+        whole = None if self._name else _whole(raw)
         if whole is None:
-            self._call.fail(self._json.closing(), self._raw, self._json.held + self._json.rest)
+            self._call.fail(self._json.closing(), raw, self._json.held + self._json.rest)
             return ""
         name, arguments = whole
         self._call.arguments(name, arguments)
@@ -85,14 +93,20 @@ class _Call:
 
     def _body(self, text: str) -> bool:
         if not self._name:
-            head = _HEAD.match(self._raw, 0, _LONGEST_HEAD)
+            if len(self._head) >= _LONGEST_HEAD:
+                return True
+            self._head += text
+            if self._head.lstrip()[:1] not in ("", "{"):
+                return False
+            head = _HEAD.match(self._head, 0, _LONGEST_HEAD)
             name = None if head is None else _name(head[1])
             if head is None or name is None:
                 return True
-            self._name, text = name, self._raw[head.end() :]
+            self._name, text = name, self._head[head.end() :]
         self._call.arguments(self._name, self._json.feed(text))
         if self._json.done:
-            self._after, self._json.rest = self._json.rest, ""
+            self._after.append(self._json.rest)
+            self._json.rest = ""
         return not self._json.bad
 
 
@@ -107,16 +121,37 @@ def _name(literal: str) -> str | None:
 def _whole(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call that is one JSON object with its keys in any order; None when it is not."""
     try:
-        call = json.loads(text, parse_constant=_no_constant)
-        name = call["name"]
-        arguments = call.get("arguments", call.get("parameters", {}))
-        arguments = json.loads(arguments, parse_constant=_no_constant) if isinstance(arguments, str) else arguments
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        members = _members(text)
+        name = json.loads(members["name"])
+        arguments = members.get("arguments", members.get("parameters", "{}"))
+        arguments = json.loads(arguments, strict=False) if arguments.startswith('"') else arguments
+    except (ValueError, KeyError, RecursionError):
         return None
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    read = JsonObject()
+    out = read.feed("{}" if arguments in ("", "null") else arguments)
+    if not isinstance(name, str) or not name or not read.done or read.rest.strip():
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, out
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _members(text: str) -> dict[str, str]:
+    """The members of a JSON object, their values as they were written. Raises ValueError, RecursionError."""
+    members: dict[str, str] = {}
+    mark, at = _mark(text, 0, "{")
+    while mark != "}":
+        key, at = _DECODER.raw_decode(text, at)
+        _, start = _mark(text, at, ":")
+        _, at = _DECODER.raw_decode(text, start)
+        members[str(key)] = text[start:at]
+        mark, at = _mark(text, at, ",}")
+    if at != len(text):
+        raise ValueError(f"more than one object: {text[at:]!r}")
+    return members
+
+
+def _mark(text: str, at: int, wanted: str) -> tuple[str, int]:
+    """The mark of JSON that stands here, and where the space behind it ends. Raises ValueError when it is none of those wanted."""
+    found = _MARK.match(text, at)
+    if found is None or found[1] not in wanted:
+        raise ValueError(f"none of {wanted} at {at}")
+    return found[1], found.end()

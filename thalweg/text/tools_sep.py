@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 
 from thalweg.text.answer import Answer, Call
-from thalweg.text.json_stream import JsonObject
-from thalweg.text.lexer import Tag, Token, literal_marks
+from thalweg.text.json_stream import JsonObject, after_json
+from thalweg.text.lexer import Token, literal_marks
 
 # Models also write ASCII bars and underscores.
 MARKS = literal_marks(
@@ -27,6 +27,7 @@ MARKS = literal_marks(
 )
 _BEFORE_JSON = re.compile(r"\s*([^\s`<>{}]*)\s*(?:```(?:json)?)?\s*(?:```)?\s*")
 _NAME = re.compile(r"[^\s`<>{}]{1,256}")
+_LONGEST_HEAD = 4096  # characters before the JSON: beyond it there is no call
 
 
 class SepTools:
@@ -36,18 +37,22 @@ class SepTools:
         self._answer = answer
         self._call: _Call | None = None
 
+    @property
+    def in_call(self) -> bool:
+        return self._call is not None
+
     def token(self, token: Token) -> None:
         call = self._call
         if isinstance(token, str):
             if call is None or not call.text(token):
                 self._answer.text(token if call is None else self._lost(call))
             return
-        if call is not None and token.kind == "sep" and call.separate(token):
+        if call is not None and token.kind == "sep" and call.separate():
             return
         if call is not None:
             self._close(call, ended=True)
         if token.kind == "call":
-            self._call = _Call(self._answer.call(), token)
+            self._call = _Call(self._answer.call())
         elif token.kind in ("calls", "/calls"):
             self._answer.cut()
 
@@ -67,7 +72,7 @@ class SepTools:
 class _Call:
     """One call between its tags."""
 
-    def __init__(self, call: Call, begin: Tag) -> None:
+    def __init__(self, call: Call) -> None:
         self._call = call
         self._raw: list[str] = []
         self._header = ""
@@ -75,9 +80,9 @@ class _Call:
         self._name = ""
         self._separated = False
         self._json = JsonObject()
-        self._after = ""
+        self._after: list[str] = []
 
-    def separate(self, tag: Tag) -> bool:
+    def separate(self) -> bool:
         """The separator came; False for a second one."""
         fresh = not self._separated
         self._separated = True
@@ -88,8 +93,9 @@ class _Call:
         self._raw.append(text)
         if not self._separated:
             self._header += text
+            return len(self._header) <= _LONGEST_HEAD
         elif self._json.done:
-            self._after += text
+            self._after.append(text)
         else:
             return self._body(text)
         return True
@@ -98,7 +104,7 @@ class _Call:
         """End the call, or give it up; returns the text around its JSON that is content after all."""
         if self._json.done:
             self._call.end(self._name)
-            return self._after.strip().removeprefix("```").strip()
+            return after_json("".join(self._after))
         name = _name(self._header, self._before) if self._separated and not self._name else None
         if ended and name:
             self._call.arguments(name, "{}")
@@ -110,16 +116,17 @@ class _Call:
     def _body(self, text: str) -> bool:
         if not self._name:
             self._before += text
-            at = self._before.find("{")
+            at = self._before.find("{", 0, _LONGEST_HEAD)
             if at < 0:
-                return True
+                return len(self._before) < _LONGEST_HEAD
             name = _name(self._header, self._before[:at])
             if name is None:
                 return False
             self._name, text = name, self._before[at:]
         self._call.arguments(self._name, self._json.feed(text))
         if self._json.done:
-            self._after, self._json.rest = self._json.rest, ""
+            self._after.append(self._json.rest)
+            self._json.rest = ""
         return not self._json.bad
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from starlette.responses import Response
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.chat import prepare
 from thalweg.server.contract import Piece
-from thalweg.server.desk import Desk, collect, gone, reply, run
+from thalweg.server.desk import Desk, allowance_of, collect, gone, reply, run
 from thalweg.server.draft import Draft
 from thalweg.server.errors import ApiError, Problem
 from thalweg.server.reading import read
@@ -45,8 +45,8 @@ async def respond(desk: Desk, request: Request) -> Response:
     """OpenAI's Responses API: an answer to an input and to what went before it."""
     started = time.time()
     body = read(await request.body(), _decoder)
-    model, draft = desk.model(body.model), Draft("parameters", _NAMES)
-    before = _before(desk, body.previous_response_id)
+    model, draft, mark = desk.model(body.model), Draft("parameters", _NAMES), allowance_of(request).tenant.mark
+    before = _before(desk, mark, body.previous_response_id)
     chat = chat_of(body, before, draft)
     with draft.named():
         turn = await prepare(desk, chat, request, started)
@@ -54,10 +54,10 @@ async def respond(desk: Desk, request: Request) -> Response:
     spoken = draft.messages[1:] if body.instructions else draft.messages
 
     async def end(piece: Piece) -> None:
-        narrator.end(piece, len(await desk.tokens(narrator.thought, False, "input")))
+        narrator.end(piece, len(await desk.tokens(narrator.thought, False, "input", desk.context)))
         if narrator.response.store:
             messages = [*spoken, message_of(narrator.parts)]
-            desk.shelf.put(narrator.response.id, messages, msgspec.json.encode(narrator.response))
+            desk.shelf.put(mark(narrator.response.id), messages, msgspec.json.encode(narrator.response))
 
     async def stream(writer: Writer) -> None:
         async def take(choice: int, piece: Piece) -> None:
@@ -85,7 +85,7 @@ async def respond(desk: Desk, request: Request) -> Response:
 async def kept_response(desk: Desk, request: Request) -> Response:
     """A response that is kept."""
     id = request.path_params["id"]
-    kept = desk.shelf.get(id)
+    kept = desk.shelf.get(allowance_of(request).tenant.mark(id))
     if kept is None:
         raise _unknown(id, None)
     return Response(kept.body, media_type="application/json")
@@ -94,15 +94,15 @@ async def kept_response(desk: Desk, request: Request) -> Response:
 async def forget_response(desk: Desk, request: Request) -> Response:
     """Forgets a response that is kept."""
     id = request.path_params["id"]
-    if not desk.shelf.remove(id):
+    if not desk.shelf.remove(allowance_of(request).tenant.mark(id)):
         raise _unknown(id, None)
     return reply(Deleted(id))
 
 
-def _before(desk: Desk, id: str | None) -> Sequence[dict[str, Any]]:
+def _before(desk: Desk, mark: Callable[[str], str], id: str | None) -> Sequence[dict[str, Any]]:
     if id is None:
         return ()
-    kept = desk.shelf.get(id)
+    kept = desk.shelf.get(mark(id))
     if kept is None:
         raise _unknown(id, "previous_response_id")
     return kept.messages

@@ -1,0 +1,143 @@
+"""The Dockerfile and the Kubernetes example against pyproject, the Makefile, the command line and the routes."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from thalweg.config.args import config_parser, parse_config
+from thalweg.config.options import Config, ListenOptions
+from thalweg.server.app import ROUTES
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+PATHS = {route.path for route in ROUTES}
+
+
+def steps() -> Iterator[tuple[str, str]]:
+    """(instruction, what follows) of the Dockerfile, continued lines joined."""
+    plain = re.sub(r"^#.*\n", "", TEXT, flags=re.M).replace("\\\n", " ")
+    return ((line.partition(" ")[0], line.partition(" ")[2].strip()) for line in plain.splitlines() if line)
+
+
+STEPS = list(steps())
+
+
+def only(name: str) -> str:
+    (found,) = (rest for step, rest in STEPS if step == name)
+    return found
+
+
+def served(argv: list[str]) -> Config:
+    assert argv[0] == "serve"
+    parsed = parse_config(config_parser("thalweg serve", ""), argv[1:])
+    assert not parsed.notices
+    return parsed.config
+
+
+def test_both_variants_are_stages() -> None:
+    assert {step for step, _ in STEPS} == {
+        "ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "VOLUME", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"
+    }  # fmt: skip
+    stages = [rest.split(" AS ") for step, rest in STEPS if step == "FROM"]
+    assert [stage[0] for stage in stages] == ["python:${PYTHON}-slim", "base", "base", "torch-${VARIANT}"]
+    assert {stage[1] for stage in stages[1:3]} == {"torch-cpu", "torch-cuda"}
+    defaults = dict(rest.split("=") for step, rest in STEPS if step == "ARG")
+    assert defaults["VARIANT"] in ("cpu", "cuda") and f"torch-{defaults['VARIANT']}" in TEXT
+    least = tuple(map(int, re.findall(r"\d+", PROJECT["requires-python"])))
+    assert tuple(map(int, defaults["PYTHON"].split("."))) >= least
+
+
+def test_torch_is_the_makefile_s_and_fits() -> None:
+    versions = {rest for step, rest in STEPS if step == "ARG" and rest.startswith("TORCH=")}
+    (wanted,) = re.findall(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert versions == {f"TORCH={wanted}"}
+    (bounds,) = re.findall(r"torch>=([\d.]+),<([\d.]+)", " ".join(PROJECT["dependencies"]))
+    low, this, high = (tuple(map(int, version.split("."))) for version in (bounds[0], wanted, bounds[1]))
+    assert low <= this < high
+
+
+def test_what_is_copied_and_installed_exists() -> None:
+    sources = [source for step, rest in STEPS if step == "COPY" for source in rest.split()[:-1]]
+    assert sources and all((ROOT / source).exists() for source in sources)
+    let_in = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert sorted(let_in) == sorted(sources)
+    assert {PROJECT["readme"], *PROJECT["license-files"]} <= set(sources), "pip reads them"
+    extras = [
+        extra for _, rest in STEPS for group in re.findall(r'"\.\[([\w,]+)\]"', rest) for extra in group.split(",")
+    ]
+    assert extras and set(extras) <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_container_serves_without_being_root() -> None:
+    command, entry = json.loads(only("CMD")), json.loads(only("ENTRYPOINT"))
+    assert entry == ["thalweg"] and entry[0] in PROJECT["scripts"]
+    config = served(command)
+    assert config.listen.host == "0.0.0.0" and (ROOT / config.model.model / "config.json").is_file()
+    assert config.listen.port == int(only("EXPOSE")) == ListenOptions().port
+    assert int(only("USER")) > 0 and f"--uid {only('USER')} " in TEXT
+    probe = only("HEALTHCHECK")
+    port, path = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", probe)[0]
+    assert int(port) == config.listen.port and path == "/health" and path in PATHS
+    program = json.loads(probe.partition("CMD")[2])
+    compile(program[2], "HEALTHCHECK", "exec")
+    users = [step for step, _ in STEPS]
+    assert users.index("USER") < users.index("ENTRYPOINT")
+    for line in re.findall(r"thalweg\S* (serve .*)$", TEXT, re.M):
+        served(line.split())
+
+
+def documents() -> dict[str, Any]:
+    text = (ROOT / "deploy/kubernetes/thalweg.yaml").read_text(encoding="utf-8")
+    return {one["kind"]: one for one in yaml.safe_load_all(text)}
+
+
+def test_kubernetes_runs_what_the_command_line_understands() -> None:
+    found = documents()
+    assert set(found) == {"PersistentVolumeClaim", "Deployment", "Service"}
+    pod = found["Deployment"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    config = served(container["args"])
+    (port,) = container["ports"]
+    assert config.listen.host == "0.0.0.0" and config.listen.port == port["containerPort"]
+    assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(port["containerPort"])
+    stop = container["lifecycle"]["preStop"]["sleep"]["seconds"] + config.listen.drain_timeout
+    assert pod["spec"]["terminationGracePeriodSeconds"] > stop + 5, "a kill must not cut answers off"
+    variables = {one["name"] for one in container["env"]}
+    assert set(re.findall(r"\$\((\w+)\)", " ".join(container["args"]))) <= variables
+    assert pod["spec"]["securityContext"]["runAsUser"] == int(only("USER"))
+
+
+def test_kubernetes_probes_and_volumes() -> None:
+    found = documents()
+    spec = found["Deployment"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    asked = {name: container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert {name: one["path"] for name, one in asked.items()} == {
+        "startupProbe": "/health",
+        "livenessProbe": "/health",
+        "readinessProbe": "/ready",
+    }
+    assert {one["path"] for one in asked.values()} <= PATHS
+    assert {one["port"] for one in asked.values()} == {container["ports"][0]["name"]}
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    assert set(mounts.values()) == set(volumes)
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    home = next(one["value"] for one in container["env"] if one["name"] == "HF_HOME")
+    claim = volumes[mounts[home]]["persistentVolumeClaim"]["claimName"]
+    assert claim == found["PersistentVolumeClaim"]["metadata"]["name"]
+    limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+    assert limits["nvidia.com/gpu"] == requests["nvidia.com/gpu"] == 1
+    labels = spec["template"]["metadata"]["labels"]
+    service = found["Service"]["spec"]
+    assert spec["selector"]["matchLabels"] == service["selector"] == labels
+    assert service["ports"][0]["targetPort"] == container["ports"][0]["name"]

@@ -1,0 +1,112 @@
+"""docs/migrating.md against the code: every flag, spelling, notice and route that it names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from thalweg.config.args import HABITS, Habit, config_parser, parse_config
+from thalweg.config.setting import Setting
+from thalweg.config.tree import settings, spellings
+from thalweg.core.errors import CannotServe
+from thalweg.launch.resolve import PARSER_NAMES
+from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
+
+PAGE = (Path(__file__).parents[2] / "docs/migrating.md").read_text(encoding="utf-8")
+PARSER = config_parser("thalweg serve", "")
+FLAG = re.compile(r"`(--[\w-]+)")
+OURS = {flag for action in PARSER._actions for flag in action.option_strings}
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def rows(title: str) -> list[list[str]]:
+    lines = [line for line in section(title).splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+def sample(one: Setting) -> str:
+    """A value that the setting takes."""
+    if one.choices:
+        return str(one.choices[0])
+    if one.kind in (int, float):
+        return str(one.kind(one.metadata["least"] or 1))
+    return "x"
+
+
+RENAMED = rows("Flags with another name here")
+
+
+@pytest.mark.parametrize("row", RENAMED, ids=[row[0].strip("`") for row in RENAMED])
+def test_a_spelling_sets_what_the_page_says(row: list[str]) -> None:
+    typed, here = row[0].strip("`"), row[1].strip("`")
+    one, value, foreign = spellings()[typed[2:].replace("-", "_")]
+    assert foreign == (row[3] == "yes")
+    words = [typed] if value is not ... else [typed, sample(one)]
+    by_theirs, by_ours = parse_config(PARSER, words), parse_config(PARSER, [here, *words[1:]])
+    assert by_theirs.config == by_ours.config and not by_ours.notices
+    assert by_theirs.notices == ((f"{typed} is called {here} here",) if foreign else ())
+
+
+def test_every_spelling_has_its_row() -> None:
+    others = {"--" + name.replace("_", "-") for name, (one, *_) in spellings().items() if name != one.name}
+    assert others == {row[0].strip("`") for row in RENAMED}
+    habits = {f"--{habit.flag}" + (f" {habit.value}" if habit.value else ""): habit.note for habit in HABITS}
+    shown = {row[0].strip("`"): row[1] for row in rows("Flags that are taken and change nothing")}
+    assert shown == habits
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=[habit.flag for habit in HABITS])
+def test_a_habit_changes_nothing_and_says_so(habit: Habit) -> None:
+    parsed = parse_config(PARSER, [f"--{habit.flag}", *([habit.value] if habit.value else [])])
+    assert parsed.config == parse_config(PARSER, []).config
+    assert parsed.notices == (f"--{habit.flag} changes nothing: {habit.note}",)
+
+
+def test_same_names_are_our_names() -> None:
+    same = section("Flags with the same name")
+    names = set(FLAG.findall(same))
+    assert len(names) > 40 and names <= {one.flag for one in settings().values()} | {"--config"}
+
+
+def test_flags_that_are_not_here_are_refused_and_their_substitutes_exist() -> None:
+    for missing, instead in rows("Flags that are not here"):
+        for flag in FLAG.findall(missing):
+            assert flag not in OURS, f"{flag} exists now"
+            with pytest.raises(CannotServe, match=f"unknown flag {flag}"):
+                parse_config(PARSER, [flag])
+        assert set(FLAG.findall(instead)) <= OURS, instead
+
+
+def test_every_other_flag_on_the_page_exists() -> None:
+    rest = PAGE.replace(section("Flags that are not here"), "").replace(section("Flags with another name here"), "")
+    assert set(FLAG.findall(rest)) <= OURS
+
+
+def test_the_example_lines_are_understood() -> None:
+    lines = [line for line in PAGE.splitlines() if line.startswith("thalweg serve")]
+    notices = [parse_config(PARSER, shlex.split(line)[2:]).notices for line in lines]
+    assert [len(one) for one in notices] == [0, 4]
+
+
+def test_parsers_of_other_names_are_all_named_and_lead_to_ours() -> None:
+    for flag, names in PARSER_NAMES.items():
+        (row,) = [row for row in rows("Flags with the same name") if row[0] == f"`--{flag.replace('_', '-')}`"]
+        assert {f"`{name}`" for pair in names.items() for name in pair} <= set(re.findall(r"`[^`]+`", row[1]))
+    assert set(PARSER_NAMES["reasoning_parser"].values()) <= set(REASONING_FORMATS)
+    assert set(PARSER_NAMES["tool_call_parser"].values()) <= set(TOOL_FORMATS)
+
+
+def test_routes_exist_or_do_not() -> None:
+    from thalweg.server.app import METRICS, ROUTES
+
+    ours = {f"{route.method} {route.path}" for route in (*ROUTES, METRICS)}
+    named = {row[2].strip("`") for row in rows("Routes")}
+    assert named and named <= ours
+    absent = re.findall(r"`(/[\w/{}]+)`", section("Routes").partition("Not here:")[2])
+    assert len(absent) > 10 and not set(absent) & {route.path for route in ROUTES}

@@ -1,0 +1,248 @@
+"""Recordings of a real engine, run again: whole ones bit for bit, rolled ones from the middle, tampered ones to the very token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from thalweg.bench import replayer
+from thalweg.bench.replayer import Replayer, Verdict
+from thalweg.cli import main
+from thalweg.core.grammar import Grammar
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine import local, recording
+from thalweg.engine.build import build, build_loop
+from thalweg.engine.channel import LocalChannel
+from thalweg.engine.local import LocalEngine
+from thalweg.engine.recording import Recording, Ring, Step, read
+from thalweg.engine.settings import EngineSettings
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
+SETTINGS = EngineSettings(
+    path=str(MODEL), context=320, pages=9, slots=4, budget=48, depth=2, eos_ids=(1,), progress=False, seed=5
+)
+SHARED = [0, *range(100, 170)]
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[Any, Any]:
+    _, runner, facts = build(SETTINGS, LocalChannel())
+    return runner, facts
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine has a brain of its own around the same weights; its KV and slots hold nonsense at first, so that nothing is found in
+    them but what is put there."""
+
+    def around(settings: EngineSettings, channel: LocalChannel) -> tuple[Any, Any, Any]:
+        runner, facts = model
+        for tensor in runner.planes.tensors():
+            tensor.fill_(5.0)
+        for tensor in (runner.slots.tokens_SL, runner.slots.table_SP, runner.slots.ints_SI):
+            tensor.fill_(1)
+        return build_loop(settings, facts, runner, channel), runner, facts
+
+    monkeypatch.setattr(local, "build", around)
+    monkeypatch.setattr(replayer, "build", around)
+
+
+def engine(folder: Path, **changes: Any) -> LocalEngine:
+    return LocalEngine(msgspec.structs.replace(SETTINGS, crash_dump_folder=str(folder), **changes))
+
+
+def ask(one: LocalEngine) -> None:
+    """Prompts in chunks, a shared beginning, n > 1, a grammar, log-probabilities, and outputs for which there are too few pages."""
+    sampled = SamplingParams(temperature=1.0, max_tokens=190, ignore_eos=True)
+    one.submit(SHARED, msgspec.structs.replace(sampled, n=2, logprobs=1))
+    one.submit([*SHARED, 30, 31], msgspec.structs.replace(sampled, frequency_penalty=1.0))
+    one.submit([*SHARED, 40], msgspec.structs.replace(sampled, prompt_logprobs=0, min_tokens=5))
+    words = Grammar("regex", "[a-z ]{30,40}")
+    one.submit([0, 30, 31], SamplingParams(temperature=1.0, max_tokens=60), grammar=words)
+    one.submit([0, *range(200, 330)], SamplingParams(temperature=0.0, max_tokens=20))
+
+
+def turn(one: LocalEngine, steps: int) -> None:
+    """Turns it so often, with an abort on the way, or until it is idle."""
+    for i in range(steps):
+        if one.idle:
+            return
+        one.step()
+        if i == 60:
+            one.abort((1,))
+
+
+def again(found: Recording, compare: bool = True) -> Verdict:
+    one = Replayer(found, msgspec.structs.replace(found.head.settings, depth=1, crash_dump_folder=""), compare)
+    seen = [verdict.steps for verdict in one.run()]
+    assert seen == list(range(1, len(seen) + 1))
+    return one.verdict
+
+
+def ring(one: LocalEngine) -> Ring:
+    assert isinstance(one.loop.recorder, Ring)
+    return one.loop.recorder
+
+
+def test_a_whole_recording_is_bit_for_bit_the_run(tmp_path: Path) -> None:
+    one = engine(tmp_path)
+    ask(one)
+    turn(one, 10**6)
+    assert one.loop.scheduler.tally.preemptions, "the mix is meant to be short of pages"
+    path = ring(one).dump("asked for by the test")
+    assert path.stat().st_mode & 0o777 == 0o600
+    found = read(path)
+    assert found.head.whole and not found.cut and not found.seats and len(found.asked) == 6
+    assert found.head.settings == one.settings and found.head.versions["torch"]
+    assert [step.plan.step for step in found.steps] == list(range(one.loop.scheduler.step))
+    verdict = again(found)
+    tokens = one.loop.scheduler.tally.decode_tokens
+    assert verdict.compared >= tokens, "an aborted sequence's last tokens are recorded and nobody's"
+    assert (verdict.different, verdict.logprob_gap, verdict.filled, verdict.raised) == (0, 0.0, 0, None)
+    assert verdict.logprobs > 200 and verdict.steps == len(found.steps)
+
+
+def test_a_rolled_recording_begins_in_the_middle_wherever_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments of a few steps begin in prompts, at preemptions, with requests that have just ended and with steps in flight."""
+    monkeypatch.setattr(recording, "STEPS", 7)
+    one = engine(tmp_path)
+    ask(one)
+    found: list[Recording] = []
+    while not one.idle:
+        turn(one, 37)
+        found.append(read(ring(one).dump("test")))
+    for each in found:
+        assert len(each.steps) <= 2 * recording.STEPS
+        verdict = again(each)
+        assert (verdict.different, verdict.raised) == (0, None), each.head.first
+    seated, unfinished = sum(len(each.seats) for each in found), sum(each.steps[-1].outputs is None for each in found)
+    assert seated > 20 and unfinished > 5
+
+
+def test_memory_is_bounded_and_what_goes_on_is_carried_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "BYTES", 4000)
+    one = engine(tmp_path)
+    ask(one)
+    turn(one, 150)
+    before, now = ring(one)._segments
+    for segment in (before, now):
+        assert sum(map(len, segment.plans + segment.outputs)) < 2 * 4000 and len(segment.plans) < 150
+    assert {message.uid for _, message in now.asked} == {0, 2, 3, 4, 5} & set(one.loop.scheduler.requests)
+    turn(one, 10**6)
+
+
+def tampered(found: Recording, at: int) -> Recording:
+    """With another token in the first row that has one, from step `at` on."""
+    steps = list(found.steps)
+    i = next(i for i, step in enumerate(steps) if i >= at and step.outputs and step.outputs[0].tokens)
+    outputs = list(steps[i].outputs or ())
+    outputs[0] = outputs[0]._replace(tokens=(outputs[0].tokens[0] ^ 1,))
+    steps[i] = Step(steps[i].plan, tuple(outputs))
+    return replace(found, steps=tuple(steps))
+
+
+def test_the_first_difference_is_named_and_the_rest_follows_the_recording(tmp_path: Path) -> None:
+    one = engine(tmp_path)
+    one.submit([0, *range(30, 60)], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    one.submit([0, *range(130, 160)], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    turn(one, 10**6)
+    found = read(ring(one).dump("test"))
+    wrong = tampered(found, 12)
+    step = next(step for step, other in zip(wrong.steps, found.steps, strict=True) if step != other)
+    verdict = again(wrong)
+    first, row = verdict.differences[0], step.plan.rows[0]
+    assert (first.step, first.slot, first.uid) == (step.plan.step, row.slot, row.uid)
+    assert first.at == row.start + row.n - 31 and first.recorded == (first.now[0] ^ 1,)
+    assert {d.uid for d in verdict.differences} == {row.uid}, "the other sequence is not harmed"
+
+
+def test_another_model_runs_the_same_steps_and_nothing_is_compared(tmp_path: Path) -> None:
+    one = engine(tmp_path)
+    ask(one)
+    turn(one, 40)
+    found = tampered(read(ring(one).dump("test")), 3)
+    large = msgspec.structs.replace(one.settings, path="nowhere")
+    found = replace(found, head=msgspec.structs.replace(found.head, settings=large, model="another"))
+    strange = [
+        Step(
+            replace(s.plan, binds=tuple(b._replace(tokens=tuple(t + 10**6 for t in b.tokens)) for b in s.plan.binds)),
+            s.outputs,
+        )
+        for s in found.steps
+    ]
+    found = replace(found, steps=tuple(strange))
+    again_on = Replayer(found, msgspec.structs.replace(SETTINGS, depth=1), False)
+    list(again_on.run())
+    verdict = again_on.verdict
+    assert (verdict.steps, verdict.compared, verdict.different, verdict.raised) == (len(found.steps), 0, 0, None)
+
+
+def broken(runner: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner raises in a step whose first row is at position `at`."""
+    real = runner.forward
+
+    def forward(plan: Any) -> Any:
+        if plan.rows and plan.rows[0].start == at:
+            raise RuntimeError("the device is on fire")
+        return real(plan)
+
+    monkeypatch.setattr(runner, "forward", forward)
+
+
+def test_what_an_engine_dies_of_comes_again(
+    tmp_path: Path, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = engine(tmp_path, depth=1)
+    one.submit([0, 30, 31], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    with monkeypatch.context() as patched:
+        broken(model[0], 9, patched)
+        with pytest.raises(RuntimeError, match="on fire"):
+            turn(one, 100)
+        (path,) = tmp_path.glob("*.jsonl")
+        found = read(path)
+        assert "on fire" in found.head.reason and "in forward" in found.head.error and found.steps[-1].outputs is None
+        assert main(["replay", str(path), "--json"]) == 1
+        said = json.loads(capsys.readouterr().out)
+        assert (said["raised"]["step"], said["raised"]["error"]) == (7, "RuntimeError: the device is on fire")
+        assert said["different"] == 0 and said["compared"] == 7 and not said["equal"]
+    assert main(["replay", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "all 7 tokens of 8 steps equal the recorded ones" in said
+    assert "what the engine died of did not come again: RuntimeError: the device is on fire" in said
+    assert main(["replay", str(path), "--until", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 4
+
+
+def test_files_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = engine(tmp_path)
+    one.submit([0, 30, 31], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+    turn(one, 100)
+    path = ring(one).dump("test")
+    lines = path.read_bytes().splitlines(keepends=True)
+    head = json.loads(lines[0])
+
+    def refused(*content: bytes, words: str, more: tuple[str, ...] = ()) -> None:
+        (tmp_path / "made").write_bytes(b"".join(content))
+        assert main(["replay", str(tmp_path / "made"), *more]) == 2
+        assert words in capsys.readouterr().err
+
+    newer = json.dumps(head | {"version": 2, "new": True}).encode() + b"\n"
+    refused(newer, *lines[1:], words="a recording of version 2; this Thalweg")
+    refused(b'{"a": 1}\n', words="no recording")
+    refused(b"\x00\xff", words="no recording")
+    refused(b"", words="no recording")
+    refused(*lines[:3], b"{]\n", *lines[4:], words="line 4 is broken")
+    refused(*lines[:3], *lines[4:], words="lines were written")
+    moved = json.dumps(head | {"settings": head["settings"] | {"path": "nowhere"}}).encode() + b"\n"
+    refused(moved, *lines[1:], words="name the folder of the checkpoint with --model")
+    assert main(["replay", str(tmp_path / "none")]) == 2
+    (tmp_path / "made").write_bytes(b"".join(lines[:-2]) + lines[-2][:40])
+    assert main(["replay", str(tmp_path / "made"), "--model", str(MODEL)]) == 0
+    assert "ends in the middle" in capsys.readouterr().out

@@ -1,0 +1,305 @@
+"""A hundred streams at once on the bundled model, more than it has slots, while others hang up: nothing is lost, mixed up or left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from thalweg.bench.backends import Options, ask, make_backend
+from thalweg.bench.client import Client
+from thalweg.bench.datasets import Prompt, vocabulary_of
+from thalweg.bench.load_report import Round, Seen, judge, tell
+from thalweg.bench.metrics import Record
+from thalweg.bench.own_server import OwnServer, ServerError, Usage, engines, raise_file_limit, usage
+from thalweg.bench.pace import Pace
+from thalweg.bench.twins import Verdict, compare, margin_at, parting
+from thalweg.bench.under_load import main
+from thalweg.bench.watch import Sample, Watcher, pace
+from thalweg.core.messages import Stats
+from thalweg.server.turnstile import PER_TURN, Turnstile
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
+FLAGS = ("--max-running-requests", "48", "--max-total-tokens", "8192", "--context-length", "256", "--threads", "1")
+ROUTES = ("openai", "sglang", "openai-chat")
+STREAMS, LEAVERS = 100, 30
+
+
+def prompts(count: int, seed: int) -> list[Prompt]:
+    """Of lengths that end at both sides of a page."""
+    vocabulary, rng = vocabulary_of(MODEL), Random(seed)
+    sizes = [rng.choice((3, 30, 60, 63, 64, 65)) for _ in range(count)]
+    return [
+        Prompt(rng.randint(4, 40), ids=vocabulary.draw(rng, size), input_len=size, decode=vocabulary.decode)
+        for size in sizes
+    ]
+
+
+async def answer(client: Client, route: str, prompt: Prompt, stream: bool) -> Record:
+    record = Record()
+    await ask(client, make_backend(route), prompt, Options("tiny", stream=stream, timeout=60), record)
+    return record
+
+
+async def leave(client: Client, prompt: Prompt, rng: Random) -> bool:
+    """Reads some tokens of a stream, none perhaps, and hangs up; whether that was before its end."""
+    record = Record()
+    body = replace(prompt, output_len=150)
+    asked = asyncio.create_task(ask(client, make_backend("openai"), body, Options("tiny"), record))
+    enough, patience = rng.randint(1, 20), rng.uniform(0.1, 3.0)
+    deadline = asyncio.get_running_loop().time() + patience
+    while len(record.itl) < enough and asyncio.get_running_loop().time() < deadline and not asked.done():
+        await asyncio.sleep(0.01)
+    asked.cancel()
+    await asyncio.wait({asked})
+    return not record.done
+
+
+async def settled(watcher: Watcher) -> Stats:
+    """The engine's counters once nothing runs, or after some seconds."""
+    for _ in range(100):
+        stats = (await watcher.sample()).stats
+        if not (stats.running or stats.waiting or stats.pages_used):
+            break
+        await asyncio.sleep(0.05)
+    return stats
+
+
+async def counter(client: Client, name: str) -> float:
+    page = (await client.request("GET", "/metrics")).text
+    found = re.search(rf"^thalweg_{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
+    assert found, f"/metrics has no thalweg_{name}"
+    return float(found[1])
+
+
+def check_texts(streams: Sequence[Record], twins: Sequence[Record], asked: Sequence[Prompt]) -> None:
+    for stream, twin, prompt in zip(streams, twins, asked, strict=True):
+        assert not stream.error and not twin.error
+        assert stream.output_tokens == twin.output_tokens == prompt.output_len
+        assert stream.text == twin.text
+
+
+def test_streams_equal_their_twins_while_others_hang_up() -> None:
+    async def body() -> None:
+        rng = Random(5)
+        async with OwnServer((str(MODEL), *FLAGS)) as server:
+            client, control = Client(server.url), Client(server.url)
+            watcher = Watcher(server, control)
+            await answer(client, "openai", prompts(1, 0)[0], True)
+            before = await settled(watcher)
+            mine, files = prompts(STREAMS, 1), usage(server.pid).files
+            kinds = [ROUTES[i % len(ROUTES)] for i in range(STREAMS)]
+            leaving = [asyncio.create_task(leave(client, p, rng)) for p in prompts(LEAVERS, 2)]
+            streams = await asyncio.gather(*(answer(client, k, p, True) for k, p in zip(kinds, mine, strict=True)))
+            left = sum(await asyncio.gather(*leaving))
+            twins = await asyncio.gather(*(answer(client, k, p, False) for k, p in zip(kinds, mine, strict=True)))
+            plain = [i for i, kind in enumerate(kinds) if kind != "openai-chat"]
+            verdict = await compare(
+                control,
+                Options("tiny", stream=False),
+                *([rows[i] for i in plain] for rows in (mine, streams, twins)),
+            )
+            after = await settled(watcher)
+            assert verdict.compared == len(plain) and not verdict.wrong
+            assert verdict.excused <= 1, "near-ties are rarer than that"
+            chats = [i for i, kind in enumerate(kinds) if kind == "openai-chat"]
+            check_texts(*([rows[i] for i in chats] for rows in (streams, twins, mine)))
+            assert [r.output_tokens for r in (*streams, *twins)] == [p.output_len for p in (*mine, *mine)]
+            assert len({r.text for r in streams}) == STREAMS, "the prompts have to have answers of their own"
+
+            assert (after.running, after.waiting, after.pages_used) == (0, 0, 0)
+            gone = await counter(control, "disconnects_total")
+            assert LEAVERS // 2 <= gone <= left, "who leaves before its request was read is not counted"
+            asked = verdict.compared - verdict.equal
+            assert after.finished - before.finished == 2 * STREAMS + asked + LEAVERS - left, "a request was lost"
+            assert after.aborted - before.aborted <= left
+            told = sum(r.output_tokens for r in (*streams, *twins))
+            assert after.decode_tokens - before.decode_tokens >= told
+            client.close()
+            for _ in range(100):
+                if usage(server.pid).files <= files:
+                    break
+                await asyncio.sleep(0.05)
+            assert usage(server.pid).files <= files, "connections stay open"
+
+    asyncio.run(asyncio.wait_for(body(), 120))
+
+
+def test_a_burst_begins_a_few_at_a_time_and_in_order() -> None:
+    """What runs beside it gets its turn between them; a probe waits for nobody; who gives up meanwhile blocks nobody."""
+
+    async def body() -> None:
+        begun: list[int] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            begun.append(scope["n"])
+
+        async def come(n: int, method: str = "POST") -> None:
+            await door({"type": "http", "method": method, "n": n}, unused, unused)
+
+        async def unused(*_: object) -> Any:
+            raise AssertionError("the turnstile reads and writes nothing")
+
+        door = Turnstile(app)
+        for burst in range(2):  # the second finds it as the first did
+            begun.clear()
+            tasks = [asyncio.create_task(come(n)) for n in range(10 * PER_TURN)]
+            tasks.append(asyncio.create_task(come(-1, "GET")))
+            seen, most = 0, 0
+            for turn in range(12):
+                await asyncio.sleep(0)
+                if turn == 0:
+                    assert -1 in begun and len(begun) == PER_TURN + 1
+                    seen = len(begun)
+                    tasks[2 * PER_TURN].cancel()
+                most, seen = max(most, len(begun) - seen), len(begun)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            posts = [n for n in begun if n >= 0]
+            assert posts == [n for n in range(10 * PER_TURN) if n != 2 * PER_TURN], f"burst {burst}"
+            assert 0 < most <= PER_TURN
+
+    asyncio.run(asyncio.wait_for(body(), 10))
+
+
+def test_a_server_that_cannot_start_says_why_and_leaves_nothing() -> None:
+    async def body() -> None:
+        server = OwnServer((str(MODEL), "--max-running-requests", "0"))
+        with pytest.raises(ServerError, match="did not start.*max_running_requests|max-running-requests"):
+            async with server:
+                pass
+        with pytest.raises(ServerError, match="is gone"):
+            usage(server.pid)
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_usage_counts_the_time_and_memory_of_a_process() -> None:
+    code = "import sys,time\nx=bytearray(64<<20)\nwhile time.process_time()<0.5: pass\nprint('up',flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdin is not None and child.stdout.readline()
+        seen = usage(child.pid)
+        assert 0.4 < seen.cpu < 5 and 64 << 20 < seen.rss < 1 << 30 and seen.files >= 3
+        assert engines(child.pid) == []
+        child.stdin.close()
+
+
+def test_a_file_limit_that_cannot_be_raised_is_told() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 100))\n"
+        "from thalweg.bench.own_server import ServerError, raise_file_limit\n"
+        "raise_file_limit(80); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+        "try: raise_file_limit(1128)\nexcept ServerError as error: print(error)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert (
+        told[0] == "80" and "1128 open files are needed and this user may have 100" in told[1] and "ulimit" in told[1]
+    )
+    raise_file_limit(1)  # never lowers it
+
+
+def test_where_two_texts_part_and_how_far_the_choice_led() -> None:
+    assert (parting("same", "sand"), parting("ab", "abc"), parting("x", "y")) == (2, 2, 0)
+    log = {
+        "text_offset": [0, 2, 2, 4],
+        "top_logprobs": [{"a": -0.5, "b": -3.0}, {"c": -1.0, "d": -1.0001}, {"e": 0.0, "f": -9.0}, None],
+    }
+    page = json.dumps({"choices": [{"text": "abcdef", "logprobs": log}]}).encode()
+    assert margin_at(page, 0) == 2.5
+    assert margin_at(page, 3) == pytest.approx(0.0001), "the nearest of the tokens that make these characters"
+    assert margin_at(page, 5) == float("inf") and margin_at(page, 7) == float("inf")
+
+
+def look(at: float, steps: int, running: int = 4, prefill: int = 9, cpu: float = 0.0) -> Sample:
+    stats = Stats(running=running, steps=steps, decode_tokens=4 * steps, prefill_tokens=prefill)
+    return Sample(at, Usage(cpu / 2, 1, 1), Usage(cpu, 1, 1), stats)
+
+
+def test_the_pace_is_that_of_the_full_batch_alone() -> None:
+    filling, ending = look(0.0, 2, running=3), look(9.0, 95, running=2)
+    prompts_yet = look(0.5, 4, prefill=8)
+    full = [look(1.0, 10, cpu=1.0), look(2.0, 20, cpu=1.5), look(3.0, 30, cpu=2.0)]
+    assert pace([filling, prompts_yet, *full, ending], 4) == Pace(10.0, 1e6 / 80, 20)
+    assert pace([filling, full[0], ending], 4) is None
+    records = [Record(output_tokens=40, done=True) for _ in range(4)]
+    one = Round(records, 9.0, [filling, *full, look(9.0, 95, running=0, cpu=3.2)], 0.08, None)
+    assert one.server_us == pytest.approx(1e4) and one.numbers()["client_cpu_us_per_token"] == pytest.approx(500)
+    assert one.numbers()["engine_pace"] == msgspec.to_builtins(Pace(10.0, 1e6 / 80, 20))
+
+
+def whole(**changes: Any) -> tuple[Seen, tuple[Pace, Pace]]:
+    """A run without a flaw: 4 streams, 2 of the smaller load, 10 tokens each; then with `changes`."""
+
+    def one(n: int, first: int) -> Round:
+        looks = [
+            Sample(first + t, Usage(first + 1e-5 * n * t, 1 << 20, 9), Usage(0, 1 << 20, 1), stats)
+            for t, stats in enumerate(Stats(running=n, steps=5 * t, decode_tokens=5 * n * t) for t in range(3))
+        ]
+        return Round(
+            [Record(output_tokens=10, done=True, start=1.0, latency=1.0) for _ in range(n)], 2.0, looks, 0.0, None
+        )
+
+    before = Sample(0.0, Usage(0, 1 << 20, 9), Usage(0, 1 << 20, 1), Stats(decode_tokens=3))
+    seen = Seen(
+        before=before,
+        rounds=[one(4, 0), one(4, 10)],
+        twins=one(4, 20),
+        few=one(2, 30),
+        chat=one(2, 40),
+        verdicts=[Verdict(compared=4, equal=3, excused=1, asked_tokens=10), Verdict(compared=4, equal=4)],
+        after=replace(before, stats=Stats(decode_tokens=3 + 160 + 10)),
+    )
+    return replace(seen, **changes), (Pace(5.0, 100.0, 10), Pace(5.0, 100.0, 10))
+
+
+def missed(seen: Seen, paces: tuple[Pace, Pace], **args: float) -> list[str]:
+    told = {
+        "streams": 4,
+        "few": 2,
+        "max_running_requests": 0,
+        "cpu_limit": 60.0,
+        "memory_limit": 1.0,
+        "pace_limit": 0.8,
+    }
+    return [check.name for check in judge(seen, paces, Namespace(**told | args)) if not check.ok]
+
+
+def test_every_promise_that_is_broken_is_told() -> None:
+    good, paces = whole()
+    assert missed(good, paces) == [] and tell(good, paces, [])["memory"]["rows"][0][:2] == [0.0, 1.0]  # type: ignore[index]
+    stats = good.after.stats
+    lost = whole(after=replace(good.after, stats=msgspec.structs.replace(stats, decode_tokens=stats.decode_tokens + 1)))
+    assert missed(*lost) == ["tokens that answers have of those sampled"]
+    assert missed(*whole(verdicts=[Verdict(compared=4, equal=3, wrong=["x"], asked_tokens=10)])) == [
+        "streams with the text of their twin"
+    ]
+    held = replace(good.after, stats=msgspec.structs.replace(stats, pages_used=1), server=Usage(0, 1 << 20, 12))
+    assert missed(*whole(after=held)) == ["left behind at the end", "open files of the server, after - before"]
+    good.rounds[1].records[0].error = "HTTP 500"
+    assert missed(good, paces) == ["requests that failed"]
+    good.rounds[1].records[0].error = ""
+    grown = replace(good.twins.samples[-1], engine=Usage(0, 3 << 20, 1))
+    assert missed(replace(good, twins=replace(good.twins, samples=[grown])), paces) == [
+        "memory of the engine, growth after round 1"
+    ]
+    assert missed(good, paces, cpu_limit=0.5) == [
+        f"server CPU a token, {name}" for name in ("4 streams", "2 streams", "2 streams, chat")
+    ]
+    assert missed(good, (Pace(6.3, 100.0, 10), paces[1])) == ["engine's pace, 4 streams, of that alone"]
+    assert missed(good, (Pace(6.3, 100.0, 10), paces[1]), max_running_requests=2) == []
+
+
+def test_a_run_that_cannot_start_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--model", str(tmp_path)]) == 1
+    assert "no tokenizer.json there; give the folder of a checkpoint" in capsys.readouterr().err

@@ -1,0 +1,634 @@
+"""What SECURITY.md promises, tried as an attacker would: real sockets against a real server with the bundled model, one for the whole file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cpu.fakes import FakeFront, eventually, fake_app, serving
+from tests.cpu.test_serve import Served
+from thalweg.config.server import ServerOptions
+from thalweg.core.errors import CannotServe, InvalidRequest, Overloaded
+from thalweg.core.grammar import Grammar
+from thalweg.engine import nest
+from thalweg.server import examiner, native
+from thalweg.server.admin import PREFIXES
+from thalweg.server.connection import bounded
+from thalweg.server.errors import ApiError
+from thalweg.server.examiner import Examiner
+from thalweg.server.keyring import MINUTE, Keyring, Tenant, Terms
+from thalweg.server.protocol import GenerateRequest
+from thalweg.server.reading import MAX_DEPTH
+from thalweg.text.tokenizer import Tokenizer
+
+PATIENCE = 1.5  # seconds that the server waits for a client
+SLOTS, QUEUE, CONTEXT = 4, 6, 4096
+ROOT, FREE, ALICE, BOB, CAROL = "sk-root", "sk-free", "sk-alice", "sk-bob", "sk-carol"
+KEYS = [
+    {"name": "alice", "sha256": hashlib.sha256(ALICE.encode()).hexdigest(), "max_concurrency": 2},
+    {"name": "bob", "key": BOB, "tokens_per_minute": 400},
+    {"name": "carol", "key": CAROL, "private_cache": True},
+]
+LONG = {"prompt": "Once", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+SHORT = {"prompt": "Once", "max_tokens": 2}
+
+
+class Target(Served):
+    """keys: its keys file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keys = folder / "keys.json"
+        self.keys.write_text(json.dumps(KEYS))
+        super().__init__(
+            *("--api-key", FREE, "--api-keys-file", str(self.keys), "--admin-api-key", ROOT, "--log-requests"),
+            *("--client-timeout", str(PATIENCE)),
+            *("--max-running-requests", str(SLOTS), "--max-queued-requests", str(QUEUE)),
+        )
+        self.address = ("127.0.0.1", int(self.url.rpartition(":")[2]))
+
+    def post(self, path: str, body: Any, key: str = FREE, **headers: str) -> httpx.Response:
+        head = {"Authorization": f"Bearer {key}", **headers}
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(self.url + path, content=content, headers=head, timeout=30)
+
+    def get(self, path: str, key: str = FREE) -> httpx.Response:
+        return httpx.get(self.url + path, headers={"Authorization": f"Bearer {key}"}, timeout=30)
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.get("/server_info").json()["internal_states"][0]["stats"]
+        return found
+
+    def raw(self, data: bytes, wait: float = 10.0) -> tuple[bytes, bool]:
+        """What the server answers to these bytes, and whether it has closed the connection within `wait` seconds."""
+        with socket.create_connection(self.address, timeout=wait) as sock:
+            answer = b""
+            try:
+                sock.sendall(data)
+                while piece := sock.recv(1 << 16):
+                    answer += piece
+            except TimeoutError:
+                return answer, False
+            except OSError:  # reset: it closed while there was more to read
+                pass
+            return answer, True
+
+    @contextmanager
+    def streaming(self, body: dict[str, Any] = LONG, key: str = FREE) -> Iterator[Iterator[str]]:
+        """The lines of a stream that has begun."""
+        head = {"Authorization": f"Bearer {key}"}
+        with httpx.stream("POST", self.url + "/v1/completions", json=body, headers=head, timeout=30) as response:
+            assert response.status_code == 200, response.read()
+            lines = response.iter_lines()
+            next(lines)
+            yield lines
+
+    def resident(self) -> int:
+        """Bytes of the front's process."""
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    target = Target(tmp_path_factory.mktemp("safety"))
+    yield target
+    target.process.kill()
+    target.process.wait()
+
+
+@pytest.fixture(autouse=True)
+def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After whatever a test did, the server serves, and nothing of it is left."""
+    yield
+    if "server" in request.fixturenames:
+        target: Target = request.getfixturevalue("server")
+        eventually(
+            lambda: target.stats()["running"] + target.stats()["waiting"] + target.stats()["pages_used"] == 0, 10
+        )
+        assert target.post("/v1/completions", SHORT).status_code == 200
+
+
+def error(answer: httpx.Response) -> dict[str, Any]:
+    found: dict[str, Any] = answer.json()["error"]
+    return found
+
+
+# ---- HTTP: what a request is, is not open to interpretation ----
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-free\r\n"
+JSON = json.dumps(SHORT).encode()
+LENGTH = b"Content-Length: %d\r\n" % len(JSON)
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+AMBIGUOUS = {
+    "two lengths": LENGTH + b"Content-Length: 3\r\n\r\n",
+    "the same length twice": LENGTH + LENGTH + b"\r\n",
+    "a list of lengths": LENGTH[:-2] + b", 3\r\n\r\n",
+    "length and chunks": LENGTH + CHUNKED + b"\r\n0\r\n\r\n",
+    "unknown coding": b"Transfer-Encoding: xchunked\r\n\r\n",
+    "chunked is not last": b"Transfer-Encoding: chunked, identity\r\n\r\n",
+    "negative length": b"Content-Length: -3\r\n\r\n",
+    "signed length": b"Content-Length: +3\r\n\r\n",
+    "endless length": b"Content-Length: 99999999999999999999\r\n\r\n",
+    "space before the colon": b"Content-Length : 3\r\n\r\n",
+    "folded line": LENGTH + b"X-A: b\r\n c\r\n\r\n",
+    "bare CR": LENGTH + b"X-A: b\rX-B: c\r\n\r\n",
+    "NUL": LENGTH + b"X-A: b\0c\r\n\r\n",
+    "chunk size that overflows": CHUNKED + b"\r\nffffffffffffffffff\r\n",
+}
+
+
+def test_what_two_servers_could_read_differently_is_refused(server: Target) -> None:
+    behind = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for name, rest in AMBIGUOUS.items():
+        answer, closed = server.raw(HEAD + rest + JSON + behind)
+        assert answer.startswith(b"HTTP/1.1 400 ") and closed and answer.count(b"connection: close") == 1, (
+            name,
+            answer,
+        )
+
+
+def test_headers_chunks_and_pipelines_are_bounded(server: Target) -> None:
+    for flood, status in (
+        (b"GET / HTTP/1.1\r\nX-A: " + b"a" * 500_000, b"431"),
+        (b"GET /" + b"a" * 500_000, b"431"),
+        (b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 200 + b"\r\n", b"431"),
+        (HEAD + CHUNKED + b"\r\n1;" + b"a" * 500_000, b"431"),
+        (HEAD + CHUNKED + b"\r\n1\r\n{\r\n0\r\n" + b"X-A: b\r\n" * 200, b"431"),
+    ):
+        answer, closed = server.raw(flood)
+        assert closed and answer[9:12] in (status, b""), answer[:60]  # "": the reset overtook it
+    answer, closed = server.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3000)
+    assert closed and answer.count(b"HTTP/1.1") < 50
+
+
+def test_a_trailer_is_no_header(server: Target) -> None:
+    body = CHUNKED + b"Connection: close\r\n\r\n%x\r\n%s\r\n0\r\nX-Request-Id: trailed\r\n\r\n" % (len(JSON), JSON)
+    answer, _ = server.raw(HEAD + body)
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"trailed" not in answer
+
+
+def test_no_path_leads_out_of_the_page(server: Target) -> None:
+    for path in (
+        "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/playground/..%2f..%2fgate.py",
+        "/playground/../gate.py",
+    ):
+        ask = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {FREE}\r\nConnection: close\r\n\r\n"
+        answer, _ = server.raw(ask.encode())
+        assert answer.startswith(b"HTTP/1.1 404 "), answer
+
+
+def test_compressed_bodies_are_not_unpacked(server: Target) -> None:
+    answer = server.post("/v1/completions", b"\x1f\x8b\x08", **{"Content-Encoding": "gzip"})
+    assert answer.status_code == 415 and "gzip" in error(answer)["message"]
+
+
+# ---- slow clients ----
+
+
+def test_who_sends_slowly_is_cut_off_and_holds_no_place(server: Target) -> None:
+    half = HEAD.replace(b"sk-free", ALICE.encode()) + b'Content-Length: 100\r\n\r\n{"a"'
+    slow = [b"", b"\r\n\r\n", b"GET / HTTP/1.1\r\nHost", *[half] * 6]
+    with ThreadPoolExecutor(len(slow)) as pool:
+        began = time.monotonic()
+        tries = [pool.submit(lambda data: (server.raw(data), time.monotonic() - began), data) for data in slow]
+        time.sleep(0.3)
+        assert server.post("/v1/completions", SHORT, ALICE).status_code == 200, (
+            "half a body has taken a place of its key"
+        )
+        for data, one in zip(slow, tries, strict=True):
+            (answer, closed), took = one.result()
+            assert closed and answer.startswith(b"HTTP/1.1 408 "), (data, answer)
+            assert PATIENCE - 0.1 < took < PATIENCE + 3, (data, took)
+
+
+def test_who_never_reads_costs_a_bounded_buffer_and_is_cut_off(server: Target) -> None:
+    body = json.dumps({**LONG, "max_tokens": 4000, "logprobs": 20, "return_token_ids": True}).encode()
+    clients, before, aborted = 3, server.resident(), server.stats()["aborted"]
+    with ExitStack() as stack:
+        for _ in range(clients):
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(server.address)
+            sock.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        eventually(lambda: server.stats()["running"] == clients)
+        most, deadline = 0, time.monotonic() + 20
+        while (now := server.stats())["aborted"] < aborted + clients:
+            assert time.monotonic() < deadline, f"they still run: {now}"
+            most = max(most, server.resident())
+            time.sleep(0.05)
+    assert most - before < clients * (6 << 20), f"{(most - before) >> 20} MiB for {clients} who do not read"
+
+
+def test_connections_and_the_bytes_of_bodies_are_counted() -> None:
+    options = ServerOptions(max_connections=20, max_body_bytes=1000)  # of all bodies 16 times that
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n" + b" " * 990
+    with serving(fake_app(FakeFront(), options), bounded(options)) as url:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with ExitStack() as stack:
+            for _ in range(16):
+                stack.enter_context(socket.create_connection(address)).sendall(half)
+            body = {**SHORT, "user": "x" * 400}
+            eventually(lambda: httpx.post(url + "/v1/completions", json=body).status_code == 429)
+            answer = httpx.post(url + "/v1/completions", json=body)
+            assert error(answer)["code"] == "too_many_bytes" and "Retry-After" in answer.headers
+            for _ in range(4):
+                stack.enter_context(socket.create_connection(address))
+            eventually(lambda: httpx.get(url + "/health").status_code == 503)
+        eventually(lambda: httpx.post(url + "/v1/completions", json=body).status_code == 200)
+
+
+# ---- keys ----
+
+
+def test_a_key_is_needed_and_any_of_its_forms_is_taken(server: Target) -> None:
+    for headers in (
+        {},
+        {"Authorization": "Bearer sk-fre"},
+        {"Authorization": FREE},
+        {"x-api-key": ""},
+        {"Authorization": "Bearer"},
+    ):
+        answer = httpx.post(server.url + "/v1/completions", json=SHORT, headers=headers)
+        assert answer.status_code == 401 and error(answer)["code"] == "invalid_api_key", headers
+    for key in (FREE, ALICE, BOB, CAROL, ROOT):
+        assert httpx.get(server.url + "/v1/models", headers={"x-api-key": key}).status_code == 200
+
+
+def test_admin_routes_need_the_admin_key(server: Target) -> None:
+    assert server.post("/flush_cache", b"", FREE).status_code == 403
+    assert server.post("/flush_cache", b"", "wrong").status_code == 401
+    assert server.post("/flush_cache", b"", ROOT).json() == {"flushed": True}
+    answer = server.post("/abort", {"abort_all": True}, ALICE)
+    assert answer.status_code == 403 and error(answer)["param"] == "abort_all"
+    with server.streaming() as lines:
+        assert server.post("/abort", {"abort_all": True}, ROOT).json() == {"aborted": 1}
+        assert any('"abort"' in line for line in lines)
+    with serving(fake_app(FakeFront())) as url:
+        answer = httpx.post(url + "/flush_cache")
+        assert answer.status_code == 403 and "--admin-api-key" in error(answer)["message"], (
+            "off by default, and says so"
+        )
+
+
+def test_nobody_ends_or_reads_what_belongs_to_another_key(server: Target) -> None:
+    body = {**LONG, "rid": "mine"}
+    with server.streaming(body, ALICE) as lines:
+        for rid in ("mine", "cmpl-mine", "chatcmpl-", "mine@alice"):
+            assert server.post("/abort", {"rid": rid}, CAROL).json() == {"aborted": 0}, rid
+        next(lines)
+        assert server.post("/abort", {"rid": "cmpl-mine"}, ALICE).json() == {"aborted": 1}
+    kept = server.post("/v1/responses", {"input": "Good morrow", "max_output_tokens": 2}, ALICE).json()["id"]
+    assert server.get(f"/v1/responses/{kept}", CAROL).status_code == 404
+    assert server.post("/v1/responses", {"input": "x", "previous_response_id": kept}, CAROL).status_code == 404
+    assert server.get(f"/v1/responses/{kept}", ALICE).status_code == 200
+
+
+def test_an_id_that_is_only_a_prefix_is_nobodys() -> None:
+    """What is left of it without the prefix once meant all requests."""
+    front = FakeFront(lambda prompt, choice: "word " * 400, gap=0.02)
+    with serving(fake_app(front)) as url, httpx.stream("POST", url + "/v1/completions", json=LONG) as response:
+        lines = response.iter_lines()  # kept: when its iterator goes, so does the connection
+        next(lines)
+        for prefix in PREFIXES:
+            assert httpx.post(url + "/abort", json={"rid": prefix}).json() == {"aborted": 0}
+        assert front.running == 1
+
+
+def test_a_private_cache_is_found_by_its_own_key_only(server: Target) -> None:
+    def cached(key: str) -> int:
+        body = {
+            "text": "A secret that is long enough to fill a page of the cache. " * 8,
+            "sampling_params": {"max_new_tokens": 1},
+        }
+        found: int = server.post("/generate", body, key).json()["meta_info"]["cached_tokens"]
+        return found
+
+    assert [cached(key) for key in (CAROL, ALICE, FREE, CAROL)][:2] == [0, 0]
+    assert cached(CAROL) > 0 and cached(ALICE) > 0
+
+
+def test_requests_of_a_key_at_a_time(server: Target) -> None:
+    with server.streaming(key=ALICE), server.streaming(key=ALICE):
+        answer = server.post("/v1/completions", SHORT, ALICE)
+        assert answer.status_code == 429 and error(answer)["param"] == "max_concurrency"
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert server.post("/v1/completions", SHORT, CAROL).status_code == 200
+    eventually(lambda: server.post("/v1/completions", SHORT, ALICE).status_code == 200)
+
+
+def test_tokens_of_a_key_in_a_minute(server: Target) -> None:
+    body = {"prompt": [5] * 50, "max_tokens": 100, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: server.post("/v1/completions", body, BOB), range(8)))
+    good = [answer for answer in answers if answer.status_code == 200]
+    assert len(good) == 2, "each of a burst is charged before it runs"
+    bad = next(answer for answer in answers if answer.status_code != 200)
+    assert bad.status_code == 429 and error(bad)["param"] == "tokens_per_minute"
+    assert 1 <= int(bad.headers["Retry-After"]) <= 61
+    answer = server.post("/v1/completions", body | {"max_tokens": 351}, BOB)
+    assert answer.status_code == 400 and error(answer)["param"] == "max_tokens", "what never fits is told so"
+    early = server.post(
+        "/v1/completions", {"prompt": [5] * 10, "max_tokens": 80, "stop_token_ids": list(range(16))}, BOB
+    )
+    assert early.status_code == 200
+    left = 400 - sum(one.json()["usage"]["total_tokens"] for one in (*good, early))
+    assert server.post("/v1/completions", {"prompt": [5], "max_tokens": left}, BOB).status_code == 429
+    assert server.post("/v1/completions", {"prompt": [5], "max_tokens": left - 1}, BOB).status_code == 200, (
+        "settled as used"
+    )
+
+
+def test_no_minute_has_more_than_its_tokens() -> None:
+    """Random requests on a clock that is turned by hand; usage at most what was charged."""
+    import random
+
+    for seed in range(20):
+        rng = random.Random(seed)
+        tenant, now, admitted, running = Tenant(Terms(name="t", key="k", tokens_per_minute=1000)), 0.0, [], []
+        for _ in range(400):
+            now += rng.choice((0.0, 0.1, 3.0, 30.0))
+            if running and rng.random() < 0.5:
+                charge, entry = running.pop(rng.randrange(len(running)))
+                entry[1] = rng.randint(0, charge.tokens)
+                charge.settle(entry[1])
+            else:
+                tokens = rng.randint(1, 600)
+                try:
+                    charge = tenant.charge(tokens, now)
+                except ApiError as refused:
+                    assert refused.problem.status == 429 and 1 <= refused.problem.wait <= MINUTE + 1
+                    continue
+                entry = [now, tokens]
+                admitted.append(entry)
+                running.append((charge, entry))
+            assert sum(used for at, used in admitted if at > now - MINUTE) <= 1000
+        assert sum(used for _, used in admitted) > 5000, "and what is not used can be had"
+
+
+def test_the_keys_file_is_read_again_and_a_broken_one_changes_nothing(server: Target) -> None:
+    try:
+        server.keys.write_text(json.dumps([*KEYS[:2], {"name": "dave", "key": "sk-dave"}]))
+        eventually(lambda: server.get("/v1/models", "sk-dave").status_code == 200)
+        assert server.get("/v1/models", CAROL).status_code == 401
+        for broken in ("- name: [", "- name: 2020-13-45", "- name: " + "9" * 5000):
+            server.keys.write_text(broken)
+            time.sleep(1.3)
+            assert server.get("/v1/models", "sk-dave").status_code == 200
+    finally:
+        server.keys.write_text(json.dumps(KEYS))
+    eventually(lambda: server.get("/v1/models", CAROL).status_code == 200)
+
+
+def test_a_keys_file_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    for text, why in (
+        ("- {name: a}", "either key or sha256"),
+        ("- {name: a, key: b, sha256: c}", "either key or sha256"),
+        ("- {name: a, sha256: abc}", "64 hexadecimal"),
+        ("- {name: a, key: b, max_concurency: 1}", "max_concurency"),
+        ("- {name: a, key: b, tokens_per_minute: 0}", "at least 1"),
+        ("- {name: 'a b', key: b}", "letters"),
+        ("- {name: a, key: b}\n- {name: a, key: c}", "two keys"),
+        ("- {name: a, key: b}\n- {name: c, key: b}", "another"),
+        ("a: b", "list"),
+        ("- 2020-13-45", "month"),
+    ):
+        path.write_text(text)
+        with pytest.raises(CannotServe, match=why):
+            Keyring(ServerOptions(api_keys_file=str(path)))
+    with pytest.raises(CannotServe, match="No such file"):
+        Keyring(ServerOptions(api_keys_file=str(tmp_path / "none")))
+
+
+# ---- bodies ----
+
+
+def test_bombs_are_defused(server: Target) -> None:
+    nest = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
+    for body, param in (
+        (b'{"prompt": "x", "user": ' + nest + b"}", None),
+        (b'{"prompt": "x", "user": [' + b"[]," * 1_100_000 + b"[]]}", None),
+        (b'{"prompt": [' + b"1," * 4_300_000 + b"1]}", None),
+        (b'{"prompt": ' + b"9" * 100_000 + b"}", "prompt"),
+        (b'{"prompt": "x", "max_tokens": 1e999999}', "max_tokens"),
+        (b'{"prompt": "x", "temperature": Infinity}', "temperature"),
+        (b'{"prompt": "\\ud800"}', "prompt"),
+        (b'{"\\ud800": NaN, "prompt": "x"}', "\\ud800"),
+        (b'{"prompt": "x", "prompt": 3}', "prompt"),
+        (b'{"prompt": "x", "n": 1, "n": 129}', "n"),
+        (b'{"prompt": "x", "stop": [' + b'"a",' * 100 + b'"a"]}', "stop"),
+        (b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d": 1' % i for i in range(1025)) + b"}}", "logit_bias"),
+        (b'{"prompt": [5,5,5,5,5], "prompt_logprobs": 64, "n": 1, "logprobs": 65}', "logprobs"),
+        (b'{"prompt": "x", "guided_json": ' + b'{"items":' * 100 + b"{}" + b"}" * 100 + b"}", "guided_json"),
+        (b'{"prompt": "x", "guided_regex": "' + b"(a?){9}" * 5000 + b'"}', "guided_regex"),
+        (json.dumps({"prompt": [[5] * 4000] * 5, "prompt_logprobs": 64}).encode(), "prompt_logprobs"),
+        (json.dumps({"model": "m" * 300_000, "prompt": "x"}).encode(), "model"),
+    ):
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code in (400, 404) and error(answer)["param"] == param, (body[:60], answer.text[:300])
+        assert len(answer.content) < 3000, "an error does not give the body back"
+    ok = b'{"prompt": "x", "max_tokens": 1, "user": ' + nest[1:-1] + b"}"
+    assert server.post("/v1/completions", ok).status_code == 200
+    many = {"messages": [{"role": "user", "content": "x"}] * 20_000}
+    assert error(server.post("/v1/chat/completions", many))["param"] == "messages"
+
+
+def test_a_text_far_beyond_the_context_is_refused_from_its_beginning(server: Target) -> None:
+    text = "It was the best of times. " * 200_000
+    for path, body, field in (
+        ("/v1/completions", {"prompt": ["x", text]}, "prompt[1]"),
+        ("/generate", {"text": text}, "text"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+        ("/tokenize", {"prompt": text}, "prompt"),
+        ("/detokenize", {"tokens": [5] * 300_000}, "tokens"),
+    ):
+        answer = server.post(path, body)
+        assert answer.status_code == 400 and error(answer)["param"] == field, answer.text[:300]
+    assert server.post("/tokenize", {"prompt": "word " * 20_000}).json()["count"] > CONTEXT, "counting may go further"
+
+
+def test_how_far_a_long_text_is_read() -> None:
+    tokenizer = Tokenizer(Path("models/tiny"))
+    read: list[int] = []
+    encode = tokenizer.encode
+
+    def counting(text: str, add_special: bool = True) -> list[int]:
+        read.append(len(text))
+        return encode(text, add_special)
+
+    tokenizer.encode = counting  # type: ignore[method-assign]
+    assert tokenizer.exceeds("a" * (31 * CONTEXT), CONTEXT) and not read, "no token has 31 bytes"
+    assert tokenizer.exceeds("Call me Ishmael. " * 13_000, 3 * CONTEXT) and sum(read) == 8 * 3 * CONTEXT
+    for words in (10, 2000, 4000, 8000, 16_000, 30_000):
+        text = "over the hills " * words
+        assert not tokenizer.exceeds(text, CONTEXT) or len(encode(text)) > CONTEXT
+
+
+def test_a_prompt_that_fills_the_context_is_scored_if_nothing_is_to_follow(server: Target) -> None:
+    for size, tokens, status in ((CONTEXT, 0, 200), (CONTEXT, 1, 400), (CONTEXT + 1, 0, 400), (CONTEXT - 1, 1, 200)):
+        answer = server.post("/v1/completions", {"prompt": [5] * size, "max_tokens": tokens})
+        assert answer.status_code == status, (size, tokens, answer.text[:200])
+
+
+def test_many_prompts_find_room_together_or_not_at_all(server: Target) -> None:
+    prompts = {"prompt": ["Once", "upon", "a", "time"], "max_tokens": 40, "ignore_eos": True}
+    before = server.stats()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: server.post("/v1/completions", prompts).status_code, range(8)))
+    after = server.stats()
+    assert set(answers) == {200, 429}, answers
+    assert after["aborted"] == before["aborted"], "a refused request had begun"
+    assert after["finished"] - before["finished"] == 4 * answers.count(200)
+    answer = server.post("/v1/completions", {**prompts, "prompt": ["x"] * (SLOTS + QUEUE + 1)})
+    assert answer.status_code == 400 and error(answer)["param"] == "n", "what never fits is told so"
+
+
+# ---- what is written down ----
+
+
+def test_what_clients_choose_makes_no_metrics(server: Target) -> None:
+    def names() -> set[str]:
+        return {
+            line.rpartition(" ")[0] for line in server.get("/metrics").text.splitlines() if not line.startswith("#")
+        }
+
+    server.post("/v1/completions", {"model": "m", **SHORT})
+    server.get("/nowhere")
+    before = names()
+    for i in range(20):
+        server.post("/v1/completions", {"model": f'm{i}"}}\n', **SHORT}, **{"X-Request-Id": f"id{i}"})
+        server.get(f"/nowhere/{i}%0athalweg_up%200")
+    assert names() == before
+
+
+def test_request_ids_are_plain(server: Target) -> None:
+    for bad in (b"a b", b"a\tb", b'a"b', b"a" * 129, b"a\xc3\xa4", b"a%0d%0aSet-Cookie:x"):
+        ask = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: " + bad + b"\r\nConnection: close\r\n\r\n"
+        answer, _ = server.raw(ask)
+        assert answer.startswith(b"HTTP/1.1 200 ") and bad not in answer
+    assert (
+        server.raw(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: a.b-c/1\r\nConnection: close\r\n\r\n")[0].count(
+            b"a.b-c/1"
+        )
+        == 1
+    )
+
+
+# ---- browsers ----
+
+
+def test_pages_of_other_sites_may_not_send(server: Target) -> None:
+    foreign = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
+    answer = server.post("/v1/completions", SHORT, **foreign)
+    assert answer.status_code == 403 and error(answer)["code"] == "cross_site"
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    asked = httpx.options(server.url + "/v1/completions", headers={**foreign, "Access-Control-Request-Method": "POST"})
+    assert asked.status_code >= 400 and not [name for name in asked.headers if name.startswith("access-control")]
+    assert server.post("/v1/completions", SHORT, **{"Sec-Fetch-Site": "same-origin"}).status_code == 200
+    policy = httpx.get(server.url + "/").headers["Content-Security-Policy"]
+    assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
+    with serving(fake_app(FakeFront(), ServerOptions(cors_origins=("https://evil.example",)))) as url:
+        assert httpx.post(url + "/v1/completions", json=SHORT, headers=foreign).status_code == 200
+
+
+# ---- without the server ----
+
+
+def test_what_a_killed_front_leaves_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "import sys, time\nfrom thalweg.engine.nest import nest\nwith nest() as folder:\n print(folder, flush=True)\n time.sleep(60)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    held = []
+    for _ in range(2):
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+        assert child.stdout is not None
+        held.append((child, Path(child.stdout.readline().strip())))
+    (dead, left), (alive, used) = held
+    dead.send_signal(signal.SIGKILL)
+    dead.wait()
+    try:
+        for folder in (left, used):
+            os.utime(folder, (time.time() - 2 * nest.YOUNG,) * 2)
+        (tmp_path / "thalweg-other").mkdir()
+        with nest.nest() as fresh:
+            assert not left.exists() and used.exists() and Path(fresh).exists()
+        assert not Path(fresh).exists() and (tmp_path / "thalweg-other").exists()
+    finally:
+        alive.kill()
+        alive.wait()
+
+
+def test_grammars_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    go = threading.Event()
+    seen: list[str] = []
+
+    def verdict(grammar: Grammar) -> str:
+        seen.append(grammar.source)
+        go.wait(10)
+        return "is wrong" if grammar.source == "0" else ""
+
+    monkeypatch.setattr(examiner, "_verdict", verdict)
+
+    async def crowd() -> None:
+        desk = Examiner()
+        tasks = [
+            asyncio.create_task(desk.check(Grammar("regex", str(i % examiner.WAITING))))
+            for i in range(2 * examiner.WAITING)
+        ]
+        await asyncio.sleep(0.05)
+        with pytest.raises(Overloaded):
+            await desk.check(Grammar("regex", "one more"))
+        tasks[3].cancel()  # others wait for the same
+        go.set()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(one) for one in done if one is not None] == [
+            InvalidRequest,
+            asyncio.CancelledError,
+            InvalidRequest,
+        ]
+        with pytest.raises(InvalidRequest):
+            await desk.check(Grammar("regex", "0"))
+
+    asyncio.run(crowd())
+    assert len(seen) == examiner.WAITING, "each is looked at once"
+
+
+def test_a_long_native_stream_does_not_grow_as_the_square_of_its_length() -> None:
+    class Piece:
+        text, ids, finish, stop, logprobs, prompt_logprobs = " a", (5,), None, None, (), ()
+        prompt_tokens = cached_tokens = completion_tokens = 1
+
+    class Job:
+        prompts, rids, started = ([5],), ("r",), 0.0
+
+    class Desk:
+        front = FakeFront()
+
+    maker: Any = native._Maker(Desk, GenerateRequest(text="x"), Job, 0)  # type: ignore[arg-type]
+    entries = events = 0
+    for _ in range(50_000):
+        maker.add(Piece)
+        if maker.due(Piece):
+            events += 1
+            entries += len(maker.event(Piece)["output_ids"])
+    assert native.SHORT < events < native.SHORT + 1000
+    assert entries < 30_000_000, "an event a token would make 1,250,000,000"

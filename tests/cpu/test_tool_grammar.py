@@ -1,0 +1,97 @@
+"""Forced tool calls without a model: whatever a grammar lets through, written at random, is a call that the parser reads and the schema allows."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from thalweg.core.grammar import Grammar
+from thalweg.text.grammar import Compiler, Matcher
+from thalweg.text.parser import TOOL_FORMATS, parse
+from thalweg.text.tokenizer import Tokenizer
+from thalweg.text.tool_grammar import Tools, tool_grammar
+
+TOKENIZER = Tokenizer(Path(__file__).resolve().parents[2] / "models" / "tiny")
+COMPILER = Compiler(TOKENIZER, TOKENIZER.vocab_size, TOKENIZER.eos_ids)
+MEMBERS: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"type": "string", "maxLength": 3},
+    {"type": "string", "pattern": "^[a-c<]{1,3}$"},
+    {"type": ["string", "null"]},
+    {"type": "integer", "minimum": -5, "maximum": 99},
+    {"type": "boolean"},
+    {"enum": ["a", "<", 1, None]},
+    {"enum": ["two words", "<b>"]},
+    {"const": "</think>"},
+    {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "integer", "minimum": 0, "maximum": 5}]},
+    {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    {"type": "object", "properties": {"a<b": {"type": "boolean"}}, "required": ["a<b"], "additionalProperties": False},
+]
+
+
+def parameters(rng: random.Random) -> dict[str, Any]:
+    names = rng.sample(["a", "name", "größe", "x y", 'qu"ote', "a.b-c"], rng.randint(0, 4))
+    schema: dict[str, Any] = {"type": "object", "properties": {name: rng.choice(MEMBERS) for name in names}}
+    schema["required"] = [name for name in names if rng.random() < 0.6]
+    return schema | rng.choice([{}, {"additionalProperties": False}, {"additionalProperties": {"type": "boolean"}}])
+
+
+def write(matcher: Matcher, rng: random.Random, most: int = 400) -> str | None:
+    """An output, each token at random among those that the mask allows; None when it is not complete after `most` tokens."""
+    ids: list[int] = []
+    bits = np.zeros((1, (TOKENIZER.vocab_size + 31) // 32), np.int32)
+    for _ in range(most):
+        bits[:] = 0
+        COMPILER.fill([(matcher, 0)], bits)
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+        assert allowed, "nothing may come next, and the output is not complete"
+        ends = set(TOKENIZER.eos_ids) & set(allowed)
+        if ends and (len(allowed) == len(ends) or rng.random() < 0.7):
+            return TOKENIZER.decode(ids, False)
+        closing = [i for i in allowed if set(b'"<') & set(TOKENIZER.token_bytes(i))]  # or a string would go on for long
+        ids.append(rng.choice(closing if closing and rng.random() < 0.35 else [i for i in allowed if i not in ends]))
+        matcher.accept(ids[-1:])
+        assert not matcher.error, matcher.error
+    return None
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+@pytest.mark.parametrize("mark_id", [TOKENIZER.mark_id, lambda text: None], ids=["marks are tokens", "marks are text"])
+def test_whatever_a_grammar_lets_through_is_a_valid_call(form: str, mark_id: Callable[[str], int | None]) -> None:
+    rng = random.Random(11)
+    complete = 0
+    for i in range(25):
+        tools = [{"name": "f", "parameters": parameters(rng)}, {"name": "ns.g-1"}]
+        source = tool_grammar(form, Tools(tools, True, i % 3 > 0, mark_id))
+        text = write(COMPILER.compile(Grammar("lark", source)), rng)
+        if text is None:
+            continue
+        complete += 1
+        message = parse(text, None, form, functions=tools)
+        assert message.content is None and message.calls and (len(message.calls) == 1 or i % 3 == 0), text
+        for call in message.calls:
+            wanted = tools[0]["parameters"] if call.name == "f" else {"maxProperties": 0}
+            jsonschema.Draft202012Validator(wanted).validate(json.loads(call.arguments))
+    assert complete > 15
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("choice", '["<think>", "</think> so"]'),
+        Grammar("json_schema", '{"enum": ["｜DSML｜", "<｜tool▁calls▁begin｜>"]}'),
+        Grammar("regex", "<｜DSML｜invoke>"),
+    ],
+    ids=lambda grammar: grammar.kind,
+)
+def test_a_value_that_spells_a_mark_is_text_and_not_the_token(grammar: Grammar) -> None:
+    for seed in range(6):
+        text = write(COMPILER.compile(grammar), random.Random(seed))
+        assert text and text.strip('"') in grammar.source

@@ -1,0 +1,93 @@
+"""An engine process that stops, is asked for a recording, and dies, and what the server says of it meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from tests.cpu.fakes import DEEPSEEK_V32
+from tests.cpu.test_front import MODEL, SETTINGS, collect, eventually, run
+from thalweg.config.server import ServerOptions
+from thalweg.core.errors import EngineDead
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.front import Front
+from thalweg.engine.recording import read
+from thalweg.server.app import build
+from thalweg.text.tokenizer import Tokenizer
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+LONG = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)
+TIMEOUT = 1.0
+
+
+def test_health_says_when_an_engine_makes_no_step_and_when_it_goes_on(tmp_path: Path) -> None:
+    """One engine, four fates: idle for longer than the timeout, stopped, asked for a recording, dead of what it was sent."""
+    folder = tmp_path / "new" / "dumps"
+    settings = msgspec.structs.replace(SETTINGS, crash_dump_folder=str(folder), watchdog_timeout=TIMEOUT)
+
+    def dumps() -> list[Path]:
+        return sorted(folder.glob("*.jsonl"))
+
+    async def test() -> None:
+        front = Front(settings, Tokenizer(MODEL))
+        app = build(front, ServerOptions(), DEEPSEEK_V32, path="models/tiny")
+        await front.start()
+        try:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as api:
+                first = await collect(front, [0, 30, 31, 32], GREEDY)
+                front.record()
+                await eventually(lambda: len(dumps()) == 1)
+                await stopped(front, api)
+                assert front._socket is not None
+                front._socket.send(b"no message")  # what no front sends
+                await eventually(lambda: front.restarts == 1 and front.state == "ready", 60)
+        finally:
+            await front.close()
+        asked, *_, died = map(read, dumps())
+        out = [token for step in asked.steps for output in step.outputs or () for token in output.tokens]
+        assert asked.head.reason == "asked for by a signal" and out == [t for piece in first for t in piece.ids]
+        assert died.head.reason.startswith("the engine died: ") and "msgspec.ValidationError" in died.head.error
+
+    run(test)
+
+
+async def stopped(front: Front, api: httpx.AsyncClient) -> None:
+    """SIGSTOP while a request runs, SIGCONT once the server has seen it."""
+    assert front.ready is not None
+    await asyncio.sleep(1.5 * TIMEOUT)
+    assert (await api.get("/health")).status_code == 200, "nothing waits for an idle engine"
+    running = asyncio.create_task(collect(front, list(range(20, 50)), LONG))
+    await eventually(lambda: front.stats.running > 0)
+    os.kill(front.ready.pid, signal.SIGSTOP)
+    try:
+        assert (await api.get("/health")).status_code == 200
+        await eventually(lambda: front.state == "wedged", 10 * TIMEOUT)
+        health = await api.get("/health")
+        assert health.status_code == 503 and health.headers["Retry-After"]
+        assert (
+            health.json()["status"] == "wedged" and "no step for 1 s while 1 sequences wait" in health.json()["reason"]
+        )
+        with pytest.raises(EngineDead, match="no step"):
+            await collect(front, [20, 21], GREEDY)
+        assert (await api.get("/ready")).status_code == 503
+        assert not running.done()
+    finally:
+        os.kill(front.ready.pid, signal.SIGCONT)
+    await eventually(lambda: front.state == "ready")
+    assert (await api.get("/health")).json() == {"status": "ready", "reason": ""}
+    pieces = await running
+    assert pieces[-1].finish == "length" and sum(len(piece.ids) for piece in pieces) == LONG.max_tokens
+
+
+def test_without_a_folder_the_signal_is_answered_by_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        Front(SETTINGS, Tokenizer(MODEL)).record()
+
+    run(test)
+    assert "--crash-dump-folder" in caplog.text

@@ -1,0 +1,179 @@
+"""What the cache keeps of an answer, against what the next turn's prompt really begins with, for each encoder and way to end a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thalweg.core.keep import WHOLE, Keep
+from thalweg.text import history
+from thalweg.text.chat import OWN, Chat, Formats, OwnEncoder, TemplateEncoder
+from thalweg.text.history import CALL_MARKS, History
+from thalweg.text.parser import TOOL_FORMATS, opens_thought
+from thalweg.text.template import Template
+from thalweg.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(Path(__file__).resolve().parents[2] / "models" / "tiny")
+EOS = "<｜end▁of▁sentence｜>"
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+CALLS = [{"id": "call1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+THOUGHT, ANSWER = "I must think about this.", "The answer is 42."
+
+# As Qwen3's: thoughts since the last question are rendered, and an answer without thinking follows an empty thought that is left out later.
+QWENISH = """\
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- '<｜Assistant｜>' }}
+{%- if loop.index0 > ns.last and m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}
+{{- m.content }}
+{%- for call in m.tool_calls or [] %}{{ '<｜tool▁calls▁begin｜>' + call.function.name + '<｜tool▁calls▁end｜>' }}{% endfor %}
+{{- '<｜end▁of▁sentence｜>' }}
+{%- else %}{{ '<｜User｜>' + m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜>' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}{% endif %}"""
+KEEPS_ALL = QWENISH.replace("loop.index0 > ns.last and ", "")
+
+
+def chat(name: str, strip: bool | None = None) -> Chat:
+    if name in OWN:
+        return Chat(OwnEncoder(name), OWN[name].formats, "", strip)
+    source = {"qwenish": QWENISH, "keeps-all": KEEPS_ALL}[name]
+    return Chat(TemplateEncoder({"default": Template(source, {})}), Formats("qwen3", "deepseekv31"), "", strip)
+
+
+def talk(turns: int) -> list[dict[str, Any]]:
+    """A conversation that ends with a question, or with a tool's result."""
+    asked = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is it?"}]
+    said = {"role": "assistant", "content": "It is so.", "reasoning_content": "Hm."}
+    return [*asked, *[said, {"role": "user", "content": "And that?"}] * turns]
+
+
+def called(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    call = {"role": "assistant", "content": "", "reasoning_content": "I call.", "tool_calls": CALLS}
+    return [*messages, call, {"role": "tool", "content": "43", "tool_call_id": "call1"}]
+
+
+def shared(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.parametrize("calls", [False, True])
+@pytest.mark.parametrize("after_tool", [False, True])
+@pytest.mark.parametrize("turns", [0, 2])
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("name", [*OWN, "qwenish", "keeps-all"])
+def test_what_is_kept_is_what_the_next_turn_begins_with(
+    name: str, thinking: bool, turns: int, after_tool: bool, calls: bool
+) -> None:
+    """The output is written as the model would write it; the next prompt is rendered, and both are compared token by token."""
+    found = chat(name)
+    tools = TOOLS if found.encoder.renders_tools or name not in OWN else None
+    arguments = {"thinking": thinking}
+    messages = called(talk(turns)) if after_tool else talk(turns)
+    prompt = found.encoder.encode(messages, tools, template_kwargs=arguments)
+    keep = History(found, TOKENIZER.mark_id).keep(prompt, arguments, bool(tools))
+    inside = opens_thought(prompt)
+    thinks = inside or (found.formats.reasoning is not None and thinking and not prompt.rstrip().endswith("</think>"))
+    thought = THOUGHT if thinks else ""
+    answer: dict[str, Any] = {"role": "assistant", "content": "" if calls else ANSWER, "reasoning_content": thought}
+    if calls:
+        answer["tool_calls"] = CALLS
+        then = [answer, {"role": "tool", "content": "44", "tool_call_id": "call1"}]
+    else:
+        then = [answer, {"role": "user", "content": "Why?"}]
+    following = found.encoder.encode([*messages, *then], tools, template_kwargs=arguments)
+    body = ANSWER if not calls else following[following.rindex(mark(name)) : following.rindex(EOS)]
+    output = ("" if inside or not thinks else "<think>") + (f"{THOUGHT}</think>" if thinks else "") + body + EOS
+    asked, out, after = TOKENIZER.encode(prompt), TOKENIZER.encode(output, False), TOKENIZER.encode(following)
+    common = shared([*asked, *out], after)
+    if keep.drops(out, ended=True):
+        assert common <= len(asked), (
+            f"dropped, although the next turn renders {common - len(asked)} tokens of the output again"
+        )
+    elif thinks or calls:
+        assert common == len(asked) + len(out), (
+            f"kept, although the next turn renders {common} of {len(asked)} + {len(out)}"
+        )
+
+
+def mark(name: str) -> str:
+    return CALL_MARKS[chat(name).formats.tools or ""].replace("｜DSML｜", "\n\n<｜DSML｜function_calls")
+
+
+def test_every_tool_format_has_its_mark() -> None:
+    assert set(CALL_MARKS) == set(TOOL_FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("name", "strip", "strips", "keep"),
+    [
+        ("deepseek-v32", None, True, Keep(False, calls=2047)),
+        ("deepseek-v32", True, True, Keep(False, calls=2047)),
+        ("deepseek-v32", False, False, WHOLE),
+        ("deepseek-v31", None, True, Keep(False)),
+        ("deepseek-r1", None, True, Keep(False)),
+        ("deepseek-r1-0528", None, True, Keep(False, opens=2030)),
+        ("deepseek-v3", None, False, WHOLE),
+        ("deepseek-v3", True, False, WHOLE),
+        ("qwenish", None, True, Keep(False, opens=2030, calls=2038)),
+        ("keeps-all", None, False, WHOLE),
+        ("keeps-all", True, True, Keep(False, opens=2030, calls=2038)),
+    ],
+)
+def test_the_wish_and_the_template(name: str, strip: bool | None, strips: bool, keep: Keep) -> None:
+    found = chat(name, strip)
+    memory = History(found, TOKENIZER.mark_id)
+    prompt = found.encoder.encode(talk(0), template_kwargs={"thinking": True})
+    assert (memory.strips, memory.keep(prompt, {"thinking": True}, True)) == (strips, keep)
+    assert memory.keep(prompt, {"thinking": True}, False).calls == -1, "without tools nothing is called"
+
+
+def test_an_answer_without_a_thought_stays_where_the_template_keeps_its_prompt() -> None:
+    found = chat("deepseek-v32")
+    prompt = found.encoder.encode(talk(0), template_kwargs={})
+    assert History(found, TOKENIZER.mark_id).keep(prompt, {}, True) == WHOLE
+    found = chat("qwenish")
+    prompt = found.encoder.encode(talk(0), template_kwargs={"enable_thinking": False})
+    assert History(found, TOKENIZER.mark_id).keep(prompt, {"enable_thinking": False}, True).thoughts is False
+
+
+def test_what_drops() -> None:
+    assert not WHOLE.drops((1, 2), ended=True) and not Keep(False).drops((), ended=True)
+    assert Keep(False).drops((1,), ended=False) and Keep(False).drops((1,), ended=True)
+    opens = Keep(False, opens=5)
+    assert opens.drops((5, 1), ended=False) and not opens.drops((1, 5), ended=False)
+    calls = Keep(False, calls=6)
+    assert calls.drops((1, 6), ended=False), "not before the end: the answer may still be cut off"
+    assert not calls.drops((1, 6, 2), ended=True) and calls.drops((1, 2), ended=True)
+
+
+def test_a_template_is_asked_once_for_each_set_of_arguments_and_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "KNOWN", 2)
+    found, renders = chat("qwenish"), []
+    monkeypatch.setattr(Template, "render", counted(Template.render, renders))
+    memory = History(found, TOKENIZER.mark_id)
+    for arguments, new in (({}, True), ({}, False), ({"x": [1]}, True), ({"x": object}, True), ({}, True)):
+        before = len(renders)
+        memory.keep("<｜Assistant｜>", arguments, True)
+        assert (len(renders) > before) == new
+    assert len(memory._habits) == 2
+
+
+def counted(real: Any, calls: list[int]) -> Any:
+    def render(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        return real(*args, **named)
+
+    return render
+
+
+def test_a_template_that_refuses_results_is_never_asked_to_render_one() -> None:
+    refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}<think>"
+    found = Chat(TemplateEncoder({"default": Template(refuses, {})}), Formats("deepseek-r1", "deepseekv31"), "")
+    assert History(found, TOKENIZER.mark_id).keep("q<think>", {}, True) == Keep(False)

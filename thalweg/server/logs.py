@@ -1,0 +1,108 @@
+"""One line in the log for each request, when it has ended: `--log-requests`. What was asked and answered is in it on wish only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from thalweg.core.logs import fields
+from thalweg.server.account import Account
+from thalweg.server.contract import Piece, Tokenizer
+
+log = logging.getLogger("thalweg.requests")
+LONGEST_PATH = 200  # characters of a path that are logged
+SOME_TEXT = 2048  # characters of a prompt and of an output that level 2 logs
+ALL_TEXT = 1 << 62
+SOME = 16  # ids, parameters and texts of one request that are logged below level 3: who sends thousands of prompts fills no disk
+
+Take = Callable[[int, Piece], Awaitable[None]]
+
+
+class NoLog:
+    """Without `--log-requests`."""
+
+    def listen(self, account: Account, take: Take) -> Take:
+        return take
+
+    def tell(self, account: Account) -> None:
+        """Says nothing."""
+
+
+class RequestLog:
+    """Writes the lines. level, as SGLang counts: 0 ids, times and counts; 1 the sampling parameters too; 2 the first 2,048 characters of
+    the first 16 prompts and outputs too; 3 all of them. quiet: paths whose good answers are logged as "debug" only."""
+
+    def __init__(self, level: int, tokenizer: Tokenizer, quiet: frozenset[str]) -> None:
+        self._tokenizer, self._quiet = tokenizer, quiet
+        self._shows_params, self._text = level >= 1, (0, 0, SOME_TEXT, ALL_TEXT)[level]
+        self._many = SOME if level < 3 else None
+
+    def listen(self, account: Account, take: Take) -> Take:
+        """`take`, which keeps the text that it is given, where text is logged."""
+        if not self._text:
+            return take
+        choices = range(sum(params.n for params in account.params))
+        room = dict.fromkeys(choices[: self._many], self._text)
+
+        async def heard(choice: int, piece: Piece) -> None:
+            if piece.text and room.get(choice):
+                part = piece.text[: room[choice]]
+                room[choice] -= len(part)
+                account.outputs.setdefault(choice, []).append(part)
+            await take(choice, piece)
+
+        return heard
+
+    def tell(self, account: Account) -> None:
+        level = logging.DEBUG if account.path in self._quiet and account.status < 400 else logging.INFO
+        if log.isEnabledFor(level):
+            log.log(level, "request", extra=fields(**self._facts(account)))
+
+    def _facts(self, account: Account) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "id": account.id,
+            "key": account.key or None,
+            "method": account.method[:16],
+            "path": account.path[:LONGEST_PATH],
+            "status": account.status,
+            "error": account.error or None,
+            "gone": account.gone or None,
+            "trace": account.trace or None,
+        }
+        if account.submitted:
+            facts |= self._work(account)
+        return facts | {"e2e": _seconds(account.ended - account.began)}
+
+    def _work(self, account: Account) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "rid": None if set(account.rids) == {account.id} else list(account.rids[: self._many]),
+            "model": account.model,
+            "stream": account.stream,
+            "prompt_tokens": account.prompt_tokens,
+            "cached_tokens": account.cached_tokens,
+            "output_tokens": account.output_tokens,
+            "finish": ",".join(dict.fromkeys(account.finishes)),
+            "choices": len(account.finishes),
+            "preemptions": account.preemptions or None,
+            "queued": _seconds(account.queued),
+            "ttft": _seconds(account.ttft),
+        }
+        if self._shows_params:
+            facts["params"] = [
+                msgspec.to_builtins(params) for params in list(dict.fromkeys(account.params))[: self._many]
+            ]
+        if self._text:
+            facts["prompts"] = [self._read(prompt) for prompt in account.prompts[: self._many]]
+            facts["outputs"] = ["".join(account.outputs.get(i, ())) for i in range(len(account.finishes))[: self._many]]
+        return facts
+
+    def _read(self, prompt: Any) -> str:
+        """The text of a prompt: a token is a character at least, but for the halves of some."""
+        return self._tokenizer.decode(prompt[: self._text], skip_special_tokens=False)[: self._text]
+
+
+def _seconds(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

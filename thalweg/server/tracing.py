@@ -1,0 +1,173 @@
+"""OpenTelemetry traces, sent over OTLP/HTTP: `--otlp-traces-endpoint`. Each request for text becomes one trace, or a part of the trace whose
+`traceparent` (W3C) it brought. Its spans are made when it has ended, with the times that its account holds, so nothing is traced while it runs:
+
+    POST /v1/chat/completions          server; from the headers to the end of the answer
+      chat tiny                        OpenTelemetry's conventions for generative AI; events first_token, last_token
+        queue, prefill, decode         what its time went into
+
+This is the only file that knows OpenTelemetry, which is installed by `pip install 'thalweg[otel]'`."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from thalweg import __version__
+from thalweg.core.errors import CannotServe
+from thalweg.server.account import Account
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Span
+
+OPERATIONS = {  # by route, as the conventions name them
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+    "/generate": "text_completion",
+}
+LAST_WORDS = 2.0  # seconds
+MAX_FINISHES = 128  # of one request, in its trace
+Attributes = dict[str, Any]
+
+
+class NoTraces:
+    """Without `--otlp-traces-endpoint`."""
+
+    def tell(self, account: Account) -> None:
+        """Sends nothing."""
+
+    def close(self) -> None:
+        """There is nothing to send."""
+
+
+class Traces:
+    """Makes spans of accounts and gives them to a processor, which sends them on a thread of its own."""
+
+    def __init__(self, processor: SpanProcessor) -> None:
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        ours = Resource.create({"service.name": "thalweg", "service.version": __version__})
+        resource = ours.merge(OTELResourceDetector().detect())  # OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME win
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("thalweg", __version__)
+        self._context_of = TraceContextTextMapPropagator().extract
+
+    def tell(self, account: Account) -> None:
+        if account.path not in OPERATIONS:
+            return
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        name = f"{account.method} {account.path}"
+        parent = self._context_of(account.headers)
+        span = self._span(name, account.began, parent, SpanKind.SERVER, _http(account))
+        account.trace = f"{span.get_span_context().trace_id:032x}"
+        if account.submitted and span.is_recording():
+            self._generation(account, _within(span))
+        if account.status >= 500 or account.error and account.submitted:
+            span.set_status(Status(StatusCode.ERROR, account.error))
+        span.end(_nanoseconds(account.ended))
+
+    def close(self) -> None:
+        """Sends what is left, for LAST_WORDS at most: a collector that does not answer holds up nobody's end."""
+        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(LAST_WORDS)
+
+    def _generation(self, account: Account, parent: Context) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        end = account.last or account.ended
+        name = f"{OPERATIONS[account.path]} {account.model}"
+        span = self._span(name, account.submitted, parent, SpanKind.INTERNAL, _gen_ai(account))
+        inside = _within(span)
+        phases = ("queue", account.submitted, account.admitted), ("prefill", account.admitted, account.first)
+        for phase, began, ended in (*phases, ("decode", account.first, account.last)):
+            if began and ended:  # the admission is by the engine's reading of the same clock
+                self._span(phase, began, inside, SpanKind.INTERNAL, {}).end(_nanoseconds(max(began, ended)))
+        if account.first:
+            span.add_event("first_token", timestamp=_nanoseconds(account.first))
+            span.add_event("last_token", timestamp=_nanoseconds(account.last))
+        if account.error:
+            span.set_status(Status(StatusCode.ERROR, account.error))
+        span.end(_nanoseconds(end))
+
+    def _span(self, name: str, began: float, parent: Context, kind: Any, attributes: Attributes) -> Span:
+        given = {key: value for key, value in attributes.items() if value is not None}
+        return self._tracer.start_span(name, parent, kind, given, start_time=_nanoseconds(began))
+
+
+def traces_to(endpoint: str) -> Traces:
+    """Traces that go to a collector. endpoint: its address, to which OTLP's own path is added where it has none.
+
+    Raises CannotServe when OpenTelemetry is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as missing:
+        raise CannotServe(
+            f"otlp_traces_endpoint: needs OpenTelemetry, and {missing.name} is not installed: pip install 'thalweg[otel]'"
+        ) from missing
+    path = urlsplit(endpoint).path
+    address = endpoint if path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
+    return Traces(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
+
+
+def _http(account: Account) -> Attributes:
+    return {
+        "http.request.method": account.method,
+        "http.route": account.path,
+        "url.path": account.path,
+        "http.response.status_code": account.status,
+        "error.type": account.error or (str(account.status) if account.status >= 500 else None),
+        "thalweg.request.id": account.id,
+        "thalweg.client_disconnected": account.gone or None,
+    }
+
+
+def _gen_ai(account: Account) -> Attributes:
+    """Of several prompts in one request, the first one's parameters stand for all."""
+    params = account.params[0]
+    return {
+        "gen_ai.operation.name": OPERATIONS[account.path],
+        "gen_ai.provider.name": "thalweg",
+        "gen_ai.request.id": account.rids[0],
+        "gen_ai.request.model": account.model,
+        "gen_ai.response.model": account.model,
+        "gen_ai.request.stream": account.stream,
+        "gen_ai.request.choice.count": len(account.finishes) if len(account.finishes) > 1 else None,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k or None,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+        "gen_ai.request.presence_penalty": params.presence_penalty or None,
+        "gen_ai.response.finish_reasons": account.finishes[:MAX_FINISHES],
+        "gen_ai.usage.input_tokens": account.prompt_tokens,
+        "gen_ai.usage.output_tokens": account.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": account.cached_tokens,
+        "gen_ai.response.time_to_first_chunk": account.ttft if account.stream else None,
+        "gen_ai.latency.time_in_queue": account.queued,
+        "gen_ai.latency.time_to_first_token": account.ttft,
+        "gen_ai.latency.e2e": (account.last or account.ended) - account.began,
+        "error.type": account.error or None,
+        "thalweg.preemptions": account.preemptions or None,
+    }
+
+
+def _within(span: Span) -> Context:
+    from opentelemetry.trace import set_span_in_context
+
+    return set_span_in_context(span)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
