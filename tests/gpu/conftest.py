@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
+
+if importlib.util.find_spec("triton") is None:  # they import kernels; test_device.py says that there is no GPU
+    collect_ignore = ["test_attention.py", "test_engine.py", "test_models.py", "test_moe.py"]
 
 
 @pytest.fixture(autouse=True, scope="session")
