@@ -392,9 +392,8 @@ def test_too_many_requests_are_a_429() -> None:
             answer = api.post("/v1/completions", json=body)
             assert answer.status_code == 429 and answer.headers["Retry-After"] == "7"
             assert answer.json()["error"]["type"] == "rate_limit_error"
-            assert (
-                api.get("/health").status_code == 200 and api.post("/tokenize", json={"prompt": "x"}).status_code == 200
-            )
+            assert api.post("/tokenize", json={"prompt": "x"}).status_code == 429  # long texts are work, too
+            assert api.get("/health").status_code == 200
         eventually(lambda: front.running == 0)
         assert api.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
         front.full = True
