@@ -11,12 +11,14 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.config.model import ModelFacts, facts_of
+from thalweg.core.kernels import KernelChoice
 from thalweg.layers.kernel_parts import KernelParts
 from thalweg.layers.parts import ReferenceParts
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.weights.stream import fill_dummy
 
+KERNELS = KernelChoice(decode="triton", prefill="triton")
 COMMON: dict[str, Any] = {
     "vocab_size": 1024,
     "rms_norm_eps": 1e-6,
@@ -69,7 +71,7 @@ def folder(shape: str, path: Path) -> Path:
 def pair(shape: str, device: torch.device) -> tuple[Any, Any]:
     """(reference in float32, kernels in bf16) with the same random weights."""
     of = facts(shape)
-    kernels = catalog.assemble(of, KernelParts(torch.bfloat16, device, of.fp8_block is not None))
+    kernels = catalog.assemble(of, KernelParts(torch.bfloat16, device, KERNELS, of.fp8_block is not None))
     reference = catalog.assemble(of, ReferenceParts(torch.float32, device))
     assert isinstance(kernels, torch.nn.Module) and isinstance(reference, torch.nn.Module)
     fill_dummy(kernels)

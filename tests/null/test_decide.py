@@ -170,7 +170,7 @@ H100 = machine(gpus=("NVIDIA H100 80GB HBM3",), gpu_free=80 * GB)
 
 def test_a_gpu_is_used_where_there_is_one() -> None:
     found, why = run(on=H100)
-    assert (found.device, found.attention, found.dtype) == ("cuda", "triton", "bfloat16")
+    assert (found.device, found.kernels.decode, found.dtype) == ("cuda", "triton", "bfloat16")
     assert (found.depth, found.slots, found.budget) == (2, gpu(H100).slots, gpu(H100).budget)
     assert "NVIDIA H100" in why["device"].reason
     assert found.graphs == buckets(found.slots)
@@ -181,12 +181,12 @@ def test_a_gpu_is_used_where_there_is_one() -> None:
 def test_a_gpu_that_is_not_there_or_not_wanted() -> None:
     assert "driver shows no NVIDIA GPU" in refusal(device="cuda")
     found, _ = run(on=H100, device="cpu")
-    assert (found.device, found.attention, found.graphs) == ("cpu", "reference", ())
+    assert (found.device, found.kernels.decode, found.graphs) == ("cpu", "reference", ())
 
 
 def test_the_reference_runs_on_a_gpu_without_graphs() -> None:
     found, why = run(on=H100, attention_backend="reference")
-    assert found.attention == "reference" and found.graphs == () and why["cuda_graph"].value is False
+    assert found.kernels.decode == "reference" and found.graphs == () and why["cuda_graph"].value is False
     assert run(on=H100, cuda_graph=False)[0].graphs == ()
 
 

@@ -16,6 +16,7 @@ from thalweg.cache.books import Books
 from thalweg.cache.radix import NoTree, RadixTree
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.core.errors import CheckpointError
+from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import MAX_EOS_IDS
 from thalweg.engine.gpu import GpuWorker
@@ -45,7 +46,7 @@ def build_runner(settings: EngineSettings, facts: ModelFacts) -> Runner:
     torch.set_num_threads(settings.threads)
     device = torch.device(settings.device)
     model = catalog.assemble(
-        facts, parts(settings.device, settings.attention, settings.dtype, facts.fp8_block is not None)
+        facts, parts(settings.device, settings.kernels, settings.dtype, facts.fp8_block is not None)
     )
     load_weights(model, settings)
     planes = Planes(model.planes(), settings.pages + 1, device)
@@ -57,13 +58,13 @@ def build_runner(settings: EngineSettings, facts: ModelFacts) -> Runner:
     return Runner(model, steps, planes, Slots(settings.slots, settings.context, device))
 
 
-def parts(device: str, attention: str, dtype: str, fp8: bool) -> Parts:
+def parts(device: str, kernels: KernelChoice, dtype: str, fp8: bool) -> Parts:
     """What a model is made of. fp8: whether its weights stay in FP8 blocks, which the kernels of a GPU compute with."""
-    if attention == "reference":
+    if kernels.decode == "reference":
         return ReferenceParts(DTYPES[dtype], torch.device(device))
     from thalweg.layers.kernel_parts import KernelParts  # needs Triton, which a CPU installation does not have
 
-    return KernelParts(DTYPES[dtype], torch.device(device), fp8)
+    return KernelParts(DTYPES[dtype], torch.device(device), kernels, fp8)
 
 
 def _recorded(settings: EngineSettings, runner: Runner) -> Runner:

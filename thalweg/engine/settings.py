@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from thalweg.core.kernels import KernelChoice
+
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """path: checkpoint folder. dtype: "float32" or "bfloat16". device: "cpu" or "cuda". attention: name of the backend; "reference" is
-    plain torch on any device. graphs: rows of the decode steps that are recorded as CUDA graphs. load_format: "auto" (safetensors) or
+    """path: checkpoint folder. dtype: "float32" or "bfloat16". device: "cpu" or "cuda". kernels: what the model
+    runs on. graphs: rows of the decode steps that are recorded as CUDA graphs. load_format: "auto" (safetensors) or
     "dummy". threads: of torch's CPU pool. depth: steps in flight at most (1 synchronous, 2 overlap). pages: pages of the cache, the null page
     not counted. slots: running requests at most. budget: tokens a step. context: longest sequence in tokens. policy: "fcfs", "lpm" or
     "priority". eos_ids: tokens that end a sequence. seed: of the seeds drawn for requests that name none. queue: requests waiting at most, 0 =
@@ -18,7 +20,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     dtype: str = "float32"
     device: str = "cpu"
-    attention: str = "reference"
+    kernels: KernelChoice = KernelChoice()
     graphs: tuple[int, ...] = ()
     load_format: str = "auto"
     threads: int = 1

@@ -12,6 +12,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.options import Config
 from thalweg.core.errors import CannotServe
 from thalweg.core.fit import choose
+from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE
 from thalweg.launch.backends import ATTENTION, attention_need
 from thalweg.launch.resolved import ASKED, AUTO, MODEL, Decision, Sizes, Value
@@ -98,7 +99,7 @@ class Decided:
     """The numbers of an engine: see `engine.settings.EngineSettings`, which has the same names."""
 
     device: str
-    attention: str
+    kernels: KernelChoice
     graphs: tuple[int, ...]
     dtype: str
     threads: int
@@ -126,9 +127,9 @@ class Ledger:
 
 
 def decide(
-    config: Config, facts: ModelFacts, machine: Machine, sizes_in: Callable[[str, str, str], Sizes], ledger: Ledger
+    config: Config, facts: ModelFacts, machine: Machine, sizes_in: Callable[[str, KernelChoice, str], Sizes], ledger: Ledger
 ) -> Decided:
-    """Decides, and notes each decision in the ledger. `sizes_in(device, attention, dtype)` measures the model as it would be loaded.
+    """Decides, and notes each decision in the ledger. `sizes_in(device, kernels, dtype)` measures the model as it would be loaded.
     Raises CannotServe."""
     for rule in RULES:
         if rule.when(config):
@@ -143,7 +144,8 @@ def decide(
         "attention_backend", attention_need(facts, device), ATTENTION, config.load.attention_backend or "auto"
     )
     note(backend.role, backend.name, backend.source, backend.reason)
-    dtype, sizes = _dtype(config, site, lambda dtype: sizes_in(device, backend.name, dtype), ledger)
+    kernels = KernelChoice(decode=backend.name, prefill=backend.name)
+    dtype, sizes = _dtype(config, site, lambda dtype: sizes_in(device, kernels, dtype), ledger)
     overlap = take("overlap_schedule", schedule.overlap_schedule, site.overlap, site.overlap_why)
     note("depth", 2 if overlap else 1, AUTO, "2 steps under way with overlap, else 1")
     slots = take("max_running_requests", schedule.max_running_requests, site.slots, site.slots_why)
@@ -160,7 +162,7 @@ def decide(
     drawn = secrets.randbits(62) if seed is None else seed
     note("random_seed", drawn, *_source(seed is not None, "drawn at start; give it to repeat a run"))
     depth = 2 if overlap else 1
-    return Decided(device, backend.name, graphs, dtype, threads, depth, slots, budget, context, pages, drawn, sizes)
+    return Decided(device, kernels, graphs, dtype, threads, depth, slots, budget, context, pages, drawn, sizes)
 
 
 def _device(config: Config, machine: Machine, ledger: Ledger) -> str:

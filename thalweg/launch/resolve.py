@@ -14,6 +14,7 @@ from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.config.options import Config
 from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest
+from thalweg.core.kernels import KernelChoice
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import parts
 from thalweg.engine.settings import EngineSettings
@@ -63,7 +64,7 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
         path=str(checkpoint.folder),
         dtype=found.dtype,
         device=found.device,
-        attention=found.attention,
+        kernels=found.kernels,
         graphs=found.graphs,
         load_format=config.load.load_format,
         threads=found.threads,
@@ -96,9 +97,9 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
     )
 
 
-def _measure(facts: ModelFacts, device: str, attention: str, dtype: str) -> Sizes:
+def _measure(facts: ModelFacts, device: str, kernels: KernelChoice, dtype: str) -> Sizes:
     """The model's sizes as this device would hold it."""
-    return measure(facts, parts("meta", attention, dtype, facts.fp8_block is not None and device == "cuda"))
+    return measure(facts, parts("meta", kernels, dtype, facts.fp8_block is not None and device == "cuda"))
 
 
 def _chat(config: Config, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:

@@ -9,8 +9,11 @@ import torch
 from thalweg.attention.context import Work
 from thalweg.config import model as config
 from thalweg.config.model import ModelFacts
+from thalweg.core.kernels import KernelChoice
 from thalweg.layers.fused import FusedEmbedding, FusedFp8Linear, FusedLinear, FusedMlp, FusedMoe, FusedNorm
-from thalweg.layers.paged import PagedGqa, PagedMla, PagedSteps
+from thalweg.layers.paged import PagedSteps
+from thalweg.layers.paged_gqa import PagedGqa
+from thalweg.layers.paged_mla import PagedMla
 from thalweg.memory.planes import PlaneSpec, vectors
 
 
@@ -20,6 +23,7 @@ class KernelParts:
 
     dtype: torch.dtype
     device: torch.device
+    choice: KernelChoice
     fp8: bool = False
     stacked_shared: bool = True
 

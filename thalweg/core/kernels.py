@@ -1,0 +1,20 @@
+"""Which kernels a model runs on: plain data that the resolver makes and the parts of a model are made by."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class KernelChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """decode, prefill: backends of attention; "reference" is plain torch on any device, and then all else is, too. moe, fp8_gemm: backends of
+    the experts and of products with FP8 weights. kv: type of the KV cache, a name in `memory.planes.CODECS`; "" is the model's. latent: whether
+    an MLA model keeps latents, which it attends to as they are; else it keeps decompressed keys and values. deterministic: whether a token's
+    bits depend on nothing but its own sequence."""
+
+    decode: str = "reference"
+    prefill: str = "reference"
+    moe: str = "triton"
+    fp8_gemm: str = "triton"
+    kv: str = ""
+    latent: bool = True
+    deterministic: bool = False
