@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install install-test serve test test-null check format soak bench docs clean
+.PHONY: help install install-test serve test test-null check format kernels sanitize soak bench docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,13 @@ check: install-test ## lint, format, strict types, layering
 format: install-test ## formats and fixes what a machine can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+kernels: install-test ## compiles every Triton kernel for sm_90, without a GPU (needs triton)
+	@$(BIN)/python -m tests.gpu.offline
+
+sanitize: ## compute-sanitizer over the kernels' small odd cases, on a GPU (PYTHON= one with torch for CUDA)
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest -q -x tests/cpu/test_kernels.py -k triton
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 9 $(PYTHON) -m pytest -q -x tests/cpu/test_kernels.py -k triton
 
 soak: install-test ## the long random drivers (minutes to hours)
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

@@ -139,6 +139,24 @@ examples:
     return 0
 
 
+def warmup(argv: Sequence[str]) -> int:
+    epilog = """\
+examples:
+  thalweg warmup org/name
+  thalweg warmup org/name --max-running-requests 128 --cache-dir /var/cache/thalweg
+
+Takes the flags of `thalweg serve`, so that what it compiles is what serve will run. Weights are not read: config.json is enough."""
+    parser = config_parser(
+        "thalweg warmup",
+        "Compiles ahead all kernels that serving with these flags needs, into a folder that stays.",
+        epilog,
+    )
+    config = _parse(parser, argv).config
+    from thalweg.launch.warmup import warmup as run
+
+    return run(config)
+
+
 def generate(argv: Sequence[str]) -> int:
     epilog = """\
 examples:
@@ -249,6 +267,7 @@ COMMANDS = {
     "chat": Command("talk to a model in this terminal", chat),
     "generate": Command("complete prompts in this process", generate),
     "plan": Command("what would be chosen for a model here, and why", plan),
+    "warmup": Command("compile ahead what serving with these flags needs", warmup),
     "render": Command("the exact prompt and token ids of a conversation", render),
     "parse": Command("what becomes of a model's raw output: reasoning, content, tool calls", parse),
     "bench": Command("measure speed: serve, one-batch", bench),

@@ -18,6 +18,7 @@ from thalweg.config.tree import config_of
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
+from thalweg.core.messages import StartProfile, StopProfile, UpdateWeights
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.assemble import Assembler, Piece
@@ -140,6 +141,19 @@ class LLM:
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, temperature=0.0)
         return [result.prompt_logprobs for result in self.generate(prompts, params, progress)]
 
+    def update_weights_from_disk(self, path: str, flush_cache: bool = True) -> str:
+        """Replaces the tensors that the checkpoint in this folder has, all of them or a few; says how many. flush_cache: also forget
+        what the old ones computed. Raises InvalidRequest for a folder that does not fit, and has changed nothing then."""
+        return self.engine.control(UpdateWeights(0, path, flush_cache))
+
+    def start_profile(self, folder: str, steps: int = 0, shapes: bool = False, stacks: bool = False) -> str:
+        """Profiles what runs from here on, for so many steps or until `stop_profile`. Raises InvalidRequest where one runs already."""
+        return self.engine.control(StartProfile(0, folder, steps, shapes=shapes, stacks=stacks))
+
+    def stop_profile(self) -> str:
+        """Writes the Chrome trace; its path. Raises InvalidRequest where none runs."""
+        return self.engine.control(StopProfile(0))
+
     def _run(
         self, requests: Sequence[tuple[tuple[int, ...], SamplingParams, Grammar, Keep]], progress: bool
     ) -> list[Result]:
@@ -234,6 +248,18 @@ class AsyncLLM:
         """Log-probabilities of the prompt's tokens 1 to the last."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, temperature=0.0)
         return (await self.generate(prompt, params)).prompt_logprobs
+
+    async def update_weights_from_disk(self, path: str, flush_cache: bool = True) -> str:
+        """As `LLM.update_weights_from_disk`; requests that run go on with the new weights."""
+        return await self.front.control(UpdateWeights(0, path, flush_cache))
+
+    async def start_profile(self, folder: str, steps: int = 0, shapes: bool = False, stacks: bool = False) -> str:
+        """As `LLM.start_profile`."""
+        return await self.front.control(StartProfile(0, folder, steps, shapes=shapes, stacks=stacks))
+
+    async def stop_profile(self) -> str:
+        """As `LLM.stop_profile`."""
+        return await self.front.control(StopProfile(0))
 
 
 def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

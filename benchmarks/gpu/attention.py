@@ -26,13 +26,14 @@ from triton.runtime.errors import TritonError
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from thalweg.kernels.attend.triton import Tiles
 from thalweg.kernels.gqa import case as gqa_case
 from thalweg.kernels.gqa import ext as gqa_ext
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import case as mla_case
 from thalweg.kernels.mla import ext as mla_ext
 from thalweg.kernels.mla import triton as mla
-from thalweg.kernels.mla.triton import Tiles
+from thalweg.kernels.mla.paged import PREFILLS
 from thalweg.kernels.rope import triton as rope
 
 BEYOND_L2 = 160 << 20  # bytes that a round of calls reads
@@ -329,15 +330,20 @@ def fa3_prefill(table: Table, quick: bool, heads: int, rows: int, tokens: int) -
     starts, bounds = counting(rows, tokens), {"max_query": tokens, "max_context": tokens, "scale": 0.07}
     whole = torch.cat((kv[..., :128], latents[:, None, 512:].expand(-1, heads, -1)), -1)
 
-    def call() -> object:
-        return mla_ext.prefill(query, kv[..., :128], latents[:, 512:], kv[..., 128:], starts, starts, **bounds)
+    uk, uv = random(heads, 128, 512) * 0.05, (random(heads, 128, 512) * 0.05).transpose(1, 2)
+
+    def decompressed(backend: str) -> object:
+        return PREFILLS[backend](query, latents, uk, uv, starts, starts, causal=True, **bounds)
 
     def joined() -> object:
         return gqa_ext.prefill(query, whole, kv[..., 128:], starts, starts, **bounds)
 
     name, flops = f"fa3 prefill 192/128, {heads} heads, {rows} x {tokens}", rows * tokens * tokens * heads * 320
     table.add(name, lambda: [joined], 0, flops)
-    table.add(f"{name}, joining keys", lambda: [call], 0, flops)
+    flops += 2 * rows * tokens * heads * 256 * 512
+    for backend in PREFILLS:
+        whole_name = f"{backend} prefill from latents, {heads} heads, {rows} x {tokens}"
+        table.add(whole_name, lambda backend=backend: [functools.partial(decompressed, backend)], 0, flops)
 
 
 def library_checks() -> Rows:

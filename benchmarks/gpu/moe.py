@@ -8,7 +8,6 @@ is left (90 seconds in all unless told).
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -29,6 +28,7 @@ from thalweg.kernels.experts.fp8 import rounded
 from thalweg.kernels.experts.triton import Tile, Tiles, Weights
 from thalweg.kernels.fp8_block.ref import dequantize
 from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
+from thalweg.kernels.gemm import deep_gemm
 from thalweg.kernels.permute import triton as permute
 from thalweg.kernels.quantize.triton import quantize
 from thalweg.kernels.router import ref as router_ref
@@ -294,7 +294,7 @@ def checks(log: Log) -> None:
         log.attempt(f"check {shape.name} router bf16", check_router, shape, 1000, torch.bfloat16, False)
         log.attempt(f"check {shape.name} router deterministic", check_router, shape, 9, torch.float32, True)
         log.attempt(f"check {shape.name} batch invariance", check_batch_invariance, shape)
-    if ext.available():
+    if deep_gemm.available():
         # bf16 between the product and silu moves one in twenty codes
         log.attempt("check DeepGEMM", check_experts, SLIM, 700, ext.add_experts_, 4e-2)
     torch.use_deterministic_algorithms(False)
@@ -366,16 +366,17 @@ def time_stages(shape: Shape, weights: Weights, tokens: int) -> dict[str, Any]:
     routed, x = draw_ids(tokens, shape.rule), torch.randn(tokens, shape.hidden, device=CUDA).bfloat16()
     codes, scales = quantize(x)
     by = permute.sort(routed.ids_TK, shape.stack, 128, True)
-    a, a_scales, expert_R = permute.gather(codes, scales, by, routed.ids_TK.shape[1])
+    a, a_scales = permute.gather(codes, scales, by, routed.ids_TK.shape[1])
+    ends = by.end_N[: shape.stack]
     gate_up = torch.empty(a.shape[0], 2 * shape.inner, device=CUDA, dtype=torch.bfloat16)
     y = torch.empty(a.shape[0], shape.hidden, device=CUDA, dtype=torch.bfloat16)
-    multiply = importlib.import_module("deep_gemm").m_grouped_fp8_gemm_nt_contiguous
+    multiply = deep_gemm.library().m_grouped_fp8_gemm_nt_contiguous
     inner = silu_mul_quantize(gate_up, by.total)
     stages = {
         "gather": lambda: permute.gather(codes, scales, by, routed.ids_TK.shape[1]),
-        "up": lambda: multiply((a, a_scales), (weights.w13_NIH, weights.s13), gate_up, expert_R),
+        "up": lambda: multiply((a, a_scales), (weights.w13_NIH, weights.s13), gate_up, ends, **ext.LAYOUT),
         "silu": lambda: silu_mul_quantize(gate_up, by.total),
-        "down": lambda: multiply(inner, (weights.w2_NHI, weights.s2), y, expert_R),
+        "down": lambda: multiply(inner, (weights.w2_NHI, weights.s2), y, ends, **ext.LAYOUT),
         "combine": lambda: permute.combine(x, y, by.slot_P, routed.ids_TK, routed.weights_TK, shape.stack),
     }
     return {"tiles": int(by.total)} | {name: timed([run]) * 1e6 for name, run in stages.items()}
@@ -391,7 +392,7 @@ def variants(shape: Shape, tokens: int) -> Iterator[Tiles]:
     if experts.path(tokens, shape.fp8, False) == "pairs":
         base = experts.pair_tiles()
         ups = [(16, 256, 5, 4), (8, 256, 6, 4), (16, 512, 4, 8), (32, 256, 4, 8), (8, 512, 4, 4), (32, 128, 5, 4)]
-        downs = [(8, 1024, 4, 8), (16, 1024, 3, 8), (16, 512, 3, 4), (8, 1024, 2, 8), (4, 1024, 4, 4), (16, 512, 4, 8)]
+        downs = [(8, 128, 4, 8), (16, 128, 3, 8), (4, 256, 3, 8), (4, 128, 3, 4)]
         first = [Tile(1, *each) for each in ups], [Tile(1, *each) for each in downs]
     else:
         base = experts.tiles(tokens, shape.rule.topk + shape.rule.shared, shape.stack, shape.fp8, False)
@@ -437,7 +438,7 @@ def main() -> None:
                     log.attempt(f"{label} router {dtype}", time_router, shape, tokens, top, dtype)
                 log.attempt(f"{label} sort", time_sort, shape, tokens)
                 log.attempt(f"{label} router and experts", time_block, shape, weights, tokens, top)
-                if shape.fp8 and tokens >= 1024 and ext.available():
+                if shape.fp8 and tokens >= 1024 and deep_gemm.available():
                     log.attempt(f"{label} DeepGEMM stages", time_stages, shape, weights, tokens)
                     log.attempt(f"{label} DeepGEMM", time_experts, shape, weights, tokens, top, ext.add_experts_)
             for tokens in (1, 2, 3, 4, 6):

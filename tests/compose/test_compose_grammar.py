@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.compose.covering import covering
-from tests.compose.test_compose import MODEL, SEED, compare, settings
+from tests.compose.matrix import MODEL, SEED, compare, settings
 from tests.compose.workload import Answer, Ask, take, workload
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.sampling import SamplingParams

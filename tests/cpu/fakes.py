@@ -19,7 +19,7 @@ from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
-from thalweg.core.messages import Ready, Stats
+from thalweg.core.messages import Control, Ready, Stats
 from thalweg.core.plan import PAGE, TokenLogprob
 from thalweg.core.room import Room
 from thalweg.core.sampling import SamplingParams
@@ -91,7 +91,8 @@ class FakeFront:
             1, CONTEXT, VOCAB, 100, 64, '{"attention": {"backend": "reference", "why": "cpu"}}'
         )
         self.script, self.gap, self.chunk = script, gap, chunk
-        self.full, self.flushed = False, 0
+        self.full, self.flushed, self.weight_version = False, 0, "default"
+        self.controls: list[Control] = []
         self.refusal: Exception | None = None
         self.live: dict[object, str] = {}
         self.aborted: set[object] = set()
@@ -192,6 +193,14 @@ class FakeFront:
         if self.ready is None:
             raise EngineDead(self.reason)
         self.flushed += 1
+
+    async def control(self, message: Control) -> str:
+        if self.ready is None:
+            raise EngineDead(self.reason)
+        if self.refusal is not None:
+            raise self.refusal
+        self.controls.append(message)
+        return "done"
 
 
 class _Voice:

@@ -48,7 +48,7 @@ def test_a_spelling_sets_what_the_page_says(row: list[str]) -> None:
     one, value, foreign = spellings()[typed[2:].replace("-", "_")]
     assert foreign == (row[3] == "yes")
     words = [typed] if value is not ... else [typed, sample(one)]
-    by_theirs, by_ours = parse_config(PARSER, words), parse_config(PARSER, [here, *words[1:]])
+    by_theirs, by_ours = parse_config(PARSER, words), parse_config(PARSER, [*here.split(), *words[1:]])
     assert by_theirs.config == by_ours.config and not by_ours.notices
     assert by_theirs.notices == ((f"{typed} is called {here} here",) if foreign else ())
 

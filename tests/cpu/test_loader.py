@@ -435,3 +435,12 @@ def test_stacked_shared_experts_are_the_shared_mlp() -> None:
         g, u = (x @ given["layer.mlp.experts.w13"][expert].t()).chunk(2, -1)
         total += (torch.nn.functional.silu(g) * u) @ given["layer.mlp.experts.w2"][expert].t()
     assert torch.allclose(total, exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["../model.safetensors", "sub/model.safetensors"])
+def test_shards_lie_beside_their_index(place: str, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    save_file({"a": torch.zeros(1)}, tmp_path / place)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": place}}))
+    with pytest.raises(CheckpointError, match="no name of a file beside it"):
+        Safetensors(tmp_path)

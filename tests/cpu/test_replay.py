@@ -16,7 +16,7 @@ from thalweg.cli import main
 from thalweg.core.grammar import Grammar
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import local, recording
-from thalweg.engine.build import build, build_loop
+from thalweg.engine.build import Rank, build, build_loop
 from thalweg.engine.channel import LocalChannel
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.recording import Recording, Ring, Step, read
@@ -31,7 +31,7 @@ SHARED = [0, *range(100, 170)]
 
 @pytest.fixture(scope="module")
 def model() -> tuple[Any, Any]:
-    _, runner, facts = build(SETTINGS, LocalChannel())
+    _, runner, facts, _ = build(SETTINGS, LocalChannel())
     return runner, facts
 
 
@@ -40,13 +40,13 @@ def loaded_once(model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None
     """Each engine has a brain of its own around the same weights; its KV and slots hold nonsense at first, so that nothing is found in
     them but what is put there."""
 
-    def around(settings: EngineSettings, channel: LocalChannel) -> tuple[Any, Any, Any]:
+    def around(settings: EngineSettings, channel: LocalChannel) -> Rank:
         runner, facts = model
         for tensor in runner.planes.tensors():
             tensor.fill_(5.0)
         for tensor in (runner.slots.tokens_SL, runner.slots.table_SP, runner.slots.ints_SI):
             tensor.fill_(1)
-        return build_loop(settings, facts, runner, channel), runner, facts
+        return Rank(build_loop(settings, facts, runner, channel), runner, facts, settings)
 
     monkeypatch.setattr(local, "build", around)
     monkeypatch.setattr(replayer, "build", around)

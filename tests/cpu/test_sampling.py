@@ -105,7 +105,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
         counts += torch.bincount(race.argmax(-1), minlength=VOCAB)
     distance = 0.5 * (counts / draws - probs).abs().sum()
     noise = 0.5 * (2 * probs * (1 - probs) / (torch.pi * draws)).sqrt().sum()
-    assert distance < 3 * noise, (float(distance), float(noise))
+    assert distance <= 3 * noise, (float(distance), float(noise))  # both are 0 where one token is kept
 
 
 def test_random_numbers_depend_on_seed_and_position_only() -> None:

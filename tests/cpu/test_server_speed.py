@@ -9,17 +9,20 @@ import resource
 import socket
 import time
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cpu.fakes import FakeFront, FakePiece, fake_app
+from tests.cpu.fakes import FakeFront, FakePiece, fake_app, serving
+from thalweg.config.server import ServerOptions
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.room import Room
 from thalweg.core.sampling import SamplingParams
+from thalweg.server.connection import bounded
 
 STREAMS, STEPS, GAP = 64, 100, 0.03
 
@@ -128,3 +131,17 @@ def test_64_streams(path: str, capsys: pytest.CaptureFixture[str]) -> None:
         if best < 120e-6:
             return
     pytest.fail(f"{best * 1e6:.0f} us of CPU a chunk, wanted under 120")
+
+
+def test_no_chunk_waits_for_an_acknowledgement() -> None:
+    """On a connection that has been used, a client acknowledges late: the chunk behind the header would wait 40 ms for that."""
+    options, made = ServerOptions(), []
+
+    def noted(**uvicorn: Any) -> Any:
+        made.append(bounded(options)(**uvicorn))
+        return made[-1]
+
+    with serving(fake_app(FakeFront(), options), noted) as url, httpx.Client() as client:
+        assert client.get(url + "/health").status_code == 200
+        accepted = made[0].transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -68,11 +68,12 @@ def folder(shape: str, path: Path) -> Path:
     return path
 
 
-def pair(shape: str, device: torch.device) -> tuple[Any, Any]:
-    """(reference in float32, kernels in bf16) with the same random weights."""
+def pair(shape: str, device: torch.device, choice: KernelChoice = KERNELS) -> tuple[Any, Any]:
+    """(reference in float32, kernels in bf16) with the same random weights and kind of KV cache."""
     of = facts(shape)
-    kernels = catalog.assemble(of, KernelParts(torch.bfloat16, device, KERNELS, of.fp8_block is not None))
-    reference = catalog.assemble(of, ReferenceParts(torch.float32, device))
+    kernels = catalog.assemble(of, KernelParts(torch.bfloat16, device, choice, of.fp8_block is not None))
+    kept = KernelChoice(kv=choice.kv, latent=choice.latent)
+    reference = catalog.assemble(of, ReferenceParts(torch.float32, device, choice=kept))
     assert isinstance(kernels, torch.nn.Module) and isinstance(reference, torch.nn.Module)
     fill_dummy(kernels)
     given = dict(kernels.named_parameters())

@@ -20,7 +20,8 @@ TINY = Path(__file__).parents[2] / "models" / "tiny"
 
 
 def engine(path: Path, **wishes: Any) -> LocalEngine:
-    given = {"max_running_requests": 16, "context_length": 4096, "max_total_tokens": 32768, "random_seed": 1} | wishes
+    given = {"max_running_requests": 16, "context_length": 4096, "max_total_tokens": 32768, "random_seed": 1}
+    given |= {"warmup": False} | wishes  # what is compiled ahead is tested in test_start.py
     return LocalEngine(
         resolve(config_of(model=str(path), load_format="dummy", **given), weights=False, progress=False).engine
     )
@@ -46,11 +47,11 @@ def test_recorded_steps_overlap_and_chunks_change_no_token(shape: str, cuda: tor
     rng, path = random.Random(1), folder(shape, tmp_path)
     prompts = [tuple(rng.randrange(1024) for _ in range(rng.randrange(1, 700))) for _ in range(40)]
     greedy = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True) for _ in prompts]
-    plain = tokens(engine(path, cuda_graph=False, overlap_schedule=False), prompts, greedy)
+    plain = tokens(engine(path, cuda_graph_mode="none", overlap_schedule=False), prompts, greedy)
     kinds: list[tuple[dict[str, Any], int, float]] = [
         ({"overlap_schedule": False}, 24, 0.8),  # the same batches, so almost the same numbers
         ({}, 2, 0.7),
-        ({"cuda_graph": False, "chunked_prefill_size": 96}, 2, 0.7),
+        ({"cuda_graph_mode": "none", "chunked_prefill_size": 96}, 2, 0.7),
     ]
     for wishes, first, least in kinds:
         got = tokens(engine(path, **wishes), prompts, greedy)
@@ -71,7 +72,7 @@ def test_every_kind_of_sampling_runs_recorded_or_not(cuda: torch.device, tmp_pat
     ]
     for kind in kinds:
         params = [SamplingParams(max_tokens=12, ignore_eos=True, **kind) for _ in prompts]
-        plain = tokens(engine(path, cuda_graph=False, overlap_schedule=False), prompts, params)
+        plain = tokens(engine(path, cuda_graph_mode="none", overlap_schedule=False), prompts, params)
         recorded = tokens(engine(path, overlap_schedule=False), prompts, params)
         assert agreement(plain, recorded, 12) >= 0.8, (kind, agreement(plain, recorded, 12))
         assert all(len(one) == 12 for one in recorded)

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts, facts_of
+from thalweg.config.options import GRAPH_MODES
 from thalweg.config.tree import config_of
 from thalweg.core.errors import CannotServe
 from thalweg.core.plan import PAGE
-from thalweg.launch.decide import RULES, TYPICAL, Decided, Ledger, buckets, cpu, decide, gpu, size
+from thalweg.launch.decide import RULES, TYPICAL, Decided, Ledger, cpu, decide, gpu, size
+from thalweg.launch.graphs import GraphPlan, buckets, token_buckets
 from thalweg.launch.resolved import Decision, Plane, Sizes
 
 GB = 10**9
@@ -36,7 +38,7 @@ def facts(context: int = 8192, **more: Any) -> ModelFacts:
 
 
 def machine(free: int = 100 * GB, cores: int = 8, gpus: tuple[str, ...] = (), gpu_free: int = 0) -> Machine:
-    return Machine("Test CPU", cores, 2 * free, free, gpus, gpu_free)
+    return Machine("Test CPU", cores, 2 * free, free, gpus, gpu_free, "9.0" if gpus else "", frozenset({"triton"}))
 
 
 def sizes(parameters: int = GB, kv: int = 1000) -> Any:
@@ -90,7 +92,9 @@ def test_everything_asked_for_is_kept() -> None:
     assert (found.dtype, found.threads, found.depth, found.slots, found.budget) == ("bfloat16", 3, 2, 5, 77)
     assert (found.context, found.pages, found.seed) == (1000, 100, 11)
     assert {name for name, one in why.items() if one.source == "asked"} == (set(wishes) - {"max_total_tokens"}) | {
-        "pages"
+        "pages",
+        "attention_decode",
+        "attention_prefill",
     }
 
 
@@ -133,8 +137,8 @@ def test_a_model_that_does_not_fit_names_what_would() -> None:
     [
         ({"context_length": 9000}, ("context_length: 9000", "8192")),
         ({"max_total_tokens": 640, "context_length": 700}, ("context_length: 700", "at most 640")),
-        ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, ("kv_cache_dtype", "--dtype bfloat16")),
         ({"attention_backend": "flashmla"}, ("attention_backend", "flashmla", "reference")),
+        ({"attention_backend": "flash"}, ("attention_backend", "'flash'", "flashmla", "fa3", "reference")),
         ({"tp_size": 2}, ("tp_size", "--tp-size 1")),
         ({"dp_size": 2}, ("dp_size", "--dp-size 1")),
         ({"pp_size": 2}, ("pp_size", "--pp-size 1")),
@@ -157,6 +161,14 @@ def test_uncut_prompts() -> None:
     assert found.budget == 3 * 8192 and why["chunked_prefill_size"].source == "asked"
 
 
+def test_many_running_requests_leave_prompts_their_budget() -> None:
+    usual = cpu(machine()).budget
+    assert run(max_running_requests=usual // 2)[0].budget == usual
+    found, why = run(max_running_requests=1000)
+    assert found.budget == 1000 + usual and "1000 running requests" in why["chunked_prefill_size"].reason
+    assert run(max_running_requests=1000, chunked_prefill_size=300)[0].budget == 300
+
+
 def test_seeds_differ_from_start_to_start() -> None:
     assert run()[0].seed != run()[0].seed
 
@@ -173,27 +185,158 @@ def test_a_gpu_is_used_where_there_is_one() -> None:
     assert (found.device, found.kernels.decode, found.dtype) == ("cuda", "triton", "bfloat16")
     assert (found.depth, found.slots, found.budget) == (2, gpu(H100).slots, gpu(H100).budget)
     assert "NVIDIA H100" in why["device"].reason
-    assert found.graphs == buckets(found.slots)
+    assert found.graphs == GraphPlan(buckets(found.slots), token_buckets(2048))
     room = int(gpu(H100).free * gpu(H100).fraction) - 2 * GB  # weights in bfloat16
     assert found.pages == room // (2 * 2 * 1000 * 2 // 2 * PAGE)
+
+
+def test_on_a_gpu_the_pages_are_left_to_the_engine_unless_something_was_asked_for() -> None:
+    found, why = run(facts(100_000), on=H100)
+    assert found.measured and found.limit == 100_000 and found.least_context == 0
+    assert why["mem_fraction_static"].value == "auto" and "measures" in why["mem_fraction_static"].reason
+    assert why["pages"].reason.startswith("an estimate")
+    assert run(facts(100_000), on=H100, context_length=5000)[0].least_context == 5000
+    asked, why = run(on=H100, mem_fraction_static=0.5)
+    page = 2 * 2 * 1000 * 2 // 2 * PAGE
+    assert not asked.measured and asked.pages == (40 * GB - 2 * GB) // page and why["mem_fraction_static"].value == 0.5
+    tokens, why = run(on=H100, max_total_tokens=78 * GB // page * PAGE)  # more than the estimate: the engine will see
+    assert not tokens.measured and tokens.pages == 78 * GB // page > run(on=H100)[0].pages
+    assert "at most" in refusal(on=H100, max_total_tokens=79 * GB // page * PAGE)
+    assert not run()[0].measured
 
 
 def test_a_gpu_that_is_not_there_or_not_wanted() -> None:
     assert "driver shows no NVIDIA GPU" in refusal(device="cuda")
     found, _ = run(on=H100, device="cpu")
-    assert (found.device, found.kernels.decode, found.graphs) == ("cpu", "reference", ())
+    assert (found.device, found.kernels.decode, found.graphs) == ("cpu", "reference", GraphPlan())
+
+
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "q_lora_rank": None,
+    "n_routed_experts": None,
+}
+EVERYTHING = dataclasses.replace(H100, libraries=frozenset({"triton", "flashmla", "fa3"}))
+
+
+def test_attention_is_chosen_for_decode_and_prefill_each() -> None:
+    few, many = facts(**LATENT), facts(**LATENT, num_attention_heads=128)
+    assert _attention(few, H100) == ("triton", "triton", ())
+    assert _attention(few, EVERYTHING) == ("triton", "fa3", ())
+    assert _attention(many, EVERYTHING) == ("triton", "fa3", ())
+    assert _attention(many, EVERYTHING, attention_backend="triton+flashmla") == ("triton+flashmla", "fa3", ("decode",))
+    assert _attention(few, EVERYTHING, attention_backend="flashmla") == ("flashmla", "fa3", ("decode",))
+    assert _attention(few, EVERYTHING, attention_backend="fa3") == ("triton", "fa3", ("prefill",))
+    assert _attention(few, EVERYTHING, attention_backend="triton") == ("triton", "triton", ("decode", "prefill"))
+    assert _attention(many, EVERYTHING, attention_backend="reference") == ("reference",) * 2 + (("decode", "prefill"),)
+    assert _attention(many, EVERYTHING, deterministic_inference=True) == ("triton", "triton", ())
+    assert _attention(many, EVERYTHING, mla=False) == ("triton", "triton", ())
+    assert _attention(many, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("triton", "fa3")
+    assert _attention(many, dataclasses.replace(EVERYTHING, capability="8.0"))[:2] == ("triton", "triton")
+    assert _attention(few, EVERYTHING, dtype="float32")[:2] == ("reference", "reference")
+
+
+def test_a_dense_model_has_its_own_libraries() -> None:
+    dense, every = facts(), dataclasses.replace(EVERYTHING, libraries=EVERYTHING.libraries | {"flashinfer"})
+    assert _attention(dense, every) == ("triton", "fa3", ())
+    assert _attention(dense, every, attention_backend="fa3") == ("triton", "fa3", ("prefill",))
+    assert _attention(dense, every, deterministic_inference=True)[:2] == ("triton", "triton")
+    assert _attention(dense, every, attention_backend="flashinfer") == ("flashinfer",) * 2 + (("decode", "prefill"),)
+    assert run(dense, every, attention_backend="flashinfer")[0].graphs == GraphPlan()
+    assert _attention(facts(**LATENT), every, attention_backend="flashinfer") == ("flashinfer", "fa3", ("decode",))
+    assert "kv fp8_e4m3, not bfloat16" in refusal(dense, every, attention_backend="flashinfer", kv_cache_dtype="fp8")
+    assert "heads gqa, not mla" in refusal(dense, every, attention_backend="flashmla")
+
+
+def _attention(of: ModelFacts, on: Machine, **wishes: Any) -> tuple[str, str, tuple[str, ...]]:
+    found, why = run(of, on, **wishes)
+    assert (
+        why["attention_decode"].value == found.kernels.decode
+        and why["attention_prefill"].value == found.kernels.prefill
+    )
+    return found.kernels.decode, found.kernels.prefill, found.kernels.asked
+
+
+def test_what_was_passed_over_is_told() -> None:
+    reason = run(facts(**LATENT, num_attention_heads=128), H100)[1]["attention_prefill"].reason
+    assert reason == "not fa3: not installed"
+
+
+@pytest.mark.parametrize(
+    ("on", "wishes", "words"),
+    [
+        (H100, {"attention_backend": "flashmla"}, ("flashmla", "not installed", "use triton")),
+        (machine(), {"attention_backend": "fa3"}, ("fa3", "device cpu, not cuda", "use reference")),
+        (EVERYTHING, {"attention_backend": "flashmla", "mla": False}, ("flashmla", "heads mha, not mla", "use triton")),
+        (
+            EVERYTHING,
+            {"attention_backend": "fa3", "deterministic_inference": True},
+            ("fa3", "not deterministic", "triton"),
+        ),
+        (
+            EVERYTHING,
+            {"attention_backend": "triton", "kv_cache_dtype": "float32"},
+            ("triton", "kv float32, not bfloat16 or fp8_e4m3", "reference"),
+        ),
+        (
+            dataclasses.replace(EVERYTHING, capability="10.0"),
+            {"attention_backend": "fa3"},
+            ("chip blackwell, not hopper", "triton"),
+        ),
+    ],
+)
+def test_an_attention_that_does_not_fit_is_refused(on: Machine, wishes: dict[str, Any], words: tuple[str, ...]) -> None:
+    error = refusal(facts(**LATENT), on, **wishes)
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"), [(None, ""), ("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("bfloat16", "bfloat16")]
+)
+def test_the_type_of_the_cache_is_its_own(asked: str | None, kept: str) -> None:
+    found, why = run(kv_cache_dtype=asked)
+    assert found.kernels.kv == kept and found.dtype == "float32"
+    assert why["kv_cache_dtype"].value == (kept or "float32")
 
 
 def test_the_reference_runs_on_a_gpu_without_graphs() -> None:
     found, why = run(on=H100, attention_backend="reference")
-    assert found.kernels.decode == "reference" and found.graphs == () and why["cuda_graph"].value is False
-    assert run(on=H100, cuda_graph=False)[0].graphs == ()
+    assert found.kernels.decode == "reference" and found.graphs == GraphPlan()
+    assert "reads lengths on the host" in why["cuda_graph_mode"].reason
+    assert run(on=H100, cuda_graph_mode="none")[0].graphs == GraphPlan()
 
 
 def test_graphs_are_for_the_rows_asked_for() -> None:
-    assert run(on=H100, cuda_graph_bs=(8, 1, 8))[0].graphs == (1, 8)
-    assert run(on=H100, cuda_graph_max_bs=20)[0].graphs == (1, 2, 4, 8, 16, 20)
+    assert run(on=H100, cuda_graph_bs=(8, 1, 8))[0].graphs.rows == (1, 8)
+    assert run(on=H100, cuda_graph_max_bs=20)[0].graphs.rows == (1, 2, 4, 8, 16, 20)
     assert "cuda_graph_bs" in refusal(on=H100, cuda_graph_bs=(1000,))
+
+
+def test_graph_modes_choose_what_is_recorded() -> None:
+    plans = {mode: run(on=H100, cuda_graph_mode=mode, max_running_requests=8)[0].graphs for mode in GRAPH_MODES}
+    rows, tokens = buckets(8), token_buckets(2048)
+    assert plans == {
+        "full": GraphPlan(rows, (), mixed=True),
+        "full_decode_only": GraphPlan(rows),
+        "full_and_piecewise": GraphPlan(rows, tokens),
+        "piecewise": GraphPlan((), tokens),
+        "none": GraphPlan(),
+    }
+    assert run(on=H100, max_running_requests=8)[0].graphs == plans["full_and_piecewise"]
+    assert "a CPU has none; use --cuda-graph-mode none" in refusal(cuda_graph_mode="piecewise")
+    assert run(cuda_graph_mode="none")[0].graphs == GraphPlan()
+
+
+def test_pieces_are_for_the_tokens_asked_for() -> None:
+    assert run(on=H100, piecewise_cuda_graph_tokens=(512, 64))[0].graphs.tokens == (64, 512)
+    assert "piecewise_cuda_graph_tokens" in refusal(on=H100, piecewise_cuda_graph_tokens=(9000,))
+    assert token_buckets(300) == (16, 32, 48, 64, 96, 128, 192, 256, 300)
+    assert token_buckets(2048)[-3:] == (1792, 1920, 2048)
+    assert run(on=H100, chunked_prefill_size=100)[0].graphs.tokens[-1] == 100
 
 
 def test_buckets_waste_little() -> None:

@@ -55,6 +55,29 @@ def uids(plan: StepPlan) -> list[int]:
     return [row.uid for row in plan.rows]
 
 
+# ---- prompts beside decoding rows
+
+
+def test_prompts_beside_decoding_rows_get_what_the_table_says() -> None:
+    b = brain(budget=32, beside=((1, 7), (2, 11)), context=60)
+    b.take([submit(1, 30)])
+    assert [row.n for row in step(b).rows] == [30], "without decoding rows a prompt has the whole budget"
+    b.take([submit(2, 14), submit(3, 40)])
+    assert [row.n for row in step(b).rows] == [1, 6]
+    assert [row.n for row in step(b).rows] == [1, 6]
+    assert [row.n for row in step(b).rows] == [1, 2, 4], "the next prompt has what is left of them"
+    assert [row.n for row in step(b).rows] == [1, 1, 9]
+    assert b.limits.prompt_tokens(2, 30) == 9 and b.limits.prompt_tokens(5, 27) == 6
+    assert b.limits.prompt_tokens(30, 7) == 5, "prompts go on beside however many rows"
+    assert b.limits.prompt_tokens(30, 2) == 2, "never more than the budget leaves"
+
+
+def test_what_stands_beside_decoding_rows_is_checked() -> None:
+    for wrong in (((2, 5), (1, 5)), ((1, 0),), ((0, 5),), ((1, 5), (1, 6))):
+        with pytest.raises(ValueError, match="beside must have rising rows"):
+            brain(beside=wrong)
+
+
 # ---- the door
 
 

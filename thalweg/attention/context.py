@@ -79,15 +79,17 @@ class Span:
         return self._biases[tile] if tile in self._biases else self._make_bias(tile)
 
     def _make_bias(self, tile: Tile) -> Tensor:
-        # of a whole row the size comes from the table, not from `pages`: a traced step has tables of any width
-        pages = self.table_RP.shape[1] if tile.pages == self.pages else tile.pages
-        counting_S = self._counting_S[: pages * PAGE]
+        counting_S = self._counting_S[: self._width(tile)]
         beyond = counting_S > self.tokens_of(self.positions_N, tile).unsqueeze(-1)
         return torch.where(beyond, -torch.inf, counting_S * TIE)
 
+    def _width(self, tile: Tile) -> int:
+        """Context tokens of a tile: of a whole row from the table, not from `pages`, since a traced step has tables of any width."""
+        return (self.table_RP.shape[1] if tile.pages == self.pages else tile.pages) * PAGE
+
     def only(self, tile: Tile, index_NK: Tensor, bias_NK: Tensor) -> Tensor:
         """float32 [tokens of the tile, S]: the bias of the chosen positions, -inf elsewhere."""
-        nothing = torch.full((len(index_NK), tile.pages * PAGE), -torch.inf, device=index_NK.device)
+        nothing = torch.full((len(index_NK), self._width(tile)), -torch.inf, device=index_NK.device)
         return nothing.scatter_(1, index_NK, bias_NK)
 
     def gather(self, paged: Tensor, pages: int) -> Tensor:

@@ -5,7 +5,7 @@ Letters: T tokens of the step, R rows, P pages of the longest row, E emitting ro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Callable, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -40,6 +40,22 @@ class Extent(NamedTuple):
     reach: int
 
 
+# The part of an attention layer whose work depends on lengths and pages, all between its projections: (what the layers of a forward share,
+# projected inputs [T, ...], ...) → [T, ...] for the output projection
+Attend = Callable[..., Tensor]
+
+
+class Seam(Protocol):
+    """Stands between the static parts of a forward and the attention of each layer: a recording is cut there."""
+
+    def __call__(self, attend: Attend, step: Any, *inputs: Tensor) -> Tensor: ...
+
+
+def seamless(attend: Attend, step: Any, *inputs: Tensor) -> Tensor:
+    """No cut: attention at once."""
+    return attend(step, *inputs)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The device's inputs of one forward.
@@ -47,7 +63,8 @@ class Batch:
     ids_T int64: token ids; padding is 0. positions_T int64: absolute positions; a token attends to the positions of its row up to its own;
     padding is 0. write_T int64: flat index page * PAGE + offset where the token's KV goes; padding goes into the null page. table_RP: the page
     of each 64 positions of a row (0 beyond its end), in the type of the slots' table. real_T bool: False where a token is padding. emit_E
-    int64: token indices whose logits are sampled. groups: rectangles that cover all tokens in order. extents: of each row.
+    int64: token indices whose logits are sampled. groups: rectangles that cover all tokens in order. extents: of each row. seam: through
+    which layers that can be recorded in pieces call their attention.
     """
 
     ids_T: Tensor
@@ -58,3 +75,4 @@ class Batch:
     emit_E: Tensor
     groups: tuple[Group, ...]
     extents: tuple[Extent, ...] = ()
+    seam: Seam = seamless

@@ -35,15 +35,18 @@ class Slots:
         entry = torch.int64 if device.type == "cpu" else torch.int32
         self.table_SP = torch.zeros(slots, pages, dtype=entry, device=device)
         self.ints_SI = torch.zeros(slots, len(INTS), dtype=torch.int64, device=device)
-        self.ints_SI[:, 0] = (
-            1  # a slot that was never bound has ended, like one that was: its positions stay valid indices
-        )
+        self.reset()
         self.floats_SF = torch.zeros(slots, len(FLOATS), dtype=torch.float32, device=device)
         self.stop_SK = torch.full((slots, STOP_IDS), -1, dtype=torch.int64, device=device)
         self.bias_ids_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
         self.bias_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
         self.state_S3 = self.ints_SI[:, :3]
         self.length, self.at, self.end, self.seed, self.prompt_len, self.min_len, self.top_k = self.ints_SI.unbind(1)
+
+    def reset(self) -> None:
+        """Nobody's slots: one that was never bound has ended, like one that was, so that its positions stay valid indices."""
+        self.ints_SI.zero_()
+        self.ints_SI[:, 0] = 1
 
     def bind(self, binds: Sequence[Bind]) -> None:
         """Rebuilds the slots of these binds; whatever stood there is forgotten."""
@@ -57,10 +60,12 @@ class Slots:
         for b in binds:
             self.tokens_SL[b.slot, : len(b.tokens)] = upload(b.tokens, torch.int32, device)
             self.bias_SB[b.slot].zero_()
-            if b.params.logit_bias:
-                ids, values = zip(*b.params.logit_bias, strict=True)
-                self.bias_ids_SB[b.slot, : len(ids)] = upload(ids, torch.int64, device)
-                self.bias_SB[b.slot, : len(ids)] = upload(values, torch.float32, device)
+            biases: dict[int, float] = {}  # by id: a kernel adds them all at once
+            for token, bias in b.params.logit_bias:
+                biases[token] = biases.get(token, 0.0) + bias
+            if biases:
+                self.bias_ids_SB[b.slot, : len(biases)] = upload(list(biases), torch.int64, device)
+                self.bias_SB[b.slot, : len(biases)] = upload(list(biases.values()), torch.float32, device)
 
     def append(self, appends: Sequence[Append]) -> None:
         """Extends page tables."""

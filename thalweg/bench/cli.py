@@ -11,6 +11,7 @@ COMMANDS = {
     "load": ("thalweg.bench.under_load", "a server of its own under 1,000 streams: texts, CPU time, memory, pace"),
     "one-batch": ("thalweg.bench.one_batch", "time prefill and decode of fixed batches in this process, without HTTP"),
     "compare-transformers": ("thalweg.bench.compare_transformers", "the same prompts through transformers' generate"),
+    "make-checkpoint": ("thalweg.bench.make_checkpoint", "write random weights to disk as a published checkpoint"),
     "structured": ("thalweg.bench.structured", "what grammars cost: the step rate of a batch with and without them"),
 }
 

@@ -6,13 +6,17 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from thalweg.bench import ceilings, coverage, floors
+from thalweg.bench.floors import Ceilings
 from thalweg.bench.in_process import (
     Timing,
     configuration,
@@ -27,6 +31,8 @@ from thalweg.bench.in_process import (
 from thalweg.bench.metrics import percentile
 from thalweg.bench.results import ResultError, provenance, write
 from thalweg.config.args import Parser, config_parser, parse_config
+from thalweg.config.model import read_facts
+from thalweg.config.options import Config
 from thalweg.core.errors import ThalwegError
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolved import Resolved
@@ -68,6 +74,29 @@ def _parser() -> Parser:
     return parser
 
 
+def shares(
+    resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covered: tuple[float, ...]
+) -> dict[str, object]:
+    """Floors in seconds, and what share of them was reached. covered: distinct experts of each layer in a decode step, () without experts."""
+    batch, input_len, output_len = case
+    facts = read_facts(resolved.path)
+    prefill = floors.phases(facts, floors.Shape(batch, input_len, input_len))
+    decode = floors.phases(facts, floors.Shape(batch, 1, input_len + output_len // 2, covered))
+    step = middle(timing.decode)
+    found: dict[str, object] = {
+        "prefill_floor": floors.seconds(prefill, top),
+        "prefill_share": floors.seconds(prefill, top) / timing.prefill,
+        "decode_floor": floors.seconds(decode, top),
+        "decode_share": floors.seconds(decode, top) / step if step else 0.0,
+        "decode_floor_by_phase": floors.by_name(decode, top),
+        "prefill_floor_by_phase": floors.by_name(prefill, top),
+    }
+    if covered:
+        assert facts.moe is not None
+        found |= {"experts_a_layer": covered, "experts_if_uniform": floors.uniform(facts.moe, batch)}
+    return found
+
+
 def report(case: Case, timing: Timing, run_name: str) -> dict[str, object]:
     """The numbers of a case, under SGLang's keys; latencies in seconds, throughputs in tokens a second."""
     batch, input_len, output_len = case
@@ -104,7 +133,26 @@ def lines(case: Case, timing: Timing, result: dict[str, object]) -> list[str]:
             line("Decode. ", result["median_decode_latency"], result["median_decode_throughput"], of="median ")
         )
     shown.append(line("Total. ", result["total_latency"], result["overall_throughput"]))
+    if "decode_floor" in result:
+        for phase in ("prefill", "decode"):
+            shown.append(
+                f"Floor of {phase}: {result[f'{phase}_floor']:6.5f} s, share reached: {result[f'{phase}_share']:.3f}"
+            )
+    covered = result.get("experts_a_layer")
+    if isinstance(covered, tuple):
+        least, mean, most = min(covered), sum(covered) / len(covered), max(covered)
+        uniform = result["experts_if_uniform"]
+        shown.append(
+            f"Distinct experts a layer: {mean:.1f} ({least:.1f} to {most:.1f}); uniform routing: {uniform:.1f}"
+        )
     return shown
+
+
+def ceilings_of(config: Config) -> Ceilings | None:
+    """Of the GPU that the run will use; None on a CPU, whose floor is not known."""
+    if config.load.device == "cpu" or not torch.cuda.is_available():
+        return None
+    return ceilings.measure()
 
 
 def measure(engine: LocalEngine, resolved: Resolved, case: Case, repeat: int, rng: Random) -> Timing:
@@ -136,6 +184,7 @@ def run(argv: list[str]) -> list[dict[str, object]]:
     args: argparse.Namespace = parsed.rest
     cases: list[Case] = list(itertools.product(args.batch_size, args.input_len, args.output_len))
     room = room_for(parsed.config, max(args.batch_size), max(args.input_len), max(args.output_len))
+    top = ceilings_of(room)
     resolved, engine = start(room)
     rng, results = Random(args.bench_seed), []
     console = Console(stderr=True)
@@ -144,13 +193,17 @@ def run(argv: list[str]) -> list[dict[str, object]]:
             for case in bar.track(cases, description="cases"):
                 timing = measure(engine, resolved, case, args.repeat, rng)
                 results.append(report(case, timing, args.run_name))
+                if top is not None:
+                    covered = coverage.of_decode(engine, random_batch(resolved, case[0], case[1], rng))
+                    results[-1] |= shares(resolved, case, timing, top, covered)
                 print("\n".join(lines(case, timing, results[-1])))
     except KeyboardInterrupt:
         print("interrupted: what was measured follows", file=sys.stderr)
     Console().print(table(results))
     if args.result_filename:
         told = provenance("bench one-batch", argv, configuration(resolved))
-        write(Path(args.result_filename), {"results": results, **told})
+        measured = {} if top is None else {"ceilings": asdict(top)}
+        write(Path(args.result_filename), {"results": results, **measured, **told})
     return results
 
 

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from thalweg.bench.replayer import Replayer, Verdict
 from thalweg.config.model import read_facts
 from thalweg.core.errors import CannotServe
+from thalweg.core.kernels import KernelChoice
 from thalweg.engine.recording import Head, Recording, fingerprint, read, versions
 from thalweg.engine.settings import EngineSettings
 
@@ -71,11 +72,30 @@ def _settings(
         raise CannotServe(f"{path}: the recorded sequences have up to {longest} tokens; this model holds {holds}")
     if head.settings.device == "cuda" and device is None and not torch.cuda.is_available():
         raise CannotServe("recorded on a GPU, and there is none here: use --device cpu")
-    here = {"device": "cpu", "attention": "reference", "dtype": "float32", "graphs": ()} if device else {}
-    settings = msgspec.structs.replace(
-        head.settings, path=str(path), depth=1, crash_dump_folder="", watchdog_timeout=0.0, progress=progress, **here
+    here = (
+        {"device": "cpu", "kernels": KernelChoice(), "dtype": "float32", "graphs": (), "pieces": ()} if device else {}
     )
-    return settings, fingerprint(path) == head.model
+    same = fingerprint(path) == head.model
+    begins, ends = (recording.steps[i].plan.step if recording.steps else 0 for i in (0, -1))
+    for change in recording.changed:
+        if same and begins < change.step <= ends:
+            raise CannotServe(
+                f"the weights were replaced at step {change.step}, from {change.path}: steps from there on cannot be run again. "
+                f"--until {change.step - 1} runs those before; --model with another checkpoint runs all, and does not compare"
+            )
+    settings = msgspec.structs.replace(
+        head.settings,
+        path=str(path),
+        updates=(*head.settings.updates, *(one.path for one in recording.changed if one.step <= begins))
+        if same
+        else (),
+        depth=1,
+        crash_dump_folder="",
+        watchdog_timeout=0.0,
+        progress=progress,
+        **here,
+    )
+    return settings, same
 
 
 def _run(replayer: Replayer, steps: int, shown: bool) -> Verdict:

@@ -25,6 +25,7 @@ from thalweg.core.ticket import TicketState
 from thalweg.engine.build import build
 from thalweg.engine.channel import LocalChannel
 from thalweg.engine.recording import Recording, Step
+from thalweg.engine.selfcheck import proven
 from thalweg.engine.settings import EngineSettings
 
 NO_MASKS: Mapping[int, MaskState] = {}
@@ -104,7 +105,7 @@ class Replayer:
 
     def __init__(self, recording: Recording, settings: EngineSettings, compare: bool) -> None:
         self.recording, self.compare = recording, compare
-        self.loop, _, facts = build(settings, LocalChannel())
+        self.loop, _, facts, _ = build(proven(settings), LocalChannel())
         self.worker, self.book = self.loop.worker, self.loop.scheduler.grammars
         self.vocab, self.budget = facts.vocab, settings.budget
         self.verdict = Verdict()

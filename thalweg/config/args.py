@@ -37,7 +37,6 @@ HABITS = (
     Habit("trust-remote-code", None, "no code of a checkpoint is ever run"),
     Habit("enable-mixed-chunk", None, "prefill and decode always share steps"),
     Habit("enable-chunked-prefill", None, "prompts are always cut to the step's token budget"),
-    Habit("skip-server-warmup", None, "there is no warm-up to skip"),
     Habit("enable-auto-tool-choice", None, "tools are read whenever a request brings some"),
     Habit("enable-cache-report", None, "usage always tells the cached tokens"),
     Habit("enable-reasoning", None, "the chat template decides; --reasoning-parser none turns it off"),

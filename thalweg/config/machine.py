@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import subprocess
@@ -11,11 +12,21 @@ from pathlib import Path
 
 NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 
+# What computes on a GPU and is not required: (module, a file beside it without which it is another package of that name)
+LIBRARIES = {
+    "triton": ("triton", ""),
+    "flashmla": ("flash_mla", "_C_legacy.*.so"),
+    "fa3": ("fa3_fwd_interface", ""),
+    "flashinfer": ("flashinfer", ""),
+    "deep_gemm": ("deep_gemm", ""),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """cores: that this process may use. memory, free: bytes; free counts what the page cache would give back. gpus: names of
-    NVIDIA GPUs that the driver shows; gpu_free: bytes that are free on the first."""
+    NVIDIA GPUs that the driver shows; gpu_free: bytes that are free on the first; capability: of the first, such as "9.0". libraries: those of
+    `LIBRARIES` that are installed; whether they run, the engine checks when it starts."""
 
     cpu: str
     cores: int
@@ -23,6 +34,8 @@ class Machine:
     free: int
     gpus: tuple[str, ...] = ()
     gpu_free: int = 0
+    capability: str = ""
+    libraries: frozenset[str] = frozenset()
 
     @staticmethod
     def here() -> Machine:
@@ -30,7 +43,19 @@ class Machine:
         for limit, used in _cgroup_memory():
             memory = min(memory, limit)
             free = min(free, limit - used)
-        return Machine(_cpu_name(), _cores(), memory, max(free, 0), *_gpus())
+        return Machine(_cpu_name(), _cores(), memory, max(free, 0), *_gpus(), libraries())
+
+
+def libraries() -> frozenset[str]:
+    """Which of `LIBRARIES` are installed. Nothing is imported."""
+    return frozenset(name for name, (module, beside) in LIBRARIES.items() if _installed(module, beside))
+
+
+def _installed(module: str, beside: str) -> bool:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return False
+    return not beside or any(Path(spec.origin).parent.glob(beside))
 
 
 def _cores() -> int:
@@ -73,17 +98,17 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _gpus() -> tuple[tuple[str, ...], int]:
-    """Names, and the free bytes of the first, as the driver's own tool tells them; none where there is no driver."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
+def _gpus() -> tuple[tuple[str, ...], int, str]:
+    """Names, and the free bytes and compute capability of the first, as the driver's own tool tells them; none where there is no driver."""
+    query = ["nvidia-smi", "--query-gpu=memory.free,compute_cap,name", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return (), 0
-    rows = [row.rpartition(",") for row in told.splitlines() if row.strip()]
+        return (), 0, ""
+    rows = [[cell.strip() for cell in row.split(",", 2)] for row in told.splitlines() if row.strip()]
     if not rows:
-        return (), 0
-    return tuple(name.strip() for name, _, _ in rows), int(rows[0][2]) * 2**20
+        return (), 0, ""
+    return tuple(name for _, _, name in rows), int(rows[0][0]) * 2**20, rows[0][1]
 
 
 def _read(path: Path) -> str:

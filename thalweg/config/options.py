@@ -12,6 +12,8 @@ from thalweg.config.setting import check_section, setting
 from thalweg.core.errors import CannotServe
 
 DTYPES = ("bfloat16", "float32")
+KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8")  # the last two are the same
+GRAPH_MODES = ("full", "full_decode_only", "full_and_piecewise", "piecewise", "none")
 POLICIES = ("fcfs", "lpm", "priority")
 
 
@@ -72,18 +74,69 @@ class LoadOptions:
         "auto", "auto: safetensors files; dummy: random weights, only config.json is read", choices=("auto", "dummy")
     )
     threads: int | None = setting(None, "threads of the CPU's compute pool", least=1, most=1024, auto="cores - 1")
-    attention_backend: str | None = setting(None, "what computes attention", auto="the fastest that fits")
-    cuda_graph: bool = setting(
+    cache_dir: str | None = setting(
+        None,
+        "folder in which compiled kernels are kept; `thalweg warmup` fills it",
+        auto="~/.cache/thalweg, unless TRITON_CACHE_DIR and DG_JIT_CACHE_DIR say otherwise",
+    )
+    warmup: bool = setting(
         True,
-        "record decode steps as CUDA graphs",
-        aliases=("disable-cuda-graph=false",),
-        foreign=("enforce-eager=false",),
+        "run every kind of step once before the first request, so that none compiles within one (GPU only)",
+        aliases=("skip-server-warmup=false",),
+    )
+    attention_backend: str | None = setting(
+        None,
+        "what computes attention: triton, reference, flashinfer, or for what it has: flashmla (decode), fa3 (prefill)",
+        auto="the fastest that fits",
+    )
+    moe_runner_backend: str | None = setting(
+        None,
+        "what computes experts: triton, deep_gemm, or triton+deep_gemm by the number of tokens",
+        foreign=("moe-backend",),
+        auto="the fastest that fits",
+    )
+    fp8_gemm_backend: str | None = setting(
+        None,
+        "what multiplies by FP8 weights: triton, deep_gemm, cublas, or triton+deep_gemm by the number of tokens",
+        foreign=("fp8-gemm-runner-backend",),
+        auto="the fastest that fits",
+    )
+    mla: bool = setting(
+        True,
+        "keep an MLA model's latents and attend to them; off: decompressed keys and values, many times as large",
+        aliases=("disable-mla=false",),
+    )
+    deterministic_inference: bool = setting(
+        False,
+        "a request's tokens depend, bit for bit, on itself alone: neither on the batch, chunks, cache hits nor overlap",
+        aliases=("enable-deterministic-inference=true",),
+    )
+    cuda_graph_mode: str | None = setting(
+        None,
+        "what is recorded as CUDA graphs: decode steps and small mixed ones; only decode steps; these, and the static parts of others; only "
+        "static parts; nothing",
+        choices=GRAPH_MODES,
+        aliases=("disable-cuda-graph=none",),
+        foreign=("enforce-eager=none", "enable-piecewise-cuda-graph=full_and_piecewise"),
+        auto="full_and_piecewise where the attention can be recorded",
     )
     cuda_graph_max_bs: int | None = setting(
         None, "most rows of a recorded decode step", least=1, auto="as --max-running-requests, 256 at most"
     )
     cuda_graph_bs: tuple[int, ...] = setting(
         (), "rows of the decode steps that are recorded", metavar="N", auto="1, 2, 4, then every eighth"
+    )
+    piecewise_cuda_graph_tokens: tuple[int, ...] = setting(
+        (),
+        "tokens of the steps whose static parts are recorded",
+        metavar="N",
+        auto="16 to 2,048; the largest only where that is faster",
+    )
+
+    torch_compile: bool = setting(
+        False,
+        "compile norms and MLPs of the reference with torch.compile: a comparison, slower than what is recorded",
+        aliases=("enable-torch-compile=true",),
     )
 
     def __post_init__(self) -> None:
@@ -100,12 +153,12 @@ class MemoryOptions:
         foreign=("gpu-memory-utilization",),
         least=0.01,
         most=0.99,
-        auto="on a CPU 0.8, and no more cache than all running requests can fill; on a GPU all but a reserve",
+        auto="on a CPU 0.8, and no more cache than all running requests can fill; on a GPU what is free beside all else, which is measured",
     )
     max_total_tokens: int | None = setting(
         None, "tokens that the KV cache holds, whatever memory there is", least=64, auto="from memory"
     )
-    kv_cache_dtype: str | None = setting(None, "type of the KV cache", choices=DTYPES, auto="as --dtype")
+    kv_cache_dtype: str | None = setting(None, "type of the KV cache", choices=KV_DTYPES, auto="as --dtype")
     page_size: int = setting(64, "tokens a page of the KV cache", choices=(64,), foreign=("block-size",))
     radix_cache: bool = setting(
         True,
@@ -139,7 +192,7 @@ class ScheduleOptions:
         "tokens a step computes at most; longer prompts are cut. -1: prompts are never cut",
         foreign=("max-num-batched-tokens",),
         least=-1,
-        auto="by device",
+        auto="by device; on a GPU fewer beside decoding requests, by times measured at the start",
     )
     schedule_policy: str = setting(
         "fcfs",

@@ -29,7 +29,7 @@ class ServerOptions:
     )
     admin_api_key: str | None = setting(
         None,
-        "key of the admin routes, which change what others get (/flush_cache, abort_all). It opens the other routes too",
+        "key of the admin routes, which change what others get (/flush_cache, abort_all, weights, profiles). It opens the other routes too",
         auto="the admin routes are off",
         secret=True,
     )
@@ -99,6 +99,12 @@ class ServerOptions:
         "They hold the token ids of prompts and outputs",
         metavar="DIR",
         auto="nothing is recorded",
+    )
+    profile_folder: str | None = setting(
+        None,
+        "folder under which /start_profile may write profiles of the engine's steps",
+        metavar="DIR",
+        auto="the routes of profiles are off",
     )
     watchdog_timeout: float = setting(
         300.0,

@@ -18,11 +18,11 @@ class ThalwegError(Exception):
 class InvalidRequest(ThalwegError):
     """A request that cannot be served as it stands.
 
-    `field` is the path of the offending field as the user wrote it, e.g. `messages[2].content`.
+    `field` is the path of the offending field as the user wrote it, e.g. `messages[2].content`; "" where it is the request as a whole.
     """
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+        super().__init__(f"{field}: {message}" if field else message)
         self.field = field
         self.message = message
 

@@ -27,7 +27,7 @@ C = TypeVar("C", bound=Caps)
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[C]):
-    """role: what was chosen for; source: "asked" or "auto"; rejected: (name, reasons) of what was passed over."""
+    """role: what was chosen for; source: "asked" or "auto"; rejected: what was passed over: (name, its first misfit)."""
 
     role: str
     name: str
@@ -49,8 +49,12 @@ def misfits(need: Need, caps: Caps) -> list[str]:
     reasons = []
     for f in fields(need):  # type: ignore[arg-type]
         wanted, can = vars(need)[f.name], vars(caps)[f.name]
-        if wanted not in can:
-            reasons.append(f"{f.name}={wanted} not in {sorted(map(str, can))}")
+        if wanted in can:
+            continue
+        if isinstance(wanted, bool):
+            reasons.append(f"{'not' if wanted else 'only'} {f.name}")
+        else:
+            reasons.append(f"{f.name} {wanted or 'none'}, not {' or '.join(sorted(map(str, can - {''})))}")
     return reasons
 
 
@@ -70,7 +74,7 @@ def choose(role: str, need: Need, catalog: Mapping[str, C], wish: str = "auto") 
     rejected = []
     for name in catalog:
         if why := misfits(need, catalog[name]):
-            rejected.append((name, "; ".join(why)))
+            rejected.append((name, why[0]))  # often the others follow from it
         else:
             return Choice(role, name, "auto", tuple(rejected))
     raise CannotServe(f"{role}: nothing fits. " + " | ".join(f"{name}: {why}" for name, why in rejected))

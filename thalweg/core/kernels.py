@@ -9,7 +9,7 @@ class KernelChoice(msgspec.Struct, frozen=True, kw_only=True):
     """decode, prefill: backends of attention; "reference" is plain torch on any device, and then all else is, too. moe, fp8_gemm: backends of
     the experts and of products with FP8 weights. kv: type of the KV cache, a name in `memory.planes.CODECS`; "" is the model's. latent: whether
     an MLA model keeps latents, which it attends to as they are; else it keeps decompressed keys and values. deterministic: whether a token's
-    bits depend on nothing but its own sequence."""
+    bits depend on nothing but its own sequence. asked: the fields above whose backend the user named, so that no other may take its place."""
 
     decode: str = "reference"
     prefill: str = "reference"
@@ -18,3 +18,13 @@ class KernelChoice(msgspec.Struct, frozen=True, kw_only=True):
     kv: str = ""
     latent: bool = True
     deterministic: bool = False
+    asked: tuple[str, ...] = ()
+
+
+# what the report calls the choice of each field
+DECISIONS = {
+    "decode": "attention_decode",
+    "prefill": "attention_prefill",
+    "moe": "moe_runner_backend",
+    "fp8_gemm": "fp8_gemm_backend",
+}

@@ -36,6 +36,37 @@ class FlushCache(msgspec.Struct, tag=True, frozen=True):
     id: int
 
 
+class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
+    """Replaces the tensors that the checkpoint in the folder `path` holds; those of a checkpoint may be few. Carried out between two steps;
+    running requests go on with the new weights. flush: empty the prefix cache too, and let nothing enter it that the old weights made.
+    abort: end all requests first. version: the user's name for these weights. `Done` with the same id answers."""
+
+    id: int
+    path: str
+    flush: bool = True
+    abort: bool = False
+    version: str = ""
+
+
+class StartProfile(msgspec.Struct, tag=True, frozen=True):
+    """Profiles the steps from here on. folder: where the trace is written. steps: after so many it ends by itself, 0: when it is told to. cpu,
+    gpu: what is watched. shapes, stacks: of operations, noted too. `Done` with the same id answers."""
+
+    id: int
+    folder: str
+    steps: int = 0
+    cpu: bool = True
+    gpu: bool = True
+    shapes: bool = False
+    stacks: bool = False
+
+
+class StopProfile(msgspec.Struct, tag=True, frozen=True):
+    """Ends a profile; the `Done` that answers tells the file."""
+
+    id: int
+
+
 class Drain(msgspec.Struct, tag=True, frozen=True):
     """No new work will come: finish what runs, then exit."""
 
@@ -113,9 +144,14 @@ class Rejected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A control message was carried out."""
+    """A control message was carried out, or not: error says why, and field what part of it is wrong. told: what came of it. whole: of
+    an `UpdateWeights`, that nothing is left of the weights before."""
 
     id: int
+    told: str = ""
+    whole: bool = False
+    error: str = ""
+    field: str = ""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -135,5 +171,6 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-ToEngine = Submit | Abort | FlushCache | Drain
+Control = UpdateWeights | StartProfile | StopProfile  # what is done between two steps, with none in flight
+ToEngine = Submit | Abort | FlushCache | Control | Drain
 FromEngine = StepNews | Rejected | Done | Ready | Fatal

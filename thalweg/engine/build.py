@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Callable
+from typing import Callable, NamedTuple
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,67 +18,146 @@ from thalweg.batch.slots import Slots
 from thalweg.cache.books import Books
 from thalweg.cache.radix import NoTree, RadixTree
 from thalweg.config.model import ModelFacts, read_facts
+from thalweg.core.amounts import size
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import MAX_EOS_IDS
 from thalweg.engine.gpu import GpuWorker
 from thalweg.engine.grammars import GrammarBook
-from thalweg.engine.loop import NO_RECORDER, Channel, Loop, OneRank, Worker
+from thalweg.engine.loop import NO_RECORDER, Channel, Loop, OneRank
+from thalweg.engine.memory import RESERVE, Sums, free, measure, probe, provisional, settle
+from thalweg.engine.pace import paced
 from thalweg.engine.recording import Ring
 from thalweg.engine.settings import EngineSettings
+from thalweg.engine.warm import warm
 from thalweg.engine.worker import CpuWorker, stream_for
+from thalweg.engine.workshop import Workshop
 from thalweg.layers.parts import Parts, ReferenceParts
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.base import Model
+from thalweg.models.compiled import compile_parts
+from thalweg.models.one_by_one import OneByOne
 from thalweg.models.traced import Traced, traced
 from thalweg.runner.runner import Runner
 from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.scheduler import Scheduler
 from thalweg.text.grammar import Compiler
 from thalweg.text.tokenizer import Tokenizer
+from thalweg.weights.cache_scales import read_scales
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Safetensors, fill_dummy
+from thalweg.weights.verify import block_of
+
+log = logging.getLogger("thalweg.engine")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def build_runner(settings: EngineSettings, facts: ModelFacts) -> Runner:
-    """Loads the checkpoint and allocates planes and slots. Raises CheckpointError."""
+class Rank(NamedTuple):
+    """What `build` makes. settings: those it was given, with what the engine has decided itself."""
+
+    loop: Loop
+    runner: Runner
+    facts: ModelFacts
+    settings: EngineSettings
+
+
+class Phases:
+    """Where the time of a start goes."""
+
+    def __init__(self) -> None:
+        self.begun = self.last = time.monotonic()
+        self.words: list[str] = []
+
+    def done(self, name: str) -> None:
+        now = time.monotonic()
+        self.words.append(f"{name} {now - self.last:.1f} s")
+        self.last = now
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.words)}; {self.last - self.begun:.1f} s in all"
+
+
+def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) -> tuple[EngineSettings, Runner]:
+    """Loads the checkpoint and allocates planes and slots. Raises CheckpointError, CannotServe."""
     torch.set_num_threads(settings.threads)
     device = torch.device(settings.device)
     model = catalog.assemble(
         facts, parts(settings.device, settings.kernels, settings.dtype, facts.fp8_block is not None)
     )
+    phases.done("model")
     load_weights(model, settings)
-    planes = Planes(model.planes(), settings.pages + 1, device)
+    phases.done("weights")
+    if settings.torch_compile:
+        compile_parts(model)
+        phases.done("torch.compile")
+    alone = settings.kernels.deterministic and settings.kernels.decode == "reference"
     if device.type == "cuda":
-        return _recorded(settings, Runner(model, model, planes, Slots(settings.slots + 1, settings.context, device)))
-    steps = traced(model, device)
+        return _on_gpu(settings, OneByOne(model) if alone else model, device, phases)
+    planes = _planes(model, settings, device)
+    steps = model if settings.torch_compile else traced(model, device)
     if isinstance(steps, Traced):
         steps.record(planes)
-    return Runner(model, steps, planes, Slots(settings.slots, settings.context, device))
+    slots = Slots(settings.slots, settings.context, device)
+    phases.done("recorded steps")
+    whole = (OneByOne(model), OneByOne(steps)) if alone else (model, steps)
+    return settings, Runner(*whole, planes, slots)
+
+
+def _on_gpu(
+    settings: EngineSettings, model: Model, device: torch.device, phases: Phases
+) -> tuple[EngineSettings, Runner]:
+    """Compiles, measures what steps and graphs need, and gives the cache what is left. Raises CannotServe."""
+    torch.cuda.synchronize(device)
+    context = provisional(settings, model, device)
+    first = probe(settings, model, context, device)
+    if settings.warm:
+        with _bar("running every kind of step", settings.progress) as progress:
+            warm(first, settings, context, progress)
+        phases.done("kernels")
+    largest = msgspec.structs.replace(
+        settings, graphs=settings.graphs[-1:], pieces=settings.pieces[-1:], context=context, progress=False
+    )
+
+    def record_largest(runner: Runner) -> int:
+        _recorded(largest, runner)
+        return max(len(settings.graphs), len(settings.pieces))
+
+    step, graphs, slots = measure(settings, first, context, record_largest)
+    del first
+    sums = Sums(free(device), step, graphs, slots, RESERVE, Planes.page_cost(model.planes()))
+    settings = settle(settings, sums)
+    phases.done("memory")
+    planes = _planes(model, settings, device)
+    runner = Runner(model, model, planes, Slots(settings.slots + 1, settings.context, device))
+    before = free(device)
+    _recorded(settings, runner)
+    log.info("CUDA graphs took %s; %s were expected", size(before - free(device)), size(graphs))
+    phases.done("graphs")
+    settings = paced(settings, runner)
+    phases.done("times of steps")
+    return settings, runner
 
 
 def parts(device: str, kernels: KernelChoice, dtype: str, fp8: bool) -> Parts:
     """What a model is made of. fp8: whether its weights stay in FP8 blocks, which the kernels of a GPU compute with."""
     if kernels.decode == "reference":
-        return ReferenceParts(DTYPES[dtype], torch.device(device))
+        return ReferenceParts(DTYPES[dtype], torch.device(device), choice=kernels)
     from thalweg.layers.kernel_parts import KernelParts  # needs Triton, which a CPU installation does not have
 
     return KernelParts(DTYPES[dtype], torch.device(device), kernels, fp8)
 
 
 def _recorded(settings: EngineSettings, runner: Runner) -> Runner:
-    """The runner with its decode steps recorded as CUDA graphs; the last slot is nobody's."""
-    if settings.graphs:
+    """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises CannotServe."""
+    if settings.graphs or settings.pieces:
         from thalweg.runner.graphs import record  # needs Triton
 
         with _bar("recording CUDA graphs", settings.progress) as progress:
-            runner.graphs = record(
-                settings.graphs, settings.context, runner.model, runner.planes, runner.slots, settings.slots, progress
-            )
+            sizes = settings.graphs, settings.pieces, settings.mixed_graphs
+            record(runner, *sizes, settings.context, settings.slots, progress)
     return runner
 
 
@@ -88,14 +170,27 @@ def _bar(text: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def _planes(model: Model, settings: EngineSettings, device: torch.device) -> Planes:
+    """The KV cache; of an FP8 one the scales that the checkpoint has, else 1. Raises CheckpointError."""
+    planes = Planes(model.planes(), settings.pages + 1, device)
+    if settings.kernels.kv == "fp8_e4m3" and settings.load_format != "dummy":
+        with Safetensors(Path(settings.path)) as stream:
+            read_scales(model.table(), stream, planes)
+    return planes
+
+
 def load_weights(model: Model, settings: EngineSettings) -> None:
     """Fills the model from its checkpoint, or with random numbers; shows a bar. Raises CheckpointError."""
     assert isinstance(model, torch.nn.Module), "a model is a module: its parameters are what is filled"
     if settings.load_format == "dummy":
         fill_dummy(model, settings.seed)
-        return
-    with _bar("loading weights", settings.progress) as progress, Safetensors(Path(settings.path)) as stream:
-        load(model, model.table(), stream, model.facts.fp8_block, progress)
+    else:
+        with _bar("loading weights", settings.progress) as progress, Safetensors(Path(settings.path)) as stream:
+            load(model, model.table(), stream, model.facts.fp8_block, progress)
+    for folder in map(Path, settings.updates):
+        block = block_of(folder, model.facts)
+        with _bar("replacing weights", settings.progress) as progress, Safetensors(folder) as stream:
+            load(model, model.table(), stream, block, progress, partial=True)
 
 
 def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, channel: Channel) -> Loop:
@@ -104,6 +199,7 @@ def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, chan
     limits = Limits(
         slots=settings.slots,
         budget=settings.budget,
+        beside=settings.beside or (),
         context=settings.context,
         vocab=facts.vocab,
         eos_ids=settings.eos_ids,
@@ -114,19 +210,20 @@ def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, chan
         lambda: Compiler(Tokenizer(Path(settings.path)), facts.vocab, settings.eos_ids or facts.eos), facts.vocab
     )
     scheduler = Scheduler(limits, Books(settings.pages + 1, tree), grammars=grammars)
-    worker: Worker = CpuWorker(runner, stream_for(settings.depth), grammars)
-    if runner.planes.device.type == "cuda":
-        worker = GpuWorker(runner, grammars)
+    on_gpu = runner.planes.device.type == "cuda"
+    worker = GpuWorker(runner, grammars) if on_gpu else CpuWorker(runner, stream_for(settings.depth), grammars)
     recorder = Ring(settings, scheduler.requests) if settings.crash_dump_folder else NO_RECORDER
-    return Loop(channel, scheduler, worker, OneRank(), settings.depth, recorder)
+    return Loop(channel, scheduler, worker, OneRank(), settings.depth, recorder, Workshop(runner, worker))
 
 
-def build(settings: EngineSettings, channel: Channel) -> tuple[Loop, Runner, ModelFacts]:
-    """A whole rank. Raises CheckpointError."""
-    facts = read_facts(Path(settings.path))
+def build(settings: EngineSettings, channel: Channel) -> Rank:
+    """A whole rank. Raises CheckpointError, CannotServe."""
+    phases, facts = Phases(), read_facts(Path(settings.path))
     if len(settings.eos_ids) > MAX_EOS_IDS:
         raise CheckpointError(
             f"{settings.path}: {len(settings.eos_ids)} end-of-sequence ids; at most {MAX_EOS_IDS} are kept a slot"
         )
-    runner = build_runner(settings, facts)
-    return build_loop(settings, facts, runner, channel), runner, facts
+    settings, runner = build_runner(settings, facts, phases)
+    loop = build_loop(settings, facts, runner, channel)
+    log.info("started: %s", phases)
+    return Rank(loop, runner, facts, settings)

@@ -20,7 +20,7 @@ from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.messages import (
     Abort,
-    Delta,
+    Control,
     Done,
     Drain,
     FlushCache,
@@ -32,11 +32,13 @@ from thalweg.core.messages import (
     StepNews,
     Submit,
     ToEngine,
+    UpdateWeights,
 )
 from thalweg.core.room import Room
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import process
 from thalweg.engine.assemble import Assembler, Piece
+from thalweg.engine.inbox import Inbox
 from thalweg.engine.local import sibling
 from thalweg.engine.nest import nest
 from thalweg.engine.sentry import SIGNAL
@@ -50,48 +52,13 @@ SPAWN = multiprocessing.get_context("spawn")
 GRACE = 5.0  # seconds a process may take to end before it is killed
 
 
-class _Inbox:
-    """What the engine said of one request and its stream has not taken yet: for each sequence one delta, so that a stream which falls behind
-    gets more tokens at once, not more wake-ups, and a reader that never reads costs one delta a sequence."""
-
-    __slots__ = ("deltas", "error", "waiter")
-
-    def __init__(self) -> None:
-        self.deltas: dict[int, tuple[Delta, float]] = {}
-        self.error: Exception | None = None
-        self.waiter: asyncio.Future[None] | None = None
-
-    def put(self, delta: Delta, at: float) -> None:
-        held = self.deltas.get(delta.uid)
-        self.deltas[delta.uid] = (delta, at) if held is None else (held[0].then(delta), held[1])
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self._wake()
-
-    async def take(self) -> list[tuple[Delta, float]]:
-        """All there is, in order of arrival; waits for the first. Raises the error with which the engine failed the request."""
-        while not self.deltas:
-            if self.error is not None:
-                raise self.error
-            self.waiter = asyncio.get_running_loop().create_future()
-            await self.waiter
-        taken, self.deltas = list(self.deltas.values()), {}
-        return taken
-
-    def _wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-
 @dataclass(slots=True, eq=False)
 class _Live:
     """A request that has sequences in the engine."""
 
     request_id: str
     assemblers: dict[int, Assembler]
-    inbox: _Inbox = field(default_factory=_Inbox)
+    inbox: Inbox = field(default_factory=Inbox)
 
     @property
     def names(self) -> dict[str, str | None]:
@@ -111,7 +78,8 @@ class Front:
     """Requests in, pieces out. All methods belong to one event loop.
 
     state: "starting", "ready", "wedged" (it makes no step, and may yet), "draining" or "dead"; ready: what the engine said of itself,
-    None unless it serves; stats: its latest.
+    None unless it serves; stats: its latest; weight_version: the name that came with the weights in use. settings: those of the next engine
+    too, weights that were replaced included.
     """
 
     def __init__(self, settings: EngineSettings, tokenizer: Tokenizer) -> None:
@@ -121,11 +89,12 @@ class Front:
         self.state = "starting"
         self.reason = "the engine is starting"
         self.restarts = 0
+        self.weight_version = "default"
         self._by_uid: dict[int, _Live] = {}
         self._live: set[_Live] = set()
         self._next_uid = self._next_control = 0
         self._kept = 0  # places of the queue that rooms hold
-        self._controls: dict[int, asyncio.Future[None]] = {}
+        self._controls: dict[int, tuple[FlushCache | Control, asyncio.Future[str]]] = {}
         self._serving = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._closing = False
@@ -229,13 +198,22 @@ class Front:
 
     async def flush_cache(self) -> None:
         """Empties the prefix cache. Raises EngineDead."""
+        await self.control(FlushCache(0))
+
+    async def control(self, message: FlushCache | Control) -> str:
+        """Has this done, whatever its id is; what came of it. It is done even if nobody waits for it any more.
+
+        Raises InvalidRequest for what cannot be done, EngineDead.
+        """
         if self.ready is None:
             raise EngineDead(self.reason)
         self._next_control += 1
-        done = self._controls[self._next_control] = asyncio.get_running_loop().create_future()
-        self._vigil.owes(-self._next_control)
-        self._send(FlushCache(self._next_control))
-        await done
+        message = msgspec.structs.replace(message, id=self._next_control)
+        told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._controls[message.id] = message, told
+        self._vigil.owes(-message.id)
+        self._send(message)
+        return await told
 
     def record(self) -> None:
         """Has the engine write its last steps down (--crash-dump-folder)."""
@@ -366,14 +344,29 @@ class Front:
                 log.warning("refused by the engine", extra=logs.fields(**live.names, field=message.field))
                 live.inbox.fail(InvalidRequest(message.field, message.message))
         elif isinstance(message, Done):
-            self._vigil.paid(-message.id)
-            if (done := self._controls.pop(message.id, None)) and not done.done():
-                done.set_result(None)
+            self._done(message)
         elif isinstance(message, Ready):
             self.ready, self.state, self.reason = message, "ready", ""
             self._serving.set()
         else:
             self._end(message.message)
+
+    def _done(self, done: Done) -> None:
+        self._vigil.paid(-done.id)
+        asked, told = self._controls.pop(done.id)
+        if isinstance(asked, UpdateWeights) and not done.error:
+            self.weight_version = asked.version or "default"
+            # an engine that takes this one's place must not go back to what it began with
+            before = () if done.whole else self.settings.updates
+            self.settings = msgspec.structs.replace(
+                self.settings, updates=(*(one for one in before if one != asked.path), asked.path)
+            )
+        if told.done():  # cancelled
+            return
+        if done.error:
+            told.set_exception(InvalidRequest(done.field, done.error))
+        else:
+            told.set_result(done.told)
 
     def _news(self, news: StepNews) -> None:
         if news.stats is not None:
@@ -429,9 +422,9 @@ class Front:
             if live.inbox.error is None:
                 log.error("failed", extra=logs.fields(**live.names, why=str(error)))
             live.inbox.fail(error)
-        for done in self._controls.values():
-            if not done.done():  # cancelled
-                done.set_exception(error)
+        for _, told in self._controls.values():
+            if not told.done():  # cancelled
+                told.set_exception(error)
         self._controls.clear()
 
 

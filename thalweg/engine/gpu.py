@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from thalweg.core.plan import MaskState, Output, Shape, StepPlan
-from thalweg.engine.worker import Masker
-from thalweg.runner.runner import Forwarded, Published, Runner, outputs
+from thalweg.engine.worker import Halves, Masker
+from thalweg.runner.runner import Forwarded, Published, outputs
 from thalweg.sampling.sample import Sampled
 
 
@@ -17,7 +17,7 @@ class GpuWorker:
     """Drives one Runner on the current CUDA stream. A step's output is copied to pinned memory on a side stream behind B, and B of the next
     step, which may write the same buffers, waits for that copy."""
 
-    def __init__(self, runner: Runner, masker: Masker) -> None:
+    def __init__(self, runner: Halves, masker: Masker) -> None:
         self.runner, self.masker = runner, masker
         self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.forwarded: dict[int, Forwarded | None] = {}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Callable, Sequence
 
 import msgspec
 
 from thalweg.core.errors import EngineDead, InvalidRequest
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
-from thalweg.core.messages import Abort, Delta, FlushCache, Rejected, StepNews, Submit
+from thalweg.core.messages import Abort, Control, Delta, Done, FlushCache, Rejected, StepNews, Submit
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine import caches
 from thalweg.engine.build import build
 from thalweg.engine.channel import LocalChannel
+from thalweg.engine.selfcheck import proven
 from thalweg.engine.settings import EngineSettings
 
 
@@ -20,9 +22,9 @@ class LocalEngine:
     """submit() requests, then step() until `idle`."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self.settings = settings
+        caches.use(settings.cache_dir)
         self.channel = LocalChannel()
-        self.loop, self.runner, facts = build(settings, self.channel)
+        self.loop, self.runner, facts, self.settings = build(proven(settings), self.channel)
         self.vocab, self.context = facts.vocab, self.loop.scheduler.context
         self.next_uid = 0
         self.torn = False  # a step began and did not end
@@ -53,20 +55,12 @@ class LocalEngine:
         self.channel.inbox.append(Abort(tuple(uids)))
 
     def flush_cache(self) -> None:
-        self.channel.inbox.append(FlushCache(0))
+        self.channel.inbox.append(FlushCache(-1))
 
     def step(self) -> list[Delta]:
         """One turn of the loop; the news of the step that retired. Raises InvalidRequest for a request the engine refuses, EngineDead
         after a step that failed or was interrupted: its requests would never end."""
-        if self.torn:
-            raise EngineDead("a step failed or was interrupted, so what it computed is unknown: make a new engine")
-        self.torn = True
-        try:
-            self.loop.turn()
-        except Exception as error:
-            self.loop.recorder.died(error)
-            raise
-        self.torn = False
+        self._run(self.loop.turn)
         sent, self.channel.outbox = self.channel.outbox, []
         deltas: list[Delta] = []
         for message in sent:
@@ -75,6 +69,27 @@ class LocalEngine:
             if isinstance(message, StepNews):
                 deltas += message.deltas
         return deltas
+
+    def control(self, message: Control) -> str:
+        """Has this done between two steps; what came of it. Requests that run go on at the next `step`. Raises InvalidRequest."""
+        self.channel.inbox.append(message)
+        self._run(self.loop.take)
+        done = next(one for one in self.channel.outbox if isinstance(one, Done) and one.id == message.id)
+        self.channel.outbox.remove(done)
+        if done.error:
+            raise InvalidRequest(done.field, done.error)
+        return done.told
+
+    def _run(self, work: Callable[[], None]) -> None:
+        if self.torn:
+            raise EngineDead("a step failed or was interrupted, so what it computed is unknown: make a new engine")
+        self.torn = True
+        try:
+            work()
+        except Exception as error:
+            self.loop.recorder.died(error)
+            raise
+        self.torn = False
 
 
 def sibling(params: SamplingParams, index: int) -> SamplingParams:

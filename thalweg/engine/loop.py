@@ -3,17 +3,34 @@ p stages. A step is always A (`worker.forward`: prepare → forward → logits) 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from typing import Mapping, Protocol, Sequence
+from typing import Callable, Mapping, Protocol, Sequence
 
-from thalweg.core.messages import FromEngine, Mark, Stats, StepNews, ToEngine
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.messages import (
+    Abort,
+    Control,
+    Done,
+    FromEngine,
+    Mark,
+    Rejected,
+    StartProfile,
+    Stats,
+    StepNews,
+    StopProfile,
+    ToEngine,
+    UpdateWeights,
+)
 from thalweg.core.plan import MaskState, Output, Shape, StepPlan
 from thalweg.engine.recording import NoRecorder, Recorder
 from thalweg.scheduler.scheduler import Scheduler
 
+log = logging.getLogger("thalweg.engine")
 STATS_EVERY = 0.25  # seconds between two Stats
 TICKET_POLL = 0.001  # seconds to wait for messages while only tickets are under way
+NEVER = 1 << 62  # a step that does not come
 NO_RECORDER = NoRecorder()
 
 
@@ -40,6 +57,27 @@ class Worker(Protocol):
         """One Output per row of a step that was launched; waits until the device has made it."""
 
 
+class Profiler(Protocol):
+    """Profiles steps. Raises InvalidRequest for what cannot be done."""
+
+    def start(self, wish: StartProfile) -> str:
+        """Says what is watched."""
+
+    def stop(self) -> str:
+        """Says where the profile is."""
+
+
+class Workshop(Protocol):
+    """What is done to a rank between two steps, with none in flight."""
+
+    @property
+    def profiler(self) -> Profiler: ...
+
+    def weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
+        """Looks other weights through and changes nothing; what it returns writes them, and says how many tensors of how many. alive: to be
+        called every now and then. Raises InvalidRequest for weights that do not fit."""
+
+
 class Layout(Protocol):
     """How DP ranks agree on a step."""
 
@@ -55,7 +93,8 @@ class OneRank:
 
 
 class Loop:
-    """Drives one rank: receive → plan → agree → A → B → retire what is older than the depth. turns: how many, so that others see it live."""
+    """Drives one rank: receive → plan → agree → A → B → retire what is older than the depth. turns: how many, so that others see it live.
+    workshop: None where the rank stays as it was built."""
 
     def __init__(
         self,
@@ -65,12 +104,14 @@ class Loop:
         layout: Layout,
         depth: int,
         recorder: Recorder = NO_RECORDER,
+        workshop: Workshop | None = None,
     ) -> None:
         assert 1 <= depth <= scheduler.stages + 1, (
             f"depth {depth} with {scheduler.stages} stages: masks would miss their commit"
         )
         self.channel, self.scheduler, self.worker, self.layout, self.depth = channel, scheduler, worker, layout, depth
-        self.recorder, self.turns = recorder, 0
+        self.recorder, self.workshop, self.turns = recorder, workshop, 0
+        self.profiled_until = NEVER  # the step before which a profile ends by itself
         self.inflight: deque[StepPlan] = deque()
         self.width = 0  # the last launched step's agreed draft width
         self.busy_since = self.stats_at = self.busy_seconds = 0.0
@@ -88,17 +129,32 @@ class Loop:
 
     def begin(self) -> StepPlan:
         self.turns += 1
-        messages = self.channel.receive(self._patience())
-        replies = self.scheduler.take(messages)
-        for reply in replies:
-            self.channel.send(reply)
-        if messages or replies:
-            self.recorder.took(self.scheduler.step, messages, replies)
+        self.take()
         plan = self.scheduler.plan(self.width)
         if marks := self.scheduler.marks():
             now = time.time()
             self.marks += (Mark(uid, kind, now) for uid, kind in marks)
         return plan
+
+    def take(self) -> None:
+        """Does what the fronts ask, in their order."""
+        messages: list[ToEngine] = []
+        replies: list[Rejected | Done] = []
+        for message in self.channel.receive(self._patience()):
+            if isinstance(message, Control):
+                replies += self._took(messages)
+                messages = []
+                replies += self._carry_out(message)
+            else:
+                messages.append(message)
+        for reply in replies + self._took(messages):
+            self.channel.send(reply)
+
+    def _took(self, messages: Sequence[ToEngine]) -> list[Rejected | Done]:
+        replies = self.scheduler.take(messages)
+        if messages or replies:
+            self.recorder.took(self.scheduler.step, messages, replies)
+        return replies
 
     def finish(self, plan: StepPlan, shape: Shape | None, width: int) -> None:
         if shape:
@@ -114,6 +170,8 @@ class Loop:
             self.scheduler.launched()
         self.retire(self.depth - 1 if shape else len(self.inflight) - 1)
         self._send_news()
+        if self.scheduler.step >= self.profiled_until:
+            self._end_profile()
 
     def retire(self, keep: int) -> None:
         """Waits for and commits the oldest steps until at most `keep` are in flight."""
@@ -124,6 +182,64 @@ class Loop:
             self.recorder.retired(plan, outputs)
             if not self.inflight:
                 self.busy_seconds += time.monotonic() - self.busy_since
+
+    # ---- between two steps
+
+    def _carry_out(self, message: Control) -> list[Rejected | Done]:
+        """Its answer, and what the scheduler has to say about it. In flight is nothing then."""
+        if self.workshop is None:
+            return [Done(message.id, error="this engine stays as it was built")]
+        try:
+            match message:
+                case UpdateWeights():
+                    return self._update(message, self.workshop)
+                case StartProfile():
+                    self.retire(0)
+                    told = self.workshop.profiler.start(message)
+                    self.profiled_until = self.scheduler.step + message.steps if message.steps else NEVER
+                case StopProfile():
+                    self.retire(0)
+                    self.profiled_until = NEVER
+                    told = self.workshop.profiler.stop()
+        except InvalidRequest as wrong:
+            return [Done(message.id, error=wrong.message, field=wrong.field)]
+        return [Done(message.id, told)]
+
+    def _update(self, message: UpdateWeights, workshop: Workshop) -> list[Rejected | Done]:
+        """Running requests go on with the new weights, on what the old ones computed of them. After a flush that is never cached: the tree has
+        another epoch then, and they stand in the old one. Raises InvalidRequest before anything is changed."""
+        write = workshop.weights(message, self.alive)
+        self.retire(0)
+        replies: list[Rejected | Done] = []
+        if message.abort:
+            replies += self._took([Abort(tuple(self.scheduler.requests))])
+        held, of = write()
+        if message.flush:
+            self.scheduler.books.flush()
+        done = Done(message.id, f"{held} of {of} tensors replaced", whole=held == of)
+        self.recorder.took(self.scheduler.step, [message], [done])
+        return [*replies, done]
+
+    def _end_profile(self) -> None:
+        """After the steps that were asked for. Nobody waits for an answer."""
+        assert self.workshop is not None, "only a workshop starts profiles"
+        self.profiled_until = NEVER
+        self.retire(0)
+        self._send_news()
+        try:
+            log.info("profile written: %s", self.workshop.profiler.stop())
+        except InvalidRequest as failed:
+            log.error("the profile is lost: %s", failed)
+
+    def alive(self) -> None:
+        """To be called during what takes longer than a step, so that nobody takes the engine for wedged."""
+        self.turns += 1
+        now = time.time()
+        if now - self.stats_at >= STATS_EVERY:
+            self.stats_at = now
+            self.channel.send(StepNews((), now, self.stats()))
+
+    # ---- waiting and telling
 
     def _patience(self) -> float | None:
         if self.inflight or self.scheduler.runnable:

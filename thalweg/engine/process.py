@@ -12,9 +12,11 @@ import threading
 from thalweg.core import logs
 from thalweg.core.errors import ThalwegError
 from thalweg.core.messages import Fatal, Ready
+from thalweg.engine import caches
 from thalweg.engine.build import build
 from thalweg.engine.channel import ZmqChannel
 from thalweg.engine.loop import Loop
+from thalweg.engine.selfcheck import proven
 from thalweg.engine.sentry import SIGNAL, watch
 from thalweg.engine.settings import EngineSettings
 
@@ -30,7 +32,8 @@ def main(settings: EngineSettings, address: str) -> None:
     threading.Thread(target=_die_with_parent, daemon=True).start()
     channel = ZmqChannel(address)
     try:
-        loop, _, facts = build(settings, channel)
+        caches.use(settings.cache_dir)
+        loop, _, facts, settings = build(proven(settings), channel)
         gc.collect()
         gc.freeze()  # what is loaded stays: a full collection over it would hold up a step for hundreds of milliseconds
         context = loop.scheduler.context

@@ -28,7 +28,7 @@ import msgspec
 
 from thalweg import __version__
 from thalweg.core.errors import CannotServe
-from thalweg.core.messages import Abort, FromEngine, Rejected, Submit, ToEngine
+from thalweg.core.messages import Abort, FromEngine, Rejected, Submit, ToEngine, UpdateWeights
 from thalweg.core.plan import Bind, Output, StepPlan
 from thalweg.core.request import Leave, Request
 from thalweg.engine.settings import EngineSettings
@@ -74,6 +74,13 @@ class Ended(msgspec.Struct, tag_field="kind", tag="ended", frozen=True):
     uid: int
 
 
+class Changed(msgspec.Struct, tag_field="kind", tag="weights", frozen=True):
+    """From this step on the weights that lie in `path` took the place of their like, for good: a folder, as the engine saw it."""
+
+    step: int
+    path: str
+
+
 class Seat(msgspec.Struct, tag_field="kind", tag="seat", frozen=True):
     """A request that ran before the first step, as the device knows it then. bind: what puts it there; an end of 0 means that it is over."""
 
@@ -95,7 +102,7 @@ class Tail(msgspec.Struct, tag_field="kind", tag="tail", frozen=True):
     lines: int
 
 
-Line = Head | Asked | Ended | Seat | Step | Tail
+Line = Head | Asked | Ended | Changed | Seat | Step | Tail
 _line = msgspec.json.Decoder(Line).decode
 
 
@@ -111,6 +118,7 @@ class Recording:
     head: Head
     asked: tuple[Asked, ...]
     ended: tuple[Ended, ...]
+    changed: tuple[Changed, ...]
     seats: tuple[Seat, ...]
     steps: tuple[Step, ...]
     cut: bool
@@ -120,7 +128,7 @@ class Recorder(Protocol):
     """What the loop tells."""
 
     def took(self, step: int, messages: Sequence[ToEngine], replies: Sequence[FromEngine]) -> None:
-        """These messages came, and were answered so, before `step` was planned."""
+        """These messages came, and were answered so, before `step` was planned. An `UpdateWeights` among them was carried out."""
 
     def launches(self, plan: StepPlan) -> None:
         """The plan is about to be launched."""
@@ -194,6 +202,7 @@ class Ring:
     def __init__(self, settings: EngineSettings, requests: Mapping[int, Request]) -> None:
         self.settings, self.requests = settings, requests
         self.folder = Path(settings.crash_dump_folder)
+        self._changed: list[Changed] = []  # of the engine's whole life: it has no step that does not depend on them
         self._segments: tuple[_Segment, ...] = (
             _Segment(0, marks=[]),
         )  # replaced as a whole: another thread may be writing it
@@ -212,6 +221,8 @@ class Ring:
                 now.size += 8 * len(message.prompt)
             elif isinstance(message, Abort):
                 now.ended += ((step, uid) for uid in message.uids)
+            elif isinstance(message, UpdateWeights):
+                self._changed.append(Changed(step, message.path))
         now.ended += ((step, reply.uid) for reply in replies if isinstance(reply, Rejected))
 
     def launches(self, plan: StepPlan) -> None:
@@ -298,6 +309,7 @@ class Ring:
             yield Asked(step, message)
         for step, uid in sorted({entry for segment in segments for entry in segment.ended[:]}):
             yield Ended(step, uid)
+        yield from self._changed[:]
         for mark in marks:
             yield mark.seat()
         for segment in segments:
@@ -359,6 +371,7 @@ def read(path: Path) -> Recording:
         head,
         tuple(line for line in found if isinstance(line, Asked)),
         tuple(line for line in found if isinstance(line, Ended)),
+        tuple(line for line in found if isinstance(line, Changed)),
         tuple(line for line in found if isinstance(line, Seat)),
         tuple(line for line in found if isinstance(line, Step)),
         cut or tail is None,

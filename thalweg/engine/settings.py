@@ -8,26 +8,36 @@ from thalweg.core.kernels import KernelChoice
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """path: checkpoint folder. dtype: "float32" or "bfloat16". device: "cpu" or "cuda". kernels: what the model
-    runs on. graphs: rows of the decode steps that are recorded as CUDA graphs. load_format: "auto" (safetensors) or
-    "dummy". threads: of torch's CPU pool. depth: steps in flight at most (1 synchronous, 2 overlap). pages: pages of the cache, the null page
-    not counted. slots: running requests at most. budget: tokens a step. context: longest sequence in tokens. policy: "fcfs", "lpm" or
-    "priority". eos_ids: tokens that end a sequence. seed: of the seeds drawn for requests that name none. queue: requests waiting at most, 0 =
-    no limit. progress: whether loading shows a bar. log_level, log_format: of the engine's own process. crash_dump_folder: where recordings are
-    written, "" for none. watchdog_timeout: seconds without a step, while there is work, after which the engine counts as wedged; 0 is never.
-    report: the resolved choices with their reasons, as a JSON object."""
+    """path: checkpoint folder. dtype: "float32" or "bfloat16". device: "cpu" or "cuda". kernels: what the model runs on. graphs: rows of the steps
+    that are recorded whole as CUDA graphs; mixed_graphs: whether prompt tokens may be such rows. pieces: tokens of the steps whose static parts are
+    recorded; trim: less the largest, where eager steps are faster. torch_compile: see `models.compiled`. load_format: "auto" (safetensors) or
+    "dummy". threads: of torch's CPU pool. depth: steps in flight at most (1 synchronous, 2 overlap). pages: pages of the cache, the null page not
+    counted; 0 is as many as a GPU has room for beside all else. least_context: tokens of a sequence that they must hold. slots: running requests at
+    most. budget: tokens a step. beside: see `scheduler.limits.Limits`; None lets the engine choose from times that it measures. context: longest
+    sequence in tokens, less where the pages hold less. policy: "fcfs", "lpm" or "priority". eos_ids: tokens that end a sequence. seed: of the seeds
+    drawn for requests that name none. queue: requests waiting at most, 0 = no limit. progress: whether loading shows a bar. log_level, log_format: of
+    the engine's own process. crash_dump_folder: where recordings are written, "" for none. watchdog_timeout: seconds without a step, while there is
+    work, after which the engine counts as wedged; 0 is never. cache_dir: where compiled kernels are kept, "" for the usual place. warm: whether every
+    kind of step runs once before the first request. updates: folders whose weights replace those of `path`, in this order. report: the resolved
+    choices with their reasons, as a JSON object."""
 
     path: str
     dtype: str = "float32"
     device: str = "cpu"
     kernels: KernelChoice = KernelChoice()
     graphs: tuple[int, ...] = ()
+    mixed_graphs: bool = False
+    pieces: tuple[int, ...] = ()
+    trim: bool = False
+    torch_compile: bool = False
     load_format: str = "auto"
     threads: int = 1
     depth: int = 1
     pages: int = 1024
+    least_context: int = 0
     slots: int = 64
     budget: int = 2048
+    beside: tuple[tuple[int, int], ...] | None = ()
     context: int = 4096
     policy: str = "fcfs"
     radix: bool = True
@@ -37,6 +47,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     progress: bool = True
     log_level: str = "info"
     log_format: str = "text"
+    cache_dir: str = ""
+    warm: bool = True
+    updates: tuple[str, ...] = ()
     crash_dump_folder: str = ""
     watchdog_timeout: float = 300.0
     report: str = "{}"

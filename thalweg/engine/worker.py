@@ -7,7 +7,7 @@ from typing import Callable, Generic, Mapping, Protocol, Sequence, TypeVar
 
 from thalweg.core.grammar import Masks
 from thalweg.core.plan import MaskState, Output, Shape, StepPlan
-from thalweg.runner.runner import Forwarded, Runner, outputs
+from thalweg.runner.runner import Forwarded, Published, outputs
 
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)
@@ -25,6 +25,14 @@ class Stream(Protocol):
 
     def submit(self, work: Callable[[], T]) -> Pending[T]:
         """Enqueues."""
+
+
+class Halves(Protocol):
+    """A and B of a step: a `Runner`'s."""
+
+    def forward(self, plan: StepPlan) -> Forwarded | None: ...
+
+    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None) -> Published | None: ...
 
 
 class Masker(Protocol):
@@ -69,9 +77,9 @@ def stream_for(depth: int) -> Stream:
 
 
 class CpuWorker:
-    """Drives one Runner. `forward` and `sample` return at once (depth 2 and more); `output` waits. masker: makes the masks of a step."""
+    """Drives one runner. `forward` and `sample` return at once (depth 2 and more); `output` waits. masker: makes the masks of a step."""
 
-    def __init__(self, runner: Runner, stream: Stream, masker: Masker) -> None:
+    def __init__(self, runner: Halves, stream: Stream, masker: Masker) -> None:
         self.runner, self.stream, self.masker = runner, stream, masker
         self.forwarded: dict[int, Pending[Forwarded | None]] = {}
         self.outputs: dict[int, Pending[tuple[Output, ...]]] = {}

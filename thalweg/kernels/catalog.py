@@ -6,8 +6,10 @@ from thalweg.kernels.case import Operation
 from thalweg.kernels.experts import case as experts
 from thalweg.kernels.experts import case_fp8 as experts_fp8
 from thalweg.kernels.fp8_block import case as fp8_block
+from thalweg.kernels.gemm import case as gemm
 from thalweg.kernels.gqa import case as gqa
 from thalweg.kernels.indexer import case as indexer
+from thalweg.kernels.invariant import case as invariant
 from thalweg.kernels.mla import case as mla
 from thalweg.kernels.norm import case as norm
 from thalweg.kernels.permute import case as permute
@@ -15,13 +17,16 @@ from thalweg.kernels.quantize import case as quantize
 from thalweg.kernels.rope import case as rope
 from thalweg.kernels.router import case as router
 from thalweg.kernels.silu_mul import case as silu_mul
+from thalweg.kernels.truncate import case as truncate
 
 OPERATIONS = {
     "experts": Operation(experts.cases, dict(experts.BACKENDS)),
     "experts_fp8": Operation(experts_fp8.cases, dict(experts_fp8.BACKENDS)),
     "fp8_block": Operation(fp8_block.cases, dict(fp8_block.BACKENDS)),
+    "gemm": Operation(gemm.cases, dict(gemm.BACKENDS)),
     "gqa": Operation(gqa.cases, dict(gqa.BACKENDS)),
     "indexer": Operation(indexer.cases, dict(indexer.BACKENDS)),
+    "invariant": Operation(invariant.cases, dict(invariant.BACKENDS)),
     "mla": Operation(mla.cases, dict(mla.BACKENDS)),
     "norm": Operation(norm.cases, dict(norm.BACKENDS)),
     "permute": Operation(permute.cases, dict(permute.BACKENDS)),
@@ -29,4 +34,5 @@ OPERATIONS = {
     "rope": Operation(rope.cases, dict(rope.BACKENDS)),
     "router": Operation(router.cases, dict(router.BACKENDS)),
     "silu_mul": Operation(silu_mul.cases, dict(silu_mul.BACKENDS)),
+    "truncate": Operation(truncate.cases, dict(truncate.BACKENDS)),
 }

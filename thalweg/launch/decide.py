@@ -5,23 +5,21 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Callable, TypeVar
+from typing import Callable
 
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Config
+from thalweg.core.amounts import size
 from thalweg.core.errors import CannotServe
-from thalweg.core.fit import choose
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE
-from thalweg.launch.backends import ATTENTION, attention_need
-from thalweg.launch.resolved import ASKED, AUTO, MODEL, Decision, Sizes, Value
+from thalweg.launch.graphs import GraphPlan, decide_compile, decide_graphs
+from thalweg.launch.kernels import decide_kernels
+from thalweg.launch.ledger import Ledger, source
+from thalweg.launch.resolved import ASKED, AUTO, MODEL, Sizes
 
-GPU_RESERVE = 2 << 30  # bytes of a GPU for its context, libraries, graphs and what fragments
-MOST_RECORDED = 256  # rows; larger steps wait for the device longer than for Python
 TYPICAL = 2048  # tokens that a request keeps on average; unless asked, the cache holds no more than this for each slot
-
-V = TypeVar("V", bound=Value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +41,15 @@ RULES = (
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What differs between kinds of device. free: bytes of its memory. fraction: of them, for weights and KV. useful: whether the cache
-    holds no more than the running requests can fill. float32: whether that type is considered. slots, budget, overlap: the defaults, the
+    """What differs between kinds of device. free: bytes of its memory. fraction: of them, for weights and KV; measures: where nothing was asked
+    for, the engine measures what there is room for, and the fraction is an estimate. useful: whether the cache holds no more than the running
+    requests can fill. float32: whether that type is considered. slots, budget, overlap: the defaults, the
     latter two with their reasons."""
 
     free: int
     fraction: float
     fraction_why: str
+    measures: bool
     useful: bool
     float32: bool
     slots: int
@@ -66,6 +66,7 @@ def cpu(machine: Machine) -> Site:
         free=machine.free,
         fraction=0.8,
         fraction_why="leaves a fifth for activations and others",
+        measures=False,
         useful=True,
         float32=True,
         slots=64,
@@ -80,9 +81,10 @@ def cpu(machine: Machine) -> Site:
 def gpu(machine: Machine) -> Site:
     """The first GPU."""
     return Site(
-        free=machine.gpu_free - GPU_RESERVE,
+        free=machine.gpu_free,
         fraction=0.92,
-        fraction_why="leaves a twelfth for activations, beside the reserve",
+        fraction_why="the engine measures what weights, compiled kernels, the largest step and CUDA graphs leave, and keeps a reserve",
+        measures=True,
         useful=False,
         float32=False,
         slots=256,
@@ -96,11 +98,13 @@ def gpu(machine: Machine) -> Site:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The numbers of an engine: see `engine.settings.EngineSettings`, which has the same names."""
+    """The numbers of an engine: see `engine.settings.EngineSettings`, which has the same names, but for what is
+    recorded. measured: pages and context are estimates, which the engine puts its own in the place of. limit: the longest sequence that is
+    wanted; least_context: that must fit."""
 
     device: str
     kernels: KernelChoice
-    graphs: tuple[int, ...]
+    graphs: GraphPlan
     dtype: str
     threads: int
     depth: int
@@ -108,26 +112,19 @@ class Decided:
     budget: int
     context: int
     pages: int
+    measured: bool
+    limit: int
+    least_context: int
     seed: int
     sizes: Sizes
 
 
-class Ledger:
-    """Collects decisions. `take` returns the wish where there is one, else what was chosen for the reason given."""
-
-    def __init__(self) -> None:
-        self.decisions: list[Decision] = []
-
-    def note(self, name: str, value: Value, source: str, reason: str) -> None:
-        self.decisions.append(Decision(name, value, source, reason))
-
-    def take(self, name: str, wish: V | None, auto: V, reason: str) -> V:
-        self.note(name, auto if wish is None else wish, AUTO if wish is None else ASKED, reason if wish is None else "")
-        return auto if wish is None else wish
-
-
 def decide(
-    config: Config, facts: ModelFacts, machine: Machine, sizes_in: Callable[[str, KernelChoice, str], Sizes], ledger: Ledger
+    config: Config,
+    facts: ModelFacts,
+    machine: Machine,
+    sizes_in: Callable[[str, KernelChoice, str], Sizes],
+    ledger: Ledger,
 ) -> Decided:
     """Decides, and notes each decision in the ledger. `sizes_in(device, kernels, dtype)` measures the model as it would be loaded.
     Raises CannotServe."""
@@ -140,29 +137,44 @@ def decide(
     threads = take(
         "threads", config.load.threads, max(1, machine.cores - 1), "cores - 1: one stays free for the server"
     )
-    backend = choose(
-        "attention_backend", attention_need(facts, device), ATTENTION, config.load.attention_backend or "auto"
-    )
-    note(backend.role, backend.name, backend.source, backend.reason)
-    kernels = KernelChoice(decode=backend.name, prefill=backend.name)
+    kernels = decide_kernels(config, facts, machine, device, ledger)
     dtype, sizes = _dtype(config, site, lambda dtype: sizes_in(device, kernels, dtype), ledger)
+    note("kv_cache_dtype", kernels.kv or dtype, *source(bool(kernels.kv), "as dtype"))
     overlap = take("overlap_schedule", schedule.overlap_schedule, site.overlap, site.overlap_why)
     note("depth", 2 if overlap else 1, AUTO, "2 steps under way with overlap, else 1")
     slots = take("max_running_requests", schedule.max_running_requests, site.slots, site.slots_why)
-    graphs = _graphs(config, device, backend.name, slots, ledger)
-    pages, context = _memory(config, facts, site, sizes, dtype, slots, ledger)
+    measured = site.measures and config.memory.mem_fraction_static is None and config.memory.max_total_tokens is None
+    pages, context = _memory(config, facts, site, sizes, dtype, slots, measured, ledger)
     budget = _budget(config, site, slots, context, ledger)
-    note("schedule_policy", schedule.schedule_policy, *_source(schedule.schedule_policy != "fcfs", "arrival order"))
+    graphs = decide_graphs(config, device, kernels, slots, budget, ledger)
+    decide_compile(config, device, kernels, ledger)
+    note("schedule_policy", schedule.schedule_policy, *source(schedule.schedule_policy != "fcfs", "arrival order"))
     note(
         "radix_cache",
         config.memory.radix_cache,
-        *_source(not config.memory.radix_cache, "prompts that begin alike are computed once"),
+        *source(not config.memory.radix_cache, "prompts that begin alike are computed once"),
     )
     seed = config.sampling.random_seed
     drawn = secrets.randbits(62) if seed is None else seed
-    note("random_seed", drawn, *_source(seed is not None, "drawn at start; give it to repeat a run"))
+    note("random_seed", drawn, *source(seed is not None, "drawn at start; give it to repeat a run"))
     depth = 2 if overlap else 1
-    return Decided(device, kernels, graphs, dtype, threads, depth, slots, budget, context, pages, drawn, sizes)
+    return Decided(
+        device=device,
+        kernels=kernels,
+        graphs=graphs,
+        dtype=dtype,
+        threads=threads,
+        depth=depth,
+        slots=slots,
+        budget=budget,
+        context=context,
+        pages=pages,
+        measured=measured,
+        limit=_context_limit(config, facts),
+        least_context=config.model.context_length or 0,
+        seed=drawn,
+        sizes=sizes,
+    )
 
 
 def _device(config: Config, machine: Machine, ledger: Ledger) -> str:
@@ -174,59 +186,40 @@ def _device(config: Config, machine: Machine, ledger: Ledger) -> str:
     return ledger.take("device", config.load.device, "cpu", f"{machine.cpu}, {machine.cores} cores")
 
 
-def _graphs(config: Config, device: str, attention: str, slots: int, ledger: Ledger) -> tuple[int, ...]:
-    """Rows of the decode steps to record. Raises CannotServe."""
-    wish = config.load
-    if device == "cpu" or not wish.cuda_graph or attention == "reference":
-        why = "a CPU has none" if device == "cpu" else "the reference attention reads lengths on the host"
-        ledger.note("cuda_graph", False, *_source(not wish.cuda_graph, why))
-        return ()
-    most = min(wish.cuda_graph_max_bs or min(slots, MOST_RECORDED), slots)
-    made = tuple(wish.cuda_graph_bs) or buckets(most)
-    if any(rows < 1 or rows > slots for rows in made):
-        raise CannotServe(f"cuda_graph_bs: {list(made)} must lie between 1 and --max-running-requests, {slots}")
-    ledger.note(
-        "cuda_graph", ",".join(map(str, made)), *_source(bool(wish.cuda_graph_bs), "rows of recorded decode steps")
-    )
-    return tuple(sorted(set(made)))
-
-
-def buckets(most: int) -> tuple[int, ...]:
-    """Numbers of rows that graphs are made for: 1, 2, 4, then every eighth up to 256, then every thirty-second. Over 1 to 256 rows the
-    mean of (bucket - rows) / bucket is 4.9 %."""
-    steps = [1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(288, most + 1, 32)]
-    return tuple(sorted({min(step, most) for step in steps} | {most}))
-
-
 def _dtype(config: Config, site: Site, sizes_in: Callable[[str], Sizes], ledger: Ledger) -> tuple[str, Sizes]:
-    """The type of weights and KV, and the model's sizes in it."""
-    wish, kv = config.load.dtype, config.memory.kv_cache_dtype
+    """The type of weights and activations, and the model's sizes in it."""
+    wish = config.load.dtype
     if not site.float32:
-        dtype = ledger.take("dtype", wish, kv or "bfloat16", "what a GPU's matrix units compute with")
-        plain = sizes_in(dtype)
-    else:
-        room = int(site.free * (config.memory.mem_fraction_static or site.fraction))
-        plain = sizes_in(wish or "float32")
-        fits = plain.weight_bytes <= room // 2
-        reason = (
-            f"float32 weights take {size(plain.weight_bytes)}, {'not ' if not fits else ''}within half of {size(room)}"
-        )
-        auto = kv or ("float32" if fits else "bfloat16")
-        dtype = ledger.take("dtype", wish, auto, f"as --kv-cache-dtype, {kv}" if kv else reason)
-    if kv is not None and kv != dtype:
-        raise CannotServe(
-            f"kv_cache_dtype: {kv} with --dtype {dtype}: this version keeps KV in the model's type; use --dtype {kv}"
-        )
-    ledger.note("kv_cache_dtype", dtype, *_source(kv is not None, "as dtype"))
-    return dtype, plain if site.float32 is False or dtype == (wish or "float32") else sizes_in(dtype)
+        dtype = ledger.take("dtype", wish, "bfloat16", "what a GPU's matrix units compute with")
+        return dtype, sizes_in(dtype)
+    room = int(site.free * (config.memory.mem_fraction_static or site.fraction))
+    plain = sizes_in(wish or "float32")
+    fits = plain.weight_bytes <= room // 2
+    reason = f"float32 weights take {size(plain.weight_bytes)}, {'not ' if not fits else ''}within half of {size(room)}"
+    dtype = ledger.take("dtype", wish, "float32" if fits else "bfloat16", reason)
+    return dtype, plain if dtype == (wish or "float32") else sizes_in(dtype)
 
 
 def _memory(
-    config: Config, facts: ModelFacts, site: Site, sizes: Sizes, dtype: str, slots: int, ledger: Ledger
+    config: Config,
+    facts: ModelFacts,
+    site: Site,
+    sizes: Sizes,
+    dtype: str,
+    slots: int,
+    measured: bool,
+    ledger: Ledger,
 ) -> tuple[int, int]:
-    """Pages of the KV cache and the longest sequence, from the free memory: (pages, context)."""
+    """Pages of the KV cache and the longest sequence, from the free memory: (pages, context). measured: see `Decided`."""
     wish = config.memory
-    fraction = ledger.take("mem_fraction_static", wish.mem_fraction_static, site.fraction, site.fraction_why)
+    fraction = wish.mem_fraction_static or site.fraction
+    if measured:
+        ledger.note("mem_fraction_static", "auto", AUTO, site.fraction_why)
+    elif site.measures and wish.mem_fraction_static is None:
+        fraction = 1.0  # the tokens that were asked for are held to what is free when the engine starts
+        ledger.note("mem_fraction_static", "auto", AUTO, "--max-total-tokens says how much the KV cache takes")
+    else:
+        ledger.take("mem_fraction_static", wish.mem_fraction_static, site.fraction, site.fraction_why)
     room = int(site.free * fraction)
     page = sizes.kv_bytes * PAGE
     most = (room - sizes.weight_bytes) // page
@@ -250,7 +243,8 @@ def _memory(
         useful = max(slots * -(-min(limit, TYPICAL) // PAGE), -(-limit // PAGE)) if site.useful else most
         pages = min(most, useful)
         enough = f"{useful} are enough for {slots} requests of {min(limit, TYPICAL)} tokens"
-        ledger.note("pages", pages, AUTO, f"{sums} = {most}" + (f"; {enough}" if pages < most else ""))
+        about = "an estimate, which the engine replaces by what it measures: " if measured else ""
+        ledger.note("pages", pages, AUTO, f"{about}{sums} = {most}" + (f"; {enough}" if pages < most else ""))
     return pages, _context(config, facts, limit, pages, ledger)
 
 
@@ -283,16 +277,10 @@ def _budget(config: Config, site: Site, slots: int, context: int, ledger: Ledger
     if wish == -1:
         ledger.note("chunked_prefill_size", slots * context, ASKED, "-1: room for every running prompt in one step")
         return slots * context
-    return ledger.take("chunked_prefill_size", wish, site.budget, site.budget_why)
-
-
-def _source(asked: bool, reason: str) -> tuple[str, str]:
-    return (ASKED, "") if asked else (AUTO, reason)
-
-
-def size(count: int) -> str:
-    """Bytes in words, e.g. 16.3 GB."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"
+    budget, why = site.budget, site.budget_why
+    if 2 * slots > budget:
+        budget, why = (
+            slots + budget,
+            f"a token for each of {slots} running requests, and {budget} of prompts beside them",
+        )
+    return ledger.take("chunked_prefill_size", wish, budget, why)

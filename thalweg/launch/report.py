@@ -10,14 +10,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from thalweg.core.amounts import size
 from thalweg.core.plan import PAGE
-from thalweg.launch.decide import size
 from thalweg.launch.resolved import Resolved, Sizes
 
 
 def as_json(resolved: Resolved) -> dict[str, Any]:
     """The whole report as plain values."""
-    engine, sizes = resolved.engine, resolved.sizes
+    sizes, pages = resolved.sizes, resolved.pages
     return {
         "model": str(resolved.path),
         "served_as": list(resolved.names),
@@ -26,12 +26,13 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
         "weight_bytes": sizes.weight_bytes,
         "kv_bytes_per_token": sizes.kv_bytes,
         "planes": [msgspec.to_builtins(plane) for plane in sizes.planes],
-        "pages": engine.pages,
+        "pages": pages,
+        "pages_measured_at_start": resolved.engine.pages == 0,
         "page_tokens": PAGE,
-        "kv_tokens": engine.pages * PAGE,
-        "kv_bytes": engine.pages * PAGE * sizes.kv_bytes,
-        "concurrent_full_contexts": engine.pages * PAGE // engine.context,
-        "eos_ids": list(engine.eos_ids),
+        "kv_tokens": pages * PAGE,
+        "kv_bytes": pages * PAGE * sizes.kv_bytes,
+        "concurrent_full_contexts": pages * PAGE // resolved.context,
+        "eos_ids": list(resolved.engine.eos_ids),
         "sampling_defaults": msgspec.to_builtins(resolved.sampling),
         "decisions": {one.name: msgspec.to_builtins(one) for one in resolved.decisions},
     }
@@ -66,13 +67,13 @@ def _sizes(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
 
 def _cache(resolved: Resolved) -> Iterator[tuple[str, str]]:
-    engine, kv = resolved.engine, resolved.sizes.kv_bytes
-    tokens = engine.pages * PAGE
-    yield "kv cache", f"{engine.pages:,} pages x {PAGE} tokens x {kv:,} B = {size(tokens * kv)}"
-    each = min(tokens // engine.slots, engine.context)
+    slots, context, kv = resolved.engine.slots, resolved.context, resolved.sizes.kv_bytes
+    tokens, about = resolved.pages * PAGE, "" if resolved.engine.pages else "about "
+    yield "kv cache", f"{about}{resolved.pages:,} pages x {PAGE} tokens x {kv:,} B = {size(tokens * kv)}"
+    each = min(tokens // slots, context)
     yield (
         "holds",
-        f"{tokens:,} tokens: {tokens // engine.context:,} sequences of {engine.context:,}, or {engine.slots:,} of {each:,}",
+        f"{tokens:,} tokens: {tokens // context:,} sequences of {context:,}, or {slots:,} of {each:,}",
     )
 
 

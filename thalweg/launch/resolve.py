@@ -18,8 +18,9 @@ from thalweg.core.kernels import KernelChoice
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import parts
 from thalweg.engine.settings import EngineSettings
-from thalweg.launch.decide import Ledger, decide
+from thalweg.launch.decide import decide
 from thalweg.launch.hub import fetch_weights, locate
+from thalweg.launch.ledger import Ledger
 from thalweg.launch.resolved import ASKED, AUTO, Resolved, Sizes
 from thalweg.launch.sizes import measure
 from thalweg.text.chat import Chat, Formats, Wish, choose_chat
@@ -65,20 +66,28 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
         dtype=found.dtype,
         device=found.device,
         kernels=found.kernels,
-        graphs=found.graphs,
+        graphs=found.graphs.rows,
+        mixed_graphs=found.graphs.mixed,
+        pieces=found.graphs.tokens,
+        trim=bool(found.graphs.tokens) and not config.load.piecewise_cuda_graph_tokens,
+        torch_compile=config.load.torch_compile,
         load_format=config.load.load_format,
         threads=found.threads,
         depth=found.depth,
-        pages=found.pages,
+        pages=0 if found.measured else found.pages,
+        least_context=found.least_context,
         slots=found.slots,
         budget=found.budget,
-        context=found.context,
+        beside=None if found.device == "cuda" and schedule.chunked_prefill_size is None else (),
+        context=found.limit if found.measured else found.context,
         policy=schedule.schedule_policy,
         radix=config.memory.radix_cache,
         eos_ids=facts.eos if tokenizer is None else tokenizer.eos_ids,
         seed=found.seed,
         queue=schedule.max_queued_requests,
         progress=progress,
+        cache_dir=config.load.cache_dir or "",
+        warm=config.load.warmup,
         crash_dump_folder=config.server.crash_dump_folder or "",
         watchdog_timeout=config.server.watchdog_timeout,
         report=json.dumps({one.name: msgspec.to_builtins(one) for one in ledger.decisions}),
@@ -89,6 +98,8 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
         architecture=facts.architecture,
         vocab=facts.vocab,
         engine=settings,
+        pages=found.pages,
+        context=found.context,
         tokenizer=tokenizer,
         chat=chat,
         sampling=sampling,

@@ -51,6 +51,7 @@ class Sizes(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """path: folder of the checkpoint. names: under which the model is served. vocab: token ids. engine: what an engine is built from.
+    pages, context: the engine's, or an estimate where it measures them.
     tokenizer: None where the folder has none (a plan needs none). chat: encoder of conversations and parsers of answers.
     sampling: what a request gets that sets nothing. decisions: every choice with its reason."""
 
@@ -59,6 +60,8 @@ class Resolved:
     architecture: str
     vocab: int
     engine: EngineSettings
+    pages: int
+    context: int
     tokenizer: Tokenizer | None
     chat: Chat
     sampling: SamplingParams

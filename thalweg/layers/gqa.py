@@ -37,15 +37,19 @@ class Gqa(Part):
             self.query_norm.forward_(query)
             self.key_norm.forward_(key)
         rotate_(qkv_TX, step.cis_T1c, 0, self.heads + self.kv_heads, self.dim)
-        step.planes.tokens("key", self.layer).index_copy_(0, step.batch.write_T, key.flatten(1))
-        step.planes.tokens("value", self.layer).index_copy_(0, step.batch.write_T, value.flatten(1))
+        step.planes.write("key", self.layer, step.batch.write_T, key.flatten(1))
+        step.planes.write("value", self.layer, step.batch.write_T, value.flatten(1))
         return self.out.add_(h_TH, join_groups([self._attend(span, span.part(query), step) for span in step.spans]))
 
     def _attend(self, span: Span, query_NHd: Tensor, step: Step) -> Tensor:
         """One group: → [N, H * d]."""
         context = (span.rows, -1, self.kv_heads, self.dim)
-        key = span.gather(step.planes.paged("key", self.layer), span.pages).view(context)
-        value = span.gather(step.planes.paged("value", self.layer), span.pages).view(context)
+        key, value = (
+            step.planes.read(
+                name, self.layer, span.gather(step.planes.paged(name, self.layer), span.pages), query_NHd.dtype
+            ).view(context)
+            for name in ("key", "value")
+        )
         parts = []
         for tile in span.tiles:
             bias = span.bias(tile).view(span.rows, tile.stop - tile.start, -1)

@@ -44,7 +44,7 @@ class Indexer(Part):
         """Norms, rotates and stores the keys of this step's tokens: always, also where every token will be read."""
         key_TD = self.key_norm.forward(key_TD)
         rotate_(key_TD, step.cis_T1c, 0, 1, self.dim)
-        step.planes.tokens("index", self.layer).index_copy_(0, step.batch.write_T, key_TD)
+        step.planes.write("index", self.layer, step.batch.write_T, key_TD)
 
     def choose(self, x_TH: Tensor, query_TX: Tensor, step: Step) -> Choices:
         """The choice of each group; None where its longest context has no more than topk tokens, so that all are read.
@@ -61,16 +61,17 @@ class Indexer(Part):
     def _choose(self, span: Span, query_THD: Tensor, weights_TH: Tensor, step: Step) -> Choice | None:
         if span.reach <= self.topk:
             return None
-        paged = step.planes.paged("index", self.layer)
         query_NHD, weights_NH = span.part(query_THD), span.part(weights_TH)
-        chosen = [self._choose_tile(span, tile, query_NHD, weights_NH, paged) for tile in span.tiles]
+        chosen = [self._choose_tile(span, tile, query_NHD, weights_NH, step) for tile in span.tiles]
         return Choice(tuple(index for index, _ in chosen), tuple(bias for _, bias in chosen))
 
     def _choose_tile(
-        self, span: Span, tile: Tile, query_NHD: Tensor, weights_NH: Tensor, paged: Tensor
+        self, span: Span, tile: Tile, query_NHD: Tensor, weights_NH: Tensor, step: Step
     ) -> tuple[Tensor, Tensor]:
         query, weights, bias = span.tokens_of(query_NHD, tile), span.tokens_of(weights_NH, tile), span.bias(tile)
+        paged = step.planes.paged("index", self.layer)
         # past each query's own position -inf, not 0: scores may be negative
-        scores = index_scores(query, weights, span.gather(paged, tile.pages), bias, self.scale)
+        keys = step.planes.read("index", self.layer, span.gather(paged, tile.pages), query.dtype)
+        scores = index_scores(query, weights, keys, bias, self.scale)
         index = self.selection(scores, min(self.topk, tile.pages * PAGE))
         return index, bias.gather(1, index)

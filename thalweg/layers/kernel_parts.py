@@ -10,11 +10,20 @@ from thalweg.attention.context import Work
 from thalweg.config import model as config
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import KernelChoice
-from thalweg.layers.fused import FusedEmbedding, FusedFp8Linear, FusedLinear, FusedMlp, FusedMoe, FusedNorm
+from thalweg.kernels.experts.backends import runner
+from thalweg.kernels.gemm.fp8 import product
+from thalweg.kernels.mla.flashinfer import FlashInferDecoder
+from thalweg.kernels.mla.paged import PREFILLS, Decoder, decoder
+from thalweg.layers import rotary
+from thalweg.layers.fused import FusedEmbedding, FusedFp8Linear, FusedLinear, FusedMlp, FusedMoe, FusedNorm, matmul
+from thalweg.layers.invariant_mla import InvariantMla, rows_of
 from thalweg.layers.paged import PagedSteps
 from thalweg.layers.paged_gqa import PagedGqa
-from thalweg.layers.paged_mla import PagedMla
-from thalweg.memory.planes import PlaneSpec, vectors
+from thalweg.layers.paged_gqa import prepare_by as prepare_gqa
+from thalweg.layers.paged_mha import WIDTH, PagedMha
+from thalweg.layers.paged_mla import LatentMla, PagedMla, prepare_by
+from thalweg.layers.parts import plane
+from thalweg.memory.planes import FP8, PlaneSpec, kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +41,55 @@ class KernelParts:
 
     def linear(self, inputs: int, outputs: int, bias: bool = False) -> FusedLinear | FusedFp8Linear:
         if self.fp8 and not bias and inputs % 128 == 0:
-            return FusedFp8Linear(inputs, outputs, self.device)
-        return FusedLinear(inputs, outputs, self.dtype, self.device, bias)
+            by = product(self.choice.fp8_gemm, self.choice.deterministic)
+            return FusedFp8Linear(inputs, outputs, self.device, by)
+        return FusedLinear(inputs, outputs, self.dtype, self.device, matmul(self.choice.deterministic), bias)
 
     def embedding(self, vocab: int, hidden: int) -> FusedEmbedding:
-        return FusedEmbedding(vocab, hidden, self.dtype, self.device)
+        return FusedEmbedding(vocab, hidden, self.dtype, self.device, matmul(self.choice.deterministic))
 
     def mla(self, facts: ModelFacts, layer: int, indexed: bool) -> PagedMla:
-        return PagedMla(facts, layer, self.linear, self.dtype, self.device)
+        choice, given = self.choice, (facts, layer, self.linear, self.dtype, self.device)
+        if not choice.latent:
+            return PagedMha(*given, matmul(choice.deterministic), choice.deterministic)
+        if choice.deterministic:
+            return InvariantMla(*given)
+        return LatentMla(*given, self._decoder(facts), PREFILLS[choice.prefill])
+
+    def _decoder(self, facts: ModelFacts) -> Decoder:
+        """What attends to latents in decode rows."""
+        assert facts.mla is not None
+        scale = rotary.softmax_scale(facts.mla.nope + facts.mla.rope, facts.rope)
+        if self.choice.decode == "flashinfer":
+            return FlashInferDecoder(facts.heads, facts.mla.kv_lora, scale)
+        fp8 = kept(self.choice.kv, self.dtype) == FP8
+        return decoder(self.choice.decode, facts.heads, facts.mla.kv_lora, scale, fp8)
 
     def gqa(self, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias: bool) -> PagedGqa:
-        return PagedGqa(facts, layer, self.linear, self.device, qk_norm=qk_norm, out_bias=out_bias)
+        return PagedGqa(facts, layer, self.linear, self.device, self.choice, qk_norm=qk_norm, out_bias=out_bias)
 
     def mlp(self, hidden: int, intermediate: int, bias: bool = False) -> FusedMlp:
         return FusedMlp(self.linear(hidden, 2 * intermediate, bias), self.linear(intermediate, hidden, bias))
 
     def moe(self, moe: config.Moe, hidden: int) -> FusedMoe:
-        return FusedMoe(moe, hidden, self.dtype, self.device, self.fp8)
+        exact = self.choice.deterministic
+        run = runner(self.choice.moe, exact)
+        return FusedMoe(moe, hidden, self.dtype, self.device, self.fp8, run, exact)
 
     def steps(self, facts: ModelFacts, work: Work) -> PagedSteps:
-        return PagedSteps(facts, self.device)
+        if facts.mla is None:
+            return PagedSteps(facts, self.device, prepare_gqa(self.choice, facts, self.device))
+        if not self.choice.latent:
+            return PagedSteps(facts, self.device)
+        if self.choice.deterministic:
+            return PagedSteps(facts, self.device, rows_of)
+        return PagedSteps(facts, self.device, prepare_by(self._decoder(facts)))
 
     def plane(self, name: str, layer: int, dim: int, shard: str = "replicated") -> PlaneSpec:
-        return vectors(name, layer, dim, self.dtype, shard)
+        return plane(name, layer, dim, shard, self.choice.kv, self.dtype)
+
+    def mla_planes(self, facts: ModelFacts, layer: int) -> tuple[PlaneSpec, ...]:
+        assert facts.mla is not None
+        if self.choice.latent:
+            return (self.plane("latent", layer, facts.mla.kv_lora + facts.mla.rope),)
+        return tuple(self.plane(name, layer, facts.heads * WIDTH, "heads") for name in ("key", "value"))

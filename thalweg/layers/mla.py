@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -75,9 +77,13 @@ class Mla(Part):
         """Stores this step's tokens: the latent with its key, normed and rotated in place, and the index key."""
         self.latent_norm.forward_(latent_TD[:, : self.rank])
         rotate_(latent_TD, step.cis_T1c, self.rank, 1, 0)
-        step.planes.tokens("latent", self.layer).index_copy_(0, step.batch.write_T, latent_TD)
+        self.store(latent_TD, step)
         if self.indexer is not None:
             self.indexer.keep(index_key_TD, step)
+
+    def store(self, latent_TD: Tensor, step: Step) -> None:
+        """What attention will read of these tokens."""
+        step.planes.write("latent", self.layer, step.batch.write_T, latent_TD)
 
     def observe(self, x_TH: Tensor, step: Step) -> None:
         """Stores what attention would store, and computes nothing else."""
@@ -99,16 +105,17 @@ class Mla(Part):
         rotate_(query_TX, step.cis_T1c, self.nope, self.heads, self.nope + self.rope)
         query_THd = query_TX[:, : self.query_size].view(-1, self.heads, self.nope + self.rope)
         parts = [
-            self._attend(span, span.part(query_THd), choice, step)
+            self.attend(span, span.part(query_THd), choice, step)
             for span, choice in zip(step.spans, choices, strict=True)
         ]
         self.out.add_(h_TH, join_groups(parts))
         return choices
 
-    def _attend(self, span: Span, query_NHd: Tensor, choice: Choice | None, step: Step) -> Tensor:
+    def attend(self, span: Span, query_NHd: Tensor, choice: Choice | None, step: Step) -> Tensor:
         """One group: → [N, H * v]."""
         if span.query > self.long and (choice is None or span.reach <= min(self.masked, 2 * span.query)):
-            return self._decompressed(span, query_NHd, choice, step)
+            contexts = self._gather(span, span.pages, step)
+            return self.plain(span, query_NHd, choice, (ref.decompress(x_SD, self._uk, self._uv) for x_SD in contexts))
         absorbed = torch.bmm(query_NHd[..., : self.nope].transpose(0, 1), self._uk).transpose(0, 1)
         query_NHD = torch.cat((absorbed, query_NHd[..., self.nope :]), -1)
         u_NHR = self._dense(span, query_NHD, step) if choice is None else self._sparse(span, query_NHD, choice, step)
@@ -118,35 +125,44 @@ class Mla(Part):
         """Absorbed attention to the whole context: → [N, H, r]."""
         parts = []
         for tile in span.tiles:
-            latents = span.gather(step.planes.paged("latent", self.layer), tile.pages)
+            latents = self._gather(span, tile.pages, step)
             query = span.tokens_of(query_NHD, tile).view(span.rows, -1, self.rank + self.rope)
             bias = span.bias(tile).unsqueeze(1).expand(-1, self.heads, -1).reshape(span.rows, query.shape[1], -1)
             parts.append(ref.absorbed(query, latents, bias, self.scale, self.rank).view(-1, self.heads, self.rank))
         return span.join(parts)
 
+    def _gather(self, span: Span, pages: int, step: Step) -> Tensor:
+        """The latents of every row's first pages: [R, S, r + rope]."""
+        stored = span.gather(step.planes.paged("latent", self.layer), pages)
+        return step.planes.read("latent", self.layer, stored, self._uk.dtype)
+
     def _sparse(self, span: Span, query_NHD: Tensor, choice: Choice, step: Step) -> Tensor:
         """Absorbed attention to the chosen context: → [N, H, r]."""
-        plane, parts = step.planes.tokens("latent", self.layer), []
+        parts = []
         for tile, index_NK, bias_NK in zip(span.tiles, choice.positions, choice.biases, strict=True):
             query, slots_NK, bias = span.tokens_of(query_NHD, tile), span.slots(index_NK), bias_NK.unsqueeze(1)
             if len(query) <= self.piece:
-                parts.append(self._gathered(query, plane, slots_NK, bias))
+                parts.append(self._gathered(query, slots_NK, bias, step))
             else:
                 pieces = zip(*(torch.split(x, self.piece) for x in (query, slots_NK, bias)), strict=True)
-                parts.append(torch.cat([self._gathered(q, plane, slots, masked) for q, slots, masked in pieces]))
+                parts.append(torch.cat([self._gathered(q, slots, masked, step) for q, slots, masked in pieces]))
         return span.join(parts)
 
-    def _gathered(self, query_NHD: Tensor, plane: Tensor, slots_NK: Tensor, bias_N1K: Tensor) -> Tensor:
+    def _gathered(self, query_NHD: Tensor, slots_NK: Tensor, bias_N1K: Tensor, step: Step) -> Tensor:
         """Each query token to its own latents: → [N, H, r]."""
-        latents = plane.index_select(0, slots_NK.view(-1)).view(len(query_NHD), -1, self.rank + self.rope)
+        stored = step.planes.tokens("latent", self.layer).index_select(0, slots_NK.view(-1))
+        latents = step.planes.read("latent", self.layer, stored, query_NHD.dtype)
+        latents = latents.view(len(query_NHD), -1, self.rank + self.rope)
         return ref.absorbed(query_NHD, latents, bias_N1K, self.scale, self.rank)
 
-    def _decompressed(self, span: Span, query_NHd: Tensor, choice: Choice | None, step: Step) -> Tensor:
-        """Plain multi-head attention, row by row, to the whole context or to what a mask leaves of it: → [N, H * v]."""
-        latents_RSD = span.gather(step.planes.paged("latent", self.layer), span.pages)
+    def plain(
+        self, span: Span, query_NHd: Tensor, choice: Choice | None, contexts: Iterable[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Plain multi-head attention, row by row, to the whole context or to what a mask leaves of it: → [N, H * v]. contexts: keys [H, S, nope +
+        rope] and values [H, S, v] of each row."""
         rows = []
-        for row, query_qHd in enumerate(query_NHd.view(span.rows, span.query, self.heads, -1)):
-            key, value = ref.decompress(latents_RSD[row], self._uk, self._uv)
+        queries = query_NHd.view(span.rows, span.query, self.heads, -1)
+        for row, (query_qHd, (key, value)) in enumerate(zip(queries, contexts, strict=True)):
             for i, tile in enumerate(span.tiles):
                 bias = span.bias(tile) if choice is None else span.only(tile, choice.positions[i], choice.biases[i])
                 bias_qS = bias.view(span.rows, tile.stop - tile.start, -1)[row]

@@ -20,7 +20,7 @@ class Mlp(Part):
         self.gate_up = Linear(hidden, 2 * intermediate, dtype, device, bias)
         self.down = Linear(intermediate, hidden, dtype, device, bias)
 
-    def add_(self, h_TH: Tensor, x_TH: Tensor) -> Tensor:
-        """h += mlp(x), in place."""
+    def add_(self, h_TH: Tensor, x_TH: Tensor, real_T: Tensor | None = None) -> Tensor:
+        """h += mlp(x), in place; padding is computed, too."""
         gate, up = self.gate_up.forward(x_TH).chunk(2, -1)
         return self.down.add_(h_TH, F.silu(gate).mul_(up))

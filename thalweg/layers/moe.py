@@ -21,8 +21,8 @@ class MoeBlock(Part):
         self.experts = Experts(moe, hidden, dtype, device)
         self.shared = Mlp(hidden, moe.shared * moe.intermediate, dtype, device) if moe.shared else None
 
-    def add_(self, h_TH: Tensor, x_TH: Tensor) -> Tensor:
-        """h += moe(x), in place; expert outputs are summed in float32."""
+    def add_(self, h_TH: Tensor, x_TH: Tensor, real_T: Tensor | None = None) -> Tensor:
+        """h += moe(x), in place; expert outputs are summed in float32. Padding is computed, too."""
         total = h_TH.float()  # itself when it is float32
         self.experts.add_(total, x_TH, *self.router.forward(x_TH))
         if total is not h_TH:

@@ -22,6 +22,8 @@ class RMSNorm(Part):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, *self._given)
 
+    before = forward
+
     def forward_(self, x: Tensor) -> Tensor:
         """The same, in place."""
         return rms_norm_(x, *self._given)

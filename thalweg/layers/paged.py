@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Callable
+from typing import Any, Callable, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class Prefix:
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     """What the layers of a forward are given. decode: tokens of the decode rows; query: of each of them; reach: upper bound of their context.
-    spans is empty: the reference's idea."""
+    prepared: what the backend of attention made for the whole step. spans is empty: the reference's idea."""
 
     batch: Batch
     planes: Planes
@@ -61,7 +61,18 @@ class PagedStep:
     reach: int
     rest: Rest | None
     prefixes: tuple[Prefix, ...]
+    prepared: Any = None
     spans: tuple[Span, ...] = ()
+
+
+class Prepare(Protocol):
+    """Makes what a backend of attention shares among the layers of a step. tokens: of the decode rows; query: of each of them."""
+
+    def __call__(self, batch: Batch, tokens: int, query: int) -> Any: ...
+
+
+def nothing(batch: Batch, tokens: int, query: int) -> None:
+    """Of a backend that needs to know no more than the step itself."""
 
 
 class PagedSteps(nn.Module):
@@ -70,8 +81,9 @@ class PagedSteps(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, facts: ModelFacts, device: torch.device) -> None:
+    def __init__(self, facts: ModelFacts, device: torch.device, prepare: Prepare = nothing) -> None:
         super().__init__()
+        self.prepare = prepare
         table = rotary.table(facts.rope, facts.context, device)
         self.register_buffer("cos", table.real.contiguous(), persistent=False)
         self.register_buffer("sin", table.imag.contiguous(), persistent=False)
@@ -82,7 +94,8 @@ class PagedSteps(nn.Module):
         tokens, query = rows * first.query, first.query if rows else 1
         rest = None if rows == len(batch.extents) else _rest(batch, rows, tokens)
         prefixes = () if rest is None else _prefixes(rest.cached, batch.ids_T.device)
-        return PagedStep(batch, planes, self.cos, self.sin, tokens, query, first.reach, rest, prefixes)
+        prepared = self.prepare(batch, tokens, query)
+        return PagedStep(batch, planes, self.cos, self.sin, tokens, query, first.reach, rest, prefixes, prepared)
 
 
 def _rest(batch: Batch, row: int, token: int) -> Rest:

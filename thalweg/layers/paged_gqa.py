@@ -2,81 +2,227 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
+from thalweg.core.kernels import KernelChoice
+from thalweg.kernels.attend.triton import merge_state_
+from thalweg.kernels.gqa import ext as fa3
+from thalweg.kernels.gqa import flashinfer
 from thalweg.kernels.gqa import triton as gqa
+from thalweg.kernels.norm.triton import Normed
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.fused import FusedNorm
-from thalweg.layers.paged import MakeLinear, PagedStep, Rest
+from thalweg.layers.paged import MakeLinear, PagedStep, Prepare, Rest, nothing
 from thalweg.layers.part import Part
 
 
+class Cache(NamedTuple):
+    """A layer's pages [P, 64, K, d], and of e4m3 ones their scales, float32 [1]."""
+
+    key_PSKd: Tensor
+    value_PSKd: Tensor
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+
+
 class PagedGqa(Part):
-    """See `layers.gqa.Gqa`, whose parameters these are."""
+    """See `layers.gqa.Gqa`, whose parameters these are. Decode rows of one token go through a kernel that also norms and rotates them and
+    stores their keys; all others are stored first."""
 
     def __init__(
-        self, facts: ModelFacts, layer: int, linear: MakeLinear, device: torch.device, *, qk_norm: bool, out_bias: bool
+        self,
+        facts: ModelFacts,
+        layer: int,
+        linear: MakeLinear,
+        device: torch.device,
+        choice: KernelChoice,
+        *,
+        qk_norm: bool,
+        out_bias: bool,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.dim, self.layer = facts.heads, facts.kv_heads, facts.head_dim, layer
         self.scale, self.context, self.eps = self.dim**-0.5, facts.context, facts.norm_eps
+        self.choice = choice
         self.qkv = linear(facts.hidden, (self.heads + 2 * self.kv_heads) * self.dim, facts.qkv_bias)
         self.query_norm = FusedNorm(self.dim, facts.norm_eps, device) if qk_norm else None
         self.key_norm = FusedNorm(self.dim, facts.norm_eps, device) if qk_norm else None
         self.out = linear(self.heads * self.dim, facts.hidden, out_bias)
 
-    def add_(self, h_TH: Tensor, x_TH: Tensor, step: PagedStep) -> Tensor:
+    def add_(self, h_TH: Tensor, x_TH: Tensor | Normed, step: PagedStep) -> Tensor:
         """h += attention(x), in place."""
-        qkv_THd = self.qkv.forward(x_TH).view(len(x_TH), -1, self.dim)
+        return self.out.add_(h_TH, step.batch.seam(self._attention, step, self.qkv.forward(x_TH)))
+
+    def _attention(self, step: PagedStep, qkv_TX: Tensor) -> Tensor:
+        """Stores the tokens' keys and values and attends: → [T, H * d]."""
+        qkv_THd = qkv_TX.view(len(qkv_TX), -1, self.dim)
+        own = self.choice.decode == "triton" and not self.choice.deterministic
+        fresh = step.decode if own and step.query == 1 else 0
+        if fresh < len(qkv_THd):
+            self._write(qkv_THd, step, fresh)
+        parts = []
+        if step.decode:
+            parts.append(self._decode(qkv_THd[: step.decode], step, fresh > 0))
+        if step.rest is not None:
+            parts.append(self._ragged(qkv_THd[step.decode :], step, step.rest))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+
+    def _split(self, qkv_THd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = torch.split(qkv_THd, [self.heads, self.kv_heads, self.kv_heads], 1)
-        planes, batch = step.planes, step.batch
+        return query, key, value
+
+    def _norms(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.query_norm is None or self.key_norm is None:
+            return None, None
+        return self.query_norm.weight, self.key_norm.weight
+
+    def _cache(self, step: PagedStep) -> Cache:
+        key, value = (step.planes.paged(name, self.layer) for name in ("key", "value"))
+        heads = (*key.shape[:2], self.kv_heads, self.dim)
+        scales = (step.planes.scale(name, self.layer) for name in ("key", "value"))
+        return Cache(key.view(heads), value.view(heads), *scales)
+
+    def _write(self, qkv_THd: Tensor, step: PagedStep, first: int) -> None:
+        """Norms and rotates queries and keys in place, from the first of these tokens on, and stores keys and values."""
+        (query, key, value), cache, batch = self._split(qkv_THd[first:]), self._cache(step), step.batch
+        query_norm, key_norm = self._norms()
         rope.gqa_write(
             query,
             key,
             value,
             step.cos_SC,
             step.sin_SC,
-            batch.positions_T,
-            batch.write_T,
-            planes.tokens("key", self.layer).view(-1, self.kv_heads, self.dim),
-            planes.tokens("value", self.layer).view(-1, self.kv_heads, self.dim),
-            query_norm_d=None if self.query_norm is None else self.query_norm.weight,
-            key_norm_d=None if self.key_norm is None else self.key_norm.weight,
+            batch.positions_T[first:],
+            batch.write_T[first:],
+            cache.key_PSKd.flatten(0, 1),
+            cache.value_PSKd.flatten(0, 1),
+            query_norm_d=query_norm,
+            key_norm_d=key_norm,
             eps=self.eps,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
         )
-        parts = []
-        if step.decode:
-            parts.append(self._decode(query[: step.decode], step))
-        if step.rest is not None:
-            parts.append(self._ragged(query[step.decode :], step, step.rest))
-        return self.out.add_(h_TH, parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _pages(self, step: PagedStep) -> tuple[Tensor, Tensor]:
-        key, value = (step.planes.paged(name, self.layer) for name in ("key", "value"))
-        heads = (*key.shape[:2], self.kv_heads, self.dim)
-        return key.view(heads), value.view(heads)
-
-    def _decode(self, query_THd: Tensor, step: PagedStep) -> Tensor:
-        splits = gqa.splits_for(step.decode, self.heads, self.kv_heads, step.reach, step.query)
-        key, value = self._pages(step)
+    def _decode(self, qkv_THd: Tensor, step: PagedStep, fresh: bool) -> Tensor:
+        """Rows of one length, split: → [T, H, d]. fresh: their keys are not stored yet."""
+        (query, key, value), cache, table = self._split(qkv_THd), self._cache(step), step.batch.table_RP
+        if self.choice.decode == "flashinfer":
+            return flashinfer.run(step.prepared.decode, query, cache.key_PSKd, cache.value_PSKd)
         positions = step.batch.positions_T[: step.decode]
+        if self.choice.deterministic:
+            starts = torch.arange(0, step.decode + 1, step.query, dtype=torch.int32, device=query.device)
+            return self._paged(query, cache, table[: len(starts) - 1], positions, starts, step.query)
+        made = None
+        if fresh:
+            write = step.batch.write_T[: step.decode]
+            made = gqa.Fresh(key, value, write, step.cos_SC, step.sin_SC, *self._norms(), self.eps)
         partial, lse = gqa.decode(
-            query_THd, key, value, step.batch.table_RP, positions, scale=self.scale, splits=splits, query=step.query
-        )
-        return gqa.merge(partial, lse).flatten(1)
-
-    def _ragged(self, query_THd: Tensor, step: PagedStep, rest: Rest) -> Tensor:
-        key, value = self._pages(step)
-        out_THd = gqa.prefill(
-            query_THd,
-            key,
-            value,
-            step.batch.table_RP[rest.row :],
-            step.batch.positions_T[rest.token :],
-            rest.starts_R1,
-            max_query=rest.longest,
+            query,
+            cache.key_PSKd,
+            cache.value_PSKd,
+            table,
+            positions,
             scale=self.scale,
+            splits=gqa.splits_for(step.decode, self.heads, self.kv_heads, step.reach, step.query),
+            query=step.query,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
+            fresh=made,
         )
-        return out_THd.flatten(1)
+        return gqa.merge(partial, lse)
+
+    def _ragged(self, qkv_THd: Tensor, step: PagedStep, rest: Rest) -> Tensor:
+        """Rows of any length: → [T, H, d]."""
+        (query, key, value), cache, table = self._split(qkv_THd), self._cache(step), step.batch.table_RP[rest.row :]
+        if self.choice.prefill == "flashinfer":
+            return flashinfer.run(step.prepared.ragged, query, cache.key_PSKd, cache.value_PSKd)
+        if self.choice.prefill == "triton":
+            positions = step.batch.positions_T[rest.token :]
+            return self._paged(query, cache, table, positions, rest.starts_R1, rest.longest)
+        starts = rest.starts_R1
+        out, lse = self._contiguous(query, key, value, starts, starts, rest.longest, rest.longest, causal=True)
+        for prefix in step.prefixes:
+            key, value = gqa.gather(
+                cache.key_PSKd,
+                cache.value_PSKd,
+                table,
+                prefix.starts_R1,
+                prefix.first_R,
+                prefix.tokens,
+                max_context=prefix.longest,
+                key_scale=cache.key_scale,
+                value_scale=cache.value_scale,
+            )
+            part = self._contiguous(
+                query, key, value, starts, prefix.starts_R1, rest.longest, prefix.longest, causal=False
+            )
+            merge_state_(out, lse, *part)
+        return out
+
+    def _contiguous(
+        self,
+        query_THd: Tensor,
+        key_SKd: Tensor,
+        value_SKd: Tensor,
+        starts_R1: Tensor,
+        context_starts_R1: Tensor,
+        longest: int,
+        longest_context: int,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """By FlashAttention 3."""
+        return fa3.prefill(
+            query_THd,
+            key_SKd,
+            value_SKd,
+            starts_R1,
+            context_starts_R1,
+            max_query=longest,
+            max_context=longest_context,
+            scale=self.scale,
+            causal=causal,
+        )
+
+    def _paged(
+        self, query_THd: Tensor, cache: Cache, table_RL: Tensor, positions_T: Tensor, starts_R1: Tensor, longest: int
+    ) -> Tensor:
+        """Own kernel, which takes keys by the page from position 0 on: a token's bits depend on its own sequence alone."""
+        return gqa.prefill(
+            query_THd,
+            cache.key_PSKd,
+            cache.value_PSKd,
+            table_RL,
+            positions_T,
+            starts_R1,
+            max_query=longest,
+            scale=self.scale,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
+        )
+
+
+class FlashInferSteps:
+    """Plans each step; see `kernels.gqa.flashinfer`. The library is first loaded when there is a step."""
+
+    def __init__(self, facts: ModelFacts, device: torch.device) -> None:
+        self.facts, self.device = facts, device
+        self.attention: flashinfer.Attention | None = None
+
+    def __call__(self, batch: Batch, tokens: int, query: int) -> flashinfer.Planned:
+        if self.attention is None:
+            shape = self.facts.heads, self.facts.kv_heads, self.facts.head_dim
+            self.attention = flashinfer.attention(*shape, shape[2] ** -0.5, self.device)
+        queries = [extent.query for extent in batch.extents]
+        last = (torch.tensor(queries).cumsum(0) - 1).to(self.device)
+        lengths = (batch.positions_T.index_select(0, last) + 1).to("cpu", torch.int32)
+        return self.attention.plan(batch.table_RP, lengths, queries, tokens // query)
+
+
+def prepare_by(choice: KernelChoice, facts: ModelFacts, device: torch.device) -> Prepare:
+    """What the backends share among the layers of a step."""
+    return FlashInferSteps(facts, device) if "flashinfer" in (choice.decode, choice.prefill) else nothing

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from thalweg.attention.selection import Choices
+from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.mla import triton as mla
+from thalweg.kernels.mla.paged import Decoder, Prefill, Rows
+from thalweg.kernels.norm.triton import Normed
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers import rotary
 from thalweg.layers.fused import FusedNorm
 from thalweg.layers.linear import parameter
 from thalweg.layers.mla import LATENT_NORM_EPS
-from thalweg.layers.paged import MakeLinear, PagedStep, Rest
+from thalweg.layers.paged import MakeLinear, PagedStep, Prepare, Rest
 from thalweg.layers.part import Part
 
 ABSORBED = 64  # decode tokens up to which one kernel stores the latents and absorbs the queries
 
 
 class PagedMla(Part):
-    """See `layers.mla.Mla`, whose parameters these are. uv is stored [H, v, r] and seen as [H, r, v]: both its uses are one GEMM."""
+    """See `layers.mla.Mla`, whose parameters these are. uv is stored [H, v, r] and seen as [H, r, v]: both its uses are one GEMM. Its kinds
+    differ in `attention`."""
 
     def __init__(
         self, facts: ModelFacts, layer: int, linear: MakeLinear, dtype: torch.dtype, device: torch.device
@@ -41,34 +47,29 @@ class PagedMla(Part):
         self.uv = nn.Parameter(stored.transpose(1, 2), requires_grad=False)
         self.out = linear(self.heads * self.v, facts.hidden)
 
-    def add_(self, h_TH: Tensor, x_TH: Tensor, step: PagedStep, earlier: Choices) -> Choices:
+    def add_(self, h_TH: Tensor, x_TH: Tensor | Normed, step: PagedStep, earlier: Choices) -> Choices:
         """h += attention(x), in place."""
         down_TX = self.down.forward(x_TH)
         query_TX, latent_TD = down_TX[:, : self.down_query], down_TX[:, self.down_query :]
         if self.query_norm is not None and self.up is not None:
-            query_TX = self.up.forward(self.query_norm.forward(query_TX))
-        query_THd = query_TX.view(len(query_TX), self.heads, -1)
-        if step.rest is None:
-            out_TX = self._decode(query_THd, latent_TD, step)
-        elif not step.decode:
-            out_TX = self._ragged(query_THd, latent_TD, step, step.rest)
-        else:
-            parts = self._decode(query_THd[: step.decode], latent_TD[: step.decode], step)
-            out_TX = torch.cat(
-                [parts, self._ragged(query_THd[step.decode :], latent_TD[step.decode :], step, step.rest)]
-            )
-        self.out.add_(h_TH, out_TX)
+            query_TX = self.up.forward(self.query_norm.before(query_TX))
+        self.out.add_(h_TH, step.batch.seam(self.attention, step, query_TX, latent_TD))
         return earlier
 
-    def observe(self, x_TH: Tensor, step: PagedStep) -> None:
+    def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
+        """Stores the tokens and attends: → [T, H * v]."""
+        raise NotImplementedError
+
+    def observe(self, x_TH: Tensor | Normed, step: PagedStep) -> None:
         """Stores what attention would store, and computes nothing else."""
         latent_TD = self.down.forward(x_TH)[:, self.down_query :]
         nothing = latent_TD.new_empty(len(latent_TD), 0, self.rope)
-        self._write(nothing, nothing, latent_TD, step, slice(None), False)
+        self.write(nothing, nothing, latent_TD, step, slice(None), False)
 
-    def _write(
+    def write(
         self, query_THc: Tensor, rotated_THc: Tensor, latent_TD: Tensor, step: PagedStep, tokens: slice, in_place: bool
     ) -> None:
+        """`rope.mla_write` of these tokens."""
         rope.mla_write(
             query_THc,
             rotated_THc,
@@ -79,56 +80,81 @@ class PagedMla(Part):
             step.batch.positions_T[tokens],
             step.batch.write_T[tokens],
             step.planes.tokens("latent", self.layer),
+            scale=step.planes.scale("latent", self.layer),
             eps=LATENT_NORM_EPS,
             in_place=in_place,
         )
 
+    def absorb(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep, tokens: slice, fixed: bool) -> Tensor:
+        """`rope.mla_absorb` of these tokens."""
+        return rope.mla_absorb(
+            query_THd,
+            self.uk,
+            latent_TD,
+            self.latent_norm.weight,
+            step.cos_SC,
+            step.sin_SC,
+            step.batch.positions_T[tokens],
+            step.batch.write_T[tokens],
+            step.planes.tokens("latent", self.layer),
+            scale=step.planes.scale("latent", self.layer),
+            eps=LATENT_NORM_EPS,
+            fixed=fixed,
+        )
+
+
+class LatentMla(PagedMla):
+    """Keeps latents. Decode rows attend to them as they are, by `decoder`; the others to keys and values made of them, by `prefill`."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        layer: int,
+        linear: MakeLinear,
+        dtype: torch.dtype,
+        device: torch.device,
+        decoder: Decoder,
+        prefill: Prefill,
+    ) -> None:
+        super().__init__(facts, layer, linear, dtype, device)
+        self.decoder, self.prefill = decoder, prefill
+
+    def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
+        query_THd = query_TX.view(len(query_TX), self.heads, -1)
+        if step.rest is None:
+            return self._decode(query_THd, latent_TD, step)
+        if not step.decode:
+            return self._ragged(query_THd, latent_TD, step, step.rest)
+        decoded = self._decode(query_THd[: step.decode], latent_TD[: step.decode], step)
+        return torch.cat([decoded, self._ragged(query_THd[step.decode :], latent_TD[step.decode :], step, step.rest)])
+
     def _decode(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep) -> Tensor:
         """Absorbed: queries meet latents. → [T, H * v]."""
-        tokens, rank = step.decode, self.rank
-        partial, lse = mla.decode(
+        return self.decoder.attend(
             self._absorb(query_THd, latent_TD, step),
             step.planes.paged("latent", self.layer),
-            step.batch.table_RP,
-            step.batch.positions_T[:tokens],
-            scale=self.scale,
-            rank=rank,
-            splits=mla.splits_for(tokens, self.heads, step.reach, step.query),
-            query=step.query,
+            step.planes.scale("latent", self.layer),
+            self.uv,
+            decode_rows(step.batch, step.decode, step.query),
+            step.prepared,
         )
-        if tokens <= mla.MERGE_UP_TOKENS:
-            return mla.merge_up(partial, lse, self.uv)
-        out_THv = query_THd.new_empty(tokens, self.heads, self.v)
-        torch.bmm(mla.merge(partial, lse).transpose(0, 1), self.uv, out=out_THv.transpose(0, 1))
-        return out_THv.flatten(1)
 
     def _absorb(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep) -> Tensor:
         """Stores the tokens' latents, and multiplies their queries by W_UK: → [T, H, r + rope]."""
         tokens, rank = step.decode, self.rank
         if tokens <= ABSORBED:
-            return rope.mla_absorb(
-                query_THd,
-                self.uk,
-                latent_TD,
-                self.latent_norm.weight,
-                step.cos_SC,
-                step.sin_SC,
-                step.batch.positions_T[:tokens],
-                step.batch.write_T[:tokens],
-                step.planes.tokens("latent", self.layer),
-                eps=LATENT_NORM_EPS,
-            )
+            return self.absorb(query_THd, latent_TD, step, slice(0, tokens), False)
         query_THD = query_THd.new_empty(tokens, self.heads, rank + self.rope)
-        self._write(query_THd[..., self.nope :], query_THD[..., rank:], latent_TD, step, slice(0, tokens), False)
+        self.write(query_THd[..., self.nope :], query_THD[..., rank:], latent_TD, step, slice(0, tokens), False)
         torch.bmm(query_THd[..., : self.nope].transpose(0, 1), self.uk, out=query_THD[..., :rank].transpose(0, 1))
         return query_THD
 
     def _ragged(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep, rest: Rest) -> Tensor:
         """Decompressed: plain attention to the step's own tokens, merged with that to each chunk of cached context. → [T, H * v]."""
         turned = query_THd[..., self.nope :]
-        self._write(turned, turned, latent_TD, step, slice(rest.token, None), True)
+        self.write(turned, turned, latent_TD, step, slice(rest.token, None), True)
         starts, longest = rest.starts_R1, rest.longest
-        out, lse = self._attend(query_THd, latent_TD, starts, starts, longest, causal=True)
+        out, lse = self._attend(query_THd, latent_TD, starts, starts, longest, longest, True)
         plane, table = step.planes.paged("latent", self.layer), step.batch.table_RP[rest.row :]
         for prefix in step.prefixes:
             latents_SD = mla.gather(
@@ -139,18 +165,46 @@ class PagedMla(Part):
                 first_R=prefix.first_R,
                 rank=self.rank,
                 max_context=prefix.longest,
+                plane_scale=step.planes.scale("latent", self.layer),
             )
-            other, other_lse = self._attend(query_THd, latents_SD, starts, prefix.starts_R1, longest, causal=False)
+            begins = prefix.starts_R1
+            other, other_lse = self._attend(query_THd, latents_SD, starts, begins, longest, prefix.longest, False)
             mla.merge_state_(out, lse, other, other_lse)
         return out.flatten(1)
 
     def _attend(
-        self, query_THd: Tensor, latents_SD: Tensor, starts: Tensor, context: Tensor, longest: int, causal: bool
+        self,
+        query_THd: Tensor,
+        latents_SD: Tensor,
+        starts: Tensor,
+        context_starts: Tensor,
+        longest: int,
+        longest_context: int,
+        causal: bool,
     ) -> tuple[Tensor, Tensor]:
-        latent_Sr = latents_SD[:, : self.rank]
-        key = torch.mm(latent_Sr, self.uk.view(-1, self.rank).t()).view(-1, self.heads, self.nope)
-        value = torch.mm(latent_Sr, self.uv.transpose(1, 2).view(-1, self.rank).t()).view(-1, self.heads, self.v)
-        rope_Sc = latents_SD[:, self.rank :]
-        return mla.prefill(
-            query_THd, key, rope_Sc, value, starts, context, max_query=longest, scale=self.scale, causal=causal
+        return self.prefill(
+            query_THd,
+            latents_SD,
+            self.uk,
+            self.uv,
+            starts,
+            context_starts,
+            max_query=longest,
+            max_context=longest_context,
+            scale=self.scale,
+            causal=causal,
         )
+
+
+def decode_rows(batch: Batch, tokens: int, query: int) -> Rows:
+    """The decode rows of a step as the kernels see them."""
+    return Rows(batch.table_RP, batch.positions_T[:tokens], query, batch.groups[0].reach)
+
+
+def prepare_by(decoder: Decoder) -> Prepare:
+    """What this backend shares among the layers of a step."""
+
+    def prepare(batch: Batch, tokens: int, query: int) -> Any:
+        return decoder.prepare(decode_rows(batch, tokens, query)) if tokens else None
+
+    return prepare

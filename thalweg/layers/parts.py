@@ -13,20 +13,25 @@ from thalweg.attention.selection import Choices, Selection, best
 from thalweg.batch.batch import Batch
 from thalweg.config import model as config
 from thalweg.config.model import ModelFacts
+from thalweg.core.kernels import KernelChoice
 from thalweg.layers import rotary
 from thalweg.layers.gqa import Gqa
 from thalweg.layers.linear import Embedding, Linear
+from thalweg.layers.mha import Mha
 from thalweg.layers.mla import Mla
 from thalweg.layers.mlp import Mlp
 from thalweg.layers.moe import MoeBlock
 from thalweg.layers.norm import RMSNorm
-from thalweg.memory.planes import Planes, PlaneSpec, vectors
+from thalweg.memory.planes import FP8, Planes, PlaneSpec, kept, vectors
 
 
 class Norm(Protocol):
     """A norm over the last dim."""
 
     def forward(self, x: Tensor) -> Tensor: ...
+
+    def before(self, x: Tensor) -> Any:
+        """What attention and MLP of the same parts take for forward(x), which they may compute themselves: x must not change before."""
 
 
 class Projection(Protocol):
@@ -64,8 +69,8 @@ class GroupedAttention(Protocol):
 class FeedForward(Protocol):
     """An MLP or a mixture of experts."""
 
-    def add_(self, h_TH: Tensor, x_TH: Tensor) -> Tensor:
-        """h += mlp(x), in place."""
+    def add_(self, h_TH: Tensor, x_TH: Tensor, real_T: Tensor | None = None) -> Tensor:
+        """h += mlp(x), in place. real_T: False where a token is padding, which no expert need compute."""
 
 
 class Steps(Protocol):
@@ -75,7 +80,10 @@ class Steps(Protocol):
 
 
 class ModelStep(Protocol):
-    """What a model itself sees of it: one span for each choice of context that a layer makes and hands on."""
+    """What a model itself sees of it: the batch, and one span for each choice of context that a layer makes and hands on."""
+
+    @property
+    def batch(self) -> Batch: ...
 
     @property
     def spans(self) -> tuple[Span, ...]: ...
@@ -113,6 +121,16 @@ class Parts(Protocol):
     def plane(self, name: str, layer: int, dim: int, shard: str = "replicated") -> PlaneSpec:
         """A plane of one vector a token, in the KV cache's type."""
 
+    def mla_planes(self, facts: ModelFacts, layer: int) -> tuple[PlaneSpec, ...]:
+        """What `mla` keeps of each token, but for the indexer's key."""
+
+
+def plane(name: str, layer: int, dim: int, shard: str, kv: str, dtype: torch.dtype) -> PlaneSpec:
+    """A plane of one vector a token. kv: the KV cache's type, "" for the model's, `dtype`. Index keys are never FP8: which tokens are attended to
+    is a choice, which rounding may change altogether, and they are few."""
+    of = kept(kv, dtype)
+    return vectors(name, layer, dim, dtype if name == "index" and of == FP8 else of, shard)
+
 
 class ReferenceSteps(nn.Module):
     """Groups with their pages gathered and masked, see `attention.context`."""
@@ -132,11 +150,12 @@ class ReferenceSteps(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceParts:
-    """Plain torch, on any device. selection: what chooses the context under DSA."""
+    """Plain torch, on any device. selection: what chooses the context under DSA. choice: of it, what is kept of a token."""
 
     dtype: torch.dtype
     device: torch.device
     selection: Selection = best
+    choice: KernelChoice = KernelChoice()
     stacked_shared: bool = False
 
     def norm(self, dim: int, eps: float) -> RMSNorm:
@@ -149,7 +168,8 @@ class ReferenceParts:
         return Embedding(vocab, hidden, self.dtype, self.device)
 
     def mla(self, facts: ModelFacts, layer: int, indexed: bool) -> Mla:
-        return Mla(facts, layer, indexed, self.selection, self.dtype, self.device)
+        made = Mla if self.choice.latent else Mha
+        return made(facts, layer, indexed, self.selection, self.dtype, self.device)
 
     def gqa(self, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias: bool) -> Gqa:
         return Gqa(facts, layer, self.dtype, self.device, qk_norm=qk_norm, out_bias=out_bias)
@@ -164,4 +184,12 @@ class ReferenceParts:
         return ReferenceSteps(facts, work, self.device)
 
     def plane(self, name: str, layer: int, dim: int, shard: str = "replicated") -> PlaneSpec:
-        return vectors(name, layer, dim, self.dtype, shard)
+        return plane(name, layer, dim, shard, self.choice.kv, self.dtype)
+
+    def mla_planes(self, facts: ModelFacts, layer: int) -> tuple[PlaneSpec, ...]:
+        assert facts.mla is not None
+        shape, heads = facts.mla, facts.heads
+        if self.choice.latent:
+            return (self.plane("latent", layer, shape.kv_lora + shape.rope),)
+        key, value = heads * (shape.nope + shape.rope), heads * shape.v
+        return self.plane("key", layer, key, "heads"), self.plane("value", layer, value, "heads")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
-from thalweg.layers.parts import Parts
+from thalweg.layers.parts import Parts, Steps
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.weights.table import Table
 
@@ -18,6 +18,7 @@ class Model(Protocol):
 
     facts: ModelFacts
     parts: Parts
+    steps: Steps
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         """What it keeps of each token."""

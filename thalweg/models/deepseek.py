@@ -33,8 +33,8 @@ class DeepseekLayer(Part):
 
     def forward(self, h_TH: Tensor, step: Step, earlier: Choices) -> Choices:
         """Edits h in place; returns the choice of context that later layers may share."""
-        choices = self.attention.add_(h_TH, self.attention_norm.forward(h_TH), step, earlier)
-        self.mlp.add_(h_TH, self.mlp_norm.forward(h_TH))
+        choices = self.attention.add_(h_TH, self.attention_norm.before(h_TH), step, earlier)
+        self.mlp.add_(h_TH, self.mlp_norm.before(h_TH), step.batch.real_T)
         return choices
 
 
@@ -84,12 +84,11 @@ def indexed(facts: ModelFacts, layer: int) -> bool:
 
 
 def layer_planes(facts: ModelFacts, layer: int, parts: Parts) -> tuple[PlaneSpec, ...]:
-    """The latent with its rotated key; the index key where the layer has an indexer."""
-    assert facts.mla is not None
-    latent = parts.plane("latent", layer, facts.mla.kv_lora + facts.mla.rope)
+    """What attention reads; the index key where the layer has an indexer."""
+    attended = parts.mla_planes(facts, layer)
     if facts.indexer is None or not indexed(facts, layer):
-        return (latent,)
-    return latent, parts.plane("index", layer, facts.indexer.dim)
+        return attended
+    return *attended, parts.plane("index", layer, facts.indexer.dim)
 
 
 def work(facts: ModelFacts) -> Work:

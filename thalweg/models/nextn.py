@@ -52,7 +52,7 @@ class NextN(Part):
     def observe(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> None:
         """Writes the KV that `forward` would write, with projections only: no attention, no MLP."""
         h_TH = self._joined(ids_T, hidden_TH)
-        self.layer.attention.observe(self.layer.attention_norm.forward(h_TH), self.main[0].steps.step(batch, planes))
+        self.layer.attention.observe(self.layer.attention_norm.before(h_TH), self.main[0].steps.step(batch, planes))
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """float32 [N, vocabulary], by the main model's head."""

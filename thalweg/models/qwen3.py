@@ -23,8 +23,8 @@ class Qwen3Layer(Part):
         self.mlp = parts.mlp(facts.hidden, facts.intermediate)
 
     def forward(self, h_TH: Tensor, step: Step) -> Tensor:
-        h_TH = self.attention.add_(h_TH, self.attention_norm.forward(h_TH), step)
-        return self.mlp.add_(h_TH, self.mlp_norm.forward(h_TH))
+        h_TH = self.attention.add_(h_TH, self.attention_norm.before(h_TH), step)
+        return self.mlp.add_(h_TH, self.mlp_norm.before(h_TH))
 
 
 class Qwen3(Part):

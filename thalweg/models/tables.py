@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from thalweg.weights.table import Table, Transform, same
 ROTARY_BUFFERS = (
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"  # old exports carry them; they follow from the config
 )
+LATENT_SCALES = ("", "attn.", "mla_attn.", "k_proj.")  # where tools put the scales of a cache in FP8
 
 
 def outside(facts: ModelFacts) -> Table:
@@ -51,6 +53,9 @@ def gqa(table: Table, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias:
         q, k, v = (f"{source}.{name}_proj.{kind}" for name in "qkv")
         rows = {q: facts.heads * dim, k: facts.kv_heads * dim, v: facts.kv_heads * dim}
         table.stack(rows, f"{target}.qkv.{kind}", transforms={q: pairs[facts.heads], k: pairs[facts.kv_heads]})
+    for plane, letter in (("key", "k"), ("value", "v")):
+        names = f"{letter}_scale", f"{letter}_proj.{letter}_scale", f"attn.{letter}_scale"
+        table.scales[plane, layer] = tuple(f"{source}.{name}" for name in names)
     table.add(f"{source}.o_proj.weight", f"{target}.out.weight")
     if out_bias:
         table.add(f"{source}.o_proj.bias", f"{target}.out.bias")
@@ -78,11 +83,14 @@ def mla(table: Table, facts: ModelFacts, layer: int, indexed: bool, into: str = 
         table.stack(up, f"{target}.up.weight", transforms=turns)
         table.add(f"{source}.q_a_layernorm.weight", f"{target}.query_norm.weight")
     table.add(f"{source}.kv_a_layernorm.weight", f"{target}.latent_norm.weight")
-    table.add(f"{source}.kv_b_proj.weight", f"{target}.uk", transform=partial(_key_half, mla=shape, heads=facts.heads))
-    table.add(
-        f"{source}.kv_b_proj.weight", f"{target}.uv", transform=partial(_value_half, mla=shape, heads=facts.heads)
-    )
+    whole = (facts.heads * (shape.nope + shape.v), shape.kv_lora)
+    key, value = (partial(half, mla=shape, heads=facts.heads) for half in (_key_half, _value_half))
+    table.add(f"{source}.kv_b_proj.weight", f"{target}.uk", transform=key, shape=whole)
+    table.add(f"{source}.kv_b_proj.weight", f"{target}.uv", transform=value, shape=whole)
     table.add(f"{source}.o_proj.weight", f"{target}.out.weight")
+    # a latent is key and value at once, and the key's scale is its
+    table.scales["latent", layer] = tuple(f"{source}.{where}k_scale" for where in LATENT_SCALES)
+    table.skips += [re.escape(f"{source}.{where}v_scale") for where in LATENT_SCALES]
 
 
 def _indexer(table: Table, facts: ModelFacts, source: str, target: str) -> dict[str, Transform]:

@@ -20,7 +20,7 @@ from thalweg.core.plan import PAGE
 from thalweg.kernels.experts import script
 from thalweg.kernels.gemm.warm import SINK
 from thalweg.layers.parts import ReferenceParts
-from thalweg.memory.planes import Planes, PlaneSpec
+from thalweg.memory.planes import CODECS, FP8, Planes, PlaneSpec
 from thalweg.models.base import Model
 from thalweg.weights.table import Table
 
@@ -32,10 +32,11 @@ Program = Callable[..., Tensor]
 
 def traced(model: Model, device: torch.device | str = "cpu") -> Model:
     """The model with recorded decode steps; the model itself where that is not possible (an accelerator, Python ≥ 3.14, a choice of
-    context that is not the model's own)."""
+    context that is not the model's own, a cache in FP8, which TorchScript does not know)."""
     parts = model.parts
     own = isinstance(parts, ReferenceParts) and (model.facts.mla is None or parts.selection is best)
-    if torch.device(device).type == "cpu" and script.AVAILABLE and own:
+    known = all(CODECS[spec.codec] != FP8 for spec in model.planes())
+    if torch.device(device).type == "cpu" and script.AVAILABLE and own and known:
         return Traced(model)
     return model
 
@@ -44,11 +45,12 @@ class Traced:
     """`model` behind the same interface."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.facts, self.parts = model, model.facts, model.parts
+        self.model, self.facts, self.parts, self.steps = model, model.facts, model.parts, model.steps
         self._planes: Planes | None = None
         self._memory: tuple[Tensor, ...] = ()
         self._seen: dict[tuple[int, bool], int] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
+        self._stopped = False
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         return self.model.planes()
@@ -59,9 +61,10 @@ class Traced:
     def table(self) -> Table:
         return self.model.table()
 
-    def forget(self) -> None:
-        """Drops what was recorded: to be called when weights have changed. TorchScript may have merged those that were equal."""
-        self._seen, self._programs = {}, {}
+    def stop(self) -> None:
+        """Runs no recorded step any more: to be called when weights have changed, which are constants of the programs, merged where they were equal.
+        Nor are there new ones: TorchScript never lets go of a program, which is 100 MB each time for the bundled model."""
+        self._programs, self._stopped = {}, True
 
     @torch.inference_mode()
     def record(self, planes: Planes) -> None:
@@ -78,10 +81,10 @@ class Traced:
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         group = batch.groups[0]
-        if len(batch.groups) > 1 or group.query > 1 or group.rows > ROWS:
+        if len(batch.groups) > 1 or group.query > 1 or group.rows > ROWS or self._stopped:
             return self.model.forward(batch, planes)
         if planes is not self._planes:
-            self.forget()
+            self._seen, self._programs = {}, {}
             self._planes, self._memory = planes, planes.tensors()
         indexer = self.facts.indexer
         key = (group.rows, indexer is not None and group.reach > indexer.topk)

@@ -1,31 +1,34 @@
-"""Decode steps as CUDA graphs: A and B of DESIGN §1, one graph each for every bucket of rows.
+"""Whole steps as CUDA graphs: A and B of DESIGN §1, one graph each for every bucket of rows of one token.
 
-A reads which slots it decodes from a persistent buffer and everything else from `Slots`, so a replay needs one small copy. Rows that fill a
+A reads which slots it computes from a persistent buffer and everything else from `Slots`, so a replay needs one small copy. Rows that fill a
 bucket up are those of a spare slot that has ended: they are padding, and touch the null page only. All graphs share one memory pool;
 the largest is recorded first, so that the others fit into what it took.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch, Extent, Group
-from thalweg.batch.slots import INTS, Slots
-from thalweg.batch.upload import upload
-from thalweg.core.plan import PAGE, Needs
-from thalweg.kernels.draw import triton as drawing
+from thalweg.batch.slots import Slots
+from thalweg.batch.upload import refill, upload
+from thalweg.core.plan import PAGE, Needs, StepPlan
 from thalweg.kernels.prepare import triton as preparing
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
-from thalweg.sampling.sample import Sampled, accept
+from thalweg.runner.pieces import Pieces, Piecewise, Shared
+from thalweg.runner.runner import Runner
+from thalweg.runner.tape import Tape, borrow
+from thalweg.sampling.launched import choose_into
+from thalweg.sampling.sample import Sampled
 
-NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncated=True))  # of B; rarer ones run eagerly
+NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncated=True))  # of B's draw; edits before it run eagerly
 WARM_UPS = 2  # eager runs before a recording: kernels compile, libraries make their handles
 
-Progress = Callable[[int, int], None]  # graphs done, graphs in all
+Progress = Callable[[int, int], None]  # recorded buckets, of how many
 
 
 class Recorded:
@@ -33,9 +36,11 @@ class Recorded:
 
     def __init__(self, rows: int, reach: int, model: Model, planes: Planes, slots: Slots, spare: int) -> None:
         self.rows, self.slots, self.spare, self.reach = rows, slots, spare, reach
-        self.slot_R = torch.full((rows,), spare, dtype=torch.int64, device=planes.device)
+        # slots of the rows, and how far behind its slot's next position each row's lies
+        self.inputs_2R = torch.zeros(2, rows, dtype=torch.int64, device=planes.device)
+        self.slot_R, self.ahead_R = self.inputs_2R
+        self.slot_R.fill_(spare)
         self.every_R = torch.arange(rows, device=planes.device)
-        self.a = torch.cuda.CUDAGraph()
         self.b: dict[Needs, torch.cuda.CUDAGraph] = {}
         # outside the pool, whose memory the next replay may write while these are still being copied to the host
         self.out = (
@@ -46,46 +51,59 @@ class Recorded:
         self.model, self.planes = model, planes
         self.logits_EV = self.ints_EI = self.slot_R
 
-    def record(self, pool: Any) -> None:
+    def record(self, tape: Tape) -> None:
         """Runs each half eagerly, then records it. What is computed goes to the spare slot and the null page."""
         for _ in range(WARM_UPS):
             self._a()
-        with torch.cuda.graph(self.a, pool=pool):
-            self.logits_EV, self.ints_EI = self._a()
+        tape.begin()
+        self.logits_EV, self.ints_EI = self._a()
+        self.a = tape.end()
         self.a.replay()  # B's eager runs read what A left
         for needs in NEEDS:
             self._b(needs)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._b(needs)
-            self.b[needs] = graph
+            tape.begin()
+            self._b(needs)
+            self.b[needs] = tape.end()
+        # B's recordings are made: later buckets may use this memory, since between A and its B nothing is replayed
+        self.logits_EV, self.ints_EI = borrow(self.logits_EV), borrow(self.ints_EI)
 
     def _a(self) -> tuple[Tensor, Tensor]:
         slots, rows, reach = self.slots, self.rows, self.reach
         ids, positions, write, real, table, ints = preparing.decode(
-            self.slot_R, slots.ints_SI, slots.tokens_SL, slots.table_SP, -(-reach // PAGE), PAGE
+            self.slot_R, self.ahead_R, slots.ints_SI, slots.tokens_SL, slots.table_SP, -(-reach // PAGE), PAGE
         )
         group, extents = Group(0, rows, 0, 1, reach), (Extent(1, reach),) * rows
         batch = Batch(ids, positions, write, table, real, self.every_R, (group,), extents)
         return self.model.logits(self.model.forward(batch, self.planes)), ints
 
     def _b(self, needs: Needs) -> None:
-        slots = self.slots
-        if needs.truncated:
-            made = accept(self.logits_EV, slots, self.slot_R, self.ints_EI, needs, self.reach)
-            for kept, one in zip(self.out, (made.tokens_E, made.done_E, made.live_E), strict=True):
-                kept.copy_(one)
-            return
-        state = slots.ints_SI, slots.floats_SF, slots.stop_SK, slots.tokens_SL
-        seed = INTS.index("seed")
-        drawing.draw(self.logits_EV, self.slot_R, self.ints_EI, *state, slots.context, seed, needs.random, self.out)
+        choose_into(self.out, self.logits_EV, self.slots, self.slot_R, self.ints_EI, needs)
 
-    def forward(self, slot_R: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        rows = len(slot_R)
-        padded = [*slot_R, *[self.spare] * (self.rows - rows)]
-        self.slot_R.copy_(upload(padded, torch.int64, self.slot_R.device))
+    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """A of this plan, each of whose tokens becomes a row: logits, slots and the slots' integers of its emitting rows."""
+        tokens, device = plan.tokens, self.slot_R.device
+        filling = self.rows - tokens
+        slot_R = [row.slot for row in plan.rows for _ in range(row.n)] + [self.spare] * filling
+        ahead_R = [ahead for row in plan.rows for ahead in range(row.n)] + [0] * filling
+        refill(self.inputs_2R, [slot_R, ahead_R])
         self.a.replay()
-        return self.logits_EV[:rows], self.slot_R[:rows], self.ints_EI[:rows]
+        if plan.decodes:
+            return self.logits_EV[:tokens], self.slot_R[:tokens], self.ints_EI[:tokens]
+        return self._emitting(plan, device)
+
+    def _emitting(self, plan: StepPlan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the rows' last tokens; the chunks that do not emit move their slots on."""
+        last, token = [], 0
+        for row in plan.rows:
+            token += row.n
+            if row.emit:
+                last.append(token - 1)
+        silent = [(row.slot, row.n) for row in plan.rows if not row.emit]
+        if silent:
+            slot_C, n_C = upload(list(zip(*silent, strict=True)), torch.int64, device)
+            self.slots.at.index_add_(0, slot_C, n_C)
+        last_E = upload(last, torch.int64, device)
+        return self.logits_EV[last_E], self.slot_R[last_E], self.ints_EI[last_E]
 
     def sample(self, rows: int, needs: Needs) -> Sampled | None:
         if needs not in self.b:
@@ -96,26 +114,49 @@ class Recorded:
 
 
 class CudaGraphs:
-    """The recorded decode steps of a runner, by bucket."""
+    """The recorded steps of a runner, by bucket. mixed: whether prompt tokens may be rows, too."""
 
-    def __init__(self, recorded: Sequence[Recorded]) -> None:
-        self.recorded = sorted(recorded, key=lambda one: one.rows)
+    def __init__(self, recorded: Sequence[Recorded], mixed: bool) -> None:
+        self.recorded, self.mixed = sorted(recorded, key=lambda one: one.rows), mixed
 
-    def get(self, rows: int, reach: int) -> Recorded | None:
-        """The smallest bucket that holds so many rows; None beyond the largest."""
-        return next((one for one in self.recorded if one.rows >= rows), None)
+    def get(self, plan: StepPlan) -> Recorded | None:
+        """The smallest bucket that holds its tokens; None beyond the largest, and for what was not recorded."""
+        if not plan.decodes and (not self.mixed or any(row.score_from < row.score_to for row in plan.rows)):
+            return None
+        tokens = plan.tokens
+        return next((one for one in self.recorded if one.rows >= tokens), None)
 
 
 @torch.inference_mode()
 def record(
-    rows: Sequence[int], reach: int, model: Model, planes: Planes, slots: Slots, spare: int, progress: Progress
-) -> CudaGraphs:
-    """Records a decode step for each number of rows. reach: the longest context, in tokens. spare: a slot that no request gets."""
-    pool, made = torch.cuda.graph_pool_handle(), []
-    for count in sorted(rows, reverse=True):
-        one = Recorded(count, reach, model, planes, slots, spare)
-        one.record(pool)
-        made.append(one)
-        progress(len(made), len(rows))
+    runner: Runner,
+    rows: Sequence[int],
+    tokens: Sequence[int],
+    mixed: bool,
+    context: int,
+    spare: int,
+    progress: Progress,
+) -> None:
+    """Records whole steps for these numbers of rows, and the static parts of other steps for these numbers of tokens; the runner runs them
+    from now on. mixed: see `CudaGraphs`. context: the longest, in tokens. spare: a slot that no request gets. Raises CannotServe.
+    """
+    tape, model, planes, count = Tape(), runner.model, runner.planes, len(rows) + len(tokens)
+    whole: list[Recorded] = []
+    pieces: list[Pieces] = []
+    if tokens:
+        shared = Shared(max(tokens), planes.device)
+        for many in sorted(tokens, reverse=True):
+            pieces.append(Pieces(many, model, shared))
+            with tape.running(f"{many} tokens"):
+                pieces[-1].record(planes, context, tape)
+            progress(len(pieces), count)
+        runner.steps = Piecewise(model, pieces)
+    for many in sorted(rows, reverse=True):
+        whole.append(Recorded(many, context, model, planes, runner.slots, spare))
+        with tape.running(f"{many} rows"):
+            whole[-1].record(tape)
+        progress(len(pieces) + len(whole), count)
     torch.cuda.synchronize()
-    return CudaGraphs(made)
+    torch.cuda.empty_cache()  # what the eager runs took belongs to the tape's stream, and nobody else can have it
+    if whole:
+        runner.graphs = CudaGraphs(whole, mixed)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from thalweg.batch.batch import Batch
 from thalweg.batch.prepare import prepare
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import Masks
 from thalweg.core.plan import Needs, Output, Row, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
-from thalweg.sampling.sample import Sampled, accept, logprobs
+from thalweg.sampling.catalog import sampling_on
+from thalweg.sampling.sample import Sampled, accept
 
 SCORE_CHUNK = 256  # positions a scoring pass of the head; bounds the logits it materialises
 
@@ -22,14 +25,14 @@ SCORE_CHUNK = 256  # positions a scoring pass of the head; bounds the logits it 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
     """What A leaves for B: logits, slots and the slots' integers of the emitting rows. scores: row index → log-probabilities of its next
-    tokens. graph: what recorded A, where something did: B's recording belongs to it."""
+    tokens. graph: what replayed A, where B's recording can follow it."""
 
     plan: StepPlan
     logits_EV: Tensor | None
     slot_E: Tensor
     ints_EI: Tensor
     scores: dict[int, tuple[TokenLogprob, ...]]
-    graph: DecodeGraph | None = None
+    graph: StepGraph | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +43,42 @@ class Published:
     sampled: Sampled | None
 
 
-class DecodeGraph(Protocol):
-    """A decode step that was recorded, for a number of rows that is at least the plan's."""
+class Steps(Protocol):
+    """What runs a step's forward: the model itself, or one that was recorded."""
 
-    def forward(self, slot_R: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Replays A. → logits_EV, slot_E, ints_EI of these rows."""
+    def forward(self, batch: Batch, planes: Planes) -> Tensor:
+        """See `models.base.Model`."""
+
+
+class StepGraph(Protocol):
+    """A step that was recorded, for a number of tokens that is at least the plan's."""
+
+    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """Replays A. → logits_EV, slot_E, ints_EI of the emitting rows."""
 
     def sample(self, rows: int, needs: Needs) -> Sampled | None:
         """Replays B, of the first `rows`; None where these needs were not recorded."""
 
 
 class Graphs(Protocol):
-    """What decode steps were recorded."""
+    """What whole steps were recorded."""
 
-    def get(self, rows: int, reach: int) -> DecodeGraph | None: ...
+    def get(self, plan: StepPlan) -> StepGraph | None: ...
 
 
 class NoGraphs:
     """Off is a value."""
 
-    def get(self, rows: int, reach: int) -> None:
+    def get(self, plan: StepPlan) -> None:
         return None
 
 
 class Runner:
     """One model on one device with its planes and slots. steps: what runs its steps, the model itself or its recorded ones."""
 
-    def __init__(self, model: Model, steps: Model, planes: Planes, slots: Slots) -> None:
+    def __init__(self, model: Model, steps: Steps, planes: Planes, slots: Slots) -> None:
         self.model, self.steps, self.planes, self.slots = model, steps, planes, slots
+        self.sampling = sampling_on(planes.device)
         self.graphs: Graphs = NoGraphs()
 
     def eager(self) -> None:
@@ -81,9 +92,9 @@ class Runner:
             return None
         self.slots.bind(plan.binds)
         self.slots.append(plan.appends)
-        graph = self.graphs.get(len(plan.rows), plan.reach) if plan.decodes else None
+        graph = self.graphs.get(plan)
         if graph is not None:
-            return Forwarded(plan, *graph.forward([row.slot for row in plan.rows]), {}, graph)
+            return Forwarded(plan, *graph.forward(plan), {}, graph if plan.decodes else None)
         prepared = prepare(plan, self.slots)
         batch = prepared.batch
         hidden_TH = self.steps.forward(batch, self.planes)
@@ -98,12 +109,12 @@ class Runner:
         """B. masks: of the rows under a grammar."""
         if forwarded is None:
             return None
-        plan, logits_EV, sampled = forwarded.plan, forwarded.logits_EV, None
-        if forwarded.graph is not None and masks is None:
-            sampled = forwarded.graph.sample(len(plan.rows), plan.needs)
-        if sampled is None and logits_EV is not None:
-            slots = forwarded.slot_E, forwarded.ints_EI
-            sampled = accept(logits_EV, self.slots, *slots, plan.needs, plan.reach, masks)
+        plan, logits_EV, graph = forwarded.plan, forwarded.logits_EV, forwarded.graph
+        if logits_EV is None or not len(logits_EV):
+            return Published(forwarded, None)
+        slots, kernels = (self.slots, forwarded.slot_E, forwarded.ints_EI), self.sampling
+        recorded = None if graph is None else partial(graph.sample, len(plan.rows))
+        sampled = accept(logits_EV, *slots, plan.needs, plan.reach, masks, kernels, recorded)
         return Published(forwarded, sampled)
 
     def _scores(self, plan: StepPlan, hidden_TH: Tensor) -> dict[int, tuple[TokenLogprob, ...]]:
@@ -121,7 +132,7 @@ class Runner:
             stop = min(start + SCORE_CHUNK, row.score_to)
             logits_NV = self.model.logits(hidden_NH[start - row.start : stop - row.start])
             next_N = self.slots.tokens_SL[row.slot, start + 1 : stop + 1].to(torch.int64)
-            found += _token_logprobs(*logprobs(logits_NV, next_N, row.score_top))
+            found += _token_logprobs(*self.sampling.logprobs(logits_NV, next_N, row.score_top))
         return found
 
 

@@ -5,7 +5,8 @@ Order: penalties → bias → minimum length → grammar → temperature → top
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Callable, Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +14,15 @@ from torch import Tensor
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import Masks
 from thalweg.core.plan import Needs
+from thalweg.kernels.truncate.ref import truncate
 from thalweg.sampling.mask import forbid
 from thalweg.sampling.random import exponential
 
 BANNED = (
     -1e30
 )  # below every logit, yet above what a grammar forbids: one that is complete can still end before the minimum length
+
+Logprobs = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,54 @@ class Sampled:
     top_logprobs_EK: Tensor | None = None
 
 
+class Sampling(Protocol):
+    """The three steps of accept, on one kind of device."""
+
+    def edit(
+        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, reach: int, masks: Masks | None
+    ) -> None:  # fmt: skip
+        """Penalties, bias, minimum length and grammar, in place."""
+
+    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
+        """Draws the tokens and writes them into the slots."""
+
+    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
+        """Log-probabilities of `tokens_N` and the `top` most likely ids with theirs; (None, None, None) for top < 0."""
+
+
+class Reference:
+    """Plain torch, on any device."""
+
+    def edit(
+        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, reach: int, masks: Masks | None
+    ) -> None:  # fmt: skip
+        if needs.penalised:
+            penalise(logits_EV, slots, slot_E, ints_EI[:, 0], ints_EI[:, 4], min(reach, slots.context))
+        if needs.biased:
+            logits_EV.scatter_add_(1, slots.bias_ids_SB[slot_E], slots.bias_SB[slot_E])
+            stop_EK = slots.stop_SK[slot_E]
+            early_EK = (ints_EI[:, 0] < ints_EI[:, 5])[:, None] & (stop_EK >= 0)
+            logits_EV.scatter_add_(1, stop_EK.clamp(min=0), torch.where(early_EK, BANNED, 0.0))
+        if masks is not None:
+            forbid(logits_EV, masks)
+
+    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
+        if needs.random:
+            floats_EF = slots.floats_SF[slot_E]
+            tokens_E = draw(logits_EV, floats_EF, ints_EI[:, 6], ints_EI[:, 3], ints_EI[:, 0], needs.truncated)
+        else:
+            tokens_E = logits_EV.argmax(-1)
+        stop_EK = slots.stop_SK.index_select(0, slot_E)
+        settled = _settle(tokens_E, slot_E, ints_EI, stop_EK, slots.tokens_SL, slots.state_S3, slots.context)
+        return Sampled(tokens_E, *settled)
+
+    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
+        return logprobs(logits_NV, tokens_N, top)
+
+
+REFERENCE = Reference()
+
+
 def accept(
     logits_EV: Tensor,
     slots: Slots,
@@ -42,31 +94,26 @@ def accept(
     needs: Needs,
     reach: int,
     masks: Masks | None = None,
+    sampling: Sampling = REFERENCE,
+    recorded: Callable[[Needs], Sampled | None] | None = None,
 ) -> Sampled:
     """Draws the next token of each row, writes it into `slots`, and ends those that reached a stop id or their end.
 
-    logits_EV float32 is the model's and may be overwritten unless log-probabilities are asked for. ints_EI: the slots' integers, as
-    `prepare` found them in this step. reach: upper bound of every row's length.
+    logits_EV float32 is the model's and may be overwritten. ints_EI: the slots' integers, as `prepare` found them in this step. reach: upper
+    bound of every row's length. recorded: draws from these very logits by a recording, None of needs that have none.
     """
-    length_E = ints_EI[:, 0]
-    stop_EK = slots.stop_SK.index_select(0, slot_E)
     own_EV = logits_EV
-    if needs.logprobs >= 0:
-        logits_EV = logits_EV.clone()
-    if needs.penalised:
-        penalise(logits_EV, slots, slot_E, length_E, ints_EI[:, 4], min(reach, slots.context))
-    if needs.biased:
-        logits_EV.scatter_add_(1, slots.bias_ids_SB[slot_E], slots.bias_SB[slot_E])
-        early_EK = (length_E < ints_EI[:, 5])[:, None] & (stop_EK >= 0)
-        logits_EV.scatter_add_(1, stop_EK.clamp(min=0), torch.where(early_EK, BANNED, 0.0))
-    if masks is not None:
-        forbid(logits_EV, masks)
-    if needs.random:
-        tokens_E = draw(logits_EV, slots.floats_SF[slot_E], ints_EI[:, 6], ints_EI[:, 3], length_E, needs.truncated)
-    else:
-        tokens_E = logits_EV.argmax(-1)
-    done_E, live_E = _settle(tokens_E, slot_E, ints_EI, stop_EK, slots.tokens_SL, slots.state_S3, slots.context)
-    return Sampled(tokens_E, done_E, live_E, *logprobs(own_EV, tokens_E, needs.logprobs))
+    if needs.penalised or needs.biased or masks is not None:
+        if needs.logprobs >= 0:
+            own_EV = logits_EV.clone()
+        sampling.edit(logits_EV, slots, slot_E, ints_EI, needs, reach, masks)
+    made = None if recorded is None else recorded(Needs(needs.random, needs.truncated))
+    if made is None:
+        made = sampling.choose(logits_EV, slots, slot_E, ints_EI, needs)
+    if needs.logprobs < 0:
+        return made
+    logprob_E, ids_EK, values_EK = sampling.logprobs(own_EV, made.tokens_E, needs.logprobs)
+    return replace(made, logprob_E=logprob_E, top_ids_EK=ids_EK, top_logprobs_EK=values_EK)
 
 
 def _settle(
@@ -126,22 +173,7 @@ def draw(
     return torch.where(greedy_E, logits_EV.argmax(-1), race_EV.argmax(-1))
 
 
-def truncate(logits_EV: Tensor, top_k_E: Tensor, top_p_E: Tensor, min_p_E: Tensor) -> Tensor:
-    """-inf for what top-k, then top-p of what is left, then min-p remove. The most likely token always stays.
-
-    Ties at a border go to the smaller token id, whatever the batch: the sort is stable.
-    """
-    sorted_EV, order_EV = torch.sort(logits_EV, dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(logits_EV.shape[1], device=logits_EV.device)
-    sorted_EV = sorted_EV.masked_fill(rank_V >= top_k_E[:, None], -torch.inf)
-    prob_EV = sorted_EV.softmax(-1)
-    before_EV = prob_EV.cumsum(-1) - prob_EV
-    drop_EV = (before_EV >= top_p_E[:, None]) & (top_p_E < 1)[:, None] | (prob_EV < min_p_E[:, None] * prob_EV[:, :1])
-    drop_EV[:, 0] = False
-    return torch.empty_like(logits_EV).scatter_(1, order_EV, sorted_EV.masked_fill(drop_EV, -torch.inf))
-
-
-def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
     """Log-probabilities of `tokens_N` and the `top` most likely ids with theirs; (None, None, None) for top < 0."""
     if top < 0:
         return None, None, None

@@ -156,6 +156,7 @@ class Scheduler:
         self._poll()
         sheet = Sheet(self.limits.budget)
         self._plan_decoding(sheet)
+        sheet.left = self.limits.prompt_tokens(len(sheet.rows), sheet.left)
         self._plan_prefilling(sheet)
         self._plan_admissions(sheet)
         # After the whole plan: rows of one step do not read each other, LATER steps may read these.

@@ -83,6 +83,7 @@ async def abort(desk: Desk, request: Request) -> Response:
 
 
 async def flush_cache(desk: Desk, request: Request) -> Response:
+    """Empties the prefix cache; what running requests hold stays with them."""
     await desk.front.flush_cache()
     return reply({"flushed": True})
 
@@ -149,6 +150,7 @@ async def server_info(desk: Desk, request: Request) -> Response:
             "model_path": desk.path,
             "served_model_name": desk.names[0],
             "context_length": context,
+            "weight_version": front.weight_version,
             "strip_thinking_cache": desk.history.strips,
             "slots": None if front.ready is None else front.ready.slots,
             "requests": front.running,

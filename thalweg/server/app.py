@@ -20,7 +20,7 @@ from thalweg.config.server import ServerOptions
 from thalweg.core.errors import ThalwegError
 from thalweg.core.logs import fields
 from thalweg.core.sampling import SamplingParams
-from thalweg.server import admin, openapi, playground, protocol
+from thalweg.server import admin, maintenance, openapi, playground, protocol
 from thalweg.server.account import account_of
 from thalweg.server.anthropic import protocol as anthropic
 from thalweg.server.anthropic.routes import count_tokens, messages
@@ -84,6 +84,18 @@ ROUTES = (
     Route("/abort", "POST", admin.abort, protocol.AbortRequest, openapi.Aborted),
     Route("/abort_request", "POST", admin.abort, protocol.AbortRequest, openapi.Aborted),
     Route("/flush_cache", "POST", admin.flush_cache, None, openapi.Flushed, admin=True),
+    Route(
+        "/update_weights_from_disk",
+        "POST",
+        maintenance.update_weights_from_disk,
+        protocol.UpdateWeightsRequest,
+        openapi.WeightsUpdated,
+        admin=True,
+    ),
+    Route(
+        "/start_profile", "POST", maintenance.start_profile, protocol.StartProfileRequest, openapi.Outcome, admin=True
+    ),
+    Route("/stop_profile", "POST", maintenance.stop_profile, None, openapi.Outcome, admin=True),
     Route("/server_info", "GET", admin.server_info, None, openapi.ServerInfo),
     Route("/get_server_info", "GET", admin.server_info, None, openapi.ServerInfo),
     Route("/health", "GET", admin.health, None, openapi.State),

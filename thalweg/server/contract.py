@@ -11,7 +11,7 @@ from typing import Protocol
 
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
-from thalweg.core.messages import Ready, Stats
+from thalweg.core.messages import Control, Ready, Stats
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.room import Room
 from thalweg.core.sampling import SamplingParams
@@ -67,6 +67,7 @@ class Front(Protocol):
     reason: str
     ready: Ready | None
     stats: Stats
+    weight_version: str
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -88,3 +89,4 @@ class Front(Protocol):
     ) -> AsyncGenerator[Piece, None]: ...
     async def abort(self, request_id: str) -> int: ...
     async def flush_cache(self) -> None: ...
+    async def control(self, message: Control) -> str: ...

@@ -57,6 +57,17 @@ class Flushed(TypedDict):
     flushed: bool
 
 
+class Outcome(TypedDict):
+    """message: what came of it."""
+
+    success: bool
+    message: str
+
+
+class WeightsUpdated(Outcome):
+    num_paused_requests: int
+
+
 class State(TypedDict):
     status: Literal["starting", "ready", "draining", "dead"]
     reason: str
@@ -84,6 +95,7 @@ class ServerInfo(TypedDict):
     model_path: str
     served_model_name: str
     context_length: int | None
+    weight_version: str
     strip_thinking_cache: bool
     slots: int | None
     requests: int
@@ -191,6 +203,7 @@ _RANGES: Mapping[str, Mapping[str, float]] = {
     "min_tokens": _COUNT,
     "min_new_tokens": _COUNT,
     "budget_tokens": {"minimum": 1},
+    "num_steps": {"minimum": 1, "maximum": 2**31 - 1},
 }
 _FILLED = ("messages", "input")  # lists that must not be empty
 
@@ -277,6 +290,7 @@ def _statuses(route: Described, named: bool) -> list[int]:
     found = {401, 500, 503}
     found |= {403} if route.admin or route.body is not None else set()
     found |= {400, 404, 413, 415} if route.body is not None else set()
+    found |= {400} if route.answer is Outcome else set()
     found |= {404} if named else set()
     found |= {429} if route.path in COUNTED else set()
     return sorted(found)

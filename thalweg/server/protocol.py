@@ -5,7 +5,7 @@ A null means "not given", as OpenAI's clients send it.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -204,6 +204,46 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
     rid: str = ""
     abort_all: bool = False
+
+
+class Maintenance(msgspec.Struct, kw_only=True):
+    """Fields that SGLang's admin routes have and that would change what is done: decoded so that they can be refused."""
+
+    keep_pause: Any = None
+    is_async: Any = None
+    manifest: Any = None
+    start_step: Any = None
+    profile_by_stage: Any = None
+    profile_stages: Any = None
+    profile_prefix: Any = None
+    merge_profiles: Any = None
+
+    def refuse(self) -> None:
+        """Raises InvalidRequest naming the first of these fields that is on (null, false and empty are off)."""
+        for name in Maintenance.__struct_fields__:
+            if getattr(self, name):
+                raise InvalidRequest(name, "is not supported here and would change what is done: leave it out")
+
+
+class UpdateWeightsRequest(Maintenance, kw_only=True):
+    """POST /update_weights_from_disk. model_path: a folder on the engine's machine with all or some of the model's tensors."""
+
+    model_path: str
+    load_format: Literal["auto", "safetensors"] | None = None
+    flush_cache: bool | None = None
+    abort_all_requests: bool | None = None
+    weight_version: str | None = None
+
+
+class StartProfileRequest(Maintenance, kw_only=True):
+    """POST /start_profile. output_dir: within the server's --profile-folder, and that itself where it is not given. num_steps: after which it
+    ends by itself. activities: "CPU", "GPU" (both)."""
+
+    output_dir: str | None = None
+    num_steps: int | None = None
+    activities: list[Literal["CPU", "GPU"]] | None = None
+    record_shapes: bool | None = None
+    with_stack: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -6,17 +6,30 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Iterable, Protocol
+from typing import Iterable, Iterator, NamedTuple, Protocol, Sequence
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
+from thalweg.weights.pump import Span, pump
 
-PIECE = 1 << 28  # elements that are drawn at a time
+PIECE = 1 << 27  # elements that are drawn at a time
 FP8_BLOCK, FP8_SPREAD = 128, 64.0  # columns of a block; standard deviation of drawn codes, whose largest is 448
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {  # as a safetensors header spells them
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
+    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class Read(NamedTuple):
+    """A tensor, or only that slice of it; an empty `take` is all of it."""
+
+    name: str
+    take: tuple[slice, ...] = ()
 
 
 class Stream(Protocol):
@@ -27,8 +40,13 @@ class Stream(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def dtype(self, name: str) -> torch.dtype: ...
+
     def read(self, name: str, take: tuple[slice, ...] = ()) -> Tensor:
         """The tensor, or only that slice of it, on the CPU, as published."""
+
+    def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
+        """What `read` gives for each, in order, on the device. A tensor is the caller's, and is best let go before the next."""
 
 
 class _File(Protocol):
@@ -42,8 +60,6 @@ class _File(Protocol):
 
 
 class _Slice(Protocol):
-    def get_shape(self) -> list[int]: ...
-
     def __getitem__(self, take: tuple[slice, ...]) -> Tensor: ...
 
 
@@ -57,6 +73,7 @@ class Safetensors:
         self._stack = ExitStack()
         self._where: dict[str, str] = {}
         self._files: dict[str, _File] = {}
+        self._spans: dict[str, Span] = {}
         index = folder / INDEX
         try:
             if index.exists():
@@ -93,16 +110,26 @@ class Safetensors:
             raise CheckpointError(f"{path.parent} holds neither {SINGLE} nor {INDEX}: nothing to load") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is truncated or no safetensors file ({error}): download it again") from None
+        self._spans |= _spans(path)
 
     def names(self) -> Iterable[str]:
         return self._where.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+        return self._spans[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._spans[name].dtype
 
     def read(self, name: str, take: tuple[slice, ...] = ()) -> Tensor:
         file = self._files[self._where[name]]
         return file.get_slice(name)[take] if take else file.get_tensor(name)
+
+    def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
+        """On the CPU they are views of the mapped files; a GPU gets them through pinned memory (`weights.pump`)."""
+        if device.type == "cuda":
+            return pump([self._spans[read.name].taken(read.take) for read in reads], device)
+        return (self.read(*read) for read in reads)
 
     def __enter__(self) -> Safetensors:
         return self
@@ -125,8 +152,29 @@ class InMemory:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
     def read(self, name: str, take: tuple[slice, ...] = ()) -> Tensor:
         return self._tensors[name][take] if take else self._tensors[name]
+
+    def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
+        return (self.read(*read).to(device) for read in reads)
+
+
+def _spans(path: Path) -> dict[str, Span]:
+    """Where each tensor of a safetensors file lies: 8 bytes of length, so much JSON, then the data that the JSON's offsets count from."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    unknown = {one["dtype"] for name, one in header.items() if name != "__metadata__"} - DTYPES.keys()
+    if unknown:
+        raise CheckpointError(f"{path}: tensors of type {', '.join(sorted(unknown))}; there is {', '.join(DTYPES)}")
+    return {
+        name: Span(path, 8 + length + one["data_offsets"][0], tuple(one["shape"]), DTYPES[one["dtype"]])
+        for name, one in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -136,6 +184,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index} is no safetensors index ({error!r}): download it again") from None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CheckpointError(f"{index}: weight_map must be an object of file names")
+    elsewhere = [file for file in where.values() if Path(file).name != file]
+    if elsewhere:
+        raise CheckpointError(f"{index}: {elsewhere[0]!r} is no name of a file beside it")
     return dict(where)
 
 
@@ -159,7 +210,8 @@ def fill_dummy(module: torch.nn.Module, seed: int = 0) -> None:
                 continue
             offset = 1.0 if parameter.dim() == 1 and not name.endswith("bias") else 0.0
             spread = FP8_SPREAD if parameter.dtype == torch.float8_e4m3fn else spread
-            parts = parameter.unbind() if parameter.numel() > PIECE and parameter.dim() > 1 else (parameter,)
-            for part in parts:  # of a large stack one by one: the noise is float32
+            # the noise is float32, so of a large one a part at a time
+            rows = max(PIECE * len(parameter) // max(parameter.numel(), 1), 1)
+            for part in torch.split(parameter.data, rows):
                 noise = torch.randn(part.shape, generator=generator, device=device)
                 part.copy_(noise.mul_(spread).add_(offset))

@@ -22,7 +22,7 @@ class Rule:
     """`take` of the published tensor `source`, transformed, goes to `into` of the parameter `target`. Empty take or into: all of it.
 
     The transform is pure and sees float32 or the published dtype (FP8 weights arrive with their scales applied). `take` is what is read
-    from disk at all.
+    from disk at all. shape: of the published tensor where it is not that of its slice.
     """
 
     source: str
@@ -30,14 +30,17 @@ class Rule:
     into: Index = ()
     transform: Transform = same
     take: tuple[slice, ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class Table:
-    """rules: several may share a source. skips: published names (regular expressions, whole name) that are left alone on purpose."""
+    """rules: several may share a source. skips: published names (regular expressions, whole name) that are left alone on purpose.
+    scales: names of which a checkpoint may have one for a plane of the KV cache, its scale where it is FP8; see `weights.cache_scales`."""
 
     rules: list[Rule] = field(default_factory=list)
     skips: list[str] = field(default_factory=list)
+    scales: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
 
     def add(
         self,
@@ -46,8 +49,9 @@ class Table:
         into: Index = (),
         transform: Transform = same,
         take: tuple[slice, ...] = (),
+        shape: tuple[int, ...] = (),
     ) -> None:
-        self.rules.append(Rule(source, target, into, transform, take))
+        self.rules.append(Rule(source, target, into, transform, take, shape))
 
     def stack(
         self,
@@ -69,7 +73,9 @@ class Table:
         return grouped
 
     def skipped(self, name: str) -> bool:
-        return any(re.fullmatch(pattern, name) for pattern in self.skips)
+        return any(re.fullmatch(pattern, name) for pattern in self.skips) or any(
+            name in sources for sources in self.scales.values()
+        )
 
     def targets(self) -> Iterator[str]:
         return iter(dict.fromkeys(rule.target for rule in self.rules))

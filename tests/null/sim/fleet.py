@@ -104,6 +104,7 @@ class Setting:
     policy: str = "fcfs"
     radix: bool = True
     context: int = CONTEXT
+    beside: tuple[tuple[int, int], ...] = ()
 
 
 class Rank:
@@ -114,7 +115,7 @@ class Rank:
         self.setting, self.books = s, Books(s.pages, tree)
         self.device = Device(clock, rng, s.stages, s.depth, self.books)
         self.tier = SlowTier(clock, rng, self.device, s.fail)
-        self.limits = Limits(s.slots, s.budget, s.context, VOCAB, (EOS,), s.stages, s.policy, seed=1)
+        self.limits = Limits(s.slots, s.budget, s.context, VOCAB, (EOS,), s.stages, s.policy, 1, s.beside)
         self.brain = Scheduler(self.limits, self.books, self.tier, RandomWidth(rng))
         self.channel = SimChannel()
         self.loop = Loop(self.channel, self.brain, SimWorker(self.device), OneRank(), s.depth)

@@ -29,6 +29,7 @@ class Mix:
     def __init__(self, seed: int, tight: bool | None = None) -> None:
         self.rng, self.clock = random.Random(seed), Clock()
         self.keeps = random.Random(seed + 1)  # beside the other draws, which are known to catch what they must
+        self.bounds = random.Random(seed + 2)
         rng = self.rng
         drawn = rng.random() < 0.3
         self.tight = drawn if tight is None else tight
@@ -58,6 +59,7 @@ class Mix:
             fail=rng.choice((0, 0.3, 1)),
             policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
             radix=rng.random() < 0.9,
+            beside=self.bounds.choice(((), (), ((1, 2),), ((1, 3), (3, 1)))),
         )
 
     def _draw(self, rank: Rank, most: int) -> None:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thalweg.kernels.pdl import launch_options
+
 PART = 4096  # entries a block
 
 
@@ -23,6 +25,51 @@ def _mix(x):
     x ^= x >> 27
     x *= 0x94D049BB133111EB
     return x ^ (x >> 31)
+
+
+@triton.jit
+def scaled(x, temperature):
+    """x / temperature, rounded as IEEE does by one correction of the product with the reciprocal (Markstein); infinities stay."""
+    one = temperature * 0 + 1.0
+    inverse = tl.div_rn(one, temperature)
+    y = x * inverse
+    divisor, inverse = tl.zeros_like(x) + temperature, tl.zeros_like(x) + inverse
+    return tl.where(tl.abs(y) < float("inf"), tl.fma(tl.fma(-y, divisor, x), inverse, y), y)
+
+
+@triton.jit
+def race(y, seed, length, v_B):
+    """The exponential race's scores of these token ids: y minus the logarithm of a coin that (seed, length, id) decide alone. The coin is
+    -log1p(-u), by its series where u is small: exact to 6e-7."""
+    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    key = _mix(_mix(seed.to(tl.uint64, bitcast=True) * golden + length.to(tl.uint64, bitcast=True)) + golden)
+    bits = _mix(key + v_B.to(tl.uint64) * golden) >> 32
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 5.9604644775390625e-08)
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
+    coin = tl.where(u < 0.0625, series, -tl.extra.cuda.libdevice.fast_logf(1 - u))
+    return y - tl.extra.cuda.libdevice.fast_logf(coin)
+
+
+@triton.jit
+def settle(
+    row, token, slot_E, ints_EI, stop_SK, tokens_SL, state_SI, token_E, done_E, live_E, context, L,
+    COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Appends the row's token (int64) to its slot and ends that at a stop id or its end; of a slot that had ended nothing changes."""
+    k_B = tl.arange(0, BLOCK_K)
+    slot = tl.load(slot_E + row)
+    length, end = tl.load(ints_EI + row * COLUMNS), tl.load(ints_EI + row * COLUMNS + 2)
+    live = (end > 0).to(tl.int64)
+    new = length + live
+    stops = tl.load(stop_SK + slot * K + k_B, mask=k_B < K, other=-1)
+    going = (new < end) & (tl.sum((stops == token).to(tl.int32)) == 0)
+    tl.store(tokens_SL + slot * L + tl.where(live > 0, length, context), token.to(tl.int32))
+    tl.store(state_SI + slot * COLUMNS, new)
+    tl.store(state_SI + slot * COLUMNS + 1, new - 1)
+    tl.store(state_SI + slot * COLUMNS + 2, tl.where(going, end, 0))
+    tl.store(token_E + row, token)
+    tl.store(done_E + row, going == 0)
+    tl.store(live_E + row, live > 0)
 
 
 @triton.jit
@@ -39,13 +86,8 @@ def _best_of_parts(
     if RANDOM:
         temperature = tl.load(floats_SF + tl.load(slot_E + row) * F)
         if temperature > 0:
-            golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
-            seed = tl.load(ints_EI + row * COLUMNS + SEED).to(tl.uint64, bitcast=True)
-            length = tl.load(ints_EI + row * COLUMNS).to(tl.uint64, bitcast=True)
-            key = _mix(_mix(seed * golden + length) + golden)
-            bits = _mix(key + v_B.to(tl.uint64) * golden) >> 32
-            uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 5.9604644775390625e-08)
-            x = x / temperature - tl.log(-tl.extra.cuda.libdevice.log1p(-uniform))
+            seed, length = tl.load(ints_EI + row * COLUMNS + SEED), tl.load(ints_EI + row * COLUMNS)
+            x = race(scaled(x, temperature), seed, length, v_B)
     top, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(top_EC + row * tl.num_programs(1) + part, top)
     tl.store(id_EC + row * tl.num_programs(1) + part, part * BLOCK + at)
@@ -60,23 +102,13 @@ def _settle(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
-    c_B, k_B = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
+    c_B = tl.arange(0, BLOCK_C)
     top = tl.load(top_EC + row * parts + c_B, mask=c_B < parts, other=float("-inf"))
     _, part = tl.max(top, 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.load(id_EC + row * parts + part).to(tl.int64)
-    slot = tl.load(slot_E + row)
-    length, end = tl.load(ints_EI + row * COLUMNS), tl.load(ints_EI + row * COLUMNS + 2)
-    live = (end > 0).to(tl.int64)
-    new = length + live
-    stops = tl.load(stop_SK + slot * K + k_B, mask=k_B < K, other=-1)
-    going = (new < end) & (tl.sum((stops == token).to(tl.int32)) == 0)
-    tl.store(tokens_SL + slot * L + tl.where(live > 0, length, context), token.to(tl.int32))
-    tl.store(state_SI + slot * COLUMNS, new)
-    tl.store(state_SI + slot * COLUMNS + 1, new - 1)
-    tl.store(state_SI + slot * COLUMNS + 2, tl.where(going, end, 0))
-    tl.store(token_E + row, token)
-    tl.store(done_E + row, going == 0)
-    tl.store(live_E + row, live > 0)
+    settle(
+        row, token, slot_E, ints_EI, stop_SK, tokens_SL, state_SI, token_E, done_E, live_E, context, L, COLUMNS, K, BLOCK_K
+    )  # fmt: skip
 
 
 def draw(
@@ -104,10 +136,10 @@ def draw(
     ids = torch.empty(rows, parts, dtype=torch.int32, device=device)
     _best_of_parts[rows, parts](
         logits_EV, floats_SF, slot_E, ints_EI, top, ids, logits_EV.stride(0), vocab, floats_SF.shape[1], ints_EI.shape[1],
-        seed, random, PART, True, num_warps=8, launch_pdl=True,
+        seed, random, PART, num_warps=8, **launch_options(logits_EV),
     )  # fmt: skip
     _settle[(rows,)](
         top, ids, slot_E, ints_EI, stop_SK, tokens_SL, ints_SI, *out, context, tokens_SL.shape[1], parts,
-        ints_EI.shape[1], stop_SK.shape[1], triton.next_power_of_2(stop_SK.shape[1]), triton.next_power_of_2(parts), True,
-        num_warps=1, launch_pdl=True,
+        ints_EI.shape[1], stop_SK.shape[1], triton.next_power_of_2(stop_SK.shape[1]), triton.next_power_of_2(parts),
+        num_warps=1, **launch_options(logits_EV),
     )  # fmt: skip

@@ -6,12 +6,14 @@ chosen by every token with weight 1; expert N is none (padding).
 Floor: the weights of the experts that are chosen, 3 · H · I each, read once: 17.3 MB in bf16 for V2-Lite, 44.0 MB in FP8 for V3, so for one
 token (8 and 9 experts) 138 MB, 45 µs, and 396 MB, 128 µs at 3.1 TB/s; for 1,024 tokens of V2-Lite all 66, 1.14 GB, 368 µs.
 
-- One or two tokens in bf16: no sorting. `_up_pairs` is a matrix-vector product for each pair; `_down_tokens` walks the token's K experts in
-  one program for each block of H, which sums them in float32 and adds the residual. Two launches of programs that only stream weights.
+- One or two tokens in bf16: no sorting. `_up_pairs` is a matrix-vector product for each pair; `_down_tokens` takes all of the token's K experts in
+  one program for each block of H, which sums them in float32 and adds the residual. Two launches of programs that only stream weights, and the
+  norm before them costs none: 51 µs with norm and router for one token of V2-Lite on an H100, whose weights take 44.
 - Up to four tokens in FP8: `_up` and `_down` with a tile for each pair, then `combine`. A tile of 16 rows is mostly empty, but unpacking e4m3 for
   FMAs takes four instructions an element, of which a multiprocessor has no more than the memory wants (measured: 0.41 of the floor).
 - More: pairs are sorted by expert (`permute/`), and `_up`, `_down` are grouped GEMMs over tiles of BLOCK_M pairs of one expert, on a grid for
-  the worst case whose idle programs leave at once; `combine` sums each token's rows. No atomics: bitwise repeatable.
+  the worst case whose idle programs leave at once; `combine` sums each token's rows. No atomics: bitwise repeatable. Up to SHARED_FIRST tokens
+  the shared experts, whose tokens are known, are under way while router and sort are at work.
 
 FP8: weights are e4m3 with a scale for each 128 × 128 block; x comes quantised (the router does it), the inner activations are rounded to bf16 and
 quantised in the kernel that makes or reads them.
@@ -26,10 +28,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.permute.triton import chunk_of, combine, sort
+from thalweg.kernels.norm.triton import Normed, rows_of
+from thalweg.kernels.permute.triton import combine, sort, way_of
 from thalweg.kernels.quantize.triton import encode, launch, quantize, scales_like
 from thalweg.kernels.router.triton import Routed
 from thalweg.kernels.silu_mul.triton import gated
+
+SHARED_FIRST = 256  # tokens up to which the shared experts of sorted pairs start before the choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +65,21 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
+    """ahead: steps of the down projection whose weights are loaded before its kernel waits (matrix-vector products only)."""
+
     up: Tile
     down: Tile
+    ahead: int = 0
 
 
 def pair_tiles() -> Tiles:
     """Of matrix-vector products: n rows of weights a program, k of them at a time."""
-    return Tiles(Tile(1, 16, 256, 4, 4), Tile(1, 8, 1024, 3, 8))
+    return Tiles(Tile(1, 16, 256, 4, 4), Tile(1, 8, 128, 3, 8), 2)
+
+
+def direct_tiles() -> Tiles:
+    """Of a tile a pair, FP8: three stages leave room for a second program on each multiprocessor, without which 144 programs take two turns."""
+    return Tiles(Tile(16, 128, 128, 3, 4), Tile(16, 128, 128, 3, 4))
 
 
 def path(tokens: int, fp8: bool, deterministic: bool) -> str:
@@ -86,7 +99,7 @@ def tiles(tokens: int, topk: int, experts: int, fp8: bool, deterministic: bool) 
         m = min(m, 64)
         return Tiles(Tile(m, 128, 128, 4, 8 if m == 64 else 4), Tile(m, 128, 128, 4, 4))
     if m == 128:
-        return Tiles(Tile(128, 128, 64, 3, 8), Tile(128, 256, 64, 3, 8))
+        return Tiles(Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 4, 8))
     if m == 64:
         return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))
     return Tiles(Tile(m, 64, 128, 3, 4), Tile(m, 64, 128, 4, 4))
@@ -97,33 +110,36 @@ def starts(topk: int, experts: int, fp8: bool, most: int) -> list[int]:
     keys = []
     for tokens in range(1, most + 1):
         by, pairs = path(tokens, fp8, False), tokens * topk
-        single = pairs <= chunk_of(pairs)
-        sort_key = (tiles(tokens, topk, experts, fp8, False), chunk_of(pairs), single)
-        keys.append((by, sort_key if by == "sorted" else None))
+        sort_key = (tiles(tokens, topk, experts, fp8, False), way_of(pairs))
+        keys.append((by, sort_key if by == "sorted" else None, tokens <= SHARED_FIRST))
     return [i + 1 for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
 
 
 def add_experts_(
-    out_TH: Tensor, x_TH: Tensor, routed: Routed, weights: Weights, deterministic: bool = False, given: Tiles | None = None,
+    out_TH: Tensor, x: Tensor | Normed, routed: Routed, weights: Weights, deterministic: bool = False, given: Tiles | None = None,
     by: str | None = None,
 ) -> None:  # fmt: skip
-    """Adds into out_TH (bf16 residual), in place. x_TH: bf16, contiguous. FP8 weights read routed.codes_TH, or quantise x themselves.
-    deterministic: a token's result does not depend on the others. given, by: tiles and path in place of the tables', for tuning."""
+    """Adds into out_TH (bf16 residual), in place. x: bf16 [T, H], contiguous, or a norm of such. FP8 weights read routed.codes_TH, or quantise
+    x themselves. deterministic: a token's result does not depend on the others. given, by: tiles and path in place of the tables', for tuning."""
     tokens, columns = routed.ids_TK.shape
     if not tokens:
         return
     by = by or path(tokens, weights.fp8, deterministic)
     if by == "pairs":
-        return _pairs(out_TH, x_TH, routed, weights, given or pair_tiles())
-    x: Tensor | None = x_TH
-    scales: Tensor | None = None
-    if weights.fp8:
-        x, scales = routed.codes_TH, routed.scales_TG
-    if x is None or weights.fp8 and scales is None:
-        x, scales = quantize(x_TH)
+        return _pairs(out_TH, x, routed, weights, given or pair_tiles())
+    seen, scales = routed.codes_TH, routed.scales_TG
+    if not weights.fp8:
+        seen, scales = rows_of(x), None
+    elif seen is None or scales is None:
+        seen, scales = quantize(rows_of(x))
         routed = routed._replace(shared=0)  # x is not there yet when the next kernel starts
-    shape = given or tiles(tokens, columns, weights.w13_NIH.shape[0], weights.fp8, deterministic)
-    _grouped(out_TH, x, scales, routed, weights, x_TH.dtype, shape, by == "direct")
+    direct = by == "direct"
+    shape = given or (
+        direct_tiles() if direct else tiles(tokens, columns, weights.w13_NIH.shape[0], weights.fp8, deterministic)
+    )
+    # they start before the choice is made, where x was there before that was asked for
+    early = direct or tokens <= SHARED_FIRST and not deterministic and not isinstance(x, Normed)
+    _grouped(out_TH, seen, scales, routed, weights, out_TH.dtype, shape, direct, routed.shared if early else 0)
 
 
 def coverage(ids_TK: Tensor, experts: int) -> Tensor:
@@ -131,18 +147,21 @@ def coverage(ids_TK: Tensor, experts: int) -> Tensor:
     return torch.bincount(ids_TK.flatten().clamp(max=experts), minlength=experts + 1)[:experts].count_nonzero()
 
 
-def _pairs(out_TH: Tensor, x_TH: Tensor, routed: Routed, weights: Weights, shape: Tiles) -> None:
+def _pairs(out_TH: Tensor, x: Tensor | Normed, routed: Routed, weights: Weights, shape: Tiles) -> None:
+    norm = x if isinstance(x, Normed) else None
+    x_TH = x.x_TH if isinstance(x, Normed) else x
     tokens, columns = routed.ids_TK.shape
     experts, hidden, inner = weights.w2_NHI.shape
     up, down = shape.up, shape.down
     inner_PI = torch.empty(tokens * columns, inner, dtype=x_TH.dtype, device=out_TH.device)
     _up_pairs[(tokens, triton.cdiv(inner, up.n), columns)](
-        inner_PI, x_TH, weights.w13_NIH, routed.ids_TK,
+        inner_PI, x_TH, None if norm is None else norm.weight_H, weights.w13_NIH, routed.ids_TK, 0.0 if norm is None else norm.eps,
         experts, hidden, inner, columns, routed.shared, up.n, up.k, up.stages, **launch(up.warps),
     )  # fmt: skip
+    ahead = min(shape.ahead, triton.cdiv(inner, down.k))
     _down_tokens[(tokens, triton.cdiv(hidden, down.n))](
-        out_TH, inner_PI, weights.w2_NHI, routed.ids_TK, routed.weights_TK,
-        experts, hidden, inner, columns, down.n, down.k, down.stages, **launch(down.warps),
+        out_TH, inner_PI, weights.w2_NHI, routed.ids_TK, routed.weights_TK, experts, hidden, inner, columns,
+        triton.next_power_of_2(columns), down.n, down.k, ahead, down.stages, **launch(down.warps),
     )  # fmt: skip
 
 
@@ -155,38 +174,42 @@ def _grouped(
     dtype: torch.dtype,
     shape: Tiles,
     direct: bool,
+    shared: int,
 ) -> None:
     tokens, columns = routed.ids_TK.shape
     experts, hidden, inner = weights.w2_NHI.shape
     pairs, device, up, down = tokens * columns, out_TH.device, shape.up, shape.down
-    count = pairs
+    count, rows, ahead = pairs, pairs, 0
     table: tuple[Tensor | None, ...] = (None, routed.ids_TK, None, None, None)
     if not direct:
         by = sort(routed.ids_TK, experts, up.m)
         count, table = by.tiles, (by.order, by.expert, by.row, by.end_N, by.total)
-    inner_PI = torch.empty(pairs, inner, dtype=x_TH.dtype, device=device)
-    inner_scales = None if scales is None else scales_like(pairs, inner, device)
+        rows, ahead = pairs + shared * tokens, shared * triton.cdiv(tokens, up.m)
+    inner_PI = torch.empty(rows, inner, dtype=x_TH.dtype, device=device)
+    inner_scales = None if scales is None else scales_like(rows, inner, device)
     y_PH = torch.empty(pairs, hidden, dtype=dtype, device=device)
-    _up[(count * triton.cdiv(inner, up.n),)](
+    _up[((count + ahead) * triton.cdiv(inner, up.n),)](
         inner_PI, inner_scales, x_TH, scales, weights.w13_NIH, weights.s13, *table, tokens,
         0 if inner_scales is None else inner_scales.stride(1), 0 if scales is None else scales.stride(1),
-        experts, hidden, inner, columns, routed.shared if direct else 0, direct, up.m, up.n, up.k, up.stages, **launch(up.warps),
+        experts, hidden, inner, columns, shared, direct, up.m, up.n, up.k, up.stages, **launch(up.warps),
     )  # fmt: skip
     _down[(count * triton.cdiv(hidden, down.n),)](
-        y_PH, inner_PI, inner_scales, weights.w2_NHI, weights.s2, *table, 0 if inner_scales is None else inner_scales.stride(1),
-        experts, hidden, inner, direct, down.m, down.n, down.k, down.stages, **launch(down.warps),
+        y_PH, inner_PI, inner_scales, weights.w2_NHI, weights.s2, *table, tokens,
+        0 if inner_scales is None else inner_scales.stride(1), experts, hidden, inner, columns, shared, direct,
+        down.m, down.n, down.k, down.stages, **launch(down.warps),
     )  # fmt: skip
     combine(out_TH, y_PH, None, routed.ids_TK, routed.weights_TK, experts)
 
 
 @triton.jit
 def _up_pairs(
-    inner_PI, x_TH, w13, ids_TK,
+    inner_PI, x_TH, norm_H, w13, ids_TK, eps,
     N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner[pair] = silu(gate · x) · (up · x) for BLOCK_I rows of the pair's expert. Shared experts come first and do not wait for the choice: x was
-    there before the kernel that chooses began. Tokens run fastest over the grid, so that a second one finds the shared experts' rows in L2."""
+    """inner[pair] = silu(gate · x) · (up · x) for BLOCK_I rows of the pair's expert; with norm_H of the normed x. Shared experts come first and
+    do not wait for the choice: x was there before the kernel that chooses began. Tokens run fastest over the grid, so that a second one finds
+    the shared experts' rows in L2."""
     token, block, k = tl.program_id(0), tl.program_id(1), K - 1 - tl.program_id(2)
     i, h = block * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_H)
     expert = (N - K + k).to(tl.int32)
@@ -199,14 +222,20 @@ def _up_pairs(
     if expert < N:
         gate_at = w13 + expert.to(tl.int64) * (2 * INNER * HIDDEN) + i[:, None] * HIDDEN + h[None, :]
         gate, up = tl.zeros([BLOCK_I, BLOCK_H], tl.float32), tl.zeros([BLOCK_I, BLOCK_H], tl.float32)
+        square = tl.zeros([BLOCK_H], tl.float32)
         for start in tl.range(0, HIDDEN, BLOCK_H, num_stages=STAGES):
-            x = tl.load(x_TH + token * HIDDEN + start + h, mask=start + h < HIDDEN, other=0.0).to(tl.float32)
-            live = (i < INNER)[:, None] & (start + h < HIDDEN)[None, :]
+            some = start + h < HIDDEN
+            x = tl.load(x_TH + token * HIDDEN + start + h, mask=some, other=0.0).to(tl.float32)
+            if norm_H is not None:
+                square += x * x
+                x *= tl.load(norm_H + start + h, mask=some, other=0.0)
+            live = (i < INNER)[:, None] & some[None, :]
             w_gate = tl.load(gate_at + start, mask=live, other=0.0).to(tl.float32)
             w_up = tl.load(gate_at + start + INNER * HIDDEN, mask=live, other=0.0).to(tl.float32)
             gate += w_gate * x[None, :]
             up += w_up * x[None, :]
-        y = gated(tl.sum(gate, 1), tl.sum(up, 1)).to(inner_PI.dtype.element_ty)
+        scale = 1.0 if norm_H is None else tl.rsqrt(tl.sum(square) / HIDDEN + eps)
+        y = gated(tl.sum(gate, 1) * scale, tl.sum(up, 1) * scale).to(inner_PI.dtype.element_ty)
         if PDL:
             tl.extra.cuda.gdc_wait()
         tl.store(inner_PI + (token * K + k) * INNER + i, y, mask=i < INNER)
@@ -215,31 +244,42 @@ def _up_pairs(
 @triton.jit
 def _down_tokens(
     out_TH, inner_PI, w2, ids_TK, weights_TK,
-    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[token] += Σ_k weight_k · (w2 of expert k) · inner_k for BLOCK_H of H. One loop over experts and blocks of I keeps the pipeline
-    full between experts."""
-    token, block = tl.program_id(0), tl.program_id(1)
-    h, i = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I)
-    BLOCKS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
+    """out[token] += Σ_k weight_k · (w2 of expert k) · inner_k for BLOCK_H of H, in steps of BLOCK_I columns of all the token's experts. The
+    choice was there when the kernel before this one passed its wait and let this one start: so the last AHEAD steps' weights are loaded before
+    the wait for that kernel's results."""
+    token, k = tl.program_id(0), tl.arange(0, BLOCK_K)
+    h, i = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I)
+    STEPS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
+    expert = tl.load(ids_TK + token * K + k, mask=k < K, other=N, cache_modifier=".cg")
+    used = expert < N
+    w_at = w2 + tl.where(used, expert, 0).to(tl.int64)[:, None, None] * (HIDDEN * INNER) + h[None, :, None] * INNER
+    rows = used[:, None, None] & (h < HIDDEN)[None, :, None]
+    ahead = ()
+    for step in tl.static_range(STEPS - AHEAD, STEPS):
+        at = step * BLOCK_I + i
+        w = tl.load(w_at + at[None, None, :], mask=rows & (at < INNER)[None, None, :], other=0.0)
+        ahead = ahead + (w,)  # type: ignore[assignment]
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.zeros([BLOCK_H, BLOCK_I], tl.float32)
-    if tl.load(ids_TK + token * K) < N:
-        for step in tl.range(0, K * BLOCKS, num_stages=STAGES):
-            k, at = step // BLOCKS, step % BLOCKS * BLOCK_I + i
-            expert, weight = tl.load(ids_TK + token * K + k), tl.load(weights_TK + token * K + k)
-            live = (h < HIDDEN)[:, None] & (at < INNER)[None, :]
-            w = tl.load(
-                w2 + expert.to(tl.int64) * (HIDDEN * INNER) + h[:, None] * INNER + at[None, :], mask=live, other=0.0
-            )
-            y = tl.load(inner_PI + (token * K + k) * INNER + at, mask=at < INNER, other=0.0).to(tl.float32)
-            acc += w.to(tl.float32) * (y * weight)[None, :]
-        at = out_TH + token * HIDDEN + h
-        total = tl.sum(acc, 1) + tl.load(at, mask=h < HIDDEN, other=0.0).to(tl.float32)
-        tl.store(at, total.to(out_TH.dtype.element_ty), mask=h < HIDDEN)
+        tl.extra.cuda.gdc_wait()
+    weight = tl.load(weights_TK + token * K + k, mask=used, other=0.0)
+    y_at = inner_PI + (token * K + k)[:, None] * INNER
+    acc = tl.zeros([BLOCK_K, BLOCK_H, BLOCK_I], tl.float32)
+    for step in tl.range(0, STEPS - AHEAD, num_stages=STAGES):
+        at = step * BLOCK_I + i
+        w = tl.load(w_at + at[None, None, :], mask=rows & (at < INNER)[None, None, :], other=0.0)
+        y = tl.load(y_at + at[None, :], mask=used[:, None] & (at < INNER)[None, :], other=0.0)
+        acc += w.to(tl.float32) * (y.to(tl.float32) * weight[:, None])[:, None, :]
+    for step in tl.static_range(STEPS - AHEAD, STEPS):
+        at = step * BLOCK_I + i
+        y = tl.load(y_at + at[None, :], mask=used[:, None] & (at < INNER)[None, :], other=0.0)
+        acc += ahead[step - STEPS + AHEAD].to(tl.float32) * (y.to(tl.float32) * weight[:, None])[:, None, :]
+    out_at = out_TH + token * HIDDEN + h
+    total = tl.sum(tl.sum(acc, 2), 0) + tl.load(out_at, mask=h < HIDDEN, other=0.0).to(tl.float32)
+    tl.store(out_at, total.to(out_TH.dtype.element_ty), mask=h < HIDDEN)
 
 
 @triton.jit(do_not_specialize=["tokens", "inner_stride", "scales_stride"])
@@ -250,8 +290,9 @@ def _up(
     BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """inner[position] = silu(gate(x)) · up(x) of one tile, BLOCK_I columns of gate and the same of up; columns run fastest, so that an expert's
-    weights are read by programs that run together. Direct: a tile is a pair, its position the pair's number, tile_expert the ids; the shared
-    experts come first and do not wait for the choice, as in `_up_pairs`."""
+    weights are read by programs that run together. Direct: a tile is a pair, its position the pair's number, tile_expert the ids. The SHARED
+    experts come first and do not wait for the choice, as in `_up_pairs`; where pairs are sorted, their rows stand behind all positions, one for
+    each token, and the tiles that the sort gives them stay idle."""
     BLOCKS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
     EVEN: tl.constexpr = HIDDEN % BLOCK_H == 0 and INNER % BLOCK_I == 0
     tile, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
@@ -265,18 +306,29 @@ def _up(
                 tl.extra.cuda.gdc_wait()
             expert = tl.load(tile_expert + begin)
         used = expert < N
+    elif tile < SHARED * tl.cdiv(tokens, BLOCK_M):
+        which, first = tile // tl.cdiv(tokens, BLOCK_M), tile % tl.cdiv(tokens, BLOCK_M) * BLOCK_M
+        expert, end = N - SHARED + which, tokens * K + (which + 1) * tokens
+        begin, used = end - tokens + first, which >= 0
     else:
+        tile -= SHARED * tl.cdiv(tokens, BLOCK_M)
         if PDL:
             tl.extra.cuda.gdc_wait()
         used = tile < tl.load(total_tiles)
         expert = tl.load(tile_expert + tile, mask=used, other=0)
         begin, end = tl.load(tile_row + tile, mask=used, other=0), tl.load(end_N + expert)
+        used = used & (expert < N - SHARED)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if used:
         row = begin + tl.arange(0, BLOCK_M)
         live = row < end
-        token = tl.where(live, row if DIRECT else tl.load(order + row, mask=live, other=0), begin if DIRECT else 0) // K
+        if DIRECT:
+            token = tl.where(live, row, begin) // K
+        else:
+            sorted_M = live & (row < tokens * K)
+            token = tl.load(order + row, mask=sorted_M, other=0) // K
+            token = tl.where(live & (row >= tokens * K), row - (end - tokens), token)
         i, h = block * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_H)
         x_at = x_TH + token[:, None].to(tl.int64) * HIDDEN + h[None, :]
         gate_at = w13 + expert.to(tl.int64) * (2 * INNER * HIDDEN) + i[None, :] * HIDDEN + h[:, None]
@@ -313,10 +365,10 @@ def _load(at, rows, columns, EVEN: tl.constexpr):
     return tl.load(at, mask=rows & columns, other=0.0)
 
 
-@triton.jit(do_not_specialize=["inner_stride"])
+@triton.jit(do_not_specialize=["tokens", "inner_stride"])
 def _down(
-    y_PH, inner_PI, inner_scales_GP, w2, s2, order, tile_expert, tile_row, end_N, total_tiles, inner_stride,
-    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, DIRECT: tl.constexpr,
+    y_PH, inner_PI, inner_scales_GP, w2, s2, order, tile_expert, tile_row, end_N, total_tiles, tokens, inner_stride,
+    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[pair] = w2 · inner[position of the pair], BLOCK_H columns of one tile."""
@@ -338,6 +390,8 @@ def _down(
         live = row < end
         pair = row if DIRECT else tl.load(order + row, mask=live, other=0)
         row = tl.where(live, row, begin)
+        if SHARED > 0 and not DIRECT:  # see `_up`
+            row = tl.where(expert < N - SHARED, row, tokens * K + (expert - N + SHARED) * tokens + pair // K)
         h, i = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I)
         inner_at = inner_PI + row[:, None].to(tl.int64) * INNER + i[None, :]
         w_at = w2 + expert.to(tl.int64) * (HIDDEN * INNER) + h[None, :] * INNER + i[:, None]

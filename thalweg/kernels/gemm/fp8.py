@@ -1,40 +1,102 @@
-"""FP8 block GEMM: DeepGEMM where it is installed, else the own kernels."""
+"""FP8 block GEMM, y = x Wᵀ (+ residual), by backend: our own kernels, DeepGEMM, cuBLASLt's block scaling, or what measured fastest for a size.
+
+The own kernel for few rows reads the weight as it is beside activations in bf16; all others quantise x by row and group of 128 columns first.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
-from functools import cache
-from typing import Any
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.kernels.fp8_block.ref import dequantize
+from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
+from thalweg.kernels.gemm import cublas, deep_gemm
 from thalweg.kernels.gemm import triton as own
+from thalweg.kernels.invariant import triton as invariant
+from thalweg.kernels.norm.triton import Normed, rows_of
 from thalweg.kernels.quantize.triton import quantize
 
-
-@cache
-def _deep_gemm() -> Any:
-    """The library, or None."""
-    if importlib.util.find_spec("deep_gemm") is None:
-        return None
-    if shutil.which("nvcc") is None:  # the library compiles its kernels itself, with whatever is there
-        os.environ.setdefault("DG_JIT_USE_NVRTC", "1")
-    import deep_gemm
-
-    return deep_gemm
+BLOCK = (128, 128)
+FEW = 8  # rows up to which the own kernel is faster than DeepGEMM with its launch for the codes (H100)
 
 
-def linear(x_MK: Tensor, w_NK: Tensor, scale_BB: Tensor) -> Tensor:
-    """y [M, N] bf16 = x Wᵀ; x bf16, quantized here; w e4m3 [N, K], scale float32 [ceil(N / 128), K / 128]."""
-    library = _deep_gemm()
-    if library is None and len(x_MK) <= own.ROWS:
-        return own.linear_fp8(x_MK, w_NK, scale_BB)
-    codes_MK, scales_MG = quantize(x_MK)
+class Product(Protocol):
+    """y [M, N] bf16 = x Wᵀ. x bf16, or a norm of such; w e4m3 [N, K], K a multiple of 128; scale float32 [ceil(N / 128), K / 128].
+    residual_MN: added, and written: the result is then the residual itself."""
+
+    def __call__(
+        self, x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None
+    ) -> Tensor: ...
+
+
+def product(backend: str, deterministic: bool = False) -> Product:
+    """What computes these products: "triton", "deep_gemm", "cublas", or "triton+deep_gemm". deterministic: a row's bits depend on nothing
+    but the row, which no library promises."""
+    return _invariant if deterministic else PRODUCTS[backend]
+
+
+def _invariant(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    return invariant.linear_fp8(rows_of(x), w_NK, scale_BB, residual_MN)
+
+
+def _triton(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    if len(x) <= own.ROWS_FP8:
+        return own.linear_fp8(x, w_NK, scale_BB, residual_MN)
+    x_MK = rows_of(x)
     y = torch.empty(len(x_MK), len(w_NK), dtype=x_MK.dtype, device=x_MK.device)
-    if library is not None:
-        library.fp8_gemm_nt((codes_MK, scales_MG), (w_NK, scale_BB), y)
-        return y
-    return own.matmul_fp8(codes_MK, scales_MG, w_NK, scale_BB, y)
+    return _added(own.matmul_fp8(*quantize(x_MK), w_NK, scale_BB, y), residual_MN)
+
+
+def _deep_gemm(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    x_MK = rows_of(x)
+    y = torch.empty(len(x_MK), len(w_NK), dtype=x_MK.dtype, device=x_MK.device)
+    deep_gemm.library().fp8_gemm_nt(quantize(x_MK), (w_NK, scale_BB), y)
+    return _added(y, residual_MN)
+
+
+def _cublas(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    x_MK = rows_of(x)
+    rows, inner = x_MK.shape
+    if not cublas.serves(rows, inner):
+        return _triton(x_MK, w_NK, scale_BB, residual_MN)
+    if rows % 4:  # its scales have no room between columns
+        x_MK = F.pad(x_MK, (0, 0, 0, -rows % 4))
+    return _added(cublas.matmul(*quantize(x_MK), w_NK, scale_BB)[:rows], residual_MN)
+
+
+def _by_size(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    return (_triton if len(x) <= FEW else _deep_gemm)(x, w_NK, scale_BB, residual_MN)
+
+
+PRODUCTS: dict[str, Product] = {
+    "triton": _triton,
+    "deep_gemm": _deep_gemm,
+    "cublas": _cublas,
+    "triton+deep_gemm": _by_size,
+}
+
+
+def _added(y_MN: Tensor, residual_MN: Tensor | None) -> Tensor:
+    return y_MN if residual_MN is None else residual_MN.add_(y_MN)
+
+
+def check(device: torch.device, backend: str) -> None:
+    """Compares a small case with the reference; RuntimeError if the backend's library cannot run here or is wrong."""
+    generator = torch.Generator(device).manual_seed(1)
+    rows, outputs, inner = 68, 384, 512
+    x = torch.randn(rows, inner, generator=generator, device=device).bfloat16()
+    spread = torch.rand(outputs // 128, inner // 128, generator=generator, device=device)
+    weight = torch.randn(outputs, inner, generator=generator, device=device) * inner**-0.5
+    # block scales far from one another, so that a wrong one shows beside the noise of FP8
+    codes, scale = quantize_blocks(weight * spread.repeat_interleave(128, 0).repeat_interleave(128, 1), BLOCK, False)
+    try:
+        y = product(backend)(x, codes, scale)
+    except (RuntimeError, AttributeError, TypeError, ValueError, OSError, AssertionError, ImportError) as error:
+        raise RuntimeError(f"{backend} does not run here ({error}); use --fp8-gemm-backend triton") from error
+    exact = x.float() @ dequantize(codes, scale, BLOCK, torch.float32).t()
+    error_is = float((y.float() - exact).norm() / exact.norm())
+    if not error_is < 0.05:  # e4m3 activations alone differ by 2.6 %
+        raise RuntimeError(f"{backend} is wrong here by {error_is:.3f} of the norm; use --fp8-gemm-backend triton")

@@ -1,20 +1,35 @@
-"""Few-row GEMM for decode: y = x Wᵀ, the weight read once at the speed of memory, whatever the number of rows up to 64.
+"""Few-row GEMM for decode: y = x Wᵀ, the weight read once at the speed of memory.
 
 Floor: N · K bytes (FP8) or 2 · N · K (bf16) over the read bandwidth; V2-Lite's fused projection (3648 × 2048 bf16, 15 MB) 4.8 µs on an
-H100, V3's (2112 × 7168 FP8, 15 MB) the same. A block owns BLOCK_N rows of the weight and walks all of K, so that nothing is summed
-across blocks and a row's result depends on nothing but the row; BLOCK_N is chosen to give every multiprocessor a block or two.
-FP8: the weight's codes become bf16 in registers and activations stay bf16: quantizing them would cost each block more than it saves where
-the weight's bytes are all that counts, and precision besides.
+H100, V3's (2112 × 7168 FP8, 15 MB) the same. A block owns BLOCK_N rows of the weight and all of K, so that nothing is summed across blocks and
+a row's result depends on nothing but the row.
+
+`thin`, up to 16 rows: weights depend on no kernel, so a block has its first ones, for small K all of them, under way before it waits for its
+predecessor; what is left on the critical path is x. A chain of dependent products over K would take longer than the weights (K = 2048: 128 of
+33 cycles): K is cut into parts, one or more a warp, whose sums are added at the end. One row is multiplied without tensor cores, and then nothing
+passes through shared memory. RMSNorm costs a pass over x that each block makes anyway: x times the norm's weight is multiplied, the sum scaled
+at the end.
+`linear` beyond: a pipeline over K. FP8: codes become bf16 in registers and activations stay bf16: quantizing them would cost each block more than it
+saves where the weight's bytes are all that counts, and precision besides.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 64  # beyond it a library's GEMM wins
+from thalweg.kernels.norm.triton import Normed, rows_of
+from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.silu_mul.triton import gated
+
+ROWS, THIN = 64, 16  # rows up to which `linear` and `thin` serve; beyond them a library's GEMM wins
+ROWS_FP8 = 32  # rows up to which `linear_fp8` serves
+NORMED = 1  # rows up to which `thin` computes a norm faster than a launch of its own
+SOME, MANY = 24 * 132, 16384  # rows of a weight that are few, and that fill the machine whatever the tile
 GROUP = 128
 
 
@@ -60,75 +75,227 @@ def _linear(
 
 
 @triton.jit
-def _linear_fp8(
-    x_MK, w_NK, scale_BB, residual_MN, y_MN, M, N, stride_x, stride_y, stride_r,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+def _add_product(acc_PNM, square_M, w_PNC, x_ptr, norm_PC, scale_ptr, live_M, BLOCK_M: tl.constexpr):
+    """One step of K: adds the product of each part's columns, and the squares of x where a norm is asked for."""
+    x_PMC = tl.load(x_ptr, mask=live_M[None, :, None], other=0.0)
+    if norm_PC is not None:
+        wide = x_PMC.to(tl.float32)
+        square_M += tl.sum(tl.sum(wide * wide, 2), 0)
+        x_PMC = (wide * norm_PC[:, None, :]).to(x_PMC.dtype)
+    if BLOCK_M == 1:
+        part = tl.sum(w_PNC.to(tl.float32) * x_PMC.to(tl.float32), 2)[:, :, None]
+        if scale_ptr is not None:
+            part *= tl.load(scale_ptr)[:, None, None]
+        acc_PNM += part
+    elif scale_ptr is None:
+        acc_PNM = tl.dot(w_PNC, tl.permute(x_PMC, (0, 2, 1)), acc_PNM)
+    else:
+        # by way of float32: the direct cast takes an instruction of the slow kind for each element
+        part = tl.dot(w_PNC.to(tl.float32).to(x_PMC.dtype), tl.permute(x_PMC, (0, 2, 1)))
+        acc_PNM += part * tl.load(scale_ptr)[:, None, None]
+    return acc_PNM, square_M
+
+
+@triton.jit(do_not_specialize=["M"])
+def _thin(
+    x_MK, w_NK, scale_BB, norm_K, bias_N, residual_MN, y_MN, M, N, stride_x, stride_y, eps,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr,
+    AHEAD: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """y = norm(x) Wᵀ (+ bias) (+ residual) for BLOCK_N rows of the weight and all of K. GATED: half of them are gate rows, the others the up
+    rows N / 2 further on, and y is silu(gate) · up of half as many columns."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    CHUNK: tl.constexpr = PARTS * BLOCK_C
+    LOOP: tl.constexpr = K // CHUNK - AHEAD
+    HALF: tl.constexpr = BLOCK_N // 2
     n_B = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        n_B = tl.program_id(0) * HALF + tl.arange(0, BLOCK_N) % HALF + tl.arange(0, BLOCK_N) // HALF * (N // 2)
     m_B = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k_B = tl.arange(0, 128)
+    part = tl.arange(0, PARTS)
+    k_PC = part[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     rows, columns = m_B < M, n_B < N
-    w_ptr = w_NK + tl.where(columns, n_B, 0).to(tl.int64)[:, None] * K + k_B[None, :]
-    x_ptr = x_MK + tl.where(rows, m_B, 0)[:, None] * stride_x + k_B[None, :]
-    scale_ptr = scale_BB + (tl.program_id(0) * BLOCK_N // 128) * (K // 128)
-    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    w_ptr = w_NK + tl.where(columns, n_B, 0).to(tl.int64)[None, :, None] * K + k_PC[:, None, :]
+    x_ptr = x_MK + tl.where(rows, m_B, 0)[None, :, None] * stride_x + k_PC[:, None, :]
+    scale_ptr = None
+    if scale_BB is not None:
+        scale_ptr = scale_BB + (tl.program_id(0) * BLOCK_N // 128) * (K // 128) + part
+    ahead, norms = (), ()
+    for step in tl.static_range(AHEAD):
+        at = (LOOP + step) * CHUNK
+        ahead = ahead + (tl.load(w_ptr + at, eviction_policy="evict_first"),)  # type: ignore[assignment]
+        if norm_K is not None:
+            norms = norms + (tl.load(norm_K + at + k_PC),)  # type: ignore[assignment]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for group in range(K // 128):
-        w = tl.load(w_ptr + group * 128, eviction_policy="evict_first").to(x_MK.dtype.element_ty)
-        x = tl.load(x_ptr + group * 128)
-        sums += tl.dot(x, w.T) * tl.load(scale_ptr + group)
-    inside = rows[:, None] & columns[None, :]
-    if RESIDUAL:
-        r = tl.load(residual_MN + m_B[:, None] * stride_r + n_B[None, :], mask=inside, other=0.0)
-        sums += r.to(tl.float32)
-    tl.store(y_MN + m_B.to(tl.int64)[:, None] * stride_y + n_B[None, :], sums.to(y_MN.dtype.element_ty), mask=inside)
+    acc_PNM = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
+    square_M = tl.zeros((BLOCK_M,), tl.float32)
+    for step in tl.range(0, LOOP, num_stages=STAGES):
+        at = step * CHUNK
+        w_PNC = tl.load(w_ptr + at, eviction_policy="evict_first")
+        norm_PC = None if norm_K is None else tl.load(norm_K + at + k_PC)
+        s_ptr = None if scale_BB is None else scale_ptr + step * PARTS
+        acc_PNM, square_M = _add_product(acc_PNM, square_M, w_PNC, x_ptr + at, norm_PC, s_ptr, rows, BLOCK_M)
+    for step in tl.static_range(AHEAD):
+        norm_PC = None if norm_K is None else norms[step]
+        s_ptr = None if scale_BB is None else scale_ptr + (LOOP + step) * PARTS
+        acc_PNM, square_M = _add_product(
+            acc_PNM, square_M, ahead[step], x_ptr + (LOOP + step) * CHUNK, norm_PC, s_ptr, rows, BLOCK_M
+        )
+    sums = tl.sum(acc_PNM, 0)
+    if norm_K is not None:
+        sums *= tl.rsqrt(square_M / K + eps)[None, :]
+    inside = columns[:, None] & rows[None, :]
+    if bias_N is not None:
+        sums += tl.load(bias_N + n_B, mask=columns, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        rounded = sums.to(y_MN.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.permute(tl.reshape(rounded, (2, HALF, BLOCK_M)), (1, 2, 0)))
+        sums, n_B = gated(gate, up), tl.program_id(0) * HALF + tl.arange(0, HALF)
+        inside = (n_B < N // 2)[:, None] & rows[None, :]
+    if residual_MN is not None:
+        sums += tl.load(residual_MN + m_B[None, :] * stride_y + n_B[:, None], mask=inside, other=0.0).to(tl.float32)
+    at = y_MN + m_B.to(tl.int64)[None, :] * stride_y + n_B[:, None]
+    tl.store(at, sums.to(y_MN.dtype.element_ty), mask=inside)
 
 
-def wins(m: int, n: int) -> bool:
-    """Whether this kernel is faster than the library's for a bf16 weight of n rows: from 16 thousand on (measured on an H100)."""
-    return m <= ROWS and n >= 16384
+@dataclass(frozen=True, slots=True)
+class Thin:
+    """Tile of `thin`: m rows of x and n of the weight a program; a step of K is `parts` pieces of `columns`, one or more a warp; the last `ahead`
+    steps' weights are loaded before the kernel waits for its predecessor, the others in a pipeline of `stages`."""
+
+    m: int
+    n: int
+    parts: int
+    columns: int
+    ahead: int
+    stages: int
+    warps: int
 
 
-def tiles(m: int, n: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages), the fastest of those tried on an H100 (benchmarks/gpu/gemm.py)."""
-    block_m = 16 if m <= 16 else 32 if m <= 32 else 64
-    if itemsize == 2:
-        if block_m == 16:
-            return (16, 32, 512, 4, 3) if n >= 65536 else (16, 64, 128, 4, 4)
-        return block_m, 32, 128, 4, 4
-    block_n = 16 if n <= 132 * 24 else 32 if n <= 132 * 96 else 64
-    return block_m, block_n, 128, 4, {16: 10, 32: 8, 64: 5}[block_n]
+def thin_tile(m: int, n: int, k: int, itemsize: int, normed: bool = False) -> Thin | None:
+    """The fastest of those tried on an H100 (benchmarks/gpu/decode_kernels.py); None where `thin` does not serve."""
+    if itemsize == 1:
+        return _fp8_tile(m, n, k, normed) if m <= ROWS_FP8 and k % GROUP == 0 else None
+    if m > THIN or k % 512 or k < 1024 or m > 8 and n >= MANY:
+        return None
+    rows = 8 if m <= 8 else 16
+    if n >= MANY:
+        if m == 1 and k % 1024 == 0 and k <= 8192:
+            return Thin(1, 4, 8, 128, k // 1024, 1, 8)
+        if m == 1 and k <= 4096:
+            return Thin(1, 4, 4, 128, k // 512, 1, 4)
+        return Thin(rows, 32, 4, 128, 1, 3, 4)
+    if k % 1024 == 0 and k <= 2048:
+        return Thin(1 if normed and m == 1 else rows, 16, 4, 256, k // 1024, 1, 4)
+    return Thin(rows, 16, 4, 128, 2, 3, 4)
+
+
+def _fp8_tile(m: int, n: int, k: int, normed: bool) -> Thin:
+    steps = k // 1024
+    if k % 512:
+        return Thin(32 if m > THIN else 16 if m > 8 else 8, 32, 1, 128, 0, 4, 4)
+    if m > THIN:
+        return Thin(32, 16, 4, 128, 1, 3, 4)
+    if m > 8:
+        if n <= SOME and k % 1024 == 0:
+            return Thin(16, 16, 8, 128, 1, 4, 8)
+        return Thin(16, 64, 4, 128, 1, 3, 4) if n >= MANY and k <= 2048 else Thin(16, 32, 4, 128, 1, 4, 4)
+    if m == 1 and n >= MANY and k <= 2048:
+        return Thin(1, 8, 4, 128, k // 512, 1, 4)
+    if m == 1 and n >= MANY and k % 1024 == 0 and k <= 8192:
+        return Thin(1, 4, 8, 128, steps, 1, 8)
+    if m == 1 and normed:
+        return Thin(1, 8, 8, 128, min(2, steps), 3, 8) if k % 1024 == 0 else Thin(1, 16, 4, 128, 1, 3, 4)
+    if n <= SOME and k % 1024 == 0:
+        return Thin(8, 16, 8, 128, 0, 5, 8)
+    return Thin(8, 32, 4, 128, 1, 4, 4) if m > 1 and n >= MANY and k > 2048 else Thin(8, 16, 4, 128, 1, 3, 4)
+
+
+def wins(m: int, n: int, k: int) -> bool:
+    """Whether `linear` is faster than the library for a bf16 weight (measured on an H100)."""
+    return thin_tile(m, n, k, 2) is not None or m <= 32 and n >= 4 * MANY
+
+
+def tiles(m: int) -> tuple[int, int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) of `_linear`, the fastest of those tried on an H100."""
+    return 32 if m <= 32 else 64, 32, 128, 4, 4
 
 
 def linear(
-    x_MK: Tensor,
+    x: Tensor | Normed,
     w_NK: Tensor,
     bias_N: Tensor | None = None,
     residual_MN: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """y [M, N] in `dtype` (default x's), M ≤ 64. x, w: bf16. residual_MN: added, and written: the result is then the residual itself."""
-    (m, k), n = x_MK.shape, len(w_NK)
+    n, k = w_NK.shape
+    if n >= MANY:
+        x = rows_of(x)  # so many programs would each compute the norm
+    if (shape := thin_tile(len(x), n, k, 2, isinstance(x, Normed))) is not None:
+        return thin(x, w_NK, shape, None, bias_N, residual_MN, dtype)
+    x_MK = rows_of(x)
+    m = len(x_MK)
     y = torch.empty(m, n, dtype=dtype or x_MK.dtype, device=x_MK.device) if residual_MN is None else residual_MN
-    block_m, block_n, block_k, warps, stages = tiles(m, n, 2)
+    block_m, block_n, block_k, warps, stages = tiles(m)
     _linear[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
         x_MK, w_NK, bias_N, residual_MN, y, m, n, x_MK.stride(0), y.stride(0), y.stride(0), k, block_m, block_n, block_k,
-        bias_N is not None, residual_MN is not None, True, num_warps=warps, num_stages=stages, launch_pdl=True,
+        bias_N is not None, residual_MN is not None, num_warps=warps, num_stages=stages, **launch_options(x_MK),
     )  # fmt: skip
     return y
 
 
-def linear_fp8(x_MK: Tensor, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
-    """y [M, N] bf16, M ≤ 64. w: e4m3 [N, K], scale float32 [ceil(N / 128), K / 128]. residual_MN: as in `linear`."""
+def fuses(m: int, n: int, k: int) -> bool:
+    """Whether `swiglu` serves a bf16 weight of n rows."""
+    return thin_tile(m, n, k, 2) is not None
+
+
+def swiglu(x: Tensor | Normed, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """silu(gate) · up [M, N / 2] of x Wᵀ (+ b) whose first N / 2 columns are the gates, the others up, in one launch. Where `fuses`."""
+    if len(w_NK) >= MANY:
+        x = rows_of(x)
+    shape = thin_tile(len(x), len(w_NK), w_NK.shape[1], 2, isinstance(x, Normed))
+    assert shape is not None, "asked only where `fuses` says so"
+    return thin(x, w_NK, shape, bias_N=bias_N, swiglu=True)
+
+
+def linear_fp8(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    """y [M, N] bf16, M ≤ 32. w: e4m3 [N, K], K a multiple of 128, scale float32 [ceil(N / 128), K / 128]. residual_MN: as in `linear`."""
+    if len(w_NK) >= MANY:
+        x = rows_of(x)  # so many programs would each compute the norm
+    shape = thin_tile(len(x), len(w_NK), w_NK.shape[1], 1, isinstance(x, Normed))
+    if shape is None:
+        raise ValueError(
+            f"linear_fp8 takes up to {ROWS_FP8} rows of a multiple of {GROUP} columns, not {len(x)} of {w_NK.shape[1]}"
+        )
+    return thin(x, w_NK, shape, scale_BB, None, residual_MN)
+
+
+def thin(
+    x: Tensor | Normed,
+    w_NK: Tensor,
+    shape: Thin,
+    scale_BB: Tensor | None = None,
+    bias_N: Tensor | None = None,
+    residual_MN: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    swiglu: bool = False,
+) -> Tensor:
+    """y [M, N] in `dtype` (default x's) = x Wᵀ. x: bf16, or a norm of such, which is computed as it is read. w: bf16, or e4m3 with scale float32
+    [ceil(N / 128), K / 128]; K a multiple of parts · columns. residual_MN: added, and written: the result is then the residual itself. swiglu: w,
+    bf16, has gate rows, then as many up rows, and y [M, N / 2] is silu(gate) · up, as `silu_mul` computes it from bf16."""
+    assert scale_BB is None or not swiglu, "SwiGLU is fused with bf16 weights only"
+    norm = x if isinstance(x, Normed) else None
+    x_MK = x.x_TH if isinstance(x, Normed) else x
     (m, k), n = x_MK.shape, len(w_NK)
-    y = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device) if residual_MN is None else residual_MN
-    block_m, block_n, _, warps, stages = tiles(m, n, 1)
-    _linear_fp8[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
-        x_MK, w_NK, scale_BB, residual_MN, y, m, n, x_MK.stride(0), y.stride(0), y.stride(0), k, block_m, block_n,
-        residual_MN is not None, True, num_warps=warps, num_stages=stages, launch_pdl=True,
+    wide = n // 2 if swiglu else n
+    y = torch.empty(m, wide, dtype=dtype or x_MK.dtype, device=x_MK.device) if residual_MN is None else residual_MN
+    _thin[(triton.cdiv(n, shape.n), triton.cdiv(m, shape.m))](
+        x_MK, w_NK, scale_BB, None if norm is None else norm.weight_H, bias_N, residual_MN, y, m, n, x_MK.stride(0), y.stride(0),
+        0.0 if norm is None else norm.eps, k, shape.m, shape.n, shape.parts, shape.columns, shape.ahead, shape.stages, swiglu,
+        num_warps=shape.warps, num_stages=shape.stages, **launch_options(x_MK),
     )  # fmt: skip
     return y
 
@@ -168,7 +335,7 @@ def matmul_fp8(codes_MK: Tensor, scales_MG: Tensor, w_NK: Tensor, scale_BB: Tens
     (m, k), n = codes_MK.shape, len(w_NK)
     block_m, block_n = (64, 128) if m <= 256 else (128, 128)
     _matmul_fp8[(triton.cdiv(n, block_n) * triton.cdiv(m, block_m),)](
-        codes_MK, scales_MG, w_NK, scale_BB, y_MN, m, n, scales_MG.stride(1), k, block_m, block_n, 8, True,
-        num_warps=8 if block_m == 128 else 4, num_stages=4, launch_pdl=True,
+        codes_MK, scales_MG, w_NK, scale_BB, y_MN, m, n, scales_MG.stride(1), k, block_m, block_n, 8,
+        num_warps=8 if block_m == 128 else 4, num_stages=4, **launch_options(codes_MK),
     )  # fmt: skip
     return y_MN

@@ -12,13 +12,15 @@ LSE: natural logarithm, float32; -inf where nothing was seen.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from thalweg.kernels.mla.triton import (
+from thalweg.kernels.attend.triton import (
     DETERMINISTIC_SPLITS,
     LOG2E,
     Tiles,
@@ -30,8 +32,19 @@ from thalweg.kernels.mla.triton import (
     weigh,
 )
 from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.rope.triton import normed, stored, turned
 
-__all__ = ["DETERMINISTIC_SPLITS", "decode", "decode_tiles", "merge", "prefill", "prefill_tiles", "splits_for"]
+__all__ = [
+    "DETERMINISTIC_SPLITS",
+    "Fresh",
+    "decode",
+    "decode_tiles",
+    "gather",
+    "merge",
+    "prefill",
+    "prefill_tiles",
+    "splits_for",
+]
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -57,15 +70,19 @@ def splits_for(tokens: int, heads: int, kv_heads: int, context: int, query: int 
     return waves(programs, context)
 
 
-@triton.jit(do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows"])
+@triton.jit(
+    do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows", "write"]
+)
 def _decode(
     query, keys, values, table, positions, rows, out, lse, key_scale, value_scale, scale, heads, splits,
     query_token, query_head, table_row,
+    key, value, key_plane, value_plane, write, cos, sin, query_norm, key_norm, eps, key_token, value_token, key_row, value_row,
     QUERY: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, FIXED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, FIXED: tl.constexpr, FRESH: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (k * blocks + b, s, u): split s of the context of TOGETHER query tokens from u * TOGETHER on, for key head k and block b of
-    the rows that those tokens and the GROUP query heads of k make."""
+    the rows that those tokens and the GROUP query heads of k make. FRESH: queries and the token's key are still to be normed and rotated,
+    and the split that has the token's page writes its key and value, and starts from them instead of reading them."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -83,9 +100,14 @@ def _decode(
     if count <= 0:
         tl.store(lse + at, tl.full((M,), -float("inf"), tl.float32), mask=real)
         return
-    dim, key = tl.arange(0, DIM), tl.arange(0, N)
+    dim, lane_key = tl.arange(0, DIM), tl.arange(0, N)
     at_q = query + token[:, None] * query_token + head[:, None] * query_head + dim[None, :]
     q = tl.load(at_q, mask=real[:, None], other=0.0)
+    if FRESH:
+        angle = tl.load(positions + first_token) * (DIM // 2) + tl.arange(0, DIM // 2)
+        cos_P, sin_P = tl.load(cos + angle), tl.load(sin + angle)
+        turned_q = turned(normed(q.to(tl.float32), query_norm, eps, NORM, DIM), cos_P, sin_P, M, DIM)
+        q = turned_q.to(query.dtype.element_ty)
     strength = tl.full((M,), scale, tl.float32)
     if SCALED:
         largest = largest_of(q)
@@ -93,6 +115,21 @@ def _decode(
         strength *= tl.load(key_scale) * largest
     top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
     sums = tl.zeros((M, DIM), tl.float32)
+    if FRESH:
+        if tl.max(position) // 64 % splits == split:
+            own, column = first_token.to(tl.int64), kv_head * DIM + dim[None, :]
+            own_k = normed(tl.load(key + own * key_token + column).to(tl.float32), key_norm, eps, NORM, DIM)
+            own_k = stored(turned(own_k, cos_P, sin_P, 1, DIM), key_scale, SCALED, key_plane.dtype.element_ty)
+            own_v = tl.load(value + own * value_token + column).to(tl.float32)
+            own_v = stored(own_v, value_scale, SCALED, value_plane.dtype.element_ty)
+            top = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * strength
+            total += 1.0
+            sums += own_v.to(tl.float32)
+            if tl.program_id(0) % BLOCKS == 0:
+                to = tl.load(write + first_token)
+                tl.store(key_plane + to * key_row + column, own_k)
+                tl.store(value_plane + to * value_row + column, own_v)
+        position -= 1  # of the last token that is read
     if FIXED:
         ahead = tl.load(row_pages + first).to(tl.int32)
     for tile in range(count * (64 // N)):
@@ -102,7 +139,7 @@ def _decode(
         ahead = tl.load(row_pages + first + following * step).to(tl.int32)
         start = page * 64 + tile * N % 64
         scores = tl.dot(q, keys.load([start, kv_head * DIM]).to(q.dtype).T)
-        seen = (ordinal * 64 + tile * N % 64 + key)[None, :] <= position[:, None]
+        seen = (ordinal * 64 + tile * N % 64 + lane_key)[None, :] <= position[:, None]
         weights, factor, top = weigh(tl.where(seen, scores, -float("inf")), strength, top)
         total = total * factor + tl.sum(weights, 1)
         sums = tl.dot(weights.to(q.dtype), values.load([start, kv_head * DIM]).to(q.dtype), sums * factor[:, None])
@@ -112,6 +149,20 @@ def _decode(
         sums *= tl.load(value_scale)
     tl.store(lse + at, tl.where(some, top * LN2 + tl.log(total), -float("inf")), mask=real)
     tl.store(out + at[:, None] * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
+
+
+class Fresh(NamedTuple):
+    """What `decode` stores first. key_TKd, value_TKd: views of a projection's output, neither normed nor rotated, and so are the queries then.
+    write_T int64: rows of the planes. cos_SC, sin_SC: float32 [context, d / 2]. norms float32 [d], both or none."""
+
+    key_TKd: Tensor
+    value_TKd: Tensor
+    write_T: Tensor
+    cos_SC: Tensor
+    sin_SC: Tensor
+    query_norm_d: Tensor | None
+    key_norm_d: Tensor | None
+    eps: float
 
 
 def decode(
@@ -128,25 +179,32 @@ def decode(
     value_scale: Tensor | None = None,
     rows_T: Tensor | None = None,
     fixed: bool = False,
+    fresh: Fresh | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries over the pages of their rows: → (partial [T, H, splits, d], LSE [T, H, splits]), for `merge`.
 
     The row of token t is t // query, or rows_T[t] (int32), and its context positions 0 … positions_T[t]. Planes: [P, 64, K, d] bfloat16, or
     e4m3 with scales float32 [1]. partial is bfloat16; with one split it is final. fixed: the splits of a token depend on its own position
-    alone, given the same `splits` (DETERMINISTIC_SPLITS).
+    alone, given the same `splits` (DETERMINISTIC_SPLITS). fresh: does what `rope.gqa_write` does, too; one query token a row, not fixed.
     """
     tokens, heads, dim = query_THd.shape
     kv_heads, together = key_PSKd.shape[2], 1 if fixed or rows_T is not None else query
-    group = heads // kv_heads
+    assert fresh is None or (query == 1 and not fixed), "fresh: one query token a row, not fixed"
+    group, width = heads // kv_heads, kv_heads * dim
     tiles = decode_tiles(together * group, dim)
     partial = torch.empty(tokens, heads, splits, dim, dtype=query_THd.dtype, device=query_THd.device)
     lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query_THd.device)
     grid = (kv_heads * triton.cdiv(together * group, tiles.rows), splits, tokens // together)
+    own: tuple[object, ...] = (None,) * 9 + (0.0, 0, 0, 0, 0)
+    if fresh is not None:
+        strides = fresh.key_TKd.stride(0), fresh.value_TKd.stride(0), width, width
+        own = (fresh.key_TKd, fresh.value_TKd, key_PSKd, value_PSKd, *fresh[2:], *strides)
     _decode[grid](
         query_THd, _paged(key_PSKd, tiles.keys), _paged(value_PSKd, tiles.keys), table_RL, positions_T, rows_T, partial, lse,
-        key_scale, value_scale, scale * LOG2E, heads, splits, query_THd.stride(0), query_THd.stride(1), table_RL.stride(0),
-        QUERY=query, TOGETHER=together, GROUP=group, DIM=dim, M=tiles.rows, N=tiles.keys, FIXED=4 if fixed else 0,
-        SCALED=key_scale is not None, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(query_THd),
+        key_scale, value_scale, scale * LOG2E, heads, splits, query_THd.stride(0), query_THd.stride(1), table_RL.stride(0), *own,
+        QUERY=query, TOGETHER=together, GROUP=group, DIM=dim, M=tiles.rows, N=tiles.keys, FIXED=4 if fixed else 0, FRESH=fresh is not None,
+        NORM=fresh is not None and fresh.query_norm_d is not None, SCALED=key_scale is not None,
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(query_THd),
     )  # fmt: skip
     return partial, lse
 
@@ -246,3 +304,55 @@ def prefill(
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(out),
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["table", "starts", "firsts"])
+def _gather(
+    keys, values, table, starts, firsts, out, key_scale, value_scale, table_row,
+    WIDTH: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (b, i): N tokens of row i."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, column = tl.program_id(1), tl.arange(0, WIDTH)[None, :]
+    token = tl.load(starts + row) + tl.program_id(0) * N + tl.arange(0, N)
+    real = token < tl.load(starts + row + 1)
+    position = tl.load(firsts + row) + tl.program_id(0) * N + tl.arange(0, N)
+    page = tl.load(table + row.to(tl.int64) * table_row + position // 64, mask=real, other=0).to(tl.int64)
+    source = (page * 64 + position % 64)[:, None] * WIDTH + column
+    target = out + token.to(tl.int64)[:, None] * (2 * WIDTH) + column
+    key = tl.load(keys + source, mask=real[:, None], other=0.0)
+    value = tl.load(values + source, mask=real[:, None], other=0.0)
+    if SCALED:
+        key, value = key.to(tl.float32) * tl.load(key_scale), value.to(tl.float32) * tl.load(value_scale)
+    tl.store(target, key.to(out.dtype.element_ty), mask=real[:, None])
+    tl.store(target + WIDTH, value.to(out.dtype.element_ty), mask=real[:, None])
+
+
+def gather(
+    key_PSKd: Tensor,
+    value_PSKd: Tensor,
+    table_RL: Tensor,
+    starts_R1: Tensor,
+    first_R: Tensor,
+    tokens: int,
+    *,
+    max_context: int,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Cached keys and values of ragged rows, side by side: → bfloat16 views [tokens, K, d]; row i's lie from starts[i] to starts[i + 1] and
+    are its context positions from first[i] on. Beyond the last row the result is undefined.
+
+    starts_R1, first_R: int32. max_context: an upper bound of a row's part. K * d is a power of two. e4m3 planes are multiplied by their scales.
+    """
+    kv_heads, dim = key_PSKd.shape[2:]
+    dtype = torch.bfloat16 if key_scale is not None else key_PSKd.dtype
+    out = torch.empty(tokens, 2 * kv_heads, dim, dtype=dtype, device=key_PSKd.device)
+    at_once = max(4096 // (kv_heads * dim), 1)
+    _gather[(triton.cdiv(max_context, at_once), len(starts_R1) - 1)](
+        key_PSKd, value_PSKd, table_RL, starts_R1, first_R, out, key_scale, value_scale, table_RL.stride(0),
+        WIDTH=kv_heads * dim, N=at_once, SCALED=key_scale is not None, num_warps=4, **launch_options(out),
+    )  # fmt: skip
+    return out[:, :kv_heads], out[:, kv_heads:]

@@ -14,34 +14,43 @@ tokens of ragged rows, L columns of the page table, s splits. LSE: natural logar
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from thalweg.kernels.attend.triton import (
+    DETERMINISTIC_SPLITS,
+    LN2,
+    LOG2E,
+    Tiles,
+    cleared,
+    largest_of,
+    merge,
+    merge_state_,
+    merged,
+    share_of,
+    waves,
+    weigh,
+)
 from thalweg.kernels.pdl import launch_options
 
-PAGE = 64
-SMS = 132  # of an H100 or H200; a wrong number costs speed only
-MAX_SPLITS = 32
-DETERMINISTIC_SPLITS = 32
-MERGE_UP_TOKENS = 4
-LOG2E = 1.4426950408889634
-LN2 = tl.constexpr(0.6931471805599453)
+__all__ = [
+    "DETERMINISTIC_SPLITS",
+    "decode",
+    "decode_tiles",
+    "gather",
+    "merge",
+    "merge_state_",
+    "merge_up",
+    "prefill",
+    "prefill_tiles",
+    "splits_for",
+    "up",
+]
 
-
-class Tiles(NamedTuple):
-    """Rows of M and keys of a program, warps, stages of its loads, and registers of a thread where two programs are to share a
-    multiprocessor."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None
+MERGE_UP_TOKENS = 4  # beyond it a batched product is faster
 
 
 def decode_tiles(rows: int, fp8: bool) -> Tiles:
@@ -57,56 +66,10 @@ def prefill_tiles() -> Tiles:
     return Tiles(128, 64, 8, 3)
 
 
-def waves(programs: int, context: int) -> int:
-    """Splits that end soonest: whole waves of one program a multiprocessor, each of its pages and some two pages of start and merge."""
-    pages = -(-context // PAGE)
-    return min(
-        range(1, min(pages, MAX_SPLITS) + 1),
-        key=lambda splits: -(-programs * splits // SMS) * (-(-pages // splits) + 2 + (splits > 1)),
-    )
-
-
 def splits_for(tokens: int, heads: int, context: int, query: int = 1) -> int:
     """How many parts `decode` cuts each context into. context: an upper bound of the longest, in tokens."""
     rows = query * heads
     return waves(tokens // query * -(-rows // decode_tiles(rows, False).rows), context)
-
-
-@triton.jit
-def weigh(scores, strength, top):
-    """One tile of the running softmax: weights of the tile, factor of what was summed before, new maximum, all in powers of two.
-    scores: -inf where a key is not seen; strength: what each row's scores are multiplied by. The same arithmetic masked or not."""
-    higher = tl.maximum(top, tl.max(scores, 1) * strength)
-    base = tl.where(higher == -float("inf"), 0.0, higher)  # a row that has seen nothing yet
-    return tl.exp2(scores * strength[:, None] - base[:, None]), tl.exp2(top - base), higher
-
-
-@triton.jit
-def cleared(out, begin, end, head, heads, DIM: tl.constexpr, M: tl.constexpr):
-    """Zeroes tokens begin … end of one head, shared among the programs of axis 0."""
-    lane, dim = tl.arange(0, M), tl.arange(0, DIM)
-    for block in range(begin + tl.program_id(0) * M, end, tl.num_programs(0) * M):
-        at = ((block + lane).to(tl.int64) * heads + head)[:, None] * DIM + dim[None, :]
-        tl.store(out + at, tl.zeros((M, DIM), out.dtype.element_ty), mask=(block + lane < end)[:, None])
-
-
-@triton.jit
-def share_of(split, splits, pages, FIXED: tl.constexpr):
-    """First page, step and number of pages of a split: every `splits`-th page, so that the first is known before the length is; or neighbours,
-    at least FIXED, so that few splits have work."""
-    if FIXED:
-        own = tl.maximum(tl.cdiv(pages, splits), FIXED)
-        first, step, count = split * own, 1, tl.minimum(own, pages - split * own)
-    else:
-        first, step, count = split, splits, tl.cdiv(pages - split, splits)
-    return first, step, count
-
-
-@triton.jit
-def largest_of(q):
-    """Of each row. Keys of one byte are multiplied in float16, to which e4m3 turns in one instruction (to bfloat16 in several); queries are
-    divided by this so that they fit."""
-    return tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1e-20)
 
 
 @triton.jit(do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows"])
@@ -205,45 +168,6 @@ def decode(
     return partial, lse
 
 
-@triton.jit
-def _merged(partial, lse, pair, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """The splits of one token and head joined: [DIM] float32. A few are fetched beside their LSE, and what a split that saw nothing has is
-    dropped; of many, most are empty and not fetched at all."""
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
-    own = tl.load(lse + pair * splits + split, mask=split < splits, other=-float("inf"))
-    at = partial + (pair * splits + split[:, None]) * DIM + dim[None, :]
-    fetched = split < splits if SPLITS <= 16 else own > -float("inf")
-    parts = tl.load(at, mask=fetched[:, None], other=0.0).to(tl.float32)
-    top = tl.max(own, 0)
-    weights = tl.exp(own - tl.where(top == -float("inf"), 0.0, top))
-    weights /= tl.maximum(tl.sum(weights, 0), 1e-30)
-    return tl.sum(tl.where(weights[:, None] > 0.0, parts * weights[:, None], 0.0), 0)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _merge(partial, lse, out, splits, DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """Program i: token and head i."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    pair = tl.program_id(0).to(tl.int64)
-    merged = _merged(partial, lse, pair, splits, DIM, SPLITS)
-    tl.store(out + pair * DIM + tl.arange(0, DIM), merged.to(out.dtype.element_ty))
-
-
-def merge(partial: Tensor, lse_THs: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The splits of `decode` joined: → [T, H, dim]. With one split nothing is launched."""
-    tokens, heads, splits, dim = partial.shape
-    if splits == 1:
-        return partial[:, :, 0]
-    out = torch.empty(tokens, heads, dim, dtype=dtype, device=partial.device)
-    _merge[(tokens * heads,)](
-        partial, lse_THs, out, splits, DIM=dim, SPLITS=triton.next_power_of_2(splits),
-        num_warps=4, **launch_options(out),
-    )  # fmt: skip
-    return out
-
-
 @triton.jit(do_not_specialize=["splits"])
 def _merge_up(
     partial, lse, up, out, heads, splits, width, up_head, up_rank, up_value,
@@ -258,8 +182,8 @@ def _merge_up(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pair = (tl.program_id(2) * heads + head).to(tl.int64)
-    merged = _merged(partial, lse, pair, splits, RANK, SPLITS).to(out.dtype.element_ty).to(tl.float32)
-    sums = tl.sum(merged[:, None] * weights.to(tl.float32), 0)
+    joined = merged(partial, lse, pair, splits, RANK, SPLITS).to(out.dtype.element_ty).to(tl.float32)
+    sums = tl.sum(joined[:, None] * weights.to(tl.float32), 0)
     tl.store(out + pair * width + value, sums.to(out.dtype.element_ty), mask=real)
 
 
@@ -277,38 +201,40 @@ def merge_up(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["lse_head", "other_lse_head"], do_not_specialize_on_alignment=["lse", "other_lse"])
-def _merge_state(
-    out, lse, other, other_lse, heads,
-    out_token, out_head, lse_token, lse_head, other_token, other_head, other_lse_token, other_lse_head,
-    DIM: tl.constexpr, PDL: tl.constexpr,
+@triton.jit(do_not_specialize=["tokens"])
+def _up(
+    sums, up, out, tokens, width, sums_token, sums_head, up_head, up_rank, up_value,
+    RANK: tl.constexpr, V: tl.constexpr, M: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program i: token and head i."""
+    """Program (h, b, i): V columns of head h's values of the i-th M tokens."""
+    head, value = tl.program_id(0).to(tl.int64), tl.program_id(1) * V + tl.arange(0, V)
+    lane, dim = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, K)
+    weights = up + head * up_head + dim[None, :] * up_rank + value[:, None] * up_value
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    token, head, dim = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads, tl.arange(0, DIM)
-    mine_at = lse + token * lse_token + head * lse_head
-    mine, theirs = tl.load(mine_at), tl.load(other_lse + token * other_lse_token + head * other_lse_head)
-    top = tl.maximum(mine, theirs)
-    base = tl.where(top == -float("inf"), 0.0, top)
-    mine, theirs = tl.exp(mine - base), tl.exp(theirs - base)
-    both = mine + theirs
-    at = out + token * out_token + head * out_head + dim
-    a = tl.load(at).to(tl.float32)
-    b = tl.load(other + token * other_token + head * other_head + dim).to(tl.float32)
-    tl.store(at, ((a * mine + b * theirs) / tl.maximum(both, 1e-30)).to(out.dtype.element_ty))
-    tl.store(mine_at, tl.where(both > 0.0, base + tl.log(both), -float("inf")))
+    at = sums + lane.to(tl.int64)[:, None] * sums_token + head * sums_head + dim[None, :]
+    product = tl.zeros((M, V), tl.float32)
+    for first in range(0, RANK, K):
+        x = tl.load(at + first, mask=(lane < tokens)[:, None], other=0.0)
+        w = tl.load(weights + first * up_rank, mask=(value < width)[:, None], other=0.0)
+        product = tl.dot(x, w.T, product)
+    to = out + (lane.to(tl.int64)[:, None] * tl.num_programs(0) + head) * width + value[None, :]
+    tl.store(to, product.to(out.dtype.element_ty), mask=(lane < tokens)[:, None] & (value < width)[None, :])
 
 
-def merge_state_(out_THv: Tensor, lse_TH: Tensor, other_THv: Tensor, other_lse_TH: Tensor) -> None:
-    """Attention to two disjoint parts of a context joined, into the first pair. LSE: float32 [T, H]; strides of all may be any. An output
-    beside an LSE of -inf counts for nothing, but must be finite."""
-    tokens, heads, dim = out_THv.shape
-    _merge_state[(tokens * heads,)](
-        out_THv, lse_TH, other_THv, other_lse_TH, heads, *out_THv.stride()[:2], *lse_TH.stride(), *other_THv.stride()[:2],
-        *other_lse_TH.stride(), DIM=dim, num_warps=1, **launch_options(out_THv),
+def up(u_THr: Tensor, uv_HRv: Tensor, *, overlap: bool = True) -> Tensor:
+    """Sums of latents times W_UV: → [T, H * v]. The tiles do not depend on the number of tokens, so that a token's bits do not either; where
+    they may, a library's batched product is faster. uv_HRv: bfloat16, a view [H, r, v] of any strides. overlap: whether it may start while the
+    kernel before it ends."""
+    tokens, heads, rank = u_THr.shape
+    width, columns = uv_HRv.shape[2], min(triton.next_power_of_2(uv_HRv.shape[2]), 64)
+    out = torch.empty(tokens, heads * width, dtype=u_THr.dtype, device=u_THr.device)
+    _up[(heads, triton.cdiv(width, columns), triton.cdiv(tokens, 64))](
+        u_THr, uv_HRv, out, tokens, width, *u_THr.stride()[:2], *uv_HRv.stride(),
+        RANK=rank, V=columns, M=64, K=64, num_warps=4, num_stages=4, **(launch_options(out) if overlap else {"PDL": False}),
     )  # fmt: skip
+    return out
 
 
 @triton.jit(

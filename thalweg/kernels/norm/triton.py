@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from thalweg.kernels.pdl import launch_options
 
 
 @triton.jit
@@ -23,13 +27,35 @@ def _rms_norm(x_TH, weight_H, y_TH, stride_x, stride_y, eps, H: tl.constexpr, BL
     tl.store(y_TH + row * stride_y + h_B, y.to(y_TH.dtype.element_ty), mask=inside)
 
 
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """RMSNorm of rows that is yet to be computed: a product with few rows computes it as it reads them, at no launch of its own. x_TH: bf16,
+    rows with any stride, not to change before they are read. weight_H: float32."""
+
+    x_TH: Tensor
+    weight_H: Tensor
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.x_TH)
+
+    def rows(self) -> Tensor:
+        """[T, H] in x's dtype."""
+        return rms_norm(self.x_TH, self.weight_H, self.eps)
+
+
+def rows_of(x: Tensor | Normed) -> Tensor:
+    """The rows, computed if they have not been."""
+    return x.rows() if isinstance(x, Normed) else x
+
+
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dim, in x's dtype. x: rows with any stride. weight: float32."""
     rows, width = x_TH.shape
     y = torch.empty(rows, width, dtype=x_TH.dtype, device=x_TH.device)
     block = triton.next_power_of_2(width)
     _rms_norm[(rows,)](
-        x_TH, weight_H, y, x_TH.stride(0), y.stride(0), eps, width, block, True,
-        num_warps=8 if block >= 4096 else 4, launch_pdl=True,
+        x_TH, weight_H, y, x_TH.stride(0), y.stride(0), eps, width, block,
+        num_warps=8 if block >= 4096 else 4, **launch_options(x_TH),
     )  # fmt: skip
     return y

@@ -1,7 +1,8 @@
 """Between tokens and experts: pairs of (token, chosen expert) sorted by expert, rows gathered in that order, results summed by token.
 
 T tokens, K experts a token, P = T · K pairs numbered t · K + k, N experts; the id N is none. Everything stays on the device and every grid
-depends on shapes only. Floors: the sort moves 12 bytes a pair, which is launch time; `combine` reads P · H bf16 and rewrites the residual,
+depends on shapes only. Floors: the sort moves 12 bytes a pair, which is launch time (many pairs take three launches: counts of each chunk, their
+sums over the chunks, places); `combine` reads P · H bf16 and rewrites the residual,
 8,192 tokens of V2-Lite in 109 µs at 3.1 TB/s.
 """
 
@@ -14,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.quantize.triton import launch, scales_like
+from thalweg.kernels.quantize.triton import GROUP, launch, scales_like
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """Pairs sorted by expert. order: position → pair. slot: pair → position. expert and row: of each tile of BLOCK_M positions, its expert and its
     first position. end_N: the position after an expert's last one. total: tiles in use. All int32, on the device, each with a little more room
-    than it needs. tiles: the most that can be in use, which is the grid."""
+    than it needs. tiles: the most that can be in use, which is the grid. block: BLOCK_M."""
 
     order: Tensor
     slot_P: Tensor
@@ -30,51 +31,58 @@ class Order:
     end_N: Tensor
     total: Tensor
     tiles: int
+    block: int
 
 
-def chunk_of(pairs: int) -> int:
-    """Pairs of one program of the sort, which compares them with one another: one program up to 512 pairs, so one launch; then small ones, until
-    the counts that each has to add up outgrow the comparisons."""
+def way_of(pairs: int) -> tuple[int, str]:
+    """→ pairs of one program of the sort, which compares them with one another, and how programs learn of each other's: "alone" there is one, up to
+    512 pairs; the counts of "few" each program adds up itself; of "many" a kernel of its own does."""
     for chunk in (128, 256, 512):
         if pairs <= chunk:
-            return chunk
-    return 128 if pairs <= 2048 else 512
+            return chunk, "alone"
+    return 128, "few" if pairs <= 16 * 128 else "many"
 
 
 def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> Order:
     """Sorts pairs by expert, stably; expert `experts` comes last and gets no tile. aligned: each expert's first position is a multiple of block_m
     (what lies between is undefined), else experts are packed."""
     pairs = ids_TK.numel()
-    chunk = chunk_of(pairs)
+    chunk, way = way_of(pairs)
     chunks, bins = triton.cdiv(pairs, chunk), triton.next_power_of_2(experts + 1)
     most = min(pairs, (pairs + min(experts, pairs) * (block_m - 1)) // block_m)
-    sizes = [most * block_m if aligned else pairs, pairs, most, most, bins, 1, 0 if chunks == 1 else chunks * bins]
+    sizes = [
+        most * block_m if aligned else pairs,
+        pairs,
+        most,
+        most,
+        bins,
+        1,
+        0 if way == "alone" else (chunks + 1) * bins,
+    ]
     # in units of 16 bytes: a kernel is compiled for the alignment of its arguments
     sizes = [triton.cdiv(size, 4) * 4 for size in sizes]
     parts = torch.split(torch.empty(sum(sizes), dtype=torch.int32, device=ids_TK.device), sizes)
-    if chunks > 1:
+    if way != "alone":
         _count[(chunks,)](parts[6], ids_TK, pairs, chunk, bins, **launch(4))
-    _place[(chunks,)](
-        *parts, ids_TK, pairs, chunks, experts, chunk, bins, block_m, aligned, chunks == 1, **launch(chunk // 32)
-    )
+    if way == "many":
+        _sum[(triton.cdiv(bins, 4),)](parts[6], chunks, bins, **launch(4))
+    _place[(chunks,)](*parts, ids_TK, pairs, chunks, experts, chunk, bins, block_m, aligned, way, **launch(chunk // 32))
     order, slot, expert, row, end, total, _ = parts
-    return Order(order, slot, expert, row, end, total[:1], most)
+    return Order(order, slot, expert, row, end, total[:1], most, block_m)
 
 
-def gather(codes_TH: Tensor, scales_TG: Tensor, by: Order, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """→ codes [R, H] and scales [R, H / 128] (MN-major) of each position of an aligned order in tiles of 128, and the expert of each, int32 [R], -1
-    where there is no pair: what such a row holds is undefined."""
-    rows, hidden = by.tiles * 128, codes_TH.shape[1]
-    a_RH = torch.empty(rows, hidden, dtype=codes_TH.dtype, device=codes_TH.device)
-    a_scales, expert_R = (
-        scales_like(rows, hidden, a_RH.device),
-        torch.empty(rows, dtype=torch.int32, device=a_RH.device),
-    )
-    _gather[(rows // 16, triton.cdiv(hidden, 1024))](
-        a_RH, a_scales, expert_R, codes_TH, scales_TG, by.order, by.expert, by.end_N, by.total,
-        a_scales.stride(1), scales_TG.stride(1), hidden, columns, 1024, **launch(4),
+def gather(x_TH: Tensor, scales_TG: Tensor | None, by: Order, columns: int) -> tuple[Tensor, Tensor | None]:
+    """→ rows [R, H], and their scales [R, H / 128] (MN-major) where x is e4m3, of every position of an aligned order in tiles of a multiple of 16;
+    undefined where there is no pair."""
+    rows, hidden, device = by.tiles * by.block, x_TH.shape[1], x_TH.device
+    a_RH = torch.empty(rows, hidden, dtype=x_TH.dtype, device=device)
+    a_scales = None if scales_TG is None else scales_like(rows, hidden, device)
+    _gather[(rows // 16,)](
+        a_RH, a_scales, x_TH, scales_TG, by.order, by.expert, by.end_N, by.total,
+        0 if a_scales is None else a_scales.stride(1), 0 if scales_TG is None else scales_TG.stride(1),
+        hidden, columns, 1024 // x_TH.itemsize, triton.next_power_of_2(triton.cdiv(hidden, GROUP)), by.block, **launch(4),
     )  # fmt: skip
-    return a_RH, a_scales, expert_R
+    return a_RH, a_scales
 
 
 def combine(
@@ -94,36 +102,52 @@ def _count(counts_CB, ids_P, pairs, CHUNK: tl.constexpr, BINS: tl.constexpr, PDL
     """Pairs of each expert in each chunk."""
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
+    if PDL:  # what comes next may have to do before the order is there
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    ids = tl.load(ids_P + at, mask=at < pairs, other=0)
+    tl.store(counts_CB + chunk * BINS + tl.arange(0, BINS), tl.histogram(ids, BINS, mask=at < pairs))
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _sum(counts_CB, chunks, BINS: tl.constexpr, PDL: tl.constexpr):
+    """Each chunk's counts become the sums of the chunks before it, and the row behind the last those of all."""
+    bins, c = tl.program_id(0) * 4 + tl.arange(0, 4), tl.arange(0, 256)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    ids = tl.load(ids_P + at, mask=at < pairs, other=0)
-    tl.store(counts_CB + chunk * BINS + tl.arange(0, BINS), tl.histogram(ids, BINS, mask=at < pairs))
+    total = tl.zeros([4], tl.int32)
+    for first in range(0, chunks, 256):
+        at = counts_CB + (first + c)[:, None] * BINS + bins[None, :]
+        inside = (first + c < chunks)[:, None] & (bins < BINS)[None, :]
+        part = tl.load(at, mask=inside, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(part, 0) - part, mask=inside)
+        total += tl.sum(part, 0)
+    tl.store(counts_CB + chunks * BINS + bins, total, mask=bins < BINS)
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks"])
 def _place(
     order, slot_P, tile_expert, tile_row, end_B, total_tiles, counts_CB, ids_P, pairs, chunks,
     N: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr,
-    SINGLE: tl.constexpr, PDL: tl.constexpr,
+    WAY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A pair's position: where its expert starts, plus the expert's pairs in the chunks before, plus those before it in its own chunk."""
     chunk, bins = tl.program_id(0), tl.arange(0, BINS)
     i = tl.arange(0, CHUNK)
     inside = chunk * CHUNK + i < pairs
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    if PDL:  # what comes next may have to do before the order is there
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     ids = tl.load(ids_P + chunk * CHUNK + i, mask=inside, other=N)
-    count, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
-    if SINGLE:
-        count = tl.histogram(ids, BINS, mask=inside)
+    if WAY == "alone":
+        count, before = tl.histogram(ids, BINS, mask=inside), tl.zeros([BINS], tl.int32)
+    elif WAY == "few":
+        c = tl.arange(0, 16)
+        part = tl.load(counts_CB + c[:, None] * BINS + bins[None, :], mask=(c < chunks)[:, None], other=0)
+        count, before = tl.sum(part, 0), tl.sum(tl.where((c < chunk)[:, None], part, 0), 0)
     else:
-        for first in range(0, chunks, 16):
-            c = first + tl.arange(0, 16)
-            part = tl.load(counts_CB + c[:, None] * BINS + bins[None, :], mask=(c < chunks)[:, None], other=0)
-            count += tl.sum(part, 0)
-            before += tl.sum(tl.where((c < chunk)[:, None], part, 0), 0)
+        count, before = tl.load(counts_CB + chunks * BINS + bins), tl.load(counts_CB + chunk * BINS + bins)
     each = tl.where(bins < N, (count + BLOCK_M - 1) // BLOCK_M, 0)
     room = tl.where(bins < N, each * BLOCK_M, count) if ALIGNED else count
     start = tl.cumsum(room, 0) - room
@@ -171,24 +195,25 @@ def _combine(
 
 @triton.jit(do_not_specialize=["a_stride", "scales_stride"])
 def _gather(
-    a_RH, a_scales_GR, expert_R, codes_TH, scales_GT, order, tile_expert, end_N, total_tiles, a_stride, scales_stride,
-    HIDDEN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    a_RH, a_scales_GR, x_TH, scales_GT, order, tile_expert, end_N, total_tiles, a_stride, scales_stride,
+    HIDDEN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """16 rows, BLOCK channels with their scales."""
-    row, tile, block = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(0) // 8, tl.program_id(1)
-    h, group = block * BLOCK + tl.arange(0, BLOCK), block * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
+    """16 rows with their scales. The way to a row is four loads long, so a program copies all of it, some blocks ahead."""
+    row, tile = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(0) * 16 // TILE
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    used = tile < tl.load(total_tiles)
-    expert = tl.load(tile_expert + tile, mask=used, other=0)
-    live = used & (row < tl.load(end_N + expert))
-    if block == 0:
-        tl.store(expert_R + row, tl.where(live, expert, -1))
-    token = tl.load(order + row, mask=live, other=0) // K
-    some = live[:, None] & (h < HIDDEN)[None, :]
-    codes = tl.load(codes_TH + token[:, None].to(tl.int64) * HIDDEN + h[None, :], mask=some)
-    tl.store(a_RH + row[:, None].to(tl.int64) * HIDDEN + h[None, :], codes, mask=some)
-    some = live[:, None] & (group < HIDDEN // 128)[None, :]
-    scales = tl.load(scales_GT + group[None, :] * scales_stride + token[:, None], mask=some)
-    tl.store(a_scales_GR + group[None, :].to(tl.int64) * a_stride + row[:, None], scales, mask=some)
+    if tile < tl.load(total_tiles):
+        live = row < tl.load(end_N + tl.load(tile_expert + tile))
+        token = tl.load(order + row, mask=live, other=0) // K
+        if scales_GT is not None:
+            group = tl.arange(0, GROUPS)
+            some = live[:, None] & (group < HIDDEN // 128)[None, :]
+            scales = tl.load(scales_GT + group[None, :] * scales_stride + token[:, None], mask=some)
+            tl.store(a_scales_GR + group[None, :].to(tl.int64) * a_stride + row[:, None], scales, mask=some)
+        h = tl.arange(0, BLOCK)
+        x_at = x_TH + token[:, None].to(tl.int64) * HIDDEN + h[None, :]
+        a_at = a_RH + row[:, None].to(tl.int64) * HIDDEN + h[None, :]
+        for start in tl.range(0, HIDDEN, BLOCK, num_stages=3):
+            inside = live[:, None] & (start + h < HIDDEN)[None, :]
+            tl.store(a_at + start, tl.load(x_at + start, mask=inside), mask=inside)

@@ -1,4 +1,4 @@
-"""The inputs of a decode step out of its slots, in one launch: what `batch.prepare` makes of rows that compute one token each."""
+"""The inputs of a step out of its slots, in one launch: what `batch.prepare` makes of rows that compute one token each."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thalweg.kernels.pdl import launch_options
+
 
 @triton.jit
 def _decode(
-    slot_R, ints_SI, tokens_SL, table_SP, ids_R, positions_R, write_R, real_R, table_RP, ints_RI, L, P, pages,
+    slot_R, ahead_R, ints_SI, tokens_SL, table_SP, ids_R, positions_R, write_R, real_R, table_RP, ints_RI, L, P, pages,
     PAGE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -25,7 +27,8 @@ def _decode(
             tl.load(ints_SI + slot * COLUMNS + i_B, mask=i_B < COLUMNS),
             mask=i_B < COLUMNS,
         )
-        at, end = tl.load(ints_SI + slot * COLUMNS + 1), tl.load(ints_SI + slot * COLUMNS + 2)
+        at = tl.load(ints_SI + slot * COLUMNS + 1) + tl.load(ahead_R + row)
+        end = tl.load(ints_SI + slot * COLUMNS + 2)
         real = (at < end).to(tl.int64)
         position = at * real
         page = tl.load(table_SP + slot * P + position // PAGE).to(tl.int64)
@@ -39,18 +42,18 @@ def _decode(
 
 
 def decode(
-    slot_R: Tensor, ints_SI: Tensor, tokens_SL: Tensor, table_SP: Tensor, pages: int, page: int
+    slot_R: Tensor, ahead_R: Tensor, ints_SI: Tensor, tokens_SL: Tensor, table_SP: Tensor, pages: int, page: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """→ ids, positions, write index int64 [R], real bool [R], the first `pages` columns of the tables, the slots' integers [R, I]. page: its
-    tokens. Rows at or past their end are padding: 0 in all of them."""
+    """→ ids, positions, write index int64 [R], real bool [R], the first `pages` columns of the tables, the slots' integers [R, I]. ahead_R
+    int64: how far behind the slot's next position the row's lies. page: its tokens. Rows at or past their end are padding: 0 in all of them."""
     rows, device = len(slot_R), slot_R.device
     ids, positions, write = torch.empty(3, rows, dtype=torch.int64, device=device)
     real = torch.empty(rows, dtype=torch.bool, device=device)
     table = torch.empty(rows, pages, dtype=table_SP.dtype, device=device)
     ints = torch.empty(rows, ints_SI.shape[1], dtype=torch.int64, device=device)
     _decode[rows, triton.cdiv(pages, 1024)](
-        slot_R, ints_SI, tokens_SL, table_SP, ids, positions, write, real, table, ints, tokens_SL.shape[1],
-        table_SP.shape[1], pages, page, ints_SI.shape[1], triton.next_power_of_2(ints_SI.shape[1]), 1024, True,
-        num_warps=4, launch_pdl=True,
+        slot_R, ahead_R, ints_SI, tokens_SL, table_SP, ids, positions, write, real, table, ints, tokens_SL.shape[1],
+        table_SP.shape[1], pages, page, ints_SI.shape[1], triton.next_power_of_2(ints_SI.shape[1]), 1024,
+        num_warps=4, **launch_options(ints_SI),
     )  # fmt: skip
     return ids, positions, write, real, table, ints

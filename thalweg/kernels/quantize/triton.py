@@ -37,8 +37,11 @@ def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
         )
     codes, scales = torch.empty_like(x_MK, dtype=torch.float8_e4m3fn), scales_like(rows, columns, x_MK.device)
     if rows:
-        grid = (columns // GROUP, triton.cdiv(rows, ROWS))
-        _quantize[grid](codes, scales, x_MK, rows, x_MK.stride(0), codes.stride(0), scales.stride(1), ROWS, **launch(4))
+        groups = columns // GROUP
+        # one axis: rows beyond 65,535 blocks do not fit the others
+        _quantize[(groups * triton.cdiv(rows, ROWS),)](
+            codes, scales, x_MK, rows, x_MK.stride(0), codes.stride(0), scales.stride(1), groups, ROWS, **launch(4)
+        )
     return codes, scales
 
 
@@ -63,9 +66,18 @@ def quotient(x, inverse, divisor):
 
 @triton.jit(do_not_specialize=["rows", "scales_stride"])
 def _quantize(
-    codes_MK, scales_GM, x_MK, rows, x_stride, codes_stride, scales_stride, ROWS: tl.constexpr, PDL: tl.constexpr
+    codes_MK,
+    scales_GM,
+    x_MK,
+    rows,
+    x_stride,
+    codes_stride,
+    scales_stride,
+    groups,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    group, block = tl.program_id(0), tl.program_id(1)
+    group, block = tl.program_id(0) % groups, tl.program_id(0) // groups
     row = block * ROWS + tl.arange(0, ROWS)
     column = group * 128 + tl.arange(0, 128)
     live = row < rows

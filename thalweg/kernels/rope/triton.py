@@ -17,11 +17,12 @@ from torch import Tensor
 from thalweg.kernels.pdl import launch_options
 
 E4M3_MAX = tl.constexpr(448.0)
+MOST_AT_ONCE = 64  # tokens of one program of `mla_absorb`
 HEADS_AT_ONCE = 16  # query heads of one program: of 64 dims, one 16-byte access for each of 128 threads
 
 
 @triton.jit
-def _turned(x_NC, cos_P, sin_P, ROWS: tl.constexpr, DIM: tl.constexpr):
+def turned(x_NC, cos_P, sin_P, ROWS: tl.constexpr, DIM: tl.constexpr):
     """Pairs of the last axis turned; float32 in, float32 out."""
     even, odd = tl.split(tl.reshape(x_NC, (ROWS, DIM // 2, 2)))
     turned = tl.join(even * cos_P[None, :] - odd * sin_P[None, :], odd * cos_P[None, :] + even * sin_P[None, :])
@@ -29,7 +30,7 @@ def _turned(x_NC, cos_P, sin_P, ROWS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def _stored(x, scale_pointer, SCALED: tl.constexpr, dtype: tl.constexpr):
+def stored(x, scale_pointer, SCALED: tl.constexpr, dtype: tl.constexpr):
     """What a plane holds: the value, or e4m3 of value / scale, saturated."""
     if SCALED:
         x = tl.minimum(tl.maximum(x / tl.load(scale_pointer), -E4M3_MAX), E4M3_MAX)
@@ -48,13 +49,13 @@ def _keep(
     normed = tl.load(at + dim).to(tl.float32)
     normed = normed * (1 / tl.sqrt(tl.sum(normed * normed) / RANK + eps)) * tl.load(norm + dim)
     key = tl.load(at + RANK + col).to(tl.float32)
-    key = tl.reshape(_turned(key[None, :], tl.load(cos + angle), tl.load(sin + angle), 1, ROPE), (ROPE,))
+    key = tl.reshape(turned(key[None, :], tl.load(cos + angle), tl.load(sin + angle), 1, ROPE), (ROPE,))
     if IN_PLACE:
         tl.store(at + dim, normed.to(latent.dtype.element_ty))
         tl.store(at + RANK + col, key.to(latent.dtype.element_ty))
     row = plane + tl.load(write + token) * plane_row
-    tl.store(row + dim, _stored(normed, scale, SCALED, plane.dtype.element_ty))
-    tl.store(row + RANK + col, _stored(key, scale, SCALED, plane.dtype.element_ty))
+    tl.store(row + dim, stored(normed, scale, SCALED, plane.dtype.element_ty))
+    tl.store(row + RANK + col, stored(key, scale, SCALED, plane.dtype.element_ty))
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def _turn(
     angle = tl.load(positions + token) * (ROPE // 2) + pair
     real = (head < heads)[:, None]
     x = tl.load(query + token * query_token + head[:, None] * query_head + col[None, :], mask=real, other=0.0)
-    x = _turned(x.to(tl.float32), tl.load(cos + angle), tl.load(sin + angle), HEADS, ROPE)
+    x = turned(x.to(tl.float32), tl.load(cos + angle), tl.load(sin + angle), HEADS, ROPE)
     at = rotated + token * rotated_token + head[:, None] * rotated_head + col[None, :]
     tl.store(at, x.to(rotated.dtype.element_ty), mask=real)
 
@@ -187,18 +188,21 @@ def mla_absorb(
     *,
     scale: Tensor | None = None,
     eps: float = 1e-6,
+    fixed: bool = False,
 ) -> Tensor:
     """`mla_write` and the product of the queries with W_UK in one launch, for few tokens: → absorbed queries [T, H, r + c].
 
     query_THq: a view [T, H, n + c]. uk_HnR: bfloat16 [H, n, r], last stride 1. The rest as in `mla_write`. For up to some 64 tokens:
-    every 16 (32, 64) of them read all weights again, from the second-level cache.
+    every 16 (32, 64) of them read all weights again, from the second-level cache. fixed: the tiles do not depend on the number of tokens, so
+    that a token's bits do not either.
     """
     tokens, heads, _ = query_THq.shape
     _, nope, rank = uk_HnR.shape
     rope = query_THq.shape[2] - nope
     assert (plane_SD.dtype == torch.float8_e4m3fn) == (scale is not None), "e4m3 planes have a scale, no others"
     absorbed = torch.empty(tokens, heads, rank + rope, dtype=query_THq.dtype, device=query_THq.device)
-    columns, at_once = min(64 if heads <= 32 else 128, rank), min(max(triton.next_power_of_2(tokens), 16), 64)
+    columns = min(64 if heads <= 32 else 128, rank)
+    at_once = MOST_AT_ONCE if fixed else min(max(triton.next_power_of_2(tokens), 16), MOST_AT_ONCE)
     programs = tokens * (1 + triton.cdiv(heads, HEADS_AT_ONCE)) + heads * rank // columns * triton.cdiv(tokens, at_once)
     _mla_absorb[(programs,)](
         query_THq, absorbed, latent_TD, norm_r, cos_SC, sin_SC, positions_T, write_T, plane_SD, uk_HnR, scale, eps, tokens, heads,
@@ -209,8 +213,82 @@ def mla_absorb(
     return absorbed
 
 
+@triton.jit(do_not_specialize_on_alignment=["positions", "write"])
+def _mha_write(
+    query, wide, key, value, turning, cos, sin, positions, write, key_plane, value_plane, key_scale, value_scale, heads, queries,
+    query_token, query_head, key_token, value_token, turning_token, key_row, value_row,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+    SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (t, b): the b-th block of heads of token t."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    nope, turn, dim, pair = (
+        tl.arange(0, NOPE)[None, :],
+        tl.arange(0, ROPE)[None, :],
+        tl.arange(0, V)[None, :],
+        tl.arange(0, ROPE // 2),
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    angle = tl.load(positions + token) * (ROPE // 2) + pair
+    cos_P, sin_P = tl.load(cos + angle), tl.load(sin + angle)
+    asks, real, at = (head < queries)[:, None], (head < heads)[:, None], head[:, None]
+    q = query + token * query_token + at * query_head
+    q_turned = turned(tl.load(q + NOPE + turn, mask=asks, other=0.0).to(tl.float32), cos_P, sin_P, HEADS, ROPE)
+    q_out = wide + (token * queries + at) * WIDE
+    tl.store(q_out + nope, tl.load(q + nope, mask=asks, other=0.0), mask=asks)
+    tl.store(q_out + NOPE + turn, q_turned.to(wide.dtype.element_ty), mask=asks)
+    behind = tl.arange(0, WIDE)[None, :]
+    tl.store(q_out + behind, tl.zeros((HEADS, WIDE), wide.dtype.element_ty), mask=asks & (behind >= NOPE + ROPE))
+    own = tl.load(turning + token * turning_token + tl.arange(0, ROPE)).to(tl.float32)
+    own = turned(own[None, :], cos_P, sin_P, 1, ROPE).to(key.dtype.element_ty).to(tl.float32)
+    k = tl.load(key + token * key_token + at * NOPE + nope, mask=real, other=0.0).to(tl.float32)
+    v = tl.load(value + token * value_token + at * V + dim, mask=real, other=0.0).to(tl.float32)
+    row = tl.load(write + token)
+    to_k, to_v = key_plane + row * key_row + at * WIDE, value_plane + row * value_row + at * WIDE
+    kept = stored(own, key_scale, SCALED, key_plane.dtype.element_ty)
+    tl.store(to_k + nope, stored(k, key_scale, SCALED, key_plane.dtype.element_ty), mask=real)
+    tl.store(to_k + NOPE + turn, tl.broadcast_to(kept, (HEADS, ROPE)), mask=real)
+    tl.store(to_v + dim, stored(v, value_scale, SCALED, value_plane.dtype.element_ty), mask=real)
+
+
+def mha_write(
+    query_THq: Tensor,
+    key_THn: Tensor,
+    value_THv: Tensor,
+    turning_Tc: Tensor,
+    cos_SC: Tensor,
+    sin_SC: Tensor,
+    positions_T: Tensor,
+    write_T: Tensor,
+    key_SHw: Tensor,
+    value_SHw: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
+    """Stores decompressed keys and values in row write_T[t] of their planes, the one rotated key of a token behind each head's own: → the queries,
+    rotated, [T, H, w].
+
+    query_THq: a view [T, H, n + c], H may be 0. key_THn, value_THv: contiguous. turning_Tc: a view [T, c], the key that is yet to be rotated.
+    Planes: [S, H, w], bfloat16, or e4m3 of value / scale with scales float32 [1]; what lies behind a key or value there is left as it is: 0.
+    """
+    tokens, heads, nope = key_THn.shape
+    queries, rope, width = query_THq.shape[1], turning_Tc.shape[1], key_SHw.shape[2]
+    wide = torch.empty(tokens, queries, width, dtype=query_THq.dtype, device=query_THq.device)
+    at_once = min(8, triton.next_power_of_2(heads))
+    _mha_write[(tokens, triton.cdiv(heads, at_once))](
+        query_THq, wide, key_THn, value_THv, turning_Tc, cos_SC, sin_SC, positions_T, write_T, key_SHw, value_SHw,
+        key_scale, value_scale, heads, queries, query_THq.stride(0), query_THq.stride(1), key_THn.stride(0), value_THv.stride(0),
+        turning_Tc.stride(0), key_SHw.stride(0), value_SHw.stride(0), NOPE=nope, ROPE=rope, V=value_THv.shape[2], WIDE=width,
+        HEADS=at_once, SCALED=key_scale is not None, num_warps=4, **launch_options(wide),
+    )  # fmt: skip
+    return wide
+
+
 @triton.jit
-def _normed(x_ND, weight, eps, NORM: tl.constexpr, DIM: tl.constexpr):
+def normed(x_ND, weight, eps, NORM: tl.constexpr, DIM: tl.constexpr):
     if NORM:
         x_ND = x_ND * (1 / tl.sqrt(tl.sum(x_ND * x_ND, 1) / DIM + eps))[:, None]
         x_ND *= tl.load(weight + tl.arange(0, DIM))[None, :]
@@ -236,19 +314,19 @@ def _gqa_write(
         at, held = kv_head[:, None] * DIM + col[None, :], (kv_head < kv_heads)[:, None]
         x_k = tl.load(key + token * key_token + at, mask=held, other=0.0).to(tl.float32)
         x_v = tl.load(value + token * value_token + at, mask=held, other=0.0).to(tl.float32)
-        x_k = _turned(_normed(x_k, key_norm, eps, NORM, DIM), cos_P, sin_P, KV_HEADS, DIM)
+        x_k = turned(normed(x_k, key_norm, eps, NORM, DIM), cos_P, sin_P, KV_HEADS, DIM)
         tl.store(key + token * key_token + at, x_k.to(key.dtype.element_ty), mask=held)
-        tl.store(key_plane + row * key_row + at, _stored(x_k, key_scale, SCALED, key_plane.dtype.element_ty), mask=held)
+        tl.store(key_plane + row * key_row + at, stored(x_k, key_scale, SCALED, key_plane.dtype.element_ty), mask=held)
         tl.store(
             value_plane + row * value_row + at,
-            _stored(x_v, value_scale, SCALED, value_plane.dtype.element_ty),
+            stored(x_v, value_scale, SCALED, value_plane.dtype.element_ty),
             mask=held,
         )
     else:
         head = (block - 1) * HEADS + tl.arange(0, HEADS)
         queries, real = query + token * query_token + head[:, None] * DIM + col[None, :], (head < heads)[:, None]
         x_q = tl.load(queries, mask=real, other=0.0).to(tl.float32)
-        x_q = _turned(_normed(x_q, query_norm, eps, NORM, DIM), cos_P, sin_P, HEADS, DIM)
+        x_q = turned(normed(x_q, query_norm, eps, NORM, DIM), cos_P, sin_P, HEADS, DIM)
         tl.store(queries, x_q.to(query.dtype.element_ty), mask=real)
 
 

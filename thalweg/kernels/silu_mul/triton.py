@@ -15,14 +15,15 @@ from thalweg.kernels.quantize.triton import GROUP, encode, launch, scales_like
 ROWS, COLUMNS = 4, 512  # of a program without codes
 
 
-def silu_mul(gate_up_MI: Tensor) -> Tensor:
-    """→ [M, I] of the same dtype. gate_up_MI: [M, 2 I], contiguous."""
+def silu_mul(gate_up_MI: Tensor, used: Tensor | None = None) -> Tensor:
+    """→ [M, I] of the same dtype. gate_up_MI: [M, 2 I], contiguous. used: as in `silu_mul_quantize`."""
     rows, inner = _shape(gate_up_MI)
     out = torch.empty(rows, inner, dtype=gate_up_MI.dtype, device=gate_up_MI.device)
     if rows:
         rows_each = 1 if rows < 64 else ROWS
-        grid = (triton.cdiv(inner, COLUMNS), triton.cdiv(rows, rows_each))
-        _silu_mul[grid](out, gate_up_MI, rows, inner, rows_each, COLUMNS, **launch(4))
+        # one axis: rows beyond 65,535 blocks do not fit the others
+        grid = (triton.cdiv(inner, COLUMNS) * triton.cdiv(rows, rows_each),)
+        _silu_mul[grid](out, gate_up_MI, used, rows, inner, rows_each, COLUMNS, **launch(4))
     return out
 
 
@@ -36,7 +37,7 @@ def silu_mul_quantize(gate_up_MI: Tensor, used: Tensor | None = None) -> tuple[T
     scales = scales_like(rows, inner, gate_up_MI.device)
     if rows:
         rows_each = 1 if rows < 64 else 16
-        grid = (inner // GROUP, triton.cdiv(rows, rows_each))
+        grid = (inner // GROUP * triton.cdiv(rows, rows_each),)
         _silu_mul_quantize[grid](codes, scales, gate_up_MI, used, rows, inner, scales.stride(1), rows_each, **launch(4))
     return codes, scales
 
@@ -56,13 +57,16 @@ def gated(gate, up):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _silu_mul(out_MI, gate_up_MI, rows, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    live = (row < rows)[:, None] & (column < inner)[None, :]
+def _silu_mul(out_MI, gate_up_MI, used, rows, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    blocks = tl.cdiv(inner, COLUMNS)
+    row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if used is not None:
+        rows = tl.minimum(rows, 128 * tl.load(used))
+    live = (row < rows)[:, None] & (column < inner)[None, :]
     at = gate_up_MI + row[:, None] * 2 * inner + column[None, :]
     gate, up = tl.load(at, mask=live, other=0.0), tl.load(at + inner, mask=live, other=0.0)
     y = gated(gate.to(tl.float32), up.to(tl.float32))
@@ -73,8 +77,8 @@ def _silu_mul(out_MI, gate_up_MI, rows, inner, ROWS: tl.constexpr, COLUMNS: tl.c
 def _silu_mul_quantize(
     codes_MI, scales_GM, gate_up_MI, used, rows, inner, scales_stride, ROWS: tl.constexpr, PDL: tl.constexpr
 ):
-    group = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(0) % (inner // 128)
+    row = tl.program_id(0) // (inner // 128) * ROWS + tl.arange(0, ROWS)
     column = group * 128 + tl.arange(0, 128)
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,0 +1,112 @@
+"""Minutes of mixed lengths at saturation: the engine with the memory that it gives itself must never run out of it.
+
+    python benchmarks/gpu/soak.py MODEL [--seconds 300] [--load-format dummy] [--result-filename FILE] [--flags of thalweg serve]
+
+Requests of random lengths wait all the time; their sampling asks for everything that takes memory (truncation, penalties, log-probabilities of
+outputs and prompts), and now and then one is as long as the context. Reported are the least memory that was free, torch's peaks, how often its
+allocator had to give back and try again, preemptions, and tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thalweg.bench.datasets import vocabulary_of
+from thalweg.bench.in_process import configuration, start
+from thalweg.bench.results import provenance, write
+from thalweg.config.args import config_parser, parse_config
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.local import LocalEngine
+
+QUEUE = 64  # requests that wait beside those that run
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
+    {"temperature": 0.8, "min_p": 0.05},
+    {"temperature": 0.7, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    {"temperature": 0.0, "logprobs": 20},
+    {"temperature": 1.0, "logit_bias": ((7, 2.0),), "min_tokens": 16},
+    {"temperature": 0.0, "prompt_logprobs": 5},
+]
+
+
+def request(rng: random.Random, draw: Any, context: int) -> tuple[tuple[int, ...], SamplingParams]:
+    """Lengths from a few tokens to the context: most short, as of a chat, some long, one in two hundred the whole context."""
+    longest = context - 1 if rng.random() < 0.005 else min(context // 2, 16384)
+    length = max(1, min(int(rng.lognormvariate(6.5, 1.3)) if longest < context - 1 else longest - 8, longest))
+    output = max(1, min(int(rng.lognormvariate(5.0, 1.0)), 2048, context - length))
+    kind = rng.choice(SAMPLING)
+    if length > 4096:
+        kind = {name: value for name, value in kind.items() if name != "prompt_logprobs"}
+    return tuple(draw(rng, length)), SamplingParams(max_tokens=output, ignore_eos=True, **kind)
+
+
+def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str, object]:
+    """Keeps the queue full for so long."""
+    rng, scheduler = random.Random(seed), engine.loop.scheduler
+    torch.cuda.reset_peak_memory_stats()
+    device_free = least = torch.cuda.mem_get_info()[0]
+    submitted = ended = tokens = steps = 0
+    begun, said = time.monotonic(), 0.0
+    while (passed := time.monotonic() - begun) < seconds:
+        while submitted - ended < engine.settings.slots + QUEUE:
+            prompt, params = request(rng, draw, engine.context)
+            submitted += len(engine.submit(prompt, params))
+        for delta in engine.step():
+            tokens += len(delta.tokens)
+            ended += bool(delta.finish)
+        steps += 1
+        if steps % 16 == 0:
+            least = min(least, torch.cuda.mem_get_info()[0])
+        if passed - said > 15:
+            said = passed
+            print(
+                f"{passed:.0f} s: {ended} ended, {tokens} tokens out, {least / 1e9:.2f} GB free at the least",
+                flush=True,
+            )
+    elapsed, stats, memory = time.monotonic() - begun, scheduler.stats(0.0), torch.cuda.memory_stats()
+    return {
+        "seconds": elapsed,
+        "requests": ended,
+        "prompt_tokens": stats.prompt_tokens,
+        "output_tokens": tokens,
+        "output_tokens_a_second": tokens / elapsed,
+        "steps": steps,
+        "preemptions": stats.preemptions,
+        "pages": engine.settings.pages,
+        "free_at_start": device_free,
+        "free_at_least": least,
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "allocator_retries": memory["num_alloc_retries"],
+        "out_of_memory": memory["num_ooms"],
+        "arithmetic": json.loads(engine.settings.report)["pages"]["reason"],
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = config_parser("soak.py", "Mixed lengths at saturation.", only=("model", "load", "memory", "schedule"))
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--soak-seed", type=int, default=1)
+    parser.add_argument("--result-filename", type=Path)
+    parsed = parse_config(parser, argv)
+    resolved, engine = start(parsed.config)
+    vocabulary = vocabulary_of(resolved.path)
+    found = soak(engine, vocabulary.draw, parsed.rest.seconds, parsed.rest.soak_seed)
+    for name, value in found.items():
+        print(f"{name:>24}  {value}")
+    if parsed.rest.result_filename is not None:
+        write(parsed.rest.result_filename, found | provenance("soak", list(argv), configuration(resolved)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

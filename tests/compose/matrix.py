@@ -1,0 +1,85 @@
+"""Every feature with every other: a covering array over what exists; each case gives the plain engine's tokens.
+
+The plain engine: one request at a time, whole prompts, no prefix cache, plenty of pages, depth 1."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.compose.covering import covering
+from tests.compose.workload import JUMP, ROUNDING, Answer, Ask, gap, serve, workload
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.local import LocalEngine, sibling
+from thalweg.engine.settings import EngineSettings
+
+MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
+COLUMNS: dict[str, list[Any]] = {
+    "budget": [48, 100, 2048],
+    "depth": [1, 2],
+    "radix": [True, False],
+    "pages": [7, 10, 200],  # the longest sequence takes 5
+    "policy": ["fcfs", "lpm", "priority"],
+    "slots": [3, 16],
+    "kind": ["greedy", "seeded", "penalised"],
+    "logprobs": [True, False],
+    "prompt_logprobs": [True, False],
+    "n": [1, 2],
+}
+SEED = 7
+CASES = covering(COLUMNS, SEED)
+
+
+def name(case: dict[str, Any]) -> str:
+    return "-".join(f"{value}" for value in case.values())
+
+
+def settings(device: str = "cpu", **fields: Any) -> EngineSettings:
+    return EngineSettings(path=MODEL, device=device, context=400, eos_ids=(1,), progress=False, warm=False, **fields)
+
+
+@cache
+def plain(kind: str, n: int, device: str) -> tuple[list[Ask], list[Answer]]:
+    """The reference, with everything that a case may ask for; each request runs alone."""
+    engine = LocalEngine(settings(device, budget=4096, depth=1, radix=False, pages=200, slots=16))
+    asks = workload(SEED, engine.vocab, kind, logprobs=True, prompt_logprobs=True, n=n)
+    return asks, [answer for ask in asks for answer in serve(engine, [ask])]
+
+
+def per_sequence(asks: list[Ask]) -> list[tuple[Ask, SamplingParams]]:
+    return [(ask, sibling(ask.params, i)) for ask in asks for i in range(ask.params.n)]
+
+
+def check(case: dict[str, Any], device: str = "cpu") -> None:
+    """Asserts that this engine gives the plain one's tokens, and that all its pages come home."""
+    kind, n = case["kind"], case["n"]
+    reference_asks, reference = plain(kind, n, device)
+    engine = LocalEngine(
+        settings(device, **{name: case[name] for name in ("budget", "depth", "radix", "pages", "policy", "slots")})
+    )
+    asks = workload(SEED, engine.vocab, kind, case["logprobs"], case["prompt_logprobs"], n)
+    jumped: set[Ask] = set()  # n siblings jump together
+    for (ask, params), want, got in zip(per_sequence(reference_asks), reference, serve(engine, asks), strict=True):
+        if compare(ask, params, want, got, kind):
+            jumped.add(ask)
+    assert len(jumped) <= 2, f"{len(jumped)} requests left the reference at near ties: too many to be rounding"
+    books = engine.loop.scheduler.books
+    assert books.spare() == books.total, "a page did not come home"
+
+
+def compare(ask: Ask, params: SamplingParams, want: Answer, got: Answer, kind: str) -> bool:
+    """Asserts that the sequences are the same; says whether a near tie moved one of them."""
+    parted = next((i for i, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=False)) if a != b), None)
+    if parted is None:
+        assert got.tokens == want.tokens and got.finish == want.finish
+    else:
+        apart = gap(params, want.logprobs[parted], len(ask.prompt) + parted, params.seed or 0, kind)
+        assert apart < JUMP, f"parted at {parted} of {len(want.tokens)}, where the candidates are {apart} apart"
+    if got.prompt_logprobs:
+        assert len(got.prompt_logprobs) == len(ask.prompt) - 1
+    pairs = [*zip(want.logprobs[:parted], got.logprobs[:parted], strict=False)]
+    pairs += zip(want.prompt_logprobs, got.prompt_logprobs, strict=False)
+    moved = max((abs(a.logprob - b.logprob) for a, b in pairs), default=0.0)
+    assert moved < JUMP
+    return parted is not None or moved > ROUNDING

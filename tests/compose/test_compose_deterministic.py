@@ -1,0 +1,39 @@
+"""Deterministic inference on this machine's processor, with the bundled model: sparse attention and experts."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compose.deterministic import CASES, KINDS, PLAIN, answers, assert_equal_bits
+from tests.compose.workload import Answer
+from thalweg.core.kernels import KernelChoice
+from thalweg.engine.local import LocalEngine
+from thalweg.engine.settings import EngineSettings
+
+MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
+
+
+def engine(deterministic: bool = True, **fields: Any) -> LocalEngine:
+    kernels = KernelChoice(deterministic=deterministic)
+    return LocalEngine(EngineSettings(path=MODEL, context=400, eos_ids=(1,), progress=False, kernels=kernels, **fields))
+
+
+@cache
+def plain(kind: str) -> list[Answer]:
+    return answers(engine(**PLAIN), kind, alone=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_depend_on_the_sequence_alone(name: str, kind: str) -> None:
+    assert_equal_bits(plain(kind), answers(engine(**CASES[name]), kind, alone=False))
+
+
+def test_without_it_bits_do_move() -> None:
+    """The test above would be worth nothing if they never did."""
+    loose = answers(engine(deterministic=False, **CASES["overlap, prefix hits"]), "seeded", alone=False)
+    assert any(a.logprobs != b.logprobs for a, b in zip(plain("seeded"), loose, strict=True))

@@ -1,0 +1,61 @@
+"""Dense models with keys and values in FP8, by the reference: near what they are without, the same however a prompt is cut."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+
+import pytest
+import torch
+
+from tests.cpu.batches import Bench
+from tests.cpu.zoo import draw_config
+from thalweg.config.model import facts_of
+from thalweg.core.errors import CheckpointError
+from thalweg.core.kernels import KernelChoice
+from thalweg.layers.parts import ReferenceParts
+from thalweg.memory.planes import Planes
+from thalweg.models import catalog
+from thalweg.models.base import Model
+from thalweg.weights.cache_scales import read_scales
+from thalweg.weights.stream import InMemory, fill_dummy
+
+SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
+
+
+def drawn(family: str, kv: str) -> Model:
+    """The same weights whatever the cache."""
+    parts = ReferenceParts(torch.float32, torch.device("cpu"), choice=KernelChoice(kv=kv))
+    model = catalog.assemble(facts_of(draw_config(family, SEED), family), parts)
+    assert isinstance(model, torch.nn.Module)
+    fill_dummy(model, SEED)
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_keys_and_values_in_fp8(family: str) -> None:
+    plain, coded = Bench(drawn(family, ""), 1), Bench(drawn(family, "fp8_e4m3"), 2)
+    assert {spec.page_bytes * 4 for spec in coded.planes.specs} == {spec.page_bytes for spec in plain.planes.specs}
+    ids = [random.Random(SEED).randrange(coded.model.facts.vocab) for _ in range(150)]
+    exact, whole = plain.step([(0, ids)])[0], coded.step([(0, ids)])[0]
+    error = float((whole - exact).norm() / exact.norm())
+    assert 0 < error < 0.1, f"TEST_SEED={SEED}: {error}"  # 2.6 % of each key and value, and what layers make of it
+    cuts = [0, 64, 65, 100, 149, 150]
+    parts = [coded.step([(1, ids[a:b])])[0] for a, b in itertools.pairwise(cuts)]
+    assert torch.allclose(torch.cat(parts), whole, atol=1e-2 * float(whole.abs().max())), f"TEST_SEED={SEED}"
+
+
+@pytest.mark.parametrize("published", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale"])
+def test_scales_of_a_checkpoint_are_used_and_needed_by_no_other_cache(published: str) -> None:
+    model = drawn("llama", "fp8_e4m3")
+    names = {kind: f"model.layers.1.{published.replace('{}', kind)}" for kind in "kv"}
+    stream = InMemory({names["k"]: torch.tensor(0.5), names["v"]: torch.tensor([0.25])})
+    assert all(model.table().skipped(name) for name in names.values())
+    for kv, expected in (("fp8_e4m3", [1.0, 1.0, 0.5, 0.25]), ("", [None] * 4)):
+        planes = Planes(drawn("llama", kv).planes(), 2)
+        read_scales(model.table(), stream, planes)
+        found = [planes.scale(name, layer) for layer in (0, 1) for name in ("key", "value")]
+        assert [None if scale is None else float(scale) for scale in found] == expected
+    with pytest.raises(CheckpointError, match="one positive number"):
+        read_scales(model.table(), InMemory({names["k"]: torch.tensor(0.0)}), Planes(model.planes(), 2))

@@ -1,0 +1,162 @@
+"""What a model keeps of a token: its own type, FP8, latents or keys and values. On the bundled model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cpu import zoo
+from tests.cpu.batches import Bench
+from thalweg.config.model import facts_of, read_facts
+from thalweg.core.errors import CannotServe
+from thalweg.core.kernels import KernelChoice
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.selfcheck import Probe, probes, settled
+from thalweg.engine.settings import EngineSettings
+from thalweg.layers.parts import ReferenceParts
+from thalweg.llm import LLM
+from thalweg.memory.planes import FP8, FP8_MAX, decoded, encoded
+from thalweg.models import catalog
+from thalweg.models.base import Model
+from thalweg.models.traced import AFTER, traced
+from thalweg.weights.cache_scales import read_scales
+
+FOLDER = Path(__file__).parents[2] / "models" / "tiny"
+
+
+def model(dtype: torch.dtype = torch.float32, **choice: object) -> Model:
+    """The bundled model with its plain twin's weights."""
+    plain, parts = zoo.ours(FOLDER, dtype), ReferenceParts(dtype, torch.device("cpu"), choice=KernelChoice(**choice))  # type: ignore[arg-type]
+    made = catalog.assemble(read_facts(FOLDER), parts)
+    assert isinstance(made, torch.nn.Module) and isinstance(plain, torch.nn.Module)
+    made.load_state_dict(plain.state_dict())
+    return made
+
+
+def logits(of: Model, ids: list[int], whole: int) -> Tensor:
+    """Of a prompt, then of single tokens."""
+    bench = Bench(of, 1, pages=8)
+    return torch.cat([*bench.step([(0, ids[:whole])]), *(bench.step([(0, [one])])[0] for one in ids[whole:])])
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+IDS = random.Random(4).choices(range(3, 500), k=150)
+
+
+@pytest.fixture(scope="module")
+def exact() -> Tensor:
+    return logits(model(), IDS, 120)
+
+
+def test_keys_and_values_give_what_latents_give(exact: Tensor) -> None:
+    """With and without a choice of context: index_topk is 64."""
+    kept = model(latent=False)
+    assert {spec.name for spec in kept.planes()} == {"key", "value", "index"}
+    assert error(logits(kept, IDS, 120), exact) < 1e-4
+    assert error(logits(kept, IDS, 40)[-110:], exact[-110:]) < 1e-4
+
+
+@pytest.mark.parametrize("latent", [True, False])
+def test_a_cache_in_fp8_is_near(latent: bool, exact: Tensor) -> None:
+    kept = model(latent=latent, kv="fp8_e4m3")
+    codecs = {spec.name: spec.codec for spec in kept.planes()}
+    assert codecs.pop("index") == "float32" and set(codecs.values()) == {"fp8_e4m3"}
+    assert 1e-4 < error(logits(kept, IDS, 120), exact) < 0.12
+
+
+def test_a_cache_of_another_type_than_the_model(exact: Tensor) -> None:
+    assert 1e-5 < error(logits(model(kv="bfloat16"), IDS, 120), exact) < 0.02
+    assert error(logits(model(torch.bfloat16, kv="float32"), IDS, 120), exact) < 0.1
+
+
+@pytest.mark.parametrize("choice", [{"kv": "bfloat16"}, {"latent": False}, {"latent": False, "kv": "bfloat16"}])
+def test_recorded_steps_are_the_same(choice: dict[str, object]) -> None:
+    kept = model(**choice)
+    plain, recorded = Bench(kept, 1, pages=4), Bench(traced(kept), 1, pages=4)
+    for i in range(64 + 2 * AFTER):
+        assert torch.equal(plain.step([(0, [7 + i])])[0], recorded.step([(0, [7 + i])])[0])
+
+
+def test_a_cache_in_fp8_is_not_recorded() -> None:
+    kept = model(kv="fp8_e4m3")
+    assert traced(kept) is kept
+
+
+def test_sums_are_right_with_an_fp8_cache() -> None:
+    """100.0 % of the bundled model's sums are right with its own type; so are all of these."""
+    draw = random.Random(5)
+    sums = [(draw.randrange(10, 1000), draw.randrange(10, 1000)) for _ in range(12)]
+    asked = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in sums]
+    llm = LLM(str(FOLDER), kv_cache_dtype="fp8", context_length=512)
+    answers = llm.chat(asked, SamplingParams(temperature=0.0, max_tokens=200), thinking=True)
+    texts = [one.outputs[0].text for one in answers]
+    assert all(str(a + b) in text for (a, b), text in zip(sums, texts, strict=True)), texts
+
+
+def test_fp8_saturates_and_keeps_its_scale() -> None:
+    x, scale = torch.tensor([0.0, 1.0, -3.3, 1e4, -1e9, 2e-3]), torch.tensor([2.0])
+    back = decoded(encoded(x, FP8, scale), torch.float32, scale)
+    assert torch.equal(back[[0, 1, 3, 4]], torch.tensor([0.0, 1.0, 2 * FP8_MAX, -2 * FP8_MAX]))
+    assert abs(float(back[2]) + 3.3) < 0.1 and abs(float(back[5]) - 2e-3) <= 2e-3
+    own = torch.ones(3)
+    assert encoded(own, torch.float32, None) is own and decoded(own, torch.float32, None) is own
+
+
+class OneScale:
+    """A checkpoint that measured the latents of one layer."""
+
+    def names(self) -> list[str]:
+        return ["model.layers.1.self_attn.attn.k_scale", "model.layers.1.self_attn.attn.v_scale"]
+
+    def read(self, name: str) -> Tensor:
+        return torch.tensor(0.25)
+
+
+def test_a_published_scale_is_the_latents(exact: Tensor) -> None:
+    kept = model(kv="fp8_e4m3")
+    bench, table = Bench(kept, 1, pages=8), kept.table()
+    assert table.skipped("model.layers.1.self_attn.attn.v_scale")
+    read_scales(table, OneScale(), bench.planes)  # type: ignore[arg-type]
+    scales = [bench.planes.scale("latent", layer) for layer in range(kept.facts.layers)]
+    assert [None if scale is None else scale.item() for scale in scales[:2]] == [1.0, 0.25]
+    assert 1e-4 < error(bench.step([(0, IDS)])[0], exact) < 0.12
+
+
+def broken() -> None:
+    raise RuntimeError("its binary is for another torch")
+
+
+def settings(*asked: str) -> EngineSettings:
+    kernels = KernelChoice(decode="flashmla", prefill="fa3", asked=asked)
+    report = {"attention_decode": {"name": "attention_decode", "value": "flashmla", "source": "auto", "reason": "x"}}
+    return EngineSettings(path="m", device="cuda", kernels=kernels, report=json.dumps(report))
+
+
+def test_a_library_that_fails_its_check_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    probes = [Probe("decode", "flashmla", broken), Probe("prefill", "fa3", lambda: None)]
+    with caplog.at_level(logging.WARNING, "thalweg.engine"):
+        made = settled(settings("prefill"), probes)
+    assert (made.kernels.decode, made.kernels.prefill) == ("triton", "fa3")
+    told = json.loads(made.report)["attention_decode"]
+    assert told["value"] == "triton" and "another torch" in told["reason"] and "another torch" in caplog.text
+
+
+def test_a_library_that_was_asked_for_ends_the_start() -> None:
+    with pytest.raises(CannotServe, match="attention_decode: its binary is for another torch"):
+        settled(settings("decode"), [Probe("decode", "flashmla", broken)])
+
+
+def test_every_library_of_a_latent_model_is_checked() -> None:
+    facts = facts_of(json.loads((FOLDER / "config.json").read_text()) | {"quantization_config": None}, "test")
+    found = probes(KernelChoice(decode="flashmla", prefill="fa3"), facts, torch.device("cpu"))
+    assert [(role, backend) for role, backend, _ in found] == [("decode", "flashmla"), ("prefill", "fa3")]
+    assert not probes(KernelChoice(decode="triton", prefill="triton"), facts, torch.device("cpu"))

@@ -1,0 +1,91 @@
+"""What is chosen from the times of steps: tokens beside decoding rows, and what runs in pieces. The times are made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from thalweg.engine.pace import MANY, SLOWER, TOTALS, choose, trim
+from thalweg.runner.pieces import Piecewise
+
+
+def test_the_most_tokens_within_the_time() -> None:
+    # a step costs 10 ms and 10 us a token, so `SLOWER` times as long is reached at 600 tokens beside none
+    def time(rows: int, tokens: int) -> float:
+        return 0.010 + 1e-5 * (rows + tokens)
+
+    table = dict(choose(time, (1, 32, 256), 8192))
+    for rows, total in table.items():
+        fits = [t for t in TOTALS if t >= 2 * rows and time(rows, t - rows) <= SLOWER * time(rows, 0)]
+        share = 2 if rows < MANY else 4
+        least = [t for t in TOTALS if share * (t - 1) / time(1, t - 1) >= (TOTALS[-1] - 1) / time(1, TOTALS[-1] - 1)][0]
+        assert total == max(fits[-1], least)
+    assert table[256] > table[1]
+
+
+def test_where_nothing_fits_prompts_run_at_half_of_the_best_rate() -> None:
+    # a lone row takes 1 ms; with any prompt all experts are read: 10 ms, and 5 us a token
+    def time(rows: int, tokens: int) -> float:
+        return 0.001 if not tokens else 0.010 + 5e-6 * tokens
+
+    rates = {tokens: (tokens - 1) / time(1, tokens - 1) for tokens in TOTALS}
+    half, quarter = (min(t for t, rate in rates.items() if share * rate >= max(rates.values())) for share in (2, 4))
+    assert choose(time, (1, MANY), 8192) == ((1, half), (MANY, quarter)) and quarter < half < TOTALS[-1]
+
+
+def test_few_times_are_asked_for() -> None:
+    asked: list[int] = []
+
+    def time(rows: int, tokens: int) -> float:
+        asked.append(rows)
+        return 0.01 * (rows + tokens) ** 0.1
+
+    choose(time, (1, 32, 64), 8192)
+    assert len(asked) <= len(TOTALS) + 3 * 5
+
+
+def test_a_small_budget_bounds_a_step() -> None:
+    def time(rows: int, tokens: int) -> float:
+        return 0.01
+
+    assert choose(time, (4,), 300) == ((4, 256),)
+    assert choose(time, (4, 60), 64) == ((4, 64), (60, 64))
+
+
+class FakePieces:
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def forward(self, batch: Any, planes: Any) -> str:
+        return f"pieces of {self.tokens}"
+
+
+class FakeModel:
+    def forward(self, batch: Any, planes: Any) -> str:
+        return "eager"
+
+
+def test_the_smallest_pieces_that_hold_a_step_run_it() -> None:
+    steps = Piecewise(FakeModel(), [FakePieces(tokens) for tokens in (64, 256, 128)])  # type: ignore[arg-type, list-item]
+    ran = [steps.forward(SimpleNamespace(ids_T=range(tokens)), None) for tokens in (1, 64, 65, 200, 257)]  # type: ignore[arg-type]
+    assert ran == ["pieces of 64", "pieces of 64", "pieces of 128", "pieces of 256", "eager"]
+
+
+@pytest.mark.parametrize(("python", "kept"), [(0.011, 512), (0.100, 1024), (0.0, 0)])
+def test_the_largest_pieces_stay_only_where_they_are_faster(python: float, kept: int) -> None:
+    # the device takes 20 us a token, of padding too; launching a step eagerly takes `python` seconds at least
+    model = FakeModel()
+    steps = Piecewise(model, [FakePieces(tokens) for tokens in (256, 512, 768, 1024)])  # type: ignore[arg-type, list-item]
+    runner: Any = SimpleNamespace(steps=steps)
+
+    class FakeClock:
+        def time(self, rows: int, tokens: int) -> float:
+            tokens += rows
+            padded = next(one.tokens for one in steps.recorded if one.tokens >= tokens)
+            return max(python, 2e-5 * tokens) if runner.steps is model else 2e-5 * padded
+
+    said = trim(runner, steps, FakeClock())
+    assert [one.tokens for one in steps.recorded] == [tokens for tokens in (256, 512, 768, 1024) if tokens <= kept]
+    assert runner.steps is steps and (f"up to {kept:,} tokens" in said if kept else "no step" in said)

@@ -1,0 +1,180 @@
+"""The start of an engine on a GPU, as far as it can be told without one: kinds of steps, one layer of each kind, sums of memory."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+from thalweg import cli
+from thalweg.batch.slots import Slots
+from thalweg.config.machine import Machine
+from thalweg.config.model import read_facts
+from thalweg.config.tree import config_of
+from thalweg.core.errors import CannotServe
+from thalweg.core.plan import PAGE, Needs
+from thalweg.engine import caches
+from thalweg.engine.kinds import ALL_NEEDS, few, fine, kinds, ladder, largest, reaches, samplings
+from thalweg.engine.memory import Graphs, Sums, settle
+from thalweg.engine.settings import EngineSettings
+from thalweg.engine.warm import thin, warm
+from thalweg.launch.report import as_json, show
+from thalweg.launch.resolve import resolve
+from thalweg.memory.planes import Planes
+from thalweg.models import catalog
+from thalweg.runner.runner import Runner
+from thalweg.weights.stream import fill_dummy
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("slots", "budget", "context"),
+    [(1, 1, 1), (1, 8192, 100), (3, 50, 7), (256, 8192, 163840), (4, 5, 64), (300, 70, 4096)],
+)
+def test_kinds_keep_to_the_limits(slots: int, budget: int, context: int) -> None:
+    sampled = list(samplings(min(slots, budget), context))
+    plans = [*kinds(slots, budget, context), *largest(slots, budget, context), *sampled]
+    for plan in plans:
+        assert 0 < len(plan.rows) <= slots and plan.tokens <= budget and plan.reach <= context
+        assert len({row.slot for row in plan.rows}) == len(plan.rows)
+        for row in plan.rows:
+            assert row.n > 0 and row.start >= 0 and row.start + row.n <= plan.reach
+    assert max(plan.tokens for plan in plans) == min(budget, slots * context)
+    assert any(len(plan.rows) == min(slots, budget) and plan.decodes for plan in plans)
+    assert max(plan.reach for plan in plans) == context
+    assert len(plans) < 2500
+
+
+def test_every_kind_is_there() -> None:
+    plans = list(kinds(64, 2048, 4096))
+    decodes = {(len(plan.rows), plan.needs) for plan in samplings(64, 4096)}
+    for needs in (
+        Needs(),
+        Needs(random=True, truncated=True),
+        Needs(penalised=True),
+        Needs(biased=True),
+        Needs(logprobs=20),
+    ):
+        assert {1, 2, 16, 17, 64} <= {rows for rows, each in decodes if each == needs}
+    mixed = [plan for plan in plans if plan.rows[0].n == 1 and plan.rows[-1].n > 4]
+    assert {1, 2, 3, 16, 17, 63} <= {len(plan.rows) - 1 for plan in mixed}
+    assert any(plan.rows[-1].start and not plan.rows[-1].emit for plan in mixed)
+    assert any(row.score_from < row.score_to for plan in plans for row in plan.rows)
+    assert {1, 2, 3, 4} == {row.n for plan in plans for row in plan.rows if not row.emit and row.n < 5}
+
+
+def test_ladders_meet_both_divisibilities_everywhere() -> None:
+    for rungs, wide in ((ladder(8192), 512), (fine(8192), 128)):
+        assert rungs[:80] == list(range(1, 81)) and rungs[-1] == 8192
+        for low in range(80, 8192 - wide, wide):
+            within = [rung for rung in rungs if low <= rung < low + wide]
+            assert any(rung % 16 == 0 for rung in within) and any(rung % 16 for rung in within)
+    assert ladder(1) == [1] and ladder(100)[-1] == 100 and ladder(131072)[-1] == 131072
+    assert few(1) == [1] and few(700)[-1] == 700 and reaches(100) == [64, 100] and reaches(1) == [1]
+
+
+SETTINGS_TINY = EngineSettings(path="m", slots=4, budget=96)
+
+
+def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = catalog.build(read_facts(TINY), torch.float32)
+    assert isinstance(model, torch.nn.Module)
+    fill_dummy(model)
+    names = [name for name, _ in model.named_parameters()]
+    slim = thin(model)
+    assert isinstance(slim, torch.nn.Module) and isinstance(slim.layers, torch.nn.ModuleList)
+    assert len(slim.layers) == 2 < len(model.layers) and slim.layers[0] is model.layers[0]  # type: ignore[arg-type]
+    assert [name for name, _ in model.named_parameters()] == names
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    planes, slots = Planes(model.planes(), 1), Slots(5, 128, torch.device("cpu"))
+    runner = Runner(slim, slim, planes, slots)
+    for plan in [*list(kinds(4, 96, 128))[::9], *largest(4, 96, 128)]:
+        made = runner.sample(runner.forward(plan))
+        assert made is not None and made.sampled is not None or not any(row.emit for row in plan.rows)
+    assert not slots.tokens_SL[:, :128].any(), "padding writes no token"
+    ways: list[int] = []
+    warm(Runner(model, model, planes, slots), SETTINGS_TINY, 128, lambda done, total: ways.append(total))
+    assert len(ways) == ways[0] > 40
+    assert all(torch.isfinite(plane.float()).all() for plane in planes.tensors())
+
+
+SUMS = Sums(free=50 * GB, step=3 * GB, graphs=2 * GB, slots=GB // 2, reserve=GB, page=2_000_000)
+SETTINGS = EngineSettings(path="m", device="cuda", pages=0, context=1 << 20, report=json.dumps({"pages": {"value": 7}}))
+
+
+def test_pages_are_what_is_left() -> None:
+    assert SUMS.pages == (50 * GB - 3 * GB - 2 * GB - GB // 2 - GB) // 2_000_000 - 1 == 21749
+    settled = settle(SETTINGS, SUMS)
+    assert (settled.pages, settled.context) == (21749, 1 << 20)
+    said = json.loads(settled.report)["pages"]
+    assert said["value"] == 21749 and said["source"] == "auto"
+    assert said["reason"] == (
+        "(50.0 GB free beside the weights - 3.0 GB a step - 2.0 GB graphs - 500.0 MB slots - 1.0 GB reserve) / 2.0 MB a page = 21749"
+    )
+
+
+def test_the_context_is_what_the_pages_hold() -> None:
+    small = SUMS._replace(free=8 * GB)
+    settled = settle(SETTINGS, small)
+    assert settled.context == settled.pages * PAGE == small.pages * PAGE < 1 << 20
+    assert json.loads(settled.report)["context_length"]["value"] == settled.context
+    asked = msgspec.structs.replace(SETTINGS, least_context=settled.context, context=settled.context)
+    assert settle(asked, small).context == settled.context
+    with pytest.raises(CannotServe, match=rf"context_length: .* use at most {settled.context}"):
+        settle(msgspec.structs.replace(SETTINGS, least_context=settled.context + 1), small)
+
+
+def test_pages_that_were_asked_for_are_given_or_refused() -> None:
+    most = (SUMS.left + SUMS.reserve) // SUMS.page
+    asked = msgspec.structs.replace(SETTINGS, pages=most, context=4096)
+    assert settle(asked, SUMS).pages == most and settle(asked, SUMS).report == asked.report
+    with pytest.raises(
+        CannotServe, match=rf"{most + 1} pages do not fit: .*use --max-total-tokens {SUMS.pages * PAGE}"
+    ):
+        settle(msgspec.structs.replace(asked, pages=most + 1), SUMS)
+    with pytest.raises(CannotServe, match="no page is left"):
+        settle(SETTINGS, SUMS._replace(free=6 * GB))
+
+
+def test_graphs_are_predicted_from_one_bucket() -> None:
+    assert Graphs(pool=500, driver=20).of(36) == 500 + 36 * 20
+
+
+def test_compilers_are_told_where_to_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in caches.FOLDERS:
+        monkeypatch.setenv(variable, "elsewhere")
+    assert caches.use("") == caches.DEFAULT.expanduser()
+    import os
+
+    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
+    assert caches.use(str(tmp_path)) == tmp_path and os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "x").write_bytes(bytes(10))
+    assert caches.size_of(tmp_path) == 10
+
+
+def test_all_needs_are_all() -> None:
+    assert all(ALL_NEEDS[:4]) and ALL_NEEDS.logprobs > 0
+
+
+def test_a_plan_on_a_gpu_is_an_estimate() -> None:
+    machine = Machine("Test CPU", 8, 100 * GB, 50 * GB, ("NVIDIA H100 80GB HBM3",), 80 * GB)
+    resolved = resolve(config_of(model=str(TINY)), machine, weights=False, progress=False)
+    assert (resolved.engine.pages, resolved.engine.context, resolved.engine.least_context) == (0, 4096, 0)
+    told = as_json(resolved)
+    assert told["pages_measured_at_start"] and told["pages"] == resolved.pages > 0 and resolved.context == 4096
+    with Console(file=io.StringIO(), width=200) as console:
+        show(resolved, console)
+    assert f"about {resolved.pages:,} pages" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_warmup_of_a_machine_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["warmup", str(TINY), "--device", "cpu", "--port", "0"]) == 0
+    assert "nothing to compile" in capsys.readouterr().out

@@ -1,0 +1,131 @@
+"""Compiles every Triton kernel that steps of small models launch, for sm_90 and without a GPU; nothing is computed.
+
+    python -m tests.gpu.offline [SHAPE[:CHOICE] …]
+
+The steps run on the CPU with a driver that stands for an H100: a launch compiles down to machine code and returns. It finds what would end the
+start of an engine on a GPU: code that does not compile, and more shared memory than a block may have. It needs Triton, but no CUDA."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.errors import TritonError
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests.gpu import shapes
+from tests.gpu.test_models import STEPS
+from thalweg.core.kernels import KernelChoice
+from thalweg.kernels import pdl
+from thalweg.layers.kernel_parts import KernelParts
+from thalweg.models import catalog
+
+SHARED = 232448  # bytes a block may have on sm_90
+PROCESSORS = 132
+CHOICES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "deterministic": {"deterministic": True},
+    "fp8": {"kv": "fp8_e4m3"},
+    "decompressed": {"latent": False},
+}
+DECODES = (1, 2, 4, 8, 16, 64)  # rows
+
+
+class Hopper:
+    """What Triton asks a driver."""
+
+    class utils:
+        @staticmethod
+        def get_device_properties(device: int) -> dict[str, int]:
+            return {"max_shared_mem": SHARED, "multiprocessor_count": PROCESSORS}
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Compiled:
+    """In the place of `JITFunction.run`: compiles instead of launching, and keeps account."""
+
+    def __init__(self) -> None:
+        self.launches: Counter[str] = Counter()
+        self.failures: dict[str, str] = {}
+        self.run = JITFunction.run
+
+    def __call__(self, function: JITFunction[Any], *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        name = f"{function.fn.__module__}.{function.fn.__name__}"
+        if name in self.failures:
+            return
+        self.launches[name] += 1
+        try:
+            kernel = self.run(function, *args, grid=grid, warmup=True, **options)
+        except (
+            TritonError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:  # each fails the run in the end
+            self.failures[name] = str(error)
+            return
+        if kernel.metadata.shared > SHARED:
+            self.failures[name] = f"{kernel.metadata.shared} bytes of shared memory; a block has {SHARED}"
+
+
+def pretend() -> Compiled:
+    """Makes this process take itself for one with an H100."""
+    compiled, product = Compiled(), torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return product(a, b).to(out_dtype or a.dtype)  # a CPU's has no out_dtype
+
+    driver.set_active(Hopper())
+    JITFunction.run = lambda *args, **kwargs: compiled(*args, **kwargs)
+    CompiledKernel._init_handles = lambda self: None
+    for module in [pdl, *(one for name, one in sys.modules.items() if name.startswith("thalweg.kernels."))]:
+        if hasattr(module, "launch_options"):
+            vars(module)["launch_options"] = lambda tensor: {"PDL": True, "launch_pdl": True}
+    vars(torch)["mm"] = mm
+    return compiled
+
+
+def steps(shape: str, choice: str) -> None:
+    """Every step of tests/gpu/test_models, and decode steps of several sizes."""
+    device, of = torch.device("cpu"), shapes.facts(shape)
+    kernels = KernelChoice(decode="triton", prefill="triton", **CHOICES[choice])
+    model = catalog.assemble(of, KernelParts(torch.bfloat16, device, kernels, of.fp8_block is not None))
+    planes = shapes.planes(model, device)
+    decodes = [[(1 + row, 40, 1) for row in range(rows)] for rows in DECODES]
+    with torch.inference_mode():
+        for rows in [*STEPS.values(), *decodes]:
+            _, batch = shapes.batches(rows, device, torch.Generator().manual_seed(1), 1024)
+            model.logits(model.forward(batch, planes))
+
+
+def main(wanted: list[str]) -> int:
+    compiled = pretend()
+    for shape in shapes.SHAPES:
+        for choice in CHOICES:
+            if not wanted or shape in wanted or f"{shape}:{choice}" in wanted:
+                steps(shape, choice)
+                print(f"{shape} {choice}: {len(compiled.launches)} kernels so far", flush=True)
+    for name, error in compiled.failures.items():
+        print(f"FAILED {name}\n{error}\n")
+    return 1 if compiled.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,165 @@
+"""CUDA graphs: every mode gives what eager steps give, padding touches nobody, and what cannot be recorded is said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.shapes import folder
+from tests.gpu.test_engine import agreement, engine, tokens
+from thalweg.batch.batch import Batch
+from thalweg.batch.prepare import prepare
+from thalweg.core.errors import CannotServe
+from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
+from thalweg.core.sampling import SamplingParams
+from thalweg.kernels.attend.triton import waves
+from thalweg.runner.pieces import Piecewise
+from thalweg.runner.runner import Runner
+from thalweg.runner.tape import Tape, borrow
+
+GREEDY = SamplingParams(temperature=0.0)
+PIECES = (32, 256)
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("shape", ["v2-lite", "v3", "qwen3"])
+def test_every_mode_gives_the_tokens_of_eager_steps(shape: str, cuda: torch.device, tmp_path: Path) -> None:
+    rng, path = random.Random(1), folder(shape, tmp_path)
+    prompts = [tuple(rng.randrange(1024) for _ in range(rng.choice((1, 5, 40, 300)))) for _ in range(24)]
+    params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True) for _ in prompts]
+    plain = tokens(engine(path, cuda_graph_mode="none"), prompts, params)
+    for mode in ("full", "full_decode_only", "full_and_piecewise", "piecewise"):
+        got = tokens(engine(path, cuda_graph_mode=mode, cuda_graph_bs=(1, 4, 16)), prompts, params)
+        assert all(len(one) == 12 for one in got)
+        assert agreement(plain, got, 2) >= 0.7, (mode, agreement(plain, got, 2))
+
+
+def test_prompts_in_whole_recorded_steps(cuda: torch.device, tmp_path: Path) -> None:
+    rng, path = random.Random(2), folder("qwen3", tmp_path)
+    prompts = [tuple(rng.randrange(1024) for _ in range(length)) for length in (3, 9, 16, 30, 33)]
+    params = [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True) for _ in prompts]
+    wishes = {"chunked_prefill_size": 16, "max_running_requests": 16}
+    plain = tokens(engine(path, cuda_graph_mode="none", **wishes), prompts, params)
+    whole = engine(path, cuda_graph_mode="full", **wishes)
+    asked = []
+    ask = whole.runner.graphs.get
+    whole.runner.graphs.get = lambda plan: asked.append((plan.tokens, ask(plan))) or asked[-1][1]  # type: ignore[method-assign]
+    assert agreement(plain, tokens(whole, prompts, params), 4) >= 0.8
+    assert asked and all(graph is not None for _, graph in asked), "no step ran eagerly"
+
+
+@pytest.mark.parametrize("shape", ["v2-lite", "v3", "qwen2"])
+def test_pieces_compute_what_the_model_computes(shape: str, cuda: torch.device, tmp_path: Path) -> None:
+    runner = _runner(folder(shape, tmp_path))
+    for parts in ([(0, 32)], [(0, 20)], [(0, 200), (0, 56)], [(70, 1), (64, 1), (0, 100)], [(64, 30), (0, 11)]):
+        batch = _bound(runner, parts)
+        plain_TH = runner.model.forward(batch, runner.planes)
+        kept = [plane.clone() for plane in runner.planes.bytes.values()]
+        got_TH = runner.steps.forward(batch, runner.planes)
+        full = len(batch.ids_T) in PIECES
+        _close(got_TH, plain_TH, 0.0 if full else 0.02)  # the same kernels in the same shapes: the same bits
+        for now, before in zip(runner.planes.bytes.values(), kept, strict=True):
+            assert not full or torch.equal(now[1:], before[1:])
+
+
+def test_padding_writes_into_the_null_page_only(cuda: torch.device, tmp_path: Path) -> None:
+    runner = _runner(folder("v2-lite", tmp_path))
+    batch = _bound(runner, [(0, 70)])
+    for plane in runner.planes.bytes.values():
+        plane.random_(0, 60)  # small finite numbers in every type
+    kept = [plane.clone() for plane in runner.planes.bytes.values()]
+    runner.steps.forward(batch, runner.planes)
+    own = {0, *batch.table_RP.flatten().tolist()}
+    for now, before in zip(runner.planes.bytes.values(), kept, strict=True):
+        pages = (now != before).any(1).nonzero().flatten().tolist()
+        assert set(pages) <= own and len(set(pages) - {0}) == 2
+
+
+def test_what_an_earlier_step_left_does_not_matter(cuda: torch.device, tmp_path: Path) -> None:
+    runner = _runner(folder("v2-lite", tmp_path))
+    batch = _bound(runner, [(0, 70)])
+    first_TH = runner.steps.forward(batch, runner.planes).clone()
+    other = _bound(runner, [(0, 250)])
+    runner.steps.forward(other, runner.planes)
+    again = _bound(runner, [(0, 70)])
+    assert torch.equal(runner.steps.forward(again, runner.planes), first_TH)
+
+
+def test_steps_beyond_the_largest_bucket_run_eagerly(cuda: torch.device, tmp_path: Path) -> None:
+    runner = _runner(folder("qwen3", tmp_path))
+    batch = _bound(runner, [(0, 300)])
+    assert torch.equal(runner.steps.forward(batch, runner.planes), runner.model.forward(batch, runner.planes))
+
+
+def test_a_graph_for_long_contexts_cuts_short_ones_as_one_for_short_ones_does() -> None:
+    for programs in range(1, 1100):
+        assert waves(programs, 163840) == waves(programs, 32768)
+    assert [waves(programs, 163840) for programs in (32, 64, 128, 256, 1024)] == [4, 2, 1, 1, 1]
+
+
+def test_borrowed_memory_is_the_same_memory(cuda: torch.device) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool):
+        whole = torch.ones(6, 8, device=cuda).to(dtype)
+        part = whole[1:, 2:5]
+        lent = borrow(part)
+        assert (lent.shape, lent.stride(), lent.dtype, lent.data_ptr()) == (
+            part.shape,
+            part.stride(),
+            dtype,
+            part.data_ptr(),
+        )
+
+
+def test_a_failed_recording_is_told_and_leaves_a_working_device(cuda: torch.device) -> None:
+    tape = Tape()
+    with pytest.raises(CannotServe, match="recording CUDA graphs of 7 rows failed .*--cuda-graph-mode none"):
+        with tape.running("7 rows"):
+            tape.begin()
+            torch.ones(3, device=cuda).sum().item()  # waits for what is only being recorded
+    assert torch.ones(3, device=cuda).sum().item() == 3
+    with tape.running("1 row"):
+        x = torch.zeros(2, device=cuda)
+        tape.begin()
+        x.add_(1)
+        graph = tape.end()
+    graph.replay()
+    assert x.tolist() == [1, 1]
+
+
+def _runner(path: Path) -> Runner:
+    runner = engine(
+        path, cuda_graph_mode="piecewise", piecewise_cuda_graph_tokens=PIECES, max_running_requests=4
+    ).runner
+    assert isinstance(runner.steps, Piecewise)
+    return runner
+
+
+def _bound(runner: Runner, parts: list[tuple[int, int]]) -> Batch:
+    """A step of these rows: (tokens computed before, tokens now), each in its own slot and pages."""
+    rng, page, binds, appends, rows = random.Random(5), 1, [], [], []
+    for slot, (before, now) in enumerate(parts):
+        known = tuple(rng.randrange(1024) for _ in range(before + now))
+        pages = tuple(range(page, page + -(-len(known) // PAGE)))
+        page += len(pages)
+        binds.append(Bind(slot, known, len(known), before, 4096, 1, (), GREEDY))
+        appends.append(Append(slot, 0, pages))
+        rows.append(Row(slot, slot, before, now, 0, True))
+    plan = StepPlan(0, 0, tuple(rows), tuple(binds), tuple(appends), reach=max(a + b for a, b in parts))
+    runner.slots.bind(plan.binds)
+    runner.slots.append(plan.appends)
+    return prepare(plan, runner.slots).batch
+
+
+def _close(got: Tensor, wanted: Tensor, share: float) -> None:
+    error = (got.float() - wanted.float()).norm() / wanted.float().norm()
+    assert error <= share, f"relative error {error:.4f}, allowed {share}"

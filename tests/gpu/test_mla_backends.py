@@ -1,0 +1,336 @@
+"""MLA models on each backend of attention, each type of KV cache, without latents and in deterministic mode."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.shapes import Part, batches, facts, folder, pair, planes
+from tests.gpu.test_engine import agreement, engine, tokens
+from thalweg.config.machine import libraries
+from thalweg.core.kernels import KernelChoice
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.local import LocalEngine
+from thalweg.kernels.case import normal
+
+pytest.importorskip("triton")
+STEPS: dict[str, list[Part]] = {
+    "three prompts": [(1, 0, 100), (4, 0, 130), (8, 0, 7)],
+    "decode": [(1, 100, 1), (4, 130, 1), (8, 7, 1)],
+    "chunks, one without a prefix": [(1, 101, 90), (4, 131, 33), (20, 0, 70)],
+    "decode beside prompts": [(1, 191, 1), (8, 8, 1), (10, 0, 70), (20, 70, 200)],
+    "verification": [(1, 192, 3), (4, 164, 3)],
+    "more decode": [(1, 195, 1), (4, 167, 1), (8, 9, 1), (10, 70, 1), (20, 270, 1)],
+}
+CHOICES: dict[str, dict[str, Any]] = {
+    "triton": {},
+    "flashmla": {"decode": "flashmla"},
+    "triton+flashmla": {"decode": "triton+flashmla"},
+    "fa3": {"prefill": "fa3"},
+    "fp8": {"kv": "fp8_e4m3"},
+    "flashmla fa3 fp8": {"decode": "flashmla", "prefill": "fa3", "kv": "fp8_e4m3"},
+    "deterministic": {"deterministic": True},
+    "deterministic fp8": {"deterministic": True, "kv": "fp8_e4m3"},
+    "decompressed": {"latent": False},
+    "decompressed fp8": {"latent": False, "kv": "fp8_e4m3"},
+    "decompressed deterministic": {"latent": False, "deterministic": True},
+}
+
+
+def choice(name: str) -> KernelChoice:
+    """Skips the test where its library is missing."""
+    made = KernelChoice(**({"decode": "triton", "prefill": "triton"} | CHOICES[name]))
+    if missing := {*made.decode.split("+"), made.prefill} - libraries():
+        pytest.skip(f"{', '.join(missing)} is not installed")
+    return made
+
+
+@pytest.mark.parametrize("shape", ["v2-lite", "v3"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_logits_are_the_references(name: str, shape: str, cuda: torch.device) -> None:
+    """bf16 and FP8 weights: the bounds of test_models.py. A cache in FP8 rounds latents to 4 bits, 2.6 % in the mean square, in both models,
+    each from its own latents; FlashMLA also rounds queries and weights of keys."""
+    own = choice(name)
+    reference, kernels = pair(shape, cuda, own)
+    there, here = planes(reference, cuda), planes(kernels, cuda)
+    generator, bound = torch.Generator().manual_seed(1), 0.15 if facts(shape).fp8_block else 0.02
+    bound += 0.04 if own.kv else 0.0
+    for step, rows in STEPS.items():
+        plain, paged = batches(rows, cuda, generator, 1024)
+        with torch.inference_mode():
+            exact = reference.logits(reference.forward(plain, there)).double()
+            got = kernels.logits(kernels.forward(paged, here)).double()
+        # the median token: a router's near tie decides otherwise for one now and then, whose error is then of size 1
+        error = float(((got - exact).norm(dim=1) / exact.norm(dim=1)).median())
+        print(f"{name}, {shape}, {step}: {error:.4f}, worst {float((got - exact).norm() / exact.norm()):.4f}")
+        assert got.isfinite().all(), step
+        assert error < bound, f"{step}: {error:.4f}"
+
+
+WAYS: dict[str, list[list[Part]]] = {
+    "whole": [[(1, 0, 300)]],
+    "in chunks": [[(1, 0, 100)], [(1, 100, 1)], [(1, 101, 3)], [(1, 104, 196)]],
+    "beside others": [[(1, 0, 64), (8, 0, 3), (12, 0, 90)], [(12, 90, 1), (8, 3, 1), (1, 64, 236)]],
+    "token by token at the end": [[(1, 0, 290)], *([[(8, i, 1), (1, 290 + i, 1)] for i in range(10)])],
+}
+
+
+@pytest.mark.parametrize("shape", ["v2-lite", "v3"])
+@pytest.mark.parametrize("name", [name for name in CHOICES if "deterministic" in name])
+def test_deterministic_bits_depend_on_the_sequence_alone(name: str, shape: str, cuda: torch.device) -> None:
+    own = choice(name)
+    _, model = pair(shape, cuda, own)
+    ids = torch.randint(0, 1024, (300,), generator=torch.Generator().manual_seed(2)).to(cuda)
+    want = None
+    for way, steps in WAYS.items():
+        storage, found = planes(model, cuda), torch.zeros(300, 1024, device=cuda)
+        for rows in steps:
+            _, batch = batches(rows, cuda, torch.Generator().manual_seed(3), 1024)
+            token = 0
+            for page, at, n in rows:
+                if page == 1:
+                    batch.ids_T[token : token + n] = ids[at : at + n]
+                    mine = slice(token, token + n), slice(at, at + n)
+                token += n
+            with torch.inference_mode():
+                found[mine[1]] = model.logits(model.forward(batch, storage)[mine[0]])
+        want = found if want is None else want
+        wrong = (found != want).any(1).nonzero().flatten().tolist()
+        assert not wrong, f"{way}: tokens {wrong[:5]} of {len(wrong)}"
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "flashmla"])
+def test_a_recorded_decode_is_scheduled_anew(backend: str, fp8: bool, cuda: torch.device) -> None:
+    """What a backend prepares for a step is part of the recording: a replay with longer contexts is a step of its own."""
+    if backend not in libraries():
+        pytest.skip(f"{backend} is not installed")
+    from thalweg.kernels.mla.paged import Rows, decoder
+
+    generator = torch.Generator().manual_seed(1)
+    plane = normal(generator, 40, 64, 576).to(torch.float8_e4m3fn if fp8 else torch.bfloat16).to(cuda)
+    scale = torch.ones(1, device=cuda) if fp8 else None
+    q, uv = (normal(generator, *shape, dtype=torch.bfloat16).to(cuda) for shape in ((5, 16, 576), (16, 512, 128)))
+    table, positions = torch.zeros(5, 7, dtype=torch.int32, device=cuda), torch.zeros(5, dtype=torch.int64, device=cuda)
+    of = decoder(backend, 16, 512, 0.07, fp8)
+
+    def step() -> Tensor:
+        rows = Rows(table, positions, 1, 448)
+        made = of.prepare(rows)
+        return of.attend(q, plane, scale, uv, rows, made) + of.attend(q, plane, scale, uv, rows, made)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for contexts in ([0, 63, 64, 300, 447], [5, 400, 1, 2, 130]):
+        table.copy_(torch.randperm(39, generator=generator)[:35].view(5, 7).to(torch.int32) + 1)
+        positions.copy_(torch.tensor(contexts))
+        graph.replay()
+        assert torch.equal(out, step())
+        for t, position in enumerate(contexts):
+            kv = plane[table[t].long()].flatten(0, 1)[: position + 1].double()
+            sums = (q[t].double() @ kv.T * 0.07).softmax(-1) @ kv[:, :512]
+            exact = 2 * torch.einsum("hr,hrv->hv", sums, uv.double()).flatten()
+            assert float((out[t].double() - exact).norm() / exact.norm()) < (0.06 if fp8 else 0.01), (t, position)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("contexts", [(192, 9), (9, 1), (700, 1200)], ids=str)
+def test_nobody_reads_what_is_still_to_be_written(
+    contexts: tuple[int, int], fp8: bool, heads: int, cuda: torch.device
+) -> None:
+    """Own kernels let the next one start early, and FlashMLA's neither wait for that nor, where nothing is split, for one another. Seen only
+    while the device is behind the host: each step is queued behind a long one, and must be what it is by itself."""
+    if "flashmla" not in libraries():
+        pytest.skip("flashmla is not installed")
+    from thalweg.kernels.mla.paged import Rows, decoder
+    from thalweg.kernels.rope.triton import mla_absorb
+
+    generator = torch.Generator().manual_seed(1)
+    plane = normal(generator, 40, 64, 576).to(torch.float8_e4m3fn if fp8 else torch.bfloat16).to(cuda)
+    one = torch.ones(1, device=cuda) if fp8 else None
+    uk, uv = (normal(generator, heads, *s, dtype=torch.bfloat16).to(cuda) * 0.1 for s in ((128, 512), (512, 128)))
+    table = torch.arange(1, 39, dtype=torch.int32).view(2, 19).to(cuda)
+    positions = torch.tensor(contexts, device=cuda) - 1
+    write = table.long().gather(1, (positions // 64)[:, None])[:, 0] * 64 + positions % 64
+    downs = normal(generator, 20, 2, heads * 192 + 576, dtype=torch.bfloat16).to(cuda)
+    angle, weight = torch.ones(2048, 32, device=cuda), torch.ones(512, device=cuda)
+    rows, of = Rows(table, positions, 1, max(contexts)), decoder("flashmla", heads, 512, 0.07, fp8)
+    made = of.prepare(rows)
+
+    def step(down: Tensor, wait: bool) -> Tensor:
+        queries, latent = down[:, : heads * 192].view(2, heads, 192), down[:, heads * 192 :]
+        given = latent, weight, angle, angle, positions, write, plane.view(-1, 576)
+        absorbed = mla_absorb(queries, uk, *given, scale=one)
+        if wait:
+            torch.cuda.synchronize()
+        out = of.attend(absorbed, plane, one, uv, rows, made)
+        if wait:
+            torch.cuda.synchronize()
+        return out
+
+    want = [step(down, True) for down in downs]
+    for _ in range(3):
+        torch.full((1 << 24,), torch.nan, dtype=torch.bfloat16, device=cuda)  # what is not written yet is not a number
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+        got = [step(down, False) for down in downs]
+        assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * 20
+
+
+def test_the_self_checks_pass(cuda: torch.device) -> None:
+    from thalweg.kernels.mla import ext
+
+    if "flashmla" in libraries():
+        for heads in (16, 128):
+            ext.check(cuda, heads)
+            ext.check(cuda, heads, True)
+    if "fa3" in libraries():
+        ext.check_prefill(cuda)
+
+
+def test_rows_that_see_nothing_do_not_count(cuda: torch.device) -> None:
+    """A prefix chunk holds rows without a cached context: FlashAttention's LSE there must be -inf, as ours is."""
+    if "fa3" not in libraries():
+        pytest.skip("fa3 is not installed")
+    from thalweg.kernels.mla.paged import PREFILLS
+
+    generator = torch.Generator().manual_seed(1)
+    shapes = (90, 4, 192), (70, 576), (4, 128, 512), (4, 128, 512)
+    q, latents, uk, stored = (normal(generator, *shape, dtype=torch.bfloat16).to(cuda) * 0.3 for shape in shapes)
+    starts, begins = (torch.tensor(x, dtype=torch.int32, device=cuda) for x in ((0, 20, 90), (0, 0, 70)))
+    given = q, latents, uk, stored.transpose(1, 2), starts, begins
+    bounds = {"max_query": 70, "max_context": 70, "scale": 0.07, "causal": False}
+    mine, mine_lse = PREFILLS["triton"](*given, **bounds)
+    out, lse = PREFILLS["fa3"](*given, **bounds)
+    assert bool((lse[:20] == -torch.inf).all()) and not out[:20].any(), "nothing seen"
+    assert float((out - mine).norm() / mine.norm()) < 0.01 and float((lse[20:] - mine_lse[20:]).abs().max()) < 1e-2
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_decompressed_tokens_are_turned_and_stored(fp8: bool, tokens: int, cuda: torch.device) -> None:
+    from thalweg.kernels.rope.triton import mha_write
+
+    generator, heads = torch.Generator().manual_seed(1), 20
+    shapes = (tokens, heads, 192), (tokens, heads, 128), (tokens, heads, 128), (tokens, 64)
+    q, key, value, turning = (normal(generator, *shape, dtype=torch.bfloat16).to(cuda) for shape in shapes)
+    angles = (normal(generator, 30, 32) * 9).to(cuda)
+    positions = torch.randint(30, (tokens,), generator=generator).to(cuda)
+    write = torch.randperm(192, generator=generator)[:tokens].to(cuda)
+    kept = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    store = torch.zeros(2, 192, heads, 256, dtype=kept, device=cuda)
+    scales = {name: torch.tensor([0.03], device=cuda) for name in ("key_scale", "value_scale")} if fp8 else {}
+    torch.full((1 << 24,), torch.nan, device=cuda)  # what `torch.empty` finds next
+    wide = mha_write(q, key, value, turning, angles.cos(), angles.sin(), positions, write, *store, **scales)
+    cos, sin = angles.cos()[positions].double()[:, None], angles.sin()[positions].double()[:, None]
+
+    def turned(x: Tensor) -> Tensor:
+        even, odd = x[..., 0::2].double(), x[..., 1::2].double()
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+
+    nothing, unit = torch.zeros(tokens, heads, 64, device=cuda), 0.03 if fp8 else 1.0
+    shared = turned(turning[:, None]).expand(-1, heads, -1)
+    exact = (
+        (wide, torch.cat((q[..., :128].double(), turned(q[..., 128:]), nothing), -1), 4e-3),
+        (store[0][write].float() * unit, torch.cat((key.double(), shared, nothing), -1), 4e-2 if fp8 else 4e-3),
+        (store[1][write].float() * unit, torch.cat((value.double(), nothing, nothing), -1), 4e-2 if fp8 else 4e-3),
+    )
+    for got, wanted, bound in exact:
+        assert float((got.double() - wanted).norm() / wanted.norm()) < bound
+    assert int((store.float().abs().sum((2, 3)) > 0).sum()) == 2 * tokens, "no other row is written"
+
+
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_raised_sums_depend_on_their_own_token(heads: int, cuda: torch.device) -> None:
+    from thalweg.kernels.mla.triton import up
+
+    generator = torch.Generator().manual_seed(1)
+    u = normal(generator, 150, heads, 512, dtype=torch.bfloat16).to(cuda)
+    uv = (normal(generator, heads, 128, 512, dtype=torch.bfloat16) * 0.05).to(cuda).transpose(1, 2)
+    out = up(u, uv)
+    exact = torch.einsum("thr,hrv->thv", u.double(), uv.double()).flatten(1)
+    assert float((out.double() - exact).norm() / exact.norm()) < 4e-3
+    for first, last in ((0, 1), (70, 71), (3, 100)):
+        assert torch.equal(up(u[first:last], uv), out[first:last])
+
+
+def test_fixed_tiles_absorb_the_same_bits(cuda: torch.device) -> None:
+    from thalweg.kernels.rope.triton import mla_absorb
+
+    generator, tokens = torch.Generator().manual_seed(1), 90
+    down = normal(generator, tokens, 16 * 192 + 576, dtype=torch.bfloat16).to(cuda)
+    uk = (normal(generator, 16, 128, 512, dtype=torch.bfloat16) * 0.1).to(cuda)
+    angles, weight = (normal(generator, 30, 32) * 9).to(cuda), normal(generator, 512).to(cuda)
+    positions, write = torch.randint(30, (tokens,), generator=generator).to(cuda), torch.arange(tokens, device=cuda)
+    plane = torch.zeros(128, 576, dtype=torch.bfloat16, device=cuda)
+
+    def absorbed(first: int, last: int) -> Tensor:
+        part = down[first:last]
+        queries, latent = part[:, : 16 * 192].view(-1, 16, 192), part[:, 16 * 192 :]
+        angle = angles.cos(), angles.sin()
+        return mla_absorb(
+            queries, uk, latent, weight, *angle, positions[first:last], write[first:last], plane, fixed=True
+        )
+
+    whole = absorbed(0, tokens)
+    stored = plane.clone()
+    for first, last in ((0, 1), (40, 41), (5, 88)):
+        plane.zero_()
+        assert torch.equal(absorbed(first, last), whole[first:last])
+        assert torch.equal(plane[first:last], stored[first:last])
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"attention_backend": "flashmla"},
+        {"attention_backend": "fa3"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8", "attention_backend": "flashmla"},
+        {"mla": False},
+    ],
+    ids=str,
+)
+def test_the_engine_runs_on_it(wishes: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
+    """Recorded decode steps, overlap and mixed steps; the first token, which no batch has rounded otherwise yet, is mostly that of own kernels."""
+    if wishes.get("attention_backend", "triton") not in libraries():
+        pytest.skip("not installed")
+    rng, path = random.Random(1), folder("v2-lite", tmp_path)
+    prompts = [tuple(rng.randrange(1024) for _ in range(rng.randrange(1, 700))) for _ in range(30)]
+    greedy = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True) for _ in prompts]
+    plain = tokens(engine(path, attention_backend="triton"), prompts, greedy)
+    got = tokens(engine(path, **wishes), prompts, greedy)
+    assert all(len(one) == 12 for one in got)
+    assert agreement(plain, got, 1) >= (0.5 if "kv_cache_dtype" in wishes else 0.8)
+
+
+def told(of: LocalEngine, prompts: list[tuple[int, ...]]) -> list[tuple[Any, ...]]:
+    """Tokens and log-probabilities of each prompt's answer, all asked at once."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
+    uids = [of.submit(prompt, params)[0] for prompt in prompts]
+    got: dict[int, list[Any]] = {uid: [] for uid in uids}
+    while not of.idle:
+        for delta in of.step():
+            got[delta.uid] += zip(delta.tokens, delta.logprobs, strict=True)
+    return [tuple(got[uid]) for uid in uids]
+
+
+@pytest.mark.parametrize("wishes", [{}, {"kv_cache_dtype": "fp8"}, {"mla": False}], ids=str)
+def test_a_deterministic_engine_repeats_every_bit(wishes: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
+    """Alone without a cache, against all at once in small chunks, with prefix hits, recorded decode steps and overlap."""
+    rng, path = random.Random(1), folder("v2-lite", tmp_path)
+    head = tuple(rng.randrange(1024) for _ in range(200))
+    prompts = [head + tuple(rng.randrange(1024) for _ in range(rng.randrange(1, 300))) for _ in range(12)]
+    plain = engine(path, deterministic_inference=True, cuda_graph_mode="none", radix_cache=False, **wishes)
+    alone = [told(plain, [prompt])[0] for prompt in prompts]
+    del plain
+    crowded = engine(path, deterministic_inference=True, chunked_prefill_size=96, **wishes)
+    assert told(crowded, prompts) == alone
+    assert told(crowded, prompts[::-1]) == alone[::-1]

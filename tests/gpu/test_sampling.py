@@ -1,0 +1,297 @@
+"""Accept by kernels against the reference: the same token for the same seed, the right distribution, and nothing of it depends on the batch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from thalweg.batch.slots import Slots
+from thalweg.core.grammar import Masks
+from thalweg.core.plan import Bind, Needs
+from thalweg.core.sampling import SamplingParams
+from thalweg.kernels.truncate import triton as truncating
+from thalweg.sampling.launched import Launched, choose_into
+from thalweg.sampling.random import exponential
+from thalweg.sampling.sample import REFERENCE, accept
+
+SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
+VOCAB = 129280
+CONTEXT = 300
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"top_k": 2},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 0.6, "top_k": 50, "top_p": 0.9},
+    {"top_k": 50, "top_p": 0.95, "min_p": 0.05},
+    {"top_k": 700, "top_p": 0.99},
+    {"top_k": 5000},
+    {"top_k": 5000, "top_p": 0.5},
+    {"top_k": VOCAB - 1},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"top_p": 0.2},
+    {"top_p": 1e-6},
+    {"temperature": 0.02, "top_p": 0.99},
+    {"min_p": 0.1},
+    {"temperature": 2.0, "top_p": 0.999, "min_p": 1e-3},
+    {"min_p": 1.0},
+]
+DRAWS = Needs(random=True, truncated=True)
+
+
+def some_logits(shape: str, rows: int, vocab: int, generator: torch.Generator) -> Tensor:
+    x = torch.randn(rows, vocab, generator=generator, device="cuda")
+    if shape == "peaked":
+        return x * 4
+    if shape == "narrow":
+        return x * 0.05
+    if shape == "equal":
+        return torch.zeros_like(x) + 1.5
+    if shape == "rounded":  # many equal values, at every border
+        return x.bfloat16().float()
+    if shape == "sorted":  # likely ids are neighbours
+        return (x * 3).sort(-1, descending=True).values
+    if shape == "masked":  # a grammar leaves few
+        return x.masked_fill(torch.rand(x.shape, generator=generator, device="cuda") > 5 / vocab, -torch.inf).scatter_(
+            1, torch.full((rows, 1), 11, device="cuda"), 0.0
+        )
+    return x
+
+
+def bound(params: list[dict[str, Any]], seeds: list[int], device: str = "cuda", context: int = CONTEXT) -> Slots:
+    """Slots of which number i + 1 holds row i."""
+    made = Slots(len(params) + 2, context, torch.device(device))
+    made.bind(
+        [
+            Bind(i + 1, tuple(range(5, 9 + i)), 4, 3 + i, context - 1, seed, (7, 3), SamplingParams(**one))
+            for i, (one, seed) in enumerate(zip(params, seeds, strict=True))
+        ]
+    )
+    return made
+
+
+def index(rows: int) -> Tensor:
+    return torch.arange(1, rows + 1, device="cuda")
+
+
+def drawn(logits: Tensor, slots: Slots, slot_E: Tensor, needs: Needs = DRAWS) -> Tensor:
+    return Launched().choose(logits, slots, slot_E, slots.ints_SI[slot_E], needs).tokens_E
+
+
+def exact(logits_V: Tensor, params: SamplingParams, seed: int, length: int) -> tuple[int, float, float]:
+    """In float64: the token, by how much it won, and how near (relative to all mass) an id of the front lies to top-p's border: where either
+    is within rounding, another token is as right."""
+    if params.greedy:
+        return int(logits_V.argmax()), 1.0, 1.0
+    y = logits_V.double() / torch.tensor(params.temperature, dtype=torch.float32).double().item()
+    value, order = torch.sort(y.float().double(), descending=True, stable=True)
+    rank = torch.arange(len(value), device=value.device)
+    k = params.top_k or len(value)
+    mass = (value - value[0]).exp().masked_fill(rank >= k, 0.0)
+    before = (mass.cumsum(0) - mass) / mass.sum()
+    keep = (rank < k) & ((before < params.top_p) | (params.top_p == 1)) & (mass >= params.min_p)
+    keep[0] = True
+    coins = exponential(torch.tensor([seed]).cuda(), torch.tensor([length]).cuda(), len(value))[0].double().log()
+    score = value - coins[order]
+    best = score.masked_fill(~keep, -torch.inf).topk(2)
+    near = (score >= best.values[0]) & (rank < k)
+    slack = torch.minimum(
+        (before - params.top_p).abs(), (mass - params.min_p).abs() if params.min_p else mass * 0 + 1.0
+    )
+    return int(order[best.indices[0]]), float(best.values[0] - best.values[1]), float(slack[near].min())
+
+
+@pytest.mark.parametrize("shape", ["flat", "peaked", "narrow", "equal", "rounded", "sorted", "masked"])
+def test_the_same_token_as_by_the_definition(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, but for rows whose border is within 1e-5 of the mass; and every place that the kernels read was written by them."""
+    make = truncating.room
+
+    def poisoned(*shapes: Any) -> truncating.Room:
+        room = make(*shapes)
+        for part in room:
+            part.fill_(torch.nan if part.is_floating_point() else 0x7F7F7F7F)
+        return room
+
+    monkeypatch.setattr(truncating, "room", poisoned)
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    seeds = torch.randint(0, 1 << 62, (len(KINDS),), generator=generator, device="cuda").tolist()
+    for vocab in (VOCAB, 4100, 300):
+        logits = some_logits(shape, len(KINDS), vocab, generator)
+        slots = bound(KINDS, seeds)
+        got = drawn(logits.clone(), slots, index(len(KINDS))).tolist()
+        for row, kind in enumerate(KINDS):
+            token, margin, slack = exact(logits[row], SamplingParams(**kind), seeds[row], 4 + row)
+            close = margin < 1e-5 or slack < 1e-5
+            assert got[row] == token or close, (SEED, vocab, kind, got[row], token, margin, slack)
+
+
+def test_settles_as_the_reference_does() -> None:
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    logits = some_logits("peaked", len(KINDS), 500, generator)
+    ours, theirs = bound(KINDS, list(range(len(KINDS)))), bound(KINDS, list(range(len(KINDS))))
+    for slots in (ours, theirs):
+        slots.end[3] = 0
+        slots.end[5] = slots.length[5] + 1
+        slots.stop_SK[1, 0] = int(logits[0].argmax())
+    slot_E = index(len(KINDS))
+    ints_EI = ours.ints_SI[slot_E]
+    got = Launched().choose(logits, ours, slot_E, ints_EI, DRAWS)
+    want = REFERENCE.choose(logits, theirs, slot_E, ints_EI, DRAWS)
+    assert torch.equal(got.done_E, want.done_E) and torch.equal(got.live_E, want.live_E), SEED
+    assert torch.equal(got.tokens_E, want.tokens_E), SEED
+    assert torch.equal(ours.tokens_SL, theirs.tokens_SL) and torch.equal(ours.ints_SI, theirs.ints_SI)
+
+
+@pytest.mark.parametrize("vocab", [64, 3000])
+@pytest.mark.parametrize(
+    "kind", [{"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.02}, {"top_k": 30, "top_p": 0.8, "min_p": 0.05}, {"top_k": 2900}]
+)
+def test_draws_follow_the_distribution(kind: dict[str, Any], vocab: int) -> None:
+    """Total variation of 2e5 draws, one a position, under three times multinomial noise. Rows that list few ids, and rows of many."""
+    rows, rounds = 2000, 100
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    logits_V = torch.randn(vocab, generator=generator, device="cuda") * 1.5
+    slots = bound([{"temperature": 0.8, **kind}], [7], context=16)
+    many = Slots(rows, 16, torch.device("cuda"))
+    for name in ("ints_SI", "floats_SF", "stop_SK"):
+        getattr(many, name).copy_(getattr(slots, name)[1].expand_as(getattr(many, name)))
+    slot_E = torch.arange(rows, device="cuda")
+    counts = torch.zeros(vocab, dtype=torch.float64, device="cuda")
+    for start in range(rounds):
+        ints_EI = many.ints_SI.clone()
+        ints_EI[:, 0] = (
+            slot_E + start * rows + 1
+        )  # the position of each draw; what is appended goes to the column of ended slots
+        ints_EI[:, 2] = 0
+        got = Launched().choose(logits_V.expand(rows, -1).contiguous(), many, slot_E, ints_EI, DRAWS)
+        counts += torch.bincount(got.tokens_E, minlength=vocab)
+    value, order = torch.sort(logits_V.double() / 0.8, descending=True)
+    mass = (value - value[0]).exp() * (torch.arange(vocab, device="cuda") < kind.get("top_k", vocab))
+    mass = mass / mass.sum()
+    kept = (mass.cumsum(0) - mass < kind.get("top_p", 2.0)) & (mass >= kind.get("min_p", 0.0) * mass[0])
+    want = torch.zeros_like(mass).scatter_(0, order, mass * kept / (mass * kept).sum())
+    draws = rows * rounds
+    noise = 0.5 * (2 * want * (1 - want) / (torch.pi * draws)).sqrt().sum()
+    distance = 0.5 * (counts / draws - want).abs().sum()
+    assert distance <= 3 * noise, (SEED, float(distance), float(noise))
+
+
+def test_a_rows_token_does_not_depend_on_the_others() -> None:
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    rows = 3 * len(KINDS)
+    logits = some_logits("flat", rows, VOCAB, generator)
+    logits[::3] *= 4
+    kinds, seeds = [KINDS[row % len(KINDS)] for row in range(rows)], list(range(rows))
+    together = drawn(logits, bound(kinds, seeds), index(rows))
+    for row in range(rows):
+        alone = drawn(logits[row : row + 1].clone(), bound(kinds, seeds), index(rows)[row : row + 1])
+        assert alone == together[row], (SEED, kinds[row])
+    order = torch.randperm(rows, generator=generator, device="cuda")
+    assert torch.equal(drawn(logits[order], bound(kinds, seeds), index(rows)[order]), together[order]), SEED
+
+
+def test_recorded_draws_are_the_eager_ones() -> None:
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    rows = len(KINDS)
+    logits, slot_E = torch.zeros(rows, VOCAB, device="cuda"), index(rows)
+    out = (torch.zeros(rows, dtype=torch.int64).cuda(), *torch.zeros(2, rows, dtype=torch.bool).cuda())
+    for needs in (Needs(), Needs(random=True), DRAWS):
+        kinds = [kind if needs.truncated else {"temperature": float(needs.random)} for kind in KINDS]
+        seeds = list(range(rows))
+        slots = bound(kinds, seeds)
+        ints_EI = slots.ints_SI[slot_E]
+        choose_into(out, logits, slots, slot_E, ints_EI, needs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            choose_into(out, logits, slots, slot_E, ints_EI, needs)
+        for shape in ("flat", "peaked"):
+            logits.copy_(some_logits(shape, rows, VOCAB, generator))
+            fresh = bound(kinds, seeds)
+            want = drawn(logits, fresh, slot_E, needs)
+            slots.ints_SI.copy_(bound(kinds, seeds).ints_SI)
+            out[0].fill_(-1)
+            graph.replay()
+            assert torch.equal(out[0], want), (SEED, needs, shape)
+            assert torch.equal(slots.ints_SI, fresh.ints_SI)
+
+
+EDITS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5},
+    {"repetition_penalty": 0.8, "presence_penalty": -0.7, "frequency_penalty": 0.1},
+    {"logit_bias": ((3, 5.0), (9, -7.0), (3, 1.5))},
+    {"min_tokens": 5},
+    {"min_tokens": 290, "repetition_penalty": 1.1, "logit_bias": ((7, 50.0),)},
+]
+
+
+@pytest.mark.parametrize("vocab", [40, 5000])
+def test_edits_are_the_references(vocab: int) -> None:
+    """Few ids, so that most are repeated, and some that are both prompt and output."""
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    rows, context = len(EDITS), 5000
+    slots = Slots(rows + 1, context, torch.device("cuda"))
+    lengths = torch.randint(9, context - 9, (rows,), generator=generator, device="cuda").tolist()
+    lengths[5] = 6  # before its minimum
+    for row, (length, edit) in enumerate(zip(lengths, EDITS, strict=True)):
+        known = torch.randint(0, vocab, (length,), generator=generator, device="cuda").tolist()
+        slots.bind([Bind(row + 1, tuple(known), min(4, length), 0, context - 1, row, (7, 3), SamplingParams(**edit))])
+    logits = torch.randn(rows, vocab, generator=generator, device="cuda") * 3
+    words = torch.randint(-(2**31), 2**31 - 1, (2, -(-vocab // 32)), generator=generator, device="cuda")
+    masks = Masks((1, 4), words.to(torch.int32).cpu().numpy())
+    slot_E = index(rows)
+    for needs, mask in (
+        (Needs(penalised=True), None),
+        (Needs(biased=True), masks),
+        (Needs(penalised=True, biased=True), masks),
+    ):
+        got, want = logits.clone(), logits.clone()
+        args = slots, slot_E, slots.ints_SI[slot_E], needs, context, mask
+        Launched().edit(got, *args)
+        REFERENCE.edit(want, *args)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+        assert not torch.equal(got, logits)
+        again = logits.clone()
+        Launched().edit(again, *args)
+        assert torch.equal(got, again), "the order of the additions shows"
+
+
+@pytest.mark.parametrize("shape", ["flat", "peaked", "rounded", "equal", "masked"])
+@pytest.mark.parametrize("vocab", [VOCAB, 300])
+def test_logprobs_are_log_softmax(shape: str, vocab: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    logits = some_logits(shape, 9, vocab, generator)
+    tokens = logits.argmax(-1)
+    want = logits.double().log_softmax(-1)
+    value, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    for top in (0, 1, 5, 20, 64):
+        own, ids, values = Launched().logprobs(logits, tokens, top)
+        assert own is not None and ids is not None and values is not None
+        torch.testing.assert_close(own.double(), want.gather(1, tokens[:, None])[:, 0], rtol=1e-6, atol=3e-6)
+        shown = value[:, :top] > -torch.inf
+        assert torch.equal(ids[shown], order[:, :top][shown]), (SEED, top)
+        torch.testing.assert_close(values.double()[shown], want.gather(1, ids)[shown], rtol=1e-6, atol=3e-6)
+
+
+def test_logprobs_are_the_models_own_whatever_is_edited() -> None:
+    slots = bound([{"temperature": 0.0, "logit_bias": ((11, 100.0),), "logprobs": 3}], [1])
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(SEED)).cuda()
+    want = logits.log_softmax(-1)
+    slot_E = index(1)
+    got = accept(
+        logits, slots, slot_E, slots.ints_SI[slot_E], Needs(biased=True, logprobs=3), CONTEXT, None, Launched()
+    )
+    assert got.tokens_E == 11 and got.logprob_E is not None and got.top_ids_EK is not None
+    torch.testing.assert_close(got.logprob_E, want[:, 11])
+    assert torch.equal(got.top_ids_EK, want.topk(3).indices)
+
+
+def test_logits_without_a_number_stay_inside_the_vocabulary() -> None:
+    logits = torch.full((len(KINDS), 5000), torch.nan, device="cuda")
+    tokens = drawn(logits, bound(KINDS, list(range(len(KINDS)))), index(len(KINDS)))
+    assert bool(((tokens >= 0) & (tokens < 5000)).all())

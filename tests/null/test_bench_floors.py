@@ -1,0 +1,130 @@
+"""The floors of a step against hand-made arithmetic and against the figures that were worked out for these shapes elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from thalweg.bench import floors
+from thalweg.bench.floors import Ceilings, Phase, Shape
+from thalweg.config.model import ModelFacts, facts_of
+
+H100 = Ceilings(read=3.1e12, bf16=800e12, fp8=1526e12)
+LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "max_position_embeddings": 163840,
+    "eos_token_id": 1,
+}
+SLIM = LITE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "eos_token_id": 1,
+}
+
+
+def facts(config: dict[str, Any]) -> ModelFacts:
+    return facts_of(config, "test")
+
+
+def milliseconds(config: dict[str, Any], shape: Shape) -> float:
+    return 1e3 * floors.seconds(floors.phases(facts(config), shape), H100)
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "expected"),
+    [
+        (LITE, 1, 1.59),
+        (LITE, 8, 5.8),
+        (LITE, 32, 9.9),
+        (SLIM, 1, 1.54),
+        (QWEN, 1, 4.6),
+        (QWEN, 64, 5.9),
+        (QWEN, 256, 10.0),
+    ],
+)
+def test_decode_at_a_context_of_1024(config: dict[str, Any], rows: int, expected: float) -> None:
+    assert milliseconds(config, Shape(rows, 1, 1024)) == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize(("config", "expected"), [(LITE, 10.1), (SLIM, 15.65)])
+def test_a_prompt_of_1024_reads_all_experts(config: dict[str, Any], expected: float) -> None:
+    phases = floors.phases(facts(config), Shape(1, 1024, 1024))
+    reads = sum(phase.bytes for phase in phases) / H100.read
+    assert 1e3 * reads == pytest.approx(expected, rel=0.01)
+    assert reads < floors.seconds(phases, H100) < 1.12 * reads, "projections are bound by FLOPs"
+
+
+def test_a_long_prefill_is_its_flops() -> None:
+    """8,192 tokens: GEMM FLOPs at their type's rate, attention at bf16's, by hand."""
+    tokens, heads = 8192, 16
+    linear = 2 * tokens * (2048 * 3648 + 512 * heads * 256 + 2048 * 2048)
+    scores = 2 * heads * 320 * (tokens * (tokens + 1) // 2)
+    experts, dense = 2 * tokens * (8 * 3 * 2048 * 1408 + 2048 * 64), 2 * tokens * 3 * 2048 * 10944
+    flops = 27 * (linear + scores) + 26 * experts + dense
+    head = 2 * 102400 * 2048 / H100.read
+    assert milliseconds(LITE, Shape(1, tokens, tokens)) == pytest.approx(1e3 * (flops / H100.bf16 + head), rel=1e-6)
+
+
+def test_a_cached_context_costs_its_pairs() -> None:
+    assert Shape(2, 3, 10).pairs == 2 * (8 + 9 + 10)
+    assert Shape(1, 4, 4).pairs == 1 + 2 + 3 + 4
+
+
+def test_measured_coverage_takes_the_place_of_the_expected() -> None:
+    all_read = Shape(1, 1, 1024, covered=(64.0,) * 26)
+    more = 26 * (64 - 6) * 3 * 2048 * 1408 * 2 / H100.read
+    assert milliseconds(LITE, all_read) - milliseconds(LITE, Shape(1, 1, 1024)) == pytest.approx(1e3 * more, rel=1e-6)
+
+
+def test_a_phase_takes_the_longer_of_reading_and_computing() -> None:
+    assert Phase("", bytes=3.1e12, bf16=400e12).seconds(H100) == 1.0
+    assert Phase("", bytes=1.0, bf16=800e12, fp8=1526e12).seconds(H100) == 2.0

@@ -1,0 +1,250 @@
+"""Weights and profiles in the loop: between which steps, with what in flight, and what becomes of requests and cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tests.null.test_scheduler import PAGE, brain, cached, submit
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.messages import (
+    Abort,
+    Delta,
+    Done,
+    FlushCache,
+    FromEngine,
+    StartProfile,
+    StepNews,
+    StopProfile,
+    ToEngine,
+    UpdateWeights,
+)
+from thalweg.core.plan import MaskState, Output, Shape, StepPlan
+from thalweg.core.request import Request
+from thalweg.engine.channel import LocalChannel
+from thalweg.engine.loop import Loop, OneRank
+from thalweg.engine.recording import NoRecorder
+
+PROMPT = tuple(range(10, 10 + 3 * PAGE + 1))
+
+
+class Hands:
+    """A worker whose every token is `says`; it has made a step when it is asked for it."""
+
+    def __init__(self, requests: Mapping[int, Request]) -> None:
+        self.requests, self.says = requests, 7
+        self.inside: list[int] = []  # steps that are launched and not retired
+        self.ends: dict[int, int] = {}
+
+    def forward(self, plan: StepPlan, shape: Shape) -> None:
+        self.inside.append(plan.step)
+
+    def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
+        for bind, row in zip(plan.binds, [row for row in plan.rows if row.n > 1], strict=False):
+            self.ends[row.uid] = bind.end
+
+    def output(self, plan: StepPlan) -> Sequence[Output]:
+        self.inside.remove(plan.step)
+        return [self._output(row.uid) if row.emit else Output() for row in plan.rows]
+
+    def _output(self, uid: int) -> Output:
+        r = self.requests[uid]
+        return Output((self.says,), done=r.known + 1 >= r.end) if r.known < r.end else Output(done=True)
+
+
+class Shop:
+    """A workshop whose weights are what its hands say."""
+
+    def __init__(self, hands: Hands) -> None:
+        self.hands, self.profiler, self.log = hands, self, list[Any]()
+
+    def weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
+        self.log.append("looked")
+        if wish.path == "bad":
+            raise InvalidRequest("model_path", "bad; nothing was changed")
+
+        def write() -> tuple[int, int]:
+            assert not self.hands.inside, "a step was in flight"
+            alive()
+            self.hands.says = int(wish.path)
+            self.log.append("wrote")
+            return (3, 3) if wish.version else (1, 3)
+
+        return write
+
+    def start(self, wish: StartProfile) -> str:
+        assert not self.hands.inside, "a step was in flight"
+        if "started" in self.log:
+            raise InvalidRequest("", "a profile runs already")
+        self.log.append("started")
+        return "CPU"
+
+    def stop(self) -> str:
+        assert not self.hands.inside, "a step was in flight"
+        if "started" not in self.log:
+            raise InvalidRequest("", "no profile runs")
+        self.log.remove("started")
+        return "trace"
+
+
+class Notes(NoRecorder):
+    """What the recorder was told to have been taken."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, ToEngine]] = []
+
+    def took(self, step: int, messages: Sequence[ToEngine], replies: Sequence[FromEngine]) -> None:
+        self.taken += ((step, message) for message in messages)
+
+
+class Rank:
+    def __init__(self, depth: int = 2) -> None:
+        self.brain, self.channel, self.notes = brain(), LocalChannel(), Notes()
+        self.hands = Hands(self.brain.requests)
+        self.shop = Shop(self.hands)
+        self.loop = Loop(self.channel, self.brain, self.hands, OneRank(), depth, self.notes, self.shop)
+        self.heard: list[FromEngine] = []
+
+    def say(self, *messages: ToEngine) -> None:
+        self.channel.inbox += messages
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.loop.turn()
+            self.heard += self.channel.outbox
+            self.channel.outbox.clear()
+
+    def finish(self) -> None:
+        while self.channel.inbox or not self.brain.idle or self.loop.inflight:
+            self.turn()
+
+    def deltas(self, uid: int) -> list[Delta]:
+        return [d for news in self.heard if isinstance(news, StepNews) for d in news.deltas if d.uid == uid]
+
+    def tokens(self, uid: int) -> list[int]:
+        return [token for delta in self.deltas(uid) for token in delta.tokens]
+
+    def done(self) -> list[Done]:
+        return [one for one in self.heard if isinstance(one, Done)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_running_request_goes_on_and_what_old_weights_made_is_not_cached_after_a_flush(
+    depth: int, flush: bool
+) -> None:
+    rank = Rank(depth)
+    rank.say(submit(1, PROMPT, max_tokens=8))
+    rank.turn(4)
+    assert rank.hands.inside == [3] * (depth > 1), "a step is in flight where there may be one"
+    rank.say(UpdateWeights(5, "9", flush=flush), submit(2, PROMPT, max_tokens=3))
+    rank.finish()
+    assert rank.done() == [Done(5, "1 of 3 tensors replaced")]
+    assert rank.tokens(1) == [7] * 4 + [9] * 4 and rank.deltas(1)[-1].finish == "length"
+    assert rank.tokens(2) == [9] * 3
+    assert rank.deltas(2)[0].cached == (0 if flush else 3 * PAGE), "its prompt was computed by the old weights"
+    assert cached(rank.brain, (*PROMPT, *rank.tokens(1))) == (3 if flush else 5)
+    assert (
+        rank.brain.books.spare() == rank.brain.books.total
+        and (4, UpdateWeights(5, "9", flush=flush)) in rank.notes.taken
+    )
+
+
+def test_who_is_preempted_under_new_weights_is_computed_anew_and_cached() -> None:
+    rank = Rank()
+    rank.say(submit(1, PROMPT, max_tokens=8))
+    rank.turn(4)
+    rank.say(UpdateWeights(5, "9"))
+    rank.turn()
+    rank.brain._squeeze()
+    rank.finish()
+    assert len(rank.tokens(1)) == 8 and cached(rank.brain, (*PROMPT, *rank.tokens(1))) == 5
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    rank = Rank()
+    rank.say(submit(1, PROMPT, max_tokens=2))
+    rank.finish()
+    rank.say(submit(2, (*PROMPT, 50, 51), max_tokens=8))
+    rank.turn(3)
+    rank.say(UpdateWeights(5, "bad", abort=True))
+    rank.finish()
+    assert rank.done() == [Done(5, error="bad; nothing was changed", field="model_path")] and rank.shop.log == [
+        "looked"
+    ]
+    assert rank.tokens(2) == [7] * 8 and rank.deltas(2)[0].cached == 3 * PAGE
+    assert cached(rank.brain, PROMPT) == 3
+    assert not any(isinstance(message, (UpdateWeights, Abort)) for _, message in rank.notes.taken), "nothing to record"
+
+
+def test_all_requests_can_be_ended_first_queued_ones_too() -> None:
+    rank = Rank()
+    rank.say(*(submit(uid, max_tokens=20) for uid in range(12)))
+    rank.turn(3)
+    rank.say(UpdateWeights(5, "9", abort=True), submit(20, max_tokens=2))
+    rank.finish()
+    assert [rank.deltas(uid)[-1].finish for uid in range(12)] == ["abort"] * 12
+    assert 9 not in [token for uid in range(12) for token in rank.tokens(uid)] and rank.tokens(20) == [9, 9]
+    (aborted,) = [message for _, message in rank.notes.taken if isinstance(message, Abort)]
+    assert set(aborted.uids) == set(range(12))
+
+
+def test_messages_are_carried_out_in_their_order_and_answered_by_their_ids() -> None:
+    rank = Rank()
+    rank.say(
+        StopProfile(1), FlushCache(2), UpdateWeights(3, "8", version="v"), UpdateWeights(4, "9"), StartProfile(5, "x")
+    )
+    rank.say(StartProfile(6, "x"), StopProfile(7), submit(1, max_tokens=1))
+    rank.finish()
+    assert rank.done() == [
+        Done(1, error="no profile runs"),
+        Done(2),
+        Done(3, "3 of 3 tensors replaced", whole=True),
+        Done(4, "1 of 3 tensors replaced"),
+        Done(5, "CPU"),
+        Done(6, error="a profile runs already"),
+        Done(7, "trace"),
+    ]
+    assert rank.tokens(1) == [9]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_profile_of_some_steps_ends_by_itself(depth: int, caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank(depth)
+    rank.say(submit(1, max_tokens=5), StartProfile(1, "x", steps=3))
+    rank.turn(2)
+    assert "started" in rank.shop.log
+    rank.turn()
+    assert "started" not in rank.shop.log, "after three steps, although nothing else comes"
+    assert len(rank.tokens(1)) == 3, "what they made is told at once"
+    rank.finish()
+    assert len(rank.tokens(1)) == 5
+    rank.say(StartProfile(2, "x", steps=1), StopProfile(3), submit(2, max_tokens=2))
+    rank.finish()
+    rank.say(StartProfile(4, "x"), submit(3, max_tokens=2))
+    rank.finish()
+    assert not caplog.records and "started" in rank.shop.log, (
+        "the steps of a profile that was stopped do not count for the next"
+    )
+
+
+def test_long_work_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("thalweg.engine.loop.time.time", lambda: now[0])
+    rank = Rank()
+    turns = rank.loop.turns
+    for _ in range(10):
+        now[0] += 0.1
+        rank.loop.alive()
+    assert rank.loop.turns == turns + 10
+    assert len(rank.channel.outbox) == 4 and all(isinstance(one, StepNews) and one.stats for one in rank.channel.outbox)
+
+
+def test_an_engine_without_a_workshop_says_so() -> None:
+    rank = Rank()
+    rank.loop.workshop = None
+    rank.say(UpdateWeights(1, "9"))
+    rank.turn()
+    assert rank.done() == [Done(1, error="this engine stays as it was built")]

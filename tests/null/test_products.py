@@ -1,0 +1,121 @@
+"""Which backends the experts and the FP8 products get, with made-up machines: reasons, and refusals that name the nearest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from thalweg.config.machine import Machine
+from thalweg.config.model import facts_of
+from thalweg.config.tree import config_of
+from thalweg.core.errors import CannotServe
+from thalweg.launch.ledger import Ledger
+from thalweg.launch.products import decide_products
+
+DENSE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+    "eos_token_id": 2,
+}
+EXPERTS = DENSE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+FP8 = EXPERTS | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+H100 = ("NVIDIA H100 80GB HBM3",)
+
+
+def run(
+    config: dict[str, Any], libraries: tuple[str, ...] = ("triton", "deep_gemm"), capability: str = "9.0", **wishes: Any
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Backends, and reasons by the name of the decision."""
+    machine = Machine("Test CPU", 8, 1 << 36, 1 << 36, H100, 1 << 36, capability, frozenset(libraries))
+    attention, device = wishes.pop("attention", "triton"), wishes.pop("device", "cuda")
+    ledger = Ledger()
+    made = decide_products(config_of(model="m", **wishes), facts_of(config, "test"), machine, device, attention, ledger)
+    return {role: one.name for role, one in made.items()}, {one.name: one.reason for one in ledger.decisions}
+
+
+def test_by_size_where_deep_gemm_is() -> None:
+    assert run(FP8)[0] == {"moe": "triton+deep_gemm", "fp8_gemm": "triton+deep_gemm"}
+    assert run(EXPERTS)[0] == {"moe": "triton"}, "which bf16 experts do not gain by"
+    assert run(DENSE)[0] == {}
+
+
+def test_our_own_where_it_is_not() -> None:
+    made, why = run(FP8, ("triton",))
+    assert made == {"moe": "triton", "fp8_gemm": "triton"}
+    assert "not installed" in why["moe_runner_backend"] and "not installed" in why["fp8_gemm_backend"]
+
+
+def test_our_own_on_other_gpus_and_in_deterministic_mode() -> None:
+    made, why = run(FP8, capability="8.9")
+    assert made["moe"] == "triton" and "ada" in why["moe_runner_backend"]
+    made, why = run(FP8, deterministic_inference=True)
+    assert made == {"moe": "triton", "fp8_gemm": "triton"} and "deterministic" in why["fp8_gemm_backend"]
+
+
+def test_with_reference_attention_all_is_by_the_reference() -> None:
+    assert run(FP8, attention="reference")[0] == {"moe": "reference", "fp8_gemm": "reference"}
+    assert run(FP8, attention="reference", device="cpu", capability="")[0] == {
+        "moe": "reference",
+        "fp8_gemm": "reference",
+    }
+
+
+@pytest.mark.parametrize("backend", ["triton", "deep_gemm", "cublas"])
+def test_a_wish_is_kept(backend: str) -> None:
+    made, why = run(FP8, fp8_gemm_backend=backend)
+    assert made["fp8_gemm"] == backend and why["fp8_gemm_backend"] == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "wishes", "words"),
+    [
+        (
+            FP8,
+            {"moe_runner_backend": "deep_gemm", "libraries": ("triton",)},
+            ["moe_runner_backend", "installed", "use triton"],
+        ),
+        (
+            FP8,
+            {"moe_runner_backend": "cutlass"},
+            ["moe_runner_backend", "unknown backend 'cutlass'", "triton+deep_gemm"],
+        ),
+        (
+            FP8,
+            {"fp8_gemm_backend": "cublas", "deterministic_inference": True},
+            ["fp8_gemm_backend", "deterministic", "use triton"],
+        ),
+        (DENSE, {"fp8_gemm_backend": "deep_gemm"}, ["fp8_gemm_backend", "plain"]),
+        (FP8, {"moe_runner_backend": "triton", "attention": "reference"}, ["moe_runner_backend", "use reference"]),
+    ],
+)
+def test_refusals_name_the_setting_and_the_nearest(
+    config: dict[str, Any], wishes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(CannotServe) as caught:
+        run(config, **wishes)
+    assert all(word in str(caught.value) for word in words), str(caught.value)

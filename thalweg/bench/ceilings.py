@@ -1,0 +1,59 @@
+"""What a GPU does at best, measured in the same run as what is compared with it."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import torch
+
+from thalweg.bench.floors import Ceilings
+
+SIDE = 8192  # of the products
+READ = 1 << 30  # float32 numbers, far beyond any cache
+
+
+def measure() -> Ceilings:
+    """A read-only sum, a bf16 product and, where the GPU has it, an FP8 one with a scale a tensor, all of random numbers. Frees what it takes."""
+    read, bf16 = _read(), _bf16()
+    fp8 = _fp8() if torch.cuda.get_device_capability() >= (8, 9) else bf16
+    torch.cuda.empty_cache()
+    return Ceilings(read, bf16, fp8)
+
+
+def _read() -> float:
+    big = torch.rand(READ, dtype=torch.float32, device="cuda")
+    return big.numel() * big.itemsize / _seconds(big.sum)
+
+
+def _bf16() -> float:
+    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * SIDE**3 / _seconds(lambda: a @ b)
+
+
+def _fp8() -> float:
+    a, b = (torch.randn(SIDE, SIDE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device="cuda")
+    return (
+        2
+        * SIDE**3
+        / _seconds(lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
+    )
+
+
+def _seconds(call: Callable[[], object], repeats: int = 10) -> float:
+    """The fastest of three rounds, of one call."""
+    best = float("inf")
+    call()
+    for _ in range(3):
+        start, end = _event(), _event()
+        start.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3 / repeats)
+    return best
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,164 @@
+"""How many pages the KV cache gets on a GPU: what is really free once weights, compiled kernels and libraries are there, less what a step and
+the CUDA graphs take, which is measured, less a stated reserve."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from typing import Any, Callable, NamedTuple
+
+import msgspec
+import torch
+
+from thalweg.batch.slots import Slots
+from thalweg.core.amounts import size
+from thalweg.core.errors import CannotServe
+from thalweg.core.plan import PAGE
+from thalweg.engine.kinds import largest
+from thalweg.engine.settings import EngineSettings
+from thalweg.memory.planes import Planes
+from thalweg.models.base import Model
+from thalweg.runner.runner import Runner
+
+log = logging.getLogger("thalweg.engine")
+
+REFERENCE_CONTEXT = 8192  # tokens
+RESERVE = 1 << 30  # bytes that stay free: what fragments, and what others take on this GPU
+
+
+class Sums(NamedTuple):
+    """Bytes. free: beside the weights. step: what the largest step takes while it runs. graphs: what the CUDA graphs are expected to take.
+    slots: state of the requests. page: of a page in all planes."""
+
+    free: int
+    step: int
+    graphs: int
+    slots: int
+    reserve: int
+    page: int
+
+    @property
+    def left(self) -> int:
+        """For pages, the null page not counted."""
+        return self.free - self.step - self.graphs - self.slots - self.reserve - self.page
+
+    @property
+    def pages(self) -> int:
+        return max(self.left // self.page, 0)
+
+    def __str__(self) -> str:
+        parts = f"{size(self.step)} a step - {size(self.graphs)} graphs - {size(self.slots)} slots - {size(self.reserve)} reserve"
+        return f"({size(self.free)} free beside the weights - {parts}) / {size(self.page)} a page = {self.pages}"
+
+
+class Graphs(NamedTuple):
+    """What recording one of the largest bucket took. pool: bytes of torch's, which all buckets share. driver: beside it, each bucket anew."""
+
+    pool: int
+    driver: int
+
+    def of(self, buckets: int) -> int:
+        """The prediction for so many."""
+        return self.pool + buckets * self.driver
+
+
+def free(device: torch.device) -> int:
+    """Bytes that a driver's allocation could have now."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def provisional(settings: EngineSettings, model: Model, device: torch.device) -> int:
+    """The longest context there can be, before it is known what else needs memory."""
+    if settings.pages:
+        return settings.context
+    return max(min(settings.context, free(device) // Planes.page_cost(model.planes()) * PAGE), 1)
+
+
+def probe(settings: EngineSettings, model: Model, context: int, device: torch.device) -> Runner:
+    """A runner without a cache: all its rows are padding, which needs the null page only."""
+    return Runner(model, model, Planes(model.planes(), 1, device), Slots(settings.slots + 1, context, device))
+
+
+def measure(
+    settings: EngineSettings, runner: Runner, context: int, record: Callable[[Runner], int]
+) -> tuple[int, int, int]:
+    """(step, graphs, slots) of `Sums`. record: records a largest bucket on the runner, and returns how many there will be."""
+    device = runner.planes.device
+    step = _step(settings, runner, context, device)
+    graphs = _graphs(runner, record, device)
+    return (
+        step,
+        graphs,
+        sum(tensor.nbytes for tensor in vars(runner.slots).values() if isinstance(tensor, torch.Tensor)),
+    )
+
+
+def _step(settings: EngineSettings, runner: Runner, context: int, device: torch.device) -> int:
+    # the reference takes minutes over long contexts, and cuts them into tiles of one size
+    if settings.kernels.decode == "reference":
+        context = min(context, REFERENCE_CONTEXT)
+    free(device)
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        for plan in largest(settings.slots, settings.budget, context):
+            made = runner.sample(runner.forward(plan))
+            del made
+    except torch.cuda.OutOfMemoryError as error:
+        raise CannotServe(
+            f"memory: a step of {settings.budget} tokens and {settings.slots} requests does not fit beside the weights; use a smaller "
+            "--chunked-prefill-size or --max-running-requests"
+        ) from error
+    return int(torch.cuda.max_memory_reserved(device)) - before
+
+
+def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.device) -> int:
+    if not record(runner):
+        return 0
+    runner.eager()  # the first recording brings what recordings need once, and is not what one more takes
+    before, held = free(device), torch.cuda.memory_reserved(device)
+    buckets = record(runner)
+    after = free(device)
+    pool = torch.cuda.memory_reserved(device) - held
+    found = Graphs(pool, max(before - after - pool, 0))
+    runner.eager()
+    return found.of(buckets)
+
+
+def settle(settings: EngineSettings, sums: Sums) -> EngineSettings:
+    """The settings with pages and context as the sums give them, and the report that says so. What was asked for stays, or is refused.
+
+    Raises CannotServe.
+    """
+    pages, context = settings.pages or sums.pages, settings.context
+    if settings.pages and settings.pages * sums.page > sums.left + sums.reserve:
+        raise CannotServe(
+            f"memory: {settings.pages} pages do not fit: {sums}, and {(sums.left + sums.reserve) // sums.page} without a reserve; "
+            f"use --max-total-tokens {max(sums.pages, 1) * PAGE}, or leave --mem-fraction-static and --max-total-tokens to the engine"
+        )
+    if pages < 1:
+        raise CannotServe(
+            f"memory: {sums}: no page is left for the KV cache; use a smaller --chunked-prefill-size, --max-running-requests or "
+            "--cuda-graph-max-bs, or a GPU with more memory"
+        )
+    held = pages * PAGE
+    if settings.least_context > held:
+        raise CannotServe(
+            f"context_length: {settings.least_context} is more than the KV cache holds: {sums}; use at most {held}"
+        )
+    report = json.loads(settings.report)
+    if not settings.pages:
+        report["pages"] = _decision("pages", pages, str(sums))
+        if context > held:
+            report["context_length"] = _decision("context_length", held, "what the KV cache holds")
+    log.info("memory: %s%s", sums, f"; {settings.pages} were asked for" if settings.pages else "")
+    return msgspec.structs.replace(settings, pages=pages, context=min(context, held), report=json.dumps(report))
+
+
+def _decision(name: str, value: int, reason: str) -> dict[str, Any]:
+    """As `launch.resolved.Decision`, in plain values."""
+    return {"name": name, "value": value, "source": "auto", "reason": reason}

@@ -1,0 +1,97 @@
+"""The self-check of a start: each library that the settings name computes a small case on this GPU before a model relies on it.
+
+That a library is installed says little: its binary may be built for another torch, CUDA or GPU. One that the user did not ask for is
+replaced by our own kernels, with a warning and a word in the report; one that was asked for ends the start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from thalweg.config.model import ModelFacts, read_facts
+from thalweg.core.errors import CannotServe
+from thalweg.core.kernels import DECISIONS, KernelChoice
+from thalweg.engine.settings import EngineSettings
+
+log = logging.getLogger("thalweg.engine")
+
+OWN = "triton"  # what takes the place of a library
+
+
+class Probe(NamedTuple):
+    """role: the field of `KernelChoice` that names the backend. check: raises RuntimeError that says what is wrong."""
+
+    role: str
+    backend: str
+    check: Callable[[], None]
+
+
+def proven(settings: EngineSettings) -> EngineSettings:
+    """The settings with every library that fails its check replaced, and the report that says so. Raises CannotServe for one that was
+    asked for, CheckpointError for a folder without a model."""
+    if settings.device != "cuda" or settings.kernels.decode == "reference":
+        return settings
+    facts = read_facts(Path(settings.path))
+    return settled(settings, probes(settings.kernels, facts, torch.device(settings.device)))
+
+
+def probes(kernels: KernelChoice, facts: ModelFacts, device: torch.device) -> list[Probe]:
+    """What there is to check of this choice."""
+    made: list[Probe] = []
+    if facts.mla is not None and kernels.latent:
+        from thalweg.kernels.mla import ext as mla  # asks for torch with CUDA
+
+        if "flashmla" in kernels.decode:
+            made.append(
+                Probe("decode", kernels.decode, lambda: mla.check(device, facts.heads, kernels.kv == "fp8_e4m3"))
+            )
+        if kernels.prefill == "fa3":
+            made.append(Probe("prefill", "fa3", lambda: mla.check_prefill(device)))
+    if facts.mla is None:
+        from thalweg.kernels.gqa import ext as fa3
+        from thalweg.kernels.gqa import flashinfer
+
+        shape = facts.heads, facts.kv_heads, facts.head_dim
+        if kernels.prefill == "fa3":
+            made.append(Probe("prefill", "fa3", lambda: fa3.check(device, *shape, facts.head_dim)))
+        for role, backend in (("decode", kernels.decode), ("prefill", kernels.prefill)):
+            if backend == "flashinfer":
+                made.append(Probe(role, backend, lambda: flashinfer.check(device, *shape)))
+    elif kernels.decode == "flashinfer":
+        from thalweg.kernels.mla import flashinfer as latent
+
+        made.append(Probe("decode", "flashinfer", lambda: latent.check(device, facts.heads)))
+    codes = facts.fp8_block is not None
+    if facts.moe is not None and "deep_gemm" in kernels.moe:
+        from thalweg.kernels.experts import ext as experts
+
+        made.append(Probe("moe", kernels.moe, lambda: experts.check(device, codes)))
+    if codes and kernels.fp8_gemm not in (OWN, "reference"):
+        from thalweg.kernels.gemm import fp8
+
+        made.append(Probe("fp8_gemm", kernels.fp8_gemm, lambda: fp8.check(device, kernels.fp8_gemm)))
+    return made
+
+
+def settled(settings: EngineSettings, probes: Iterable[Probe]) -> EngineSettings:
+    """See `proven`."""
+    report = json.loads(settings.report)
+    kernels = settings.kernels
+    for role, backend, check in probes:
+        try:
+            check()
+        except RuntimeError as error:
+            if role in kernels.asked:
+                raise CannotServe(f"{DECISIONS[role]}: {error}") from error
+            log.warning("%s: %s is not used, %s takes its place: %s", DECISIONS[role], backend, OWN, error)
+            kernels = msgspec.structs.replace(kernels, **{role: OWN})
+            reason = f"{backend} failed its self-check: {error}"
+            report[DECISIONS[role]] = {"name": DECISIONS[role], "value": OWN, "source": "auto", "reason": reason}
+    return msgspec.structs.replace(settings, kernels=kernels, report=json.dumps(report))

@@ -1,0 +1,90 @@
+"""Runs every kind of step once before the first request, on one layer of each kind, so that no kernel is compiled or loaded within one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from thalweg.core.grammar import Masks
+from thalweg.core.plan import StepPlan
+from thalweg.engine.kinds import GREEDY, fine, kinds, samplings
+from thalweg.engine.settings import EngineSettings
+from thalweg.models.base import Model
+from thalweg.runner.runner import Forwarded, Runner
+
+Progress = Callable[[int, int], None]  # steps done, of how many
+
+
+def thin(model: Model) -> Model:
+    """The same model with one layer of each kind, the parameters shared: what it runs is compiled as what the whole model runs."""
+    assert isinstance(model, nn.Module) and isinstance(model.layers, nn.ModuleList)
+    by_kind = {
+        tuple((name, parameter.shape, parameter.dtype) for name, parameter in layer.named_parameters()): layer
+        for layer in reversed(model.layers)
+    }
+    slim = copy.copy(model)
+    slim._modules = dict(model._modules)
+    slim.layers = nn.ModuleList(reversed(by_kind.values()))
+    return slim
+
+
+def warm(runner: Runner, settings: EngineSettings, context: int, progress: Progress) -> None:
+    """Compiles. The runner's slots hold no requests: every row is padding, and touches the null page only."""
+    work = [*_sampling(runner, settings, context)]
+    if settings.kernels.decode != "reference":  # which has no kernels
+        work += [*_steps(runner, settings, context), *_products(runner, settings)]
+    with torch.inference_mode():
+        for done, each in enumerate(work, 1):
+            each()
+            progress(done, len(work))
+    torch.cuda.synchronize()
+
+
+def _sampling(runner: Runner, settings: EngineSettings, context: int) -> Iterator[Callable[[], object]]:
+    """Draws from logits that no model made; under a grammar too, of the first row and of all."""
+    vocab, slots = runner.model.facts.vocab, runner.slots
+
+    def forwarded(plan: StepPlan) -> Forwarded:
+        slot_E = torch.arange(len(plan.rows), device=slots.ints_SI.device)
+        logits_EV = torch.zeros(len(slot_E), vocab, device=slot_E.device)
+        return Forwarded(plan, logits_EV, slot_E, slots.ints_SI.index_select(0, slot_E), {})
+
+    def masks(rows: int) -> Masks:
+        return Masks(tuple(range(rows)), np.full((rows, -(-vocab // 32)), -1, dtype=np.int32))
+
+    for plan in samplings(min(settings.slots, settings.budget), context):
+        yield partial(lambda plan: runner.sample(forwarded(plan)), plan)
+        if plan.needs == GREEDY:
+            yield partial(lambda plan: runner.sample(forwarded(plan), masks(len(plan.rows))), plan)
+            yield partial(lambda plan: runner.sample(forwarded(plan), masks(1)), plan)
+
+
+def _steps(runner: Runner, settings: EngineSettings, context: int) -> Iterator[Callable[[], object]]:
+    model = thin(runner.model)
+    narrow = Runner(model, model, runner.planes, runner.slots)
+    for plan in kinds(settings.slots, settings.budget, context):
+        yield partial(lambda plan: narrow.sample(narrow.forward(plan)), plan)
+
+
+def _products(runner: Runner, settings: EngineSettings) -> Iterator[Callable[[], object]]:
+    for part, inputs in fp8_products(runner.model):
+        for count in fine(settings.budget):
+            x = partial(torch.zeros, count, inputs, dtype=torch.bfloat16, device=runner.planes.device)
+            yield partial(lambda part, x: part.forward(x()), part, x)
+
+
+def fp8_products(model: Model) -> list[tuple[nn.Module, int]]:
+    """One of each shape of the layers that multiply by an FP8 weight, and their inputs: a library may have a kernel for every few rows more."""
+    assert isinstance(model, nn.Module)
+    found: dict[torch.Size, tuple[nn.Module, int]] = {}
+    for part in model.modules():
+        for name, weight in part.named_parameters(recurse=False):
+            if name == "weight" and weight.dtype == torch.float8_e4m3fn:
+                found[weight.shape] = part, weight.shape[1]
+    return list(found.values())

@@ -1,0 +1,57 @@
+"""What is done to a rank between two steps, with none in flight: other weights, and profiles."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch import nn
+
+from thalweg.core.errors import CheckpointError, InvalidRequest
+from thalweg.core.messages import UpdateWeights
+from thalweg.engine.profile import Hands, Profiler
+from thalweg.models.one_by_one import OneByOne
+from thalweg.models.traced import Traced
+from thalweg.runner.runner import Runner
+from thalweg.weights.loader import load
+from thalweg.weights.stream import Safetensors
+from thalweg.weights.verify import block_of, verify
+
+log = logging.getLogger("thalweg.engine")
+
+
+class Workshop:
+    """The `loop.Workshop` of a rank. Weights are replaced in place, so CUDA graphs follow; a CPU's recorded steps do not, and
+    its steps run unrecorded from then on."""
+
+    def __init__(self, runner: Runner, hands: Hands) -> None:
+        self.profiler = Profiler(hands, runner.planes.device.type == "cuda")
+        self.facts = runner.model.facts
+        self.model = runner.model.model if isinstance(runner.model, OneByOne) else runner.model
+        steps = runner.steps.model if isinstance(runner.steps, OneByOne) else runner.steps
+        self.recorded = steps if isinstance(steps, Traced) else None
+
+    def weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
+        """Reads all headers; what it returns writes, and says how many tensors of how many. alive: called for every tensor. Raises InvalidRequest."""
+        module, table, folder = self.model, self.model.table(), Path(wish.path)
+        assert isinstance(module, nn.Module), "a model is a module: its parameters are what is filled"
+        with ExitStack() as opening:
+            try:
+                block = block_of(folder, self.facts)
+                stream = opening.enter_context(Safetensors(folder))
+                held, of = verify(module, table, stream, block, lambda done, total: alive())
+            except (CheckpointError, OSError) as wrong:
+                raise InvalidRequest("model_path", f"{wrong}; nothing was changed") from wrong
+            opened = opening.pop_all()
+
+        def write() -> tuple[int, int]:
+            with opened:
+                load(module, table, stream, block, lambda done, total: alive(), partial=True)
+            if self.recorded is not None:
+                self.recorded.stop()
+            log.info("%d of %d tensors replaced, from %s", held, of, folder)
+            return held, of
+
+        return write

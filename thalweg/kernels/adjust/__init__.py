@@ -1,0 +1,1 @@
+"""What penalties, biases, minimum lengths and grammars change in the logits."""

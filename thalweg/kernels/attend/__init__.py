@@ -1,0 +1,1 @@
+"""What the attentions of all models share."""

@@ -1,0 +1,29 @@
+"""The library `deep_gemm` (tested with sgl-deep-gemm 0.1.5.post1): whether it can be used, and how it finds a compiler."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+from functools import cache
+from types import ModuleType
+
+import torch
+
+
+def available() -> bool:
+    """Whether it is installed and the current device is a Hopper."""
+    return (
+        importlib.util.find_spec("deep_gemm") is not None
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability()[0] == 9
+    )
+
+
+@cache
+def library() -> ModuleType:
+    """The module. It compiles its kernels itself, with nvcc or, where that is missing, NVRTC. Raises ImportError."""
+    if shutil.which("nvcc") is None:
+        os.environ.setdefault("DG_JIT_USE_NVRTC", "1")
+    return importlib.import_module("deep_gemm")

@@ -1,0 +1,1 @@
+"""Log-probabilities of chosen and of the most likely ids."""

@@ -1,0 +1,269 @@
+"""Latent attention by each backend behind one signature: decode rows on latents, and ragged rows on decompressed keys.
+
+A backend is chosen once, when a model is made; what it needs to know of a step it prepares once for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from thalweg.kernels.gqa import ext as fa3
+from thalweg.kernels.mla import ext, triton
+
+FP8_MAX = 448.0
+FLASHMLA_TOKENS = 8  # from so many decode tokens on FlashMLA is faster, where it is at all
+
+
+class Rows(NamedTuple):
+    """Decode rows. table_RL int32: pages of each row (more rows may follow). positions_T int64: of their `query` tokens each, the last of their
+    contexts. reach: upper bound of a context, in tokens."""
+
+    table_RL: Tensor
+    positions_T: Tensor
+    query: int
+    reach: int
+
+
+class Decoder(Protocol):
+    """Decode rows."""
+
+    def prepare(self, rows: Rows) -> Any:
+        """What all layers of a step share. Under a CUDA graph it is called inside the recording."""
+
+    def attend(
+        self,
+        query_THD: Tensor,
+        plane_PSD: Tensor,
+        plane_scale: Tensor | None,
+        uv_HRv: Tensor,
+        rows: Rows,
+        prepared: Any,
+    ) -> Tensor:
+        """Absorbed queries [T, H, r + c] over pages [P, 64, r + c], times W_UV: → bfloat16 [T, H * v]. plane_scale: of an e4m3 plane."""
+
+
+class Prefill(Protocol):
+    """Ragged rows, on keys and values that are made of latents."""
+
+    def __call__(
+        self,
+        query_THq: Tensor,
+        latents_SD: Tensor,
+        uk_HnR: Tensor,
+        uv_HRv: Tensor,
+        query_starts_R1: Tensor,
+        context_starts_R1: Tensor,
+        *,
+        max_query: int,
+        max_context: int,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """→ (out [T, H, v], LSE [T, H]). Row i's query tokens are query_starts[i] … query_starts[i + 1], its context tokens context_starts[i] …
+        context_starts[i + 1]: latents with their rotated keys, [S, r + c]. causal: its queries are the last of its context; else every query
+        sees all of it. uv_HRv: a view of [H, v, r]. max_query, max_context: upper bounds of a row."""
+
+
+def raised(u_THr: Tensor, uv_HRv: Tensor) -> Tensor:
+    """Sums of latents times W_UV: → [T, H * v]."""
+    out_THv = u_THr.new_empty(*u_THr.shape[:2], uv_HRv.shape[2])
+    torch.bmm(u_THr.transpose(0, 1), uv_HRv, out=out_THv.transpose(0, 1))
+    return out_THv.flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDecoder:
+    """Own kernels."""
+
+    heads: int
+    rank: int
+    scale: float
+    fp8: bool
+
+    def prepare(self, rows: Rows) -> None:
+        return None
+
+    def attend(
+        self,
+        query_THD: Tensor,
+        plane_PSD: Tensor,
+        plane_scale: Tensor | None,
+        uv_HRv: Tensor,
+        rows: Rows,
+        prepared: None,
+    ) -> Tensor:
+        tokens = len(query_THD)
+        partial, lse = triton.decode(
+            query_THD,
+            plane_PSD,
+            rows.table_RL,
+            rows.positions_T,
+            scale=self.scale,
+            rank=self.rank,
+            splits=triton.splits_for(tokens, self.heads, rows.reach, rows.query),
+            query=rows.query,
+            plane_scale=plane_scale,
+        )
+        if tokens <= triton.MERGE_UP_TOKENS:
+            return triton.merge_up(partial, lse, uv_HRv)
+        return raised(triton.merge(partial, lse, query_THD.dtype), uv_HRv)
+
+
+class FlashSchedule(NamedTuple):
+    """lengths_R int32: of each row's context, its tokens of this step included. made: the library's."""
+
+    lengths_R: Tensor
+    made: ext.Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class FlashMlaDecoder:
+    """FlashMLA. Of an e4m3 plane it takes e4m3 queries too: they are scaled by their largest number."""
+
+    heads: int
+    rank: int
+    scale: float
+    fp8: bool
+
+    def prepare(self, rows: Rows) -> FlashSchedule:
+        lengths_R = (rows.positions_T[rows.query - 1 :: rows.query] + 1).to(torch.int32)
+        made = ext.schedule_fp8(lengths_R, rows.query * self.heads) if self.fp8 else ext.schedule()
+        return FlashSchedule(lengths_R, made)
+
+    def attend(
+        self,
+        query_THD: Tensor,
+        plane_PSD: Tensor,
+        plane_scale: Tensor | None,
+        uv_HRv: Tensor,
+        rows: Rows,
+        prepared: FlashSchedule,
+    ) -> Tensor:
+        query_scale = None
+        if plane_scale is None:
+            # its bf16 kernel starts when the one before it lets others start, and does not wait for what that still writes, queries and latents:
+            # a kernel that does wait, and lets nobody start, must stand between
+            prepared.lengths_R.add_(0)
+        else:
+            query_scale = (query_THD.abs().amax().float() / FP8_MAX).clamp_min(1e-12).view(1)
+            query_THD = (query_THD / query_scale).to(plane_PSD.dtype)
+        u_THr, _ = ext.decode(
+            query_THD,
+            plane_PSD,
+            rows.table_RL[: len(prepared.lengths_R)],
+            prepared.lengths_R,
+            prepared.made,
+            scale=self.scale,
+            rank=self.rank,
+            query=rows.query,
+            query_scale=query_scale,
+            plane_scale=plane_scale,
+        )
+        # its last kernel joins splits; where there are none it ends at once, before the one that attends does. Who overlaps with it, as cuBLAS
+        # does too, waits for nothing: so what comes next must not
+        return triton.up(u_THr, uv_HRv, overlap=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BySizeDecoder:
+    """Own kernels for few tokens, where FlashMLA's schedule and its joining of splits cost more than they save; FlashMLA beyond."""
+
+    own: TritonDecoder
+    library: FlashMlaDecoder
+
+    def prepare(self, rows: Rows) -> FlashSchedule | None:
+        return None if len(rows.positions_T) < FLASHMLA_TOKENS else self.library.prepare(rows)
+
+    def attend(
+        self,
+        query_THD: Tensor,
+        plane_PSD: Tensor,
+        plane_scale: Tensor | None,
+        uv_HRv: Tensor,
+        rows: Rows,
+        prepared: FlashSchedule | None,
+    ) -> Tensor:
+        given = query_THD, plane_PSD, plane_scale, uv_HRv, rows
+        return self.own.attend(*given, None) if prepared is None else self.library.attend(*given, prepared)
+
+
+def triton_prefill(
+    query_THq: Tensor,
+    latents_SD: Tensor,
+    uk_HnR: Tensor,
+    uv_HRv: Tensor,
+    query_starts_R1: Tensor,
+    context_starts_R1: Tensor,
+    *,
+    max_query: int,
+    max_context: int,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Own kernel, which takes the key that all heads share as it is, and needs no bound of the context."""
+    heads, nope, rank = uk_HnR.shape
+    latent_Sr, rope_Sc = latents_SD[:, :rank], latents_SD[:, rank:]
+    key_SHn = torch.mm(latent_Sr, uk_HnR.view(-1, rank).t()).view(-1, heads, nope)
+    given = query_THq, key_SHn, rope_Sc, _values(latent_Sr, uv_HRv), query_starts_R1, context_starts_R1
+    return triton.prefill(*given, max_query=max_query, scale=scale, causal=causal)
+
+
+def fa3_prefill(
+    query_THq: Tensor,
+    latents_SD: Tensor,
+    uk_HnR: Tensor,
+    uv_HRv: Tensor,
+    query_starts_R1: Tensor,
+    context_starts_R1: Tensor,
+    *,
+    max_query: int,
+    max_context: int,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention 3, which wants each head's key in one piece: the product is written where it belongs, the shared key beside it."""
+    heads, nope, rank = uk_HnR.shape
+    latent_Sr, rope_Sc = latents_SD[:, :rank], latents_SD[:, rank:]
+    key_SHq = latents_SD.new_empty(len(latents_SD), heads, nope + rope_Sc.shape[1])
+    every_head = latent_Sr.unsqueeze(0).expand(heads, -1, -1)
+    torch.bmm(every_head, uk_HnR.transpose(1, 2), out=key_SHq[..., :nope].transpose(0, 1))
+    key_SHq[..., nope:] = rope_Sc.unsqueeze(1)
+    return fa3.prefill(
+        query_THq,
+        key_SHq,
+        _values(latent_Sr, uv_HRv),
+        query_starts_R1,
+        context_starts_R1,
+        max_query=max_query,
+        max_context=max_context,
+        scale=scale,
+        causal=causal,
+    )
+
+
+def _values(latent_Sr: Tensor, uv_HRv: Tensor) -> Tensor:
+    """[S, H, v]. uv_HRv: a view of [H, v, r], so that all heads are one product."""
+    heads, rank, width = uv_HRv.shape
+    return torch.mm(latent_Sr, uv_HRv.transpose(1, 2).view(-1, rank).t()).view(-1, heads, width)
+
+
+def by_size(heads: int, rank: int, scale: float, fp8: bool) -> BySizeDecoder:
+    return BySizeDecoder(TritonDecoder(heads, rank, scale, fp8), FlashMlaDecoder(heads, rank, scale, fp8))
+
+
+DECODERS: dict[str, Callable[..., Decoder]] = {
+    "triton": TritonDecoder,
+    "flashmla": FlashMlaDecoder,
+    "triton+flashmla": by_size,
+}
+PREFILLS: dict[str, Prefill] = {"triton": triton_prefill, "fa3": fa3_prefill}
+
+
+def decoder(backend: str, heads: int, rank: int, scale: float, fp8: bool) -> Decoder:
+    """The backend of this name for a model's decode rows. fp8: whether its latents are e4m3."""
+    return DECODERS[backend](heads, rank, scale, fp8)

@@ -1,0 +1,109 @@
+"""What is recorded as CUDA graphs: the part of the resolver's decisions that goes by numbers of rows and tokens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+
+from thalweg.config.options import Config
+from thalweg.core.errors import CannotServe
+from thalweg.core.kernels import KernelChoice
+from thalweg.launch.backends import DECODE
+from thalweg.launch.ledger import Ledger, source
+
+MOST_RECORDED = 256  # rows; larger steps wait for the device longer than for Python
+MOST_PIECES = 2048  # tokens; a larger step keeps the device busy longer than Python takes to launch it
+WHOLE = ("full", "full_decode_only", "full_and_piecewise")
+IN_PIECES = ("piecewise", "full_and_piecewise")
+AUTO_WHY = "decode steps whole, up to {} tokens of others in pieces: beyond, the device is busier than Python"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """rows: of whole steps. tokens: of the static parts of others. mixed: whether prompt tokens may be rows of a whole step."""
+
+    rows: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    mixed: bool = False
+
+
+def decide_graphs(
+    config: Config, device: str, kernels: KernelChoice, slots: int, budget: int, ledger: Ledger
+) -> GraphPlan:
+    """Decides and notes it. slots: running requests at most. budget: tokens of a step. Raises CannotServe."""
+    wish = config.load
+    mode = wish.cuda_graph_mode
+    cannot = _cannot(device, kernels)
+    if cannot:
+        if mode not in (None, "none"):
+            raise CannotServe(f"cuda_graph_mode: {mode}, but {cannot}; use --cuda-graph-mode none")
+        ledger.note("cuda_graph_mode", "none", *source(mode is not None, cannot))
+        return GraphPlan()
+    mode = ledger.take("cuda_graph_mode", mode, "full_and_piecewise", AUTO_WHY.format(min(budget, MOST_PIECES)))
+    rows = _rows(config, slots, ledger) if mode in WHOLE else ()
+    tokens = _tokens(config, budget, ledger) if mode in IN_PIECES else ()
+    return GraphPlan(rows, tokens, mixed=mode == "full")
+
+
+def _cannot(device: str, kernels: KernelChoice) -> str:
+    """Why there can be no graphs, "" where there can."""
+    if device == "cpu":
+        return "a CPU has none"
+    return "" if True in DECODE[kernels.decode].graphs else f"{kernels.decode} attention reads lengths on the host"
+
+
+def _rows(config: Config, slots: int, ledger: Ledger) -> tuple[int, ...]:
+    wish = config.load
+    most = min(wish.cuda_graph_max_bs or min(slots, MOST_RECORDED), slots)
+    made = tuple(wish.cuda_graph_bs) or buckets(most)
+    if any(rows < 1 or rows > slots for rows in made):
+        raise CannotServe(f"cuda_graph_bs: {list(made)} must lie between 1 and --max-running-requests, {slots}")
+    made = tuple(sorted(set(made)))
+    ledger.note("cuda_graph_bs", _listed(made), *source(bool(wish.cuda_graph_bs), "rows of recorded decode steps"))
+    return made
+
+
+def _tokens(config: Config, budget: int, ledger: Ledger) -> tuple[int, ...]:
+    wish = config.load.piecewise_cuda_graph_tokens
+    made = tuple(sorted(set(wish))) or token_buckets(min(budget, MOST_PIECES))
+    if any(tokens < 1 or tokens > budget for tokens in made):
+        raise CannotServe(
+            f"piecewise_cuda_graph_tokens: {list(made)} must lie between 1 and the tokens of a step, {budget}"
+        )
+    why = "tokens of steps whose static parts are recorded"
+    ledger.note("piecewise_cuda_graph_tokens", _listed(made), *source(bool(wish), why))
+    return made
+
+
+def decide_compile(config: Config, device: str, kernels: KernelChoice, ledger: Ledger) -> None:
+    """Whether torch.compile is used at all, noted. Raises CannotServe."""
+    wish = config.load.torch_compile
+    if wish and kernels.decode != "reference":
+        raise CannotServe(
+            f"torch_compile: with {kernels.decode} attention a model runs on kernels that are compiled already; use "
+            "--attention-backend reference, or leave it off"
+        )
+    if wish and device == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise CannotServe(
+            "torch_compile: on a CPU it needs a C++ compiler, and there is no g++; install one, name it in CXX, or leave it off"
+        )
+    ledger.note("torch_compile", wish, *source(wish, "recorded steps are faster"))
+
+
+def _listed(counts: tuple[int, ...]) -> str:
+    return ",".join(map(str, counts))
+
+
+def buckets(most: int) -> tuple[int, ...]:
+    """Numbers of rows that graphs are made for: 1, 2, 4, then every eighth up to 256, then every thirty-second. Over 1 to 256 rows the
+    mean of (bucket - rows) / bucket is 4.9 %."""
+    steps = [1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(288, most + 1, 32)]
+    return tuple(sorted({min(step, most) for step in steps} | {most}))
+
+
+def token_buckets(most: int) -> tuple[int, ...]:
+    """Numbers of tokens that pieces are made for: up to 256 in small steps, then every 128th, since matrix products compute tiles of 128 rows
+    anyway; and `most` itself."""
+    steps = [16, 32, 48, 64, 96, 128, 192, *range(256, most + 1, 128)]
+    return tuple(sorted({step for step in steps if step < most} | {most}))

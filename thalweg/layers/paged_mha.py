@@ -1,0 +1,110 @@
+"""Latent attention without its latents on a GPU: each token is decompressed once and attended to as any other model's. An ablation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thalweg.config.model import ModelFacts
+from thalweg.kernels.gqa import triton as gqa
+from thalweg.kernels.norm.triton import Normed
+from thalweg.kernels.rope import triton as rope
+from thalweg.layers.fused import Matmul
+from thalweg.layers.paged import MakeLinear, PagedStep
+from thalweg.layers.paged_mla import PagedMla
+
+WIDTH = 256  # of a head in the planes: keys of 192 and values of 128 dims, zeros behind them
+
+
+class PagedMha(PagedMla):
+    """See `PagedMla`, whose parameters these are. Keeps a key and a value of `WIDTH` dims for each head."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        layer: int,
+        linear: MakeLinear,
+        dtype: torch.dtype,
+        device: torch.device,
+        matmul: Matmul,
+        deterministic: bool,
+    ) -> None:
+        super().__init__(facts, layer, linear, dtype, device)
+        self.matmul, self.deterministic = matmul, deterministic
+
+    def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
+        query_THd = query_TX.view(len(query_TX), self.heads, -1)
+        query_THw = self._store(query_THd, latent_TD, step)
+        parts = [self._decode(query_THw[: step.decode], step)] if step.decode else []
+        if step.rest is not None:
+            rest = step.rest
+            table, positions = step.batch.table_RP[rest.row :], step.batch.positions_T[rest.token :]
+            parts.append(self._causal(query_THw[rest.token :], table, positions, rest.starts_R1, rest.longest, step))
+        out_THw = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out_THw[..., : self.v].flatten(1)
+
+    def observe(self, x_TH: Tensor | Normed, step: PagedStep) -> None:
+        latent_TD = self.down.forward(x_TH)[:, self.down_query :]
+        self._store(latent_TD.new_empty(len(latent_TD), 0, self.nope + self.rope), latent_TD, step)
+
+    def _store(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep) -> Tensor:
+        """Stores the tokens' keys and values; → their queries, rotated, [T, H, WIDTH]."""
+        latent_Tr = self.latent_norm.forward(latent_TD[:, : self.rank])
+        uk, uv = self.uk.view(-1, self.rank), self.uv.transpose(1, 2).reshape(-1, self.rank)
+        key_SHw, value_SHw = (
+            step.planes.tokens(name, self.layer).view(-1, self.heads, WIDTH) for name in ("key", "value")
+        )
+        return rope.mha_write(
+            query_THd,
+            self.matmul(latent_Tr, uk, None, None, None).view(-1, self.heads, self.nope),
+            self.matmul(latent_Tr, uv, None, None, None).view(-1, self.heads, self.v),
+            latent_TD[:, self.rank :],
+            step.cos_SC,
+            step.sin_SC,
+            step.batch.positions_T,
+            step.batch.write_T,
+            key_SHw,
+            value_SHw,
+            key_scale=step.planes.scale("key", self.layer),
+            value_scale=step.planes.scale("value", self.layer),
+        )
+
+    def _pages(self, step: PagedStep) -> tuple[Tensor, Tensor]:
+        key, value = (step.planes.paged(name, self.layer) for name in ("key", "value"))
+        heads = (*key.shape[:2], self.heads, WIDTH)
+        return key.view(heads), value.view(heads)
+
+    def _decode(self, query_THw: Tensor, step: PagedStep) -> Tensor:
+        """Rows of one length: → [T, H, WIDTH]."""
+        positions, table = step.batch.positions_T[: step.decode], step.batch.table_RP
+        if self.deterministic:
+            starts = torch.arange(0, step.decode + 1, step.query, dtype=torch.int32, device=query_THw.device)
+            return self._causal(query_THw, table[: len(starts) - 1], positions, starts, step.query, step)
+        partial, lse = gqa.decode(
+            query_THw,
+            *self._pages(step),
+            table,
+            positions,
+            scale=self.scale,
+            splits=gqa.splits_for(step.decode, self.heads, self.heads, step.reach, step.query),
+            query=step.query,
+            key_scale=step.planes.scale("key", self.layer),
+            value_scale=step.planes.scale("value", self.layer),
+        )
+        return gqa.merge(partial, lse, query_THw.dtype)
+
+    def _causal(
+        self, query_THw: Tensor, table: Tensor, positions: Tensor, starts: Tensor, longest: int, step: PagedStep
+    ) -> Tensor:
+        """Rows of any length: → [T, H, WIDTH]."""
+        return gqa.prefill(
+            query_THw,
+            *self._pages(step),
+            table,
+            positions,
+            starts,
+            max_query=longest,
+            scale=self.scale,
+            key_scale=step.planes.scale("key", self.layer),
+            value_scale=step.planes.scale("value", self.layer),
+        )

@@ -1,0 +1,129 @@
+"""Prefill and mixed steps as CUDA graphs in pieces: for each bucket of tokens one graph of everything between two attentions.
+
+Lengths and pages differ from step to step, so attention runs eagerly between the graphs; all else depends on the number of tokens alone. That
+is filled up to a bucket: padding is token 0 in no expert, and attention does not see it. A layer's projections, experts and norms, which
+took Python a launch each, become one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.batch import Attend, Batch, Extent, Group
+from thalweg.core.plan import PAGE
+from thalweg.memory.planes import Planes
+from thalweg.models.base import Model
+from thalweg.runner.tape import Tape, borrow
+
+
+class Piece(NamedTuple):
+    """A graph up to an attention. inputs: what it leaves for that, [T, ...]."""
+
+    graph: torch.cuda.CUDAGraph
+    attend: Attend
+    inputs: tuple[Tensor, ...]
+
+
+class Shared:
+    """What the graphs of all buckets read and write: ids and reality of the tokens, and what attention returns. All buckets use its first rows,
+    so the largest is recorded first."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.ids_T = torch.zeros(most, dtype=torch.int64, device=device)
+        self.real_T = torch.zeros(most, dtype=torch.bool, device=device)
+        self.out_TX: Tensor | None = None
+
+    def out(self, like_TX: Tensor) -> Tensor:
+        """Where the attention whose result is `like` puts it."""
+        if self.out_TX is None:
+            self.out_TX = like_TX.new_zeros(len(self.ids_T), *like_TX.shape[1:])
+        return self.out_TX[: len(like_TX)]
+
+
+class Cutter:
+    """A seam that ends the recording before each attention and begins another behind it."""
+
+    def __init__(self, tape: Tape, shared: Shared) -> None:
+        self.tape, self.shared = tape, shared
+        self.pieces: list[Piece] = []
+
+    def __call__(self, attend: Attend, step: Any, *inputs: Tensor) -> Tensor:
+        graph = self.tape.end()
+        self.pieces.append(Piece(graph, attend, tuple(map(borrow, inputs))))
+        graph.replay()  # attention compiles and warms up on numbers, not on what the memory held before
+        out_TX = self.shared.out(attend(step, *inputs))
+        self.tape.begin()
+        return out_TX
+
+
+class Pieces:
+    """The recorded forward of `tokens` tokens."""
+
+    def __init__(self, tokens: int, model: Model, shared: Shared) -> None:
+        self.tokens, self.model = tokens, model
+        self.ids_T, self.real_T, self.shared = shared.ids_T[:tokens], shared.real_T[:tokens], shared
+        self.pieces: list[Piece] = []
+
+    def record(self, planes: Planes, context: int, tape: Tape) -> None:
+        """One eager run, in which kernels compile and libraries make their handles, then the recording. All is padding."""
+        self.model.forward(_padding(self.ids_T, self.real_T, context), planes)
+        cutter = Cutter(tape, self.shared)
+        batch = _padding(self.ids_T, self.real_T, context, cutter)
+        tape.begin()
+        hidden_TH = self.model.forward(batch, planes)
+        self.last = tape.end()
+        self.hidden_TH, self.pieces = borrow(hidden_TH), cutter.pieces
+
+    def forward(self, batch: Batch, planes: Planes) -> Tensor:
+        count = len(batch.ids_T)
+        self.ids_T[:count] = batch.ids_T
+        self.real_T[:count] = batch.real_T
+        if count < self.tokens:
+            self.ids_T[count:] = 0
+            self.real_T[count:] = False
+        step, out_TX = self.model.steps.step(batch, planes), self.shared.out_TX
+        assert out_TX is not None, "the recording made it"
+        for graph, attend, inputs in self.pieces:
+            graph.replay()
+            out_TX[:count] = attend(step, *[x[:count] for x in inputs])
+        self.last.replay()
+        return self.hidden_TH[:count]
+
+
+class Piecewise:
+    """Runs a step from the smallest bucket that holds its tokens, and eagerly beyond the largest."""
+
+    def __init__(self, model: Model, recorded: Sequence[Pieces]) -> None:
+        self.model, self.recorded = model, sorted(recorded, key=lambda one: one.tokens)
+
+    def forward(self, batch: Batch, planes: Planes) -> Tensor:
+        tokens = len(batch.ids_T)
+        for one in self.recorded:
+            if one.tokens >= tokens:
+                return one.forward(batch, planes)
+        return self.model.forward(batch, planes)
+
+
+def _padding(ids_T: Tensor, real_T: Tensor, context: int, *seam: Cutter) -> Batch:
+    """A step of padding, as rows of a prompt as long as the context lets them be."""
+    tokens, device = len(ids_T), ids_T.device
+    longest = min(tokens, context)
+    lengths = [longest] * (tokens // longest) + [rest for rest in [tokens % longest] if rest]
+    starts = [0, *accumulate(lengths)]
+    zeros_T = torch.zeros(tokens, dtype=torch.int64, device=device)
+    return Batch(
+        ids_T,
+        zeros_T,
+        zeros_T,
+        torch.zeros(len(lengths), -(-longest // PAGE), dtype=torch.int32, device=device),
+        real_T,
+        zeros_T[:1],
+        tuple(Group(row, 1, starts[row], length, length) for row, length in enumerate(lengths)),
+        tuple(Extent(length, length) for length in lengths),
+        *seam,
+    )
