@@ -13,7 +13,6 @@ from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.core.messages import UpdateWeights
 from thalweg.engine.profile import Hands, Profiler
 from thalweg.models.one_by_one import OneByOne
-from thalweg.models.traced import Traced
 from thalweg.runner.runner import Runner
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Safetensors
@@ -23,15 +22,12 @@ log = logging.getLogger("thalweg.engine")
 
 
 class Workshop:
-    """The `loop.Workshop` of a rank. Weights are replaced in place, so CUDA graphs follow; a CPU's recorded steps do not, and
-    its steps run unrecorded from then on."""
+    """The `loop.Workshop` of a rank. Weights are replaced in place, which recorded steps follow, a CPU's and CUDA graphs."""
 
     def __init__(self, runner: Runner, hands: Hands) -> None:
         self.profiler = Profiler(hands, runner.planes.device.type == "cuda")
         self.facts = runner.model.facts
         self.model = runner.model.model if isinstance(runner.model, OneByOne) else runner.model
-        steps = runner.steps.model if isinstance(runner.steps, OneByOne) else runner.steps
-        self.recorded = steps if isinstance(steps, Traced) else None
 
     def weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
         """Reads all headers; what it returns writes, and says how many tensors of how many. alive: called for every tensor. Raises InvalidRequest."""
@@ -49,8 +45,6 @@ class Workshop:
         def write() -> tuple[int, int]:
             with opened:
                 load(module, table, stream, block, lambda done, total: alive(), partial=True)
-            if self.recorded is not None:
-                self.recorded.stop()
             log.info("%d of %d tensors replaced, from %s", held, of, folder)
             return held, of
 

@@ -2,8 +2,8 @@
 
 A decode step of a small model is some 500 operations of 1 to 3 µs each, and more than half of that is Python. TorchScript records them
 once and replays them without: the bundled model's step for one row went from 2.6 to 1.5 ms (torch 2.13, one EPYC core), bit for bit
-the same. A program is good for any context: page tables of any width enter as an input, and so do the planes, which it writes. Weights are
-its constants. Larger batches spend their time in the operations themselves and are left as they are.
+the same. A program is good for any context: page tables of any width enter as an input, and so do the planes, which it writes; weights that are
+changed in place are followed. Larger batches spend their time in the operations themselves and are left as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from typing import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thalweg.attention.selection import best
 from thalweg.batch.batch import Batch, Group
@@ -50,7 +50,6 @@ class Traced:
         self._memory: tuple[Tensor, ...] = ()
         self._seen: dict[tuple[int, bool], int] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
-        self._stopped = False
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         return self.model.planes()
@@ -60,11 +59,6 @@ class Traced:
 
     def table(self) -> Table:
         return self.model.table()
-
-    def stop(self) -> None:
-        """Runs no recorded step any more: to be called when weights have changed, which are constants of the programs, merged where they were equal.
-        Nor are there new ones: TorchScript never lets go of a program, which is 100 MB each time for the bundled model."""
-        self._programs, self._stopped = {}, True
 
     @torch.inference_mode()
     def record(self, planes: Planes) -> None:
@@ -81,7 +75,7 @@ class Traced:
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         group = batch.groups[0]
-        if len(batch.groups) > 1 or group.query > 1 or group.rows > ROWS or self._stopped:
+        if len(batch.groups) > 1 or group.query > 1 or group.rows > ROWS:
             return self.model.forward(batch, planes)
         if planes is not self._planes:
             self._seen, self._programs = {}, {}
@@ -103,21 +97,30 @@ class Traced:
         groups = (Group(0, rows, 0, 1, reach),)
         inputs = (*_inputs(batch, batch.groups[0]), *self._memory)
 
-        # written: the sink and the planes' own tensors; that they are inputs keeps TorchScript from dropping what only writes
-        def step(
-            ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor
-        ) -> Tensor:
-            return self.model.forward(Batch(ids_T, positions_T, write_T, table_RP, real_T, ids_T, groups), planes)
-
         with warnings.catch_warnings():
             # Python values that are constants of this kind of step; and torch prefers torch.compile, which needs a C++ compiler here
             warnings.simplefilter("ignore")
             program: Program = torch.jit.trace(  # type: ignore[no-untyped-call]
-                step, inputs, check_trace=False
+                _Step(self.model, groups, planes), inputs, check_trace=False
             )
         for _ in range(2):  # TorchScript optimises in its first runs; they write what the step itself writes
             program(*inputs)
         return program
+
+
+class _Step(nn.Module):
+    """A step as a module that holds the model: TorchScript then refers to its parameters. Of a plain function they would be constants, copied, merged
+    where they are equal, and never freed."""
+
+    def __init__(self, model: Model, groups: tuple[Group, ...], planes: Planes) -> None:
+        super().__init__()
+        self.model, self.groups, self.planes = model, groups, planes
+
+    # written: the sink and the planes' own tensors; that they are inputs keeps TorchScript from dropping what only writes
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor
+    ) -> Tensor:
+        return self.model.forward(Batch(ids_T, positions_T, write_T, table_RP, real_T, ids_T, self.groups), self.planes)
 
 
 def _inputs(batch: Batch, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
