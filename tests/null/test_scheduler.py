@@ -70,6 +70,10 @@ def test_prompts_beside_decoding_rows_get_what_the_table_says() -> None:
     assert b.limits.prompt_tokens(2, 30) == 9 and b.limits.prompt_tokens(5, 27) == 6
     assert b.limits.prompt_tokens(30, 7) == 5, "prompts go on beside however many rows"
     assert b.limits.prompt_tokens(30, 2) == 2, "never more than the budget leaves"
+    few = brain(budget=32, beside=((3, 1),), context=60).limits
+    assert few.prompt_tokens(5, 27) == 1, (
+        "one at least, and no less than none, where the table has fewer tokens than rows"
+    )
 
 
 def test_what_stands_beside_decoding_rows_is_checked() -> None:

@@ -45,7 +45,7 @@ class Limits:
         allowed = left
         for rows, tokens in self.beside:
             if rows <= decoding:
-                allowed = max(tokens - (self.budget - left), (tokens - rows + 1) // 2)
+                allowed = max(tokens - (self.budget - left), (tokens - rows + 1) // 2, 1)
         return min(allowed, left)
 
 
