@@ -1,7 +1,7 @@
 """Prefill on one GPU, by kernel: `python benchmarks/gpu/prefill.py FOLDER [flags of thalweg serve]`.
 
 8,192 tokens as one prompt and as 8 of 1,024, random weights, through the engine's own loop: the best of three steps against the floor of
-`thalweg.bench.floors` with the ceilings of the same run, then where one step's time goes, from torch's profiler. Writes
+`thalweg.launch.planning.floors` with the ceilings of the same run, then where one step's time goes, from torch's profiler. Writes
 $OUT/prefill_FOLDER.json (OUT: the current folder if unset).
 """
 
@@ -19,12 +19,13 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from thalweg.bench import ceilings, floors
+from thalweg.bench import ceilings
 from thalweg.bench.in_process import Tokens, random_batch, start, time_batch
 from thalweg.config.args import config_parser, parse_config
 from thalweg.config.model import read_facts
 from thalweg.config.tree import replace
 from thalweg.engine.local import LocalEngine
+from thalweg.launch.planning import floors
 
 CASES = ((1, 8192), (8, 1024), (1, 1024))
 SHOWN = 22

@@ -3,8 +3,10 @@
     python benchmarks/gpu/soak.py MODEL [--seconds 300] [--load-format dummy] [--result-filename FILE] [--flags of thalweg serve]
 
 Requests of random lengths wait all the time; their sampling asks for everything that takes memory (truncation, penalties, log-probabilities of
-outputs and prompts), and now and then one is as long as the context. Reported are the least memory that was free, torch's peaks, how often its
-allocator had to give back and try again, preemptions, and tokens."""
+outputs and prompts), and now and then one is as long as the context. Reported are the least memory that was free beside the stated reserve,
+torch's peaks, how often its allocator had to give back and try again, preemptions, and tokens. At the end all requests are aborted, and what is
+left of them is reported: pages, slots, and what torch has allocated beyond the start. Ends with 1 where memory ran out, even if the
+allocator found some at the second try, or anything is left."""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ from thalweg.bench.results import provenance, write
 from thalweg.config.args import config_parser, parse_config
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
+from thalweg.engine.memory import RESERVE
 
 QUEUE = 64  # requests that wait beside those that run
+BYTES = (
+    64 << 20
+)  # that may be allocated at the end beyond the start: workspaces of libraries that a request was the first to need
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -49,20 +55,26 @@ def request(rng: random.Random, draw: Any, context: int) -> tuple[tuple[int, ...
     return tuple(draw(rng, length)), SamplingParams(max_tokens=output, ignore_eos=True, **kind)
 
 
-def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str, object]:
+def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str, Any]:
     """Keeps the queue full for so long."""
     rng, scheduler = random.Random(seed), engine.loop.scheduler
     torch.cuda.reset_peak_memory_stats()
     device_free = least = torch.cuda.mem_get_info()[0]
+    held, before = torch.cuda.memory_allocated(), torch.cuda.memory_stats()
     submitted = ended = tokens = steps = 0
+    uids: set[int] = set()
     begun, said = time.monotonic(), 0.0
     while (passed := time.monotonic() - begun) < seconds:
         while submitted - ended < engine.settings.slots + QUEUE:
             prompt, params = request(rng, draw, engine.context)
-            submitted += len(engine.submit(prompt, params))
+            made = engine.submit(prompt, params)
+            submitted += len(made)
+            uids.update(made)
         for delta in engine.step():
             tokens += len(delta.tokens)
-            ended += bool(delta.finish)
+            if delta.finish:
+                ended += 1
+                uids.discard(delta.uid)
         steps += 1
         if steps % 16 == 0:
             least = min(least, torch.cuda.mem_get_info()[0])
@@ -73,6 +85,7 @@ def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str,
                 flush=True,
             )
     elapsed, stats, memory = time.monotonic() - begun, scheduler.stats(0.0), torch.cuda.memory_stats()
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return {
         "seconds": elapsed,
         "requests": ended,
@@ -84,11 +97,30 @@ def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str,
         "pages": engine.settings.pages,
         "free_at_start": device_free,
         "free_at_least": least,
-        "peak_allocated": torch.cuda.max_memory_allocated(),
-        "peak_reserved": torch.cuda.max_memory_reserved(),
-        "allocator_retries": memory["num_alloc_retries"],
-        "out_of_memory": memory["num_ooms"],
+        "reserve": RESERVE,
+        "peak_allocated": peaks[0],
+        "peak_reserved": peaks[1],
+        "allocator_retries": memory["num_alloc_retries"] - before["num_alloc_retries"],
+        "out_of_memory": memory["num_ooms"] - before["num_ooms"],
         "arithmetic": json.loads(engine.settings.report)["pages"]["reason"],
+        "left": left(engine, uids, held),
+    }
+
+
+def left(engine: LocalEngine, uids: set[int], held: int) -> dict[str, int]:
+    """What is left of all requests once these, the running and waiting ones, are aborted. held: bytes that were allocated before the first."""
+    engine.abort(tuple(uids))
+    while not engine.idle:
+        engine.step()
+    engine.flush_cache()
+    engine.step()
+    torch.cuda.synchronize()
+    scheduler = engine.loop.scheduler
+    return {
+        "pages": scheduler.books.total - len(scheduler.books.free),
+        "requests": len(scheduler.requests),
+        "slots": len(scheduler.live),
+        "bytes": torch.cuda.memory_allocated() - held,
     }
 
 
@@ -103,9 +135,14 @@ def main(argv: Sequence[str]) -> int:
     found = soak(engine, vocabulary.draw, parsed.rest.seconds, parsed.rest.soak_seed)
     for name, value in found.items():
         print(f"{name:>24}  {value}")
+    remains = {name: count for name, count in found["left"].items() if count > (BYTES if name == "bytes" else 0)}
+    failed = bool(remains or found["out_of_memory"] or found["allocator_retries"])
+    print("FAILED" if failed else "ok", remains or "")
     if parsed.rest.result_filename is not None:
-        write(parsed.rest.result_filename, found | provenance("soak", list(argv), configuration(resolved)))
-    return 0
+        about = provenance("", [], configuration(resolved))
+        about["command"] = f"python benchmarks/gpu/soak.py {Path(resolved.path).name} --seconds {parsed.rest.seconds:g}"
+        write(parsed.rest.result_filename, found | about)
+    return int(failed)
 
 
 if __name__ == "__main__":

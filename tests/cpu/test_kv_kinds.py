@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,22 @@ from torch import Tensor
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.config.model import facts_of, read_facts
+from thalweg.config.model import ModelFacts, facts_of, read_facts
 from thalweg.core.errors import CannotServe
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.selfcheck import Probe, probes, settled
 from thalweg.engine.settings import EngineSettings
 from thalweg.layers.parts import ReferenceParts
+from thalweg.layers.sparse_mla import SparseMla
 from thalweg.llm import LLM
 from thalweg.memory.planes import FP8, FP8_MAX, decoded, encoded
 from thalweg.models import catalog
 from thalweg.models.base import Model
 from thalweg.models.traced import AFTER, traced
 from thalweg.weights.cache_scales import read_scales
+from thalweg.weights.loader import load
+from thalweg.weights.stream import Safetensors, fill_dummy
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 
@@ -63,6 +67,50 @@ def test_keys_and_values_give_what_latents_give(exact: Tensor) -> None:
     assert {spec.name for spec in kept.planes()} == {"key", "value", "index"}
     assert error(logits(kept, IDS, 120), exact) < 1e-4
     assert error(logits(kept, IDS, 40)[-110:], exact[-110:]) < 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class SparseParts(ReferenceParts):
+    """The reference's, put together as on a GPU."""
+
+    own_index: bool = True
+
+    def mla(self, facts: ModelFacts, layer: int, indexed: bool) -> SparseMla:  # type: ignore[override]
+        return SparseMla(facts, layer, indexed, self.linear, self.norm, self.dtype, self.device)
+
+
+def test_sparse_attention_beside_kernels_is_the_references(exact: Tensor) -> None:
+    """Whole, in chunks, token by token; layers that have an indexer, and such that go by another's choice."""
+    of = read_facts(FOLDER)
+    made = catalog.assemble(of, SparseParts(torch.float32, torch.device("cpu")))
+    assert isinstance(made, torch.nn.Module)
+    with Safetensors(FOLDER) as stream:
+        load(made, made.table(), stream, of.fp8_block)
+    for whole in (120, 40, 1):
+        assert error(logits(made, IDS, whole)[-30:], exact[-30:]) < 1e-5
+
+
+def test_layers_without_an_indexer_go_by_the_one_before() -> None:
+    of = facts_of(json.loads((FOLDER / "config.json").read_text()), "shared")
+    assert of.indexer is not None
+    of = replace(of, indexer=replace(of.indexer, full=(True, False, False, True)))
+    models = [catalog.assemble(of, kind(torch.float32, torch.device("cpu"))) for kind in (ReferenceParts, SparseParts)]
+    fill_dummy(models[0])
+    given = dict(models[0].named_parameters())
+    with torch.no_grad():
+        for name, parameter in models[1].named_parameters():
+            where, _, kind = name.rpartition(".attention.")
+            rank = of.mla.q_lora + of.mla.kv_lora + of.mla.rope
+            queries = of.heads * (of.mla.nope + of.mla.rope)
+            cut = {
+                "index_key.weight": ("down", slice(rank, None)),
+                "index_query.weight": ("up", slice(queries, None)),
+                "down.weight": ("down", slice(0, rank)),
+                "up.weight": ("up", slice(0, queries)),
+            }.get(kind)
+            parameter.copy_(given[name] if cut is None else given[f"{where}.attention.{cut[0]}.weight"][cut[1]])
+    plain, sparse = (logits(one, IDS, 120) for one in models)
+    assert error(sparse, plain) < 1e-5
 
 
 @pytest.mark.parametrize("latent", [True, False])

@@ -18,7 +18,7 @@ from thalweg.config.model import read_facts
 from thalweg.config.tree import config_of
 from thalweg.core.errors import CannotServe
 from thalweg.core.plan import PAGE, Needs
-from thalweg.engine import caches
+from thalweg.engine import caches, memory
 from thalweg.engine.kinds import ALL_NEEDS, few, fine, kinds, ladder, largest, reaches, samplings
 from thalweg.engine.memory import Graphs, Sums, settle
 from thalweg.engine.settings import EngineSettings
@@ -145,6 +145,33 @@ def test_pages_that_were_asked_for_are_given_or_refused() -> None:
 
 def test_graphs_are_predicted_from_one_bucket() -> None:
     assert Graphs(pool=500, driver=20).of(36) == 500 + 36 * 20
+
+
+def test_what_others_take_of_the_gpu_meanwhile_is_not_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory is the device's: a bucket that seems to take gigabytes is looked at again."""
+
+    class Runs:
+        recorded, steps, graphs = 0, None, None
+
+        def eager(self) -> None:
+            pass
+
+    def record(runner: Runs) -> int:
+        runner.recorded += 1
+        return 10
+
+    def expected(*taken: int) -> tuple[int, int]:
+        """(bytes, recordings) where what is free shrinks by these numbers from one recording to the next."""
+        left = iter([frees for take in taken for frees in (100 * GB, 100 * GB - take)])
+        monkeypatch.setattr(memory, "free", lambda device: next(left))
+        runs = Runs()
+        return memory._graphs(runs, record, torch.device("cpu")), runs.recorded  # type: ignore[arg-type]
+
+    few, much = 3 << 20, 2 * GB
+    assert expected(few) == (10 * few, 2)
+    assert expected(much, few) == (10 * few, 3)
+    assert expected(much, 3 * GB, much) == (10 * much, 4), "more than once is how it is"
+    assert expected(much, -GB) == (0, 3), "others gave back more than it took"
 
 
 def test_compilers_are_told_where_to_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

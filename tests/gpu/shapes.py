@@ -70,7 +70,11 @@ def folder(shape: str, path: Path) -> Path:
 
 def pair(shape: str, device: torch.device, choice: KernelChoice = KERNELS) -> tuple[Any, Any]:
     """(reference in float32, kernels in bf16) with the same random weights and kind of KV cache."""
-    of = facts(shape)
+    return twins(facts(shape), device, choice)
+
+
+def twins(of: ModelFacts, device: torch.device, choice: KernelChoice) -> tuple[Any, Any]:
+    """See `pair`."""
     kernels = catalog.assemble(of, KernelParts(torch.bfloat16, device, choice, of.fp8_block is not None))
     kept = KernelChoice(kv=choice.kv, latent=choice.latent)
     reference = catalog.assemble(of, ReferenceParts(torch.float32, device, choice=kept))
@@ -81,6 +85,8 @@ def pair(shape: str, device: torch.device, choice: KernelChoice = KERNELS) -> tu
         for name, parameter in reference.named_parameters():
             if ".shared." in name:
                 parameter.copy_(_shared(of, given, name))
+            elif (index := name.replace("down", "index_key").replace("up", "index_query")) != name and index in given:
+                parameter.copy_(torch.cat([_plain(given, name), _plain(given, index)]))
             else:
                 parameter.copy_(_plain(given, name)[: len(parameter)])
     return reference, kernels

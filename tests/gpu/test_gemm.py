@@ -19,6 +19,7 @@ if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
 
 from thalweg.kernels.gemm import triton as gemm
 from thalweg.kernels.norm.triton import Normed, rms_norm
+from thalweg.kernels.quantize.triton import quantize
 
 SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 EPS = 1e-6
@@ -102,3 +103,13 @@ def test_a_norm_is_the_same_computed_or_not() -> None:
     x, weight = draw(3, 2048).bfloat16(), draw(2048).abs()
     with torch.inference_mode():
         assert torch.equal(Normed(x, weight, EPS).rows(), rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 7168), (33, 1536), (130, 256)])
+def test_a_norm_quantised_at_once_is_the_same(rows: int, width: int) -> None:
+    x, weight = draw(rows, 2 * width).bfloat16()[:, :width], draw(width).abs()
+    with torch.inference_mode():
+        codes, scales = Normed(x, weight, EPS).codes()
+        apart, apart_scales = quantize(rms_norm(x, weight, EPS))
+    assert torch.equal(codes.view(torch.uint8), apart.view(torch.uint8)), f"TEST_SEED={SEED}"
+    assert torch.equal(scales, apart_scales), f"TEST_SEED={SEED}"

@@ -17,6 +17,9 @@ from thalweg.core.kernels import KernelChoice
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels.case import normal
+from thalweg.kernels.router import triton as routing
+from thalweg.layers import paged
+from thalweg.moe.router import Router
 
 pytest.importorskip("triton")
 STEPS: dict[str, list[Part]] = {
@@ -50,26 +53,82 @@ def choice(name: str) -> KernelChoice:
     return made
 
 
+class Routes:
+    """Which experts the reference and the kernels choose for each token of a forward, layer by layer."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.there: list[Tensor] = []
+        self.here: list[Tensor] = []
+        ask, route = Router.forward, routing.route
+
+        def of_reference(router: Router, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+            weights, ids = ask(router, x_TH)
+            self.there.append(ids.sort(1).values)
+            return weights, ids
+
+        def of_kernels(x: Any, weight: Tensor, bias: Tensor | None, rule: routing.Rule, *more: Any) -> routing.Routed:
+            routed = route(x, weight, bias, rule, *more)
+            self.here.append(routed.ids_TK[:, : rule.topk].long().sort(1).values)
+            return routed
+
+        patch.setattr(Router, "forward", of_reference)
+        patch.setattr(routing, "route", of_kernels)
+
+    def alike(self) -> Tensor:
+        """bool [T]: of the forwards since the last call, which tokens went to the same experts in all layers."""
+        same = torch.stack([(a == b).all(1) for a, b in zip(self.there, self.here, strict=True)]).all(0)
+        self.there, self.here = [], []
+        return same
+
+
 @pytest.mark.parametrize("shape", ["v2-lite", "v3"])
 @pytest.mark.parametrize("name", CHOICES)
-def test_logits_are_the_references(name: str, shape: str, cuda: torch.device) -> None:
-    """bf16 and FP8 weights: the bounds of test_models.py. A cache in FP8 rounds latents to 4 bits, 2.6 % in the mean square, in both models,
-    each from its own latents; FlashMLA also rounds queries and weights of keys."""
-    own = choice(name)
+def test_logits_are_the_references(name: str, shape: str, cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reasoned as in test_models.py, of the median token: 2 % with bf16 weights (seen: 0.9), 10 % with FP8 (seen: 6). A cache in FP8 rounds latents
+    to 4 bits, 2.6 % in the mean square, in both models, each from its own latents; FlashMLA also rounds queries and weights of keys.
+
+    The bounds are of rounding, and hold for tokens that go to the same experts. Where two experts nearly tie, rounding decides which one
+    computes, and that token's logits are some 0.3 apart: behind FP8's 5 % of error a router of 16 experts so turns 9 % of random tokens, and
+    in a step of three it may be two."""
+    own, routes, same, seen = choice(name), Routes(monkeypatch), 0, 0
     reference, kernels = pair(shape, cuda, own)
     there, here = planes(reference, cuda), planes(kernels, cuda)
-    generator, bound = torch.Generator().manual_seed(1), 0.15 if facts(shape).fp8_block else 0.02
+    generator, bound = torch.Generator().manual_seed(1), 0.1 if facts(shape).fp8_block else 0.02
     bound += 0.04 if own.kv else 0.0
     for step, rows in STEPS.items():
         plain, paged = batches(rows, cuda, generator, 1024)
         with torch.inference_mode():
             exact = reference.logits(reference.forward(plain, there)).double()
             got = kernels.logits(kernels.forward(paged, here)).double()
-        # the median token: a router's near tie decides otherwise for one now and then, whose error is then of size 1
-        error = float(((got - exact).norm(dim=1) / exact.norm(dim=1)).median())
-        print(f"{name}, {shape}, {step}: {error:.4f}, worst {float((got - exact).norm() / exact.norm()):.4f}")
         assert got.isfinite().all(), step
+        apart, alike = (got - exact).norm(dim=1) / exact.norm(dim=1), routes.alike()
+        same, seen = same + int(alike.sum()), seen + len(alike)
+        error = float(apart[alike].median()) if alike.any() else 0.0
+        whole = float((got - exact).norm() / exact.norm())
+        print(
+            f"{name}, {shape}, {step}: {error:.4f}, of all {whole:.4f}, {int(alike.sum())} of {len(alike)} tokens alike"
+        )
         assert error < bound, f"{step}: {error:.4f}"
+    assert same > 0.5 * seen, f"{same} of {seen} tokens go to the experts that the reference sends them to"
+
+
+@pytest.mark.parametrize("prefill", ["triton", "fa3"])
+def test_a_context_in_one_piece_or_in_chunks_is_the_same(
+    prefill: str, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = choice(prefill)
+    _, model = pair("v2-lite", cuda, own)
+    found = []
+    for chunk in (1 << 14, 128):
+        monkeypatch.setattr(paged, "CHUNK", chunk)
+        storage, generator = planes(model, cuda), torch.Generator().manual_seed(1)
+        for rows in ([(1, 0, 300), (8, 0, 90)], [(12, 0, 1), (1, 300, 200), (8, 90, 64), (20, 0, 30)]):
+            _, batch = batches(rows, cuda, generator, 1024)
+            with torch.inference_mode():
+                got = model.logits(model.forward(batch, storage)).double()
+        found.append(got)
+    apart = (found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)
+    assert float(apart.median()) < 0.02  # a token that rounding sends to another expert is farther off
 
 
 WAYS: dict[str, list[list[Part]]] = {

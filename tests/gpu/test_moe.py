@@ -98,7 +98,7 @@ def test_sort_is_stable_and_covers_every_pair_once(pairs: int, experts: int, blo
 
 
 @pytest.mark.parametrize("codes", [False, True])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 40, 300])
 def test_padding_changes_nothing_and_reads_nothing(tokens: int, codes: bool) -> None:
     """A token of padding keeps its residual, even where its activations are no numbers, and the others do not notice."""
     rule = Rule(6, 2, 1.0, 1, 1, "greedy", False, 1)
@@ -162,6 +162,20 @@ def test_ties_go_to_the_lower_id() -> None:
     routed = route(x, torch.ones(8, 256, device="cuda"), None, Rule(8, 3, 1.0, 1, 1, "greedy", False, 2))
     assert routed.ids_TK.tolist() == [[0, 1, 2, 8, 9]] * 2
     assert torch.allclose(routed.weights_TK, torch.tensor([0.125] * 3 + [1.0] * 2, device="cuda"))
+
+
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("tokens", [300, 1000])
+def test_tiles_of_shared_experts_stand_anywhere(tokens: int, codes: bool) -> None:
+    """Spread among the others or behind them: the same bits."""
+    rule = Rule(6, 2, 1.0, 1, 1, "greedy", False, 2)
+    weights, gate = drawn(8, 256, 128, codes), normal(draw(), 6, 256).cuda()
+    x, out = tokens_of(tokens, 256)
+    routed = route(x, gate, None, rule, torch.arange(tokens, device=x.device) % 7 > 0, quantise=codes)
+    spread, behind = out.clone(), out.clone()
+    add_experts_(spread, x, routed, weights)
+    add_experts_(behind, x, routed._replace(shared=0), weights)
+    assert not torch.equal(spread, out) and torch.equal(spread, behind), f"TEST_SEED={SEED}"
 
 
 def test_coverage_counts_routed_experts_only() -> None:

@@ -121,5 +121,6 @@ def test_the_cache_gets_what_is_free(cuda: torch.device, tmp_path: Path) -> None
     run(of, [tuple(range(1000)) * 3] * 8, [greedy] * 8, 1)
     pages = of.settings.pages
     del of
-    with pytest.raises(CannotServe, match="do not fit"):
+    torch.cuda.empty_cache()  # the resolver counts what the driver has left
+    with pytest.raises(CannotServe, match="do not fit|leaves no page"):
         engine(path, max_running_requests=8, chunked_prefill_size=1024, max_total_tokens=2 * pages * PAGE)

@@ -19,7 +19,8 @@ from thalweg.memory.planes import Planes
 
 TIE = 1e-20  # a position: far below any score's rounding. relu makes index scores of exactly 0 frequent; of those the latest are chosen,
 # so that a choice depends neither on how many candidates a prompt was cut to nor on the order of a top-k
-TILE_ELEMENTS = 1 << 24  # bounds what a tile's scores, or its gathered latents, may take: 64 MiB in float32
+# bounds what a tile's scores, or its gathered latents, may take: 64 MiB in float32; on a GPU, where every tile costs launches, 512 MiB
+TILE_ELEMENTS, TILE_ELEMENTS_ON_GPU = 1 << 24, 1 << 27
 
 
 class Tile(NamedTuple):
@@ -52,7 +53,8 @@ class Span:
         self._biases = {self.tiles[0]: self._make_bias(self.tiles[0])} if len(self.tiles) == 1 else {}
 
     def _tiles(self, work: Work) -> Iterator[Tile]:
-        step = max(TILE_ELEMENTS // (self.rows * max(work.pair * self.pages * PAGE, work.token)), 1)
+        most = TILE_ELEMENTS_ON_GPU if self.table_RP.is_cuda else TILE_ELEMENTS
+        step = max(most // (self.rows * max(work.pair * self.pages * PAGE, work.token)), 1)
         for start in range(0, self.query, step):
             stop = min(start + step, self.query)
             # positions are consecutive: a query token reaches no further than the group's reach less the tokens behind it

@@ -15,6 +15,7 @@ from thalweg.core.plan import PAGE, Needs, Row, StepPlan
 
 DENSE = 80  # tokens up to which every number is met
 DECODE_QUERY = 4  # more tokens of a row than this are a prompt's
+CHUNK = 1 << 14  # tokens of context up to which prompts' rows are attended to in one piece
 GREEDY = Needs()
 NEEDS = (
     Needs(random=True),
@@ -93,6 +94,9 @@ def kinds(slots: int, budget: int, context: int) -> Iterator[StepPlan]:
             yield plan([(start, n, True)])
             if slots > 1 and 2 * n <= most:
                 yield plan([(start, n, False), (0, n, True)])
+    rows = CHUNK // context + 1
+    if rows <= slots and 5 * rows <= most and context > 5:
+        yield plan([(context - 5, 5, False)] * rows)
     for rows, n, start in product([0, *few(slots - 1)], (5, 48, 300), (0, PAGE)):
         if 0 < rows <= most - n and start + n <= context:
             yield plan([(start + n - 1, 1, True)] * rows + [(start, n, True)])

@@ -14,6 +14,7 @@ import torch
 from thalweg.batch.slots import Slots
 from thalweg.core.amounts import size
 from thalweg.core.errors import CannotServe
+from thalweg.core.kernels import PLAIN
 from thalweg.core.plan import PAGE
 from thalweg.engine.kinds import largest
 from thalweg.engine.settings import EngineSettings
@@ -25,6 +26,10 @@ log = logging.getLogger("thalweg.engine")
 
 REFERENCE_CONTEXT = 8192  # tokens
 RESERVE = 1 << 30  # bytes that stay free: what fragments, and what others take on this GPU
+LIKELY = (
+    64 << 20
+)  # bytes of the driver for one recorded bucket that are believed at once: it takes some kB for each kernel
+LOOKS = 3  # at a bucket that seems to take more: free memory is the device's, and others on it come and go
 
 
 class Sums(NamedTuple):
@@ -98,8 +103,8 @@ def measure(
 
 
 def _step(settings: EngineSettings, runner: Runner, context: int, device: torch.device) -> int:
-    # the reference takes minutes over long contexts, and cuts them into tiles of one size
-    if settings.kernels.decode == "reference":
+    # plain torch takes minutes over long contexts, and cuts them into tiles of one size
+    if settings.kernels.decode in PLAIN:
         context = min(context, REFERENCE_CONTEXT)
     free(device)
     before = torch.cuda.memory_reserved(device)
@@ -117,16 +122,21 @@ def _step(settings: EngineSettings, runner: Runner, context: int, device: torch.
 
 
 def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.device) -> int:
-    if not record(runner):
-        return 0
-    runner.eager()  # the first recording brings what recordings need once, and is not what one more takes
-    before, held = free(device), torch.cuda.memory_reserved(device)
     buckets = record(runner)
-    after = free(device)
-    pool = torch.cuda.memory_reserved(device) - held
-    found = Graphs(pool, max(before - after - pool, 0))
+    if not buckets:
+        return 0
+    # the first recording brings what recordings need once, and is not what one more takes; it is kept, as the others are, since the driver gives
+    # what was an earlier one's to the next
+    kept = [(runner.steps, runner.graphs)]
+    found: list[Graphs] = []
+    while not found or (found[-1].driver > LIKELY and len(found) < LOOKS):
+        before, held = free(device), torch.cuda.memory_reserved(device)
+        record(runner)
+        kept.append((runner.steps, runner.graphs))
+        pool = torch.cuda.memory_reserved(device) - held
+        found.append(Graphs(pool, max(before - free(device) - pool, 0)))
     runner.eager()
-    return found.of(buckets)
+    return min(found, key=lambda one: one.driver).of(buckets)
 
 
 def settle(settings: EngineSettings, sums: Sums) -> EngineSettings:

@@ -31,7 +31,7 @@ from thalweg.runner.runner import Runner
 
 log = logging.getLogger("thalweg.engine")
 
-SLOWER = 1.8  # how much longer a step with prompts may take: 2 is the aim, and a tenth is what host and network were seen to add
+SLOWER = 1.6  # how much longer a step with prompts may take: 2 is the aim, and host and network were seen to add a fifth at the 99th percentile
 MANY = 32  # decoding rows from which on theirs is the first concern
 ROWS = (1, 8, 32, 64, 128, 256)  # decoding rows that are measured
 TOTALS = (128, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens of a mixed step, its rows included: buckets of pieces

@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from thalweg.core.grammar import Masks
+from thalweg.core.kernels import TORCH
 from thalweg.core.plan import StepPlan
 from thalweg.engine.kinds import GREEDY, fine, kinds, samplings
 from thalweg.engine.settings import EngineSettings
 from thalweg.models.base import Model
 from thalweg.runner.runner import Forwarded, Runner
+
+PLAIN_CONTEXT = 1024  # tokens
 
 Progress = Callable[[int, int], None]  # steps done, of how many
 
@@ -66,6 +69,8 @@ def _sampling(runner: Runner, settings: EngineSettings, context: int) -> Iterato
 
 
 def _steps(runner: Runner, settings: EngineSettings, context: int) -> Iterator[Callable[[], object]]:
+    if settings.kernels.decode == TORCH:  # no kernel goes by the context, and a choice of a long one takes its time
+        context = min(context, max(PLAIN_CONTEXT, -(-settings.budget // settings.slots)))
     model = thin(runner.model)
     narrow = Runner(model, model, runner.planes, runner.slots)
     for plan in kinds(settings.slots, settings.budget, context):

@@ -17,6 +17,7 @@ from thalweg.kernels.norm import triton as norm
 from thalweg.kernels.norm.triton import Normed
 from thalweg.kernels.router import triton as routing
 from thalweg.kernels.silu_mul import triton as silu_mul
+from thalweg.kernels.wide import triton as wide
 from thalweg.layers.linear import parameter
 from thalweg.layers.part import Part
 
@@ -32,9 +33,9 @@ class FusedNorm(Part):
     def forward(self, x_TH: Tensor) -> Tensor:
         return norm.rms_norm(x_TH, self.weight, self.eps)
 
-    def before(self, x_TH: Tensor) -> Tensor | Normed:
-        """The same, for a product or a mixture of experts, before which x must not change."""
-        return Normed(x_TH, self.weight, self.eps) if len(x_TH) <= gemm.NORMED else self.forward(x_TH)
+    def before(self, x_TH: Tensor) -> Normed:
+        """The same, for a product or a mixture of experts to compute in its own way; before that x must not change."""
+        return Normed(x_TH, self.weight, self.eps)
 
 
 # (x, weight, bias, residual, dtype) → x Wᵀ (+ b) (+ residual, in place) in dtype, default x's
@@ -55,7 +56,11 @@ def _invariant(
 def _fastest(
     x: Tensor | Normed, w: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor:
-    """Own kernel for few rows, cuBLAS beyond."""
+    """Own kernels for few rows, and where a weight fills the machine for some more; cuBLAS beyond."""
+    if bias is None and residual is None and wide.head_fits(len(x), w):
+        return wide.linear(norm.rows_of(x), w, dtype or torch.bfloat16)
+    if bias is None and residual is not None and wide.cut_fits(len(x), w):
+        return wide.add_(residual, norm.rows_of(x), w)
     if gemm.wins(len(x), *w.shape):
         return gemm.linear(x, w, bias, residual, dtype)
     x = norm.rows_of(x)
@@ -89,6 +94,8 @@ class FusedLinear(Part):
         """silu(gate) · up of the result, whose first half are the gates."""
         if self.matmul is _fastest and gemm.fuses(len(x), *self.weight.shape):
             return gemm.swiglu(x, self.weight, self.bias)
+        if self.matmul is _fastest and self.bias is None and wide.pairs_fit(len(x), self.weight):
+            return wide.swiglu(norm.rows_of(x), self.weight)
         return silu_mul.silu_mul(self.forward(x))
 
 
@@ -170,6 +177,8 @@ class FusedMoe(Part):
 
     def add_(self, h_TH: Tensor, x_TH: Tensor | Normed, real_T: Tensor | None = None) -> Tensor:
         """h += moe(x), in place. real_T bool: False of padding, for which no expert is read."""
+        if len(x_TH) > gemm.NORMED:
+            x_TH = norm.rows_of(x_TH)  # once for the router and the experts
         routed = routing.route(
             x_TH, self.router.weight, self.router.bias, self.rule, real_T, self.fp8, self.deterministic
         )

@@ -9,7 +9,7 @@ import torch
 from thalweg.attention.context import Work
 from thalweg.config import model as config
 from thalweg.config.model import ModelFacts
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import TORCH, KernelChoice
 from thalweg.kernels.experts.backends import runner
 from thalweg.kernels.gemm.fp8 import product
 from thalweg.kernels.mla.flashinfer import FlashInferDecoder
@@ -22,7 +22,8 @@ from thalweg.layers.paged_gqa import PagedGqa
 from thalweg.layers.paged_gqa import prepare_by as prepare_gqa
 from thalweg.layers.paged_mha import WIDTH, PagedMha
 from thalweg.layers.paged_mla import LatentMla, PagedMla, prepare_by
-from thalweg.layers.parts import plane
+from thalweg.layers.parts import ReferenceSteps, plane
+from thalweg.layers.sparse_mla import SparseMla
 from thalweg.memory.planes import FP8, PlaneSpec, kept
 
 
@@ -35,6 +36,7 @@ class KernelParts:
     choice: KernelChoice
     fp8: bool = False
     stacked_shared: bool = True
+    own_index: bool = True
 
     def norm(self, dim: int, eps: float) -> FusedNorm:
         return FusedNorm(dim, eps, self.device)
@@ -48,7 +50,9 @@ class KernelParts:
     def embedding(self, vocab: int, hidden: int) -> FusedEmbedding:
         return FusedEmbedding(vocab, hidden, self.dtype, self.device, matmul(self.choice.deterministic))
 
-    def mla(self, facts: ModelFacts, layer: int, indexed: bool) -> PagedMla:
+    def mla(self, facts: ModelFacts, layer: int, indexed: bool) -> PagedMla | SparseMla:
+        if self.choice.decode == TORCH:
+            return SparseMla(facts, layer, indexed, self.linear, self.norm, self.dtype, self.device)
         choice, given = self.choice, (facts, layer, self.linear, self.dtype, self.device)
         if not choice.latent:
             return PagedMha(*given, matmul(choice.deterministic), choice.deterministic)
@@ -76,7 +80,9 @@ class KernelParts:
         run = runner(self.choice.moe, exact)
         return FusedMoe(moe, hidden, self.dtype, self.device, self.fp8, run, exact)
 
-    def steps(self, facts: ModelFacts, work: Work) -> PagedSteps:
+    def steps(self, facts: ModelFacts, work: Work) -> PagedSteps | ReferenceSteps:
+        if self.choice.decode == TORCH:
+            return ReferenceSteps(facts, work, self.device)
         if facts.mla is None:
             return PagedSteps(facts, self.device, prepare_gqa(self.choice, facts, self.device))
         if not self.choice.latent:

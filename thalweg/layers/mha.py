@@ -22,7 +22,7 @@ class Mha(Mla):
         step.planes.write("value", self.layer, step.batch.write_T, value_HTv.transpose(0, 1).flatten(1))
 
     def attend(self, span: Span, query_NHd: Tensor, choice: Choice | None, step: Step) -> Tensor:
-        return self.plain(span, query_NHd, choice, self._contexts(span, query_NHd, step))
+        return self.latents.plain(span, query_NHd, choice, self._contexts(span, query_NHd, step))
 
     def _contexts(self, span: Span, query_NHd: Tensor, step: Step) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [H, S, dim] of each row."""

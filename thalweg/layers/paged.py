@@ -38,7 +38,7 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A chunk of cached context of the ragged rows. first_R, starts_R1 int32: where it begins in each row, and where in the chunk the row's
+    """A chunk of the context of the ragged rows. first_R, starts_R1 int32: where it begins in each row, and where in the chunk the row's
     tokens lie. tokens: of all rows. longest: of a row."""
 
     first_R: Tensor
@@ -50,6 +50,8 @@ class Prefix:
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     """What the layers of a forward are given. decode: tokens of the decode rows; query: of each of them; reach: upper bound of their context.
+    prefixes: chunks of what the ragged rows have cached. whole: all of their context, this step's tokens with it, where something is cached
+    and it fits in one chunk; there are no prefixes then: one attention to what the pages hold, in place of two and a merge.
     prepared: what the backend of attention made for the whole step. spans is empty: the reference's idea."""
 
     batch: Batch
@@ -61,6 +63,7 @@ class PagedStep:
     reach: int
     rest: Rest | None
     prefixes: tuple[Prefix, ...]
+    whole: Prefix | None = None
     prepared: Any = None
     spans: tuple[Span, ...] = ()
 
@@ -93,9 +96,17 @@ class PagedSteps(nn.Module):
         rows = first.rows if first.query <= DECODE_QUERY else 0
         tokens, query = rows * first.query, first.query if rows else 1
         rest = None if rows == len(batch.extents) else _rest(batch, rows, tokens)
-        prefixes = () if rest is None else _prefixes(rest.cached, batch.ids_T.device)
+        prefixes: tuple[Prefix, ...] = ()
+        whole = None
+        if rest is not None and any(rest.cached):
+            reaches = [extent.reach for extent in batch.extents[rows:]]
+            # of an FP8 plane a step's own tokens are attended to as they were before they were rounded
+            if sum(reaches) <= CHUNK and not planes.scaled:
+                whole = _prefix([0] * len(reaches), reaches, batch.ids_T.device)
+            else:
+                prefixes = _prefixes(rest.cached, batch.ids_T.device)
         prepared = self.prepare(batch, tokens, query)
-        return PagedStep(batch, planes, self.cos, self.sin, tokens, query, first.reach, rest, prefixes, prepared)
+        return PagedStep(batch, planes, self.cos, self.sin, tokens, query, first.reach, rest, prefixes, whole, prepared)
 
 
 def _rest(batch: Batch, row: int, token: int) -> Rest:
@@ -113,17 +124,13 @@ def _rest(batch: Batch, row: int, token: int) -> Rest:
 def _prefixes(cached: tuple[int, ...], device: torch.device) -> tuple[Prefix, ...]:
     """Cuts the rows' cached contexts into chunks of about CHUNK tokens in all, each a whole number of pages of every row."""
     having = sum(length > 0 for length in cached)
-    if not having:
-        return ()
     step, chunks = max(CHUNK // having // PAGE, 1) * PAGE, []
     for first in range(0, max(cached), step):
         lengths = [min(max(length - first, 0), step) for length in cached]
-        chunks.append(
-            Prefix(
-                upload([first] * len(cached), torch.int32, device),
-                upload([0, *accumulate(lengths)], torch.int32, device),
-                sum(lengths),
-                max(lengths),
-            )
-        )
+        chunks.append(_prefix([first] * len(cached), lengths, device))
     return tuple(chunks)
+
+
+def _prefix(firsts: list[int], lengths: list[int], device: torch.device) -> Prefix:
+    starts = [0, *accumulate(lengths)]
+    return Prefix(upload(firsts, torch.int32, device), upload(starts, torch.int32, device), sum(lengths), max(lengths))

@@ -17,7 +17,7 @@ from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.norm.triton import Normed
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.fused import FusedNorm
-from thalweg.layers.paged import MakeLinear, PagedStep, Prepare, Rest, nothing
+from thalweg.layers.paged import MakeLinear, PagedStep, Prefix, Prepare, Rest, nothing
 from thalweg.layers.part import Part
 
 
@@ -144,20 +144,15 @@ class PagedGqa(Part):
         if self.choice.prefill == "triton":
             positions = step.batch.positions_T[rest.token :]
             return self._paged(query, cache, table, positions, rest.starts_R1, rest.longest)
-        starts = rest.starts_R1
+        starts, whole = rest.starts_R1, step.whole
+        if whole is not None:
+            key, value = _gather(cache, table, whole)
+            return self._contiguous(
+                query, key, value, starts, whole.starts_R1, rest.longest, whole.longest, causal=True
+            )[0]
         out, lse = self._contiguous(query, key, value, starts, starts, rest.longest, rest.longest, causal=True)
         for prefix in step.prefixes:
-            key, value = gqa.gather(
-                cache.key_PSKd,
-                cache.value_PSKd,
-                table,
-                prefix.starts_R1,
-                prefix.first_R,
-                prefix.tokens,
-                max_context=prefix.longest,
-                key_scale=cache.key_scale,
-                value_scale=cache.value_scale,
-            )
+            key, value = _gather(cache, table, prefix)
             part = self._contiguous(
                 query, key, value, starts, prefix.starts_R1, rest.longest, prefix.longest, causal=False
             )
@@ -204,6 +199,21 @@ class PagedGqa(Part):
             key_scale=cache.key_scale,
             value_scale=cache.value_scale,
         )
+
+
+def _gather(cache: Cache, table_RL: Tensor, prefix: Prefix) -> tuple[Tensor, Tensor]:
+    """Cached keys and values of the ragged rows, side by side: → [S, K, d] each."""
+    return gqa.gather(
+        cache.key_PSKd,
+        cache.value_PSKd,
+        table_RL,
+        prefix.starts_R1,
+        prefix.first_R,
+        prefix.tokens,
+        max_context=prefix.longest,
+        key_scale=cache.key_scale,
+        value_scale=cache.value_scale,
+    )
 
 
 class FlashInferSteps:

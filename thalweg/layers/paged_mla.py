@@ -18,7 +18,7 @@ from thalweg.layers import rotary
 from thalweg.layers.fused import FusedNorm
 from thalweg.layers.linear import parameter
 from thalweg.layers.mla import LATENT_NORM_EPS
-from thalweg.layers.paged import MakeLinear, PagedStep, Prepare, Rest
+from thalweg.layers.paged import MakeLinear, PagedStep, Prefix, Prepare, Rest
 from thalweg.layers.part import Part
 
 ABSORBED = 64  # decode tokens up to which one kernel stores the latents and absorbs the queries
@@ -53,8 +53,12 @@ class PagedMla(Part):
         query_TX, latent_TD = down_TX[:, : self.down_query], down_TX[:, self.down_query :]
         if self.query_norm is not None and self.up is not None:
             query_TX = self.up.forward(self.query_norm.before(query_TX))
-        self.out.add_(h_TH, step.batch.seam(self.attention, step, query_TX, latent_TD))
+        self.out.add_(h_TH, self.attended(step, query_TX, latent_TD))
         return earlier
+
+    def attended(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
+        """`attention` behind the seam."""
+        return step.batch.seam(self.attention, step, query_TX, latent_TD)
 
     def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
         """Stores the tokens and attends: → [T, H * v]."""
@@ -119,19 +123,42 @@ class LatentMla(PagedMla):
         super().__init__(facts, layer, linear, dtype, device)
         self.decoder, self.prefill = decoder, prefill
 
-    def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
-        query_THd = query_TX.view(len(query_TX), self.heads, -1)
+    def attended(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
+        """Where there are more than decode rows tokens are stored ahead of the seam, since that depends on no length."""
         if step.rest is None:
-            return self._decode(query_THd, latent_TD, step)
-        if not step.decode:
-            return self._ragged(query_THd, latent_TD, step, step.rest)
-        decoded = self._decode(query_THd[: step.decode], latent_TD[: step.decode], step)
-        return torch.cat([decoded, self._ragged(query_THd[step.decode :], latent_TD[step.decode :], step, step.rest)])
+            return super().attended(step, query_TX, latent_TD)
+        self._store(query_TX, latent_TD, step)
+        return step.batch.seam(self._of_stored, step, query_TX, latent_TD)
 
-    def _decode(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep) -> Tensor:
+    def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
+        if step.rest is not None:
+            self._store(query_TX, latent_TD, step)
+            return self._of_stored(step, query_TX, latent_TD)
+        query_THd = query_TX.view(len(query_TX), self.heads, -1)
+        return self._decode(self._absorb(query_THd, latent_TD, step), step)
+
+    def _store(self, query_TX: Tensor, latent_TD: Tensor, step: PagedStep) -> None:
+        """Norms and turns the tokens' latents, and turns their queries, in place; stores the latents."""
+        turned = query_TX.view(len(query_TX), self.heads, -1)[..., self.nope :]
+        self.write(turned, turned, latent_TD, step, slice(None), True)
+
+    def _of_stored(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
+        """Attention of tokens that are stored. → [T, H * v]."""
+        query_THd, tokens = query_TX.view(len(query_TX), self.heads, -1), step.decode
+        out_THv = query_THd.new_empty(len(query_THd), self.heads, self.v)
+        if tokens:
+            query_THD = query_THd.new_empty(tokens, self.heads, self.rank + self.rope)
+            query_THD[..., self.rank :] = query_THd[:tokens, :, self.nope :]
+            self._into_latents(query_THd[:tokens], query_THD)
+            out_THv[:tokens] = self._decode(query_THD, step).view(tokens, self.heads, self.v)
+        if step.rest is not None:
+            self._ragged(query_THd[tokens:], latent_TD[tokens:], step, step.rest, out_THv[tokens:])
+        return out_THv.flatten(1)
+
+    def _decode(self, query_THD: Tensor, step: PagedStep) -> Tensor:
         """Absorbed: queries meet latents. → [T, H * v]."""
         return self.decoder.attend(
-            self._absorb(query_THd, latent_TD, step),
+            query_THD,
             step.planes.paged("latent", self.layer),
             step.planes.scale("latent", self.layer),
             self.uv,
@@ -146,31 +173,39 @@ class LatentMla(PagedMla):
             return self.absorb(query_THd, latent_TD, step, slice(0, tokens), False)
         query_THD = query_THd.new_empty(tokens, self.heads, rank + self.rope)
         self.write(query_THd[..., self.nope :], query_THD[..., rank:], latent_TD, step, slice(0, tokens), False)
-        torch.bmm(query_THd[..., : self.nope].transpose(0, 1), self.uk, out=query_THD[..., :rank].transpose(0, 1))
+        self._into_latents(query_THd, query_THD)
         return query_THD
 
-    def _ragged(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep, rest: Rest) -> Tensor:
-        """Decompressed: plain attention to the step's own tokens, merged with that to each chunk of cached context. → [T, H * v]."""
-        turned = query_THd[..., self.nope :]
-        self.write(turned, turned, latent_TD, step, slice(rest.token, None), True)
+    def _into_latents(self, query_THd: Tensor, query_THD: Tensor) -> None:
+        """query_THD[..., :r] = query_THd[..., :n] times W_UK."""
+        latent_THr, query_THn = query_THD[..., : self.rank], query_THd[..., : self.nope]
+        torch.bmm(query_THn.transpose(0, 1), self.uk, out=latent_THr.transpose(0, 1))
+
+    def _ragged(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep, rest: Rest, out_THv: Tensor) -> None:
+        """Decompressed: attention to the whole context, or to the step's own tokens, merged with that to each chunk of cached context."""
         starts, longest = rest.starts_R1, rest.longest
-        out, lse = self._attend(query_THd, latent_TD, starts, starts, longest, longest, True)
-        plane, table = step.planes.paged("latent", self.layer), step.batch.table_RP[rest.row :]
+        if step.whole is not None:
+            latents_SD, begins, most = self._gather(step, rest, step.whole), step.whole.starts_R1, step.whole.longest
+            self._attend(query_THd, latents_SD, starts, begins, longest, most, True, out_THv)
+            return
+        _, lse = self._attend(query_THd, latent_TD, starts, starts, longest, longest, True, out_THv)
         for prefix in step.prefixes:
-            latents_SD = mla.gather(
-                plane,
-                table,
-                prefix.starts_R1,
-                prefix.tokens,
-                first_R=prefix.first_R,
-                rank=self.rank,
-                max_context=prefix.longest,
-                plane_scale=step.planes.scale("latent", self.layer),
-            )
-            begins = prefix.starts_R1
+            latents_SD, begins = self._gather(step, rest, prefix), prefix.starts_R1
             other, other_lse = self._attend(query_THd, latents_SD, starts, begins, longest, prefix.longest, False)
-            mla.merge_state_(out, lse, other, other_lse)
-        return out.flatten(1)
+            mla.merge_state_(out_THv, lse, other, other_lse)
+
+    def _gather(self, step: PagedStep, rest: Rest, prefix: Prefix) -> Tensor:
+        """Cached latents of the ragged rows, side by side: → [S, r + rope]."""
+        return mla.gather(
+            step.planes.paged("latent", self.layer),
+            step.batch.table_RP[rest.row :],
+            prefix.starts_R1,
+            prefix.tokens,
+            first_R=prefix.first_R,
+            rank=self.rank,
+            max_context=prefix.longest,
+            plane_scale=step.planes.scale("latent", self.layer),
+        )
 
     def _attend(
         self,
@@ -181,6 +216,7 @@ class LatentMla(PagedMla):
         longest: int,
         longest_context: int,
         causal: bool,
+        out_THv: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         return self.prefill(
             query_THd,
@@ -193,6 +229,7 @@ class LatentMla(PagedMla):
             max_context=longest_context,
             scale=self.scale,
             causal=causal,
+            out_THv=out_THv,
         )
 
 

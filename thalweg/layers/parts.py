@@ -39,6 +39,9 @@ class Projection(Protocol):
 
     def forward(self, x: Tensor) -> Tensor: ...
 
+    def add_(self, h: Tensor, x: Tensor) -> Tensor:
+        """h += forward(x), in place."""
+
 
 class Table(Protocol):
     """The token embedding, or the head."""
@@ -90,8 +93,9 @@ class ModelStep(Protocol):
 
 
 class Parts(Protocol):
-    """Makes a model's parts. stacked_shared: whether shared experts stand behind the routed ones in one stack of weights, each of the
-    routed ones' width, instead of in an MLP of their own: the weight table must know."""
+    """Makes a model's parts. The weight table must know two things of them. stacked_shared: whether shared experts stand behind the routed ones in
+    one stack of weights, each of the routed ones' width, instead of in an MLP of their own. own_index: whether the indexer's projections
+    are layers of their own, instead of rows of the attention's."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -101,6 +105,9 @@ class Parts(Protocol):
 
     @property
     def stacked_shared(self) -> bool: ...
+
+    @property
+    def own_index(self) -> bool: ...
 
     def norm(self, dim: int, eps: float) -> Norm: ...
 
@@ -157,6 +164,7 @@ class ReferenceParts:
     selection: Selection = best
     choice: KernelChoice = KernelChoice()
     stacked_shared: bool = False
+    own_index: bool = False
 
     def norm(self, dim: int, eps: float) -> RMSNorm:
         return RMSNorm(dim, eps, self.device)

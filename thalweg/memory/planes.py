@@ -90,6 +90,11 @@ class Planes:
         """float32 [1]: what the numbers of an FP8 plane are multiplied by; None for other planes."""
         return self._scales.get((name, layer))
 
+    @property
+    def scaled(self) -> bool:
+        """Whether any plane holds FP8."""
+        return bool(self._scales)
+
     def write(self, name: str, layer: int, rows_T: Tensor, x_TD: Tensor) -> None:
         """Stores vectors of any floating type in these rows of `tokens`, made finite: what a masked place holds is multiplied by 0, and a NaN of one
         request would reach the next that gets its page."""

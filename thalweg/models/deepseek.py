@@ -105,7 +105,7 @@ def layer_table(
 ) -> None:
     """The published tensors of one decoder layer."""
     tables.norms(table, layer, into)
-    tables.mla(table, facts, layer, own_indexer, into)
+    tables.mla(table, facts, layer, own_indexer, into, parts.own_index)
     if facts.moe is not None and facts.moe.in_layer(layer):
         tables.moe(table, facts.moe, layer, into, parts.stacked_shared)
     else:

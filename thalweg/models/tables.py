@@ -64,8 +64,11 @@ def gqa(table: Table, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias:
         table.add(f"{source}.k_norm.weight", f"{target}.key_norm.weight", transform=pairs[1])
 
 
-def mla(table: Table, facts: ModelFacts, layer: int, indexed: bool, into: str = "layers.{}") -> None:
-    """MLA: everything that reads the hidden state in one GEMM, everything that reads the query latent in another."""
+def mla(
+    table: Table, facts: ModelFacts, layer: int, indexed: bool, into: str = "layers.{}", own_index: bool = False
+) -> None:
+    """MLA: everything that reads the hidden state in one GEMM, everything that reads the query latent in another; own_index: but for the
+    indexer (`Parts.own_index`)."""
     assert facts.mla is not None
     shape, source, target = facts.mla, f"model.layers.{layer}.self_attn", f"{into.format(layer)}.attention"
     queries = facts.heads * (shape.nope + shape.rope)
@@ -76,17 +79,25 @@ def mla(table: Table, facts: ModelFacts, layer: int, indexed: bool, into: str = 
     if indexed:
         turns = _indexer(table, facts, f"{source}.indexer", f"{target}.indexer")
         assert facts.indexer is not None
-        down[f"{source}.indexer.wk.weight"] = facts.indexer.dim
-        up[f"{source}.indexer.wq_b.weight"] = facts.indexer.heads * facts.indexer.dim
+        key, query = f"{source}.indexer.wk.weight", f"{source}.indexer.wq_b.weight"
+        if own_index:
+            table.add(key, f"{target}.index_key.weight", transform=turns.get(key, same))
+            table.add(query, f"{target}.index_query.weight", transform=turns.get(query, same))
+        else:
+            down[key], up[query] = facts.indexer.dim, facts.indexer.heads * facts.indexer.dim
     table.stack(down, f"{target}.down.weight", transforms=turns)
     if shape.q_lora:
         table.stack(up, f"{target}.up.weight", transforms=turns)
         table.add(f"{source}.q_a_layernorm.weight", f"{target}.query_norm.weight")
     table.add(f"{source}.kv_a_layernorm.weight", f"{target}.latent_norm.weight")
     whole = (facts.heads * (shape.nope + shape.v), shape.kv_lora)
-    key, value = (partial(half, mla=shape, heads=facts.heads) for half in (_key_half, _value_half))
-    table.add(f"{source}.kv_b_proj.weight", f"{target}.uk", transform=key, shape=whole)
-    table.add(f"{source}.kv_b_proj.weight", f"{target}.uv", transform=value, shape=whole)
+    for parameter, half in (("uk", _key_half), ("uv", _value_half)):
+        table.add(
+            f"{source}.kv_b_proj.weight",
+            f"{target}.{parameter}",
+            transform=partial(half, mla=shape, heads=facts.heads),
+            shape=whole,
+        )
     table.add(f"{source}.o_proj.weight", f"{target}.out.weight")
     # a latent is key and value at once, and the key's scale is its
     table.scales["latent", layer] = tuple(f"{source}.{where}k_scale" for where in LATENT_SCALES)

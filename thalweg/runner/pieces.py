@@ -30,11 +30,11 @@ class Piece(NamedTuple):
 
 
 class Shared:
-    """What the graphs of all buckets read and write: ids and reality of the tokens, and what attention returns. All buckets use its first rows,
-    so the largest is recorded first."""
+    """What the graphs of all buckets read and write: ids, positions, places and reality of the tokens, and what attention returns. All buckets
+    use its first rows, so the largest is recorded first."""
 
     def __init__(self, most: int, device: torch.device) -> None:
-        self.ids_T = torch.zeros(most, dtype=torch.int64, device=device)
+        self.ids_T, self.positions_T, self.write_T = torch.zeros(3, most, dtype=torch.int64, device=device)
         self.real_T = torch.zeros(most, dtype=torch.bool, device=device)
         self.out_TX: Tensor | None = None
 
@@ -65,28 +65,30 @@ class Pieces:
     """The recorded forward of `tokens` tokens."""
 
     def __init__(self, tokens: int, model: Model, shared: Shared) -> None:
-        self.tokens, self.model = tokens, model
-        self.ids_T, self.real_T, self.shared = shared.ids_T[:tokens], shared.real_T[:tokens], shared
+        self.tokens, self.model, self.shared = tokens, model, shared
         self.pieces: list[Piece] = []
 
     def record(self, planes: Planes, context: int, tape: Tape) -> None:
         """One eager run, in which kernels compile and libraries make their handles, then the recording. All is padding."""
-        self.model.forward(_padding(self.ids_T, self.real_T, context), planes)
+        self.model.forward(_padding(self.shared, self.tokens, context), planes)
         cutter = Cutter(tape, self.shared)
-        batch = _padding(self.ids_T, self.real_T, context, cutter)
+        batch = _padding(self.shared, self.tokens, context, cutter)
         tape.begin()
         hidden_TH = self.model.forward(batch, planes)
         self.last = tape.end()
         self.hidden_TH, self.pieces = borrow(hidden_TH), cutter.pieces
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        count = len(batch.ids_T)
-        self.ids_T[:count] = batch.ids_T
-        self.real_T[:count] = batch.real_T
-        if count < self.tokens:
-            self.ids_T[count:] = 0
-            self.real_T[count:] = False
-        step, out_TX = self.model.steps.step(batch, planes), self.shared.out_TX
+        count, shared = len(batch.ids_T), self.shared
+        for held, given in (
+            (shared.ids_T, batch.ids_T),
+            (shared.positions_T, batch.positions_T),
+            (shared.write_T, batch.write_T),
+            (shared.real_T, batch.real_T),
+        ):
+            held[:count] = given
+            held[count : self.tokens] = 0
+        step, out_TX = self.model.steps.step(batch, planes), shared.out_TX
         assert out_TX is not None, "the recording made it"
         for graph, attend, inputs in self.pieces:
             graph.replay()
@@ -109,20 +111,19 @@ class Piecewise:
         return self.model.forward(batch, planes)
 
 
-def _padding(ids_T: Tensor, real_T: Tensor, context: int, *seam: Cutter) -> Batch:
-    """A step of padding, as rows of a prompt as long as the context lets them be."""
-    tokens, device = len(ids_T), ids_T.device
+def _padding(shared: Shared, tokens: int, context: int, *seam: Cutter) -> Batch:
+    """A step of padding, as rows of a prompt as long as the context lets them be, on what the graphs read."""
+    device = shared.ids_T.device
     longest = min(tokens, context)
     lengths = [longest] * (tokens // longest) + [rest for rest in [tokens % longest] if rest]
     starts = [0, *accumulate(lengths)]
-    zeros_T = torch.zeros(tokens, dtype=torch.int64, device=device)
     return Batch(
-        ids_T,
-        zeros_T,
-        zeros_T,
+        shared.ids_T[:tokens],
+        shared.positions_T[:tokens],
+        shared.write_T[:tokens],
         torch.zeros(len(lengths), -(-longest // PAGE), dtype=torch.int32, device=device),
-        real_T,
-        zeros_T[:1],
+        shared.real_T[:tokens],
+        torch.zeros(1, dtype=torch.int64, device=device),
         tuple(Group(row, 1, starts[row], length, length) for row, length in enumerate(lengths)),
         tuple(Extent(length, length) for length in lengths),
         *seam,

@@ -39,8 +39,9 @@ class Tape:
 
     def begin(self) -> None:
         """What is launched from now on is recorded, not run."""
-        self.graph = torch.cuda.CUDAGraph()
-        self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        self.graph = graph
 
     def end(self) -> torch.cuda.CUDAGraph:
         assert self.graph is not None, "end() without begin()"
@@ -49,13 +50,18 @@ class Tape:
         return graph
 
     def _drop(self) -> None:
+        """Ends a recording that failed, so that the next can begin."""
         if self.graph is None:
             return
         graph, self.graph = self.graph, None
         try:
             graph.capture_end()
-        except RuntimeError:  # CUDA says again what made it invalid, which is being told already
-            return
+        except RuntimeError:  # CUDA says again what made it invalid, which is being told already,
+            # and torch's allocator still gives all that is asked for on this stream to the recording
+            device = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(device, self.pool)
+            torch._C._cuda_releasePool(device, self.pool)
+        self.pool = torch.cuda.graph_pool_handle()  # the next is not to wait for what this one holds
 
 
 def borrow(x: Tensor) -> Tensor:

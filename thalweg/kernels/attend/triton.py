@@ -7,6 +7,7 @@ Letters: T query tokens, H heads, s splits. LSE: natural logarithm, float32; -in
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,12 @@ def waves(programs: int, context: int) -> int:
     """Splits that end soonest: whole waves of one program a multiprocessor, each of its pages and some two pages of start and merge. A bound
     beyond LONG counts as that: with thousands of pages the best waves are ahead by 6 % at most, and may have many times the splits, which a
     graph that is recorded for the longest context would pay for at every short one."""
-    pages = -(-min(context, LONG) // PAGE)
+    return _waves(programs, -(-min(context, LONG) // PAGE))
+
+
+@cache
+def _waves(programs: int, pages: int) -> int:
+    """Each layer of a step asks."""
     return min(
         range(1, min(pages, MAX_SPLITS) + 1),
         key=lambda splits: -(-programs * splits // SMS) * (-(-pages // splits) + 2 + (splits > 1)),

@@ -13,7 +13,8 @@ token (8 and 9 experts) 138 MB, 45 µs, and 396 MB, 128 µs at 3.1 TB/s; for 1,0
   FMAs takes four instructions an element, of which a multiprocessor has no more than the memory wants (measured: 0.41 of the floor).
 - More: pairs are sorted by expert (`permute/`), and `_up`, `_down` are grouped GEMMs over tiles of BLOCK_M pairs of one expert, on a grid for
   the worst case whose idle programs leave at once; `combine` sums each token's rows. No atomics: bitwise repeatable. Up to SHARED_FIRST tokens
-  the shared experts, whose tokens are known, are under way while router and sort are at work.
+  the shared experts, whose tokens are known, are under way while router and sort are at work. Beyond, their many tiles, which compute, are spread
+  among those of the others, which wait for weights (`_spread`): 640 tokens of V2-Lite take 302 and 157 µs so, else 320 and 163.
 
 FP8: weights are e4m3 with a scale for each 128 × 128 block; x comes quantised (the router does it), the inner activations are rounded to bf16 and
 quantised in the kernel that makes or reads them.
@@ -33,6 +34,7 @@ from thalweg.kernels.permute.triton import combine, sort, way_of
 from thalweg.kernels.quantize.triton import encode, launch, quantize, scales_like
 from thalweg.kernels.router.triton import Routed
 from thalweg.kernels.silu_mul.triton import gated
+from thalweg.kernels.tuned import TUNED
 
 SHARED_FIRST = 256  # tokens up to which the shared experts of sorted pairs start before the choice
 
@@ -94,10 +96,12 @@ def path(tokens: int, fp8: bool, deterministic: bool) -> str:
 def tiles(tokens: int, topk: int, experts: int, fp8: bool, deterministic: bool) -> Tiles:
     """Of grouped GEMMs, by the expected rows of an expert. FP8: n is one block of scales, because `_up` quantises what it makes."""
     rows = tokens * topk / experts
-    m = 64 if deterministic else 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 96 else 128
+    m = 64 if deterministic else 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 72 else 128
     if fp8:
-        m = min(m, 64)
-        return Tiles(Tile(m, 128, 128, 4, 8 if m == 64 else 4), Tile(m, 128, 128, 4, 4))
+        # products of 32 rows would be in float16; 512 tokens of V3 take 4,178 µs so, and 4,048 in tiles of 64 that wait for weights
+        stages = 3 if m == 32 else 4
+        m = 16 if m == 16 else 64
+        return Tiles(Tile(m, 128, 128, stages, 8 if m == 64 else 4), Tile(m, 128, 128, stages, 4))
     if m == 128:
         return Tiles(Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 4, 8))
     if m == 64:
@@ -126,7 +130,7 @@ def add_experts_(
         return
     by = by or path(tokens, weights.fp8, deterministic)
     if by == "pairs":
-        return _pairs(out_TH, x, routed, weights, given or pair_tiles())
+        return _pairs(out_TH, x, routed, weights, given or _tuned(by, weights, pair_tiles(), deterministic))
     seen, scales = routed.codes_TH, routed.scales_TG
     if not weights.fp8:
         seen, scales = rows_of(x), None
@@ -134,12 +138,17 @@ def add_experts_(
         seen, scales = quantize(rows_of(x))
         routed = routed._replace(shared=0)  # x is not there yet when the next kernel starts
     direct = by == "direct"
-    shape = given or (
-        direct_tiles() if direct else tiles(tokens, columns, weights.w13_NIH.shape[0], weights.fp8, deterministic)
-    )
+    tabled = direct_tiles() if direct else tiles(tokens, columns, len(weights.w13_NIH), weights.fp8, deterministic)
+    shape = given or _tuned(by, weights, tabled, deterministic)
     # they start before the choice is made, where x was there before that was asked for
     early = direct or tokens <= SHARED_FIRST and not deterministic and not isinstance(x, Normed)
-    _grouped(out_TH, seen, scales, routed, weights, out_TH.dtype, shape, direct, routed.shared if early else 0)
+    spread = routed.shared if tokens > SHARED_FIRST else 0
+    _grouped(out_TH, seen, scales, routed, weights, shape, direct, routed.shared if early else 0, spread)
+
+
+def _tuned(by: str, weights: Weights, tabled: Tiles, deterministic: bool) -> Tiles:
+    """What `thalweg tune` has found for these weights here."""
+    return tabled if deterministic else TUNED.instead("experts", (by, *weights.w2_NHI.shape, int(weights.fp8)), tabled)
 
 
 def coverage(ids_TK: Tensor, experts: int) -> Tensor:
@@ -171,10 +180,10 @@ def _grouped(
     scales: Tensor | None,
     routed: Routed,
     weights: Weights,
-    dtype: torch.dtype,
     shape: Tiles,
     direct: bool,
     shared: int,
+    spread: int,
 ) -> None:
     tokens, columns = routed.ids_TK.shape
     experts, hidden, inner = weights.w2_NHI.shape
@@ -187,15 +196,15 @@ def _grouped(
         rows, ahead = pairs + shared * tokens, shared * triton.cdiv(tokens, up.m)
     inner_PI = torch.empty(rows, inner, dtype=x_TH.dtype, device=device)
     inner_scales = None if scales is None else scales_like(rows, inner, device)
-    y_PH = torch.empty(pairs, hidden, dtype=dtype, device=device)
+    y_PH = torch.empty(pairs, hidden, dtype=out_TH.dtype, device=device)
     _up[((count + ahead) * triton.cdiv(inner, up.n),)](
         inner_PI, inner_scales, x_TH, scales, weights.w13_NIH, weights.s13, *table, tokens,
         0 if inner_scales is None else inner_scales.stride(1), 0 if scales is None else scales.stride(1),
-        experts, hidden, inner, columns, shared, direct, up.m, up.n, up.k, up.stages, **launch(up.warps),
+        experts, hidden, inner, columns, shared, spread, direct, up.m, up.n, up.k, up.stages, **launch(up.warps),
     )  # fmt: skip
     _down[(count * triton.cdiv(hidden, down.n),)](
         y_PH, inner_PI, inner_scales, weights.w2_NHI, weights.s2, *table, tokens,
-        0 if inner_scales is None else inner_scales.stride(1), experts, hidden, inner, columns, shared, direct,
+        0 if inner_scales is None else inner_scales.stride(1), experts, hidden, inner, columns, shared, spread, direct,
         down.m, down.n, down.k, down.stages, **launch(down.warps),
     )  # fmt: skip
     combine(out_TH, y_PH, None, routed.ids_TK, routed.weights_TK, experts)
@@ -286,8 +295,8 @@ def _down_tokens(
 def _up(
     inner_PI, inner_scales_GP, x_TH, scales_GT, w13, s13, order, tile_expert, tile_row, end_N, total_tiles,
     tokens, inner_stride, scales_stride,
-    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
+    DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """inner[position] = silu(gate(x)) · up(x) of one tile, BLOCK_I columns of gate and the same of up; columns run fastest, so that an expert's
     weights are read by programs that run together. Direct: a tile is a pair, its position the pair's number, tile_expert the ids. The SHARED
@@ -315,6 +324,8 @@ def _up(
         if PDL:
             tl.extra.cuda.gdc_wait()
         used = tile < tl.load(total_tiles)
+        if SPREAD > 0:
+            tile, block = _spread(tl.load(total_tiles), end_N, N, SPREAD, BLOCKS, BLOCK_M)
         expert = tl.load(tile_expert + tile, mask=used, other=0)
         begin, end = tl.load(tile_row + tile, mask=used, other=0), tl.load(end_N + expert)
         used = used & (expert < N - SHARED)
@@ -334,7 +345,9 @@ def _up(
         gate_at = w13 + expert.to(tl.int64) * (2 * INNER * HIDDEN) + i[None, :] * HIDDEN + h[:, None]
         gate, up = tl.zeros([BLOCK_M, BLOCK_I], tl.float32), tl.zeros([BLOCK_M, BLOCK_I], tl.float32)
         for start in tl.range(0, HIDDEN, BLOCK_H, num_stages=STAGES):
-            x = _load(x_at + start, live[:, None], (start + h < HIDDEN)[None, :], HIDDEN % BLOCK_H == 0)
+            x = _load(
+                x_at + start, live[:, None], (start + h < HIDDEN)[None, :], HIDDEN % BLOCK_H == 0 and BLOCK_M < 64
+            )
             w_gate = _load(gate_at + start, (i < INNER)[None, :], (start + h < HIDDEN)[:, None], EVEN)
             w_up = _load(gate_at + start + INNER * HIDDEN, (i < INNER)[None, :], (start + h < HIDDEN)[:, None], EVEN)
             if scales_GT is not None:
@@ -358,8 +371,23 @@ def _up(
 
 
 @triton.jit
+def _spread(total, end_N, N: tl.constexpr, SPREAD: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """→ tile and block of this program: behind every so many programs of the routed experts, tile by tile, stand those of one block of columns of
+    a shared expert, of which every token has made `each` tiles, the last in use: they read its weights together."""
+    each = tl.cdiv(tl.load(end_N + N - 1) - tl.load(end_N + N - 2), BLOCK_M)
+    units: tl.constexpr = SPREAD * BLOCKS
+    every = (total * BLOCKS - units * each) // units
+    program = tl.program_id(0)
+    unit, place = program // tl.maximum(every + each, 1), program % tl.maximum(every + each, 1)
+    routed = tl.where(unit < units, unit * every + place, program - units * each)
+    shared = (unit < units) & (place >= every)
+    tile = tl.where(shared, total - SPREAD * each + unit // BLOCKS * each + place - every, routed // BLOCKS)
+    return tile, tl.where(shared, unit % BLOCKS, routed % BLOCKS)
+
+
+@triton.jit
 def _load(at, rows, columns, EVEN: tl.constexpr):
-    """A tile of an operand; where its blocks divide the array only the rows of x are masked, and rows past the end read row 0 anyway."""
+    """A tile of an operand, masked unless its blocks divide the array: of x rows past the end read row 0, but where there may be many of them."""
     if EVEN:
         return tl.load(at)
     return tl.load(at, mask=rows & columns, other=0.0)
@@ -368,8 +396,8 @@ def _load(at, rows, columns, EVEN: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "inner_stride"])
 def _down(
     y_PH, inner_PI, inner_scales_GP, w2, s2, order, tile_expert, tile_row, end_N, total_tiles, tokens, inner_stride,
-    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
+    DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[pair] = w2 · inner[position of the pair], BLOCK_H columns of one tile."""
     BLOCKS: tl.constexpr = (HIDDEN + BLOCK_H - 1) // BLOCK_H
@@ -383,6 +411,8 @@ def _down(
         used, begin, end = expert < N, tile, tile + 1
     else:
         used = tile < tl.load(total_tiles)
+        if SPREAD > 0:
+            tile, block = _spread(tl.load(total_tiles), end_N, N, SPREAD, BLOCKS, BLOCK_M)
         expert = tl.load(tile_expert + tile, mask=used, other=0)
         begin, end = tl.load(tile_row + tile, mask=used, other=0), tl.load(end_N + expert)
     if used:
@@ -397,7 +427,9 @@ def _down(
         w_at = w2 + expert.to(tl.int64) * (HIDDEN * INNER) + h[None, :] * INNER + i[:, None]
         acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
         for start in tl.range(0, INNER, BLOCK_I, num_stages=STAGES):
-            x = _load(inner_at + start, live[:, None], (start + i < INNER)[None, :], INNER % BLOCK_I == 0)
+            x = _load(
+                inner_at + start, live[:, None], (start + i < INNER)[None, :], INNER % BLOCK_I == 0 and BLOCK_M != 64
+            )
             w = _load(w_at + start, (h < HIDDEN)[None, :], (start + i < INNER)[:, None], EVEN)
             if inner_scales_GP is not None:
                 scale = tl.load(inner_scales_GP + start // 128 * inner_stride + row, mask=live, other=0.0)

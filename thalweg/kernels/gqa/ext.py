@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from functools import cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ def available() -> bool:
 
 
 @cache
-def _library() -> ModuleType:
-    return importlib.import_module("fa3_fwd_interface")
+def _operation() -> Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
+    """What the library's own function calls: that one takes Python ten times as long, for autograd and torch.compile."""
+    importlib.import_module("fa3_fwd_interface")  # registers it
+    return torch.ops.fa3_fwd.fwd.default
 
 
 def prefill(
@@ -41,25 +43,29 @@ def prefill(
     max_context: int,
     scale: float,
     causal: bool = True,
+    out_THv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of ragged rows: → (out [T, H, v], LSE float32 [T, H], a view of [H, T]; natural logarithm).
+    """Attention of ragged rows: → (out [T, H, v], out_THv if it is given; LSE float32 [T, H], a view of [H, T]; natural logarithm).
 
     Row i's query tokens are query_starts[i] … query_starts[i + 1] and, if causal, the last of its context, context_starts[i] …
     context_starts[i + 1]; starts: int32 [R + 1]. bfloat16; views are fine, last stride 1. max_query, max_context: upper bounds of a row.
     Tokens behind the last row are left undefined. Use with query heads a multiple of key heads.
     """
-    out_THv, lse_HT, *_ = _library()._flash_attn_forward(
-        query_THd,
-        key_SKd,
-        value_SKv,
-        cu_seqlens_q=query_starts_R1,
-        cu_seqlens_k=context_starts_R1,
-        max_seqlen_q=max_query,
-        max_seqlen_k=max_context,
-        softmax_scale=scale,
-        causal=causal,
-    )
-    return out_THv, lse_HT.t()
+    made_THv, lse_HT, *_ = _operation()(
+        query_THd, key_SKd, value_SKv,
+        None, None, None,  # k_new, v_new, qv
+        out_THv,
+        query_starts_R1, context_starts_R1, None,  # cu_seqlens_q, _k, _k_new
+        None, None,  # seqused_q, _k
+        max_query, max_context,
+        None, None, None,  # page_table, kv_batch_idx, leftpad_k
+        None, None, None,  # rotary_cos, rotary_sin, seqlens_rotary
+        None, None, None,  # q_descale, k_descale, v_descale
+        scale, causal,
+        -1, -1, 0, 0.0,  # window_size_left, _right, attention_chunk, softcap
+        True, None, 1, None, 0,  # rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin
+    )  # fmt: skip
+    return made_THv, lse_HT.t()
 
 
 def check(device: torch.device, heads: int = 4, kv_heads: int = 2, dim: int = 128, value_dim: int = 128) -> None:

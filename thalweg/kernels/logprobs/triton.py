@@ -1,6 +1,6 @@
 """log_softmax at some ids and at the most likely ones, without writing anything of the size of the vocabulary.
 
-The first launch is `truncate`'s, on the logits themselves; the second finds a value that the N-th largest group maximum reaches, lists the ids at or
+The first launch is `border.scan`, on the logits themselves; the second finds a value that the N-th largest group maximum reaches, lists the ids at or
 above it, of their groups alone, and sorts the list. Where thousands of logits equal the N-th it takes one after the other from the row
 instead. Floor: 4 · E · V bytes read once.
 """
@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.pdl import launch_options
-from thalweg.kernels.truncate.triton import (
+from thalweg.kernels.border.triton import (
     GROUPS,
     LEAST,
     LIST,
@@ -31,6 +30,7 @@ from thalweg.kernels.truncate.triton import (
     scan,
     value_of,
 )
+from thalweg.kernels.pdl import launch_options
 
 
 def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

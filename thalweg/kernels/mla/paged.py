@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from thalweg.kernels.decompress.triton import MANY, decompress
 from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.mla import ext, triton
 
 FP8_MAX = 448.0
-FLASHMLA_TOKENS = 8  # from so many decode tokens on FlashMLA is faster, where it is at all
+FLASHMLA_TOKENS, FLASHMLA_TOKENS_FP8 = 8, 32  # from so many decode tokens on FlashMLA is faster, where it is at all
 
 
 class Rows(NamedTuple):
@@ -63,10 +64,12 @@ class Prefill(Protocol):
         max_context: int,
         scale: float,
         causal: bool,
+        out_THv: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """→ (out [T, H, v], LSE [T, H]). Row i's query tokens are query_starts[i] … query_starts[i + 1], its context tokens context_starts[i] …
         context_starts[i + 1]: latents with their rotated keys, [S, r + c]. causal: its queries are the last of its context; else every query
-        sees all of it. uv_HRv: a view of [H, v, r]. max_query, max_context: upper bounds of a row."""
+        sees all of it. uv_HRv: a view of [H, v, r]. max_query, max_context: upper bounds of a row. out_THv: where the result is put if it is
+        given, contiguous."""
 
 
 def raised(u_THr: Tensor, uv_HRv: Tensor) -> Tensor:
@@ -111,6 +114,8 @@ class TritonDecoder:
         )
         if tokens <= triton.MERGE_UP_TOKENS:
             return triton.merge_up(partial, lse, uv_HRv)
+        if triton.merges_many(tokens, self.heads, partial.shape[2]):
+            return triton.merge_up_many(partial, lse, uv_HRv)
         return raised(triton.merge(partial, lse, query_THD.dtype), uv_HRv)
 
 
@@ -177,7 +182,8 @@ class BySizeDecoder:
     library: FlashMlaDecoder
 
     def prepare(self, rows: Rows) -> FlashSchedule | None:
-        return None if len(rows.positions_T) < FLASHMLA_TOKENS else self.library.prepare(rows)
+        enough = FLASHMLA_TOKENS_FP8 if self.library.fp8 else FLASHMLA_TOKENS
+        return None if len(rows.positions_T) < enough else self.library.prepare(rows)
 
     def attend(
         self,
@@ -204,13 +210,14 @@ def triton_prefill(
     max_context: int,
     scale: float,
     causal: bool,
+    out_THv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Own kernel, which takes the key that all heads share as it is, and needs no bound of the context."""
     heads, nope, rank = uk_HnR.shape
     latent_Sr, rope_Sc = latents_SD[:, :rank], latents_SD[:, rank:]
     key_SHn = torch.mm(latent_Sr, uk_HnR.view(-1, rank).t()).view(-1, heads, nope)
-    given = query_THq, key_SHn, rope_Sc, _values(latent_Sr, uv_HRv), query_starts_R1, context_starts_R1
-    return triton.prefill(*given, max_query=max_query, scale=scale, causal=causal)
+    given = query_THq, key_SHn, rope_Sc, _values(latent_Sr, uv_HRv.transpose(1, 2)), query_starts_R1, context_starts_R1
+    return triton.prefill(*given, max_query=max_query, scale=scale, causal=causal, out_THv=out_THv)
 
 
 def fa3_prefill(
@@ -225,31 +232,38 @@ def fa3_prefill(
     max_context: int,
     scale: float,
     causal: bool,
+    out_THv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention 3, which wants each head's key in one piece: the product is written where it belongs, the shared key beside it."""
-    heads, nope, rank = uk_HnR.shape
-    latent_Sr, rope_Sc = latents_SD[:, :rank], latents_SD[:, rank:]
-    key_SHq = latents_SD.new_empty(len(latents_SD), heads, nope + rope_Sc.shape[1])
-    every_head = latent_Sr.unsqueeze(0).expand(heads, -1, -1)
-    torch.bmm(every_head, uk_HnR.transpose(1, 2), out=key_SHq[..., :nope].transpose(0, 1))
-    key_SHq[..., nope:] = rope_Sc.unsqueeze(1)
+    """FlashAttention 3, which wants each head's key in one piece."""
+    make = decompress if len(uk_HnR) < MANY else _by_products
     return fa3.prefill(
         query_THq,
-        key_SHq,
-        _values(latent_Sr, uv_HRv),
+        *make(latents_SD, uk_HnR, uv_HRv.transpose(1, 2)),
         query_starts_R1,
         context_starts_R1,
         max_query=max_query,
         max_context=max_context,
         scale=scale,
         causal=causal,
+        out_THv=out_THv,
     )
 
 
-def _values(latent_Sr: Tensor, uv_HRv: Tensor) -> Tensor:
-    """[S, H, v]. uv_HRv: a view of [H, v, r], so that all heads are one product."""
-    heads, rank, width = uv_HRv.shape
-    return torch.mm(latent_Sr, uv_HRv.transpose(1, 2).view(-1, rank).t()).view(-1, heads, width)
+def _by_products(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, Tensor]:
+    """As `decompress`: the keys' product is written where it belongs, the shared key beside it."""
+    heads, nope, rank = uk_HnR.shape
+    latent_Sr, rope_Sc = latents_SD[:, :rank], latents_SD[:, rank:]
+    key_SHq = latents_SD.new_empty(len(latents_SD), heads, nope + rope_Sc.shape[1])
+    every_head = latent_Sr.unsqueeze(0).expand(heads, -1, -1)
+    torch.bmm(every_head, uk_HnR.transpose(1, 2), out=key_SHq[..., :nope].transpose(0, 1))
+    key_SHq[..., nope:] = rope_Sc.unsqueeze(1)
+    return key_SHq, _values(latent_Sr, uv_HvR)
+
+
+def _values(latent_Sr: Tensor, uv_HvR: Tensor) -> Tensor:
+    """[S, H, v], of all heads by one product."""
+    heads, width, rank = uv_HvR.shape
+    return torch.mm(latent_Sr, uv_HvR.view(-1, rank).t()).view(-1, heads, width)
 
 
 def by_size(heads: int, rank: int, scale: float, fp8: bool) -> BySizeDecoder:

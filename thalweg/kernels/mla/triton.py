@@ -44,6 +44,8 @@ __all__ = [
     "merge",
     "merge_state_",
     "merge_up",
+    "merge_up_many",
+    "merges_many",
     "prefill",
     "prefill_tiles",
     "splits_for",
@@ -197,6 +199,56 @@ def merge_up(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
     _merge_up[(heads, triton.cdiv(width, columns), tokens)](
         partial, lse_THs, uv_HRv, out, heads, splits, width, *uv_HRv.stride(),
         RANK=rank, V=columns, SPLITS=triton.next_power_of_2(splits), num_warps=8, **launch_options(out),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def _merge_up_many(
+    partial, lse, up, out, tokens, heads, splits, width, up_head, up_rank, up_value,
+    RANK: tl.constexpr, V: tl.constexpr, M: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (h, b, i): V columns of head h's values of the i-th M tokens, whose splits are joined as the product reads them."""
+    head, value = tl.program_id(0).to(tl.int64), tl.program_id(1) * V + tl.arange(0, V)
+    lane, dim, split = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, K), tl.arange(0, SPLITS)
+    weights = up + head * up_head + dim[None, :] * up_rank + value[:, None] * up_value
+    live, real = lane < tokens, value < width
+    pair = lane.to(tl.int64) * heads + head
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    seen = live[:, None] & (split < splits)[None, :]
+    own = tl.load(lse + pair[:, None] * splits + split[None, :], mask=seen, other=-float("inf"))
+    top = tl.max(own, 1)
+    share = tl.exp(own - tl.where(top == -float("inf"), 0.0, top)[:, None])
+    share /= tl.maximum(tl.sum(share, 1), 1e-30)[:, None]
+    product = tl.zeros((M, V), tl.float32)
+    for first in tl.range(0, RANK, K, num_stages=3):
+        w = tl.load(weights + first * up_rank, mask=real[:, None], other=0.0)
+        x = tl.zeros((M, K), tl.float32)
+        for s in tl.static_range(SPLITS):
+            mine = tl.sum(tl.where(split[None, :] == s, share, 0.0), 1)
+            at = partial + (pair * splits + s)[:, None] * RANK + first + dim[None, :]
+            x += tl.load(at, mask=(mine > 0.0)[:, None], other=0.0).to(tl.float32) * mine[:, None]
+        product = tl.dot(x.to(out.dtype.element_ty), w.T, product)
+    to = out + (lane.to(tl.int64)[:, None] * heads + head) * width + value[None, :]
+    tl.store(to, product.to(out.dtype.element_ty), mask=live[:, None] & real[None, :])
+
+
+def merges_many(tokens: int, heads: int, splits: int) -> bool:
+    """Whether `merge_up_many` is faster than `merge` and a library's batched product (H100, 32 tokens of 128 heads in 2 splits: 9.6 us, 29.9)."""
+    return MERGE_UP_TOKENS < tokens <= 64 and 1 < splits <= 4 and heads >= 64
+
+
+def merge_up_many(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
+    """`merge_up` for some dozen tokens, with tensor cores, so that W_UV is read once. Where `merges_many`."""
+    tokens, heads, splits, rank = partial.shape
+    width = uv_HRv.shape[2]
+    columns = min(triton.next_power_of_2(width), 128)
+    out = torch.empty(tokens, heads * width, dtype=uv_HRv.dtype, device=partial.device)
+    _merge_up_many[(heads, triton.cdiv(width, columns), triton.cdiv(tokens, 32))](
+        partial, lse_THs, uv_HRv, out, tokens, heads, splits, width, *uv_HRv.stride(),
+        RANK=rank, V=columns, M=32, K=64, SPLITS=triton.next_power_of_2(splits), num_warps=4, **launch_options(out),
     )  # fmt: skip
     return out
 
@@ -370,6 +422,7 @@ def prefill(
     max_query: int,
     scale: float,
     causal: bool = True,
+    out_THv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of ragged rows to decompressed keys and values: → (out [T, H, v], LSE [T, H]).
 
@@ -377,11 +430,12 @@ def prefill(
     its queries are the last of its context; else every query sees all of it. starts: int32 [R + 1]. max_query: an upper bound of a row's
     query tokens. Keys and values are token-major views [S, H, n] and [S, H, v], rope_Sc [S, c] the rotated key that all heads share.
     A query that sees nothing gets 0 and -inf; tokens behind the last row are padding: their result is 0, and their LSE undefined.
+    out_THv: where the result is put if it is given, contiguous.
     """
     tokens, heads, _ = query_THq.shape
     nope, rope, width = key_SHn.shape[2], rope_Sc.shape[1], value_SHv.shape[2]
     tiles = prefill_tiles()
-    out = torch.empty(tokens, heads, width, dtype=query_THq.dtype, device=query_THq.device)
+    out = query_THq.new_empty(tokens, heads, width) if out_THv is None else out_THv
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=query_THq.device)
     rows = len(query_starts_R1) - 1
     _prefill[(triton.cdiv(max_query, tiles.rows), heads, rows + 1)](

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.kernels.case import Case, normal, precision, size
+from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precision, size
 from thalweg.kernels.norm.ref import rms_norm, rms_norm_
+
+SHAPES = {"cpu": ((1, 256), (64, 256)), "cuda": ((1, 2048), (32, 7168), (4096, 7168))}  # of models: rows, width
+EPS = 1e-6
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -34,6 +39,40 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
 
 def run(x: Tensor, weight: Tensor, floor: Tensor, zero: Tensor) -> tuple[Tensor, ...]:
     return rms_norm(x, weight, floor, zero), rms_norm_(x, weight, floor, zero)
+
+
+def sizes(device: torch.device) -> Iterator[Sized]:
+    for rows, dim in SHAPES[device.type]:
+        yield _sized(rows, dim, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def _sized(rows: int, dim: int, dtype: torch.dtype) -> Sized:
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        weight = drawn(generator, dim, dtype=torch.float32)
+        return {"x_TH": drawn(generator, rows, dim, dtype=dtype), "weight_H": weight}
+
+    backends: dict[str, Run] = {"ref": _run_plain, "torch": _run_torch}
+    if importlib.util.find_spec("triton") is not None and torch.cuda.is_available():
+        backends["triton"] = _run_triton
+    moved = 2 * rows * dim * dtype.itemsize + 4 * dim
+    return Sized(
+        f"{rows} rows of {dim}", draw, backends, lambda given: (4 * rows * dim, moved), "float32", precision(dtype)
+    )
+
+
+def _run_plain(x_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, ...]:
+    floor = torch.full((), (len(weight_H) * EPS) ** 0.5, device=x_TH.device)
+    return (rms_norm(x_TH, weight_H, floor, torch.zeros((), device=x_TH.device)),)
+
+
+def _run_torch(x_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, ...]:
+    return ((F.rms_norm(x_TH.float(), x_TH.shape[1:], weight_H, EPS)).to(x_TH.dtype),)
+
+
+def _run_triton(x_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, ...]:
+    from thalweg.kernels.norm import triton
+
+    return (triton.rms_norm(x_TH, weight_H, EPS),)
 
 
 BACKENDS = {"ref": run}

@@ -1,4 +1,7 @@
-"""RMSNorm, one block a row. Floor: 2 · T · H bytes read and written once; at decode it is one launch."""
+"""RMSNorm, one block a row; alone, or with its result in e4m3 for a product that takes such.
+
+Floor: 2 · T · H bytes read, and as many or, of codes, half as many written; at decode it is one launch, and quantising in it saves another.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.quantize.triton import GROUP, encode, quantize, scales_like
 
 
 @triton.jit
@@ -43,6 +47,10 @@ class Normed:
         """[T, H] in x's dtype."""
         return rms_norm(self.x_TH, self.weight_H, self.eps)
 
+    def codes(self) -> tuple[Tensor, Tensor]:
+        """The rows quantised; see `rms_norm_quantize`."""
+        return rms_norm_quantize(self.x_TH, self.weight_H, self.eps)
+
 
 def rows_of(x: Tensor | Normed) -> Tensor:
     """The rows, computed if they have not been."""
@@ -59,3 +67,44 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         num_warps=8 if block >= 4096 else 4, **launch_options(x_TH),
     )  # fmt: skip
     return y
+
+
+@triton.jit(do_not_specialize=["scales_stride"])
+def _rms_norm_quantize(
+    x_TH, weight_H, codes_TH, scales_GT, stride_x, scales_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    h_B = tl.arange(0, BLOCK)
+    inside = h_B < H
+    weight = tl.load(weight_H + h_B, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_TH + row * stride_x + h_B, mask=inside, other=0.0).to(tl.float32)
+    y = (x * tl.rsqrt(tl.sum(x * x) / H + eps) * weight).to(x_TH.dtype.element_ty)
+    codes, scale = encode(tl.reshape(y, [BLOCK // 128, 128]).to(tl.float32))
+    group = tl.arange(0, BLOCK // 128)
+    live = group < H // 128
+    tl.store(codes_TH + row * H + group[:, None] * 128 + tl.arange(0, 128)[None, :], codes, mask=live[:, None])
+    tl.store(scales_GT + group.to(tl.int64) * scales_stride + row, scale, mask=live)
+
+
+def rms_norm_quantize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`quantize` of `rms_norm`, bit by bit, in one launch: → e4m3 [T, H] and float32 scales [T, H / 128], MN-major. H: a multiple of 128."""
+    rows, width = x_TH.shape
+    if width % GROUP:
+        raise ValueError(f"rms_norm_quantize takes rows of a multiple of {GROUP}, not {width}")
+    codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x_TH.device)
+    scales = scales_like(rows, width, x_TH.device)
+    block = triton.next_power_of_2(width)
+    _rms_norm_quantize[(rows,)](
+        x_TH, weight_H, codes, scales, x_TH.stride(0), scales.stride(1), eps, width, block,
+        num_warps=8 if block >= 4096 else 4, **launch_options(x_TH),
+    )  # fmt: skip
+    return codes, scales
+
+
+def codes_of(x: Tensor | Normed) -> tuple[Tensor, Tensor]:
+    """The rows in e4m3 with their scales; see `quantize`."""
+    return x.codes() if isinstance(x, Normed) else quantize(x)

@@ -35,12 +35,9 @@ class Order:
 
 
 def way_of(pairs: int) -> tuple[int, str]:
-    """→ pairs of one program of the sort, which compares them with one another, and how programs learn of each other's: "alone" there is one, up to
-    512 pairs; the counts of "few" each program adds up itself; of "many" a kernel of its own does."""
-    for chunk in (128, 256, 512):
-        if pairs <= chunk:
-            return chunk, "alone"
-    return 128, "few" if pairs <= 16 * 128 else "many"
+    """→ pairs of one program of the sort, which compares them with one another, and how programs learn of each other's: "alone" there is one; the
+    counts of "few" each program adds up itself; of "many" a kernel of its own does. (288 pairs on an H100: 6.9 us, by one program 32.9.)"""
+    return 128, "alone" if pairs <= 128 else "few" if pairs <= 16 * 128 else "many"
 
 
 def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> Order:

@@ -17,6 +17,7 @@ from torch import Tensor
 from thalweg.kernels.pdl import launch_options
 
 E4M3_MAX = tl.constexpr(448.0)
+BF16_MAX = tl.constexpr(3.3895313892515355e38)
 MOST_AT_ONCE = 64  # tokens of one program of `mla_absorb`
 HEADS_AT_ONCE = 16  # query heads of one program: of 64 dims, one 16-byte access for each of 128 threads
 
@@ -31,9 +32,13 @@ def turned(x_NC, cos_P, sin_P, ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def stored(x, scale_pointer, SCALED: tl.constexpr, dtype: tl.constexpr):
-    """What a plane holds: the value, or e4m3 of value / scale, saturated."""
+    """What a plane holds: the value, or e4m3 of value / scale; saturated, and 0 for what is not a number. What a masked place holds is multiplied
+    by 0, and a NaN of one request would reach the next that gets its page."""
+    x = tl.where(x == x, x, 0.0)
     if SCALED:
         x = tl.minimum(tl.maximum(x / tl.load(scale_pointer), -E4M3_MAX), E4M3_MAX)
+    else:
+        x = tl.minimum(tl.maximum(x, -BF16_MAX), BF16_MAX)
     return x.to(dtype)
 
 
@@ -51,8 +56,8 @@ def _keep(
     key = tl.load(at + RANK + col).to(tl.float32)
     key = tl.reshape(turned(key[None, :], tl.load(cos + angle), tl.load(sin + angle), 1, ROPE), (ROPE,))
     if IN_PLACE:
-        tl.store(at + dim, normed.to(latent.dtype.element_ty))
-        tl.store(at + RANK + col, key.to(latent.dtype.element_ty))
+        tl.store(at + dim, stored(normed, scale, False, latent.dtype.element_ty))
+        tl.store(at + RANK + col, stored(key, scale, False, latent.dtype.element_ty))
     row = plane + tl.load(write + token) * plane_row
     tl.store(row + dim, stored(normed, scale, SCALED, plane.dtype.element_ty))
     tl.store(row + RANK + col, stored(key, scale, SCALED, plane.dtype.element_ty))
@@ -315,7 +320,7 @@ def _gqa_write(
         x_k = tl.load(key + token * key_token + at, mask=held, other=0.0).to(tl.float32)
         x_v = tl.load(value + token * value_token + at, mask=held, other=0.0).to(tl.float32)
         x_k = turned(normed(x_k, key_norm, eps, NORM, DIM), cos_P, sin_P, KV_HEADS, DIM)
-        tl.store(key + token * key_token + at, x_k.to(key.dtype.element_ty), mask=held)
+        tl.store(key + token * key_token + at, stored(x_k, key_scale, False, key.dtype.element_ty), mask=held)
         tl.store(key_plane + row * key_row + at, stored(x_k, key_scale, SCALED, key_plane.dtype.element_ty), mask=held)
         tl.store(
             value_plane + row * value_row + at,

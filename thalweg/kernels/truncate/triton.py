@@ -32,20 +32,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thalweg.kernels.border.triton import (
+    GROUPS,
+    LEAST,
+    LIST,
+    PART,
+    RUN,
+    RUNS,
+    SCAN,
+    SHORT,
+    TILE,
+    asked,
+    id_at,
+    id_of,
+    key_of,
+    listed,
+    narrow,
+    overall,
+    scan,
+    value_of,
+)
 from thalweg.kernels.draw.triton import race, scaled, settle
 from thalweg.kernels.pdl import launch_options
 
-PART = 4096  # ids a program
-RUN, RUNS = 8, 8  # ids of a run and runs of a group, far apart from each other: what is likely often stands together
-GROUPS = PART // (RUN * RUNS)  # of a part
-TILE = 64  # groups of which one program lists ids at a time
-# so many registers let three, two and three programs of a part share a multiprocessor, which hides their waiting
-SCAN, RACE, VERIFY = ({"num_warps": 16, "maxnreg": most} for most in (40, 64, 40))
-LIST = 2048  # ids that a row may list, sorted by one program
-SHORT = 256  # most rows list fewer: a sort of a fifth of the time
+# so many registers let two and three programs of a part share a multiprocessor
+RACE, VERIFY = ({"num_warps": 16, "maxnreg": most} for most in (64, 40))
 FRONT, RECORDS = 8, 16  # ids of a part's and a row's front
 DRAWN, MANY, WALK, CHOSEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # below every key
 
 
 class Wishes(NamedTuple):
@@ -136,116 +149,9 @@ def draw(
 
 
 @triton.jit
-def _id_at(i, part, parts, BLOCK: tl.constexpr, RUNS: tl.constexpr):
-    """The i-th id of a part: it holds RUNS stretches of the vocabulary, and of each of them a group holds a run. They ascend."""
-    return (i // (BLOCK // RUNS) * parts + part) * (BLOCK // RUNS) + i % (BLOCK // RUNS)
-
-
-@triton.jit
-def _asked(row, slot_E, floats_SF, ints_EI, F: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr):
-    """→ temperature, top_k, top_p, min_p of a row."""
-    at = floats_SF + tl.load(slot_E + row) * F
-    return tl.load(at), tl.load(ints_EI + row * COLUMNS + TOP_K), tl.load(at + 1), tl.load(at + 2)
-
-
-@triton.jit
 def _limit(p, total):
     """The mass before an id from which on top-p drops it."""
     return tl.where(p < 1, p * total, float("inf"))
-
-
-@triton.jit
-def key_of(y, v_B):
-    """int64 whose order is (value, then the smaller id): the bits of a float, with those of a negative one flipped, are ordered as it is."""
-    bits = tl.where(y == 0, 0.0, y).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - v_B).to(tl.int64)
-
-
-@triton.jit
-def value_of(key):
-    ordered = (key >> 32).to(tl.int32)
-    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def id_of(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def scan(
-    logits_EV, slot_E, floats_SF, ints_EI, top_EC, sum_EC, id_EC, group_EG, stride, V, parts,
-    F: tl.constexpr, COLUMNS: tl.constexpr, SEED: tl.constexpr, TOP_K: tl.constexpr, RAW: tl.constexpr, BLOCK: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """RAW: the logits themselves, whatever the row wishes."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row, part = tl.program_id(0), tl.program_id(1)
-    v_B = _id_at(tl.arange(0, BLOCK), part, parts, BLOCK, RUNS)
-    y = tl.load(logits_EV + row.to(tl.int64) * stride + v_B, mask=v_B < V, other=float("-inf"))
-    at = row * parts + part
-    if RAW:
-        _store_groups(y, top_EC, sum_EC, group_EG, at, BLOCK, RUN, RUNS)
-    else:
-        temperature, k, p, m = _asked(row, slot_E, floats_SF, ints_EI, F, COLUMNS, TOP_K)
-        if (temperature > 0) & ((k < V) | (p < 1) | (m > 0)):
-            _store_groups(scaled(y, temperature), top_EC, sum_EC, group_EG, at, BLOCK, RUN, RUNS)
-        else:
-            if temperature > 0:
-                seed, length = tl.load(ints_EI + row * COLUMNS + SEED), tl.load(ints_EI + row * COLUMNS)
-                y = race(scaled(y, temperature), seed, length, v_B)
-            top, i = tl.max(y, 0, return_indices=True, return_indices_tie_break_left=True)
-            tl.store(top_EC + at, top)
-            tl.store(id_EC + at, _id_at(i, part, parts, BLOCK, RUNS))
-
-
-@triton.jit
-def _store_groups(y, top_EC, sum_EC, group_EG, at, BLOCK: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr):
-    GROUPS: tl.constexpr = BLOCK // (RUN * RUNS)
-    group_G = tl.max(tl.max(tl.reshape(y, [RUNS, GROUPS, RUN]), 2), 0)
-    top = tl.max(group_G)
-    tl.store(group_EG + at * GROUPS + tl.arange(0, GROUPS), group_G)
-    tl.store(top_EC + at, top)
-    tl.store(sum_EC + at, tl.sum(tl.exp(y - tl.where(top == float("-inf"), 0.0, top))))
-
-
-@triton.jit
-def overall(top_EC, sum_EC, row, parts, BLOCK_C: tl.constexpr):
-    """→ largest value of a row, Σ exp(value - largest)."""
-    c_C = tl.arange(0, BLOCK_C)
-    top_C = tl.load(top_EC + row * parts + c_C, mask=c_C < parts, other=float("-inf"))
-    sum_C = tl.load(sum_EC + row * parts + c_C, mask=c_C < parts, other=0.0)
-    largest = tl.max(top_C)
-    return largest, tl.sum(tl.where(top_C > float("-inf"), sum_C * tl.exp(top_C - largest), 0.0))
-
-
-@triton.jit
-def narrow(group_G, low, k, enough, largest):
-    """A larger value than `low`, where there is one, that k group maxima reach, or ones of mass `enough`: the border cannot lie below it either. By
-    bisection, until few group maxima lie between what is known to do and what is known not to."""
-    possible_G = group_G > float("-inf")
-    mass_G = tl.exp(group_G - largest)
-    lowest = tl.min(tl.where(possible_G, group_G, largest))
-    if (lowest > low) & ((tl.sum(possible_G.to(tl.int32)) >= k) | (tl.sum(mass_G) >= enough)):
-        low = lowest
-    between = tl.where(low > float("-inf"), tl.sum((possible_G & (group_G >= low)).to(tl.int32)), 0)
-    high, above, rounds = largest, 0, 0
-    while (between > 8 + above // 16) & (rounds < 24):
-        middle = low + (high - low) * 0.5
-        reach_G = group_G >= middle
-        found, mass = tl.sum(reach_G.to(tl.int32)), 0.0
-        if enough < float("inf"):
-            mass = tl.sum(tl.where(reach_G, mass_G, 0.0))
-        holds = (found >= k) | (mass >= enough)
-        between = tl.where(holds, found, above + between) - tl.where(holds, above, found)
-        above = tl.where(holds, above, found)
-        low = tl.where(holds, middle, low)
-        high = tl.where(holds, high, middle)
-        rounds += 1
-    return low
 
 
 @triton.jit
@@ -263,34 +169,6 @@ def _low(group_G, V, k, p, m, largest, total):
 
 
 @triton.jit
-def listed(
-    logits_V, group_G, low, temperature, chosen_G, keys, V, groups,
-    RUN: tl.constexpr, RUNS: tl.constexpr, TILE: tl.constexpr, LIST: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    """Writes the keys of the ids at or above `low`, of the groups that reach it. → how many there are; more than LIST are not all written."""
-    reach_G = (group_G >= low) & (group_G > float("-inf"))
-    count_G = reach_G.to(tl.int32)
-    tl.store(chosen_G + tl.cumsum(count_G, 0) - 1, tl.arange(0, BLOCK_G), mask=reach_G)
-    chosen = tl.sum(count_G)
-    tl.debug_barrier()  # threads read what others have stored
-    i = tl.arange(0, TILE * RUN * RUNS)
-    found, first = 0, 0
-    while (first < chosen) & (found <= LIST):
-        n = first + i // (RUN * RUNS)
-        g = tl.load(chosen_G + n, mask=n < chosen, other=0)
-        v = (i // RUN % RUNS * groups + g) * RUN + i % RUN
-        y = scaled(tl.load(logits_V + v, mask=(n < chosen) & (v < V), other=float("-inf")), temperature)
-        above = (y >= low) & (y > float("-inf"))
-        count = above.to(tl.int32)
-        place = found + tl.cumsum(count, 0) - 1
-        tl.store(keys + place, key_of(y, v), mask=above & (place < LIST))
-        found += tl.sum(count)
-        first += TILE
-    tl.debug_barrier()
-    return found
-
-
-@triton.jit
 def _choose(
     logits_EV, slot_E, floats_SF, ints_EI, top_EC, sum_EC, group_EG, chosen_EG, key_EN, bounds_E4, state_E4, stride, V, parts,
     F: tl.constexpr, COLUMNS: tl.constexpr, SEED: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
@@ -301,7 +179,7 @@ def _choose(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, g_G = tl.program_id(0), tl.arange(0, BLOCK_G)
-    temperature, k, p, m = _asked(row, slot_E, floats_SF, ints_EI, F, COLUMNS, TOP_K)
+    temperature, k, p, m = asked(row, slot_E, floats_SF, ints_EI, F, COLUMNS, TOP_K)
     kind = DRAWN
     if (temperature > 0) & ((k < V) | (p < 1) | (m > 0)):
         groups = parts * GROUPS
@@ -369,7 +247,7 @@ def _race(
         found = 0
         if tl.load(top_EC + at) >= low:
             i_B = tl.arange(0, BLOCK)
-            v_B = _id_at(i_B, part, parts, BLOCK, RUNS)
+            v_B = id_at(i_B, part, parts, BLOCK, RUNS)
             x = tl.load(logits_EV + row.to(tl.int64) * stride + v_B, mask=v_B < V, other=float("-inf"))
             temperature = tl.load(floats_SF + tl.load(slot_E + row) * F)
             y = scaled(x, temperature)
@@ -381,7 +259,7 @@ def _race(
                 value = tl.max(tl.where(i_B == i, y, float("-inf")))
                 tl.store(front_EC2F + at * 2 * FRONT + found, best)
                 tl.store(front_EC2F + (at * 2 + 1) * FRONT + found, value)
-                tl.store(front_id_ECF + at * FRONT + found, _id_at(i, part, parts, BLOCK, RUNS))
+                tl.store(front_id_ECF + at * FRONT + found, id_at(i, part, parts, BLOCK, RUNS))
                 score = tl.where((y > value) | ((y == value) & (i_B < i)), score, float("-inf"))
                 best, i = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
                 found += 1
@@ -444,7 +322,7 @@ def _verify(
         records = tl.load(state_E4 + row * 4 + 2)
         values, ids = record_E2R + (row * 2 + 1) * RECORDS, record_id_ER + row * RECORDS
         if tl.load(top_EC + row * parts + part) >= tl.load(values):  # the front's values ascend
-            v_B = _id_at(tl.arange(0, BLOCK), part, parts, BLOCK, RUNS)
+            v_B = id_at(tl.arange(0, BLOCK), part, parts, BLOCK, RUNS)
             x = tl.load(logits_EV + row.to(tl.int64) * stride + v_B, mask=v_B < V, other=float("-inf"))
             y = scaled(x, tl.load(floats_SF + tl.load(slot_E + row) * F))
             mass = tl.exp(y - tl.load(bounds_E4 + row * 4 + 1))
@@ -479,7 +357,7 @@ def _finish(
         id_C = tl.load(id_EC + row * parts + c_C, mask=c_C < parts, other=0)
         token = tl.minimum(tl.min(tl.where(top_C == tl.max(top_C), id_C, 0x7FFFFFFF)), V - 1)
     elif kind != CHOSEN:
-        temperature, k, p, m = _asked(row, slot_E, floats_SF, ints_EI, F, COLUMNS, TOP_K)
+        temperature, k, p, m = asked(row, slot_E, floats_SF, ints_EI, F, COLUMNS, TOP_K)
         largest, total = tl.load(bounds_E4 + row * 4 + 1), tl.load(bounds_E4 + row * 4 + 2)
         walk = True
         if kind == MANY:

@@ -1,0 +1,48 @@
+"""Cases of keys and values made of latents: rows of one token and of more than a tile, strided latents."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Iterator
+
+import torch
+from torch import Tensor
+
+from thalweg.kernels.case import Case, Run, normal, precision, size
+from thalweg.kernels.decompress import ref
+
+
+def cases(generator: torch.Generator) -> Iterator[Case]:
+    for tokens, heads, rank, nope, v, rope in (
+        (1, 2, 64, 32, 16, 16),
+        (200, 3, 128, 64, 64, 32),
+        (130, 2, 512, 128, 128, 64),
+    ):
+        latents = normal(generator, tokens, 24 + rank + rope, dtype=torch.bfloat16)[:, 24:]
+        uk, uv = (normal(generator, heads, width, rank, dtype=torch.bfloat16) * rank**-0.5 for width in (nope, v))
+        latent = latents[:, :rank].double()
+        key, value = ((latent @ w.double().flatten(0, 1).T).view(tokens, heads, -1) for w in (uk, uv))
+        shared = latents[:, None, rank:].double().repeat(1, heads, 1)
+        yield Case(
+            name=f"{tokens} tokens, {heads} heads, {rank} -> {nope}, {v}",
+            inputs={"latents_SD": latents, "uk_HnR": uk, "uv_HvR": uv},
+            exact=(torch.cat([key, shared], 2), value),
+            tolerance=precision(torch.bfloat16),
+            flops=2 * tokens * heads * (nope + v) * rank,
+            bytes=size(latents, uk, uv) + 2 * (key.numel() + shared.numel() + value.numel()),
+        )
+
+
+def run(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, ...]:
+    return ref.decompress(latents_SD, uk_HnR, uv_HvR)
+
+
+def run_triton(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, ...]:
+    from thalweg.kernels.decompress import triton
+
+    made = triton.decompress(latents_SD.cuda(), uk_HnR.cuda(), uv_HvR.cuda())
+    return tuple(each.to(latents_SD.device) for each in made)
+
+
+_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})

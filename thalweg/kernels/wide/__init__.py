@@ -1,0 +1,1 @@
+"""bf16 products of some dozen rows with weights that fill the machine."""
