@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install install-test serve test test-null check format kernels sanitize soak bench docs clean
+.PHONY: help install install-test serve test test-null check format kernels sanitize soak bench docs release-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -56,8 +56,12 @@ soak: install-test ## the long random drivers (minutes to hours)
 bench: install ## one-batch speed of the bundled model (MODEL=, ARGS=)
 	@exec $(BIN)/thalweg bench one-batch --model $(MODEL) $(ARGS)
 
-docs: install ## docs/configuration.md from the settings
+docs: install ## docs/configuration.md from the settings, tables of measurements from benchmarks/
 	@$(BIN)/python -m thalweg.config.document > docs/configuration.md
+	@$(BIN)/python -m tools.release.docs
+
+release-check: install-test ## what a release needs: compose matrix, parity, evals, soak, docs, GPU results as new as their code (ARGS="--only docs")
+	@$(BIN)/python -m tools.release.check $(ARGS)
 
 clean: ## removes the environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -85,8 +85,12 @@ def _parse(parser: Parser, argv: Sequence[str]) -> Parsed:
     """Reads the command line; prints a line for each flag that has another name here."""
     parsed = parse_config(parser, argv)
     for notice in parsed.notices:
-        print(f"thalweg: {notice}", file=sys.stderr)
+        _notify(notice)
     return parsed
+
+
+def _notify(notice: str) -> None:
+    print(f"thalweg: {notice}", file=sys.stderr)
 
 
 # ---- commands ----
@@ -119,24 +123,10 @@ examples:
 
 
 def plan(argv: Sequence[str]) -> int:
-    epilog = """\
-examples:
-  thalweg plan models/tiny
-  thalweg plan org/name --context-length 32768 --json"""
-    parser = config_parser(
-        "thalweg plan", "What would be chosen for a model on this machine, and why. Loads no weights.", epilog, ENGINE
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parsed = _parse(parser, argv)
-    from thalweg.launch.report import as_json, show, wide_console
-    from thalweg.launch.resolve import resolve
+    from thalweg.bench.plan_check import check
+    from thalweg.launch.planning.command import main as run
 
-    resolved = resolve(parsed.config, weights=False)
-    if parsed.rest.json:
-        print(json.dumps(as_json(resolved), indent=2))
-    else:
-        show(resolved, wide_console(stderr=False))
-    return 0
+    return run(argv, _notify, check)
 
 
 def warmup(argv: Sequence[str]) -> int:
@@ -231,6 +221,24 @@ def evaluate(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def ablate(argv: Sequence[str]) -> int:
+    from thalweg.bench.ablate import main as run
+
+    return run(argv)
+
+
+def roofline(argv: Sequence[str]) -> int:
+    from thalweg.bench.roofline import main as run
+
+    return run(argv)
+
+
+def tune(argv: Sequence[str]) -> int:
+    from thalweg.bench.tune import main as run
+
+    return run(argv)
+
+
 def replay(argv: Sequence[str]) -> int:
     from thalweg.bench.replay import main as run
 
@@ -266,12 +274,15 @@ COMMANDS = {
     "serve": Command("serve a model over HTTP", serve),
     "chat": Command("talk to a model in this terminal", chat),
     "generate": Command("complete prompts in this process", generate),
-    "plan": Command("what would be chosen for a model here, and why", plan),
+    "plan": Command("what a model needs, what a machine does with it at best, what would be chosen and why", plan),
     "warmup": Command("compile ahead what serving with these flags needs", warmup),
     "render": Command("the exact prompt and token ids of a conversation", render),
     "parse": Command("what becomes of a model's raw output: reasoning, content, tool calls", parse),
     "bench": Command("measure speed: serve, one-batch", bench),
     "eval": Command("measure accuracy", evaluate),
+    "ablate": Command("turn features off and on: what each is worth in speed and accuracy", ablate),
+    "roofline": Command("where a step's time goes: each operation against its floor", roofline),
+    "tune": Command("search faster tiles for a model on this device, for later starts", tune),
     "replay": Command("run the recorded last steps of an engine again", replay),
     "doctor": Command("what is missing on this machine, and the command that mends it", doctor),
     "version": Command("print the version", version),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Coroutine
@@ -16,8 +17,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
 from tests.cpu.bench_server import Fake, Send, serving, serving_in_a_thread
+from tests.cpu.null_sink import null_sink
 from thalweg.bench import serve
+from thalweg.bench.backends import OpenAI, Watch
 from thalweg.bench.client import Client, HttpError
+from thalweg.bench.metrics import Record
 from thalweg.bench.serve_args import parse
 
 
@@ -91,6 +95,18 @@ def test_failures_are_counted_with_their_reasons(tokenizer: str) -> None:
     assert result["total_output_tokens"] == 0
 
 
+def test_thoughts_are_output_and_no_answer() -> None:
+    """Both names that servers have for them; a later turn gets the answer alone."""
+    backend, record = OpenAI(chat=True, ids=False), Record(start=1.0)
+    watch = Watch(record)
+    for at, delta in enumerate(
+        ({"reasoning_content": "Hm. "}, {"reasoning": "Yes."}, {"content": "Seven"}, {"content": "!"})
+    ):
+        backend.event(json.dumps({"choices": [{"delta": delta}]}).encode(), 2.0 + at, watch)
+    assert (record.text, record.text[record.thought :], watch.seen) == ("Hm. Yes.Seven!", "Seven!", 4)
+    assert (record.ttft, record.itl) == (1.0, [1.0] * 3)
+
+
 def test_without_streaming(tokenizer: str) -> None:
     result = bench(Fake(first=0.02, gap=0.005), "--tokenizer", tokenizer, "--disable-stream", *SMALL)
     assert result["completed"] == 6 and result["total_output_tokens"] == 30
@@ -108,7 +124,7 @@ def test_flags_reach_the_requests(tokenizer: str) -> None:
     fake = Fake(first=0.0, gap=0.0, tokenizer=tokenizer)  # the tokenizer's place comes from /server_info
     extra = ("--extra-request-body", '{"top_p": 0.5}', "--temperature", "0.7", "--disable-ignore-eos", "--flush-cache")
     bench(fake, "--warmup-requests", "0", "--served-model-name", "mine", *extra, *SMALL)
-    assert all(b["top_p"] == 0.5 and b["temperature"] == 0.7 and b["ignore_eos"] is False for b in fake.bodies)
+    assert all(b["top_p"] == 0.5 and b["temperature"] == 0.7 and "ignore_eos" not in b for b in fake.bodies)
     assert {b["model"] for b in fake.bodies} == {"mine"} and fake.posts[0] == "/flush_cache" and len(fake.bodies) == 6
 
 
@@ -191,7 +207,12 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--dataset-name", "sharegpt"], "comes later"),
+        (["--dataset-name", "sharegpt"], "needs --dataset-path"),
+        (["--goodput", "ttft"], "NAME:MILLISECONDS"),
+        (["--goodput", "speed:3"], "NAME:MILLISECONDS"),
+        (["--goodput", "ttft:-1"], "NAME:MILLISECONDS"),
+        (["--request-rate", "1", "0"], "above 0"),
+        (["--repeat", "0"], "--repeat"),
         (["--dataset-name", "nonsense"], "unknown data set"),
         (["--dataset-name", "trace"], "--dataset-path"),
         (["--use-trace-timestamps"], "--dataset-name trace"),
@@ -210,7 +231,7 @@ def test_flags_that_make_no_sense(flags: list[str], words: str, capsys: pytest.C
 
 def test_sglangs_short_spellings_work() -> None:
     args = parse(["--random-input", "7", "--random-output", "8", "--request-rate", "inf"])
-    assert (args.random_input_len, args.random_output_len, args.request_rate) == (7, 8, math.inf)
+    assert (args.random_input_len, args.random_output_len, args.request_rate) == (7, 8, [math.inf])
 
 
 def client_test(body: Callable[[Client, Fake], Coroutine[Any, Any, None]], fake: Fake) -> None:
@@ -234,6 +255,27 @@ def test_a_connection_closed_while_idle_is_replaced() -> None:
         assert fake.connections == 2
 
     client_test(body, Fake())
+
+
+def test_no_more_files_is_not_a_server_that_is_gone(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def few(count: int) -> None:
+        assert count == 40
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 9, before[1]))
+
+    monkeypatch.setattr(serve, "allow_files", few)
+    with null_sink() as (url, _):
+        flags = ["--base-url", url, "--tokenizer", tokenizer, "--warmup-requests", "0", *SMALL, "--num-prompts", "40"]
+        measured = serve.Bench(parse(flags))
+        try:
+            asyncio.run(measured.run())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    (row,) = measured.rows
+    assert (row["completed"], row["partial"]) == (40 - row["failed"], False) and row["failed"] > 0  # type: ignore[operator]
+    (reason,) = row["failures"]  # type: ignore[misc]
+    assert "cannot open another connection (Too many open files)" in reason
 
 
 def test_an_address_that_is_none() -> None:

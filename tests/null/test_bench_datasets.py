@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 
 from thalweg.bench.datasets import (
-    BLOCK,
     DatasetError,
     Prompt,
-    TraceLimits,
     Vocabulary,
-    file_prompts,
     random_prompts,
     schedule,
-    trace_prompts,
 )
+from thalweg.bench.prompt_files import file_prompts
+from thalweg.bench.request_traces import BLOCK, TraceLimits, trace_prompts
 
+NONE = Vocabulary(())
 WORDS = Vocabulary(range(3, 500), lambda ids: " ".join(map(str, ids)))
 
 
@@ -87,7 +86,7 @@ def test_an_azure_trace(tmp_path: Path) -> None:
             '{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n{"timestamp": 3,',
             "line 2: not JSON",
         ),
-        ('{"timestamp": 0, "input_length": 5}\n', "line 1: a Mooncake trace has timestamp"),
+        ('{"timestamp": 0, "input_length": 5}\n', "line 1: hash_ids is no list.*a Mooncake trace has timestamp"),
         ('{"timestamp": 0, "input_length": 5, "output_length": "x", "hash_ids": []}\n', "line 1"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "without requests"),
         ("hello\n", "neither a Mooncake trace"),
@@ -118,7 +117,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "Hello"}]},
     ]
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    text, ids, chat, again = file_prompts(path, 4, output_len=16)
+    text, ids, chat, again = file_prompts(path, 4, 16, NONE)
     assert (text.as_ids_or_text(), text.output_len) == ("Hi", 4) and again == text
     assert (ids.as_ids_or_text(), ids.output_len, ids.input_len) == ([7, 8, 9], 2, 3)
     assert chat.output_len == 16 and chat.as_messages() == [{"role": "user", "content": "Hello"}]
@@ -127,13 +126,13 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="--tokenizer"):
         ids.as_messages()
     path.write_text("one\n\n two \n")
-    assert [p.text for p in file_prompts(path, 0, 8)] == ["one", "two"]
+    assert [p.text for p in file_prompts(path, 0, 8, NONE)] == ["one", "two"]
     path.write_text('{"prompt": ""}\n')
     with pytest.raises(DatasetError, match="line 1: needs"):
-        file_prompts(path, 0, 8)
+        file_prompts(path, 0, 8, NONE)
     path.write_text('{"prompt": "a", "output_len": 0}\n')
     with pytest.raises(DatasetError, match="output_len"):
-        file_prompts(path, 0, 8)
+        file_prompts(path, 0, 8, NONE)
 
 
 def test_ids_become_text_for_a_chat() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from thalweg.bench import floors
-from thalweg.bench.floors import Ceilings, Phase, Shape
 from thalweg.config.model import ModelFacts, facts_of
+from thalweg.launch.planning import floors
+from thalweg.launch.planning.floors import Ceilings, Phase, Shape
 
 H100 = Ceilings(read=3.1e12, bf16=800e12, fp8=1526e12)
 LITE: dict[str, Any] = {

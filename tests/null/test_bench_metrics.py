@@ -87,6 +87,7 @@ def test_the_block_has_sglangs_labels_in_order() -> None:
         "max_concurrency": None,
         "accept_length": 1.7,
         "server_overhead_ms": {"mean": 1.0, "p50": 0.9, "p99": 2.0, "samples": 5},
+        "cache_hit_rate": 0.5,
         **measure([made(0.0, 0.5, [0.1] * 9, cached=5), Record(start=1.0, error="boom")], 2.0),
     }
     block = render(result)

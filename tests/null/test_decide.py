@@ -227,7 +227,8 @@ def test_attention_is_chosen_for_decode_and_prefill_each() -> None:
     few, many = facts(**LATENT), facts(**LATENT, num_attention_heads=128)
     assert _attention(few, H100) == ("triton", "triton", ())
     assert _attention(few, EVERYTHING) == ("triton", "fa3", ())
-    assert _attention(many, EVERYTHING) == ("triton", "fa3", ())
+    assert _attention(many, EVERYTHING) == ("triton+flashmla", "fa3", ())
+    assert _attention(many, H100)[0] == "triton"
     assert _attention(many, EVERYTHING, attention_backend="triton+flashmla") == ("triton+flashmla", "fa3", ("decode",))
     assert _attention(few, EVERYTHING, attention_backend="flashmla") == ("flashmla", "fa3", ("decode",))
     assert _attention(few, EVERYTHING, attention_backend="fa3") == ("triton", "fa3", ("prefill",))
@@ -235,9 +236,23 @@ def test_attention_is_chosen_for_decode_and_prefill_each() -> None:
     assert _attention(many, EVERYTHING, attention_backend="reference") == ("reference",) * 2 + (("decode", "prefill"),)
     assert _attention(many, EVERYTHING, deterministic_inference=True) == ("triton", "triton", ())
     assert _attention(many, EVERYTHING, mla=False) == ("triton", "triton", ())
-    assert _attention(many, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("triton", "fa3")
+    assert _attention(many, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("triton+flashmla", "fa3")
     assert _attention(many, dataclasses.replace(EVERYTHING, capability="8.0"))[:2] == ("triton", "triton")
     assert _attention(few, EVERYTHING, dtype="float32")[:2] == ("reference", "reference")
+
+
+def test_sparse_attention_is_torch_beside_kernels() -> None:
+    indexed = {"q_lora_rank": 1536, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+    sparse = facts(**LATENT | {"architectures": ["DeepseekV32ForCausalLM"]} | indexed)
+    assert _attention(sparse, EVERYTHING) == ("torch", "torch", ())
+    assert _attention(sparse, EVERYTHING, deterministic_inference=True) == ("torch", "torch", ())
+    assert _attention(sparse, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("torch", "torch")
+    assert _attention(sparse, EVERYTHING, attention_backend="reference")[:2] == ("reference", "reference")
+    assert _attention(sparse, EVERYTHING, mla=False)[:2] == ("reference", "reference")
+    assert run(sparse, EVERYTHING)[0].kernels.moe != "reference" and run(sparse, EVERYTHING)[0].graphs == GraphPlan()
+    assert _attention(sparse, dataclasses.replace(EVERYTHING, libraries=frozenset()))[:2] == ("reference", "reference")
+    assert "use torch" in refusal(sparse, EVERYTHING, attention_backend="triton")
+    assert "only sparse; use triton" in refusal(facts(**LATENT), EVERYTHING, attention_backend="torch")
 
 
 def test_a_dense_model_has_its_own_libraries() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 from rich.progress import Progress
 
 from thalweg.attention.selection import Selection
 from thalweg.bench.backends import Options, make_backend
-from thalweg.bench.client import Client
+from thalweg.bench.client import Client, HttpError, Reply
 from thalweg.bench.datasets import Prompt
 from thalweg.bench.load import Load
 from thalweg.bench.metrics import Record, failures
@@ -70,10 +72,21 @@ class Answer:
     ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """ids: a prompt and a continuation of it. at: where the continuation begins, at least 1."""
+
+    ids: tuple[int, ...]
+    at: int
+
+
 class Answerer(Protocol):
-    """Answers greedily, in order."""
+    """Answers greedily, and weighs what might be answered; in order."""
 
     def answer(self, questions: Sequence[Question], label: str) -> list[Answer]: ...
+
+    def likelihoods(self, asked: Sequence[Continued], label: str) -> list[float]:
+        """The log-probability of each continuation, in nats."""
 
 
 class Here:
@@ -89,6 +102,13 @@ class Here:
         ]
         results = self.llm.generate([question.ids for question in questions], params, progress=self.progress)
         return [Answer(result.outputs[0].text, tuple(result.outputs[0].ids)) for result in results]
+
+    def likelihoods(self, asked: Sequence[Continued], label: str) -> list[float]:
+        scored = self.llm.score([one.ids for one in asked], progress=self.progress)
+        return [
+            math.fsum(entry.logprob for entry in entries[one.at - 1 :])
+            for one, entries in zip(asked, scored, strict=True)
+        ]
 
     def indexers(self) -> list[Indexer]:
         """Those of the model; empty where it chooses no context."""
@@ -145,3 +165,57 @@ class There:
                 f"{sum(wrong.values())} of {len(questions)} requests of {label} failed, most often ({count} times): {reason}"
             )
         return [Answer(record.text) for record in load.records]
+
+    def likelihoods(self, asked: Sequence[Continued], label: str) -> list[float]:
+        """Raises NoAnswer when a request fails, or when the server gives no log-probabilities of the prompt."""
+        return asyncio.run(self._likelihoods(asked, label))
+
+    async def _likelihoods(self, asked: Sequence[Continued], label: str) -> list[float]:
+        client, places = Client(self.base_url, self.headers), asyncio.Semaphore(self.concurrency)
+        task = self.progress.add_task(label, total=len(asked))
+
+        async def one(each: Continued) -> float:
+            body = {"model": self.options.model, "prompt": each.ids, "echo": True, "logprobs": 0, **ONE_TOKEN}
+            async with places:
+                try:
+                    reply = await client.request("POST", "/v1/completions", msgspec.json.encode(body))
+                except HttpError as error:
+                    raise NoAnswer(f"a request of {label} failed: {error}") from error
+            self.progress.advance(task)
+            return _sum_of(reply, each, label)
+
+        try:
+            return await asyncio.gather(*(one(each) for each in asked))
+        finally:
+            client.close()
+
+
+ONE_TOKEN = {"max_tokens": 1, "temperature": GREEDY, "stream": False}  # none at all is refused by other servers
+
+
+class _Log(msgspec.Struct):
+    token_logprobs: list[float | None]
+
+
+class _Scored(msgspec.Struct):
+    logprobs: _Log | None = None
+
+
+class _Scores(msgspec.Struct):
+    choices: list[_Scored]
+
+
+def _sum_of(reply: Reply, each: Continued, label: str) -> float:
+    if reply.status != 200:
+        raise NoAnswer(f"a request of {label} failed: HTTP {reply.status} {reply.reason}: {reply.text[:200]}")
+    try:
+        (choice,) = msgspec.json.decode(reply.body, type=_Scores).choices
+    except (msgspec.DecodeError, ValueError) as error:
+        raise NoAnswer(f"an answer of {label} is no completion: {error}") from error
+    logged = [] if choice.logprobs is None else choice.logprobs.token_logprobs[each.at : len(each.ids)]
+    nats = [value for value in logged if value is not None]
+    if len(nats) != len(each.ids) - each.at:
+        raise NoAnswer(
+            f"{label}: the server gives no log-probabilities of the prompt (echo with logprobs); leave --base-url out"
+        )
+    return math.fsum(nats)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from thalweg.bench.client import Client, HttpError, Reply
+from thalweg.bench.client import CannotConnect, Client, HttpError, Reply, Sending
 from thalweg.bench.datasets import Prompt
 from thalweg.bench.metrics import Record
 
@@ -29,10 +29,11 @@ class Usage(msgspec.Struct):
 
 
 class Text(msgspec.Struct):
-    """A chat delta or message."""
+    """A chat delta or message. Thoughts are in `reasoning_content`, or in `reasoning` (vLLM)."""
 
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: object = None
 
 
@@ -62,6 +63,7 @@ class NativeEvent(msgspec.Struct):
     """SGLang's `/generate`: text and counts are those of the whole output so far."""
 
     text: str = ""
+    output_ids: list[int] | None = None
     meta_info: Meta | None = None
     error: object = None
 
@@ -78,7 +80,11 @@ class Options:
     extra: Mapping[str, object] = field(default_factory=dict)
 
     def sampling(self, prompt: Prompt, limit: str) -> dict[str, object]:
-        body: dict[str, object] = {limit: prompt.output_len, "ignore_eos": self.ignore_eos}
+        body: dict[str, object] = {limit: prompt.output_len}
+        if (
+            self.ignore_eos
+        ):  # no field of OpenAI's: servers that know its own only must not see it where it says nothing
+            body["ignore_eos"] = True
         return body if self.temperature is None else body | {"temperature": self.temperature}
 
 
@@ -153,9 +159,15 @@ class OpenAI:
             piece = choice.text or ""
             for part in (choice.delta, choice.message):
                 if part is not None:
-                    piece += (part.reasoning_content or "") + (part.content or "")
+                    thought = part.reasoning_content or part.reasoning or ""
+                    record.thought += len(thought)
+                    piece += thought + (part.content or "")
                     count += bool(part.tool_calls and not piece)
-            count += len(choice.token_ids) if choice.token_ids is not None else bool(piece)
+            if choice.token_ids is not None:
+                count += len(choice.token_ids)
+                record.ids += choice.token_ids
+            else:
+                count += bool(piece)
             text += piece
             record.done = record.done or choice.finish_reason is not None
         record.text += text
@@ -186,6 +198,7 @@ class Native:
             record.error = f"error event: {_words(event.error)}"
             return
         record.text = event.text
+        record.ids = event.output_ids or record.ids
         if event.meta_info is not None:
             record.prompt_tokens = event.meta_info.prompt_tokens or record.prompt_tokens
             record.output_tokens = event.meta_info.completion_tokens
@@ -257,21 +270,36 @@ def _event(backend: Backend, data: bytes, now: float, watch: Watch) -> None:
         watch.record.error = watch.record.error or f"not an event of this API ({backend.path}): {error}"
 
 
-async def ask(client: Client, backend: Backend, prompt: Prompt, options: Options, record: Record) -> None:
-    """Sends one request and fills its record; whatever goes wrong is the record's error. Only a cancellation comes out."""
+async def ask(
+    client: Client, backend: Backend, prompt: Prompt, options: Options, record: Record, due: float = 0.0
+) -> None:
+    """Sends one request at `due` (time.perf_counter(); one that has passed means at once) and fills its record; whatever goes wrong is
+    the record's error. Only a cancellation comes out.
+
+    Body and connection are made before. Where they are ready in time, latencies count from the moment of sending; where not, from the
+    moment at which the request could have been sent, so that a connection that takes its time shows.
+    """
     body = msgspec.json.encode(backend.body(prompt, options))
     watch = Watch(record)
-    record.prompt_tokens, record.start = prompt.input_len, time.perf_counter()
+    record.prompt_tokens, record.turn = prompt.input_len, prompt.turn
+    record.start = max(time.perf_counter(), due)
+
+    def on_sent(now: float) -> None:
+        record.sent = now
+        if now >= due > 0 and record.start == due:
+            record.start = now
+
     on_body = _Stream(backend, watch).feed if options.stream else None
     try:
-        async with asyncio.timeout(options.timeout):
-            reply = await client.request("POST", backend.path, body, on_body)
+        async with asyncio.timeout(options.timeout + max(due - time.perf_counter(), 0.0)):
+            reply = await client.request("POST", backend.path, body, on_body, Sending(due, on_sent))
         _close(reply, backend, watch, options)
     except TimeoutError:
         record.error = f"no complete answer within {options.timeout:g} s"
     except HttpError as error:
         record.error = record.error or str(error)
-    record.latency = record.latency or time.perf_counter() - record.start
+        record.refused = isinstance(error, CannotConnect)
+    record.latency = record.latency or max(time.perf_counter() - record.start, 0.0)
 
 
 def _close(reply: Reply, backend: Backend, watch: Watch, options: Options) -> None:

@@ -9,7 +9,12 @@ from importlib import import_module
 COMMANDS = {
     "serve": ("thalweg.bench.serve", "measure a running server, any OpenAI-compatible one"),
     "load": ("thalweg.bench.under_load", "a server of its own under 1,000 streams: texts, CPU time, memory, pace"),
+    "offline": ("thalweg.bench.offline", "throughput of a whole data set in this process, without HTTP"),
+    "startup": ("thalweg.bench.startup", "from the command to the first token, phase by phase, cold and warm"),
     "one-batch": ("thalweg.bench.one_batch", "time prefill and decode of fixed batches in this process, without HTTP"),
+    "kernels": ("thalweg.bench.kernels", "every kernel by every backend that runs here, beside what the device can do"),
+    "compare": ("thalweg.bench.compare", "what changed between two results beyond noise"),
+    "report": ("thalweg.bench.report", "tables and plots of results"),
     "compare-transformers": ("thalweg.bench.compare_transformers", "the same prompts through transformers' generate"),
     "make-checkpoint": ("thalweg.bench.make_checkpoint", "write random weights to disk as a published checkpoint"),
     "structured": ("thalweg.bench.structured", "what grammars cost: the step rate of a batch with and without them"),

@@ -6,6 +6,7 @@ straight into a callback, with the time at which the kernel handed it over."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -14,11 +15,31 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from thalweg.bench.pacer import Pacer
+
+OURS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # what keeps a client from connecting to a server that is well
 OnBody = Callable[[bytes, float], None]
+OnSent = Callable[[float], None]
 
 
 class HttpError(Exception):
     """The server could not be reached, hung up, or answered what is no HTTP. The message is a reason to count by."""
+
+
+class CannotConnect(HttpError):
+    """Nobody listens there, or nobody answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """When a request leaves, and who hears of it. due: time.perf_counter(); one that has passed means at once. on_sent: gets the moment at
+    which the request was given to the kernel, just before its first byte; again where it had to be sent again."""
+
+    due: float = 0.0
+    on_sent: OnSent | None = None
+
+
+NOW = Sending()
 
 
 @dataclass(slots=True)
@@ -36,21 +57,31 @@ class Reply:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one exchange at a time. `start` sends; what it returns is done with the last byte of the response."""
+    """One connection, one exchange at a time. `start` sends at its time; what it returns is done with the last byte of the response."""
 
-    def __init__(self) -> None:
+    def __init__(self, pacer: Pacer) -> None:
+        self.pacer = pacer
         self.transport: asyncio.Transport | None = None
         self.result: asyncio.Future[Reply] | None = None
         self.reusable, self.now = False, 0.0
 
-    def start(self, request: bytes, on_body: OnBody | None) -> asyncio.Future[Reply]:
+    def start(self, request: bytes, on_body: OnBody | None, sending: Sending) -> asyncio.Future[Reply]:
         assert self.transport is not None, "start() before the connection was made"
         self.parser = httptools.HttpResponseParser(self)
         self.result = asyncio.get_running_loop().create_future()
         self.reply, self.on_piece = Reply(), on_body
         self.streams, self.bounded, self.reusable, self.now = False, False, False, 0.0
-        self.transport.write(request)
-        return self.result
+        result = self.result
+
+        def send(now: float) -> None:
+            if self.transport is None or result.done():  # closed, or called off, before its time came
+                return
+            if sending.on_sent is not None:
+                sending.on_sent(now)
+            self.transport.write(request)
+
+        self.pacer.at(sending.due, send)
+        return result
 
     # asyncio's side
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -59,6 +90,8 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.now = time.perf_counter()
+        if self.now >= self.pacer.next:
+            self.pacer.poll(self.now)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -121,9 +154,13 @@ class Client:
         lines = {"Host": url.netloc, "Accept": "*/*", **(headers or {})}
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._idle: list[Connection] = []
+        self._pacer = Pacer()
 
-    async def request(self, method: str, path: str, body: bytes = b"", on_body: OnBody | None = None) -> Reply:
+    async def request(
+        self, method: str, path: str, body: bytes = b"", on_body: OnBody | None = None, sending: Sending = NOW
+    ) -> Reply:
         """One exchange. With `on_body`, the body of a 200 goes there piece by piece with the time of its arrival; any other is in the reply.
+        The connection is made at once, and the request leaves when `sending` says.
 
         Raises:
             HttpError: no connection, a connection lost, or nonsense. A kept-alive connection that the server had closed is not an error.
@@ -133,29 +170,38 @@ class Client:
             head += "Content-Type: application/json\r\n"
         request = head.encode("latin-1") + b"\r\n" + body
         while self._idle:
-            reply = await self._exchange(self._idle.pop(), request, on_body, stale_is_none=True)
+            reply = await self._exchange(self._idle.pop(), request, on_body, sending, stale_is_none=True)
             if reply is not None:
                 return reply
-        reply = await self._exchange(await self.connect(), request, on_body)
+        reply = await self._exchange(await self.connect(), request, on_body, sending)
         assert reply is not None
         return reply
 
     async def connect(self) -> Connection:
         try:
             _, connection = await asyncio.get_running_loop().create_connection(
-                Connection, self.host, self.port, ssl=self.tls
+                lambda: Connection(self._pacer), self.host, self.port, ssl=self.tls
             )
         except OSError as error:
-            raise HttpError(f"cannot connect to {self.base_url}: {error.strerror or error}") from error
+            if error.errno in OURS:
+                raise HttpError(
+                    f"this machine cannot open another connection ({error.strerror}): lower --max-concurrency, or raise `ulimit -n`"
+                ) from error
+            raise CannotConnect(f"cannot connect to {self.base_url}: {error.strerror or error}") from error
         return connection
 
     async def _exchange(
-        self, connection: Connection, request: bytes, on_body: OnBody | None, stale_is_none: bool = False
+        self,
+        connection: Connection,
+        request: bytes,
+        on_body: OnBody | None,
+        sending: Sending,
+        stale_is_none: bool = False,
     ) -> Reply | None:
         if connection.transport is None or connection.transport.is_closing():
             return None
         try:
-            reply = await connection.start(request, on_body)
+            reply = await connection.start(request, on_body, sending)
         except HttpError:
             if stale_is_none and connection.now == 0.0:  # closed by the server while idle: nothing was answered
                 return None

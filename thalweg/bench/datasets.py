@@ -1,72 +1,120 @@
-"""What the load generator sends: random tokens of exact lengths, recorded traces, prompts from a file.
+"""What the load generator sends: prompts of exact lengths, and when each is due.
 
 A prompt is token ids wherever the length must be exact, because text of n tokens need not come back as n tokens. For an API that
 takes only text (chat) the ids are decoded, and the server's own count is what is reported."""
 
 from __future__ import annotations
 
-import csv
 import gzip
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 from tokenizers import Tokenizer
 
-DATASETS = ("random", "trace", "file")
-LATER = ("sharegpt", "generated-shared-prefix", "random-ids", "mooncake", "openai", "custom")
 Decode = Callable[[Sequence[int]], str]
+Encode = Callable[[str], Sequence[int]]
+Message = Mapping[str, object]
 
 
 class DatasetError(Exception):
-    """A data set that cannot be used: names the file, the line and what was expected."""
+    """A data set that cannot be used: names the file, the line, the field and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server wrote to an earlier turn. ids: empty where the API tells no token ids."""
+
+    text: str
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One request to send. Exactly one of ids, text and messages is not empty. input_len: 0 where only the server can count.
-    at: seconds after the start of the trace, 0 where there is no trace. decode: turns ids into text for an API that takes none."""
+
+    at: seconds after the start of the trace, 0 where there is no trace. decode: turns ids into text for an API that takes none; encode:
+    the other way, for answers that come without ids. after: place in the data set of the turn that this one continues, -1 for the
+    first turn of a conversation (turn 0). pause: seconds from that turn's answer until this one is sent. history: earlier turns with
+    their answers, filled in when they are known.
+    """
 
     output_len: int
     ids: Sequence[int] = ()
     text: str = ""
-    messages: tuple[Mapping[str, object], ...] = ()
+    messages: tuple[Message, ...] = ()
     input_len: int = 0
     at: float = 0.0
     decode: Decode | None = None
+    encode: Encode | None = None
+    after: int = -1
+    turn: int = 0
+    pause: float = 0.0
+    history: tuple[tuple[Prompt, Answer], ...] = ()
+
+    def following(self, before: Prompt, answer: Answer) -> Prompt:
+        """This turn with all that was said before it."""
+        history = (*before.history, (replace(before, history=()), answer))
+        told = [len(turn.ids) + len(said.ids) for turn, said in history if turn.ids and said.ids]
+        known = sum(told) + len(self.ids) if self.ids and len(told) == len(history) else 0
+        return replace(self, history=history, input_len=known)
 
     def as_ids_or_text(self) -> list[int] | str:
-        """For a completions API. Raises DatasetError for a conversation."""
-        if self.messages:
+        """For a completions API. Raises DatasetError for a conversation in messages."""
+        turns = [*(turn for turn, _ in self.history), self]
+        if any(turn.messages for turn in turns):
             raise DatasetError(
                 "this data set has conversations, which completions cannot carry: use --backend openai-chat"
             )
-        return self.text or list(self.ids)
+        if self.text:
+            return "".join(turn.text + answer.text for turn, answer in self.history) + self.text
+        ids: list[int] = []
+        for turn, answer in self.history:
+            ids += turn.ids
+            ids += answer.ids or self._encoded(answer.text)
+        return [*ids, *self.ids]
 
-    def as_messages(self) -> list[Mapping[str, object]]:
+    def _encoded(self, text: str) -> Sequence[int]:
+        if self.encode is None:
+            raise DatasetError(
+                "this API gives answers as text and later turns are token ids: give --tokenizer, the folder of tokenizer.json"
+            )
+        return self.encode(text)
+
+    def as_messages(self) -> list[Message]:
         """For a chat API. Raises DatasetError for token ids without a tokenizer."""
+        said: list[Message] = []
+        for turn, answer in self.history:
+            said += [*turn.own_messages(), {"role": "assistant", "content": answer.text}]
+        return [*said, *self.own_messages()]
+
+    def own_messages(self) -> tuple[Message, ...]:
+        """This turn alone."""
         if self.messages:
-            return list(self.messages)
+            return self.messages
         if self.ids and self.decode is None:
             raise DatasetError(
                 "a chat API takes text and this data set has token ids: give --tokenizer, the folder of tokenizer.json"
             )
-        return [{"role": "user", "content": self.text if self.decode is None else self.decode(self.ids)}]
+        return ({"role": "user", "content": self.text if self.decode is None else self.decode(self.ids)},)
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The token ids that random prompts draw from (no special ones, which would end or steer a prompt). decode: see `Prompt`."""
+    """The token ids that random prompts draw from (no special ones, which would end or steer a prompt). decode, encode: see `Prompt`."""
 
     ids: Sequence[int]
     decode: Decode | None = None
+    encode: Encode | None = None
 
     def draw(self, rng: Random, count: int) -> list[int]:
         return rng.choices(self.ids, k=count)
+
+    def prompt(self, ids: Sequence[int], output_len: int, at: float = 0.0) -> Prompt:
+        return Prompt(output_len, ids=ids, input_len=len(ids), at=at, decode=self.decode, encode=self.encode)
 
 
 def vocabulary_of(tokenizer: Path) -> Vocabulary:
@@ -79,48 +127,52 @@ def vocabulary_of(tokenizer: Path) -> Vocabulary:
     ids = sorted(token for token in loaded.get_vocab(with_added_tokens=True).values() if token not in special)
     if not ids:
         raise DatasetError(f"--tokenizer: {file} has no ordinary tokens")
-    return Vocabulary(ids, loaded.decode)
+
+    def encode(text: str) -> Sequence[int]:
+        found: list[int] = loaded.encode(text, add_special_tokens=False).ids
+        return found
+
+    return Vocabulary(ids, loaded.decode, encode)
 
 
-# --- random ------------------------------------------------------------------------------------------------------------
+# --- lengths -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Lengths uniform in [max(1, ratio x most), most]: SGLang's meaning of its range ratios (1.0 is fixed, 0.0 halves the mean)."""
+
+    most: int
+    ratio: float
+
+    def draw(self, rng: Random) -> int:
+        return rng.randint(max(1, int(self.most * self.ratio)), self.most)
+
+    def check(self, length: str, ratio: str) -> None:
+        """Raises DatasetError that names the flags."""
+        if not 0.0 <= self.ratio <= 1.0:
+            raise DatasetError(f"{ratio} must be between 0 and 1, got {self.ratio}: 1 gives fixed lengths")
+        if self.most < 1:
+            raise DatasetError(f"{length} must be at least 1, got {self.most}")
 
 
 def random_prompts(
     vocabulary: Vocabulary, count: int, input_len: int, output_len: int, range_ratio: float, seed: int
 ) -> list[Prompt]:
-    """Random tokens. Lengths are uniform in [max(1, range_ratio × length), length] (SGLang's meaning: 1.0 is fixed, 0.0 halves
-    the mean; vLLM's flag of the same name means something else)."""
-    if not 0.0 <= range_ratio <= 1.0:
-        raise DatasetError(f"--random-range-ratio must be between 0 and 1, got {range_ratio}: 1 gives fixed lengths")
-    if input_len < 1 or output_len < 1:
-        raise DatasetError(f"random lengths must be at least 1, got input {input_len} and output {output_len}")
+    """Random tokens, lengths as `Span` says (vLLM's flag of the same name means something else). Raises DatasetError."""
+    inputs, outputs = Span(input_len, range_ratio), Span(output_len, range_ratio)
+    inputs.check("--random-input-len", "--random-range-ratio")
+    outputs.check("--random-output-len", "--random-range-ratio")
     rng = Random(seed)
-    low_in, low_out = max(1, int(input_len * range_ratio)), max(1, int(output_len * range_ratio))
-    lengths = [(rng.randint(low_in, input_len), rng.randint(low_out, output_len)) for _ in range(count)]
-    return [
-        Prompt(output, ids=vocabulary.draw(rng, size), input_len=size, decode=vocabulary.decode)
-        for size, output in lengths
-    ]
+    lengths = [(inputs.draw(rng), outputs.draw(rng)) for _ in range(count)]
+    return [vocabulary.prompt(vocabulary.draw(rng, size), output) for size, output in lengths]
 
 
-# --- traces ------------------------------------------------------------------------------------------------------------
-
-BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
+# --- reading -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TraceLimits:
-    """max_input, max_output: lengths are cut to these, 0 is no limit. slowdown: timestamps are multiplied by it."""
-
-    max_input: int = 0
-    max_output: int = 0
-    slowdown: float = 1.0
-
-    def cut(self, input_len: int, output_len: int) -> tuple[int, int]:
-        return min(input_len, self.max_input or input_len), min(output_len, self.max_output or output_len)
-
-
-def _lines(path: Path) -> Iterator[str]:
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a text file, gzipped or not. Raises DatasetError."""
     try:
         with path.open("rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
@@ -130,8 +182,9 @@ def _lines(path: Path) -> Iterator[str]:
         raise DatasetError(f"cannot read {path}: {error}") from error
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    for number, line in enumerate(_lines(path), 1):
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """(line number from 1, object) of each line that is not empty. Raises DatasetError."""
+    for number, line in enumerate(lines_of(path), 1):
         if not line.strip():
             continue
         try:
@@ -143,118 +196,17 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
         yield number, value
 
 
-def _block(vocabulary: Vocabulary, seed: int, block: int) -> list[int]:
-    return vocabulary.draw(Random(f"{seed}/{block}"), BLOCK)
-
-
-def _mooncake(path: Path, vocabulary: Vocabulary, count: int, limits: TraceLimits, seed: int) -> Iterator[Prompt]:
-    blocks: dict[int, list[int]] = {}
-    for number, row in _json_lines(path):
-        try:
-            at, given = float(str(row["timestamp"])) / 1000, row["hash_ids"]
-            lengths = int(str(row["input_length"])), int(str(row["output_length"]))
-            if not isinstance(given, list) or min(lengths) < 0:
-                raise ValueError("hash_ids is a list, lengths are not negative")
-            names = [int(name) for name in given]
-        except (KeyError, ValueError, TypeError) as error:
-            raise DatasetError(
-                f"{path}, line {number}: a Mooncake trace has timestamp, input_length, output_length, hash_ids; wrong: {error}"
-            ) from error
-        input_len, output_len = limits.cut(max(lengths[0], 1), max(lengths[1], 1))
-        ids: list[int] = []
-        for name in names[: -(-input_len // BLOCK)]:
-            if name not in blocks:
-                blocks[name] = _block(vocabulary, seed, name)
-            ids += blocks[name]
-        if len(ids) < input_len:  # a row with fewer hash ids than tokens: the rest is its own
-            ids += vocabulary.draw(Random(f"{seed}/row {number}"), input_len - len(ids))
-        yield Prompt(
-            output_len, ids=ids[:input_len], input_len=input_len, at=at * limits.slowdown, decode=vocabulary.decode
-        )
-        count -= 1
-        if count == 0:
-            return
-
-
-def _azure(path: Path, vocabulary: Vocabulary, count: int, limits: TraceLimits, seed: int) -> Iterator[Prompt]:
-    first: datetime | None = None
-    rng = Random(seed)
-    for number, row in enumerate(csv.DictReader(_lines(path)), 2):
-        try:
-            # seven digits of a second: Python reads six
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26])
-            lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-        except (KeyError, ValueError, TypeError) as error:
-            raise DatasetError(
-                f"{path}, line {number}: an Azure trace has TIMESTAMP, ContextTokens, GeneratedTokens; wrong: {error}"
-            ) from error
-        first = first or at
-        input_len, output_len = limits.cut(max(lengths[0], 1), max(lengths[1], 1))
-        seconds = (at - first).total_seconds() * limits.slowdown
-        yield Prompt(
-            output_len, ids=vocabulary.draw(rng, input_len), input_len=input_len, at=seconds, decode=vocabulary.decode
-        )
-        count -= 1
-        if count == 0:
-            return
-
-
-def trace_prompts(path: Path, vocabulary: Vocabulary, count: int, limits: TraceLimits, seed: int) -> list[Prompt]:
-    """The first `count` rows (0: all) of a Mooncake trace (JSONL) or an Azure one (CSV), gzipped or not.
-
-    A Mooncake hash id becomes the same 512 tokens wherever it stands, so prefixes are shared as they were when it was recorded.
-    An Azure trace has no contents: its prompts share nothing.
-    """
-    if limits.slowdown <= 0:
-        raise DatasetError(f"--trace-slowdown-factor must be above 0, got {limits.slowdown}")
-    start = next(_lines(path), "").lstrip("\ufeff")
-    reader = _mooncake if start.lstrip().startswith("{") else _azure if start.startswith("TIMESTAMP") else None
-    if reader is None:
-        raise DatasetError(
-            f"{path}: neither a Mooncake trace (JSON lines) nor an Azure one (CSV that starts with TIMESTAMP)"
-        )
-    prompts = list(reader(path, vocabulary, count, limits, seed))
-    if not prompts:
-        raise DatasetError(f"{path}: a trace without requests")
-    return prompts
-
-
-# --- file --------------------------------------------------------------------------------------------------------------
-
-
-def _from_object(path: Path, number: int, row: Mapping[str, object], output_len: int, decode: Decode | None) -> Prompt:
-    limit = row.get("output_len", row.get("max_tokens", output_len))
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise DatasetError(f"{path}, line {number}: output_len is a number of tokens from 1 on, got {limit!r}")
-    prompt, messages = row.get("prompt"), row.get("messages", row.get("conversations"))
-    if isinstance(prompt, str) and prompt:
-        return Prompt(limit, text=prompt)
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return Prompt(limit, ids=prompt, input_len=len(prompt), decode=decode)
-    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        return Prompt(limit, messages=tuple(messages))
-    raise DatasetError(f'{path}, line {number}: needs "prompt" (text or token ids) or "messages" (a list of objects)')
-
-
-def file_prompts(path: Path, count: int, output_len: int, decode: Decode | None = None) -> list[Prompt]:
-    """The first `count` prompts (0: all) of a file: JSON lines with `prompt` or `messages` (and `output_len` where it differs from
-    the given one), or plain text with one prompt a line. Fewer lines than prompts are gone through again."""
-    start = next(_lines(path), "")
-    if start.lstrip().startswith("{"):
-        prompts = [_from_object(path, number, row, output_len, decode) for number, row in _json_lines(path)]
-    else:
-        prompts = [Prompt(output_len, text=line.strip()) for line in _lines(path) if line.strip()]
-    if not prompts:
-        raise DatasetError(f"{path}: no prompts in it")
-    return [prompts[i % len(prompts)] for i in range(count or len(prompts))]
-
-
 # --- when they are sent ------------------------------------------------------------------------------------------------
 
 
-def schedule(prompts: Sequence[Prompt], rate: float, timestamps: bool, seed: int) -> list[float]:
-    """Seconds after the start at which each prompt is due: the trace's own times from its first one on, a Poisson process of `rate` a
-    second, or at once (inf)."""
+def schedule(
+    prompts: Sequence[Prompt], rate: float, timestamps: bool, seed: int, burstiness: float = 1.0
+) -> list[float]:
+    """Seconds after the start at which each prompt is due; for later turns of a conversation the pauses count instead.
+
+    timestamps: the trace's own times from its first one on. Else a renewal process of `rate` a second: gaps are Gamma of shape
+    `burstiness` (1: Poisson, below 1: bursts, above 1: more regular), or all at once (inf). Raises DatasetError.
+    """
     if timestamps:
         first = min(prompt.at for prompt in prompts)
         return [prompt.at - first for prompt in prompts]
@@ -262,8 +214,11 @@ def schedule(prompts: Sequence[Prompt], rate: float, timestamps: bool, seed: int
         return [0.0] * len(prompts)
     if not rate > 0:
         raise DatasetError(f"--request-rate must be above 0 (or inf), got {rate}")
+    if not burstiness > 0:
+        raise DatasetError(f"--burstiness must be above 0, got {burstiness}: 1 is a Poisson process")
     rng, at, due = Random(seed + 1), 0.0, []
-    for _ in prompts:
+    for prompt in prompts:
         due.append(at)
-        at += rng.expovariate(rate)
+        if prompt.after < 0:
+            at += rng.expovariate(rate) if burstiness == 1.0 else rng.gammavariate(burstiness, 1 / (rate * burstiness))
     return due

@@ -1,111 +1,35 @@
-"""`thalweg eval`: how good a model's answers are, on held-out items, each share with its confidence interval.
-
-The bundled tasks give every shortcut (quantization, sparse attention, speculation, a cache format) an accuracy beside its speed."""
+"""`thalweg eval`: how good a model's answers are: on held-out tasks, on files, through lm-evaluation-harness; each share with its interval."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from thalweg.attention.selection import RandomChoice, best
-from thalweg.bench import gsm8k
+from thalweg.bench import harness
 from thalweg.bench.answers import Answerer, Here, Texts, There
 from thalweg.bench.client import HttpError
 from thalweg.bench.datasets import DatasetError
+from thalweg.bench.eval_run import BLIND, CHOICE, LEAST, SHARES, TASKS, Asked, Evaluation, Row, evaluate
 from thalweg.bench.in_process import configuration, folder_name, positive
-from thalweg.bench.nextn_acceptance import Written, acceptance, load_nextn
+from thalweg.bench.own_server import ServerError
 from thalweg.bench.results import ResultError, provenance, write
-from thalweg.bench.statistics import Share
-from thalweg.bench.tasks import Item, make_items, score
 from thalweg.config.args import Parser, config_parser, parse_config
 from thalweg.config.options import Config
 from thalweg.config.tree import given
 from thalweg.core.errors import CannotServe, ThalwegError
 from thalweg.llm import LLM
 
-SHARES = ("sums", "recall", "tools")  # answered and scored right or wrong
-BLIND = "recall-random"  # recall, with a random choice of context in the place of the indexer's
-TASKS = ("sums", "recall", BLIND, "tools", "dialogue", "nextn")
-NEXTN_ON = ("sums", "dialogue")  # greedy texts on which drafts are counted
-LEAST = 1000
-
-Row = dict[str, object]
-
-
-class Evaluation:
-    """Items → rows of results. `rows` grows task by task, so that what is done survives an interruption."""
-
-    def __init__(self, texts: Texts, answerer: Answerer, items: int, seed: int) -> None:
-        self.texts, self.answerer, self.items, self.seed = texts, answerer, items, seed
-        self.rows: list[Row] = []
-        self.written: dict[str, list[Written]] = {}
-
-    def held_out(self, task: str) -> list[Item]:
-        return make_items(task, "held_out", self.items, self.seed)
-
-    def share(self, name: str, items: Sequence[Item], right: Callable[[Item, str], bool]) -> None:
-        """One row: how many of the items are answered right."""
-        begin = time.perf_counter()
-        questions = [self.texts.question(item) for item in items]
-        answers = self.answerer.answer(questions, name)
-        hits = [right(item, answer.text) for item, answer in zip(items, answers, strict=True)]
-        self.written[name] = [(question.ids, answer.ids) for question, answer in zip(questions, answers, strict=True)]
-        wrong = [
-            {"question": items[i].messages[-1], "answer": answers[i].text, "right": items[i].answer}
-            for i, hit in enumerate(hits)
-            if not hit
-        ]
-        seconds = time.perf_counter() - begin
-        self.rows.append(
-            {"task": name, **Share(sum(hits), len(hits)).as_json(), "seconds": seconds, "wrong": wrong[:20]}
-        )
-
-    def perplexity(self, here: Here) -> None:
-        """One row: dialogue, by the log-probabilities of the right answers."""
-        items, begin = self.held_out("dialogue"), time.perf_counter()
-        sequences = [self.texts.with_target(item) for item in items]
-        scored = here.llm.score([ids for ids, _ in sequences], progress=here.progress)
-        nats = [
-            -entry.logprob for (_, at), entries in zip(sequences, scored, strict=True) for entry in entries[at - 1 :]
-        ]
-        size = sum(len(item.target.encode()) for item in items)
-        total = math.fsum(nats)
-        row: Row = {"task": "dialogue perplexity", "total": len(items), "tokens": len(nats)}
-        row |= {"perplexity": math.exp(total / len(nats)), "bits_per_byte": total / math.log(2) / size}
-        self.rows.append(row | {"seconds": time.perf_counter() - begin})
-
-    def nextn(self, here: Here, progress: Progress) -> None:
-        """A row for each of NEXTN_ON: greedy acceptance at depth 1, on the engine's own greedy texts."""
-        layer = load_nextn(here.llm.engine)
-        for name in NEXTN_ON:
-            begin = time.perf_counter()
-            if name not in self.written:
-                questions = [self.texts.question(item) for item in self.held_out(name)]
-                answers = here.answer(questions, name)
-                self.written[name] = [(q.ids, a.ids) for q, a in zip(questions, answers, strict=True)]
-            written = self.written[name]
-            bar = progress.add_task(f"NextN on {name}", total=len(written))
-
-            def advance(count: int, bar: int = int(bar)) -> None:
-                progress.advance(progress.task_ids[bar], count)
-
-            share = acceptance(here.llm.engine, layer, written, advance)
-            row: Row = {"task": f"NextN acceptance, {name}", "items": len(written), **share.as_json()}
-            self.rows.append(row | {"seconds": time.perf_counter() - begin})
-
 
 def _parser() -> Parser:
     parser = config_parser(
         "thalweg eval",
-        "Accuracy on the bundled held-out tasks, and on files of the GSM8K shape.",
+        "Accuracy on the bundled held-out tasks, on files of questions, and on tasks of lm-evaluation-harness.",
         only=("model", "load", "memory", "schedule"),
     )
     add = parser.add_argument_group("Evaluation").add_argument
@@ -115,7 +39,7 @@ def _parser() -> Parser:
         choices=TASKS,
         default=None,
         metavar="TASK",
-        help=f"of {', '.join(TASKS)} (default: all; with --gsm8k none)",
+        help=f"of {', '.join(TASKS)} (default: all; none where something else is asked for)",
     )
     add("--items", type=positive, default=LEAST, metavar="N", help=f"held-out items a task (default: {LEAST})")
     add("--items-seed", type=int, default=0, metavar="N", help="which items (default: 0)")
@@ -133,6 +57,12 @@ def _parser() -> Parser:
         help="think before answering, for --gsm8k (the bundled tasks know themselves)",
     )
     add(
+        "--choices",
+        default="",
+        metavar="FILE",
+        help="multiple choice by log-probabilities: JSON lines, see docs/benchmarks.md",
+    )
+    add(
         "--base-url",
         default="",
         metavar="URL",
@@ -142,43 +72,39 @@ def _parser() -> Parser:
     add("--api-key", default="", metavar="KEY", help="for that server")
     add("--concurrency", type=positive, default=32, metavar="N", help="requests at a time to that server (default: 32)")
     add("--output-file", default="", metavar="FILE", help="write the results as JSON")
+    harness.flags(parser)
     return parser
 
 
 def _chosen(args: argparse.Namespace, answerer: Answerer) -> tuple[str, ...]:
     """The tasks to run: those asked for, or all that can be. Raises CannotServe for what HTTP cannot give."""
     here = answerer if isinstance(answerer, Here) else None
-    possible = SHARES if here is None else TASKS
     if args.tasks is not None:
+        possible = (*SHARES, CHOICE) if here is None else TASKS
         if missing := [task for task in args.tasks if task not in possible]:
             raise CannotServe(f"--tasks {' '.join(missing)}: needs the engine in this process; leave --base-url out")
         return tuple(args.tasks)
-    if args.gsm8k:
+    if args.gsm8k or args.choices:
         return ()
-    lacking = {BLIND: here and not here.indexers(), "nextn": here and not here.has_nextn()}
-    return tuple(task for task in possible if not lacking.get(task))
+    if here is None:
+        return SHARES  # log-probabilities of prompts are not every server's
+    lacking = {BLIND: not here.indexers(), "nextn": not here.has_nextn()}
+    return tuple(task for task in TASKS if not lacking.get(task))
 
 
-def evaluate(run: Evaluation, tasks: Sequence[str], args: argparse.Namespace, progress: Progress) -> None:
-    """Fills run.rows. Raises ThalwegError, HttpError or DatasetError."""
-    here = run.answerer if isinstance(run.answerer, Here) else None
-    blind = RandomChoice(args.items_seed)
-    mark = "" if args.indexer == "model" else ", random context"
-    if here is not None and args.indexer == "random":
-        here.select(blind)
-    for task in tasks:
-        if task in SHARES:
-            run.share(task + mark, run.held_out(task), score)
-        elif here is not None and task == BLIND:
-            here.select(blind)
-            run.share("recall, random context", run.held_out("recall"), score)
-            here.select(blind if args.indexer == "random" else best)
-        elif here is not None:
-            run.perplexity(here) if task == "dialogue" else run.nextn(here, progress)
-    if args.gsm8k:
-        problems = gsm8k.read_problems(Path(args.gsm8k))[: args.items]
-        shots = gsm8k.read_problems(Path(args.gsm8k_shots))[: args.shots] if args.shots else []
-        run.share("gsm8k" + mark, gsm8k.items(problems, shots, args.thinking, args.max_new_tokens), gsm8k.score)
+def _asked(args: argparse.Namespace, tasks: tuple[str, ...]) -> Asked:
+    return Asked(
+        tasks=tasks,
+        items=args.items,
+        seed=args.items_seed,
+        indexer=args.indexer,
+        gsm8k=args.gsm8k,
+        gsm8k_shots=args.gsm8k_shots,
+        shots=args.shots,
+        max_new_tokens=args.max_new_tokens,
+        thinking=args.thinking,
+        choices=args.choices,
+    )
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -216,9 +142,11 @@ def _start(config: Config, args: argparse.Namespace, progress: Progress) -> tupl
 
 
 def run(argv: list[str]) -> list[Row]:
-    """Evaluates and prints; Ctrl-C keeps the tasks that are done. Raises ThalwegError, HttpError, DatasetError or ResultError."""
+    """Evaluates and prints; Ctrl-C keeps the tasks that are done. Raises ThalwegError, HttpError, DatasetError, ServerError or ResultError."""
     parsed = parse_config(_parser(), argv)
     args = parsed.rest
+    if args.harness:
+        return harness.run(parsed.config, args, argv)
     if args.base_url and args.indexer != "model":
         raise CannotServe("--indexer random: needs the engine in this process; leave --base-url out")
     console = Console(stderr=True)
@@ -226,7 +154,8 @@ def run(argv: list[str]) -> list[Row]:
         evaluation, configured = _start(parsed.config, args, progress)
         tasks = _chosen(args, evaluation.answerer)
         try:
-            evaluate(evaluation, tasks, args, progress)
+            for _ in evaluate(evaluation, _asked(args, tasks), progress):
+                pass
         except KeyboardInterrupt:
             print("interrupted: the tasks that are done follow", file=sys.stderr)
         finally:
@@ -244,6 +173,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0: done, 1: it could not run or nothing was measured."""
     try:
         return 0 if run(list(sys.argv[1:] if argv is None else argv)) else 1
-    except (ThalwegError, HttpError, DatasetError, ResultError) as error:
+    except (ThalwegError, HttpError, DatasetError, ResultError, ServerError) as error:
         print(f"thalweg eval: {error}", file=sys.stderr)
         return 1

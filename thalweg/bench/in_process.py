@@ -52,7 +52,8 @@ def room_for(config: Config, batch: int, input_len: int, output_len: int) -> Con
     if config.schedule.chunked_prefill_size is None:
         wishes["chunked_prefill_size"] = batch * input_len
     if config.memory.max_total_tokens is None:
-        wishes["max_total_tokens"] = 2 * batch * pages * PAGE
+        whole = -(-(config.model.context_length or 0) // PAGE)  # a context that was asked for has to fit, too
+        wishes["max_total_tokens"] = max(2 * batch * pages, whole) * PAGE
     return replace(config, **wishes)
 
 

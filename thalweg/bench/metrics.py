@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 PERCENTILES = (90, 95, 99)
@@ -18,22 +18,29 @@ _WIDTH = 50
 class Record:
     """One request as its client saw it.
 
-    due: when it should have been sent (open loop), start: when it was; latency: start to the end of the stream; ttft: start to the first
-    token, or -1 where none came; itl: the gaps between tokens (a gap that brought k tokens counts k times a k-th of it).
-    prompt_tokens and output_tokens as the server counts them where it says, else as sent and seen. error: "" is success.
+    due: when it should have been sent (open loop), sent: when it was given to the kernel (0: never); start: from when on latencies count,
+    which is `sent`, or a little before it where a connection had to be made first; latency: start to the end of the stream; ttft: start to
+    the first token, or -1 where none came; itl: the gaps between tokens (a gap that brought k tokens counts k times a k-th of it).
+    prompt_tokens and output_tokens as the server counts them where it says, else as sent and seen. ids: output tokens where the API tells
+    them. thought: leading characters of text that were reasoning. error: "" is success. refused: nobody listened. turn: of its conversation.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     due: float = 0.0
+    sent: float = 0.0
     start: float = 0.0
     ttft: float = -1.0
     latency: float = 0.0
     itl: list[float] = field(default_factory=list)
     text: str = ""
+    ids: list[int] = field(default_factory=list)
+    thought: int = 0
     error: str = ""
     done: bool = False
+    refused: bool = False
+    turn: int = 0
 
     @property
     def ok(self) -> bool:
@@ -123,7 +130,7 @@ def measure(records: Sequence[Record], duration: float) -> dict[str, float]:
     result |= describe("tpot", (t for r in good if (t := r.tpot) is not None))
     result |= describe("itl", gaps)
     result["max_itl_ms"] = 1000 * max(gaps, default=0.0)
-    late = sorted(1000 * (r.start - r.due) for r in records if r.start > 0)
+    late = sorted(1000 * (r.sent - r.due) for r in records if r.sent > 0)
     return result | {"p99_send_delay_ms": percentile(late, 99) if late else 0.0}
 
 
@@ -168,6 +175,14 @@ def _head_lines(result: dict[str, object]) -> list[str]:
         _line("Total token throughput (tok/s):", result["total_throughput"]),
         _line("Concurrency:", result["concurrency"]),
     ]
+    if "goodput" in result:
+        limits = result["goodput_limits_ms"]
+        assert isinstance(limits, dict)
+        kept = ", ".join(f"{name} {limit:g} ms" for name, limit in limits.items())
+        lines += [
+            _line("Request goodput (req/s):", result["goodput"]),
+            _line("Share of requests within limits (%):", 100.0 * float(str(result["goodput_share"]))) + f" ({kept})",
+        ]
     if result["accept_length"] is not None:
         lines.append(_line("Accept length:", result["accept_length"]))
     return lines
@@ -181,20 +196,63 @@ def _latency_lines(result: dict[str, object], name: str) -> list[str]:
     return lines
 
 
+def _turn_lines(turns: Sequence[Mapping[str, float]]) -> list[str]:
+    lines = [
+        f"{'turn':>4} {'answered':>9} {'input tok':>10} {'cached':>7} {'TTFT p50':>9} {'p99 ms':>8} {'TPOT p50':>9}"
+    ]
+    for row in turns:
+        lines.append(
+            f"{row['turn']:>4} {row['completed']:>9} {row['mean_input_tokens']:>10.0f} {row['cache_hit_rate']:>7.1%} "
+            f"{row['median_ttft_ms']:>9.2f} {row['p99_ttft_ms']:>8.2f} {row['median_tpot_ms']:>9.2f}"
+        )
+    return lines
+
+
+SWEEP = (
+    ("rate", "request_rate"),
+    ("concurrency", "max_concurrency"),
+    ("done", "completed"),
+    ("req/s", "request_throughput"),
+    ("out tok/s", "output_throughput"),
+    ("TTFT p50", "median_ttft_ms"),
+    ("p99 ms", "p99_ttft_ms"),
+    ("TPOT p50", "median_tpot_ms"),
+    ("p99 ms", "p99_tpot_ms"),
+    ("E2E p50 ms", "median_e2e_latency_ms"),
+    ("goodput", "goodput"),
+)
+
+
+def sweep_table(rows: Sequence[Mapping[str, object]]) -> str:
+    """The points of a sweep, one a line."""
+    columns = [(head, key) for head, key in SWEEP if any(row.get(key) is not None for row in rows)]
+    lines = [" ".join(f"{head:>11}" for head, _ in columns)]
+    for row in rows:
+        cells = (row.get(key) for _, key in columns)
+        shown = (f"{one:.2f}" if isinstance(one, float) else "-" if one is None else str(one) for one in cells)
+        lines.append(" ".join(f"{cell:>11}" for cell in shown))
+    return "\n".join(lines)
+
+
 def render(result: dict[str, object]) -> str:
     """SGLang's block, label for label; what only Thalweg knows follows in sections of its own."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}", *_head_lines(result)]
     for name in LATENCIES:
         lines += _latency_lines(result, name)
     lines.append(_line("Max ITL (ms):", result["max_itl_ms"]))
-    total, cached = result["total_input_tokens"], result["total_cached_tokens"]
-    if cached and isinstance(total, int) and isinstance(cached, int):
+    rate = result["cache_hit_rate"]
+    if isinstance(rate, float) and rate:
         lines += [
             f"{'Prefix Cache':-^{_WIDTH}}",
-            _line("Total prompt tokens:", total),
-            _line("Total cached tokens:", cached),
+            _line("Total prompt tokens:", result["total_input_tokens"]),
+            _line("Total cached tokens:", result["total_cached_tokens"]),
+            _line("Cache hit rate (%):", 100.0 * rate),
         ]
-        lines.append(_line("Cache hit rate (%):", 100.0 * cached / total))
+        if isinstance(possible := result.get("cache_hit_possible"), float):
+            lines.append(_line("Possible with an endless cache (%):", 100.0 * possible))
+    turns = result.get("by_turn")
+    if isinstance(turns, list):
+        lines += [f"{'Turns of a Conversation':-^{_WIDTH}}", *_turn_lines(turns)]
     overhead = result["server_overhead_ms"]
     if isinstance(overhead, dict):
         lines += [f"{'Server Overhead (engine step to socket)':-^{_WIDTH}}"]

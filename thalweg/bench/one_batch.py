@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from thalweg.bench import ceilings, coverage, floors
-from thalweg.bench.floors import Ceilings
+from thalweg.bench import ceilings, coverage
 from thalweg.bench.in_process import (
     Timing,
     configuration,
@@ -35,6 +34,8 @@ from thalweg.config.model import read_facts
 from thalweg.config.options import Config
 from thalweg.core.errors import ThalwegError
 from thalweg.engine.local import LocalEngine
+from thalweg.launch.planning import floors
+from thalweg.launch.planning.floors import Ceilings
 from thalweg.launch.resolved import Resolved
 
 SHOWN_STEPS = 5  # decode steps that are printed one by one, as SGLang does
@@ -155,13 +156,20 @@ def ceilings_of(config: Config) -> Ceilings | None:
     return ceilings.measure()
 
 
-def measure(engine: LocalEngine, resolved: Resolved, case: Case, repeat: int, rng: Random) -> Timing:
-    """A short warm-up of the same shape, then the fastest of `repeat` runs, each with tokens never seen before."""
+def measure(engine: LocalEngine, resolved: Resolved, case: Case, repeat: int, rng: Random) -> list[Timing]:
+    """A short warm-up of the same shape, then `repeat` runs, each with tokens never seen before."""
     batch, input_len, output_len = case
     fits(engine, input_len, output_len)
     time_batch(engine, random_batch(resolved, batch, input_len, rng), min(output_len, WARM_UP_TOKENS))
-    runs = (time_batch(engine, random_batch(resolved, batch, input_len, rng), output_len) for _ in range(repeat))
-    return min(runs, key=lambda timing: timing.total)
+    return [time_batch(engine, random_batch(resolved, batch, input_len, rng), output_len) for _ in range(repeat)]
+
+
+def each(runs: Sequence[Timing]) -> list[dict[str, float]]:
+    """The latencies of every run in seconds, from which `bench compare` knows the noise."""
+    return [
+        {"prefill_latency": one.prefill, "median_decode_latency": middle(one.decode), "total_latency": one.total}
+        for one in runs
+    ]
 
 
 def table(results: Sequence[dict[str, object]]) -> Table:
@@ -186,24 +194,27 @@ def run(argv: list[str]) -> list[dict[str, object]]:
     room = room_for(parsed.config, max(args.batch_size), max(args.input_len), max(args.output_len))
     top = ceilings_of(room)
     resolved, engine = start(room)
-    rng, results = Random(args.bench_seed), []
+    rng, results, partial = Random(args.bench_seed), list[dict[str, object]](), False
     console = Console(stderr=True)
     try:
         with Progress(console=console, disable=not console.is_terminal) as bar:
             for case in bar.track(cases, description="cases"):
-                timing = measure(engine, resolved, case, args.repeat, rng)
-                results.append(report(case, timing, args.run_name))
+                runs = measure(engine, resolved, case, args.repeat, rng)
+                timing = min(runs, key=lambda one: one.total)
+                results.append(report(case, timing, args.run_name) | {"runs": each(runs)})
                 if top is not None:
                     covered = coverage.of_decode(engine, random_batch(resolved, case[0], case[1], rng))
                     results[-1] |= shares(resolved, case, timing, top, covered)
                 print("\n".join(lines(case, timing, results[-1])))
     except KeyboardInterrupt:
         print("interrupted: what was measured follows", file=sys.stderr)
+        partial = True
     Console().print(table(results))
     if args.result_filename:
         told = provenance("bench one-batch", argv, configuration(resolved))
         measured = {} if top is None else {"ceilings": asdict(top)}
-        write(Path(args.result_filename), {"results": results, **measured, **told})
+        ended = {"partial": partial, "ended": "Ctrl-C" if partial else ""}
+        write(Path(args.result_filename), {"results": results, **ended, **measured, **told})
     return results
 
 

@@ -4,107 +4,50 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from thalweg.bench.backends import Options, ask, make_backend
-from thalweg.bench.client import Client, HttpError, Reply
-from thalweg.bench.datasets import (
-    DatasetError,
-    Prompt,
-    TraceLimits,
-    Vocabulary,
-    file_prompts,
-    random_prompts,
-    schedule,
-    trace_prompts,
-    vocabulary_of,
-)
-from thalweg.bench.load import Load, interruptible, no_collection
-from thalweg.bench.metrics import Record, failures, measure, render
-from thalweg.bench.prometheus import Histogram, read_histogram
+from thalweg.bench.client import Client, HttpError
+from thalweg.bench.data_args import load_prompts
+from thalweg.bench.datasets import DatasetError, Vocabulary, schedule, vocabulary_of
+from thalweg.bench.load import Load, allow_files, interruptible, no_collection
+from thalweg.bench.metrics import Record, failures, measure, render, sweep_table
+from thalweg.bench.per_request import Slo, by_turn, goodput, samples, tokens_by_second
+from thalweg.bench.remote import BenchError, Counters, Server, accept_length, cache_hits, overhead
 from thalweg.bench.results import ResultError, provenance, write
 from thalweg.bench.serve_args import parse
+from thalweg.bench.sharing import possible_hits
 
-EMIT = "thalweg_emit_seconds"
-
-
-class BenchError(Exception):
-    """The run cannot start or cannot be used; the message says what to do."""
-
-
-class Server:
-    """What the generator asks of the server besides the load itself."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-
-    async def get(self, path: str) -> Reply | None:
-        """The reply, or None where this server has no such route."""
-        reply = await self.client.request("GET", path)
-        return reply if reply.status == 200 else None
-
-    async def info(self) -> dict[str, object]:
-        """What `/server_info` (or SGLang's older `/get_server_info`) says; {} where there is none."""
-        for path in ("/server_info", "/get_server_info"):
-            if (reply := await self.get(path)) is not None:
-                value = _object(reply.text)
-                if value:
-                    return value
-        return {}
-
-    async def model(self) -> str:
-        reply = await self.get("/v1/models")
-        rows = _object(reply.text).get("data") if reply is not None else None
-        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
-            return str(rows[0].get("id", ""))
-        raise BenchError(f"{self.client.base_url}/v1/models names no model: give --model")
-
-    async def emit_times(self) -> Histogram | None:
-        reply = await self.get("/metrics")
-        try:
-            return read_histogram(reply.text, EMIT) if reply is not None else None
-        except ValueError:  # some other server's page, in a format of its own
-            return None
-
-    async def flush_cache(self) -> None:
-        reply = await self.client.request("POST", "/flush_cache")
-        if reply.status != 200:
-            raise BenchError(
-                f"--flush-cache: the server answered HTTP {reply.status} {reply.reason}: {reply.text.strip()[:200]}"
-            )
+REFUSED = 3  # connections refused one after another: the server is gone, and the rest of the load would only count that
+LATE_MS = 20.0  # of the send delay (p99): what a user would have felt is then not what was measured
+INTERRUPTED = "Ctrl-C"
 
 
-def _object(text: str) -> dict[str, object]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement of a sweep. number: of all of them, from 0; repeat: of those with these settings."""
+
+    rate: float
+    concurrency: int
+    repeat: int
+    number: int
 
 
-def accept_length(info: Mapping[str, object]) -> float | None:
-    """Mean tokens a verification gave, where the server speculates and says so."""
-    states = info.get("internal_states")
-    first = states[0] if isinstance(states, list) and states else {}
-    value = first.get("avg_spec_accept_length") if isinstance(first, dict) else None
-    return float(value) if isinstance(value, int | float) else None
-
-
-def overhead(before: Histogram | None, after: Histogram | None) -> dict[str, float] | None:
-    """mean, p50 and p99 in ms of what the server took from the engine's step to the socket, or None where it does not tell."""
-    if before is None or after is None:
-        return None
-    new = after.since(before)
-    if not new.samples:
-        return None
-    mean = 1000 * new.total / new.samples
-    return {"mean": mean, "p50": 1000 * new.quantile(0.5), "p99": 1000 * new.quantile(0.99), "samples": new.samples}
+def points(args: argparse.Namespace) -> list[Point]:
+    """Every rate with every concurrency, each `--repeat` times in a row."""
+    found: list[Point] = []
+    for rate in args.request_rate:
+        for concurrency in args.max_concurrency:
+            for repeat in range(args.repeat):
+                found.append(Point(rate, concurrency, repeat, len(found)))
+    return found
 
 
 def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> Vocabulary | None:
@@ -117,52 +60,42 @@ def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> Vocabul
     return None
 
 
-def load_prompts(args: argparse.Namespace, vocabulary: Vocabulary | None) -> list[Prompt]:
-    """The prompts that the flags ask for. Raises DatasetError."""
-    if args.dataset_name == "file":
-        decode = vocabulary.decode if vocabulary else None
-        return file_prompts(Path(args.dataset_path), args.num_prompts, args.random_output_len, decode)
-    if vocabulary is None:
-        raise DatasetError(
-            "random tokens need a vocabulary: give --tokenizer, the folder with the model's tokenizer.json"
-        )
-    if args.dataset_name == "trace":
-        limits = TraceLimits(args.trace_max_input_len, args.trace_max_output_len, args.trace_slowdown_factor)
-        return trace_prompts(Path(args.dataset_path), vocabulary, args.num_prompts, limits, args.seed)
-    return random_prompts(
-        vocabulary, args.num_prompts, args.random_input_len, args.random_output_len, args.random_range_ratio, args.seed
-    )
-
-
-async def warm_up(load: Load, count: int) -> None:
-    """Sends the first prompt `count` times at once. Raises BenchError with the server's words when one fails."""
-    records = [Record() for _ in range(count)]
-    await asyncio.gather(*(ask(load.client, load.backend, load.prompts[0], load.options, record) for record in records))
+async def warm_up(load: Load, words: Vocabulary | None, count: int) -> None:
+    """Sends a prompt like the first one, of other tokens where it has tokens, `count` times at once: the load finds nothing of it in the cache.
+    Raises BenchError with the server's words when one fails."""
+    records, prompt = [Record() for _ in range(count)], load.prompts[0]
+    if prompt.ids and words is not None:
+        prompt = replace(prompt, ids=words.draw(Random("warm-up"), len(prompt.ids)))
+    await asyncio.gather(*(ask(load.client, load.backend, prompt, load.options, record) for record in records))
     for record in records:
         if record.error:
             raise BenchError(f"the warm-up request failed, so the run was not started: {record.error}")
 
 
-async def drive(load: Load, due: Sequence[float], args: argparse.Namespace) -> bool:
-    """Runs the load behind a progress bar; True when Ctrl-C ended it early."""
-    stop = asyncio.Event()
+async def drive(load: Load, due: Sequence[float], concurrency: int, label: str, quiet: bool) -> str:
+    """Runs the load behind a progress bar. Why it ended early, "" where it did not: Ctrl-C, or a server that is gone."""
+    stop, reason = asyncio.Event(), [""]
     console = Console(stderr=True)
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tail = (TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-    quiet = args.disable_tqdm or not console.is_terminal
+    quiet = quiet or not console.is_terminal
     with Progress(*columns, *tail, console=console, disable=quiet, refresh_per_second=4) as progress:
-        task = progress.add_task("requests", total=len(load.prompts), note="")
-        seen = {"failed": 0, "tokens": 0}
+        task = progress.add_task(label, total=len(load.prompts), note="")
+        seen = {"failed": 0, "tokens": 0, "refused": 0}
 
         def on_done(record: Record) -> None:
             seen["failed"] += bool(record.error)
             seen["tokens"] += record.output_tokens
+            seen["refused"] = seen["refused"] + 1 if record.refused else 0
+            if seen["refused"] == REFUSED and not stop.is_set():
+                reason[0] = f"the server is gone: {record.error}"
+                stop.set()
             note = f"{seen['tokens']} tokens" + (f", [red]{seen['failed']} failed[/]" if seen["failed"] else "")
             progress.update(task, advance=1, note=note)
 
         with interruptible(stop), no_collection():
-            await load.run(due, args.max_concurrency, stop, on_done)
-    return stop.is_set()
+            await load.run(due, concurrency, stop, on_done)
+    return reason[0] or (INTERRUPTED if stop.is_set() else "")
 
 
 def _details(records: Sequence[Record]) -> dict[str, object]:
@@ -171,79 +104,129 @@ def _details(records: Sequence[Record]) -> dict[str, object]:
         "output_lens": [r.output_tokens for r in records],
         "cached_lens": [r.cached_tokens for r in records],
         "start_times": [r.start for r in records],
-        "send_delays": [r.start - r.due for r in records],
+        "send_delays": [r.sent - r.due if r.sent else 0.0 for r in records],
         "latencies": [r.latency for r in records],
         "ttfts": [r.ttft for r in records],
         "itls": [r.itl for r in records],
+        "turns": [r.turn for r in records],
         "generated_texts": [r.text for r in records],
         "errors": [r.error for r in records],
     }
 
 
-async def run(args: argparse.Namespace, argv: list[str]) -> dict[str, object]:
-    """One run from the flags to its result. Raises BenchError, DatasetError and HttpError before the load starts, never after."""
-    headers = dict(args.header)
-    if args.api_key:
-        headers["Authorization"] = f"Bearer {args.api_key}"
-    client = Client(args.base_url or f"http://{args.host}:{args.port}", headers)
-    server = Server(client)
-    info = await server.info()
-    prompts = load_prompts(args, _vocabulary(args, info))
-    options = Options(
-        model=args.served_model_name or args.model or await server.model(),
-        temperature=args.temperature,
-        ignore_eos=not args.disable_ignore_eos,
-        stream=not args.disable_stream,
-        timeout=args.request_timeout,
-        extra=args.extra_request_body,
-    )
-    load = Load(client, make_backend(args.backend), options, prompts)
-    for prompt in {(bool(p.ids), bool(p.text)): p for p in prompts}.values():  # one of each kind
-        load.backend.body(prompt, options)
-    due = schedule(prompts, args.request_rate, args.use_trace_timestamps, args.seed)
-    await warm_up(load, args.warmup_requests)
-    if args.flush_cache:
-        await server.flush_cache()
-    before = await server.emit_times()
-    interrupted = await drive(load, due, args)
-    try:
-        after, info = await server.emit_times(), await server.info()
-    except HttpError as error:  # a server that died half-way: what was measured is still told
-        print(f"after the run: {error}", file=sys.stderr)
-        after = None
-    client.close()
-    return _result(args, argv, load, interrupted, info, overhead(before, after))
+class Bench:
+    """One server, and the points that it is measured at. `rows` has those that were measured, `ended` why it stopped early."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        headers = dict(args.header)
+        if args.api_key:
+            headers["Authorization"] = f"Bearer {args.api_key}"
+        self.args = args
+        self.client = Client(args.base_url or f"http://{args.host}:{args.port}", headers)
+        self.server, self.backend = Server(self.client), make_backend(args.backend)
+        self.info: dict[str, object] = {}
+        self.rows: list[dict[str, object]] = []
+        self.ended = ""
 
-def _result(
-    args: argparse.Namespace,
-    argv: list[str],
-    load: Load,
-    interrupted: bool,
-    info: Mapping[str, object],
-    overhead_ms: dict[str, float] | None,
-) -> dict[str, object]:
-    sent = [r for r in load.records if r.done or r.error]
-    result: dict[str, object] = {
-        "tag": args.tag,
-        "backend": args.backend,
-        "dataset_name": args.dataset_name,
-        "request_rate": "trace" if args.use_trace_timestamps else str(args.request_rate),
-        "max_concurrency": args.max_concurrency or None,
-        "random_input_len": args.random_input_len,
-        "random_output_len": args.random_output_len,
-        "random_range_ratio": args.random_range_ratio,
-        **measure(sent, load.duration),
-        "accept_length": accept_length(info),
-        "server_overhead_ms": overhead_ms,
-        "interrupted": interrupted,
-        "failures": failures(sent),
-    }
-    if args.output_details:
-        result |= _details(sent)
-    shown = {name: value for name, value in vars(args).items() if name not in ("api_key", "header")}
-    shown["request_rate"] = result["request_rate"]  # inf is no JSON number
-    return result | provenance("bench serve", _without_secrets(args, argv), {"client": shown, "server": dict(info)})
+    async def run(self) -> None:
+        """Raises BenchError, DatasetError and HttpError before anything was measured, never after: then it is in `ended`."""
+        args = self.args
+        self.info = await self.server.settings()
+        words = _vocabulary(args, self.info)
+        self.options = Options(
+            model=args.served_model_name or args.model or await self.server.model(),
+            temperature=args.temperature,
+            ignore_eos=not args.disable_ignore_eos,
+            stream=not args.disable_stream,
+            timeout=args.request_timeout,
+            extra=args.extra_request_body,
+        )
+        for point in points(args):
+            try:
+                load, due = self._load(words, point)
+                await warm_up(load, words, args.warmup_requests)
+                if args.flush_cache:
+                    await self.server.flush_cache()
+                before = await self.server.counters()
+                if args.profile:
+                    await self.server.start_profile(args.profile_output_dir, args.profile_steps)
+            except (BenchError, DatasetError, HttpError) as error:
+                if not self.rows:
+                    raise
+                self.ended = str(error)
+                break
+            except asyncio.CancelledError:  # Ctrl-C between two loads
+                if not self.rows:
+                    raise
+                self.ended = INTERRUPTED
+                break
+            self.ended = await drive(load, due, point.concurrency, self._label(point), args.disable_tqdm)
+            after = await self._look()
+            self.rows.append(self._row(point, load, before, after))
+            if self.ended:
+                break
+        self.client.close()
+
+    def _load(self, words: Vocabulary | None, point: Point) -> tuple[Load, list[float]]:
+        """The point's own prompts: random tokens that an earlier one sent would be found in the server's cache."""
+        args = self.args
+        seed = args.seed + 1000 * point.number
+        prompts = load_prompts(args, words, seed)
+        allow_files(point.concurrency or len(prompts))
+        load = Load(self.client, self.backend, self.options, prompts)
+        for prompt in {(bool(p.ids), bool(p.text)): p for p in prompts}.values():  # one of each kind
+            load.backend.body(prompt, self.options)
+        return load, schedule(prompts, point.rate, args.use_trace_timestamps, seed, args.burstiness)
+
+    def _label(self, point: Point) -> str:
+        total = len(points(self.args))
+        if total == 1:
+            return "requests"
+        return f"{point.number + 1}/{total}: rate {point.rate:g}, concurrency {point.concurrency or 'any'}"
+
+    async def _look(self) -> Counters:
+        """The counters after a load. A server that died half-way has none; what was measured is still told."""
+        try:
+            if self.args.profile and not self.args.profile_steps:
+                print(await self.server.stop_profile(), file=sys.stderr)
+            self.info, after = await self.server.settings(), await self.server.counters()
+        except HttpError as error:
+            self.ended = self.ended or f"the server is gone: {error}"
+            return Counters()
+        return after
+
+    def _row(self, point: Point, load: Load, before: Counters, after: Counters) -> dict[str, object]:
+        args = self.args
+        sent = [r for r in load.records if r.done or r.error]
+        numbers = measure(sent, load.duration)
+        start = min((r.start for r in sent), default=0.0)
+        row: dict[str, object] = {
+            "tag": args.tag,
+            "backend": args.backend,
+            "dataset_name": args.dataset_name,
+            "request_rate": "trace" if args.use_trace_timestamps else str(point.rate),
+            "max_concurrency": point.concurrency or None,
+            "repeat": point.repeat,
+            "random_input_len": args.random_input_len,
+            "random_output_len": args.random_output_len,
+            "random_range_ratio": args.random_range_ratio,
+            "requests": len(load.prompts),
+            **numbers,
+            **cache_hits(numbers["total_cached_tokens"], numbers["total_input_tokens"], before, after),
+            "cache_hit_possible": possible_hits(load.asked),
+            **goodput(sent, load.duration, Slo(args.goodput)),
+            "accept_length": accept_length(self.info, before, after),
+            "server_overhead_ms": overhead(before.emit, after.emit),
+            "partial": bool(self.ended),
+            "ended": self.ended,
+            "interrupted": self.ended == INTERRUPTED,
+            "failures": failures(sent),
+            "samples": samples(sent),
+            "tokens_by_second": tokens_by_second(sent, start),
+        }
+        if turns := by_turn(sent):
+            row["by_turn"] = turns
+        return row | (_details(sent) if args.output_details else {})
 
 
 def _without_secrets(args: argparse.Namespace, argv: Sequence[str]) -> list[str]:
@@ -251,18 +234,84 @@ def _without_secrets(args: argparse.Namespace, argv: Sequence[str]) -> list[str]
     return [word if not any(secret in word for secret in secrets) else "***" for word in argv]
 
 
+def _told(args: argparse.Namespace, argv: Sequence[str], info: Mapping[str, object]) -> dict[str, object]:
+    """Where the numbers come from. Infinities are no JSON numbers, so they go as text."""
+    shown = {name: value for name, value in vars(args).items() if name not in ("api_key", "header")}
+    shown["request_rate"] = "trace" if args.use_trace_timestamps else [str(rate) for rate in args.request_rate]
+    shown["trace_end"] = str(args.trace_end)
+    return provenance("bench serve", _without_secrets(args, argv), {"client": shown, "server": dict(info)})
+
+
+async def run(args: argparse.Namespace, argv: list[str]) -> dict[str, object]:
+    """One run from the flags to its result: the keys of SGLang's where one point was asked for, else `points`, a list of such objects.
+
+    Raises BenchError, DatasetError and HttpError before the first load starts, never after.
+    """
+    bench = Bench(args)
+    await bench.run()
+    told = _told(args, argv, bench.info)
+    if len(points(args)) == 1:
+        return bench.rows[0] | told
+    return {
+        "tag": args.tag,
+        "points": bench.rows,
+        "wanted": len(points(args)),
+        "partial": bool(bench.ended),
+        "ended": bench.ended,
+        "interrupted": bench.ended == INTERRUPTED,
+        **told,
+    }
+
+
+def rows_of(result: Mapping[str, object]) -> list[dict[str, object]]:
+    """The points of a result, one or several."""
+    found = result.get("points")
+    return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else [dict(result)]
+
+
+def show(result: Mapping[str, object]) -> str:
+    """SGLang's block for each point; a table where there are several."""
+    rows, shown = rows_of(result), list[str]()
+    for row in rows:
+        shown.append(render(row))
+        late = row["p99_send_delay_ms"]
+        if row["request_rate"] != "inf" and not row["max_concurrency"] and isinstance(late, float) and late > LATE_MS:
+            shown.append(
+                f"NOTE: 1 % of the requests left more than {late:.0f} ms after their time: this machine is too busy for this load"
+            )
+        reasons = row["failures"]
+        if isinstance(reasons, dict) and reasons:
+            shown.append("Failures:\n" + "\n".join(f"{count:7} × {reason}" for reason, count in reasons.items()))
+    if len(rows) > 1:
+        shown.append(sweep_table(rows))
+    if result["partial"]:
+        shown.append(f"PARTIAL: {result['ended']}; the numbers are of what was measured until then")
+    return "\n".join(shown)
+
+
+def _save(path: Path, result: Mapping[str, object]) -> None:
+    """A line of a `.jsonl` is a point, as SGLang's tools write it, each with where it comes from."""
+    if path.suffix != ".jsonl" or "points" not in result:
+        write(path, result)
+        return
+    common = {
+        name: value
+        for name, value in result.items()
+        if name in ("command", "date", "device", "versions", "commit", "configuration")
+    }
+    for row in rows_of(result):
+        write(path, row | common)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: the run could not start, or not one request succeeded; 130: Ctrl-C (what was measured is reported)."""
+    """0: done; 1: the run could not start, ended early, or not one request succeeded; 130: Ctrl-C. What was measured is told and written."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = parse(words)
     try:
         result = asyncio.run(run(args, words))
-        print("\n" + render(result))
-        reasons = result["failures"]
-        if isinstance(reasons, dict) and reasons:
-            print("Failures:\n" + "\n".join(f"{count:7} × {reason}" for reason, count in reasons.items()))
+        print("\n" + show(result))
         if args.output_file:
-            write(Path(args.output_file), result)
+            _save(Path(args.output_file), result)
     except (BenchError, DatasetError, HttpError, ResultError) as error:
         print(f"thalweg bench serve: {error}", file=sys.stderr)
         return 1
@@ -270,4 +319,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     if result["interrupted"]:
         return 130
-    return 0 if result["completed"] else 1
+    return 1 if result["partial"] or not any(row["completed"] for row in rows_of(result)) else 0

@@ -7,16 +7,16 @@ import json
 from collections.abc import Sequence
 
 from thalweg.bench.backends import BACKENDS
-from thalweg.bench.datasets import DATASETS, LATER
+from thalweg.bench.data_args import add_data, check_data
+from thalweg.bench.data_args import whole as _count
+from thalweg.bench.per_request import LIMITS
 
-
-def _dataset(name: str) -> str:
-    if name in DATASETS:
-        return name
-    hint = f"{name!r} comes later" if name in LATER else f"unknown data set {name!r}"
-    raise argparse.ArgumentTypeError(
-        f"{hint}; there is {', '.join(DATASETS)} (a Mooncake or Azure recording is a trace)"
-    )
+# flags of SGLang's tool that change nothing here
+HABITS = {
+    "cache-report": "always told",
+    "tokenize-prompt": "prompts go as token ids wherever the API takes them",
+    "apply-chat-template": "a chat backend has the server do it",
+}
 
 
 def _body(text: str) -> dict[str, object]:
@@ -36,10 +36,17 @@ def _header(text: str) -> tuple[str, str]:
     return name.strip(), value
 
 
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 on, got {text!r}")
-    return int(text)
+def _limit(text: str) -> tuple[str, float]:
+    name, sign, value = text.partition(":")
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = -1.0
+    if not sign or name not in LIMITS or not 0 < limit < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"expected NAME:MILLISECONDS with a name of {', '.join(LIMITS)}, such as ttft:500, got {text!r}"
+        )
+    return name, limit
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,53 +83,11 @@ def _parser() -> argparse.ArgumentParser:
         default=21600.0,
         help="seconds until a request counts as failed (default: six hours)",
     )
-    _add_data(parser.add_argument_group("what is sent"))
+    add_data(parser.add_argument_group("what is sent"))
     _add_pace(parser.add_argument_group("when it is sent"))
     _add_request(parser.add_argument_group("the requests"))
     _add_output(parser.add_argument_group("the result"))
     return parser
-
-
-def _add_data(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--dataset-name",
-        type=_dataset,
-        default="random",
-        metavar="{" + ",".join(DATASETS) + "}",
-        help="default: %(default)s",
-    )
-    add("--dataset-path", default="", help="the trace (Mooncake JSONL, Azure CSV; .gz too) or the file of prompts")
-    add("--num-prompts", type=_count, default=None, help="how many; default 1000 for random, all of a trace or file")
-    add(
-        "--random-input-len",
-        "--random-input",
-        type=_count,
-        default=1024,
-        help="longest prompt in tokens (default: %(default)s)",
-    )
-    add(
-        "--random-output-len", "--random-output", "--output-len", type=_count, default=1024,
-        help="longest output in tokens; for files, where a line names none (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--random-range-ratio", type=float, default=0.0, metavar="R",
-        help="lengths are uniform in [R x length, length]: 1 is fixed, 0 halves the mean. This is SGLang's meaning; "
-        "in vLLM 0 is fixed and R means plus or minus R (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--trace-max-input-len",
-        type=_count,
-        default=0,
-        help="cut longer prompts of a trace to this; 0: do not (default)",
-    )
-    add(
-        "--trace-max-output-len",
-        type=_count,
-        default=0,
-        help="cut longer outputs of a trace to this; 0: do not (default)",
-    )
-    add("--seed", type=int, default=1, help="of tokens, lengths and arrivals (default: %(default)s)")
 
 
 def _add_pace(group: argparse._ArgumentGroup) -> None:
@@ -130,20 +95,35 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
     add(
         "--request-rate",
         type=float,
-        default=float("inf"),
-        help="requests a second, a Poisson process; inf: all at once (default)",
+        nargs="+",
+        default=[float("inf")],
+        metavar="R",
+        help="requests a second, a Poisson process; inf: all at once (default). Several are measured one after another",
+    )
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="K",
+        help="gaps between requests are Gamma of this shape: 1 is Poisson (default), 0.5 comes in bursts, 4 is more regular",
     )
     add(
         "--max-concurrency",
         type=_count,
-        default=0,
-        help="most requests under way; later ones wait their turn. 0: no limit (default)",
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="most requests (conversations) under way; later ones wait their turn. 0: no limit (default). Several are measured "
+        "one after another",
+    )
+    add(
+        "--repeat",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="measure everything so often, with other random tokens each time: `bench compare` then knows the noise (default: 1)",
     )
     add("--use-trace-timestamps", action="store_true", help="send each request of a trace at its recorded time")
-    add(
-        "--trace-slowdown-factor", "--mooncake-slowdown-factor", type=float, default=1.0, metavar="F",
-        help="multiply a trace's times: 2 is half its speed, 0.1 ten times its speed (default: %(default)s)",
-    )  # fmt: skip
     add("--warmup-requests", type=_count, default=1, help="requests before the clock starts (default: %(default)s)")
     add(
         "--flush-cache",
@@ -155,6 +135,9 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
 def _add_request(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    add("--top-p", type=float, default=None, help="default: the server's")
+    for habit, note in HABITS.items():
+        add(f"--{habit}", action="store_true", help=note)
     add("--disable-ignore-eos", action="store_true", help="let the model end early; lengths are then upper limits")
     add("--disable-stream", action="store_true", help="whole answers: time to first token is then the whole latency")
     add(
@@ -170,6 +153,28 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="put every request's times, lengths, text and error into the result",
     )
+    add("--profile", action="store_true", help="have the server profile the load (/start_profile, /stop_profile)")
+    add(
+        "--profile-output-dir",
+        default="",
+        metavar="FOLDER",
+        help="where it writes the profile; default: its own choice",
+    )
+    add(
+        "--profile-steps",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="end the profile after so many steps; 0: with the load",
+    )
+    add(
+        "--goodput",
+        type=_limit,
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="count requests that keep all these limits: ttft, tpot, itl (longest gap), e2el, such as ttft:500 tpot:50",
+    )
     add("--tag", default="", help="a name that goes into the result")
     add("--disable-tqdm", "--no-progress", action="store_true", help="no progress bar")
 
@@ -178,15 +183,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags, checked against each other. Exits with a message (status 2) as argparse does."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.dataset_name == "random":
-        args.num_prompts = 1000 if args.num_prompts is None else args.num_prompts
-        if args.num_prompts < 1:
-            parser.error("--num-prompts must be at least 1")
-    elif not args.dataset_path:
-        parser.error(f"--dataset-name {args.dataset_name} needs --dataset-path")
+    check_data(parser, args)
     if args.use_trace_timestamps and args.dataset_name != "trace":
         parser.error("--use-trace-timestamps needs --dataset-name trace")
-    if args.use_trace_timestamps and args.request_rate != float("inf"):
+    if args.use_trace_timestamps and args.request_rate != [float("inf")]:
         parser.error("--use-trace-timestamps and --request-rate both say when to send: leave one out")
-    args.num_prompts = args.num_prompts or 0
+    if any(not rate > 0 for rate in args.request_rate):
+        parser.error("--request-rate must be above 0 (or inf)")
+    if args.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    args.goodput = dict(args.goodput)
+    if args.top_p is not None and args.backend == "sglang":
+        parser.error("--top-p is not for --backend sglang: use sglang-oai")
+    if args.top_p is not None:
+        args.extra_request_body = {"top_p": args.top_p} | args.extra_request_body
     return args

@@ -24,8 +24,8 @@ from thalweg.bench.load import Load, interruptible, no_collection
 from thalweg.bench.load_report import Check, Round, Seen, judge, tell
 from thalweg.bench.own_server import OwnServer, ServerError, pin, raise_file_limit
 from thalweg.bench.pace import Pace, Task
+from thalweg.bench.remote import Server, overhead
 from thalweg.bench.results import ResultError, provenance, write
-from thalweg.bench.serve import Server, overhead
 from thalweg.bench.twins import compare
 from thalweg.bench.watch import Sample, Watcher
 from thalweg.core.plan import PAGE
@@ -96,7 +96,7 @@ class Bench:
         """All prompts at once. Raises HttpError, ServerError, and KeyboardInterrupt on Ctrl-C."""
         load = Load(self.loads, make_backend(backend), Options(model=self.model, stream=stream), prompts)
         ask, stop = Server(self.control), asyncio.Event()
-        emitted = await ask.emit_times()
+        emitted = (await ask.counters()).emit
         first, own = await self.watcher.sample(), time.process_time()
         with interruptible(stop), no_collection():
             async with self.watcher as samples:
@@ -104,7 +104,7 @@ class Bench:
         own, last = time.process_time() - own, await self.watcher.sample()
         if stop.is_set():
             raise KeyboardInterrupt
-        spent = overhead(emitted, await ask.emit_times())
+        spent = overhead(emitted, (await ask.counters()).emit)
         return Round(load.records, load.duration, [first, *samples, last], own, spent)
 
     async def settled(self) -> Sample:

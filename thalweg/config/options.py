@@ -79,6 +79,10 @@ class LoadOptions:
         "folder in which compiled kernels are kept; `thalweg warmup` fills it",
         auto="~/.cache/thalweg, unless TRITON_CACHE_DIR and DG_JIT_CACHE_DIR say otherwise",
     )
+    tuned_kernels: bool = setting(
+        True,
+        "use the tiles and choices that `thalweg tune` has found for this device in place of the kernels' own tables",
+    )
     warmup: bool = setting(
         True,
         "run every kind of step once before the first request, so that none compiles within one (GPU only)",
@@ -86,20 +90,26 @@ class LoadOptions:
     )
     attention_backend: str | None = setting(
         None,
-        "what computes attention: triton, reference, flashinfer, or for what it has: flashmla (decode), fa3 (prefill)",
+        "what computes attention: triton, reference, flashinfer, or for what it has: flashmla (decode), fa3 (prefill), torch (sparse attention)",
         auto="the fastest that fits",
+        off="reference",
+        on="triton",
     )
     moe_runner_backend: str | None = setting(
         None,
         "what computes experts: triton, deep_gemm, or triton+deep_gemm by the number of tokens",
         foreign=("moe-backend",),
         auto="the fastest that fits",
+        off="triton",
+        on="deep_gemm",
     )
     fp8_gemm_backend: str | None = setting(
         None,
         "what multiplies by FP8 weights: triton, deep_gemm, cublas, or triton+deep_gemm by the number of tokens",
         foreign=("fp8-gemm-runner-backend",),
         auto="the fastest that fits",
+        off="triton",
+        on="deep_gemm",
     )
     mla: bool = setting(
         True,
@@ -119,6 +129,8 @@ class LoadOptions:
         aliases=("disable-cuda-graph=none",),
         foreign=("enforce-eager=none", "enable-piecewise-cuda-graph=full_and_piecewise"),
         auto="full_and_piecewise where the attention can be recorded",
+        off="none",
+        on="full_and_piecewise",
     )
     cuda_graph_max_bs: int | None = setting(
         None, "most rows of a recorded decode step", least=1, auto="as --max-running-requests, 256 at most"
@@ -158,7 +170,9 @@ class MemoryOptions:
     max_total_tokens: int | None = setting(
         None, "tokens that the KV cache holds, whatever memory there is", least=64, auto="from memory"
     )
-    kv_cache_dtype: str | None = setting(None, "type of the KV cache", choices=KV_DTYPES, auto="as --dtype")
+    kv_cache_dtype: str | None = setting(
+        None, "type of the KV cache", choices=KV_DTYPES, auto="as --dtype", off=None, on="fp8_e4m3"
+    )
     page_size: int = setting(64, "tokens a page of the KV cache", choices=(64,), foreign=("block-size",))
     radix_cache: bool = setting(
         True,
@@ -193,12 +207,15 @@ class ScheduleOptions:
         foreign=("max-num-batched-tokens",),
         least=-1,
         auto="by device; on a GPU fewer beside decoding requests, by times measured at the start",
+        off=-1,
     )
     schedule_policy: str = setting(
         "fcfs",
         "order of waiting requests: first come first served, longest prefix in the cache, by priority",
         foreign=("scheduling-policy",),
         choices=POLICIES,
+        off="fcfs",
+        on="lpm",
     )
     overlap_schedule: bool | None = setting(
         None,
@@ -246,6 +263,8 @@ class ParallelOptions:
         aliases=("tp",),
         foreign=("tensor-parallel-size",),
         least=1,
+        off=1,
+        on=2,
     )
     dp_size: int = setting(
         1,
@@ -253,6 +272,8 @@ class ParallelOptions:
         aliases=("dp",),
         foreign=("data-parallel-size",),
         least=1,
+        off=1,
+        on=2,
     )
     pp_size: int = setting(
         1,
@@ -260,9 +281,17 @@ class ParallelOptions:
         aliases=("pp",),
         foreign=("pipeline-parallel-size",),
         least=1,
+        off=1,
+        on=2,
     )
     ep_size: int = setting(
-        1, "devices that share the experts", aliases=("ep",), foreign=("expert-parallel-size",), least=1
+        1,
+        "devices that share the experts",
+        aliases=("ep",),
+        foreign=("expert-parallel-size",),
+        least=1,
+        off=1,
+        on=2,
     )
 
     def __post_init__(self) -> None:

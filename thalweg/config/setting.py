@@ -10,6 +10,7 @@ Metadata of a field:
     metavar   what stands for the value in the help
     auto      in words, what `None` lets the resolver choose
     secret    True: never printed
+    off       the value without what the setting brings, for `thalweg ablate`; a switch's is False. `on`: one that brings it
 """
 
 from __future__ import annotations
@@ -39,10 +40,13 @@ def setting(
     metavar: str = "",
     auto: str = "",
     secret: bool = False,
+    off: Any = ...,
+    on: Any = ...,
 ) -> Any:
     """A dataclass field that is a setting; see the module's docstring. The bounds hold for every number in it."""
     metadata = {"help": help, "aliases": aliases, "foreign": foreign, "choices": choices, "least": least, "most": most}
-    return dataclasses.field(default=default, metadata=metadata | {"metavar": metavar, "auto": auto, "secret": secret})
+    metadata |= {"metavar": metavar, "auto": auto, "secret": secret, "off": off, "on": on}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)

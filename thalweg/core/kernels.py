@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+TORCH = "torch"  # attention in plain torch beside kernels for all else
+PLAIN = ("reference", TORCH)  # attention that is plain torch
+
 
 class KernelChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """decode, prefill: backends of attention; "reference" is plain torch on any device, and then all else is, too. moe, fp8_gemm: backends of
+    """decode, prefill: backends of attention; "reference" is plain torch on any device, and then all else is, too;
+    "torch" is plain torch beside the kernels of a GPU. moe, fp8_gemm: backends of
     the experts and of products with FP8 weights. kv: type of the KV cache, a name in `memory.planes.CODECS`; "" is the model's. latent: whether
     an MLA model keeps latents, which it attends to as they are; else it keeps decompressed keys and values. deterministic: whether a token's
     bits depend on nothing but its own sequence. asked: the fields above whose backend the user named, so that no other may take its place."""
@@ -19,6 +23,19 @@ class KernelChoice(msgspec.Struct, frozen=True, kw_only=True):
     latent: bool = True
     deterministic: bool = False
     asked: tuple[str, ...] = ()
+
+
+Choices = tuple[int | str, ...]  # numbers and names that a tile or a shape consists of
+
+
+class TunedRow(msgspec.Struct, frozen=True):
+    """One thing that `thalweg tune` has found: of an operation and a key (the shape of a weight) the choice that is faster than `default`, the
+    one of the operation's own table."""
+
+    operation: str
+    key: Choices
+    default: Choices
+    choice: Choices
 
 
 # what the report calls the choice of each field

@@ -20,7 +20,7 @@ from thalweg.cache.radix import NoTree, RadixTree
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.core.amounts import size
 from thalweg.core.errors import CheckpointError
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import PLAIN, KernelChoice
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import MAX_EOS_IDS
 from thalweg.engine.gpu import GpuWorker
@@ -30,9 +30,11 @@ from thalweg.engine.memory import RESERVE, Sums, free, measure, probe, provision
 from thalweg.engine.pace import paced
 from thalweg.engine.recording import Ring
 from thalweg.engine.settings import EngineSettings
+from thalweg.engine.taken import taken
 from thalweg.engine.warm import warm
 from thalweg.engine.worker import CpuWorker, stream_for
 from thalweg.engine.workshop import Workshop
+from thalweg.kernels.tuned import TUNED
 from thalweg.layers.parts import Parts, ReferenceParts
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
@@ -83,6 +85,7 @@ class Phases:
 def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) -> tuple[EngineSettings, Runner]:
     """Loads the checkpoint and allocates planes and slots. Raises CheckpointError, CannotServe."""
     torch.set_num_threads(settings.threads)
+    TUNED.use(settings.tuned)
     device = torch.device(settings.device)
     model = catalog.assemble(
         facts, parts(settings.device, settings.kernels, settings.dtype, facts.fp8_block is not None)
@@ -93,7 +96,7 @@ def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) ->
     if settings.torch_compile:
         compile_parts(model)
         phases.done("torch.compile")
-    alone = settings.kernels.deterministic and settings.kernels.decode == "reference"
+    alone = settings.kernels.deterministic and settings.kernels.decode in PLAIN
     if device.type == "cuda":
         return _on_gpu(settings, OneByOne(model) if alone else model, device, phases)
     planes = _planes(model, settings, device)
@@ -103,7 +106,7 @@ def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) ->
     slots = Slots(settings.slots, settings.context, device)
     phases.done("recorded steps")
     whole = (OneByOne(model), OneByOne(steps)) if alone else (model, steps)
-    return settings, Runner(*whole, planes, slots)
+    return taken(settings, model, planes, slots), Runner(*whole, planes, slots)
 
 
 def _on_gpu(
@@ -133,8 +136,11 @@ def _on_gpu(
     planes = _planes(model, settings, device)
     runner = Runner(model, model, planes, Slots(settings.slots + 1, settings.context, device))
     before = free(device)
+    beside = int(torch.cuda.mem_get_info(device)[1]) - before - torch.cuda.memory_reserved(device)
     _recorded(settings, runner)
-    log.info("CUDA graphs took %s; %s were expected", size(before - free(device)), size(graphs))
+    left = free(device)
+    log.info("CUDA graphs took %s; %s were expected", size(before - left), size(graphs))
+    settings = taken(settings, model, planes, runner.slots, step=step, graphs=before - left, beside=beside)
     phases.done("graphs")
     settings = paced(settings, runner)
     phases.done("times of steps")

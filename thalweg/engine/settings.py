@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelChoice, TunedRow
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,8 +18,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     drawn for requests that name none. queue: requests waiting at most, 0 = no limit. progress: whether loading shows a bar. log_level, log_format: of
     the engine's own process. crash_dump_folder: where recordings are written, "" for none. watchdog_timeout: seconds without a step, while there is
     work, after which the engine counts as wedged; 0 is never. cache_dir: where compiled kernels are kept, "" for the usual place. warm: whether every
-    kind of step runs once before the first request. updates: folders whose weights replace those of `path`, in this order. report: the resolved
-    choices with their reasons, as a JSON object."""
+    kind of step runs once before the first request. tuned: tiles that replace those of the kernels' tables. updates: folders whose
+    weights replace those of `path`, in this order. report: the resolved choices with their reasons, as a JSON object."""
 
     path: str
     dtype: str = "float32"
@@ -49,6 +49,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str = "text"
     cache_dir: str = ""
     warm: bool = True
+    tuned: tuple[TunedRow, ...] = ()
     updates: tuple[str, ...] = ()
     crash_dump_folder: str = ""
     watchdog_timeout: float = 300.0

@@ -42,16 +42,56 @@ def _error(got: Tensor, exact: Tensor) -> float:
     return float(difference.max() / scale)
 
 
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A case of a size that models have, to be timed on one device: held against the reference there, since float64 would take too long.
+
+    draw: keyword arguments of every backend, on the generator's device, new each time, so that calls in a row do not find theirs in a cache. It is
+    given those drawn before, of which it may keep what no cache holds. backends: by name, the reference first; they may write into what they are
+    given. cost: FLOPs and bytes of an ideal implementation with these inputs. math: which ceiling FLOPs are held against, "float32", "bf16"
+    or "fp8". tolerance: of max |difference from the reference| / max |reference|. seen: what of the results is compared, where they
+    are codes."""
+
+    name: str
+    draw: Callable[[torch.Generator, Inputs | None], Inputs]
+    backends: dict[str, Run]
+    cost: Callable[[Inputs], tuple[float, float]]
+    math: str
+    tolerance: float
+    seen: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda results: results
+
+
+Sizes = Callable[[torch.device], Iterator[Sized]]
+
+
+def no_sizes(device: torch.device) -> Iterator[Sized]:
+    """Of an operation whose small cases are timed instead."""
+    return iter(())
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a folder of kernels offers: its cases, drawn from a generator, and its backends by name, the reference first."""
+    """What a folder of kernels offers: its cases, drawn from a generator; its backends by name, the reference first; and its cases of models' sizes
+    on a device."""
 
     cases: Callable[[torch.Generator], Iterator[Case]]
     backends: dict[str, Run]
+    sizes: Sizes = no_sizes
 
 
 def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float32).to(dtype)
+
+
+def drawn(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal numbers on the generator's device; e4m3 ones have random bits, of magnitudes below 2."""
+    if dtype == torch.float8_e4m3fn:
+        bits = torch.randint(0, 256, shape, generator=generator, device=generator.device, dtype=torch.uint8)
+        return bits.bitwise_and_(0xBF).view(dtype)
+    return torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype)
 
 
 def size(*tensors: Tensor) -> int:

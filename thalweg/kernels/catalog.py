@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from thalweg.kernels.case import Operation
+from thalweg.kernels.decompress import case as decompress
 from thalweg.kernels.experts import case as experts
 from thalweg.kernels.experts import case_fp8 as experts_fp8
 from thalweg.kernels.fp8_block import case as fp8_block
 from thalweg.kernels.gemm import case as gemm
+from thalweg.kernels.gemm import case_fp8 as gemm_fp8
 from thalweg.kernels.gqa import case as gqa
 from thalweg.kernels.indexer import case as indexer
 from thalweg.kernels.invariant import case as invariant
@@ -20,19 +22,21 @@ from thalweg.kernels.silu_mul import case as silu_mul
 from thalweg.kernels.truncate import case as truncate
 
 OPERATIONS = {
-    "experts": Operation(experts.cases, dict(experts.BACKENDS)),
-    "experts_fp8": Operation(experts_fp8.cases, dict(experts_fp8.BACKENDS)),
+    "decompress": Operation(decompress.cases, dict(decompress.BACKENDS)),
+    "experts": Operation(experts.cases, dict(experts.BACKENDS), experts.sizes),
+    "experts_fp8": Operation(experts_fp8.cases, dict(experts_fp8.BACKENDS), experts_fp8.sizes),
     "fp8_block": Operation(fp8_block.cases, dict(fp8_block.BACKENDS)),
-    "gemm": Operation(gemm.cases, dict(gemm.BACKENDS)),
-    "gqa": Operation(gqa.cases, dict(gqa.BACKENDS)),
+    "gemm": Operation(gemm.cases, dict(gemm.BACKENDS), gemm.sizes),
+    "gemm_fp8": Operation(gemm_fp8.cases, dict(gemm_fp8.BACKENDS), gemm_fp8.sizes),
+    "gqa": Operation(gqa.cases, dict(gqa.BACKENDS), gqa.sizes),
     "indexer": Operation(indexer.cases, dict(indexer.BACKENDS)),
     "invariant": Operation(invariant.cases, dict(invariant.BACKENDS)),
-    "mla": Operation(mla.cases, dict(mla.BACKENDS)),
-    "norm": Operation(norm.cases, dict(norm.BACKENDS)),
+    "mla": Operation(mla.cases, dict(mla.BACKENDS), mla.sizes),
+    "norm": Operation(norm.cases, dict(norm.BACKENDS), norm.sizes),
     "permute": Operation(permute.cases, dict(permute.BACKENDS)),
-    "quantize": Operation(quantize.cases, dict(quantize.BACKENDS)),
+    "quantize": Operation(quantize.cases, dict(quantize.BACKENDS), quantize.sizes),
     "rope": Operation(rope.cases, dict(rope.BACKENDS)),
-    "router": Operation(router.cases, dict(router.BACKENDS)),
-    "silu_mul": Operation(silu_mul.cases, dict(silu_mul.BACKENDS)),
+    "router": Operation(router.cases, dict(router.BACKENDS), router.sizes),
+    "silu_mul": Operation(silu_mul.cases, dict(silu_mul.BACKENDS), silu_mul.sizes),
     "truncate": Operation(truncate.cases, dict(truncate.BACKENDS)),
 }

@@ -56,6 +56,15 @@ REFERENCE = AttentionCaps(
     deterministic=BOTH,
     graphs=frozenset({False}),
 )
+TORCH = replace(  # what no kernel does yet
+    REFERENCE,
+    device=frozenset({"cuda"}),
+    heads=frozenset({"mla"}),
+    sparse=frozenset({True}),
+    kv=frozenset({"bfloat16", "fp8_e4m3"}),
+    dtype=frozenset({"bfloat16"}),
+    installed=frozenset(),
+)
 TRITON = AttentionCaps(
     device=frozenset({"cuda"}),
     chip=frozenset({*CHIPS.values(), NEWER}),
@@ -78,27 +87,32 @@ FLASHINFER = replace(  # compiles when first used, and plans on the host: never 
     graphs=frozenset({False}),
 )
 
+FEW_AND_MANY, MANY_HEADS = "triton+flashmla", 64
+
 # by operation; "installed" is filled in by what the machine has
 DECODE = {
     "triton": TRITON,
-    "triton+flashmla": FLASHMLA,  # by the number of rows
+    FEW_AND_MANY: FLASHMLA,  # by the number of rows
     "flashmla": FLASHMLA,
+    "torch": TORCH,
     "reference": REFERENCE,
     "flashinfer": FLASHINFER,
 }
 PREFILL = {
     "fa3": FA3,
     "triton": TRITON,
+    "torch": TORCH,
     "reference": REFERENCE,
     "flashinfer": replace(FLASHINFER, heads=frozenset({"gqa"})),
 }
 
 
-def decode_catalog(machine: Machine) -> dict[str, AttentionCaps]:
-    """Backends of decode rows, in order of preference. FlashMLA is faster where many heads make attention bound by the tensor cores (H100, us a
-    layer, FlashMLA / ours: 128 heads 64 x 4,096 tokens 124 / 261, 1 x 4,096 20 / 20; 16 heads 64 x 4,096 111 / 118; its schedule adds 12 to 20
-    a step), but has to be asked for: its kernels rely on how their predecessor was launched, which a small self-check does not show."""
-    return _present(DECODE, machine)
+def decode_catalog(machine: Machine, heads: int) -> dict[str, AttentionCaps]:
+    """Backends of decode rows, in order of measured preference. FlashMLA is faster where many heads make attention bound by the tensor cores (H100,
+    us a layer with its share of a schedule for 27, FlashMLA / ours: 128 heads, 8 x 1,024 tokens 29 / 38, 128 x 1,024 95 / 156, 64 x 4,096
+    135 / 270; 64 heads 23 / 29, 72 / 86, 133 / 173; in FP8 from 32 rows on), and no faster with 16."""
+    found = _present(DECODE, machine)
+    return {FEW_AND_MANY: found[FEW_AND_MANY]} | found if heads >= MANY_HEADS else found
 
 
 def prefill_catalog(machine: Machine) -> dict[str, AttentionCaps]:
@@ -111,7 +125,7 @@ def _present(catalog: dict[str, AttentionCaps], machine: Machine) -> dict[str, A
     return {
         name: caps
         if name == "reference"
-        else replace(caps, installed=frozenset({{*name.split("+"), "triton"} <= machine.libraries}))
+        else replace(caps, installed=frozenset({{*name.split("+"), "triton"} - {"torch"} <= machine.libraries}))
         for name, caps in catalog.items()
     }
 

@@ -22,6 +22,10 @@ from thalweg.launch.resolved import ASKED, AUTO, MODEL, Sizes
 TYPICAL = 2048  # tokens that a request keeps on average; unless asked, the cache holds no more than this for each slot
 
 
+class NoRoom(CannotServe):
+    """Weights and one page of KV cache are more than a device has memory for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A combination that cannot be: `why` it cannot, and what to ask for `instead`. The aim is an empty table."""
@@ -230,7 +234,7 @@ def _memory(
         instead = (
             f"--mem-fraction-static {needed + 0.005:.2f}" if needed < 0.985 else f"a machine with more memory{smaller}"
         )
-        raise CannotServe(f"memory: {sums} leaves no page for the KV cache; use {instead}")
+        raise NoRoom(f"memory: {sums} leaves no page for the KV cache; use {instead}")
     limit = _context_limit(config, facts)
     if wish.max_total_tokens is not None:
         pages = wish.max_total_tokens // PAGE

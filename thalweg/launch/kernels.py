@@ -32,7 +32,7 @@ def decide_kernels(config: Config, facts: ModelFacts, machine: Machine, device: 
     )
     dtype = load.dtype or ("bfloat16" if device == "cuda" else "float32")
     need = attention_need(facts, machine, device, kv or dtype, dtype, latent, deterministic)
-    decode, prefill = _attention(load.attention_backend, need, machine)
+    decode, prefill = _attention(load.attention_backend, need, machine, facts.heads)
     ledger.note(
         WISH, load.attention_backend or "auto", *source(load.attention_backend is not None, "the fastest that fits")
     )
@@ -60,10 +60,10 @@ def _kv(config: Config) -> str:
 
 
 def _attention(
-    wish: str | None, need: AttentionNeed, machine: Machine
+    wish: str | None, need: AttentionNeed, machine: Machine, heads: int
 ) -> tuple[Choice[AttentionCaps], Choice[AttentionCaps]]:
     """Decode and prefill. A wish fills the operations that its backend has; the others are chosen. The reference does both or none."""
-    decoding, filling = decode_catalog(machine), prefill_catalog(machine)
+    decoding, filling = decode_catalog(machine, heads), prefill_catalog(machine)
     known = list(dict.fromkeys((*decoding, *filling)))
     if wish is not None and wish not in known:
         raise CannotServe(f"{WISH}: unknown backend {wish!r}; there is {', '.join(known)}")

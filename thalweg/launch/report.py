@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from thalweg.core.amounts import size
 from thalweg.core.plan import PAGE
-from thalweg.launch.resolved import Resolved, Sizes
+from thalweg.launch.resolved import Decision, Resolved, Sizes
 
 
 def as_json(resolved: Resolved) -> dict[str, Any]:
@@ -47,21 +47,27 @@ def wide_console(stderr: bool) -> Console:
 def show(resolved: Resolved, console: Console) -> None:
     """Prints the report as two tables."""
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for row in [("model", f"{resolved.path} ({resolved.architecture})"), *_sizes(resolved.sizes), *_cache(resolved)]:
+    for row in [("model", f"{resolved.path} ({resolved.architecture})"), *sizes(resolved.sizes), *_cache(resolved)]:
         facts.add_row(*row)
-    choices = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("setting", "value", "", "why"):
-        choices.add_column(heading, overflow="fold")
-    for one in resolved.decisions:
-        choices.add_row(one.name, _shown(one.value), one.source, one.reason)
     console.print(facts)
     console.print()
-    console.print(choices)
+    console.print(choices(resolved.decisions))
 
 
-def _sizes(sizes: Sizes) -> Iterator[tuple[str, str]]:
-    yield "weights", f"{sizes.parameters:,} parameters, {size(sizes.weight_bytes)} in memory"
-    for plane in sizes.planes:
+def choices(decisions: Iterable[Decision]) -> Table:
+    """Each with its source and reason."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("setting", "value", "", "why"):
+        table.add_column(heading, overflow="fold")
+    for one in decisions:
+        table.add_row(one.name, _shown(one.value), one.source, one.reason)
+    return table
+
+
+def sizes(of: Sizes) -> Iterator[tuple[str, str]]:
+    """Rows of weights and planes: what it is, and how much."""
+    yield "weights", f"{of.parameters:,} parameters, {size(of.weight_bytes)} in memory"
+    for plane in of.planes:
         each = plane.bytes_per_token // plane.layers
         yield f"kv: {plane.name}", f"{plane.bytes_per_token:,} B a token: {plane.layers} layers x {each:,}"
 

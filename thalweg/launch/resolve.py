@@ -10,19 +10,20 @@ from pathlib import Path
 
 import msgspec
 
-from thalweg.config.machine import Machine
+from thalweg.config.machine import Machine, libraries
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.config.options import Config
 from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.build import parts
+from thalweg.engine.build import DTYPES, parts
 from thalweg.engine.settings import EngineSettings
+from thalweg.launch import tuned
 from thalweg.launch.decide import decide
 from thalweg.launch.hub import fetch_weights, locate
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.resolved import ASKED, AUTO, Resolved, Sizes
-from thalweg.launch.sizes import measure
+from thalweg.launch.sizes import counted, measure
 from thalweg.text.chat import Chat, Formats, Wish, choose_chat
 from thalweg.text.history import History
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
@@ -54,7 +55,9 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
     checkpoint = locate(wish.model, wish.revision, wish.hf_token)
     facts = read_facts(checkpoint.folder)
     ledger = Ledger()
-    found = decide(config, facts, machine or Machine.here(), functools.partial(_measure, facts), ledger)
+    here = machine or Machine.here()
+    found = decide(config, facts, here, functools.partial(_measure, facts), ledger)
+    choices = tuned.decide(config, here, found.device, ledger)
     tokenizer = Tokenizer(checkpoint.folder) if weights or (checkpoint.folder / "tokenizer.json").is_file() else None
     chat = _chat(config, checkpoint.folder, tokenizer, ledger)
     sampling = _sampling(checkpoint.folder) if config.sampling.sampling_defaults == "model" else SamplingParams()
@@ -88,6 +91,7 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
         progress=progress,
         cache_dir=config.load.cache_dir or "",
         warm=config.load.warmup,
+        tuned=choices,
         crash_dump_folder=config.server.crash_dump_folder or "",
         watchdog_timeout=config.server.watchdog_timeout,
         report=json.dumps({one.name: msgspec.to_builtins(one) for one in ledger.decisions}),
@@ -110,6 +114,8 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
 
 def _measure(facts: ModelFacts, device: str, kernels: KernelChoice, dtype: str) -> Sizes:
     """The model's sizes as this device would hold it."""
+    if kernels.decode != "reference" and "triton" not in libraries():  # a plan for another machine
+        return counted(facts, kernels, DTYPES[dtype])
     return measure(facts, parts("meta", kernels, dtype, facts.fp8_block is not None and device == "cuda"))
 
 

@@ -8,9 +8,11 @@ from itertools import chain
 import torch
 
 from thalweg.config.model import ModelFacts
+from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE
+from thalweg.launch.planning.weights import Widths, held, inventory, parameters
 from thalweg.launch.resolved import Plane, Sizes
-from thalweg.layers.parts import Parts
+from thalweg.layers.parts import Parts, ReferenceParts
 from thalweg.models import catalog
 
 
@@ -29,3 +31,12 @@ def measure(facts: ModelFacts, parts: Parts) -> Sizes:
         sum(tensor.numel() * tensor.itemsize for tensor in stored),
         tuple(Plane(name, layers[name], page_bytes[name] // PAGE) for name in layers),
     )
+
+
+def counted(facts: ModelFacts, choice: KernelChoice, dtype: torch.dtype) -> Sizes:
+    """The same of a model on a GPU's kernels, by arithmetic: for machines without Triton, which cannot make its parts. Raises CheckpointError as
+    `measure`."""
+    like = measure(facts, ReferenceParts(dtype, torch.device("meta"), choice=choice))
+    rotary = 4 * facts.context * facts.rope.dim
+    weights = sum(held(facts, Widths.of(facts, str(dtype).removeprefix("torch."))).values())
+    return Sizes(parameters(inventory(facts)), round(weights) + rotary, like.planes)

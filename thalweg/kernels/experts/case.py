@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Iterator
 
@@ -9,9 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, precision, size
+from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precision, size
 from thalweg.kernels.experts import script
 from thalweg.kernels.experts.ref import add_experts_
+from thalweg.kernels.gemm import deep_gemm
+
+# of models: (name, hidden, inner, experts, chosen, shared ones of both, numbers of tokens)
+SHAPES = {
+    "cpu": (("tiny", 256, 128, 16, 4, 0, (1, 4, 64)),),
+    "cuda": (("v2-lite", 2048, 1408, 66, 8, 2, (1, 8, 32, 128, 4096)),),
+}
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -69,7 +77,78 @@ def run_triton(
 
 def _lists(w13_EIH: Tensor, w2_EHI: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
     gate_up, down = ([weight.t() for weight in stack] for stack in (w13_EIH, w2_EHI))
-    return gate_up, down, [weight.flatten() for weight in w13_EIH], torch.zeros(())
+    return gate_up, down, [weight.flatten() for weight in w13_EIH], torch.zeros((), device=w13_EIH.device)
+
+
+def sizes(device: torch.device) -> Iterator[Sized]:
+    for name, hidden, inner, experts, topk, shared, counts in SHAPES[device.type]:
+        for tokens in counts:
+            yield _sized(
+                f"{name}, {tokens} tokens", tokens, (experts, hidden, inner), topk, shared, device.type == "cuda"
+            )
+
+
+def _sized(name: str, tokens: int, stack: tuple[int, int, int], topk: int, shared: int, gpu: bool) -> Sized:
+    dtype, (experts, hidden, inner) = torch.bfloat16 if gpu else torch.float32, stack
+
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        stacks = before or {
+            "w13_EIH": drawn(generator, experts, 2 * inner, hidden, dtype=dtype).mul_(hidden**-0.5),
+            "w2_EHI": drawn(generator, experts, hidden, inner, dtype=dtype).mul_(inner**-0.5),
+        }
+        picked = chosen(generator, tokens, experts, topk, shared)
+        if not gpu:
+            picked["ids_TK"] = picked["ids_TK"].long()
+        return picked | {
+            "out_TH": drawn(generator, tokens, hidden, dtype=dtype), "x_TH": drawn(generator, tokens, hidden, dtype=dtype),
+            "w13_EIH": stacks["w13_EIH"], "w2_EHI": stacks["w2_EHI"],
+        }  # fmt: skip
+
+    def cost(given: Inputs) -> tuple[float, float]:
+        read = 3 * hidden * inner * given["ids_TK"].unique().numel() + 3 * tokens * hidden
+        return 6 * tokens * topk * hidden * inner, read * dtype.itemsize
+
+    backends: dict[str, Run] = dict(BACKENDS)
+    if gpu:
+        backends = {"ref": _run_wide}
+        if _GPU:
+            backends["triton"] = _by("triton", shared)
+        if _GPU and deep_gemm.available():
+            backends["deep_gemm"] = _by("ext", shared)
+    return Sized(name, draw, backends, cost, "bf16" if gpu else "float32", 2e-2)
+
+
+def chosen(generator: torch.Generator, tokens: int, experts: int, topk: int, shared: int) -> Inputs:
+    """ids int32 and weights of uniform choices; the shared ones are the last of the stack, with weight 1."""
+    device = generator.device
+    ids = torch.rand(tokens, experts - shared, generator=generator, device=device).topk(topk - shared).indices
+    always = torch.arange(experts - shared, experts, device=device).expand(tokens, -1)
+    weights = torch.rand(tokens, topk, generator=generator, device=device)
+    weights[:, topk - shared :] = 1.0
+    return {"ids_TK": torch.cat((ids, always), 1).to(torch.int32), "weights_TK": weights}
+
+
+def _run_wide(
+    out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_EIH: Tensor, w2_EHI: Tensor
+) -> tuple[Tensor, ...]:
+    """The reference, which sums in float32, beside kernels that add to a residual in bf16."""
+    return (run(out_TH.float(), x_TH, ids_TK, weights_TK, w13_EIH, w2_EHI)[0].to(out_TH.dtype),)
+
+
+def _by(module: str, shared: int) -> Run:
+    """A module of this folder, as a layer calls it."""
+
+    def run_by(
+        out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_EIH: Tensor, w2_EHI: Tensor
+    ) -> tuple[Tensor, ...]:
+        from thalweg.kernels.experts.triton import Weights
+        from thalweg.kernels.router.triton import Routed
+
+        add = importlib.import_module(f"thalweg.kernels.experts.{module}").add_experts_
+        add(out_TH, x_TH, Routed(weights_TK, ids_TK, shared=shared), Weights(w13_EIH, w2_EHI))
+        return (out_TH,)
+
+    return run_by
 
 
 _GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None

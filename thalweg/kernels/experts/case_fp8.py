@@ -3,15 +3,24 @@ unrounded result would have to allow 5 % and would hide any mistake in a scale."
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Iterator
 
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, size
+from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
 from thalweg.kernels.experts import fp8
+from thalweg.kernels.experts.case import chosen
 from thalweg.kernels.fp8_block.ref import quantize
+from thalweg.kernels.gemm import deep_gemm
+
+# of models: (name, hidden, inner, experts, chosen, shared ones of both, numbers of tokens)
+SHAPES = {
+    "cpu": (("small", 256, 128, 8, 4, 0, (1, 4)),),
+    "cuda": (("v3", 7168, 2048, 257, 9, 1, (1, 4, 32, 128, 4096)),),
+}
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -72,6 +81,69 @@ def run_triton(
     )
     add_experts_(out, x, Routed(weights, ids.int()), Weights(w13, w2, s13, s2))
     return (out.to(out_TH.device),)
+
+
+def sizes(device: torch.device) -> Iterator[Sized]:
+    for name, hidden, inner, experts, topk, shared, counts in SHAPES[device.type]:
+        for tokens in counts:
+            yield _sized(
+                f"{name}, {tokens} tokens", tokens, (experts, hidden, inner), topk, shared, device.type == "cuda"
+            )
+
+
+def _sized(name: str, tokens: int, stack: tuple[int, int, int], topk: int, shared: int, gpu: bool) -> Sized:
+    experts, hidden, inner = stack
+
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        held = before or stacks(generator, hidden, inner, experts)
+        own = {"out_TH": drawn(generator, tokens, hidden), "x_TH": drawn(generator, tokens, hidden)}
+        return (
+            own
+            | chosen(generator, tokens, experts, topk, shared)
+            | {n: held[n] for n in ("w13_NIH", "s13", "w2_NHI", "s2")}
+        )
+
+    def cost(given: Inputs) -> tuple[float, float]:
+        read = 3 * hidden * inner * given["ids_TK"].unique().numel() + 6 * tokens * hidden
+        return 6 * tokens * topk * hidden * inner, read
+
+    backends = dict(BACKENDS)
+    if gpu and _GPU:
+        backends["triton"] = _by("triton", shared)
+        if deep_gemm.available():
+            backends["deep_gemm"] = _by("ext", shared)
+    # bf16 between the product and silu moves one code in twenty
+    return Sized(name, draw, backends, cost, "fp8" if gpu else "float32", 4e-2)
+
+
+def _by(module: str, shared: int) -> Run:
+    """A module of this folder, with x to be quantized first."""
+
+    def run_by(
+        out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_NIH: Tensor, s13: Tensor, w2_NHI: Tensor, s2: Tensor
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        from thalweg.kernels.experts.triton import Weights
+        from thalweg.kernels.router.triton import Routed
+
+        add = importlib.import_module(f"thalweg.kernels.experts.{module}").add_experts_
+        add(out_TH, x_TH, Routed(weights_TK, ids_TK, shared=shared), Weights(w13_NIH, w2_NHI, s13, s2))
+        return (out_TH,)
+
+    return run_by
+
+
+def stacks(generator: torch.Generator, hidden: int, inner: int, experts: int) -> Inputs:
+    """Random codes with multipliers that keep what comes out near 1."""
+
+    def scales(rows: int, columns: int) -> Tensor:
+        shape = experts, rows // 128, columns // 128
+        return torch.rand(*shape, generator=generator, device=generator.device).mul_(columns**-0.5)
+
+    codes = torch.float8_e4m3fn
+    return {
+        "w13_NIH": drawn(generator, experts, 2 * inner, hidden, dtype=codes), "s13": scales(2 * inner, hidden),
+        "w2_NHI": drawn(generator, experts, hidden, inner, dtype=codes), "s2": scales(hidden, inner),
+    }  # fmt: skip
 
 
 _GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None

@@ -6,10 +6,23 @@ import importlib.util
 from typing import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, precision, size
+from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precision, size
 from thalweg.kernels.gemm import ref
+from thalweg.kernels.gemm.warm import by_sum
+
+# of models: (name, outputs, inputs, numbers of rows)
+SHAPES = {
+    "cpu": (("tiny down", 336, 256, (1, 4, 64)), ("tiny head", 2048, 256, (1, 4, 64))),
+    "cuda": (
+        ("v2-lite down", 3648, 2048, (1, 16, 4096)),
+        ("v2-lite out", 2048, 2048, (1, 16)),
+        ("v2-lite head", 102400, 2048, (1, 32)),
+        ("qwen2.5-7b gate_up", 37888, 3584, (1, 32, 4096)),
+    ),
+}
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -44,4 +57,42 @@ def run_triton(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, residual_MN: T
 
 
 _GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+def sizes(device: torch.device) -> Iterator[Sized]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for name, n, k, counts in SHAPES[device.type]:
+        for rows in counts:
+            yield _sized(name, rows, n, k, dtype)
+
+
+def _sized(name: str, rows: int, n: int, k: int, dtype: torch.dtype) -> Sized:
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        return {
+            "x_MK": drawn(generator, rows, k, dtype=dtype),
+            "w_NK": drawn(generator, n, k, dtype=dtype).mul_(k**-0.5),
+        }
+
+    backends: dict[str, Run] = {"ref": lambda x_MK, w_NK: (ref.linear(x_MK, w_NK),)}
+    if dtype == torch.float32:
+        backends |= {"mkl": _library, "mkl, read ahead": _read_ahead}
+    else:
+        backends["cublas"] = _library
+        if _GPU and rows <= 64:
+            backends["triton"] = lambda x_MK, w_NK: run_triton(x_MK, w_NK, None, None)
+    moved = (rows * (k + n) + n * k) * dtype.itemsize
+    math = "bf16" if dtype == torch.bfloat16 else "float32"
+    return Sized(f"{name}, {rows} x {n} x {k}", draw, backends, lambda given: (2 * rows * n * k, moved), math, 2e-2)
+
+
+def _library(x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, ...]:
+    return (F.linear(x_MK, w_NK),)
+
+
+def _read_ahead(x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, ...]:
+    """As the CPU's layers do: see `warm.py`."""
+    by_sum(w_NK)
+    return (F.linear(x_MK, w_NK),)
+
+
 BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})

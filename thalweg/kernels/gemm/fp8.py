@@ -16,11 +16,13 @@ from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
 from thalweg.kernels.gemm import cublas, deep_gemm
 from thalweg.kernels.gemm import triton as own
 from thalweg.kernels.invariant import triton as invariant
-from thalweg.kernels.norm.triton import Normed, rows_of
-from thalweg.kernels.quantize.triton import quantize
+from thalweg.kernels.norm.triton import Normed, codes_of, rows_of
+from thalweg.kernels.tuned import TUNED
 
 BLOCK = (128, 128)
 FEW = 8  # rows up to which the own kernel is faster than DeepGEMM with its launch for the codes (H100)
+# columns of K and rows up to which cuBLAS is faster with weights of many rows, where it serves (128 rows with 24,576 x 1,536: 22 us against 45)
+FLAT, FLAT_ROWS = 2048, 128
 
 
 class Product(Protocol):
@@ -45,30 +47,36 @@ def _invariant(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: 
 def _triton(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
     if len(x) <= own.ROWS_FP8:
         return own.linear_fp8(x, w_NK, scale_BB, residual_MN)
-    x_MK = rows_of(x)
-    y = torch.empty(len(x_MK), len(w_NK), dtype=x_MK.dtype, device=x_MK.device)
-    return _added(own.matmul_fp8(*quantize(x_MK), w_NK, scale_BB, y), residual_MN)
+    return _added(own.matmul_fp8(*codes_of(x), w_NK, scale_BB, _result(x, w_NK)), residual_MN)
 
 
 def _deep_gemm(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
-    x_MK = rows_of(x)
-    y = torch.empty(len(x_MK), len(w_NK), dtype=x_MK.dtype, device=x_MK.device)
-    deep_gemm.library().fp8_gemm_nt(quantize(x_MK), (w_NK, scale_BB), y)
+    y = _result(x, w_NK)
+    deep_gemm.library().fp8_gemm_nt(codes_of(x), (w_NK, scale_BB), y)
     return _added(y, residual_MN)
 
 
+def _result(x: Tensor | Normed, w_NK: Tensor) -> Tensor:
+    """Room for it."""
+    return torch.empty(len(x), len(w_NK), dtype=torch.bfloat16, device=w_NK.device)
+
+
 def _cublas(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
-    x_MK = rows_of(x)
-    rows, inner = x_MK.shape
+    rows, inner = len(x), w_NK.shape[1]
     if not cublas.serves(rows, inner):
-        return _triton(x_MK, w_NK, scale_BB, residual_MN)
+        return _triton(x, w_NK, scale_BB, residual_MN)
     if rows % 4:  # its scales have no room between columns
-        x_MK = F.pad(x_MK, (0, 0, 0, -rows % 4))
-    return _added(cublas.matmul(*quantize(x_MK), w_NK, scale_BB)[:rows], residual_MN)
+        x = F.pad(rows_of(x), (0, 0, 0, -rows % 4))
+    return _added(cublas.matmul(*codes_of(x), w_NK, scale_BB)[:rows], residual_MN)
 
 
 def _by_size(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
-    return (_triton if len(x) <= FEW else _deep_gemm)(x, w_NK, scale_BB, residual_MN)
+    few = TUNED.instead("fp8_rows", tuple(w_NK.shape), FEW)
+    if len(x) <= few:
+        return _triton(x, w_NK, scale_BB, residual_MN)
+    outputs, inner = w_NK.shape
+    flat = len(x) <= FLAT_ROWS and outputs >= own.MANY and inner <= FLAT and cublas.serves(len(x), inner)
+    return (_cublas if flat else _deep_gemm)(x, w_NK, scale_BB, residual_MN)
 
 
 PRODUCTS: dict[str, Product] = {

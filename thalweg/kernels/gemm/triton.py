@@ -25,6 +25,7 @@ from torch import Tensor
 from thalweg.kernels.norm.triton import Normed, rows_of
 from thalweg.kernels.pdl import launch_options
 from thalweg.kernels.silu_mul.triton import gated
+from thalweg.kernels.tuned import TUNED
 
 ROWS, THIN = 64, 16  # rows up to which `linear` and `thin` serve; beyond them a library's GEMM wins
 ROWS_FP8 = 32  # rows up to which `linear_fp8` serves
@@ -175,7 +176,13 @@ class Thin:
 
 
 def thin_tile(m: int, n: int, k: int, itemsize: int, normed: bool = False) -> Thin | None:
-    """The fastest of those tried on an H100 (benchmarks/gpu/decode_kernels.py); None where `thin` does not serve."""
+    """What `thalweg tune` has found for this weight here, or else `tabled`; None where `thin` does not serve."""
+    tile = tabled(m, n, k, itemsize, normed)
+    return None if tile is None else TUNED.instead("thin", (n, k, itemsize, int(normed)), tile)
+
+
+def tabled(m: int, n: int, k: int, itemsize: int, normed: bool = False) -> Thin | None:
+    """The fastest of those tried on an H100 (benchmarks/gpu/decode_kernels.py)."""
     if itemsize == 1:
         return _fp8_tile(m, n, k, normed) if m <= ROWS_FP8 and k % GROUP == 0 else None
     if m > THIN or k % 512 or k < 1024 or m > 8 and n >= MANY:
@@ -185,10 +192,12 @@ def thin_tile(m: int, n: int, k: int, itemsize: int, normed: bool = False) -> Th
         if m == 1 and k % 1024 == 0 and k <= 8192:
             return Thin(1, 4, 8, 128, k // 1024, 1, 8)
         if m == 1 and k <= 4096:
-            return Thin(1, 4, 4, 128, k // 512, 1, 4)
+            return Thin(1, 4, 4, 128, k // 512, 1, 4) if n >= 4 * MANY else Thin(1, 4, 4, 128, 3, 3, 4)
         return Thin(rows, 32, 4, 128, 1, 3, 4)
     if k % 1024 == 0 and k <= 2048:
         return Thin(1 if normed and m == 1 else rows, 16, 4, 256, k // 1024, 1, 4)
+    if m == 1 and k <= 4096:  # no tensor cores: 5.4 us less of a layer of Qwen2.5-7B behind a norm, 1.4 else
+        return Thin(1, 16, 4, 128, 2 if normed else 1, 3, 4)
     return Thin(rows, 16, 4, 128, 2, 3, 4)
 
 
@@ -232,8 +241,7 @@ def linear(
 ) -> Tensor:
     """y [M, N] in `dtype` (default x's), M ≤ 64. x, w: bf16. residual_MN: added, and written: the result is then the residual itself."""
     n, k = w_NK.shape
-    if n >= MANY:
-        x = rows_of(x)  # so many programs would each compute the norm
+    x = _given(x, n)
     if (shape := thin_tile(len(x), n, k, 2, isinstance(x, Normed))) is not None:
         return thin(x, w_NK, shape, None, bias_N, residual_MN, dtype)
     x_MK = rows_of(x)
@@ -247,6 +255,11 @@ def linear(
     return y
 
 
+def _given(x: Tensor | Normed, n: int) -> Tensor | Normed:
+    """Computed before, where each of many programs, or of many rows, would compute the norm."""
+    return rows_of(x) if n >= MANY or len(x) > NORMED else x
+
+
 def fuses(m: int, n: int, k: int) -> bool:
     """Whether `swiglu` serves a bf16 weight of n rows."""
     return thin_tile(m, n, k, 2) is not None
@@ -254,8 +267,7 @@ def fuses(m: int, n: int, k: int) -> bool:
 
 def swiglu(x: Tensor | Normed, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """silu(gate) · up [M, N / 2] of x Wᵀ (+ b) whose first N / 2 columns are the gates, the others up, in one launch. Where `fuses`."""
-    if len(w_NK) >= MANY:
-        x = rows_of(x)
+    x = _given(x, len(w_NK))
     shape = thin_tile(len(x), len(w_NK), w_NK.shape[1], 2, isinstance(x, Normed))
     assert shape is not None, "asked only where `fuses` says so"
     return thin(x, w_NK, shape, bias_N=bias_N, swiglu=True)
@@ -263,8 +275,7 @@ def swiglu(x: Tensor | Normed, w_NK: Tensor, bias_N: Tensor | None = None) -> Te
 
 def linear_fp8(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
     """y [M, N] bf16, M ≤ 32. w: e4m3 [N, K], K a multiple of 128, scale float32 [ceil(N / 128), K / 128]. residual_MN: as in `linear`."""
-    if len(w_NK) >= MANY:
-        x = rows_of(x)  # so many programs would each compute the norm
+    x = _given(x, len(w_NK))
     shape = thin_tile(len(x), len(w_NK), w_NK.shape[1], 1, isinstance(x, Normed))
     if shape is None:
         raise ValueError(

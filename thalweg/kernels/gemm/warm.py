@@ -13,6 +13,8 @@ from typing import Callable
 import torch
 from torch import Tensor
 
+from thalweg.kernels.tuned import TUNED
+
 LIMIT = 4 << 20  # bytes
 Warm = Callable[[Tensor], None]
 
@@ -31,5 +33,8 @@ def nothing(weight: Tensor) -> None:
 
 
 def warm_for(weight: Tensor) -> Warm:
-    """Off for what no near cache holds: it would be read twice from memory."""
-    return by_sum if weight.device.type == "cpu" and weight.numel() * weight.itemsize <= LIMIT else nothing
+    """Off for what no near cache holds: it would be read twice from memory. Which sizes those are is the processor's affair, so it can be tuned."""
+    if weight.device.type != "cpu":
+        return nothing
+    key = weight.numel(), weight.itemsize
+    return by_sum if TUNED.instead("read_ahead", key, int(weight.numel() * weight.itemsize <= LIMIT)) else nothing

@@ -8,9 +8,20 @@ from typing import Any, Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, precision, size
+from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precision, size
+from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.gqa.ref import attend
 from thalweg.kernels.mla.case import PAGE, pages_of, poisoned, quantized
+
+# of models: (name, heads, key heads, dims, rows of one token or 0 for a prompt, tokens of context)
+SHAPES = {
+    "cpu": (("small", 8, 2, 64, 1, 1024), ("small", 8, 2, 64, 0, 256)),
+    "cuda": (
+        ("qwen2.5-7b", 28, 4, 128, 1, 4096),
+        ("qwen2.5-7b", 28, 4, 128, 64, 4096),
+        ("qwen2.5-7b", 28, 4, 128, 0, 4096),
+    ),
+}
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -106,3 +117,67 @@ def run_paged(**inputs: Any) -> tuple[Tensor, ...]:
 
 
 PAGED: dict[str, Run] = {"triton": run_paged} if find_spec("triton") and torch.cuda.is_available() else {}
+
+
+def sizes(device: torch.device) -> Iterator[Sized]:
+    for name, heads, kv_heads, dim, rows, context in SHAPES[device.type]:
+        what = f"decode, {rows} x {context} tokens" if rows else f"prefill, {context} tokens"
+        yield _sized(
+            f"{name} {what}, {heads}/{kv_heads} heads", heads, kv_heads, dim, rows, context, device.type == "cuda"
+        )
+
+
+def _sized(name: str, heads: int, kv_heads: int, dim: int, rows: int, context: int, gpu: bool) -> Sized:
+    """Over pages. One causal prompt where rows is 0."""
+    dtype, many = torch.bfloat16 if gpu else torch.float32, max(rows, 1)
+    tokens = rows or context
+
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        device, pages = generator.device, many * context // PAGE
+        order = torch.randperm(pages, generator=generator, device=device).to(torch.int32) + 1
+        positions = torch.full((rows,), context - 1, device=device) if rows else torch.arange(context, device=device)
+        key, value = (drawn(generator, pages + 1, PAGE, kv_heads, dim, dtype=dtype) for _ in range(2))
+        return {
+            "query_THd": drawn(generator, tokens, heads, dim, dtype=dtype), "key_PSKd": key, "value_PSKd": value,
+            "table_RL": order.view(many, -1), "positions_T": positions,
+        }  # fmt: skip
+
+    def gathered(plane_PSKd: Tensor, table_RL: Tensor) -> Tensor:
+        return plane_PSKd[table_RL.long()].flatten(1, 2)
+
+    def by_ref(
+        query_THd: Tensor, key_PSKd: Tensor, value_PSKd: Tensor, table_RL: Tensor, positions_T: Tensor
+    ) -> tuple[Tensor, ...]:
+        key, value = gathered(key_PSKd, table_RL), gathered(value_PSKd, table_RL)
+        unseen = torch.arange(context, device=key.device) > positions_T.view(many, -1, 1)
+        bias = torch.zeros(unseen.shape, device=key.device).masked_fill_(unseen, -torch.inf)
+        return (attend(query_THd.view(many, -1, heads, dim), key, value, bias).reshape(-1, heads, dim),)
+
+    def by_triton(query_THd: Tensor, **given: Tensor) -> tuple[Tensor, ...]:
+        from thalweg.kernels.gqa import triton
+
+        if rows:
+            splits = triton.splits_for(rows, heads, kv_heads, context)
+            return run_paged(query_THd=query_THd, **given, scale=dim**-0.5, splits=splits)[:1]
+        starts = torch.arange(2, device=query_THd.device, dtype=torch.int32) * context
+        return run_paged(query_THd=query_THd, **given, scale=dim**-0.5, starts_R1=starts, max_query=context)
+
+    def by_fa3(
+        query_THd: Tensor, key_PSKd: Tensor, value_PSKd: Tensor, table_RL: Tensor, positions_T: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Of keys and values side by side, which a prompt without cached context has; taken as they lie."""
+        starts = torch.arange(2, device=query_THd.device, dtype=torch.int32) * context
+        key, value = (gathered(plane, table_RL).flatten(0, 1) for plane in (key_PSKd, value_PSKd))
+        return fa3.prefill(
+            query_THd, key, value, starts, starts, max_query=context, max_context=context, scale=dim**-0.5
+        )[:1]
+
+    backends: dict[str, Run] = {"ref": by_ref}
+    if gpu and PAGED:
+        backends["triton"] = by_triton
+    if gpu and not rows and fa3.available():
+        backends["fa3"] = by_fa3
+    pairs = rows * context if rows else context * (context + 1) // 2
+    moved = (2 * many * context * kv_heads + 2 * tokens * heads) * dim * dtype.itemsize
+    math = "bf16" if gpu else "float32"
+    return Sized(name, draw, backends, lambda given: (4 * pairs * heads * dim, moved), math, 2e-2 if gpu else 1e-4)

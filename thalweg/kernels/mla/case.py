@@ -12,10 +12,17 @@ from typing import Any, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, precision, size
-from thalweg.kernels.mla import ref
+from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precision, size
+from thalweg.kernels.gqa import ext as fa3
+from thalweg.kernels.mla import ext, ref
 
 PAGE = 64
+# of models: (name, heads, rows of one token, tokens of context)
+DECODES = {
+    "cpu": (("tiny", 8, 1, 1024), ("tiny", 8, 16, 1024)),
+    "cuda": (("v2-lite", 16, 1, 4096), ("v2-lite", 16, 64, 4096), ("v3", 128, 1, 4096), ("v3", 128, 64, 4096)),
+}
+PREFILLS = {"cpu": (), "cuda": (("v2-lite", 16, 4096), ("v3", 128, 2048))}  # (name, heads, tokens)
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -205,3 +212,113 @@ def run_prefill(**inputs: Any) -> tuple[Tensor, ...]:
 
 DECODE: dict[str, Run] = {"triton": run_decode} if find_spec("triton") and torch.cuda.is_available() else {}
 PREFILL: dict[str, Run] = {"triton": run_prefill} if find_spec("triton") and torch.cuda.is_available() else {}
+
+
+def sizes(device: torch.device) -> Iterator[Sized]:
+    for name, heads, rows, context in DECODES[device.type]:
+        label = f"{name} decode, {heads} heads, {rows} x {context} tokens"
+        if device.type == "cuda":
+            yield _sized_decode(label, heads, rows, context)
+        else:
+            yield _sized_gathered(label, heads, rows, context)
+    for name, heads, tokens in PREFILLS[device.type]:
+        yield _sized_prefill(f"{name} prefill, {heads} heads, {tokens} tokens", heads, tokens)
+
+
+def _sized_gathered(name: str, heads: int, rows: int, context: int) -> Sized:
+    """Absorbed queries over gathered latents, of the bundled model's dims."""
+    rank, rope = 128, 16
+
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        q = drawn(generator, rows, heads, rank + rope, dtype=torch.float32)
+        return {"q_NQD": q, "kv_NKD": drawn(generator, rows, context, rank + rope, dtype=torch.float32)}
+
+    def by_torch(q_NQD: Tensor, kv_NKD: Tensor) -> tuple[Tensor, ...]:
+        out = torch.nn.functional.scaled_dot_product_attention(q_NQD, kv_NKD, kv_NKD[..., :rank], scale=rank**-0.5)
+        return (out,)
+
+    def by_ref(q_NQD: Tensor, kv_NKD: Tensor) -> tuple[Tensor, ...]:
+        return (ref.absorbed(q_NQD, kv_NKD, torch.zeros(1, 1, 1, device=q_NQD.device), rank**-0.5, rank),)
+
+    backends: dict[str, Run] = {"ref": by_ref, "sdpa": by_torch}
+    flops, moved = 2 * rows * heads * context * (2 * rank + rope), 4 * rows * context * (rank + rope)
+    return Sized(name, draw, backends, lambda given: (flops, moved), "float32", 1e-4)
+
+
+def _sized_decode(name: str, heads: int, rows: int, context: int) -> Sized:
+    rank, rope, scale = 512, 64, 192**-0.5
+
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        pages = rows * context // PAGE
+        order = torch.randperm(pages, generator=generator, device=generator.device).to(torch.int32) + 1
+        return {
+            "query_THD": drawn(generator, rows, heads, rank + rope), "plane_PSD": drawn(generator, pages + 1, PAGE, rank + rope),
+            "table_RL": order.view(rows, -1), "positions_T": torch.full((rows,), context - 1, device=generator.device),
+        }  # fmt: skip
+
+    def by_ref(query_THD: Tensor, plane_PSD: Tensor, table_RL: Tensor, positions_T: Tensor) -> tuple[Tensor, ...]:
+        kv = plane_PSD[table_RL.long()].flatten(1, 2).float()
+        none = torch.zeros(1, 1, 1, device=kv.device)
+        return (ref.absorbed(query_THD.float(), kv, none, scale, rank),)
+
+    def by_triton(query_THD: Tensor, plane_PSD: Tensor, table_RL: Tensor, positions_T: Tensor) -> tuple[Tensor, ...]:
+        from thalweg.kernels.mla import triton
+
+        splits, given = triton.splits_for(rows, heads, context), (plane_PSD, table_RL, positions_T)
+        partial, lse = triton.decode(query_THD, *given, scale=scale, rank=rank, splits=splits)
+        return (triton.merge(partial, lse, query_THD.dtype),)
+
+    def by_flashmla(query_THD: Tensor, plane_PSD: Tensor, table_RL: Tensor, positions_T: Tensor) -> tuple[Tensor, ...]:
+        lengths = (positions_T + 1).to(torch.int32)
+        return (ext.decode(query_THD, plane_PSD, table_RL, lengths, ext.schedule(), scale=scale, rank=rank)[0],)
+
+    backends: dict[str, Run] = {"ref": by_ref}
+    if DECODE:
+        backends["triton"] = by_triton
+    if ext.available():
+        backends["flashmla"] = by_flashmla
+    flops, moved = 2 * rows * heads * context * (2 * rank + rope), 2 * rows * (rank + rope) * (context + heads)
+    return Sized(name, draw, backends, lambda given: (flops, moved), "bf16", precision(torch.bfloat16))
+
+
+def _sized_prefill(name: str, heads: int, tokens: int) -> Sized:
+    """One causal prompt, keys and values decompressed."""
+    nope, rope, v, scale = 128, 64, 128, 192**-0.5
+
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        return {
+            "query_THq": drawn(generator, tokens, heads, nope + rope), "kv_SHx": drawn(generator, tokens, heads, nope + v),
+            "rope_Sc": drawn(generator, tokens, rope),
+            "starts_R1": torch.tensor((0, tokens), dtype=torch.int32, device=generator.device),
+        }  # fmt: skip
+
+    def whole(kv_SHx: Tensor, rope_Sc: Tensor) -> tuple[Tensor, Tensor]:
+        key = torch.cat((kv_SHx[..., :nope], rope_Sc.unsqueeze(1).expand(-1, heads, -1)), -1)
+        return key, kv_SHx[..., nope:]
+
+    def by_ref(query_THq: Tensor, kv_SHx: Tensor, rope_Sc: Tensor, starts_R1: Tensor) -> tuple[Tensor, ...]:
+        key, value = whole(kv_SHx.float(), rope_Sc.float())
+        behind = torch.full((tokens, tokens), -torch.inf, device=key.device).triu_(1)
+        query = query_THq.float().transpose(0, 1)
+        return (ref.attend(query, key.transpose(0, 1), value.transpose(0, 1), behind, scale).transpose(0, 1),)
+
+    def by_triton(query_THq: Tensor, kv_SHx: Tensor, rope_Sc: Tensor, starts_R1: Tensor) -> tuple[Tensor, ...]:
+        given = {"key_SHn": kv_SHx[..., :nope], "rope_Sc": rope_Sc, "value_SHv": kv_SHx[..., nope:]}
+        starts = {"query_starts_R1": starts_R1, "context_starts_R1": starts_R1}
+        return run_prefill(query_THq=query_THq, **given, **starts, max_query=tokens, scale=scale, causal=True)[:1]
+
+    def by_fa3(query_THq: Tensor, kv_SHx: Tensor, rope_Sc: Tensor, starts_R1: Tensor) -> tuple[Tensor, ...]:
+        """With the keys put together, as a layer has to."""
+        given = query_THq, *whole(kv_SHx, rope_Sc), starts_R1, starts_R1
+        return fa3.prefill(*given, max_query=tokens, max_context=tokens, scale=scale)[:1]
+
+    backends: dict[str, Run] = {"ref": by_ref}
+    if PREFILL:
+        backends["triton"] = by_triton
+    if fa3.available():
+        backends["fa3"] = by_fa3
+    flops, moved = (
+        tokens * (tokens + 1) * heads * (nope + rope + v),
+        2 * tokens * (heads * (2 * nope + rope + 2 * v) + rope),
+    )
+    return Sized(name, draw, backends, lambda given: (flops, moved), "bf16", precision(torch.bfloat16))

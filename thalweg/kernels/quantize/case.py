@@ -8,8 +8,11 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, size
+from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
 from thalweg.kernels.quantize.ref import quantize
+
+STEP = 1 / 126  # of the largest code's number: where a quotient is near a tie, either neighbour is right
+SHAPES = {"cpu": ((64, 256),), "cuda": ((16, 7168), (4096, 7168))}  # of models: rows, width
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -43,6 +46,37 @@ def run_triton(x_MK: Tensor) -> tuple[Tensor, ...]:
     from thalweg.kernels.quantize.triton import quantize as on_gpu
 
     return tuple(each.to(x_MK.device) for each in decoded(*on_gpu(x_MK.cuda())))
+
+
+def sizes(device: torch.device) -> Iterator[Sized]:
+    for rows, columns in SHAPES[device.type]:
+        yield _sized(rows, columns, device)
+
+
+def _sized(rows: int, columns: int, device: torch.device) -> Sized:
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        return {"x_MK": drawn(generator, rows, columns)}
+
+    backends: dict[str, Run] = {"ref": lambda x_MK: quantize(x_MK)}
+    if device.type == "cuda" and _GPU:
+        backends["triton"] = _codes
+    moved = 3 * rows * columns + 4 * rows * columns // 128
+    return Sized(
+        f"{rows} x {columns}", draw, backends, lambda given: (3 * rows * columns, moved), "float32", STEP, seen
+    )
+
+
+def seen(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Codes by their number in their order, -126 to 126, so that neighbours are 1 apart wherever they lie; and the scales."""
+    codes, scale = results
+    bits = codes.view(torch.uint8).to(torch.int16)
+    return torch.where(bits > 127, 128 - bits, bits), scale
+
+
+def _codes(x_MK: Tensor) -> tuple[Tensor, ...]:
+    from thalweg.kernels.quantize.triton import quantize as on_gpu
+
+    return on_gpu(x_MK)
 
 
 _GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Iterator
+from typing import Any, Iterator
 
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, size
+from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
 from thalweg.kernels.router import ref
+
+# of models: (name, method, hidden, experts, chosen, groups, groups chosen, numbers of tokens)
+SHAPES = {
+    "cpu": (("tiny", "noaux_tc", 256, 16, 4, 4, 2, (1, 64)),),
+    "cuda": (
+        ("v2-lite", "greedy", 2048, 64, 6, 1, 1, (1, 32, 4096)),
+        ("v3", "noaux_tc", 7168, 256, 8, 8, 4, (1, 32, 4096)),
+    ),
+}
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -69,6 +78,45 @@ def run_triton(
     logits = logits_TE.cuda()
     routed = triton.route(logits, torch.eye(rule.experts, device=logits.device), bias_E.cuda(), rule)
     return (torch.zeros_like(logits).scatter_(1, routed.ids_TK.long(), routed.weights_TK).to(logits_TE.device),)
+
+
+def sizes(device: torch.device) -> Iterator[Sized]:
+    for name, method, hidden, experts, topk, groups, topk_groups, counts in SHAPES[device.type]:
+        for tokens in counts:
+            fixed = {"method": method, "topk": topk, "groups": groups, "topk_groups": topk_groups}
+            yield _sized(f"{name}, {tokens} tokens", tokens, hidden, experts, fixed, device)
+
+
+def _sized(name: str, tokens: int, hidden: int, experts: int, fixed: Inputs, device: torch.device) -> Sized:
+    """Logits and choice, as a layer has them. A near tie may go either way, so results are the weights in their order, the mean over tokens."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        return fixed | {
+            "x_TH": drawn(generator, tokens, hidden, dtype=dtype), "bias_E": drawn(generator, experts, dtype=torch.float32),
+            "weight_EH": drawn(generator, experts, hidden, dtype=dtype).mul_(hidden**-0.5),
+        }  # fmt: skip
+
+    backends: dict[str, Run] = {"ref": _run_whole}
+    if device.type == "cuda" and _GPU:
+        backends["triton"] = _run_whole_triton
+    moved = (experts + tokens) * hidden * dtype.itemsize + 8 * tokens * fixed["topk"]
+    math = "bf16" if dtype == torch.bfloat16 else "float32"
+    return Sized(name, draw, backends, lambda given: (2 * tokens * experts * hidden, moved), math, 1e-3)
+
+
+def _run_whole(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor, **fixed: Any) -> tuple[Tensor, ...]:
+    logits_TE = x_TH.float() @ weight_EH.float().t()
+    return (run(logits_TE=logits_TE, bias_E=bias_E, scale=2.5, **fixed)[0].topk(fixed["topk"]).values.mean(0),)
+
+
+def _run_whole_triton(
+    x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor, method: str, topk: int, groups: int, topk_groups: int
+) -> tuple[Tensor, ...]:
+    from thalweg.kernels.router import triton
+
+    rule = triton.Rule(len(weight_EH), topk, 2.5, groups, topk_groups, method, method == "noaux_tc", 0)
+    return (triton.route(x_TH, weight_EH, bias_E, rule).weights_TK.sort(1, descending=True).values.mean(0),)
 
 
 _GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None

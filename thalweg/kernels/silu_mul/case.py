@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, size
+from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
 from thalweg.kernels.silu_mul import ref
+
+SHAPES = {"cpu": ((1, 512), (64, 512)), "cuda": ((32, 18432), (4096, 18432))}  # of models: rows, inner width
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -38,6 +40,28 @@ def run_triton(gate_up_MI: Tensor) -> tuple[Tensor, ...]:
 
     given = gate_up_MI.cuda()
     return triton.silu_mul(given).to(gate_up_MI.device), triton.silu_mul_quantize(given)[1].to(gate_up_MI.device)
+
+
+def sizes(device: torch.device) -> Iterator[Sized]:
+    for rows, inner in SHAPES[device.type]:
+        yield _sized(rows, inner, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def _sized(rows: int, inner: int, dtype: torch.dtype) -> Sized:
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        return {"gate_up_MI": drawn(generator, rows, 2 * inner, dtype=dtype)}
+
+    backends: dict[str, Run] = {"ref": lambda gate_up_MI: (ref.silu_mul(gate_up_MI),)}
+    if _GPU and dtype == torch.bfloat16:
+        backends["triton"] = _run_one
+    moved = 3 * rows * inner * dtype.itemsize
+    return Sized(f"{rows} x {inner}", draw, backends, lambda given: (4 * rows * inner, moved), "float32", 8e-3)
+
+
+def _run_one(gate_up_MI: Tensor) -> tuple[Tensor, ...]:
+    from thalweg.kernels.silu_mul import triton
+
+    return (triton.silu_mul(gate_up_MI),)
 
 
 _GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None

@@ -1,0 +1,406 @@
+"""`thalweg ablate`: its columns come from the resolver, its cells run in processes of their own, and what was measured is kept."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from thalweg.bench import ablate, ablate_run
+from thalweg.bench.ablate_cell import Order
+from thalweg.bench.ablate_cells import LADDER, MATRIX, ONE, cells
+from thalweg.bench.ablate_columns import Column, Level, Probe, columns, features
+from thalweg.bench.ablate_load import Ask, Workload, closed_loop, draw, must_fit
+from thalweg.bench.ablate_plot import plot
+from thalweg.bench.ablate_tables import effects, markdown
+from thalweg.bench.datasets import Vocabulary
+from thalweg.bench.eval_run import Asked
+from thalweg.config.machine import Machine
+from thalweg.config.tree import settings
+from thalweg.core.errors import CannotServe
+from thalweg.core.messages import Delta
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+HERE = Machine("a processor", 2, 8 << 30, 4 << 30)  # no GPU: the same columns on any machine that tests run on
+SIZES = {  # decisions that are settings and no features: how much, where, and what a client sees
+    "threads", "device", "dtype", "max_running_requests", "max_total_tokens", "mem_fraction_static", "context_length", "random_seed",
+    "cuda_graph_bs", "piecewise_cuda_graph_tokens", "chat_template", "reasoning_parser", "tool_call_parser",
+}  # fmt: skip
+SMALL = Workload(input_len=12, output_len=6, concurrency=(2,), waves=1)
+
+
+@pytest.fixture(scope="module")
+def probe() -> Probe:
+    return Probe({"model": str(TINY), "random_seed": 0}, HERE)
+
+
+# ---- columns ----
+
+
+def test_every_decision_is_a_feature_or_a_size(probe: Probe) -> None:
+    base = probe.start()
+    decided = {one.name for one in base.decisions if one.name in settings()}
+    assert decided <= set(features(base)) | SIZES, "a new setting: give it an off value, or name it as a size here"
+    assert not set(features(base)) & SIZES
+
+
+def test_columns_are_found_by_the_resolver(probe: Probe) -> None:
+    found = {column.name: column for column in columns([], probe)}
+    assert [level.wish for level in found["radix"].levels] == [False, ...] and found["radix"].base == "on"
+    assert [level.wish for level in found["compile"].levels] == [..., True] and found["compile"].base == "off"
+    assert found["kv"].levels[1].wish == "fp8_e4m3" and found["chunk"].levels[0].wish == -1
+    assert {"graph", "mla", "overlap", "tp", "ep", "dp-attention", "nextn"} <= set(found)
+
+
+def test_what_cannot_run_has_the_resolvers_reason(probe: Probe) -> None:
+    reasons = {cell.labels_that_differ: cell.reason for cell in _changed(columns([], probe), probe)}
+    assert "a CPU has none" in reasons["graph on"] and "one device" in reasons["tp on"]
+    assert "device cpu" in reasons["attention on"]
+    assert reasons["the base"] == reasons["radix off"] == reasons["kv on"] == ""
+
+
+def test_a_feature_without_a_setting_is_refused_and_not_faked(probe: Probe) -> None:
+    (column,) = columns(["teleport"], probe)
+    base, on = cells(ONE, [column], probe)
+    assert base.reason == "" and on.reason.startswith("teleport: no such setting")
+
+
+def test_columns_with_values(probe: Probe) -> None:
+    (column,) = columns(["dtype=float32,bfloat16"], probe)
+    assert [cell.wishes for cell in cells(ONE, [column], probe)] == [
+        {},
+        {"dtype": "bfloat16"},
+    ]  # float32 is what it has
+    for words, what in ((["dtype"], "no feature"), (["kv=bfloat16"], "two values")):
+        with pytest.raises(CannotServe, match=what):
+            columns(words, probe)
+
+
+@dataclass(frozen=True)
+class _Named:
+    labels_that_differ: str
+    reason: str
+
+
+def _changed(made: list[Column], probe: Probe) -> list[_Named]:
+    return [_Named(ablate.changed(made, cell.labels), cell.reason) for cell in cells(ONE, made, probe)]
+
+
+def test_modes(probe: Probe) -> None:
+    made = columns(["overlap", "tp", "radix"], probe)
+    matrix = cells(MATRIX, made, probe)
+    assert len(matrix) == 8 and len({cell.key for cell in matrix}) == 8
+    assert all(("one device" in cell.reason) == (cell.labels["tp"] == "on") for cell in matrix)
+    ladder = cells(LADDER, made, probe)
+    assert [cell.wishes for cell in ladder] == [
+        {"radix_cache": False},
+        {"radix_cache": False, "overlap_schedule": True},
+        {"radix_cache": False, "overlap_schedule": True, "tp_size": 2},  # cannot run, and the next does without it
+        {"overlap_schedule": True},
+    ]
+    assert [bool(cell.reason) for cell in ladder] == [False, False, True, False]
+
+
+# ---- the load ----
+
+
+@dataclass
+class FakeEngine:
+    """Each step gives every running request one token."""
+
+    running: dict[int, int] = field(default_factory=dict)
+    most: int = 0
+    uid: int = -1
+    idle: bool = True
+
+    def submit(self, prompt: list[int], params: Any) -> tuple[int]:
+        self.uid += 1
+        self.running[self.uid] = params.max_tokens
+        self.most = max(self.most, len(self.running))
+        return (self.uid,)
+
+    def step(self) -> list[Delta]:
+        deltas = []
+        for uid in list(self.running):
+            self.running[uid] -= 1
+            deltas.append(Delta(uid, (7,), "" if self.running[uid] else "length", cached=3))
+            if not self.running[uid]:
+                del self.running[uid]
+        return deltas
+
+
+def test_a_closed_loop_keeps_so_many_under_way_and_loses_none() -> None:
+    engine: Any = FakeEngine()
+    asks = [Ask([1], n) for n in (5, 1, 2, 9, 3)]
+    seen = closed_loop(engine, asks, 2)
+    assert [one.tokens for one in seen] == [5, 1, 2, 9, 3] and engine.most == 2
+    assert all(one.start <= one.first <= one.end and one.cached == 3 for one in seen)
+
+
+def test_lengths_are_as_asked_and_the_same_in_every_cell() -> None:
+    work = Workload(input_len=100, output_len=50, spread=0.2, shared_prefix=30)
+    vocabulary = Vocabulary(range(5, 500))
+    asks = draw(work, 400, vocabulary, "8 0")
+    assert asks == draw(work, 400, vocabulary, "8 0") != draw(work, 400, vocabulary, "8 1")
+    assert {tuple(ask.prompt[:30]) for ask in asks} == {tuple(asks[0].prompt[:30])}
+    inputs, outputs = [len(ask.prompt) for ask in asks], [ask.output_len for ask in asks]
+    assert min(inputs) >= 80 and max(inputs) <= 120 and abs(sum(inputs) / 400 - 100) < 2
+    assert min(outputs) >= 40 and max(outputs) <= 60 and abs(sum(outputs) / 400 - 50) < 1
+    with pytest.raises(CannotServe, match="up to 180 tokens"):
+        must_fit(work, 179)
+    must_fit(work, 180)
+
+
+# ---- cells in processes ----
+
+
+def _order(model: Path) -> Order:
+    base = {"model": str(model), "threads": 1, "dtype": "float32", "max_running_requests": 2, "max_total_tokens": 4096}
+    return Order(settings=base, work=SMALL, accuracy=Asked())
+
+
+def test_an_ablation_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "a.json"
+    flags = ["--columns", "radix", "tp", "--input-len", "12", "--output-len", "6", "--concurrency", "2", "--waves", "2"]
+    flags += ["--tasks", "sums", "--items", "2", "--output-file", str(out)]
+    assert ablate.main([str(TINY), "--threads", "1", "--dtype", "float32", *flags]) == 0
+    saved = json.loads(out.read_text())
+    base, without, refused = saved["cells"]
+    assert (base["wishes"], without["wishes"], refused["wishes"]) == ({}, {"radix_cache": False}, {"tp_size": 2})
+    assert (base["status"], without["status"], refused["status"]) == ("done", "done", "not runnable")
+    assert without["decisions"]["radix_cache"] is False and base["decisions"]["radix_cache"] is True
+    for cell in (base, without):
+        (batch,) = cell["batches"]
+        assert batch["requests"] == 4 and batch["cached_tokens"] == 0
+        assert batch["throughput"] == pytest.approx((batch["input_tokens"] + batch["output_tokens"]) / batch["seconds"])
+        assert cell["single"]["decode_tokens_per_s"] == pytest.approx(5 / cell["single"]["decode_seconds"])
+        assert cell["accuracy"][0]["total"] == 2 and cell["accuracy"][0]["low_95"] < cell["accuracy"][0]["share"] + 1e-9
+    assert (
+        saved["workload"]["concurrency"] == [2] and saved["commit"] is not None and saved["configuration"]["decisions"]
+    )
+    shown = capsys.readouterr().out
+    assert "| radix off |" in shown and "not runnable: tp_size: this version" in shown
+    assert out.with_suffix(".md").read_text() == shown and out.with_suffix(".svg").read_text().startswith("<svg")
+
+
+def test_a_cell_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    result = ablate_run.run(_order(TINY), 0.5)
+    assert time.monotonic() - begin < 10
+    assert (
+        result["status"] == ablate_run.TIMED_OUT
+        and result["reason"] == "not done within 0.5 s"
+        and result["batches"] == []
+    )
+
+
+def test_a_cell_that_cannot_be_served_says_so(tmp_path: Path) -> None:
+    result = ablate_run.run(_order(tmp_path / "nowhere"), 60)
+    assert result["status"] == ablate_run.REFUSED and "nowhere" in result["reason"]
+
+
+def test_a_cell_that_dies_keeps_what_it_told(tmp_path: Path) -> None:
+    news = tmp_path / "news"
+    news.write_text('{"single": {"decode_tokens_per_s": 5.0}}\n{"batch": {"concurrency": 2}}\n{"batch": {"concurr')
+    said = tmp_path / "said"
+    said.write_text("loading\nRuntimeError: out of memory\n\n")
+    result = ablate_run.told(news)
+    assert result == {"single": {"decode_tokens_per_s": 5.0}, "batches": [{"concurrency": 2}], "accuracy": []}
+    assert ablate_run._outcome(1, result, said) == ("failed", "exit status 1: RuntimeError: out of memory")
+    assert ablate_run._outcome(-9, result, said)[1].startswith("killed by SIGKILL")
+
+
+# ---- going on ----
+
+
+def _fake(log: list[dict[str, Any]], stop_at: int = 99) -> Any:
+    def run_cell(order: Order, limit: float) -> dict[str, Any]:
+        log.append({name: value for name, value in order.settings.items() if name not in ("model", "random_seed")})
+        assert not order.accuracy.asks or len(log) < 3, "later rounds need no answers"
+        result = {"status": "done", "reason": "", "seconds": 1.0, "batches": [], "accuracy": []}
+        result["single"] = {
+            "decode_tokens_per_s": 10.0 * len(log), "input_len": 760, "output_len": 460, "cpu_seconds": 2.0
+        }  # fmt: skip
+        if len(log) == stop_at:
+            raise ablate_run.Interrupted({**result, "status": "interrupted"})
+        return result
+
+    return run_cell
+
+
+def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, log = tmp_path / "a.json", []
+    words = [
+        str(TINY),
+        "--mode",
+        "matrix",
+        "--columns",
+        "radix",
+        "overlap",
+        "--tasks",
+        "none",
+        "--output-file",
+        str(out),
+    ]
+    monkeypatch.setattr(ablate, "run_cell", _fake(log, stop_at=3))
+    assert ablate.main(words) == 130
+    assert [cell["status"] for cell in json.loads(out.read_text())["cells"]] == ["done", "done", "interrupted"]
+    again: list[dict[str, Any]] = []
+    monkeypatch.setattr(ablate, "run_cell", _fake(again))
+    assert ablate.main(words) == 0
+    assert len(again) == 2 and [cell["status"] for cell in json.loads(out.read_text())["cells"]] == ["done"] * 4
+    assert json.loads(out.read_text())["cells"][0]["single"]["decode_tokens_per_s"] == 10.0
+    for other, why in (
+        (["--output-len", "50"], "another workload"),
+        (["--threads", "1"], "another base"),
+        (["--mode", "one-at-a-time"], "has 1 cells that are none of this table"),
+    ):
+        assert ablate.main([*words, *other]) == 1
+        assert why in capsys.readouterr().err
+    assert len(json.loads(out.read_text())["cells"]) == 4, "results must not be lost"
+    assert ablate.main([*words, "--output-len", "50", "--anew"]) == 0 and len(again) == 6
+
+
+def test_rounds_are_in_turn_and_the_best_of_each_rate_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, log = tmp_path / "a.json", []
+    words = [str(TINY), "--columns", "radix", "tp", "--tasks", "sums", "--output-file", str(out), "--rounds"]
+    monkeypatch.setattr(ablate, "run_cell", _fake(log, stop_at=3))
+    assert ablate.main([*words, "2"]) == 130
+    assert ablate.main([*words, "2"]) == 0 and ablate.main([*words, "3"]) == 0
+    off = [order.get("radix_cache", True) for order in log]
+    assert off == [True, False, True, True, False, True, False], "base, off, base (interrupted), base, off, base, off"
+    base, without, refused = json.loads(out.read_text())["cells"]
+    assert [run["single"]["decode_tokens_per_s"] for run in base["again"]] == [40.0, 60.0]
+    assert len(without["again"]) == 2 and "again" not in refused
+    shown = out.with_suffix(".md").read_text()
+    assert "Best of 3 rounds." in shown and "| the base | 60.0 |" in shown and "| radix off | 70.0 |" in shown
+
+
+def test_results_of_another_commit_are_taken_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "a.json"
+    words = [str(TINY), "--columns", "radix", "--tasks", "none", "--output-file", str(out), "--hf-token", "hush"]
+    monkeypatch.setattr(ablate, "run_cell", _fake([]))
+    assert ablate.main(words) == 0
+    assert "hush" not in out.read_text()
+    old = json.loads(out.read_text())
+    for cell in old["cells"]:
+        cell["commit"] = "0" * 40
+    out.write_text(json.dumps(old))
+    log: list[dict[str, Any]] = []
+    monkeypatch.setattr(ablate, "run_cell", _fake(log))
+    assert ablate.main([*words, "--any-commit"]) == 0 and log == []
+    assert ablate.main(words) == 0 and len(log) == 2
+    out.write_text("[1]")
+    assert ablate.main(words) == 1
+
+
+def test_sigterm_ends_the_cell_and_keeps_the_rest(tmp_path: Path) -> None:
+    out = tmp_path / "a.json"
+    words = [
+        str(TINY),
+        "--columns",
+        "radix",
+        "--tasks",
+        "none",
+        "--input-len",
+        "12",
+        "--output-len",
+        "6",
+        "--output-file",
+        str(out),
+    ]
+    code = "import sys; from thalweg.bench.ablate import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (children := _children(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command goes on" in said
+    assert children and not any(Path(f"/proc/{child}").exists() for child in children)
+    assert [cell["status"] for cell in json.loads(out.read_text())["cells"]] == ["interrupted"]
+
+
+def _children(pid: int) -> list[int]:
+    """Cells that it runs."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            if b"ablate_cell" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found
+
+
+# ---- tables ----
+
+
+def _result() -> dict[str, Any]:
+    names = [
+        {"name": name, "base": "on", "levels": ["off", "on"], "values": ["off", "on"]} for name in ("graph", "radix")
+    ]
+    rows = []
+    for graph, radix, rate in (("on", "on", 80.0), ("on", "off", 40.0), ("off", "on", 10.0), ("off", "off", 20.0)):
+        batch = {"concurrency": 8, "throughput": 100 * rate, "decode_per_request": rate / 2}
+        row = {"columns": {"graph": graph, "radix": radix}, "status": "done", "reason": "", "batches": [batch]}
+        rows.append(row | {"single": {"decode_tokens_per_s": rate}, "accuracy": []})
+    work = {"input_len": 760, "output_len": 460, "spread": 0.5, "waves": 2, "shared_prefix": 0, "concurrency": [8]}
+    device = {"gpus": ["H100"], "cores": 2, "cpu": "x"}
+    return {"checkpoint": "m", "mode": "matrix", "columns": names, "cells": rows, "workload": work, "device": device}
+
+
+def test_what_a_column_is_worth_is_the_mean_ratio_over_pairs() -> None:
+    lines = effects(_result())
+    assert lines[2] == "| graph | 4.00 (2.00 – 8.00) | 4.00 (2.00 – 8.00) | 4.00 (2.00 – 8.00) |"
+    assert lines[3] == "| radix | 1.00 (0.50 – 2.00) | 1.00 (0.50 – 2.00) | 1.00 (0.50 – 2.00) |"
+
+
+def test_a_cell_that_was_not_measured_has_no_rate_and_no_part_in_the_mean() -> None:
+    result = _result()
+    result["cells"][3] = {
+        "columns": result["cells"][3]["columns"],
+        "status": "timed out",
+        "reason": "not done within 9 s",
+    }
+    shown = markdown(result)
+    assert "| off | off | – | – | – | timed out: not done within 9 s |" in shown
+    assert "| graph | 8.00 | 8.00 | 8.00 |" in shown and "| on | on | 80.0 | 8,000 | 40.0 |  |" in shown
+
+
+def test_on_a_cpu_there_is_a_rate_by_cpu_time() -> None:
+    result = _result()
+    result["device"]["gpus"] = []
+    for row, cpu in zip(result["cells"], (1.0, 2.0, 4.0, 8.0), strict=True):
+        row["batches"][0] |= {"input_tokens": 30, "output_tokens": 50, "cpu_seconds": cpu}
+        row["single"] |= {"input_len": 760, "output_len": 460, "cpu_seconds": 2.0}
+    shown = markdown(result)
+    assert "| one request | one, a CPU second |" in shown and "| each of 8 | 8, a CPU second |" in shown
+    assert "| on | on | 80.0 | 610.0 | 8,000 | 40.0 | 80.0 |" in shown
+    mean = "1.00 (0.50 – 2.00)"
+    assert f"| radix | {mean} | 1.00 (1.00 – 1.00) | {mean} | {mean} | 2.00 (2.00 – 2.00) |" in shown
+
+
+def test_the_plot_has_a_bar_for_each_rate_and_counts_what_has_none() -> None:
+    result = _result()
+    drawn = ElementTree.fromstring(plot(result))
+    bars = [one for one in drawn if one.tag.endswith("rect") and one.get("x")]
+    widths = [float(bar.get("width", "")) for bar in bars[:4]]  # of the first rate: 80, 40, 10, 20
+    assert len(bars) == 12 and [width / widths[0] for width in widths] == pytest.approx([1, 0.5, 0.125, 0.25], abs=0.01)
+    result["cells"][3] = {"columns": result["cells"][3]["columns"], "status": "failed", "reason": "x"}
+    result["checkpoint"] = "a<b"
+    text = "".join(ElementTree.fromstring(plot(result)).itertext())
+    assert "1 more could not run" in text and "a<b" in text
+
+
+def test_levels_without_a_base_among_them() -> None:
+    column = Column("kv", "kv_cache_dtype", (Level("a", "a", "a"), Level("b", "b", "b")), "float32")
+    assert column.wishes(column.levels[0]) == {"kv_cache_dtype": "a"} and column.wishes(Level("x", ..., "x")) == {}

@@ -1,0 +1,178 @@
+"""`thalweg bench kernels`: every operation of the catalog is timed, what fails is told, and sizes agree with their references."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from thalweg.bench import kernels, stopwatch
+from thalweg.bench.kernels import Bench, Work, matches, works
+from thalweg.bench.results import ResultError
+from thalweg.kernels.case import Inputs, Run, Sized
+from thalweg.kernels.catalog import OPERATIONS
+from thalweg.kernels.quantize import case as quantized
+
+CPU = torch.device("cpu")
+TOP = {"read": 1e10, "float32": 1e11, "bf16": 1e11}
+
+
+def case(backends: dict[str, Run], tolerance: float = 1e-6) -> Work:
+    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+        return {"x": torch.randn(64, generator=generator)}
+
+    return Work("doubling", Sized("64 numbers", draw, backends, lambda given: (64, 512), "float32", tolerance), False)
+
+
+def test_every_operation_of_the_catalog_is_there() -> None:
+    assert {work.operation for work in works(CPU)} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    "work", [work for work in works(CPU) if not work.small], ids=lambda work: f"{work.operation}-{work.case.name}"
+)
+def test_backends_of_a_size_agree_with_their_reference(work: Work) -> None:
+    generator = torch.Generator().manual_seed(3)
+    given = work.case.draw(generator, None)
+    again = work.case.draw(generator, given)
+    changed = [
+        name
+        for name in given
+        if isinstance(given[name], torch.Tensor) and given[name].data_ptr() != again[name].data_ptr()
+    ]
+    assert changed  # calls in a row do not read the same
+    first, *others = work.case.backends
+    with torch.inference_mode():
+        expected = work.case.seen(work.case.backends[first](**kernels.cloned(given)))
+        for backend in others:
+            assert (
+                kernels.difference(work.case.seen(work.case.backends[backend](**kernels.cloned(given))), expected)
+                <= work.case.tolerance
+            )
+    flops, moved = work.case.cost(given)
+    assert flops > 0 and moved > 0
+
+
+def test_a_wrong_backend_and_a_crash_are_told_and_do_not_hide_the_others() -> None:
+    def crash(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        raise RuntimeError("in a kernel\nout of shared memory")
+
+    work = case({"ref": lambda x: (x * 2,), "wrong": lambda x: (x * 2.1,), "crash": crash, "good": lambda x: (x + x,)})
+    bench = Bench(CPU, TOP, 0.001)
+    rows = {backend: bench.row(work, backend) for backend in work.case.backends}
+    assert rows["wrong"].failed.startswith("wrong by 0.05") and rows["wrong"].us == 0
+    assert rows["crash"].failed == "RuntimeError: out of shared memory"
+    assert rows["good"].failed == "" and rows["good"].us > 0 and rows["good"].how == "clock"
+    assert rows["good"].floor_us == pytest.approx(512 / 1e10 * 1e6)
+    assert rows["good"].share == pytest.approx(rows["good"].floor_us / rows["good"].us)
+    assert rows["good"].gbs == pytest.approx(512 / rows["good"].us / 1e3)
+
+
+def test_a_backend_that_writes_into_its_inputs_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.mul_(2),)
+
+    work = case({"ref": lambda x: (x * 2,), "in place": double, "again": double})
+    bench = Bench(CPU, TOP, 0.001)
+    assert [bench.row(work, backend).failed for backend in work.case.backends] == ["", "", ""]
+
+
+def test_codes_are_compared_by_steps() -> None:
+    """Neighbours are as far from each other near 0 as near 448; two steps are too many, and the sign counts."""
+    codes = torch.tensor([448.0, 416.0, 0.0625, 2**-9, 0.0, -0.0, -448.0, -416.0]).to(torch.float8_e4m3fn)
+    numbers, _ = quantized.seen((codes, torch.ones(1)))
+    assert numbers.tolist() == [126, 125, 24, 1, 0, 0, -126, -125]
+    one, two = (
+        quantized.seen((torch.tensor([448.0, near]).to(torch.float8_e4m3fn), torch.ones(1)))
+        for near in (2**-8, 3 * 2**-9)
+    )
+    exact = quantized.seen((torch.tensor([448.0, 2**-9]).to(torch.float8_e4m3fn), torch.ones(1)))
+    assert kernels.difference(one, exact) <= quantized.STEP < kernels.difference(two, exact)
+
+
+def test_inputs_are_as_many_as_exceed_the_caches() -> None:
+    bench = Bench(CPU, TOP, 0.001)
+    small = case({"ref": lambda x: (x,)})
+    assert len(bench._inputs(small)) == kernels.MOST_COPIES
+    large = Work("copy", replace(small.case, cost=lambda given: (1, kernels.RESIDENT["cpu"] / 5)), False)
+    assert len(bench._inputs(large)) == 5
+
+
+def test_names_are_matched_by_words() -> None:
+    text = "gemm_fp8 v3 down, 1 x 2112 x 7168 deep_gemm"
+    assert (
+        matches(text, [])
+        and matches(text, ["gemm"])
+        and matches(text, ["v3 deep"])
+        and matches(text, ["moe", "1 7168"])
+    )
+    assert not matches(text, ["fp8"]) and not matches(text, ["v3 cublas"]) and not matches(text, ["112"])
+
+
+def test_the_command_writes_what_it_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.ceilings, "rates", lambda device: TOP)
+    path = tmp_path / "k.json"
+    argv = ["silu_mul", "experts tiny 1", "--device", "cpu", "--seconds", "0.001", "--result-filename", str(path)]
+    assert kernels.main(argv) == 0
+    told = json.loads(path.read_text())
+    assert [(row["operation"], row["backend"]) for row in told["rows"]][:2] == [
+        ("experts", "ref"),
+        ("experts", "script"),
+    ]
+    assert all(row["us"] > 0 and not row["failed"] for row in told["rows"])
+    assert told["ceilings"] == TOP and {"device", "versions", "commit", "command"} <= set(told)
+    assert "read 10.0 GB/s" in capsys.readouterr().out
+    assert kernels.main(["nonesuch", "--device", "cpu"]) == 1
+    assert "--list says what there is" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.ceilings, "rates", lambda device: TOP)
+    calls = iter(range(100))
+    real = stopwatch.took
+
+    def interrupted(*given: object) -> stopwatch.Took:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels.stopwatch, "took", interrupted)
+    path = tmp_path / "k.json"
+    kernels.run(["rope", "--device", "cpu", "--seconds", "0.001", "--result-filename", str(path)])
+    assert len(json.loads(path.read_text())["rows"]) == 2
+
+
+def test_a_result_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.ceilings, "rates", lambda device: TOP)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResultError, match="cannot write"):
+        kernels.run(
+            [
+                "silu_mul",
+                "--device",
+                "cpu",
+                "--seconds",
+                "0.001",
+                "--result-filename",
+                str(tmp_path / "file" / "k.json"),
+            ]
+        )
+
+
+def test_a_cpus_limits_are_measured() -> None:
+    top = kernels.ceilings.rates(CPU)
+    assert set(top) == {"read", "float32", "bf16"} and top["read"] > 1e8 and top["float32"] > 1e9
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,293 @@
+"""`thalweg eval` on files and through lm-evaluation-harness: what is asked, what counts as right, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.progress import Progress
+
+from tests.cpu.bench_server import Fake, serving_in_a_thread
+from thalweg.bench import eval, harness, multiple_choice
+from thalweg.bench.answers import Answer, Continued, Here, NoAnswer, Question, Texts, There
+from thalweg.bench.datasets import DatasetError
+from thalweg.bench.eval_run import Asked, Evaluation, evaluate
+from thalweg.bench.multiple_choice import Pick, continued, of_recall, read_questions
+from thalweg.bench.tasks import make_items, score
+from thalweg.config.tree import config_of
+from thalweg.core.errors import CannotServe
+from thalweg.llm import LLM
+from tools import harness_tasks
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+ENGINE = ["--model", str(TINY), "--threads", "1", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    return Texts(TINY)
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+# ---- multiple choice ----
+
+
+def test_three_ways_to_ask(tmp_path: Path, texts: Texts) -> None:
+    asked = {"choices": ["yes", "no"], "answer": 0}
+    messages = [{"role": "user", "content": "Is it?"}]
+    path = write(
+        tmp_path / "q", asked | {"question": "Is it?"}, asked | {"prompt": "Is it? "}, asked | {"messages": messages}
+    )
+    plain, raw, chat = read_questions(path)
+    assert (plain.prompt, plain.choices) == ("Question: Is it?\nAnswer:", (" yes", " no"))
+    assert (raw.prompt, raw.choices) == ("Is it? ", ("yes", "no"))
+    for question in (plain, raw, chat):
+        for one, choice in zip(continued(question, texts), question.choices, strict=True):
+            assert texts.tokenizer.decode(one.ids[one.at :]).endswith(choice.strip()[-1])
+            before = (
+                question.prompt
+                if isinstance(question.prompt, str)
+                else texts.encoder.encode(messages, None, thinking=False)
+            )
+            shown = texts.tokenizer.decode(one.ids)
+            assert shown.endswith(choice) and (before + choice).endswith(shown[-len(choice) - 5 :])
+
+
+def test_a_token_across_the_seam_counts_with_the_choice(texts: Texts) -> None:
+    both = next(
+        a + b
+        for a in "abcdefghi"
+        for b in "abcdefghi"
+        if len(texts.tokenizer.encode(" " + a + b, add_special=False)) == 1
+    )
+    (one, _) = continued(multiple_choice.Question("Say " + both[0], (both[1], "?"), 0), texts)
+    assert texts.tokenizer.decode(one.ids[one.at :]).strip() == both
+
+
+@pytest.mark.parametrize(("answer", "index"), [(1, 1), ("B", 1), ("b", 1), ("no", 1), ("A", 0)])
+def test_the_right_one_is_named_in_several_ways(tmp_path: Path, answer: object, index: int) -> None:
+    (question,) = read_questions(write(tmp_path / "q", {"question": "?", "choices": ["yes", "no"], "answer": answer}))
+    assert question.answer == index
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "?", "choices": ["yes", "no"]},
+        {"question": "?", "choices": ["yes", "no"], "answer": "C"},
+        {"question": "?", "choices": ["yes", "no"], "answer": -1},
+        {"question": "?", "choices": ["yes", "no"], "answer": True},
+        {"question": "?", "choices": ["yes"], "answer": 0},
+        {"question": "?", "choices": ["yes", ""], "answer": 0},
+        {"choices": ["yes", "no"], "answer": 0},
+        {"messages": "?", "choices": ["yes", "no"], "answer": 0},
+        "?",
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, row: object) -> None:
+    path = write(tmp_path / "q.jsonl", {"question": "?", "choices": ["yes", "no"], "answer": 0}, row)
+    with pytest.raises(DatasetError, match="q.jsonl, line 2: needs"):
+        read_questions(path)
+    with pytest.raises(DatasetError, match="no questions"):
+        read_questions(write(tmp_path / "empty"))
+
+
+class Weights:
+    """Says of each continuation what it was told to."""
+
+    def __init__(self, nats: Sequence[float]) -> None:
+        self.nats = list(nats)
+
+    def answer(self, questions: Sequence[Question], label: str) -> list[Answer]:
+        raise AssertionError("nothing is written")
+
+    def likelihoods(self, asked: Sequence[Continued], label: str) -> list[float]:
+        assert len(asked) == len(self.nats)
+        return self.nats
+
+
+def test_the_sum_favours_short_choices_and_the_byte_does_not(tmp_path: Path, texts: Texts) -> None:
+    path = write(tmp_path / "q.jsonl", {"prompt": "x", "choices": ["no", "certainly"], "answer": 1})
+    weights = Weights([-2.0, -4.5])
+    assert multiple_choice.answer(read_questions(path), texts, weights, "") == [Pick(by_sum=0, by_byte=1)]
+    run = Evaluation(texts, weights, 10, 0)
+    rows = list(evaluate(run, Asked(choices=str(path))))
+    assert [(row["task"], row["hits"], row["total"]) for row in rows] == [("q", 0, 1), ("q, a byte", 1, 1)]
+
+
+def test_recall_as_a_choice_is_the_same_whoever_asks_and_holds_the_right_one() -> None:
+    items = make_items("recall", "held_out", 30)
+    questions = of_recall(items)
+    assert questions[5:9] == of_recall(items[5:9])
+    for item, question in zip(items, questions, strict=True):
+        assert len(set(question.choices)) == 4 and question.choices[question.answer] == item.target
+        assert [score(item, choice) for choice in question.choices].count(True) == 1
+    assert {question.answer for question in questions} == {0, 1, 2, 3}
+
+
+def test_log_probabilities_here_and_over_http_are_the_same(texts: Texts) -> None:
+    llm = LLM(str(TINY), threads=1, dtype="float32", max_running_requests=4, max_total_tokens=4096)
+    asked = [one for question in of_recall(make_items("recall", "held_out", 2)) for one in continued(question, texts)]
+    here = Here(llm, progress=False).likelihoods(asked, "x")
+    (whole,) = llm.score([asked[0].ids])
+    assert here[0] == pytest.approx(math.fsum(entry.logprob for entry in whole[asked[0].at - 1 :]))
+
+    def log(body: dict[str, Any]) -> list[float | None]:
+        (entries,) = llm.score([body["prompt"]])
+        return [None, *(entry.logprob for entry in entries), -9.0]  # and of the token that it wrote
+
+    fake = Echo(log)
+    with serving_in_a_thread(fake) as url:
+        assert There(url, "m", "", 3, Progress(disable=True)).likelihoods(asked, "x") == pytest.approx(here)
+    assert all(body["echo"] and body["logprobs"] == 0 and body["max_tokens"] == 1 for body in fake.bodies)
+
+
+class Echo(Fake):
+    """A server whose completions are log-probabilities of the prompt."""
+
+    def __init__(self, log: Callable[[dict[str, Any]], object]) -> None:
+        super().__init__()
+        self.log = log
+
+    async def handle(self, method: str, path: str, body: bytes, send: Callable[[bytes], None]) -> bool:
+        self.bodies.append(json.loads(body))
+        page = json.dumps({"choices": [{"text": "", "logprobs": {"token_logprobs": self.log(self.bodies[-1])}}]})
+        send(f"HTTP/1.1 200 OK\r\nContent-Length: {len(page)}\r\n\r\n{page}".encode())
+        return True
+
+
+@pytest.mark.parametrize("log", [[], [None, -1.0], [None, None, -1.0]])
+def test_a_server_without_log_probabilities_is_no_answer(log: list[float | None]) -> None:
+    with serving_in_a_thread(Echo(lambda body: log)) as url:
+        there = There(url, "m", "", 3, Progress(disable=True))
+        with pytest.raises(NoAnswer, match="gives no log-probabilities"):
+            there.likelihoods([Continued((5, 6, 7), 1)], "x")
+
+
+def test_a_file_over_http_and_one_that_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "q.jsonl", {"prompt": "x", "choices": ["aye", "no"], "answer": 0})
+    with serving_in_a_thread(Echo(lambda body: [-1.0] * len(body["prompt"]))) as url:
+        assert eval.main(["--model", str(TINY), "--base-url", url, "--choices", str(path)]) == 0
+    assert "q, a byte" in capsys.readouterr().out
+    assert eval.main([*ENGINE, "--choices", str(tmp_path / "none.jsonl")]) == 1
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_all_kinds_at_once_through_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "q.jsonl", {"prompt": "x", "choices": ["aye", "no"], "answer": 0})
+    out = tmp_path / "o.json"
+    assert (
+        eval.main(
+            [*ENGINE, "--choices", str(path), "--tasks", "recall-choice", "--items", "3", "--output-file", str(out)]
+        )
+        == 0
+    )
+    rows = json.loads(out.read_text())["results"]
+    assert [(row["task"], row["total"]) for row in rows] == [("recall-choice", 3), ("q", 1), ("q, a byte", 1)]
+    assert rows[0]["hits"] == 3
+
+
+# ---- lm-evaluation-harness ----
+
+FAKE_HARNESS = """
+import json, os, pathlib, sys
+words = sys.argv[1:]
+pathlib.Path(os.environ["HARNESS_SAID"]).write_text(json.dumps([*words, os.environ.get("OPENAI_API_KEY")]))
+if "sick" in words[words.index("--tasks") + 1]:
+    sys.exit("no such task")
+place = pathlib.Path(words[words.index("--output_path") + 1]) / "m"
+place.mkdir(parents=True)
+values = {"alias": "t", "acc,none": 0.75, "acc_stderr,none": 0.2, "f1,first": 0.5, "f1_stderr,first": "N/A"}
+(place / "results_2026.json").write_text(json.dumps({"results": {"t": values}, "n-samples": {"t": {"original": 9, "effective": 4}}}))
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A harness that writes down how it is called; the file it writes."""
+    package = tmp_path / "site" / "lm_eval"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(FAKE_HARNESS)
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(package.parent), *sys.path)))
+    monkeypatch.setenv("HARNESS_SAID", str(tmp_path / "said"))
+    return tmp_path / "said"
+
+
+def test_the_harness_is_called_and_its_shares_get_our_interval(installed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.json"
+    words = [
+        "--model",
+        str(TINY),
+        "--base-url",
+        "http://127.0.0.1:9/",
+        "--served-model-name",
+        "tiny",
+        "--api-key",
+        "hush",
+    ]
+    words += ["--harness", "t", "u", "--harness-shots", "3", "--harness-limit", "5", "--output-file", str(out)]
+    assert eval.main([*words, "--harness-include", "tasks", "--concurrency", "4"]) == 0
+    said = json.loads(installed.read_text())
+    assert said[:3] == ["run", "--model", "local-completions"] and said[-1] == "hush"
+    model = dict(pair.split("=", 1) for pair in said[said.index("--model_args") + 1].split(","))
+    assert model["base_url"] == "http://127.0.0.1:9/v1/completions" and model["model"] == "tiny"
+    assert model["num_concurrent"] == "4" and Path(model["tokenizer"]) == TINY.resolve()
+    for flag, value in (("--tasks", "t,u"), ("--num_fewshot", "3"), ("--limit", "5"), ("--include_path", "tasks")):
+        assert said[said.index(flag) + 1] == value
+    share, other = json.loads(out.read_text())["results"]
+    assert (share["task"], share["hits"], share["total"]) == ("t: acc", 3, 4)
+    assert share["low_95"] == pytest.approx(0.3006, abs=1e-3)
+    assert (other["task"], other["value"], other["stderr"]) == ("t: f1 (first)", 0.5, None)
+    assert "hush" not in out.read_text()
+
+
+def test_chat_goes_to_the_chat_route(installed: Path) -> None:
+    words = ["--model", str(TINY), "--base-url", "http://x", "--harness", "t", "--harness-api", "chat"]
+    assert eval.main(words) == 0
+    said = json.loads(installed.read_text())
+    assert said[2] == "local-chat-completions" and "--apply_chat_template" in said
+    assert "base_url=http://x/v1/chat/completions" in said[said.index("--model_args") + 1]
+
+
+def test_a_harness_that_fails_is_no_result(installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert eval.main(["--model", str(TINY), "--base-url", "http://x", "--harness", "sick"]) == 1
+    assert "lm_eval ended with status 1" in capsys.readouterr().err
+
+
+def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CannotServe, match=r"not installed here; pip install 'lm_eval\[api\]'"):
+        eval.run(["--model", str(TINY), "--harness", "t"])
+
+
+def test_settings_become_the_servers_words() -> None:
+    config = config_of(model="m", radix_cache=False, threads=3, cuda_graph_bs=(1, 2))
+    words = harness._words(config)
+    assert words == ["m", "--threads", "3", "--cuda-graph-bs", "1", "--cuda-graph-bs", "2", "--no-radix-cache"]
+
+
+def test_the_bundled_tasks_as_task_files(tmp_path: Path, texts: Texts) -> None:
+    assert harness_tasks.main([str(TINY), str(tmp_path), "--items", "3"]) == 0
+    for name in ("sums", "recall", "recall_choice"):
+        task = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())
+        rows = [
+            json.loads(line) for line in Path(task["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
+        ]
+        assert task["task"] == f"thalweg_{name}" and len(rows) == 3
+        assert all(row["prompt"].startswith("<｜begin") for row in rows)
+    (regex, _) = yaml.safe_load((tmp_path / "sums.yaml").read_text())["filter_list"][0]["filter"]
+    assert re.findall(regex["regex_pattern"], "so 12 + 5 = 17.") == ["17"]

@@ -1,0 +1,330 @@
+"""`thalweg plan` as a command: machines that are not here, layouts, loads, what it refuses, and its forecast against an engine that starts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.null.test_plan_floors import DEEPSEEK, INDEXER, LITE, QWEN
+from thalweg.bench.plan_check import Part, near
+from thalweg.cli import main
+from thalweg.config.args import config_parser, parse_config
+from thalweg.config.model import facts_of
+from thalweg.core.kernels import KernelChoice
+from thalweg.launch.planning.commands import command
+from thalweg.launch.planning.layouts import Layout
+from thalweg.launch.planning.search import Outcome
+from thalweg.launch.planning.weights import inventory, parameters
+from thalweg.launch.sizes import counted, measure
+from thalweg.layers.parts import ReferenceParts
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "models" / "tiny")
+WIDTH = 120
+
+
+class Done(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def plan(capfd: pytest.CaptureFixture[str]) -> Run:
+    def run(*argv: str) -> Done:
+        capfd.readouterr()
+        status = main(["plan", *argv])
+        return Done(status, *capfd.readouterr())
+
+    return run
+
+
+def folder(path: Path, config: dict[str, Any]) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config | {"eos_token_id": 1}))
+    return str(path)
+
+
+@pytest.fixture
+def v3(tmp_path: Path) -> str:
+    return folder(tmp_path / "v3", DEEPSEEK)
+
+
+@pytest.fixture
+def lite(tmp_path: Path) -> str:
+    return folder(tmp_path / "lite", LITE)
+
+
+# ---- what a machine that is not here would do ----
+
+
+def test_a_model_of_eight_gpus(plan: Run, v3: str) -> None:
+    made = json.loads(plan(v3, "--machine", "h200x8", "--concurrency", "256", "--json").out)
+    assert not made["fits_one_device"] and "leaves no page" in made["why_not_one_device"]
+    assert made["pages"] is None, "there is no cache of one device"
+    assert "triton" in made["decisions"]["attention_decode"]["value"], "backends are resolved all the same"
+    assert made["flops_a_token"] == pytest.approx(73.25e9, rel=1e-3)
+    found = {one["name"]: one for one in made["layouts"]}
+    assert {"TP8", "TP8 DP8 EP8", "8 x 1 GPU"} <= found.keys()
+    assert found["8 x 1 GPU"]["trouble"] == "weights do not fit" and not found["8 x 1 GPU"]["not_yet"]
+    assert found["TP8"]["memory_of_a_gpu"]["weights"] == pytest.approx(85.3e9, rel=0.01)
+    assert "one device" in found["TP8"]["not_yet"]
+    best = made["best"]
+    assert best["layout"] == made["layouts"][0]["name"] and best["not_yet"] and "--tp-size 8" in best["command"]
+    assert made["best_that_runs"] is None
+
+
+def test_what_runs_today_is_told_from_what_does_not(plan: Run, lite: str) -> None:
+    text = plan(lite, "--machine", "h100x8", "--concurrency", "512").out
+    assert "Not runnable yet" in text and "# thalweg serve" in text
+    assert "Best of what runs today:" in text and "CUDA_VISIBLE_DEVICES=$i thalweg serve" in text
+    made = json.loads(plan(lite, "--machine", "h100x8", "--concurrency", "512", "--json").out)
+    assert made["best"]["not_yet"] and not made["best_that_runs"]["not_yet"]
+    assert made["best_that_runs"]["layout"] == "8 x 1 GPU"
+
+
+def test_the_command_of_one_gpu_is_one_that_serve_reads(plan: Run, lite: str) -> None:
+    made = json.loads(
+        plan(
+            lite,
+            "--machine",
+            "h100",
+            "--concurrency",
+            "400",
+            "--kv-cache-dtype",
+            "fp8_e4m3",
+            "--disable-radix-cache",
+            "--json",
+        ).out
+    )
+    assert made["best"] == made["best_that_runs"], "one GPU is what this version runs"
+    words = shlex.split(made["best"]["command"])
+    assert words[:2] == ["thalweg", "serve"]
+    config = parse_config(config_parser("thalweg serve", ""), words[2:]).config
+    assert config.model.model == lite and config.memory.kv_cache_dtype == "fp8_e4m3" and not config.memory.radix_cache
+    assert config.schedule.max_running_requests is not None and config.schedule.max_running_requests >= 400
+    assert made["kv_bytes_per_token"] == 31_104 // 2
+
+
+def test_floors_of_one_h100(plan: Run, lite: str) -> None:
+    made = json.loads(plan(lite, "--machine", "h100", "--json").out)
+    floors = {(one["batch"], one["context"]): one for one in made["decode_floors"]}
+    assert 1e3 * floors[32, 4096]["seconds"] == pytest.approx(10.10, rel=0.005)
+    assert floors[32, 4096]["experts"] == pytest.approx(61.3, abs=0.05)
+    assert sum(floors[32, 4096]["phases"].values()) == pytest.approx(floors[32, 4096]["seconds"])
+    memory = made["memory"]
+    assert made["pages"] == memory["pages"] and memory["weights"] == made["weight_bytes"] == 31_455_164_416
+    taken = sum(memory[name] for name in ("beside", "weights", "step", "graphs", "slots", "reserve", "kv"))
+    assert memory["free"] - taken < 2 * memory["page"]
+    assert made["holds"][0]["sequences"] == made["pages"] * 64 // 1024
+    assert dict(made["machine"]["chip"]["sources"]).keys() == {"memory", "read", "bf16", "fp8", "link"}
+
+
+def test_tables_fit_a_page_and_explain(plan: Run, v3: str) -> None:
+    for argv in ((v3, "--machine", "h200x8", "--request-rate", "2", "--tpot-target", "30"), (TINY,)):
+        done = plan(*argv)
+        assert done.status == 0
+        commands = ("thalweg serve", "#", "for i in", "  CUDA")
+        wide = [line for line in done.out.splitlines() if len(line) > WIDTH and not line.startswith(commands)]
+        assert not wide, wide[0]
+        assert "Floors of decoding" in done.out and "attention_decode" in done.out
+    assert "sparse" not in done.err
+
+
+def test_a_config_alone(plan: Run, v3: str, tmp_path: Path) -> None:
+    named = tmp_path / "some-model.json"
+    named.write_text(Path(v3, "config.json").read_text())
+    text = plan(str(named), "--machine", "h200x8").out
+    assert str(named) in text and "thalweg serve MODEL --tp-size" in text
+    text = plan(str(Path(v3, "config.json")), "--machine", "h200x8").out
+    assert f"thalweg serve {v3} --tp-size" in text
+
+
+def test_drafts_of_a_nextn_layer(plan: Run, tmp_path: Path) -> None:
+    path = folder(tmp_path / "mtp", DEEPSEEK | {"num_nextn_predict_layers": 1})
+    made = json.loads(plan(path, "--machine", "h200x8", "--tp-size", "8", "--concurrency", "32", "--json").out)
+    ratios = [one["ratio"] for one in made["drafts"]]
+    assert [one["drafts"] for one in made["drafts"]] == [1, 2, 3] and 1 < ratios[0] < ratios[1] < ratios[2] < 2
+    assert "pays when a step brings a request more than" in plan(path, "--machine", "h200x8").out
+
+
+def test_a_layout_that_is_asked_for(plan: Run, v3: str) -> None:
+    flags = ("--machine", "h200x8", "--tp-size", "4", "--pp-size", "2")
+    made = json.loads(plan(v3, *flags, "--json").out)
+    assert [one["name"] for one in made["layouts"]] == ["TP4 PP2"] and made["layout_of_floors"] == "TP4 PP2"
+
+
+def test_a_sparse_model_and_a_dense_one(plan: Run, tmp_path: Path) -> None:
+    sparse = json.loads(plan(folder(tmp_path / "s", DEEPSEEK | INDEXER), "--machine", "b200x8", "--json").out)
+    assert {plane["name"] for plane in sparse["planes"]} == {"latent", "index"}
+    assert "index" in sparse["decode_floors"][-1]["phases"]
+    dense = json.loads(plan(folder(tmp_path / "d", QWEN), "--machine", "h100x8", "--tpot-target", "20", "--json").out)
+    assert dense["best"]["layout"] == "TP8" and dense["layouts"][0]["tpot"] <= 0.02
+    assert not any(one["dp"] > 1 or one["ep"] > 1 for one in dense["layouts"])
+
+
+# ---- what it refuses ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--machine", "h300x8"), ("h300x8: unknown", "a100, h100, h200")),
+        (("--machine", "h100x12"), ("12 GPUs", "whole nodes")),
+        (("--machine", "h100x8", "--tp-size", "3"), ("3 GPUs a copy", "divisor of 8")),
+        (("--machine", "h200x8", "--tp-size", "8", "--ep-size", "4"), ("TP8 EP4", "evenly")),
+        (("--machine", "h200x8", "--concurrency", "2", "--request-rate", "1"), ("leave the other out",)),
+        (("--machine", "h200x8", "--check"), ("leave --machine out",)),
+        (("--server", "http://127.0.0.1:1"), ("give --check",)),
+        (("--machine", "h100x8"), ("680.1 GB free", "leaves no page", "would fit into", "h200x8")),
+        (("--machine", "h200x8", "--tpot-target", "-3"), ("not negative",)),
+        (("--machine", "h200x8", "--input-len", "163840"), ("164096 tokens", "has 163840")),
+        (("--machine", "h200x8", "--device", "cpu"), ("only the GPUs are known",)),
+        (("--machine", "h200x8", "--concurrency", "0"), ("at least 1",)),
+        (("--machine", "h200x8", "--attention-backend", "nonsense"), ("unknown backend", "triton")),
+    ],
+)
+def test_refusals_of_a_plan(plan: Run, v3: str, argv: tuple[str, ...], words: tuple[str, ...]) -> None:
+    done = plan(v3, *argv)
+    assert done.status == 2 and not done.out and done.err.startswith("thalweg: ")
+    assert all(word in done.err for word in words), done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": None}, ("hidden_size is missing",)),
+        ({"num_hidden_layers": "61"}, ("num_hidden_layers", "'61'")),
+        ({"architectures": ["MambaForCausalLM"]}, ("MambaForCausalLM", "unknown", "DeepseekV3ForCausalLM")),
+        ({"quantization_config": {"quant_method": "awq"}}, ("quantization_config", "awq")),
+    ],
+)
+def test_configs_that_are_wrong(plan: Run, tmp_path: Path, change: dict[str, Any], words: tuple[str, ...]) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(DEEPSEEK | change))
+    done = plan(str(path), "--machine", "h200x8")
+    assert done.status == 1 and not done.out
+    assert all(word in done.err for word in words), done.err
+
+
+def test_a_config_that_is_no_json(plan: Run, tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text('{"hidden_size": 7168,')
+    done = plan(str(path), "--machine", "h200x8")
+    assert done.status == 1 and str(path) in done.err and "not JSON" in done.err
+
+
+# ---- the forecast against what is there ----
+
+
+def test_check_starts_an_engine(plan: Run) -> None:
+    done = plan(TINY, "--check", "--json", "--max-total-tokens", "8192", "--threads", "1")
+    told = json.loads(done.out)
+    assert done.status == 0 and told["near"]
+    parts = {part["name"]: part for part in told["parts"]}
+    assert parts.keys() == {"weights", "kv", "slots", "total"}
+    assert all(part["off"] == 0 for part in parts.values()), "on a CPU each of them is arithmetic"
+    assert parts["kv"]["measured"] == (8192 + 64) * 3328 and told["pages"] == {"forecast": 128, "measured": 128}
+    assert {"command", "date", "device", "versions", "commit", "configuration"} <= told.keys()
+
+
+class Routes(BaseHTTPRequestHandler):
+    """Answers /resolved with what the test put there."""
+
+    answer: bytes = b""
+    key: str = ""
+
+    def do_GET(self) -> None:
+        allowed = not self.key or self.headers.get("Authorization") == f"Bearer {self.key}"
+        self.send_response(200 if self.path == "/resolved" and allowed else 401)
+        self.end_headers()
+        self.wfile.write(self.answer if allowed else b"{}")
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing on stderr."""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, type[Routes]]]:
+    kind = type("Here", (Routes,), {})
+    with HTTPServer(("127.0.0.1", 0), kind) as listening:
+        thread = threading.Thread(target=listening.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}", kind
+        listening.shutdown()
+        thread.join()
+
+
+def report(**values: Any) -> bytes:
+    return json.dumps({name: {"name": name, "value": value} for name, value in values.items()}).encode()
+
+
+def test_check_asks_a_server(plan: Run, server: tuple[str, type[Routes]]) -> None:
+    url, kind = server
+    kind.key = "k"
+    given = ("--check", "--server", url, "--api-key", "k", "--json", "--max-total-tokens", "8192")
+    kind.answer = report(pages=128, memory_weights=30_981_312, memory_kv=129 * 64 * 3328, memory_slots=1_889_536)
+    done = plan(TINY, *given)
+    assert done.status == 0 and json.loads(done.out)["near"] and "--api-key '***'" in json.loads(done.out)["command"]
+    kind.answer = report(pages=128, memory_weights=34_000_000, memory_kv=129 * 64 * 3328, memory_slots=1_889_536)
+    done = plan(TINY, *given)
+    assert done.status == 1 and not json.loads(done.out)["near"]
+    kind.answer = report(pages=128, max_running_requests=7)
+    done = plan(TINY, *given)
+    assert done.status == 2 and "max_running_requests 7 there and 64 here" in done.err
+    kind.answer = report(pages=128)
+    assert "does not tell its weights, kv, slots" in plan(TINY, *given).err
+    kind.answer = b"[]"
+    assert "no report of a server" in plan(TINY, *given).err
+    assert "gives no report" in plan(TINY, "--check", "--server", url).err, "the key was wrong"
+    assert "gives no report" in plan(TINY, "--check", "--server", "http://127.0.0.1:1").err
+
+
+def test_what_is_near() -> None:
+    def parts(weights: float, graphs: float) -> list[Part]:
+        made = [Part("weights", weights, 100.0), Part("graphs", graphs, 10.0)]
+        return [*made, Part("total", weights + graphs, 110.0)]
+
+    assert near(parts(101.0, 11.0)) and not near(parts(104.0, 7.0)), "weights by themselves"
+    assert near(parts(100.0, 13.0)) and not near(parts(99.0, 14.0)), "small parts by what all take"
+
+
+# ---- sizes by arithmetic ----
+
+
+PLAIN = {"quantization_config": None}
+
+
+@pytest.mark.parametrize("config", [LITE, QWEN, DEEPSEEK | PLAIN, DEEPSEEK | INDEXER | PLAIN])
+def test_counted_sizes_are_those_of_the_model(config: dict[str, Any]) -> None:
+    """In 16 bits plain torch holds the same numbers as the kernels; what differs are rotary tables and where an indexer's weights lie."""
+    facts = facts_of(config | {"num_hidden_layers": 4, "eos_token_id": 1, "max_position_embeddings": 4096}, "test")
+    made = measure(facts, ReferenceParts(torch.bfloat16, torch.device("meta")))
+    by_hand = counted(facts, KernelChoice(), torch.bfloat16)
+    assert by_hand.parameters == made.parameters == parameters(inventory(facts))
+    assert by_hand.weight_bytes == pytest.approx(made.weight_bytes, rel=0.005)
+    assert by_hand.planes == made.planes
+
+
+def test_copies_get_gpus_of_their_own() -> None:
+    config = parse_config(config_parser("x", ""), ["m"]).config
+    room: Any = None
+    of = lambda layout: Outcome(layout, room, 16, 1.0, 1.0, 1.0, 1.0, 1, 0.0, "")  # noqa: E731
+    assert (
+        command(config, of(Layout(tp=2, copies=2)))
+        .splitlines()[1]
+        .strip()
+        .startswith("CUDA_VISIBLE_DEVICES=$(seq -s, $((2*i)) $((2*i+1)))")
+    )
+    assert command(config, of(Layout())) == "thalweg serve m"

@@ -1,0 +1,318 @@
+"""`thalweg roofline`: a step's time by operation, each against its floor, what lies between them, and where most is lost."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from thalweg.bench import ceilings, coverage, losses, timeline, trace
+from thalweg.bench.in_process import (
+    Tokens,
+    configuration,
+    fits,
+    folder_name,
+    middle,
+    positive,
+    random_batch,
+    room_for,
+    start,
+    time_batch,
+)
+from thalweg.bench.losses import Split
+from thalweg.bench.results import ResultError, provenance, write
+from thalweg.config.args import Parsed, Parser, config_parser, parse_config
+from thalweg.config.model import ModelFacts, read_facts
+from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.kernels import KernelChoice
+from thalweg.core.messages import StartProfile, StopProfile
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.local import LocalEngine
+from thalweg.kernels import names
+from thalweg.launch.hub import locate
+from thalweg.launch.planning import floors
+from thalweg.launch.planning.floors import Ceilings, Kept
+from thalweg.launch.planning.weights import Widths
+from thalweg.launch.resolved import Resolved
+
+STEPS = 24  # decode steps that are profiled
+LINES = 12  # kernels of an operation that a result names
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What floors are computed from. context: of a decode step, in tokens. prompt: tokens of each row in a step that computes prompts."""
+
+    facts: ModelFacts
+    widths: Widths
+    kept: Kept
+    top: Ceilings
+    context: int
+    covered: tuple[float, ...] = ()
+
+    def floors(self, rows: int, tokens: int) -> dict[str, float]:
+        """Seconds by phase of a step of equal rows; a decode step's have the context, a prompt's begin it."""
+        new = max(1, tokens // rows)
+        decode = new == 1
+        shape = floors.Shape(rows, new, self.context if decode else new, self.covered if decode else ())
+        return floors.by_name(floors.phases(self.facts, shape, widths=self.widths, kept=self.kept), self.top)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A profile and what it says. told: what else is known of the run."""
+
+    splits: list[Split]
+    profile: trace.Profile
+    told: dict[str, object]
+
+
+def _parser() -> Parser:
+    epilog = """\
+examples:
+  thalweg roofline models/tiny
+  thalweg roofline org/name --load-format dummy --batch-size 32 --context 1024
+  thalweg roofline --trace profiles/thalweg-20260101-120000-000000-1.trace.json.gz
+  thalweg roofline models/tiny --trace FILE --context 4096     with the floors of that model
+
+A profiled step is slower than others, a CPU's by a tenth or more; the time of steps without a profile is told beside it."""
+    parser = config_parser(
+        "thalweg roofline",
+        "Where a step's time goes: each operation against its floor, the gaps, and the five places where most is lost.",
+        epilog,
+        ("model", "load", "memory", "schedule"),
+    )
+    add = parser.add_argument_group("This command").add_argument
+    add(
+        "--trace",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="a profile that /start_profile wrote, in place of a run",
+    )
+    add("--batch-size", type=positive, nargs="+", default=[1], metavar="N", help="sequences at a time (default: 1)")
+    add(
+        "--context",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="tokens of each before the first decode step (default: 1024)",
+    )
+    add("--steps", type=positive, default=STEPS, metavar="N", help=f"decode steps that are profiled (default: {STEPS})")
+    add(
+        "--perfetto",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="write engine and device on one time line, for ui.perfetto.dev",
+    )
+    add("--result-filename", default="", metavar="FILE", help="write the result as JSON")
+    add("--bench-seed", type=int, default=1, metavar="N", help="of the random tokens (default: 1)")
+    return parser
+
+
+def shapes_of(facts: ModelFacts) -> trace.Shapes:
+    """What a CPU's products multiply by, of this model."""
+    hidden, by_weight = facts.hidden, {(facts.hidden, 2 * facts.intermediate): names.MLP}
+    by_weight[facts.intermediate, hidden] = names.MLP
+    by_size: dict[int, str] = {}
+    if facts.mla is not None:
+        for shape in ((facts.mla.nope, facts.mla.kv_lora), (facts.mla.kv_lora, facts.mla.v)):
+            by_weight[shape] = names.PROJECTIONS
+    if facts.moe is not None:
+        inner = facts.moe.intermediate
+        for width in {inner, facts.moe.shared * inner} - {0}:
+            by_weight[hidden, 2 * width] = by_weight[width, hidden] = names.EXPERTS
+        by_weight[hidden, facts.moe.experts] = names.EXPERTS
+        by_size[3 * hidden * inner] = names.EXPERTS
+    by_weight[hidden, facts.vocab] = names.HEAD
+    return trace.Shapes(by_weight, by_size)
+
+
+def ground(
+    facts: ModelFacts, rates: dict[str, float], device: str, dtype: str, kernels: KernelChoice, context: int
+) -> Ground:
+    """rates: of `ceilings.rates`."""
+    plain = device == "cpu" or kernels.decode == "reference"  # whose FP8 weights are dequantized when they are loaded
+    wide = 2 if dtype == "bfloat16" else 4
+    products = rates["bf16" if dtype == "bfloat16" else "float32"]
+    top = Ceilings(rates["read"], products, rates.get("fp8", products))
+    kept = Kept.of(facts, 1 if kernels.kv.startswith("fp8") else wide, wide)
+    return Ground(facts, Widths.of(facts, dtype, plain), kept, top, context)
+
+
+def profiled(engine: LocalEngine, prompts: Sequence[Sequence[int]], steps: int, folder: Path) -> Path:
+    """Computes this batch with a profile around all of it; the trace."""
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
+    gpu = engine.runner.planes.device.type == "cuda"
+    engine.control(StartProfile(id=1, folder=str(folder), gpu=gpu, shapes=not gpu))
+    for prompt in prompts:
+        engine.submit(prompt, params)
+    while not engine.idle:
+        engine.step()
+    return Path(engine.control(StopProfile(id=2)))
+
+
+def table(split: Split) -> Table:
+    floor = split.floor_us
+    head = f"{split.rows} rows, {split.tokens} tokens: {split.us / 1e3:.3f} ms a step, mean of {split.steps}"
+    if floor:
+        head += f"; floor {floor / 1e3:.3f} ms, share reached {floor / split.us:.2f}"
+    shown = Table(title=head, title_justify="left")
+    shown.add_column("operation")
+    for name in ("spans", "µs", "of step", "floor µs", "reached", "lost µs"):
+        shown.add_column(name, justify="right")
+    shown.add_column("most in", overflow="fold")
+    for part in split.parts:
+        least = "–" if part.floor_us is None else f"{part.floor_us:.1f}"
+        reached = f"{part.floor_us / part.us:.2f}" if part.floor_us is not None and part.us else "–"
+        most = ", ".join(f"{line.name} {line.us:.1f}" for line in part.lines[:3])
+        shown.add_row(
+            part.operation,
+            f"{part.count:.0f}",
+            f"{part.us:.1f}",
+            f"{part.us / split.us:.1%}",
+            least,
+            reached,
+            f"{part.lost_us:.1f}",
+            most,
+        )
+    gaps = split.gaps
+    before = ", ".join(f"{line.name} {line.us:.1f}" for line in gaps.before[:3])
+    shown.add_row(
+        losses.GAPS,
+        f"{gaps.count:.0f}",
+        f"{gaps.us:.1f}",
+        f"{gaps.us / split.us:.1%}",
+        "–",
+        "–",
+        f"{gaps.us:.1f}",
+        f"before {before}",
+    )
+    return shown
+
+
+def show(splits: Sequence[Split]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    for split in splits:
+        console.print(table(split))
+        print(f"Where most time of a step of {split.rows} rows and {split.tokens} tokens is lost:")
+        for place, text in enumerate(losses.words(split), 1):
+            print(f"  {place}. {text}")
+        print()
+
+
+def as_json(split: Split) -> dict[str, object]:
+    made = asdict(split) | {"floor_us": split.floor_us, "lost": losses.words(split)}
+    for part in made["parts"]:
+        part["lines"] = part["lines"][:LINES]
+    return made
+
+
+def _steady(profile: trace.Profile, ground: Ground | None) -> list[Split]:
+    """A split of each kind of step, the most frequent first, of its typical steps."""
+    return [
+        losses.split(losses.typical(mine), ground.floors(*kind) if ground is not None else {})
+        for kind, mine in losses.kinds(profile.steps).items()
+    ]
+
+
+def of_trace(parsed: Parsed) -> tuple[list[Run], dict[str, object]]:
+    """Of a file. Floors need the model, and a device like the one of the profile for its ceilings."""
+    args, facts = parsed.rest, None
+    if parsed.config.model.model:
+        wish = parsed.config.model
+        facts = read_facts(locate(wish.model, wish.revision, wish.hf_token).folder)
+    profile = trace.read(args.trace, trace.NO_SHAPES if facts is None else shapes_of(facts))
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    if facts is None or profile.device != here:
+        needed = f"this machine has no {profile.device or 'CPU alone'}, whose ceilings would be needed"
+        print(f"without floors: {'no model was named' if facts is None else needed}", file=sys.stderr)
+        return [Run(_steady(profile, None), profile, {})], {}
+    load, device = parsed.config.load, "cuda" if here else "cpu"
+    if load.threads is not None:
+        torch.set_num_threads(load.threads)
+    dtype = load.dtype or ("bfloat16" if here else "float32")
+    kernels = KernelChoice(decode="triton" if here else "reference", kv=parsed.config.memory.kv_cache_dtype or "")
+    under = ground(facts, ceilings.rates(torch.device(device)), device, dtype, kernels, args.context)
+    return [Run(_steady(profile, under), profile, {})], {"ceilings": asdict(under.top)}
+
+
+def of_model(parsed: Parsed) -> tuple[list[Run], dict[str, object]]:
+    """Of a run in this process for each batch size. Raises ThalwegError."""
+    args = parsed.rest
+    gpu = parsed.config.load.device != "cpu" and torch.cuda.is_available()
+    rates = ceilings.rates(torch.device("cuda")) if gpu else {}  # while memory is free
+    resolved, engine = start(room_for(parsed.config, max(args.batch_size), args.context, args.steps + 1))
+    fits(engine, args.context, args.steps + 1)
+    rates = rates or ceilings.rates(torch.device("cpu"))  # with the threads that the engine has set
+    settings, middle_of = engine.settings, args.context + args.steps // 2
+    under = ground(read_facts(resolved.path), rates, settings.device, settings.dtype, settings.kernels, middle_of)
+    rng = Random(args.bench_seed)
+    runs = [_of_batch(resolved, engine, under, (batch, args.context, args.steps), rng) for batch in args.batch_size]
+    told = {"model": folder_name(resolved.path), "context": args.context, "ceilings": asdict(under.top)}
+    return runs, told | {"configuration": configuration(resolved)}
+
+
+def _of_batch(resolved: Resolved, engine: LocalEngine, under: Ground, case: tuple[int, int, int], rng: Random) -> Run:
+    """case: sequences, tokens of each before the first decode step, decode steps. Without a profile first, which warms up too."""
+    count, context, steps = case
+
+    def batch() -> list[Tokens]:
+        return random_batch(resolved, count, context, rng)
+
+    time_batch(engine, batch(), 8)
+    alone = time_batch(engine, batch(), steps + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        profile = trace.read(profiled(engine, batch(), steps, Path(folder)), shapes_of(under.facts))
+    covered = coverage.of_decode(engine, batch())
+    prefill, decode = alone.prefill * 1e3, middle(alone.decode) * 1e3
+    print(f"batch size {count}, without a profile: prefill {prefill:.2f} ms, median decode step {decode:.3f} ms")
+    told = {
+        "batch_size": count,
+        "experts_a_layer": covered,
+        "unprofiled_decode_ms": decode,
+        "unprofiled_prefill_ms": prefill,
+    }
+    return Run(_steady(profile, replace(under, covered=covered)), profile, told)
+
+
+def run(argv: list[str]) -> list[Run]:
+    """Measures or reads, prints, writes. Raises ThalwegError or ResultError."""
+    parsed = parse_config(_parser(), argv)
+    args = parsed.rest
+    if args.trace is None and not parsed.config.model.model:
+        raise CannotServe("give a model to run, or --trace FILE with a profile of one; --help tells more")
+    runs, told = (of_model if args.trace is None else of_trace)(parsed)
+    for one in runs:
+        show(one.splits)
+        if args.perfetto is not None:
+            path = (
+                args.perfetto
+                if len(runs) == 1
+                else args.perfetto.with_name(f"b{one.told['batch_size']}-{args.perfetto.name}")
+            )
+            timeline.write(path, one.profile)
+            print(f"{path}: open it at https://ui.perfetto.dev")
+    if args.result_filename:
+        settings = told.pop("configuration", {})
+        assert isinstance(settings, dict)
+        written = [{**one.told, "steps": [as_json(split) for split in one.splits]} for one in runs]
+        write(Path(args.result_filename), {**told, "runs": written} | provenance("roofline", argv, settings))
+    return runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: done, 1: it could not start, or what was given is no profile."""
+    try:
+        return 0 if run(list(sys.argv[1:] if argv is None else argv)) else 1
+    except (ThalwegError, ResultError) as error:
+        print(f"thalweg roofline: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,355 @@
+"""`thalweg tune`: tries tiles and choices for a model's shapes on this device, and writes down those that are faster than the kernels' own tables.
+
+Every candidate is held against the reference first; one that is wrong, does not compile or needs more memory than there is drops out. All are timed
+shortly, the best few again and longer, and the table's own choice stays unless another is faster by more than timing errs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from thalweg.bench import stopwatch
+from thalweg.bench.kernels import RESIDENT, SEED, difference, failures, matches, told
+from thalweg.bench.results import ResultError, provenance, write
+from thalweg.config.args import Parsed, Parser, config_parser, parse_config
+from thalweg.config.machine import Machine
+from thalweg.config.model import ModelFacts, read_facts
+from thalweg.core.errors import ThalwegError
+from thalweg.engine import caches
+from thalweg.engine.build import parts
+from thalweg.engine.settings import EngineSettings
+from thalweg.kernels.case import Inputs
+from thalweg.kernels.gemm import tuning_cpu
+from thalweg.kernels.search import Search
+from thalweg.kernels.tuned import TUNED, digest, flat
+from thalweg.launch import tuned
+from thalweg.launch.resolve import resolve
+from thalweg.launch.resolved import Resolved
+from thalweg.models import catalog
+
+SHORT, LONG = 0.01, 0.03  # seconds of a candidate's first timing, and of each of the later ones
+ROUNDS = 3  # of the later ones, all candidates by turns: whatever else the device does meets them alike
+FINAL = 4  # candidates that are timed again
+GAIN = 0.02  # share of the time by which a candidate must be faster
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one search. us, default_us: of the chosen candidate and of the table's. tried: candidates that were timed. wrong: those that dropped out,
+    the first for this reason."""
+
+    search: Search
+    choice: Any
+    us: float
+    default_us: float
+    tried: int
+    wrong: int
+    reason: str
+
+    @property
+    def found(self) -> tuned.Found:
+        default, choice = flat(self.search.default), flat(self.choice)
+        return tuned.Found(self.search.label, default, choice, self.us, self.default_us, self.tried)
+
+
+def searches(resolved: Resolved) -> list[Search]:
+    """Everything that can be tuned for this model on this device, what takes most time in a step first."""
+    settings = resolved.engine
+    facts = read_facts(resolved.path)
+    fp8 = facts.fp8_block is not None
+    if settings.device == "cpu":
+        return list(_on_cpu(settings, facts, fp8))
+    if settings.kernels.decode == "reference":
+        return []
+    from thalweg.bench.tune_gpu import of_model  # needs Triton
+
+    model = catalog.assemble(facts, parts("meta", settings.kernels, settings.dtype, fp8))
+    return list(of_model(model, settings.kernels.fp8_gemm))
+
+
+def _on_cpu(settings: EngineSettings, facts: ModelFacts, fp8: bool) -> Iterator[Search]:
+    """What an empty model asks for while it is made: its memory is never touched, so it takes none."""
+    with TUNED.noted() as asked:
+        catalog.assemble(facts, parts("cpu", settings.kernels, settings.dtype, fp8))
+    for operation, key, default in dict.fromkeys(asked):
+        if operation == "read_ahead" and (found := tuning_cpu.search(key, default)) is not None:
+            yield found
+
+
+class Tuner:
+    """Runs searches on one device. most: candidates of each. resident: bytes that calls in a row read together: as many as a step of the model
+    reads, so that a weight is as cold as it is there, or a few times the last cache where that is less."""
+
+    def __init__(self, device: torch.device, most: int, weights: int) -> None:
+        self.device, self.most = device, most
+        self.resident = min(RESIDENT[device.type], weights)
+
+    def run(self, search: Search) -> Outcome:
+        """Raises RuntimeError where the table's own choice fails: then nothing can be compared with it."""
+        with torch.inference_mode():
+            generator = torch.Generator(self.device).manual_seed(SEED)
+            inputs = [search.draw(generator, None)]
+            copies = max(2, int(self.resident / search.bytes))
+            inputs += [search.draw(generator, inputs[0]) for _ in range(copies - 1)]
+            tried = list(dict.fromkeys((search.default, *search.candidates)))[: self.most]
+            sound, reasons = self._sound(search, tried, inputs[0])
+            if search.default not in sound:
+                raise RuntimeError(f"{search.label}: the table's own choice {search.default} fails: {reasons[0]}")
+            took = {one: self._time(search, one, inputs, SHORT) for one in sound}
+            further = search.further(sorted(sound, key=lambda one: took[one]))
+            sound, more = self._sound(search, further, inputs[0], sound)
+            took |= {one: self._time(search, one, inputs, SHORT) for one in sound if one not in took}
+            reasons += more
+            best = self._best(search, sorted(sound, key=lambda one: took[one]), inputs[0], reasons)
+            choice, took = self._final(search, best, inputs)
+        us = took[choice] * 1e6, took[search.default] * 1e6
+        return Outcome(search, choice, *us, len(sound), len(reasons), (reasons or [""])[0])
+
+    def _final(self, search: Search, best: Sequence[Any], inputs: Sequence[Inputs]) -> tuple[Any, dict[Any, float]]:
+        """The choice among these and the table's own, and the seconds of each."""
+        finalists = list(dict.fromkeys((search.default, *best)))
+        rounds = [[self._time(search, one, inputs, LONG) for one in finalists] for _ in range(ROUNDS)]
+        took = dict(zip(finalists, map(min, zip(*rounds, strict=True)), strict=True))
+        choice = min(finalists, key=lambda one: took[one])
+        return choice if took[choice] <= took[search.default] * (1 - GAIN) else search.default, took
+
+    def _sound(
+        self, search: Search, tried: Sequence[Any], given: Inputs, sound: Sequence[Any] = ()
+    ) -> tuple[list[Any], list[str]]:
+        """Those that compute what the reference does, behind the ones known to, and why others do not."""
+        known = failures()
+        if self.device.type == "cuda" and not search.alike:
+            self._compile(search, tried, given)
+        expected = search.reference(given) if tried else ()
+        found, reasons = list(sound), []
+        for one in tried:
+            try:
+                error = difference(search.run(one, given), expected)
+            except known as failure:
+                reasons.append(f"{one}: {told(failure)}")
+                continue
+            if error <= search.tolerance:
+                found.append(one)
+            else:
+                reasons.append(f"{one}: wrong by {error:.3g}")
+        return found, reasons
+
+    def _best(self, search: Search, ordered: Sequence[Any], given: Inputs, reasons: list[str]) -> list[Any]:
+        """The first few of them that are right in all their uses; why others are not is added to the reasons."""
+        best: list[Any] = []
+        for one in ordered:
+            try:
+                pairs = [(result(), expected()) for result, expected in search.uses(one, given)]
+                error = max([difference((got,), (wanted,)) for got, wanted in pairs], default=0.0)
+            except failures() as failure:
+                reasons.append(f"{one}: {told(failure)}")
+                continue
+            if error <= search.tolerance:
+                best.append(one)
+            else:
+                reasons.append(f"{one}: wrong by {error:.3g} in another use")
+            if len(best) == FINAL:
+                break
+        return best
+
+    def _compile(self, search: Search, tried: Sequence[Any], given: Inputs) -> None:
+        """All at once: a compiler takes seconds, and the others' cores stand idle. What fails here fails again where it counts."""
+
+        @torch.inference_mode()
+        def one(candidate: Any) -> None:
+            search.run(candidate, given)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            for done in [pool.submit(one, candidate) for candidate in tried]:
+                done.exception()
+        torch.cuda.synchronize()
+
+    def _time(self, search: Search, candidate: Any, inputs: Sequence[Inputs], seconds: float) -> float:
+        calls = [lambda given=given: search.run(candidate, given) for given in inputs]
+        return stopwatch.took(calls, self.device, seconds).seconds
+
+
+class Shelf:
+    """The files of this device: what is done, and what is added."""
+
+    def __init__(self, folder: Path, device: str, versions: dict[str, str], made: dict[str, object]) -> None:
+        self.folder, self.device, self.versions, self.made = folder, device, versions, made
+
+    def done(self, search: Search) -> bool:
+        """Whether this very case has been searched, with this code."""
+        file = self._file(search)
+        return file is not None and any(
+            one.case == search.label and one.default == flat(search.default) for one in file.found
+        )
+
+    def put(self, outcome: Outcome) -> Path:
+        """Adds it to the file of its operation and shape. Raises ResultError."""
+        search, file = outcome.search, self._file(outcome.search)
+        kept = tuple(one for one in (file.found if file else ()) if one.default != flat(search.default))
+        made = tuned.File(
+            search.operation,
+            search.key,
+            self.device,
+            self.versions,
+            digest(search.operation),
+            (*kept, outcome.found),
+            self.made,
+        )
+        path = self.folder / tuned.file_name(search.operation, search.key)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(".part")
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1))
+            part.replace(path)  # a start that reads meanwhile finds the old one or the new one
+        except OSError as error:
+            raise ResultError(f"cannot write {path} ({error.strerror}); give another --cache-dir") from error
+        return path
+
+    def _file(self, search: Search) -> tuned.File | None:
+        try:
+            file = tuned.load(self.folder / tuned.file_name(search.operation, search.key))
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return None if tuned.unfit(file, self.device, self.versions) else file
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    shown = Table(title="tuned", title_justify="left")
+    for head in ("operation", "case", "table", "chosen"):
+        shown.add_column(head, overflow="fold")
+    for head in ("table µs", "chosen µs", "faster", "tried"):
+        shown.add_column(head, justify="right")
+    for one in outcomes:
+        kept = one.choice == one.search.default
+        names = (
+            "x".join(map(str, flat(one.search.default))),
+            "the same" if kept else "x".join(map(str, flat(one.choice))),
+        )
+        gain = "–" if kept else f"{1 - one.us / one.default_us:.1%}"
+        dropped = f" ({one.wrong} dropped)" if one.wrong else ""
+        shown.add_row(
+            one.search.operation,
+            one.search.label,
+            *names,
+            f"{one.default_us:.2f}",
+            f"{one.us:.2f}",
+            gain,
+            f"{one.tried}{dropped}",
+        )
+    return shown
+
+
+def _parser() -> Parser:
+    epilog = """\
+examples:
+  thalweg tune models/tiny
+  thalweg tune org/name --load-format dummy --seconds 600
+  thalweg tune org/name experts "thin 2048"
+
+What is found lies in ~/.cache/thalweg/tuned (or --cache-dir) and is used by every start on this device with these versions of torch and Triton;
+`thalweg plan` says so. It never runs by itself. Run it alone: what else runs on the device spoils it. Ctrl-C keeps what was found, and the next
+run goes on from there."""
+    parser = config_parser(
+        "thalweg tune",
+        "Searches faster tiles and choices for a model's shapes on this device. Reads no weights.",
+        epilog,
+        ("model", "load"),
+    )
+    add = parser.add_argument_group("This command").add_argument
+    add("--only", nargs="+", default=[], metavar="WORDS", help='only what has these words in it: experts, "thin 2048"')
+    add("--seconds", type=float, default=None, metavar="S", help="stop after about so long (default: when all is done)")
+    add("--candidates", type=int, default=96, metavar="N", help="most that are tried of each case (default: 96)")
+    add("--again", action="store_true", help="search again what has been searched")
+    add("--list", action="store_true", help="only say what there is, and what is done")
+    add("--result-filename", default="", metavar="FILE", help="write everything that was found as one JSON, too")
+    return parser
+
+
+def _search_all(tuner: Tuner, todo: Sequence[Search], shelf: Shelf, seconds: float | None) -> list[Outcome]:
+    """As many as there is time for; each is written when it is done."""
+    console, outcomes = Console(stderr=True), []
+    begun = time.monotonic()
+    try:
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("tune", total=len(todo))
+            for i, search in enumerate(todo):
+                passed = time.monotonic() - begun
+                if seconds is not None and passed > seconds:
+                    print(
+                        f"{len(todo) - i} of {len(todo)} are left after {passed:.0f} s; run it again to go on",
+                        file=sys.stderr,
+                    )
+                    break
+                bar.update(task, description=f"{search.operation} {search.label}"[:60])
+                try:
+                    outcomes.append(tuner.run(search))
+                except failures() as failure:
+                    print(f"FAILED {search.operation} {search.label}: {told(failure)}", file=sys.stderr)
+                else:
+                    shelf.put(outcomes[-1])
+                bar.advance(task)
+                if not console.is_terminal:
+                    left = (time.monotonic() - begun) / (i + 1) * (len(todo) - i - 1)
+                    print(
+                        f"{i + 1}/{len(todo)} {search.operation} {search.label}; about {left:.0f} s left",
+                        file=sys.stderr,
+                    )
+    except KeyboardInterrupt:
+        print("interrupted: what was found is kept; run it again to go on", file=sys.stderr)
+    return outcomes
+
+
+def run(argv: list[str]) -> list[Outcome]:
+    """Searches, writes, prints. Raises ThalwegError or ResultError."""
+    parsed: Parsed = parse_config(_parser(), argv)
+    args, config = parsed.rest, parsed.config
+    resolved = resolve(config, weights=False)
+    settings, machine = resolved.engine, Machine.here()
+    torch.set_num_threads(settings.threads)
+    caches.use(settings.cache_dir)
+    device = torch.device(settings.device)
+    _, folder = tuned.folders(machine, settings.device, settings.cache_dir)
+    whole = provenance("tune", argv, {"threads": settings.threads, "device": settings.device})
+    name, made = tuned.device_name(machine, settings.device), {key: whole[key] for key in ("date", "commit")}
+    shelf = Shelf(folder, name, tuned.versions(settings.device), made)
+    wanted = [one for one in searches(resolved) if matches(f"{one.operation} {one.label}", args.only)]
+    todo = [search for search in wanted if args.again or not shelf.done(search)]
+    print(f"{len(wanted)} cases, {len(wanted) - len(todo)} of them searched before; results go to {folder}")
+    if args.list:
+        for search in wanted:
+            print(
+                f"  {'todo' if search in todo else 'done'}  {search.operation} {search.label}: {len(search.candidates)} candidates"
+            )
+        return []
+    outcomes = _search_all(Tuner(device, args.candidates, resolved.sizes.weight_bytes), todo, shelf, args.seconds)
+    Console(width=None if sys.stdout.isatty() else 170).print(table(outcomes))
+    if args.result_filename:
+        rows = [
+            {"operation": one.search.operation, "key": one.search.key, **msgspec.to_builtins(one.found)}
+            for one in outcomes
+        ]
+        write(Path(args.result_filename), {"rows": rows, **whole})
+    return outcomes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: done, 1: it could not start or a result could not be written."""
+    try:
+        run(list(sys.argv[1:] if argv is None else argv))
+    except (ThalwegError, ResultError) as error:
+        print(f"thalweg tune: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,177 @@
+"""Machines by name, such as `h200x8`: what one GPU has and does at best, and how GPUs reach each other. No torch, and no GPU is asked.
+
+Rates are those of the makers' data sheets without sparsity: no program reaches them, which is what makes them a floor. Memory is what the
+driver gives away of an idle card. Every figure has its source."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from thalweg.config.machine import Machine
+from thalweg.config.setting import nearest
+from thalweg.core.errors import CannotServe
+
+A_NODE = 8  # GPUs behind one NVLink switch; beyond it the network counts
+NETWORK = 50e9  # bytes/s a GPU and direction: one 400 Gbit/s adapter each, as in DGX and HGX systems
+MOST_GPUS = 1024
+CORES_A_GPU = 16  # assumed, as a node of two 64-core processors has
+HOST_A_GPU = 128 * 10**9  # bytes of main memory, assumed
+LIBRARIES = {  # assumed installed: what `thalweg doctor` asks for on such a card
+    "9.0": frozenset({"triton", "flashmla", "fa3", "deep_gemm"}),
+    "": frozenset({"triton"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """A kind of GPU. driver: a part of the name under which the driver shows it. memory: bytes. read: bytes/s of its memory. bf16, fp8: FLOP/s of
+    dense products (fp8 as bf16 where the card has none). link: NVLink bytes/s in one direction. sources: of each figure."""
+
+    name: str
+    driver: str
+    capability: str
+    memory: int
+    read: float
+    bf16: float
+    fp8: float
+    link: float
+    sources: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """So many of a chip in nodes of `A_NODE`."""
+
+    chip: Chip
+    gpus: int
+
+    @property
+    def name(self) -> str:
+        return self.chip.name + (f"x{self.gpus}" if self.gpus > 1 else "")
+
+    def link(self, ranks: int) -> float:
+        """Bytes/s that a GPU sends to the others of a group of so many, in one direction."""
+        return self.chip.link if ranks <= A_NODE else NETWORK
+
+    def machine(self) -> Machine:
+        """As the resolver sees it: nothing of it is in use yet."""
+        host = self.gpus * HOST_A_GPU
+        return Machine(
+            cpu="assumed",
+            cores=self.gpus * CORES_A_GPU,
+            memory=host,
+            free=host,
+            gpus=(f"NVIDIA {self.chip.driver}",) * self.gpus,
+            gpu_free=self.chip.memory,
+            capability=self.chip.capability,
+            libraries=LIBRARIES.get(self.chip.capability, LIBRARIES[""]),
+        )
+
+
+def _sources(memory: str, rates: str, link: str) -> tuple[tuple[str, str], ...]:
+    return ("memory", memory), ("read", rates), ("bf16", rates), ("fp8", rates), ("link", link)
+
+
+SMI = "what nvidia-smi shows as total, less the 480 MiB that an idle H100 has not free"
+MIB = 1 << 20
+TAKEN = 480 * MIB
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "a100",
+            "A100-SXM4-80GB",
+            "8.0",
+            81920 * MIB - TAKEN,
+            2.039e12,
+            312e12,
+            312e12,
+            300e9,
+            _sources(
+                SMI, "NVIDIA A100 80GB SXM data sheet; it has no FP8: such weights are multiplied as bf16", "NVLink 3"
+            ),
+        ),
+        Chip(
+            "h100",
+            "H100 80GB HBM3",
+            "9.0",
+            81559 * MIB - TAKEN,
+            3.35e12,
+            989e12,
+            1979e12,
+            450e9,
+            _sources(
+                SMI, "NVIDIA H100 SXM data sheet, half of what it gives with sparsity", "NVLink 4: 900 GB/s both ways"
+            ),
+        ),
+        Chip(
+            "h200",
+            "H200",
+            "9.0",
+            143771 * MIB - TAKEN,
+            4.8e12,
+            989e12,
+            1979e12,
+            450e9,
+            _sources(
+                SMI, "NVIDIA H200 SXM data sheet, half of what it gives with sparsity", "NVLink 4: 900 GB/s both ways"
+            ),
+        ),
+        Chip(
+            "h20",
+            "H20",
+            "9.0",
+            97871 * MIB - TAKEN,
+            4.0e12,
+            148e12,
+            296e12,
+            450e9,
+            _sources(SMI, "NVIDIA H20 SXM data sheet", "NVLink 4: 900 GB/s both ways"),
+        ),
+        Chip(
+            "b200",
+            "B200",
+            "10.0",
+            183359 * MIB - TAKEN,
+            8.0e12,
+            2250e12,
+            4500e12,
+            900e9,
+            _sources(
+                SMI,
+                "NVIDIA HGX B200 data sheet at 1,000 W, half of what it gives with sparsity",
+                "NVLink 5: 1.8 TB/s both ways",
+            ),
+        ),
+    )
+}
+
+
+def hardware(name: str) -> Hardware:
+    """The machine of this name: a chip, and "x" with how many. Raises CannotServe naming those that are known."""
+    found = re.fullmatch(r"([a-z0-9]+?)(?:x(\d+))?", name.strip().lower())
+    known = ", ".join(CHIPS)
+    if found is None or found[1] not in CHIPS:
+        guess = nearest(name.strip().lower().partition("x")[0], CHIPS)
+        raise CannotServe(
+            f"--machine {name}: unknown"
+            + (f"; did you mean {guess}?" if guess else "")
+            + f" There is {known}, each with x and a "
+            "number of GPUs behind it, such as h200x8; without --machine, this one is planned for"
+        )
+    gpus = int(found[2] or 1)
+    if not 1 <= gpus <= MOST_GPUS or (gpus > A_NODE and gpus % A_NODE):
+        raise CannotServe(
+            f"--machine {name}: {gpus} GPUs; use 1 to {A_NODE}, or whole nodes of {A_NODE} up to {MOST_GPUS}"
+        )
+    return Hardware(CHIPS[found[1]], gpus)
+
+
+def hardware_of(machine: Machine) -> Hardware | None:
+    """What is known of a real machine's GPUs by the name that the driver gives; None for one without, or of an unknown kind."""
+    for chip in CHIPS.values():
+        if machine.gpus and chip.driver in machine.gpus[0]:
+            return Hardware(chip, len(machine.gpus))
+    return None

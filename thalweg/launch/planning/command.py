@@ -1,0 +1,169 @@
+"""`thalweg plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from thalweg.config.args import Parser, config_parser, parse_config
+from thalweg.config.machines import CHIPS, Hardware, hardware
+from thalweg.config.options import Config
+from thalweg.config.tree import replace
+from thalweg.core.errors import CannotServe, CheckpointError
+from thalweg.launch.planning.layouts import Layout
+
+if TYPE_CHECKING:
+    from thalweg.launch.planning.forecast import Asked, Forecast
+
+Check = Callable[["Forecast", Sequence[str], argparse.Namespace, Console], int]
+
+WIDTH = 120
+SECTIONS = ("model", "load", "memory", "schedule", "sampling", "parallel")
+CONCURRENCY = 32  # where nothing is said
+EPILOG = f"""\
+examples:
+  thalweg plan models/tiny                                   what would be chosen here and why, memory, floors
+  thalweg plan org/name --machine h200x8                     the same for eight H200s, and how to lay the model out on them
+  thalweg plan config.json --machine h100x8 --request-rate 4 --input-len 4000 --output-len 500 --tpot-target 30
+  thalweg plan org/name --machine b200x8 --tp-size 8 --dp-size 8 --ep-size 8 --concurrency 1024
+  thalweg plan models/tiny --check                           starts an engine here, compares its memory with the forecast
+  thalweg plan models/tiny --check --server http://127.0.0.1:30000
+
+MODEL may be a config.json alone. Machines: {", ".join(CHIPS)}, each with x and a number of GPUs. A floor is what no
+program can be faster than: every weight and the context read once, or every product at the data sheet's rate, whichever
+takes longer. docs/plan.md has the formulas."""
+
+
+def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> int:
+    """Prints the plan, or what `check` makes of it; returns the exit status. Raises CannotServe, CheckpointError."""
+    parser = _parser()
+    parsed = parse_config(parser, argv)
+    for notice in parsed.notices:
+        notify(notice)
+    asked = parsed.rest
+    console = Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH, highlight=False)
+    if asked.server and not asked.check:
+        raise CannotServe("--server: is the engine that --check asks; give --check too")
+    if asked.check and asked.machine:
+        raise CannotServe("--check: compares with an engine on this machine; leave --machine out")
+    from thalweg.launch.planning.forecast import forecast
+    from thalweg.launch.planning.show import as_json, show
+
+    with _in_a_folder(parsed.config) as config:
+        made = forecast(config, wanted(config, asked))
+        if asked.check:
+            return check(made, argv, asked, console)
+    if asked.json:
+        print(json.dumps(as_json(made, parsed.config), indent=2))
+    else:
+        show(made, parsed.config, console)
+    return 0
+
+
+@contextmanager
+def _in_a_folder(config: Config) -> Iterator[Config]:
+    """The same with a model that is a folder where it was a config.json alone. Raises CannotServe where that cannot be read."""
+    path = Path(config.model.model).expanduser()
+    if path.suffix != ".json" or not path.is_file():
+        yield config
+        return
+    with TemporaryDirectory(prefix="thalweg-plan-") as folder:
+        try:
+            shutil.copyfile(path, Path(folder, "config.json"))
+        except OSError as error:
+            raise CannotServe(f"model: {path}: {error.strerror}") from error
+        try:
+            yield replace(config, model=folder)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(Path(folder, "config.json")), str(path))) from error
+
+
+def _parser() -> Parser:
+    parser = config_parser(
+        "thalweg plan",
+        "What would be chosen for a model and why, what it takes of memory, and what a machine could do with it at best. Loads no weights.",
+        EPILOG,
+        SECTIONS,
+    )
+    add = parser.add_argument_group("This command").add_argument
+    add("--json", action="store_true", help="print one JSON object")
+    add("--machine", metavar="NAME", help="plan for this machine, such as h200x8 (default: this one)")
+    add("--input-len", type=_positive, default=0, metavar="N", help="tokens of a prompt (default: 1024)")
+    add("--output-len", type=_positive, default=0, metavar="N", help="tokens of an answer (default: 256)")
+    load = "requests at a time on the whole machine"
+    add("--concurrency", type=_positive, metavar="N", help=f"{load} (default: {CONCURRENCY})")
+    add("--request-rate", type=_amount, metavar="X", help="requests a second, in place of --concurrency")
+    target = "milliseconds that {} may take; alone: as many requests as it allows"
+    add("--tpot-target", type=_amount, metavar="MS", help=target.format("a token of an answer"))
+    add("--ttft-target", type=_amount, metavar="MS", help="milliseconds that the first token of a prompt may take")
+    add("--batches", type=_positive, nargs="+", default=[1, 8, 32, 128], metavar="N", help="requests of the floors")
+    add("--contexts", type=_positive, nargs="+", default=[1024, 4096, 16384], metavar="N", help="tokens of the floors")
+    skewed = (
+        "popularity of experts: the i-th best is chosen in proportion to i to the power of -X (default: 0, uniform)"
+    )
+    add("--expert-skew", type=_amount, default=0.0, metavar="X", help=skewed)
+    add("--check", action="store_true", help="start an engine here and compare its memory with the forecast")
+    add("--server", metavar="URL", default="", help="with --check: ask this running server instead")
+    add("--api-key", metavar="KEY", default="", help="with --server: its key, where it has one")
+    return parser
+
+
+def wanted(config: Config, asked: argparse.Namespace) -> Asked:
+    """What the flags ask for. Raises CannotServe for a load or a layout that cannot be."""
+    from thalweg.launch.planning.forecast import Asked
+    from thalweg.launch.planning.search import Load
+
+    if asked.concurrency and asked.request_rate:
+        raise CannotServe(
+            "--concurrency and --request-rate: one of them says how much there is to do; leave the other out"
+        )
+    open_ended = asked.request_rate or asked.tpot_target
+    load = Load(
+        asked.input_len,
+        asked.output_len,
+        asked.concurrency or (0 if open_ended else CONCURRENCY),
+        asked.request_rate or 0.0,
+        (asked.tpot_target or 0.0) / 1e3,
+        (asked.ttft_target or 0.0) / 1e3,
+        asked.expert_skew,
+    )
+    machine = hardware(asked.machine) if asked.machine else None
+    layout = None if machine is None else _layout(config, machine)
+    return Asked(load, machine, layout, tuple(asked.batches), tuple(asked.contexts))
+
+
+def _layout(config: Config, machine: Hardware) -> Layout | None:
+    """The layout that the flags name, in as many copies as the machine has room for; None where they name none."""
+    wish = config.parallel
+    if wish == type(wish)():
+        return None
+    one = Layout(wish.tp_size, wish.dp_size, wish.ep_size, wish.pp_size)
+    if machine.gpus % one.gpus:
+        raise CannotServe(
+            f"--tp-size {one.tp}, --pp-size {one.pp}: {one.gpus} GPUs a copy, of which {machine.name} has no whole number; use a divisor "
+            f"of {machine.gpus}"
+        )
+    return Layout(one.tp, one.dp, one.ep, one.pp, machine.gpus // one.gpus)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _amount(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number that is not negative, got {text}")
+    return value

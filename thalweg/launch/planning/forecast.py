@@ -1,0 +1,348 @@
+"""The whole forecast of `thalweg plan`: the resolver's choices, memory, floors by batch and context, and layouts under a load."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thalweg.config.machine import Machine
+from thalweg.config.machines import CHIPS, Hardware, hardware_of
+from thalweg.config.model import ModelFacts, read_facts
+from thalweg.config.options import Config, ParallelOptions
+from thalweg.core.amounts import size
+from thalweg.core.errors import CannotServe
+from thalweg.core.plan import PAGE
+from thalweg.launch.decide import RULES, NoRoom
+from thalweg.launch.hub import locate
+from thalweg.launch.planning import processor, search
+from thalweg.launch.planning.floors import (
+    Ceilings,
+    Kept,
+    Phase,
+    Shape,
+    by_name,
+    drafting,
+    expected,
+    nextn,
+    phases,
+    seconds,
+    verified,
+)
+from thalweg.launch.planning.layouts import ONE, Layout, why_not
+from thalweg.launch.planning.room import BESIDE, RESERVE, Extent, Room, graph_bytes, slot_bytes, step_bytes
+from thalweg.launch.planning.search import Load, Outcome, Site
+from thalweg.launch.planning.traffic import Collective, collectives
+from thalweg.launch.planning.weights import Widths, held
+from thalweg.launch.resolve import resolve
+from thalweg.launch.resolved import AUTO, Decision, Resolved
+
+INPUT, OUTPUT = 1024, 256  # tokens of a request, where nothing is said
+DRAFTS = (1, 2, 3)
+COUNTS = (1, 2, 4, 8, 16, 32)  # of GPUs that are proposed
+HELD = 0.85  # of all memory, that weights may be of a machine that is proposed
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """A step at best. batch: requests on the whole machine; new: tokens that each computes; experts: distinct ones that a layer reads. phases:
+    seconds by kind, what GPUs send each other among them. work, sends: bytes and FLOPs of one GPU, and what it sends. rate: tokens/s of the
+    machine."""
+
+    batch: int
+    new: int
+    context: int
+    experts: float
+    phases: dict[str, float]
+    work: tuple[Phase, ...]
+    sends: tuple[Collective, ...]
+    seconds: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """A decode step with so many NextN drafts of each request, at best. ratio: of its time to that of a step without, which is how many tokens
+    of a request it must bring to pay."""
+
+    drafts: int
+    seconds: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """facts, resolved: of the model, as one device would run it; where that has not the memory, `alone` says so. hardware: None on a CPU, and
+    for GPUs that no figures are known of. top: what a device does at best, None where that is not known. room: of one GPU alone, None
+    on a CPU. layout: that the floors are of. outcomes: layouts under the load, the best first."""
+
+    facts: ModelFacts
+    resolved: Resolved
+    alone: str
+    hardware: Hardware | None
+    machine: Machine
+    top: Ceilings | None
+    room: Room | None
+    layout: Layout
+    decode: tuple[Floor, ...]
+    prefill: tuple[Floor, ...]
+    drafts: tuple[Drafts, ...]
+    load: Load
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def slots(self) -> float:
+        """Bytes of the running requests' state."""
+        if self.room is not None:
+            return self.room.slots
+        return float(slot_bytes(self.resolved.engine.slots, self.resolved.engine.context, table_entry=8))
+
+    @property
+    def best(self) -> Outcome | None:
+        """The layout that suits the load best, whether this version runs it or not."""
+        return next((one for one in self.outcomes if one.fits), None)
+
+    @property
+    def runs(self) -> Outcome | None:
+        """The best of those that this version runs."""
+        return next((one for one in self.outcomes if one.fits and not not_yet(one.layout)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a plan is made for. hardware: None is this machine. layout: None is the one that suits the load best. batches, contexts: of the floors."""
+
+    load: Load
+    hardware: Hardware | None = None
+    layout: Layout | None = None
+    batches: Sequence[int] = (1, 8, 32, 128)
+    contexts: Sequence[int] = (1024, 4096, 16384)
+
+
+def not_yet(layout: Layout) -> str:
+    """Why this version does not run such a layout; "" where it does."""
+    parallel = ParallelOptions(tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep)
+    return next((rule.why for rule in RULES if rule.when(Config(parallel=parallel))), "")
+
+
+def forecast(config: Config, asked: Asked) -> Forecast:
+    """Loads nothing. Raises CannotServe for wishes that cannot be honoured and for a model that the whole machine has not the memory for,
+    CheckpointError for a checkpoint that is not there or wrong."""
+    if asked.hardware is not None and config.load.device == "cpu":
+        raise CannotServe(
+            f"--device cpu: of {asked.hardware.name} only the GPUs are known; leave it out, or --machine to plan for this machine"
+        )
+    machine = asked.hardware.machine() if asked.hardware is not None else Machine.here()
+    # for a machine that is named, layouts are predicted whether this version runs them or not; here, what cannot run is refused
+    single = config if asked.hardware is None else dataclasses.replace(config, parallel=ParallelOptions())
+    resolved, alone = _resolved(single, machine, asked.hardware is not None)
+    facts = read_facts(resolved.path)
+    load = _load(asked.load, facts)
+    if asked.layout is not None and (why := why_not(facts, asked.layout)):
+        raise CannotServe(f"layout {asked.layout.name}: {why}")
+    on_gpu = resolved.engine.device == "cuda"
+    hardware = (asked.hardware or hardware_of(machine)) if on_gpu else None
+    dequantized = resolved.engine.kernels.decode == "reference"
+    kept = _kept(facts, resolved)
+    if on_gpu:
+        top = None if hardware is None else Ceilings(hardware.chip.read, hardware.chip.bf16, hardware.chip.fp8)
+        widths = Widths.of(facts)
+        room = _room(facts, resolved, machine)
+        if not alone and not resolved.engine.pages and room.pages < 1:
+            alone = (
+                f"memory: {size(round(room.free))} free leave no page for the KV cache beside weights, steps and graphs"
+            )
+        resolved = resolved if alone else _with_pages(resolved, room)
+    else:
+        top = processor.measure(resolved.engine.threads)
+        widths, room = Widths.of(facts, resolved.engine.dtype, dequantized=True), None
+    outcomes: tuple[Outcome, ...] = ()
+    if hardware is not None and top is not None:
+        loaded = Widths.of(facts, resolved.engine.dtype, dequantized)
+        site = Site(hardware, top, widths, kept, lambda layout: _of_layout(facts, resolved, loaded, layout, room))
+        outcomes = tuple(search.outcomes(facts, site, load, hardware.gpus, asked.layout))
+    layout = next((one.layout for one in outcomes if one.fits), ONE)
+    floors = _Floors(facts, layout, widths, kept, top, hardware, load.skew)
+    return Forecast(
+        facts=facts,
+        resolved=resolved,
+        alone=alone,
+        hardware=hardware,
+        machine=machine,
+        top=top,
+        room=room,
+        layout=layout,
+        decode=tuple(floors.decode(asked.batches, asked.contexts)),
+        prefill=tuple(floors.prefill(asked.contexts)),
+        drafts=tuple(floors.drafts(load, next((one.requests for one in outcomes), load.concurrency))),
+        load=load,
+        outcomes=outcomes,
+    )
+
+
+def _load(wish: Load, facts: ModelFacts) -> Load:
+    """The load with lengths, which the model must be able to. Raises CannotServe."""
+    output = wish.output or min(OUTPUT, facts.context // 4)
+    load = dataclasses.replace(wish, input=wish.input or min(INPUT, facts.context - output), output=output)
+    if load.input + load.output > facts.context:
+        raise CannotServe(
+            f"--input-len {load.input} and --output-len {load.output}: {load.input + load.output} tokens, and the model has "
+            f"{facts.context}; use shorter ones"
+        )
+    return load
+
+
+def _resolved(config: Config, machine: Machine, named: bool) -> tuple[Resolved, str]:
+    """As one device would run it, and why it cannot alone: then as if one had the memory of all, since their layouts cut the weights. named: whether
+    the machine was, so that another could be."""
+    try:
+        return resolve(config, machine, weights=False), ""
+    except NoRoom as error:
+        together = dataclasses.replace(machine, gpu_free=machine.gpu_free * len(machine.gpus))
+        try:
+            if len(machine.gpus) > 1:
+                return resolve(config, together, weights=False), str(error)
+        except NoRoom as of_all:
+            error = of_all
+        raise NoRoom(f"{error}{_larger(config) if named else ''}") from error
+
+
+def _larger(config: Config) -> str:
+    """Which of the machines that are known would hold the weights."""
+    facts = read_facts(locate(config.model.model, config.model.revision, config.model.hf_token).folder)
+    weights = sum(held(facts, Widths.of(facts)).values())
+    found = []
+    for chip in CHIPS.values():
+        fits = (count for count in COUNTS if chip.memory * count * HELD > weights)
+        found += [Hardware(chip, count).name for count in fits][:1]
+    return f" (the weights would fit into {', '.join(found)})" if found else ""
+
+
+def _kept(facts: ModelFacts, resolved: Resolved) -> Kept:
+    """From the planes that the model has."""
+    index = sum(plane.bytes_per_token for plane in resolved.sizes.planes if plane.name == "index")
+    own = 0 if facts.indexer is None else sum(facts.indexer.full)
+    return Kept((resolved.sizes.kv_bytes - index) / facts.layers, index / own if own else 0.0)
+
+
+def _extent(resolved: Resolved) -> Extent:
+    engine = resolved.engine
+    return Extent(engine.slots, engine.budget, engine.context, engine.graphs, engine.pieces)
+
+
+def _room(facts: ModelFacts, resolved: Resolved, machine: Machine) -> Room:
+    """Of the one GPU that this version uses."""
+    extent = _extent(resolved)
+    room = Room(
+        free=machine.gpu_free,
+        beside=BESIDE,
+        weights=resolved.sizes.weight_bytes,
+        step=step_bytes(facts, extent),
+        graphs=graph_bytes(facts, extent),
+        slots=0.0,
+        reserve=RESERVE,
+        page=resolved.sizes.kv_bytes * PAGE,
+    )
+    # slots are as long as the longest sequence, which is no longer than what the pages hold
+    context = min(extent.context, max(room.tokens, PAGE))
+    return dataclasses.replace(room, slots=slot_bytes(extent.slots + 1, context))
+
+
+def _of_layout(facts: ModelFacts, resolved: Resolved, loaded: Widths, layout: Layout, alone: Room | None) -> Room:
+    """Of one GPU of a layout: its part of weights and cache, and what an engine takes anyway."""
+    assert alone is not None
+    if layout.tp == layout.pp == 1:
+        return alone
+    extent = _extent(resolved)
+    kept = resolved.sizes.kv_bytes * -(-facts.layers // layout.pp) / facts.layers
+    cut = 1 if facts.mla is not None else min(layout.attention, facts.kv_heads)
+    rotary = 4 * facts.context * facts.rope.dim
+    return dataclasses.replace(
+        alone,
+        weights=sum(held(facts, loaded, layout).values()) + rotary,
+        step=step_bytes(facts, extent, layout.tp),
+        graphs=graph_bytes(facts, extent, layout.tp),
+        page=kept * PAGE / cut,
+    )
+
+
+def _with_pages(resolved: Resolved, room: Room) -> Resolved:
+    """With the pages that are expected where the engine will measure them, in place of the resolver's first estimate."""
+    if resolved.engine.pages:
+        return resolved
+    context = min(resolved.engine.context, max(room.tokens, 1))
+    why = "expected, which the engine replaces by what it measures: see the memory above"
+    decisions = []
+    for one in resolved.decisions:
+        if one.name == "pages":
+            one = Decision("pages", room.pages, AUTO, why)
+        elif one.name == "context_length" and context < resolved.engine.context:
+            one = Decision("context_length", context, AUTO, "what the KV cache is expected to hold")
+        decisions.append(one)
+    return dataclasses.replace(resolved, pages=room.pages, context=context, decisions=tuple(decisions))
+
+
+class _Floors:
+    """Makes them for one layout."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        layout: Layout,
+        widths: Widths,
+        kept: Kept,
+        top: Ceilings | None,
+        hardware: Hardware | None,
+        skew: float,
+    ) -> None:
+        self.facts, self.layout, self.widths, self.kept, self.skew = facts, layout, widths, kept, skew
+        self.top, self.hardware = top, hardware
+
+    def decode(self, batches: Sequence[int], contexts: Sequence[int]) -> list[Floor]:
+        if self.top is None:
+            return []
+        return [self._floor(batch, 1, context) for batch in batches for context in self._known(contexts)]
+
+    def prefill(self, contexts: Sequence[int]) -> list[Floor]:
+        if self.top is None:
+            return []
+        return [self._floor(1, context, context) for context in self._known(contexts)]
+
+    def drafts(self, load: Load, requests: int) -> list[Drafts]:
+        """Of a model with a NextN layer under this load."""
+        if self.top is None or not self.facts.nextn or self.facts.moe is None or not requests:
+            return []
+        plain = self._drafted(load, requests, 0)
+        made = [(count, self._drafted(load, requests, count)) for count in DRAFTS]
+        return [Drafts(count, taken, taken / plain) for count, taken in made]
+
+    def _drafted(self, load: Load, requests: int, count: int) -> float:
+        assert self.top is not None
+        facts, layout = self.facts, self.layout
+        active = min(-(-requests // layout.copies), layout.dp)
+        rows, context = -(-requests // layout.caches), min(load.input + load.output // 2, facts.context)
+        shape = Shape(rows, 1, context, skew=self.skew, attentions=active)
+        taken = seconds(drafting(facts, shape, count, layout, self.widths, self.kept), self.top)
+        if self.hardware is None:
+            return taken
+        sends = [*collectives(facts, verified(shape, count), layout), *collectives(nextn(facts), shape, layout) * count]
+        return taken + sum(one.seconds(self.hardware) for one in sends)
+
+    def _known(self, contexts: Sequence[int]) -> list[int]:
+        """Those that the model can, or its longest."""
+        return [one for one in contexts if one <= self.facts.context] or [self.facts.context]
+
+    def _floor(self, batch: int, new: int, context: int) -> Floor:
+        assert self.top is not None
+        facts, layout = self.facts, self.layout
+        active = min(-(-batch // layout.copies), layout.dp)
+        rows = -(-batch // layout.caches)
+        shape = Shape(rows, new, context, skew=self.skew, attentions=active)
+        work = phases(facts, shape, layout, self.widths, self.kept)
+        sends = collectives(facts, shape, layout) if self.hardware is not None else []
+        found = by_name(work, self.top)
+        if self.hardware is not None and sends:
+            found["sending"] = sum(one.seconds(self.hardware) for one in sends)
+        total = sum(found.values())
+        experts = 0.0 if facts.moe is None else expected(facts.moe, shape.tokens * active, self.skew)
+        return Floor(batch, new, context, experts, found, tuple(work), tuple(sends), total, batch * new / total)

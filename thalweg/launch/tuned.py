@@ -1,0 +1,152 @@
+"""What `thalweg tune` has written for this device: where it lies, and what of it can be used. Nothing is searched here.
+
+A folder for a device and the versions of what computes on it, in it a file for each operation and shape:
+`~/.cache/thalweg/tuned/nvidia-h100-80gb-hbm3-torch-2.11.0-triton-3.6.0/thin-3648-2048-2-0.json`. The same folders beside the package,
+`thalweg/tuned/`, come first; what a user has tuned takes the place of theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+import thalweg
+from thalweg.config.machine import Machine
+from thalweg.config.options import Config
+from thalweg.core.kernels import Choices, TunedRow
+from thalweg.engine import caches
+from thalweg.kernels.tuned import SOURCES, digest
+from thalweg.launch.ledger import Ledger
+from thalweg.launch.resolved import ASKED, AUTO
+
+log = logging.getLogger("thalweg.launch")
+
+NAME = "tuned_kernels"
+PACKAGED = Path(thalweg.__file__).parent / "tuned"
+DEFAULT = "default table"
+
+
+class Found(msgspec.Struct, frozen=True):
+    """One case of a file. candidates: how many were tried. us, default_us: of a call."""
+
+    case: str
+    default: Choices
+    choice: Choices
+    us: float
+    default_us: float
+    candidates: int
+
+
+class File(msgspec.Struct, frozen=True):
+    """What is known of one operation and shape. source: digest of the code that was measured. made: when, and from which commit."""
+
+    operation: str
+    key: Choices
+    device: str
+    versions: dict[str, str]
+    source: str
+    found: tuple[Found, ...]
+    made: dict[str, object] = {}
+
+
+def device_name(machine: Machine, device: str) -> str:
+    return machine.gpus[0] if device == "cuda" and machine.gpus else machine.cpu
+
+
+def versions(device: str) -> dict[str, str]:
+    """Of what computes there."""
+    names = ("torch", "triton") if device == "cuda" else ("torch",)
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def folder_name(device: str, versions: dict[str, str]) -> str:
+    return _slug("-".join([device, *(f"{name}-{version}" for name, version in versions.items())]))
+
+
+def file_name(operation: str, key: Choices) -> str:
+    return _slug("-".join(map(str, (operation, *key)))) + ".json"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9._]+", "-", text.lower()).strip("-")
+
+
+def folders(machine: Machine, device: str, cache_dir: str) -> tuple[Path, Path]:
+    """Of this device: beside the package, and the user's."""
+    name = folder_name(device_name(machine, device), versions(device))
+    return PACKAGED / name, Path(cache_dir or caches.DEFAULT).expanduser() / "tuned" / name
+
+
+def decide(config: Config, machine: Machine, device: str, ledger: Ledger) -> tuple[TunedRow, ...]:
+    """The choices to use, and a word about them in the report."""
+    if not config.load.tuned_kernels:
+        ledger.note(NAME, DEFAULT, ASKED, "")
+        return ()
+    rows: dict[tuple[str, Choices, Choices], TunedRow] = {}
+    used = []
+    for folder in folders(machine, device, config.load.cache_dir or ""):
+        found = list(read(folder, device_name(machine, device), versions(device)))
+        rows |= {(row.operation, row.key, row.default): row for file in found for row in changes(file)}
+        used += [str(folder)] * bool(found)
+    if not used:
+        ledger.note(NAME, DEFAULT, AUTO, "`thalweg tune` has not run for this device and these versions")
+        return ()
+    ledger.note(NAME, used[-1], AUTO, f"{len(rows)} choices there are faster than the kernels' own tables")
+    return tuple(rows.values())
+
+
+def changes(file: File) -> Iterator[TunedRow]:
+    """What differs from the tables."""
+    for one in file.found:
+        if one.choice != one.default:
+            yield TunedRow(file.operation, file.key, one.default, one.choice)
+
+
+def read(folder: Path, device: str, versions: dict[str, str]) -> Iterator[File]:
+    """The files that can be used. All others together are worth one warning: they are ignored."""
+    wrong = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            file = load(path)
+        except (OSError, msgspec.MsgspecError) as error:
+            wrong.append(f"{path.name} cannot be read ({error})")
+            continue
+        why = unfit(file, device, versions)
+        if why:
+            wrong.append(f"{path.name} {why}")
+        else:
+            yield file
+    if wrong:
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        log.warning("%s: not used: %s%s; `thalweg tune` makes them anew", folder, wrong[0], more)
+
+
+def load(path: Path) -> File:
+    """Raises OSError, msgspec.MsgspecError."""
+    return msgspec.json.decode(path.read_bytes(), type=File)
+
+
+def unfit(file: File, device: str, versions: dict[str, str]) -> str:
+    """Why a file is not for this device and this code; "" where it is."""
+    if file.operation not in SOURCES:
+        return f"is for an operation that is not known here, {file.operation!r}"
+    if file.device != device:
+        return f"was made on another device, {file.device}"
+    if file.versions != versions:
+        return f"was made with other versions, {file.versions}"
+    if file.source != digest(file.operation):
+        return "was made for another version of the kernel"
+    if any(len(one.choice) != len(one.default) for one in file.found):
+        return "has choices of a form that is not known here"
+    return ""

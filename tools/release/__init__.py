@@ -1,0 +1,1 @@
+"""Docs made from committed results, and the gate before a release."""

@@ -1,0 +1,174 @@
+"""Tables in the docs, made from committed results: `python -m tools.release.docs` writes them anew (`make docs`), `--check` only looks.
+
+In a page, what stands between `<!-- table: KIND FILE -->` and `<!-- end -->` is made here: KIND is one of `tables.KINDS`, FILE a path under
+benchmarks/. `<!-- table: support -->` makes the lines of `benchmarks/index.yaml`. All other text is written by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from thalweg.bench.ablate_plot import plot
+from thalweg.bench.readings import ReadError
+from tools.release import tables
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+PAGES = ("docs/benchmarks.md", "docs/ablations.md", "docs/support.md")
+BY_HAND = ("README.md", "docs/kernels.md", "docs/structured-output.md")  # their tables name results in their section
+BLOCK = re.compile(r"^<!-- table: (?P<order>[^\n]*?) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S)
+SECTION = re.compile(r"^#{1,6} ", re.M)
+NAMED = re.compile(r"benchmarks/[\w./*-]*[\w*/]")
+TABLE = re.compile(r"(?:^\|[^\n]*\n)+", re.M)
+MEASURED = re.compile(
+    r"^[~≈<>±]?\s*[\d.,]+(?:\s*(?:/|–|-|±|×|%|ms|us|µs|s|tok/s|GB/s|TB/s|TFLOP/s|MiB|GiB|GB)\s*[\d.,]*)*$"
+)
+
+
+class DocsError(Exception):
+    """A page or a result that does not fit; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """benchmarks/index.yaml."""
+
+    results: Sequence[dict[str, Any]]
+    support: Sequence[dict[str, Any]]
+
+
+@cache
+def index() -> Index:
+    tree = yaml.safe_load((BENCHMARKS / "index.yaml").read_text(encoding="utf-8"))
+    return Index(tree["results"], tree["support"])
+
+
+def read(name: str) -> dict[str, Any]:
+    """A result by its path under benchmarks/. Raises DocsError."""
+    try:
+        found = json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DocsError(f"benchmarks/{name}: {error}") from error
+    if not isinstance(found, dict):
+        raise DocsError(f"benchmarks/{name}: a result is a JSON object")
+    return found
+
+
+def made(order: str) -> str:
+    """The lines that an order in a page stands for. Raises DocsError."""
+    kind, _, name = order.partition(" ")
+    if kind == "support":
+        return "\n".join(support())
+    if kind not in tables.KINDS:
+        raise DocsError(f"<!-- table: {order} -->: unknown kind; there is {', '.join(tables.KINDS)}, support")
+    result = read(name)
+    try:
+        lines = tables.KINDS[kind](result)
+    except (KeyError, TypeError, IndexError, ReadError) as error:
+        raise DocsError(f"benchmarks/{name} is no result of the kind {kind}: {error!r}") from error
+    return "\n".join([*lines, "", source(name, result)])
+
+
+def source(name: str, result: dict[str, Any]) -> str:
+    """The line below a table: the file, the machine, when and of which commit."""
+    when = str(result.get("date", ""))[:10]
+    commit = str(result.get("commit", ""))
+    shown = f"commit {commit[:7]}{'+changes' if commit.endswith('+changes') else ''}" if commit else ""
+    told = [tables.where(result), when, shown]
+    return f"*[`benchmarks/{name}`](../benchmarks/{name}): {', '.join(one for one in told if one)}*"
+
+
+def support() -> list[str]:
+    """The lines of docs/support.md."""
+    heads = ["model", "format", "machine", "recommended settings", "limits", "measured", "result"]
+    rows = []
+    for one in index().support:
+        result = read(one["result"])
+        link = f"[{one['result']}](../benchmarks/{one['result']})"
+        cells = [one[name] for name in ("model", "format", "machine", "settings", "limits")]
+        rows.append([*cells, tables.say(result), link])
+    return tables.table(heads, rows)
+
+
+def pictures(page: str) -> dict[Path, str]:
+    """The plots beside the ablations of a page, as their results make them."""
+    orders = [found["order"].partition(" ") for found in BLOCK.finditer(page)]
+    return {(BENCHMARKS / name).with_suffix(".svg"): plot(read(name)) for kind, _, name in orders if kind == "ablation"}
+
+
+def renewed(page: str) -> str:
+    """A page with its tables made anew. Raises DocsError for an order that cannot be made."""
+    if page.count("<!-- table: ") != len(BLOCK.findall(page)):
+        raise DocsError("a <!-- table: ... --> without its <!-- end --> on a line of its own")
+    return BLOCK.sub(lambda found: f"<!-- table: {found['order']} -->\n\n{made(found['order'])}\n\n<!-- end -->", page)
+
+
+def unbacked(page: str) -> list[str]:
+    """First lines of the tables that hold measured numbers and are not made from a result."""
+    rest = BLOCK.sub("", page)
+    return [found.group().partition("\n")[0] for found in TABLE.finditer(rest) if _measured(found.group())]
+
+
+def unnamed(page: str) -> list[str]:
+    """First lines of the tables with measured numbers in whose section no result is named that is there."""
+    found = []
+    for section in SECTION.split(page):
+        if not any(any(ROOT.glob(name)) for name in NAMED.findall(section)):
+            found += unbacked(section)
+    return found
+
+
+def _measured(table: str) -> bool:
+    """Whether a cell behind the first column is nothing but a number, with or without its unit."""
+    rows = [row.strip().strip("|").split("|")[1:] for row in table.splitlines()[2:]]
+    return any(MEASURED.match(cell.strip().strip("*")) for row in rows for cell in row if cell.strip())
+
+
+def wrong() -> list[str]:
+    """What is wrong with the pages, in words; [] when all is well."""
+    found = []
+    for name in PAGES:
+        page = (ROOT / name).read_text(encoding="utf-8")
+        try:
+            if renewed(page) != page:
+                found.append(f"{name}: a table differs from its result; run `make docs`")
+            for path, picture in pictures(page).items():
+                if not path.is_file() or path.read_text(encoding="utf-8") != picture:
+                    found.append(f"{name}: {path.name} differs from its result; run `make docs`")
+        except DocsError as error:
+            found.append(f"{name}: {error}")
+        found += [f"{name}: the table {head!r} has no result behind it" for head in unbacked(page)]
+    for name in BY_HAND:
+        heads = unnamed((ROOT / name).read_text(encoding="utf-8"))
+        found += [f"{name}: no result that is there is named in the section of the table {head!r}" for head in heads]
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """0: the pages are true; 1: they are not, or cannot be made."""
+    if "--check" not in words:
+        try:
+            for name in PAGES:
+                path = ROOT / name
+                page = path.read_text(encoding="utf-8")
+                path.write_text(renewed(page), encoding="utf-8")
+                for place, picture in pictures(page).items():
+                    place.write_text(picture, encoding="utf-8")
+        except DocsError as error:
+            print(f"make docs: {error}", file=sys.stderr)
+            return 1
+    problems = wrong()
+    print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
