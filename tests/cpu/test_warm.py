@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,16 +19,30 @@ from thalweg.config.machine import Machine
 from thalweg.config.model import read_facts
 from thalweg.config.tree import config_of
 from thalweg.core.errors import CannotServe
+from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE, Needs
 from thalweg.engine import caches, memory
-from thalweg.engine.kinds import ALL_NEEDS, few, fine, kinds, ladder, largest, reaches, samplings
+from thalweg.engine.kinds import (
+    ALL_NEEDS,
+    CHUNK,
+    DECODE_QUERY,
+    cached,
+    few,
+    fine,
+    kinds,
+    ladder,
+    largest,
+    reaches,
+    samplings,
+)
 from thalweg.engine.memory import Graphs, Sums, settle
 from thalweg.engine.settings import EngineSettings
 from thalweg.engine.warm import thin, warm
 from thalweg.launch.report import as_json, show
-from thalweg.launch.resolve import resolve
+from thalweg.launch.resolve import paced, resolve
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
+from thalweg.models.one_by_one import OneByOne
 from thalweg.runner.runner import Runner
 from thalweg.weights.stream import fill_dummy
 
@@ -40,7 +56,12 @@ GB = 10**9
 )
 def test_kinds_keep_to_the_limits(slots: int, budget: int, context: int) -> None:
     sampled = list(samplings(min(slots, budget), context))
-    plans = [*kinds(slots, budget, context), *largest(slots, budget, context), *sampled]
+    plans = [
+        *kinds(slots, budget, context),
+        *largest(slots, budget, context),
+        *cached(slots, budget, context),
+        *sampled,
+    ]
     for plan in plans:
         assert 0 < len(plan.rows) <= slots and plan.tokens <= budget and plan.reach <= context
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
@@ -66,7 +87,7 @@ def test_every_kind_is_there() -> None:
     mixed = [plan for plan in plans if plan.rows[0].n == 1 and plan.rows[-1].n > 4]
     assert {1, 2, 3, 16, 17, 63} <= {len(plan.rows) - 1 for plan in mixed}
     assert any(plan.rows[-1].start and not plan.rows[-1].emit for plan in mixed)
-    assert any(row.score_from < row.score_to for plan in plans for row in plan.rows)
+    assert {5, 20, 100, 299} <= {row.score_to - row.score_from for plan in plans for row in plan.rows}
     assert {1, 2, 3, 4} == {row.n for plan in plans for row in plan.rows if not row.emit and row.n < 5}
 
 
@@ -103,6 +124,88 @@ def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.Monk
     warm(Runner(model, model, planes, slots), SETTINGS_TINY, 128, lambda done, total: ways.append(total))
     assert len(ways) == ways[0] > 40
     assert all(torch.isfinite(plane.float()).all() for plane in planes.tensors())
+
+
+ALONE = KernelChoice(decode="torch", prefill="torch", deterministic=True)
+
+
+def test_a_model_that_computes_one_token_at_a_time_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no module, and what is run ahead is what it runs: single tokens. What is measured are a few of them."""
+    model = catalog.build(read_facts(TINY), torch.float32)
+    assert isinstance(model, torch.nn.Module)
+    fill_dummy(model)
+    alone = OneByOne(model)
+    runner = Runner(alone, alone, Planes(model.planes(), 1), Slots(5, 512, torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen: list[torch.Size] = []
+    forward = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda *given: seen.append(given[1].ids_T.shape) or forward(*given))
+    settings = msgspec.structs.replace(SETTINGS_TINY, kernels=ALONE, slots=4, budget=2048)
+    warm(runner, settings, 512, lambda done, total: None)
+    assert set(seen) == {(1,)} and len(seen) < 1500
+    measured = list(memory._largest(settings, runner, 512))
+    assert sum(plan.tokens for _, plan in measured) <= settings.slots + 1
+    assert {of.model for of, plan in measured} == {model, alone}
+    seen.clear()
+    for of, plan in measured:
+        assert plan.reach == 512 and of.sample(of.forward(plan)) is not None
+    assert len(seen) == 5
+    assert memory._kept(settings, alone) == 2 * 2048 * model.facts.hidden * 4 and not memory._kept(settings, model)
+
+
+def test_plain_attention_is_measured_at_its_longest_context() -> None:
+    beside = msgspec.structs.replace(SETTINGS_TINY, kernels=KernelChoice(decode="torch"), slots=8, budget=1024)
+    model = catalog.build(read_facts(TINY), torch.float32)
+    runner = Runner(model, model, Planes(model.planes(), 1), Slots(9, 64, torch.device("cpu")))
+    plans = [plan for _, plan in memory._largest(beside, runner, 100_000)]
+    (longest,) = [plan for plan in plans if plan.reach > memory.REFERENCE_CONTEXT]
+    assert longest.reach == 100_000 and len(longest.rows) == 8 and 8 < longest.tokens < 100
+    assert all(plan.reach == 50 for _, plan in memory._largest(beside, runner, 50))
+
+
+@pytest.mark.parametrize(("slots", "budget", "context"), [(256, 8192, 4096), (64, 8192, 1000), (2, 512, 1 << 17)])
+def test_what_gathers_most_context_is_measured(slots: int, budget: int, context: int) -> None:
+    whole, chunks = cached(slots, budget, context)
+    for plan in (whole, chunks):
+        assert all(row.start >= row.n > DECODE_QUERY for row in plan.rows) and plan.tokens <= budget
+    gathered = [sum(row.start + row.n for row in plan.rows) for plan in (whole, chunks)]
+    assert CHUNK - context < gathered[0] <= CHUNK < gathered[1]
+    settings = msgspec.structs.replace(SETTINGS_TINY, kernels=KernelChoice(decode="triton"), slots=slots, budget=budget)
+    model = catalog.build(read_facts(TINY), torch.float32)
+    runner = Runner(model, model, Planes(model.planes(), 1), Slots(2, 64, torch.device("cpu")))
+    assert {whole, chunks} < {plan for _, plan in memory._largest(settings, runner, context)}
+
+
+def test_chunks_of_cached_context_are_run_within_any_budget() -> None:
+    """Where as many prompts of five tokens as fill a chunk do not fit in a step, those of two do, behind a decoding row."""
+    for slots, budget, context in ((256, 100, 512), (256, 8192, 512)):
+        cached_of = []
+        for plan in kinds(slots, budget, context):
+            decoded = plan.rows[0].n if plan.rows[0].n <= DECODE_QUERY else 0
+            cached_of.append(sum(row.start for row in plan.rows if row.n != decoded))
+        assert max(cached_of) > CHUNK
+
+
+def test_the_numbers_of_attention_on_pages_are_its_own() -> None:
+    tree = ast.parse((Path(memory.__file__).parents[1] / "layers" / "paged.py").read_text())
+    given = {
+        each.targets[0].id: eval(ast.unparse(each.value))
+        for each in tree.body
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
+        if each.targets[0].id in ("CHUNK", "DECODE_QUERY")
+    }
+    assert given == {"CHUNK": CHUNK, "DECODE_QUERY": DECODE_QUERY}
+
+
+def test_steps_of_single_tokens_are_not_paced() -> None:
+    machine = Machine("Test CPU", 8, 100 * GB, 50 * GB, ("NVIDIA H100 80GB HBM3",), 80 * GB)
+
+    def beside(**wishes: Any) -> object:
+        return resolve(config_of(model=str(TINY), **wishes), machine, weights=False, progress=False).engine.beside
+
+    assert beside() is None and beside(chunked_prefill_size=512) == ()
+    assert not paced("cuda", ALONE) and paced("cuda", KernelChoice(decode="torch")) and not paced("cpu", KernelChoice())
+    assert paced("cuda", KernelChoice(decode="triton", deterministic=True))
 
 
 SUMS = Sums(free=50 * GB, step=3 * GB, graphs=2 * GB, slots=GB // 2, reserve=GB, page=2_000_000)

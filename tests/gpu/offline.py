@@ -22,6 +22,7 @@ from tests.gpu import shapes
 from tests.gpu.test_models import STEPS
 from thalweg.core.kernels import KernelChoice
 from thalweg.kernels import pdl
+from thalweg.kernels.wide import triton as wide
 from thalweg.layers.kernel_parts import KernelParts
 from thalweg.models import catalog
 
@@ -98,6 +99,7 @@ def pretend() -> Compiled:
     for module in [pdl, *(one for name, one in sys.modules.items() if name.startswith("thalweg.kernels."))]:
         if hasattr(module, "launch_options"):
             vars(module)["launch_options"] = lambda tensor: {"PDL": True, "launch_pdl": True}
+    vars(wide)["_hopper"] = lambda tensor: True
     vars(torch)["mm"] = mm
     return compiled
 

@@ -257,6 +257,13 @@ def fp8_weight(outputs: int, inner: int) -> tuple[Tensor, Tensor]:
     return codes.cuda(), scale.cuda()
 
 
+def test_fp8_products_of_many_rows_do_without_cublas_where_it_has_no_block_scaling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm", raising=False)
+    assert not fp8_gemm._flat.__wrapped__(torch.device("cuda"))
+
+
 @pytest.mark.parametrize("backend", sorted(fp8_gemm.PRODUCTS))
 def test_fp8_products_agree(backend: str) -> None:
     if "deep_gemm" in backend and not deep_gemm.available():

@@ -13,7 +13,7 @@ from thalweg.memory.planes import FP8, Planes, vectors
 ROWS = [(99, 1), (64, 9), (0, 20), (200, 7)]  # tokens before the step, tokens of it: one decodes, three are prompts'
 
 
-def step(dtype: torch.dtype = torch.bfloat16, rows: list[tuple[int, int]] = ROWS) -> PagedStep:
+def step(dtype: torch.dtype = torch.bfloat16, rows: list[tuple[int, int]] = ROWS, gathers: bool = True) -> PagedStep:
     tokens = sum(n for _, n in rows)
     zeros_T = torch.zeros(tokens, dtype=torch.int64)
     groups = tuple(Group(i, 1, sum(n for _, n in rows[:i]), n, at + n) for i, (at, n) in enumerate(rows))
@@ -24,7 +24,7 @@ def step(dtype: torch.dtype = torch.bfloat16, rows: list[tuple[int, int]] = ROWS
     torch.nn.Module.__init__(steps)
     for name in ("cos", "sin"):
         steps.register_buffer(name, torch.zeros(1, 1))
-    steps.prepare = paged.nothing
+    steps.prepare, steps.gathers = paged.nothing, gathers
     return steps.step(batch, Planes((vectors("latent", 0, 8, dtype),), 2))
 
 
@@ -55,3 +55,8 @@ def test_what_does_not_fit_or_was_rounded_comes_in_chunks_of_what_is_cached(
 def test_where_nothing_is_cached_there_is_nothing_to_gather(rows: list[tuple[int, int]]) -> None:
     made = step(rows=rows)
     assert made.whole is None and made.prefixes == ()
+
+
+def test_a_backend_that_reads_pages_is_told_of_no_context() -> None:
+    made = step(gathers=False)
+    assert made.rest is not None and any(made.rest.cached) and made.whole is None and made.prefixes == ()

@@ -23,6 +23,7 @@ from thalweg.engine.settings import EngineSettings
 from thalweg.layers.indexer import Indexer
 from thalweg.layers.parts import ReferenceParts
 from thalweg.models import catalog
+from thalweg.models.one_by_one import OneByOne
 from thalweg.weights.stream import fill_dummy
 
 TOPK, PROMPT, NEW = 2048, 3900, 12
@@ -131,6 +132,18 @@ def test_bits_depend_on_the_sequence_alone(cuda: torch.device) -> None:
     plain = deterministic.answers(engine(**deterministic.PLAIN), "seeded", alone=True)
     got = deterministic.answers(engine(**deterministic.CASES["overlap, prefix hits"]), "seeded", alone=False)
     deterministic.assert_equal_bits(plain, got)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, FP8], ids=["bf16", "fp8"])
+def test_a_deterministic_one_starts_warm(shape: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
+    """Every token is a step of its own: what runs before the first request, and what is measured, is one token's."""
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    of = engine(tmp_path, warmup=True, deterministic_inference=True, max_running_requests=4)
+    assert of.settings.warm and of.settings.beside == () and isinstance(of.runner.model, OneByOne)
+    prompts = [tuple(range(100)), tuple(range(7, 50))]
+    params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)] * 2
+    together = tokens(of, prompts, params)
+    assert together == [tokens(of, [prompt], params[:1])[0] for prompt in prompts]
 
 
 def same_weights(monkeypatch: Any) -> None:

@@ -37,6 +37,10 @@ class Work(NamedTuple):
     pair: int
     token: int = 0
 
+    def pairs(self, reach: int) -> int:
+        """Of one query token and a context of whole pages."""
+        return self.pair * -(-reach // PAGE) * PAGE
+
 
 class Span:
     """One group and its context, cut into tiles that bound the memory of scores."""
@@ -53,8 +57,7 @@ class Span:
         self._biases = {self.tiles[0]: self._make_bias(self.tiles[0])} if len(self.tiles) == 1 else {}
 
     def _tiles(self, work: Work) -> Iterator[Tile]:
-        most = TILE_ELEMENTS_ON_GPU if self.table_RP.is_cuda else TILE_ELEMENTS
-        step = max(most // (self.rows * max(work.pair * self.pages * PAGE, work.token)), 1)
+        step = max(_most(self.table_RP) // (self.rows * max(work.pairs(self.reach), work.token)), 1)
         for start in range(0, self.query, step):
             stop = min(start + step, self.query)
             # positions are consecutive: a query token reaches no further than the group's reach less the tokens behind it
@@ -129,8 +132,35 @@ def counting(context: int, device: torch.device) -> Tensor:
 def step_of(batch: Batch, planes: Planes, cis: Tensor, counting_S: Tensor, work: Work) -> Step:
     """cis: the whole rotary table [context, dim / 2]."""
     cis_T1c = cis.index_select(0, batch.positions_T).unsqueeze(1)
-    spans = tuple(Span(batch, group, counting_S, work) for group in batch.groups)
+    parts = (part for group in batch.groups for part in _cut(batch, group, work))
+    spans = tuple(Span(batch, part, counting_S, work) for part in parts)
     return Step(batch, planes, cis_T1c, spans, max(span.reach for span in spans))
+
+
+def _most(x: Tensor) -> int:
+    return TILE_ELEMENTS_ON_GPU if x.is_cuda else TILE_ELEMENTS
+
+
+def _cut(batch: Batch, group: Group, work: Work) -> Iterator[Group]:
+    """Consecutive rows of a group: as many together as have one query token each within the bound, since no tile is smaller. Each part reaches as
+    far as its own rows. A step that is being recorded has no extents and stays whole: it is good for contexts of any length."""
+    most = _most(batch.table_RP)
+    if not batch.extents or group.rows * work.pairs(group.reach) <= most:
+        yield group
+        return
+    first, stop, reach = group.row_start, group.row_start + group.rows, 0
+    for row in range(first, stop):
+        own = batch.extents[row].reach
+        if row > first and (row + 1 - first) * work.pairs(max(reach, own)) > most:
+            yield _rows(group, first, row, reach)
+            first, reach = row, 0
+        reach = max(reach, own)
+    yield _rows(group, first, stop, reach)
+
+
+def _rows(group: Group, first: int, stop: int, reach: int) -> Group:
+    token = group.token_start + (first - group.row_start) * group.query
+    return Group(first, stop - first, token, group.query, reach)
 
 
 def join_groups(parts: list[Tensor]) -> Tensor:

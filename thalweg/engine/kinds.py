@@ -16,6 +16,7 @@ from thalweg.core.plan import PAGE, Needs, Row, StepPlan
 DENSE = 80  # tokens up to which every number is met
 DECODE_QUERY = 4  # more tokens of a row than this are a prompt's
 CHUNK = 1 << 14  # tokens of context up to which prompts' rows are attended to in one piece
+SCORES = 5, 20, 100, 299  # positions of a prompt that go through the head: other kernels up to 8, 64, 128 and beyond
 GREEDY = Needs()
 NEEDS = (
     Needs(random=True),
@@ -97,12 +98,26 @@ def kinds(slots: int, budget: int, context: int) -> Iterator[StepPlan]:
     rows = CHUNK // context + 1
     if rows <= slots and 5 * rows <= most and context > 5:
         yield plan([(context - 5, 5, False)] * rows)
+    if rows < slots and 2 * rows < most and context > 2:
+        yield plan([(context - 1, 1, True)] + [(context - 2, 2, False)] * rows)
     for rows, n, start in product([0, *few(slots - 1)], (5, 48, 300), (0, PAGE)):
         if 0 < rows <= most - n and start + n <= context:
             yield plan([(start + n - 1, 1, True)] * rows + [(start, n, True)])
             yield plan([(context - 1, 1, True)] * rows + [(start, n, False)])
     if min(most, context) > 1:
-        yield plan([(0, min(most, context, 300), True)], scored=True)
+        yield from scored(min(most, context))
+
+
+def scored(most: int) -> Iterator[StepPlan]:
+    """Prompts of up to so many tokens, whose log-probabilities are asked for."""
+    for tokens in sorted({min(most, positions + 1) for positions in SCORES}):
+        yield plan([(0, tokens, True)], scored=True)
+
+
+def singles(context: int) -> Iterator[StepPlan]:
+    """One token behind contexts of every length: all that a model runs which computes its tokens one by one."""
+    for reach in reaches(context):
+        yield plan([(reach - 1, 1, True)])
 
 
 def samplings(rows: int, context: int) -> Iterator[StepPlan]:
@@ -113,9 +128,19 @@ def samplings(rows: int, context: int) -> Iterator[StepPlan]:
 
 def largest(slots: int, budget: int, context: int) -> Iterator[StepPlan]:
     """The steps that take most memory: a whole budget of fresh prompts, and one of a prompt's end beside as many decoding requests as there
-    are, where every row asks for everything that can be asked of sampling."""
+    are, where every row asks for everything that can be asked of sampling. What gathers most context: `cached`."""
     most = min(budget, slots * context)
     yield plan(prompts(most, context))
     decoding = min(slots, most) - 1
     n = min(most - decoding, context)
     yield plan([(context - 1, 1, True)] * decoding + [(context - n, n, True)], ALL_NEEDS)
+
+
+def cached(slots: int, budget: int, context: int) -> Iterator[StepPlan]:
+    """A budget of prompts' tokens that found at least as many computed: of as much context as is gathered in one piece, and a row more."""
+    reach = min(context, CHUNK)
+    for rows in (CHUNK // reach, CHUNK // reach + 1):
+        rows = min(rows, slots, budget)
+        n = min(budget // rows, reach // 2)
+        if n:
+            yield plan([(reach - n, n, True)] * rows)

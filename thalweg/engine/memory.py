@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
 import msgspec
@@ -15,20 +16,20 @@ from thalweg.batch.slots import Slots
 from thalweg.core.amounts import size
 from thalweg.core.errors import CannotServe
 from thalweg.core.kernels import PLAIN
-from thalweg.core.plan import PAGE
-from thalweg.engine.kinds import largest
+from thalweg.core.plan import PAGE, StepPlan
+from thalweg.engine import kinds
 from thalweg.engine.settings import EngineSettings
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
+from thalweg.models.one_by_one import OneByOne
 from thalweg.runner.runner import Runner
 
 log = logging.getLogger("thalweg.engine")
 
 REFERENCE_CONTEXT = 8192  # tokens
 RESERVE = 1 << 30  # bytes that stay free: what fragments, and what others take on this GPU
-LIKELY = (
-    64 << 20
-)  # bytes of the driver for one recorded bucket that are believed at once: it takes some kB for each kernel
+# bytes of the driver for one recorded bucket that are believed at once: it takes some kB for each kernel
+LIKELY = 64 << 20
 LOOKS = 3  # at a bucket that seems to take more: free memory is the device's, and others on it come and go
 
 
@@ -103,22 +104,45 @@ def measure(
 
 
 def _step(settings: EngineSettings, runner: Runner, context: int, device: torch.device) -> int:
-    # plain torch takes minutes over long contexts, and cuts them into tiles of one size
-    if settings.kernels.decode in PLAIN:
-        context = min(context, REFERENCE_CONTEXT)
     free(device)
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        for plan in largest(settings.slots, settings.budget, context):
-            made = runner.sample(runner.forward(plan))
+        for of, plan in _largest(settings, runner, context):
+            made = of.sample(of.forward(plan))
             del made
     except torch.cuda.OutOfMemoryError as error:
         raise CannotServe(
             f"memory: a step of {settings.budget} tokens and {settings.slots} requests does not fit beside the weights; use a smaller "
             "--chunked-prefill-size or --max-running-requests"
         ) from error
-    return int(torch.cuda.max_memory_reserved(device)) - before
+    return int(torch.cuda.max_memory_reserved(device)) - before + _kept(settings, runner.model)
+
+
+def _largest(settings: EngineSettings, runner: Runner, context: int) -> Iterator[tuple[Runner, StepPlan]]:
+    """The steps that take most memory, and what runs each."""
+    slots, budget, model = settings.slots, settings.budget, runner.model
+    decoding = min(slots, budget)
+    if isinstance(model, OneByOne):
+        # what one token takes, by the model itself, since padding would see no context here; and the sampling of all rows
+        yield Runner(model.model, model.model, runner.planes, runner.slots), kinds.plan([(context - 1, 1, True)])
+        yield runner, kinds.plan([(context - 1, 1, True)] * decoding, kinds.ALL_NEEDS)
+    elif settings.kernels.decode in PLAIN:
+        # prompts take minutes over long contexts, and tiles of their scores are as large over short ones; but what is gathered of a context is
+        # as long as the context: of as many rows as decode in one span, and of a prompt, whose tiles then have few tokens
+        yield from ((runner, plan) for plan in kinds.largest(slots, budget, min(context, REFERENCE_CONTEXT)))
+        n = min(kinds.DENSE, context, budget - decoding + 1)
+        if context > REFERENCE_CONTEXT:
+            yield runner, kinds.plan([(context - 1, 1, True)] * (decoding - 1) + [(context - n, n, True)])
+    else:
+        for plans in (kinds.largest, kinds.cached):
+            yield from ((runner, plan) for plan in plans(slots, budget, context))
+
+
+def _kept(settings: EngineSettings, model: Model) -> int:
+    """Bytes of the hidden states of a step whose tokens are computed one by one: apart, and then together."""
+    one_by_one = isinstance(model, OneByOne)
+    return 2 * settings.budget * model.facts.hidden * model.parts.dtype.itemsize if one_by_one else 0
 
 
 def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.device) -> int:

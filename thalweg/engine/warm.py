@@ -14,9 +14,10 @@ from torch import nn
 from thalweg.core.grammar import Masks
 from thalweg.core.kernels import TORCH
 from thalweg.core.plan import StepPlan
-from thalweg.engine.kinds import GREEDY, fine, kinds, samplings
+from thalweg.engine.kinds import GREEDY, fine, kinds, samplings, scored, singles
 from thalweg.engine.settings import EngineSettings
 from thalweg.models.base import Model
+from thalweg.models.one_by_one import OneByOne
 from thalweg.runner.runner import Forwarded, Runner
 
 PLAIN_CONTEXT = 1024  # tokens
@@ -71,17 +72,31 @@ def _sampling(runner: Runner, settings: EngineSettings, context: int) -> Iterato
 def _steps(runner: Runner, settings: EngineSettings, context: int) -> Iterator[Callable[[], object]]:
     if settings.kernels.decode == TORCH:  # no kernel goes by the context, and a choice of a long one takes its time
         context = min(context, max(PLAIN_CONTEXT, -(-settings.budget // settings.slots)))
-    model = thin(runner.model)
+    model = thin(_whole(runner.model))
     narrow = Runner(model, model, runner.planes, runner.slots)
-    for plan in kinds(settings.slots, settings.budget, context):
+    if isinstance(runner.model, OneByOne):  # whatever the step, what is computed is one token at a time
+        whole = OneByOne(model)
+        alone = Runner(whole, whole, runner.planes, runner.slots)
+        for plan in scored(min(settings.budget, context)):
+            yield partial(lambda plan: alone.sample(alone.forward(plan)), plan)
+        plans = singles(context)
+    else:
+        plans = kinds(settings.slots, settings.budget, context)
+    for plan in plans:
         yield partial(lambda plan: narrow.sample(narrow.forward(plan)), plan)
 
 
 def _products(runner: Runner, settings: EngineSettings) -> Iterator[Callable[[], object]]:
-    for part, inputs in fp8_products(runner.model):
-        for count in fine(settings.budget):
+    rows = [1] if isinstance(runner.model, OneByOne) else fine(settings.budget)
+    for part, inputs in fp8_products(_whole(runner.model)):
+        for count in rows:
             x = partial(torch.zeros, count, inputs, dtype=torch.bfloat16, device=runner.planes.device)
             yield partial(lambda part, x: part.forward(x()), part, x)
+
+
+def _whole(model: Model) -> Model:
+    """What a model that computes one token at a time computes it with."""
+    return model.model if isinstance(model, OneByOne) else model
 
 
 def fp8_products(model: Model) -> list[tuple[nn.Module, int]]:

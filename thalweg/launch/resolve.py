@@ -14,7 +14,7 @@ from thalweg.config.machine import Machine, libraries
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.config.options import Config
 from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import PLAIN, KernelChoice
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import DTYPES, parts
 from thalweg.engine.settings import EngineSettings
@@ -81,7 +81,7 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
         least_context=found.least_context,
         slots=found.slots,
         budget=found.budget,
-        beside=None if found.device == "cuda" and schedule.chunked_prefill_size is None else (),
+        beside=None if paced(found.device, found.kernels) and schedule.chunked_prefill_size is None else (),
         context=found.limit if found.measured else found.context,
         policy=schedule.schedule_policy,
         radix=config.memory.radix_cache,
@@ -110,6 +110,12 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
         sizes=found.sizes,
         decisions=tuple(ledger.decisions),
     )
+
+
+def paced(device: str, kernels: KernelChoice) -> bool:
+    """Whether the engine measures how many tokens prompts may have beside decoding rows. Where every token is a step of its own that would take
+    minutes, and any other number would have a row wait, too."""
+    return device == "cuda" and not (kernels.deterministic and kernels.decode in PLAIN)
 
 
 def _measure(facts: ModelFacts, device: str, kernels: KernelChoice, dtype: str) -> Sizes:

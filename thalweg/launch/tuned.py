@@ -23,6 +23,7 @@ from thalweg.engine import caches
 from thalweg.kernels.tuned import SOURCES, digest
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.resolved import ASKED, AUTO
+from thalweg.launch.tuned_forms import fits
 
 log = logging.getLogger("thalweg.launch")
 
@@ -147,6 +148,8 @@ def unfit(file: File, device: str, versions: dict[str, str]) -> str:
         return f"was made with other versions, {file.versions}"
     if file.source != digest(file.operation):
         return "was made for another version of the kernel"
-    if any(len(one.choice) != len(one.default) for one in file.found):
+    if not all(
+        one.choice == one.default or fits(file.operation, file.key, one.default, one.choice) for one in file.found
+    ):
         return "has choices of a form that is not known here"
     return ""

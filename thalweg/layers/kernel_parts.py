@@ -84,11 +84,12 @@ class KernelParts:
         if self.choice.decode == TORCH:
             return ReferenceSteps(facts, work, self.device)
         if facts.mla is None:
-            return PagedSteps(facts, self.device, prepare_gqa(self.choice, facts, self.device))
+            prepare = prepare_gqa(self.choice, facts, self.device)
+            return PagedSteps(facts, self.device, prepare, gathers=self.choice.prefill == "fa3")
         if not self.choice.latent:
-            return PagedSteps(facts, self.device)
+            return PagedSteps(facts, self.device, gathers=False)
         if self.choice.deterministic:
-            return PagedSteps(facts, self.device, rows_of)
+            return PagedSteps(facts, self.device, rows_of, gathers=False)
         return PagedSteps(facts, self.device, prepare_by(self._decoder(facts)))
 
     def plane(self, name: str, layer: int, dim: int, shard: str = "replicated") -> PlaneSpec:

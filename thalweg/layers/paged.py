@@ -79,14 +79,17 @@ def nothing(batch: Batch, tokens: int, query: int) -> None:
 
 
 class PagedSteps(nn.Module):
-    """Owns the rotary table: float32 [context, dim / 2] cosines and sines."""
+    """Owns the rotary table: float32 [context, dim / 2] cosines and sines. gathers: whether attention of ragged rows gathers what they have cached;
+    steps of a backend that reads pages have neither `whole` nor `prefixes`."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, facts: ModelFacts, device: torch.device, prepare: Prepare = nothing) -> None:
+    def __init__(
+        self, facts: ModelFacts, device: torch.device, prepare: Prepare = nothing, *, gathers: bool = True
+    ) -> None:
         super().__init__()
-        self.prepare = prepare
+        self.prepare, self.gathers = prepare, gathers
         table = rotary.table(facts.rope, facts.context, device)
         self.register_buffer("cos", table.real.contiguous(), persistent=False)
         self.register_buffer("sin", table.imag.contiguous(), persistent=False)
@@ -98,7 +101,7 @@ class PagedSteps(nn.Module):
         rest = None if rows == len(batch.extents) else _rest(batch, rows, tokens)
         prefixes: tuple[Prefix, ...] = ()
         whole = None
-        if rest is not None and any(rest.cached):
+        if self.gathers and rest is not None and any(rest.cached):
             reaches = [extent.reach for extent in batch.extents[rows:]]
             # of an FP8 plane a step's own tokens are attended to as they were before they were rounded
             if sum(reaches) <= CHUNK and not planes.scaled:

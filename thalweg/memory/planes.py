@@ -99,9 +99,11 @@ class Planes:
         """Stores vectors of any floating type in these rows of `tokens`, made finite: what a masked place holds is multiplied by 0, and a NaN of one
         request would reach the next that gets its page."""
         plane = self._tokens[name, layer]
-        stored = encoded(torch.nan_to_num(x_TD), plane.dtype, self.scale(name, layer))
         if plane.dtype == FP8:  # which torch does not copy by index on a CPU
-            plane, stored = plane.view(torch.uint8), stored.view(torch.uint8)
+            stored = encoded(torch.nan_to_num(x_TD), FP8, self.scale(name, layer)).view(torch.uint8)
+            plane = plane.view(torch.uint8)
+        else:  # in the plane's type: float32's largest number is no longer finite in bfloat16
+            stored = torch.nan_to_num(x_TD.to(plane.dtype))
         plane.index_copy_(0, rows_T, stored)
 
     def read(self, name: str, layer: int, stored: Tensor, dtype: torch.dtype) -> Tensor:

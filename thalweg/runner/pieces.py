@@ -1,8 +1,8 @@
 """Prefill and mixed steps as CUDA graphs in pieces: for each bucket of tokens one graph of everything between two attentions.
 
-Lengths and pages differ from step to step, so attention runs eagerly between the graphs; all else depends on the number of tokens alone. That
-is filled up to a bucket: padding is token 0 in no expert, and attention does not see it. A layer's projections, experts and norms, which
-took Python a launch each, become one launch.
+Lengths and pages differ from step to step, so attention runs eagerly between the graphs; all else depends on the number of tokens alone, storing
+the latents of latent attention with it. That is filled up to a bucket: padding is token 0 in no expert, attention does not see it, and where the
+recording stores tokens it is stored in the null page. A layer's projections, experts and norms, which took Python a launch each, become one launch.
 """
 
 from __future__ import annotations

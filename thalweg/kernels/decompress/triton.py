@@ -21,9 +21,17 @@ TOKENS, COLUMNS = 128, 64  # of a program's tile: tokens, and latent dims at a t
 STAGES, WARPS = 3, 8
 
 
+def fits(heads: int, *dims: int) -> bool:
+    """Whether `decompress` serves heads of these dims, n, v, c, r, and is faster than a library's products."""
+    *widths, rank = dims
+    block = min(COLUMNS, rank)
+    even = all(width == triton.next_power_of_2(width) for width in (*widths, block))
+    return even and rank % block == 0 and heads < MANY
+
+
 def decompress(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, Tensor]:
     """→ keys [S, H, n + c], values [S, H, v], bf16. latents_SD: [S, r + c], normed and rotated, rows of neighbours; uk_HnR, uv_HvR: contiguous
-    but for their heads; n and v powers of two, r a multiple of 64 (or a power of two below)."""
+    but for their heads. Where `fits`."""
     (tokens, width), (heads, nope, rank), v = latents_SD.shape, uk_HnR.shape, uv_HvR.shape[1]
     key = torch.empty(tokens, heads, nope + width - rank, dtype=latents_SD.dtype, device=latents_SD.device)
     value = torch.empty(tokens, heads, v, dtype=latents_SD.dtype, device=latents_SD.device)

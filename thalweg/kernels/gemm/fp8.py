@@ -5,6 +5,7 @@ The own kernel for few rows reads the weight as it is beside activations in bf16
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -23,6 +24,9 @@ BLOCK = (128, 128)
 FEW = 8  # rows up to which the own kernel is faster than DeepGEMM with its launch for the codes (H100)
 # columns of K and rows up to which cuBLAS is faster with weights of many rows, where it serves (128 rows with 24,576 x 1,536: 22 us against 45)
 FLAT, FLAT_ROWS = 2048, 128
+WRONG = 0.05  # of the norm: e4m3 activations alone differ by 2.6 %
+# of a library that is not the one we know
+FAILURES = RuntimeError, AttributeError, TypeError, ValueError, OSError, AssertionError, ImportError
 
 
 class Product(Protocol):
@@ -76,7 +80,16 @@ def _by_size(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Te
         return _triton(x, w_NK, scale_BB, residual_MN)
     outputs, inner = w_NK.shape
     flat = len(x) <= FLAT_ROWS and outputs >= own.MANY and inner <= FLAT and cublas.serves(len(x), inner)
-    return (_cublas if flat else _deep_gemm)(x, w_NK, scale_BB, residual_MN)
+    return (_cublas if flat and _flat(w_NK.device) else _deep_gemm)(x, w_NK, scale_BB, residual_MN)
+
+
+@cache
+def _flat(device: torch.device) -> bool:
+    """Whether cuBLAS has block scaling here and is right with a weight of many rows: tried once, by `check`, before there are requests."""
+    try:
+        return _error(_cublas, device, own.MANY) < WRONG
+    except FAILURES:
+        return False
 
 
 PRODUCTS: dict[str, Product] = {
@@ -92,19 +105,27 @@ def _added(y_MN: Tensor, residual_MN: Tensor | None) -> Tensor:
 
 
 def check(device: torch.device, backend: str) -> None:
-    """Compares a small case with the reference; RuntimeError if the backend's library cannot run here or is wrong."""
+    """Compares a small case with the reference; RuntimeError if the backend's library cannot run here or is wrong. Where a backend has cuBLAS beside
+    its library, whether that serves is settled here, too; without it the library does all."""
+    try:
+        error_is = _error(product(backend), device, 384)
+    except FAILURES as error:
+        raise RuntimeError(f"{backend} does not run here ({error}); use --fp8-gemm-backend triton") from error
+    if not error_is < WRONG:
+        raise RuntimeError(f"{backend} is wrong here by {error_is:.3f} of the norm; use --fp8-gemm-backend triton")
+    if PRODUCTS[backend] is _by_size:
+        _flat(torch.empty(0, device=device).device)  # by its number, as weights name it
+
+
+def _error(run: Product, device: torch.device, outputs: int) -> float:
+    """Of 68 rows and a weight of so many, relative to the norm of the result."""
     generator = torch.Generator(device).manual_seed(1)
-    rows, outputs, inner = 68, 384, 512
+    rows, inner = 68, 512
     x = torch.randn(rows, inner, generator=generator, device=device).bfloat16()
     spread = torch.rand(outputs // 128, inner // 128, generator=generator, device=device)
     weight = torch.randn(outputs, inner, generator=generator, device=device) * inner**-0.5
     # block scales far from one another, so that a wrong one shows beside the noise of FP8
     codes, scale = quantize_blocks(weight * spread.repeat_interleave(128, 0).repeat_interleave(128, 1), BLOCK, False)
-    try:
-        y = product(backend)(x, codes, scale)
-    except (RuntimeError, AttributeError, TypeError, ValueError, OSError, AssertionError, ImportError) as error:
-        raise RuntimeError(f"{backend} does not run here ({error}); use --fp8-gemm-backend triton") from error
+    y = run(x, codes, scale)
     exact = x.float() @ dequantize(codes, scale, BLOCK, torch.float32).t()
-    error_is = float((y.float() - exact).norm() / exact.norm())
-    if not error_is < 0.05:  # e4m3 activations alone differ by 2.6 %
-        raise RuntimeError(f"{backend} is wrong here by {error_is:.3f} of the norm; use --fp8-gemm-backend triton")
+    return float((y.float() - exact).norm() / exact.norm())

@@ -34,7 +34,7 @@ SOME, MANY = 24 * 132, 16384  # rows of a weight that are few, and that fill the
 GROUP = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _linear(
     x_MK, w_NK, bias_N, residual_MN, y_MN, M, N, stride_x, stride_y, stride_r,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
@@ -311,7 +311,7 @@ def thin(
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "stride_sx"])
 def _matmul_fp8(
     x_MK, sx_MG, w_NK, scale_BB, y_MN, M, N, stride_sx,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,

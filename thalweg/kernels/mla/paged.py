@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thalweg.kernels.decompress.triton import MANY, decompress
+from thalweg.kernels.decompress.triton import decompress, fits
 from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.mla import ext, triton
 
@@ -114,7 +114,7 @@ class TritonDecoder:
         )
         if tokens <= triton.MERGE_UP_TOKENS:
             return triton.merge_up(partial, lse, uv_HRv)
-        if triton.merges_many(tokens, self.heads, partial.shape[2]):
+        if triton.merges_many(tokens, self.heads, *partial.shape[2:]):
             return triton.merge_up_many(partial, lse, uv_HRv)
         return raised(triton.merge(partial, lse, query_THD.dtype), uv_HRv)
 
@@ -235,7 +235,8 @@ def fa3_prefill(
     out_THv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention 3, which wants each head's key in one piece."""
-    make = decompress if len(uk_HnR) < MANY else _by_products
+    (heads, nope, rank), v = uk_HnR.shape, uv_HRv.shape[2]
+    make = decompress if fits(heads, nope, v, latents_SD.shape[1] - rank, rank) else _by_products
     return fa3.prefill(
         query_THq,
         *make(latents_SD, uk_HnR, uv_HRv.transpose(1, 2)),

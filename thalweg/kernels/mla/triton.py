@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 MERGE_UP_TOKENS = 4  # beyond it a batched product is faster
+MERGE_UP_RANKS = 64  # latent dims of a step of `merge_up_many`, which masks none
 
 
 def decode_tiles(rows: int, fp8: bool) -> Tiles:
@@ -235,9 +236,10 @@ def _merge_up_many(
     tl.store(to, product.to(out.dtype.element_ty), mask=live[:, None] & real[None, :])
 
 
-def merges_many(tokens: int, heads: int, splits: int) -> bool:
-    """Whether `merge_up_many` is faster than `merge` and a library's batched product (H100, 32 tokens of 128 heads in 2 splits: 9.6 us, 29.9)."""
-    return MERGE_UP_TOKENS < tokens <= 64 and 1 < splits <= 4 and heads >= 64
+def merges_many(tokens: int, heads: int, splits: int, rank: int) -> bool:
+    """Whether `merge_up_many` serves and is faster than `merge` and a library's batched product (H100, 32 tokens of 128 heads in 2 splits: 9.6 us,
+    29.9)."""
+    return MERGE_UP_TOKENS < tokens <= 64 and 1 < splits <= 4 and heads >= 64 and rank % MERGE_UP_RANKS == 0
 
 
 def merge_up_many(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
@@ -248,7 +250,7 @@ def merge_up_many(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
     out = torch.empty(tokens, heads * width, dtype=uv_HRv.dtype, device=partial.device)
     _merge_up_many[(heads, triton.cdiv(width, columns), triton.cdiv(tokens, 32))](
         partial, lse_THs, uv_HRv, out, tokens, heads, splits, width, *uv_HRv.stride(),
-        RANK=rank, V=columns, M=32, K=64, SPLITS=triton.next_power_of_2(splits), num_warps=4, **launch_options(out),
+        RANK=rank, V=columns, M=32, K=MERGE_UP_RANKS, SPLITS=triton.next_power_of_2(splits), num_warps=4, **launch_options(out),
     )  # fmt: skip
     return out
 

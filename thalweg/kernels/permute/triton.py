@@ -17,6 +17,8 @@ from torch import Tensor
 
 from thalweg.kernels.quantize.triton import GROUP, launch, scales_like
 
+CHUNK = 128  # pairs of one program of the sort, which compares them with one another
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -34,18 +36,18 @@ class Order:
     block: int
 
 
-def way_of(pairs: int) -> tuple[int, str]:
-    """→ pairs of one program of the sort, which compares them with one another, and how programs learn of each other's: "alone" there is one; the
-    counts of "few" each program adds up itself; of "many" a kernel of its own does. (288 pairs on an H100: 6.9 us, by one program 32.9.)"""
-    return 128, "alone" if pairs <= 128 else "few" if pairs <= 16 * 128 else "many"
+def way_of(pairs: int) -> str:
+    """How programs of the sort learn of each other's pairs: "alone" there is one; the counts of "few" each program adds up itself; of "many" a
+    kernel of its own does. (288 pairs on an H100: 6.9 us, by one program 32.9.)"""
+    return "alone" if pairs <= CHUNK else "few" if pairs <= 16 * CHUNK else "many"
 
 
 def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> Order:
     """Sorts pairs by expert, stably; expert `experts` comes last and gets no tile. aligned: each expert's first position is a multiple of block_m
     (what lies between is undefined), else experts are packed."""
     pairs = ids_TK.numel()
-    chunk, way = way_of(pairs)
-    chunks, bins = triton.cdiv(pairs, chunk), triton.next_power_of_2(experts + 1)
+    way = way_of(pairs)
+    chunks, bins = triton.cdiv(pairs, CHUNK), triton.next_power_of_2(experts + 1)
     most = min(pairs, (pairs + min(experts, pairs) * (block_m - 1)) // block_m)
     sizes = [
         most * block_m if aligned else pairs,
@@ -60,10 +62,10 @@ def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> O
     sizes = [triton.cdiv(size, 4) * 4 for size in sizes]
     parts = torch.split(torch.empty(sum(sizes), dtype=torch.int32, device=ids_TK.device), sizes)
     if way != "alone":
-        _count[(chunks,)](parts[6], ids_TK, pairs, chunk, bins, **launch(4))
+        _count[(chunks,)](parts[6], ids_TK, pairs, CHUNK, bins, **launch(4))
     if way == "many":
         _sum[(triton.cdiv(bins, 4),)](parts[6], chunks, bins, **launch(4))
-    _place[(chunks,)](*parts, ids_TK, pairs, chunks, experts, chunk, bins, block_m, aligned, way, **launch(chunk // 32))
+    _place[(chunks,)](*parts, ids_TK, pairs, chunks, experts, CHUNK, bins, block_m, aligned, way, **launch(4))
     order, slot, expert, row, end, total, _ = parts
     return Order(order, slot, expert, row, end, total[:1], most, block_m)
 

@@ -33,7 +33,9 @@ def turned(x_NC, cos_P, sin_P, ROWS: tl.constexpr, DIM: tl.constexpr):
 @triton.jit
 def stored(x, scale_pointer, SCALED: tl.constexpr, dtype: tl.constexpr):
     """What a plane holds: the value, or e4m3 of value / scale; saturated, and 0 for what is not a number. What a masked place holds is multiplied
-    by 0, and a NaN of one request would reach the next that gets its page."""
+    by 0, and a NaN of one request would reach the next that gets its page. What is only attended to may be bf16's largest number, since 0 times
+    that is 0. A latent, which is multiplied before (`decompress`), is never near it: a norm gives at most sqrt(r) times its weight, and of what holds
+    an infinity, or is so large that its squares overflow, NaN or 0."""
     x = tl.where(x == x, x, 0.0)
     if SCALED:
         x = tl.minimum(tl.maximum(x / tl.load(scale_pointer), -E4M3_MAX), E4M3_MAX)
@@ -320,7 +322,9 @@ def _gqa_write(
         x_k = tl.load(key + token * key_token + at, mask=held, other=0.0).to(tl.float32)
         x_v = tl.load(value + token * value_token + at, mask=held, other=0.0).to(tl.float32)
         x_k = turned(normed(x_k, key_norm, eps, NORM, DIM), cos_P, sin_P, KV_HEADS, DIM)
+        # back in place, too: an attention to the step's own tokens reads those of the next row beside the last of one, and multiplies them by 0
         tl.store(key + token * key_token + at, stored(x_k, key_scale, False, key.dtype.element_ty), mask=held)
+        tl.store(value + token * value_token + at, stored(x_v, value_scale, False, value.dtype.element_ty), mask=held)
         tl.store(key_plane + row * key_row + at, stored(x_k, key_scale, SCALED, key_plane.dtype.element_ty), mask=held)
         tl.store(
             value_plane + row * value_row + at,
@@ -352,7 +356,8 @@ def gqa_write(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> None:
-    """Norms (where there are weights) and rotates queries and keys in place, and stores keys and values in row write_T[t] of their planes.
+    """Norms (where there are weights) and rotates queries and keys in place, and stores keys and values in row write_T[t] of their planes;
+    both are finite then, in place as in the planes.
 
     query, key, value: views of a projection's output, heads side by side; d is a power of two, all of it rotated. norms: float32 [d], both
     or none. key_SKd, value_SKd: planes [S, K, d], bfloat16, or e4m3 of value / scale with scales float32 [1].

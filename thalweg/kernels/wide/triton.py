@@ -11,6 +11,7 @@ From some 128 rows on x comes from the second-level cache so often that a librar
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ def _joined(sums, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
     return gated(gate, up)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _wide(
     x, w_big, w_small, y_MN, M, N,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -121,8 +122,13 @@ def cut_fits(m: int, w_NK: Tensor) -> bool:
 
 
 def _hopper(w: Tensor) -> bool:
-    """Whether its device has what they are made for: TMA, and shared memory for deep pipelines."""
-    return bool(launch_options(w)["PDL"])
+    """Whether its device has what they are made for: TMA, and shared memory for deep pipelines, which consumer cards (12.x) have not."""
+    return w.is_cuda and _roomy(w.device)
+
+
+@cache
+def _roomy(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def swiglu(x_MK: Tensor, w_NK: Tensor) -> Tensor:
@@ -151,7 +157,7 @@ def _launched(x_MK: Tensor, w: Tensor, y_MN: Tensor, pairs: bool) -> Tensor:
     return y_MN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _cut(
     x, w_A, w_B, w_C, part_SMN, M, N, steps,
     K: tl.constexpr, BLOCK_M: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,

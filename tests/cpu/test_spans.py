@@ -1,0 +1,75 @@
+"""Attention in plain torch over rows of very different contexts: cut so that no tile is larger than its bound, and the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from thalweg.attention import context
+from thalweg.attention.context import Work, counting, step_of
+from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.config.model import read_facts
+from thalweg.core.plan import PAGE
+from thalweg.memory.planes import Planes
+from thalweg.models import catalog
+from thalweg.weights.stream import fill_dummy
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+
+
+def batch(reaches: list[int], query: int = 1) -> Batch:
+    """Rows of these contexts, each on pages of its own."""
+    rows, pages = len(reaches), -(-max(reaches) // PAGE)
+    table_RP = 1 + torch.arange(rows * pages).view(rows, pages)
+    positions_Rq = torch.tensor(reaches).unsqueeze(1) - query + torch.arange(query)
+    page_Rq = table_RP.gather(1, positions_Rq // PAGE)
+    return Batch(
+        ids_T=torch.arange(rows * query) + 10,
+        positions_T=positions_Rq.flatten(),
+        write_T=(page_Rq * PAGE + positions_Rq % PAGE).flatten(),
+        table_RP=table_RP,
+        real_T=torch.ones(rows * query, dtype=torch.bool),
+        emit_E=torch.arange(rows * query),
+        groups=(Group(0, rows, 0, query, max(reaches)),),
+        extents=tuple(Extent(query, reach) for reach in reaches),
+    )
+
+
+@pytest.mark.parametrize("query", [1, 3])
+def test_one_long_context_does_not_make_the_short_ones_long(query: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, work = 1 << 16, Work(pair=16)
+    monkeypatch.setattr(context, "TILE_ELEMENTS", most)
+    reaches = [60, 100, 70, 8000, *[90] * 200]
+    given: Any = SimpleNamespace()
+    step = step_of(batch(reaches, query), given, torch.zeros(8192, 2), counting(8192, torch.device("cpu")), work)
+    rows = [row for span in step.spans for row in range(span.group.row_start, span.group.row_start + span.rows)]
+    assert rows == list(range(len(reaches))) and step.reach == 8000
+    token = 0
+    for span in step.spans:
+        assert span.group.token_start == token and span.reach == max(reaches[span.group.row_slice])
+        token += span.rows * query
+        for tile in span.tiles:
+            size = span.rows * (tile.stop - tile.start) * work.pairs(span.reach)
+            assert size <= most or (span.rows, tile.stop - tile.start) == (1, 1)
+    assert token == len(reaches) * query and len(step.spans) < 12
+
+
+def test_cut_or_not_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = catalog.build(read_facts(TINY), torch.float32)
+    assert isinstance(model, torch.nn.Module)
+    fill_dummy(model)
+    given = batch([900, 30, 64, 65, 700, 3], query=2)
+    planes = [Planes(model.planes(), int(given.table_RP.max()) + 1) for _ in range(2)]
+    for plane in zip(*(one.tensors() for one in planes), strict=True):
+        filled = torch.randn(plane[0].shape, generator=torch.Generator().manual_seed(1)).to(plane[0].dtype)
+        plane[0].copy_(filled), plane[1].copy_(filled)
+    with torch.inference_mode():
+        whole = model.logits(model.forward(given, planes[0]))
+        monkeypatch.setattr(context, "TILE_ELEMENTS", 1 << 12)
+        cut = model.logits(model.forward(given, planes[1]))
+    assert len(model.steps.step(given, planes[1]).spans) == 4
+    torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-4)
