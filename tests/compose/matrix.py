@@ -26,6 +26,15 @@ COLUMNS: dict[str, list[Any]] = {
     "logprobs": [True, False],
     "prompt_logprobs": [True, False],
     "n": [1, 2],
+    "drafts": ["none", "nextn-1", "nextn-3", "ngram-4", "adaptive"],
+}
+DRAFTING: dict[str, dict[str, Any]] = {
+    "none": {},
+    "nextn-1": {"drafter": "nextn", "width": 1},
+    "nextn-3": {"drafter": "nextn", "width": 3},
+    "ngram-4": {"drafter": "ngram", "width": 4},
+    # times that make every width the best for some number of requests and some odds
+    "adaptive": {"drafter": "nextn", "width": 3, "times": ((1, (1.0, 1.1, 1.2, 1.4)), (8, (1.0, 1.5, 2.1, 3.0)))},
 }
 SEED = 7
 CASES = covering(COLUMNS, SEED)
@@ -56,7 +65,11 @@ def check(case: dict[str, Any], device: str = "cpu") -> None:
     kind, n = case["kind"], case["n"]
     reference_asks, reference = plain(kind, n, device)
     engine = LocalEngine(
-        settings(device, **{name: case[name] for name in ("budget", "depth", "radix", "pages", "policy", "slots")})
+        settings(
+            device,
+            **{name: case[name] for name in ("budget", "depth", "radix", "pages", "policy", "slots")},
+            **DRAFTING[case["drafts"]],
+        )
     )
     asks = workload(SEED, engine.vocab, kind, case["logprobs"], case["prompt_logprobs"], n)
     jumped: set[Ask] = set()  # n siblings jump together

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.compose.covering import covering
-from tests.compose.matrix import MODEL, SEED, compare, settings
+from tests.compose.matrix import DRAFTING, MODEL, SEED, compare, settings
 from tests.compose.workload import Answer, Ask, take, workload
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.sampling import SamplingParams
@@ -31,6 +31,7 @@ COLUMNS: dict[str, list[Any]] = {
     "kind": ["greedy", "seeded", "penalised"],
     "logprobs": [True, False],
     "n": [1, 2],
+    "drafts": ["none", "nextn-3", "adaptive"],
 }
 CASES = covering(COLUMNS, SEED)
 SCHEMA = {"type": "array", "items": {"enum": ["aye", "nay", 7]}, "minItems": 20, "maxItems": 30}
@@ -81,7 +82,8 @@ def plain(kind: str, n: int, grammar: str) -> list[Answer]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(f"{value}" for value in case.values()))
 def test_every_pair_gives_the_plain_engines_tokens(case: dict[str, Any]) -> None:
-    engine = LocalEngine(settings(**{name: case[name] for name in ("budget", "depth", "radix", "pages", "slots")}))
+    fields = {name: case[name] for name in ("budget", "depth", "radix", "pages", "slots")}
+    engine = LocalEngine(settings(**fields, **DRAFTING[case["drafts"]]))
     asked, reference = crowd(engine, case), plain(case["kind"], case["n"], case["grammar"])
     sequences = [(ask, grammar, sibling(ask.params, i)) for ask, grammar in asked for i in range(ask.params.n)]
     jumped: set[int] = set()  # n siblings jump together

@@ -54,7 +54,9 @@ class Bench:
             write_T=torch.tensor(write),
             table_RP=torch.tensor(tables),
             real_T=torch.tensor(real),
-            emit_E=torch.arange(len(ids)),
+            emit_N=torch.tensor(
+                [group.token_start + group.query * (row + 1) - 1 for group in groups for row in range(group.rows)]
+            ),
             groups=tuple(groups),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,23 @@ def test_larger_batches_and_prompts_are_not_recorded(folder: Path) -> None:
 def test_another_choice_of_context_is_not_recorded(folder: Path) -> None:
     model = zoo.ours(folder, selection=RandomChoice(1))
     assert isinstance(traced(model), Traced) == (model.facts.mla is None)
+
+
+def test_a_verification_runs_as_rows_of_one_token(folder: Path) -> None:
+    """Every token of it is sampled; a prompt of as many tokens is left as it is."""
+    model = zoo.ours(folder)
+    fast = traced(model)
+    assert isinstance(fast, Traced)
+    plain, recorded = Bench(model, 1), Bench(fast, 1)
+    for rows in [[(0, list(range(60)))], *([(0, [7, 8, 9])] for _ in range(AFTER + 6))]:
+        batches = [bench.batch(rows) for bench in (plain, recorded)]
+        if len(rows[0][1]) == 3:
+            batches = [replace(batch, emit_N=torch.arange(3)) for batch in batches]
+        with torch.inference_mode():
+            want, got = model.forward(batches[0], plain.planes), fast.forward(batches[1], recorded.planes)
+        torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-3)
+        for bench in (plain, recorded):
+            bench.lengths[0] += len(rows[0][1])
+    assert {rows for rows, _ in fast._programs} == {3}
+    recorded.step([(0, [1, 2])])
+    assert {rows for rows, _ in fast._programs} | {rows for rows, _ in fast._seen} == {3}

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from thalweg.batch.prepare import prepare
+from thalweg.batch.prepare import prepare, sampled_tokens
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
@@ -65,7 +65,7 @@ def test_a_step_is_what_the_plan_says() -> None:
             assert batch.table_RP[r].tolist() == (tables[row.slot] + [0] * pages)[:pages]
             if before is not None:
                 assert slots.at[row.slot] == before[row.slot] + (0 if row.emit else row.n)
-        assert list(zip(batch.emit_E.tolist(), prepared.slot_E.tolist(), strict=True)) == emitting
+        assert list(zip(batch.emit_N.tolist(), prepared.slot_E.tolist(), strict=True)) == emitting
         assert prepared.ints_EI.tolist() == slots.ints_SI[prepared.slot_E].tolist()
         covered = [t for g in batch.groups for t in range(g.token_slice.start, g.token_slice.stop)]
         assert covered == list(range(token))
@@ -83,3 +83,12 @@ def test_tokens_at_or_past_the_end_are_padding() -> None:
     batch = prepare(plan, slots).batch
     assert batch.real_T.tolist() == [True, False, False]
     assert batch.ids_T.tolist() == [7, 0, 0] and batch.write_T.tolist() == [4 * PAGE + 2, 0, 0]
+
+
+def test_sampled_tokens_of_rows_with_different_numbers_of_drafts() -> None:
+    """A chunk, two verifications and a prompt's end: of each emitting row as many positions, the last one again where there are fewer drafts."""
+    rows = (Row(0, 0, 5, 3, 2, True), Row(1, 1, 5, 2, 1, True), Row(2, 2, 0, 4, 0, False), Row(3, 3, 0, 2, 0, True))
+    made = StepPlan(0, -1, rows, reach=8)
+    assert made.query == 3 and not made.verifies and StepPlan(0, -1, rows[:2]).verifies
+    assert sampled_tokens(made) == [0, 1, 2, 3, 4, 4, 10, 10, 10]
+    assert sampled_tokens(StepPlan(0, -1, rows[2:])) == [5]

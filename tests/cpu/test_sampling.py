@@ -29,7 +29,7 @@ def bound(params: SamplingParams, tokens: tuple[int, ...], prompt_len: int, seed
 
 def step(slots: Slots, logits_EV: torch.Tensor, needs: Needs, slot: int = 2) -> int:
     index = torch.tensor([slot])
-    return int(accept(logits_EV, slots, index, slots.ints_SI[index], needs, slots.context).tokens_E)
+    return int(accept(logits_EV, slots, index, slots.ints_SI[index], needs, slots.context).tokens_EQ)
 
 
 def test_truncation_equals_transformers() -> None:
@@ -136,7 +136,7 @@ def test_greedy_row_beside_sampling_rows_takes_the_arg_max() -> None:
     index = torch.tensor([0, 1, 2])
     got = accept(
         logits.clone(), slots, index, slots.ints_SI[index], Needs(random=True, truncated=True), slots.context
-    ).tokens_E
+    ).tokens_EQ[:, 0]
     assert got[0] == logits[0].argmax() and got[2] == logits[2].argmax()
     assert got[1] in logits[1].topk(3).indices
 
@@ -161,7 +161,7 @@ def test_an_ended_slot_is_left_alone() -> None:
     logits = torch.randn(1, VOCAB)
     index = torch.tensor([2])
     sampled = accept(logits, slots, index, slots.ints_SI[index], Needs(), slots.context)
-    assert not sampled.live_E and torch.equal(slots.tokens_SL[2, :-1], before[0])
+    assert not sampled.count_E and torch.equal(slots.tokens_SL[2, :-1], before[0])
     assert slots.length[2] == before[1] and slots.end[2] == 0
 
 
@@ -171,6 +171,6 @@ def test_logprobs_are_the_models_own() -> None:
     index = torch.tensor([2])
     sampled = accept(logits.clone(), slots, index, slots.ints_SI[index], Needs(biased=True, logprobs=3), slots.context)
     want = logits.log_softmax(-1)
-    assert sampled.tokens_E == 4 and sampled.logprob_E is not None and sampled.top_ids_EK is not None
-    torch.testing.assert_close(sampled.logprob_E, want[:, 4])
-    assert torch.equal(sampled.top_ids_EK, want.topk(3).indices)
+    assert sampled.tokens_EQ == 4 and sampled.logprob_N is not None and sampled.top_ids_NK is not None
+    torch.testing.assert_close(sampled.logprob_N, want[:, 4])
+    assert torch.equal(sampled.top_ids_NK, want.topk(3).indices)

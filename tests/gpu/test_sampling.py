@@ -79,7 +79,7 @@ def index(rows: int) -> Tensor:
 
 
 def drawn(logits: Tensor, slots: Slots, slot_E: Tensor, needs: Needs = DRAWS) -> Tensor:
-    return Launched().choose(logits, slots, slot_E, slots.ints_SI[slot_E], needs).tokens_E
+    return Launched().choose(logits, slots, slot_E, slots.ints_SI[slot_E], needs).tokens_EQ[:, 0]
 
 
 def exact(logits_V: Tensor, params: SamplingParams, seed: int, length: int) -> tuple[int, float, float]:
@@ -141,8 +141,8 @@ def test_settles_as_the_reference_does() -> None:
     ints_EI = ours.ints_SI[slot_E]
     got = Launched().choose(logits, ours, slot_E, ints_EI, DRAWS)
     want = REFERENCE.choose(logits, theirs, slot_E, ints_EI, DRAWS)
-    assert torch.equal(got.done_E, want.done_E) and torch.equal(got.live_E, want.live_E), SEED
-    assert torch.equal(got.tokens_E, want.tokens_E), SEED
+    assert torch.equal(got.done_E, want.done_E) and torch.equal(got.count_E, want.count_E), SEED
+    assert torch.equal(got.tokens_EQ, want.tokens_EQ), SEED
     assert torch.equal(ours.tokens_SL, theirs.tokens_SL) and torch.equal(ours.ints_SI, theirs.ints_SI)
 
 
@@ -168,7 +168,7 @@ def test_draws_follow_the_distribution(kind: dict[str, Any], vocab: int) -> None
         )  # the position of each draw; what is appended goes to the column of ended slots
         ints_EI[:, 2] = 0
         got = Launched().choose(logits_V.expand(rows, -1).contiguous(), many, slot_E, ints_EI, DRAWS)
-        counts += torch.bincount(got.tokens_E, minlength=vocab)
+        counts += torch.bincount(got.tokens_EQ[:, 0], minlength=vocab)
     value, order = torch.sort(logits_V.double() / 0.8, descending=True)
     mass = (value - value[0]).exp() * (torch.arange(vocab, device="cuda") < kind.get("top_k", vocab))
     mass = mass / mass.sum()
@@ -204,10 +204,10 @@ def test_recorded_draws_are_the_eager_ones() -> None:
         seeds = list(range(rows))
         slots = bound(kinds, seeds)
         ints_EI = slots.ints_SI[slot_E]
-        choose_into(out, logits, slots, slot_E, ints_EI, needs)
+        choose_into(out, logits, slots, slot_E, ints_EI, needs, slots.ints_SI)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            choose_into(out, logits, slots, slot_E, ints_EI, needs)
+            choose_into(out, logits, slots, slot_E, ints_EI, needs, slots.ints_SI)
         for shape in ("flat", "peaked"):
             logits.copy_(some_logits(shape, rows, VOCAB, generator))
             fresh = bound(kinds, seeds)
@@ -286,9 +286,9 @@ def test_logprobs_are_the_models_own_whatever_is_edited() -> None:
     got = accept(
         logits, slots, slot_E, slots.ints_SI[slot_E], Needs(biased=True, logprobs=3), CONTEXT, None, Launched()
     )
-    assert got.tokens_E == 11 and got.logprob_E is not None and got.top_ids_EK is not None
-    torch.testing.assert_close(got.logprob_E, want[:, 11])
-    assert torch.equal(got.top_ids_EK, want.topk(3).indices)
+    assert got.tokens_EQ == 11 and got.logprob_N is not None and got.top_ids_NK is not None
+    torch.testing.assert_close(got.logprob_N, want[:, 11])
+    assert torch.equal(got.top_ids_NK, want.topk(3).indices)
 
 
 def test_logits_without_a_number_stay_inside_the_vocabulary() -> None:

@@ -49,10 +49,10 @@ def sizes(parameters: int = GB, kv: int = 1000) -> Any:
 
 
 def run(
-    of: Any = None, on: Machine | None = None, parameters: int = GB, kv: int = 1000, **wishes: Any
+    of: Any = None, on: Machine | None = None, parameters: int = GB, kv: int = 1000, width: int = 0, **wishes: Any
 ) -> tuple[Decided, dict[str, Decision]]:
-    ledger = Ledger()
-    found = decide(config_of(model="m", **wishes), of or facts(), on or machine(), sizes(parameters, kv), ledger)
+    ledger, here = Ledger(), on or machine()
+    found = decide(config_of(model="m", **wishes), of or facts(), here, sizes(parameters, kv), ledger, width)
     names = [one.name for one in ledger.decisions]
     assert len(names) == len(set(names)), "each choice is noted once"
     return found, {one.name: one for one in ledger.decisions}
@@ -409,3 +409,9 @@ def test_decisions_are_frozen() -> None:
         found.pages = 1  # type: ignore[misc]
     with pytest.raises(AttributeError):
         why["pages"].value = 1  # type: ignore[misc]
+
+
+def test_drafts_are_rows_of_recorded_steps_and_tokens_of_a_step() -> None:
+    assert run(on=H100, max_running_requests=8, width=3)[0].graphs.rows[-1] == 32
+    assert run(chunked_prefill_size=4, width=3)[0].budget == 4
+    assert "--chunked-prefill-size 4" in refusal(chunked_prefill_size=3, width=3)

@@ -555,4 +555,4 @@ def test_steps_and_graphs_of_real_starts(
 
 
 def test_slots_of_a_real_start() -> None:
-    assert slot_bytes(257, 163840) == 174_304_596 and slot_bytes(65, 8192) == 2_984_020
+    assert slot_bytes(257, 163840) == 174_306_652 and slot_bytes(65, 8192) == 2_984_540

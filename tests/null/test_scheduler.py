@@ -14,9 +14,10 @@ from thalweg.core.messages import Abort, Delta, Done, Drain, FlushCache, Rejecte
 from thalweg.core.plan import Append, Needs, Output, Row, StepPlan, TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import Ticket, TicketState
-from thalweg.scheduler.limits import ConstantWidth, Limits
+from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.queue import POLICIES
 from thalweg.scheduler.scheduler import Scheduler
+from thalweg.scheduler.widths import ConstantWidth
 
 EOS, VOCAB, PAGE = 0, 100, 4
 

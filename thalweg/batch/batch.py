@@ -1,6 +1,6 @@
 """What a model sees of a step: tokens, positions, where their KV goes and where the context lies. Frozen; no requests, no modes.
 
-Letters: T tokens of the step, R rows, P pages of the longest row, E emitting rows."""
+Letters: T tokens of the step, R rows, P pages of the longest row, E emitting rows, N = E × positions sampled of each."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Batch:
 
     ids_T int64: token ids; padding is 0. positions_T int64: absolute positions; a token attends to the positions of its row up to its own;
     padding is 0. write_T int64: flat index page * PAGE + offset where the token's KV goes; padding goes into the null page. table_RP: the page
-    of each 64 positions of a row (0 beyond its end), in the type of the slots' table. real_T bool: False where a token is padding. emit_E
-    int64: token indices whose logits are sampled. groups: rectangles that cover all tokens in order. extents: of each row. seam: through
-    which layers that can be recorded in pieces call their attention.
+    of each 64 positions of a row (0 beyond its end), in the type of the slots' table. real_T bool: False where a token is padding. emit_N
+    int64: token indices whose logits are sampled, of each emitting row equally many. groups: rectangles that cover all tokens in order.
+    extents: of each row. seam: through which layers that can be recorded in pieces call their attention.
     """
 
     ids_T: Tensor
@@ -72,7 +72,7 @@ class Batch:
     write_T: Tensor
     table_RP: Tensor
     real_T: Tensor
-    emit_E: Tensor
+    emit_N: Tensor
     groups: tuple[Group, ...]
     extents: tuple[Extent, ...] = ()
     seam: Seam = seamless

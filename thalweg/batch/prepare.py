@@ -20,11 +20,13 @@ PAGE_BITS = PAGE.bit_length() - 1
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """batch: for the model. Of the emitting rows: slot_E int64, their slots; ints_EI int64, the slots' integers as this step finds them."""
+    """batch: for the model. Of the emitting rows: slot_E int64, their slots; ints_EI int64, the slots' integers as this step finds them. all_emitted:
+    whether every token's logits are sampled, in order."""
 
     batch: Batch
     slot_E: Tensor
     ints_EI: Tensor
+    all_emitted: bool
 
 
 def prepare(plan: StepPlan, slots: Slots) -> Prepared:
@@ -36,28 +38,38 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
         slot_T, ints_TI, position_T = slot_R, ints_RI, ints_RI[:, 1]
     else:
         slot_T, ints_TI, position_T = _expand(rows, slot_R, ints_RI)
-    ids_T, position_T, write_T, real_T = _gather(slot_T, position_T, ints_TI, slots.tokens_SL, slots.table_SP)
-    ends = list(accumulate(row.n for row in rows))
-    emits = [i for i, row in enumerate(rows) if row.emit]
+    ids_T, position_T, write_T, real_T = gather(slot_T, position_T, ints_TI, slots.tokens_SL, slots.table_SP)
+    emits, sampled = [i for i, row in enumerate(rows) if row.emit], sampled_tokens(plan)
+    all_emitted = len(sampled) == plan.tokens and sampled == list(range(plan.tokens))
     batch = Batch(
         ids_T=ids_T,
         positions_T=position_T,
         write_T=write_T,
         table_RP=slots.table_SP[:, : -(-plan.reach // PAGE)].index_select(0, slot_R),
         real_T=real_T,
-        emit_E=upload([ends[i] - 1 for i in emits], torch.int64, device),
+        emit_N=upload(sampled, torch.int64, device),
         groups=_groups(rows),
         extents=tuple(Extent(row.n, row.start + row.n) for row in rows),
     )
     if len(emits) == len(rows):
-        return Prepared(batch, slot_R, ints_RI)
+        return Prepared(batch, slot_R, ints_RI, all_emitted)
     moved_R = upload([0 if row.emit else row.n for row in rows], torch.int64, device)
     slots.at.index_add_(0, slot_R, moved_R)
     emit_E = upload(emits, torch.int64, device)
-    return Prepared(batch, slot_R.index_select(0, emit_E), ints_RI.index_select(0, emit_E))
+    return Prepared(batch, slot_R.index_select(0, emit_E), ints_RI.index_select(0, emit_E), all_emitted)
 
 
-def _gather(
+def sampled_tokens(plan: StepPlan) -> list[int]:
+    """Which of the step's tokens have their logits sampled: of each emitting row the last one and those before its drafts, and of one with fewer
+    drafts than `plan.query` has room for the last one again."""
+    ends, ahead = accumulate(row.n for row in plan.rows), range(plan.query)
+    emitting = [(end - 1 - row.drafts, row.drafts) for end, row in zip(ends, plan.rows, strict=True) if row.emit]
+    if len(ahead) == 1:
+        return [first for first, _ in emitting]
+    return [first + min(j, drafts) for first, drafts in emitting for j in ahead]
+
+
+def gather(
     slot_T: Tensor, position_T: Tensor, ints_TI: Tensor, tokens_SL: Tensor, table_SP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Token, position, write index and reality of each token; what is padding is 0 in all of them."""

@@ -5,7 +5,7 @@ penalties are computed from the tokens plane, so nothing here is ever rolled bac
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import NamedTuple, Sequence
 
 import torch
 
@@ -13,9 +13,17 @@ from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Append, Bind
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 
-INTS = ("length", "at", "end", "seed", "prompt_len", "min_len", "top_k")
+INTS = ("length", "at", "end", "seed", "prompt_len", "min_len", "top_k", "made")
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
 STOP_IDS = MAX_STOP_IDS + MAX_EOS_IDS  # the user's, and the model's end tokens
+
+
+class Field(NamedTuple):
+    """What somebody else keeps of each slot: a tensor [S, *shape], zeroed when a request is bound."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Slots:
@@ -25,10 +33,10 @@ class Slots:
     its kernels want it. ints_SI int64 and
     floats_SF float32 hold the columns named in INTS and FLOATS, so that a bind, a gather or an update is one operation. length: known tokens; at:
     positions whose KV is computed; end: length at which the sequence is full, and 0 once it has ended; min_len: length before which no stop id
-    may be sampled.
+    may be sampled; made: drafts, which stand in the tokens plane behind the known ones. extra: the fields that were declared, by name.
     """
 
-    def __init__(self, slots: int, context: int, device: torch.device) -> None:
+    def __init__(self, slots: int, context: int, device: torch.device, fields: Sequence[Field] = ()) -> None:
         pages = -(-context // PAGE)
         self.context = context
         self.tokens_SL = torch.zeros(slots, context + 1, dtype=torch.int32, device=device)
@@ -41,12 +49,19 @@ class Slots:
         self.bias_ids_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
         self.bias_SB = torch.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
         self.state_S3 = self.ints_SI[:, :3]
-        self.length, self.at, self.end, self.seed, self.prompt_len, self.min_len, self.top_k = self.ints_SI.unbind(1)
+        columns = self.ints_SI.unbind(1)
+        self.length, self.at, self.end, self.seed, self.prompt_len, self.min_len, self.top_k, self.made = columns
+        self.extra = {name: torch.zeros(slots, *shape, dtype=dtype, device=device) for name, shape, dtype in fields}
 
     def reset(self) -> None:
         """Nobody's slots: one that was never bound has ended, like one that was, so that its positions stay valid indices."""
         self.ints_SI.zero_()
         self.ints_SI[:, 0] = 1
+
+    @property
+    def nbytes(self) -> int:
+        held = (one for one in vars(self).values() if isinstance(one, torch.Tensor))
+        return sum(tensor.nbytes for tensor in (*held, *self.extra.values()))
 
     def bind(self, binds: Sequence[Bind]) -> None:
         """Rebuilds the slots of these binds; whatever stood there is forgotten."""
@@ -56,6 +71,8 @@ class Slots:
         index = upload([b.slot for b in binds], torch.int64, device)
         self.ints_SI[index] = upload([_ints(b) for b in binds], torch.int64, device)
         self.floats_SF[index] = upload([_floats(b) for b in binds], torch.float32, device)
+        for field in self.extra.values():
+            field[index] = 0
         self.stop_SK[index] = upload([_padded(b.stop_ids) for b in binds], torch.int64, device)
         for b in binds:
             self.tokens_SL[b.slot, : len(b.tokens)] = upload(b.tokens, torch.int32, device)
@@ -80,7 +97,7 @@ class Slots:
 def _ints(b: Bind) -> tuple[int, ...]:
     top_k = b.params.top_k if b.params.top_k > 0 else 1 << 30
     min_len = min(b.prompt_len + b.params.min_tokens, b.end)  # no sequence is longer, and a sum may exceed 64 bits
-    return (len(b.tokens), b.computed, b.end, b.seed, b.prompt_len, min_len, top_k)
+    return (len(b.tokens), b.computed, b.end, b.seed, b.prompt_len, min_len, top_k, 0)
 
 
 def _floats(b: Bind) -> tuple[float, ...]:

@@ -29,7 +29,7 @@ def make_parser() -> Parser:
         "thalweg ablate",
         "Turns features off and on: speed and accuracy of each combination, or why it cannot run. The flags of the engine are the base.",
         EPILOG,
-        only=("model", "load", "memory", "schedule", "sampling", "parallel"),
+        only=("model", "load", "memory", "schedule", "sampling", "speculative", "parallel"),
     )
     _add_cells(parser.add_argument_group("Cells"))
     _add_load(parser.add_argument_group("Load"))

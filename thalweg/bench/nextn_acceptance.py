@@ -71,7 +71,7 @@ def whole_batch(lengths: Sequence[int], ids_T: Tensor) -> Batch:
         write_T=torch.cat(places),
         table_RP=table,
         real_T=torch.ones(token, dtype=torch.bool, device=device),
-        emit_E=torch.zeros(0, dtype=torch.int64, device=device),
+        emit_N=torch.zeros(0, dtype=torch.int64, device=device),
         groups=tuple(groups),
     )
 

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import msgspec
 
@@ -71,7 +72,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Place:
-    """A slot, as the device knows it. keys[i]: stands for all tokens up to the end of page i. at: tokens that have KV."""
+    """A slot, as the device knows it. keys[i]: stands for all tokens up to the end of page i. at: tokens that have KV. drafts: behind the tokens."""
 
     uid: int
     bind: Bind
@@ -80,6 +81,7 @@ class _Place:
     over: bool = False
     pages: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
+    drafts: tuple[int, ...] = ()
 
     def key(self, page: int) -> int:
         while len(self.keys) <= page:
@@ -158,7 +160,8 @@ class Replayer:
     def _compute(self, place: _Place, start: int, end: int) -> None:
         """A step that is not in the recording: this part of a place alone."""
         slot = place.bind.slot
-        bind = place.bind._replace(computed=start, end=len(place.bind.tokens) + 1, masked=False)
+        known = tuple(place.tokens)
+        bind = place.bind._replace(tokens=known, computed=start, end=len(known) + 1, masked=False)
         row = Row(place.uid, slot, start, end - start, 0, False)
         self._launch(StepPlan(0, 0, (row,), (bind,), (Append(slot, 0, tuple(place.pages)),), reach=end))
         self.verdict.filled += end - start
@@ -201,7 +204,7 @@ class Replayer:
         again = replace(plan, step=number, seen=number - 1, masked=False)
         try:
             self.worker.forward(again, again.shape)
-            self.worker.sample(again, masks, 0)
+            self.worker.sample(again, masks, again.draft)
             return self.worker.output(again)
         except Exception as error:  # whatever a step raises is what is looked for
             trace = "".join(traceback.format_exception(error))
@@ -226,10 +229,20 @@ class Replayer:
                 self._compare(step, row, now, recorded)
         if place.over:
             return  # padding
-        place.at = len(place.tokens) if row.emit else row.start + row.n
-        self._note(place, place.at - row.n, place.at)
+        known = len(place.tokens)
+        start = known - row.n + row.drafts if row.emit else row.start
         place.over = truth.done
         place.tokens += truth.tokens
+        place.drafts = now.drafts
+        # of drafts, the KV is right as far as they were accepted and are in the recording
+        same = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(now.tokens[:-1], truth.tokens, strict=False))
+        )
+        place.at = known + same if row.emit else start + row.n
+        self._note(place, start, place.at)
+        if truth.tokens and place.at < len(place.tokens) - 1:
+            self._compute(place, place.at, len(place.tokens) - 1)
+            place.at = len(place.tokens) - 1
         if truth.tokens and place.uid in self._open:
             self.book.advance(place.uid, truth.tokens)
         if truth.tokens and (truth.tokens != now.tokens or truth.done != now.done):
@@ -240,7 +253,9 @@ class Replayer:
     def _compare(self, step: int, row: Row, now: Output, recorded: Output) -> None:
         verdict, place = self.verdict, self._place(row.slot)
         verdict.compared += len(recorded.tokens)
-        if (now.tokens, now.done) != (recorded.tokens, recorded.done):
+        both = min(len(now.tokens), len(recorded.tokens))  # they may differ in how many drafts were right
+        ends = len(now.tokens) == len(recorded.tokens) and now.done != recorded.done
+        if now.tokens[:both] != recorded.tokens[:both] or ends:
             verdict.different += 1
             if len(verdict.differences) < self.KEPT:
                 at = len(place.tokens) - place.bind.prompt_len
@@ -272,7 +287,7 @@ class Replayer:
         place = self._place(row.slot)
         if not row.emit or place.over or place.uid not in self._open:
             return None
-        return MaskState(len(place.tokens), place.tokens[-1], ())
+        return MaskState(len(place.tokens), place.tokens[-1], place.drafts)
 
     # ---- another model
 

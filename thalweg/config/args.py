@@ -18,6 +18,7 @@ TITLES = {
     "memory": "Memory",
     "schedule": "Scheduling",
     "sampling": "Sampling defaults",
+    "speculative": "Speculative decoding",
     "parallel": "Several devices",
     "listen": "Address",
     "server": "HTTP server",
@@ -45,6 +46,7 @@ HABITS = (
     Habit("grammar-backend", "llguidance", "it is the only one"),
     Habit("tokenizer-mode", "auto", "there is one way to tokenize"),
     Habit("enable-trace", None, "--otlp-traces-endpoint alone turns traces on"),
+    Habit("speculative-eagle-topk", "1", "drafts are a chain"),
     Habit("nnodes", "1", "one node is all there is"),
     Habit("node-rank", "0", "one node is all there is"),
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from thalweg.config.server import ServerOptions
 from thalweg.config.setting import check_section, setting
+from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import CannotServe
 
 DTYPES = ("bfloat16", "float32")
@@ -326,6 +327,7 @@ class Config:
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     listen: ListenOptions = field(default_factory=ListenOptions)
     server: ServerOptions = field(default_factory=ServerOptions)

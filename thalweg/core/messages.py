@@ -114,6 +114,10 @@ class Stats(msgspec.Struct, frozen=True):
     finished: int = 0
     aborted: int = 0
     step_seconds: float = 0.0  # time in which steps were in flight
+    verifications: int = 0  # drafts of one sequence, verified in one step
+    drafted_tokens: int = 0  # drafts that were verified
+    accepted_tokens: int = 0  # of these, accepted
+    drafter_failures: int = 0  # drafters that failed and were switched off
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):

@@ -109,6 +109,16 @@ class StepPlan:
         return all(row.n == 1 and row.emit and row.score_from == row.score_to for row in self.rows)
 
     @property
+    def verifies(self) -> bool:
+        """Whether every row computes its next token and the drafts behind it, and emits: `decodes`, and more of each row."""
+        return all(row.n == 1 + row.drafts and row.emit and row.score_from == row.score_to for row in self.rows)
+
+    @property
+    def query(self) -> int:
+        """Positions of each emitting row that are sampled: the last one, and before it one for each draft of the row that has most."""
+        return 1 + max((row.drafts for row in self.rows if row.emit), default=0)
+
+    @property
     def shape(self) -> Shape:
         return Shape(len(self.rows), self.tokens, self.reach)
 
@@ -133,7 +143,8 @@ class Output(NamedTuple):
 
     tokens: accepted and sampled tokens (empty for a row that does not emit, and for a slot that was done already).
     drafts: proposals for the next step (the grammar of a masked row must walk them). done: the slot has ended.
-    scores: one entry for each position in [score_from, score_to).
+    logprobs: of the tokens. scores: one entry for each position in [score_from, score_to). lost: the drafter failed in this step, and makes no
+    more drafts.
     """
 
     tokens: tuple[int, ...] = ()
@@ -141,6 +152,7 @@ class Output(NamedTuple):
     done: bool = False
     logprobs: tuple[TokenLogprob, ...] = ()
     scores: tuple[TokenLogprob, ...] = ()
+    lost: bool = False
 
 
 class MaskState(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -32,6 +32,7 @@ from thalweg.engine.recording import Ring
 from thalweg.engine.settings import EngineSettings
 from thalweg.engine.taken import taken
 from thalweg.engine.warm import warm
+from thalweg.engine.widths import measured
 from thalweg.engine.worker import CpuWorker, stream_for
 from thalweg.engine.workshop import Workshop
 from thalweg.kernels.tuned import TUNED
@@ -43,8 +44,12 @@ from thalweg.models.compiled import compile_parts
 from thalweg.models.one_by_one import OneByOne
 from thalweg.models.traced import Traced, traced
 from thalweg.runner.runner import Runner
+from thalweg.sampling.imposed import Imposed
 from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.scheduler import Scheduler
+from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth
+from thalweg.spec.catalog import build_drafter
+from thalweg.spec.drafter import Drafter, Weighted
 from thalweg.text.grammar import Compiler
 from thalweg.text.tokenizer import Tokenizer
 from thalweg.weights.cache_scales import read_scales
@@ -91,31 +96,35 @@ def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) ->
         facts, parts(settings.device, settings.kernels, settings.dtype, facts.fp8_block is not None)
     )
     phases.done("model")
-    load_weights(model, settings)
+    drafter = build_drafter(settings.drafter, model)
+    load_weights(model, drafter.modules(), settings)
     phases.done("weights")
     if settings.torch_compile:
         compile_parts(model)
         phases.done("torch.compile")
     alone = settings.kernels.deterministic and settings.kernels.decode in PLAIN
     if device.type == "cuda":
-        return _on_gpu(settings, OneByOne(model) if alone else model, device, phases)
-    planes = _planes(model, settings, device)
+        return _on_gpu(settings, OneByOne(model) if alone else model, drafter, device, phases)
+    planes = _planes(model, drafter, settings, device)
     steps = model if settings.torch_compile else traced(model, device)
     if isinstance(steps, Traced):
         steps.record(planes)
-    slots = Slots(settings.slots, settings.context, device)
+        drafter.record(planes)
+    slots = Slots(settings.slots, settings.context, device, drafter.fields())
     phases.done("recorded steps")
     whole = (OneByOne(model), OneByOne(steps)) if alone else (model, steps)
-    return taken(settings, model, planes, slots), Runner(*whole, planes, slots)
+    runner = Runner(*whole, planes, slots, drafter)
+    return measured(taken(settings, runner), runner), runner
 
 
 def _on_gpu(
-    settings: EngineSettings, model: Model, device: torch.device, phases: Phases
+    settings: EngineSettings, model: Model, drafter: Drafter, device: torch.device, phases: Phases
 ) -> tuple[EngineSettings, Runner]:
     """Compiles, measures what steps and graphs need, and gives the cache what is left. Raises CannotServe."""
     torch.cuda.synchronize(device)
-    context = provisional(settings, model, device)
-    first = probe(settings, model, context, device)
+    specs = *model.planes(), *drafter.planes()
+    context = provisional(settings, specs, device)
+    first = probe(settings, model, drafter, context, device)
     if settings.warm:
         with _bar("running every kind of step", settings.progress) as progress:
             warm(first, settings, context, progress)
@@ -130,19 +139,20 @@ def _on_gpu(
 
     step, graphs, slots = measure(settings, first, context, record_largest)
     del first
-    sums = Sums(free(device), step, graphs, slots, RESERVE, Planes.page_cost(model.planes()))
+    sums = Sums(free(device), step, graphs, slots, RESERVE, Planes.page_cost(specs))
     settings = settle(settings, sums)
     phases.done("memory")
-    planes = _planes(model, settings, device)
-    runner = Runner(model, model, planes, Slots(settings.slots + 1, settings.context, device))
+    planes = _planes(model, drafter, settings, device)
+    kept = Slots(settings.slots + 1, settings.context, device, drafter.fields())
+    runner = Runner(model, model, planes, kept, drafter)
     before = free(device)
     beside = int(torch.cuda.mem_get_info(device)[1]) - before - torch.cuda.memory_reserved(device)
     _recorded(settings, runner)
     left = free(device)
     log.info("CUDA graphs took %s; %s were expected", size(before - left), size(graphs))
-    settings = taken(settings, model, planes, runner.slots, step=step, graphs=before - left, beside=beside)
+    settings = taken(settings, runner, step=step, graphs=before - left, beside=beside)
     phases.done("graphs")
-    settings = paced(settings, runner)
+    settings = measured(paced(settings, runner), runner)
     phases.done("times of steps")
     return settings, runner
 
@@ -176,27 +186,28 @@ def _bar(text: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _planes(model: Model, settings: EngineSettings, device: torch.device) -> Planes:
+def _planes(model: Model, drafter: Drafter, settings: EngineSettings, device: torch.device) -> Planes:
     """The KV cache; of an FP8 one the scales that the checkpoint has, else 1. Raises CheckpointError."""
-    planes = Planes(model.planes(), settings.pages + 1, device)
+    planes = Planes((*model.planes(), *drafter.planes()), settings.pages + 1, device)
     if settings.kernels.kv == "fp8_e4m3" and settings.load_format != "dummy":
         with Safetensors(Path(settings.path)) as stream:
             read_scales(model.table(), stream, planes)
     return planes
 
 
-def load_weights(model: Model, settings: EngineSettings) -> None:
-    """Fills the model from its checkpoint, or with random numbers; shows a bar. Raises CheckpointError."""
-    assert isinstance(model, torch.nn.Module), "a model is a module: its parameters are what is filled"
-    if settings.load_format == "dummy":
-        fill_dummy(model, settings.seed)
-    else:
-        with _bar("loading weights", settings.progress) as progress, Safetensors(Path(settings.path)) as stream:
-            load(model, model.table(), stream, model.facts.fp8_block, progress)
-    for folder in map(Path, settings.updates):
-        block = block_of(folder, model.facts)
-        with _bar("replacing weights", settings.progress) as progress, Safetensors(folder) as stream:
-            load(model, model.table(), stream, block, progress, partial=True)
+def load_weights(model: Model, besides: Sequence[Weighted], settings: EngineSettings) -> None:
+    """Fills the model, and modules `besides` it, from its checkpoint, or with random numbers; shows a bar. Raises CheckpointError."""
+    for module in (model, *besides):
+        assert isinstance(module, torch.nn.Module), "a model is a module: its parameters are what is filled"
+        if settings.load_format == "dummy":
+            fill_dummy(module, settings.seed)
+        else:
+            with _bar("loading weights", settings.progress) as progress, Safetensors(Path(settings.path)) as stream:
+                load(module, module.table(), stream, model.facts.fp8_block, progress)
+        for folder in map(Path, settings.updates):
+            block = block_of(folder, model.facts)
+            with _bar("replacing weights", settings.progress) as progress, Safetensors(folder) as stream:
+                load(module, module.table(), stream, block, progress, partial=True)
 
 
 def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, channel: Channel) -> Loop:
@@ -215,7 +226,9 @@ def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, chan
     grammars = GrammarBook(
         lambda: Compiler(Tokenizer(Path(settings.path)), facts.vocab, settings.eos_ids or facts.eos), facts.vocab
     )
-    scheduler = Scheduler(limits, Books(settings.pages + 1, tree), grammars=grammars)
+    fits = min(settings.width, settings.budget - 1)  # a sequence is verified in one step
+    widths = MeasuredWidth(settings.times) if settings.times else ConstantWidth(fits)
+    scheduler = Scheduler(limits, Books(settings.pages + 1, tree), widths=widths, grammars=grammars)
     on_gpu = runner.planes.device.type == "cuda"
     worker = GpuWorker(runner, grammars) if on_gpu else CpuWorker(runner, stream_for(settings.depth), grammars)
     recorder = Ring(settings, scheduler.requests) if settings.crash_dump_folder else NO_RECORDER
@@ -230,6 +243,8 @@ def build(settings: EngineSettings, channel: Channel) -> Rank:
             f"{settings.path}: {len(settings.eos_ids)} end-of-sequence ids; at most {MAX_EOS_IDS} are kept a slot"
         )
     settings, runner = build_runner(settings, facts, phases)
+    if settings.imposed:
+        runner.sampling = Imposed(runner.sampling, settings.imposed)
     loop = build_loop(settings, facts, runner, channel)
     log.info("started: %s", phases)
     return Rank(loop, runner, facts, settings)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Mapping, Sequence, TypeVar
 
 import torch
 from torch import Tensor
 
 from thalweg.core.plan import MaskState, Output, Shape, StepPlan
 from thalweg.engine.worker import Halves, Masker
-from thalweg.runner.runner import Forwarded, Published, outputs
+from thalweg.runner.runner import Forwarded, Published
 from thalweg.sampling.sample import Sampled
+from thalweg.spec.drafter import Proposed
+
+Made = TypeVar("Made", Sampled | None, Proposed | None)
 
 
 class GpuWorker:
@@ -30,10 +34,10 @@ class GpuWorker:
     def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
         made = self.masker.fill(plan, masks)
         torch.cuda.current_stream().wait_event(self.copied)
-        published = self.runner.sample(self.forwarded.pop(plan.step), made)
+        published = self.runner.sample(self.forwarded.pop(plan.step), made, width)
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            host = None if published is None else Published(published.forwarded, _to_host(published.sampled))
+            host = None if published is None else _to_host(published)
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.copied.record(self.side)
         self.published[plan.step] = host, self.copied
@@ -41,26 +45,22 @@ class GpuWorker:
     def output(self, plan: StepPlan) -> Sequence[Output]:
         published, copied = self.published.pop(plan.step)
         copied.synchronize()
-        return outputs(published)
+        return self.runner.outputs(published)
 
 
-def _to_host(sampled: Sampled | None) -> Sampled | None:
-    if sampled is None:
+def _to_host(published: Published) -> Published:
+    return replace(published, sampled=_copied(published.sampled), proposed=_copied(published.proposed))
+
+
+def _copied(made: Made) -> Made:
+    """The same with its tensors in pinned memory."""
+    if made is None:
         return None
-    parts = (
-        sampled.tokens_E,
-        sampled.done_E,
-        sampled.live_E,
-        sampled.logprob_E,
-        sampled.top_ids_EK,
-        sampled.top_logprobs_EK,
-    )
-    return Sampled(*map(_pinned, parts))  # type: ignore[arg-type]
+    tensors = {field.name: getattr(made, field.name) for field in fields(made)}
+    return replace(made, **{name: _pinned(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
-def _pinned(tensor: Tensor | None) -> Tensor | None:
+def _pinned(tensor: Tensor) -> Tensor:
     """A copy in pinned memory, under way on the current stream."""
-    if tensor is None:
-        return None
     tensor.record_stream(torch.cuda.current_stream())
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

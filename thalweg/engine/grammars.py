@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Generic, Mapping, Protocol, Self, Sequence, TypeVar
 
 import numpy as np
@@ -26,7 +26,7 @@ class Matcher(Protocol):
     @property
     def error(self) -> str: ...
     def copy(self) -> Self: ...
-    def accept(self, tokens: Sequence[int]) -> None: ...
+    def accept(self, tokens: Sequence[int]) -> bool: ...
 
 
 M = TypeVar("M", bound=Matcher)
@@ -77,16 +77,19 @@ class GrammarBook(Generic[M]):
 
     def advance(self, uid: int, tokens: Sequence[int]) -> None:
         s = self._sequences[uid]
-        for i, token in enumerate(tokens):
-            if s.thinks:
-                s.thinks = token != s.grammar.closes
-            elif not s.begun and token == s.grammar.opens:
-                s.thinks = True
-            else:
-                self._matcher(s).accept(tokens[i:])
-                s.begun = True
-                return
-            s.begun = True
+        for token in tokens:
+            self._take(s, token)
+
+    def _take(self, s: _Sequence[M], token: int) -> bool:
+        """The token comes next; False where the grammar forbids it, and nothing more can come."""
+        begun, s.begun = s.begun, True
+        if s.thinks:
+            s.thinks = token != s.grammar.closes
+        elif not begun and token == s.grammar.opens:
+            s.thinks = True
+        else:
+            return self._matcher(s).accept([token])
+        return True
 
     def close(self, uid: int) -> None:
         self._sequences.pop(uid, None)
@@ -97,16 +100,21 @@ class GrammarBook(Generic[M]):
         return list(broken.items())
 
     def fill(self, plan: StepPlan, states: Mapping[int, MaskState]) -> Masks | None:
-        """The masks of the rows under a grammar; None where there is none. Who has ended has no state, and no mask that matters."""
+        """The masks of the rows under a grammar, of each sampled position one; None where there is none. Who has ended has no state, and no mask
+        that matters."""
         if not states:
             return None
         emitting = [row.uid for row in plan.rows if row.emit]
-        rows = tuple(i for i, uid in enumerate(emitting) if uid in states)
-        uids = [emitting[i] for i in rows]
+        rows: list[int] = []
+        along: list[tuple[int, _Sequence[M]]] = []  # of each mask, whose it is and how far the sequence would be there
+        for i, uid in enumerate(emitting):
+            if uid in states:
+                path = self._along(self._sequences[uid], states[uid].drafts)
+                rows += (i * plan.query + ahead for ahead in range(len(path)))
+                along += ((uid, s) for s in path)
         bits = np.zeros((len(rows), self._words), dtype=np.int32)
         wanted: list[tuple[M, int]] = []
-        for i, uid in enumerate(uids):
-            s = self._sequences[uid]
+        for i, (_, s) in enumerate(along):
             if s.thinks:
                 bits[i] = self._thought(s.grammar)
             else:
@@ -116,13 +124,23 @@ class GrammarBook(Generic[M]):
         if wanted:
             compiler.fill(wanted, bits)
         for matcher, i in wanted:
-            s = self._sequences[uids[i]]
+            uid, s = along[i]
             if not s.begun and s.grammar.opens >= 0:
                 _allow(bits[i], s.grammar.opens)
             if matcher.error:
-                self._broken[uids[i]] = f"went beyond its limits: {matcher.error}"
+                self._broken[uid] = f"went beyond its limits: {matcher.error}"
                 bits[i] = -1  # nobody will read the token
-        return Masks(rows, bits)
+        return Masks(tuple(rows), bits)
+
+    def _along(self, s: _Sequence[M], drafts: Sequence[int]) -> list[_Sequence[M]]:
+        """The sequence as it is, and behind each draft that the grammar lets it have. Behind the first that is forbidden nothing is accepted."""
+        path = [s]
+        for draft in drafts:
+            ahead = replace(path[-1], matcher=None if path[-1].matcher is None else path[-1].matcher.copy())
+            if not self._take(ahead, draft):
+                break
+            path.append(ahead)
+        return path
 
     def _compiled(self, grammar: Grammar) -> Future[M]:
         key = grammar.kind, grammar.source

@@ -33,9 +33,13 @@ ALL_NEEDS = Needs(random=True, truncated=True, penalised=True, biased=True, logp
 Part = tuple[int, int, bool]  # tokens before the step, tokens of the step, whether it samples
 
 
-def plan(parts: Sequence[Part], needs: Needs = GREEDY, scored: bool = False) -> StepPlan:
-    """A step of these rows, each of a slot of its own. scored: with the log-probabilities of the last row's prompt tokens."""
-    rows = [Row(0, slot, start, n, 0, emit) for slot, (start, n, emit) in enumerate(parts)]
+def plan(parts: Sequence[Part], needs: Needs = GREEDY, scored: bool = False, drafts: int = 0) -> StepPlan:
+    """A step of these rows, each of a slot of its own. scored: with the log-probabilities of the last row's prompt tokens. drafts: of each row that
+    emits and has so many tokens besides its own."""
+    rows = [
+        Row(0, slot, start, n, drafts if emit and n == 1 + drafts else 0, emit)
+        for slot, (start, n, emit) in enumerate(parts)
+    ]
     if scored:
         start, n, _ = parts[-1]
         rows[-1] = rows[-1]._replace(score_from=start, score_to=start + n - 1, score_top=5)
@@ -79,8 +83,8 @@ def prompts(tokens: int, context: int) -> list[Part]:
     return [(0, min(context, tokens - first), True) for first in range(0, tokens, context)]
 
 
-def kinds(slots: int, budget: int, context: int) -> Iterator[StepPlan]:
-    """See above. slots, budget, context: as of `engine.settings.EngineSettings`."""
+def kinds(slots: int, budget: int, context: int, width: int = 0) -> Iterator[StepPlan]:
+    """See above. slots, budget, context, width: as of `engine.settings.EngineSettings`."""
     most = min(budget, slots * context)
     for tokens in ladder(most):
         yield plan(prompts(tokens, context))
@@ -106,6 +110,10 @@ def kinds(slots: int, budget: int, context: int) -> Iterator[StepPlan]:
             yield plan([(context - 1, 1, True)] * rows + [(start, n, False)])
     if min(most, context) > 1:
         yield from scored(min(most, context))
+    n = 1 + width
+    for rows, reach in product(decoding if width else (), reaches(context)):
+        if rows * n <= most and n <= reach:
+            yield plan([(reach - n, n, True)] * rows, drafts=width)
 
 
 def scored(most: int) -> Iterator[StepPlan]:
@@ -126,14 +134,15 @@ def samplings(rows: int, context: int) -> Iterator[StepPlan]:
         yield plan([(min(PAGE, context) - 1, 1, True)] * emitting, needs)
 
 
-def largest(slots: int, budget: int, context: int) -> Iterator[StepPlan]:
+def largest(slots: int, budget: int, context: int, width: int = 0) -> Iterator[StepPlan]:
     """The steps that take most memory: a whole budget of fresh prompts, and one of a prompt's end beside as many decoding requests as there
-    are, where every row asks for everything that can be asked of sampling. What gathers most context: `cached`."""
+    are, with their drafts, where every row asks for everything that can be asked of sampling. What gathers most context: `cached`."""
     most = min(budget, slots * context)
     yield plan(prompts(most, context))
-    decoding = min(slots, most) - 1
-    n = min(most - decoding, context)
-    yield plan([(context - 1, 1, True)] * decoding + [(context - n, n, True)], ALL_NEEDS)
+    each = min(1 + width, context)
+    decoding = min(slots - 1, (most - 1) // each)
+    n = min(most - decoding * each, context)
+    yield plan([(context - each, each, True)] * decoding + [(context - n, n, True)], ALL_NEEDS, drafts=each - 1)
 
 
 def cached(slots: int, budget: int, context: int) -> Iterator[StepPlan]:

@@ -19,10 +19,11 @@ from thalweg.core.kernels import PLAIN
 from thalweg.core.plan import PAGE, StepPlan
 from thalweg.engine import kinds
 from thalweg.engine.settings import EngineSettings
-from thalweg.memory.planes import Planes
+from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.base import Model
 from thalweg.models.one_by_one import OneByOne
 from thalweg.runner.runner import Runner
+from thalweg.spec.drafter import Drafter
 
 log = logging.getLogger("thalweg.engine")
 
@@ -77,16 +78,17 @@ def free(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def provisional(settings: EngineSettings, model: Model, device: torch.device) -> int:
+def provisional(settings: EngineSettings, specs: tuple[PlaneSpec, ...], device: torch.device) -> int:
     """The longest context there can be, before it is known what else needs memory."""
     if settings.pages:
         return settings.context
-    return max(min(settings.context, free(device) // Planes.page_cost(model.planes()) * PAGE), 1)
+    return max(min(settings.context, free(device) // Planes.page_cost(specs) * PAGE), 1)
 
 
-def probe(settings: EngineSettings, model: Model, context: int, device: torch.device) -> Runner:
+def probe(settings: EngineSettings, model: Model, drafter: Drafter, context: int, device: torch.device) -> Runner:
     """A runner without a cache: all its rows are padding, which needs the null page only."""
-    return Runner(model, model, Planes(model.planes(), 1, device), Slots(settings.slots + 1, context, device))
+    planes = Planes((*model.planes(), *drafter.planes()), 1, device)
+    return Runner(model, model, planes, Slots(settings.slots + 1, context, device, drafter.fields()), drafter)
 
 
 def measure(
@@ -99,7 +101,7 @@ def measure(
     return (
         step,
         graphs,
-        sum(tensor.nbytes for tensor in vars(runner.slots).values() if isinstance(tensor, torch.Tensor)),
+        runner.slots.nbytes,
     )
 
 
@@ -109,7 +111,7 @@ def _step(settings: EngineSettings, runner: Runner, context: int, device: torch.
     torch.cuda.reset_peak_memory_stats(device)
     try:
         for of, plan in _largest(settings, runner, context):
-            made = of.sample(of.forward(plan))
+            made = of.sample(of.forward(plan), width=settings.width)
             del made
     except torch.cuda.OutOfMemoryError as error:
         raise CannotServe(
@@ -130,13 +132,15 @@ def _largest(settings: EngineSettings, runner: Runner, context: int) -> Iterator
     elif settings.kernels.decode in PLAIN:
         # prompts take minutes over long contexts, and tiles of their scores are as large over short ones; but what is gathered of a context is
         # as long as the context: of as many rows as decode in one span, and of a prompt, whose tiles then have few tokens
-        yield from ((runner, plan) for plan in kinds.largest(slots, budget, min(context, REFERENCE_CONTEXT)))
+        yield from (
+            (runner, plan) for plan in kinds.largest(slots, budget, min(context, REFERENCE_CONTEXT), settings.width)
+        )
         n = min(kinds.DENSE, context, budget - decoding + 1)
         if context > REFERENCE_CONTEXT:
             yield runner, kinds.plan([(context - 1, 1, True)] * (decoding - 1) + [(context - n, n, True)])
     else:
-        for plans in (kinds.largest, kinds.cached):
-            yield from ((runner, plan) for plan in plans(slots, budget, context))
+        for plans in (kinds.largest(slots, budget, context, settings.width), kinds.cached(slots, budget, context)):
+            yield from ((runner, plan) for plan in plans)
 
 
 def _kept(settings: EngineSettings, model: Model) -> int:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Masks
 from thalweg.core.messages import StartProfile
-from thalweg.core.plan import StepPlan
+from thalweg.core.plan import Output, StepPlan
 from thalweg.engine.worker import Halves
 from thalweg.runner.runner import Forwarded, Published
 
@@ -39,11 +39,14 @@ class Named:
         with record_function(f"A {_name(plan)}"):
             return self.runner.forward(plan)
 
-    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None) -> Published | None:
+    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None, width: int = 0) -> Published | None:
         if forwarded is None:
-            return self.runner.sample(forwarded, masks)
+            return self.runner.sample(forwarded, masks, width)
         with record_function(f"B {_name(forwarded.plan)}"):
-            return self.runner.sample(forwarded, masks)
+            return self.runner.sample(forwarded, masks, width)
+
+    def outputs(self, published: Published | None) -> tuple[Output, ...]:
+        return self.runner.outputs(published)
 
 
 def _name(plan: StepPlan) -> str:

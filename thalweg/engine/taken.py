@@ -7,11 +7,9 @@ import json
 import msgspec
 from torch import Tensor, nn
 
-from thalweg.batch.slots import Slots
 from thalweg.engine.settings import EngineSettings
-from thalweg.memory.planes import Planes
-from thalweg.models.base import Model
 from thalweg.models.one_by_one import OneByOne
+from thalweg.runner.runner import Runner
 
 # why each is what it is; on a CPU nothing is set aside for steps and there are no graphs
 REASONS = {
@@ -24,14 +22,18 @@ REASONS = {
 }
 
 
-def taken(settings: EngineSettings, model: Model, planes: Planes, slots: Slots, **others: int) -> EngineSettings:
-    """The settings with a report that tells the bytes of weights, KV cache and slots, and of `others`, by the names in `REASONS`."""
+def taken(settings: EngineSettings, runner: Runner, **others: int) -> EngineSettings:
+    """The settings with a report that tells the bytes of weights, the drafter's too, KV cache and slots, and of `others`, by the names in
+    `REASONS`."""
+    model, planes, slots = runner.model, runner.planes, runner.slots
     plain = model.model if isinstance(model, OneByOne) else model
-    assert isinstance(plain, nn.Module)
+    modules = [one for one in (plain, *runner.drafting.drafter.modules()) if isinstance(one, nn.Module)]
     found = {
-        "weights": _bytes([*plain.parameters(), *plain.buffers()]),
+        "weights": _bytes([tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]),
         "kv": _bytes(list(planes.bytes.values())),
-        "slots": _bytes([value for value in vars(slots).values() if isinstance(value, Tensor)]),
+        "slots": _bytes(
+            [value for value in (*vars(slots).values(), *slots.extra.values()) if isinstance(value, Tensor)]
+        ),
         **others,
     }
     report = json.loads(settings.report)

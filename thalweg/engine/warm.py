@@ -73,7 +73,7 @@ def _steps(runner: Runner, settings: EngineSettings, context: int) -> Iterator[C
     if settings.kernels.decode == TORCH:  # no kernel goes by the context, and a choice of a long one takes its time
         context = min(context, max(PLAIN_CONTEXT, -(-settings.budget // settings.slots)))
     model = thin(_whole(runner.model))
-    narrow = Runner(model, model, runner.planes, runner.slots)
+    narrow = Runner(model, model, runner.planes, runner.slots, runner.drafting.drafter)
     if isinstance(runner.model, OneByOne):  # whatever the step, what is computed is one token at a time
         whole = OneByOne(model)
         alone = Runner(whole, whole, runner.planes, runner.slots)
@@ -81,9 +81,9 @@ def _steps(runner: Runner, settings: EngineSettings, context: int) -> Iterator[C
             yield partial(lambda plan: alone.sample(alone.forward(plan)), plan)
         plans = singles(context)
     else:
-        plans = kinds(settings.slots, settings.budget, context)
+        plans = kinds(settings.slots, settings.budget, context, settings.width)
     for plan in plans:
-        yield partial(lambda plan: narrow.sample(narrow.forward(plan)), plan)
+        yield partial(lambda plan: narrow.sample(narrow.forward(plan), width=settings.width), plan)
 
 
 def _products(runner: Runner, settings: EngineSettings) -> Iterator[Callable[[], object]]:

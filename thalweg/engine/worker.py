@@ -7,7 +7,7 @@ from typing import Callable, Generic, Mapping, Protocol, Sequence, TypeVar
 
 from thalweg.core.grammar import Masks
 from thalweg.core.plan import MaskState, Output, Shape, StepPlan
-from thalweg.runner.runner import Forwarded, Published, outputs
+from thalweg.runner.runner import Forwarded, Published
 
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)
@@ -32,7 +32,9 @@ class Halves(Protocol):
 
     def forward(self, plan: StepPlan) -> Forwarded | None: ...
 
-    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None) -> Published | None: ...
+    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None, width: int = 0) -> Published | None: ...
+
+    def outputs(self, published: Published | None) -> tuple[Output, ...]: ...
 
 
 class Masker(Protocol):
@@ -89,7 +91,10 @@ class CpuWorker:
 
     def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
         forwarded, made = self.forwarded.pop(plan.step), self.masker.fill(plan, masks)
-        self.outputs[plan.step] = self.stream.submit(lambda: outputs(self.runner.sample(forwarded.result(), made)))
+        runner = self.runner
+        self.outputs[plan.step] = self.stream.submit(
+            lambda: runner.outputs(runner.sample(forwarded.result(), made, width))
+        )
 
     def output(self, plan: StepPlan) -> Sequence[Output]:
         return self.outputs.pop(plan.step).result()

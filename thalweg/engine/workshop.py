@@ -28,24 +28,37 @@ class Workshop:
         self.profiler = Profiler(hands, runner.planes.device.type == "cuda")
         self.facts = runner.model.facts
         self.model = runner.model.model if isinstance(runner.model, OneByOne) else runner.model
+        self.drafting = runner.drafting
 
     def weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
         """Reads all headers; what it returns writes, and says how many tensors of how many. alive: called for every tensor. Raises InvalidRequest."""
-        module, table, folder = self.model, self.model.table(), Path(wish.path)
-        assert isinstance(module, nn.Module), "a model is a module: its parameters are what is filled"
+        modules, folder = (self.model, *self.drafting.drafter.modules()), Path(wish.path)
+
+        def told(done: int, total: int) -> None:
+            alive()
+
         with ExitStack() as opening:
             try:
                 block = block_of(folder, self.facts)
                 stream = opening.enter_context(Safetensors(folder))
-                held, of = verify(module, table, stream, block, lambda done, total: alive())
+                found = [
+                    verify(_module(one), one.table(), stream, block, told, needed=one is self.model) for one in modules
+                ]
             except (CheckpointError, OSError) as wrong:
                 raise InvalidRequest("model_path", f"{wrong}; nothing was changed") from wrong
             opened = opening.pop_all()
+        held, of = (sum(counts) for counts in zip(*found, strict=True))
 
         def write() -> tuple[int, int]:
             with opened:
-                load(module, table, stream, block, lambda done, total: alive(), partial=True)
+                for one in modules:
+                    load(_module(one), one.table(), stream, block, told, partial=True)
             log.info("%d of %d tensors replaced, from %s", held, of, folder)
             return held, of
 
         return write
+
+
+def _module(model: object) -> nn.Module:
+    assert isinstance(model, nn.Module), "a model is a module: its parameters are what is filled"
+    return model

@@ -129,9 +129,10 @@ def decide(
     machine: Machine,
     sizes_in: Callable[[str, KernelChoice, str], Sizes],
     ledger: Ledger,
+    width: int = 0,
 ) -> Decided:
-    """Decides, and notes each decision in the ledger. `sizes_in(device, kernels, dtype)` measures the model as it would be loaded.
-    Raises CannotServe."""
+    """Decides, and notes each decision in the ledger. `sizes_in(device, kernels, dtype)` measures the model as it would be loaded. width: tokens
+    that are drafted a step, at most. Raises CannotServe."""
     for rule in RULES:
         if rule.when(config):
             raise CannotServe(f"{rule.why}; {rule.instead}")
@@ -150,7 +151,14 @@ def decide(
     measured = site.measures and config.memory.mem_fraction_static is None and config.memory.max_total_tokens is None
     pages, context = _memory(config, facts, site, sizes, dtype, slots, measured, ledger)
     budget = _budget(config, site, slots, context, ledger)
-    graphs = decide_graphs(config, device, kernels, slots, budget, ledger)
+    if budget <= width:
+        raise CannotServe(
+            f"chunked_prefill_size: a step of {budget} tokens has no room to verify {width} drafts of one request; use at least "
+            f"--chunked-prefill-size {width + 1}"
+        )
+    graphs = decide_graphs(
+        config, device, kernels, slots * (1 + width), budget, ledger
+    )  # each draft is a row of its own
     decide_compile(config, device, kernels, ledger)
     note("schedule_policy", schedule.schedule_policy, *source(schedule.schedule_policy != "fcfs", "arrival order"))
     note(

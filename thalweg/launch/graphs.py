@@ -31,7 +31,7 @@ class GraphPlan:
 def decide_graphs(
     config: Config, device: str, kernels: KernelChoice, slots: int, budget: int, ledger: Ledger
 ) -> GraphPlan:
-    """Decides and notes it. slots: running requests at most. budget: tokens of a step. Raises CannotServe."""
+    """Decides and notes it. slots: rows of a decode step at most. budget: tokens of a step. Raises CannotServe."""
     wish = config.load
     mode = wish.cuda_graph_mode
     cannot = _cannot(device, kernels)
@@ -58,7 +58,9 @@ def _rows(config: Config, slots: int, ledger: Ledger) -> tuple[int, ...]:
     most = min(wish.cuda_graph_max_bs or min(slots, MOST_RECORDED), slots)
     made = tuple(wish.cuda_graph_bs) or buckets(most)
     if any(rows < 1 or rows > slots for rows in made):
-        raise CannotServe(f"cuda_graph_bs: {list(made)} must lie between 1 and --max-running-requests, {slots}")
+        raise CannotServe(
+            f"cuda_graph_bs: {list(made)} must lie between 1 and --max-running-requests (with drafts, their rows too), {slots}"
+        )
     made = tuple(sorted(set(made)))
     ledger.note("cuda_graph_bs", _listed(made), *source(bool(wish.cuda_graph_bs), "rows of recorded decode steps"))
     return made

@@ -24,6 +24,7 @@ from thalweg.launch.hub import fetch_weights, locate
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.resolved import ASKED, AUTO, Resolved, Sizes
 from thalweg.launch.sizes import counted, measure
+from thalweg.launch.speculation import decide_speculation
 from thalweg.text.chat import Chat, Formats, Wish, choose_chat
 from thalweg.text.history import History
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
@@ -56,7 +57,9 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
     facts = read_facts(checkpoint.folder)
     ledger = Ledger()
     here = machine or Machine.here()
-    found = decide(config, facts, here, functools.partial(_measure, facts), ledger)
+    speculation = decide_speculation(config.speculative, facts, ledger)
+    sizes_in = functools.partial(_measure, facts, speculation.drafter)
+    found = decide(config, facts, here, sizes_in, ledger, speculation.width)
     choices = tuned.decide(config, here, found.device, ledger)
     tokenizer = Tokenizer(checkpoint.folder) if weights or (checkpoint.folder / "tokenizer.json").is_file() else None
     chat = _chat(config, checkpoint.folder, tokenizer, ledger)
@@ -81,6 +84,9 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
         least_context=found.least_context,
         slots=found.slots,
         budget=found.budget,
+        drafter=speculation.drafter,
+        width=speculation.width,
+        times=None if speculation.adaptive else (),
         beside=None if paced(found.device, found.kernels) and schedule.chunked_prefill_size is None else (),
         context=found.limit if found.measured else found.context,
         policy=schedule.schedule_policy,
@@ -118,11 +124,11 @@ def paced(device: str, kernels: KernelChoice) -> bool:
     return device == "cuda" and not (kernels.deterministic and kernels.decode in PLAIN)
 
 
-def _measure(facts: ModelFacts, device: str, kernels: KernelChoice, dtype: str) -> Sizes:
-    """The model's sizes as this device would hold it."""
+def _measure(facts: ModelFacts, drafter: str, device: str, kernels: KernelChoice, dtype: str) -> Sizes:
+    """The sizes of model and drafter as this device would hold them."""
     if kernels.decode != "reference" and "triton" not in libraries():  # a plan for another machine
-        return counted(facts, kernels, DTYPES[dtype])
-    return measure(facts, parts("meta", kernels, dtype, facts.fp8_block is not None and device == "cuda"))
+        return counted(facts, kernels, DTYPES[dtype], drafter)
+    return measure(facts, parts("meta", kernels, dtype, facts.fp8_block is not None and device == "cuda"), drafter)
 
 
 def _chat(config: Config, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:

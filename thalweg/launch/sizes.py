@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
 
 import torch
 
@@ -14,29 +13,35 @@ from thalweg.launch.planning.weights import Widths, held, inventory, parameters
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.layers.parts import Parts, ReferenceParts
 from thalweg.models import catalog
+from thalweg.spec.catalog import build_drafter
 
 
-def measure(facts: ModelFacts, parts: Parts) -> Sizes:
-    """The sizes of the model that is made of these parts, on the meta device. Raises CheckpointError for an architecture that nothing computes."""
+def measure(facts: ModelFacts, parts: Parts, drafter: str = "") -> Sizes:
+    """The sizes of the model that is made of these parts, on the meta device, and of what drafts for it. Raises CheckpointError for an architecture
+    that nothing computes."""
     model = catalog.assemble(facts, parts)
-    assert isinstance(model, torch.nn.Module)
-    stored = list(chain(model.parameters(), model.buffers()))
+    drafting = build_drafter(drafter, model)
+    modules = [one for one in (model, *drafting.modules()) if isinstance(one, torch.nn.Module)]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    stored = [*parameters, *(buffer for module in modules for buffer in module.buffers())]
     layers: Counter[str] = Counter()
     page_bytes: Counter[str] = Counter()
-    for spec in model.planes():
+    for spec in (*model.planes(), *drafting.planes()):
         layers[spec.name] += 1
         page_bytes[spec.name] += spec.page_bytes
     return Sizes(
-        sum(tensor.numel() for tensor in model.parameters()),
+        sum(tensor.numel() for tensor in parameters),
         sum(tensor.numel() * tensor.itemsize for tensor in stored),
         tuple(Plane(name, layers[name], page_bytes[name] // PAGE) for name in layers),
     )
 
 
-def counted(facts: ModelFacts, choice: KernelChoice, dtype: torch.dtype) -> Sizes:
-    """The same of a model on a GPU's kernels, by arithmetic: for machines without Triton, which cannot make its parts. Raises CheckpointError as
-    `measure`."""
-    like = measure(facts, ReferenceParts(dtype, torch.device("meta"), choice=choice))
+def counted(facts: ModelFacts, choice: KernelChoice, dtype: torch.dtype, drafter: str = "") -> Sizes:
+    """The same of a model on a GPU's kernels, by arithmetic: for machines without Triton, which cannot make its parts. A drafter's weights are
+    counted as if none were quantized. Raises CheckpointError as `measure`."""
+    reference = ReferenceParts(dtype, torch.device("meta"), choice=choice)
+    like = measure(facts, reference, drafter)
+    drafting = like.parameters - measure(facts, reference).parameters if drafter else 0
     rotary = 4 * facts.context * facts.rope.dim
-    weights = sum(held(facts, Widths.of(facts, str(dtype).removeprefix("torch."))).values())
-    return Sizes(parameters(inventory(facts)), round(weights) + rotary, like.planes)
+    weights = sum(held(facts, Widths.of(facts, str(dtype).removeprefix("torch."))).values()) + drafting * dtype.itemsize
+    return Sizes(parameters(inventory(facts)) + drafting, round(weights) + rotary, like.planes)

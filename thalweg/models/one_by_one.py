@@ -53,7 +53,7 @@ def _single(batch: Batch, token: int, row: int, position: int) -> Batch:
         write_T=batch.write_T[one].clone(),
         table_RP=batch.table_RP[row : row + 1, : -(-reach // PAGE)].clone(),
         real_T=batch.real_T[one].clone(),
-        emit_E=batch.positions_T.new_zeros(1),
+        emit_N=batch.positions_T.new_zeros(1),
         groups=(Group(0, 1, 0, 1, reach),),
         extents=(Extent(1, reach),),
     )

@@ -9,19 +9,22 @@ changed in place are followed. Larger batches spend their time in the operations
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Callable
 
 import torch
 from torch import Tensor, nn
 
 from thalweg.attention.selection import best
-from thalweg.batch.batch import Batch, Group
+from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.kernels.experts import script
 from thalweg.kernels.gemm.warm import SINK
 from thalweg.layers.parts import ReferenceParts
 from thalweg.memory.planes import CODECS, FP8, Planes, PlaneSpec
 from thalweg.models.base import Model
+from thalweg.models.nextn import NextN
 from thalweg.weights.table import Table
 
 ROWS = 4  # decode rows up to which a step is recorded
@@ -31,14 +34,17 @@ Program = Callable[..., Tensor]
 
 
 def traced(model: Model, device: torch.device | str = "cpu") -> Model:
-    """The model with recorded decode steps; the model itself where that is not possible (an accelerator, Python ≥ 3.14, a choice of
-    context that is not the model's own, a cache in FP8, which TorchScript does not know)."""
+    """The model with recorded decode steps; the model itself where that is not possible."""
+    return Traced(model) if recordable(model, torch.device(device)) else model
+
+
+def recordable(model: Model, device: torch.device) -> bool:
+    """Not on an accelerator, with Python ≥ 3.14, a choice of context that is not the model's own, or a cache in FP8, which TorchScript does
+    not know."""
     parts = model.parts
     own = isinstance(parts, ReferenceParts) and (model.facts.mla is None or parts.selection is best)
     known = all(CODECS[spec.codec] != FP8 for spec in model.planes())
-    if torch.device(device).type == "cpu" and script.AVAILABLE and own and known:
-        return Traced(model)
-    return model
+    return device.type == "cpu" and script.AVAILABLE and own and known
 
 
 class Traced:
@@ -75,8 +81,11 @@ class Traced:
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         group = batch.groups[0]
-        if len(batch.groups) > 1 or group.query > 1 or group.rows > ROWS:
+        verified = 1 < group.query and len(batch.emit_N) == len(batch.ids_T)  # every token is sampled
+        if len(batch.groups) > 1 or group.query * group.rows > ROWS or (group.query > 1 and not verified):
             return self.model.forward(batch, planes)
+        if verified:
+            return self.forward(singles(batch, group), planes)
         if planes is not self._planes:
             self._seen, self._programs = {}, {}
             self._planes, self._memory = planes, planes.tensors()
@@ -90,22 +99,91 @@ class Traced:
         return self.model.forward(batch, planes)
 
     def _record(self, key: tuple[int, bool], batch: Batch, planes: Planes) -> Program:
-        rows, chosen = key
-        indexer = self.facts.indexer
-        # the longest context of its kind: what is sized by it in the program is then only an upper bound
-        reach = self.facts.context if chosen or indexer is None else min(indexer.topk, self.facts.context)
-        groups = (Group(0, rows, 0, 1, reach),)
         inputs = (*_inputs(batch, batch.groups[0]), *self._memory)
+        return _recorded(_Step(self.model, (_longest(self.facts, *key),), planes), inputs)
 
-        with warnings.catch_warnings():
-            # Python values that are constants of this kind of step; and torch prefers torch.compile, which needs a C++ compiler here
-            warnings.simplefilter("ignore")
-            program: Program = torch.jit.trace(  # type: ignore[no-untyped-call]
-                _Step(self.model, groups, planes), inputs, check_trace=False
-            )
-        for _ in range(2):  # TorchScript optimises in its first runs; they write what the step itself writes
-            program(*inputs)
-        return program
+
+class TracedNextN:
+    """A NextN layer behind the same interface, with what it does for up to ROWS tokens recorded: drafting, and learning of a step."""
+
+    def __init__(self, layer: NextN, planes: Planes) -> None:
+        self.layer, self.planes, self._memory = layer, planes, planes.tensors()
+        self._drafts: dict[tuple[int, bool], Program] = {}
+        self._observed: dict[int, Program] = {}
+        facts = layer.facts
+        reaches = [1] if facts.indexer is None else [1, facts.indexer.topk + 1]
+        for rows in range(1, ROWS + 1):
+            zeros = torch.zeros(rows, dtype=torch.int64)
+            hidden_RH = torch.zeros(rows, facts.hidden, dtype=layer.main[0].parts.dtype)
+            for reach in reaches:
+                table_RP = torch.zeros(rows, -(-reach // PAGE), dtype=torch.int64)
+                group = Group(0, rows, 0, 1, reach)
+                batch = Batch(zeros, zeros, zeros, table_RP, zeros == 0, zeros, (group,))
+                inputs = (hidden_RH, *_inputs(batch, group), *self._memory)
+                longest = (_longest(facts, rows, reach > 1),)
+                self._drafts[rows, reach > 1] = _recorded(_Draft(layer, longest, planes, layer.forward), inputs)
+                if reach == 1:
+                    self._observed[rows] = _recorded(_Draft(layer, longest, planes, layer.observe), inputs)
+
+    def forward(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> Tensor:
+        group, indexer = batch.groups[0], self.layer.facts.indexer
+        if len(batch.groups) > 1 or group.query > 1 or group.rows > ROWS or planes is not self.planes:
+            return self.layer.forward(ids_T, hidden_TH, batch, planes)
+        key = group.rows, indexer is not None and group.reach > indexer.topk
+        return self._drafts[key](hidden_TH, *_inputs(replace(batch, ids_T=ids_T), group), *self._memory)
+
+    def observe(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> None:
+        if len(ids_T) > ROWS or planes is not self.planes:
+            self.layer.observe(ids_T, hidden_TH, batch, planes)
+            return
+        # of the context it looks at nothing: any table does
+        table_RP = batch.table_RP.new_zeros(len(ids_T), 1)
+        inputs = ids_T, batch.positions_T, batch.write_T, table_RP, batch.real_T, SINK
+        self._observed[len(ids_T)](hidden_TH, *inputs, *self._memory)
+
+
+class _Draft(nn.Module):
+    """See `_Step`. work: the layer's `forward` or `observe`."""
+
+    def __init__(
+        self, layer: NextN, groups: tuple[Group, ...], planes: Planes, work: Callable[..., Tensor | None]
+    ) -> None:
+        super().__init__()
+        self.layer, self.main, self.groups, self.planes, self.work = layer, layer.main[0], groups, planes, work
+
+    def forward(
+        self, hidden_TH: Tensor, ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor
+    ) -> Tensor:  # fmt: skip
+        batch = Batch(ids_T, positions_T, write_T, table_RP, real_T, ids_T, self.groups)
+        made = self.work(ids_T, hidden_TH, batch, self.planes)
+        return hidden_TH if made is None else made
+
+
+def _longest(facts: ModelFacts, rows: int, chosen: bool) -> Group:
+    """The longest context of its kind: what is sized by it in a program is then only an upper bound."""
+    indexer = facts.indexer
+    return Group(0, rows, 0, 1, facts.context if chosen or indexer is None else min(indexer.topk, facts.context))
+
+
+def _recorded(module: nn.Module, inputs: tuple[Tensor, ...]) -> Program:
+    with warnings.catch_warnings():
+        # Python values that are constants of this kind of step; and torch prefers torch.compile, which needs a C++ compiler here
+        warnings.simplefilter("ignore")
+        program: Program = torch.jit.trace(module, inputs, check_trace=False)  # type: ignore[no-untyped-call]
+    for _ in range(2):  # TorchScript optimises in its first runs; they write what the step itself writes
+        program(*inputs)
+    return program
+
+
+def singles(batch: Batch, group: Group) -> Batch:
+    """A batch of one group with each token as a row of its own: a layer stores what it keeps of all tokens before any of them attends."""
+    rows = group.rows * group.query
+    return replace(
+        batch,
+        table_RP=batch.table_RP.repeat_interleave(group.query, 0),
+        groups=(Group(0, rows, 0, 1, group.reach),),
+        extents=tuple(Extent(1, reach) for query, reach in batch.extents for _ in range(query)),
+    )
 
 
 class _Step(nn.Module):

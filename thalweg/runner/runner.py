@@ -1,8 +1,8 @@
-"""A and B, the two halves of every step, on the device stream. A: prepare → forward → logits. B: accept → publish."""
+"""A and B, the two halves of every step, on the device stream. A: prepare → forward → logits. B: mask → accept → observe → propose → publish."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -16,31 +16,36 @@ from thalweg.core.grammar import Masks
 from thalweg.core.plan import Needs, Output, Row, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
+from thalweg.runner.drafting import Drafting
 from thalweg.sampling.catalog import sampling_on
-from thalweg.sampling.sample import Sampled, accept
+from thalweg.sampling.sample import Sampled, Sampling, accept
+from thalweg.spec.drafter import NO_DRAFTER, Asked, Drafter, Proposed, Seen
 
 SCORE_CHUNK = 256  # positions a scoring pass of the head; bounds the logits it materialises
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What A leaves for B: logits, slots and the slots' integers of the emitting rows. scores: row index → log-probabilities of its next
-    tokens. graph: what replayed A, where B's recording can follow it."""
+    """What A leaves for B: logits, of each emitting row as many as `plan.query`; slots and the slots' integers of the emitting rows. scores: row
+    index → log-probabilities of its next tokens. seen: for the drafter. graph: what replayed A, where B's recording can follow it."""
 
     plan: StepPlan
-    logits_EV: Tensor | None
+    logits_NV: Tensor | None
     slot_E: Tensor
     ints_EI: Tensor
     scores: dict[int, tuple[TokenLogprob, ...]]
+    seen: Seen | None = None
     graph: StepGraph | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What B leaves on the device. sampled: None where no row emits."""
+    """What B leaves on the device. sampled: None where no row emits. proposed: None where nothing was drafted. lost: the drafter has failed."""
 
     forwarded: Forwarded
     sampled: Sampled | None
+    proposed: Proposed | None = None
+    lost: bool = False
 
 
 class Steps(Protocol):
@@ -53,8 +58,8 @@ class Steps(Protocol):
 class StepGraph(Protocol):
     """A step that was recorded, for a number of tokens that is at least the plan's."""
 
-    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Replays A. → logits_EV, slot_E, ints_EI of the emitting rows."""
+    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, Seen]:
+        """Replays A. → logits_NV, slot_E, ints_EI of the emitting rows; and what a drafter sees."""
 
     def sample(self, rows: int, needs: Needs) -> Sampled | None:
         """Replays B, of the first `rows`; None where these needs were not recorded."""
@@ -74,11 +79,13 @@ class NoGraphs:
 
 
 class Runner:
-    """One model on one device with its planes and slots. steps: what runs its steps, the model itself or its recorded ones."""
+    """One model on one device with its planes and slots, which are the drafter's too. steps: what runs its steps, the model itself or its recorded
+    ones."""
 
-    def __init__(self, model: Model, steps: Steps, planes: Planes, slots: Slots) -> None:
+    def __init__(self, model: Model, steps: Steps, planes: Planes, slots: Slots, drafter: Drafter = NO_DRAFTER) -> None:
         self.model, self.steps, self.planes, self.slots = model, steps, planes, slots
-        self.sampling = sampling_on(planes.device)
+        self.drafting = Drafting(drafter, slots, planes)
+        self.sampling: Sampling = sampling_on(planes.device)
         self.graphs: Graphs = NoGraphs()
 
     def eager(self) -> None:
@@ -92,30 +99,32 @@ class Runner:
             return None
         self.slots.bind(plan.binds)
         self.slots.append(plan.appends)
+        self.drafting.bind(plan.binds)
         graph = self.graphs.get(plan)
         if graph is not None:
-            return Forwarded(plan, *graph.forward(plan), {}, graph if plan.decodes else None)
+            logits_RV, slot_E, ints_EI, seen = graph.forward(plan)
+            return Forwarded(plan, logits_RV, slot_E, ints_EI, {}, seen, graph if plan.decodes else None)
         prepared = prepare(plan, self.slots)
         batch = prepared.batch
         hidden_TH = self.steps.forward(batch, self.planes)
-        emits = batch.emit_E.shape[0]
-        logits_EV = None
-        if emits:
-            logits_EV = self.model.logits(hidden_TH if emits == len(hidden_TH) else hidden_TH[batch.emit_E])
-        return Forwarded(plan, logits_EV, prepared.slot_E, prepared.ints_EI, self._scores(plan, hidden_TH))
+        sampled_NH = hidden_TH if prepared.all_emitted else hidden_TH[batch.emit_N]
+        logits_NV = self.model.logits(sampled_NH) if len(sampled_NH) else None
+        scores, seen = self._scores(plan, hidden_TH), Seen(plan, batch, hidden_TH)
+        return Forwarded(plan, logits_NV, prepared.slot_E, prepared.ints_EI, scores, seen)
 
     @torch.inference_mode()
-    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None) -> Published | None:
-        """B. masks: of the rows under a grammar."""
+    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None, width: int = 0) -> Published | None:
+        """B. masks: of the rows under a grammar. width: drafts to make for the next step."""
         if forwarded is None:
             return None
-        plan, logits_EV, graph = forwarded.plan, forwarded.logits_EV, forwarded.graph
-        if logits_EV is None or not len(logits_EV):
-            return Published(forwarded, None)
-        slots, kernels = (self.slots, forwarded.slot_E, forwarded.ints_EI), self.sampling
-        recorded = None if graph is None else partial(graph.sample, len(plan.rows))
-        sampled = accept(logits_EV, *slots, plan.needs, plan.reach, masks, kernels, recorded)
-        return Published(forwarded, sampled)
+        plan, logits_NV, graph, sampled = forwarded.plan, forwarded.logits_NV, forwarded.graph, None
+        if logits_NV is not None and len(logits_NV):
+            slots, kernels = (self.slots, forwarded.slot_E, forwarded.ints_EI), self.sampling
+            recorded = None if graph is None else partial(graph.sample, len(plan.rows))
+            sampled = accept(logits_NV, *slots, plan.needs, plan.reach, masks, kernels, recorded)
+        asked = None if sampled is None else Asked(forwarded.slot_E, plan.reach, plan.needs)
+        proposed = self.drafting.draft(forwarded.seen, asked, width)
+        return Published(forwarded, sampled, proposed, self.drafting.lost)
 
     def _scores(self, plan: StepPlan, hidden_TH: Tensor) -> dict[int, tuple[TokenLogprob, ...]]:
         """Prompt log-probabilities: of the token after each position in [score_from, score_to) of a row."""
@@ -135,31 +144,41 @@ class Runner:
             found += _token_logprobs(*self.sampling.logprobs(logits_NV, next_N, row.score_top))
         return found
 
+    def outputs(self, published: Published | None) -> tuple[Output, ...]:
+        """One Output a row of the plan. Waits for what is still on a device; a drafter that turns out to have computed rubbish there is off then."""
+        if published is None:
+            return ()
+        if published.proposed is not None and not published.proposed.sound:
+            self.drafting.rubbish()
+            published = replace(published, lost=True)
+        return outputs(published)
 
-def outputs(published: Published | None) -> tuple[Output, ...]:
-    """One Output a row of the plan. Waits for what is still on a device."""
-    if published is None:
-        return ()
-    forwarded, sampled = published.forwarded, published.sampled
-    tokens: list[int] = []
-    done: list[bool] = []
-    live: list[bool] = []
-    found: list[TokenLogprob] = []
-    if sampled is not None:
-        tokens, done, live = sampled.tokens_E.tolist(), sampled.done_E.tolist(), sampled.live_E.tolist()
-        found = _token_logprobs(sampled.logprob_E, sampled.top_ids_EK, sampled.top_logprobs_EK)
-    made, e = [], 0
+
+def outputs(published: Published) -> tuple[Output, ...]:
+    """One Output a row of the plan."""
+    forwarded, sampled, lost = published.forwarded, published.sampled, published.lost
+    if sampled is None:
+        return tuple(Output(scores=forwarded.scores.get(i, ()), lost=lost) for i in range(len(forwarded.plan.rows)))
+    tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()
+    found = _token_logprobs(sampled.logprob_N, sampled.top_ids_NK, sampled.top_logprobs_NK)
+    drafts = _drafts(published.proposed, len(tokens))
+    made, e, query = [], 0, len(tokens[0])
     for i, row in enumerate(forwarded.plan.rows):
         scores = forwarded.scores.get(i, ())
         if not row.emit:
-            made.append(Output(scores=scores))
+            made.append(Output(scores=scores, lost=lost))
             continue
-        if live[e]:
-            made.append(Output((tokens[e],), (), done[e], tuple(found[e : e + 1]), scores))
-        else:
-            made.append(Output(done=True, scores=scores))
+        n = int(count[e])
+        logprobs = tuple(found[e * query : e * query + n])
+        made.append(Output(tuple(tokens[e][:n]), () if done[e] else drafts[e], done[e], logprobs, scores, lost))
         e += 1
     return tuple(made)
+
+
+def _drafts(proposed: Proposed | None, rows: int) -> list[tuple[int, ...]]:
+    if proposed is None:
+        return [()] * rows
+    return [tuple(row[:made]) for row, made in zip(proposed.drafts_EK.tolist(), proposed.made_E.tolist(), strict=True)]
 
 
 def _token_logprobs(logprob: Tensor | None, ids: Tensor | None, values: Tensor | None) -> list[TokenLogprob]:

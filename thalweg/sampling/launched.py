@@ -31,25 +31,42 @@ class Launched:
             bits = torch.from_numpy(masks.bits).pin_memory().to(logits_EV.device, non_blocking=True)
             adjusting.forbid(logits_EV, upload(masks.rows, torch.int64, logits_EV.device), bits)
 
+    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
+        out = _out(len(logits_NV), logits_NV.device)
+        choose_into(out, logits_NV, slots, slot_N, ints_NI, needs, slots.ints_SI.clone())
+        return out[0]
+
     def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
-        rows, device = len(logits_EV), logits_EV.device
-        # an allocation each: kernels are compiled for how their arguments are aligned
-        done_E, live_E = (torch.empty(rows, dtype=torch.bool, device=device) for _ in range(2))
-        tokens_E = torch.empty(rows, dtype=torch.int64, device=device)
-        choose_into((tokens_E, done_E, live_E), logits_EV, slots, slot_E, ints_EI, needs)
-        return Sampled(tokens_E, done_E, live_E)
+        out = _out(len(logits_EV), logits_EV.device)
+        choose_into(out, logits_EV, slots, slot_E, ints_EI, needs, slots.ints_SI)
+        return sampled(out)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
         return (None, None, None) if top < 0 else logprobing.logprobs(logits_NV, tokens_N, top)
 
 
-def choose_into(out: Out, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> None:
-    """Draws into `out` and writes into the slots. Launches depend on the shapes and on `needs` alone."""
+def _out(rows: int, device: torch.device) -> Out:
+    # an allocation each: kernels are compiled for how their arguments are aligned
+    done_E, live_E = (torch.empty(rows, dtype=torch.bool, device=device) for _ in range(2))
+    return torch.empty(rows, dtype=torch.int64, device=device), done_E, live_E
+
+
+def sampled(out: Out) -> Sampled:
+    """As `choose` has it."""
+    tokens_E, done_E, live_E = out
+    return Sampled(tokens_E.unsqueeze(1), live_E, done_E)
+
+
+def choose_into(
+    out: Out, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, ints_SI: Tensor
+) -> None:
+    """Draws into `out`, and writes tokens into the slots and what becomes of these into `ints_SI`. Launches depend on the shapes and on `needs`
+    alone."""
     seed = INTS.index("seed")
     if needs.truncated:
         wishes = truncating.Wishes(slot_E, slots.floats_SF, ints_EI, seed, INTS.index("top_k"))
-        state = slots.ints_SI, slots.stop_SK, slots.tokens_SL
+        state = ints_SI, slots.stop_SK, slots.tokens_SL
         truncating.draw(logits_EV, wishes, *state, slots.context, out)
     else:
-        fields = slots.ints_SI, slots.floats_SF, slots.stop_SK, slots.tokens_SL
+        fields = ints_SI, slots.floats_SF, slots.stop_SK, slots.tokens_SL
         drawing.draw(logits_EV, slot_E, ints_EI, *fields, slots.context, seed, needs.random, out)

@@ -1,7 +1,8 @@
-"""Accept: logits and `Slots` give the next token of each emitting row. With no drafts, accepting IS sampling.
+"""Accept: logits and `Slots` give the next tokens of each emitting row: one, and one more for each draft that is what would have been drawn
+anyway (`chain`). With no drafts, accepting IS sampling.
 
 Order: penalties → bias → minimum length → grammar → temperature → top-k → top-p (of what top-k left) → min-p (relative to the largest)
-→ draw. Letters: E emitting rows, V vocabulary."""
+→ draw. Letters: E emitting rows, Q positions of each that are sampled, N = E · Q, V vocabulary."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from thalweg.batch.slots import Slots
 from thalweg.core.grammar import Masks
 from thalweg.core.plan import Needs
 from thalweg.kernels.truncate.ref import truncate
+from thalweg.sampling.chain import Path, follow, path
 from thalweg.sampling.mask import forbid
 from thalweg.sampling.random import exponential
 
@@ -27,15 +29,15 @@ Logprobs = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens_E int64; done_E bool: the slot ended with this token; live_E bool: False where the slot had ended before (no token).
-    logprob_E, top_ids_EK, top_logprobs_EK: the model's own log-probabilities, None unless asked for."""
+    """tokens_EQ int64, of which the first count_E (int64, or bool) are the row's: none where the slot had ended before; done_E bool: the slot ended
+    with them. logprob_N, top_ids_NK, top_logprobs_NK: the model's own log-probabilities of tokens_EQ, None unless asked for."""
 
-    tokens_E: Tensor
+    tokens_EQ: Tensor
+    count_E: Tensor
     done_E: Tensor
-    live_E: Tensor
-    logprob_E: Tensor | None = None
-    top_ids_EK: Tensor | None = None
-    top_logprobs_EK: Tensor | None = None
+    logprob_N: Tensor | None = None
+    top_ids_NK: Tensor | None = None
+    top_logprobs_NK: Tensor | None = None
 
 
 class Sampling(Protocol):
@@ -46,8 +48,11 @@ class Sampling(Protocol):
     ) -> None:  # fmt: skip
         """Penalties, bias, minimum length and grammar, in place."""
 
+    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
+        """int64 [N]: a token for each; what stands in the slots is left, but for the tokens plane behind what is known."""
+
     def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
-        """Draws the tokens and writes them into the slots."""
+        """Draws a token of each row and writes it into the slots."""
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
         """Log-probabilities of `tokens_N` and the `top` most likely ids with theirs; (None, None, None) for top < 0."""
@@ -69,15 +74,17 @@ class Reference:
         if masks is not None:
             forbid(logits_EV, masks)
 
+    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
+        if not needs.random:
+            return logits_NV.argmax(-1)
+        floats_NF = slots.floats_SF[slot_N]
+        return draw(logits_NV, floats_NF, ints_NI[:, 6], ints_NI[:, 3], ints_NI[:, 0], needs.truncated)
+
     def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
-        if needs.random:
-            floats_EF = slots.floats_SF[slot_E]
-            tokens_E = draw(logits_EV, floats_EF, ints_EI[:, 6], ints_EI[:, 3], ints_EI[:, 0], needs.truncated)
-        else:
-            tokens_E = logits_EV.argmax(-1)
+        tokens_E = self.draw(logits_EV, slots, slot_E, ints_EI, needs)
         stop_EK = slots.stop_SK.index_select(0, slot_E)
-        settled = _settle(tokens_E, slot_E, ints_EI, stop_EK, slots.tokens_SL, slots.state_S3, slots.context)
-        return Sampled(tokens_E, *settled)
+        done_E, live_E = _settle(tokens_E, slot_E, ints_EI, stop_EK, slots.tokens_SL, slots.state_S3, slots.context)
+        return Sampled(tokens_E.unsqueeze(1), live_E, done_E)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
         return logprobs(logits_NV, tokens_N, top)
@@ -87,7 +94,7 @@ REFERENCE = Reference()
 
 
 def accept(
-    logits_EV: Tensor,
+    logits_NV: Tensor,
     slots: Slots,
     slot_E: Tensor,
     ints_EI: Tensor,
@@ -97,23 +104,30 @@ def accept(
     sampling: Sampling = REFERENCE,
     recorded: Callable[[Needs], Sampled | None] | None = None,
 ) -> Sampled:
-    """Draws the next token of each row, writes it into `slots`, and ends those that reached a stop id or their end.
+    """Draws the next tokens of each row, writes them into `slots`, and ends those that reached a stop id or their end.
 
-    logits_EV float32 is the model's and may be overwritten. ints_EI: the slots' integers, as `prepare` found them in this step. reach: upper
-    bound of every row's length. recorded: draws from these very logits by a recording, None of needs that have none.
+    logits_NV float32 is the model's and may be overwritten: of each row equally many positions, the last known token's and those of the drafts
+    behind it. ints_EI: the slots' integers, as `prepare` found them in this step. reach: upper bound of every row's length, drafts included.
+    recorded: draws from these very logits by a recording, None of needs that have none.
     """
-    own_EV = logits_EV
+    query = len(logits_NV) // len(slot_E)
+    whole = Path(slot_E, ints_EI, slot_E.new_empty(len(slot_E), 0))
+    along = whole if query == 1 else path(slots, slot_E, ints_EI, query)
+    own_NV = logits_NV
     if needs.penalised or needs.biased or masks is not None:
         if needs.logprobs >= 0:
-            own_EV = logits_EV.clone()
-        sampling.edit(logits_EV, slots, slot_E, ints_EI, needs, reach, masks)
+            own_NV = logits_NV.clone()
+        sampling.edit(logits_NV, slots, along.slot_N, along.ints_NI, needs, reach, masks)
     made = None if recorded is None else recorded(Needs(needs.random, needs.truncated))
+    if made is None and query == 1:
+        made = sampling.choose(logits_NV, slots, slot_E, ints_EI, needs)
     if made is None:
-        made = sampling.choose(logits_EV, slots, slot_E, ints_EI, needs)
+        tokens_EQ = sampling.draw(logits_NV, slots, along.slot_N, along.ints_NI, needs).view(-1, query)
+        made = Sampled(tokens_EQ, *follow(tokens_EQ, along.drafts_EK, slots, slot_E, ints_EI))
     if needs.logprobs < 0:
         return made
-    logprob_E, ids_EK, values_EK = sampling.logprobs(own_EV, made.tokens_E, needs.logprobs)
-    return replace(made, logprob_E=logprob_E, top_ids_EK=ids_EK, top_logprobs_EK=values_EK)
+    logprob_N, ids_NK, values_NK = sampling.logprobs(own_NV, made.tokens_EQ.flatten(), needs.logprobs)
+    return replace(made, logprob_N=logprob_N, top_ids_NK=ids_NK, top_logprobs_NK=values_NK)
 
 
 def _settle(

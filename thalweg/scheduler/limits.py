@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +46,3 @@ class Limits:
             if rows <= decoding:
                 allowed = max(tokens - (self.budget - left), (tokens - rows + 1) // 2, 1)
         return min(allowed, left)
-
-
-class WidthPolicy(Protocol):
-    """Names the draft width of the next step."""
-
-    @property
-    def widest(self) -> int:
-        """The largest width that it will ever name."""
-
-    def draft(self, emitting: int) -> int:
-        """The width that B of a step with `emitting` sampling rows is asked to make."""
-
-
-class ConstantWidth:
-    """Always the same width; 0 is no speculation."""
-
-    def __init__(self, width: int) -> None:
-        self.widest = width
-
-    def draft(self, emitting: int) -> int:
-        return self.widest

@@ -22,10 +22,11 @@ from thalweg.core.request import Leave, Request, State
 from thalweg.core.ticket import NoTier, TicketState, Tier
 from thalweg.scheduler import door
 from thalweg.scheduler.holdings import Holdings
-from thalweg.scheduler.limits import ConstantWidth, Limits, WidthPolicy
+from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.queue import Queue
 from thalweg.scheduler.sheet import Sheet
 from thalweg.scheduler.tally import Tally
+from thalweg.scheduler.widths import ConstantWidth, WidthPolicy
 
 RUNNING, STAYS, GONE = State.RUNNING, Leave.STAYS, (Leave.ABORT, Leave.FINISH)
 NO_TIER, NO_DRAFTS, NO_GRAMMARS = NoTier(), ConstantWidth(0), NoGrammars()
@@ -164,7 +165,7 @@ class Scheduler:
             self.holdings.share(r, min(r.computed, len(r.prompt)))
         self._emitted, self._grammars = sheet.emitting, sheet.grammars
         seen = max(self.step - self.stages, self.retired)  # a drained pipeline hears earlier
-        return sheet.plan(self.step, seen, self.widths.draft(len(sheet.emitting)))
+        return sheet.plan(self.step, seen, self.widths.draft(sheet.emitting))
 
     def _plan_decoding(self, sheet: Sheet) -> None:
         """One row for each decoding request that may sample in this step. The cap balances them over the cohorts of a pipeline."""
@@ -173,6 +174,7 @@ class Scheduler:
         cap = -(-len(self._decoding) // stages)
         passed: list[Request] = []
         served: list[Request] = []
+        widest = self.widths.widest
         rows, appends, squeezed = sheet.rows, sheet.appends, False
         for r in self._decoding:
             if r.state is not RUNNING or r.leave is not STAYS:
@@ -183,8 +185,11 @@ class Scheduler:
                 continue  # known + emits: all is sampled, await the truth
             start = known + r.slack - 1
             upto = min(start + n, end)
-            if upto > len(r.pages) * size:
-                short = self.holdings.short(r, upto)
+            held = min(
+                start + n + widest, end
+            )  # what is drafted behind them has its entries in the drafter's planes before the next plan
+            if held > len(r.pages) * size:
+                short = self.holdings.short(r, held)
                 if short > self.books.spare():
                     squeezed = squeezed or self._squeeze()
                     continue
@@ -385,17 +390,28 @@ class Scheduler:
         self.retired = plan.step
         self._restless = True
         requests = self.requests
+        if outputs and outputs[0].lost and self.widths.widest:
+            self.widths.lost()
+            self.tally.drafter_failures += 1
         for row, output in zip(plan.rows, outputs, strict=True):
             r = requests[row.uid]
             r.flight -= 1
             if row.emit:
                 r.emits -= 1
                 r.slack -= 1 + row.drafts  # the bound comes down to the truth
+                if row.drafts and output.tokens:
+                    self._verified(r, row, output)
             leave = r.leave
             if leave is STAYS or leave is Leave.PREEMPT:  # who was preempted still earns what was in flight
                 self._earn(r, output)
             if r.leave is not STAYS and not r.flight and r.slot >= 0:
                 self._release(r)
+
+    def _verified(self, r: Request, row: Row, output: Output) -> None:
+        """The drafts that its last sampling step left. Of a sequence that ended among them, those behind say nothing about their quality."""
+        accepted = len(output.tokens) - 1
+        self.tally.verified(len(r.drafts), accepted)
+        self.widths.learn(r, accepted if output.done else row.drafts, accepted)
 
     def _earn(self, r: Request, output: Output) -> None:
         if output.scores:

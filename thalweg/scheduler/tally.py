@@ -10,7 +10,8 @@ from thalweg.core.messages import Stats
 @dataclass(slots=True)
 class Tally:
     """prefill_tokens: computed in chunks, recomputed ones too. decode_tokens: sampled and committed. prompt_tokens: admitted for the first
-    time; cached_tokens: of these, found in a cache. finished, aborted, preemptions: requests."""
+    time; cached_tokens: of these, found in a cache. finished, aborted, preemptions: requests. verifications: rows with drafts; drafted:
+    tokens of these; accepted: of these. drafter_failures: drafters that were switched off."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -19,6 +20,16 @@ class Tally:
     preemptions: int = 0
     finished: int = 0
     aborted: int = 0
+    verifications: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafter_failures: int = 0
+
+    def verified(self, drafts: int, accepted: int) -> None:
+        """A row with `drafts` of them came back."""
+        self.verifications += drafts > 0
+        self.drafted += drafts
+        self.accepted += accepted
 
     def stats(
         self,
@@ -45,4 +56,8 @@ class Tally:
             finished=self.finished,
             aborted=self.aborted,
             step_seconds=step_seconds,
+            verifications=self.verifications,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
+            drafter_failures=self.drafter_failures,
         )

@@ -17,7 +17,7 @@ from thalweg.server.chat import MAX_TOKENIZED
 from thalweg.server.desk import Desk, allowance_of, reply
 from thalweg.server.errors import ApiError, Problem
 from thalweg.server.exposition import Sight, exposition
-from thalweg.server.metrics import hit_rate, token_usage
+from thalweg.server.metrics import accept_length, hit_rate, token_usage
 from thalweg.server.protocol import AbortRequest, DetokenizeRequest
 from thalweg.server.reading import read
 
@@ -139,7 +139,7 @@ async def server_info(desk: Desk, request: Request) -> Response:
         "prefill_throughput": lately.prefill,
         "decode_throughput": lately.decode,
         "last_gen_throughput": now.decode,
-        "avg_spec_accept_length": None,
+        "avg_spec_accept_length": accept_length(stats),
         "stats": stats,
     }
     return reply(

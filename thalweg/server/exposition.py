@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from thalweg import __version__
 from thalweg.core.messages import Ready, Stats
 from thalweg.core.plan import PAGE
-from thalweg.server.metrics import WINDOW, Histogram, Meters, hit_rate, token_usage
+from thalweg.server.metrics import WINDOW, Histogram, Meters, accept_length, hit_rate, token_usage
 
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[tuple[str, str], ...]
@@ -84,6 +84,10 @@ def own(sight: Sight) -> Iterator[Family]:
     yield _counter("thalweg_step_seconds_total", "seconds in which steps were in flight", stats.step_seconds)
     yield _counter("thalweg_prefill_tokens_total", "prompt tokens computed", stats.prefill_tokens)
     yield _counter("thalweg_decode_tokens_total", "tokens sampled", stats.decode_tokens)
+    yield _counter("thalweg_verifications_total", "drafts of a sequence verified in one step", stats.verifications)
+    yield _counter("thalweg_drafted_tokens_total", "drafted tokens that were verified", stats.drafted_tokens)
+    yield _counter("thalweg_accepted_tokens_total", "of these, accepted", stats.accepted_tokens)
+    yield _counter("thalweg_drafter_failures_total", "drafters switched off for a failure", stats.drafter_failures)
     yield _counter("thalweg_preemptions_total", "sequences that gave their pages back and waited", stats.preemptions)
     yield _counter("thalweg_finished_total", "sequences that ended by themselves", stats.finished)
     yield _counter("thalweg_aborted_total", "sequences that were aborted", stats.aborted)
@@ -116,6 +120,7 @@ def sglang(sight: Sight) -> Iterator[Family]:
     yield _gauge("sglang:kv_available_tokens", "free", free * PAGE)
     yield _gauge("sglang:token_usage", "share of the cache that requests hold", token_usage(stats))
     yield _gauge("sglang:cache_hit_rate", "share of prompt tokens found in the cache", hit_rate(stats))
+    yield _gauge("sglang:spec_accept_length", "mean tokens of a verification", accept_length(stats) or 0.0)
     yield _gauge("sglang:gen_throughput", f"tokens a second over the last {WINDOW:g} s", meters.rates().decode)
     yield _counter("sglang:prompt_tokens_total", "prompt tokens", meters.prompt_tokens)
     yield _counter("sglang:generation_tokens_total", "tokens generated", meters.generation_tokens)
@@ -139,6 +144,9 @@ def vllm(sight: Sight) -> Iterator[Family]:
     for name in ("vllm:prefix_cache", "vllm:gpu_prefix_cache"):
         yield _counter(name + "_queries_total", "prompt tokens looked up in the cache", stats.prompt_tokens)
         yield _counter(name + "_hits_total", "of these, found", stats.cached_tokens)
+    yield _counter("vllm:spec_decode_num_drafts_total", "verifications", stats.verifications)
+    yield _counter("vllm:spec_decode_num_draft_tokens_total", "drafted tokens verified", stats.drafted_tokens)
+    yield _counter("vllm:spec_decode_num_accepted_tokens_total", "of these, accepted", stats.accepted_tokens)
     yield _counter("vllm:num_preemptions_total", "preemptions", stats.preemptions)
     yield _counter("vllm:prompt_tokens_total", "prompt tokens", meters.prompt_tokens)
     yield _counter("vllm:generation_tokens_total", "tokens generated", meters.generation_tokens)

@@ -189,3 +189,8 @@ def token_usage(stats: Stats) -> float:
 def hit_rate(stats: Stats) -> float:
     """Share of the admitted prompt tokens that the prefix cache had, since the engine's start."""
     return stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
+
+
+def accept_length(stats: Stats) -> float | None:
+    """Mean tokens that a verification of drafts brought, since the engine's start; None where there was none."""
+    return 1 + stats.accepted_tokens / stats.verifications if stats.verifications else None

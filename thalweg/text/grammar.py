@@ -198,8 +198,9 @@ class Matcher:
     def error(self) -> str:
         return _reason(self.state.get_error())
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        self.state.consume_tokens(list(tokens))
+    def accept(self, tokens: Sequence[int]) -> bool:
+        """These tokens come next; False where the grammar forbids them, and the matcher cannot go on."""
+        return bool(self.state.consume_tokens(list(tokens)))
 
 
 class Compiler:

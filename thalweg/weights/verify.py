@@ -23,15 +23,20 @@ FREE = {"context", "dtype", "bos", "eos", "fp8_block", "nextn"}
 
 
 def verify(
-    module: nn.Module, table: Table, stream: Stream, block: tuple[int, int] | None, progress: Progress
+    module: nn.Module,
+    table: Table,
+    stream: Stream,
+    block: tuple[int, int] | None,
+    progress: Progress,
+    needed: bool = True,
 ) -> tuple[int, int]:
     """How many of the checkpoint's tensors `stream` has, and how many there are in a whole one; nothing is written. Arguments as of `load`.
 
-    Raises CheckpointError as `load` does with `partial`, and where the stream has none of them.
+    Raises CheckpointError as `load` does with `partial`, and where the stream has none of them, if they are `needed`.
     """
     parameters = dict(module.named_parameters())
     loads = plan(parameters, table, stream, block, partial=True)
-    if not loads:
+    if needed and not loads:
         raise CheckpointError("it holds none of the model's tensors")
     for done, each in enumerate(loads):
         for one in each:

@@ -18,6 +18,7 @@ from thalweg.engine.loop import Loop
 from thalweg.scheduler.holdings import Holdings
 from thalweg.scheduler.scheduler import Scheduler
 from thalweg.scheduler.sheet import Sheet
+from thalweg.scheduler.widths import ConstantWidth
 
 Wrapper = Callable[..., Any]  # takes the real method first, then its arguments
 PLANTED: dict[str, list[tuple[type, str, Wrapper]]] = {}
@@ -107,6 +108,13 @@ def wrong_width(real: Wrapper, brain: Scheduler, sheet: Sheet) -> None:
     for r in brain._decoding:
         r.made = brain.loop_width  # type: ignore[attr-defined]
     real(brain, sheet)
+
+
+@plant(Scheduler, "_plan_decoding")
+def drafts_without_pages(real: Wrapper, brain: Scheduler, sheet: Sheet) -> None:
+    widths, brain.widths = brain.widths, ConstantWidth(0)
+    real(brain, sheet)
+    brain.widths = widths
 
 
 @plant(Scheduler, "plan")

@@ -59,6 +59,7 @@ class Device:
         self.busy = 0
         self.published: dict[int, list[News]] = {}
         self.work: dict[int, list[Work | None]] = {}
+        self.fails, self.lost = -1, False  # the step in which the drafter fails; whether it has
         self.computed = self.accepted = 0  # positions computed on the last stage, tokens that came of it
 
     def ring_size(self, depth: int) -> int:
@@ -204,6 +205,9 @@ class Device:
             self._check_needs(plan, x)
             outputs.append(self._accept(x, work, masks.get(row.uid), width))
             news.append(News(row.slot, x.tokens, x.drafts, x.done))
+        self.lost = self.lost or step == self.fails
+        if self.lost:
+            outputs = [output._replace(lost=True) for output in outputs]
         self.published[step], self.outputs[step % self.ring] = news, (step, outputs)
 
     def _check_needs(self, plan: StepPlan, x: Slot) -> None:
@@ -234,8 +238,12 @@ class Device:
         return Output(got, x.drafts, x.done, logprobs, work.scores)
 
     def _propose(self, x: Slot, width: int) -> tuple[int, ...]:
-        """A drafter is right most of the time, and may make fewer than asked."""
+        """A drafter is right most of the time, and may make fewer than asked. It makes its own entries of the last token and of its drafts."""
         bind, drafts = x.bind, ()
+        if self.lost:
+            return ()
+        entries = 0 if x.done or not width else min(len(x.tokens) + width - 1, bind.end)
+        assert len(x.pages) * self.page >= entries, "a draft without a page for its entry"
         for _ in range(self.rng.randint(0, width)):
             tokens = x.tokens + drafts
             right = sample(

@@ -28,13 +28,17 @@ PAGE, WIDEST, CONTEXT = 4, 3, 36
 class RandomWidth:
     """A draft width that changes with every step."""
 
-    widest = WIDEST
-
     def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
+        self.rng, self.widest = rng, WIDEST
 
-    def draft(self, emitting: int) -> int:
-        return self.rng.randint(0, WIDEST)
+    def draft(self, emitting: Sequence[Request]) -> int:
+        return min(self.rng.randint(0, WIDEST), self.widest)
+
+    def learn(self, r: Request, drafts: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafts <= WIDEST
+
+    def lost(self) -> None:
+        self.widest = 0
 
 
 class CountingTree(RadixTree):

@@ -41,6 +41,8 @@ class Mix:
         stages = rng.choice((1, 1, 2, 3, 4))
         depth = stages + 1 if rng.random() < 0.6 else rng.randint(1, stages + 1)
         self.ranks = [Rank(self.clock, rng, self._setting(stages, depth)) for _ in range(rng.choice((1, 1, 2, 3)))]
+        for rank in self.ranks:
+            rank.device.fails = self.bounds.choice((-1, -1, -1, self.bounds.randrange(60)))
         self.arrivals: list[tuple[int, Rank, Case]] = []
         self.aborts: list[tuple[int, Rank, Case]] = []
         self.flushes: list[tuple[int, Rank, int]] = []

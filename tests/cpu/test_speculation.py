@@ -1,0 +1,328 @@
+"""Speculation in a whole engine, with the bundled model's NextN layer: the drafter's state, what fails, and what it may not change."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.compose.matrix import MODEL, settings
+from thalweg.batch.batch import Batch, Group
+from thalweg.bench import speculation
+from thalweg.bench.nextn_acceptance import whole_batch
+from thalweg.core.errors import CannotServe, CheckpointError
+from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.kernels import KernelChoice
+from thalweg.core.plan import PAGE
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.local import LocalEngine
+from thalweg.kernels.experts import script
+from thalweg.memory.planes import Planes
+from thalweg.models import traced
+from thalweg.models.deepseek import Deepseek
+from thalweg.models.traced import TracedNextN
+from thalweg.spec.catalog import build_drafter
+from thalweg.spec.nextn import HIDDEN, NextNDrafter
+from thalweg.text.tokenizer import Tokenizer
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+JSON = Grammar(
+    "json_schema", json.dumps({"type": "array", "items": {"enum": ["aye", "nay"]}, "minItems": 6, "maxItems": 9})
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unrecorded() -> Iterator[None]:
+    """Most of an engine's start is recording its steps, which `test_models_traced` and the compose tests are about."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traced, "ROWS", 0)
+        yield
+
+
+def engine(width: int, **fields: Any) -> LocalEngine:
+    wished = {"budget": 512, "pages": 60, "slots": 8, "drafter": "nextn" if width else "", "width": width} | fields
+    return LocalEngine(msgspec.structs.replace(settings(), **wished))
+
+
+def prompts(count: int, longest: int = 150) -> list[list[int]]:
+    rng = random.Random(4)
+    return [[0, *(rng.randrange(20, 2000) for _ in range(rng.randint(5, longest)))] for _ in range(count)]
+
+
+def run(
+    made: LocalEngine, asked: list[list[int]], params: SamplingParams = GREEDY, grammar: Grammar = FREE
+) -> list[list[int]]:
+    answers: dict[int, list[int]] = {}
+    for prompt in asked:
+        answers |= {uid: [] for uid in made.submit(prompt, params, grammar=grammar)}
+    while not made.idle:
+        for delta in made.step():
+            answers[delta.uid] += delta.tokens
+    return list(answers.values())
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return run(engine(0), prompts(5))
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_greedy_tokens_are_those_of_plain_decoding(plain: list[list[int]], width: int) -> None:
+    made = engine(width, depth=2)
+    assert run(made, prompts(5)) == plain
+    stats = made.loop.stats()
+    assert stats.accepted_tokens > 20 and stats.drafted_tokens >= stats.accepted_tokens
+    assert stats.steps < 40  # of plain decoding, which takes one for each token
+
+
+@pytest.mark.parametrize(
+    "kernels", [KernelChoice(kv="fp8_e4m3"), KernelChoice(latent=False), KernelChoice(deterministic=True)], ids=repr
+)
+def test_with_every_kind_of_cache(kernels: KernelChoice) -> None:
+    assert run(engine(2, kernels=kernels), prompts(2)) == run(engine(0, kernels=kernels), prompts(2))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_under_a_grammar(depth: int) -> None:
+    """The masks follow the drafts: what comes out is what it would be without, and valid."""
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=150)
+    texts = run(engine(0), prompts(3), params, JSON)
+    made = engine(3, depth=depth)
+    assert run(made, prompts(3), params, JSON) == texts
+    assert made.loop.stats().accepted_tokens > 0
+    tokenizer = Tokenizer(Path(MODEL))
+    assert all(6 <= len(json.loads(tokenizer.decode(tokens[:-1]))) <= 9 for tokens in texts)
+
+
+# ---- the drafter's state
+
+
+def test_entries_are_those_of_the_true_hidden_states() -> None:
+    """Whatever was drafted and refused meanwhile: each position's entry is made of its token and the target's hidden state of the one before."""
+    made = engine(3, budget=50, radix=False)
+    prompt = prompts(1)[0]
+    seen: dict[str, Any] = {}
+    release = made.loop.scheduler._release
+
+    def watched(r: Any) -> None:
+        seen.update(tokens=r.tokens, pages=list(r.pages))
+        release(r)
+
+    made.loop.scheduler._release = watched  # type: ignore[method-assign]
+    run(made, [prompt])
+    drafter = made.runner.drafting.drafter
+    assert isinstance(drafter, NextNDrafter) and isinstance(made.runner.model, Deepseek)
+    tokens = torch.tensor(seen["tokens"][:-1])  # the last one's entry comes with its step, which there is none of
+    planes = Planes((*made.runner.model.planes(), *drafter.planes()), 10)
+    with torch.inference_mode():
+        batch = whole_batch([len(tokens)], tokens)
+        hidden = made.runner.model.forward(batch, planes)
+        before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
+        drafter.layer.observe(tokens, before, batch, planes)
+    for name, _ in {(spec.name, spec.layer) for spec in drafter.layer.planes()}:
+        layer = drafter.layer.index
+        got = made.runner.planes.paged(name, layer)[seen["pages"]].flatten(0, 1)[: len(tokens)]
+        want = planes.paged(name, layer)[1 : 1 + len(seen["pages"])].flatten(0, 1)[: len(tokens)]
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
+    ends = made.runner.planes.paged(HIDDEN, drafter.layer.index).flatten(1)[seen["pages"]][: len(tokens) // PAGE]
+    torch.testing.assert_close(ends, hidden[PAGE - 1 :: PAGE], atol=2e-3, rtol=1e-3)
+
+
+def test_a_prefix_hit_drafts_as_a_cold_start_does() -> None:
+    made, prompt = engine(2), prompts(1)[0]
+    counts = []
+    for _ in range(2):
+        before = made.loop.stats()
+        run(made, [prompt])
+        after = made.loop.stats()
+        counts.append((after.drafted_tokens - before.drafted_tokens, after.accepted_tokens - before.accepted_tokens))
+    assert made.loop.stats().cached_tokens > 0 and counts[0] == counts[1]
+
+
+def test_a_hit_takes_the_hidden_state_from_its_last_page() -> None:
+    made, prompt = engine(1), prompts(1)[0]
+    run(made, [prompt])
+    made.submit(prompt, GREEDY)
+    drafting = made.runner.drafting
+    drafter, found = drafting.drafter, []
+
+    class Watched(NextNDrafter):
+        def bind(self, binds: Any, slots: Any, planes: Any) -> None:
+            super().bind(binds, slots, planes)
+            found.extend((bind, slots.extra[HIDDEN][bind.slot].clone()) for bind in binds)
+
+    assert isinstance(drafter, NextNDrafter)
+    drafting.drafter = Watched(drafter.layer)
+    made.step()
+    ((bind, hidden),) = found
+    assert bind.computed == len(prompt) // PAGE * PAGE and hidden.abs().sum() > 0
+    (request,) = made.loop.scheduler.live.values()
+    page = request.pages[bind.computed // PAGE - 1]
+    assert torch.equal(hidden, made.runner.planes.paged(HIDDEN, drafter.layer.index).flatten(1)[page])
+
+
+@pytest.mark.skipif(not script.AVAILABLE, reason="TorchScript does not support this Python")
+def test_recorded_drafts_are_bit_for_bit_the_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "ROWS", 2)
+    drafter = engine(1).runner.drafting.drafter
+    assert isinstance(drafter, NextNDrafter) and isinstance(drafter.steps, TracedNextN)
+    layer, recorded, generator = drafter.layer, drafter.steps, torch.Generator().manual_seed(1)
+    planes = [recorded.planes, Planes(recorded.planes.specs, recorded.planes.pages)]
+    for rows, positions in ((1, (0, 40, 63, 64, 65, 130)), (2, (1, 66, 128))):
+        for at in positions:
+            position, page = torch.full((rows,), at), torch.arange(rows)
+            table = 1 + 3 * page[:, None] + torch.arange(at // PAGE + 1)
+            group = Group(0, rows, 0, 1, at + 1)
+            write = table[:, at // PAGE] * PAGE + at % PAGE
+            batch = Batch(position, position, write, table, position >= 0, page, (group,))
+            ids, hidden = torch.randint(2000, (rows,), generator=generator), torch.randn(rows, 256, generator=generator)
+            with torch.inference_mode():
+                got = recorded.forward(ids, hidden, batch, planes[0])
+                assert torch.equal(got, layer.forward(ids, hidden, batch, planes[1]))
+                recorded.observe(ids + 1, -hidden, batch, planes[0])
+                layer.observe(ids + 1, -hidden, batch, planes[1])
+    for name, index in planes[0].bytes:
+        assert torch.equal(planes[0].bytes[name, index][1:], planes[1].bytes[name, index][1:])
+
+
+# ---- what fails
+
+
+class Broken(Exception):
+    pass
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def breaking(made: LocalEngine, method: str, after: int) -> None:
+    """From its `after`-th call on, the drafter raises."""
+    drafter = made.runner.drafting.drafter
+    real: Callable[..., Any] = getattr(drafter, method)
+    calls = 0
+
+    def broken(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise Broken("on purpose")
+        return real(*args)
+
+    setattr(drafter, method, broken)
+
+
+@pytest.mark.parametrize(
+    ("method", "after", "depth"), [("bind", 0, 2), ("observe", 3, 1), ("propose", 0, 1), ("propose", 5, 2)]
+)
+def test_a_drafter_that_raises_is_switched_off(
+    plain: list[list[int]], method: str, after: int, depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = engine(3, depth=depth)
+    breaking(made, method, after)
+    with caplog.at_level(logging.ERROR, "thalweg.engine"):
+        assert run(made, prompts(5)) == plain
+    assert len(errors(caplog)) == 1, "one line"
+    assert "switched off" in caplog.text and "on purpose" in caplog.text
+    stats = made.loop.stats()
+    assert stats.drafter_failures == 1 and made.loop.scheduler.widths.widest == 0
+    drafted = stats.drafted_tokens
+    assert run(made, prompts(5)) == plain and made.loop.stats().drafted_tokens == drafted
+
+
+def test_a_drafter_that_makes_no_numbers_is_switched_off(
+    plain: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = engine(2, depth=2)
+    drafter = made.runner.drafting.drafter
+    assert isinstance(drafter, NextNDrafter)
+    drafter.layer.norm.weight.data.fill_(float("nan"))
+    with caplog.at_level(logging.ERROR, "thalweg.engine"):
+        assert run(made, prompts(5)) == plain
+    assert len(errors(caplog)) == 1 and "not numbers" in caplog.text
+    assert made.loop.stats().drafter_failures == 1
+
+
+def test_drafts_half_made_by_a_drafter_that_then_raises_do_no_harm(plain: list[list[int]]) -> None:
+    made = engine(3)
+    drafter = made.runner.drafting.drafter
+    assert isinstance(drafter, NextNDrafter)
+    real, calls = drafter.layer.logits, 0
+
+    def broken(hidden: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 11:  # the second draft of a step
+            raise Broken("on purpose")
+        return real(hidden)
+
+    drafter.layer.logits = broken  # type: ignore[method-assign]
+    assert run(made, prompts(5)) == plain
+
+
+def test_a_checkpoint_without_the_layer_says_so() -> None:
+    model = engine(0).runner.model
+    assert isinstance(model, Deepseek)
+    model.facts = replace(model.facts, nextn=0)
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers is 0"):
+        build_drafter("nextn", model)
+
+
+# ---- how many are drafted
+
+
+def test_the_width_goes_by_measured_times(plain: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "thalweg.engine"):
+        made = engine(3, times=None, slots=2)
+    assert "drafts: 0 to 3" in caplog.text
+    times = made.settings.times
+    assert times is not None and [rows for rows, _ in times] == [1, 2] and {len(seconds) for _, seconds in times} == {4}
+    assert min(min(seconds) for _, seconds in times) > 0
+    assert json.loads(made.settings.report)["speculative_adaptive"]["value"] == "0 to 3"
+    assert run(made, prompts(5)) == plain
+
+
+def test_a_width_that_comes_and_goes_changes_no_token(plain: list[list[int]]) -> None:
+    """Steps of one token pass unseen, drafts of different numbers meet in a step."""
+    made = engine(3, depth=2, budget=60)
+    rng = random.Random(5)
+    made.loop.scheduler.widths.draft = lambda emitting: rng.choice((0, 0, 1, 3))  # type: ignore[method-assign]
+    assert run(made, prompts(5)) == plain
+    assert made.loop.stats().accepted_tokens > 10
+
+
+def test_an_engine_that_cannot_verify_even_one_request_drafts_nothing(plain: list[list[int]]) -> None:
+    made = engine(3, times=None, budget=3)
+    assert made.settings.width == 0 and made.loop.scheduler.widths.widest == 0
+
+
+# ---- measured with an acceptance that is imposed
+
+
+@pytest.mark.parametrize("length", [1.0, 2.0, 2.5, 4.0])
+def test_an_imposed_acceptance_is_kept(length: float) -> None:
+    made = engine(3, imposed=length, context=200)
+    run(made, prompts(6), SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
+    stats = made.loop.stats()
+    assert abs(1 + stats.accepted_tokens / stats.verifications - length) < 0.15
+
+
+def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    words = f"--model {MODEL} --batch-size 1 2 --input-len 20 --output-len 12 --widths 0 2 -1 --accept-length 2 --speculative-algorithm NEXTN"
+    rows = speculation.run([*words.split(), "--result-filename", str(file)])
+    assert [(row["width"], row["batch_size"]) for row in rows] == [(0, 1), (0, 2), (2, 1), (2, 2), (-1, 1), (-1, 2)]
+    assert rows[0]["accept_length"] == 1.0 and 1.8 < rows[2]["accept_length"] < 2.0, "the last one is cut at the end"
+    assert rows[2]["steps"] == 6
+    assert json.loads(file.read_text())["accept_length"] == 2
+    assert "adaptive" in capsys.readouterr().out
+    with pytest.raises(CannotServe, match="nothing drafts"):
+        speculation.run(["--model", MODEL])

@@ -1,0 +1,112 @@
+"""The width policy against the best that a fixed width could do: simulated steps whose times and odds are known."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Callable
+
+import pytest
+
+from thalweg.core.request import Request
+from thalweg.core.sampling import SamplingParams
+from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, gains
+
+WIDEST = 4
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+Seconds = Callable[[int], float]
+Cost = tuple[Seconds, float]  # of a step that verifies so many tokens; of each draft that is made in it
+
+# weights are read once, and each token adds to that
+COSTS: dict[str, Cost] = {
+    "bound by memory": (lambda tokens: 1.0 + 0.001 * tokens, 0.03),
+    "bound by computing": (lambda tokens: 0.2 + 0.05 * tokens, 0.01),
+    "experts": (lambda tokens: float(0.3 + (1 - 0.97**tokens) + 0.002 * tokens), 0.05),
+    "dear drafts": (lambda tokens: 1.0 + 0.01 * tokens, 0.4),
+}
+ODDS = {"never": 0.0, "rarely": 0.2, "half": 0.5, "mostly": 0.85, "always": 1.0}
+
+
+def times(cost: Cost, rows: tuple[int, ...] = ROWS) -> list[tuple[int, tuple[float, ...]]]:
+    verify, draft = cost
+    return [
+        (count, tuple(verify(count * (1 + width)) + draft * width for width in range(WIDEST + 1))) for count in rows
+    ]
+
+
+def request(uid: int) -> Request:
+    return Request(uid, (1,), SamplingParams(), 100)
+
+
+def rate(policy: Any, cost: Cost, odds: float, rows: int, steps: int, seed: int = 1) -> float:
+    """Tokens a second of a batch that goes on and on, each of whose requests lives for some 60 tokens. What is named is verified one step later,
+    and heard of two later."""
+    rng = random.Random(seed)
+    batch, uid, made, seconds, tokens = [request(i) for i in range(rows)], rows, 0, 0.0, 0
+    heard: list[tuple[Request, int, int]] = []
+    for _ in range(steps):
+        width = policy.draft(batch)
+        for news in heard:
+            policy.learn(*news)
+        heard = []
+        seconds += cost[0](rows * (1 + made)) + cost[1] * width
+        for i, r in enumerate(batch):
+            right = 0
+            while right < made and rng.random() < odds:
+                right += 1
+            tokens += 1 + right
+            if made:
+                heard.append((r, made, right))
+            if rng.random() < (1 + right) / 60:
+                batch[i], uid = request(uid), uid + 1
+        made = width
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("odds", ODDS)
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("rows", [1, 3, 32, 256])
+def test_it_keeps_up_with_the_best_fixed_width(cost: str, odds: str, rows: int) -> None:
+    steps = max(6000 // rows, 300)
+    policy = MeasuredWidth(times(COSTS[cost]))
+    rate(policy, COSTS[cost], ODDS[odds], rows, 200, seed=2)  # an engine that has served a while
+    got = rate(policy, COSTS[cost], ODDS[odds], rows, steps)
+    fixed = [rate(ConstantWidth(width), COSTS[cost], ODDS[odds], rows, steps) for width in range(WIDEST + 1)]
+    assert got >= 0.98 * fixed[0], f"{got / fixed[0]:.3f} of plain decoding"
+    assert got >= 0.95 * max(fixed), f"{got / max(fixed):.3f} of the best width, {fixed.index(max(fixed))}"
+
+
+def test_it_finds_out_when_drafts_become_good() -> None:
+    cost = COSTS["bound by memory"]
+    policy = MeasuredWidth(times(cost))
+    rate(policy, cost, 0.0, 8, 400)
+    assert policy.draft([request(0)] * 8) == 0
+    rate(policy, cost, 1.0, 8, 1500)
+    assert policy.draft([request(0)] * 8) == WIDEST
+
+
+def test_one_request_is_no_other() -> None:
+    """With some good drafts and some bad ones in a batch, the width goes by all of them."""
+    policy = MeasuredWidth(times(COSTS["bound by memory"]))
+    good, bad = request(0), request(1)
+    for _ in range(60):
+        policy.learn(good, 4, 4)
+        policy.learn(bad, 4, 0)
+    assert policy.draft([good]) == WIDEST and policy.draft([bad]) <= 1
+    assert good.gains[-1] > 3.5 > 0.1 > bad.gains[-1]
+
+
+def test_times_between_and_beyond_what_was_measured() -> None:
+    policy = MeasuredWidth([(2, (1.0, 2.0)), (4, (2.0, 4.0))])
+    assert policy.seconds(1) == policy.seconds(2) == (1.0, 2.0)
+    assert policy.seconds(3) == [1.5, 3.0] and policy.seconds(8) == [4.0, 8.0]
+    assert MeasuredWidth([(2, (1.0, 2.0))]).seconds(50) == (1.0, 2.0)
+
+
+def test_gains() -> None:
+    assert gains([]) == (0.0,) and gains([0.5, 0.5]) == (0.0, 0.5, 0.75)
+
+
+def test_a_lost_drafter_is_not_asked_again() -> None:
+    policy = MeasuredWidth(times(COSTS["bound by memory"]))
+    policy.lost()
+    assert policy.widest == 0 and {policy.draft([request(0)]) for _ in range(500)} == {0}

@@ -1,0 +1,107 @@
+"""What the runner asks of a drafter.
+
+Whatever it drafts, tokens are those of plain decoding: accept draws each of them from the target with the coins of its position, and drafts say only
+how many can be drawn in one step (`sampling.chain`). So a drafter may be wrong, late, or gone; it can cost time, never a token.
+
+Letters: T tokens of the step, R rows, E emitting rows, K drafts of each, V vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Sequence
+
+from torch import Tensor
+
+from thalweg.batch.batch import Batch
+from thalweg.batch.slots import Field, Slots
+from thalweg.core.plan import Bind, Needs, StepPlan
+from thalweg.memory.planes import Planes, PlaneSpec
+from thalweg.weights.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A step behind its accept, as a drafter learns from it. batch: the plan's tokens, and maybe padding behind them, in the plan's order. hidden_TH:
+    of the target, after its final norm. Some of the tokens may have been drafts that were not accepted."""
+
+    plan: StepPlan
+    batch: Batch
+    hidden_TH: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Whom to draft for: slot_E int64, and an upper bound of their lengths in tokens. needs: what they ask of sampling."""
+
+    slot_E: Tensor
+    reach: int
+    needs: Needs
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """drafts_EK int64; the first `made_E` int64 of each row are drafts. sound: bool, False where the drafter computed rubbish."""
+
+    drafts_EK: Tensor
+    made_E: Tensor
+    sound: Tensor
+
+
+class Weighted(Protocol):
+    """A module whose weights are in the target's checkpoint."""
+
+    def table(self) -> Table:
+        """How the published tensors map onto its parameters."""
+
+
+class Drafter(Protocol):
+    """Its state lies in planes of the same pages as the target's, and in fields of the slots. Everything is called on the compute stream."""
+
+    def modules(self) -> tuple[Weighted, ...]:
+        """What has weights of its own."""
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        """What it keeps of each page."""
+
+    def fields(self) -> tuple[Field, ...]:
+        """What it keeps of each slot."""
+
+    def record(self, planes: Planes) -> None:
+        """Before the first request: what it does often may be recorded. What is computed meanwhile touches the null page only."""
+
+    def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
+        """These slots were bound, and have their pages."""
+
+    def observe(self, seen: Seen, slots: Slots, planes: Planes) -> None:
+        """Learns from a step, whose accepted tokens are in the slots."""
+
+    def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
+        """Puts up to `width` drafts, which may be 0, behind the known tokens of each slot, and their number into `made`. None: there are none."""
+
+
+class NoDrafter:
+    """Off is a value: to accept without drafts is to sample."""
+
+    def modules(self) -> tuple[Weighted, ...]:
+        return ()
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        return ()
+
+    def fields(self) -> tuple[Field, ...]:
+        return ()
+
+    def record(self, planes: Planes) -> None:
+        return
+
+    def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
+        return
+
+    def observe(self, seen: Seen, slots: Slots, planes: Planes) -> None:
+        return
+
+    def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> None:
+        return
+
+
+NO_DRAFTER = NoDrafter()

@@ -1,0 +1,76 @@
+"""Drafts by looking up the sequence in itself: what followed the last tokens when they stood there before (prompt lookup; Saxena 2023).
+
+It has no weights and no state. Texts that repeat themselves, as answers about a given text, code and records do, are drafted many tokens at a time;
+where nothing is found there are no drafts.
+
+Letters: E rows, C columns of the longest sequence, K drafts."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.slots import Field, Slots
+from thalweg.core.plan import Bind
+from thalweg.memory.planes import Planes, PlaneSpec
+from thalweg.spec.drafter import Asked, Proposed, Seen, Weighted
+
+LEAST, MOST = 2, 5  # last tokens that must, and that may, have stood there before
+
+
+class NgramDrafter:
+    """The longest of these that is found counts, and of its places the last."""
+
+    def modules(self) -> tuple[Weighted, ...]:
+        return ()
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        return ()
+
+    def fields(self) -> tuple[Field, ...]:
+        return ()
+
+    def record(self, planes: Planes) -> None:
+        return
+
+    def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
+        return
+
+    def observe(self, seen: Seen, slots: Slots, planes: Planes) -> None:
+        return
+
+    def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
+        slot_E, columns = asked.slot_E, min(asked.reach + 1, slots.context)
+        tokens_EC = slots.tokens_SL[:, :columns].index_select(0, slot_E)
+        length_E = slots.length.index_select(0, slot_E)
+        at_E, found_E = lookup(tokens_EC, length_E)
+        made_E = found_E * width
+        slots.made.index_copy_(0, slot_E, made_E)
+        if not width:
+            return None
+        # what stands there may end with the sequence itself, and goes round then
+        ahead_K = torch.arange(width, device=slot_E.device)
+        place_EK = at_E.unsqueeze(1) + ahead_K % (length_E - at_E).clamp(min=1).unsqueeze(1)
+        drafts_EK = tokens_EC.gather(1, place_EK.clamp(max=columns - 1))
+        column_EK = (length_E.unsqueeze(1) + ahead_K).clamp(max=slots.context)
+        place_EK = slot_E.unsqueeze(1) * slots.tokens_SL.shape[1] + column_EK
+        slots.tokens_SL.view(-1).index_copy_(0, place_EK.flatten(), drafts_EK.flatten())
+        return Proposed(drafts_EK.to(torch.int64), made_E, torch.ones((), dtype=torch.bool, device=slot_E.device))
+
+
+def lookup(tokens_EC: Tensor, length_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the sequence went on, int64 [E], the last time that its last tokens stood in it; and whether they did, bool [E]."""
+    rows, columns = tokens_EC.shape
+    column_C = torch.arange(columns, device=tokens_EC.device)
+    run_EC = torch.ones(rows, columns, dtype=torch.bool, device=tokens_EC.device)
+    longest_EC = torch.zeros(rows, columns, dtype=torch.int64, device=tokens_EC.device)
+    run_EC &= column_C < length_E.unsqueeze(1) - 1  # where the sequence has gone on
+    for back in range(MOST):
+        last_E1 = tokens_EC.gather(1, (length_E - 1 - back).clamp(min=0).unsqueeze(1))
+        same_EC = (tokens_EC == last_E1).roll(back, 1)
+        run_EC &= same_EC & (column_C >= back)
+        longest_EC += run_EC
+    best_E = (longest_EC * columns + column_C).argmax(1)
+    return best_E + 1, longest_EC.gather(1, best_E.unsqueeze(1)).squeeze(1) >= LEAST
