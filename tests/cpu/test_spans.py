@@ -33,7 +33,7 @@ def batch(reaches: list[int], query: int = 1) -> Batch:
         write_T=(page_Rq * PAGE + positions_Rq % PAGE).flatten(),
         table_RP=table_RP,
         real_T=torch.ones(rows * query, dtype=torch.bool),
-        emit_E=torch.arange(rows * query),
+        emit_N=torch.arange(rows * query),
         groups=(Group(0, rows, 0, query, max(reaches)),),
         extents=tuple(Extent(query, reach) for reach in reaches),
     )
