@@ -137,7 +137,7 @@ class Bench:
     def draw(self, scale: float, kinds: list[dict[str, Any]], needs: Needs = DRAWS) -> dict[str, Any]:
         slots = self.slots(kinds)
         ints_EI = slots.ints_SI.clone()
-        return self.timed(scale, lambda x: choose_into(self.out, x, slots, self.slot_E, ints_EI, needs))
+        return self.timed(scale, lambda x: choose_into(self.out, x, slots, self.slot_E, ints_EI, needs, slots.ints_SI))
 
     def edit(self, kinds: list[dict[str, Any]], needs: Needs) -> dict[str, Any]:
         slots = self.slots(kinds)
@@ -179,10 +179,10 @@ def launches(bench: Bench, scale: float, kinds: list[dict[str, Any]]) -> dict[st
     overlapping = truncating.launch_options
     truncating.launch_options = lambda tensor: {"PDL": False}
     try:
-        choose_into(bench.out, x, slots, bench.slot_E, ints_EI, DRAWS)
+        choose_into(bench.out, x, slots, bench.slot_E, ints_EI, DRAWS, slots.ints_SI)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(5):
-                choose_into(bench.out, x, slots, bench.slot_E, ints_EI, DRAWS)
+                choose_into(bench.out, x, slots, bench.slot_E, ints_EI, DRAWS, slots.ints_SI)
             torch.cuda.synchronize()
     finally:
         truncating.launch_options = overlapping
