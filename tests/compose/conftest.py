@@ -1,0 +1,13 @@
+"""Many engines of one process, each with recorded steps of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from thalweg.models import traced
+
+
+@pytest.fixture(autouse=True)
+def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one and of two rows are recorded, larger ones are not: TorchScript keeps some 15 MB of each recording for good."""
+    monkeypatch.setattr(traced, "ROWS", 2)
