@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from thalweg.layers.part import Part
 ABSORBED = 64  # decode tokens up to which one kernel stores the latents and absorbs the queries
 
 
-class PagedMla(Part):
+class PagedMla(Part, ABC):
     """See `layers.mla.Mla`, whose parameters these are. uv is stored [H, v, r] and seen as [H, r, v]: both its uses are one GEMM. Its kinds
     differ in `attention`."""
 
@@ -60,9 +61,9 @@ class PagedMla(Part):
         """`attention` behind the seam."""
         return step.batch.seam(self.attention, step, query_TX, latent_TD)
 
+    @abstractmethod
     def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
         """Stores the tokens and attends: → [T, H * v]."""
-        raise NotImplementedError
 
     def observe(self, x_TH: Tensor | Normed, step: PagedStep) -> None:
         """Stores what attention would store, and computes nothing else."""

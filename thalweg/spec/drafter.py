@@ -79,8 +79,8 @@ class Drafter(Protocol):
         """Puts up to `width` drafts, which may be 0, behind the known tokens of each slot, and their number into `made`. None: there are none."""
 
 
-class NoDrafter:
-    """Off is a value: to accept without drafts is to sample."""
+class Stateless:
+    """A drafter without weights, planes and fields: what such a one leaves undone."""
 
     def modules(self) -> tuple[Weighted, ...]:
         return ()
@@ -99,6 +99,10 @@ class NoDrafter:
 
     def observe(self, seen: Seen, slots: Slots, planes: Planes) -> None:
         return
+
+
+class NoDrafter(Stateless):
+    """Off is a value: to accept without drafts is to sample."""
 
     def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> None:
         return

@@ -7,39 +7,18 @@ Letters: E rows, C columns of the longest sequence, K drafts."""
 
 from __future__ import annotations
 
-from typing import Sequence
-
 import torch
 from torch import Tensor
 
-from thalweg.batch.slots import Field, Slots
-from thalweg.core.plan import Bind
-from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.spec.drafter import Asked, Proposed, Seen, Weighted
+from thalweg.batch.slots import Slots
+from thalweg.memory.planes import Planes
+from thalweg.spec.drafter import Asked, Proposed, Stateless
 
 LEAST, MOST = 2, 5  # last tokens that must, and that may, have stood there before
 
 
-class NgramDrafter:
+class NgramDrafter(Stateless):
     """The longest of these that is found counts, and of its places the last."""
-
-    def modules(self) -> tuple[Weighted, ...]:
-        return ()
-
-    def planes(self) -> tuple[PlaneSpec, ...]:
-        return ()
-
-    def fields(self) -> tuple[Field, ...]:
-        return ()
-
-    def record(self, planes: Planes) -> None:
-        return
-
-    def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
-        return
-
-    def observe(self, seen: Seen, slots: Slots, planes: Planes) -> None:
-        return
 
     def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
         slot_E, columns = asked.slot_E, min(asked.reach + 1, slots.context)
