@@ -57,26 +57,24 @@ def _decompress(
         tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(0) < heads:
         at = key_SHq + (s[:, None].to(tl.int64) * heads + head) * (NOPE + ROPE)
-        made = _product(row, s < tokens, uk_HnR + head * uk_head, NOPE, RANK, BLOCK_S, BLOCK_R, STAGES)
-        tl.store(at + tl.arange(0, NOPE)[None, :], made.to(key_SHq.dtype.element_ty), mask=(s < tokens)[:, None])
+        _product(at, row, s < tokens, uk_HnR + head * uk_head, NOPE, RANK, BLOCK_S, BLOCK_R, STAGES)
         c = tl.arange(0, ROPE)[None, :]
         shared = tl.load(row + RANK + c, mask=(s < tokens)[:, None])
         tl.store(at + NOPE + c, shared, mask=(s < tokens)[:, None])
     else:
         at = value_SHv + (s[:, None].to(tl.int64) * heads + head) * V
-        made = _product(row, s < tokens, uv_HvR + head * uv_head, V, RANK, BLOCK_S, BLOCK_R, STAGES)
-        tl.store(at + tl.arange(0, V)[None, :], made.to(value_SHv.dtype.element_ty), mask=(s < tokens)[:, None])
+        _product(at, row, s < tokens, uv_HvR + head * uv_head, V, RANK, BLOCK_S, BLOCK_R, STAGES)
 
 
 @triton.jit
 def _product(
-    row, real, w_NR, N: tl.constexpr, RANK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr
+    out, row, real, w_NR, N: tl.constexpr, RANK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Latents times the transpose of a head's weights [N, r], float32."""
+    """Stores latents times the transpose of a head's weights [N, r], summed in float32."""
     r = tl.arange(0, BLOCK_R)
     w_at = w_NR + tl.arange(0, N)[None, :] * RANK + r[:, None]
     acc = tl.zeros([BLOCK_S, N], tl.float32)
     for start in tl.range(0, RANK, BLOCK_R, num_stages=STAGES):
         x = tl.load(row + start + r[None, :], mask=real[:, None], other=0.0)
         acc = tl.dot(x, tl.load(w_at + start), acc, input_precision="ieee")
-    return acc
+    tl.store(out + tl.arange(0, N)[None, :], acc.to(out.dtype.element_ty), mask=real[:, None])
