@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from thalweg.engine.pace import MANY, SLOWER, TOTALS, choose, trim
+from thalweg.engine.pace import FLAT, MANY, SLOWER, TOTALS, choose, trim
 from thalweg.runner.pieces import Piecewise
 
 
@@ -35,6 +35,16 @@ def test_where_nothing_fits_prompts_run_at_half_of_the_best_rate() -> None:
     assert choose(time, (1, MANY), 8192) == ((1, half), (MANY, quarter)) and quarter < half < TOTALS[-1]
 
 
+def test_tokens_that_hardly_cost_more_are_taken() -> None:
+    # decoding takes 8 ms; with a prompt of any length the host needs 20, the device 15 us a token
+    def time(rows: int, tokens: int) -> float:
+        return max(0.020, 0.008 + 1.5e-5 * tokens) if tokens else 0.008
+
+    ((_, total),) = choose(time, (64,), 8192)
+    cheap = [t for t in TOTALS if time(64, t - 64) <= FLAT * 0.020]
+    assert total == cheap[-1] == 1024 and time(64, total - 64) > SLOWER * time(64, 0)
+
+
 def test_few_times_are_asked_for() -> None:
     asked: list[int] = []
 
@@ -43,7 +53,7 @@ def test_few_times_are_asked_for() -> None:
         return 0.01 * (rows + tokens) ** 0.1
 
     choose(time, (1, 32, 64), 8192)
-    assert len(asked) <= len(TOTALS) + 3 * 5
+    assert len(asked) <= len(TOTALS) + 3 * 6
 
 
 def test_a_small_budget_bounds_a_step() -> None:

@@ -2,9 +2,9 @@
 
 A decoding request waits for the whole step it is in. So that the time between two of its tokens at most doubles while others' prompts are
 computed, a step has as many tokens as keep it well within twice the time of the same rows alone; the rest is for what varies. But a step has
-at least so many that prompts are computed at half of the best rate, beside many rows a quarter: below it they starve, and more rows wait
-longer in all. (One row of a
-mixture of experts reads a few experts, any prompt reads all: there no chunk is within twice the time.)
+at least as many as make it hardly longer than one with the fewest: what any prompt costs (launching its attention layer by layer, which a slow host
+takes longer for; reading all experts) is paid anyhow. And at least so many that prompts are computed at half of the best rate, beside many
+rows a quarter: below it they starve, and more rows wait longer in all.
 
 Steps run in pieces while that is faster than launching them eagerly, which is bound by Python up to some hundred tokens of a large model, and
 far more of one with many small layers. Beyond, the device is the slower one, and would compute the padding.
@@ -32,13 +32,14 @@ from thalweg.runner.runner import Runner
 log = logging.getLogger("thalweg.engine")
 
 SLOWER = 1.6  # how much longer a step with prompts may take: 2 is the aim, and host and network were seen to add a fifth at the 99th percentile
+FLAT = 1.15  # a step is hardly longer than another
 MANY = 32  # decoding rows from which on theirs is the first concern
 ROWS = (1, 8, 32, 64, 128, 256)  # decoding rows that are measured
 TOTALS = (128, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens of a mixed step, its rows included: buckets of pieces
 CONTEXT = 1024  # tokens behind each decoding row
 BEHIND = 512  # tokens that a prompt's chunk finds computed
 REPEATS = 2
-WHY = "with prompts a step takes well under twice as long as without, or has the least tokens at a fair rate"
+WHY = "with prompts a step takes well under twice as long as without, or hardly longer than with the fewest of them"
 GREEDY = SamplingParams(temperature=0.0)
 
 Beside = tuple[tuple[int, int], ...]
@@ -65,9 +66,9 @@ def choose(time: Time, rows: Sequence[int], budget: int) -> Beside:
 
 
 def _within(time: Time, rows: int, totals: Sequence[int]) -> int:
-    """The most tokens of a step that takes not much longer than the rows alone, or the least that there are beside so many rows."""
+    """The most tokens of a step that takes not much longer than the rows alone, or than the least that there are beside so many rows."""
     some = [total for total in totals if total >= 2 * rows] or [totals[-1]]
-    allowed = SLOWER * time(rows, 0)
+    allowed = max(SLOWER * time(rows, 0), FLAT * time(rows, some[0] - rows))
     return some[max(bisect_right(some, allowed, key=lambda total: time(rows, total - rows)) - 1, 0)]
 
 
