@@ -43,9 +43,10 @@ from thalweg.launch.planning.floors import Ceilings
 
 CONTEXT, STEPS, PROFILED = 1024, 48, 24
 LENGTH = 4096  # of the longest sequence: what attention is split for
+RAISED = "_up of attention"
 GRAPH = 20  # kernels that no launch but a graph's has
 # what multiplies by a weight of a layer, in the order in which a layer does
-PRODUCT = re.compile(r"_thin|_linear|_matmul|nvjet|gemm|cutlass", re.IGNORECASE)
+PRODUCT = re.compile(r"_thin|_linear|_matmul|_wide|_cut|nvjet|gemm|cutlass", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,12 @@ def works(
     def product(what: str, weights: int, bytes_each: int = wide) -> Work:
         return Work(what, weights * bytes_each, 2.0 * rows * weights)
 
-    others = {"_rms_norm": Work("norm"), "_silu_mul": Work("silu(gate) · up"), "_quantize": Work("e4m3 codes")}
+    others = {
+        "_rms_norm": Work("norm"), "_silu_mul": Work("silu(gate) · up"), "_quantize": Work("e4m3 codes"),
+        "_rms_norm_quantize": Work("norm, e4m3 codes"), "_add_parts": Work("the product's parts added up"),
+        "splitKreduce_kernel": Work("the product's parts added up"), "Memset ": Work("room for the product's parts"),
+        "vectorized_elementwise_kernel": Work("an ordinary launch, which a library's kernel can stand behind"),
+    }  # fmt: skip
     if "kv_lora_rank" not in config:
         dim, kv = config.get("head_dim", hidden // heads), config["num_key_value_heads"]
         inner = config["intermediate_size"]
@@ -174,22 +180,25 @@ def works(
         products.append(product("query up projection", lora * query))
     if "_mla_absorb" not in kernels:
         products.append(into)
-    if "_merge_up" not in kernels:
+    raised = "_up" in kernels[: kernels.index("_choose")] if "_choose" in kernels else False
+    if not (raised or {"_merge_up", "_merge_up_many"} & set(kernels)):
         products.append(out_of)
     products.append(product("output projection", heads * v * hidden))
     expert, columns = hidden * inner, config["num_experts_per_tok"] + (config.get("n_shared_experts") or 0)
     up = Work("gate and up of the experts", 2 * covered * expert * wide, 4.0 * rows * columns * expert)
     down = Work("down of the experts", covered * expert * wide, 2.0 * rows * columns * expert)
     seen = rows * CONTEXT
+    attention = Work("attention on latents", seen * (rank + rope) * 2, 2.0 * seen * heads * (2 * rank + rope))
+    merged = Work("parts merged, out of latent space", out_of.bytes, out_of.flops)
     gate = Work(
         "router logits", config["n_routed_experts"] * hidden * 2, 2.0 * rows * config["n_routed_experts"] * hidden
     )
     return products, others | {
         "_mla_absorb": Work("latent normed, rotated, stored; queries into latent space", into.bytes, into.flops),
         "_mla_write": Work("latent normed, rotated, stored"),
-        "_decode": Work("attention on latents", seen * (rank + rope) * 2, 2.0 * seen * heads * (2 * rank + rope)),
-        "_merge": Work("parts merged"),
-        "_merge_up": Work("parts merged, out of latent space", out_of.bytes, out_of.flops),
+        "_decode": attention, "flash_fwd_splitkv_mla_kernel": attention,
+        "_merge": Work("parts merged"), "flash_fwd_mla_combine_kernel": Work("parts merged"),
+        "_merge_up": merged, "_merge_up_many": merged, RAISED: out_of,
         "_logits": gate, "_logits_few": gate,
         "_choose": Work("choice of experts"), "_place": Work("pairs by expert"), "_count": Work("pairs counted"),
         "_up_pairs": up, "_up": up, "_down_tokens": down, "_down": down,
@@ -200,12 +209,13 @@ def works(
 def budgeted(
     layer: Sequence[Line], config: dict[str, Any], rows: int, covered: float, top: Ceilings
 ) -> list[dict[str, Any]]:
-    """The layer's kernels with what they do and their floor in µs."""
+    """The layer's kernels with what they do and their floor in µs. What is called `_up` ahead of the router is attention's."""
     products, others = works(config, rows, covered, names(layer))
     rate = top.fp8 if config.get("quantization_config") else top.bf16
     told, left = [], list(products)
-    for one in layer:
-        work = others.get(one.name, Work(""))
+    router = next((i for i, one in enumerate(layer) if one.name == "_choose"), 0)
+    for i, one in enumerate(layer):
+        work = others.get(RAISED if one.name == "_up" and i < router else one.name, Work(""))
         if one.name not in others and PRODUCT.search(one.name) and left:
             work = left.pop(0)
         floor = 1e6 * max(work.bytes / top.read, work.flops / rate)

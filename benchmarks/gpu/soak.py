@@ -49,7 +49,9 @@ def request(rng: random.Random, draw: Any, context: int) -> tuple[tuple[int, ...
     longest = context - 1 if rng.random() < 0.005 else min(context // 2, 16384)
     length = max(1, min(int(rng.lognormvariate(6.5, 1.3)) if longest < context - 1 else longest - 8, longest))
     output = max(1, min(int(rng.lognormvariate(5.0, 1.0)), 2048, context - length))
-    kind = rng.choice(SAMPLING)
+    kind = dict(rng.choice(SAMPLING))
+    if "min_tokens" in kind:
+        kind["min_tokens"] = min(kind["min_tokens"], output)
     if length > 4096:
         kind = {name: value for name, value in kind.items() if name != "prompt_logprobs"}
     return tuple(draw(rng, length)), SamplingParams(max_tokens=output, ignore_eos=True, **kind)
