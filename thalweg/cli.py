@@ -20,7 +20,15 @@ from thalweg.core.errors import CannotServe, ThalwegError
 if TYPE_CHECKING:
     from thalweg.core.sampling import SamplingParams
 
-ENGINE = ("model", "load", "memory", "schedule", "sampling", "parallel")  # the sections of commands that listen nowhere
+ENGINE = (
+    "model",
+    "load",
+    "memory",
+    "schedule",
+    "sampling",
+    "speculative",
+    "parallel",
+)  # the sections of commands that listen nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +286,7 @@ COMMANDS = {
     "warmup": Command("compile ahead what serving with these flags needs", warmup),
     "render": Command("the exact prompt and token ids of a conversation", render),
     "parse": Command("what becomes of a model's raw output: reasoning, content, tool calls", parse),
-    "bench": Command("measure speed: serve, one-batch", bench),
+    "bench": Command("measure speed: of a server, batches, a start, kernels; compare results", bench),
     "eval": Command("measure accuracy", evaluate),
     "ablate": Command("turn features off and on: what each is worth in speed and accuracy", ablate),
     "roofline": Command("where a step's time goes: each operation against its floor", roofline),

@@ -11,6 +11,7 @@ from typing import Any
 from tests.compose.covering import covering
 from tests.compose.workload import JUMP, ROUNDING, Answer, Ask, gap, serve, workload
 from thalweg.core.sampling import SamplingParams
+from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine, sibling
 from thalweg.engine.settings import EngineSettings
 
@@ -26,15 +27,20 @@ COLUMNS: dict[str, list[Any]] = {
     "logprobs": [True, False],
     "prompt_logprobs": [True, False],
     "n": [1, 2],
-    "drafts": ["none", "nextn-1", "nextn-3", "ngram-4", "adaptive"],
+    "drafts": ["none", "nextn-3", "nextn-tree", "ngram-4", "adaptive"],
 }
 DRAFTING: dict[str, dict[str, Any]] = {
     "none": {},
-    "nextn-1": {"drafter": "nextn", "width": 1},
     "nextn-3": {"drafter": "nextn", "width": 3},
     "ngram-4": {"drafter": "ngram", "width": 4},
-    # times that make every width the best for some number of requests and some odds
-    "adaptive": {"drafter": "nextn", "width": 3, "times": ((1, (1.0, 1.1, 1.2, 1.4)), (8, (1.0, 1.5, 2.1, 3.0)))},
+    "nextn-tree": {"drafter": "nextn", "width": 9, "tree": TreeShape(3, 3, 9)},
+    # a fixed tree, or what is left of it: one token, or none; times that make every width the best for some number of requests and some odds
+    "adaptive": {
+        "drafter": "nextn",
+        "width": 5,
+        "tree": TreeShape(2, 3, 5, dynamic=False),
+        "times": ((1, (1.0, 1.1, 1.2, 1.3, 1.35, 1.4)), (8, (1.0, 1.5, 2.0, 2.3, 2.4, 2.5))),
+    },
 }
 SEED = 7
 CASES = covering(COLUMNS, SEED)

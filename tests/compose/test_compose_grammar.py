@@ -31,7 +31,7 @@ COLUMNS: dict[str, list[Any]] = {
     "kind": ["greedy", "seeded", "penalised"],
     "logprobs": [True, False],
     "n": [1, 2],
-    "drafts": ["none", "nextn-3", "adaptive"],
+    "drafts": ["none", "nextn-tree", "adaptive"],
 }
 CASES = covering(COLUMNS, SEED)
 SCHEMA = {"type": "array", "items": {"enum": ["aye", "nay", 7]}, "minItems": 20, "maxItems": 30}

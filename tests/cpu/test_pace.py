@@ -65,10 +65,12 @@ def test_a_small_budget_bounds_a_step() -> None:
 
 
 class FakePieces:
+    attends = ()
+
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def forward(self, batch: Any, planes: Any) -> str:
+    def forward(self, batch: Any, planes: Any, decoding: None) -> str:
         return f"pieces of {self.tokens}"
 
 
@@ -79,7 +81,7 @@ class FakeModel:
 
 def test_the_smallest_pieces_that_hold_a_step_run_it() -> None:
     steps = Piecewise(FakeModel(), [FakePieces(tokens) for tokens in (64, 256, 128)])  # type: ignore[arg-type, list-item]
-    ran = [steps.forward(SimpleNamespace(ids_T=range(tokens)), None) for tokens in (1, 64, 65, 200, 257)]  # type: ignore[arg-type]
+    ran = [steps.forward(SimpleNamespace(ids_T=range(tokens), groups=[None]), None) for tokens in (1, 64, 65, 200, 257)]  # type: ignore[arg-type]
     assert ran == ["pieces of 64", "pieces of 64", "pieces of 128", "pieces of 256", "eager"]
 
 

@@ -16,9 +16,8 @@ import torch
 
 from tests.compose.matrix import MODEL, settings
 from thalweg.batch.batch import Batch, Group
-from thalweg.bench import speculation
 from thalweg.bench.nextn_acceptance import whole_batch
-from thalweg.core.errors import CannotServe, CheckpointError
+from thalweg.core.errors import CheckpointError
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE
@@ -28,9 +27,9 @@ from thalweg.kernels.experts import script
 from thalweg.memory.planes import Planes
 from thalweg.models import traced
 from thalweg.models.deepseek import Deepseek
-from thalweg.models.traced import TracedNextN
+from thalweg.models.traced import TracedHead
 from thalweg.spec.catalog import build_drafter
-from thalweg.spec.nextn import HIDDEN, NextNDrafter
+from thalweg.spec.unroll import HIDDEN, Unrolled
 from thalweg.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -119,20 +118,20 @@ def test_entries_are_those_of_the_true_hidden_states() -> None:
     made.loop.scheduler._release = watched  # type: ignore[method-assign]
     run(made, [prompt])
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, NextNDrafter) and isinstance(made.runner.model, Deepseek)
+    assert isinstance(drafter, Unrolled) and isinstance(made.runner.model, Deepseek)
     tokens = torch.tensor(seen["tokens"][:-1])  # the last one's entry comes with its step, which there is none of
     planes = Planes((*made.runner.model.planes(), *drafter.planes()), 10)
     with torch.inference_mode():
         batch = whole_batch([len(tokens)], tokens)
         hidden = made.runner.model.forward(batch, planes)
         before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
-        drafter.layer.observe(tokens, before, batch, planes)
-    for name, _ in {(spec.name, spec.layer) for spec in drafter.layer.planes()}:
-        layer = drafter.layer.index
+        drafter.head.observe(tokens, before, batch, planes)
+    for name, _ in {(spec.name, spec.layer) for spec in drafter.head.planes()}:
+        layer = drafter.head.index
         got = made.runner.planes.paged(name, layer)[seen["pages"]].flatten(0, 1)[: len(tokens)]
         want = planes.paged(name, layer)[1 : 1 + len(seen["pages"])].flatten(0, 1)[: len(tokens)]
         torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
-    ends = made.runner.planes.paged(HIDDEN, drafter.layer.index).flatten(1)[seen["pages"]][: len(tokens) // PAGE]
+    ends = made.runner.planes.paged(HIDDEN, drafter.head.index).flatten(1)[seen["pages"]][: len(tokens) // PAGE]
     torch.testing.assert_close(ends, hidden[PAGE - 1 :: PAGE], atol=2e-3, rtol=1e-3)
 
 
@@ -154,27 +153,27 @@ def test_a_hit_takes_the_hidden_state_from_its_last_page() -> None:
     drafting = made.runner.drafting
     drafter, found = drafting.drafter, []
 
-    class Watched(NextNDrafter):
+    class Watched(Unrolled):
         def bind(self, binds: Any, slots: Any, planes: Any) -> None:
             super().bind(binds, slots, planes)
             found.extend((bind, slots.extra[HIDDEN][bind.slot].clone()) for bind in binds)
 
-    assert isinstance(drafter, NextNDrafter)
-    drafting.drafter = Watched(drafter.layer)
+    assert isinstance(drafter, Unrolled)
+    drafting.drafter = Watched(drafter.head, drafter.drawing)
     made.step()
     ((bind, hidden),) = found
     assert bind.computed == len(prompt) // PAGE * PAGE and hidden.abs().sum() > 0
     (request,) = made.loop.scheduler.live.values()
     page = request.pages[bind.computed // PAGE - 1]
-    assert torch.equal(hidden, made.runner.planes.paged(HIDDEN, drafter.layer.index).flatten(1)[page])
+    assert torch.equal(hidden, made.runner.planes.paged(HIDDEN, drafter.head.index).flatten(1)[page])
 
 
 @pytest.mark.skipif(not script.AVAILABLE, reason="TorchScript does not support this Python")
 def test_recorded_drafts_are_bit_for_bit_the_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "ROWS", 2)
     drafter = engine(1).runner.drafting.drafter
-    assert isinstance(drafter, NextNDrafter) and isinstance(drafter.steps, TracedNextN)
-    layer, recorded, generator = drafter.layer, drafter.steps, torch.Generator().manual_seed(1)
+    assert isinstance(drafter, Unrolled) and isinstance(drafter.steps, TracedHead)
+    layer, recorded, generator = drafter.head, drafter.steps, torch.Generator().manual_seed(1)
     planes = [recorded.planes, Planes(recorded.planes.specs, recorded.planes.pages)]
     for rows, positions in ((1, (0, 40, 63, 64, 65, 130)), (2, (1, 66, 128))):
         for at in positions:
@@ -243,8 +242,8 @@ def test_a_drafter_that_makes_no_numbers_is_switched_off(
 ) -> None:
     made = engine(2, depth=2)
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, NextNDrafter)
-    drafter.layer.norm.weight.data.fill_(float("nan"))
+    assert isinstance(drafter, Unrolled)
+    drafter.head.norm.weight.data.fill_(float("nan"))
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(5)) == plain
     assert len(errors(caplog)) == 1 and "not numbers" in caplog.text
@@ -254,8 +253,8 @@ def test_a_drafter_that_makes_no_numbers_is_switched_off(
 def test_drafts_half_made_by_a_drafter_that_then_raises_do_no_harm(plain: list[list[int]]) -> None:
     made = engine(3)
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, NextNDrafter)
-    real, calls = drafter.layer.logits, 0
+    assert isinstance(drafter, Unrolled)
+    real, calls = drafter.head.logits, 0
 
     def broken(hidden: Any) -> Any:
         nonlocal calls
@@ -264,7 +263,7 @@ def test_drafts_half_made_by_a_drafter_that_then_raises_do_no_harm(plain: list[l
             raise Broken("on purpose")
         return real(hidden)
 
-    drafter.layer.logits = broken  # type: ignore[method-assign]
+    drafter.head.logits = broken  # type: ignore[method-assign]
     assert run(made, prompts(5)) == plain
 
 
@@ -313,16 +312,3 @@ def test_an_imposed_acceptance_is_kept(length: float) -> None:
     run(made, prompts(6), SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
     stats = made.loop.stats()
     assert abs(1 + stats.accepted_tokens / stats.verifications - length) < 0.15
-
-
-def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "result.json"
-    words = f"--model {MODEL} --batch-size 1 2 --input-len 20 --output-len 12 --widths 0 2 -1 --accept-length 2 --speculative-algorithm NEXTN"
-    rows = speculation.run([*words.split(), "--result-filename", str(file)])
-    assert [(row["width"], row["batch_size"]) for row in rows] == [(0, 1), (0, 2), (2, 1), (2, 2), (-1, 1), (-1, 2)]
-    assert rows[0]["accept_length"] == 1.0 and 1.8 < rows[2]["accept_length"] < 2.0, "the last one is cut at the end"
-    assert rows[2]["steps"] == 6
-    assert json.loads(file.read_text())["accept_length"] == 2
-    assert "adaptive" in capsys.readouterr().out
-    with pytest.raises(CannotServe, match="nothing drafts"):
-        speculation.run(["--model", MODEL])

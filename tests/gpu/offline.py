@@ -20,11 +20,19 @@ from triton.runtime.jit import JITFunction
 
 from tests.gpu import shapes
 from tests.gpu.test_models import STEPS
+from tests.gpu.test_trees import TREES
+from thalweg.batch.slots import Slots
 from thalweg.core.kernels import KernelChoice
+from thalweg.core.plan import PAGE, Needs
 from thalweg.kernels import pdl
+from thalweg.kernels.draft import triton as drafting
+from thalweg.kernels.draft.ref import Chain, Places, Rows
+from thalweg.kernels.prepare import triton as preparing
+from thalweg.kernels.verify import triton as verifying
 from thalweg.kernels.wide import triton as wide
 from thalweg.layers.kernel_parts import KernelParts
 from thalweg.models import catalog
+from thalweg.sampling.launched import Launched
 
 SHARED = 232448  # bytes a block may have on sm_90
 PROCESSORS = 132
@@ -115,6 +123,28 @@ def steps(shape: str, choice: str) -> None:
         for rows in [*STEPS.values(), *decodes]:
             _, batch = shapes.batches(rows, device, torch.Generator().manual_seed(1), 1024)
             model.logits(model.forward(batch, planes))
+        for rows, trees in TREES.values() if choice != "deterministic" else ():
+            _, batch = shapes.batches(rows, device, torch.Generator().manual_seed(1), 1024)
+            model.logits(model.forward(shapes.branched(batch, rows, trees)[0], planes))
+
+
+def drafts(rows: int, query: int, width: int) -> None:
+    """What surrounds the forwards of a verification with a chain's drafter of a state so wide, whose vocabulary is the target's."""
+    slots, tokens, vocab = Slots(rows + 1, 256, torch.device("cpu")), rows * query, 129280
+    slots.table_SP = slots.table_SP.to(torch.int32)
+    slot_T, ahead_T = torch.zeros(2, tokens, dtype=torch.int64)
+    held = slots.ints_SI, slots.tokens_SL, slots.table_SP
+    ids, positions, write, real, _, ints = preparing.decode(slot_T, ahead_T, *held, 4, PAGE)
+    for needs in (Needs(), Needs(random=True), Needs(random=True, truncated=True)):
+        drawn = Launched().draw(torch.empty(tokens, vocab), slots, slot_T, ints, needs)
+    flags = torch.empty(rows, dtype=torch.bool)
+    out = torch.empty(rows, query, dtype=torch.int64), drawn[:rows], flags
+    verifying.follow(drawn, ids, slot_T, ints, slots.stop_SK, slots.tokens_SL, slots.ints_SI, out)
+    state, kept = torch.empty(tokens, width, dtype=torch.bfloat16), torch.empty(rows, width, dtype=torch.bfloat16)
+    places = Places(positions, write, real)
+    drafting.carry(state, Rows(slot_T, ahead_T, ahead_T), places, kept, kept, slots.ints_SI, PAGE)
+    chain = Chain(slot_T[:rows], ahead_T[:rows], kept, out[0], flags)
+    drafting.conclude(drawn[:rows], state[:rows], ints, chain, slots.tokens_SL, slots.ints_SI)
 
 
 def main(wanted: list[str]) -> int:
@@ -124,6 +154,9 @@ def main(wanted: list[str]) -> int:
             if not wanted or shape in wanted or f"{shape}:{choice}" in wanted:
                 steps(shape, choice)
                 print(f"{shape} {choice}: {len(compiled.launches)} kernels so far", flush=True)
+    for rows, query in ((1, 2), (1, 4), (16, 3), (64, 9)):
+        drafts(rows, query, 7168)
+    print(f"drafts: {len(compiled.launches)} kernels so far", flush=True)
     for name, error in compiled.failures.items():
         print(f"FAILED {name}\n{error}\n")
     return 1 if compiled.failures else 0

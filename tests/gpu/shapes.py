@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.config.model import ModelFacts, facts_of
 from thalweg.core.kernels import KernelChoice
 from thalweg.layers.kernel_parts import KernelParts
 from thalweg.layers.parts import ReferenceParts
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
+from thalweg.spec.tree import hides_of
 from thalweg.weights.stream import fill_dummy
 
 KERNELS = KernelChoice(decode="triton", prefill="triton")
@@ -135,6 +138,25 @@ def batches(rows: list[Part], device: torch.device, generator: torch.Generator, 
     real, every = torch.ones(token, dtype=torch.bool, device=device), torch.arange(token, device=device)
     rest = (real, every, tuple(groups), tuple(Extent(n, at + n) for _, at, n in rows))
     return Batch(ids, positions, write, table, *rest), Batch(ids, positions, write, table.int(), *rest)
+
+
+def branched(batch: Batch, rows: list[Part], trees: int) -> tuple[Batch, list[list[int]]]:
+    """The step with the tokens of its first `trees` rows as trees, whose shapes follow from their sizes; and the columns that each token sees."""
+    rng, device = random.Random(len(batch.ids_T)), batch.ids_T.device
+    positions: list[int] = []
+    hides: list[int] = []
+    seen: list[list[int]] = []
+    for i, (_, at, n) in enumerate(rows):
+        parents = [rng.randrange(max(node - 5, 0), node) if i < trees else node - 1 for node in range(1, n)]
+        paths = [[0]]
+        for node, parent in enumerate(parents, 1):
+            paths.append([*paths[parent], node])
+        positions += [at + len(path) - 1 for path in paths]
+        depths = torch.tensor([[len(path) - 1 for path in paths[1:]]])
+        hides += hides_of(torch.tensor([parents], dtype=torch.int64), depths, n)[0].tolist() if i < trees else [0] * n
+        seen += [[*range(at), *(at + node for node in path)] for path in paths]
+    tree = Tree(batch.positions_T, torch.tensor(hides, device=device), trees)
+    return replace(batch, positions_T=torch.tensor(positions, device=device), tree=tree), seen
 
 
 def planes(model: Any, device: torch.device) -> Planes:

@@ -18,6 +18,7 @@ from thalweg.core.errors import CannotServe
 from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.attend.triton import waves
+from thalweg.runner.decoding import fitting
 from thalweg.runner.pieces import Piecewise
 from thalweg.runner.runner import Runner
 from thalweg.runner.tape import Tape, borrow
@@ -70,6 +71,23 @@ def test_pieces_compute_what_the_model_computes(shape: str, cuda: torch.device, 
         _close(got_TH, plain_TH, 0.0 if full else 0.02)  # the same kernels in the same shapes: the same bits
         for now, before in zip(runner.planes.bytes.values(), kept, strict=True):
             assert not full or torch.equal(now[1:], before[1:])
+
+
+@pytest.mark.parametrize("shape", ["v2-lite", "v3", "qwen2"])
+def test_decode_rows_beside_a_prompt_are_recorded_too(shape: str, cuda: torch.device, tmp_path: Path) -> None:
+    wishes = {"cuda_graph_bs": (1, 2, 4), "piecewise_cuda_graph_tokens": PIECES, "max_running_requests": 6}
+    runner = engine(folder(shape, tmp_path), cuda_graph_mode="full_and_piecewise", **wishes).runner
+    assert isinstance(runner.steps, Piecewise) and [one.rows for one in runner.steps.decoding] == [4, 2, 1]
+    for parts in ([(70, 1), (64, 1), (0, 100)], [(30, 1), (0, 20)], [(5, 1), (128, 1), (9, 1), (64, 30), (0, 11)]):
+        batch = _bound(runner, parts)
+        plain_TH = runner.model.forward(batch, runner.planes)
+        used = fitting(runner.steps.decoding, batch, 256, runner.steps.recorded[-1].attends)
+        assert used is not None and used.rows < 3 * batch.groups[0].rows
+        for spec in runner.planes.specs:
+            runner.planes.tokens(spec.name, spec.layer)[batch.write_T] = (
+                0  # what a step does not store it does not find
+            )
+        _close(runner.steps.forward(batch, runner.planes), plain_TH, 0.02)
 
 
 def test_padding_writes_into_the_null_page_only(cuda: torch.device, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def rate(policy: Any, cost: Cost, odds: float, rows: int, steps: int, seed: int 
                 right += 1
             tokens += 1 + right
             if made:
-                heard.append((r, made, right))
+                heard.append((r, made, (1 << right) - 1))
             if rng.random() < (1 + right) / 60:
                 batch[i], uid = request(uid), uid + 1
         made = width
@@ -79,7 +79,7 @@ def test_it_finds_out_when_drafts_become_good() -> None:
     cost = COSTS["bound by memory"]
     policy = MeasuredWidth(times(cost))
     rate(policy, cost, 0.0, 8, 400)
-    assert policy.draft([request(0)] * 8) == 0
+    assert sorted(policy.draft([request(0)] * 8) for _ in range(21))[10] == 0, "but for a try now and then"
     rate(policy, cost, 1.0, 8, 1500)
     assert policy.draft([request(0)] * 8) == WIDEST
 
@@ -88,10 +88,11 @@ def test_one_request_is_no_other() -> None:
     """With some good drafts and some bad ones in a batch, the width goes by all of them."""
     policy = MeasuredWidth(times(COSTS["bound by memory"]))
     good, bad = request(0), request(1)
-    for _ in range(60):
-        policy.learn(good, 4, 4)
+    for _ in range(100):
+        policy.learn(good, 4, 0b1111)
         policy.learn(bad, 4, 0)
-    assert policy.draft([good]) == WIDEST and policy.draft([bad]) <= 1
+    assert policy.draft([good]) == WIDEST
+    assert sorted(policy.draft([bad]) for _ in range(21))[10] <= 1, "but for a try now and then"
     assert good.gains[-1] > 3.5 > 0.1 > bad.gains[-1]
 
 
@@ -103,7 +104,7 @@ def test_times_between_and_beyond_what_was_measured() -> None:
 
 
 def test_gains() -> None:
-    assert gains([]) == (0.0,) and gains([0.5, 0.5]) == (0.0, 0.5, 0.75)
+    assert gains([]) == (0.0,) and gains([0.5, 0.25]) == (0.0, 0.5, 0.75)
 
 
 def test_a_lost_drafter_is_not_asked_again() -> None:

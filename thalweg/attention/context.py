@@ -50,7 +50,8 @@ class Span:
         self.pages = -(-group.reach // PAGE)
         self._counting_S = counting_S
         self.covers = group.rows * group.query == len(batch.ids_T)
-        self.positions_N = self.part(batch.positions_T)
+        self.columns_N = self.part(batch.columns_T)
+        self.hides_N = None if batch.tree is None else self.part(batch.tree.hides_T)
         self.table_RP = batch.table_RP[group.row_slice, : self.pages]
         self._table_N = self.table_RP.reshape(-1)
         self.tiles = tuple(self._tiles(work))
@@ -60,7 +61,7 @@ class Span:
         step = max(_most(self.table_RP) // (self.rows * max(work.pairs(self.reach), work.token)), 1)
         for start in range(0, self.query, step):
             stop = min(start + step, self.query)
-            # positions are consecutive: a query token reaches no further than the group's reach less the tokens behind it
+            # columns are consecutive: a query token reaches no further than the group's reach less the tokens behind it
             yield Tile(start, stop, min(-(-(self.reach - self.query + stop) // PAGE), self.pages))
 
     def part(self, x: Tensor) -> Tensor:
@@ -80,13 +81,16 @@ class Span:
         return torch.cat([tile.view(self.rows, -1, *tile.shape[1:]) for tile in tiles], 1).flatten(0, 1)
 
     def bias(self, tile: Tile) -> Tensor:
-        """float32 [tokens of the tile, S]: as good as 0 up to each query token's own position, -inf beyond."""
+        """float32 [tokens of the tile, S]: as good as 0 up to each query token's own column, but for those that it does not see; else -inf."""
         return self._biases[tile] if tile in self._biases else self._make_bias(tile)
 
     def _make_bias(self, tile: Tile) -> Tensor:
         counting_S = self._counting_S[: self._width(tile)]
-        beyond = counting_S > self.tokens_of(self.positions_N, tile).unsqueeze(-1)
-        return torch.where(beyond, -torch.inf, counting_S * TIE)
+        columns_N1 = self.tokens_of(self.columns_N, tile).unsqueeze(-1)
+        unseen = counting_S > columns_N1
+        if self.hides_N is not None:
+            unseen |= hidden(columns_N1 - counting_S, self.tokens_of(self.hides_N, tile).unsqueeze(-1))
+        return torch.where(unseen, -torch.inf, counting_S * TIE)
 
     def _width(self, tile: Tile) -> int:
         """Context tokens of a tile: of a whole row from the table, not from `pages`, since a traced step has tables of any width."""
@@ -111,6 +115,12 @@ class Span:
     @cached_property
     def _slots_RS(self) -> Tensor:
         return torch.add(self._counting_S[:PAGE], self.table_RP.unsqueeze(-1), alpha=PAGE).view(self.rows, -1)
+
+
+def hidden(before: Tensor, hides: Tensor) -> Tensor:
+    """Whether a token does not see the column so far before its own. hides: see `batch.Tree`, whose highest bit is never set, so that it stands for
+    all columns that are further away."""
+    return (hides >> before.clamp(0, 63)) & 1 == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,15 +56,26 @@ def seamless(attend: Attend, step: Any, *inputs: Tensor) -> Tensor:
     return attend(step, *inputs)
 
 
+class Tree(NamedTuple):
+    """Of a step whose drafts part ways. columns_T int64: where a token's KV stands in the context of its row, which is its position but for drafts,
+    that stand one behind the other whatever their depth; padding is 0. hides_T int64: bit i is set where a token does not see the i-th column before
+    its own, which is another path's. rows: the leading rows of the step that may have such tokens; the tokens of all others hide nothing."""
+
+    columns_T: Tensor
+    hides_T: Tensor
+    rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The device's inputs of one forward.
 
-    ids_T int64: token ids; padding is 0. positions_T int64: absolute positions; a token attends to the positions of its row up to its own;
-    padding is 0. write_T int64: flat index page * PAGE + offset where the token's KV goes; padding goes into the null page. table_RP: the page
-    of each 64 positions of a row (0 beyond its end), in the type of the slots' table. real_T bool: False where a token is padding. emit_N
-    int64: token indices whose logits are sampled, of each emitting row equally many. groups: rectangles that cover all tokens in order.
-    extents: of each row. seam: through which layers that can be recorded in pieces call their attention.
+    ids_T int64: token ids; padding is 0. positions_T int64: absolute positions; a token attends to the positions of its row up to its own (but see
+    `tree`); padding is 0. write_T int64: flat index page * PAGE + offset where the token's KV goes; padding goes into the null page. table_RP: the
+    page of each 64 positions of a row (0 beyond its end), in the type of the slots' table. real_T bool: False where a token is padding. emit_N int64:
+    token indices whose logits are sampled, of each emitting row equally many. groups: rectangles that cover all tokens in order. extents: of each
+    row. seam: through which layers that can be recorded in pieces call their attention. tree: None where columns are positions and all before is
+    seen.
     """
 
     ids_T: Tensor
@@ -76,3 +87,9 @@ class Batch:
     groups: tuple[Group, ...]
     extents: tuple[Extent, ...] = ()
     seam: Seam = seamless
+    tree: Tree | None = None
+
+    @property
+    def columns_T(self) -> Tensor:
+        """int64: the last place of its row's context that each token sees."""
+        return self.positions_T if self.tree is None else self.tree.columns_T

@@ -10,7 +10,7 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Row, StepPlan
@@ -35,10 +35,18 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
     slot_R = upload([row.slot for row in rows], torch.int64, device)
     ints_RI = slots.ints_SI.index_select(0, slot_R)
     if len(rows) == sum(row.n for row in rows):  # single tokens need no expansion
-        slot_T, ints_TI, position_T = slot_R, ints_RI, ints_RI[:, 1]
+        slot_T, ints_TI, column_T = slot_R, ints_RI, ints_RI[:, 1]
     else:
-        slot_T, ints_TI, position_T = _expand(rows, slot_R, ints_RI)
-    ids_T, position_T, write_T, real_T = gather(slot_T, position_T, ints_TI, slots.tokens_SL, slots.table_SP)
+        slot_T, ints_TI, column_T = _expand(rows, slot_R, ints_RI)
+    apart = slots.tree.parts(plan.query)
+    if apart:
+        node_T = (column_T - ints_TI[:, 1]) * _drafted(rows, device)
+        column_T = column_T.masked_fill(node_T > ints_TI[:, 7], slots.context)  # a draft that was not made
+    ids_T, column_T, write_T, real_T = gather(slot_T, column_T, ints_TI, slots.tokens_SL, slots.table_SP)
+    position_T, tree = column_T, None
+    if apart:
+        last = max(i for i, row in enumerate(rows) if row.drafts)
+        position_T, tree = _apart(slots, slot_T, node_T, column_T, real_T, last + 1)
     emits, sampled = [i for i, row in enumerate(rows) if row.emit], sampled_tokens(plan)
     all_emitted = len(sampled) == plan.tokens and sampled == list(range(plan.tokens))
     batch = Batch(
@@ -48,8 +56,9 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
         table_RP=slots.table_SP[:, : -(-plan.reach // PAGE)].index_select(0, slot_R),
         real_T=real_T,
         emit_N=upload(sampled, torch.int64, device),
-        groups=_groups(rows),
+        groups=groups_of(rows),
         extents=tuple(Extent(row.n, row.start + row.n) for row in rows),
+        tree=tree,
     )
     if len(emits) == len(rows):
         return Prepared(batch, slot_R, ints_RI, all_emitted)
@@ -57,6 +66,29 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
     slots.at.index_add_(0, slot_R, moved_R)
     emit_E = upload(emits, torch.int64, device)
     return Prepared(batch, slot_R.index_select(0, emit_E), ints_RI.index_select(0, emit_E), all_emitted)
+
+
+def verification(slots: Slots, slot_R: Tensor, query: int, reach: int) -> Prepared:
+    """What `prepare` makes of rows that each verify a tree, of `query` tokens with its root, and nothing else. It asks the host for nothing, so that
+    it can be recorded. reach: upper bound of every row's context."""
+    rows, device = len(slot_R), slot_R.device
+    slot_T, ints_RI = slot_R.repeat_interleave(query), slots.ints_SI.index_select(0, slot_R)
+    ints_TI, node_T = ints_RI.repeat_interleave(query, 0), torch.arange(query, device=device).repeat(rows)
+    column_T = (ints_TI[:, 1] + node_T).masked_fill(node_T > ints_TI[:, 7], slots.context)
+    ids_T, column_T, write_T, real_T = gather(slot_T, column_T, ints_TI, slots.tokens_SL, slots.table_SP)
+    position_T, tree = _apart(slots, slot_T, node_T, column_T, real_T, rows)
+    batch = Batch(
+        ids_T=ids_T,
+        positions_T=position_T,
+        write_T=write_T,
+        table_RP=slots.table_SP[:, : -(-reach // PAGE)].index_select(0, slot_R),
+        real_T=real_T,
+        emit_N=torch.arange(rows * query, device=device),
+        groups=(Group(0, rows, 0, query, reach),),
+        extents=(Extent(query, reach),) * rows,
+        tree=tree,
+    )
+    return Prepared(batch, slot_R, ints_RI, True)
 
 
 def sampled_tokens(plan: StepPlan) -> list[int]:
@@ -72,13 +104,34 @@ def sampled_tokens(plan: StepPlan) -> list[int]:
 def gather(
     slot_T: Tensor, position_T: Tensor, ints_TI: Tensor, tokens_SL: Tensor, table_SP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Token, position, write index and reality of each token; what is padding is 0 in all of them."""
+    """Token, position, write index and reality of each token; what is padding is 0 in all of them. Of a tree positions are columns here."""
     real_T = position_T < ints_TI[:, 2]
     position_T = position_T * real_T
     page_T = table_SP.view(-1).index_select(0, slot_T * table_SP.size(1) + (position_T >> PAGE_BITS))
     write_T = torch.add(position_T & (PAGE - 1), page_T, alpha=PAGE) * real_T
     ids_T = tokens_SL.view(-1).index_select(0, slot_T * tokens_SL.size(1) + position_T) * real_T
     return ids_T, position_T, write_T, real_T
+
+
+def nodes(slots: Slots, slot_T: Tensor, node_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Parent, depth and what is hidden, int64 [T], of these nodes of the slots' trees."""
+    parent_T, depth_T, hides_T = (
+        slots.nodes_SN3.flatten(0, 1).index_select(0, slot_T * slots.nodes_SN3.size(1) + node_T).unbind(1)
+    )
+    return parent_T, depth_T, hides_T
+
+
+def _drafted(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """int64 [T]: 1 for the tokens of rows that have drafts."""
+    return upload([int(row.drafts > 0) for row in rows for _ in range(row.n)], torch.int64, device)
+
+
+def _apart(
+    slots: Slots, slot_T: Tensor, node_T: Tensor, column_T: Tensor, real_T: Tensor, rows: int
+) -> tuple[Tensor, Tree]:
+    """Positions, and what is seen, where nodes are the tokens' in their slots' trees: 0 for all that are no drafts."""
+    _, depth_T, hides_T = nodes(slots, slot_T, node_T)
+    return column_T - (node_T - depth_T) * real_T, Tree(column_T, hides_T * real_T, rows)
 
 
 def _expand(rows: Sequence[Row], slot_R: Tensor, ints_RI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +146,7 @@ def _expand(rows: Sequence[Row], slot_R: Tensor, ints_RI: Tensor) -> tuple[Tenso
     return slot_R.index_select(0, row_T), ints_RI.index_select(0, row_T), position_T
 
 
-def _groups(rows: Sequence[Row]) -> tuple[Group, ...]:
+def groups_of(rows: Sequence[Row]) -> tuple[Group, ...]:
     """Rectangles of consecutive rows with equal n."""
     groups: list[Group] = []
     token = first = 0

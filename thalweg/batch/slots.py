@@ -5,13 +5,16 @@ penalties are computed from the tokens plane, so nothing here is ever rolled bac
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple, Sequence
 
 import torch
+from torch import Tensor
 
 from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Append, Bind
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
+from thalweg.core.tree import CHAIN, TreeShape
 
 INTS = ("length", "at", "end", "seed", "prompt_len", "min_len", "top_k", "made")
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
@@ -27,18 +30,23 @@ class Field(NamedTuple):
 
 
 class Slots:
-    """Device fields of S slots; letters: S slots, L context + 1, P pages of a context, I integers, F floats, K stop ids, B biased ids.
+    """Device fields of S slots; letters: S slots, L context + 1, P pages of a context, I integers, F floats, K stop ids, B biased ids, N
+    nodes of a tree with its root.
 
     tokens_SL int32: prompt and output; column L - 1 takes what is written for ended slots. table_SP: the page table, int64, on a GPU int32 as
     its kernels want it. ints_SI int64 and
     floats_SF float32 hold the columns named in INTS and FLOATS, so that a bind, a gather or an update is one operation. length: known tokens; at:
     positions whose KV is computed; end: length at which the sequence is full, and 0 once it has ended; min_len: length before which no stop id
-    may be sampled; made: drafts, which stand in the tokens plane behind the known ones. extra: the fields that were declared, by name.
+    may be sampled; made: drafts, which stand in the tokens plane behind the known ones. extra: the fields that were declared, by name. tree: the
+    shape of the drafts. nodes_SN3 int64: of each draft of a tree (`core.tree`) its parent, its depth and what it hides (`batch.Tree`), 0 for the
+    root; of those behind `made` anything that such nodes may have. A chain has none.
     """
 
-    def __init__(self, slots: int, context: int, device: torch.device, fields: Sequence[Field] = ()) -> None:
+    def __init__(
+        self, slots: int, context: int, device: torch.device, fields: Sequence[Field] = (), tree: TreeShape = CHAIN
+    ) -> None:
         pages = -(-context // PAGE)
-        self.context = context
+        self.context, self.tree = context, tree
         self.tokens_SL = torch.zeros(slots, context + 1, dtype=torch.int32, device=device)
         entry = torch.int64 if device.type == "cpu" else torch.int32
         self.table_SP = torch.zeros(slots, pages, dtype=entry, device=device)
@@ -51,6 +59,8 @@ class Slots:
         self.state_S3 = self.ints_SI[:, :3]
         columns = self.ints_SI.unbind(1)
         self.length, self.at, self.end, self.seed, self.prompt_len, self.min_len, self.top_k, self.made = columns
+        self.nodes_SN3 = torch.zeros(slots, 1 + tree.nodes * tree.on, 3, dtype=torch.int64, device=device)
+        self.nodes_SN3[:, 1:, 1] = 1  # a first node is always the root's child, also that of a chain, which writes none
         self.extra = {name: torch.zeros(slots, *shape, dtype=dtype, device=device) for name, shape, dtype in fields}
 
     def reset(self) -> None:
@@ -60,7 +70,7 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        held = (one for one in vars(self).values() if isinstance(one, torch.Tensor))
+        held = (one for one in vars(self).values() if isinstance(one, Tensor))
         return sum(tensor.nbytes for tensor in (*held, *self.extra.values()))
 
     def bind(self, binds: Sequence[Bind]) -> None:
@@ -83,6 +93,14 @@ class Slots:
             if biases:
                 self.bias_ids_SB[b.slot, : len(biases)] = upload(list(biases), torch.int64, device)
                 self.bias_SB[b.slot, : len(biases)] = upload(list(biases.values()), torch.float32, device)
+
+    def gathered(self, slot_N: Tensor, tokens_NL: Tensor) -> Slots:
+        """These slots, one behind the other, with other tokens, for who edits logits: what they ask of sampling, and nothing else of them."""
+        made = copy.copy(self)
+        made.tokens_SL, made.context = tokens_NL, tokens_NL.shape[1] - 1
+        made.floats_SF, made.stop_SK = self.floats_SF.index_select(0, slot_N), self.stop_SK.index_select(0, slot_N)
+        made.bias_ids_SB, made.bias_SB = self.bias_ids_SB.index_select(0, slot_N), self.bias_SB.index_select(0, slot_N)
+        return made
 
     def append(self, appends: Sequence[Append]) -> None:
         """Extends page tables."""

@@ -27,13 +27,16 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Habit:
-    """A flag of other engines that changes nothing here. value: the one it may have, None for a flag without."""
+    """A flag of other engines that changes nothing here. value: the one it may have, None for a flag without. otherwise: what to do instead of giving
+    another."""
 
     flag: str
     value: str | None
     note: str
+    otherwise: str = ""
 
 
+LOSSY = "below 1 it changes how answers are distributed; --speculative-acceptance relaxed is the lossy rule there is"
 HABITS = (
     Habit("trust-remote-code", None, "no code of a checkpoint is ever run"),
     Habit("enable-mixed-chunk", None, "prefill and decode always share steps"),
@@ -46,7 +49,8 @@ HABITS = (
     Habit("grammar-backend", "llguidance", "it is the only one"),
     Habit("tokenizer-mode", "auto", "there is one way to tokenize"),
     Habit("enable-trace", None, "--otlp-traces-endpoint alone turns traces on"),
-    Habit("speculative-eagle-topk", "1", "drafts are a chain"),
+    Habit("speculative-accept-threshold-single", "1.0", "drafts are accepted without loss", LOSSY),
+    Habit("speculative-accept-threshold-acc", "1.0", "drafts are accepted without loss", LOSSY),
     Habit("nnodes", "1", "one node is all there is"),
     Habit("node-rank", "0", "one node is all there is"),
 )
@@ -103,8 +107,8 @@ def config_parser(prog: str, description: str, epilog: str = "", only: Sequence[
         help="settings in YAML, flat or in sections; flags on the command line win",
     )
     for habit in HABITS:
-        nargs: Any = {"nargs": 0} if habit.value is None else {"choices": [habit.value]}
-        parser.add_argument(f"--{habit.flag}", action=_note(habit.note), help=argparse.SUPPRESS, **nargs)
+        nargs: Any = {"nargs": 0} if habit.value is None else {}
+        parser.add_argument(f"--{habit.flag}", action=_note(habit), help=argparse.SUPPRESS, **nargs)
     parser.set_defaults(notices=(), given=())
     return parser
 
@@ -192,10 +196,14 @@ def _set(one: Setting, fixed: Any, foreign: bool) -> type[argparse.Action]:
     return Set
 
 
-def _note(note: str) -> type[argparse.Action]:
+def _note(habit: Habit) -> type[argparse.Action]:
     class Note(argparse.Action):
         def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
-            namespace.notices += (f"{flag} changes nothing: {note}",)
+            if habit.value is not None and value not in (habit.value, habit.value.removesuffix(".0")):
+                raise CannotServe(
+                    f"{flag}: {habit.value} is all it may be, got {value}: {habit.otherwise or habit.note}"
+                )
+            namespace.notices += (f"{flag} changes nothing: {habit.note}",)
 
     return Note
 

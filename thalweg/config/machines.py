@@ -157,9 +157,8 @@ def hardware(name: str) -> Hardware:
         guess = nearest(name.strip().lower().partition("x")[0], CHIPS)
         raise CannotServe(
             f"--machine {name}: unknown"
-            + (f"; did you mean {guess}?" if guess else "")
-            + f" There is {known}, each with x and a "
-            "number of GPUs behind it, such as h200x8; without --machine, this one is planned for"
+            + (f"; did you mean {guess}?" if guess else ".")
+            + f" There is {known}, each with x and a number of GPUs behind it, such as h200x8. Without --machine the plan is for this machine"
         )
     gpus = int(found[2] or 1)
     if not 1 <= gpus <= MOST_GPUS or (gpus > A_NODE and gpus % A_NODE):

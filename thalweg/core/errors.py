@@ -4,6 +4,7 @@ ThalwegError
 ├── InvalidRequest      the user's request is wrong: names the field; becomes a 400
 ├── Overloaded          the queue is full: becomes a 429
 ├── CannotServe         the resolver's no: names what does not fit and the nearest that does
+│   └── NoRoom          memory is too small for it
 ├── CheckpointError     a checkpoint is missing, truncated, of the wrong shape, or unknown
 └── EngineDead          the engine process is gone: becomes a 503
 """
@@ -33,6 +34,10 @@ class Overloaded(ThalwegError):
 
 class CannotServe(ThalwegError):
     """No backend or setting fits what was asked; the message names the nearest that does."""
+
+
+class NoRoom(CannotServe):
+    """What was asked for does not fit into memory."""
 
 
 class CheckpointError(ThalwegError):

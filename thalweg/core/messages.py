@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from thalweg.core.drafts import Drafted
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.sampling import SamplingParams
@@ -74,7 +75,8 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 class Delta(msgspec.Struct, frozen=True, array_like=True):
     """News of one sequence. finish: "" while it runs, else "stop", "length" or "abort"; stop_id: the stop token id, or -1.
     logprobs and prompt_logprobs: (logprob, top ids, top logprobs) each, empty unless asked for; the first delta of a
-    sequence carries all its prompt logprobs (of prompt positions 1 to the last) and `cached`, the prompt tokens that came from the cache."""
+    sequence carries all its prompt logprobs (of prompt positions 1 to the last) and `cached`, the prompt tokens that came from the cache; the last
+    one `drafted`, of all of it, and every one where a stop string may end it."""
 
     uid: int
     tokens: tuple[int, ...]
@@ -83,6 +85,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     cached: int = 0
     logprobs: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
     prompt_logprobs: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
+    drafted: Drafted | None = None
 
     def then(self, later: Delta) -> Delta:
         """This one and the next of the same sequence as one."""
@@ -94,6 +97,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
             max(self.cached, later.cached),
             self.logprobs + later.logprobs,
             self.prompt_logprobs + later.prompt_logprobs,
+            later.drafted,
         )
 
 
@@ -117,7 +121,16 @@ class Stats(msgspec.Struct, frozen=True):
     verifications: int = 0  # drafts of one sequence, verified in one step
     drafted_tokens: int = 0  # drafts that were verified
     accepted_tokens: int = 0  # of these, accepted
+    drafted_at: tuple[int, ...] = ()  # verifications with a draft 1, 2, ... places behind the known tokens
+    accepted_at: tuple[int, ...] = ()  # of these, those that accepted one there
+    wasted_drafts: int = 0  # drafts that were never verified: their sequence ended, or gave its pages back
+    steps_by_width: tuple[int, ...] = ()  # with a drafter: steps that sampled, by drafts of each sequence, from 0 on
     drafter_failures: int = 0  # drafters that failed and were switched off
+
+    @property
+    def drafts(self) -> Drafted:
+        """What became of all drafts that were verified."""
+        return Drafted(self.verifications, self.drafted_tokens, self.accepted_tokens, self.drafted_at, self.accepted_at)
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):

@@ -142,7 +142,8 @@ class Output(NamedTuple):
     """What the device says of one row, one or more steps later.
 
     tokens: accepted and sampled tokens (empty for a row that does not emit, and for a slot that was done already).
-    drafts: proposals for the next step (the grammar of a masked row must walk them). done: the slot has ended.
+    drafts: proposals for the next step (the grammar of a masked row must walk them); parents: of each of them the node of the tree before it
+    (`core.tree`), empty for a chain. path: which drafts of this step were accepted, bit i of draft i. done: the slot has ended.
     logprobs: of the tokens. scores: one entry for each position in [score_from, score_to). lost: the drafter failed in this step, and makes no
     more drafts.
     """
@@ -153,11 +154,15 @@ class Output(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     scores: tuple[TokenLogprob, ...] = ()
     lost: bool = False
+    parents: tuple[int, ...] = ()
+    path: int = 0
 
 
 class MaskState(NamedTuple):
-    """What a grammar needs to build the masks of a row: its committed tokens so far, the last one, and the drafts behind it."""
+    """What a grammar needs to build the masks of a row: its committed tokens so far, the last one, and the drafts behind it. parents: see
+    `Output`."""
 
     known: int
     last: int
     drafts: tuple[int, ...]
+    parents: tuple[int, ...] = ()

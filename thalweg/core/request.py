@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from thalweg.core.drafts import DraftCount
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.plan import Needs, TokenLogprob
@@ -39,7 +40,7 @@ class Request:
     Committed: out, scores (prompt logprobs, each position once). The rest is bookkeeping of the steps in flight:
     `computed` tokens have their KV launched; `base` = tokens known at bind; `flight` rows in flight, `emits` of them emitting, which
     may bring at most `slack` tokens; `last` = last emitting step and `made` = the width agreed in it. `odds` and `gains`: how good its drafts were
-    lately, see `scheduler.widths`.
+    lately, see `scheduler.widths`; `drafted`: what became of all of them.
     """
 
     uid: int
@@ -62,6 +63,7 @@ class Request:
     out: list[int] = field(default_factory=list)
     scores: list[TokenLogprob] = field(default_factory=list)
     drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()  # of these drafts, see `Output`
     finish: str = ""  # "stop", "length", "abort"; "" while it runs
     stop_id: int = -1  # the stop token id that ended it
 
@@ -80,6 +82,7 @@ class Request:
     made: int = 0
     odds: list[float] = field(default_factory=list)
     gains: tuple[float, ...] = ()
+    drafted: DraftCount = field(default_factory=DraftCount)
 
     @property
     def known(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from thalweg.core.drafts import Drafted
 from thalweg.core.messages import Delta, Mark
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
@@ -23,7 +24,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):  # made for every token: 0.1
     (its text is not). finish: None while it runs, else "stop", "length" or "abort"; stop: the stop string or stop token id that ended it (None for an
     end-of-sequence token). The counts are running totals of this sequence. prompt_logprobs: with the first piece, of prompt positions
     1 to the last. at: the engine's time.time() when the step retired. admitted: its time.time() when the sequence left the queue, 0.0 while
-    that is not known. preempted: how often it went back into it.
+    that is not known. preempted: how often it went back into it. drafted: with the last piece, what became of its drafts, None where there were none.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):  # made for every token: 0.1
     at: float
     admitted: float = 0.0
     preempted: int = 0
+    drafted: Drafted | None = None
 
 
 class Assembler:
@@ -84,6 +86,7 @@ class Assembler:
             at,
             self.admitted,
             self.preempted,
+            delta.drafted,
         )
 
     def _text(self, delta: Delta) -> tuple[str, int, str | None]:

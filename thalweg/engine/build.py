@@ -29,6 +29,7 @@ from thalweg.engine.loop import NO_RECORDER, Channel, Loop, OneRank
 from thalweg.engine.memory import RESERVE, Sums, free, measure, probe, provisional, settle
 from thalweg.engine.pace import paced
 from thalweg.engine.recording import Ring
+from thalweg.engine.roomless import with_or_without
 from thalweg.engine.settings import EngineSettings
 from thalweg.engine.taken import taken
 from thalweg.engine.warm import warm
@@ -44,10 +45,11 @@ from thalweg.models.compiled import compile_parts
 from thalweg.models.one_by_one import OneByOne
 from thalweg.models.traced import Traced, traced
 from thalweg.runner.runner import Runner
+from thalweg.sampling.catalog import drawing_for, ruled
 from thalweg.sampling.imposed import Imposed
 from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.scheduler import Scheduler
-from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth
+from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, choices
 from thalweg.spec.catalog import build_drafter
 from thalweg.spec.drafter import Drafter, Weighted
 from thalweg.text.grammar import Compiler
@@ -96,8 +98,10 @@ def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) ->
         facts, parts(settings.device, settings.kernels, settings.dtype, facts.fp8_block is not None)
     )
     phases.done("model")
-    drafter = build_drafter(settings.drafter, model)
+    drawing = drawing_for(settings.acceptance, settings.width, facts.vocab, device)
+    drafter = build_drafter(settings.drafter, model, settings.drafter_path, drawing, settings.tree)
     load_weights(model, drafter.modules(), settings)
+    load_own(drafter.own(), settings)
     phases.done("weights")
     if settings.torch_compile:
         compile_parts(model)
@@ -110,10 +114,10 @@ def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) ->
     if isinstance(steps, Traced):
         steps.record(planes)
         drafter.record(planes)
-    slots = Slots(settings.slots, settings.context, device, drafter.fields())
+    slots = Slots(settings.slots, settings.context, device, drafter.fields(), settings.tree)
     phases.done("recorded steps")
-    whole = (OneByOne(model), OneByOne(steps)) if alone else (model, steps)
-    runner = Runner(*whole, planes, slots, drafter)
+    whole: tuple[Model, Model] = (OneByOne(model), OneByOne(steps)) if alone else (model, steps)
+    runner = _ruled(Runner(*whole, planes, slots, drafter), settings)
     return measured(taken(settings, runner), runner), runner
 
 
@@ -124,7 +128,7 @@ def _on_gpu(
     torch.cuda.synchronize(device)
     specs = *model.planes(), *drafter.planes()
     context = provisional(settings, specs, device)
-    first = probe(settings, model, drafter, context, device)
+    first = _ruled(probe(settings, model, drafter, context, device), settings)
     if settings.warm:
         with _bar("running every kind of step", settings.progress) as progress:
             warm(first, settings, context, progress)
@@ -143,8 +147,8 @@ def _on_gpu(
     settings = settle(settings, sums)
     phases.done("memory")
     planes = _planes(model, drafter, settings, device)
-    kept = Slots(settings.slots + 1, settings.context, device, drafter.fields())
-    runner = Runner(model, model, planes, kept, drafter)
+    kept = Slots(settings.slots + 1, settings.context, device, drafter.fields(), settings.tree)
+    runner = _ruled(Runner(model, model, planes, kept, drafter), settings)
     before = free(device)
     beside = int(torch.cuda.mem_get_info(device)[1]) - before - torch.cuda.memory_reserved(device)
     _recorded(settings, runner)
@@ -155,6 +159,13 @@ def _on_gpu(
     settings = measured(paced(settings, runner), runner)
     phases.done("times of steps")
     return settings, runner
+
+
+def _ruled(runner: Runner, settings: EngineSettings) -> Runner:
+    """Drafts are judged by the rule of these settings, or accepted by decree."""
+    sampling = ruled(runner.sampling, settings.acceptance, *settings.relaxed)
+    runner.sampling = Imposed(sampling, settings.imposed) if settings.imposed else sampling
+    return runner
 
 
 def parts(device: str, kernels: KernelChoice, dtype: str, fp8: bool) -> Parts:
@@ -173,8 +184,13 @@ def _recorded(settings: EngineSettings, runner: Runner) -> Runner:
 
         with _bar("recording CUDA graphs", settings.progress) as progress:
             sizes = settings.graphs, settings.pieces, settings.mixed_graphs
-            record(runner, *sizes, settings.context, settings.slots, progress)
+            record(runner, *sizes, settings.context, settings.slots, progress, choices(_fits(settings))[1:])
     return runner
+
+
+def _fits(settings: EngineSettings) -> int:
+    """Drafts of a sequence at most, which is verified in one step."""
+    return min(settings.width, settings.budget - 1)
 
 
 @contextlib.contextmanager
@@ -210,6 +226,20 @@ def load_weights(model: Model, besides: Sequence[Weighted], settings: EngineSett
                 load(module, module.table(), stream, block, progress, partial=True)
 
 
+def load_own(modules: Sequence[Weighted], settings: EngineSettings) -> None:
+    """Fills what a drafter has from its own folder, and reads no other; or with random numbers. Raises CheckpointError."""
+    for module in modules:
+        assert isinstance(module, torch.nn.Module), "a drafter's model is a module: its parameters are what is filled"
+        if settings.load_format == "dummy":
+            fill_dummy(module, settings.seed)
+            continue
+        with (
+            _bar("loading the drafter", settings.progress) as progress,
+            Safetensors(Path(settings.drafter_path)) as stream,
+        ):
+            load(module, module.table(), stream, module.facts.fp8_block, progress)
+
+
 def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, channel: Channel) -> Loop:
     """The brain and the loop around a runner."""
     tree = RadixTree(PAGE) if settings.radix else NoTree(PAGE)
@@ -222,12 +252,12 @@ def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, chan
         eos_ids=settings.eos_ids,
         policy=settings.policy,
         seed=settings.seed,
+        tree=settings.tree,
     )
     grammars = GrammarBook(
         lambda: Compiler(Tokenizer(Path(settings.path)), facts.vocab, settings.eos_ids or facts.eos), facts.vocab
     )
-    fits = min(settings.width, settings.budget - 1)  # a sequence is verified in one step
-    widths = MeasuredWidth(settings.times) if settings.times else ConstantWidth(fits)
+    widths = MeasuredWidth(settings.times) if settings.times else ConstantWidth(_fits(settings))
     scheduler = Scheduler(limits, Books(settings.pages + 1, tree), widths=widths, grammars=grammars)
     on_gpu = runner.planes.device.type == "cuda"
     worker = GpuWorker(runner, grammars) if on_gpu else CpuWorker(runner, stream_for(settings.depth), grammars)
@@ -242,9 +272,10 @@ def build(settings: EngineSettings, channel: Channel) -> Rank:
         raise CheckpointError(
             f"{settings.path}: {len(settings.eos_ids)} end-of-sequence ids; at most {MAX_EOS_IDS} are kept a slot"
         )
-    settings, runner = build_runner(settings, facts, phases)
-    if settings.imposed:
-        runner.sampling = Imposed(runner.sampling, settings.imposed)
+    wished = settings.drafter
+    settings, runner = with_or_without(lambda wish: build_runner(wish, facts, phases), settings)
+    runner.drafting.forget()
     loop = build_loop(settings, facts, runner, channel)
+    loop.scheduler.tally.drafter_failures += wished != settings.drafter
     log.info("started: %s", phases)
     return Rank(loop, runner, facts, settings)

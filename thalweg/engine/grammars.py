@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Callable, Generic, Mapping, Protocol, Self, Sequence, TypeVar
+from typing import Callable, Generic, Iterator, Mapping, Protocol, Self, Sequence, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,9 +109,9 @@ class GrammarBook(Generic[M]):
         along: list[tuple[int, _Sequence[M]]] = []  # of each mask, whose it is and how far the sequence would be there
         for i, uid in enumerate(emitting):
             if uid in states:
-                path = self._along(self._sequences[uid], states[uid].drafts)
-                rows += (i * plan.query + ahead for ahead in range(len(path)))
-                along += ((uid, s) for s in path)
+                for node, s in self._along(self._sequences[uid], states[uid]):
+                    rows.append(i * plan.query + node)
+                    along.append((uid, s))
         bits = np.zeros((len(rows), self._words), dtype=np.int32)
         wanted: list[tuple[M, int]] = []
         for i, (_, s) in enumerate(along):
@@ -132,15 +132,18 @@ class GrammarBook(Generic[M]):
                 bits[i] = -1  # nobody will read the token
         return Masks(tuple(rows), bits)
 
-    def _along(self, s: _Sequence[M], drafts: Sequence[int]) -> list[_Sequence[M]]:
-        """The sequence as it is, and behind each draft that the grammar lets it have. Behind the first that is forbidden nothing is accepted."""
-        path = [s]
-        for draft in drafts:
-            ahead = replace(path[-1], matcher=None if path[-1].matcher is None else path[-1].matcher.copy())
-            if not self._take(ahead, draft):
-                break
-            path.append(ahead)
-        return path
+    def _along(self, s: _Sequence[M], state: MaskState) -> Iterator[tuple[int, _Sequence[M]]]:
+        """The sequence as it is, and behind each draft that the grammar lets it have; each with the number of its node. Behind one that is forbidden
+        nothing is accepted."""
+        found = {0: s}
+        for node, draft in enumerate(state.drafts, 1):
+            before = found.get(state.parents[node - 1] if state.parents else node - 1)
+            if before is None:
+                continue
+            ahead = replace(before, matcher=None if before.matcher is None else before.matcher.copy())
+            if self._take(ahead, draft):
+                found[node] = ahead
+        yield from found.items()
 
     def _compiled(self, grammar: Grammar) -> Future[M]:
         key = grammar.kind, grammar.source

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from thalweg.core.plan import PAGE, Needs, Row, StepPlan
+from thalweg.scheduler.widths import choices
 
 DENSE = 80  # tokens up to which every number is met
 DECODE_QUERY = 4  # more tokens of a row than this are a prompt's
@@ -83,8 +84,8 @@ def prompts(tokens: int, context: int) -> list[Part]:
     return [(0, min(context, tokens - first), True) for first in range(0, tokens, context)]
 
 
-def kinds(slots: int, budget: int, context: int, width: int = 0) -> Iterator[StepPlan]:
-    """See above. slots, budget, context, width: as of `engine.settings.EngineSettings`."""
+def kinds(slots: int, budget: int, context: int, width: int = 0, trees: bool = False) -> Iterator[StepPlan]:
+    """See above. slots, budget, context, width: as of `engine.settings.EngineSettings`; trees: whether drafts may part ways."""
     most = min(budget, slots * context)
     for tokens in ladder(most):
         yield plan(prompts(tokens, context))
@@ -110,10 +111,24 @@ def kinds(slots: int, budget: int, context: int, width: int = 0) -> Iterator[Ste
             yield plan([(context - 1, 1, True)] * rows + [(start, n, False)])
     if min(most, context) > 1:
         yield from scored(min(most, context))
-    n = 1 + width
     for rows, reach in product(decoding if width else (), reaches(context)):
-        if rows * n <= most and n <= reach:
-            yield plan([(reach - n, n, True)] * rows, drafts=width)
+        yield from _verification([reach] * rows, 1 + width, most)
+    if trees:
+        yield from _trees(decoding, most, context, width)
+
+
+def _verification(contexts: Sequence[int], n: int, most: int) -> Iterator[StepPlan]:
+    """Of rows with `n` tokens each."""
+    if len(contexts) * n <= most and n <= min(contexts):
+        yield plan([(reach - n, n, True) for reach in contexts], drafts=n - 1)
+
+
+def _trees(decoding: Sequence[int], most: int, context: int, width: int) -> Iterator[StepPlan]:
+    """With every number of drafts that is chosen from, of all rows or of some: other kernels than those of the widest."""
+    for rows, reach, drafts in product({1, 2, decoding[-1]}, reaches(context), choices(width)[1:]):
+        yield from _verification([reach] * rows, 1 + drafts, most)
+        if rows == 2 and 3 + drafts <= min(most, reach):
+            yield plan([(reach - 2, 2, True), (reach - 1 - drafts, 1 + drafts, True)], drafts=drafts)
 
 
 def scored(most: int) -> Iterator[StepPlan]:

@@ -14,7 +14,7 @@ import torch
 
 from thalweg.batch.slots import Slots
 from thalweg.core.amounts import size
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import NoRoom
 from thalweg.core.kernels import PLAIN
 from thalweg.core.plan import PAGE, StepPlan
 from thalweg.engine import kinds
@@ -88,7 +88,8 @@ def provisional(settings: EngineSettings, specs: tuple[PlaneSpec, ...], device: 
 def probe(settings: EngineSettings, model: Model, drafter: Drafter, context: int, device: torch.device) -> Runner:
     """A runner without a cache: all its rows are padding, which needs the null page only."""
     planes = Planes((*model.planes(), *drafter.planes()), 1, device)
-    return Runner(model, model, planes, Slots(settings.slots + 1, context, device, drafter.fields()), drafter)
+    slots = Slots(settings.slots + 1, context, device, drafter.fields(), settings.tree)
+    return Runner(model, model, planes, slots, drafter)
 
 
 def measure(
@@ -114,7 +115,7 @@ def _step(settings: EngineSettings, runner: Runner, context: int, device: torch.
             made = of.sample(of.forward(plan), width=settings.width)
             del made
     except torch.cuda.OutOfMemoryError as error:
-        raise CannotServe(
+        raise NoRoom(
             f"memory: a step of {settings.budget} tokens and {settings.slots} requests does not fit beside the weights; use a smaller "
             "--chunked-prefill-size or --max-running-requests"
         ) from error
@@ -170,22 +171,22 @@ def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.devic
 def settle(settings: EngineSettings, sums: Sums) -> EngineSettings:
     """The settings with pages and context as the sums give them, and the report that says so. What was asked for stays, or is refused.
 
-    Raises CannotServe.
+    Raises NoRoom.
     """
     pages, context = settings.pages or sums.pages, settings.context
     if settings.pages and settings.pages * sums.page > sums.left + sums.reserve:
-        raise CannotServe(
+        raise NoRoom(
             f"memory: {settings.pages} pages do not fit: {sums}, and {(sums.left + sums.reserve) // sums.page} without a reserve; "
             f"use --max-total-tokens {max(sums.pages, 1) * PAGE}, or leave --mem-fraction-static and --max-total-tokens to the engine"
         )
     if pages < 1:
-        raise CannotServe(
+        raise NoRoom(
             f"memory: {sums}: no page is left for the KV cache; use a smaller --chunked-prefill-size, --max-running-requests or "
             "--cuda-graph-max-bs, or a GPU with more memory"
         )
     held = pages * PAGE
     if settings.least_context > held:
-        raise CannotServe(
+        raise NoRoom(
             f"context_length: {settings.least_context} is more than the KV cache holds: {sums}; use at most {held}"
         )
     report = json.loads(settings.report)

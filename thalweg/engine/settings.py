@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from thalweg.core.kernels import KernelChoice, TunedRow
+from thalweg.core.tree import CHAIN, TreeShape
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,9 +15,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     (safetensors) or "dummy". threads: of torch's CPU pool. depth: steps in flight at most (1 synchronous, 2 overlap). pages: pages of the
     cache, the null page not counted; 0 is as many as a GPU has room for beside all else. least_context: tokens of a sequence that they must
     hold. slots: running requests at most. budget: tokens a step. beside: see `scheduler.limits.Limits`; None lets the engine choose from
-    times that it measures. drafter: one of `spec.catalog.DRAFTERS`, "" for none; width: tokens it drafts a step at most. times: see
+    times that it measures. drafter: one of `spec.catalog.DRAFTERS`, "" for none; drafter_path: the folder of its own weights,
+    "" where the checkpoint has them; width: tokens it drafts a step at most; tree: how they part ways. times: see
     `scheduler.widths.MeasuredWidth`; () is always that width, None lets the engine measure. imposed: see `sampling.imposed`, 0 is off; for
-    measuring speed only. context: longest sequence in tokens, less where the pages hold less. policy: "fcfs", "lpm" or "priority". eos_ids:
+    measuring speed only. acceptance: the rule that judges drafts, see `sampling.catalog.ruled`; relaxed: candidates and delta of the lossy one.
+    context: longest sequence in tokens, less where the pages hold less. policy: "fcfs", "lpm" or "priority". eos_ids:
     tokens that end a sequence. seed: of the seeds drawn for requests that name none. queue: requests waiting at most, 0 = no limit. progress:
     whether loading shows a bar. log_level, log_format: of the engine's own process. crash_dump_folder: where recordings are written, "" for
     none. watchdog_timeout: seconds without a step, while there is work, after which the engine counts as wedged; 0 is never. cache_dir: where
@@ -42,9 +45,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     budget: int = 2048
     beside: tuple[tuple[int, int], ...] | None = ()
     drafter: str = ""
+    drafter_path: str = ""
     width: int = 0
+    tree: TreeShape = CHAIN
     times: tuple[tuple[int, tuple[float, ...]], ...] | None = ()
     imposed: float = 0.0
+    acceptance: str = "race"
+    relaxed: tuple[int, float] = (10, 0.6)
     context: int = 4096
     policy: str = "fcfs"
     radix: bool = True

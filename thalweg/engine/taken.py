@@ -27,7 +27,8 @@ def taken(settings: EngineSettings, runner: Runner, **others: int) -> EngineSett
     `REASONS`."""
     model, planes, slots = runner.model, runner.planes, runner.slots
     plain = model.model if isinstance(model, OneByOne) else model
-    modules = [one for one in (plain, *runner.drafting.drafter.modules()) if isinstance(one, nn.Module)]
+    drafter = runner.drafting.drafter
+    modules = [one for one in (plain, *drafter.modules(), *drafter.own()) if isinstance(one, nn.Module)]
     found = {
         "weights": _bytes([tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]),
         "kv": _bytes(list(planes.bytes.values())),

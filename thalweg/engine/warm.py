@@ -35,6 +35,7 @@ def thin(model: Model) -> Model:
     slim = copy.copy(model)
     slim._modules = dict(model._modules)
     slim.layers = nn.ModuleList(reversed(by_kind.values()))
+    vars(slim)["watched"] = (0,) * len(vars(model)["watched"])  # as many, of the layers that there are
     return slim
 
 
@@ -81,9 +82,10 @@ def _steps(runner: Runner, settings: EngineSettings, context: int) -> Iterator[C
             yield partial(lambda plan: alone.sample(alone.forward(plan)), plan)
         plans = singles(context)
     else:
-        plans = kinds(settings.slots, settings.budget, context, settings.width)
+        plans = kinds(settings.slots, settings.budget, context, settings.width, settings.tree.on)
     for plan in plans:
-        yield partial(lambda plan: narrow.sample(narrow.forward(plan), width=settings.width), plan)
+        width = plan.query - 1 or settings.width
+        yield partial(lambda plan, width: narrow.sample(narrow.forward(plan), width=width), plan, width)
 
 
 def _products(runner: Runner, settings: EngineSettings) -> Iterator[Callable[[], object]]:

@@ -20,6 +20,7 @@ from thalweg.kernels.rope import case as rope
 from thalweg.kernels.router import case as router
 from thalweg.kernels.silu_mul import case as silu_mul
 from thalweg.kernels.truncate import case as truncate
+from thalweg.kernels.verify import case as verify
 
 OPERATIONS = {
     "decompress": Operation(decompress.cases, dict(decompress.BACKENDS)),
@@ -39,4 +40,5 @@ OPERATIONS = {
     "router": Operation(router.cases, dict(router.BACKENDS), router.sizes),
     "silu_mul": Operation(silu_mul.cases, dict(silu_mul.BACKENDS), silu_mul.sizes),
     "truncate": Operation(truncate.cases, dict(truncate.BACKENDS)),
+    "verify": Operation(verify.cases, dict(verify.BACKENDS)),
 }

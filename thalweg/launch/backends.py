@@ -17,7 +17,8 @@ BOTH = frozenset({True, False})
 class AttentionCaps(Caps):
     """device: "cpu" or "cuda". chip: of the GPU, "" on a CPU. heads: "mla" (latents), "mha" (an MLA model's decompressed keys and values) or
     "gqa". sparse: DSA's chosen context. kv: type of the KV cache. dtype: of activations. installed: whether it is. deterministic: whether bits
-    may have to be independent of the batch. graphs: whether a CUDA graph can hold it; no need, a reason to do without graphs."""
+    may have to be independent of the batch. trees: whether drafts may part ways, so that tokens do not see all before them. graphs: whether a CUDA
+    graph can hold it; no need, a reason to do without graphs."""
 
     device: frozenset[str]
     chip: frozenset[str]
@@ -27,6 +28,7 @@ class AttentionCaps(Caps):
     dtype: frozenset[str]
     installed: frozenset[bool]
     deterministic: frozenset[bool]
+    trees: frozenset[bool]
     graphs: frozenset[bool]
 
 
@@ -39,6 +41,7 @@ class AttentionNeed(Need):
     kv: str
     dtype: str
     deterministic: bool
+    trees: bool = False
     installed: bool = True
 
 
@@ -54,6 +57,7 @@ REFERENCE = AttentionCaps(
     dtype=frozenset({"float32", "bfloat16"}),
     installed=frozenset({True}),
     deterministic=BOTH,
+    trees=BOTH,
     graphs=frozenset({False}),
 )
 TORCH = replace(  # what no kernel does yet
@@ -74,9 +78,16 @@ TRITON = AttentionCaps(
     dtype=frozenset({"bfloat16"}),
     installed=frozenset(),
     deterministic=BOTH,
+    trees=BOTH,
     graphs=BOTH,
 )
-FLASHMLA = replace(TRITON, chip=frozenset({"hopper"}), heads=frozenset({"mla"}), deterministic=frozenset({False}))
+FLASHMLA = replace(
+    TRITON,
+    chip=frozenset({"hopper"}),
+    heads=frozenset({"mla"}),
+    deterministic=frozenset({False}),
+    trees=frozenset({False}),
+)
 FA3 = replace(TRITON, chip=frozenset({"hopper"}), heads=frozenset({"mla", "gqa"}), deterministic=frozenset({False}))
 FLASHINFER = replace(  # compiles when first used, and plans on the host: never chosen, only asked for
     TRITON,
@@ -84,6 +95,7 @@ FLASHINFER = replace(  # compiles when first used, and plans on the host: never 
     heads=frozenset({"mla", "gqa"}),
     kv=frozenset({"bfloat16"}),
     deterministic=frozenset({False}),
+    trees=frozenset({False}),
     graphs=frozenset({False}),
 )
 
@@ -131,7 +143,14 @@ def _present(catalog: dict[str, AttentionCaps], machine: Machine) -> dict[str, A
 
 
 def attention_need(
-    facts: ModelFacts, machine: Machine, device: str, kv: str, dtype: str, latent: bool, deterministic: bool
+    facts: ModelFacts,
+    machine: Machine,
+    device: str,
+    kv: str,
+    dtype: str,
+    latent: bool,
+    deterministic: bool,
+    trees: bool = False,
 ) -> AttentionNeed:
     heads = "gqa" if facts.mla is None else "mla" if latent else "mha"
     return AttentionNeed(
@@ -142,6 +161,7 @@ def attention_need(
         kv=kv,
         dtype=dtype,
         deterministic=deterministic,
+        trees=trees,
     )
 
 

@@ -130,9 +130,10 @@ def decide(
     sizes_in: Callable[[str, KernelChoice, str], Sizes],
     ledger: Ledger,
     width: int = 0,
+    trees: bool = False,
 ) -> Decided:
     """Decides, and notes each decision in the ledger. `sizes_in(device, kernels, dtype)` measures the model as it would be loaded. width: tokens
-    that are drafted a step, at most. Raises CannotServe."""
+    that are drafted a step, at most; trees: whether they may part ways. Raises CannotServe."""
     for rule in RULES:
         if rule.when(config):
             raise CannotServe(f"{rule.why}; {rule.instead}")
@@ -142,7 +143,7 @@ def decide(
     threads = take(
         "threads", config.load.threads, max(1, machine.cores - 1), "cores - 1: one stays free for the server"
     )
-    kernels = decide_kernels(config, facts, machine, device, ledger)
+    kernels = decide_kernels(config, facts, machine, device, ledger, trees)
     dtype, sizes = _dtype(config, site, lambda dtype: sizes_in(device, kernels, dtype), ledger)
     note("kv_cache_dtype", kernels.kv or dtype, *source(bool(kernels.kv), "as dtype"))
     overlap = take("overlap_schedule", schedule.overlap_schedule, site.overlap, site.overlap_why)
@@ -157,8 +158,8 @@ def decide(
             f"--chunked-prefill-size {width + 1}"
         )
     graphs = decide_graphs(
-        config, device, kernels, slots * (1 + width), budget, ledger
-    )  # each draft is a row of its own
+        config, device, kernels, slots * (1 + (min(width, 1) if trees else width)), budget, ledger
+    )  # each draft is a row of its own; trees are not recorded
     decide_compile(config, device, kernels, ledger)
     note("schedule_policy", schedule.schedule_policy, *source(schedule.schedule_policy != "fcfs", "arrival order"))
     note(

@@ -18,8 +18,10 @@ KV_NAMES = {"fp8": "fp8_e4m3"}  # what others call them
 WISH = "attention_backend"
 
 
-def decide_kernels(config: Config, facts: ModelFacts, machine: Machine, device: str, ledger: Ledger) -> KernelChoice:
-    """Decides and notes it. Raises CannotServe."""
+def decide_kernels(
+    config: Config, facts: ModelFacts, machine: Machine, device: str, ledger: Ledger, trees: bool = False
+) -> KernelChoice:
+    """Decides and notes it. trees: whether drafts may part ways. Raises CannotServe."""
     load = config.load
     kv = _kv(config)
     latent, deterministic = load.mla, load.deterministic_inference
@@ -31,7 +33,7 @@ def decide_kernels(config: Config, facts: ModelFacts, machine: Machine, device: 
         *source(deterministic, "kernels may round by how a batch is made up, and are faster"),
     )
     dtype = load.dtype or ("bfloat16" if device == "cuda" else "float32")
-    need = attention_need(facts, machine, device, kv or dtype, dtype, latent, deterministic)
+    need = attention_need(facts, machine, device, kv or dtype, dtype, latent, deterministic, trees)
     decode, prefill = _attention(load.attention_backend, need, machine, facts.heads)
     ledger.note(
         WISH, load.attention_backend or "auto", *source(load.attention_backend is not None, "the fastest that fits")

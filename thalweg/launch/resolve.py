@@ -19,12 +19,14 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import DTYPES, parts
 from thalweg.engine.settings import EngineSettings
 from thalweg.launch import tuned
+from thalweg.launch.acceptance import decide_acceptance
 from thalweg.launch.decide import decide
 from thalweg.launch.hub import fetch_weights, locate
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.resolved import ASKED, AUTO, Resolved, Sizes
 from thalweg.launch.sizes import counted, measure
-from thalweg.launch.speculation import decide_speculation
+from thalweg.launch.speculation import Speculation, branching, decide_speculation
+from thalweg.launch.trees import decide_tree
 from thalweg.text.chat import Chat, Formats, Wish, choose_chat
 from thalweg.text.history import History
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
@@ -57,15 +59,22 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
     facts = read_facts(checkpoint.folder)
     ledger = Ledger()
     here = machine or Machine.here()
-    speculation = decide_speculation(config.speculative, facts, ledger)
-    sizes_in = functools.partial(_measure, facts, speculation.drafter)
-    found = decide(config, facts, here, sizes_in, ledger, speculation.width)
+    draft = config.speculative.speculative_draft_model_path
+    drafting = None if draft is None else locate(draft, token=wish.hf_token)
+    speculation = decide_speculation(config.speculative, facts, ledger, None if drafting is None else drafting.folder)
+    acceptance = decide_acceptance(config.speculative, speculation.drafter, branching(config.speculative), ledger)
+    exact = config.load.deterministic_inference
+    tree = decide_tree(config.speculative, speculation.drafter, speculation.width, exact, ledger)
+    width = tree.nodes if tree.on else speculation.width
+    sizes_in = functools.partial(_measure, facts, speculation)
+    found = decide(config, facts, here, sizes_in, ledger, width, tree.on)
     choices = tuned.decide(config, here, found.device, ledger)
     tokenizer = Tokenizer(checkpoint.folder) if weights or (checkpoint.folder / "tokenizer.json").is_file() else None
     chat = _chat(config, checkpoint.folder, tokenizer, ledger)
     sampling = _sampling(checkpoint.folder) if config.sampling.sampling_defaults == "model" else SamplingParams()
     if weights and config.load.load_format != "dummy":
-        fetch_weights(checkpoint, wish.hf_token)
+        for one in (checkpoint, *([] if drafting is None else [drafting])):
+            fetch_weights(one, wish.hf_token)
     schedule = config.schedule
     settings = EngineSettings(
         path=str(checkpoint.folder),
@@ -85,8 +94,12 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
         slots=found.slots,
         budget=found.budget,
         drafter=speculation.drafter,
-        width=speculation.width,
+        drafter_path=speculation.folder,
+        width=width,
+        tree=tree,
         times=None if speculation.adaptive else (),
+        acceptance=acceptance.rule,
+        relaxed=acceptance.relaxed,
         beside=None if paced(found.device, found.kernels) and schedule.chunked_prefill_size is None else (),
         context=found.limit if found.measured else found.context,
         policy=schedule.schedule_policy,
@@ -124,11 +137,12 @@ def paced(device: str, kernels: KernelChoice) -> bool:
     return device == "cuda" and not (kernels.deterministic and kernels.decode in PLAIN)
 
 
-def _measure(facts: ModelFacts, drafter: str, device: str, kernels: KernelChoice, dtype: str) -> Sizes:
+def _measure(facts: ModelFacts, speculation: Speculation, device: str, kernels: KernelChoice, dtype: str) -> Sizes:
     """The sizes of model and drafter as this device would hold them."""
+    drafts = speculation.drafter, speculation.folder
     if kernels.decode != "reference" and "triton" not in libraries():  # a plan for another machine
-        return counted(facts, kernels, DTYPES[dtype], drafter)
-    return measure(facts, parts("meta", kernels, dtype, facts.fp8_block is not None and device == "cuda"), drafter)
+        return counted(facts, kernels, DTYPES[dtype], *drafts)
+    return measure(facts, parts("meta", kernels, dtype, facts.fp8_block is not None and device == "cuda"), *drafts)
 
 
 def _chat(config: Config, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:

@@ -1,12 +1,14 @@
-"""What drafts tokens, and how many: decided from the user's wishes and what the checkpoint has."""
+"""What drafts tokens, and how many: decided from the user's wishes, what the checkpoint has, and what the folder of a drafter holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+from thalweg.config.drafters import algorithm_of, read_eagle, small_facts
 from thalweg.config.model import ModelFacts
-from thalweg.config.speculative import SpeculativeOptions
+from thalweg.config.speculative import DEEPEST, SpeculativeOptions
 from thalweg.core.errors import CannotServe
 from thalweg.launch.ledger import Ledger, source
 from thalweg.launch.resolved import ASKED, AUTO
@@ -21,46 +23,54 @@ class Kind(NamedTuple):
 
 
 NEXTN = Kind("nextn", 3, "those behind the third are seldom right")
-KINDS = {"NEXTN": NEXTN, "EAGLE": NEXTN, "NGRAM": Kind("ngram", 4, "they cost nothing but their verification")}
+HEAD = Kind("eagle", 3, "those behind the third are seldom right")
+KINDS = {
+    "NEXTN": NEXTN,
+    "EAGLE": HEAD,
+    "EAGLE3": HEAD,
+    "STANDALONE": Kind("small", 4, "a model of its own does not tire as a layer does"),
+    "NGRAM": Kind("ngram", 4, "they cost nothing but their verification"),
+}
+FOLDER = "--speculative-draft-model-path"
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """drafter: as of `engine.settings.EngineSettings`; width: drafts a step at most, 0 without one; adaptive: whether the engine chooses how many."""
+    """drafter, folder: as `drafter` and `drafter_path` of `engine.settings.EngineSettings`; width: drafts a step at most, 0 without a drafter;
+    adaptive: whether the engine chooses how many."""
 
     drafter: str
     width: int
     adaptive: bool
+    folder: str = ""
 
 
-def decide_speculation(wish: SpeculativeOptions, facts: ModelFacts, ledger: Ledger) -> Speculation:
-    """Raises CannotServe for wishes that contradict each other, and for a drafter that the checkpoint has not."""
+def decide_speculation(
+    wish: SpeculativeOptions, facts: ModelFacts, ledger: Ledger, folder: Path | None = None
+) -> Speculation:
+    """folder: of the drafter, where one was named. Raises CannotServe for wishes that contradict each other, and for a drafter that the checkpoint
+    has not; CheckpointError for a folder that holds none, or one of another model."""
     width = _width(wish)
-    asked = wish.speculative_algorithm
-    algorithm = asked or ("NEXTN" if width else "NONE")
+    algorithm, why = _algorithm(wish, folder, width)
     if algorithm == "NONE":
         if width:
             raise CannotServe(
                 f"speculative_algorithm: NONE drafts nothing, but {width} drafts a step were asked for; leave the number out, or use "
                 "--speculative-algorithm NEXTN"
             )
-        ledger.note("speculative_algorithm", "NONE", *((ASKED, "") if asked or wish.mtp else (AUTO, "not asked for")))
+        asked = wish.speculative_algorithm or wish.mtp
+        ledger.note("speculative_algorithm", "NONE", *((ASKED, "") if asked else (AUTO, why)))
         return Speculation("", 0, False)
     if width == 0:
         raise CannotServe(
             f"speculative_algorithm: {algorithm} with 0 drafts a step drafts nothing; use --speculative-algorithm NONE"
         )
-    kind = KINDS[algorithm]
+    kind = _kind(algorithm, folder, facts)
     if kind is not NEXTN and wish.mtp:
         raise CannotServe(
             f"mtp: counts tokens of the checkpoint's own next-token layer, and {algorithm} is another drafter; use --speculative-num-steps"
         )
-    if kind is NEXTN and not facts.nextn:
-        raise CannotServe(
-            f"speculative_algorithm: {algorithm} needs a next-token layer, and this checkpoint has none (num_nextn_predict_layers is 0 in its "
-            "config.json); use --speculative-algorithm NGRAM or NONE"
-        )
-    ledger.note("speculative_algorithm", algorithm, ASKED, "")
+    ledger.note("speculative_algorithm", algorithm, *source(not why, why))
     if width is None:
         ledger.note("speculative_num_steps", kind.width, AUTO, kind.why)
     else:
@@ -69,15 +79,60 @@ def decide_speculation(wish: SpeculativeOptions, facts: ModelFacts, ledger: Ledg
     ledger.note(
         "speculative_adaptive", adaptive, *source(not adaptive, "by measured times of steps and what was accepted")
     )
-    return Speculation(kind.name, kind.width if width is None else width, adaptive)
+    return Speculation(
+        kind.name, kind.width if width is None else width, adaptive, "" if folder is None else str(folder)
+    )
+
+
+def _algorithm(wish: SpeculativeOptions, folder: Path | None, width: int | None) -> tuple[str, str]:
+    """What was asked for, and why where it follows from something else."""
+    asked = wish.speculative_algorithm
+    if asked is not None:
+        return asked, ""
+    if folder is not None:
+        return algorithm_of(folder), "what the drafter's folder holds"
+    return ("NEXTN", "") if width else ("NONE", "not asked for")
+
+
+def _kind(algorithm: str, folder: Path | None, facts: ModelFacts) -> Kind:
+    """The drafter of this name, once it is clear that there is one. Raises as `decide_speculation`."""
+    kind = KINDS[algorithm]
+    if algorithm == "EAGLE" and folder is None:  # so other engines call the checkpoint's own layer
+        kind = NEXTN
+    if kind in (NEXTN, KINDS["NGRAM"]) and folder is not None:
+        raise CannotServe(
+            f"speculative_draft_model_path: {algorithm} has no folder of its own; leave one of them out, or use --speculative-algorithm EAGLE3 for a "
+            "head and STANDALONE for a model"
+        )
+    if kind is NEXTN and not facts.nextn:
+        raise CannotServe(
+            f"speculative_algorithm: {algorithm} needs a next-token layer, and this checkpoint has none (num_nextn_predict_layers is 0 in its "
+            f"config.json); name the folder of a head by {FOLDER}, or use --speculative-algorithm NGRAM or NONE"
+        )
+    if kind is NEXTN or kind is KINDS["NGRAM"]:
+        return kind
+    if folder is None:
+        raise CannotServe(
+            f"speculative_algorithm: {algorithm} drafts by weights of its own; name their folder by {FOLDER}"
+        )
+    if kind is HEAD:
+        third = read_eagle(folder, facts).third
+        if algorithm == "EAGLE3" and not third:
+            raise CannotServe(
+                f"speculative_algorithm: {folder} holds a head of the format before EAGLE-3 (its config.json has no draft_vocab_size); use "
+                "--speculative-algorithm EAGLE"
+            )
+        return kind
+    small_facts(folder, facts)
+    return kind
 
 
 def _width(wish: SpeculativeOptions) -> int | None:
-    """Drafts a step, None where no wish says so."""
+    """Drafts one behind the other, None where no wish says so."""
     steps, tokens, mtp = wish.speculative_num_steps, wish.speculative_num_draft_tokens, wish.mtp
     said = {
         "--speculative-num-steps": steps,
-        "--speculative-num-draft-tokens": None if tokens is None else tokens - 1,
+        "--speculative-num-draft-tokens": None if tokens is None or branching(wish) else tokens - 1,
         "--mtp": None if mtp is None else mtp - 1,
     }
     counts = {count for count in said.values() if count is not None}
@@ -86,4 +141,13 @@ def _width(wish: SpeculativeOptions) -> int | None:
         raise CannotServe(
             f"speculative_num_steps: {told}; give one of them, a chain verifies one token more than it drafts"
         )
+    if counts and max(counts) > DEEPEST:
+        raise CannotServe(
+            f"speculative_num_draft_tokens: {tokens} tokens in one chain; use at most {DEEPEST + 1}, or a tree (--speculative-eagle-topk 4)"
+        )
     return counts.pop() if counts else None
+
+
+def branching(wish: SpeculativeOptions) -> bool:
+    """Whether drafts may part ways."""
+    return (wish.speculative_eagle_topk or 1) > 1

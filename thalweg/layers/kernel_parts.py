@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from thalweg.attention.context import Work
@@ -38,6 +39,12 @@ class KernelParts:
     stacked_shared: bool = True
     own_index: bool = True
 
+    def beside(self, facts: ModelFacts) -> KernelParts:
+        """On our own kernels, which know every kind of attention but that to a choice of context."""
+        by = TORCH if facts.indexer is not None else "triton"
+        choice = msgspec.structs.replace(self.choice, decode=by, prefill=by, asked=())
+        return replace(self, choice=choice, fp8=facts.fp8_block is not None)
+
     def norm(self, dim: int, eps: float) -> FusedNorm:
         return FusedNorm(dim, eps, self.device)
 
@@ -69,8 +76,9 @@ class KernelParts:
         fp8 = kept(self.choice.kv, self.dtype) == FP8
         return decoder(self.choice.decode, facts.heads, facts.mla.kv_lora, scale, fp8)
 
-    def gqa(self, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias: bool) -> PagedGqa:
-        return PagedGqa(facts, layer, self.linear, self.device, self.choice, qk_norm=qk_norm, out_bias=out_bias)
+    def gqa(self, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias: bool, inputs: int = 0) -> PagedGqa:
+        given = facts, layer, self.linear, self.device, self.choice
+        return PagedGqa(*given, qk_norm=qk_norm, out_bias=out_bias, inputs=inputs)
 
     def mlp(self, hidden: int, intermediate: int, bias: bool = False) -> FusedMlp:
         return FusedMlp(self.linear(hidden, 2 * intermediate, bias), self.linear(intermediate, hidden, bias))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Callable, Protocol
+from typing import Any, Callable, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,8 @@ class PagedStep:
     """What the layers of a forward are given. decode: tokens of the decode rows; query: of each of them; reach: upper bound of their context.
     prefixes: chunks of what the ragged rows have cached. whole: all of their context, this step's tokens with it, where something is cached
     and it fits in one chunk; there are no prefixes then: one attention to what the pages hold, in place of two and a merge.
-    prepared: what the backend of attention made for the whole step. spans is empty: the reference's idea."""
+    hides_T: of drafts that part ways what the decode rows' tokens do not see (`batch.Tree`), else None; rows_T int32: the row of each of them, where
+    these rows are not of one length. prepared: what the backend of attention made for the whole step. spans is empty: the reference's idea."""
 
     batch: Batch
     planes: Planes
@@ -64,6 +65,8 @@ class PagedStep:
     rest: Rest | None
     prefixes: tuple[Prefix, ...]
     whole: Prefix | None = None
+    rows_T: Tensor | None = None
+    hides_T: Tensor | None = None
     prepared: Any = None
     spans: tuple[Span, ...] = ()
 
@@ -95,9 +98,7 @@ class PagedSteps(nn.Module):
         self.register_buffer("sin", table.imag.contiguous(), persistent=False)
 
     def step(self, batch: Batch, planes: Planes) -> PagedStep:
-        first = batch.groups[0]
-        rows = first.rows if first.query <= DECODE_QUERY else 0
-        tokens, query = rows * first.query, first.query if rows else 1
+        rows, tokens, query, reach, rows_T = _decoded(batch)
         rest = None if rows == len(batch.extents) else _rest(batch, rows, tokens)
         prefixes: tuple[Prefix, ...] = ()
         whole = None
@@ -109,7 +110,32 @@ class PagedSteps(nn.Module):
             else:
                 prefixes = _prefixes(rest.cached, batch.ids_T.device)
         prepared = self.prepare(batch, tokens, query)
-        return PagedStep(batch, planes, self.cos, self.sin, tokens, query, first.reach, rest, prefixes, whole, prepared)
+        hides_T = None if batch.tree is None else batch.tree.hides_T[:tokens]
+        return PagedStep(
+            batch, planes, self.cos, self.sin, tokens, query, reach, rest, prefixes, whole, rows_T, hides_T, prepared
+        )
+
+
+class _Decoded(NamedTuple):
+    """The leading rows that are decoded: as of `PagedStep`."""
+
+    rows: int
+    tokens: int
+    query: int
+    reach: int
+    rows_T: Tensor | None = None
+
+
+def _decoded(batch: Batch) -> _Decoded:
+    first = batch.groups[0]
+    if batch.tree is None or batch.tree.rows <= first.rows:
+        rows = first.rows if first.query <= DECODE_QUERY or batch.tree is not None else 0
+        return _Decoded(rows, rows * first.query, first.query if rows else 1, first.reach)
+    groups = [group for group in batch.groups if group.row_start < batch.tree.rows]
+    rows, tokens = (sum(counts) for counts in zip(*((g.rows, g.rows * g.query) for g in groups), strict=True))
+    row_T = [g.row_start + i for g in groups for i in range(g.rows) for _ in range(g.query)]
+    reach = max(group.reach for group in groups)
+    return _Decoded(rows, tokens, 1, reach, upload(row_T, torch.int32, batch.ids_T.device))
 
 
 def _rest(batch: Batch, row: int, token: int) -> Rest:

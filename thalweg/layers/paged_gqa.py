@@ -44,12 +44,13 @@ class PagedGqa(Part):
         *,
         qk_norm: bool,
         out_bias: bool,
+        inputs: int = 0,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.dim, self.layer = facts.heads, facts.kv_heads, facts.head_dim, layer
         self.scale, self.context, self.eps = self.dim**-0.5, facts.context, facts.norm_eps
         self.choice = choice
-        self.qkv = linear(facts.hidden, (self.heads + 2 * self.kv_heads) * self.dim, facts.qkv_bias)
+        self.qkv = linear(inputs or facts.hidden, (self.heads + 2 * self.kv_heads) * self.dim, facts.qkv_bias)
         self.query_norm = FusedNorm(self.dim, facts.norm_eps, device) if qk_norm else None
         self.key_norm = FusedNorm(self.dim, facts.norm_eps, device) if qk_norm else None
         self.out = linear(self.heads * self.dim, facts.hidden, out_bias)
@@ -58,11 +59,16 @@ class PagedGqa(Part):
         """h += attention(x), in place."""
         return self.out.add_(h_TH, step.batch.seam(self._attention, step, self.qkv.forward(x_TH)))
 
+    def observe(self, x_TX: Tensor | Normed, step: PagedStep) -> None:
+        """Stores what attention would store, and computes no more than projections."""
+        qkv_TX = self.qkv.forward(x_TX)
+        self._write(qkv_TX.view(len(qkv_TX), -1, self.dim), step, 0)
+
     def _attention(self, step: PagedStep, qkv_TX: Tensor) -> Tensor:
         """Stores the tokens' keys and values and attends: → [T, H * d]."""
         qkv_THd = qkv_TX.view(len(qkv_TX), -1, self.dim)
         own = self.choice.decode == "triton" and not self.choice.deterministic
-        fresh = step.decode if own and step.query == 1 else 0
+        fresh = step.decode if own and step.query == 1 and step.hides_T is None else 0
         if fresh < len(qkv_THd):
             self._write(qkv_THd, step, fresh)
         parts = []
@@ -113,7 +119,7 @@ class PagedGqa(Part):
         (query, key, value), cache, table = self._split(qkv_THd), self._cache(step), step.batch.table_RP
         if self.choice.decode == "flashinfer":
             return flashinfer.run(step.prepared.decode, query, cache.key_PSKd, cache.value_PSKd)
-        positions = step.batch.positions_T[: step.decode]
+        positions = step.batch.columns_T[: step.decode]
         if self.choice.deterministic:
             starts = torch.arange(0, step.decode + 1, step.query, dtype=torch.int32, device=query.device)
             return self._paged(query, cache, table[: len(starts) - 1], positions, starts, step.query)
@@ -130,6 +136,8 @@ class PagedGqa(Part):
             scale=self.scale,
             splits=gqa.splits_for(step.decode, self.heads, self.kv_heads, step.reach, step.query),
             query=step.query,
+            rows_T=step.rows_T,
+            hides_T=step.hides_T,
             key_scale=cache.key_scale,
             value_scale=cache.value_scale,
             fresh=made,

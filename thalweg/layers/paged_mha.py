@@ -76,7 +76,7 @@ class PagedMha(PagedMla):
 
     def _decode(self, query_THw: Tensor, step: PagedStep) -> Tensor:
         """Rows of one length: → [T, H, WIDTH]."""
-        positions, table = step.batch.positions_T[: step.decode], step.batch.table_RP
+        positions, table = step.batch.columns_T[: step.decode], step.batch.table_RP
         if self.deterministic:
             starts = torch.arange(0, step.decode + 1, step.query, dtype=torch.int32, device=query_THw.device)
             return self._causal(query_THw, table[: len(starts) - 1], positions, starts, step.query, step)
@@ -88,6 +88,8 @@ class PagedMha(PagedMla):
             scale=self.scale,
             splits=gqa.splits_for(step.decode, self.heads, self.heads, step.reach, step.query),
             query=step.query,
+            rows_T=step.rows_T,
+            hides_T=step.hides_T,
             key_scale=step.planes.scale("key", self.layer),
             value_scale=step.planes.scale("value", self.layer),
         )

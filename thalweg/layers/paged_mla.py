@@ -163,7 +163,9 @@ class LatentMla(PagedMla):
             step.planes.paged("latent", self.layer),
             step.planes.scale("latent", self.layer),
             self.uv,
-            decode_rows(step.batch, step.decode, step.query),
+            decode_rows(step.batch, step.decode, step.query)._replace(
+                reach=step.reach, rows_T=step.rows_T, hides_T=step.hides_T
+            ),
             step.prepared,
         )
 
@@ -236,7 +238,7 @@ class LatentMla(PagedMla):
 
 def decode_rows(batch: Batch, tokens: int, query: int) -> Rows:
     """The decode rows of a step as the kernels see them."""
-    return Rows(batch.table_RP, batch.positions_T[:tokens], query, batch.groups[0].reach)
+    return Rows(batch.table_RP, batch.columns_T[:tokens], query, batch.groups[0].reach)
 
 
 def prepare_by(decoder: Decoder) -> Prepare:

@@ -65,8 +65,11 @@ class LatentAttention(Protocol):
 class GroupedAttention(Protocol):
     """Grouped-query attention; see `layers.gqa.Gqa`. step: what the same parts' `Steps` made."""
 
-    def add_(self, h_TH: Tensor, x_TH: Tensor, step: Any) -> Tensor:
+    def add_(self, h_TH: Tensor, x_TX: Tensor, step: Any) -> Tensor:
         """h += attention(x), in place."""
+
+    def observe(self, x_TX: Tensor, step: Any) -> None:
+        """Stores what attention would store, and computes no more than projections."""
 
 
 class FeedForward(Protocol):
@@ -109,15 +112,20 @@ class Parts(Protocol):
     @property
     def own_index(self) -> bool: ...
 
+    def beside(self, facts: ModelFacts) -> Parts:
+        """Parts of a model that drafts for one of these: what it keeps lies in the same pages, and its attention may be of another kind."""
+
     def norm(self, dim: int, eps: float) -> Norm: ...
 
-    def linear(self, inputs: int, outputs: int) -> Projection: ...
+    def linear(self, inputs: int, outputs: int, bias: bool = False) -> Projection: ...
 
     def embedding(self, vocab: int, hidden: int) -> Table: ...
 
     def mla(self, facts: ModelFacts, layer: int, indexed: bool) -> LatentAttention: ...
 
-    def gqa(self, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias: bool) -> GroupedAttention: ...
+    def gqa(
+        self, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias: bool, inputs: int = 0
+    ) -> GroupedAttention: ...
 
     def mlp(self, hidden: int, intermediate: int, bias: bool = False) -> FeedForward: ...
 
@@ -166,11 +174,14 @@ class ReferenceParts:
     stacked_shared: bool = False
     own_index: bool = False
 
+    def beside(self, facts: ModelFacts) -> ReferenceParts:
+        return self
+
     def norm(self, dim: int, eps: float) -> RMSNorm:
         return RMSNorm(dim, eps, self.device)
 
-    def linear(self, inputs: int, outputs: int) -> Linear:
-        return Linear(inputs, outputs, self.dtype, self.device)
+    def linear(self, inputs: int, outputs: int, bias: bool = False) -> Linear:
+        return Linear(inputs, outputs, self.dtype, self.device, bias)
 
     def embedding(self, vocab: int, hidden: int) -> Embedding:
         return Embedding(vocab, hidden, self.dtype, self.device)
@@ -179,8 +190,8 @@ class ReferenceParts:
         made = Mla if self.choice.latent else Mha
         return made(facts, layer, indexed, self.selection, self.dtype, self.device)
 
-    def gqa(self, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias: bool) -> Gqa:
-        return Gqa(facts, layer, self.dtype, self.device, qk_norm=qk_norm, out_bias=out_bias)
+    def gqa(self, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias: bool, inputs: int = 0) -> Gqa:
+        return Gqa(facts, layer, self.dtype, self.device, qk_norm=qk_norm, out_bias=out_bias, inputs=inputs)
 
     def mlp(self, hidden: int, intermediate: int, bias: bool = False) -> Mlp:
         return Mlp(hidden, intermediate, self.dtype, self.device, bias)

@@ -5,7 +5,7 @@ A page is `PAGE` tokens; page 0 is the null page, where padding writes. Nothing 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -109,6 +109,15 @@ class Planes:
     def read(self, name: str, layer: int, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """What was stored, in `dtype`, of numbers that were taken from this plane."""
         return decoded(stored, dtype, self.scale(name, layer))
+
+    def behind(self, first: int) -> Planes:
+        """The planes of the layers from `first` on, numbered from 0: the same memory."""
+        part = Planes((), self.pages, self.device)
+        part.specs = tuple(replace(spec, layer=spec.layer - first) for spec in self.specs if spec.layer >= first)
+        for name in ("bytes", "_tokens", "_paged", "_scales"):
+            held = {(kind, layer - first): one for (kind, layer), one in vars(self)[name].items() if layer >= first}
+            setattr(part, name, held)
+        return part
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor that `tokens` and `paged` return."""

@@ -10,14 +10,14 @@ from thalweg.attention.selection import Selection, best
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.parts import Parts, ReferenceParts
-from thalweg.models.base import Model
+from thalweg.models.base import Model, Target
 from thalweg.models.deepseek import Deepseek
 from thalweg.models.llama import Llama
 from thalweg.models.nextn import NextN
 from thalweg.models.qwen2 import Qwen2
 from thalweg.models.qwen3 import Qwen3
 
-Build = Callable[[ModelFacts, Parts], Model]
+Build = Callable[[ModelFacts, Parts], Target]
 
 ARCHITECTURES: dict[str, Build] = {
     "DeepseekV2ForCausalLM": Deepseek,
@@ -31,7 +31,7 @@ ARCHITECTURES: dict[str, Build] = {
 }
 
 
-def assemble(facts: ModelFacts, parts: Parts) -> Model:
+def assemble(facts: ModelFacts, parts: Parts) -> Target:
     """The empty model of these facts; a loader fills it. Raises CheckpointError when no class computes `facts.architecture`."""
     if facts.architecture not in ARCHITECTURES:
         raise CheckpointError(
@@ -42,7 +42,7 @@ def assemble(facts: ModelFacts, parts: Parts) -> Model:
 
 def build(
     facts: ModelFacts, dtype: torch.dtype, device: torch.device | str = "cpu", selection: Selection = best
-) -> Model:
+) -> Target:
     """The empty model in plain torch. selection: what chooses the context under DSA. Raises CheckpointError as `assemble`."""
     return assemble(facts, ReferenceParts(dtype, torch.device(device), selection))
 

@@ -4,6 +4,8 @@ with or without a query latent, an indexer (DSA), routing method, rotary scaling
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from thalweg.attention.context import Step, Work
@@ -15,6 +17,7 @@ from thalweg.layers.part import Part
 from thalweg.layers.parts import Parts
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models import tables
+from thalweg.models.base import Streams
 from thalweg.weights.table import Table
 
 
@@ -47,7 +50,7 @@ class Deepseek(Part):
             raise CheckpointError(
                 f"config.json: kv_lora_rank is missing, and {facts.architecture} has latent attention"
             )
-        self.facts, self.parts = facts, parts
+        self.facts, self.parts, self.watched = facts, parts, tuple[int, ...]()
         self.embedding = parts.embedding(facts.vocab, facts.hidden)
         self.layers = nn.ModuleList(
             DeepseekLayer(facts, layer, indexed(facts, layer), parts) for layer in range(facts.layers)
@@ -56,6 +59,9 @@ class Deepseek(Part):
         self.head = self.embedding if facts.tied else parts.embedding(facts.vocab, facts.hidden)
         self.steps = parts.steps(facts, work(facts))
 
+    def watch(self, layers: Sequence[int]) -> None:
+        self.watched = tuple(layers)
+
     def planes(self) -> tuple[PlaneSpec, ...]:
         return tuple(spec for layer in range(self.facts.layers) for spec in layer_planes(self.facts, layer, self.parts))
 
@@ -63,12 +69,15 @@ class Deepseek(Part):
         step = self.steps.step(batch, planes)
         h_TH = self.embedding.forward(batch.ids_T)
         choices: Choices = (None,) * len(step.spans)
-        for layer in self.layers:
+        streams = Streams(self.watched)
+        for index, layer in enumerate(self.layers):
+            streams.enter(index, h_TH)
             choices = layer(h_TH, step, choices)
-        return self.norm.forward(h_TH)
+        streams.enter(len(self.layers), h_TH)
+        return streams.behind(self.norm.forward(h_TH))
 
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        return self.head.logits(hidden_NH)
+    def logits(self, hidden_NX: Tensor) -> Tensor:
+        return self.head.logits(hidden_NX[:, : self.facts.hidden])
 
     def table(self) -> Table:
         facts, table = self.facts, tables.outside(self.facts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from thalweg.attention.context import Step, Work
@@ -11,6 +13,7 @@ from thalweg.layers.part import Part
 from thalweg.layers.parts import Parts
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models import tables
+from thalweg.models.base import Streams
 from thalweg.weights.table import Table
 
 
@@ -32,12 +35,15 @@ class Llama(Part):
 
     def __init__(self, facts: ModelFacts, parts: Parts) -> None:
         super().__init__()
-        self.facts, self.parts = facts, parts
+        self.facts, self.parts, self.watched = facts, parts, tuple[int, ...]()
         self.embedding = parts.embedding(facts.vocab, facts.hidden)
         self.layers = nn.ModuleList(LlamaLayer(facts, layer, parts) for layer in range(facts.layers))
         self.norm = parts.norm(facts.hidden, facts.norm_eps)
         self.head = self.embedding if facts.tied else parts.embedding(facts.vocab, facts.hidden)
         self.steps = parts.steps(facts, Work(pair=facts.heads))
+
+    def watch(self, layers: Sequence[int]) -> None:
+        self.watched = tuple(layers)
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         width = self.facts.kv_heads * self.facts.head_dim
@@ -50,12 +56,15 @@ class Llama(Part):
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         step = self.steps.step(batch, planes)
         h_TH = self.embedding.forward(batch.ids_T)
-        for layer in self.layers:
+        streams = Streams(self.watched)
+        for index, layer in enumerate(self.layers):
+            streams.enter(index, h_TH)
             h_TH = layer(h_TH, step)
-        return self.norm.forward(h_TH)
+        streams.enter(len(self.layers), h_TH)
+        return streams.behind(self.norm.forward(h_TH))
 
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        return self.head.logits(hidden_NH)
+    def logits(self, hidden_NX: Tensor) -> Tensor:
+        return self.head.logits(hidden_NX[:, : self.facts.hidden])
 
     def table(self) -> Table:
         table = tables.outside(self.facts)

@@ -26,11 +26,9 @@ class NextN(Part):
             raise CheckpointError(
                 "this checkpoint has no NextN layer: num_nextn_predict_layers is 0 in its config.json"
             )
-        self.facts, self.main, self.index = (
-            facts,
-            (main,),
-            facts.layers,
-        )  # a tuple: the main model is no child of this module
+        self.facts, self.index, self.width, self.dtype = facts, facts.layers, facts.hidden, parts.dtype
+        self.main = (main,)  # a tuple: the main model is no child of this module
+        self.ids_D: Tensor | None = None
         self.embedding_norm = parts.norm(facts.hidden, facts.norm_eps)
         self.hidden_norm = parts.norm(facts.hidden, facts.norm_eps)
         self.join = parts.linear(2 * facts.hidden, facts.hidden)
@@ -40,6 +38,10 @@ class NextN(Part):
     def planes(self) -> tuple[PlaneSpec, ...]:
         """Of the same pages as the main model's."""
         return layer_planes(self.facts, self.index, self.main[0].parts)
+
+    def learned(self, hidden_TX: Tensor) -> Tensor:
+        """The target's hidden states after its final norm."""
+        return hidden_TX[:, : self.width]
 
     def forward(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> Tensor:
         """ids_T: the token that follows each token of the batch. → [T, H] after shared_head.norm; writes the layer's KV."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.base import Model
@@ -31,12 +31,12 @@ class OneByOne:
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         """Waits for the device: how long each context is, the host knows only as a bound."""
-        positions = batch.positions_T.tolist()
+        columns = batch.columns_T.tolist()
         hidden, token = [], 0
         for group in batch.groups:
             for row in range(group.row_start, group.row_start + group.rows):
                 for _ in range(group.query):
-                    hidden.append(self.model.forward(_single(batch, token, row, positions[token]), planes))
+                    hidden.append(self.model.forward(_single(batch, token, row, columns[token]), planes))
                     token += 1
         return torch.cat(hidden)
 
@@ -44,9 +44,9 @@ class OneByOne:
         return torch.cat([self.model.logits(hidden_NH[i : i + 1].clone()) for i in range(len(hidden_NH))])
 
 
-def _single(batch: Batch, token: int, row: int, position: int) -> Batch:
+def _single(batch: Batch, token: int, row: int, column: int) -> Batch:
     """The step of one token; copied, since a kernel may go by how its inputs are aligned."""
-    one, reach = slice(token, token + 1), position + 1
+    one, reach, tree = slice(token, token + 1), column + 1, batch.tree
     return Batch(
         ids_T=batch.ids_T[one].clone(),
         positions_T=batch.positions_T[one].clone(),
@@ -56,4 +56,5 @@ def _single(batch: Batch, token: int, row: int, position: int) -> Batch:
         emit_N=batch.positions_T.new_zeros(1),
         groups=(Group(0, 1, 0, 1, reach),),
         extents=(Extent(1, reach),),
+        tree=None if tree is None else Tree(tree.columns_T[one].clone(), tree.hides_T[one].clone(), 1),
     )

@@ -44,8 +44,17 @@ def mlp(table: Table, source: str, target: str, size: int, bias: bool = False) -
 
 
 def gqa(table: Table, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias: bool) -> None:
+    """Dense attention of one of the model's layers."""
+    source, target = f"model.layers.{layer}.self_attn", f"layers.{layer}.attention"
+    gqa_of(table, facts, source, target, qk_norm=qk_norm, out_bias=out_bias)
+    for plane, letter in (("key", "k"), ("value", "v")):
+        names = f"{letter}_scale", f"{letter}_proj.{letter}_scale", f"attn.{letter}_scale"
+        table.scales[plane, layer] = tuple(f"{source}.{name}" for name in names)
+
+
+def gqa_of(table: Table, facts: ModelFacts, source: str, target: str, *, out_bias: bool, qk_norm: bool = False) -> None:
     """Dense attention: query and key rows go from halves to pairs."""
-    source, target, dim = f"model.layers.{layer}.self_attn", f"layers.{layer}.attention", facts.head_dim
+    dim = facts.head_dim
     pairs = {
         heads: partial(pairs_from_halves, heads=heads, dim=facts.rope.dim) for heads in (1, facts.heads, facts.kv_heads)
     }
@@ -53,9 +62,6 @@ def gqa(table: Table, facts: ModelFacts, layer: int, *, qk_norm: bool, out_bias:
         q, k, v = (f"{source}.{name}_proj.{kind}" for name in "qkv")
         rows = {q: facts.heads * dim, k: facts.kv_heads * dim, v: facts.kv_heads * dim}
         table.stack(rows, f"{target}.qkv.{kind}", transforms={q: pairs[facts.heads], k: pairs[facts.kv_heads]})
-    for plane, letter in (("key", "k"), ("value", "v")):
-        names = f"{letter}_scale", f"{letter}_proj.{letter}_scale", f"attn.{letter}_scale"
-        table.scales[plane, layer] = tuple(f"{source}.{name}" for name in names)
     table.add(f"{source}.o_proj.weight", f"{target}.out.weight")
     if out_bias:
         table.add(f"{source}.o_proj.bias", f"{target}.out.bias")

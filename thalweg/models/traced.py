@@ -24,7 +24,7 @@ from thalweg.kernels.gemm.warm import SINK
 from thalweg.layers.parts import ReferenceParts
 from thalweg.memory.planes import CODECS, FP8, Planes, PlaneSpec
 from thalweg.models.base import Model
-from thalweg.models.nextn import NextN
+from thalweg.models.head import Head
 from thalweg.weights.table import Table
 
 ROWS = 4  # decode rows up to which a step is recorded
@@ -82,7 +82,12 @@ class Traced:
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         group = batch.groups[0]
         verified = 1 < group.query and len(batch.emit_N) == len(batch.ids_T)  # every token is sampled
-        if len(batch.groups) > 1 or group.query * group.rows > ROWS or (group.query > 1 and not verified):
+        if (
+            batch.tree is not None
+            or len(batch.groups) > 1
+            or group.query * group.rows > ROWS
+            or (group.query > 1 and not verified)
+        ):
             return self.model.forward(batch, planes)
         if verified:
             return self.forward(singles(batch, group), planes)
@@ -103,60 +108,66 @@ class Traced:
         return _recorded(_Step(self.model, (_longest(self.facts, *key),), planes), inputs)
 
 
-class TracedNextN:
-    """A NextN layer behind the same interface, with what it does for up to ROWS tokens recorded: drafting, and learning of a step."""
+class TracedHead:
+    """A head behind the same interface, with what it does for up to ROWS tokens recorded: drafting, and learning of a step."""
 
-    def __init__(self, layer: NextN, planes: Planes) -> None:
-        self.layer, self.planes, self._memory = layer, planes, planes.tensors()
+    def __init__(self, head: Head, planes: Planes) -> None:
+        self.head, self.planes, self._memory = head, planes, planes.tensors()
         self._drafts: dict[tuple[int, bool], Program] = {}
         self._observed: dict[int, Program] = {}
-        facts = layer.facts
+        facts = head.facts
         reaches = [1] if facts.indexer is None else [1, facts.indexer.topk + 1]
         for rows in range(1, ROWS + 1):
             zeros = torch.zeros(rows, dtype=torch.int64)
-            hidden_RH = torch.zeros(rows, facts.hidden, dtype=layer.main[0].parts.dtype)
+            state_RW = torch.zeros(rows, head.width, dtype=head.dtype)
             for reach in reaches:
                 table_RP = torch.zeros(rows, -(-reach // PAGE), dtype=torch.int64)
                 group = Group(0, rows, 0, 1, reach)
                 batch = Batch(zeros, zeros, zeros, table_RP, zeros == 0, zeros, (group,))
-                inputs = (hidden_RH, *_inputs(batch, group), *self._memory)
+                inputs = (state_RW, *_inputs(batch, group), *self._memory)
                 longest = (_longest(facts, rows, reach > 1),)
-                self._drafts[rows, reach > 1] = _recorded(_Draft(layer, longest, planes, layer.forward), inputs)
+                self._drafts[rows, reach > 1] = _recorded(_Draft(head, longest, planes, head.forward), inputs)
                 if reach == 1:
-                    self._observed[rows] = _recorded(_Draft(layer, longest, planes, layer.observe), inputs)
+                    self._observed[rows] = _recorded(_Draft(head, longest, planes, head.observe), inputs)
 
-    def forward(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> Tensor:
-        group, indexer = batch.groups[0], self.layer.facts.indexer
-        if len(batch.groups) > 1 or group.query > 1 or group.rows > ROWS or planes is not self.planes:
-            return self.layer.forward(ids_T, hidden_TH, batch, planes)
+    def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
+        group, indexer = batch.groups[0], self.head.facts.indexer
+        if (
+            batch.tree is not None
+            or len(batch.groups) > 1
+            or group.query > 1
+            or group.rows > ROWS
+            or planes is not self.planes
+        ):
+            return self.head.forward(ids_T, state_TW, batch, planes)
         key = group.rows, indexer is not None and group.reach > indexer.topk
-        return self._drafts[key](hidden_TH, *_inputs(replace(batch, ids_T=ids_T), group), *self._memory)
+        return self._drafts[key](state_TW, *_inputs(replace(batch, ids_T=ids_T), group), *self._memory)
 
-    def observe(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> None:
+    def observe(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         if len(ids_T) > ROWS or planes is not self.planes:
-            self.layer.observe(ids_T, hidden_TH, batch, planes)
+            self.head.observe(ids_T, state_TW, batch, planes)
             return
         # of the context it looks at nothing: any table does
         table_RP = batch.table_RP.new_zeros(len(ids_T), 1)
         inputs = ids_T, batch.positions_T, batch.write_T, table_RP, batch.real_T, SINK
-        self._observed[len(ids_T)](hidden_TH, *inputs, *self._memory)
+        self._observed[len(ids_T)](state_TW, *inputs, *self._memory)
 
 
 class _Draft(nn.Module):
-    """See `_Step`. work: the layer's `forward` or `observe`."""
+    """See `_Step`. work: the head's `forward` or `observe`."""
 
     def __init__(
-        self, layer: NextN, groups: tuple[Group, ...], planes: Planes, work: Callable[..., Tensor | None]
+        self, head: Head, groups: tuple[Group, ...], planes: Planes, work: Callable[..., Tensor | None]
     ) -> None:
         super().__init__()
-        self.layer, self.main, self.groups, self.planes, self.work = layer, layer.main[0], groups, planes, work
+        self.head, self.main, self.groups, self.planes, self.work = head, head.main[0], groups, planes, work
 
     def forward(
-        self, hidden_TH: Tensor, ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor
+        self, state_TW: Tensor, ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor
     ) -> Tensor:  # fmt: skip
         batch = Batch(ids_T, positions_T, write_T, table_RP, real_T, ids_T, self.groups)
-        made = self.work(ids_T, hidden_TH, batch, self.planes)
-        return hidden_TH if made is None else made
+        made = self.work(ids_T, state_TW, batch, self.planes)
+        return state_TW if made is None else made
 
 
 def _longest(facts: ModelFacts, rows: int, chosen: bool) -> Group:

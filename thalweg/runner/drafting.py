@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Callable, Sequence, TypeVar
+from typing import Callable, Protocol, Sequence, TypeVar
 
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind
 from thalweg.memory.planes import Planes
+from thalweg.runner.late import Late
 from thalweg.spec.drafter import NO_DRAFTER, Asked, Drafter, Proposed, Seen
 
 log = logging.getLogger("thalweg.engine")
@@ -17,24 +18,80 @@ OFF = "the drafter is switched off, and decoding goes on without it: %s"
 T = TypeVar("T")
 
 
+class RecordedDrafts(Protocol):
+    """What a drafter does, recorded."""
+
+    def observe(self, seen: Seen) -> bool:
+        """Learns from a step; False of one that was not recorded."""
+
+    def propose(self, asked: Asked, width: int) -> Proposed | None:
+        """As `Drafter.propose`; None for what was not recorded."""
+
+
+class NotRecorded:
+    """Off is a value."""
+
+    def observe(self, seen: Seen) -> bool:
+        return False
+
+    def propose(self, asked: Asked, width: int) -> None:
+        return
+
+
+NOT_RECORDED = NotRecorded()
+
+
 class Drafting:
     """One that fails is switched off for good. lost: whether that has happened."""
 
     def __init__(self, drafter: Drafter, slots: Slots, planes: Planes) -> None:
         self.drafter, self.slots, self.planes = drafter, slots, planes
+        recorded = planes.device.type == "cuda"  # a step's tensors may be the next one's, too
+        self.late = Late(slots, passing=recorded)
+        self.learns = bool(drafter.planes())  # one that keeps nothing has nothing to learn
         self.lost = False
+
+    def forget(self) -> None:
+        """What was seen was nobody's: steps of an engine's start."""
+        self.late.drop()
+
+    def rebind(self) -> None:
+        """Slots are about to be bound anew: of those who leave, nothing may be late."""
+        self._trying(self._catch_up)
 
     def bind(self, binds: Sequence[Bind]) -> None:
         self._trying(lambda: self.drafter.bind(binds, self.slots, self.planes))
 
-    def draft(self, seen: Seen | None, asked: Asked | None, width: int) -> Proposed | None:
+    def draft(
+        self, seen: Seen | None, asked: Asked | None, width: int, recorded: RecordedDrafts = NOT_RECORDED
+    ) -> Proposed | None:
         """Learns from a step, and proposes for its emitting rows. seen: None for a step that nothing can be learned from. Where nothing is drafted,
-        decoding is not looked at: it costs what it would without a drafter, which misses some of what it knows of these sequences later."""
-        if seen is not None and (width or not seen.plan.verifies):
-            self._trying(lambda: self.drafter.observe(seen, self.slots, self.planes))
+        decoding is looked at later, many steps at once."""
+        if seen is not None and self.learns:
+            self._trying(lambda: self._learn(seen, width, recorded))
         if asked is None:
             return None
-        return self._trying(lambda: self.drafter.propose(asked, width, self.slots, self.planes))
+        return self._trying(lambda: self._propose(asked, width, NOT_RECORDED if self.lost else recorded))
+
+    def _propose(self, asked: Asked, width: int, recorded: RecordedDrafts) -> Proposed | None:
+        return recorded.propose(asked, width) or self.drafter.propose(asked, width, self.slots, self.planes)
+
+    def _learn(self, seen: Seen, width: int, recorded: RecordedDrafts) -> None:
+        idle = not width and seen.plan.decodes
+        if idle or self.late.steps and seen.plan.decodes:
+            self.late.keep(seen)
+            if idle and not self.late.full:
+                return
+            self._catch_up()
+        else:
+            self._catch_up()
+            if not recorded.observe(seen):
+                self.drafter.observe(seen, self.slots, self.planes)
+
+    def _catch_up(self) -> None:
+        seen = self.late.joined()
+        if seen is not None:
+            self.drafter.observe(seen, self.slots, self.planes)
 
     def _trying(self, work: Callable[[], T]) -> T | None:
         try:
@@ -52,4 +109,6 @@ class Drafting:
 
     def _off(self) -> None:
         self.lost, self.drafter = True, NO_DRAFTER
+        self.learns = False
+        self.late.drop()
         self.slots.made.zero_()  # it may have left something half done

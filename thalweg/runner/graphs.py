@@ -7,6 +7,7 @@ the largest is recorded first, so that the others fit into what it took.
 
 from __future__ import annotations
 
+import itertools
 from itertools import accumulate
 from typing import Callable, Sequence
 
@@ -19,14 +20,22 @@ from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill, upload
 from thalweg.core.plan import PAGE, Needs, StepPlan
 from thalweg.kernels.prepare import triton as preparing
+from thalweg.kernels.verify import triton as verifying
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
+from thalweg.runner.decoding import halving
+from thalweg.runner.draft_graphs import MOST, DraftGraphs, Learning, Proposing
+from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts
 from thalweg.runner.pieces import Pieces, Piecewise, Shared
 from thalweg.runner.runner import Runner
 from thalweg.runner.tape import Tape, borrow
+from thalweg.runner.tree_graphs import groves
+from thalweg.runner.verified import Verified, verifications
 from thalweg.sampling.launched import choose_into, sampled
-from thalweg.sampling.sample import Sampled
+from thalweg.sampling.sample import Sampled, Sampling
 from thalweg.spec.drafter import Seen
+from thalweg.spec.launched import Kernels
+from thalweg.spec.unroll import Unrolled
 
 NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncated=True))  # of B's draw; edits before it run eagerly
 WARM_UPS = 2  # eager runs before a recording: kernels compile, libraries make their handles
@@ -40,9 +49,9 @@ class Recorded:
     def __init__(self, rows: int, reach: int, model: Model, planes: Planes, slots: Slots, spare: int) -> None:
         self.rows, self.slots, self.spare, self.reach = rows, slots, spare, reach
         # slots of the rows, and how far behind its slot's next position each row's lies
-        self.inputs_2R = torch.zeros(2, rows, dtype=torch.int64, device=planes.device)
+        self.numbers = [[spare] * rows, [0] * rows]
+        self.inputs_2R = torch.tensor(self.numbers, device=planes.device)
         self.slot_R, self.ahead_R = self.inputs_2R
-        self.slot_R.fill_(spare)
         self.every_R = torch.arange(rows, device=planes.device)
         self.b: dict[Needs, torch.cuda.CUDAGraph] = {}
         # outside the pool, whose memory the next replay may write while these are still being copied to the host
@@ -55,8 +64,9 @@ class Recorded:
         self.hidden_RH = self.logits_RV = self.ints_RI = self.slot_R
         self.batch: Batch | None = None
 
-    def record(self, tape: Tape) -> None:
-        """Runs each half eagerly, then records it. What is computed goes to the spare slot and the null page."""
+    def record(self, tape: Tape, verified: Sequence[Verified] = (), learning: Sequence[Learning] = ()) -> None:
+        """Runs each half eagerly, then records it, B also of rows with drafts, and what a drafter learns of it. What is computed goes to the spare
+        slot and the null page."""
         for _ in range(WARM_UPS):
             self._a()
         tape.begin()
@@ -68,11 +78,17 @@ class Recorded:
             tape.begin()
             self._b(needs)
             self.b[needs] = tape.end()
+        for verification in verified:
+            verification.record(NEEDS, tape)
+        for one in learning:
+            one.record(self.batch, self.hidden_RH, tape)
         # B's recordings are made: later buckets may use this memory, since between A and its B nothing is replayed
         self.hidden_RH, self.logits_RV, self.ints_RI = map(borrow, (self.hidden_RH, self.logits_RV, self.ints_RI))
         b = self.batch
         ids, positions, write, table, real = map(borrow, (b.ids_T, b.positions_T, b.write_T, b.table_RP, b.real_T))
         self.batch = Batch(ids, positions, write, table, real, self.every_R, b.groups, b.extents)
+        for one in learning:
+            one.batch = self.batch
 
     def _a(self) -> tuple[Batch, Tensor, Tensor, Tensor]:
         slots, rows, reach = self.slots, self.rows, self.reach
@@ -90,16 +106,22 @@ class Recorded:
     def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, Seen]:
         """A of this plan, each of whose tokens becomes a row: logits, slots and the slots' integers of its emitting rows; what a drafter sees."""
         tokens, device = plan.tokens, self.slot_R.device
-        filling = self.rows - tokens
-        slot_R = [row.slot for row in plan.rows for _ in range(row.n)] + [self.spare] * filling
-        ahead_R = [ahead for row in plan.rows for ahead in range(row.n)] + [0] * filling
-        refill(self.inputs_2R, [slot_R, ahead_R])
-        self.a.replay()
+        slot_T = [row.slot for row in plan.rows for _ in range(row.n)]
+        self.run(slot_T, [ahead for row in plan.rows for ahead in range(row.n)])
         if plan.decodes:
             assert self.batch is not None, "record() comes first"
             seen = Seen(plan, self.batch, self.hidden_RH)
             return self.logits_RV[:tokens], self.slot_R[:tokens], self.ints_RI[:tokens], seen
         return self._emitting(plan, device)
+
+    def run(self, slot_T: list[int], ahead_T: list[int]) -> None:
+        """A of the tokens that stand so far behind the next position of these slots; all others are padding."""
+        filling = self.rows - len(slot_T)
+        numbers = [slot_T + [self.spare] * filling, ahead_T + [0] * filling]
+        if numbers != self.numbers:  # mostly the same requests go on
+            refill(self.inputs_2R, numbers)
+            self.numbers = numbers
+        self.a.replay()
 
     def _emitting(self, plan: StepPlan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Seen]:
         """Those of the rows' sampled tokens; the chunks that do not emit move their slots on."""
@@ -114,7 +136,10 @@ class Recorded:
         seen = Seen(plan, self.batch, self.hidden_RH)
         return self.logits_RV[sampled_N], self.slot_R[first_E], self.ints_RI[first_E], seen
 
-    def sample(self, rows: int, needs: Needs) -> Sampled | None:
+    def draws(self, plan: StepPlan) -> bool:
+        return plan.decodes
+
+    def sample(self, rows: int, needs: Needs, sampling: Sampling) -> Sampled | None:
         if needs not in self.b:
             return None
         self.b[needs].replay()
@@ -123,15 +148,29 @@ class Recorded:
 
 
 class CudaGraphs:
-    """The recorded steps of a runner, by bucket. Drafts are rows like others; mixed: prompt tokens too."""
+    """The recorded steps of a runner, by bucket. Drafts are rows like others; mixed: prompt tokens too. verified: those whose rows have drafts.
+    drafts: what its drafter does."""
 
-    def __init__(self, recorded: Sequence[Recorded], mixed: bool) -> None:
-        self.recorded, self.mixed = sorted(recorded, key=lambda one: one.rows), mixed
+    def __init__(
+        self,
+        recorded: Sequence[Recorded],
+        mixed: bool,
+        verified: Sequence[Verified] = (),
+        drafts: RecordedDrafts = NOT_RECORDED,
+    ) -> None:
+        self.recorded, self.mixed, self.drafts = sorted(recorded, key=lambda one: one.rows), mixed, drafts
+        self.verified = sorted(verified, key=lambda one: one.rows)
 
-    def get(self, plan: StepPlan) -> Recorded | None:
+    def get(self, plan: StepPlan) -> Recorded | Verified | None:
         """The smallest bucket that holds its tokens; None beyond the largest, and for what was not recorded."""
         if not plan.verifies and (not self.mixed or any(row.score_from < row.score_to for row in plan.rows)):
             return None
+        query = plan.query
+        if query > 1 and plan.verifies:
+            fit = (one for one in self.verified if one.query == query and one.rows >= len(plan.rows))
+            verified = next(fit, None)
+            if verified is not None:
+                return verified
         tokens = plan.tokens
         return next((one for one in self.recorded if one.rows >= tokens), None)
 
@@ -145,27 +184,84 @@ def record(
     context: int,
     spare: int,
     progress: Progress,
+    widths: Sequence[int] = (),
 ) -> None:
     """Records whole steps for these numbers of rows, and the static parts of other steps for these numbers of tokens; the runner runs them
-    from now on. mixed: see `CudaGraphs`. context: the longest, in tokens. spare: a slot that no request gets. Raises CannotServe.
-    """
-    tape, model, planes, count = Tape(), runner.model, runner.planes, len(rows) + len(tokens)
-    whole: list[Recorded] = []
-    pieces: list[Pieces] = []
+    from now on. mixed: see `CudaGraphs`. context: the longest, in tokens. spare: a slot that no request gets. widths: drafts that the rows of
+    a step may have. Raises CannotServe."""
+    tape, done = Tape(), itertools.count(1)
+    beside = halving([many for many in rows if many <= max(tokens)]) if tokens else []
+    # what is recorded has the tokens of a row see each other
+    alone = [] if runner.slots.tree.on or not rows else list(widths)
+    chains = _chains(runner) if alone else []
+    drafting = halving([min(many, MOST) for many in rows]) if chains else []
+    count = len(rows) + len(tokens) + len(beside) + len(drafting)
+
+    def told() -> None:
+        progress(next(done), count)
+
     if tokens:
-        shared = Shared(max(tokens), planes.device)
-        for many in sorted(tokens, reverse=True):
-            pieces.append(Pieces(many, model, shared))
-            with tape.running(f"{many} tokens"):
-                pieces[-1].record(planes, context, tape)
-            progress(len(pieces), count)
-        runner.steps = Piecewise(model, pieces)
-    for many in sorted(rows, reverse=True):
-        whole.append(Recorded(many, context, model, planes, runner.slots, spare))
-        with tape.running(f"{many} rows"):
-            whole[-1].record(tape)
-        progress(len(pieces) + len(whole), count)
+        _in_pieces(runner, tokens, beside, context, tape, told)
+    whole, verified, learning = _whole(runner, rows, alone, chains, (context, spare), tape, told)
+    if runner.slots.tree.on and rows:
+        held = runner.planes, runner.slots, runner.drafting.drafter
+        runner.groves = groves(rows, runner.model, *held, context, spare, tape)
+    proposing: list[Proposing] = []
+    for many in drafting:
+        with tape.running(f"drafts of {many} rows"):
+            for one in chains:
+                proposing.append(Proposing(*one, many, max(alone), runner.slots, runner.planes, spare))
+                proposing[-1].record(context, tape)
+        told()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # what the eager runs took belongs to the tape's stream, and nobody else can have it
     if whole:
-        runner.graphs = CudaGraphs(whole, mixed)
+        drafts = DraftGraphs(learning, proposing) if chains else NOT_RECORDED
+        runner.graphs = CudaGraphs(whole, mixed, verified, drafts)
+
+
+def _chains(runner: Runner) -> list[tuple[Unrolled, Kernels]]:
+    """The runner's drafter, where it is one whose work can be recorded."""
+    drafter = runner.drafting.drafter
+    if not isinstance(drafter, Unrolled) or drafter.kernels is None:
+        return []
+    return [(drafter, drafter.kernels)]
+
+
+def _in_pieces(
+    runner: Runner, tokens: Sequence[int], beside: Sequence[int], context: int, tape: Tape, told: Callable[[], None]
+) -> None:
+    """Has the runner's steps go in pieces, of so many tokens, and of decode rows beside prompts attention in graphs, of so many rows."""
+    model, planes = runner.model, runner.planes
+    shared, pieces, other = Shared(max(tokens), planes.device), list[Pieces](), Tape()
+    for many in sorted(tokens, reverse=True):
+        pieces.append(Pieces(many, model, shared))
+        with tape.running(f"{many} tokens"):
+            pieces[-1].record(planes, context, tape)
+        told()
+    runner.steps = steps = Piecewise(model, pieces)
+    for many in beside:
+        with other.running(f"attention of {many} rows"):
+            steps.record(many, context, planes, other)
+        told()
+
+
+def _whole(
+    runner: Runner, rows: Sequence[int], widths: Sequence[int], chains: Sequence[tuple[Unrolled, Kernels]],
+    bounds: tuple[int, int], tape: Tape, told: Callable[[], None],
+) -> tuple[list[Recorded], list[Verified], list[Learning]]:  # fmt: skip
+    """bounds: the longest context, and the spare slot."""
+    slots, planes, (context, spare) = runner.slots, runner.planes, bounds
+    pairs = verifications(rows, widths) if widths else []
+    made, verified, learning = list[Recorded](), list[Verified](), list[Learning]()
+    for many in sorted(rows, reverse=True):
+        made.append(Recorded(many, context, runner.model, planes, slots, spare))
+        here = [pair for pair in pairs if many == min(one for one in rows if one >= pair[0] * pair[1])]
+        accepts = [Verified(*pair, made[-1], runner.sampling, verifying.follow) for pair in here]
+        own = [Learning(*one, many, slots, planes, spare) for one in chains]
+        with tape.running(f"{many} rows"):
+            made[-1].record(tape, accepts, own)
+        verified += accepts
+        learning += own
+        told()
+    return made, verified, learning

@@ -1,8 +1,9 @@
 """Prefill and mixed steps as CUDA graphs in pieces: for each bucket of tokens one graph of everything between two attentions.
 
-Lengths and pages differ from step to step, so attention runs eagerly between the graphs; all else depends on the number of tokens alone, storing
-the latents of latent attention with it. That is filled up to a bucket: padding is token 0 in no expert, attention does not see it, and where the
-recording stores tokens it is stored in the null page. A layer's projections, experts and norms, which took Python a launch each, become one launch.
+Lengths and pages differ from step to step, so attention runs between the graphs, eagerly, but for that of decode rows (`decoding`); all else depends
+on the number of tokens alone, storing the latents of latent attention with it. That is filled up to a bucket: padding is token 0 in no expert,
+attention does not see it, and where the recording stores tokens it is stored in the null page. A layer's projections, experts and norms, which
+took Python a launch each, become one launch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Attend, Batch, Extent, Group
+from thalweg.batch.batch import Attend, Batch, Extent, Group, Seam, seamless
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
+from thalweg.runner.decoding import RecordedRows, behind, fitting
 from thalweg.runner.tape import Tape, borrow
 
 
@@ -67,6 +69,7 @@ class Pieces:
     def __init__(self, tokens: int, model: Model, shared: Shared) -> None:
         self.tokens, self.model, self.shared = tokens, model, shared
         self.pieces: list[Piece] = []
+        self.attends: tuple[Attend, ...] = ()
 
     def record(self, planes: Planes, context: int, tape: Tape) -> None:
         """One eager run, in which kernels compile and libraries make their handles, then the recording. All is padding."""
@@ -77,8 +80,10 @@ class Pieces:
         hidden_TH = self.model.forward(batch, planes)
         self.last = tape.end()
         self.hidden_TH, self.pieces = borrow(hidden_TH), cutter.pieces
+        self.attends = tuple(piece.attend for piece in self.pieces)
 
-    def forward(self, batch: Batch, planes: Planes) -> Tensor:
+    def forward(self, batch: Batch, planes: Planes, decoding: RecordedRows | None) -> Tensor:
+        """decoding: does the attention of the rows of one token that the step begins with."""
         count, shared = len(batch.ids_T), self.shared
         for held, given in (
             (shared.ids_T, batch.ids_T),
@@ -88,11 +93,19 @@ class Pieces:
         ):
             held[:count] = given
             held[count : self.tokens] = 0
-        step, out_TX = self.model.steps.step(batch, planes), shared.out_TX
+        out_TX, rows = shared.out_TX, 0
         assert out_TX is not None, "the recording made it"
-        for graph, attend, inputs in self.pieces:
+        rest: Batch | None = batch
+        if decoding is not None:
+            rows = decoding.bind(batch)
+            rest = behind(batch, rows)
+        step = None if rest is None else self.model.steps.step(rest, planes)
+        for layer, (graph, attend, inputs) in enumerate(self.pieces):
             graph.replay()
-            out_TX[:count] = attend(step, *[x[:count] for x in inputs])
+            if decoding is not None:
+                decoding.attend(layer, inputs)
+            if step is not None:
+                out_TX[rows:count] = attend(step, *[x[rows:count] for x in inputs])
         self.last.replay()
         return self.hidden_TH[:count]
 
@@ -102,16 +115,26 @@ class Piecewise:
 
     def __init__(self, model: Model, recorded: Sequence[Pieces]) -> None:
         self.model, self.recorded = model, sorted(recorded, key=lambda one: one.tokens)
+        self.decoding: list[RecordedRows] = []
+
+    def record(self, rows: int, context: int, planes: Planes, tape: Tape) -> None:
+        """Attention of up to `rows` decode rows, which has inputs of its own: those of a piece lie elsewhere for each bucket. tape: another than
+        the pieces'; what lies in their pool is still to be read by others when this replays."""
+        largest, made = self.recorded[-1], RecordedRows(rows, context, planes)
+        inputs = tuple(x.new_zeros(rows, *x.shape[1:]) for x in largest.pieces[0].inputs)
+        assert largest.shared.out_TX is not None, "the recording made it"
+        made.record(largest.attends, inputs, largest.shared.out_TX, self.model, planes, tape)
+        self.decoding.append(made)
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         tokens = len(batch.ids_T)
         for one in self.recorded:
             if one.tokens >= tokens:
-                return one.forward(batch, planes)
+                return one.forward(batch, planes, fitting(self.decoding, batch, one.tokens, one.attends))
         return self.model.forward(batch, planes)
 
 
-def _padding(shared: Shared, tokens: int, context: int, *seam: Cutter) -> Batch:
+def _padding(shared: Shared, tokens: int, context: int, seam: Seam = seamless) -> Batch:
     """A step of padding, as rows of a prompt as long as the context lets them be, on what the graphs read."""
     device = shared.ids_T.device
     longest = min(tokens, context)
@@ -126,5 +149,5 @@ def _padding(shared: Shared, tokens: int, context: int, *seam: Cutter) -> Batch:
         torch.zeros(1, dtype=torch.int64, device=device),
         tuple(Group(row, 1, starts[row], length, length) for row, length in enumerate(lengths)),
         tuple(Extent(length, length) for length in lengths),
-        *seam,
+        seam,
     )

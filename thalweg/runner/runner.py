@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from thalweg.core.grammar import Masks
 from thalweg.core.plan import Needs, Output, Row, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
-from thalweg.runner.drafting import Drafting
+from thalweg.runner.drafting import NOT_RECORDED, Drafting, RecordedDrafts
+from thalweg.runner.straight import mover, straightened
 from thalweg.sampling.catalog import sampling_on
 from thalweg.sampling.sample import Sampled, Sampling, accept
 from thalweg.spec.drafter import NO_DRAFTER, Asked, Drafter, Proposed, Seen
@@ -61,8 +62,11 @@ class StepGraph(Protocol):
     def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, Seen]:
         """Replays A. → logits_NV, slot_E, ints_EI of the emitting rows; and what a drafter sees."""
 
-    def sample(self, rows: int, needs: Needs) -> Sampled | None:
-        """Replays B, of the first `rows`; None where these needs were not recorded."""
+    def draws(self, plan: StepPlan) -> bool:
+        """Whether its B can follow its A of this plan."""
+
+    def sample(self, rows: int, needs: Needs, sampling: Sampling) -> Sampled | None:
+        """Replays B, of the first `rows`; None where these needs, or drafts accepted by this sampling, were not recorded."""
 
 
 class Graphs(Protocol):
@@ -70,9 +74,14 @@ class Graphs(Protocol):
 
     def get(self, plan: StepPlan) -> StepGraph | None: ...
 
+    @property
+    def drafts(self) -> RecordedDrafts: ...
+
 
 class NoGraphs:
     """Off is a value."""
+
+    drafts = NOT_RECORDED
 
     def get(self, plan: StepPlan) -> None:
         return None
@@ -86,24 +95,28 @@ class Runner:
         self.model, self.steps, self.planes, self.slots = model, steps, planes, slots
         self.drafting = Drafting(drafter, slots, planes)
         self.sampling: Sampling = sampling_on(planes.device)
+        self.move = mover(planes, model.planes() if slots.tree.on else ())
         self.graphs: Graphs = NoGraphs()
+        self.groves: Graphs = NoGraphs()  # of steps whose drafts part ways
 
     def eager(self) -> None:
         """Runs no recorded step any more: the model was changed in a way that a recording does not follow."""
-        self.steps, self.graphs = self.model, NoGraphs()
+        self.steps, self.graphs, self.groves = self.model, NoGraphs(), NoGraphs()
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Forwarded | None:
         """A. None for a rank that has no rows in this step."""
         if not plan.rows:
             return None
+        if plan.binds:
+            self.drafting.rebind()
         self.slots.bind(plan.binds)
         self.slots.append(plan.appends)
         self.drafting.bind(plan.binds)
-        graph = self.graphs.get(plan)
+        graph = (self.groves if self.slots.tree.parts(plan.query) else self.graphs).get(plan)
         if graph is not None:
             logits_RV, slot_E, ints_EI, seen = graph.forward(plan)
-            return Forwarded(plan, logits_RV, slot_E, ints_EI, {}, seen, graph if plan.decodes else None)
+            return Forwarded(plan, logits_RV, slot_E, ints_EI, {}, seen, graph if graph.draws(plan) else None)
         prepared = prepare(plan, self.slots)
         batch = prepared.batch
         hidden_TH = self.steps.forward(batch, self.planes)
@@ -120,10 +133,15 @@ class Runner:
         plan, logits_NV, graph, sampled = forwarded.plan, forwarded.logits_NV, forwarded.graph, None
         if logits_NV is not None and len(logits_NV):
             slots, kernels = (self.slots, forwarded.slot_E, forwarded.ints_EI), self.sampling
-            recorded = None if graph is None else partial(graph.sample, len(plan.rows))
+            recorded = None if graph is None else partial(graph.sample, len(plan.rows), sampling=kernels)
             sampled = accept(logits_NV, *slots, plan.needs, plan.reach, masks, kernels, recorded)
         asked = None if sampled is None else Asked(forwarded.slot_E, plan.reach, plan.needs)
-        proposed = self.drafting.draft(forwarded.seen, asked, width)
+        seen = forwarded.seen
+        if seen is not None and sampled is not None and sampled.nodes_EQ is not None:
+            paths = forwarded.slot_E, forwarded.ints_EI, sampled.nodes_EQ, sampled.count_E
+            seen = straightened(seen, *paths, self.slots, self.move)
+        drafts = (self.groves if self.slots.tree.on else self.graphs).drafts
+        proposed = self.drafting.draft(seen, asked, width, drafts)
         return Published(forwarded, sampled, proposed, self.drafting.lost)
 
     def _scores(self, plan: StepPlan, hidden_TH: Tensor) -> dict[int, tuple[TokenLogprob, ...]]:
@@ -148,7 +166,7 @@ class Runner:
         """One Output a row of the plan. Waits for what is still on a device; a drafter that turns out to have computed rubbish there is off then."""
         if published is None:
             return ()
-        if published.proposed is not None and not published.proposed.sound:
+        if published.proposed is not None and not published.proposed.sound.all():
             self.drafting.rubbish()
             published = replace(published, lost=True)
         return outputs(published)
@@ -162,6 +180,7 @@ def outputs(published: Published) -> tuple[Output, ...]:
     tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()
     found = _token_logprobs(sampled.logprob_N, sampled.top_ids_NK, sampled.top_logprobs_NK)
     drafts = _drafts(published.proposed, len(tokens))
+    nodes: list[list[int]] = [] if sampled.nodes_EQ is None else sampled.nodes_EQ.tolist()
     made, e, query = [], 0, len(tokens[0])
     for i, row in enumerate(forwarded.plan.rows):
         scores = forwarded.scores.get(i, ())
@@ -170,15 +189,29 @@ def outputs(published: Published) -> tuple[Output, ...]:
             continue
         n = int(count[e])
         logprobs = tuple(found[e * query : e * query + n])
-        made.append(Output(tuple(tokens[e][:n]), () if done[e] else drafts[e], done[e], logprobs, scores, lost))
+        ahead = NOTHING if done[e] else drafts[e]
+        path = sum(1 << node - 1 for node in nodes[e][1:n]) if nodes else (1 << max(n - 1, 0)) - 1
+        made.append(Output(tuple(tokens[e][:n]), ahead.drafts, done[e], logprobs, scores, lost, ahead.parents, path))
         e += 1
     return tuple(made)
 
 
-def _drafts(proposed: Proposed | None, rows: int) -> list[tuple[int, ...]]:
+class _Drafts(NamedTuple):
+    """Of a row, as of `Output`."""
+
+    drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+
+NOTHING = _Drafts()
+
+
+def _drafts(proposed: Proposed | None, rows: int) -> list[_Drafts]:
     if proposed is None:
-        return [()] * rows
-    return [tuple(row[:made]) for row, made in zip(proposed.drafts_EK.tolist(), proposed.made_E.tolist(), strict=True)]
+        return [NOTHING] * rows
+    drafts, made = proposed.drafts_EK.tolist(), proposed.made_E.tolist()
+    parents = [[]] * rows if proposed.parents_EK is None else proposed.parents_EK.tolist()
+    return [_Drafts(tuple(d[:n]), tuple(p[:n])) for d, p, n in zip(drafts, parents, made, strict=True)]
 
 
 def _token_logprobs(logprob: Tensor | None, ids: Tensor | None, values: Tensor | None) -> list[TokenLogprob]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -25,13 +27,15 @@ class Imposed:
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
         known_N, vocab = slots.length[slot_N], logits_NV.shape[1]
-        drafts_N = slots.tokens_SL[slot_N, ints_NI[:, 0]].to(torch.int64)
+        drafts_N, token_NK, any_NK = ahead(slots, slot_N, ints_NI)
         coin_N = mix(known_N * 2 + slot_N * 1000003) & 0xFFFF  # one of each row and step
         right_N = int(self.right) + (coin_N < int((self.right % 1) * 0x10000)).to(torch.int64)
         ahead_N = ints_NI[:, 0] - known_N
         drawn_N = self.sampling.draw(logits_NV, slots, slot_N, ints_NI, needs)
-        other_N = (drafts_N + 1) % vocab  # behind the last that is right, what is drawn must not happen to be the draft
-        wrong_N = torch.where((ahead_N == right_N) & (drawn_N == drafts_N), other_N, drawn_N)
+        # behind the last that is right, what is drawn must not happen to be a draft
+        hit_N = ((token_NK == drawn_N.unsqueeze(1)) & any_NK).any(1)
+        other_N = (token_NK.masked_fill(~any_NK, -1).amax(1) + 1) % vocab
+        wrong_N = torch.where((ahead_N == right_N) & hit_N, other_N, drawn_N)
         return torch.where(ahead_N < right_N, drafts_N, wrong_N)
 
     def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
@@ -39,3 +43,25 @@ class Imposed:
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
         return self.sampling.logprobs(logits_NV, tokens_N, top)
+
+
+class Ahead(NamedTuple):
+    """The drafts behind each position. first_N int64: the first of them, or only one; any_NK: which tokens int64 [N, K] are others, too."""
+
+    first_N: Tensor
+    token_NK: Tensor
+    any_NK: Tensor
+
+
+def ahead(slots: Slots, slot_N: Tensor, ints_NI: Tensor) -> Ahead:
+    """Of a chain there is one; behind the leaf of a tree the first is nobody's draft."""
+    if not slots.tree.on:
+        token_N = slots.tokens_SL[slot_N, ints_NI[:, 0]].to(torch.int64)
+        return Ahead(token_N, token_N.unsqueeze(1), torch.ones_like(token_N, dtype=torch.bool).unsqueeze(1))
+    node_N = ints_NI[:, 1] - slots.at[slot_N]
+    number_K = torch.arange(1, slots.nodes_SN3.shape[1], device=slot_N.device)
+    child_NK = (slots.nodes_SN3[slot_N, 1:, 0] == node_N.unsqueeze(1)) & (number_K <= ints_NI[:, 7:8])
+    column_NK = (slots.length[slot_N].unsqueeze(1) + number_K - 1).clamp(max=slots.context)
+    token_NK = slots.tokens_SL[slot_N.unsqueeze(1), column_NK].to(torch.int64)
+    first_N1 = child_NK.to(torch.int8).argmax(1, keepdim=True)
+    return Ahead(token_NK.gather(1, first_N1).squeeze(1), token_NK, child_NK)

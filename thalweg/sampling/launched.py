@@ -33,7 +33,7 @@ class Launched:
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
         out = _out(len(logits_NV), logits_NV.device)
-        choose_into(out, logits_NV, slots, slot_N, ints_NI, needs, slots.ints_SI.clone())
+        choose_into(out, logits_NV, slots, slot_N, ints_NI, needs, torch.empty_like(slots.ints_SI))  # written, not read
         return out[0]
 
     def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:

@@ -19,6 +19,7 @@ from thalweg.kernels.truncate.ref import truncate
 from thalweg.sampling.chain import Path, follow, path
 from thalweg.sampling.mask import forbid
 from thalweg.sampling.random import exponential
+from thalweg.sampling.tree import climb, grown, unfolded
 
 BANNED = (
     -1e30
@@ -30,7 +31,8 @@ Logprobs = tuple[Tensor | None, Tensor | None, Tensor | None]
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """tokens_EQ int64, of which the first count_E (int64, or bool) are the row's: none where the slot had ended before; done_E bool: the slot ended
-    with them. logprob_N, top_ids_NK, top_logprobs_NK: the model's own log-probabilities of tokens_EQ, None unless asked for."""
+    with them. logprob_N, top_ids_NK, top_logprobs_NK: the model's own log-probabilities of tokens_EQ, None unless asked for. nodes_EQ int64: of
+    drafts that part ways, the node of the tree at which each was drawn, the root behind the last; None for a chain."""
 
     tokens_EQ: Tensor
     count_E: Tensor
@@ -38,6 +40,7 @@ class Sampled:
     logprob_N: Tensor | None = None
     top_ids_NK: Tensor | None = None
     top_logprobs_NK: Tensor | None = None
+    nodes_EQ: Tensor | None = None
 
 
 class Sampling(Protocol):
@@ -106,28 +109,46 @@ def accept(
 ) -> Sampled:
     """Draws the next tokens of each row, writes them into `slots`, and ends those that reached a stop id or their end.
 
-    logits_NV float32 is the model's and may be overwritten: of each row equally many positions, the last known token's and those of the drafts
-    behind it. ints_EI: the slots' integers, as `prepare` found them in this step. reach: upper bound of every row's length, drafts included.
-    recorded: draws from these very logits by a recording, None of needs that have none.
+    logits_NV float32 is the model's and may be overwritten: of each row equally many positions, the last known token's and those of the drafts behind
+    it, which are nodes of a tree where these part ways. ints_EI: the slots' integers, as `prepare` found them in this step. reach: upper bound of
+    every row's length, drafts included. recorded: draws from these very logits by a recording, None of needs that have none.
     """
     query = len(logits_NV) // len(slot_E)
-    whole = Path(slot_E, ints_EI, slot_E.new_empty(len(slot_E), 0))
-    along = whole if query == 1 else path(slots, slot_E, ints_EI, query)
-    own_NV = logits_NV
+    apart, own_NV = slots.tree.parts(query), logits_NV
+    along: Path | None = None
     if needs.penalised or needs.biased or masks is not None:
         if needs.logprobs >= 0:
             own_NV = logits_NV.clone()
-        sampling.edit(logits_NV, slots, along.slot_N, along.ints_NI, needs, reach, masks)
+        along = _along(slots, slot_E, ints_EI, query)
+        shown, index_N = slots, along.slot_N
+        if apart and needs.penalised:
+            shown, index_N = unfolded(slots, along, query, reach), torch.arange(len(logits_NV), device=slot_E.device)
+        sampling.edit(logits_NV, shown, index_N, along.ints_NI, needs, reach, masks)
     made = None if recorded is None else recorded(Needs(needs.random, needs.truncated))
     if made is None and query == 1:
         made = sampling.choose(logits_NV, slots, slot_E, ints_EI, needs)
     if made is None:
+        along = along or _along(slots, slot_E, ints_EI, query)
         tokens_EQ = sampling.draw(logits_NV, slots, along.slot_N, along.ints_NI, needs).view(-1, query)
-        made = Sampled(tokens_EQ, *follow(tokens_EQ, along.drafts_EK, slots, slot_E, ints_EI))
+        if apart:
+            tokens_ED, count_E, done_E, nodes_ED = climb(tokens_EQ, along.drafts_EK, slots, slot_E, ints_EI)
+            made = Sampled(tokens_ED, count_E, done_E, nodes_EQ=nodes_ED)
+        else:
+            made = Sampled(tokens_EQ, *follow(tokens_EQ, along.drafts_EK, slots, slot_E, ints_EI))
     if needs.logprobs < 0:
         return made
+    if made.nodes_EQ is not None:
+        first_E1 = torch.arange(len(slot_E), device=slot_E.device).unsqueeze(1) * query
+        own_NV = own_NV.index_select(0, (first_E1 + made.nodes_EQ).flatten())
     logprob_N, ids_NK, values_NK = sampling.logprobs(own_NV, made.tokens_EQ.flatten(), needs.logprobs)
     return replace(made, logprob_N=logprob_N, top_ids_NK=ids_NK, top_logprobs_NK=values_NK)
+
+
+def _along(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
+    """What each position is sampled by."""
+    if query == 1:
+        return Path(slot_E, ints_EI, slot_E.new_empty(len(slot_E), 0))
+    return (grown if slots.tree.parts(query) else path)(slots, slot_E, ints_EI, query)
 
 
 def _settle(
@@ -178,13 +199,16 @@ def draw(
     An exponential race (arg min of Exp(1) / p) needs neither normalisation nor a cumulative sum, and its coins are per token id, so
     that the draw does not depend on the order of equal probabilities.
     """
-    temperature_E, top_p_E, min_p_E = floats_EF[:, 0], floats_EF[:, 1], floats_EF[:, 2]
-    greedy_E = temperature_E == 0
-    scaled_EV = logits_EV / torch.where(greedy_E, 1.0, temperature_E)[:, None]
-    if truncated:
-        scaled_EV = truncate(scaled_EV, top_k_E, top_p_E, min_p_E)
+    scaled_EV = tempered(logits_EV, floats_EF, top_k_E, truncated)
     race_EV = scaled_EV - exponential(seed_E, position_E, logits_EV.shape[1]).log_()
-    return torch.where(greedy_E, logits_EV.argmax(-1), race_EV.argmax(-1))
+    return torch.where(floats_EF[:, 0] == 0, logits_EV.argmax(-1), race_EV.argmax(-1))
+
+
+def tempered(logits_EV: Tensor, floats_EF: Tensor, top_k_E: Tensor, truncated: bool) -> Tensor:
+    """What each row is drawn from: logits by temperature (a greedy row's as they are), -inf for what truncation removes."""
+    temperature_E, top_p_E, min_p_E = floats_EF[:, 0], floats_EF[:, 1], floats_EF[:, 2]
+    scaled_EV = logits_EV / torch.where(temperature_E == 0, 1.0, temperature_E)[:, None]
+    return truncate(scaled_EV, top_k_E, top_p_E, min_p_E) if truncated else scaled_EV
 
 
 def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:

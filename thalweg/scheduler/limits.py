@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thalweg.core.tree import CHAIN, TreeShape
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -12,6 +14,7 @@ class Limits:
     pairs, up to the budget.
     context: the model's longest sequence, in tokens. vocab: number of token ids. eos_ids: they end a sequence unless it ignores EOS.
     stages: pipeline stages. policy: the order of the queue, a key of `queue.POLICIES`. seed: of the seeds drawn for requests without one.
+    tree: the shape of what is drafted.
     """
 
     slots: int
@@ -23,6 +26,7 @@ class Limits:
     policy: str = "fcfs"
     seed: int = 0
     beside: tuple[tuple[int, int], ...] = ()
+    tree: TreeShape = CHAIN
 
     def __post_init__(self) -> None:
         counts = {

@@ -20,6 +20,7 @@ from thalweg.core.messages import Abort, Delta, Done, Drain, FlushCache, Rejecte
 from thalweg.core.plan import Append, Bind, MaskState, Output, Row, StepPlan, asked
 from thalweg.core.request import Leave, Request, State
 from thalweg.core.ticket import NoTier, TicketState, Tier
+from thalweg.core.tree import depth
 from thalweg.scheduler import door
 from thalweg.scheduler.holdings import Holdings
 from thalweg.scheduler.limits import Limits
@@ -47,6 +48,7 @@ class Scheduler:
         grammars: Grammars = NO_GRAMMARS,
     ) -> None:
         self.limits, self.stages, self.widths, self.grammars = limits, limits.stages, widths, grammars
+        self.tree = limits.tree
         self.books, self.page = books, books.page_size
         self.context = min(limits.context, books.total * books.page_size)
         self.draining = False
@@ -133,7 +135,7 @@ class Scheduler:
         r = self.requests.get(uid)
         if r is None or r.leave in GONE:  # what is SENDING has finished, and ends by itself
             return
-        self._news.append(Delta(uid, (), "abort", cached=0 if r.out else r.cached))
+        self._news.append(Delta(uid, (), "abort", cached=0 if r.out else r.cached, drafted=r.drafted.told))
         self._stop(r)
 
     def _stop(self, r: Request) -> None:
@@ -151,8 +153,8 @@ class Scheduler:
     def plan(self, width: int) -> StepPlan:
         """The next step; it has no rows where there is nothing to do. width: the draft width that the last launched step was told to
         make: a row verifies what its slot's LAST sampling step made."""
-        for r in self._emitted:
-            r.made = width
+        if self._emitted:
+            self._record(width)
         self._restless = False
         self._poll()
         sheet = Sheet(self.limits.budget)
@@ -167,6 +169,12 @@ class Scheduler:
         seen = max(self.step - self.stages, self.retired)  # a drained pipeline hears earlier
         return sheet.plan(self.step, seen, self.widths.draft(sheet.emitting))
 
+    def _record(self, width: int) -> None:
+        for r in self._emitted:
+            r.made = width
+        if self.widths.widest:
+            self.tally.chose(width)
+
     def _plan_decoding(self, sheet: Sheet) -> None:
         """One row for each decoding request that may sample in this step. The cap balances them over the cohorts of a pipeline."""
         step, retired, stages, size = self.step, self.retired, self.stages, self.page
@@ -174,7 +182,8 @@ class Scheduler:
         cap = -(-len(self._decoding) // stages)
         passed: list[Request] = []
         served: list[Request] = []
-        widest = self.widths.widest
+        tree = self.tree
+        room = tree.room(self.widths.widest)
         rows, appends, squeezed = sheet.rows, sheet.appends, False
         for r in self._decoding:
             if r.state is not RUNNING or r.leave is not STAYS:
@@ -186,7 +195,7 @@ class Scheduler:
             start = known + r.slack - 1
             upto = min(start + n, end)
             held = min(
-                start + n + widest, end
+                start + n + room, end
             )  # what is drafted behind them has its entries in the drafter's planes before the next plan
             if held > len(r.pages) * size:
                 short = self.holdings.short(r, held)
@@ -200,7 +209,7 @@ class Scheduler:
             sheet.left -= n
             sheet.reach = max(sheet.reach, upto)
             r.flight += 1
-            sheet.emit(r, step, drafts)
+            sheet.emit(r, step, tree.right(drafts))
         self._decoding = passed + served
         if squeezed:  # whoever was squeezed may have been passed by before
             self._decoding = [r for r in self._decoding if r.state is RUNNING and r.leave is STAYS]
@@ -283,7 +292,7 @@ class Scheduler:
 
     def _admit(self, r: Request) -> bool:
         """Seats `r` if there are pages for all it knows and a step's tokens, beside one for each running request to grow on."""
-        upto = min(r.known + 1 + self.widths.widest, r.end)
+        upto = min(r.known + 1 + self.tree.room(self.widths.widest), r.end)
         ticket = self.holdings.seat(r, upto, reserve=len(self.live) - len(self._waiting))
         if ticket is None:
             return False
@@ -292,7 +301,7 @@ class Scheduler:
         if not r.preempted:
             self._marks.append((r.uid, "admitted"))
         r.state, r.ticket, r.base = State.LOADING, ticket, r.known
-        r.made, r.drafts, r.bound, r.last = 0, (), False, -1
+        r.made, r.drafts, r.parents, r.bound, r.last = 0, (), (), False, -1
         self._waiting.append(r)
         if ticket.state is not TicketState.PENDING:
             self._land(r)
@@ -348,6 +357,8 @@ class Scheduler:
         final = r.known - 1  # the last token's KV is never computed
         self.holdings.share(r, min(r.computed, final) if r.computed < r.base else final)
         self.holdings.stand_up(r)
+        self.tally.wasted += len(r.drafts)
+        r.drafts = ()
         self._restless = True  # what it gives back may let another one in
         if r.leave is Leave.FINISH and r.send:
             r.state, r.ticket = State.SENDING, self.holdings.send(r)  # the pages stay leased until the copy is over
@@ -378,7 +389,9 @@ class Scheduler:
     def masks(self, plan: StepPlan) -> Mapping[int, MaskState]:
         """What the grammars of this plan's rows go by. Who has ended since has no mask, and nobody reads its tokens."""
         return {
-            r.uid: MaskState(r.known, (r.out or r.prompt)[-1], r.drafts) for r in self._grammars if r.leave not in GONE
+            r.uid: MaskState(r.known, (r.out or r.prompt)[-1], r.drafts, r.parents)
+            for r in self._grammars
+            if r.leave not in GONE
         }
 
     def launched(self) -> None:
@@ -398,7 +411,7 @@ class Scheduler:
             r.flight -= 1
             if row.emit:
                 r.emits -= 1
-                r.slack -= 1 + row.drafts  # the bound comes down to the truth
+                r.slack -= 1 + self.tree.right(row.drafts)  # the bound comes down to the truth
                 if row.drafts and output.tokens:
                     self._verified(r, row, output)
             leave = r.leave
@@ -409,9 +422,13 @@ class Scheduler:
 
     def _verified(self, r: Request, row: Row, output: Output) -> None:
         """The drafts that its last sampling step left. Of a sequence that ended among them, those behind say nothing about their quality."""
-        accepted = len(output.tokens) - 1
-        self.tally.verified(len(r.drafts), accepted)
-        self.widths.learn(r, accepted if output.done else row.drafts, accepted)
+        accepted, made, r.drafts = len(output.tokens) - 1, len(r.drafts), ()
+        if made:  # a row that may have had drafts had some
+            deepest = depth(r.parents) if r.parents else made
+            self.tally.drafts.verified(made, deepest, accepted)
+            r.drafted.verified(made, deepest, accepted)
+        if not output.done:
+            self.widths.learn(r, row.drafts, output.path)
 
     def _earn(self, r: Request, output: Output) -> None:
         if output.scores:
@@ -422,7 +439,7 @@ class Scheduler:
             self.holdings.learn(r, tokens)
             if r.masked:
                 self.grammars.advance(r.uid, tokens)
-            r.drafts = output.drafts
+            r.drafts, r.parents = output.drafts, output.parents
             self.tally.decode_tokens += len(tokens)
             final = len(r.prompt) + len(r.out) - 1
             if final % self.page < len(tokens):  # a page has become full
@@ -438,7 +455,8 @@ class Scheduler:
         if first:
             self._news.append(Delta(r.uid, tokens, r.finish, r.stop_id, r.cached, logprobs, tuple(r.scores)))
         else:
-            self._news.append(Delta(r.uid, tokens, r.finish, r.stop_id, 0, logprobs))
+            drafted = r.drafted.told if r.finish or r.params.stop else None
+            self._news.append(Delta(r.uid, tokens, r.finish, r.stop_id, 0, logprobs, drafted=drafted))
 
     def news(self) -> tuple[Delta, ...]:
         """What happened since the last call, in order."""

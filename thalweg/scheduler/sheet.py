@@ -25,13 +25,13 @@ class Sheet:
         self.masked = False
         self.reach = 0
 
-    def emit(self, r: Request, step: int, drafts: int) -> None:
-        """`r` samples in this step: at most 1 + drafts tokens come of it."""
+    def emit(self, r: Request, step: int, right: int) -> None:
+        """`r` samples in this step: at most 1 + right tokens come of it."""
         if r.masked:
             self.masked |= r.emits > 0  # the mask depends on a token that is not committed yet
             self.grammars.append(r)
         r.emits += 1
-        r.slack += 1 + drafts
+        r.slack += 1 + right
         r.last = step
         self.emitting.append(r)
         self.asked.add(r.needs)

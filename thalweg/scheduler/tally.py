@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from thalweg.core.drafts import DraftCount
 from thalweg.core.messages import Stats
 
 
 @dataclass(slots=True)
 class Tally:
     """prefill_tokens: computed in chunks, recomputed ones too. decode_tokens: sampled and committed. prompt_tokens: admitted for the first
-    time; cached_tokens: of these, found in a cache. finished, aborted, preemptions: requests. verifications: rows with drafts; drafted:
-    tokens of these; accepted: of these. drafter_failures: drafters that were switched off."""
+    time; cached_tokens: of these, found in a cache. finished, aborted, preemptions: requests. drafts: of all requests; wasted: drafts that were
+    never verified. widths: steps that sampled, by the draft width agreed in them. drafter_failures: drafters that were switched off."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -20,16 +21,16 @@ class Tally:
     preemptions: int = 0
     finished: int = 0
     aborted: int = 0
-    verifications: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    drafts: DraftCount = field(default_factory=DraftCount)
+    wasted: int = 0
+    widths: list[int] = field(default_factory=list)
     drafter_failures: int = 0
 
-    def verified(self, drafts: int, accepted: int) -> None:
-        """A row with `drafts` of them came back."""
-        self.verifications += drafts > 0
-        self.drafted += drafts
-        self.accepted += accepted
+    def chose(self, width: int) -> None:
+        """A step that sampled was told to make so many drafts of each sequence."""
+        while len(self.widths) <= width:
+            self.widths.append(0)
+        self.widths[width] += 1
 
     def stats(
         self,
@@ -56,8 +57,12 @@ class Tally:
             finished=self.finished,
             aborted=self.aborted,
             step_seconds=step_seconds,
-            verifications=self.verifications,
-            drafted_tokens=self.drafted,
-            accepted_tokens=self.accepted,
+            verifications=self.drafts.verifications,
+            drafted_tokens=self.drafts.drafted,
+            accepted_tokens=self.drafts.accepted,
+            drafted_at=tuple(self.drafts.drafted_at),
+            accepted_at=tuple(self.drafts.accepted_at),
+            wasted_drafts=self.wasted,
+            steps_by_width=tuple(self.widths),
             drafter_failures=self.drafter_failures,
         )

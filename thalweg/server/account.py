@@ -44,6 +44,8 @@ class Account:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0  # that were verified, of choices that ended by themselves
+    accepted_tokens: int = 0  # of these
     preemptions: int = 0
     finishes: list[str] = field(default_factory=list)  # in the order in which the choices ended
     outputs: dict[int, list[str]] = field(default_factory=dict)  # the text of each choice, where it is kept

@@ -17,7 +17,7 @@ from thalweg.server.chat import MAX_TOKENIZED
 from thalweg.server.desk import Desk, allowance_of, reply
 from thalweg.server.errors import ApiError, Problem
 from thalweg.server.exposition import Sight, exposition
-from thalweg.server.metrics import accept_length, hit_rate, token_usage
+from thalweg.server.metrics import hit_rate, token_usage
 from thalweg.server.protocol import AbortRequest, DetokenizeRequest
 from thalweg.server.reading import read
 
@@ -124,6 +124,16 @@ async def metrics(desk: Desk, request: Request) -> Response:
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
+def _acceptance(ready: Ready) -> dict[str, Any] | None:
+    """The rule that judges drafts, and whether answers are the model's under it all the same; None where nothing is drafted."""
+    decision = msgspec.json.decode(ready.resolved).get("speculative_acceptance")
+    return decision and {
+        "rule": decision["value"],
+        "lossless": decision["value"] != "relaxed",
+        "reason": decision["reason"],
+    }
+
+
 async def server_info(desk: Desk, request: Request) -> Response:
     """What runs here and how it fares; `internal_states` is where SGLang's tools look."""
     front, stats, lately, now = desk.front, desk.front.stats, desk.meters.rates(1.0), desk.meters.rates()
@@ -139,7 +149,10 @@ async def server_info(desk: Desk, request: Request) -> Response:
         "prefill_throughput": lately.prefill,
         "decode_throughput": lately.decode,
         "last_gen_throughput": now.decode,
-        "avg_spec_accept_length": accept_length(stats),
+        "avg_spec_accept_length": stats.drafts.length,
+        "spec_accept_rate": stats.drafts.rate,
+        "spec_accept_rate_by_depth": stats.drafts.rates_at,
+        "spec_rolled_back_tokens": stats.drafted_tokens - stats.accepted_tokens,
         "stats": stats,
     }
     return reply(
@@ -152,6 +165,7 @@ async def server_info(desk: Desk, request: Request) -> Response:
             "context_length": context,
             "weight_version": front.weight_version,
             "strip_thinking_cache": desk.history.strips,
+            "speculative_acceptance": None if front.ready is None else _acceptance(front.ready),
             "slots": None if front.ready is None else front.ready.slots,
             "requests": front.running,
             "uptime_seconds": time.time() - desk.started,

@@ -43,7 +43,7 @@ async def chat_completions(desk: Desk, request: Request) -> Response:
     turn = await prepare(desk, body, request, started)
     rid, prompt, n = turn.rid, turn.prompt, turn.params.n
     speakers = [Speaker(desk.front.tokenizer, body, i, prompt, turn.parser()) for i in range(n)]
-    tally = Tally(n)
+    tally = Tally(n, body.return_draft_usage)
     id, created, include_usage = f"chatcmpl-{rid}", int(started), body.usage_wanted
 
     async def stream(writer: Writer) -> None:

@@ -56,7 +56,7 @@ async def completions(desk: Desk, request: Request) -> Response:
     )
     check(desk, job)
     makers = [_Maker(desk, body, i, prompts[i // params.n], texts[i // params.n]) for i in range(job.choices)]
-    tally = Tally(params.n)
+    tally = Tally(params.n, body.return_draft_usage)
     id, created, include_usage = f"cmpl-{rid}", int(started), body.usage_wanted
 
     async def stream(writer: Writer) -> None:

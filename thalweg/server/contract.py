@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from thalweg.core.drafts import Drafted
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.messages import Control, Ready, Stats
@@ -46,6 +47,8 @@ class Piece(Protocol):
     def admitted(self) -> float: ...
     @property
     def preempted(self) -> int: ...
+    @property
+    def drafted(self) -> Drafted | None: ...
 
 
 class Tokenizer(Protocol):

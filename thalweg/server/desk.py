@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from thalweg.config.server import ServerOptions
+from thalweg.core.drafts import Drafted
 from thalweg.core.errors import EngineDead, InvalidRequest
 from thalweg.core.grammar import Grammar
 from thalweg.core.keep import WHOLE, Keep
@@ -270,6 +271,7 @@ class Merged:
     at: float
     admitted: float
     preempted: int
+    drafted: Drafted | None
 
 
 def merge(pieces: Sequence[Piece]) -> Merged:
@@ -288,6 +290,7 @@ def merge(pieces: Sequence[Piece]) -> Merged:
         last.at,
         last.admitted,
         last.preempted,
+        last.drafted,
     )
 
 

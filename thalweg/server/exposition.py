@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from thalweg import __version__
 from thalweg.core.messages import Ready, Stats
 from thalweg.core.plan import PAGE
-from thalweg.server.metrics import WINDOW, Histogram, Meters, accept_length, hit_rate, token_usage
+from thalweg.server.metrics import WINDOW, Histogram, Meters, hit_rate, token_usage
 
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[tuple[str, str], ...]
@@ -84,10 +84,7 @@ def own(sight: Sight) -> Iterator[Family]:
     yield _counter("thalweg_step_seconds_total", "seconds in which steps were in flight", stats.step_seconds)
     yield _counter("thalweg_prefill_tokens_total", "prompt tokens computed", stats.prefill_tokens)
     yield _counter("thalweg_decode_tokens_total", "tokens sampled", stats.decode_tokens)
-    yield _counter("thalweg_verifications_total", "drafts of a sequence verified in one step", stats.verifications)
-    yield _counter("thalweg_drafted_tokens_total", "drafted tokens that were verified", stats.drafted_tokens)
-    yield _counter("thalweg_accepted_tokens_total", "of these, accepted", stats.accepted_tokens)
-    yield _counter("thalweg_drafter_failures_total", "drafters switched off for a failure", stats.drafter_failures)
+    yield from _drafts(stats)
     yield _counter("thalweg_preemptions_total", "sequences that gave their pages back and waited", stats.preemptions)
     yield _counter("thalweg_finished_total", "sequences that ended by themselves", stats.finished)
     yield _counter("thalweg_aborted_total", "sequences that were aborted", stats.aborted)
@@ -105,6 +102,23 @@ def own(sight: Sight) -> Iterator[Family]:
     yield _timed("thalweg_emit_seconds", "end of an engine step to its token written to the socket", meters.emit)
     yield _timed("thalweg_prompt_length_tokens", "tokens of a prompt", meters.prompt_lengths)
     yield _timed("thalweg_output_length_tokens", "tokens of an output", meters.output_lengths)
+    yield _timed("thalweg_accept_length_tokens", "mean tokens of a verification, of each output", meters.accepts)
+
+
+def _drafts(stats: Stats) -> Iterator[Family]:
+    """Of speculation."""
+    back = stats.drafted_tokens - stats.accepted_tokens
+    yield _counter("thalweg_verifications_total", "drafts of a sequence verified in one step", stats.verifications)
+    yield _counter("thalweg_drafted_tokens_total", "drafted tokens that were verified", stats.drafted_tokens)
+    yield _counter("thalweg_accepted_tokens_total", "of these, accepted", stats.accepted_tokens)
+    yield _counter("thalweg_rolled_back_tokens_total", "of these, computed and thrown away", back)
+    yield _counter("thalweg_wasted_drafts_total", "drafted tokens that were never verified", stats.wasted_drafts)
+    for name, counts in (("drafted", stats.drafted_at), ("accepted", stats.accepted_at)):
+        text = f"verifications with a draft {name} so many places behind the known tokens"
+        yield _by_number(f"thalweg_{name}_by_depth_total", text, "depth", counts, 1)
+    text = "steps that sampled, by drafts made of each sequence"
+    yield _by_number("thalweg_steps_by_width_total", text, "width", stats.steps_by_width, 0)
+    yield _counter("thalweg_drafter_failures_total", "drafters switched off for a failure", stats.drafter_failures)
 
 
 def sglang(sight: Sight) -> Iterator[Family]:
@@ -120,7 +134,8 @@ def sglang(sight: Sight) -> Iterator[Family]:
     yield _gauge("sglang:kv_available_tokens", "free", free * PAGE)
     yield _gauge("sglang:token_usage", "share of the cache that requests hold", token_usage(stats))
     yield _gauge("sglang:cache_hit_rate", "share of prompt tokens found in the cache", hit_rate(stats))
-    yield _gauge("sglang:spec_accept_length", "mean tokens of a verification", accept_length(stats) or 0.0)
+    yield _gauge("sglang:spec_accept_length", "mean tokens of a verification", stats.drafts.length or 0.0)
+    yield _gauge("sglang:spec_accept_rate", "share of the drafts accepted", stats.drafts.rate or 0.0)
     yield _gauge("sglang:gen_throughput", f"tokens a second over the last {WINDOW:g} s", meters.rates().decode)
     yield _counter("sglang:prompt_tokens_total", "prompt tokens", meters.prompt_tokens)
     yield _counter("sglang:generation_tokens_total", "tokens generated", meters.generation_tokens)
@@ -147,6 +162,9 @@ def vllm(sight: Sight) -> Iterator[Family]:
     yield _counter("vllm:spec_decode_num_drafts_total", "verifications", stats.verifications)
     yield _counter("vllm:spec_decode_num_draft_tokens_total", "drafted tokens verified", stats.drafted_tokens)
     yield _counter("vllm:spec_decode_num_accepted_tokens_total", "of these, accepted", stats.accepted_tokens)
+    text = "verifications that accepted a draft there"
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    yield _by_number(name, text, "position", stats.accepted_at, 0)
     yield _counter("vllm:num_preemptions_total", "preemptions", stats.preemptions)
     yield _counter("vllm:prompt_tokens_total", "prompt tokens", meters.prompt_tokens)
     yield _counter("vllm:generation_tokens_total", "tokens generated", meters.generation_tokens)
@@ -187,6 +205,11 @@ def _timed(name: str, text: str, histogram: Histogram) -> Family:
 
 def _by_finish(name: str, label: str, text: str, counts: Mapping[str, int]) -> Family:
     return Family(name, "counter", text, [(((label, finish),), count) for finish, count in counts.items()])
+
+
+def _by_number(name: str, text: str, label: str, counts: Sequence[int], first: int) -> Family:
+    """first: the label of the first count."""
+    return Family(name, "counter", text, [(((label, str(first + i)),), count) for i, count in enumerate(counts)])
 
 
 def _written(labels: Labels) -> str:

@@ -84,6 +84,8 @@ class RequestLog:
             "prompt_tokens": account.prompt_tokens,
             "cached_tokens": account.cached_tokens,
             "output_tokens": account.output_tokens,
+            "drafted_tokens": account.drafted_tokens or None,
+            "accepted_tokens": account.accepted_tokens if account.drafted_tokens else None,
             "finish": ",".join(dict.fromkeys(account.finishes)),
             "choices": len(account.finishes),
             "preemptions": account.preemptions or None,

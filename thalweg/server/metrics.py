@@ -17,6 +17,7 @@ INTERVALS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0
 EMITS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.05, 0.1, 0.5)
 LENGTHS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens
 WIDTHS = (1, 2, 5, 10, 20)  # choices
+ACCEPTS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)  # tokens of a verification
 FINISHES = ("stop", "length", "abort", "error")
 WINDOW = 10.0  # seconds that samples of the engine's counters are kept: rates are taken over at most this
 
@@ -76,6 +77,7 @@ class Meters:
         self.longest_outputs = Histogram(LENGTHS)
         self.widths = Histogram(WIDTHS)
         self.limits = Histogram(LENGTHS)
+        self.accepts = Histogram(ACCEPTS)
         self._samples: deque[tuple[float, Stats]] = deque()
 
     def answered(self, route: str, status: int) -> None:
@@ -162,6 +164,10 @@ class Timer:
         meters.prompt_lengths.observe(piece.prompt_tokens)
         meters.output_lengths.observe(piece.completion_tokens)
         self._longest = max(self._longest, piece.completion_tokens)
+        if piece.drafted is not None and piece.drafted.length is not None:
+            meters.accepts.observe(piece.drafted.length)
+            account.drafted_tokens += piece.drafted.drafted
+            account.accepted_tokens += piece.drafted.accepted
         if choice in self._first:
             decode = self._last[choice] - self._first[choice]
             meters.decode.observe(decode)
@@ -189,8 +195,3 @@ def token_usage(stats: Stats) -> float:
 def hit_rate(stats: Stats) -> float:
     """Share of the admitted prompt tokens that the prefix cache had, since the engine's start."""
     return stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
-
-
-def accept_length(stats: Stats) -> float | None:
-    """Mean tokens that a verification of drafts brought, since the engine's start; None where there was none."""
-    return 1 + stats.accepted_tokens / stats.verifications if stats.verifications else None

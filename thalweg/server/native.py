@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from thalweg.core.drafts import Drafted
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammar
 from thalweg.core.sampling import SamplingParams
@@ -148,6 +149,18 @@ def _grammars(body: GenerateRequest, many: int) -> tuple[Grammar, ...]:
     return (shared,) * many if shared.on else own
 
 
+def _speculation(drafted: Drafted) -> dict[str, Any]:
+    """What became of a sequence's drafts, under SGLang's names."""
+    return {
+        "spec_verify_ct": drafted.verifications,
+        "spec_draft_token_num": drafted.drafted,
+        "spec_accept_token_num": drafted.accepted,
+        "spec_accept_length": drafted.length,
+        "spec_accept_rate": drafted.rate,
+        "spec_accept_histogram": drafted.histogram,
+    }
+
+
 class _Maker:
     """Makes the events of one choice: each is complete and supersedes the one before."""
 
@@ -185,6 +198,8 @@ class _Maker:
         }
         if piece.finish is not None:
             meta["e2e_latency"] = time.time() - self._started
+        if piece.drafted is not None:
+            meta |= _speculation(piece.drafted)
         return {"text": self._text, "output_ids": self._ids, "meta_info": meta}
 
     def _finish(self, piece: Piece) -> dict[str, Any] | None:

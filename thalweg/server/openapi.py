@@ -85,6 +85,9 @@ class InternalState(TypedDict):
     decode_throughput: float
     last_gen_throughput: float
     avg_spec_accept_length: float | None
+    spec_accept_rate: float | None
+    spec_accept_rate_by_depth: list[float]
+    spec_rolled_back_tokens: int
     stats: Stats
 
 
@@ -129,6 +132,12 @@ class GeneratedMeta(msgspec.Struct):
     completion_tokens: int
     cached_tokens: int
     e2e_latency: float
+    spec_verify_ct: int | UnsetType = UNSET
+    spec_draft_token_num: int | UnsetType = UNSET
+    spec_accept_token_num: int | UnsetType = UNSET
+    spec_accept_length: float | UnsetType = UNSET
+    spec_accept_rate: float | UnsetType = UNSET
+    spec_accept_histogram: list[int] | UnsetType = UNSET
     input_token_logprobs: list[Any] | UnsetType = UNSET
     output_token_logprobs: list[Any] | UnsetType = UNSET
     input_top_logprobs: list[Any] | UnsetType = UNSET

@@ -119,6 +119,7 @@ class Common(Structured, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_draft_usage: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     rid: str | None = None

@@ -7,11 +7,25 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from thalweg.core.drafts import Drafted
 from thalweg.server.contract import Piece
 
 
 class PromptDetails(msgspec.Struct):
     cached_tokens: int = 0
+
+
+class CompletionDetails(msgspec.Struct):
+    """Drafts that were verified, under OpenAI's names for predicted tokens; the number of verifications under SGLang's."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+    spec_verify_ct: int = 0
+
+    def add(self, drafted: Drafted) -> None:
+        self.accepted_prediction_tokens += drafted.accepted
+        self.rejected_prediction_tokens += drafted.drafted - drafted.accepted
+        self.spec_verify_ct += drafted.verifications
 
 
 class Usage(msgspec.Struct):
@@ -21,6 +35,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptDetails = msgspec.field(default_factory=PromptDetails)
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class LegacyLogprobs(msgspec.Struct):
@@ -128,10 +143,10 @@ class Answer(msgspec.Struct):
 
 
 class Tally:
-    """Adds up the usage of a request as its choices end. n: choices of each prompt."""
+    """Adds up the usage of a request as its choices end. n: choices of each prompt. drafts: whether it tells what became of drafts."""
 
-    def __init__(self, n: int) -> None:
-        self.usage = Usage()
+    def __init__(self, n: int, drafts: bool | None) -> None:
+        self.usage = Usage(completion_tokens_details=CompletionDetails() if drafts else UNSET)
         self._n = n
 
     def ended(self, choice: int, piece: Piece) -> None:
@@ -140,6 +155,8 @@ class Tally:
             self.usage.prompt_tokens += piece.prompt_tokens
             self.usage.prompt_tokens_details.cached_tokens += piece.cached_tokens
         self.usage.completion_tokens += piece.completion_tokens
+        if self.usage.completion_tokens_details is not UNSET and piece.drafted is not None:
+            self.usage.completion_tokens_details.add(piece.drafted)
         self.usage.total_tokens = self.usage.prompt_tokens + self.usage.completion_tokens
 
 

@@ -160,6 +160,8 @@ def _gen_ai(account: Account) -> Attributes:
         "gen_ai.latency.e2e": (account.last or account.ended) - account.began,
         "error.type": account.error or None,
         "thalweg.preemptions": account.preemptions or None,
+        "thalweg.drafted_tokens": account.drafted_tokens or None,
+        "thalweg.accepted_tokens": account.accepted_tokens if account.drafted_tokens else None,
     }
 
 

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Callable
 
+from thalweg.config.drafters import small_facts
+from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.models import catalog
-from thalweg.models.base import Model
+from thalweg.models.base import Target
+from thalweg.sampling.drafts import COUPLED, Drawing
 from thalweg.spec.drafter import NO_DRAFTER, Drafter
-from thalweg.spec.nextn import NextNDrafter
+from thalweg.spec.eagle import eagle_head
 from thalweg.spec.ngram import NgramDrafter
+from thalweg.spec.small import Small
+from thalweg.spec.tree import Branching
+from thalweg.spec.unroll import Unrolled
 
-DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
-    "": lambda target: NO_DRAFTER,
-    "ngram": lambda target: NgramDrafter(),
-    "nextn": lambda target: NextNDrafter(catalog.build_nextn(target)),
+DRAFTERS: dict[str, Callable[[Target, Path, Drawing], Drafter]] = {
+    "": lambda target, folder, drawing: NO_DRAFTER,
+    "ngram": lambda target, folder, drawing: NgramDrafter(),
+    "nextn": lambda target, folder, drawing: Unrolled(catalog.build_nextn(target), drawing),
+    "eagle": lambda target, folder, drawing: Unrolled(eagle_head(target, folder), drawing, apart=True),
+    "small": lambda target, folder, drawing: Unrolled(
+        Small(small_facts(folder, target.facts), target), drawing, apart=True
+    ),
 }
 
 
-def build_drafter(name: str, target: Model) -> Drafter:
-    """The empty drafter behind this model; a loader fills it. Raises CheckpointError where the checkpoint has not what it needs."""
-    return DRAFTERS[name](target)
+def build_drafter(
+    name: str, target: Target, folder: str = "", drawing: Drawing = COUPLED, tree: TreeShape = CHAIN
+) -> Drafter:
+    """The empty drafter behind this model; a loader fills it. folder: its own, of one that has such. drawing: how drafts are made of what it knows of
+    the next token. tree: how drafts part ways, of a head. Raises CheckpointError where the checkpoint or the folder has not what it needs."""
+    made = DRAFTERS[name](target, Path(folder), drawing)
+    return Branching(made.head, drawing, tree, made.apart) if tree.on and isinstance(made, Unrolled) else made

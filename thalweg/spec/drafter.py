@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch
 from thalweg.batch.slots import Field, Slots
+from thalweg.config.model import ModelFacts
 from thalweg.core.plan import Bind, Needs, StepPlan
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.weights.table import Table
@@ -40,15 +41,19 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """drafts_EK int64; the first `made_E` int64 of each row are drafts. sound: bool, False where the drafter computed rubbish."""
+    """drafts_EK int64; the first `made_E` int64 of each row are drafts. sound: bool, of each row or of all, False where the drafter computed
+    rubbish. parents_EK int64: of each draft the node before it (`core.tree`); None for chains."""
 
     drafts_EK: Tensor
     made_E: Tensor
     sound: Tensor
+    parents_EK: Tensor | None = None
 
 
 class Weighted(Protocol):
-    """A module whose weights are in the target's checkpoint."""
+    """A module with weights."""
+
+    facts: ModelFacts
 
     def table(self) -> Table:
         """How the published tensors map onto its parameters."""
@@ -58,7 +63,10 @@ class Drafter(Protocol):
     """Its state lies in planes of the same pages as the target's, and in fields of the slots. Everything is called on the compute stream."""
 
     def modules(self) -> tuple[Weighted, ...]:
-        """What has weights of its own."""
+        """What has weights in the target's checkpoint."""
+
+    def own(self) -> tuple[Weighted, ...]:
+        """What has weights in the drafter's own folder."""
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         """What it keeps of each page."""
@@ -83,6 +91,9 @@ class Stateless:
     """A drafter without weights, planes and fields: what such a one leaves undone."""
 
     def modules(self) -> tuple[Weighted, ...]:
+        return ()
+
+    def own(self) -> tuple[Weighted, ...]:
         return ()
 
     def planes(self) -> tuple[PlaneSpec, ...]:

@@ -100,7 +100,7 @@ def _load(
         raise CheckpointError(f"{name} is FP8 but config.json has no quantization_config with weight_block_size")
     for rule in rules:
         there = parameters[rule.target].dtype
-        if not stream.dtype(name).is_floating_point or (there in FP8_DTYPES and not fp8):
+        if stream.dtype(name).is_floating_point != there.is_floating_point or (there in FP8_DTYPES and not fp8):
             raise CheckpointError(f"{name}: is {stream.dtype(name)}, and {rule.target} is kept as {there}")
         kept = fp8 and there in FP8_DTYPES
         if kept:

@@ -192,13 +192,15 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def fill_dummy(module: torch.nn.Module, seed: int = 0) -> None:
     """Random parameters that keep activations near 1, the same at every call on a kind of device: norms 1 ± 0.1, biases small, weights
-    fan_in^-1/2, FP8 weights as codes of that spread with equal multipliers."""
+    fan_in^-1/2, FP8 weights as codes of that spread with equal multipliers. Integers, which say what stands for what, stay as they are made."""
     parameters = dict(sorted(module.named_parameters()))
     device = next(iter(parameters.values())).device
     generator = torch.Generator(device).manual_seed(seed)
     tied = "head.weight" not in parameters
     with torch.inference_mode():
         for name, parameter in parameters.items():
+            if not parameter.is_floating_point():
+                continue
             spread = 1.0
             if parameter.dim() == 1:
                 spread = 0.1

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any, Callable, Iterator
 from unittest import mock
 
-from tests.null.sim.device import Device, SimWorker
+from tests.null.sim.device import Device, SimWorker, Slot
 from thalweg.cache.books import Books
 from thalweg.cache.radix import DEAD, Path, RadixTree
 from thalweg.core.messages import Delta
 from thalweg.core.request import Leave, Request, State
 from thalweg.core.ticket import TicketState
+from thalweg.core.tree import TreeShape
 from thalweg.engine.loop import Loop
 from thalweg.scheduler.holdings import Holdings
 from thalweg.scheduler.scheduler import Scheduler
@@ -115,6 +116,24 @@ def drafts_without_pages(real: Wrapper, brain: Scheduler, sheet: Sheet) -> None:
     widths, brain.widths = brain.widths, ConstantWidth(0)
     real(brain, sheet)
     brain.widths = widths
+
+
+@plant(TreeShape, "room")
+def trees_grow_without_pages(real: Wrapper, shape: TreeShape, width: int) -> int:
+    return width
+
+
+@plant(TreeShape, "right")
+def deep_trees_are_no_chains(real: Wrapper, shape: TreeShape, drafts: int) -> int:
+    """As if one draft of a tree were right at most."""
+    return min(drafts, 1) if shape.on else drafts
+
+
+@plant(Device, "_accept")
+def left_where_they_were(real: Wrapper, device: Device, x: Slot, *rest: Any) -> Any:
+    """The KV of accepted drafts stays where their tree had it."""
+    with mock.patch.object(Slot, "straighten"):
+        return real(device, x, *rest)
 
 
 @plant(Scheduler, "plan")

@@ -11,23 +11,43 @@ from tests.null.sim.clock import Clock
 from tests.null.sim.model import VOCAB, chain, logprob, sample
 from thalweg.cache.books import Books
 from thalweg.core.plan import NULL_PAGE, Bind, MaskState, Output, Row, Shape, StepPlan, TokenLogprob
+from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.scheduler.door import needs
 
 
 @dataclass
 class Slot:
-    """What a stage knows of a running request. at: positions that have KV."""
+    """What a stage knows of a running request. at: positions that have KV. parents: of the drafts, see `core.tree`."""
 
     bind: Bind
     tokens: tuple[int, ...]
     at: int
     drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
     done: bool = False
     pages: list[int] = field(default_factory=list)
 
+    def columns(self, size: int) -> list[int]:
+        """Where the KV of each position lies."""
+        return [page * size + i for page in self.pages for i in range(size)]
+
+    def hashes(self) -> list[int]:
+        """Of the whole prefix of each token, and of each draft behind its path."""
+        found = chain(self.bind.salt, self.tokens)
+        root = len(found) - 1
+        for draft, parent in zip(self.drafts, self.parents, strict=True):
+            found.append(hash((found[root + parent], draft)))
+        return found
+
+    def straighten(self, kv: list[int], nodes: tuple[int, ...], size: int) -> None:
+        """The KV of accepted drafts moves to where that of a chain stands."""
+        at, root = self.columns(size), len(self.tokens) - 1
+        for ahead, node in enumerate(nodes, 1):
+            kv[at[root + ahead]] = kv[at[root + node]]
+
 
 class Work(NamedTuple):
-    """What A made of one row: the hashes of its whole prefix, and its scores."""
+    """What A made of one row: hashes as of `Slot`, as far as they were computed, and its scores."""
 
     hashes: list[int]
     scores: tuple[TokenLogprob, ...]
@@ -37,12 +57,15 @@ class News(NamedTuple):
     slot: int
     tokens: tuple[int, ...]
     drafts: tuple[int, ...]
+    parents: tuple[int, ...]
     done: bool
 
 
 class Device:
-    def __init__(self, clock: Clock, rng: random.Random, stages: int, depth: int, books: Books) -> None:
-        self.clock, self.rng, self.stages, self.books = clock, rng, stages, books
+    def __init__(
+        self, clock: Clock, rng: random.Random, stages: int, depth: int, books: Books, tree: TreeShape = CHAIN
+    ) -> None:
+        self.clock, self.rng, self.stages, self.books, self.tree = clock, rng, stages, books, tree
         self.page = books.page_size
         self.ring = self.ring_size(depth)
         self.plans: list[StepPlan | None] = [None] * self.ring
@@ -61,6 +84,7 @@ class Device:
         self.work: dict[int, list[Work | None]] = {}
         self.fails, self.lost = -1, False  # the step in which the drafter fails; whether it has
         self.computed = self.accepted = 0  # positions computed on the last stage, tokens that came of it
+        self.proposed = 0  # drafts
 
     def ring_size(self, depth: int) -> int:
         return depth + 1
@@ -134,7 +158,7 @@ class Device:
             for heard in range(self.heard[stage] + 1, plan.seen + 1):
                 for news in self.published[heard]:
                     x = slots[news.slot]
-                    x.tokens, x.drafts, x.done = news.tokens, news.drafts, news.done
+                    x.tokens, x.drafts, x.parents, x.done = news.tokens, news.drafts, news.parents, news.done
                     x.at = len(x.tokens) - 1
         self.heard[stage] = max(self.heard[stage], plan.seen)
         for bind in plan.binds:
@@ -162,13 +186,13 @@ class Device:
         assert start <= row.start and (row.emit or start == row.start), "the plan's start is no upper bound"
         n = self.cut(n, x, start)
         known = (x.tokens + x.drafts)[: start + n]
-        hashes = chain(x.bind.salt, known)
+        hashes = x.hashes()[: start + n]
         assert len(known) == start + n and n > 0, "an unknown token was computed"
         assert start + n <= plan.reach, "a row reaches further than the plan says"
         assert all(p != NULL_PAGE and self.books.lease[p] for p in x.pages), (
             "a row in flight uses a page that nobody leases"
         )
-        at = [p * self.page + i for p in x.pages for i in range(self.page)]
+        at = x.columns(self.page)
         assert len(at) >= len(hashes), "beyond the page table"
         assert [kv[i] for i in at[:start]] == hashes[:start], "another prefix's KV"
         write.extend(list(zip(at, hashes, strict=False))[start:])
@@ -204,7 +228,7 @@ class Device:
                 continue
             self._check_needs(plan, x)
             outputs.append(self._accept(x, work, masks.get(row.uid), width))
-            news.append(News(row.slot, x.tokens, x.drafts, x.done))
+            news.append(News(row.slot, x.tokens, x.drafts, x.parents, x.done))
         self.lost = self.lost or step == self.fails
         if self.lost:
             outputs = [output._replace(lost=True) for output in outputs]
@@ -215,45 +239,68 @@ class Device:
             assert has >= wanted, "B of this step does not compute what a row needs"
 
     def _accept(self, x: Slot, work: Work, mask: MaskState | None, width: int) -> Output:
-        bind, hashes = x.bind, work.hashes
-        assert not (bind.masked and mask) or (mask.known == len(x.tokens) and mask.drafts == x.drafts), (
-            "a mask of another state"
-        )
+        bind, hashes, told = x.bind, work.hashes, x.parents if self.tree.on else ()
+        state = None if mask is None else (mask.known, mask.drafts, mask.parents)
+        assert not (bind.masked and state) or state == (len(x.tokens), x.drafts, told), "a mask of another state"
         got: tuple[int, ...] = ()
         logprobs: tuple[TokenLogprob, ...] = ()
-        verified = max(0, len(hashes) - len(x.tokens))
-        for i in range(verified + 1):
-            at = len(x.tokens) - 1 + i
-            last = ((mask.last, *mask.drafts)[i] if mask else 1) if bind.masked else None
-            got += (sample(hashes[at], bind.seed, last, self._banned(bind, at + 1)),)
+        nodes: tuple[int, ...] = (0,)
+        verified = range(1, len(hashes) - len(x.tokens) + 1)
+        while True:
+            h, at = hashes[len(x.tokens) - 1 + nodes[-1]], len(x.tokens) + len(got)
+            last = ((mask.last, *mask.drafts)[nodes[-1]] if mask else 1) if bind.masked else None
+            got += (sample(h, bind.seed, last, self._banned(bind, at)),)
             if bind.params.logprobs is not None:
-                logprobs += (logprob(hashes[at], got[-1], bind.params.logprobs),)
-            x.done = got[-1] in bind.stop_ids or at + 2 >= bind.end
-            if x.done or i == verified or x.drafts[i] != got[-1]:
+                logprobs += (logprob(h, got[-1], bind.params.logprobs),)
+            x.done = got[-1] in bind.stop_ids or at + 1 >= bind.end
+            children = (i for i in verified if (x.parents[i - 1], x.drafts[i - 1]) == (nodes[-1], got[-1]))
+            following = 0 if x.done else next(children, 0)
+            if not following:
                 break
+            nodes += (following,)
         self.accepted += len(got)
+        for kv in self.kv:  # at once, on every stage: when the step has retired its pages may be another's
+            x.straighten(kv, nodes[1:], self.page)
         x.tokens += got
         x.at = len(x.tokens) - 1
-        x.drafts = self._propose(x, width)
-        return Output(got, x.drafts, x.done, logprobs, work.scores)
+        x.drafts, x.parents = self._propose(x, width)
+        self.proposed += len(x.drafts)
+        path, told = sum(1 << node - 1 for node in nodes[1:]), x.parents if self.tree.on else ()
+        return Output(got, x.drafts, x.done, logprobs, work.scores, parents=told, path=path)
 
-    def _propose(self, x: Slot, width: int) -> tuple[int, ...]:
-        """A drafter is right most of the time, and may make fewer than asked. It makes its own entries of the last token and of its drafts."""
-        bind, drafts = x.bind, ()
+    def _propose(self, x: Slot, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """A drafter is right most of the time, and may make fewer than asked. It makes its own entries of the last token and of its drafts; of a
+        dynamic tree, of what it grows from. → drafts and their parents."""
+        bind, parents = x.bind, list[int]()
+        paths: list[tuple[int, ...]] = [()]
         if self.lost:
-            return ()
-        entries = 0 if x.done or not width else min(len(x.tokens) + width - 1, bind.end)
+            return (), ()
+        grown = self.tree.grown() if self.tree.dynamic and self.tree.parts(1 + width) else 0
+        entries = 0 if x.done or not width else min(len(x.tokens) + max(width - 1, grown), bind.end)
         assert len(x.pages) * self.page >= entries, "a draft without a page for its entry"
-        for _ in range(self.rng.randint(0, width)):
-            tokens = x.tokens + drafts
+        for made in range(self.rng.randint(0, width)):
+            parent = self._branch(paths, parents) if self.tree.on else made
+            tokens = x.tokens + paths[parent]
             right = sample(
                 chain(bind.salt, tokens)[-1],
                 bind.seed,
                 tokens[-1] if bind.masked else None,
                 self._banned(bind, len(tokens)),
             )
-            drafts += (right if self.rng.random() < 0.7 else self.rng.randrange(1, VOCAB),)
-        return drafts
+            draft = right if self.rng.random() < 0.7 else self.rng.randrange(1, VOCAB)
+            siblings = {path[-1] for path, own in zip(paths[1:], parents, strict=True) if own == parent}
+            while self.tree.on and draft in siblings:
+                draft = self.rng.randrange(1, VOCAB)
+            paths.append((*paths[parent], draft))
+            parents.append(parent)
+        return tuple(path[-1] for path in paths[1:]), tuple(parents)
+
+    def _branch(self, paths: list[tuple[int, ...]], parents: list[int]) -> int:
+        """A node that may have another child."""
+        deepest, branches = self.tree.deepest, self.tree.branches
+        return self.rng.choice(
+            [i for i, path in enumerate(paths) if len(path) < deepest and parents.count(i) < branches]
+        )
 
     @staticmethod
     def _banned(bind: Bind, position: int) -> Sequence[int]:

@@ -17,6 +17,7 @@ from thalweg.cache.radix import NoTree, PrefixTree, RadixTree
 from thalweg.core.messages import Abort, Done, FromEngine, Rejected, StepNews, ToEngine
 from thalweg.core.plan import Shape, StepPlan
 from thalweg.core.request import Request
+from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.loop import Loop, OneRank
 from thalweg.scheduler import door
 from thalweg.scheduler.limits import Limits
@@ -34,8 +35,8 @@ class RandomWidth:
     def draft(self, emitting: Sequence[Request]) -> int:
         return min(self.rng.randint(0, WIDEST), self.widest)
 
-    def learn(self, r: Request, drafts: int, accepted: int) -> None:
-        assert 0 <= accepted <= drafts <= WIDEST
+    def learn(self, r: Request, drafts: int, path: int) -> None:
+        assert 0 <= path < 1 << drafts <= 1 << WIDEST
 
     def lost(self) -> None:
         self.widest = 0
@@ -109,6 +110,7 @@ class Setting:
     radix: bool = True
     context: int = CONTEXT
     beside: tuple[tuple[int, int], ...] = ()
+    tree: TreeShape = CHAIN
 
 
 class Rank:
@@ -117,9 +119,9 @@ class Rank:
     def __init__(self, clock: Clock, rng: random.Random, s: Setting) -> None:
         tree: PrefixTree = CountingTree(PAGE) if s.radix else NoTree(PAGE)
         self.setting, self.books = s, Books(s.pages, tree)
-        self.device = Device(clock, rng, s.stages, s.depth, self.books)
+        self.device = Device(clock, rng, s.stages, s.depth, self.books, s.tree)
         self.tier = SlowTier(clock, rng, self.device, s.fail)
-        self.limits = Limits(s.slots, s.budget, s.context, VOCAB, (EOS,), s.stages, s.policy, 1, s.beside)
+        self.limits = Limits(s.slots, s.budget, s.context, VOCAB, (EOS,), s.stages, s.policy, 1, s.beside, s.tree)
         self.brain = Scheduler(self.limits, self.books, self.tier, RandomWidth(rng))
         self.channel = SimChannel()
         self.loop = Loop(self.channel, self.brain, SimWorker(self.device), OneRank(), s.depth)

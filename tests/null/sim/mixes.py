@@ -12,6 +12,7 @@ from tests.null.sim.model import VOCAB, chain
 from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.messages import FlushCache, Submit
 from thalweg.core.sampling import SamplingParams
+from thalweg.core.tree import CHAIN, TreeShape
 
 
 class Result(NamedTuple):
@@ -29,7 +30,7 @@ class Mix:
     def __init__(self, seed: int, tight: bool | None = None) -> None:
         self.rng, self.clock = random.Random(seed), Clock()
         self.keeps = random.Random(seed + 1)  # beside the other draws, which are known to catch what they must
-        self.bounds = random.Random(seed + 2)
+        self.bounds, self.shapes = random.Random(seed + 2), random.Random(seed + 3)
         rng = self.rng
         drawn = rng.random() < 0.3
         self.tight = drawn if tight is None else tight
@@ -62,6 +63,7 @@ class Mix:
             policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
             radix=rng.random() < 0.9,
             beside=self.bounds.choice(((), (), ((1, 2),), ((1, 3), (3, 1)))),
+            tree=self.shapes.choice((CHAIN, CHAIN, TreeShape(2, 2, 3), TreeShape(4, 2, 3), TreeShape(3, 3, 3, False))),
         )
 
     def _draw(self, rank: Rank, most: int) -> None:
@@ -180,9 +182,22 @@ class Mix:
         assert stats.aborted or stats.decode_tokens == rank.device.accepted, "a token was computed twice"
         assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
         assert stats.cached_tokens <= stats.prompt_tokens
+        self._check_drafts(rank)
         tree = rank.books.tree
         if isinstance(tree, CountingTree) and not tree.evicted:
             self._check_siblings(rank)
+
+    def _check_drafts(self, rank: Rank) -> None:
+        """Each that was made was verified or wasted, and those of all requests add up."""
+        stats, aborted = rank.brain.stats(0.0), rank.brain.tally.aborted
+        drafts = stats.drafts
+        assert sum(drafts.histogram) == drafts.verifications
+        assert rank.setting.tree.on or sum(drafts.drafted_at) == drafts.drafted
+        assert sum(drafts.accepted_at) == drafts.accepted
+        assert aborted or rank.device.proposed == drafts.drafted + stats.wasted_drafts
+        ended = [case.deltas[-1].drafted for case in rank.cases.values() if case.deltas]
+        assert aborted or sum(one.accepted for one in ended if one) == drafts.accepted
+        assert aborted or sum(one.verifications for one in ended if one) == drafts.verifications
 
     def _check_kept(self, rank: Rank) -> None:
         """What the cache holds is the beginning of a prompt, or of a sequence whose output may stay; where nothing was evicted, flushed

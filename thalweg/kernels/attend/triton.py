@@ -84,6 +84,12 @@ def share_of(split, splits, pages, FIXED: tl.constexpr):
 
 
 @triton.jit
+def unhidden(hides, before):
+    """Whether rows see the columns so many places before their own. hides: see `batch.Tree`; its highest bit is never set."""
+    return ((hides[:, None] >> tl.minimum(tl.maximum(before, 0), 63).to(tl.int64)) & 1) == 0
+
+
+@triton.jit
 def largest_of(q):
     """Of each row. Keys of one byte are multiplied in float16, to which e4m3 turns in one instruction (to bfloat16 in several); queries are
     divided by this so that they fit."""

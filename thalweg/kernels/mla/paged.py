@@ -22,12 +22,14 @@ FLASHMLA_TOKENS, FLASHMLA_TOKENS_FP8 = 8, 32  # from so many decode tokens on Fl
 
 class Rows(NamedTuple):
     """Decode rows. table_RL int32: pages of each row (more rows may follow). positions_T int64: of their `query` tokens each, the last of their
-    contexts. reach: upper bound of a context, in tokens."""
+    contexts. reach: upper bound of a context, in tokens. rows_T, hides_T: of drafts that part ways, see `layers.paged.PagedStep`."""
 
     table_RL: Tensor
     positions_T: Tensor
     query: int
     reach: int
+    rows_T: Tensor | None = None
+    hides_T: Tensor | None = None
 
 
 class Decoder(Protocol):
@@ -111,6 +113,8 @@ class TritonDecoder:
             splits=triton.splits_for(tokens, self.heads, rows.reach, rows.query),
             query=rows.query,
             plane_scale=plane_scale,
+            rows_T=rows.rows_T,
+            hides_T=rows.hides_T,
         )
         if tokens <= triton.MERGE_UP_TOKENS:
             return triton.merge_up(partial, lse, uv_HRv)

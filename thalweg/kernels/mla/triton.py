@@ -31,6 +31,7 @@ from thalweg.kernels.attend.triton import (
     merge_state_,
     merged,
     share_of,
+    unhidden,
     waves,
     weigh,
 )
@@ -75,9 +76,11 @@ def splits_for(tokens: int, heads: int, context: int, query: int = 1) -> int:
     return waves(tokens // query * -(-rows // decode_tiles(rows, False).rows), context)
 
 
-@triton.jit(do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows"])
+@triton.jit(
+    do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows", "hides"]
+)
 def _decode(
-    query, latents, keys, table, positions, rows, out, lse, plane_scale, scale, heads, splits,
+    query, latents, keys, table, positions, rows, hides, out, lse, plane_scale, scale, heads, splits,
     query_token, query_head, table_row,
     QUERY: tl.constexpr, TOGETHER: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, FIXED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
@@ -93,6 +96,8 @@ def _decode(
     lane = tl.program_id(0) * M + tl.arange(0, M)
     token, head, real = (first_token + lane // heads).to(tl.int64), lane % heads, lane < TOGETHER * heads
     position = tl.load(positions + token, mask=real, other=0).to(tl.int32)
+    if hides is not None:
+        hidden = tl.load(hides + token, mask=real, other=0)
     first, step, count = share_of(split, splits, tl.max(position) // 64 + 1, FIXED)
     at = (token * heads + head) * splits + split
     if count <= 0:
@@ -122,6 +127,8 @@ def _decode(
         scores = tl.dot(q, latent.T)
         scores = tl.dot(turned, keys.load([page * 64 + tile * N % 64, RANK]).to(q.dtype).T, scores)
         seen = (ordinal * 64 + tile * N % 64 + key)[None, :] <= position[:, None]
+        if hides is not None:
+            seen &= unhidden(hidden, position[:, None] - (ordinal * 64 + tile * N % 64 + key)[None, :])
         weights, factor, top = weigh(tl.where(seen, scores, -float("inf")), strength, top)
         total = total * factor + tl.sum(weights, 1)
         sums = tl.dot(weights.to(q.dtype), latent, sums * factor[:, None])
@@ -145,6 +152,7 @@ def decode(
     query: int = 1,
     plane_scale: Tensor | None = None,
     rows_T: Tensor | None = None,
+    hides_T: Tensor | None = None,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed queries over the pages of their rows: → (partial [T, H, splits, r], LSE [T, H, splits]), for `merge` or `merge_up`.
@@ -152,7 +160,8 @@ def decode(
     query_THD: bfloat16, already multiplied by W_UK and rotated; the row of token t is t // query, or rows_T[t] (int32), and its
     context positions 0 … positions_T[t].
     plane_PSD: [P, 64, D] bfloat16, or e4m3 with plane_scale float32 [1]. table_RL: int32. partial is bfloat16; with one split it is
-    final. fixed: the splits of a token depend on its own position alone, given the same `splits` (DETERMINISTIC_SPLITS).
+    final. fixed: the splits of a token depend on its own position alone, given the same `splits` (DETERMINISTIC_SPLITS). hides_T int64: of drafts
+    that part ways what each token does not see, see `batch.Tree`; positions are columns then.
     """
     tokens, heads, dim = query_THD.shape
     together = 1 if fixed or rows_T is not None else query
@@ -163,7 +172,7 @@ def decode(
     grid = (triton.cdiv(together * heads, tiles.rows), splits, tokens // together)
     _decode[grid](
         query_THD, TensorDescriptor.from_tensor(plane, [tiles.keys, rank]),
-        TensorDescriptor.from_tensor(plane, [tiles.keys, dim - rank]), table_RL, positions_T, rows_T, partial, lse, plane_scale,
+        TensorDescriptor.from_tensor(plane, [tiles.keys, dim - rank]), table_RL, positions_T, rows_T, hides_T, partial, lse, plane_scale,
         scale * LOG2E, heads, splits, query_THD.stride(0), query_THD.stride(1), table_RL.stride(0),
         QUERY=query, TOGETHER=together, RANK=rank, ROPE=dim - rank, M=tiles.rows, N=tiles.keys, FIXED=max(tiles.rows // 8, 4) if fixed else 0,
         SCALED=plane_scale is not None, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(query_THD),

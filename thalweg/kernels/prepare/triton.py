@@ -1,4 +1,4 @@
-"""The inputs of a step out of its slots, in one launch: what `batch.prepare` makes of rows that compute one token each."""
+"""The inputs of a step out of its slots, in one launch: what `batch.prepare` makes of rows that compute one token each. See ref.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.prepare.ref import Decoded
 
 
 @triton.jit
@@ -22,13 +23,14 @@ def _decode(
     slot = tl.load(slot_R + row)
     if tl.program_id(1) == 0:
         i_B = tl.arange(0, BLOCK_I)
-        tl.store(
-            ints_RI + row * COLUMNS + i_B,
-            tl.load(ints_SI + slot * COLUMNS + i_B, mask=i_B < COLUMNS),
-            mask=i_B < COLUMNS,
-        )
-        at = tl.load(ints_SI + slot * COLUMNS + 1) + tl.load(ahead_R + row)
+        ahead = tl.load(ahead_R + row)
+        at = tl.load(ints_SI + slot * COLUMNS + 1) + ahead
         end = tl.load(ints_SI + slot * COLUMNS + 2)
+        ints_B = tl.load(ints_SI + slot * COLUMNS + i_B, mask=i_B < COLUMNS)
+        length = tl.load(ints_SI + slot * COLUMNS) + ahead
+        ints_B = tl.where(i_B == 0, tl.minimum(length, L - 1), ints_B)
+        ints_B = tl.where((i_B == 2) & (length >= end), 0, ints_B)
+        tl.store(ints_RI + row * COLUMNS + i_B, ints_B, mask=i_B < COLUMNS)
         real = (at < end).to(tl.int64)
         position = at * real
         page = tl.load(table_SP + slot * P + position // PAGE).to(tl.int64)
@@ -43,9 +45,8 @@ def _decode(
 
 def decode(
     slot_R: Tensor, ahead_R: Tensor, ints_SI: Tensor, tokens_SL: Tensor, table_SP: Tensor, pages: int, page: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """→ ids, positions, write index int64 [R], real bool [R], the first `pages` columns of the tables, the slots' integers [R, I]. ahead_R
-    int64: how far behind the slot's next position the row's lies. page: its tokens. Rows at or past their end are padding: 0 in all of them."""
+) -> Decoded:
+    """See `ref.decode`."""
     rows, device = len(slot_R), slot_R.device
     ids, positions, write = torch.empty(3, rows, dtype=torch.int64, device=device)
     real = torch.empty(rows, dtype=torch.bool, device=device)

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 Check = Callable[["Forecast", Sequence[str], argparse.Namespace, Console], int]
 
 WIDTH = 120
-SECTIONS = ("model", "load", "memory", "schedule", "sampling", "parallel")
+SECTIONS = ("model", "load", "memory", "schedule", "speculative", "sampling", "parallel")
 CONCURRENCY = 32  # where nothing is said
+CONTEXTS = (1024, 4096, 16384)
 EPILOG = f"""\
 examples:
   thalweg plan models/tiny                                   what would be chosen here and why, memory, floors
@@ -60,6 +61,10 @@ def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> in
 
     with _in_a_folder(parsed.config) as config:
         made = forecast(config, wanted(config, asked))
+        if over := [f"{one:,}" for one in asked.contexts or () if one > made.facts.context]:
+            notify(
+                f"--contexts {', '.join(over)}: the model has {made.facts.context:,} tokens; what is longer is left out"
+            )
         if asked.check:
             return check(made, argv, asked, console)
     if asked.json:
@@ -105,8 +110,16 @@ def _parser() -> Parser:
     target = "milliseconds that {} may take; alone: as many requests as it allows"
     add("--tpot-target", type=_amount, metavar="MS", help=target.format("a token of an answer"))
     add("--ttft-target", type=_amount, metavar="MS", help="milliseconds that the first token of a prompt may take")
-    add("--batches", type=_positive, nargs="+", default=[1, 8, 32, 128], metavar="N", help="requests of the floors")
-    add("--contexts", type=_positive, nargs="+", default=[1024, 4096, 16384], metavar="N", help="tokens of the floors")
+    add(
+        "--batches",
+        type=_positive,
+        nargs="+",
+        default=[1, 8, 32, 128],
+        metavar="N",
+        help="requests of the floors (default: 1 8 32 128)",
+    )
+    contexts = " ".join(map(str, CONTEXTS))
+    add("--contexts", type=_positive, nargs="+", metavar="N", help=f"tokens of the floors (default: {contexts})")
     skewed = (
         "popularity of experts: the i-th best is chosen in proportion to i to the power of -X (default: 0, uniform)"
     )
@@ -138,7 +151,7 @@ def wanted(config: Config, asked: argparse.Namespace) -> Asked:
     )
     machine = hardware(asked.machine) if asked.machine else None
     layout = None if machine is None else _layout(config, machine)
-    return Asked(load, machine, layout, tuple(asked.batches), tuple(asked.contexts))
+    return Asked(load, machine, layout, tuple(asked.batches), tuple(asked.contexts or CONTEXTS))
 
 
 def _layout(config: Config, machine: Hardware) -> Layout | None:

@@ -12,10 +12,9 @@ from thalweg.config.model import ModelFacts, read_facts
 from thalweg.config.options import Config, ParallelOptions
 from thalweg.core.amounts import size
 from thalweg.core.errors import CannotServe
-from thalweg.core.plan import PAGE
 from thalweg.launch.decide import RULES, NoRoom
 from thalweg.launch.hub import locate
-from thalweg.launch.planning import processor, search
+from thalweg.launch.planning import memory, processor, search
 from thalweg.launch.planning.floors import (
     Ceilings,
     Kept,
@@ -30,12 +29,12 @@ from thalweg.launch.planning.floors import (
     verified,
 )
 from thalweg.launch.planning.layouts import ONE, Layout, why_not
-from thalweg.launch.planning.room import BESIDE, RESERVE, Extent, Room, graph_bytes, slot_bytes, step_bytes
+from thalweg.launch.planning.room import Room, slot_bytes
 from thalweg.launch.planning.search import Load, Outcome, Site
 from thalweg.launch.planning.traffic import Collective, collectives
 from thalweg.launch.planning.weights import Widths, held
 from thalweg.launch.resolve import resolve
-from thalweg.launch.resolved import AUTO, Decision, Resolved
+from thalweg.launch.resolved import Resolved
 
 INPUT, OUTPUT = 1024, 256  # tokens of a request, where nothing is said
 DRAFTS = (1, 2, 3)
@@ -74,7 +73,8 @@ class Drafts:
 class Forecast:
     """facts, resolved: of the model, as one device would run it; where that has not the memory, `alone` says so. hardware: None on a CPU, and
     for GPUs that no figures are known of. top: what a device does at best, None where that is not known. room: of one GPU alone, None
-    on a CPU. layout: that the floors are of. outcomes: layouts under the load, the best first."""
+    on a CPU. layout: that the floors are of. laid, gpu: the same as `resolved` and `room` of a cache and a GPU of that layout; laid is None where
+    no layout has the memory. contexts: lengths that were asked for. outcomes: layouts under the load, the best first."""
 
     facts: ModelFacts
     resolved: Resolved
@@ -84,6 +84,9 @@ class Forecast:
     top: Ceilings | None
     room: Room | None
     layout: Layout
+    laid: Resolved | None
+    gpu: Room | None
+    contexts: tuple[int, ...]
     decode: tuple[Floor, ...]
     prefill: tuple[Floor, ...]
     drafts: tuple[Drafts, ...]
@@ -106,6 +109,16 @@ class Forecast:
     def runs(self) -> Outcome | None:
         """The best of those that this version runs."""
         return next((one for one in self.outcomes if one.fits and not not_yet(one.layout)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What floors are computed from. hardware: None on a CPU, and for GPUs that no figures are known of; top is None there."""
+
+    hardware: Hardware | None
+    top: Ceilings | None
+    widths: Widths
+    kept: Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,42 +155,59 @@ def forecast(config: Config, asked: Asked) -> Forecast:
         raise CannotServe(f"layout {asked.layout.name}: {why}")
     on_gpu = resolved.engine.device == "cuda"
     hardware = (asked.hardware or hardware_of(machine)) if on_gpu else None
-    dequantized = resolved.engine.kernels.decode == "reference"
-    kept = _kept(facts, resolved)
-    if on_gpu:
-        top = None if hardware is None else Ceilings(hardware.chip.read, hardware.chip.bf16, hardware.chip.fp8)
-        widths = Widths.of(facts)
-        room = _room(facts, resolved, machine)
-        if not alone and not resolved.engine.pages and room.pages < 1:
-            alone = (
-                f"memory: {size(round(room.free))} free leave no page for the KV cache beside weights, steps and graphs"
-            )
-        resolved = resolved if alone else _with_pages(resolved, room)
-    else:
-        top = processor.measure(resolved.engine.threads)
-        widths, room = Widths.of(facts, resolved.engine.dtype, dequantized=True), None
-    outcomes: tuple[Outcome, ...] = ()
-    if hardware is not None and top is not None:
-        loaded = Widths.of(facts, resolved.engine.dtype, dequantized)
-        site = Site(hardware, top, widths, kept, lambda layout: _of_layout(facts, resolved, loaded, layout, room))
-        outcomes = tuple(search.outcomes(facts, site, load, hardware.gpus, asked.layout))
-    layout = next((one.layout for one in outcomes if one.fits), ONE)
-    floors = _Floors(facts, layout, widths, kept, top, hardware, load.skew)
+    room = memory.alone(facts, resolved, machine) if on_gpu else None
+    if room is not None and not alone and not resolved.engine.pages and room.pages < 1:
+        alone = f"memory: {size(round(room.free))} free leave no page for the KV cache beside weights, steps and graphs"
+    ground = _ground(facts, resolved, hardware)
+    outcomes = () if room is None else _outcomes(facts, resolved, ground, room, load, asked.layout)
+    best = next((one for one in outcomes if one.fits), None)
+    layout, gpu = (best.layout, best.room) if best is not None else (ONE, room)
+    floors = _Floors(facts, layout, ground, load.skew)
     return Forecast(
         facts=facts,
-        resolved=resolved,
+        resolved=resolved if alone or room is None else memory.with_pages(resolved, room, ONE),
         alone=alone,
         hardware=hardware,
         machine=machine,
-        top=top,
+        top=ground.top,
         room=room,
         layout=layout,
+        laid=None if alone and best is None else resolved if gpu is None else memory.with_pages(resolved, gpu, layout),
+        gpu=gpu,
+        contexts=tuple(asked.contexts),
         decode=tuple(floors.decode(asked.batches, asked.contexts)),
         prefill=tuple(floors.prefill(asked.contexts)),
         drafts=tuple(floors.drafts(load, next((one.requests for one in outcomes), load.concurrency))),
         load=load,
         outcomes=outcomes,
     )
+
+
+def _ground(facts: ModelFacts, resolved: Resolved, hardware: Hardware | None) -> Ground:
+    """Of GPUs by their data sheet, of this machine's processor as it is measured."""
+    kept = memory.kept(facts, resolved)
+    if resolved.engine.device == "cuda":
+        top = None
+        if hardware is not None:
+            top = Ceilings(hardware.chip.read, hardware.chip.bf16, hardware.chip.fp8)
+        return Ground(hardware, top, Widths.of(facts), kept)
+    measured = processor.measure(resolved.engine.threads)
+    return Ground(None, measured, Widths.of(facts, resolved.engine.dtype, dequantized=True), kept)
+
+
+def _outcomes(
+    facts: ModelFacts, resolved: Resolved, ground: Ground, alone: Room, load: Load, only: Layout | None
+) -> tuple[Outcome, ...]:
+    """Of all layouts of GPUs that figures are known of. alone: of one GPU without others."""
+    if ground.hardware is None or ground.top is None:
+        return ()
+    loaded = Widths.of(facts, resolved.engine.dtype, resolved.engine.kernels.decode == "reference")
+
+    def room(layout: Layout) -> Room:
+        return memory.of_layout(facts, resolved, loaded, layout, alone)
+
+    site = Site(ground.hardware, ground.top, ground.widths, ground.kept, room)
+    return tuple(search.outcomes(facts, site, load, ground.hardware.gpus, only))
 
 
 def _load(wish: Load, facts: ModelFacts) -> Load:
@@ -218,85 +248,12 @@ def _larger(config: Config) -> str:
     return f" (the weights would fit into {', '.join(found)})" if found else ""
 
 
-def _kept(facts: ModelFacts, resolved: Resolved) -> Kept:
-    """From the planes that the model has."""
-    index = sum(plane.bytes_per_token for plane in resolved.sizes.planes if plane.name == "index")
-    own = 0 if facts.indexer is None else sum(facts.indexer.full)
-    return Kept((resolved.sizes.kv_bytes - index) / facts.layers, index / own if own else 0.0)
-
-
-def _extent(resolved: Resolved) -> Extent:
-    engine = resolved.engine
-    return Extent(engine.slots, engine.budget, engine.context, engine.graphs, engine.pieces)
-
-
-def _room(facts: ModelFacts, resolved: Resolved, machine: Machine) -> Room:
-    """Of the one GPU that this version uses."""
-    extent = _extent(resolved)
-    room = Room(
-        free=machine.gpu_free,
-        beside=BESIDE,
-        weights=resolved.sizes.weight_bytes,
-        step=step_bytes(facts, extent),
-        graphs=graph_bytes(facts, extent),
-        slots=0.0,
-        reserve=RESERVE,
-        page=resolved.sizes.kv_bytes * PAGE,
-    )
-    # slots are as long as the longest sequence, which is no longer than what the pages hold
-    context = min(extent.context, max(room.tokens, PAGE))
-    return dataclasses.replace(room, slots=slot_bytes(extent.slots + 1, context))
-
-
-def _of_layout(facts: ModelFacts, resolved: Resolved, loaded: Widths, layout: Layout, alone: Room | None) -> Room:
-    """Of one GPU of a layout: its part of weights and cache, and what an engine takes anyway."""
-    assert alone is not None
-    if layout.tp == layout.pp == 1:
-        return alone
-    extent = _extent(resolved)
-    kept = resolved.sizes.kv_bytes * -(-facts.layers // layout.pp) / facts.layers
-    cut = 1 if facts.mla is not None else min(layout.attention, facts.kv_heads)
-    rotary = 4 * facts.context * facts.rope.dim
-    return dataclasses.replace(
-        alone,
-        weights=sum(held(facts, loaded, layout).values()) + rotary,
-        step=step_bytes(facts, extent, layout.tp),
-        graphs=graph_bytes(facts, extent, layout.tp),
-        page=kept * PAGE / cut,
-    )
-
-
-def _with_pages(resolved: Resolved, room: Room) -> Resolved:
-    """With the pages that are expected where the engine will measure them, in place of the resolver's first estimate."""
-    if resolved.engine.pages:
-        return resolved
-    context = min(resolved.engine.context, max(room.tokens, 1))
-    why = "expected, which the engine replaces by what it measures: see the memory above"
-    decisions = []
-    for one in resolved.decisions:
-        if one.name == "pages":
-            one = Decision("pages", room.pages, AUTO, why)
-        elif one.name == "context_length" and context < resolved.engine.context:
-            one = Decision("context_length", context, AUTO, "what the KV cache is expected to hold")
-        decisions.append(one)
-    return dataclasses.replace(resolved, pages=room.pages, context=context, decisions=tuple(decisions))
-
-
 class _Floors:
     """Makes them for one layout."""
 
-    def __init__(
-        self,
-        facts: ModelFacts,
-        layout: Layout,
-        widths: Widths,
-        kept: Kept,
-        top: Ceilings | None,
-        hardware: Hardware | None,
-        skew: float,
-    ) -> None:
-        self.facts, self.layout, self.widths, self.kept, self.skew = facts, layout, widths, kept, skew
-        self.top, self.hardware = top, hardware
+    def __init__(self, facts: ModelFacts, layout: Layout, ground: Ground, skew: float) -> None:
+        self.facts, self.layout, self.skew = facts, layout, skew
+        self.hardware, self.top, self.widths, self.kept = ground.hardware, ground.top, ground.widths, ground.kept
 
     def decode(self, batches: Sequence[int], contexts: Sequence[int]) -> list[Floor]:
         if self.top is None:

@@ -1,4 +1,4 @@
-"""What this machine's processor does at best, measured in a moment: a floor of a CPU has no data sheet."""
+"""What this machine's processor does at best, measured in a moment: a floor of a CPU has no data sheet. The one place where it is measured."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ ROUNDS = 5
 
 
 def measure(threads: int) -> Ceilings:
-    """A sum over 256 MiB and float32 products, the fastest of some rounds each, on so many threads; a third of a second."""
+    """A sum over 256 MiB and float32 products on so many threads; a third of a second."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        numbers, square = torch.ones(READ), torch.rand(SIDE, SIDE)
-        read = 4 * READ / _seconds(numbers.sum)
-        rate = 2 * SIDE**3 / _seconds(lambda: square @ square)
+        rate = product(torch.float32)
+        return Ceilings(read(), rate, rate)
     finally:
         torch.set_num_threads(before)
-    return Ceilings(read, rate, rate)
+
+
+def read() -> float:
+    """Bytes a second of a read-only sum on the threads that torch has, the fastest of some rounds."""
+    return 4 * READ / _seconds(torch.ones(READ).sum)
+
+
+def product(dtype: torch.dtype) -> float:
+    """FLOP/s of a product of matrices of this type, measured alike."""
+    square = torch.rand(SIDE, SIDE).to(dtype)
+    return 2 * SIDE**3 / _seconds(lambda: square @ square)
 
 
 def _seconds(call: Callable[[], object]) -> float:

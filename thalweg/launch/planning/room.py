@@ -67,9 +67,9 @@ class Extent:
 
 
 def slot_bytes(slots: int, context: int, table_entry: int = 4) -> int:
-    """State of the requests as `batch.slots` keeps it: tokens, page table, eight integers, six numbers of sampling, stop ids, biases.
-    table_entry: bytes, 8 on a CPU."""
-    lists = 8 * (MAX_STOP_IDS + MAX_EOS_IDS) + 12 * MAX_LOGIT_BIAS
+    """State of the requests as `batch.slots` keeps it: tokens, page table, eight integers, six numbers of sampling, stop ids, biases, the root of a
+    tree of drafts. table_entry: bytes, 8 on a CPU."""
+    lists = 8 * (MAX_STOP_IDS + MAX_EOS_IDS) + 12 * MAX_LOGIT_BIAS + 8 * 3
     return slots * (4 * (context + 1) + table_entry * -(-context // PAGE) + 8 * 8 + 6 * 4 + lists)
 
 

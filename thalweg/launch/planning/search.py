@@ -148,12 +148,23 @@ def _outcome(served: Served) -> Outcome:
     requests, trouble = _requests(served)
     tpot, sent = served.tpot(requests)
     if not trouble and load.tpot and tpot > load.tpot:
-        trouble = f"a token takes {1e3 * tpot:.1f} ms"
+        trouble = f"a token takes {_time(tpot)}"
     if not trouble and load.ttft and served.prompt > load.ttft:
-        trouble = f"a first token takes {1e3 * served.prompt:.0f} ms"
+        trouble = f"a first token takes {_time(served.prompt)}"
     output = requests / tpot
     total = output * (load.input + load.output) / load.output
     return Outcome(layout, served.room, requests, tpot, served.prompt, output, total, served.holds, sent, trouble)
+
+
+def _time(seconds: float) -> str:
+    """With three digits, however short."""
+    return (
+        f"{1e3 * seconds:.3g} ms"
+        if 5e-5 <= seconds < 1
+        else f"{seconds:.3g} s"
+        if seconds >= 1
+        else f"{1e6 * seconds:.3g} us"
+    )
 
 
 def _requests(served: Served) -> tuple[int, str]:

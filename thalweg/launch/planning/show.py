@@ -22,20 +22,26 @@ from thalweg.launch.report import as_json as resolved_json
 from thalweg.launch.report import choices, sizes
 
 LISTED = 8  # layouts in the table
+MEASURED = ("pages", "context_length")  # decisions that go by what memory is left
 
 
 def as_json(made: Forecast, config: Config) -> dict[str, Any]:
     """Everything as plain values; seconds, bytes, and tokens a second."""
-    report = resolved_json(made.resolved) | {"model": config.model.model}
-    if made.alone:
+    report = resolved_json(made.laid or made.resolved) | {"model": config.model.model}
+    if made.laid is None:
         for name in ("pages", "kv_tokens", "kv_bytes", "concurrent_full_contexts"):
             report[name] = None
+        for name in MEASURED:
+            report["decisions"].pop(name, None)
+    elif made.gpu is not None:
+        report["kv_bytes"] = round(made.laid.pages * made.gpu.page)
     return report | {
         "fits_one_device": not made.alone,
         "why_not_one_device": made.alone,
         "machine": _machine(made),
         "flops_a_token": flops_a_token(made.facts),
-        "memory": None if made.room is None else _room(made.room),
+        "memory": None if made.gpu is None or made.laid is None else _room(made.gpu),
+        "caches": made.layout.caches,
         "holds": [{"length": length, "sequences": count} for length, count in holds(made)],
         "layout_of_floors": made.layout.name,
         "decode_floors": [dataclasses.asdict(floor) for floor in made.decode],
@@ -89,12 +95,12 @@ def name_of(made: Forecast) -> str:
 
 
 def holds(made: Forecast) -> list[tuple[int, int]]:
-    """(tokens of a sequence, how many such the cache of one device holds)."""
-    if made.alone:
+    """(tokens of a sequence, how many such the caches of the layout hold together)."""
+    if made.laid is None:
         return []
-    tokens, longest = made.resolved.pages * PAGE, made.resolved.context
-    lengths = sorted({length for length in (1024, 4096, 16384, 65536) if length < longest} | {longest})
-    return [(length, tokens // (-(-length // PAGE) * PAGE)) for length in lengths]
+    pages, longest = made.laid.pages, made.laid.context
+    lengths = sorted({length for length in made.contexts if length < longest} | {longest})
+    return [(length, pages // -(-length // PAGE) * made.layout.caches) for length in lengths]
 
 
 # ---- tables ----
@@ -117,8 +123,9 @@ def show(made: Forecast, config: Config, console: Console) -> None:
 
 
 def _decisions(made: Forecast) -> list[Any]:
-    hidden = ("pages", "context_length") if made.alone else ()
-    return [one for one in made.resolved.decisions if one.name not in hidden]
+    if made.laid is not None:
+        return list(made.laid.decisions)
+    return [one for one in made.resolved.decisions if one.name not in MEASURED]
 
 
 def _facts(made: Forecast, config: Config) -> Table:
@@ -137,16 +144,21 @@ def _fact_rows(made: Forecast, config: Config) -> Iterator[tuple[str, str]]:
     yield "machine", _about(made)
     if made.alone:
         yield "one device", f"cannot: {made.alone}"
-    if made.room is not None and not made.alone:
-        yield from _memory(made.room)
-    if not made.alone:
-        tokens, kv = resolved.pages * PAGE, resolved.sizes.kv_bytes
-        yield "kv cache", f"{resolved.pages:,} pages x {PAGE} tokens x {kv:,} B = {size(tokens * kv)}"
-        lengths = "; ".join(f"{count:,} of {length:,}" for length, count in holds(made))
-        yield "holds", f"{tokens:,} tokens: sequences of so many: {lengths}"
+    if made.laid is None:
+        return
+    many, caches = made.layout.gpus > 1, made.layout.caches
+    if made.gpu is not None:
+        yield "memory", (f"each GPU of {made.layout.name}: " if many else "") + _memory(made.gpu)
+    tokens = made.laid.pages * PAGE
+    kv = resolved.sizes.kv_bytes if made.gpu is None else made.gpu.page / PAGE
+    told = f"{made.laid.pages:,} pages x {PAGE} tokens x {kv:,.0f} B = {size(round(tokens * kv))}"
+    where = (" on each GPU" if many else "") + (f", {caches} caches" if caches > 1 else "")
+    yield "kv cache", told + where
+    lengths = "; ".join(f"{count:,} of {length:,}" for length, count in holds(made))
+    yield "holds", f"{tokens * caches:,} tokens: sequences of so many: {lengths}"
 
 
-def _memory(room: Room) -> Iterator[tuple[str, str]]:
+def _memory(room: Room) -> str:
     parts = {
         "weights": room.weights,
         "driver and libraries": room.beside,
@@ -156,7 +168,7 @@ def _memory(room: Room) -> Iterator[tuple[str, str]]:
         "reserve": room.reserve,
     }
     told = " - ".join(f"{size(round(value))} {name}" for name, value in parts.items())
-    yield "memory", f"{size(round(room.free))} free - {told} = {size(round(max(room.left, 0.0)))} for the KV cache"
+    return f"{size(round(room.free))} free - {told} = {size(round(max(room.left, 0.0)))} for the KV cache"
 
 
 def _about(made: Forecast) -> str:

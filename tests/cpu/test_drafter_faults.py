@@ -1,0 +1,125 @@
+"""A drafter never costs a request or a token: what raises, makes no numbers or finds no room is gone, with one line and one count."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from tests.cpu.test_speculation import GREEDY, Broken, breaking, engine, errors, prompts, run, unrecorded
+from thalweg.core.errors import CannotServe, NoRoom
+from thalweg.core.tree import CHAIN, TreeShape
+from thalweg.engine import build, roomless
+from thalweg.memory.planes import Planes
+from thalweg.runner import late
+from thalweg.spec.unroll import Unrolled
+
+assert unrecorded  # a fixture of this module, too
+FULL = "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes\nmore"
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return run(engine(0), prompts(5))
+
+
+@pytest.mark.parametrize(
+    ("depth", "tokens"), [(1, 16), (2, 512)], ids=["while it catches up", "before slots are bound anew"]
+)
+def test_one_that_raises_while_nothing_is_drafted(
+    plain: list[list[int]], depth: int, tokens: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late, "TOKENS", tokens)
+    made = engine(3, depth=depth, slots=2)
+    made.loop.scheduler.widths.draft = lambda emitting: 0  # type: ignore[method-assign]
+    breaking(made, "observe", 2)
+    with caplog.at_level(logging.ERROR, "thalweg.engine"):
+        assert run(made, prompts(5)) == plain
+    assert len(errors(caplog)) == 1 and "on purpose" in caplog.text
+    assert made.loop.stats().drafter_failures == 1 and not made.runner.drafting.late.steps
+
+
+@pytest.mark.parametrize(("depth", "tree"), [(2, CHAIN), (1, TreeShape(2, 2, 4))], ids=["chain", "tree"])
+def test_one_that_stops_making_numbers_while_it_serves(
+    plain: list[list[int]], depth: int, tree: TreeShape, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = engine(4 if tree.on else 2, depth=depth, tree=tree)
+    drafter, calls = made.runner.drafting.drafter, 0
+    assert isinstance(drafter, Unrolled)
+    real = drafter.head.logits
+
+    def logits(hidden: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            drafter.head.norm.weight.data.fill_(float("nan"))  # type: ignore[attr-defined]
+        return real(hidden)
+
+    drafter.head.logits = logits  # type: ignore[method-assign]
+    with caplog.at_level(logging.ERROR, "thalweg.engine"):
+        assert run(made, prompts(5)) == plain
+    assert len(errors(caplog)) == 1 and "not numbers" in caplog.text
+    stats = made.loop.stats()
+    assert stats.drafter_failures == 1 and stats.accepted_tokens > 0
+    assert run(made, prompts(5)) == plain and made.loop.stats().drafted_tokens == stats.drafted_tokens
+
+
+def test_one_that_raises_while_steps_are_timed(
+    plain: list[list[int]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def propose(*args: Any) -> None:
+        raise Broken("on purpose")
+
+    monkeypatch.setattr(Unrolled, "propose", propose)
+    with caplog.at_level(logging.ERROR, "thalweg.engine"):
+        made = engine(3, times=None, slots=2)
+        assert run(made, prompts(5)) == plain
+    assert len(errors(caplog)) == 1 and made.loop.stats().drafter_failures == 1
+    assert made.loop.scheduler.widths.widest == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError(FULL), MemoryError("none left"), NoRoom("memory: no page is left")])
+def test_one_that_finds_no_room_is_left_out(
+    plain: list[list[int]], error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planes(model: Any, drafter: Any, settings: Any, device: Any) -> Planes:
+        if drafter.planes():
+            raise error
+        return real(model, drafter, settings, device)
+
+    real = build._planes
+    monkeypatch.setattr(build, "_planes", planes)
+    with caplog.at_level(logging.ERROR, "thalweg.engine"):
+        made = engine(3, times=None)
+    (line,) = errors(caplog)
+    assert "no room for the drafter" in line and str(error).partition("\n")[0] in line
+    assert (made.settings.drafter, made.settings.width) == ("", 0)
+    assert "no room" in json.loads(made.settings.report)["speculative_algorithm"]["reason"]
+    assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
+
+
+def test_what_is_no_lack_of_room_is_told() -> None:
+    """Nor is one that has no drafter in it."""
+    made = engine(1).settings
+
+    def failing(error: Exception) -> Any:
+        def start(settings: Any) -> None:
+            raise error
+
+        return start
+
+    for error in (RuntimeError("shapes differ"), CannotServe("no such backend")):
+        with pytest.raises(type(error), match=str(error)):
+            roomless.with_or_without(failing(error), made)
+    with pytest.raises(MemoryError):
+        roomless.with_or_without(failing(MemoryError("none left")), roomless.undrafted(made, "why"))
+    with pytest.raises(NoRoom):
+        roomless.with_or_without(failing(NoRoom("no page")), made)
+
+
+def test_a_started_engine_has_no_failure() -> None:
+    made = engine(2)
+    run(made, prompts(1), GREEDY)
+    assert made.loop.stats().drafter_failures == 0

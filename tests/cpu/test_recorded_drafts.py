@@ -1,0 +1,309 @@
+"""Steps with drafts that were recorded, A and all of B: what eager ones do, whatever widths, rows and requests come. CUDA graphs are played by a
+recorder of torch's operations, kernels by their references; who asks the device, or takes numbers of the host along, fails."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cpu.test_recorded_rows import FakeTape, Recording
+from tests.cpu.test_speculation import JSON, engine, prompts, run, unrecorded
+from thalweg.batch.upload import upload
+from thalweg.core.grammar import FREE
+from thalweg.core.plan import Needs, Output, Row, StepPlan
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.local import LocalEngine
+from thalweg.kernels.prepare import ref as prepare
+from thalweg.kernels.verify import ref as verify
+from thalweg.moe.experts import Experts
+from thalweg.runner import draft_graphs
+from thalweg.runner.draft_graphs import DraftGraphs
+from thalweg.runner.drafting import NOT_RECORDED
+from thalweg.runner.verified import FAR, verifications
+from thalweg.sampling.sample import REFERENCE
+from thalweg.sampling.standard import Standard
+from thalweg.spec.drafter import Asked, Proposed
+from thalweg.spec.launched import PLAIN, Kernels
+from thalweg.spec.unroll import Unrolled
+
+assert unrecorded  # a fixture of this module, too
+ROWS, WIDEST, SLOTS = (1, 4, 16), 3, 7
+ASKS = {
+    "item",
+    "is_nonzero",
+    "equal",
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "lift_fresh",
+    "unique_dim",
+    "_unique2",
+}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 0.9, "top_p": 0.8, "top_k": 50, "seed": 4},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 1},
+    {"temperature": 0.0, "stop_token_ids": (17, 30, 31)},
+]
+
+
+class Strict(Recording):
+    """As of a CUDA graph: nothing may wait for the device, and no number of the host may come along that another replay would need to be another."""
+
+    def __init__(self, block: str = "") -> None:
+        super().__init__()
+        self.block, self.read, self.made = block, set[int](), set[int]()  # storages
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = function.__name__.partition(".")[0]
+        constant = (
+            name == "lift_fresh" and not args[0].dim()
+        )  # a number that stands in the program: kernels get it as it is
+        assert constant or name not in ASKS, function
+        chosen = args[1] if name in ("index", "index_put_") else ()
+        masks = [one for one in chosen if one is not None and one.dtype == torch.bool]
+        assert not masks, "how many a mask has is asked of the device"
+        given = {_storage(one) for one in _tensors([*args, *(kwargs or {}).values()])}
+        self.read |= given - self.made
+        out = super().__torch_dispatch__(function, types, args, kwargs)
+        self.made |= {_storage(one) for one in _tensors(out)} - given - self.read
+        return out
+
+    def replay(self) -> None:
+        for function, args, kwargs, out in self.operations:
+            again = function(*args, **kwargs)
+            for held, one in zip(_tensors(out), _tensors(again), strict=True):
+                if held.data_ptr() != one.data_ptr():
+                    held.copy_(one)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    if isinstance(out, Tensor):
+        return [out]
+    return [tensor for one in out for tensor in _tensors(one)] if isinstance(out, (tuple, list)) else []
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+class Tape(FakeTape):
+    def __init__(self) -> None:
+        self.recordings: list[Strict] = []
+        TAPES.append(self)
+
+    @contextmanager
+    def running(self, what: str) -> Iterator[None]:
+        self.block = what
+        yield
+
+    def begin(self) -> None:
+        self.recordings.append(Strict(self.block))
+        self.recordings[-1].__enter__()
+
+    def end(self) -> Recording:
+        self.recordings[-1].__exit__(None, None, None)
+        return self.recordings[-1]
+
+
+TAPES: list[Tape] = []
+
+
+@pytest.fixture(scope="module")
+def graphs() -> Iterator[Any]:
+    """`runner.graphs` without a GPU, and without Triton."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, fake in {"prepare": prepare, "verify": verify}.items():
+            patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", fake)
+        for name in ("adjust", "draw", "logprobs", "truncate"):
+            patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", SimpleNamespace())
+        for name in ("thalweg.sampling.launched", "thalweg.runner.graphs"):
+            patch.delitem(sys.modules, name, raising=False)
+        module = importlib.import_module("thalweg.runner.graphs")
+        patch.setattr(module, "Tape", Tape)
+        patch.setattr(module, "borrow", lambda x: x)
+        patch.setattr(module, "choose_into", choose_into)
+        for one in (module, draft_graphs):
+            patch.setattr(one, "refill", lambda out, values: out.copy_(torch.tensor(values)))
+        patch.setattr(Experts, "add_", add_all_)
+        for name in ("synchronize", "empty_cache"):
+            patch.setattr(torch.cuda, name, lambda: None)
+        yield module
+        for name in ("thalweg.sampling.launched", "thalweg.runner.graphs"):
+            sys.modules.pop(name, None)
+
+
+def choose_into(out: Any, logits: Tensor, slots: Any, slot_E: Tensor, ints: Tensor, needs: Needs, into: Tensor) -> None:
+    made = REFERENCE.choose(logits, slots, slot_E, ints, needs)
+    for held, one in zip(out, (made.tokens_EQ[:, 0], made.done_E, made.count_E), strict=True):
+        held.copy_(one)
+
+
+def add_all_(self: Experts, out_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
+    """The experts without asking which of them there are."""
+    gate_TEI, up_TEI = torch.einsum("th,eih->tei", x_TH, self.w13).chunk(2, -1)
+    y_TEH = torch.einsum("tei,ehi->teh", torch.nn.functional.silu(gate_TEI) * up_TEI, self.w2)
+    share_TE = torch.zeros(y_TEH.shape[:2]).scatter_add_(1, ids_TK, weights_TK)
+    out_TH += torch.einsum("te,teh->th", share_TE, y_TEH)
+
+
+class Far:
+    """Drafts as if contexts were as long as they may be, as graphs do: sums over more padding round otherwise."""
+
+    def __init__(self, drafter: Unrolled) -> None:
+        self.propose_ = drafter.propose
+
+    def propose(self, asked: Asked, width: int, slots: Any, planes: Any) -> Proposed | None:
+        return self.propose_(Asked(asked.slot_E, slots.context, asked.needs), width, slots, planes)
+
+
+def made_of(graphs: Any, recorded: bool, kernels: Kernels | None = None, **fields: Any) -> LocalEngine:
+    """An engine whose A is recorded, and B, too, or not; then kernels is what it drafts with."""
+    made = engine(WIDEST, slots=SLOTS + 1, **fields)
+    runner = made.runner
+    drafter = runner.drafting.drafter
+    assert isinstance(drafter, Unrolled)
+    drafter.kernels = PLAIN
+    runner.drafting.late.passing = True
+    graphs.record(runner, ROWS, (), False, runner.slots.context, SLOTS, lambda done, count: None, range(1, 1 + WIDEST))
+    assert runner.graphs.verified and isinstance(runner.graphs.drafts, DraftGraphs)  # type: ignore[attr-defined]
+    if not recorded:
+        drafter.kernels = kernels
+        drafter.propose = Far(drafter).propose  # type: ignore[method-assign]
+        for verified in runner.graphs.verified:  # type: ignore[attr-defined]
+            verified.graphs.clear()
+        runner.graphs.drafts = NOT_RECORDED  # type: ignore[misc]
+    return made
+
+
+def played(made: LocalEngine, seed: int) -> tuple[list[list[int]], list[tuple[Output, ...]]]:
+    """Requests that come and go, of drafts now and then: their tokens, and all that was published."""
+    run(
+        made, [[0, 5]], SamplingParams(temperature=0.0, max_tokens=2), JSON
+    )  # a grammar is compiled beside the steps, whenever that is done
+    rng, steps = random.Random(seed), list[tuple[Output, ...]]()
+    widths = random.Random(seed + 1)
+    made.loop.scheduler.widths.draft = lambda emitting: widths.choice((0, 1, 2, 3, 3))  # type: ignore[method-assign]
+    outputs = made.runner.outputs
+    made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
+    waiting = [
+        (prompt, SamplingParams(max_tokens=rng.randint(1, 30), ignore_eos=i % 6 > 0, **KINDS[i % len(KINDS)]), i)
+        for i, prompt in enumerate(prompts(7, 80))
+    ]
+    answers: dict[int, list[int]] = {}
+    while waiting or not made.idle:
+        if waiting and (made.idle or rng.random() < 0.2):
+            prompt, params, i = waiting.pop()
+            answers |= {uid: [] for uid in made.submit(prompt, params, grammar=FREE if i % 6 else JSON)}
+        for delta in made.step():
+            answers[delta.uid] += delta.tokens
+    return list(answers.values()), steps
+
+
+@pytest.mark.parametrize(("depth", "acceptance"), [(2, "race"), (1, "standard")])
+def test_recorded_steps_publish_what_eager_ones_do(graphs: Any, depth: int, acceptance: str) -> None:
+    fields = {"depth": depth, "acceptance": acceptance, "budget": 96}
+    whole = made_of(graphs, True, **fields)
+    counts = counted(whole)
+    tokens, steps = played(whole, 3)
+    kernels = PLAIN if acceptance == "standard" else None
+    wanted, eager = played(made_of(graphs, False, kernels, **fields), 3)
+    assert tokens == wanted and steps == eager
+    assert isinstance(whole.runner.sampling, Standard) == (acceptance == "standard")
+    stats = whole.loop.stats()
+    assert stats.accepted_tokens > 15 and not stats.drafter_failures
+    assert all(count > 10 for count in counts.values()), counts
+
+
+def counted(made: LocalEngine) -> dict[str, int]:
+    """How often each of these was replayed from now on."""
+    graphs, counts = made.runner.graphs, dict.fromkeys(("accept", "observe", "propose"), 0)
+    drafts: Any = graphs.drafts
+
+    def watch(owner: Any, name: str, count: str) -> None:
+        real = getattr(owner, name)
+
+        def watched(*args: Any, **more: Any) -> Any:
+            made = real(*args, **more)
+            counts[count] += made is not None and made is not False
+            return made
+
+        setattr(owner, name, watched)
+
+    watch(drafts, "observe", "observe")
+    watch(drafts, "propose", "propose")
+    for verified in graphs.verified:  # type: ignore[attr-defined]
+        watch(verified, "sample", "accept")
+    return counts
+
+
+@pytest.fixture(scope="module")
+def recorded(graphs: Any) -> Any:
+    return made_of(graphs, True).runner
+
+
+def test_no_recording_reads_what_another_may_have_written_over(recorded: Any) -> None:
+    """The memory of the pool: a graph finds there what A of its own step has left, drafts find nothing; and what is published lies elsewhere."""
+    recordings = TAPES[-1].recordings
+    pool = set[int]().union(*(one.made for one in recordings))
+    first: dict[str, Strict] = {}
+    shared = 0
+    for one in recordings:
+        a = first.setdefault(one.block, one)
+        left = a.made if "rows" in one.block and "drafts" not in one.block else set[int]()
+        assert one.read & pool <= (set() if one is a else left), one.block
+        shared += bool(one is not a and one.read & left)
+    assert shared > 30 and {"4 rows", "drafts of 4 rows"} <= set(first)
+    chains = [proposing.chain for proposing in recorded.graphs.drafts.proposing]
+    published = [tensor for verified in recorded.graphs.verified for tensor in verified.out]
+    published += [tensor for chain in chains for tensor in chain] + [
+        one for a in recorded.graphs.recorded for one in a.out
+    ]
+    assert not pool & {_storage(one) for one in published}
+
+
+def test_another_rule_than_was_recorded_is_not_replayed(recorded: Any) -> None:
+    verified = recorded.graphs.verified[0]
+    with torch.inference_mode():
+        assert verified.sample(1, Needs(random=True), recorded.sampling) is not None
+        assert verified.sample(1, Needs(random=True), Standard(recorded.sampling)) is None
+
+
+def test_rows_that_do_not_fill_their_bucket_are_padding(recorded: Any) -> None:
+    """Of a row with fewer drafts than another, too."""
+    verified = next(one for one in recorded.graphs.verified if (one.rows, one.query) == (4, 3))
+    ran: list[tuple[list[int], list[int]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verified.of, "run", lambda slot, ahead: ran.append((slot, ahead)))
+        rows = tuple(Row(slot, slot, 9, n, n - 1, True) for slot, n in ((5, 3), (2, 1), (6, 2)))
+        _, slot_E, ints_EI, seen = verified.forward(StepPlan(0, 0, rows))
+    assert ran == [([5, 5, 5, 2, 2, 2, 6, 6, 6], [0, 1, 2, 0, FAR, FAR, 0, 1, FAR])]
+    assert [one.n for one in seen.plan.rows] == [3, 3, 3] and len(slot_E) == len(ints_EI) == 3
+
+
+def test_what_asks_the_device_or_takes_numbers_along_is_found() -> None:
+    x = torch.arange(3)
+    with torch.inference_mode(), pytest.raises(AssertionError), Strict():
+        x.sum().item()
+    with torch.inference_mode(), pytest.raises(AssertionError), Strict():
+        x[x > 1]
+    with torch.inference_mode(), pytest.raises(AssertionError), Strict():
+        upload([1, 2], torch.int64, x.device)
+
+
+def test_which_verifications_are_recorded() -> None:
+    assert verifications((1, 2, 4, 8), (1, 3)) == [(1, 2), (1, 4), (2, 2), (2, 4), (4, 2)]
+    assert verifications((256,), (1, 2)) == [(64, 2), (64, 3)] and verifications((1,), (1,)) == []
+    assert (3, 3) in verifications((1, 10), (2,)), "as many as the largest step has room for"
+    many = verifications((1, 2, 4, *range(8, 257, 8)), range(1, 9))
+    assert len(many) < 100 and max(rows for rows, _ in many) == 64

@@ -1,0 +1,140 @@
+"""Attention of decode rows that was recorded, beside a prompt's that was not: the same as all of it at once. CUDA graphs are played by a recorder of
+torch's operations."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.core.plan import PAGE
+from thalweg.runner.decoding import behind, fitting, halving
+from thalweg.runner.pieces import Piece, Pieces, Piecewise, Shared
+
+CONTEXT, WIDTH, TOKENS = 3 * PAGE, 4, 16
+
+
+class Recording(TorchDispatchMode):
+    """The operations that ran in it; `replay` runs them again, on the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        for function, args, kwargs, out in self.operations:
+            again = function(*args, **kwargs)
+            if isinstance(out, Tensor) and out.data_ptr() != again.data_ptr():
+                out.copy_(again)
+
+
+class FakeTape:
+    def begin(self) -> None:
+        self.now = Recording()
+        self.now.__enter__()
+
+    def end(self) -> Recording:
+        self.now.__exit__(None, None, None)
+        return self.now
+
+
+class Layer:
+    """Attention of which one sees whose it is: a number of the layer, the token's position, its row's last page, what it was given."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def attend(self, step: Batch, x_TX: Tensor, y_TX: Tensor) -> Tensor:
+        parts = []
+        for group in step.groups:
+            tokens, position = group.token_slice, step.positions_T[group.token_slice]
+            table = step.table_RP[group.row_slice].repeat_interleave(group.query, 0)
+            page = table.gather(1, (position // PAGE).unsqueeze(1))
+            parts.append(x_TX[tokens] * y_TX[tokens] + 1000 * self.number + position.unsqueeze(1) + 0.001 * page)
+        return torch.cat(parts)
+
+
+def step(decoding: list[int], prompts: list[tuple[int, int]]) -> Batch:
+    """decoding: positions of rows of one token. prompts: (tokens computed, tokens now)."""
+    rows = [(position, 1) for position in decoding] + prompts
+    positions = torch.tensor([at + i for at, n in rows for i in range(n)])
+    table = torch.arange(1, 1 + 3 * len(rows), dtype=torch.int32).view(len(rows), 3)
+    groups = [Group(0, len(decoding), 0, 1, CONTEXT)] if decoding else []
+    token = len(decoding)
+    for row, (at, n) in enumerate(prompts, len(decoding)):
+        groups.append(Group(row, 1, token, n, at + n))
+        token += n
+    places = positions + 7
+    extents = tuple(Extent(n, at + n) for at, n in rows)
+    return Batch(positions, positions, places, table, positions >= 0, positions[:1], tuple(groups), extents)
+
+
+def recorded(rows: tuple[int, ...]) -> Piecewise:
+    model: Any = SimpleNamespace(steps=SimpleNamespace(step=lambda batch, planes: batch))
+    planes: Any = SimpleNamespace(device=torch.device("cpu"))
+    shared = Shared(TOKENS, planes.device)
+    shared.out(torch.empty(TOKENS, WIDTH))
+    pieces = Pieces(TOKENS, model, shared)
+    none: Any = SimpleNamespace(replay=lambda: None)
+    pieces.last, pieces.hidden_TH = none, shared.out_TX
+    pieces.pieces = [Piece(none, Layer(i).attend, (torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH))) for i in range(2)]  # fmt: skip
+    pieces.attends = tuple(piece.attend for piece in pieces.pieces)
+    steps = Piecewise(model, [pieces])
+    for many in rows:
+        steps.record(many, CONTEXT, planes, FakeTape())  # type: ignore[arg-type]
+    return steps
+
+
+def test_rows_that_were_recorded_and_prompts_that_were_not_attend_as_one_step_does() -> None:
+    steps = recorded((8, 4, 2))
+    (pieces,) = steps.recorded
+    last = pieces.pieces[-1]
+    for decoding, prompts in (
+        ([5, 70, 130], [(0, 9)]),
+        ([1], [(64, 3), (0, 6)]),
+        ([9, 8, 7, 6, 5], [(100, 2)]),
+        ([3, 100], []),
+        ([], [(10, 5)]),
+        (list(range(12)), [(0, 2)]),  # more than are recorded
+    ):
+        batch = step(decoding, prompts)
+        count = len(batch.ids_T)
+        used = fitting(steps.decoding, batch, TOKENS, pieces.attends)
+        assert (used is None) == (not 1 <= len(decoding) <= 8)
+        if used is not None:
+            assert used.rows == min(many for many in (8, 4, 2) if many >= len(decoding))
+        got = steps.forward(batch, None)  # type: ignore[arg-type]
+        assert torch.equal(got[:count], last.attend(batch, *(x[:count] for x in last.inputs)))
+        if used is not None:
+            padding = used.places_2R[:, len(decoding) :]
+            assert not padding.any(), "what fills up the rows writes into the null page"
+
+
+def test_pieces_that_leave_attention_to_another_are_not_gone_with() -> None:
+    steps = recorded((4,))
+    batch = step([5], [(0, 9)])
+    assert fitting(steps.decoding, batch, TOKENS, (Layer(0).attend,)) is None
+    assert fitting(steps.decoding, batch, 3, steps.recorded[0].attends) is None, "fewer tokens than rows"
+
+
+def test_what_is_left_behind_the_first_rows() -> None:
+    batch = step([5, 70], [(0, 4), (64, 3)])
+    rest = behind(batch, 2)
+    assert rest is not None and rest.groups == (Group(0, 1, 0, 4, 4), Group(1, 1, 4, 3, 67))
+    assert rest.extents == batch.extents[2:] and torch.equal(rest.table_RP, batch.table_RP[2:])
+    assert torch.equal(rest.positions_T, batch.positions_T[2:]) and torch.equal(rest.write_T, batch.write_T[2:])
+    assert behind(step([5, 70], []), 2) is None
+
+
+def test_each_number_of_rows_is_at_most_half_of_the_one_before() -> None:
+    assert halving([1, 2, 4, *range(8, 257, 8)]) == [256, 128, 64, 32, 16, 8, 4, 2, 1]
+    assert halving([1, 4, 16]) == [16, 4, 1] and halving([]) == []

@@ -1,0 +1,225 @@
+"""Drafts that part ways, in a whole engine with the bundled model's NextN layer: plain decoding's tokens, and the entries of a chain in the pages."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compose.matrix import MODEL
+from tests.cpu.test_speculation import GREEDY, JSON, breaking, engine, prompts, run
+from thalweg.bench.nextn_acceptance import whole_batch
+from thalweg.core.kernels import KernelChoice
+from thalweg.core.sampling import SamplingParams
+from thalweg.core.tree import TreeShape
+from thalweg.engine.local import LocalEngine
+from thalweg.memory.planes import Planes
+from thalweg.models import traced
+from thalweg.models.deepseek import Deepseek
+from thalweg.spec.drafter import Proposed
+from thalweg.spec.tree import Branching, static
+from thalweg.text.tokenizer import Tokenizer
+
+DYNAMIC, STATIC = TreeShape(4, 3, 12), TreeShape(3, 4, 12, dynamic=False)
+WIDE = TreeShape(8, 8, 63)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=40, ignore_eos=True)
+PENALISED = SamplingParams(
+    temperature=0.7,
+    seed=5,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    presence_penalty=0.3,
+    logit_bias=((700, 3.0),),
+    min_tokens=30,
+    max_tokens=40,
+    logprobs=3,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unrecorded() -> Iterator[None]:
+    """Recorded steps are those of chains, which the compose tests mix with trees."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traced, "ROWS", 0)
+        yield
+
+
+def growing(shape: TreeShape, **fields: Any) -> LocalEngine:
+    return engine(shape.nodes, tree=shape, **fields)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[SamplingParams, list[list[int]]]:
+    made = engine(0)
+    return {params: run(made, prompts(3), params) for params in (GREEDY, SEEDED, PENALISED)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "depth", "params"), [(DYNAMIC, 2, GREEDY), (DYNAMIC, 1, PENALISED), (STATIC, 2, SEEDED)]
+)
+def test_tokens_are_those_of_plain_decoding(
+    plain: dict[SamplingParams, list[list[int]]], shape: TreeShape, depth: int, params: SamplingParams
+) -> None:
+    made = growing(shape, depth=depth)
+    assert run(made, prompts(3), params) == plain[params]
+    stats = made.loop.stats()
+    assert stats.accepted_tokens > 0.5 * stats.verifications, "a tree is right at least as often as its best path"
+    assert len(stats.drafted_at) == shape.deepest, "drafts are counted by their depth"
+
+
+def test_a_tree_of_all_nodes_there_may_be(plain: dict[SamplingParams, list[list[int]]]) -> None:
+    assert run(growing(WIDE, budget=80), prompts(5)[:2]) == plain[GREEDY][:2]
+
+
+def test_a_tree_accepts_more_than_its_chain(plain: dict[SamplingParams, list[list[int]]]) -> None:
+    """Also where requests sample: children are the best of the race that the target runs."""
+    for params in (GREEDY, SEEDED):
+        lengths = []
+        for made in (engine(3), growing(TreeShape(4, 3, 15))):
+            run(made, prompts(3), params)
+            stats = made.loop.stats()
+            lengths.append(stats.accepted_tokens / stats.verifications)
+        assert lengths[1] > lengths[0] + 0.2, params
+
+
+@pytest.mark.parametrize("kernels", [KernelChoice(kv="fp8_e4m3"), KernelChoice(latent=False)], ids=repr)
+def test_with_every_kind_of_cache(kernels: KernelChoice) -> None:
+    assert run(growing(DYNAMIC, kernels=kernels), prompts(2)) == run(engine(0, kernels=kernels), prompts(2))
+
+
+def test_under_a_grammar() -> None:
+    """Of every node the mask is that of its own path."""
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=150)
+    texts = run(engine(0), prompts(2, 40), params, JSON)
+    made = growing(DYNAMIC, depth=2)
+    assert run(made, prompts(2, 40), params, JSON) == texts
+    assert made.loop.stats().accepted_tokens > 0
+    tokenizer = Tokenizer(Path(MODEL))
+    assert all(6 <= len(json.loads(tokenizer.decode(tokens[:-1]))) <= 9 for tokens in texts)
+
+
+def test_a_width_that_comes_and_goes_changes_no_token(plain: dict[SamplingParams, list[list[int]]]) -> None:
+    """Chains of one, trees and single tokens meet in a step; a tree that is cut keeps its best nodes."""
+    made, rng = growing(DYNAMIC, depth=2, budget=70), random.Random(5)
+    made.loop.scheduler.widths.draft = lambda emitting: rng.choice((0, 1, 2, 5, 12))  # type: ignore[method-assign]
+    assert run(made, prompts(3), PENALISED) == plain[PENALISED]
+    assert made.loop.stats().accepted_tokens > 10
+
+
+def test_what_ends_within_a_path(plain: dict[SamplingParams, list[list[int]]]) -> None:
+    """A stop id, and the end of the sequence, wherever they come."""
+    for tokens in (1, 2, 3, 6):
+        short = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        assert run(growing(STATIC), prompts(2), short) == [one[:tokens] for one in plain[GREEDY][:2]]
+    for at in (3, 7):
+        stop = plain[GREEDY][0][at]
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=(stop,))
+        (got,) = run(growing(DYNAMIC), prompts(1), params)
+        assert got == plain[GREEDY][0][: plain[GREEDY][0].index(stop) + 1]
+
+
+# ---- what is left in the pages
+
+
+@pytest.mark.parametrize("kernels", [KernelChoice(), KernelChoice(latent=False)], ids=["latents", "keys and values"])
+def test_entries_are_those_of_plain_decoding(kernels: KernelChoice) -> None:
+    """Of the target and of its drafter, wherever in the tree a token was computed."""
+    made = growing(DYNAMIC, budget=50, radix=False, kernels=kernels)
+    prompt = prompts(1)[0]
+    seen: dict[str, Any] = {}
+    release = made.loop.scheduler._release
+
+    def watched(r: Any) -> None:
+        seen.update(tokens=r.tokens, pages=list(r.pages))
+        release(r)
+
+    made.loop.scheduler._release = watched  # type: ignore[method-assign]
+    run(made, [prompt])
+    drafter = made.runner.drafting.drafter
+    assert isinstance(drafter, Branching) and isinstance(made.runner.model, Deepseek)
+    tokens = torch.tensor(seen["tokens"][:-1])
+    planes = Planes((*made.runner.model.planes(), *drafter.planes()), 10)
+    with torch.inference_mode():
+        batch = whole_batch([len(tokens)], tokens)
+        hidden = made.runner.model.forward(batch, planes)
+        before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
+        drafter.head.observe(tokens, before, batch, planes)
+    for spec in (*made.runner.model.planes(), *drafter.head.planes()):
+        got = made.runner.planes.paged(spec.name, spec.layer)[seen["pages"]].flatten(0, 1)[: len(tokens)]
+        want = planes.paged(spec.name, spec.layer)[1 : 1 + len(seen["pages"])].flatten(0, 1)[: len(tokens)]
+        torch.testing.assert_close(got, want, atol=3e-3, rtol=2e-3)
+
+
+# ---- trees as they are made
+
+
+def check(parents: Tensor, depth: Tensor, hides: Tensor) -> None:
+    """A node comes after its parent, and sees its ancestors and itself of all that stands from the root on."""
+    for row in range(len(parents)):
+        ancestors = [{0}]
+        for node, parent in enumerate(parents[row].tolist(), 1):
+            assert parent < node
+            ancestors.append(ancestors[parent] | {node})
+            assert len(ancestors[node]) == int(depth[row, node - 1]) + 1
+            seen = {node - i for i in range(node + 1) if not int(hides[row, node - 1]) >> i & 1}
+            assert seen == ancestors[node] and int(hides[row, node - 1]) >> (node + 1) == 0
+
+
+@pytest.mark.parametrize("shape", [STATIC, WIDE, TreeShape(2, 8, 30), TreeShape(8, 2, 63, dynamic=False)])
+def test_every_tree_is_one(shape: TreeShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = growing(shape, budget=200)
+    drafter, trees = made.runner.drafting.drafter, []
+    assert isinstance(drafter, Branching)
+    propose = drafter.propose
+
+    def watched(asked: Any, width: int, slots: Any, planes: Any) -> Proposed | None:
+        found = propose(asked, width, slots, planes)
+        assert found is not None and found.parents_EK is not None
+        trees.append((found, *slots.nodes_SN3[asked.slot_E, 1 : 1 + width].unbind(2)))
+        return found
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    run(made, prompts(2), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    assert len(trees) > 2
+    for found, parents, depth, hides in trees:
+        assert torch.equal(parents, found.parents_EK) and int(depth.max()) <= shape.deepest
+        check(parents, depth, hides)
+        for row, tokens in zip(parents.tolist(), found.drafts_EK.tolist(), strict=True):
+            assert len(set(zip(row, tokens, strict=True))) == len(row), "children of a node are different tokens"
+
+
+def test_a_static_tree_has_the_likeliest_ranks_first() -> None:
+    order = static(TreeShape(3, 3, 14, dynamic=False))
+    assert [tuple(node) for node in order[:4]] == [(0, 0, 1), (1, 0, 2), (0, 1, 1), (2, 0, 3)]
+    assert len(order) == 14 and max(node.depth for node in order) == 3
+
+
+@pytest.mark.parametrize("length", [1.0, 2.5])
+def test_an_imposed_acceptance_is_kept(length: float) -> None:
+    made = growing(STATIC if length > 2 else DYNAMIC, imposed=length, context=200)
+    run(made, prompts(4, 40), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    stats = made.loop.stats()
+    assert abs(1 + stats.accepted_tokens / stats.verifications - length) < 0.2
+
+
+def test_a_drafter_that_makes_no_numbers_does_no_harm(plain: dict[SamplingParams, list[list[int]]]) -> None:
+    made = growing(DYNAMIC, depth=2)
+    drafter = made.runner.drafting.drafter
+    assert isinstance(drafter, Branching)
+    drafter.head.norm.weight.data.fill_(float("nan"))  # type: ignore[attr-defined]
+    assert run(made, prompts(3)) == plain[GREEDY]
+    assert made.loop.stats().drafter_failures == 1
+
+
+def test_a_drafter_that_raises_leaves_trees_behind(plain: dict[SamplingParams, list[list[int]]]) -> None:
+    """That are under way: they count as none."""
+    made = growing(DYNAMIC, depth=2)
+    breaking(made, "propose", 4)
+    assert run(made, prompts(3)) == plain[GREEDY]
+    assert made.loop.stats().drafter_failures == 1

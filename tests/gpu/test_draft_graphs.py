@@ -1,0 +1,211 @@
+"""Recorded drafting does what the drafter itself does: the same drafts, the same entries, the same states. And verifications that were recorded
+accept what eager ones do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.shapes import KERNELS, SHAPES
+from tests.gpu.test_engine import TINY, agreement, tokens
+from tests.gpu.test_heads import config
+from thalweg.config.tree import config_of
+from thalweg.core.plan import Needs
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.local import LocalEngine
+from thalweg.engine.settings import EngineSettings
+from thalweg.kernels.draft import ref, triton
+from thalweg.kernels.prepare import ref as prepare
+from thalweg.kernels.prepare import triton as preparing
+from thalweg.kernels.verify import case
+from thalweg.launch.resolve import resolve
+from thalweg.runner.draft_graphs import DraftGraphs
+from thalweg.runner.verified import FAR, Verified
+from thalweg.sampling.sample import Sampled, Sampling, accept
+from thalweg.spec.drafter import Asked, Proposed, Seen
+from thalweg.spec.unroll import HIDDEN
+
+WIDTH = 3
+
+
+def engine(drafter: str, folder: Path, pieces: tuple[int, ...]) -> LocalEngine:
+    shape = "v2-lite" if drafter == "eagle" else "v3"
+    model, head = folder / "model", folder / "head"
+    model.mkdir()
+    head.mkdir()
+    few = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+    (model / "config.json").write_text(json.dumps(SHAPES[shape] | few | {"num_nextn_predict_layers": 1}))
+    streams = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}}
+    (head / "config.json").write_text(json.dumps(config(shape, True) | streams))
+    return LocalEngine(
+        EngineSettings(
+            path=str(model), device="cuda", dtype="bfloat16", kernels=KERNELS, load_format="dummy", drafter=drafter,
+            drafter_path=str(head), width=WIDTH, graphs=(1, 2, 4, 8, 16), pieces=pieces, context=512, pages=64, slots=4,
+            budget=256, depth=2, warm=False, progress=False,
+        )
+    )  # fmt: skip
+
+
+class Beside:
+    """Whatever was recorded is done again by the drafter itself, and compared."""
+
+    def __init__(self, made: LocalEngine) -> None:
+        self.runner, self.learned, self.proposed, self.parted = made.runner, 0, 0, 0
+        self.drafter: Any = made.runner.drafting.drafter
+        graphs = made.runner.graphs.drafts
+        assert isinstance(graphs, DraftGraphs) and graphs.learning and graphs.proposing
+        self.graphs, self.accepted = graphs, 0
+        for verified in made.runner.graphs.verified:  # type: ignore[attr-defined]
+            self._watch(verified)
+
+    def _watch(self, verified: Verified) -> None:
+        real = verified.sample
+
+        def sample(rows: int, needs: Needs, sampling: Sampling) -> Sampled | None:
+            of, slots, count = verified.of, self.runner.slots, rows * verified.query
+            ints_RI, tokens_SL, logits_RV = slots.ints_SI.clone(), slots.tokens_SL.clone(), of.logits_RV[:count].clone()
+            made = real(rows, needs, sampling)
+            assert made is not None
+            published = [one.clone() for one in (made.tokens_EQ, made.count_E, made.done_E)]
+            after = slots.ints_SI.clone(), slots.tokens_SL.clone()
+            slots.ints_SI.copy_(ints_RI)
+            slots.tokens_SL.copy_(tokens_SL)
+            slot_E, ints_EI = (x[:count].view(rows, verified.query, -1)[:, 0] for x in (of.slot_R, of.ints_RI))
+            again = accept(logits_RV, slots, slot_E[:, 0], ints_EI, needs, slots.context, None, sampling)
+            tokens_EQ, count_E, done_E = published
+            assert torch.equal(count_E, again.count_E) and torch.equal(done_E, again.done_E)
+            own_EQ = torch.arange(verified.query, device=count_E.device) < count_E.unsqueeze(1)
+            assert torch.equal(tokens_EQ * own_EQ, again.tokens_EQ * own_EQ)
+            bound = slot_E.flatten().tolist()
+            for slot, length in zip(bound, slots.length[bound].tolist(), strict=True):
+                assert torch.equal(after[0][slot], slots.ints_SI[slot])
+                assert torch.equal(after[1][slot, :length], slots.tokens_SL[slot, :length])
+            self.accepted += rows
+            return made
+
+        verified.sample = sample  # type: ignore[method-assign]
+
+    def observe(self, seen: Seen) -> bool:
+        slots, planes = self.runner.slots, self.runner.planes
+        before = slots.extra[HIDDEN].clone()
+        if not self.graphs.observe(seen):
+            return False
+        got, entries = slots.extra[HIDDEN].clone(), self._entries(seen)
+        slots.extra[HIDDEN].copy_(before)
+        self.drafter.observe(seen, slots, planes)
+        rows = [row.slot for row in seen.plan.rows]
+        assert torch.equal(got[rows], slots.extra[HIDDEN][rows])
+        assert all(torch.equal(a, b) for a, b in zip(entries, self._entries(seen), strict=True))
+        self.learned += 1
+        return True
+
+    def _entries(self, seen: Seen) -> list[Tensor]:
+        places = seen.batch.write_T[seen.batch.real_T]
+        return [self.runner.planes.tokens(spec.name, spec.layer)[places].clone() for spec in self.drafter.head.planes()]
+
+    def propose(self, asked: Asked, width: int) -> Proposed | None:
+        made = self.graphs.propose(asked, width)
+        if made is None:
+            return None
+        drafts, slots = made.drafts_EK.clone(), self.runner.slots
+        again = self.drafter.propose(asked, width, slots, self.runner.planes)
+        live = slots.end[asked.slot_E] > 0
+        assert torch.equal(made.made_E, again.made_E) and bool(made.sound.all() and again.sound.all())
+        self.parted += int((drafts[live] != again.drafts_EK[live]).any(1).sum())
+        self.proposed += int(live.sum())
+        return made
+
+
+@pytest.mark.parametrize("pieces", [(), (64, 256)], ids=["whole steps", "pieces too"])
+@pytest.mark.parametrize("drafter", ["eagle", "nextn"])
+def test_recorded_drafting_is_the_drafters_own(
+    drafter: str, pieces: tuple[int, ...], tmp_path: Path, cuda: torch.device
+) -> None:
+    made = engine(drafter, tmp_path, pieces)
+    beside = Beside(made)
+    made.runner.graphs.drafts = beside  # type: ignore[misc]
+    generator = torch.Generator().manual_seed(1)
+    for i, length in enumerate((5, 130, 64, 20, 77)):
+        kind: dict[str, Any] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}, {"top_p": 0.8, "seed": 4}][i % 3]
+        prompt = torch.randint(0, 1024, (length,), generator=generator).tolist()
+        made.submit(prompt, SamplingParams(max_tokens=24, ignore_eos=True, **kind))
+    with torch.inference_mode():
+        while not made.idle:
+            made.step()
+    stats = made.loop.stats()
+    assert beside.learned > 10 and beside.proposed > 30 and beside.accepted > 30 and not stats.drafter_failures
+    # with padding rows products are of other shapes, which round differently: near ties of random weights
+    assert beside.parted <= 0.1 * beside.proposed
+
+
+def test_the_bundled_model_drafts_with_graphs_as_without(cuda: torch.device) -> None:
+    wishes = {
+        "mtp": 4, "max_running_requests": 6, "context_length": 512, "max_total_tokens": 8192, "warmup": False, "random_seed": 1,
+        "cuda_graph_bs": (1, 2, 4, 8, 16, 24), "speculative_adaptive": False,
+    }  # fmt: skip
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 0.8, "seed": 5}, {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 2},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 4},
+    ]  # fmt: skip
+    generator = torch.Generator().manual_seed(2)
+    asked = [torch.randint(20, 1000, (n,), generator=generator).tolist() for n in (5, 63, 64, 130, 20, 9, 33, 70)]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, **kinds[i % 4]) for i in range(len(asked))]
+    got = []
+    for mode in ("none", "full_decode_only", "full_and_piecewise"):
+        resolved = resolve(config_of(model=str(TINY), device="cuda", cuda_graph_mode=mode, **wishes), weights=False)
+        made = LocalEngine(resolved.engine)
+        got.append(tokens(made, [tuple(one) for one in asked], params))
+        stats = made.loop.stats()
+        assert stats.accepted_tokens > 20 and not stats.drafter_failures
+        assert mode == "none" or made.runner.graphs.verified  # type: ignore[attr-defined]
+    assert all(agreement(got[0], one, 20) >= 0.7 for one in got[1:])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kernels_do_what_their_references_do(seed: int, cuda: torch.device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def whole(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator).cuda()
+
+    for one in case.cases(generator):
+        assert max(one.errors(case.run_triton(**one.given()))) == 0.0, one.name
+    slots, columns, tokens, width, first = 9, 200, 20, 7168, [0, 1, 5, 8, 12]
+    ints = whole(0, 100, slots, 8)
+    ints[:, 0] = whole(1, 190, slots)
+    ints[:, 1], ints[:, 2] = ints[:, 0] - 1, (ints[:, 0] + whole(1, 9, slots)) * whole(0, 2, slots)
+    ahead = whole(0, 6, 13)
+    ahead[3] = FAR
+    held = whole(0, slots, 13), ahead, ints, whole(0, 99, slots, columns).int(), whole(1, 50, slots, 4).int(), 3, 64
+    for got, want in zip(preparing.decode(*held), prepare.decode(*held), strict=True):
+        assert torch.equal(got, want)
+
+    rows = ref.Rows(
+        torch.tensor([2, 5, 0, 7, 3, 8, 8]).cuda(), torch.tensor([1, 4, 3, 4, 2, 1, 1]).cuda(), torch.tensor([*first, tokens, tokens]).cuda()
+    )  # fmt: skip
+    position = (torch.arange(tokens) + 55).cuda()
+    ints[:, 1] = position[0] + whole(0, 20, slots)
+    places = ref.Places(position, (torch.arange(tokens).cuda() + 1) * 64, whole(0, 4, tokens) > 0)
+    state, kept, ends = (torch.randn(n, width, generator=generator).bfloat16().cuda() for n in (tokens, slots, 30))
+    made = []
+    for run in (triton.carry, ref.carry):
+        here = kept.clone(), ends.clone()
+        made.append((run(state, rows, places, *here, ints, 64), here[0][:8], here[1][1:]))
+    assert all(torch.equal(got, want) for got, want in zip(*made, strict=True))
+
+    new = torch.randn(5, width, generator=generator).bfloat16().cuda()
+    new[1, 9], new[3, width - 1] = torch.nan, torch.inf
+    there, results = whole(1, 150, 5, 8), []
+    for run in (triton.conclude, ref.conclude):
+        slot_E, flags = torch.tensor([3, 1, 7, 0, 4]).cuda(), torch.ones(5, dtype=torch.bool).cuda()
+        chain = ref.Chain(slot_E, torch.ones_like(slot_E), state[:5].clone(), there[:, :3].clone(), flags)
+        planes = torch.zeros(slots, columns).int().cuda(), ints.clone()
+        run(whole(5, 6, 5), new, there, chain, *planes)
+        results.append((*(one.nan_to_num() for one in chain), *planes))
+    assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
+    assert results[0][4].tolist() == [True, False, True, False, True]

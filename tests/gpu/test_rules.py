@@ -1,0 +1,83 @@
+"""Rules of acceptance on a GPU: the same drafts, the same verdicts and the same tokens as on the CPU, and a whole engine under each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.test_engine import TINY, agreement, tokens
+from thalweg.batch.slots import Slots
+from thalweg.config.tree import config_of
+from thalweg.core.plan import Bind, Needs
+from thalweg.core.sampling import SamplingParams
+from thalweg.engine.local import LocalEngine
+from thalweg.launch.resolve import resolve
+from thalweg.sampling.catalog import ruled, sampling_on
+from thalweg.sampling.drafts import PROBABILITIES, Independent
+
+VOCAB, ROWS, DRAFTS = 129280, 32, 3
+KINDS = ({"temperature": 0.8}, {"temperature": 0.0}, {"top_p": 0.9, "min_p": 0.01}, {"temperature": 0.6, "top_k": 40})
+NEEDS = Needs(random=True, truncated=True)
+NEAR = 2  # tokens of a step that rounding may move, where candidates are almost as good
+
+
+def step(device: str, rule: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafts [R, K], the first of them kept distributions, and tokens [R, K + 1], of the same logits everywhere."""
+    generator = torch.Generator().manual_seed(5)
+    target = 3 * torch.randn(ROWS, DRAFTS + 1, VOCAB, generator=generator)
+    guessed = target[:, :DRAFTS] + torch.randn(ROWS, DRAFTS, VOCAB, generator=generator)
+    target, guessed = target.to(device), guessed.to(device)
+    where = torch.device(device)
+    slots = Slots(ROWS, 64, where, Independent(DRAFTS, VOCAB).fields())
+    slots.bind([Bind(i, (1, 2), 1, 1, 60, i, (), SamplingParams(**KINDS[i % 4])) for i in range(ROWS)])  # type: ignore[arg-type]
+    slot_R, made = torch.arange(ROWS, device=where), []
+    for ahead in range(DRAFTS):
+        drawing = Independent(DRAFTS, VOCAB)
+        there = slots.ints_SI.clone()
+        there[:, 0] += ahead
+        made.append(drawing.draw(guessed[:, ahead].clone(), slots, slot_R, there, ahead, True))
+        slots.tokens_SL[:, 2 + ahead] = made[-1].int()
+    slots.made.fill_(DRAFTS)
+    slot_N = slot_R.repeat_interleave(DRAFTS + 1)
+    ints_NI = slots.ints_SI[slot_N]
+    ints_NI[:, 0] += torch.arange(DRAFTS + 1, device=where).repeat(ROWS)
+    sampling = ruled(sampling_on(where), rule, 10, 0.2)
+    tokens_N = sampling.draw(target.flatten(0, 1), slots, slot_N, ints_NI, NEEDS)
+    kept = slots.extra[PROBABILITIES].sum(-1).cpu()
+    return torch.stack(made, 1).cpu(), kept, tokens_N.view(ROWS, -1).cpu()
+
+
+@pytest.mark.parametrize("rule", ["race", "standard", "relaxed"])
+def test_a_step_is_that_of_the_cpu(rule: str) -> None:
+    drafts, kept, tokens = step("cuda", rule)
+    expected_drafts, expected_kept, expected = step("cpu", rule)
+    assert (drafts != expected_drafts).sum() <= NEAR and (tokens != expected).sum() <= NEAR
+    torch.testing.assert_close(kept, expected_kept, atol=1e-4, rtol=0)
+    right = (tokens[:, :DRAFTS] == drafts).float().mean()
+    assert 0.1 < right < 1, "some drafts are right, and some are not"
+
+
+@pytest.mark.parametrize("rule", ["standard", "relaxed"])
+def test_an_engine_judges_with_graphs_as_without(rule: str) -> None:
+    wishes = {
+        "mtp": 4, "max_running_requests": 6, "context_length": 512, "max_total_tokens": 8192, "warmup": False, "random_seed": 1,
+        "cuda_graph_bs": (1, 2, 4, 8, 16, 24), "speculative_adaptive": False, "speculative_acceptance": rule,
+    }  # fmt: skip
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 5}, {"top_p": 0.9, "seed": 4}]
+    generator = torch.Generator().manual_seed(2)
+    asked = [tuple(torch.randint(20, 1000, (n,), generator=generator).tolist()) for n in (5, 63, 64, 130, 20, 9)]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, **kinds[i % 3]) for i in range(len(asked))]
+    got = []
+    for mode in ("none", "full_decode_only"):
+        resolved = resolve(config_of(model=str(TINY), device="cuda", cuda_graph_mode=mode, **wishes), weights=False)
+        made = LocalEngine(resolved.engine)
+        got.append(tokens(made, asked, params))
+        stats = made.loop.stats()
+        assert stats.accepted_tokens > 20 and not stats.drafter_failures
+        if mode != "none":
+            recorded = made.runner.graphs.verified  # type: ignore[attr-defined]
+            assert recorded and all(one.sampling is made.runner.sampling for one in recorded)
+    assert agreement(*got, 20) >= 0.7

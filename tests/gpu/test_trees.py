@@ -1,0 +1,182 @@
+"""Trees of drafts on kernels: decode with masks against a softmax over what each node sees, and whole models against the reference."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.shapes import SHAPES, Part, batches, branched, facts, pair, planes
+from thalweg.batch.prepare import prepare
+from thalweg.batch.slots import Slots
+from thalweg.core.plan import Append, Bind, Row, StepPlan
+from thalweg.core.sampling import SamplingParams
+from thalweg.core.tree import TreeShape
+from thalweg.kernels.gqa import triton as gqa
+from thalweg.kernels.mla import triton as mla
+from thalweg.kernels.mla.case import PAGE, quantized
+from thalweg.kernels.move import ref
+from thalweg.kernels.move import triton as moving
+from thalweg.runner.tape import Tape
+from thalweg.runner.tree_graphs import groves
+from thalweg.spec.drafter import NO_DRAFTER
+from thalweg.spec.tree import hides_of
+
+# rows of a step, of which the first so many are trees; pages hold the prompts below
+TREES: dict[str, tuple[list[Part], int]] = {
+    "one tree": ([(1, 100, 16)], 1),
+    "alike": ([(1, 100, 6), (4, 130, 6), (8, 7, 6)], 3),
+    "of all sizes, beside prompts": ([(4, 130, 4), (1, 100, 64), (8, 7, 1), (10, 64, 70)], 3),
+}
+PROMPTS: list[Part] = [(1, 0, 100), (4, 0, 130), (8, 0, 7), (10, 0, 64)]
+STEPS = pytest.mark.parametrize("name", TREES)
+
+
+def scene(name: str, device: torch.device, generator: torch.Generator) -> tuple[Any, list[list[int]], dict[str, Any]]:
+    """The trees of a step, what their tokens see, and how a kernel is told of their rows."""
+    rows, trees = TREES[name]
+    rows = rows[:trees]
+    batch, seen = branched(batches(rows, device, generator, 1024)[1], rows, trees)
+    assert batch.tree is not None
+    told: dict[str, Any] = {"hides_T": batch.tree.hides_T, "query": rows[0][2]}
+    if len(batch.groups) > 1:
+        of = [row for row, (_, _, n) in enumerate(rows) for _ in range(n)]
+        told |= {"query": 1, "rows_T": torch.tensor(of, dtype=torch.int32, device=device)}
+    return batch, seen, told
+
+
+def far(got_THd: Tensor, want_THd: Tensor) -> float:
+    return float((got_THd.double() - want_THd).norm() / want_THd.norm())
+
+
+def row_of(batch: Any, token: int) -> Tensor:
+    """Pages of a token's row."""
+    for group in batch.groups:
+        if token < group.token_slice.stop:
+            return batch.table_RP[group.row_start + (token - group.token_start) // group.query].long()
+    raise AssertionError(token)
+
+
+@STEPS
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize(("heads", "kv_heads", "splits"), [(28, 4, 1), (16, 8, 3)])
+def test_grouped_queries(name: str, fp8: bool, heads: int, kv_heads: int, splits: int, cuda: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    batch, seen, told = scene(name, cuda, generator)
+    dim, tokens = 128, len(seen)
+    query = torch.randn(tokens, heads, dim, generator=generator).to(cuda, torch.bfloat16)
+    kept = [torch.randn(32, PAGE, kv_heads, dim, generator=generator).to(cuda, torch.bfloat16) for _ in range(2)]
+    if fp8:
+        (key, key_scale), (value, value_scale) = (quantized(x.float()) for x in kept)
+        told |= {"key_scale": key_scale, "value_scale": value_scale}
+        kept = [key, value]
+        exact = [key.double() * key_scale, value.double() * value_scale]
+    else:
+        exact = [x.double() for x in kept]
+    columns = batch.columns_T
+    partial, lse = gqa.decode(query, *kept, batch.table_RP, columns, scale=dim**-0.5, splits=splits, **told)
+    got = gqa.merge(partial, lse, query.dtype)
+    want = torch.empty(tokens, heads, dim, dtype=torch.float64, device=cuda)
+    for token, own in enumerate(seen):
+        k, v = (x[row_of(batch, token)].flatten(0, 1)[own].repeat_interleave(heads // kv_heads, 1) for x in exact)
+        weights = (torch.einsum("hd,shd->hs", query[token].double(), k) * dim**-0.5).softmax(-1)
+        want[token] = torch.einsum("hs,shd->hd", weights, v)
+    assert far(got, want) < 8e-3
+
+
+@STEPS
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize(("heads", "splits"), [(16, 1), (128, 3)])
+def test_latents(name: str, fp8: bool, heads: int, splits: int, cuda: torch.device) -> None:
+    generator = torch.Generator().manual_seed(4)
+    batch, seen, told = scene(name, cuda, generator)
+    query = torch.randn(len(seen), heads, 576, generator=generator).to(cuda, torch.bfloat16)
+    plane = torch.randn(32, PAGE, 576, generator=generator).to(cuda, torch.bfloat16)
+    exact = plane.double()
+    if fp8:
+        plane, scale = quantized(plane.float())
+        exact, told = plane.double() * scale, told | {"plane_scale": scale}
+    partial, lse = mla.decode(
+        query, plane, batch.table_RP, batch.columns_T, scale=0.05, rank=512, splits=splits, **told
+    )
+    got = mla.merge(partial, lse, query.dtype)
+    want = torch.empty(len(seen), heads, 512, dtype=torch.float64, device=cuda)
+    for token, own in enumerate(seen):
+        latents = exact[row_of(batch, token)].flatten(0, 1)[own]
+        want[token] = (query[token].double() @ latents.T * 0.05).softmax(-1) @ latents[:, :512]
+    assert far(got, want) < 8e-3
+
+
+@STEPS
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_the_references(shape: str, name: str, cuda: torch.device) -> None:
+    reference, kernels = pair(shape, cuda)
+    there, here = planes(reference, cuda), planes(kernels, cuda)
+    generator, bound = torch.Generator().manual_seed(1), 0.15 if facts(shape).fp8_block else 0.02
+    rows, trees = TREES[name]
+    plain, paged = batches(PROMPTS, cuda, generator, 1024)
+    with torch.inference_mode():
+        reference.forward(plain, there)
+        kernels.forward(paged, here)
+        plain, paged = (branched(batch, rows, trees)[0] for batch in batches(rows, cuda, generator, 1024))
+        exact = reference.logits(reference.forward(plain, there)).double()
+        got = kernels.logits(kernels.forward(paged, here)).double()
+    error = far(got, exact)
+    assert error < bound, f"{error:.4f}"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> None:
+    """Two rows in a recording of four; it splits contexts as those of the longest, so bits may differ."""
+    _, kernels = pair(shape, cuda)
+    here, tree = planes(kernels, cuda), TreeShape(3, 5, 15)
+    for name, layer in here.bytes:
+        paged = here.paged(name, layer)
+        paged.copy_(torch.randn(paged.shape, device=cuda, generator=torch.Generator(cuda).manual_seed(layer)))
+    slots = Slots(5, 512, cuda, tree=tree)
+    known = (100, 200)
+    binds = [Bind(i, tuple(range(1, 2 + n)), 2, n, 500, 0, (), SamplingParams()) for i, n in enumerate(known)]
+    rng = random.Random(2)
+    with torch.inference_mode():
+        slots.bind(binds)
+        slots.append([Append(0, 0, (3, 9, 5)), Append(1, 0, (2, 7, 4, 11))])
+        for i, n in enumerate(known):
+            parents = [rng.randrange(max(node - 4, 0), node) for node in range(1, 16)]
+            depths = [0]
+            for parent in parents:
+                depths.append(depths[parent] + 1)
+            form = torch.tensor([parents]), torch.tensor([depths[1:]])
+            slots.nodes_SN3[i, 1:] = torch.stack((*(x[0] for x in form), hides_of(*form, 15)[0, 1:]), 1).to(cuda)
+            slots.tokens_SL[i, n + 1 : n + 16] = torch.randint(1, 1000, (15,)).to(cuda, torch.int32)
+            slots.made[i] = 15 - i
+        plan = StepPlan(0, 0, tuple(Row(i, i, n, 16, 15, True) for i, n in enumerate(known)), reach=217)
+        eager = kernels.forward(prepare(plan, slots).batch, here)
+        found = groves([4], kernels, here, slots, NO_DRAFTER, 512, 4, Tape())
+        torch.cuda.synchronize()
+        grove = found.get(plan)
+        assert grove is not None
+        logits, slot_E, _, seen = grove.forward(plan)
+    assert slot_E.tolist() == [0, 1] and len(logits) == 32
+    real = seen.batch.real_T[:32]
+    assert real.tolist() == [True] * 31 + [False]
+    assert far(seen.hidden_TH[:32][real], eager[real].double()) < 0.03
+
+
+def test_rows_move_in_all_planes(cuda: torch.device) -> None:
+    generator = torch.Generator(cuda).manual_seed(1)
+    planes = [
+        torch.randint(0, 255, (900, size), dtype=torch.uint8, device=cuda, generator=generator)
+        for size in (1152, 656, 128)
+    ]
+    want = [plane.clone() for plane in planes]
+    ahead = torch.arange(5, device=cuda)
+    columns = 300 * torch.arange(3, device=cuda).unsqueeze(1)
+    froms = columns + torch.stack([ahead, ahead * 2, ahead.clamp(max=2) + (ahead > 0) * 7])
+    tos = columns + ahead
+    tos[2, 3:] = froms[2, 3:] = 0
+    ref.move(want, froms.flatten(), tos.flatten())
+    moving.move(moving.table(planes), froms, tos)
+    assert all(torch.equal(got, exact) for got, exact in zip(planes, want, strict=True))

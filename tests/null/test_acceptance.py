@@ -1,0 +1,70 @@
+"""Which rule judges drafts, from wishes and from how tokens are drafted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from thalweg.config.args import config_parser, parse_config
+from thalweg.config.speculative import SpeculativeOptions
+from thalweg.core.errors import CannotServe
+from thalweg.launch.acceptance import Acceptance, decide_acceptance
+from thalweg.launch.ledger import Ledger
+from thalweg.launch.resolved import Decision
+
+
+def decided(drafter: str = "nextn", trees: bool = False, **wishes: Any) -> tuple[Acceptance, list[Decision]]:
+    ledger = Ledger()
+    return decide_acceptance(SpeculativeOptions(**wishes), drafter, trees, ledger), ledger.decisions
+
+
+def test_no_rule_but_the_race_unless_asked_for() -> None:
+    acceptance, (noted,) = decided()
+    assert (acceptance.rule, noted.value, noted.source) == ("race", "race", "auto")
+    assert decided("", speculative_acceptance="standard") == (Acceptance(), []), "nothing drafts"
+
+
+def test_the_standard_rule_is_for_drafts_that_are_samples() -> None:
+    assert decided(speculative_acceptance="standard")[0].rule == "standard"
+    acceptance, (noted,) = decided("ngram", speculative_acceptance="standard")
+    assert acceptance.rule == "race" and noted.value == "standard" and "point mass" in noted.reason
+    acceptance, (noted,) = decided(trees=True, speculative_acceptance="standard")
+    assert acceptance.rule == "race" and noted.value == "standard" and "multi-draft" in noted.reason
+
+
+@pytest.mark.parametrize(
+    ("wishes", "relaxed"),
+    [
+        ({}, (10, 0.6)),
+        ({"speculative_relaxed_topk": 3}, (3, 0.6)),
+        ({"speculative_relaxed_delta": 0.0}, (10, 0.0)),
+    ],
+)
+def test_the_lossy_rule_is_named_so(wishes: dict[str, Any], relaxed: tuple[int, float]) -> None:
+    acceptance, (noted,) = decided(speculative_acceptance="relaxed", **wishes)
+    assert acceptance == Acceptance("relaxed", relaxed)
+    assert noted.value == "relaxed" and noted.reason.startswith("LOSSY")
+    said = config_parser("t", "t").format_help()
+    assert said.count("LOSSY") >= 3
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"speculative_relaxed_topk": 3}, ("speculative_relaxed_topk", "the race", "--speculative-acceptance relaxed")),
+        ({"speculative_relaxed_delta": 0.1, "speculative_acceptance": "standard"}, ("delta", "standard")),
+    ],
+)
+def test_what_does_not_fit_is_refused(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(CannotServe) as refused:
+        decided(**wishes)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize("flag", ["--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"])
+def test_thresholds_of_another_engine_are_refused_where_they_lose(flag: str) -> None:
+    for value in ("1", "1.0"):
+        assert "changes nothing" in parse_config(config_parser("t", "t"), [flag, value]).notices[0]
+    with pytest.raises(CannotServe, match=f"{flag}: 1.0 is all .* got 0.9: .*--speculative-acceptance relaxed"):
+        parse_config(config_parser("t", "t"), [flag, "0.9"])

@@ -1,0 +1,73 @@
+"""What became of drafts, as requests and the engine count it."""
+
+from __future__ import annotations
+
+from thalweg.cache.books import Books
+from thalweg.cache.radix import NoTree
+from thalweg.core.drafts import DraftCount, Drafted
+from thalweg.core.messages import Submit
+from thalweg.core.plan import Output
+from thalweg.core.sampling import SamplingParams
+from thalweg.scheduler.limits import Limits
+from thalweg.scheduler.scheduler import Scheduler
+from thalweg.scheduler.widths import ConstantWidth
+
+
+def test_counts_by_depth() -> None:
+    count = DraftCount()
+    assert count.told is None and Drafted().length is None and Drafted().rate is None
+    count.verified(2, 2, 1)
+    before = count.told
+    assert before == Drafted(1, 2, 1, (1, 1), (1, 0))
+    count.verified(3, 3, 3)
+    count.verified(5, 2, 0)  # a tree: of five nodes two deep
+    told = count.told
+    assert told == Drafted(3, 10, 4, (3, 3, 1), (2, 1, 1))
+    assert told.length == 1 + 4 / 3 and told.rate == 0.4
+    assert told.rates_at == (2 / 3, 1 / 3, 1.0) and told.histogram == (1, 1, 0, 1)
+    assert before is not None and told.since(before) == Drafted(2, 8, 3, (2, 2, 1), (1, 1, 1))
+
+
+def brain() -> Scheduler:
+    limits = Limits(slots=4, budget=64, context=40, vocab=100, eos_ids=(0,))
+    return Scheduler(limits, Books(100, NoTree(4)), widths=ConstantWidth(2))
+
+
+def step(b: Scheduler, *outputs: Output, width: int = 2) -> None:
+    plan = b.plan(width)
+    b.launched()
+    b.commit(plan, outputs)
+
+
+def test_a_request_tells_its_own_at_its_end() -> None:
+    b = brain()
+    b.take([Submit(1, (5, 6), SamplingParams(max_tokens=20)), Submit(2, (7, 8), SamplingParams(stop=("x",)))])
+    step(b, Output((1,), (2, 3)), Output((1,), (2,)))
+    assert [delta.drafted for delta in b.news()] == [None, None]
+    step(b, Output((2, 3, 4), (5, 6)), Output((9,), (2, 3)))
+    first, second = b.news()
+    assert first.drafted is None, "it goes on"
+    assert second.drafted == Drafted(1, 1, 0, (1,), (0,)), "a stop string may end it with any token"
+    step(b, Output((5, 0), (), True), Output((2,), ()), width=1)
+    assert b.news()[0].drafted == Drafted(2, 4, 3, (2, 2), (2, 1))
+    stats = b.stats(0.0)
+    assert stats.drafts == Drafted(4, 7, 3, (4, 3), (2, 1))
+
+
+def test_drafts_that_nobody_verifies_are_wasted() -> None:
+    b = brain()
+    b.take([Submit(1, (5, 6), SamplingParams(max_tokens=20))])
+    step(b, Output((1,), (2, 3)))
+    b._abort(1)
+    assert b.stats(0.0).wasted_drafts == 2 and b.news()[-1].drafted is None
+
+
+def test_steps_by_width_are_those_that_sampled() -> None:
+    b = brain()
+    b.take([Submit(1, (5, 6), SamplingParams(max_tokens=20))])
+    for width in (0, 2, 1, 2):
+        step(b, Output((1,), (9,) * width), width=width)
+    assert b.stats(0.0).steps_by_width == (0, 1, 2), "each width was agreed with the plan behind its step"
+    b.widths.lost()
+    step(b, Output((1,)), width=0)
+    assert b.stats(0.0).steps_by_width == (0, 1, 2)

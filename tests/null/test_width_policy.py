@@ -1,0 +1,163 @@
+"""The choice of a width on machines of all kinds: never much slower than plain decoding, never much slower than the best fixed width, with what
+trying costs, what lagging costs, and times that were measured a little wrong."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Protocol, Sequence
+
+import pytest
+
+from thalweg.core.request import Request
+from thalweg.core.sampling import SamplingParams
+from thalweg.scheduler.widths import MeasuredWidth
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LATE = 0.008  # of the time of a step without drafts: what a drafter catches up with
+SLOWER, BEHIND = 0.98, 0.95  # of plain decoding, of the best fixed width
+
+Odds = Sequence[float]  # of a draft at each depth to be right, given those before it
+
+
+class Machine(Protocol):
+    widest: int
+
+    def step(self, rows: int, verified: int, drafted: int) -> float:
+        """Seconds of a step that verifies so many drafts of each row, and makes so many."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """fixed: weights are read once; token: each adds to that; experts: read by few tokens in part, by many all; draft: each, and of each row."""
+
+    widest: int
+    token: float
+    experts: float
+    part: float
+    draft: float
+    draft_row: float
+    fixed: float = 1.0
+
+    def step(self, rows: int, verified: int, drafted: int) -> float:
+        tokens = rows * (1 + verified)
+        seconds = self.fixed + self.token * tokens + self.experts * (1 - (1 - self.part) ** tokens)
+        return seconds + drafted * (self.draft + self.draft_row * rows) + LATE * self.fixed * (not drafted)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Times that were measured: of a step with so many rows, that verifies as many drafts as it makes."""
+
+    seconds: dict[int, tuple[float, ...]]
+    widest: int = 3
+
+    def step(self, rows: int, verified: int, drafted: int) -> float:
+        times = self.seconds[rows]
+        return (times[verified] + times[drafted]) / 2 + LATE * times[0] * (not drafted)
+
+
+# the bundled model on an EPYC core, ms: a draft costs half a step, so that only many right ones are worth it
+TINY = Table({1: (1.94, 4.76, 5.79, 6.91), 4: (4.02, 8.67, 10.76, 13.02), 8: (6.4, 11.4, 15.2, 18.5)})
+
+
+def any_machine(rng: random.Random) -> Made:
+    token = 10 ** rng.uniform(-4, -0.5)
+    experts, part = rng.choice((0.0, rng.uniform(0, 1))), 10 ** rng.uniform(-2.5, -0.7)
+    return Made(
+        rng.choice((1, 2, 3, 4, 7)), token, experts, part, 10 ** rng.uniform(-2.5, -0.3), token * rng.uniform(0.02, 0.4)
+    )
+
+
+def measured(machine: Machine, rng: random.Random, rows: Sequence[int] = ROWS) -> list[tuple[int, tuple[float, ...]]]:
+    """As the engine measures: up to a fiftieth too long."""
+    widths = range(machine.widest + 1)
+    return [(n, tuple(machine.step(n, w, w) * rng.uniform(1, 1.02) for w in widths)) for n in rows]
+
+
+def fixed(machine: Machine, rows: int, phases: Sequence[Odds]) -> list[float]:
+    """Tokens a second of each width, on average over phases of equally many tokens; width 0 without any drafter is plain decoding."""
+    found = []
+    for width in range(machine.widest + 1):
+        seconds = machine.step(rows, width, width) - LATE * machine.step(rows, 0, 0) / (1 + LATE) * (not width)
+        spent = 0.0
+        for odds in phases:
+            tokens, right = 1.0, 1.0
+            for chance in odds[:width]:
+                right *= chance
+                tokens += right
+            spent += seconds / (rows * tokens)
+        found.append(len(phases) / spent)
+    return found
+
+
+def chosen(machine: Machine, rows: int, phases: Sequence[Odds], each: int, seed: int, warm: bool = True) -> float:
+    """Tokens a second of the policy's choice, over phases of `each` tokens, behind a round of all of them where it is warm. Requests are some 150
+    tokens long. What is named is verified a step later, and heard of two later."""
+    rng = random.Random(seed)
+    policy = MeasuredWidth(measured(machine, rng, tuple(machine.seconds) if isinstance(machine, Table) else ROWS))
+    batch, uid = [Request(i, (1,), SamplingParams(), 100) for i in range(rows)], rows
+    heard: list[tuple[Request, int, int]] = []
+    made, seconds, tokens = 0, 0.0, 0
+    for _ in range(1 + warm):
+        seconds = tokens = 0
+        for odds in phases:
+            until = tokens + each
+            while tokens < until:
+                width = policy.draft(batch)
+                for news in heard:
+                    policy.learn(*news)
+                heard = []
+                seconds += machine.step(rows, made, width)
+                for i, r in enumerate(batch):
+                    right = 0
+                    while right < made and rng.random() < odds[right]:
+                        right += 1
+                    tokens += 1 + right
+                    if made:
+                        heard.append((r, made, (1 << right) - 1))
+                    if rng.random() < (1 + right) / 150:
+                        batch[i], uid = Request(uid, (1,), SamplingParams(), 100), uid + 1
+                made = width
+    return tokens / seconds
+
+
+def check(machine: Machine, rows: int, phases: Sequence[Odds], each: int, seed: int, warm: bool = True) -> None:
+    got, best = chosen(machine, rows, phases, each, seed, warm), fixed(machine, rows, phases)
+    assert got >= SLOWER * best[0], f"{got / best[0]:.3f} of plain decoding: {machine}, {rows} rows, {phases}"
+    assert got >= BEHIND * max(best), (
+        f"{got / max(best):.3f} of the best, {best.index(max(best))} drafts: {machine}, {rows} rows, {phases}"
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_machine_batch_and_acceptance(seed: int) -> None:
+    rng = random.Random(seed)
+    machine, rows = any_machine(rng), rng.choice((1, 2, 3, 5, 8, 16, 32, 64, 100, 256))
+    first, fading = rng.choice((0.0, 0.2, 0.5, 0.7, 0.85, 0.95, 1.0)), rng.choice((1.0, 0.95, 0.8))
+    check(machine, rows, [[first * fading**depth for depth in range(machine.widest)]], max(5000, 250 * rows), seed)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("odds", [(1.0, 1.0, 1.0), (0.99, 0.67, 0.65), (0.6, 0.5, 0.5), (0.0, 0.0, 0.0)], ids=str)
+def test_a_machine_where_one_draft_is_never_worth_its_time(rows: int, odds: Odds) -> None:
+    """And three are, where all are right: trying one more than the best so far would never find out."""
+    check(TINY, rows, [odds], 6000, seed=1)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 256])
+def test_from_the_first_token_on_it_is_no_slower_than_plain_decoding(rows: int) -> None:
+    for machine in (Made(4, 0.02, 0.0, 0.01, 0.3, 0.001), TINY):
+        if rows in ROWS and (machine is not TINY or rows in TINY.seconds):
+            odds = [0.05] * machine.widest
+            got = chosen(machine, rows, [odds], 12000 + 300 * rows, 3, warm=False)
+            assert got >= SLOWER * fixed(machine, rows, [odds])[0]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_acceptance_that_drifts(rows: int, seed: int) -> None:
+    """From text that is foreseen to text that is not, and back."""
+    rng = random.Random(seed)
+    machine = Made(3, 10 ** rng.uniform(-4, -2), 0.0, 0.01, rng.uniform(0.02, 0.2), 0.0)
+    check(machine, rows, [(0.95, 0.9, 0.85), (0.1, 0.1, 0.1), (0.6, 0.5, 0.4)], 4000 + 60 * rows, seed)

@@ -1,0 +1,133 @@
+"""What the config.json in the folder of a drafter says. No torch.
+
+EAGLE heads are published in two formats: EAGLE-3 (a layer on three residual streams of the target, with a vocabulary of its own), and that of EAGLE
+and EAGLE-2, which differ in how drafts are searched for and not in their weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from thalweg.config.model import ModelFacts, facts_of, read_facts
+from thalweg.core.errors import CheckpointError
+
+WATCHED = 3  # residual streams that an EAGLE-3 head reads where it names none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleFacts:
+    """facts: of the head's layers; its context is the target's. third: whether the format is EAGLE-3's. Of that format: target_hidden: numbers of a
+    stream; draft_vocab: tokens that it can draft; watched: its streams, each by the layer that it enters; normed_residual: whether the layer adds
+    to the norm of its state, not to the state. Of the other: bias: whether the projection that joins embedding and hidden state has one."""
+
+    facts: ModelFacts
+    third: bool
+    target_hidden: int
+    draft_vocab: int
+    watched: tuple[int, ...] = ()
+    normed_residual: bool = False
+    bias: bool = True
+
+
+def read_eagle(folder: Path, target: ModelFacts) -> EagleFacts:
+    """Reads `folder`/config.json. Raises CheckpointError when it is missing, nonsense, or not of a head for this target."""
+    return eagle_of(_config(folder), str(folder / "config.json"), target)
+
+
+def algorithm_of(folder: Path) -> str:
+    """What `folder`/config.json says that it holds: EAGLE3, EAGLE or, where nothing speaks of a head, STANDALONE. Heads of the format before EAGLE-3
+    are often published as plain Llamas."""
+    config = _config(folder)
+    if _third(config):
+        return "EAGLE3"
+    return "EAGLE" if "eagle" in str(config.get("architectures")).lower() else "STANDALONE"
+
+
+def small_facts(folder: Path, target: ModelFacts) -> ModelFacts:
+    """Of a model in this folder that drafts, with the target's context: beyond its own it drafts worse. Raises CheckpointError for a folder without
+    one, and for a vocabulary that is not the target's."""
+    facts = read_facts(folder)
+    if facts.vocab != target.vocab:
+        raise CheckpointError(
+            f"{folder} has a vocabulary of {facts.vocab} tokens, and the model to draft for one of {target.vocab}: what one writes means something "
+            "else to the other. Name a smaller model of the same family"
+        )
+    return replace(facts, context=target.context)
+
+
+def _third(config: Mapping[str, Any]) -> bool:
+    return "draft_vocab_size" in config or "eagle3" in str(config.get("architectures")).lower()
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the folder of a drafter holds it beside its *.safetensors") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}): download it again") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> EagleFacts:
+    """The facts of a head's config.json's content. `where` names it in errors. Raises CheckpointError as `read_eagle`."""
+    layer = config.get("transformer_layer_config")
+    speculators = isinstance(layer, dict)  # that tool writes the fields of the layer apart
+    architectures = config.get("architectures") or ["LlamaForCausalLM"]
+    facts = facts_of({**config, **(layer if isinstance(layer, dict) else {}), "architectures": architectures}, where)
+    third = _third(config)
+    vocab, target_hidden = (
+        config.get("draft_vocab_size") or facts.vocab,
+        config.get("target_hidden_size") or target.hidden,
+    )
+    for name, got, wanted in (
+        ("vocab_size", facts.vocab, target.vocab),
+        ("target_hidden_size", target_hidden, target.hidden),
+    ):
+        if got != wanted:
+            raise CheckpointError(
+                f"{where}: {name} is {got}, and that of the model to draft for {wanted}: this head is another model's"
+            )
+    if not isinstance(vocab, int) or not 0 < vocab <= facts.vocab:
+        raise CheckpointError(f"{where}: draft_vocab_size must be 1 to vocab_size ({facts.vocab}), got {vocab!r}")
+    if facts.mla is not None or facts.moe is not None:
+        raise CheckpointError(
+            f"{where}: a head of Llama's layers is read, and this one has latent attention or experts"
+        )
+    if third and facts.layers != 1 or not third and facts.hidden != target.hidden:
+        raise CheckpointError(
+            f"{where}: an EAGLE-3 head has one layer, and one of the older format the target's hidden_size; num_hidden_layers is {facts.layers}, "
+            f"hidden_size {facts.hidden}"
+        )
+    return EagleFacts(
+        facts=replace(facts, context=target.context, qkv_bias=bool(config.get("qkv_bias", facts.qkv_bias))),
+        third=third,
+        target_hidden=target_hidden,
+        draft_vocab=vocab,
+        watched=_watched(config, where, target.layers) if third else (),
+        normed_residual=bool(config.get("norm_before_residual", speculators)),
+        bias=bool(config.get("bias", True)),
+    )
+
+
+def _watched(config: Mapping[str, Any], where: str, layers: int) -> tuple[int, ...]:
+    """Published ids are of two kinds, and tools tell them apart by the first: [1, ...] are layers whose OUTPUT is read; all others are layers whose
+    input is, as those of the defaults are."""
+    eagle = config.get("eagle_config")
+    named = (eagle if isinstance(eagle, dict) else config).get("eagle_aux_hidden_state_layer_ids")
+    if named is None:
+        return tuple(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - WATCHED))
+    if not isinstance(named, list) or not named or not all(isinstance(one, int) for one in named):
+        raise CheckpointError(f"{where}: eagle_aux_hidden_state_layer_ids must be a list of layers, got {named!r}")
+    found = tuple(one + (named[0] == 1) for one in named)
+    if not all(0 <= layer <= layers for layer in found):
+        raise CheckpointError(
+            f"{where}: eagle_aux_hidden_state_layer_ids {named} are beyond the target's {layers} layers"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""What drafting by a head does between the head's own computations."""

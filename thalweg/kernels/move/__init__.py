@@ -1,0 +1,1 @@
+"""Rows of many planes from place to place: the entries of drafts that were accepted."""

@@ -1,0 +1,51 @@
+"""What `move.ref` does, of all planes in one launch; torch takes two for each plane, 122 for the layers of DeepSeek-V3.
+
+Bytes: what is moved, twice: 70 KB for each token of V3, some ns; the launch is the floor."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thalweg.kernels.pdl import launch_options
+
+WORD = 4  # bytes
+
+
+@triton.jit(do_not_specialize=["places"], do_not_specialize_on_alignment=["froms", "tos"])
+def _move(planes, froms, tos, places, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (p, e): the places of row e in plane p, one after the other."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    plane, row = tl.program_id(0), tl.program_id(1)
+    memory = tl.load(planes + 2 * plane).to(tl.pointer_type(tl.int32))
+    words, word = tl.load(planes + 2 * plane + 1), tl.arange(0, BLOCK)
+    for place in range(places):
+        source, target = tl.load(froms + row * places + place), tl.load(tos + row * places + place)
+        if source != target:
+            for first in range(0, words, BLOCK):
+                inside = first + word < words
+                x = tl.load(memory + source * words + first + word, mask=inside)
+                tl.store(memory + target * words + first + word, x, mask=inside)
+
+
+def table(planes: Sequence[Tensor]) -> Tensor:
+    """Where planes [rows, dim] lie, and how many words their rows have: int64 [planes, 2], on their device. They must stay there."""
+    lines = []
+    for plane in planes:
+        size = plane.shape[1] * plane.element_size()
+        assert size % WORD == 0 and plane.is_contiguous(), f"a plane of {size} bytes a token"
+        lines.append((plane.data_ptr(), size // WORD))
+    return torch.tensor(lines, dtype=torch.int64).to(planes[0].device)
+
+
+def move(table_P2: Tensor, from_ED: Tensor, to_ED: Tensor) -> None:
+    """Rows `from` to rows `to` (int64 [E, D], contiguous) in every plane of the table. A row's places are moved in order: what is read must not be
+    written before, nor by another row, but for what is moved onto itself."""
+    rows, places = from_ED.shape
+    _move[(len(table_P2), rows)](table_P2, from_ED, to_ED, places, BLOCK=512, num_warps=4, **launch_options(from_ED))

@@ -1,0 +1,54 @@
+"""Which rule judges drafts: decided from the user's wishes and from how tokens are drafted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thalweg.config.speculative import RELAXED_DELTA, RELAXED_TOPK, SpeculativeOptions
+from thalweg.core.errors import CannotServe
+from thalweg.launch.ledger import Ledger, source
+from thalweg.launch.resolved import ASKED
+
+UNSAMPLED = ("ngram",)  # drafters whose drafts are no samples
+LOSSY = "LOSSY: answers are not distributed as the model's, and greedy ones not the model's own"
+POINT_MASS = "these drafts are no samples: they are judged by the rule for a point mass, which is the race"
+LIST = "several drafts of one position are judged by the multi-draft rule that the race extends to"
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """rule, relaxed: as `acceptance` and `relaxed` of `engine.settings.EngineSettings`."""
+
+    rule: str = "race"
+    relaxed: tuple[int, float] = (RELAXED_TOPK, RELAXED_DELTA)
+
+
+def decide_acceptance(wish: SpeculativeOptions, drafter: str, trees: bool, ledger: Ledger) -> Acceptance:
+    """drafter: its name, "" for none. trees: whether drafts may part ways. Raises CannotServe for thresholds of another rule than the one that is
+    wished."""
+    rule, topk, delta = wish.speculative_acceptance, wish.speculative_relaxed_topk, wish.speculative_relaxed_delta
+    for name, value in (("speculative_relaxed_topk", topk), ("speculative_relaxed_delta", delta)):
+        if value is not None and rule != "relaxed":
+            raise CannotServe(
+                f"{name}: a threshold of the lossy rule, and drafts are judged by {rule or 'the race'}; leave it out, or use "
+                "--speculative-acceptance relaxed"
+            )
+    if not drafter:
+        return Acceptance()
+    if rule == "relaxed":
+        relaxed = (topk or RELAXED_TOPK, RELAXED_DELTA if delta is None else delta)
+        ledger.note(
+            "speculative_acceptance",
+            rule,
+            ASKED,
+            f"{LOSSY}; drafts of the {relaxed[0]} most likely tokens that are at most {relaxed[1]:g} less likely than the first",
+        )
+        return Acceptance(rule, relaxed)
+    if rule == "standard":
+        why = LIST if trees else POINT_MASS if drafter in UNSAMPLED else ""
+        ledger.note("speculative_acceptance", rule, ASKED, why)
+        return Acceptance("race" if why else rule)
+    ledger.note(
+        "speculative_acceptance", "race", *source(rule is not None, "tokens are plain decoding's, seed for seed")
+    )
+    return Acceptance()

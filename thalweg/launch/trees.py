@@ -1,0 +1,56 @@
+"""Whether drafts part ways, and how: decided from the user's wishes and from what drafts."""
+
+from __future__ import annotations
+
+from thalweg.config.speculative import SpeculativeOptions
+from thalweg.core.errors import CannotServe
+from thalweg.core.tree import CHAIN, TreeShape
+from thalweg.launch.ledger import Ledger
+from thalweg.launch.resolved import ASKED, AUTO
+
+NODES = 15  # drafts where nobody says how many: with the root as many tokens as a tile of the kernels has rows
+CHAINS = ("ngram",)  # drafters that know of one way only
+
+
+def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, deterministic: bool, ledger: Ledger) -> TreeShape:
+    """drafter: its name, "" for none; deepest: drafts one behind the other. Raises CannotServe for what cannot branch, and for more nodes than such a
+    tree has."""
+    branches, nodes = wish.speculative_eagle_topk, wish.speculative_num_draft_tokens
+    if branches is None or branches == 1:
+        if wish.speculative_tree is not None:
+            raise CannotServe(
+                f"speculative_tree: {wish.speculative_tree} is a form of trees, and drafts are a chain; leave it out, or use "
+                "--speculative-eagle-topk 4"
+            )
+        return CHAIN
+    why = (
+        "nothing drafts"
+        if not drafter
+        else "what follows in the text itself is one chain"
+        if drafter in CHAINS
+        else "--deterministic-inference wants the same bits whatever is drafted, and a path through a tree is summed up in other pieces than a chain"
+        if deterministic
+        else ""
+    )
+    if why:
+        raise CannotServe(
+            f"speculative_eagle_topk: {branches} ways at each token, but {why}; use --speculative-eagle-topk 1"
+        )
+    shape = TreeShape(branches, deepest, 0, wish.speculative_tree != "static")
+    if nodes is not None and nodes - 1 > shape.most():
+        raise CannotServe(
+            f"speculative_num_draft_tokens: {nodes}, but {deepest} tokens behind each other with {branches} ways at each are a tree of "
+            f"{shape.most()} at most; use {shape.most() + 1} or fewer, or --speculative-num-steps {deepest + 1}"
+        )
+    shape = shape._replace(nodes=min(NODES, shape.most()) if nodes is None else nodes - 1)
+    ledger.note("speculative_eagle_topk", branches, ASKED, "")
+    why = "as many as a tile of the kernels, or all" if nodes is None else ""
+    ledger.note("speculative_num_draft_tokens", shape.nodes + 1, AUTO if nodes is None else ASKED, why)
+    form = "dynamic" if shape.dynamic else "static"
+    ledger.note(
+        "speculative_tree",
+        form,
+        ASKED if wish.speculative_tree else AUTO,
+        "" if wish.speculative_tree else "it grows where drafts are good",
+    )
+    return shape

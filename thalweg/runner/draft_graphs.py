@@ -1,0 +1,129 @@
+"""Drafting as CUDA graphs: what a chain's drafter learns of a recorded step, and what it does for one more draft.
+
+Both read slots, planes and what A left, and write slots, planes and buffers of their own outside the tape's pool. Only drafters that chain one head
+are recorded: all that they do is on the device, and depends on shapes alone. A draft knows by itself how many are before it, so that one graph is
+for all widths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.batch import Batch
+from thalweg.batch.slots import Slots
+from thalweg.batch.upload import refill
+from thalweg.core.plan import Needs
+from thalweg.kernels.draft.ref import Chain, Rows
+from thalweg.memory.planes import Planes
+from thalweg.runner.decoding import Graph
+from thalweg.runner.tape import Tape
+from thalweg.spec.drafter import Asked, Proposed, Seen
+from thalweg.spec.launched import Kernels
+from thalweg.spec.unroll import HIDDEN, Unrolled
+
+MOST = 64  # rows; more keep the device busier than Python
+NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncated=True))
+WARM_UPS = 2
+
+
+class Learning:
+    """What `drafter` does with the tokens of a recorded step, each a row there, however they belong together."""
+
+    def __init__(
+        self, drafter: Unrolled, kernels: Kernels, tokens: int, slots: Slots, planes: Planes, spare: int
+    ) -> None:
+        self.drafter, self.kernels, self.tokens = drafter, kernels, tokens
+        self.slots, self.planes, self.spare = slots, planes, spare
+        # slot, tokens and first token of each row; a row that there is not begins behind the last token
+        self.numbers = [[spare] * tokens, [1] * tokens, [tokens] * tokens]
+        self.rows_3R = torch.tensor(self.numbers, device=planes.device)
+        self.batch: Batch | None = None
+
+    def record(self, batch: Batch, hidden_TX: Tensor, tape: Tape) -> None:
+        """batch, hidden_TX: where A puts them at every replay."""
+        for _ in range(WARM_UPS):
+            self._learn(batch, hidden_TX)
+        tape.begin()
+        self._learn(batch, hidden_TX)
+        self.graph = tape.end()
+
+    def _learn(self, batch: Batch, hidden_TX: Tensor) -> None:
+        rows = Rows(*self.rows_3R.unbind(0))
+        self.drafter.learn_few(self.kernels, rows, batch, hidden_TX, self.slots, self.planes)
+
+    def replay(self, seen: Seen) -> None:
+        n, missing = [row.n for row in seen.plan.rows], self.tokens - len(seen.plan.rows)
+        slots = [row.slot for row in seen.plan.rows] + [self.spare] * missing
+        first = [0, *accumulate(n[:-1])] + [self.tokens] * missing
+        numbers = [slots, n + [1] * missing, first]
+        if numbers != self.numbers:  # mostly the same requests go on
+            refill(self.rows_3R, numbers)
+            self.numbers = numbers
+        self.graph.replay()
+
+
+class Proposing:
+    """One more draft of `drafter` for up to `rows` rows, which have up to `widest`: a graph for each kind of draw."""
+
+    def __init__(
+        self, drafter: Unrolled, kernels: Kernels, rows: int, widest: int, slots: Slots, planes: Planes, spare: int
+    ) -> None:
+        self.drafter, self.kernels, self.rows, self.widest = drafter, kernels, rows, widest
+        self.slots, self.planes, device = slots, planes, planes.device
+        self.kept_SW = slots.extra[HIDDEN]
+        self.begun_2R = torch.tensor([spare] * rows + [0] * rows, device=device)  # padding, to begin with
+        self.rows_2R = self.begun_2R.clone()
+        slot_R, ahead_R = self.rows_2R.view(2, rows)
+        state_RW = torch.zeros(rows, self.kept_SW.shape[1], dtype=self.kept_SW.dtype, device=device)
+        drafts_RK = torch.zeros(rows, widest, dtype=torch.int64, device=device)
+        self.chain = Chain(slot_R, ahead_R, state_RW, drafts_RK, torch.ones(rows, dtype=torch.bool, device=device))
+        self.made_KR = torch.arange(widest + 1, device=device).unsqueeze(1).repeat(1, rows)
+        self.graphs: dict[Needs, Graph] = {}
+
+    def record(self, reach: int, tape: Tape) -> None:
+        for needs in NEEDS:
+            for _ in range(WARM_UPS):
+                self._begin(self.begun_2R[: self.rows])
+                self._draft(needs, reach)
+            self._begin(self.begun_2R[: self.rows])
+            tape.begin()
+            self._draft(needs, reach)
+            self.graphs[needs] = tape.end()
+
+    def _begin(self, slot_E: Tensor) -> None:
+        torch.cat((slot_E, self.begun_2R[len(slot_E) :]), out=self.rows_2R)
+        torch.index_select(self.kept_SW, 0, self.chain.slot_E, out=self.chain.state_EW)
+
+    def _draft(self, needs: Needs, reach: int) -> None:
+        self.drafter.draft(self.kernels, self.chain, needs, reach, self.slots, self.planes)
+
+    def replay(self, asked: Asked, width: int) -> Proposed:
+        rows = len(asked.slot_E)
+        self._begin(asked.slot_E)
+        graph = self.graphs[Needs(asked.needs.random, asked.needs.truncated)]
+        for _ in range(width):
+            graph.replay()
+        return Proposed(self.chain.drafts_EK[:rows, :width], self.made_KR[width, :rows], self.chain.sound_E[:rows])
+
+
+class DraftGraphs:
+    """See `drafting.RecordedDrafts`."""
+
+    def __init__(self, learning: Sequence[Learning], proposing: Sequence[Proposing]) -> None:
+        self.learning = {id(one.batch): one for one in learning}
+        self.proposing = sorted(proposing, key=lambda one: one.rows)
+
+    def observe(self, seen: Seen) -> bool:
+        one = self.learning.get(id(seen.batch))
+        if one is None:
+            return False
+        one.replay(seen)
+        return True
+
+    def propose(self, asked: Asked, width: int) -> Proposed | None:
+        rows = len(asked.slot_E)
+        fitting = next((one for one in self.proposing if one.rows >= rows), None)
+        return None if fitting is None or not 0 < width <= fitting.widest else fitting.replay(asked, width)

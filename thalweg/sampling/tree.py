@@ -1,0 +1,79 @@
+"""Verifying a tree of drafts: the path through it that the target draws.
+
+The rule is that of a chain: the target draws a token at every node, each with the coins of its position, and the path goes on to the child that is
+the token drawn, until there is none. So the tokens are plain decoding's, whatever the tree. Of children that are no samples one is accepted with the
+sum of their probabilities, more than which no rule can have (Hu et al. 2024, "Towards optimal multi-draft speculative decoding"); a drafter that
+samples takes the best few of its own race with the target's coins (`spec.tree`). Children of a node are different tokens.
+
+Letters: E rows, Q nodes of each with the root, K = Q - 1, N = E · Q, D tokens of a path at most, I integers of a slot."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.prepare import nodes
+from thalweg.batch.slots import Slots
+from thalweg.sampling.chain import Path, appended, stops
+
+
+def grown(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
+    """What each node of each row is sampled by: as the position of a chain that has as many drafts before it."""
+    node_Q = torch.arange(query, device=slot_E.device)
+    slot_N, node_N = slot_E.repeat_interleave(query), node_Q.repeat(len(slot_E))
+    _, depth_N, _ = nodes(slots, slot_N, node_N)
+    ints_NI = ints_EI.repeat_interleave(query, 0)
+    length_N, end_N = ints_NI[:, 0], ints_NI[:, 2]
+    column_EK = (ints_EI[:, :1] + node_Q[:-1]).clamp(max=slots.context)
+    drafts_EK = slots.tokens_SL[slot_E.unsqueeze(1), column_EK].to(torch.int64)
+    length_N += depth_N
+    ints_NI[:, 1] += node_N
+    end_N *= length_N < end_N
+    length_N.clamp_(max=slots.context)
+    return Path(slot_N, ints_NI, drafts_EK)
+
+
+def unfolded(slots: Slots, along: Path, query: int, reach: int) -> Slots:
+    """The slots of every node, with its own path behind the known tokens."""
+    node_N = torch.arange(query, device=along.slot_N.device).repeat(len(along.drafts_EK))
+    row_N = torch.arange(len(along.drafts_EK), device=node_N.device).repeat_interleave(query)
+    parent_N, depth_N, _ = nodes(slots, along.slot_N, node_N)
+    tokens_NL = slots.tokens_SL[:, : min(reach, slots.context) + 1].index_select(0, along.slot_N)
+    last = tokens_NL.shape[1] - 1
+    root_N = along.ints_NI[:, 0] - depth_N - 1
+    for _ in range(slots.tree.deepest):
+        # the root stands where it stood; a token beyond the reach is of no node that can be accepted
+        draft_N = along.drafts_EK[row_N, (node_N - 1).clamp(min=0)].to(torch.int32)
+        column_N1 = (root_N + depth_N).clamp(0, last).unsqueeze(1)
+        token_N1 = torch.where((node_N > 0).unsqueeze(1), draft_N.unsqueeze(1), tokens_NL.gather(1, column_N1))
+        tokens_NL.scatter_(1, column_N1, token_N1)
+        node_N = parent_N
+        parent_N, depth_N, _ = nodes(slots, along.slot_N, node_N)
+    return slots.gathered(along.slot_N, tokens_NL)
+
+
+def climb(
+    tokens_EQ: Tensor, drafts_EK: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Appends the tokens drawn along the path to their slots, and ends those that reached a stop id or their end. → tokens of the path int64 [E, D],
+    how many of them, and whether the slot has ended, as `chain.follow`; the nodes at which they were drawn, int64 [E, D], the root where there are
+    no more."""
+    length_E, end_E, made_E = ints_EI[:, 0], ints_EI[:, 2], ints_EI[:, 7]
+    query = tokens_EQ.shape[1]
+    node_K = torch.arange(1, query, device=slot_E.device)
+    parent_EK, depth_EK = slots.nodes_SN3[slot_E, 1:query, :2].unbind(2)
+    stop_EQ = stops(tokens_EQ, slots, slot_E)
+    # nodes at or past the end were not computed
+    real_EK = node_K <= torch.minimum(made_E, end_E - length_E).unsqueeze(1)
+    right_EK = real_EK & (tokens_EQ.gather(1, parent_EK) == drafts_EK) & ~stop_EQ.gather(1, parent_EK)
+    root_E1 = torch.ones_like(right_EK[:, :1])
+    on_EK = right_EK
+    for _ in range(slots.tree.deepest - 1):
+        on_EK = right_EK & torch.cat((root_E1, on_EK), 1).gather(1, parent_EK)
+    deepest = min(slots.tree.deepest, query - 1)
+    nodes_ED = torch.zeros(len(slot_E), deepest + 2, dtype=torch.int64, device=slot_E.device)
+    nodes_ED.scatter_(1, torch.where(on_EK, depth_EK, deepest + 1), node_K.expand_as(on_EK))
+    nodes_ED = nodes_ED[:, : deepest + 1]
+    tokens_ED, stop_ED = tokens_EQ.gather(1, nodes_ED), stop_EQ.gather(1, nodes_ED)
+    count_E, done_E = appended(tokens_ED, stop_ED, on_EK.sum(1), slots, slot_E, ints_EI)
+    return tokens_ED, count_E, done_E, nodes_ED

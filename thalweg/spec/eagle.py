@@ -1,0 +1,35 @@
+"""EAGLE heads from a folder of their own; see `models.eagle`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from thalweg.config.drafters import read_eagle
+from thalweg.core.errors import CheckpointError
+from thalweg.models.base import Target
+from thalweg.models.eagle import Eagle, Eagle3
+from thalweg.models.head import Head
+from thalweg.weights.stream import Safetensors
+
+
+def eagle_head(target: Target, folder: Path) -> Head:
+    """The empty head of this folder behind the target, which watches for it what it reads. Of the weights only the names are looked at; there may be
+    none yet. Raises CheckpointError as `read_eagle`."""
+    given, held = read_eagle(folder, target.facts), _names(folder)
+    if not given.third:
+        return Eagle(given, target, held)
+    target.watch(given.watched)
+    return Eagle3(given, target, held)
+
+
+def _names(folder: Path) -> frozenset[str]:
+    """The folder's tensors; none of one that holds a config.json alone."""
+    if not any(folder.glob("*.safetensors*")):
+        pickled = next(folder.glob("*.bin"), None)
+        if pickled is not None:
+            raise CheckpointError(
+                f"{pickled} is a pickle, which is not read; save its tensors as {folder / 'model.safetensors'} with safetensors.torch.save_file"
+            )
+        return frozenset()
+    with Safetensors(folder) as stream:
+        return frozenset(stream.names())

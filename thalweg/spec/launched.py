@@ -1,0 +1,35 @@
+"""What lies between a head's computations, in a launch each where the device has kernels for it."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Callable, NamedTuple
+
+import torch
+
+from thalweg.kernels.draft import ref as draft
+from thalweg.kernels.prepare import ref as prepare
+from thalweg.sampling.catalog import sampling_on
+from thalweg.sampling.sample import REFERENCE, Sampling
+
+
+class Kernels(NamedTuple):
+    """See `kernels.prepare.ref` and `kernels.draft.ref`; sampling: what draws a token by kernels."""
+
+    decode: Callable[..., prepare.Decoded]
+    carry: Callable[..., torch.Tensor]
+    conclude: Callable[..., None]
+    sampling: Sampling
+
+
+PLAIN = Kernels(prepare.decode, draft.carry, draft.conclude, REFERENCE)
+
+
+def kernels_on(device: torch.device) -> Kernels | None:
+    """None where there are none: a CPU does with less than `PLAIN`, which is for tests."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from thalweg.kernels.draft import triton as drafting  # needs Triton
+    from thalweg.kernels.prepare import triton as preparing
+
+    return Kernels(preparing.decode, drafting.carry, drafting.conclude, sampling_on(device))

@@ -1,0 +1,59 @@
+"""A smaller model of the same vocabulary that drafts, from a folder of its own: a `Head` that needs nothing of the target but its tokens.
+
+Its keys and values lie in planes of the same pages, as those of layers behind the target's, so that a prefix that is found in the cache is there for
+both. To observe a step it computes the step's tokens as the target did: of what it stores in a layer all layers before are part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from thalweg.batch.batch import Batch
+from thalweg.config.model import ModelFacts
+from thalweg.layers.part import Part
+from thalweg.memory.planes import Planes, PlaneSpec
+from thalweg.models.base import Target
+from thalweg.models.catalog import assemble
+from thalweg.weights.table import Table
+
+
+class Small(Part):
+    """A state is what the model's head reads of a position; that of the position before takes no part in the next."""
+
+    def __init__(self, facts: ModelFacts, main: Target) -> None:
+        super().__init__()
+        parts = main.parts.beside(facts)
+        self.facts, self.index, self.width, self.dtype = facts, main.facts.layers, facts.hidden, parts.dtype
+        self.main = (main,)  # a tuple: the target is no child of this module
+        self.ids_D: Tensor | None = None
+        self.model = assemble(facts, parts)
+        assert isinstance(self.model, nn.Module), "a model is a module: its parameters are this one's"
+        self._planes: Planes | None = None
+        self._own: Planes | None = None
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        return tuple(replace(spec, layer=spec.layer + self.index) for spec in self.model.planes())
+
+    def learned(self, hidden_TX: Tensor) -> Tensor:
+        """Nothing."""
+        return hidden_TX.new_zeros(1, 1).expand(len(hidden_TX), self.width)
+
+    def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
+        return self.model.forward(replace(batch, ids_T=ids_T), self._behind(planes))
+
+    def observe(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
+        self.forward(ids_T, state_TW, batch, planes)
+
+    def logits(self, state_NW: Tensor) -> Tensor:
+        return self.model.logits(state_NW)
+
+    def table(self) -> Table:
+        table = self.model.table()
+        rules = [replace(rule, target=f"model.{rule.target}") for rule in table.rules]
+        return Table(rules, table.skips, table.scales)
+
+    def _behind(self, planes: Planes) -> Planes:
+        if self._own is None or planes is not self._planes:
+            self._planes, self._own = planes, planes.behind(self.index)
+        return self._own

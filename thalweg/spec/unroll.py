@@ -1,0 +1,187 @@
+"""Drafts by a head, chained: each draft is fed back with what the head itself returned at it.
+
+The head's state at a position of the sequence comes from the target's hidden states: from the step itself, at the border of two steps from the
+slot, and behind a prefix that was found in the cache from the page that ends there, which keeps the one of its last position. What was drafted is
+entered with the head's own states, and written again with those of the target when it is accepted.
+
+Letters: T tokens of the step, X numbers of the target's hidden state, W of a state, R rows, E emitting rows, K drafts, D vocabulary of the head,
+P pages."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Protocol, Sequence
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.batch.prepare import gather
+from thalweg.batch.slots import Field, Slots
+from thalweg.batch.upload import upload
+from thalweg.core.plan import PAGE, Bind, Needs
+from thalweg.kernels.draft.ref import Chain, Places, Rows
+from thalweg.memory.planes import Planes, PlaneSpec, vectors
+from thalweg.models.head import Head
+from thalweg.models.traced import TracedHead, recordable
+from thalweg.sampling.drafts import Drawing
+from thalweg.spec.drafter import Asked, Proposed, Seen, Weighted
+from thalweg.spec.launched import Kernels, kernels_on
+
+HIDDEN = "hidden"  # of the slots: of the position before the next one; of the planes: of a page's last position
+
+
+class Steps(Protocol):
+    """What runs a head: itself, or one that was recorded."""
+
+    def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor: ...
+
+    def observe(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None: ...
+
+
+class Unrolled:
+    """The `Drafter` of one head, which stands for any depth. apart: whether the head's weights are in a folder of their own."""
+
+    def __init__(self, head: Head, drawing: Drawing, apart: bool = False) -> None:
+        self.head, self.drawing, self.apart = head, drawing, apart
+        self.steps: Steps = head
+        self.kernels = kernels_on(head.main[0].parts.device)
+
+    def modules(self) -> tuple[Weighted, ...]:
+        return () if self.apart else (self.head,)
+
+    def own(self) -> tuple[Weighted, ...]:
+        return (self.head,) if self.apart else ()
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        page = -(-self.head.width // PAGE)  # a page's one vector, spread over its tokens
+        return *self.head.planes(), vectors(HIDDEN, self.head.index, page, self.head.dtype)
+
+    def fields(self) -> tuple[Field, ...]:
+        return (Field(HIDDEN, (self.head.width,), self.head.dtype), *self.drawing.fields())
+
+    def record(self, planes: Planes) -> None:
+        if recordable(self.head.main[0], planes.device):
+            self.steps = TracedHead(self.head, planes)
+
+    def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
+        ends_PW = self._ends(planes)
+        for b in binds:
+            if b.computed and b.computed % PAGE == 0:
+                page = slots.table_SP[b.slot, b.computed // PAGE - 1]
+                slots.extra[HIDDEN][b.slot] = ends_PW.index_select(0, page.view(1))[0]
+
+    def observe(self, seen: Seen, slots: Slots, planes: Planes) -> None:
+        rows = seen.plan.rows
+        n = [row.n for row in rows]
+        numbers = [row.slot for row in rows], n, [0, *accumulate(n[:-1])]
+        slot_R, n_R, first_R = upload(numbers, torch.int64, seen.hidden_TH.device)
+        self.learn(Rows(slot_R, n_R, first_R), seen.batch, seen.hidden_TH, slots, planes)
+
+    def learn_few(
+        self, kernels: Kernels, rows: Rows, batch: Batch, hidden_TX: Tensor, slots: Slots, planes: Planes
+    ) -> None:
+        """`learn`, in few launches: of steps whose rows have few tokens."""
+        places = Places(batch.positions_T, batch.write_T, batch.real_T)
+        state_TW, kept_SW = self.head.learned(hidden_TX), slots.extra[HIDDEN]
+        before_TW = kernels.carry(state_TW, rows, places, kept_SW, self._ends(planes), slots.ints_SI, PAGE)
+        self.steps.observe(batch.ids_T, before_TW, batch, planes)
+
+    def learn(self, rows: Rows, batch: Batch, hidden_TX: Tensor, slots: Slots, planes: Planes) -> None:
+        """What `observe` does, on the device alone."""
+        kept_SW, state_TW, last = slots.extra[HIDDEN], self.head.learned(hidden_TX), len(batch.ids_T) - 1
+        before_NW = torch.cat(
+            [state_TW[:1], state_TW]
+        )  # N = T + 1: the last takes what is written for rows that there are not
+        before_NW.index_copy_(0, rows.first_R, kept_SW.index_select(0, rows.slot_R))
+        self.steps.observe(batch.ids_T, before_NW[:-1], batch, planes)
+        last_T = (batch.positions_T % PAGE == PAGE - 1) & batch.real_T
+        self._ends(planes).index_copy_(0, batch.write_T // PAGE * last_T, state_TW)  # of all others into the null page
+        # what the step has brought its slots forward by: a chunk, or the tokens accepted
+        first_R = rows.first_R.clamp(max=last)
+        moved_R = slots.at.index_select(0, rows.slot_R) - batch.positions_T.index_select(0, first_R)
+        last_R = first_R + torch.minimum(moved_R, rows.n_R).clamp_(min=1) - 1
+        kept_SW.index_copy_(0, rows.slot_R, state_TW.index_select(0, last_R))
+
+    def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
+        slot_E = asked.slot_E
+        if not width:
+            slots.made.index_fill_(0, slot_E, 0)
+            return None
+        if self.kernels is not None:
+            return self._launched(self.kernels, asked, width, slots, planes)
+        slots.made.index_fill_(0, slot_E, width)
+        ints_EI = slots.ints_SI.index_select(0, slot_E)
+        given_EW = state_EW = slots.extra[HIDDEN].index_select(0, slot_E)
+        column_KE = ints_EI[:, 0] + torch.arange(width, device=slot_E.device).unsqueeze(1)
+        place_KE = column_KE.clamp(max=slots.context).add_(slot_E * slots.tokens_SL.shape[1])
+        drafts: list[Tensor] = []
+        for ahead in range(width):
+            batch = singles(slots, slot_E, ints_EI, asked.reach, ahead)
+            state_EW = self.steps.forward(batch.ids_T, state_EW, batch, planes)
+            logits_ED = self.head.logits(state_EW)
+            if asked.needs.random:
+                there_EI = torch.cat((column_KE[ahead].unsqueeze(1), ints_EI[:, 1:]), 1)
+                logits_EV = spread(logits_ED, self.head)
+                drafts.append(self.drawing.draw(logits_EV, slots, slot_E, there_EI, ahead, asked.needs.truncated))
+            else:
+                drafts.append(tokens_of(logits_ED.argmax(-1), self.head))
+            slots.tokens_SL.view(-1).index_copy_(0, place_KE[ahead], drafts[-1].to(torch.int32))
+        sound_E = state_EW.isfinite().all(1) | ~given_EW.isfinite().all(1)
+        return Proposed(torch.stack(drafts, 1), ints_EI[:, 7], sound_E)
+
+    def _launched(self, kernels: Kernels, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed:
+        slot_E, device = asked.slot_E.contiguous(), asked.slot_E.device
+        drafts_EK = torch.empty(len(slot_E), width, dtype=torch.int64, device=device)
+        sound_E = torch.empty(len(slot_E), dtype=torch.bool, device=device)
+        state_EW = slots.extra[HIDDEN].index_select(0, slot_E)
+        chain = Chain(slot_E, torch.zeros_like(slot_E), state_EW, drafts_EK, sound_E)
+        for _ in range(width):
+            self.draft(kernels, chain, asked.needs, asked.reach + width, slots, planes)
+        return Proposed(drafts_EK, chain.ahead_E, sound_E)
+
+    def draft(self, kernels: Kernels, chain: Chain, needs: Needs, reach: int, slots: Slots, planes: Planes) -> None:
+        """One more draft of each row. reach: an upper bound of the tokens that then are before the next one. Nothing in it depends on how many there
+        are."""
+        slot_E, rows, reach = chain.slot_E, len(chain.slot_E), min(reach, slots.context)
+        held = slots.ints_SI, slots.tokens_SL, slots.table_SP
+        ids, positions, write, real, table, there_EI = kernels.decode(
+            slot_E, chain.ahead_E, *held, -(-reach // PAGE), PAGE
+        )
+        groups, extents = (Group(0, rows, 0, 1, reach),), (Extent(1, reach),) * rows
+        batch = Batch(ids, positions, write, table, real, slot_E, groups, extents)
+        state_EW = self.steps.forward(ids, chain.state_EW, batch, planes)
+        logits_ED = self.head.logits(state_EW)
+        if needs.random:
+            logits_EV = spread(logits_ED, self.head)
+            token_E = self.drawing.draw(logits_EV, slots, slot_E, there_EI, chain.ahead_E, needs.truncated)
+        else:
+            drawn_E = kernels.sampling.draw(logits_ED, slots, slot_E, there_EI, Needs())
+            token_E = tokens_of(drawn_E, self.head)
+        kernels.conclude(token_E, state_EW, there_EI, chain, slots.tokens_SL, slots.ints_SI)
+
+    def _ends(self, planes: Planes) -> Tensor:
+        """[P, W]: the state of each page's last position."""
+        return planes.paged(HIDDEN, self.head.index).flatten(1)[:, : self.head.width]
+
+
+def singles(slots: Slots, slot_E: Tensor, ints_EI: Tensor, reach: int, ahead: int) -> Batch:
+    """The last known token of each slot, or the draft that stands so far behind it, as a step of single tokens."""
+    rows, reach = len(slot_E), min(reach + 1 + ahead, slots.context)
+    ids, positions, write, real = gather(slot_E, ints_EI[:, 1] + ahead, ints_EI, slots.tokens_SL, slots.table_SP)
+    table = slots.table_SP[:, : -(-reach // PAGE)].index_select(0, slot_E)
+    groups, extents = (Group(0, rows, 0, 1, reach),), (Extent(1, reach),) * rows
+    return Batch(ids, positions, write, table, real, slot_E, groups, extents)
+
+
+def tokens_of(drawn: Tensor, head: Head) -> Tensor:
+    """The tokens, int64, that these logits of the head are of; any shape."""
+    return drawn if head.ids_D is None else head.ids_D[drawn]
+
+
+def spread(logits_ND: Tensor, head: Head) -> Tensor:
+    """float32 [N, V]: of the target's whole vocabulary, -inf for what the head never drafts."""
+    if head.ids_D is None:
+        return logits_ND
+    everywhere_NV = logits_ND.new_full((len(logits_ND), head.main[0].facts.vocab), -torch.inf)
+    return everywhere_NV.index_copy_(1, head.ids_D, logits_ND)
