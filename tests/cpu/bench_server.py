@@ -20,7 +20,8 @@ Send = Callable[[bytes], None]
 class Fake:
     """A server of the OpenAI and native streams. first and gap: seconds before the first token and between tokens.
 
-    plan: how to treat the i-th generation request: "ok", "429", "drop" (closes half-way), "error" (an error event), "cut" (no [DONE]), "noise".
+    plan: how to treat the i-th generation request: "ok", "429", "400", "drop" (closes half-way), "error" (an error event), "cut" (no [DONE]),
+    "noise".
     """
 
     first: float = 0.02
@@ -48,6 +49,8 @@ class Fake:
         self.bodies.append(json.loads(body))
         if what == "429":
             return _whole(send, 429, {"error": {"message": "the queue is full"}})
+        if what == "400":
+            return _whole(send, 400, {"error": {"message": "the prompt is too long"}})
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:

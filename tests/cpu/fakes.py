@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from thalweg.config.server import ServerOptions
+from thalweg.core.drafts import Drafted
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
@@ -71,6 +72,7 @@ class FakePiece:
     at: float
     admitted: float = 0.0
     preempted: int = 0
+    drafted: Drafted | None = None
 
 
 def default_script(prompt: str, choice: int) -> str:
@@ -122,6 +124,13 @@ class FakeFront:
             prefill_tokens=self._prefill,
             decode_tokens=self._decode,
             prompt_tokens=self._prefill,
+            verifications=10,
+            drafted_tokens=20,
+            accepted_tokens=12,
+            drafted_at=(10, 10),
+            accepted_at=(8, 4),
+            wasted_drafts=3,
+            steps_by_width=(5, 0, 10),
         )
 
     def die(self, reason: str) -> None:

@@ -10,17 +10,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from thalweg.bench import ablate, ablate_run
 from thalweg.bench.ablate_cell import Order
 from thalweg.bench.ablate_cells import LADDER, MATRIX, ONE, cells
-from thalweg.bench.ablate_columns import Column, Level, Probe, columns, features
+from thalweg.bench.ablate_columns import SHORT, Column, Level, Probe, columns, features
 from thalweg.bench.ablate_load import Ask, Workload, closed_loop, draw, must_fit
-from thalweg.bench.ablate_plot import plot
-from thalweg.bench.ablate_tables import effects, markdown
 from thalweg.bench.datasets import Vocabulary
 from thalweg.bench.eval_run import Asked
 from thalweg.config.machine import Machine
@@ -67,10 +64,24 @@ def test_what_cannot_run_has_the_resolvers_reason(probe: Probe) -> None:
     assert reasons["the base"] == reasons["radix off"] == reasons["kv on"] == ""
 
 
-def test_a_feature_without_a_setting_is_refused_and_not_faked(probe: Probe) -> None:
-    (column,) = columns(["teleport"], probe)
-    base, on = cells(ONE, [column], probe)
-    assert base.reason == "" and on.reason.startswith("teleport: no such setting")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["raddix"], "no such setting; did you mean radix"), (["zzz"], "no such setting; short names are graph, "),
+     (["radix", "radix"], "given twice"), (["radix", "radix-cache"], "given twice"), (["foo=1,2"], "no such setting")],
+)  # fmt: skip
+def test_a_column_that_is_none_is_an_error_and_nothing_is_measured(
+    words: list[str], said: str, probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(ablate, "run_cell", lambda *_: pytest.fail("a cell was run"))
+    with pytest.raises(CannotServe, match=said):
+        columns(words, probe)
+    assert ablate.main([str(TINY), "--columns", *words, "--output-file", str(tmp_path / "a.json")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_short_name_is_a_setting() -> None:
+    assert set(SHORT.values()) <= set(settings())
 
 
 def test_columns_with_values(probe: Probe) -> None:
@@ -98,6 +109,7 @@ def test_modes(probe: Probe) -> None:
     made = columns(["overlap", "tp", "radix"], probe)
     matrix = cells(MATRIX, made, probe)
     assert len(matrix) == 8 and len({cell.key for cell in matrix}) == 8
+    assert matrix[0].wishes == {}, "the base comes first, so that an interruption leaves what others are held against"
     assert all(("one device" in cell.reason) == (cell.labels["tp"] == "on") for cell in matrix)
     ladder = cells(LADDER, made, probe)
     assert [cell.wishes for cell in ladder] == [
@@ -187,7 +199,8 @@ def test_an_ablation_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixtu
         saved["workload"]["concurrency"] == [2] and saved["commit"] is not None and saved["configuration"]["decisions"]
     )
     shown = capsys.readouterr().out
-    assert "| radix off |" in shown and "not runnable: tp_size: this version" in shown
+    assert "| radix off |" in shown and "- tp on: not runnable: tp_size: this version" in shown
+    assert "**One round: nothing tells the noise" in shown and max(map(len, shown.splitlines()[2:12])) < 110
     assert out.with_suffix(".md").read_text() == shown and out.with_suffix(".svg").read_text().startswith("<svg")
 
 
@@ -271,7 +284,23 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(
     assert ablate.main([*words, "--output-len", "50", "--anew"]) == 0 and len(again) == 6
 
 
-def test_rounds_are_in_turn_and_the_best_of_each_rate_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_cannot_be_and_a_table_without_numbers_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(TINY), "--columns", "radix", "--tasks", "none", "--output-file", str(tmp_path / "a.json")]
+    log: list[dict[str, Any]] = []
+    monkeypatch.setattr(ablate, "run_cell", _fake(log))
+    assert ablate.main([*words, "--input-len", "4000", "--output-len", "1000"]) == 2 and log == []
+    assert "up to 7500 tokens" in capsys.readouterr().err and not (tmp_path / "a.json").exists()
+    assert ablate.main([*words, "--gsm8k", str(tmp_path / "none")]) == 1 and log == []
+    assert "cannot read" in capsys.readouterr().err
+    refused = {"status": ablate_run.REFUSED, "reason": "no room", "seconds": 1.0, "batches": [], "accuracy": []}
+    monkeypatch.setattr(ablate, "run_cell", lambda *_: dict(refused))
+    assert ablate.main(words) == 1
+    assert "- the base: not runnable: no room" in capsys.readouterr().out
+
+
+def test_rounds_are_in_turn_and_each_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, log = tmp_path / "a.json", []
     words = [str(TINY), "--columns", "radix", "tp", "--tasks", "sums", "--output-file", str(out), "--rounds"]
     monkeypatch.setattr(ablate, "run_cell", _fake(log, stop_at=3))
@@ -283,7 +312,9 @@ def test_rounds_are_in_turn_and_the_best_of_each_rate_counts(tmp_path: Path, mon
     assert [run["single"]["decode_tokens_per_s"] for run in base["again"]] == [40.0, 60.0]
     assert len(without["again"]) == 2 and "again" not in refused
     shown = out.with_suffix(".md").read_text()
-    assert "Best of 3 rounds." in shown and "| the base | 60.0 |" in shown and "| radix off | 70.0 |" in shown
+    assert "Medians of 3 rounds (least – most)." in shown and "nothing tells the noise" not in shown
+    assert "| the base  | 40.0 (10.0 – 60.0) |" in shown and "| radix off | 50.0 (20.0 – 70.0) |" in shown
+    assert [run["round"] for run in base["again"]] == [1, 2]
 
 
 def test_results_of_another_commit_are_taken_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,66 +370,6 @@ def _children(pid: int) -> list[int]:
             if b"ablate_cell" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(int(child))
     return found
-
-
-# ---- tables ----
-
-
-def _result() -> dict[str, Any]:
-    names = [
-        {"name": name, "base": "on", "levels": ["off", "on"], "values": ["off", "on"]} for name in ("graph", "radix")
-    ]
-    rows = []
-    for graph, radix, rate in (("on", "on", 80.0), ("on", "off", 40.0), ("off", "on", 10.0), ("off", "off", 20.0)):
-        batch = {"concurrency": 8, "throughput": 100 * rate, "decode_per_request": rate / 2}
-        row = {"columns": {"graph": graph, "radix": radix}, "status": "done", "reason": "", "batches": [batch]}
-        rows.append(row | {"single": {"decode_tokens_per_s": rate}, "accuracy": []})
-    work = {"input_len": 760, "output_len": 460, "spread": 0.5, "waves": 2, "shared_prefix": 0, "concurrency": [8]}
-    device = {"gpus": ["H100"], "cores": 2, "cpu": "x"}
-    return {"checkpoint": "m", "mode": "matrix", "columns": names, "cells": rows, "workload": work, "device": device}
-
-
-def test_what_a_column_is_worth_is_the_mean_ratio_over_pairs() -> None:
-    lines = effects(_result())
-    assert lines[2] == "| graph | 4.00 (2.00 – 8.00) | 4.00 (2.00 – 8.00) | 4.00 (2.00 – 8.00) |"
-    assert lines[3] == "| radix | 1.00 (0.50 – 2.00) | 1.00 (0.50 – 2.00) | 1.00 (0.50 – 2.00) |"
-
-
-def test_a_cell_that_was_not_measured_has_no_rate_and_no_part_in_the_mean() -> None:
-    result = _result()
-    result["cells"][3] = {
-        "columns": result["cells"][3]["columns"],
-        "status": "timed out",
-        "reason": "not done within 9 s",
-    }
-    shown = markdown(result)
-    assert "| off | off | – | – | – | timed out: not done within 9 s |" in shown
-    assert "| graph | 8.00 | 8.00 | 8.00 |" in shown and "| on | on | 80.0 | 8,000 | 40.0 |  |" in shown
-
-
-def test_on_a_cpu_there_is_a_rate_by_cpu_time() -> None:
-    result = _result()
-    result["device"]["gpus"] = []
-    for row, cpu in zip(result["cells"], (1.0, 2.0, 4.0, 8.0), strict=True):
-        row["batches"][0] |= {"input_tokens": 30, "output_tokens": 50, "cpu_seconds": cpu}
-        row["single"] |= {"input_len": 760, "output_len": 460, "cpu_seconds": 2.0}
-    shown = markdown(result)
-    assert "| one request | one, a CPU second |" in shown and "| each of 8 | 8, a CPU second |" in shown
-    assert "| on | on | 80.0 | 610.0 | 8,000 | 40.0 | 80.0 |" in shown
-    mean = "1.00 (0.50 – 2.00)"
-    assert f"| radix | {mean} | 1.00 (1.00 – 1.00) | {mean} | {mean} | 2.00 (2.00 – 2.00) |" in shown
-
-
-def test_the_plot_has_a_bar_for_each_rate_and_counts_what_has_none() -> None:
-    result = _result()
-    drawn = ElementTree.fromstring(plot(result))
-    bars = [one for one in drawn if one.tag.endswith("rect") and one.get("x")]
-    widths = [float(bar.get("width", "")) for bar in bars[:4]]  # of the first rate: 80, 40, 10, 20
-    assert len(bars) == 12 and [width / widths[0] for width in widths] == pytest.approx([1, 0.5, 0.125, 0.25], abs=0.01)
-    result["cells"][3] = {"columns": result["cells"][3]["columns"], "status": "failed", "reason": "x"}
-    result["checkpoint"] = "a<b"
-    text = "".join(ElementTree.fromstring(plot(result)).itertext())
-    assert "1 more could not run" in text and "a<b" in text
 
 
 def test_levels_without_a_base_among_them() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thalweg.bench import offline, startup
+from thalweg.bench import offline, startup, structured
 from thalweg.bench.startup import Phase, phases_of
 
 MODEL = str(Path(__file__).parents[2] / "models/tiny")
@@ -120,3 +120,30 @@ def test_a_start_is_measured_and_one_that_fails_keeps_the_others(
     )
     assert "unknown flag --no-such-flag" in capsys.readouterr().err and not (tmp_path / "n.json").exists()
     assert startup.main(["--model", str(tmp_path)]) == 1 and "no config.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        startup.main(["--model", MODEL, "--cold", "0", "--warm", "0"])
+    assert left.value.code == 2 and "nothing to start" in capsys.readouterr().err
+
+
+def test_what_grammars_cost_keeps_the_rounds_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = iter([9.0, 9.0, 0.01, 0.0125, 0.02, 0.025, 9.0, 9.0])  # warm-ups, two rounds; warm-ups, none
+
+    def step_seconds(*_: object) -> float:
+        if (one := next(seconds, None)) is None:
+            raise KeyboardInterrupt
+        return one
+
+    monkeypatch.setattr(structured, "step_seconds", step_seconds)
+    monkeypatch.setattr(structured, "LocalEngine", lambda settings: None)
+    out = tmp_path / "s.json"
+    words = ["--model", MODEL, "--rounds", "2", "--batch", "3", "--output", str(out)]
+    assert structured.main(words) == 130
+    saved = json.loads(out.read_text())
+    (row,) = saved["results"]
+    assert (row["overlap"], row["rounds"], row["batch"]) == (False, 2, 3) and row["kept"] == pytest.approx(0.8)
+    assert saved["partial"] is True and saved["ended"] == "Ctrl-C"
+    shown = capsys.readouterr()
+    assert "66.7 steps/s without, 53.3 with" in shown.out and "PARTIAL" in shown.err
+    assert structured.main(["--model", "nowhere"]) == 1 and "nowhere" in capsys.readouterr().err

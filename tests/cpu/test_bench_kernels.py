@@ -81,6 +81,16 @@ def test_a_backend_that_writes_into_its_inputs_spoils_no_other(monkeypatch: pyte
     assert [bench.row(work, backend).failed for backend in work.case.backends] == ["", "", ""]
 
 
+@pytest.mark.parametrize("operation", ["experts", "experts_fp8"])
+def test_experts_that_did_nothing_would_be_found_wrong(operation: str) -> None:
+    """What is added to a residual is compared with it in: it must be large enough for the tolerance."""
+    for case in OPERATIONS[operation].sizes(CPU):
+        given = case.draw(torch.Generator().manual_seed(3), None)
+        with torch.inference_mode():
+            expected = case.seen(next(iter(case.backends.values()))(**kernels.cloned(given)))
+        assert kernels.difference((given["out_TH"],), expected) > 5 * case.tolerance, case.name
+
+
 def test_codes_are_compared_by_steps() -> None:
     """Neighbours are as far from each other near 0 as near 448; two steps are too many, and the sign counts."""
     codes = torch.tensor([448.0, 416.0, 0.0625, 2**-9, 0.0, -0.0, -448.0, -416.0]).to(torch.float8_e4m3fn)
@@ -92,6 +102,34 @@ def test_codes_are_compared_by_steps() -> None:
     )
     exact = quantized.seen((torch.tensor([448.0, 2**-9]).to(torch.float8_e4m3fn), torch.ones(1)))
     assert kernels.difference(one, exact) <= quantized.STEP < kernels.difference(two, exact)
+
+
+@pytest.mark.parametrize("each", [2e-6, 3e-4, 8e-3])
+def test_a_gpus_time_is_cut_into_rounds(each: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """About as long as asked, in many rounds where a call is short and in a few where it is long."""
+    now = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1e3 * (other.at - self.at)
+
+    def run() -> None:
+        now[0] += each
+
+    monkeypatch.setattr(stopwatch.torch.cuda, "Event", Event)
+    found = stopwatch._events(run, 0.05)
+    assert found == [pytest.approx(each)] * len(found)
+    assert stopwatch.ROUNDS <= len(found) <= stopwatch.MOST_ROUNDS and (len(found) >= 30 or each > 1e-3)
+    assert now[0] < 3 * 0.05
 
 
 def test_inputs_are_as_many_as_exceed_the_caches() -> None:
@@ -128,7 +166,9 @@ def test_the_command_writes_what_it_measured(
     assert all(row["us"] > 0 and not row["failed"] for row in told["rows"])
     assert told["ceilings"] == TOP and {"device", "versions", "commit", "command"} <= set(told)
     assert "read 10.0 GB/s" in capsys.readouterr().out
-    assert kernels.main(["nonesuch", "--device", "cpu"]) == 1
+    assert all(min(row["rounds_us"]) > 0.99 * row["us"] and 2 <= len(row["rounds_us"]) <= 40 for row in told["rows"])
+    assert told["partial"] is False and told["ended"] == ""
+    assert kernels.main(["nonesuch", "--device", "cpu"]) == 2
     assert "--list says what there is" in capsys.readouterr().err
 
 
@@ -144,8 +184,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(kernels.stopwatch, "took", interrupted)
     path = tmp_path / "k.json"
-    kernels.run(["rope", "--device", "cpu", "--seconds", "0.001", "--result-filename", str(path)])
-    assert len(json.loads(path.read_text())["rows"]) == 2
+    assert kernels.main(["rope", "--device", "cpu", "--seconds", "0.001", "--result-filename", str(path)]) == 130
+    told = json.loads(path.read_text())
+    assert len(told["rows"]) == 2 and told["partial"] is True and told["ended"] == "Ctrl-C"
 
 
 def test_a_result_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

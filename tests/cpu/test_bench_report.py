@@ -10,13 +10,14 @@ from xml.etree import ElementTree
 import pytest
 
 from thalweg.bench import report
+from thalweg.bench.ablate_tables import markdown
 
 pytest.importorskip("matplotlib")
 RESULTS = Path(__file__).parents[2] / "benchmarks/cpu"
 SERVED = RESULTS / "bench_sweep.json"
 FIGURES = {
     "bench_sweep": "sweep", "bench_trace": "latency", "bench_conversations": "turns", "bench_offline": "output", "bench_startup": "phases",
-    "bench_compare": "changes", "one_batch": "batches", "eval_tiny": "tasks",
+    "bench_compare": "changes", "one_batch": "batches", "eval_tiny": "tasks", "kernels": "kernels",
 }  # fmt: skip
 
 
@@ -30,6 +31,13 @@ def test_every_committed_kind_of_result_is_drawn(tmp_path: Path, capsys: pytest.
         assert ElementTree.parse(svg).getroot().tag.endswith("svg") and f"]({svg.name})" in page
         assert str(png) in capsys.readouterr().out or page
     assert page.count("thalweg bench") >= 6 and "| rate | concurrency |" in page and "AMD EPYC, 2 cores" in page
+
+
+def test_an_ablation_is_shown_as_its_own_page_shows_it(tmp_path: Path) -> None:
+    result = RESULTS / "ablation_tiny.json"
+    assert report.main([str(result), "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report.md").read_text()
+    assert markdown(json.loads(result.read_text())).rstrip() in page and len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
@@ -54,6 +62,9 @@ def test_without_matplotlib_tables_alone(
     ("content", "words"),
     [("{", "not JSON"), ("[]", "a JSON object"), ('{"command": "thalweg bench load"}', "nothing is drawn of 'thalweg bench load'"),
      ('{"command": "thalweg bench one-batch", "results": [{"batch_size": 1}]}', "not a whole result of `bench one-batch`"),
+     ('{"command": "thalweg bench offline", "points": [{"x": 1}]}', "not a whole result of `bench offline`"),
+     ('{"command": "thalweg eval", "results": [], "device": ["a"]}', "not a whole result of `eval`"),
+     ('{"command": "thalweg bench offline", "points": [5]}', "not a whole result of `bench offline`"),
      ('{"command": "thalweg bench serve", "points": []}', "without any measurement")],
 )  # fmt: skip
 def test_files_that_are_no_results(

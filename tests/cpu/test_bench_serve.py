@@ -21,6 +21,7 @@ from tests.cpu.null_sink import null_sink
 from thalweg.bench import serve
 from thalweg.bench.backends import OpenAI, Watch
 from thalweg.bench.client import Client, HttpError
+from thalweg.bench.data_args import shorter
 from thalweg.bench.metrics import Record
 from thalweg.bench.serve_args import parse
 
@@ -118,6 +119,15 @@ def test_a_failing_warm_up_stops_the_run(tokenizer: str) -> None:
     with pytest.raises(serve.BenchError, match="warm-up.*the queue is full"):
         bench(fake, "--tokenizer", tokenizer, *SMALL)
     assert len(fake.bodies) == 1
+
+
+def test_a_warm_up_that_is_refused_names_the_flags_that_shorten_it(tokenizer: str) -> None:
+    fake = Fake(plan=["400"])
+    with pytest.raises(serve.BenchError, match=r"it had 11 tokens and asked for 5: --random-input-len and .* shorter"):
+        bench(fake, "--tokenizer", tokenizer, *SMALL)
+    names = {"trace": "--trace-max-input-len", "generated-shared-prefix": "--gsp-question-len", "file": "--output-len"}
+    for name, flag in names.items():
+        assert flag in shorter(parse(["--dataset-name", name, "--dataset-path", "x"]))
 
 
 def test_flags_reach_the_requests(tokenizer: str) -> None:
@@ -221,12 +231,21 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         (["--header", "nothing"], "NAME=VALUE"),
         (["--num-prompts", "-3"], "whole number"),
         (["--backend", "trt"], "invalid choice"),
+        (["--num-promts", "5"], "unknown flag --num-promts; did you mean --num-prompts?"),
     ],
 )
 def test_flags_that_make_no_sense(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as left:
         parse(flags)
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert words in said and left.value.code == 2 and len(said.splitlines()) == 2, "not behind thirty lines of flags"
+
+
+def test_help_tells_every_data_set_that_the_docs_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out
+    assert "servegen (trace)" in shown.replace("\n", " ") and "gsp" in shown
 
 
 def test_sglangs_short_spellings_work() -> None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from tests.cpu.bench_server import Fake, serving_in_a_thread
-from thalweg.bench import compare_transformers, eval, one_batch
-from thalweg.bench.answers import Here, Texts
-from thalweg.bench.compare_transformers import agreement, decode_fp8, load_transformers
-from thalweg.bench.in_process import time_batch
+from thalweg.bench import compare_transformers, eval, in_process, one_batch
+from thalweg.bench.answers import Answer, Here, Question, Texts
+from thalweg.bench.compare_transformers import Runs, agreement, decode_fp8, load_transformers
+from thalweg.bench.in_process import Timing, time_batch
 from thalweg.bench.tasks import make_items
 from thalweg.core.errors import CannotServe
+from thalweg.core.messages import Delta
 from thalweg.core.sampling import SamplingParams
 from thalweg.llm import LLM
 
@@ -44,8 +45,30 @@ def test_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Prefill. latency:" in shown and "Decode.  median latency:" in shown and "Decode 3. Batch size: 3" in shown
 
 
-def test_one_batch_refuses_what_is_longer_than_the_context(capsys: pytest.CaptureFixture[str]) -> None:
-    assert one_batch.main([*ENGINE, "--input-len", "4000", "--output-len", "500", "--max-total-tokens", "8192"]) == 1
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (CannotServe("no memory"), 2)])
+def test_one_batch_keeps_what_was_measured(
+    error: BaseException, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = one_batch.measure, iter(range(9))
+
+    def second_fails(*given: object) -> list[Timing]:
+        if next(calls) == 1:
+            raise error
+        return real(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(one_batch, "measure", second_fails)
+    out = tmp_path / "one.json"
+    lengths = ["--batch-size", "1", "2", "--input-len", "20", "--output-len", "4"]
+    assert one_batch.main([*ENGINE, *lengths, "--result-filename", str(out)]) == status
+    saved = json.loads(out.read_text())
+    assert [len(r["decode_latencies"]) for r in saved["results"]] == [3] and saved["partial"] is True and saved["ended"]
+
+
+def test_one_batch_refuses_what_is_longer_than_the_context(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_process, "LocalEngine", None)  # before anything is loaded
+    assert one_batch.main([*ENGINE, "--input-len", "4000", "--output-len", "500", "--max-total-tokens", "8192"]) == 2
     assert "4500 tokens" in capsys.readouterr().err
 
 
@@ -115,8 +138,31 @@ def test_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_comparison_is_in_float32_only(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare_transformers.main(["--model", str(TINY), "--dtype", "bfloat16", "--threads", "1"]) == 1
+    assert compare_transformers.main(["--model", str(TINY), "--dtype", "bfloat16", "--threads", "1"]) == 2
     assert "--dtype float32" in capsys.readouterr().err
+
+
+def test_an_interrupted_comparison_keeps_the_batch_sizes_that_are_done(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = [Runs([1.0], [[5, 6]]), Runs([2.0], [[5, 6]]), Runs([3.0], [[5, 7]])]
+    names = ["thalweg", *(f"transformers {cache}" for cache in compare_transformers.CACHES)]
+    answers = iter([dict(zip(names, taken, strict=True))])
+
+    def compete(*_: object) -> dict[str, Runs]:
+        if (found := next(answers, None)) is None:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(compare_transformers, "start", lambda room: (llm.texts.resolved, llm.engine))
+    monkeypatch.setattr(compare_transformers, "compete", compete)
+    monkeypatch.setattr(compare_transformers, "load_transformers", lambda path: None)
+    out = tmp_path / "cmp.json"
+    flags = ["--batch-size", "1", "2", "--input-len", "4", "--output-len", "2", "--output-file", str(out)]
+    assert compare_transformers.main([*ENGINE, *flags]) == 130
+    saved = json.loads(out.read_text())
+    assert [row["batch_size"] for row in saved["results"]] == [1] and saved["results"][0]["ratio"] == 2.0
+    assert saved["partial"] is True and saved["ended"] == "Ctrl-C" and "PARTIAL" in capsys.readouterr().err
 
 
 def test_evaluation_of_every_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +179,7 @@ def test_evaluation_of_every_task(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert rows["NextN acceptance, sums"]["total"] > 60 and rows["NextN acceptance, sums"]["share"] > 0.5
     assert all(len(row["wrong"]) == row["total"] - row["hits"] for row in rows.values() if "wrong" in row)
     assert saved["evaluation"]["items"] == 3 and saved["checkpoint"] == "tiny"
+    assert saved["evaluation"]["shots"] == 0 and saved["partial"] is False and saved["ended"] == ""
     assert "95 % interval" in capsys.readouterr().out
 
 
@@ -153,6 +200,28 @@ def test_perplexity_is_that_of_the_target_alone(llm: LLM) -> None:
     row = run.rows[0]
     assert row["tokens"] == tokens
     assert row["perplexity"] == pytest.approx(torch.tensor(nats / tokens).exp().item(), rel=1e-3)
+
+
+def test_ctrl_c_leaves_the_answers_that_are_done_and_an_engine_that_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    into: dict[int, Answer] = {}
+    step = llm.engine.step
+
+    def interrupted() -> list[Delta]:
+        if into:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    asked = [Question(tuple(range(40, 48)), limit) for limit in (40, 2, 40)]
+    with pytest.raises(KeyboardInterrupt):
+        Here(llm, progress=False).answer(asked, "x", into)
+    assert list(into) == [1] and len(into[1].ids) == 2
+    monkeypatch.undo()
+    again: dict[int, Answer] = {}
+    Here(llm, progress=False).answer(asked[1:2], "x", again)
+    assert again[0] == into[1] and llm.engine.idle
 
 
 def test_a_random_choice_replaces_the_indexers(llm: LLM) -> None:
@@ -179,7 +248,7 @@ def test_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.0%" in capsys.readouterr().out  # the fake's answers are no sums
     with serving_in_a_thread(Fake(plan=["ok", "429"])) as url:
         assert eval.main(["--model", str(TINY), "--base-url", url, "--tasks", "sums", "--items", "2"]) == 1
-    assert "1 of 2 requests of sums failed" in capsys.readouterr().err
+    assert "2 requests of sums were answered, then: HTTP 429" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

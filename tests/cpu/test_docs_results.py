@@ -33,6 +33,9 @@ def test_a_table_that_differs_or_has_nothing_behind_it_is_told(tmp_path: Path, m
     assert docs.wrong() == ["docs/benchmarks.md: a table differs from its result; run `make docs`"]
     page.write_text(whole + "\n| batch | tok/s |\n| --- | --- |\n| 1 | 99 tok/s |\n")
     assert docs.wrong() == ["docs/benchmarks.md: the table '| batch | tok/s |' has no result behind it"]
+    twice = whole.index("<!-- table: report cpu/serve_64.json -->")
+    page.write_text(whole + "\n" + whole[twice : whole.index("<!-- end -->", twice)] + "<!-- end -->\n")
+    assert docs.wrong() == ["docs/benchmarks.md: the table of report cpu/serve_64.json stands there 2 times"]
     page.write_text(whole.replace("<!-- table: report cpu/serve_64.json -->", "<!-- table: report cpu/none.json -->"))
     assert "benchmarks/cpu/none.json" in docs.wrong()[0]
     for kind, file in (("eval", "serve_64"), ("report", "grammars")):

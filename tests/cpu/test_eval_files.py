@@ -110,18 +110,20 @@ class Weights:
     def __init__(self, nats: Sequence[float]) -> None:
         self.nats = list(nats)
 
-    def answer(self, questions: Sequence[Question], label: str) -> list[Answer]:
+    def answer(self, questions: Sequence[Question], label: str, into: dict[int, Answer]) -> None:
         raise AssertionError("nothing is written")
 
-    def likelihoods(self, asked: Sequence[Continued], label: str) -> list[float]:
+    def likelihoods(self, asked: Sequence[Continued], label: str, into: dict[int, float]) -> None:
         assert len(asked) == len(self.nats)
-        return self.nats
+        into.update(enumerate(self.nats))
 
 
 def test_the_sum_favours_short_choices_and_the_byte_does_not(tmp_path: Path, texts: Texts) -> None:
     path = write(tmp_path / "q.jsonl", {"prompt": "x", "choices": ["no", "certainly"], "answer": 1})
     weights = Weights([-2.0, -4.5])
-    assert multiple_choice.answer(read_questions(path), texts, weights, "") == [Pick(by_sum=0, by_byte=1)]
+    picks: dict[int, Pick] = {}
+    multiple_choice.answer(read_questions(path), texts, weights, "", picks)
+    assert picks == {0: Pick(by_sum=0, by_byte=1)}
     run = Evaluation(texts, weights, 10, 0)
     rows = list(evaluate(run, Asked(choices=str(path))))
     assert [(row["task"], row["hits"], row["total"]) for row in rows] == [("q", 0, 1), ("q, a byte", 1, 1)]
@@ -140,7 +142,9 @@ def test_recall_as_a_choice_is_the_same_whoever_asks_and_holds_the_right_one() -
 def test_log_probabilities_here_and_over_http_are_the_same(texts: Texts) -> None:
     llm = LLM(str(TINY), threads=1, dtype="float32", max_running_requests=4, max_total_tokens=4096)
     asked = [one for question in of_recall(make_items("recall", "held_out", 2)) for one in continued(question, texts)]
-    here = Here(llm, progress=False).likelihoods(asked, "x")
+    here: dict[int, float] = {}
+    there: dict[int, float] = {}
+    Here(llm, progress=False).likelihoods(asked, "x", here)
     (whole,) = llm.score([asked[0].ids])
     assert here[0] == pytest.approx(math.fsum(entry.logprob for entry in whole[asked[0].at - 1 :]))
 
@@ -150,7 +154,8 @@ def test_log_probabilities_here_and_over_http_are_the_same(texts: Texts) -> None
 
     fake = Echo(log)
     with serving_in_a_thread(fake) as url:
-        assert There(url, "m", "", 3, Progress(disable=True)).likelihoods(asked, "x") == pytest.approx(here)
+        There(url, "m", "", 3, Progress(disable=True)).likelihoods(asked, "x", there)
+    assert there == pytest.approx(here) and sorted(here) == list(range(8))
     assert all(body["echo"] and body["logprobs"] == 0 and body["max_tokens"] == 1 for body in fake.bodies)
 
 
@@ -173,7 +178,7 @@ def test_a_server_without_log_probabilities_is_no_answer(log: list[float | None]
     with serving_in_a_thread(Echo(lambda body: log)) as url:
         there = There(url, "m", "", 3, Progress(disable=True))
         with pytest.raises(NoAnswer, match="gives no log-probabilities"):
-            there.likelihoods([Continued((5, 6, 7), 1)], "x")
+            there.likelihoods([Continued((5, 6, 7), 1)], "x", {})
 
 
 def test_a_file_over_http_and_one_that_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +202,116 @@ def test_all_kinds_at_once_through_the_engine(tmp_path: Path, capsys: pytest.Cap
     rows = json.loads(out.read_text())["results"]
     assert [(row["task"], row["total"]) for row in rows] == [("recall-choice", 3), ("q", 1), ("q, a byte", 1)]
     assert rows[0]["hits"] == 3
+
+
+# ---- what is kept ----
+
+
+class Breaks:
+    """Answers so many questions, rightly where it is told how, then raises."""
+
+    def __init__(self, most: int, error: BaseException, right: Callable[[int], str] = lambda place: "") -> None:
+        self.most, self.error, self.right = most, error, right
+
+    def answer(self, questions: Sequence[Question], label: str, into: dict[int, Answer]) -> None:
+        for place in range(len(questions)):
+            if not self.most:
+                raise self.error
+            self.most -= 1
+            into[place] = Answer(self.right(place))
+
+    def likelihoods(self, asked: Sequence[Continued], label: str, into: dict[int, float]) -> None:
+        for place in range(len(asked)):
+            if not self.most:
+                raise self.error
+            self.most -= 1
+            into[place] = -float(place)
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, texts: Texts, most: int, error: BaseException) -> None:
+    sums = make_items("sums", "held_out", 4)
+    answers = Breaks(most, error, lambda place: sums[place % 4].target)
+    monkeypatch.setattr(eval, "_start", lambda *_: (Evaluation(texts, answers, 4, 0), {}))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "ended"),
+    [(KeyboardInterrupt(), 130, "Ctrl-C"), (NoAnswer("2 of 4 requests were answered, then: gone"), 1, "then: gone")],
+)
+def test_what_is_broken_off_is_kept_and_says_so(
+    error: BaseException, status: int, ended: str, tmp_path: Path, texts: Texts, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    breaking(monkeypatch, texts, 6, error)
+    out = tmp_path / "o.json"
+    words = ["--model", str(TINY), "--base-url", "http://x", "--items", "4", "--output-file", str(out)]
+    assert eval.main([*words, "--tasks", "sums", "tools", "recall"]) == status
+    saved = json.loads(out.read_text())
+    assert [(row["task"], row["hits"], row["total"], row.get("asked")) for row in saved["results"]] == [
+        ("sums", 4, 4, None),
+        ("tools", 0, 2, 4),
+    ]
+    assert saved["partial"] is True and ended in saved["ended"]
+    shown = capsys.readouterr()
+    assert "2 of 4" in shown.out and "PARTIAL" in shown.err and ended in shown.err
+
+
+def test_an_unexpected_error_keeps_what_was_done_and_is_not_hidden(
+    tmp_path: Path, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(monkeypatch, texts, 4, RuntimeError("a bug"))
+    out = tmp_path / "o.json"
+    words = ["--model", str(TINY), "--base-url", "http://x", "--items", "4", "--output-file", str(out)]
+    with pytest.raises(RuntimeError, match="a bug"):
+        eval.main([*words, "--tasks", "sums", "tools"])
+    assert [row["task"] for row in json.loads(out.read_text())["results"]] == ["sums"]
+
+
+def test_choices_count_once_all_of_them_are_weighed(tmp_path: Path, texts: Texts) -> None:
+    row = {"prompt": "x", "choices": ["aye", "no"], "answer": 0}
+    run = Evaluation(texts, Breaks(3, KeyboardInterrupt()), 9, 0)
+    with pytest.raises(KeyboardInterrupt):
+        list(evaluate(run, Asked(choices=str(write(tmp_path / "q.jsonl", row, row, row)))))
+    assert [(one["task"], one["hits"], one["total"], one["asked"]) for one in run.rows] == [
+        ("q", 1, 1, 3),
+        ("q, a byte", 1, 1, 3),
+    ]
+
+
+def test_whoever_fails_over_http_leaves_the_other_answers(texts: Texts) -> None:
+    items = make_items("sums", "held_out", 6)
+    fake = Fake(first=0.0, gap=0.0, plan=["ok", "ok", "ok", "429"])
+    into: dict[int, Answer] = {}
+    with serving_in_a_thread(fake) as url:
+        there = There(url, "m", "", 1, Progress(disable=True))
+        with pytest.raises(NoAnswer, match="3 of 6 requests of sums were answered, then: HTTP 429"):
+            there.answer([texts.question(item) for item in items], "sums", into)
+    assert sorted(into) == [0, 1, 2] and len(fake.bodies) < 6, "the rest would only fail too"
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        (["--gsm8k", "BROKEN"], 1, "line 2: needs"),
+        (["--gsm8k", "GOOD", "--gsm8k-shots", "GOOD", "--shots", "3"], 1, "1 worked examples, and --shots asks for 3"),
+        (["--gsm8k", "GOOD", "--shots", "1"], 2, "needs --gsm8k FILE and --gsm8k-shots FILE"),
+        (["--gsm8k", "GOOD", "--gsm8k-shots", "GOOD"], 2, "say how many of them"),
+        (["--shots", "-1"], 2, "expected a whole number from 0 on"),
+    ],
+)
+def test_files_are_looked_at_before_a_model_is_loaded(
+    flags: list[str], status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(eval, "LLM", lambda *_, **__: pytest.fail("a model was loaded"))
+    problem = {"question": "What is 12 + 34?", "answer": "#### 46"}
+    files = {
+        "GOOD": write(tmp_path / "good", problem),
+        "BROKEN": write(tmp_path / "broken", problem, {"question": "?"}),
+    }
+    words = [str(files.get(word, word)) for word in flags]
+    assert eval.main([*ENGINE, "--tasks", "sums", *words]) == status
+    assert said in capsys.readouterr().err
 
 
 # ---- lm-evaluation-harness ----

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.bench.same import SameTokens
+from tests.cpu.same import SameTokens
 from thalweg.models.base import Model
 
 SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.null.test_plan_floors import DEEPSEEK, INDEXER, LITE, QWEN
+from tests.null.plan_models import DEEPSEEK, INDEXER, LITE, QWEN
 from thalweg.bench.plan_check import Part, near
 from thalweg.cli import main
 from thalweg.config.args import config_parser, parse_config
@@ -72,7 +72,7 @@ def lite(tmp_path: Path) -> str:
 def test_a_model_of_eight_gpus(plan: Run, v3: str) -> None:
     made = json.loads(plan(v3, "--machine", "h200x8", "--concurrency", "256", "--json").out)
     assert not made["fits_one_device"] and "leaves no page" in made["why_not_one_device"]
-    assert made["pages"] is None, "there is no cache of one device"
+    assert made["pages"] == made["memory"]["pages"] > 0, "of the layout, since one device has no cache"
     assert "triton" in made["decisions"]["attention_decode"]["value"], "backends are resolved all the same"
     assert made["flops_a_token"] == pytest.approx(73.25e9, rel=1e-3)
     found = {one["name"]: one for one in made["layouts"]}
@@ -83,6 +83,52 @@ def test_a_model_of_eight_gpus(plan: Run, v3: str) -> None:
     best = made["best"]
     assert best["layout"] == made["layouts"][0]["name"] and best["not_yet"] and "--tp-size 8" in best["command"]
     assert made["best_that_runs"] is None
+
+
+def test_pages_and_memory_are_those_of_the_layout(plan: Run, v3: str) -> None:
+    """Latents are on every GPU of a tensor-parallel group: the memory of eight cards holds no eight times as many."""
+    flags = (v3, "--machine", "h200x8", "--tp-size", "8")
+    made = json.loads(plan(*flags, "--json").out)
+    (layout,) = made["layouts"]
+    assert made["memory"] == layout["memory_of_a_gpu"] and made["caches"] == 1
+    assert made["pages"] * 64 == made["kv_tokens"] == layout["kv_tokens_per_cache"] == 825_152
+    assert (
+        made["decisions"]["pages"]["value"] == made["pages"] and "of the cache" in made["decisions"]["pages"]["reason"]
+    )
+    assert made["memory"]["slots"] > 170e6, "as long as the longest sequence that these pages hold"
+    taken = sum(made["memory"][name] for name in ("beside", "weights", "step", "graphs", "slots", "reserve", "kv"))
+    assert 0 <= made["memory"]["free"] - taken < 2 * made["memory"]["page"]
+    assert made["holds"][1] == {"length": 4096, "sequences": made["pages"] // 64}
+    text = plan(*flags).out
+    told = (
+        "each GPU of TP8: 150.3 GB free",
+        "CUDA graphs",
+        f"{made['pages']:,} pages x 64 tokens",
+        "on each GPU",
+        "201 of 4,096",
+    )
+    assert all(words in text for words in told), text
+    parallel = json.loads(plan(*flags, "--dp-size", "8", "--ep-size", "8", "--json").out)
+    assert parallel["caches"] == 8 and parallel["holds"][1]["sequences"] == 8 * (parallel["pages"] // 64)
+    assert "8 caches" in plan(*flags, "--dp-size", "8", "--ep-size", "8").out
+
+
+def test_what_fits_nowhere_has_no_pages(plan: Run, v3: str) -> None:
+    made = json.loads(plan(v3, "--machine", "h200x8", "--tp-size", "4", "--json").out)
+    assert made["memory"] is made["pages"] is None and made["holds"] == [] and "pages" not in made["decisions"]
+    assert "kv cache" not in plan(v3, "--machine", "h200x8", "--tp-size", "4").out
+
+
+def test_contexts_that_the_model_has_not_are_told(plan: Run) -> None:
+    done = plan(TINY, "--contexts", "1024", "999999", "--json")
+    assert "--contexts 999,999: the model has 4,096 tokens" in done.err
+    assert {one["context"] for one in json.loads(done.out)["decode_floors"]} == {1024}
+    assert "--contexts" not in plan(TINY).err, "of the usual ones a short model has fewer"
+
+
+def test_a_target_that_cannot_be_met_is_told_however_short(plan: Run) -> None:
+    text = plan(TINY, "--machine", "h20", "--tpot-target", "1e-7").out
+    assert "a token takes 1.34 us" in text
 
 
 def test_what_runs_today_is_told_from_what_does_not(plan: Run, lite: str) -> None:
@@ -159,6 +205,17 @@ def test_drafts_of_a_nextn_layer(plan: Run, tmp_path: Path) -> None:
     assert "pays when a step brings a request more than" in plan(path, "--machine", "h200x8").out
 
 
+def test_a_drafter_takes_its_memory(plan: Run, tmp_path: Path) -> None:
+    path = folder(tmp_path / "mtp", DEEPSEEK | {"num_nextn_predict_layers": 1})
+    flags = (path, "--machine", "h200x8", "--tp-size", "8", "--json")
+    plain, drafting = (json.loads(plan(*flags, *more).out) for more in ((), ("--speculative-algorithm", "NEXTN")))
+    hidden = 2 * 7168 // 64  # one of each page
+    assert drafting["kv_bytes_per_token"] == plain["kv_bytes_per_token"] * 62 // 61 + hidden
+    more = drafting["memory"]["weights"] - plain["memory"]["weights"]
+    assert more == pytest.approx(11.6e9 / 8, rel=0.1), "a layer with all its experts"
+    assert drafting["pages"] < plain["pages"]
+
+
 def test_a_layout_that_is_asked_for(plan: Run, v3: str) -> None:
     flags = ("--machine", "h200x8", "--tp-size", "4", "--pp-size", "2")
     made = json.loads(plan(v3, *flags, "--json").out)
@@ -181,6 +238,10 @@ def test_a_sparse_model_and_a_dense_one(plan: Run, tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (("--machine", "h300x8"), ("h300x8: unknown", "a100, h100, h200")),
+        (
+            ("--machine", "z80"),
+            ("z80: unknown. There is a100", "such as h200x8. Without --machine the plan is for this machine"),
+        ),
         (("--machine", "h100x12"), ("12 GPUs", "whole nodes")),
         (("--machine", "h100x8", "--tp-size", "3"), ("3 GPUs a copy", "divisor of 8")),
         (("--machine", "h200x8", "--tp-size", "8", "--ep-size", "4"), ("TP8 EP4", "evenly")),

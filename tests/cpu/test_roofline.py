@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,19 +257,53 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "e.json").write_text(
         json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": 1, "dur": 1}]})
     )
-    assert roofline.main(["--trace", str(tmp_path / "e.json")]) == 1
+    assert roofline.main(["--trace", str(tmp_path / "e.json")]) == 2
     assert "no steps in it" in capsys.readouterr().err
-    assert roofline.main([]) == 1
+    assert roofline.main([]) == 2
     assert "give a model" in capsys.readouterr().err
 
 
 def test_a_cut_trace_and_a_foreign_device_lose_the_floors_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (one,) = roofline.run([TINY, "--trace", str(gpu_trace(tmp_path / "t.trace.json.gz"))])
+    (one,), _ = roofline.run([TINY, "--trace", str(gpu_trace(tmp_path / "t.trace.json.gz"))])
     assert [split.floor_us for split in one.splits] == [None]
     told = capsys.readouterr()
     assert "without floors: this machine has no A GPU" in told.err and "Where most time" in told.out
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "ended"), [(KeyboardInterrupt(), 130, "Ctrl-C"), (CannotServe("full"), 2, "an error")]
+)
+def test_what_was_measured_is_kept_when_the_next_batch_does_not_end(
+    error: BaseException,
+    status: int,
+    ended: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    profile = trace.read(gpu_trace(tmp_path / "t.trace.json.gz"))
+
+    def runs() -> Iterator[roofline.Run]:
+        yield roofline.Run([losses.split(profile.steps[:2], {})], profile, {"batch_size": 1})
+        raise error
+
+    monkeypatch.setattr(roofline, "of_model", lambda parsed: ({"model": "tiny"}, runs()))
+    assert roofline.main([TINY, "--batch-size", "1", "8", "--result-filename", str(tmp_path / "r.json")]) == status
+    told = json.loads((tmp_path / "r.json").read_text())
+    assert [one["batch_size"] for one in told["runs"]] == [1] and told["partial"] is True and told["ended"] == ended
+    assert "Where most time" in capsys.readouterr().out
+
+
+def test_a_table_is_as_wide_as_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    profile = trace.read(gpu_trace(tmp_path / "t.trace.json.gz"))
+    roofline.show([losses.split(profile.steps[:2], {})])
+    table = capsys.readouterr().out.partition("Where most")[0]
+    assert max(map(len, table.splitlines())) <= 110 and "projections" in table and "…" not in table
 
 
 def test_a_cpus_profile_without_shapes_has_one_floor_for_all_products(tmp_path: Path) -> None:
@@ -293,8 +327,9 @@ def test_a_cpus_profile_without_shapes_has_one_floor_for_all_products(tmp_path: 
 def test_the_bundled_model_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result, line = tmp_path / "r.json", tmp_path / "line.json"
     small = ["--device", "cpu", "--threads", "1", "--context", "96", "--steps", "6", "--batch-size", "1", "3"]
-    runs = roofline.run([TINY, *small, "--perfetto", str(line), "--result-filename", str(result)])
+    runs, ended = roofline.run([TINY, *small, "--perfetto", str(line), "--result-filename", str(result)])
     told = json.loads(result.read_text())
+    assert ended == told["ended"] == "" and told["partial"] is False
     assert [[(split.rows, split.tokens) for split in one.splits] for one in runs] == [
         [(1, 1), (1, 96)],
         [(3, 3), (3, 288)],

@@ -469,7 +469,7 @@ def test_grammars_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_long_native_stream_does_not_grow_as_the_square_of_its_length() -> None:
     class Piece:
-        text, ids, finish, stop, logprobs, prompt_logprobs = " a", (5,), None, None, (), ()
+        text, ids, finish, stop, logprobs, prompt_logprobs, drafted = " a", (5,), None, None, (), (), None
         prompt_tokens = cached_tokens = completion_tokens = 1
 
     class Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from thalweg.bench import stopwatch, tune
 from thalweg.bench.tune import Outcome, Shelf, Tuner
+from thalweg.config.args import parse_config
 from thalweg.config.machine import Machine
 from thalweg.config.options import Config
 from thalweg.config.tree import config_of
@@ -264,21 +266,51 @@ def test_a_search_goes_on_where_it_was_broken_off(
         return real(self, one)
 
     monkeypatch.setattr(Tuner, "run", run)
-    monkeypatch.setattr(stopwatch, "took", lambda *given: stopwatch.Took(1.0, "clock"))
+    monkeypatch.setattr(stopwatch, "took", lambda *given: stopwatch.Took(1.0, (1.0,), "clock"))
     argv = [TINY, "--device", "cpu", "--threads", "1", "--cache-dir", str(tmp_path)]
-    assert tune.main(argv) == 0 and len(made) == 2
-    assert "interrupted: what was found is kept" in capsys.readouterr().err
+    result = tmp_path / "r.json"
+    assert tune.main([*argv, "--result-filename", str(result)]) == 130 and len(made) == 2
+    assert "PARTIAL: Ctrl-C; what was found is kept" in capsys.readouterr().err
+    told = json.loads(result.read_text())
+    assert told["partial"] is True and told["ended"] == "Ctrl-C" and len(told["rows"]) == 2
     monkeypatch.setattr(Tuner, "run", real)
-    outcomes = tune.run(argv)
+    outcomes = tune.run(argv).outcomes
     assert {one.search.label for one in outcomes}.isdisjoint(made) and len(outcomes) >= 3
-    assert tune.run(argv) == [] and "0 of them" not in capsys.readouterr().out.splitlines()[-1]
-    assert tune.run([*argv, "--only", made[0].split()[-2], "--again"])[0].search.label == made[0]
-    assert tune.run([*argv, "--list"]) == [] and "done  read_ahead" in capsys.readouterr().out
+    assert tune.run(argv).outcomes == [] and "0 of them" not in capsys.readouterr().out.splitlines()[-1]
+    assert tune.run([*argv, "--only", made[0].split()[-2], "--again"]).outcomes[0].search.label == made[0]
+    assert tune.main([*argv, "--list"]) == 0 and "done  read_ahead" in capsys.readouterr().out
 
 
 def test_no_time_left_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune.run([TINY, "--device", "cpu", "--threads", "1", "--cache-dir", str(tmp_path), "--seconds", "-1"]) == []
+    found = tune.run([TINY, "--device", "cpu", "--threads", "1", "--cache-dir", str(tmp_path), "--seconds", "-1"])
+    assert not found.outcomes and found.ended == "--seconds"
     assert "are left after" in capsys.readouterr().err
+
+
+def test_what_cannot_be_searched_is_told_by_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [TINY, "--device", "cpu", "--threads", "1", "--cache-dir", str(tmp_path)]
+    assert tune.main([*argv, "--only", "nosuch"]) == 2
+    assert "nothing here has 'nosuch' in its name; --list" in capsys.readouterr().err
+
+    def fails(self: Tuner, one: Search) -> Outcome:
+        raise RuntimeError("the table's own choice fails")
+
+    monkeypatch.setattr(Tuner, "run", fails)
+    result = tmp_path / "r.json"
+    assert tune.main([*argv, "--result-filename", str(result)]) == 1
+    assert json.loads(result.read_text())["failed"] and "FAILED read_ahead" in capsys.readouterr().err
+
+
+def test_the_examples_of_the_help_are_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune.main(["--help"])
+    shown = capsys.readouterr().out
+    lines = [line.split("  ")[1] for line in shown.splitlines() if line.startswith("  thalweg tune ")]
+    assert len(lines) >= 3
+    for line in lines:
+        parse_config(tune._parser(), shlex.split(line)[2:])  # ends the process where it is none
 
 
 def test_a_tuned_model_says_the_same_words_and_reads_otherwise(tmp_path: Path) -> None:

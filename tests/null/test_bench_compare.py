@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from thalweg.bench import compare
 from thalweg.bench.noise import bootstrap, paired, shares, student, welch
@@ -114,15 +116,119 @@ def test_repeats_find_a_planted_change_and_nothing_else() -> None:
     assert changed == {"output_throughput": "better", "mean_ttft": "worse", "median_ttft": "worse", "p99_ttft": "worse"}
 
 
-def test_one_run_each_uses_its_requests_and_seconds_and_says_so() -> None:
+def test_one_run_each_tells_higher_from_lower_and_never_better_from_worse() -> None:
     a, b = serving(20.0, 1000.0, 1, 1), serving(40.0, 1000.0, 1, 2)
     found, differing, warnings = compare.compare([a], [b], 0.99, 0.01)
     latencies = {one.name: one.verdict for one in found if one.name != "output_throughput"}
-    assert latencies == dict.fromkeys(("mean_ttft", "median_ttft", "p99_ttft"), "worse")
+    assert latencies == dict.fromkeys(("mean_ttft", "median_ttft", "p99_ttft"), "higher")
     assert {one.how for one in found} == {"requests of one run", "seconds of one run"}
-    assert any("--repeat" in word for word in compare.words(found, differing, warnings)) and differing == []
+    told = compare.words(found, differing, warnings)
+    assert told[0].startswith("repeat it: ") and "--repeat 5" in told[0] and differing == []
+    assert any(word.startswith("higher at rate 8.0, concurrency any: mean_ttft +") for word in told)
     del b["points"][0]["samples"], b["points"][0]["tokens_by_second"]
     assert set(verdicts(a, b).values()) == {"unknown"}
+
+
+def test_few_requests_tell_nothing() -> None:
+    """Five requests of one run, of which a bootstrap would claim far too much; and 199 for a p99."""
+
+    def with_samples(count: int) -> dict[str, Any]:
+        result = serving(20.0, 1000.0, 1, count)
+        result["points"][0]["samples"]["ttft_ms"] = result["points"][0]["samples"]["ttft_ms"][:count]
+        return result
+
+    for count, said in ((29, set()), (30, {"mean_ttft", "median_ttft"}), (199, {"mean_ttft", "median_ttft"})):
+        found, _, _ = compare.compare([with_samples(count)], [with_samples(count)], 0.99, 0.01)
+        assert {one.name for one in found if one.how == "requests of one run"} == said
+
+
+def test_a_single_run_never_fails_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, ttft in zip(paths, (20.0, 60.0), strict=True):
+        path.write_text(json.dumps(serving(ttft, 1000.0, 1, 1)))
+    assert compare.main([*map(str, paths), "--fail-on-worse"]) == 0
+    shown = capsys.readouterr().out
+    assert "repeat it: " in shown and "worse at" not in shown
+
+
+def test_files_of_one_side_are_repeats_of_one() -> None:
+    one, other, seed = serving(20.0, 1000.0, 1, 1), serving(20.0, 1000.0, 1, 2, chunked="off"), serving(9.0, 9.0, 1, 3)
+    seed["configuration"]["client"]["seed"] = 7
+    _, _, warnings = compare.compare([one, other], [one], 0.99, 0.01)
+    assert warnings == ["the files of A are no repeats of one: client.chunked is not there and off"]
+    assert compare.compare([one, seed], [one], 0.99, 0.01)[2] == []
+    row = {"operation": "rope", "case": "small", "backend": "triton", "us": 3.0, "failed": ""}
+    kernels = {"command": "thalweg bench kernels", "rows": [row]}
+    for sides in (([one, kernels], [one]), ([one, kernels], [one, kernels]), ([one], [one, kernels])):
+        with pytest.raises(ReadError, match="nothing to compare"):
+            compare.compare(*sides, 0.99, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("command", "rest"),
+    [("bench offline", {"points": [{"x": 1}]}), ("bench one-batch", {"results": ["a"]}), ("bench serve", {"points": ["a"]}),
+     ("bench startup", {"starts": [{}]}), ("bench kernels", {"rows": [{"us": 3}]}), ("eval", {"results": [7]}),
+     ("bench serve", {"points": [{"mean_ttft_ms": 1.0, "samples": {"ttft_ms": ["a"]}}]})],
+)  # fmt: skip
+def test_json_of_another_shape_is_an_error_that_names_the_file(
+    command: str, rest: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps({"command": f"thalweg {command}", **rest}))
+    assert compare.main([str(path), str(path)]) == 1
+    said = capsys.readouterr().err
+    assert f"odd.json: not a whole result of `{command}`" in said
+
+
+def test_the_table_keeps_its_lines_in_a_narrow_terminal() -> None:
+    a, b = serving(20.0, 1000.0, 5, 1), serving(26.0, 1000.0, 5, 2)
+    found, _, _ = compare.compare([a], [b], 0.99, 0.01)
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(compare.table(found, ("before.json", "after.json")))
+    lines = console.export_text().splitlines()
+    assert [line for line in lines if "output_throughput" in line and "%" in line and "tok/s" in line]
+    assert len(lines) <= len(found) + 6, "title, frame, heading and the point's name"
+    row = {"operation": "rope " * 20, "case": "small", "backend": "triton", "us": 1234.5, "failed": ""}
+    result = {"command": "thalweg bench kernels", "rows": [row]}
+    console.print(compare.table(compare.compare([result], [result], 0.99, 0.01)[0], ("a.json", "b.json")))
+    shown = console.export_text()
+    assert "1234 us" in shown and "+0.0 %" in shown and "unknown" in shown, "a long name does not crowd out the numbers"
+
+
+def test_steps_and_rounds_of_one_run_tell_higher_from_lower() -> None:
+    rng = Random(4)
+
+    def kernels(us: float) -> dict[str, Any]:
+        rounds = [us * (1 + 0.01 * rng.gauss(0, 1)) for _ in range(40)]
+        row = {
+            "operation": "rope",
+            "case": "small",
+            "backend": "triton",
+            "us": min(rounds),
+            "rounds_us": rounds,
+            "failed": "",
+        }
+        return {"command": "thalweg bench kernels", "rows": [row]}
+
+    def one_batch(ms: float, repeats: int) -> dict[str, Any]:
+        run = {"prefill_latency": 0.1, "median_decode_latency": ms / 1e3, "total_latency": 1.0}
+        steps = [ms / 1e3 * (1 + 0.01 * rng.gauss(0, 1)) for _ in range(60)]
+        row = {
+            "batch_size": 1,
+            "input_len": 8,
+            "output_len": 61,
+            "runs": [run] * repeats,
+            "decode_latencies": steps,
+            **run,
+        }
+        return {"command": "thalweg bench one-batch", "results": [row]}
+
+    (one,) = compare.compare([kernels(3.0)], [kernels(3.3)], 0.99, 0.01)[0]
+    assert (one.verdict, one.how, round(one.change, 1)) == ("higher", "rounds of one run", 0.1)
+    found = {one.name: one for one in compare.compare([one_batch(3.3, 1)], [one_batch(3.0, 1)], 0.99, 0.01)[0]}
+    assert found["median_decode_latency"].verdict == "lower" and found["prefill_latency"].verdict == "unknown"
+    repeated = {one.name: one for one in compare.compare([one_batch(3.3, 3)], [one_batch(3.0, 3)], 0.99, 0.01)[0]}
+    assert repeated["median_decode_latency"].verdict == "better"
 
 
 def test_files_settings_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +250,9 @@ def test_files_settings_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture
         one["verdict"] for one in written["changes"]
     } >= {"worse"}
     (tmp_path / "lines.jsonl").write_text(json.dumps(a) + "\n{\n")
-    (tmp_path / "other.json").write_text(json.dumps({"command": "thalweg bench startup", "starts": []}))
+    (tmp_path / "other.json").write_text(
+        json.dumps({"command": "thalweg eval", "results": [{"task": "sums", "hits": 1, "total": 2}]})
+    )
     for bad, said in (
         ("nothing.json", "cannot read"),
         ("lines.jsonl", "line 2: not JSON"),
@@ -164,9 +272,13 @@ def test_every_command_has_a_reading(tmp_path: Path) -> None:
     start = {"start": "warm", "ready_seconds": 5.0, "first_token_seconds": 5.5, "cpu_seconds": 4.0, "phases": phases}
     found = points([{"command": "thalweg bench startup", "starts": [start, start]}])["warm start"]
     assert found["phase: weights"].values == [1.0, 1.0] and found["ready_seconds"].values == [5.0, 5.0]
-    row = {"operation": "rope", "case": "small", "backend": "triton", "us": 3.0, "failed": ""}
+    row = {"operation": "rope", "case": "small", "backend": "triton", "us": 3.0, "failed": "", "rounds_us": [2.9, 3.1]}
     assert points([{"command": "thalweg bench kernels", "rows": [row, row | {"failed": "x", "case": "y"}]}]) == {
-        "rope, small, triton": {"time": Reading("us", False, [3.0])}
+        "rope, small, triton": {"time": Reading("us", False, [3.0], [2.9, 3.1], "median", what="rounds")}
     }
+    cells = points(load(root / "cpu/ablation_tiny.json"))
+    hits = cells["the base"]["sums"].hits
+    assert len(cells["mla off"]["one request"].values) >= 3 and hits is not None and hits[0] == hits[1] >= 10
+    assert "one request, a CPU second" in cells["radix off"] and "tp on" not in cells
     with pytest.raises(ReadError, match="bench load"):
         points([{"command": "thalweg bench load"}])

@@ -90,7 +90,7 @@ def test_an_azure_trace(tmp_path: Path) -> None:
         ('{"timestamp": 0, "input_length": 5, "output_length": "x", "hash_ids": []}\n', "line 1"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "without requests"),
         ("hello\n", "neither a Mooncake trace"),
-        ("", "neither a Mooncake trace"),
+        ("", "empty, or its first line is"),
     ],
 )
 def test_a_broken_trace_names_its_line(tmp_path: Path, content: str, words: str) -> None:

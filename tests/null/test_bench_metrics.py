@@ -75,9 +75,19 @@ def test_peaks() -> None:
     # 0–1, 1–2 do not overlap; 0.5–3 overlaps each
     records = [made(0.0, 0.5, [0.5]), made(1.0, 0.5, [0.5]), made(0.5, 0.5, [1.0, 1.0])]
     assert peak_concurrency(records) == 2
-    # arrivals at 0.5, 1.0 | 1.5, 2.0 | 1.0, 2.0, 3.0 → second 1 has three
-    assert peak_tokens_per_second(records) == 3.0
-    assert peak_concurrency([]) == 0 and peak_tokens_per_second([]) == 0.0
+    # arrivals at 0.5, 1.0 | 1.5, 2.0 | 1.0, 2.0, 3.0 → of the seconds (0.5, 1.5] and (1.0, 2.0] each has three
+    assert peak_tokens_per_second(records, 3.0) == 3.0
+    assert peak_concurrency([]) == 0 and peak_tokens_per_second([], 1.0) == peak_tokens_per_second([], 0.5) == 0.0
+
+
+def test_the_peak_is_of_any_second_and_never_below_the_mean_of_a_steady_run() -> None:
+    steady = [made(0.0, 0.005, [0.005] * 289)]  # 200 tokens a second for 1.45 s: a fixed grid would cut it at 1.0
+    assert peak_tokens_per_second(steady, 1.45) == pytest.approx(200, abs=1)
+    across = [made(0.6, 0.0, [0.01] * 79)]  # 0.6 to 1.4: no second of a grid has all of it
+    assert peak_tokens_per_second(across, 2.0) == 80.0
+    for many in (1, 7, 40):
+        got = measure([made(0.0, 0.1, [0.1] * many)], duration=0.1 * (many + 1))
+        assert got["max_output_tokens_per_s"] >= got["output_throughput"] * 0.999
 
 
 def test_the_block_has_sglangs_labels_in_order() -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from thalweg.config.machines import CHIPS, hardware
-from thalweg.config.model import ModelFacts, facts_of
-from thalweg.core.errors import CannotServe
+from tests.null.plan_models import (
+    DP8,
+    FP8_BOTH,
+    FP8_INDEX,
+    H100,
+    H200,
+    LITE_FACTS,
+    QWEN72,
+    TP8,
+    V3,
+    V32,
+)
+from thalweg.config.model import ModelFacts
 from thalweg.launch.planning.floors import (
     RECORD,
     Ceilings,
@@ -20,93 +29,12 @@ from thalweg.launch.planning.floors import (
     by_name,
     decompressed,
     drafting,
-    expected,
     phases,
     seconds,
     uniform,
 )
-from thalweg.launch.planning.layouts import ONE, Layout, layouts, why_not
-from thalweg.launch.planning.room import Extent, Room, graph_bytes, slot_bytes, step_bytes
-from thalweg.launch.planning.search import Load, Served, Site, outcomes
-from thalweg.launch.planning.traffic import collectives
-from thalweg.launch.planning.weights import Widths, flops_a_token, held, inventory, parameters
-
-H200 = Ceilings(4.8e12, 989e12, 1979e12)
-H100 = Ceilings(3.35e12, 989e12, 1979e12)
-TP8, DP8 = Layout(tp=8), Layout(tp=8, dp=8, ep=8)
-
-DEEPSEEK: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "n_group": 8,
-    "topk_group": 4,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "max_position_embeddings": 163840,
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-}
-INDEXER = {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "index_topk": 2048,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-}
-LITE = DEEPSEEK | {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "vocab_size": 102400,
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "q_lora_rank": None,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "topk_method": "greedy",
-    "scoring_func": "softmax",
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "quantization_config": None,
-}
-QWEN: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-}
-
-
-def facts(config: dict[str, Any], **more: Any) -> ModelFacts:
-    return facts_of(config | more, "test")
-
-
-V3, V32, LITE_FACTS, QWEN72 = facts(DEEPSEEK), facts(DEEPSEEK | INDEXER), facts(LITE), facts(QWEN)
-FP8_INDEX = Kept.of(V32, index=Kept.fp8_index(V32))
-FP8_BOTH = Kept.of(V32, index=Kept.fp8_index(V32), record=True)
+from thalweg.launch.planning.layouts import Layout
+from thalweg.launch.planning.weights import Widths, flops_a_token, inventory, parameters
 
 
 def numbers(of: ModelFacts, name: str) -> int:
@@ -348,211 +276,3 @@ def test_chosen_positions_are_counted_one_by_one() -> None:
         seen = range(context - new + 1, context + 1)
         assert Shape(2, new, context).chosen(most) == 2 * sum(min(one, most) for one in seen)
         assert Shape(2, new, context).pairs == 2 * sum(seen)
-
-
-# ---- memory ----
-
-
-def test_memory_of_layouts() -> None:
-    def published(of: ModelFacts, layout: Layout) -> float:
-        return sum(held(of, Widths.of(of), layout, published=True).values())
-
-    assert published(V3, TP8) / 1e9 == pytest.approx(85.1, abs=0.05)
-    assert published(V3, DP8) / 1e9 == pytest.approx(100.8, abs=0.05)
-    room = 0.9 * 141e9 - 6e9
-    assert (room - published(V3, TP8)) / 70_272 == pytest.approx(509e3, rel=0.01)
-    assert (room - published(V32, TP8)) / 78_324 == pytest.approx(446e3, rel=0.01)
-    assert (room - published(V32, TP8)) / 48_068 == pytest.approx(726e3, rel=0.01)
-    assert (room - published(V3, DP8)) / 70_272 == pytest.approx(286e3, rel=0.01)
-    assert (room - published(V32, DP8)) / 48_068 == pytest.approx(399e3, rel=0.01)
-    assert published(QWEN72, TP8) / 1e9 == pytest.approx(18.18, abs=0.005)
-    assert published(LITE_FACTS, ONE) / 1e9 == pytest.approx(31.41, abs=0.005)
-
-
-def test_stages_and_copies_divide_what_they_should() -> None:
-    whole = sum(held(QWEN72, Widths.of(QWEN72)).values())
-    half = sum(held(QWEN72, Widths.of(QWEN72), Layout(pp=2)).values())
-    head = 2 * 152064 * 8192
-    assert half == pytest.approx((whole - 2 * head) / 2 + head, rel=1e-4)
-    assert sum(held(QWEN72, Widths.of(QWEN72), Layout(copies=4)).values()) == whole
-
-
-# ---- what GPUs send each other ----
-
-
-def test_traffic_of_expert_parallelism() -> None:
-    """64 requests on each of 8: 9.74 MB a layer and GPU, 1.26 ms a step over 58 layers without what each collective costs anyway."""
-    found = collectives(V3, Shape(64, 1, 4096), DP8)
-    sent = {one.name: one for one in found}
-    dispatch, combine = sent["dispatch to experts"], sent["combine"]
-    assert dispatch.count == combine.count == 58 and "all-reduce" not in sent
-    assert (dispatch.sent + combine.sent) / 1e6 == pytest.approx(9.74, abs=0.005)
-    times = [58 * one.sent / hardware("h200x8").link(8) for one in (dispatch, combine)]
-    assert 1e3 * sum(times) == pytest.approx(1.26, abs=0.005)
-
-
-def test_traffic_of_tensor_parallelism() -> None:
-    found = {one.name: one for one in collectives(V3, Shape(4, 1, 4096), TP8)}
-    reduce = found["all-reduce"]
-    assert reduce.count == 122 and reduce.sent == 2 * 7 / 8 * 4 * 14_336
-    assert not collectives(V3, Shape(4, 1, 4096), ONE)
-    assert hardware("h100x16").link(16) < hardware("h100x8").link(8)
-
-
-def test_traffic_of_data_parallel_attention() -> None:
-    """Two attentions of four GPUs: each receives the other's tokens, adds up a part of all, and shares it with its three."""
-    found = {one.name: one for one in collectives(V3, Shape(16, 1, 4096), Layout(tp=8, dp=2))}
-    row = 14_336
-    assert found["all-gather of tokens"].sent == 16 * row, "the other attention's"
-    assert found["reduce-scatter"].sent == 32 * row * 7 / 8
-    assert found["all-gather within an attention"].sent == 16 * row * 3 / 4
-    assert found["all-reduce"].count == 61 + 3 and found["all-reduce"].ranks == 4
-    inner = collectives(V3, Shape(16, 1, 4096), Layout(tp=8, dp=2, ep=8))
-    assert {one.name: one.sent for one in inner}["dispatch to experts"] == 4 * 8 * 7_408 * 7 / 8
-
-
-# ---- layouts ----
-
-
-def test_layouts_that_blocks_allow() -> None:
-    assert why_not(V3, Layout(tp=16)) == ""
-    assert "blocks of 128" in why_not(V3, Layout(tp=32)) and "heads" in why_not(QWEN72, Layout(tp=128))
-    assert "dealt out" in why_not(V3, Layout(tp=8, ep=4))
-    assert "copies" in why_not(QWEN72, Layout(tp=8, dp=8))
-    names = {one.name for one in layouts(V3, 8)}
-    assert {"TP8", "TP8 DP8 EP8", "TP4 PP2", "2 x TP4", "8 x 1 GPU"} <= names
-    assert all(one.gpus == 8 and not why_not(V3, one) for one in layouts(V3, 8))
-
-
-def served(of: ModelFacts, name: str, load: Load) -> Site:
-    where = hardware(name)
-    widths, kept = Widths.of(of), Kept.of(of)
-
-    def room(layout: Layout) -> Room:
-        weights = sum(held(of, widths, layout).values())
-        cut = 1 if of.mla is not None else min(layout.attention, of.kv_heads)
-        return Room(0.9 * 141e9, 0.0, weights, 6e9, 0.0, 0.0, 0.0, 64 * kept.a_token(of) / cut / layout.pp)
-
-    return Site(where, Ceilings(where.chip.read, where.chip.bf16, where.chip.fp8), widths, kept, room)
-
-
-def test_few_requests_are_served_by_tensor_parallelism_and_many_by_data_parallel_attention() -> None:
-    def best(requests: int) -> Layout:
-        load = Load(4096, 1024, concurrency=requests)
-        return outcomes(V3, served(V3, "h200x8", load), load, 8)[0].layout
-
-    assert best(1) == TP8
-    assert best(1024).dp == 8
-    crossing = Served(V3, served(V3, "h200x8", Load(4096, 1)), TP8, Load(4096, 1)), Shape(64, 1, 4096)
-    assert seconds(phases(V3, crossing[1], TP8), H200) == pytest.approx(19.3e-3, rel=0.01)
-
-
-def test_targets_and_rates() -> None:
-    wished = Load(1024, 512, tpot=0.02)
-    site = served(QWEN72, "h100x8", wished)
-    first = outcomes(QWEN72, site, wished, 8)[0]
-    assert first.tpot <= 0.02 and not first.trouble
-    more = Served(QWEN72, site, first.layout, wished).tpot(first.requests + 1)[0]
-    assert more > 0.02, "one request more would miss the target"
-    rate = Load(1024, 512, rate=3.0)
-    calm = outcomes(QWEN72, site, rate, 8)[0]
-    makes = Served(QWEN72, site, calm.layout, rate)
-    assert makes.finished(calm.requests) >= 3.0 > makes.finished(calm.requests - 1)
-    busy = outcomes(QWEN72, site, Load(1024, 512, rate=1e5), 8)
-    assert all("at most" in one.trouble for one in busy if one.fits)
-    slow = outcomes(QWEN72, site, Load(1024, 512, concurrency=1, tpot=1e-4), 8)
-    assert all("a token takes" in one.trouble for one in slow if one.fits)
-
-
-def test_what_does_not_fit_comes_last() -> None:
-    load = Load(4096, 1024, concurrency=64)
-    found = outcomes(V3, served(V3, "h200x8", load), load, 8)
-    unfit = [one for one in found if not one.fits]
-    assert unfit and unfit == found[-len(unfit) :]
-    assert {one.layout for one in unfit} >= {Layout(copies=8), Layout(tp=4, copies=2)}
-    assert all("do not fit" in one.trouble for one in unfit)
-
-
-def test_skewed_experts_are_fewer() -> None:
-    assert V3.moe is not None
-    assert expected(V3.moe, 32) == uniform(V3.moe, 32)
-    skewed = [expected(V3.moe, 32, skew) for skew in (0.0, 0.5, 1.0, 2.0)]
-    assert skewed == sorted(skewed, reverse=True) and skewed[-1] < 0.5 * skewed[0]
-    assert expected(V3.moe, 1, 1.0) == pytest.approx(8), "a token chooses eight, whichever they are"
-    assert expected(V3.moe, 10**6, 2.0) == pytest.approx(256, rel=1e-3)
-
-
-# ---- machines ----
-
-
-def test_every_chip_has_its_figures_and_their_sources() -> None:
-    for chip in CHIPS.values():
-        assert {name for name, source in chip.sources if source} == {"memory", "read", "bf16", "fp8", "link"}
-        assert 0 < chip.link < chip.read < chip.bf16 <= chip.fp8
-    assert (hardware("h200x8").chip.read, hardware("h200x8").gpus) == (4.8e12, 8)
-    assert hardware("H100").name == "h100" and hardware("b200x8").machine().gpus == ("NVIDIA B200",) * 8
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("h300x8", ("h300x8: unknown", "h100", "h200", "h200x8")),
-        ("tpu", ("tpu: unknown", "There is a100, h100")),
-        ("h100x12", ("12 GPUs", "whole nodes of 8")),
-        ("h100x0", ("0 GPUs",)),
-        ("", ("unknown",)),
-    ],
-)
-def test_unknown_machines(name: str, words: tuple[str, ...]) -> None:
-    with pytest.raises(CannotServe) as caught:
-        hardware(name)
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_a_phase_of_several_layers_takes_as_long_as_they_do() -> None:
-    one = Phase("x", 4.8e12, bf16=2 * 989e12)
-    assert one.seconds(H200) == 2.0 and one.times(3).seconds(H200) == 6.0
-
-
-def test_the_page_has_the_figures_of_the_catalog() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
-    for chip in CHIPS.values():
-        fp8 = "–" if chip.capability == "8.0" else f"{chip.fp8 / 1e12:,.0f}"
-        read = f"{chip.read / 1e12:.2f}" if chip.name in ("a100", "h100") else f"{chip.read / 1e12:.1f}"
-        memory = f"{chip.memory / 2**30:.1f}".removesuffix(".0")
-        rates = f"{chip.bf16 / 1e12:,.0f} / {fp8} TFLOP/s"
-        assert f"| `{chip.name}` | {memory} GiB | {read} TB/s | {rates} | {chip.link / 1e9:.0f} GB/s |" in page
-
-
-QWEN_7B = QWEN | {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-}
-
-# (config, slots, tokens of a step, rows and tokens of the largest recordings, and how many: bytes that starts on an H100 took for the largest step
-# and for recordings)
-STARTS = [
-    (LITE, 256, 8192, 256, 35, 1_021_313_024, 471_859_200),
-    (QWEN_7B, 256, 8192, 256, 35, 1_130_364_928, 624_951_296),
-    (DEEPSEEK | {"num_hidden_layers": 5, "first_k_dense_replace": 1}, 256, 8192, 256, 35, 5_318_377_472, 864_026_624),
-    (LITE, 64, 0, 64, 11, 0, 333_447_168),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("config", "slots", "budget", "rows", "buckets", "step", "graphs"), STARTS)
-def test_steps_and_graphs_of_real_starts(
-    config: dict[str, Any], slots: int, budget: int, rows: int, buckets: int, step: int, graphs: int
-) -> None:
-    extent = Extent(slots, budget, 8192, (1,) * (buckets - 1) + (rows,), (16,) * 21 + (2048,))
-    assert graph_bytes(facts(config), extent) == pytest.approx(graphs, rel=0.03)
-    if step:
-        assert step_bytes(facts(config), extent) == pytest.approx(step, rel=0.03)
-    none = Extent(slots, budget, 8192)
-    assert graph_bytes(facts(config), none) == 0
-
-
-def test_slots_of_a_real_start() -> None:
-    assert slot_bytes(257, 163840) == 174_306_652 and slot_bytes(65, 8192) == 2_984_540

@@ -19,13 +19,13 @@ from thalweg.bench.ablate_args import accuracy, make_parser, workload
 from thalweg.bench.ablate_cell import Order
 from thalweg.bench.ablate_cells import MATRIX, Cell, cells
 from thalweg.bench.ablate_columns import Column, Probe, columns
-from thalweg.bench.ablate_load import Workload
+from thalweg.bench.ablate_load import Workload, must_fit
 from thalweg.bench.ablate_plot import plot
 from thalweg.bench.ablate_run import DONE, INTERRUPTED, REFUSED, TIMED_OUT, Interrupted, ended_by_sigterm
 from thalweg.bench.ablate_run import run as run_cell
 from thalweg.bench.ablate_tables import apart, markdown
 from thalweg.bench.datasets import DatasetError
-from thalweg.bench.eval_run import Asked
+from thalweg.bench.eval_run import Asked, read_files
 from thalweg.bench.in_process import configuration, folder_name
 from thalweg.bench.results import ResultError, provenance
 from thalweg.config.args import parse_config
@@ -70,7 +70,7 @@ class Table:
             self.results[cell.key] = result
         elif result["status"] == DONE:
             kept = {name: result[name] for name in ("single", "batches", "seconds", "commit")}
-            self.results[cell.key].setdefault("again", []).append(kept)
+            self.results[cell.key].setdefault("again", []).append({"round": turn, **kept})
 
     def as_json(self, told: Mapping[str, object]) -> Result:
         rows = [
@@ -189,7 +189,7 @@ def changed(made: Sequence[Column], labels: Mapping[str, str]) -> str:
 def short(result: Result) -> str:
     """A cell's result in a few words."""
     if result["status"] != DONE:
-        return f"{result['status']}: {result['reason']}"
+        return ": ".join(word for word in (result["status"], result["reason"]) if word)
     most = max(result["batches"], key=lambda one: one["concurrency"], default=None)
     batch = f", {most['throughput']:.0f} tok/s at {most['concurrency']}" if most else ""
     return f"{result['single']['decode_tokens_per_s']:.1f} tok/s alone{batch}, in {result['seconds']:.0f} s"
@@ -207,6 +207,8 @@ def run(argv: list[str]) -> int:
     base = base_of(config, work)
     probe = Probe(base, Machine.here())
     made = columns(args.columns, probe)
+    must_fit(work, probe.start().engine.context)
+    read_files(asked)
     found = cells(args.mode, made, probe)
     if args.list:
         for cell in found:
@@ -226,8 +228,8 @@ def run(argv: list[str]) -> int:
     if not whole:
         print(f"interrupted: what was measured is in {table.path}; the same command goes on", file=sys.stderr)
         return 130
-    failed = [one for one in table.results.values() if one["status"] not in (DONE, REFUSED, INTERRUPTED)]
-    return 1 if failed else 0
+    states = {one["status"] for one in table.results.values()}
+    return 0 if DONE in states and states <= {DONE, REFUSED, INTERRUPTED} else 1
 
 
 def _open_words(argv: Sequence[str], base: Mapping[str, Any]) -> list[str]:
@@ -262,9 +264,12 @@ def _head(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not run, or a cell failed or ran out of time, 130: interrupted."""
+    """0: done, 1: it could not run, no cell could, or one failed or ran out of time, 2: it was asked for wrongly, 130: interrupted."""
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
+    except CannotServe as error:
+        print(f"thalweg ablate: {error}", file=sys.stderr)
+        return 2
     except (ThalwegError, DatasetError, ResultError) as error:
         print(f"thalweg ablate: {error}", file=sys.stderr)
         return 1

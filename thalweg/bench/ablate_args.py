@@ -63,7 +63,7 @@ def _add_cells(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--rounds", type=positive, default=1, metavar="N",
-        help="runs of each cell, in processes of their own and in turn; the best of each rate counts (default: 1)",
+        help="runs of each cell, in processes of their own and in turn: what tells the noise; 5 make fair intervals (default: 1)",
     )  # fmt: skip
     add("--list", action="store_true", help="print the cells, and which cannot run and why; measure nothing")
     add("--cell-timeout", type=positive, default=900, metavar="S", help="seconds that a cell may take (default: 900)")

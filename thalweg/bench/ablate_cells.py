@@ -73,5 +73,13 @@ def _ladder(columns: Sequence[Column], probe: Probe) -> Iterator[Cell]:
 
 
 def _matrix(columns: Sequence[Column], probe: Probe) -> Iterator[Cell]:
-    for levels in itertools.product(*(column.levels[::-1] for column in columns)):
+    for levels in itertools.product(*map(_base_first, columns)):
         yield _cell(columns, {column.name: level for column, level in zip(columns, levels, strict=True)}, probe)
+
+
+def _base_first(column: Column) -> list[Level]:
+    """Its levels, the base's in front where it is one of them."""
+    return [
+        *(one for one in column.levels if one.label == column.base),
+        *(one for one in column.levels if one.label != column.base),
+    ]

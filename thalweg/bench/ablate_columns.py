@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from thalweg.config.machine import Machine
-from thalweg.config.setting import Setting
+from thalweg.config.setting import Setting, nearest
 from thalweg.config.tree import config_of, settings
 from thalweg.core.errors import CannotServe
 from thalweg.launch.resolve import resolve
@@ -53,8 +53,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """name: its heading. setting: which it sets; one that does not exist is refused by the tree of settings. levels: the first is the
-    one without. base: label of what the base has."""
+    """name: its heading. setting: which it sets. levels: the first is the one without. base: label of what the base has."""
 
     name: str
     setting: str
@@ -118,17 +117,35 @@ def _off(one: Setting, decided: bool) -> Any:
 def columns(asked: Sequence[str], probe: Probe) -> list[Column]:
     """The columns of a table. asked: short names or settings, each alone or as name=value,value; none is every feature that there is.
 
-    Raises CannotServe for a base that cannot be served, and for a setting that is no feature and has no values given.
+    Raises CannotServe for a base that cannot be served, an unknown name, one that is given twice, and a setting that is no feature and has
+    no values given.
     """
     base = probe.start()
     long = {setting: name for name, setting in SHORT.items()}
-    made = []
-    missing = [name for name, setting in SHORT.items() if setting not in settings()]  # they say so in their cells
-    for word in asked or [*(long.get(name, name) for name in features(base)), *missing]:
+    made: dict[str, Column] = {}
+    for word in asked or [long.get(name, name) for name in features(base)]:
         name, given, values = word.partition("=")
-        setting = SHORT.get(name, name.replace("-", "_"))
-        made.append(_explicit(name, setting, values, base) if given else _switch(name, setting, probe))
-    return made
+        setting = _setting(name)
+        if setting in made:
+            raise CannotServe(f"--columns {name}: given twice; a column holds all values: {name}=VALUE,VALUE,VALUE")
+        made[setting] = _explicit(name, setting, values, base) if given else _switch(name, setting, probe)
+    return list(made.values())
+
+
+def _setting(name: str) -> str:
+    """The setting that a column's name stands for. Raises CannotServe naming the nearest that there is."""
+    setting = SHORT.get(name, name.removeprefix("--").replace("-", "_"))
+    if setting not in settings():
+        guess = nearest(name, [*SHORT, *settings()])
+        raise CannotServe(
+            f"--columns {name}: no such setting; "
+            + (
+                f"did you mean {guess}?"
+                if guess
+                else f"short names are {', '.join(SHORT)}, and any setting's name will do"
+            )
+        )
+    return setting
 
 
 def _explicit(name: str, setting: str, values: str, base: Resolved) -> Column:
@@ -140,9 +157,7 @@ def _explicit(name: str, setting: str, values: str, base: Resolved) -> Column:
 
 def _switch(name: str, setting: str, probe: Probe) -> Column:
     """Off and on, one of which is what the base has."""
-    one = settings().get(setting)
-    if one is None:  # a feature for which this version has no setting
-        return Column(name, setting, (Level(OFF, AS_IT_IS, "none"), Level(ON, True, "on")), OFF)
+    one = settings()[setting]
     off, has = _off(one, decided=True), _value(setting, probe.start())
     if off is AS_IT_IS:
         raise CannotServe(
@@ -157,7 +172,7 @@ def _switch(name: str, setting: str, probe: Probe) -> Column:
 def _value(setting: str, base: Resolved) -> str:
     """What the base has, in words."""
     decided = next((one.value for one in base.decisions if one.name == setting), None)
-    return _shown(settings()[setting].default if decided is None and setting in settings() else decided)
+    return _shown(settings()[setting].default if decided is None else decided)
 
 
 def _shown(value: Any) -> str:

@@ -1,12 +1,14 @@
-"""An ablation as a picture: SVG, a bar for each cell and rate. No library draws it, so it is there wherever Thalweg is."""
+"""An ablation as a picture: SVG, a bar for each cell and rate, with a line from the least to the most of its rounds. No library draws it, so it
+is there wherever Thalweg is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from statistics import median
 from typing import Any
 
-from thalweg.bench.ablate_tables import apart, measures
+from thalweg.bench.ablate_tables import Measure, apart, groups, rounds
 
 Row = Mapping[str, Any]
 
@@ -22,16 +24,22 @@ INK, PALE, FILL, SLOW = "#1c2733", "#8a97a5", "#2f7fb8", "#b8cfe0"
 
 def plot(result: Mapping[str, Any]) -> str:
     """The picture as SVG. The fastest cell of each rate is dark; cells of which nothing was measured are counted below."""
-    rows: Sequence[Row] = [row for row in result["cells"] if "single" in row]
+    rows: Sequence[Row] = [row for row in result["cells"] if rounds(row)]
     without = len(result["cells"]) - len(rows)
-    panels = [(name, [measure(row) for row in rows]) for name, measure in measures(result).items()]
+    panels = [
+        (f"{name}, a CPU second" if "CPU" in group.title else name, [_values(row, measure) for row in rows])
+        for group in groups(result)
+        for name, measure in group.measures.items()
+    ]
     width = LABELS + len(panels) * (BARS + GAP)
     height = TOP + ROW * len(rows) + (36 if without else 14)
+    several = any(len(rounds(row)) > 1 for row in rows)
+    spread = ", medians; lines from the least to the most of the rounds" if several else ""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="system-ui, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        _text(8, 20, f"{result['checkpoint']}: tokens a second", weight="bold"),
+        _text(8, 20, f"{result['checkpoint']}: tokens a second{spread}", weight="bold"),
     ]
     bases = [(column["name"], column["base"]) for column in result["columns"]]
     lines += [_text(LABELS - 10, _middle(i), apart(bases, row["columns"]), "end") for i, row in enumerate(rows)]
@@ -42,18 +50,27 @@ def plot(result: Mapping[str, Any]) -> str:
     return "\n".join((*lines, "</svg>")) + "\n"
 
 
-def _panel(left: int, name: str, values: Sequence[float | None], rows: Sequence[Row]) -> Iterator[str]:
-    top = max((value for value in values if value), default=1.0)
+def _values(row: Row, measure: Measure) -> list[float]:
+    """Of all rounds."""
+    return [value for one in rounds(row).values() if (value := measure(one)) is not None]
+
+
+def _panel(left: int, name: str, values: Sequence[Sequence[float]], rows: Sequence[Row]) -> Iterator[str]:
+    most = max((max(each) for each in values if each), default=1.0)
+    fastest = max((median(each) for each in values if each), default=1.0)
+    scale = (BARS - 70) / most
     yield _text(left, TOP - 12, name, weight="bold")
-    for i, value in enumerate(values):
+    for i, each in enumerate(values):
         y = TOP + i * ROW
-        if value is None:
+        if not each:
             yield _text(left, _middle(i), rows[i]["status"], fill=PALE)
             continue
-        wide = max(1.0, value / top * (BARS - 70))
-        fill = FILL if value == top else SLOW
-        yield f'<rect x="{left}" y="{y + 3}" width="{wide:.1f}" height="{ROW - 6}" fill="{fill}"/>'
-        yield _text(left + wide + 5, _middle(i), f"{value:,.0f}" if value >= 100 else f"{value:.1f}")
+        value, low, high = median(each), left + min(each) * scale, left + max(each) * scale
+        fill = FILL if value == fastest else SLOW
+        yield f'<rect x="{left}" y="{y + 3}" width="{max(1.0, value * scale):.1f}" height="{ROW - 6}" fill="{fill}"/>'
+        if len(each) > 1:
+            yield f'<path d="M{low:.1f} {y + ROW / 2:g}H{high:.1f}" stroke="{INK}" stroke-width="1.5"/>'
+        yield _text(high + 5, _middle(i), f"{value:,.0f}" if value >= 100 else f"{value:.1f}")
 
 
 def _middle(i: int) -> float:

@@ -50,7 +50,7 @@ def run(order: Order, limit: float) -> Result:
         except subprocess.TimeoutExpired:
             ended, reason = TIMED_OUT, f"not done within {limit:g} s"
         except KeyboardInterrupt:
-            ended, reason = INTERRUPTED, "interrupted"
+            ended = INTERRUPTED
         finally:
             end(process)
         result = told(place / "news")

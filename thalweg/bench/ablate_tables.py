@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import exp, log
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
+
+from thalweg.bench.noise import paired
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
-RATES = "Tokens a second: of decoding, one request alone; (prompt + output) / time of a run; output tokens / duration, mean of its requests."
-A_CPU_SECOND = (
-    " A CPU second: (prompt + output) / CPU time of the process, which other work on the machine disturbs less."
-)
+CONFIDENCE = 0.95
+SURE = 5  # rounds from which on Student's t makes intervals of a sensible width
+UNKNOWN = "**One round: nothing tells the noise, and two runs of the very same cell may differ as much as these do**; `--rounds 5` tells it."
+
+Measure = Callable[[Row], float | None]  # of one round of a cell
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rates that stand in one table. means: what they are, in a sentence. measures: by heading."""
+
+    title: str
+    means: str
+    measures: Mapping[str, Measure]
 
 
 def markdown(result: Result) -> str:
@@ -21,7 +34,7 @@ def markdown(result: Result) -> str:
     parts = [head(result), "", *cell_table(result)]
     worth = effects(result)
     if worth:
-        parts += ["", "What each column is worth, the ratio of the rates with it and without it:", "", *worth]
+        parts += ["", *worth]
     return "\n".join(parts) + "\n"
 
 
@@ -32,30 +45,44 @@ def head(result: Result) -> str:
     lengths = f"{work['input_len']} tokens in and {work['output_len']} out on average (± {work['spread']:.0%})"
     shared = f", the first {work['shared_prefix']} tokens in common" if work["shared_prefix"] else ""
     each = "one request" if work["waves"] == 1 else f"{work['waves']} requests"
-    rounds = max((len(runs(row)) for row in result["cells"]), default=1)
-    best = f" Best of {rounds} rounds." if rounds > 1 else ""
-    return f"`{result['checkpoint']}` on {where}: {lengths}{shared}; {each} for each at a time.{best}"
+    many = _rounds(result)
+    shown = f" Medians of {many} rounds (least – most)." if many > 1 else ""
+    return f"`{result['checkpoint']}` on {where}: {lengths}{shared}; {each} for each at a time.{shown}"
+
+
+def _rounds(result: Result) -> int:
+    return max((len(rounds(row)) for row in result["cells"]), default=0)
+
+
+# ---- the cells ----
 
 
 def cell_table(result: Result) -> list[str]:
-    """A line for each cell: its levels, rates, shares; or why there are none. What was changed one at a time has one column for all."""
-    columns, tasks = result["columns"], _tasks(result["cells"])
-    bases = [(column["name"], column["base"]) for column in columns]
+    """A line for each cell that was measured, with its levels, in a table for each group of rates and one of accuracies; then why others were
+    not. What was changed one at a time has one column for all."""
+    columns, cells = result["columns"], result["cells"]
+    measured = [row for row in cells if rounds(row)]
+    lines: list[str] = []
+    for group in groups(result):
+        rows = [[*_which(result, row), *(_shown(row, one) for one in group.measures.values())] for row in measured]
+        lines += [f"{group.title}: {group.means}", "", *table([*_heads(result), *group.measures], rows), ""]
+    if tasks := _tasks(cells):
+        rows = [[*_which(result, row), *_accuracies(row, tasks)] for row in measured]
+        lines += ["Right answers, with 95 % intervals:", "", *table([*_heads(result), *tasks], rows), ""]
+    rest = [f"- {', '.join(_which(result, row))}: {_remark(row)}" for row in cells if row["status"] != "done"]
+    lines += ["Not measured, or not all of it:", "", *rest, ""] if rest else []
+    return [*lines, _meanings(columns)] if _meanings(columns) else lines[:-1]
+
+
+def _heads(result: Result) -> list[str]:
     single = result["mode"] == "one-at-a-time"
-    heads = ["changed"] if single else [name for name, _ in bases]
-    heads += [*measures(result), *tasks, "remark"]
-    lines = [_line(heads), _line("---" for _ in heads)]
-    for row in result["cells"]:
-        labels = row["columns"]
-        which = [apart(bases, labels)] if single else [labels[name] for name, _ in bases]
-        rates = (_rate(measure(row)) for measure in measures(result).values())
-        lines.append(_line([*which, *rates, *_accuracies(row, tasks), _remark(row)]))
-    legend = RATES + (A_CPU_SECOND if _on_cpu(result) else "")
-    return [*lines, "", f"{legend} {_meanings(columns)}".rstrip()]
+    return ["changed"] if single else [column["name"] for column in result["columns"]]
 
 
-def _on_cpu(result: Result) -> bool:
-    return not result["device"]["gpus"]
+def _which(result: Result, row: Row) -> list[str]:
+    """What names a cell: how it differs from the base, or its level of each column."""
+    bases, labels = [(column["name"], column["base"]) for column in result["columns"]], row["columns"]
+    return [apart(bases, labels)] if result["mode"] == "one-at-a-time" else [labels[name] for name, _ in bases]
 
 
 def apart(bases: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> str:
@@ -70,19 +97,33 @@ def _meanings(columns: Sequence[Mapping[str, Any]]) -> str:
         values = dict(zip(column["levels"], column["values"], strict=True))
         if values not in ({"off": "off", "on": "on"}, {name: name for name in values}):
             said.append(f"{column['name']} {', '.join(f'{label}: {value}' for label, value in values.items())}")
-    return f"{'; '.join(said)}." if said else ""
+    return f"Levels: {'; '.join(said)}." if said else ""
 
 
-def _line(cells: Sequence[str] | Iterator[str]) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table whose columns are as wide in a terminal."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (heads, *rows)]
+    wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, wide, strict=True)) + " |" for row in cells
+    ]
+    return [lines[0], "| " + " | ".join("-" * width for width in wide) + " |", *lines[1:]]
 
 
 def _tasks(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(entry["task"] for row in rows for entry in row.get("accuracy", ())))
 
 
-def _rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+def _shown(row: Row, measure: Measure) -> str:
+    """The median of the rounds; least and most where there are several."""
+    found = [value for one in rounds(row).values() if (value := measure(one)) is not None]
+    if not found:
+        return "–"
+    return _rate(median(found)) + (f" ({_rate(min(found))} – {_rate(max(found))})" if len(found) > 1 else "")
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
 def _accuracies(row: Row, tasks: Sequence[str]) -> Iterator[str]:
@@ -99,63 +140,95 @@ def accuracy(entry: Mapping[str, Any]) -> str:
 
 
 def _remark(row: Row) -> str:
-    return "" if row["status"] == "done" else f"{row['status']}: {row['reason']}"
+    return ": ".join(word for word in (row["status"], row["reason"]) if word)
 
 
-# ---- what a column is worth ----
-
-Measure = Callable[[Row], float | None]
+# ---- what is measured ----
 
 
-def measures(result: Result) -> dict[str, Measure]:
-    """Heading → a cell's rate, the best of its rounds, None where it was not measured. On a CPU, which others may use meanwhile, by its time too."""
-    cpu = _on_cpu(result)
-    found: dict[str, Measure] = {"one request": _of_single(lambda one: one["decode_tokens_per_s"])}
-    if cpu:
-        found["one, a CPU second"] = _of_single(lambda one: (one["input_len"] + one["output_len"]) / one["cpu_seconds"])
-    for many in result["workload"]["concurrency"]:
-        found[f"{many} at a time"] = _of_batch(many, lambda one: one["throughput"])
-        found[f"each of {many}"] = _of_batch(many, lambda one: one["decode_per_request"])
-        if cpu:
-            found[f"{many}, a CPU second"] = _of_batch(many, _a_cpu_second)
+def groups(result: Result) -> list[Group]:
+    """The rates of a cell. On a CPU, which others may use meanwhile, by its time too."""
+    many = result["workload"]["concurrency"]
+    single = {"one request": _of_single(lambda one: one["decode_tokens_per_s"])}
+    whole = {f"{count} at a time": _of_batch(count, lambda one: one["throughput"]) for count in many}
+    each = {f"each of {count}": _of_batch(count, lambda one: one["decode_per_request"]) for count in many}
+    found = [
+        Group(
+            "Tokens a second", "of decoding, one request alone; else (prompt + output) / time of a run", single | whole
+        ),
+        Group("Tokens a second of a request", "output tokens / duration, mean of the run's requests", each),
+    ]
+    if not result["device"]["gpus"]:
+        cpu = {"one request": _of_single(lambda one: (one["input_len"] + one["output_len"]) / one["cpu_seconds"])}
+        cpu |= {f"{count} at a time": _of_batch(count, _a_cpu_second) for count in many}
+        means = "(prompt + output) / CPU time of the process, which other work on the machine disturbs less"
+        found.append(Group("Tokens a CPU second", means, cpu))
     return found
 
 
-def runs(row: Row) -> list[Row]:
-    """What each round has measured of a cell."""
-    return [row, *row.get("again", ())] if "single" in row else []
+def rounds(row: Row) -> dict[int, Row]:
+    """What each round has measured of a cell, by the round's number."""
+    if "single" not in row:
+        return {}
+    return {0: row} | {one.get("round", place): one for place, one in enumerate(row.get("again", ()), 1)}
 
 
 def _of_single(rate: Callable[[Row], float]) -> Measure:
-    return lambda row: max((rate(run["single"]) for run in runs(row)), default=None)
+    return lambda row: rate(row["single"])
 
 
 def _of_batch(many: int, rate: Callable[[Row], float]) -> Measure:
-    def best(row: Row) -> float | None:
-        batches = [one for run in runs(row) for one in run["batches"] if one["concurrency"] == many]
-        return max((rate(one) for one in batches), default=None)
-
-    return best
+    return lambda row: next((rate(one) for one in row["batches"] if one["concurrency"] == many), None)
 
 
 def _a_cpu_second(one: Row) -> float:
     return float((one["input_tokens"] + one["output_tokens"]) / one["cpu_seconds"])
 
 
+# ---- what a column is worth ----
+
+
 def effects(result: Result) -> list[str]:
-    """A line for each column and level beside its first: the geometric mean of the ratios over all pairs of cells that differ in
-    nothing else and were both measured; least and most where there are several. Empty where no pair was."""
-    heads, lines = measures(result), []
-    for column in result["columns"]:
+    """A table for each group of rates, with a line for each column and level beside its first: the ratio of the rates with it and without it,
+    over all pairs of cells that differ in nothing else and were both measured. Empty where no pair was."""
+    pairs = {
+        name: found for name, *which in _beside(result["columns"]) if (found := list(_pairs(result["cells"], *which)))
+    }
+    if not pairs:
+        return []
+    many = max(len(_ratios(one, lambda row: 1.0)) for one in pairs.values())
+    lines = [
+        "What each column is worth: the rate with it / the rate without it, the geometric mean.",
+        "",
+        _noise(many),
+        "",
+    ]
+    for group in groups(result):
+        rows = [[name, *(worth(found, one) or "–" for one in group.measures.values())] for name, found in pairs.items()]
+        lines += [f"{group.title}:", "", *table(["column", *group.measures], rows), ""]
+    return lines[:-1]
+
+
+def _noise(many: int) -> str:
+    """What of the ratios is noise, in words."""
+    if many < 2:
+        return UNKNOWN
+    interval = (
+        f"In brackets the {100 * CONFIDENCE:.0f} % interval over {many} rounds, each round's cells against each other"
+    )
+    few = f" Of {many} rounds they are wide: `--rounds {SURE}` makes them narrower." if many < SURE else ""
+    return f"{interval}; **~ has 1 in its interval: it may be noise**. About one in twenty of the others is noise too.{few}"
+
+
+def _beside(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str, str]]:
+    """(in words, column, level without it, level with it)."""
+    for column in columns:
         first, *others = column["levels"]
-        first = column["base"] if column["base"] not in column["levels"] else first
-        for level in others if first == column["levels"][0] else column["levels"]:
-            pairs = list(_pairs(result["cells"], column["name"], first, level))
-            shown = [_ratio(pairs, measure) for measure in heads.values()]
-            if any(shown):
-                what = column["name"] if level == "on" else f"{column['name']} {level}, not {first}"
-                lines.append(_line([what, *(text or "–" for text in shown)]))
-    return [_line(["column", *heads]), _line("---" for _ in range(len(heads) + 1)), *lines] if lines else []
+        if column["base"] not in column["levels"]:
+            first, others = column["base"], column["levels"]
+        for level in others:
+            name = column["name"] if level == "on" else f"{column['name']} {level}, not {first}"
+            yield name, column["name"], first, level
 
 
 def _pairs(rows: Sequence[Row], name: str, first: str, level: str) -> Iterator[tuple[Row, Row]]:
@@ -164,15 +237,36 @@ def _pairs(rows: Sequence[Row], name: str, first: str, level: str) -> Iterator[t
     def rest(row: Row) -> tuple[tuple[str, str], ...]:
         return tuple((key, value) for key, value in row["columns"].items() if key != name)
 
-    without = {rest(row): row for row in rows if row["columns"][name] == first}
+    without = {rest(row): row for row in rows if row["columns"][name] == first and rounds(row)}
     for row in rows:
-        if row["columns"][name] == level and rest(row) in without:
+        if row["columns"][name] == level and rounds(row) and rest(row) in without:
             yield without[rest(row)], row
 
 
-def _ratio(pairs: Sequence[tuple[Row, Row]], measure: Measure) -> str:
-    ratios = [b / a for without, with_it in pairs if (a := measure(without)) and (b := measure(with_it))]
-    if not ratios:
+def _ratios(pairs: Sequence[tuple[Row, Row]], measure: Measure) -> list[list[float]]:
+    """Of each round the ratios of its pairs; a round counts where it has as many of them as any."""
+    found: dict[int, list[float]] = {}
+    for without, with_it in pairs:
+        before, after = rounds(without), rounds(with_it)
+        for turn in before.keys() & after.keys():
+            if (a := measure(before[turn])) and (b := measure(after[turn])):
+                found.setdefault(turn, []).append(b / a)
+    most = max(map(len, found.values()), default=0)
+    return [ratios for ratios in found.values() if len(ratios) == most]
+
+
+def worth(pairs: Sequence[tuple[Row, Row]], measure: Measure) -> str:
+    """The ratio, the geometric mean over the pairs, with its interval over the rounds, and "~" before one that may be 1. Of a single round
+    the ratio alone, with least and most of the pairs where there are several. "" where nothing was measured."""
+    found = _ratios(pairs, measure)
+    means = [exp(fmean(map(log, ratios))) for ratios in found]
+    if not means:
         return ""
-    middle = f"{exp(fmean(map(log, ratios))):.2f}"
-    return middle if len(ratios) == 1 else f"{middle} ({min(ratios):.2f} – {max(ratios):.2f})"
+    if len(means) == 1:
+        (each,) = found
+        spread = f" ({min(each):.2f} – {max(each):.2f} of {len(each)} pairs)" if len(each) > 1 else ""
+        return f"{means[0]:.2f}{spread}"
+    ratio = paired([1.0] * len(means), means, CONFIDENCE, "")
+    assert ratio.low is not None and ratio.high is not None
+    mark = "~ " if ratio.low <= 1 <= ratio.high else ""
+    return f"{mark}{ratio.value:.2f} ({ratio.low:.2f} – {ratio.high:.2f})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,13 +17,15 @@ from thalweg.attention.selection import Selection
 from thalweg.bench.backends import Options, make_backend
 from thalweg.bench.client import Client, HttpError, Reply
 from thalweg.bench.datasets import Prompt
-from thalweg.bench.load import Load
+from thalweg.bench.load import Load, interruptible
 from thalweg.bench.metrics import Record, failures
 from thalweg.bench.tasks import Item
 from thalweg.core.errors import CannotServe, ThalwegError
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine.assemble import Assembler
+from thalweg.engine.front import check_prompt
 from thalweg.layers.indexer import Indexer
-from thalweg.llm import LLM
+from thalweg.llm import COLUMNS, LLM, Choice, Result
 from thalweg.models.deepseek import Deepseek
 from thalweg.text.chat import ChatEncoder, Wish, choose_chat
 from thalweg.text.tokenizer import Tokenizer
@@ -32,7 +34,7 @@ GREEDY = 0.0
 
 
 class NoAnswer(ThalwegError):
-    """The server failed on some of the requests: what is missing is no wrong answer, so there is no result."""
+    """The server failed on a request: what is missing is no wrong answer, so the task ends there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,12 @@ class Continued:
 
 
 class Answerer(Protocol):
-    """Answers greedily, and weighs what might be answered; in order."""
+    """Answers greedily, and weighs what might be answered. What is done goes into `into`, by its place among what was asked, as soon as it
+    is: that is what stays when Ctrl-C or an error ends it."""
 
-    def answer(self, questions: Sequence[Question], label: str) -> list[Answer]: ...
+    def answer(self, questions: Sequence[Question], label: str, into: dict[int, Answer]) -> None: ...
 
-    def likelihoods(self, asked: Sequence[Continued], label: str) -> list[float]:
+    def likelihoods(self, asked: Sequence[Continued], label: str, into: dict[int, float]) -> None:
         """The log-probability of each continuation, in nats."""
 
 
@@ -95,20 +98,49 @@ class Here:
     def __init__(self, llm: LLM, progress: bool) -> None:
         self.llm, self.progress = llm, progress
 
-    def answer(self, questions: Sequence[Question], label: str) -> list[Answer]:
-        params = [
-            SamplingParams(temperature=GREEDY, max_tokens=question.limit, skip_special_tokens=False)
-            for question in questions
+    def answer(self, questions: Sequence[Question], label: str, into: dict[int, Answer]) -> None:
+        """Raises InvalidRequest for a prompt that is too long."""
+        asked = [
+            (one.ids, SamplingParams(temperature=GREEDY, max_tokens=one.limit, skip_special_tokens=False))
+            for one in questions
         ]
-        results = self.llm.generate([question.ids for question in questions], params, progress=self.progress)
-        return [Answer(result.outputs[0].text, tuple(result.outputs[0].ids)) for result in results]
+        for place, result in self._results(asked, label):
+            into[place] = Answer(result.outputs[0].text, tuple(result.outputs[0].ids))
 
-    def likelihoods(self, asked: Sequence[Continued], label: str) -> list[float]:
-        scored = self.llm.score([one.ids for one in asked], progress=self.progress)
-        return [
-            math.fsum(entry.logprob for entry in entries[one.at - 1 :])
-            for one, entries in zip(asked, scored, strict=True)
-        ]
+    def likelihoods(self, asked: Sequence[Continued], label: str, into: dict[int, float]) -> None:
+        """Raises InvalidRequest for a text that is too long."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=GREEDY)
+        for place, result in self._results([(one.ids, params) for one in asked], label):
+            into[place] = math.fsum(entry.logprob for entry in result.prompt_logprobs[asked[place].at - 1 :])
+
+    def _results(
+        self, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], label: str
+    ) -> Iterator[tuple[int, Result]]:
+        """(place, result) of each request as it ends; all are queued at once."""
+        engine, owners = self.llm.engine, dict[int, tuple[int, Result, Assembler]]()
+        for ids, params in asked:
+            check_prompt(ids, params, engine.context, engine.vocab)
+        for place, (ids, params) in enumerate(asked):
+            (uid,) = engine.submit(ids, params)
+            assembler = Assembler(0, ids, params, self.llm.texts.tokenizer)
+            owners[uid] = place, Result(ids, [Choice()]), assembler
+        try:
+            with Progress(*COLUMNS, disable=not self.progress) as bar:
+                task = bar.add_task(label, total=len(owners))
+                while owners:
+                    for delta in engine.step():
+                        if (owner := owners.get(delta.uid)) is None:
+                            continue  # left behind by an earlier call that was broken off
+                        place, result, assembler = owner
+                        result.add(assembler.feed(delta, 0.0))
+                        if assembler.ended:
+                            del owners[delta.uid]
+                            bar.advance(task)
+                            yield place, result
+        finally:
+            engine.abort(tuple(owners))  # whom an error or Ctrl-C has left behind
+        while not engine.idle:
+            engine.step()
 
     def indexers(self) -> list[Indexer]:
         """Those of the model; empty where it chooses no context."""
@@ -144,37 +176,40 @@ class There:
         extra: dict[str, object] = {"skip_special_tokens": False}
         self.options = Options(model=model, temperature=GREEDY, ignore_eos=False, extra=extra)
 
-    def answer(self, questions: Sequence[Question], label: str) -> list[Answer]:
-        """Raises NoAnswer when a request fails."""
-        return asyncio.run(self._answer(questions, label))
+    def answer(self, questions: Sequence[Question], label: str, into: dict[int, Answer]) -> None:
+        """Raises NoAnswer as soon as a request fails, KeyboardInterrupt on Ctrl-C."""
+        asyncio.run(self._answer(questions, label, into))
 
-    async def _answer(self, questions: Sequence[Question], label: str) -> list[Answer]:
-        client = Client(self.base_url, self.headers)
+    async def _answer(self, questions: Sequence[Question], label: str, into: dict[int, Answer]) -> None:
+        client, stop = Client(self.base_url, self.headers), asyncio.Event()
         prompts = [Prompt(question.limit, ids=question.ids, input_len=len(question.ids)) for question in questions]
         load = Load(client, make_backend("openai"), self.options, prompts)
         task = self.progress.add_task(label, total=len(questions))
 
         def on_done(record: Record) -> None:
             self.progress.advance(task)
+            if record.error:
+                stop.set()
 
-        await load.run([0.0] * len(prompts), self.concurrency, asyncio.Event(), on_done)
+        with interruptible(stop):
+            await load.run([0.0] * len(prompts), self.concurrency, stop, on_done)
         client.close()
+        into.update((place, Answer(record.text)) for place, record in enumerate(load.records) if record.ok)
         if wrong := failures(load.records):
-            reason, count = next(iter(wrong.items()))
-            raise NoAnswer(
-                f"{sum(wrong.values())} of {len(questions)} requests of {label} failed, most often ({count} times): {reason}"
-            )
-        return [Answer(record.text) for record in load.records]
+            reason = next(iter(wrong))
+            raise NoAnswer(f"{len(into)} of {len(questions)} requests of {label} were answered, then: {reason}")
+        if stop.is_set():
+            raise KeyboardInterrupt
 
-    def likelihoods(self, asked: Sequence[Continued], label: str) -> list[float]:
+    def likelihoods(self, asked: Sequence[Continued], label: str, into: dict[int, float]) -> None:
         """Raises NoAnswer when a request fails, or when the server gives no log-probabilities of the prompt."""
-        return asyncio.run(self._likelihoods(asked, label))
+        asyncio.run(self._likelihoods(asked, label, into))
 
-    async def _likelihoods(self, asked: Sequence[Continued], label: str) -> list[float]:
+    async def _likelihoods(self, asked: Sequence[Continued], label: str, into: dict[int, float]) -> None:
         client, places = Client(self.base_url, self.headers), asyncio.Semaphore(self.concurrency)
         task = self.progress.add_task(label, total=len(asked))
 
-        async def one(each: Continued) -> float:
+        async def one(place: int, each: Continued) -> None:
             body = {"model": self.options.model, "prompt": each.ids, "echo": True, "logprobs": 0, **ONE_TOKEN}
             async with places:
                 try:
@@ -182,10 +217,10 @@ class There:
                 except HttpError as error:
                     raise NoAnswer(f"a request of {label} failed: {error}") from error
             self.progress.advance(task)
-            return _sum_of(reply, each, label)
+            into[place] = _sum_of(reply, each, label)
 
         try:
-            return await asyncio.gather(*(one(each) for each in asked))
+            await asyncio.gather(*(one(place, each) for place, each in enumerate(asked)))
         finally:
             client.close()
 

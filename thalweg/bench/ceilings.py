@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import Callable
 
 import torch
 
+from thalweg.launch.planning import processor
 from thalweg.launch.planning.floors import Ceilings
 
 SIDE = 8192  # of the products
 READ = 1 << 30  # float32 numbers, far beyond any cache
-CPU_SIDE, CPU_READ = 1024, 1 << 26
 PLAIN_SIDE = 4096  # of products in float32
 
 
@@ -27,30 +26,12 @@ def rates(device: torch.device) -> dict[str, float]:
     """By name: "read" in bytes a second; "float32" (without tf32), "bf16" and, on a GPU, "fp8" products in FLOP/s. Of a CPU with the threads that
     torch has."""
     if device.type != "cuda":
-        return _of_cpu()
+        types = {"float32": torch.float32, "bf16": torch.bfloat16}
+        return {"read": processor.read()} | {name: processor.product(dtype) for name, dtype in types.items()}
     a, b = (torch.randn(PLAIN_SIDE, PLAIN_SIDE, device=device) for _ in range(2))
     plain = 2 * PLAIN_SIDE**3 / _seconds(lambda: a @ b)
     top = measure()
     return {"read": top.read, "float32": plain, "bf16": top.bf16, "fp8": top.fp8}
-
-
-def _of_cpu() -> dict[str, float]:
-    big = torch.ones(CPU_READ)
-    found = {"read": big.numel() * big.itemsize / _fastest(big.sum)}
-    for name, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
-        a, b = (torch.randn(CPU_SIDE, CPU_SIDE, dtype=dtype) for _ in range(2))
-        found[name] = 2 * CPU_SIDE**3 / _fastest(lambda a=a, b=b: a @ b)  # type: ignore[misc]
-    return found
-
-
-def _fastest(call: Callable[[], object], rounds: int = 7) -> float:
-    """Seconds of one call on a CPU."""
-    best = float("inf")
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - begin)
-    return best
 
 
 def _read() -> float:

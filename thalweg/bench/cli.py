@@ -18,6 +18,7 @@ COMMANDS = {
     "compare-transformers": ("thalweg.bench.compare_transformers", "the same prompts through transformers' generate"),
     "make-checkpoint": ("thalweg.bench.make_checkpoint", "write random weights to disk as a published checkpoint"),
     "structured": ("thalweg.bench.structured", "what grammars cost: the step rate of a batch with and without them"),
+    "acceptance": ("thalweg.bench.acceptance", "drafts accepted by task and depth, and tokens as plain decoding's"),
     "speculation": ("thalweg.bench.speculation", "decoding by drafts a step, their acceptance measured or imposed"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,17 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from thalweg.bench.noise import BLOCKS, Floats, Ratio, bootstrap, inner, paired, shares, welch
 from thalweg.bench.readings import Json, Points, ReadError, Reading, kind, load, points
 from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.usage import Parser
 
-VERDICTS = {"better": "green", "worse": "red", "same": "dim", "unclear": "yellow", "unknown": "dim"}
+VERDICTS = {
+    "better": "green", "worse": "red", "same": "dim", "higher": "yellow", "lower": "yellow", "unclear": "yellow", "unknown": "dim"
+}  # fmt: skip
 OF = {"mean": -1.0, "median": 50.0, "p99": 99.0}
+WIDTH = 120  # of the table where it is not for a terminal and COLUMNS says nothing
 MANY = 9.0  # a change to the tenfold and beyond is told as a factor
-FEWEST = 5  # requests that a bootstrap needs; of a p99 more, as the interval then shows
+FEWEST = {"mean": 30, "median": 30, "p99": 200}  # samples that a bootstrap needs: with fewer it claims too much
+ONE_RUN = "of one run"  # how an interval ends that does not know what differs from run to run
 # of a configuration: where a run was written to and what the server happened to do, not how it was set
 PASSING = (
     "client.output_file", "client.result_filename", "client.tag", "client.base_url", "client.host", "client.port",
@@ -28,9 +35,15 @@ PASSING = (
     "server.reason",
 )  # fmt: skip
 REASON = (".reason", ".source")  # why a setting has its value: told where the value differs
-WITHIN = (
-    "Intervals from within one run (its requests, its seconds) do not hold what differs from run to run: a busy machine, another placement in "
-    "memory. Measure with --repeat 5 to have that in them."
+REPEATS_DIFFER = {
+    "client.seed",
+    "client.request_rate",
+    "client.max_concurrency",
+}  # of files that are repeats of one, or points of a sweep
+REPEAT = (
+    "repeat it: an interval from within one run (its requests, its seconds) does not hold what differs from run to run (a busy machine, another "
+    "placement in memory), so what has no other is called higher or lower, not better or worse; measure both with --repeat 5, or give several "
+    "files of each with commas"
 )
 
 
@@ -72,10 +85,10 @@ def ratio(a: Reading, b: Reading, confidence: float) -> Ratio:
         seconds = inner(a.samples), inner(b.samples)
         if min(len(one) for one in seconds) < BLOCKS:
             return Ratio(plain)
-        found = bootstrap(*seconds, _statistic("mean"), confidence, "seconds of one run")
+        found = bootstrap(*seconds, _statistic("mean"), confidence, f"seconds {ONE_RUN}")
         return Ratio(plain, found.low, found.high, found.how)  # of the whole run, its ends included
-    if a.of in OF and min(len(a.samples), len(b.samples)) >= FEWEST:
-        return bootstrap(a.samples, b.samples, _statistic(a.of), confidence, "requests of one run")
+    if a.of in OF and min(len(a.samples), len(b.samples)) >= FEWEST[a.of]:
+        return bootstrap(a.samples, b.samples, _statistic(a.of), confidence, f"{a.what} {ONE_RUN}")
     return Ratio(plain)
 
 
@@ -84,11 +97,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def verdict(found: Ratio, higher: bool, threshold: float) -> str:
-    """better or worse: the interval lies on one side of no change, and the change is at least the threshold. same: all of it is within the
-    threshold. unclear: neither. unknown: there is no interval."""
+    """better or worse: the interval lies on one side of no change, and the change is at least the threshold; higher or lower: it does, and is
+    from within one run each, which is no proof. same: all of it is within the threshold. unclear: neither. unknown: there is no interval."""
     if found.low is None or found.high is None:
         return "unknown"
     if (found.low > 1 or found.high < 1) and abs(found.value - 1) >= threshold:
+        if found.how.endswith(ONE_RUN):
+            return "higher" if found.value > 1 else "lower"
         return "better" if (found.value > 1) == higher else "worse"
     if 1 - threshold <= found.low and found.high <= 1 + threshold:
         return "same"
@@ -139,36 +154,39 @@ def percent(change: float) -> str:
 
 
 def table(found: Sequence[Change], names: tuple[str, str]) -> Table:
-    shown = Table(title=f"A: {names[0]}   B: {names[1]}", title_justify="left")
-    for head in ("point", "measured", "A", "B", "change", "interval", "", "from"):
-        shown.add_column(head, justify="right" if head in ("A", "B", "change", "interval") else "left")
+    shown = Table(title=f"A: {names[0]}   B: {names[1]}", title_justify="left", padding=(0, 1, 0, 0), box=SIMPLE_HEAD)
+    shown.add_column("measured", overflow="fold")  # what gives way in a narrow terminal
+    for head in ("A", "B", "change", "interval"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    shown.add_column("", no_wrap=True)
+    points = dict.fromkeys(one.point for one in found)
+    alone = len(points) == len(found)  # one measurement of each: their names say nothing more
     last = ""
     for one in found:
+        if not alone and one.point != last:
+            shown.add_row(f"[bold]{escape(one.point)}[/]")
+        last = one.point
         interval = "" if one.low is None or one.high is None else f"{percent(one.low)} … {percent(one.high)}"
         numbers = (f"{one.a:.4g} {one.unit}", f"{one.b:.4g} {one.unit}", percent(one.change), interval)
-        colour = VERDICTS[one.verdict]
-        shown.add_row(
-            one.point if one.point != last else "", one.name, *numbers, f"[{colour}]{one.verdict}[/]", one.how
-        )
-        last = one.point
+        name = escape(one.point if alone else one.name)
+        shown.add_row(name, *numbers, f"[{VERDICTS[one.verdict]}]{one.verdict}[/]")
     return shown
 
 
 def words(found: Sequence[Change], differing: Sequence[tuple[str, str, str]], warnings: Sequence[str]) -> list[str]:
     """What the table says, in lines."""
-    lines = []
-    for name in ("worse", "better"):
+    alone = any(one.how.endswith(ONE_RUN) for one in found)
+    lines = [REPEAT] if alone else []
+    for name in ("worse", "better", "higher", "lower"):
         for point in dict.fromkeys(one.point for one in found if one.verdict == name):
             these = [one for one in found if one.verdict == name and one.point == point]
             lines.append(f"{name} at {point}: " + ", ".join(f"{one.name} {percent(one.change)}" for one in these))
-    if not any(one.verdict in ("better", "worse") for one in found):
-        lines.append(
-            "nothing changed beyond noise"
-            if any(one.low is not None for one in found)
-            else "nothing tells the noise: measure with --repeat"
-        )
-    if any("one run" in one.how for one in found):
-        lines.append(WITHIN)
+    if not any(one.verdict in ("better", "worse", "higher", "lower") for one in found):
+        known = any(one.low is not None for one in found)
+        lines.append("nothing changed beyond noise" if known else "nothing tells the noise: measure with --repeat")
+    sources = dict.fromkeys(one.how for one in found if one.low is not None)
+    if sources:
+        lines.append(f"intervals from {'; '.join(sources)}")
     lines += [f"differs: {name}: {left} → {right}" for name, left, right in differing]
     return [*lines, *warnings]
 
@@ -178,6 +196,9 @@ def _warnings(a: Sequence[Json], b: Sequence[Json], left: Points, right: Points)
         for one in results:
             if one.get("partial"):
                 yield f"{side} is partial: {one.get('ended')}"
+        apart = {name: (was, now) for one in results[1:] for name, was, now in differences(results[0], one)}
+        for name in sorted(apart.keys() - REPEATS_DIFFER):
+            yield f"the files of {side} are no repeats of one: {name} is {apart[name][0]} and {apart[name][1]}"
     for side, mine, other in (("A", left, right), ("B", right, left)):
         missing = [name for name in mine if name not in other]
         if missing:
@@ -188,9 +209,9 @@ def compare(
     a: Sequence[Json], b: Sequence[Json], confidence: float, threshold: float
 ) -> tuple[list[Change], list[tuple[str, str, str]], list[str]]:
     """The changes, the differences of the settings, and warnings. Raises ReadError where the two have nothing in common."""
-    kinds = kind(a[0]), kind(b[0])
-    if kinds[0] != kinds[1]:
-        raise ReadError(f"A is of `{kinds[0]}` and B of `{kinds[1]}`: nothing to compare")
+    kinds = [", ".join(dict.fromkeys(f"`{kind(one)}`" for one in side)) for side in (a, b)]
+    if "," in kinds[0] or kinds[0] != kinds[1]:
+        raise ReadError(f"A is of {kinds[0]} and B of {kinds[1]}: nothing to compare")
     left, right = points(a), points(b)
     found = list(changes(left, right, confidence, threshold))
     if not found:
@@ -198,11 +219,11 @@ def compare(
     return found, differences(a[0], b[0]), list(_warnings(a, b, left, right))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="thalweg bench compare",
-        description="Says what changed from A to B beyond noise. Each is a result of bench serve, offline, one-batch, startup, kernels or eval; "
-        "several files with commas between them are repeats of one.",
+        description="Says what changed from A to B beyond noise. Each is a result of bench serve, offline, one-batch, startup or kernels, of eval "
+        "or ablate; several files with commas between them are repeats of one.",
     )
     add = parser.add_argument
     add("a", metavar="A", help="the result before")
@@ -227,7 +248,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _read(given: str) -> list[Json]:
-    return [result for name in given.split(",") for result in load(Path(name))]
+    """The results of files with commas between them. Raises ReadError naming the one that is none, or not whole."""
+    found: list[Json] = []
+    for name in given.split(","):
+        results = load(Path(name))
+        try:
+            points(results)
+        except ReadError as error:
+            raise ReadError(f"{name}: {error}") from error
+        found += results
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -240,8 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found, differing, warnings = compare(_read(args.a), _read(args.b), args.confidence, args.threshold / 100)
         told = words(found, differing, warnings)
-        console = Console(width=None if sys.stdout.isatty() else 160)
-        console.print(table(found, (args.a, args.b)))
+        Console(width=shutil.get_terminal_size((WIDTH, 0)).columns).print(table(found, (args.a, args.b)))
         print("\n".join(told))
         if args.output_file:
             sides = {"a": args.a, "b": args.b, "changes": [asdict(one) for one in found], "words": told}

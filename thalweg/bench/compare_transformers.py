@@ -40,6 +40,7 @@ from thalweg.bench.results import ResultError, provenance, write
 from thalweg.config.args import Parser, config_parser, parse_config
 from thalweg.core.errors import CannotServe, CheckpointError, ThalwegError
 from thalweg.engine.local import LocalEngine
+from thalweg.launch.resolved import Resolved
 
 CACHES = ("dynamic", "static")
 BLOCK = 128
@@ -238,8 +239,8 @@ def table(results: Sequence[dict[str, object]]) -> Table:
     return shown
 
 
-def run(argv: list[str]) -> list[dict[str, object]]:
-    """Raises ThalwegError or ResultError."""
+def run(argv: list[str]) -> int:
+    """Measures and prints; Ctrl-C keeps the batch sizes that are done. The exit status. Raises ThalwegError or ResultError."""
     parsed = parse_config(_parser(), argv)
     args: argparse.Namespace = parsed.rest
     room = room_for(parsed.config, max(args.batch_size), args.input_len, args.output_len)
@@ -251,14 +252,27 @@ def run(argv: list[str]) -> list[dict[str, object]]:
     fits(engine, args.input_len, args.output_len)
     model, rng = load_transformers(resolved.path), Random(args.bench_seed)
     results: list[dict[str, object]] = []
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-        for batch in bar.track(args.batch_size, description="batch sizes"):
-            prompts = random_batch(resolved, batch, args.input_len, rng)
-            contestants: dict[str, Generator] = {"thalweg": Ours(engine)}
-            contestants |= {f"transformers {cache}": Theirs(model, cache) for cache in CACHES}
-            runs = compete(contestants, prompts, args.output_len, args.rounds)
-            results.append(judge(batch, args.output_len, runs))
+    console, ended = Console(stderr=True), ""
+    try:
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            for batch in bar.track(args.batch_size, description="batch sizes"):
+                prompts = random_batch(resolved, batch, args.input_len, rng)
+                contestants: dict[str, Generator] = {"thalweg": Ours(engine)}
+                contestants |= {f"transformers {cache}": Theirs(model, cache) for cache in CACHES}
+                runs = compete(contestants, prompts, args.output_len, args.rounds)
+                results.append(judge(batch, args.output_len, runs))
+    except KeyboardInterrupt:
+        ended = "Ctrl-C"
+        print("PARTIAL: Ctrl-C; the batch sizes that were done are told and written", file=sys.stderr)
+    if results:
+        _keep(results, ended, args, resolved, argv)
+    return 130 if ended else 0
+
+
+def _keep(
+    results: list[dict[str, object]], ended: str, args: argparse.Namespace, resolved: Resolved, argv: list[str]
+) -> None:
+    """Prints and writes them. Raises ResultError."""
     Console().print(table(results))
     if args.output_file:
         lengths = {
@@ -269,17 +283,16 @@ def run(argv: list[str]) -> list[dict[str, object]]:
         }
         load = {"checkpoint": folder_name(resolved.path), "threads": torch.get_num_threads(), **lengths}
         told = provenance("bench compare-transformers", argv, configuration(resolved))
-        write(Path(args.output_file), {"load": load, "results": results, **told})
-    return results
+        early = {"partial": bool(ended), "ended": ended}
+        write(Path(args.output_file), {"load": load, "results": results, **early, **told})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not run, 130: Ctrl-C."""
+    """0: done, 1: it could not run, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and written."""
     try:
-        run(list(sys.argv[1:] if argv is None else argv))
+        return run(list(sys.argv[1:] if argv is None else argv))
     except (ThalwegError, ResultError) as error:
         print(f"thalweg bench compare-transformers: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
+        return 2 if isinstance(error, CannotServe) else 1
+    except KeyboardInterrupt:  # before there was anything to keep
         return 130
-    return 0

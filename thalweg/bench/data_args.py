@@ -46,7 +46,8 @@ def add_data(group: argparse._ArgumentGroup) -> None:
     """Adds the flags of all data sets."""
     add = group.add_argument
     names = "{" + ",".join(DATASETS) + "}"
-    add("--dataset-name", type=_dataset, default="random", metavar=names, help="default: %(default)s")
+    also = ", ".join(f"{alias} ({name})" for alias, name in ALIASES.items())
+    add("--dataset-name", type=_dataset, default="random", metavar=names, help=f"default: %(default)s; also: {also}")
     add(
         "--dataset-path",
         default="",
@@ -166,6 +167,17 @@ def check_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error("--num-prompts must be at least 1")
     if args.dataset_name in FROM_FILES and not args.dataset_path:
         parser.error(f"--dataset-name {args.dataset_name} needs --dataset-path")
+
+
+def shorter(args: argparse.Namespace) -> str:
+    """The flags that make this data set's prompts and answers shorter, in words."""
+    flags = {
+        "trace": "--trace-max-input-len, --trace-max-output-len or --trace-length-scale",
+        "generated-shared-prefix": "--gsp-system-prompt-len, --gsp-question-len and --gsp-output-len",
+        "sharegpt": "--sharegpt-context-len and --sharegpt-output-len",
+        "file": "--output-len",
+    }
+    return flags.get(args.dataset_name, "--random-input-len and --random-output-len")
 
 
 def _groups(args: argparse.Namespace) -> Groups:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -14,16 +15,19 @@ from rich.table import Table
 from thalweg.bench import harness
 from thalweg.bench.answers import Answerer, Here, Texts, There
 from thalweg.bench.client import HttpError
+from thalweg.bench.data_args import whole
 from thalweg.bench.datasets import DatasetError
-from thalweg.bench.eval_run import BLIND, CHOICE, LEAST, SHARES, TASKS, Asked, Evaluation, Row, evaluate
+from thalweg.bench.eval_run import BLIND, CHOICE, LEAST, SHARES, TASKS, Asked, Evaluation, Row, evaluate, read_files
 from thalweg.bench.in_process import configuration, folder_name, positive
 from thalweg.bench.own_server import ServerError
 from thalweg.bench.results import ResultError, provenance, write
-from thalweg.config.args import Parser, config_parser, parse_config
+from thalweg.config.args import Parsed, Parser, config_parser, parse_config
 from thalweg.config.options import Config
 from thalweg.config.tree import given
 from thalweg.core.errors import CannotServe, ThalwegError
 from thalweg.llm import LLM
+
+BROKEN = "an error that nobody expected; it stands below"
 
 
 def _parser() -> Parser:
@@ -32,7 +36,16 @@ def _parser() -> Parser:
         "Accuracy on the bundled held-out tasks, on files of questions, and on tasks of lm-evaluation-harness.",
         only=("model", "load", "memory", "schedule"),
     )
-    add = parser.add_argument_group("Evaluation").add_argument
+    _add_questions(parser.add_argument_group("Evaluation"))
+    _add_server(parser.add_argument_group("A server instead of the engine"))
+    add = parser.add_argument_group("Results").add_argument
+    add("--output-file", default="", metavar="FILE", help="write the results as JSON")
+    harness.flags(parser)
+    return parser
+
+
+def _add_questions(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--tasks",
         nargs="+",
@@ -49,7 +62,7 @@ def _parser() -> Parser:
     )  # fmt: skip
     add("--gsm8k", default="", metavar="FILE", help="JSON lines with question and answer (#### number)")
     add("--gsm8k-shots", default="", metavar="FILE", help="worked examples in the same form, put before each question")
-    add("--shots", type=int, default=0, metavar="N", help="how many of them (default: 0)")
+    add("--shots", type=whole, default=0, metavar="N", help="how many of them (default: 0)")
     add("--max-new-tokens", type=positive, default=512, metavar="N", help="for --gsm8k (default: 512)")
     add(
         "--thinking",
@@ -62,6 +75,10 @@ def _parser() -> Parser:
         metavar="FILE",
         help="multiple choice by log-probabilities: JSON lines, see docs/benchmarks.md",
     )
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--base-url",
         default="",
@@ -71,25 +88,30 @@ def _parser() -> Parser:
     add("--served-model-name", default="", metavar="NAME", help="the model's name on that server (default: --model)")
     add("--api-key", default="", metavar="KEY", help="for that server")
     add("--concurrency", type=positive, default=32, metavar="N", help="requests at a time to that server (default: 32)")
-    add("--output-file", default="", metavar="FILE", help="write the results as JSON")
-    harness.flags(parser)
-    return parser
 
 
 def _chosen(args: argparse.Namespace, answerer: Answerer) -> tuple[str, ...]:
     """The tasks to run: those asked for, or all that can be. Raises CannotServe for what HTTP cannot give."""
     here = answerer if isinstance(answerer, Here) else None
-    if args.tasks is not None:
-        possible = (*SHARES, CHOICE) if here is None else TASKS
-        if missing := [task for task in args.tasks if task not in possible]:
+    if here is None:
+        if missing := [task for task in args.tasks or () if task not in (*SHARES, CHOICE)]:
             raise CannotServe(f"--tasks {' '.join(missing)}: needs the engine in this process; leave --base-url out")
-        return tuple(args.tasks)
+    lacking = _lacking(here) if here is not None else {}
+    if args.tasks is not None:
+        for task in args.tasks:
+            if task in lacking:
+                raise CannotServe(f"--tasks {task}: {lacking[task]}; leave it out")
+        return tuple(dict.fromkeys(args.tasks))
     if args.gsm8k or args.choices:
         return ()
-    if here is None:
-        return SHARES  # log-probabilities of prompts are not every server's
-    lacking = {BLIND: not here.indexers(), "nextn": not here.has_nextn()}
-    return tuple(task for task in TASKS if not lacking.get(task))
+    # log-probabilities of prompts are not every server's
+    return SHARES if here is None else tuple(task for task in TASKS if task not in lacking)
+
+
+def _lacking(here: Here) -> dict[str, str]:
+    """Tasks that this model cannot do, with the reason."""
+    lacking = {} if here.indexers() else {BLIND: "this model has no indexer whose choice of context could be replaced"}
+    return lacking if here.has_nextn() else {**lacking, "nextn": "this model has no NextN layer"}
 
 
 def _asked(args: argparse.Namespace, tasks: tuple[str, ...]) -> Asked:
@@ -108,12 +130,14 @@ def _asked(args: argparse.Namespace, tasks: tuple[str, ...]) -> Asked:
 
 
 def table(rows: Sequence[Row]) -> Table:
+    """The rows; of a task that was broken off, how many items of how many."""
     shown = Table(title="held-out results", title_justify="left")
     shown.add_column("task", no_wrap=True)
     for head in ("items", "result", "95 % interval", "s"):
         shown.add_column(head, justify="right")
     for row in rows:
         items, seconds = str(row.get("items", row["total"])), f"{row['seconds']:.0f}"
+        items += f" of {row['asked']}" if "asked" in row else ""
         if "share" in row:
             result, interval = f"{row['share']:.1%}", f"{row['low_95']:.1%} – {row['high_95']:.1%}"
         else:
@@ -141,38 +165,67 @@ def _start(config: Config, args: argparse.Namespace, progress: Progress) -> tupl
     )
 
 
-def run(argv: list[str]) -> list[Row]:
-    """Evaluates and prints; Ctrl-C keeps the tasks that are done. Raises ThalwegError, HttpError, DatasetError, ServerError or ResultError."""
+def run(argv: list[str]) -> int:
+    """Evaluates, prints and writes; what is done is kept when Ctrl-C or an error ends it. The exit status.
+
+    Raises ThalwegError, HttpError, DatasetError, ServerError or ResultError where nothing was measured, or it cannot be written.
+    """
     parsed = parse_config(_parser(), argv)
     args = parsed.rest
     if args.harness:
-        return harness.run(parsed.config, args, argv)
+        return 0 if harness.run(parsed.config, args, argv) else 1
     if args.base_url and args.indexer != "model":
         raise CannotServe("--indexer random: needs the engine in this process; leave --base-url out")
-    console = Console(stderr=True)
+    read_files(_asked(args, ()))  # what is wrong with them is said before a model is loaded
+    console, ended, status = Console(stderr=True), BROKEN, 1
     with Progress(console=console, disable=not (console.is_terminal and args.base_url)) as progress:
         evaluation, configured = _start(parsed.config, args, progress)
-        tasks = _chosen(args, evaluation.answerer)
+        asked = _asked(args, _chosen(args, evaluation.answerer))
         try:
-            for _ in evaluate(evaluation, _asked(args, tasks), progress):
+            for _ in evaluate(evaluation, asked, progress):
                 pass
+            ended, status = "", 0
         except KeyboardInterrupt:
-            print("interrupted: the tasks that are done follow", file=sys.stderr)
+            ended, status = "Ctrl-C", 130
+        except (ThalwegError, HttpError) as error:
+            if not evaluation.rows:
+                raise
+            ended = str(error)
         finally:
             if evaluation.rows:
-                Console().print(table(evaluation.rows))
-    if args.output_file and evaluation.rows:
+                _keep(evaluation.rows, asked, ended, parsed, argv, configured)
+    return status if evaluation.rows else status or 1
+
+
+def _keep(
+    rows: Sequence[Row],
+    asked: Asked,
+    ended: str,
+    parsed: Parsed,
+    argv: Sequence[str],
+    configured: Mapping[str, object],
+) -> None:
+    """Prints and writes what was measured. ended: why it is not all, "" where it is. Raises ResultError."""
+    Console().print(table(rows))
+    if ended:
+        print(f"thalweg eval: PARTIAL: {ended}; the rows are of what was answered until then", file=sys.stderr)
+    args = parsed.rest
+    if args.output_file:
         told = [word for word in argv if not args.api_key or args.api_key not in word]
-        asked = {"tasks": tasks, "items": args.items, "items_seed": args.items_seed, "indexer": args.indexer}
-        head = {"checkpoint": folder_name(Path(parsed.config.model.model)), "evaluation": asked}
-        write(Path(args.output_file), {**head, "results": evaluation.rows, **provenance("eval", told, configured)})
-    return evaluation.rows
+        head = {"checkpoint": folder_name(Path(parsed.config.model.model)), "evaluation": msgspec.to_builtins(asked)}
+        result = {**head, "results": rows, "partial": bool(ended), "ended": ended}
+        write(Path(args.output_file), {**result, **provenance("eval", told, configured)})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not run or nothing was measured."""
+    """0: done; 1: it could not run, or an error ended it; 2: it was asked for wrongly; 130: Ctrl-C. What was measured is told and written."""
     try:
-        return 0 if run(list(sys.argv[1:] if argv is None else argv)) else 1
+        return run(list(sys.argv[1:] if argv is None else argv))
+    except CannotServe as error:
+        print(f"thalweg eval: {error}", file=sys.stderr)
+        return 2
     except (ThalwegError, HttpError, DatasetError, ResultError, ServerError) as error:
         print(f"thalweg eval: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # before there was anything to keep
+        return 130

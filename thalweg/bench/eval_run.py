@@ -14,10 +14,12 @@ from rich.progress import Progress
 
 from thalweg.attention.selection import RandomChoice, best
 from thalweg.bench import gsm8k, multiple_choice
-from thalweg.bench.answers import Answerer, Here, Texts
+from thalweg.bench.answers import Answer, Answerer, Continued, Here, Texts
+from thalweg.bench.datasets import DatasetError
 from thalweg.bench.nextn_acceptance import Written, acceptance, load_nextn
 from thalweg.bench.statistics import Share
 from thalweg.bench.tasks import Item, make_items, score
+from thalweg.core.errors import CannotServe
 
 SHARES = ("sums", "recall", "tools")  # answered and scored right or wrong
 BLIND = "recall-random"  # recall, with a random choice of context in the place of the indexer's
@@ -51,8 +53,33 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.tasks or self.gsm8k or self.choices)
 
 
+class Files(msgspec.Struct, frozen=True):
+    """What the files hold: problems and worked examples of gsm8k, and questions of multiple choice."""
+
+    problems: tuple[gsm8k.Problem, ...] = ()
+    shots: tuple[gsm8k.Problem, ...] = ()
+    questions: tuple[multiple_choice.Question, ...] = ()
+
+
+def read_files(asked: Asked) -> Files:
+    """Raises DatasetError for a file that cannot be read, has a broken line or too few worked examples; CannotServe for flags that lack another."""
+    if asked.shots and not (asked.gsm8k and asked.gsm8k_shots):
+        raise CannotServe(
+            f"--shots {asked.shots}: needs --gsm8k FILE and --gsm8k-shots FILE, from which the worked examples are taken"
+        )
+    if asked.gsm8k_shots and not asked.shots:
+        raise CannotServe(f"--gsm8k-shots {asked.gsm8k_shots}: say how many of them with --shots N")
+    problems = gsm8k.read_problems(Path(asked.gsm8k))[: asked.items] if asked.gsm8k else []
+    shots = gsm8k.read_problems(Path(asked.gsm8k_shots)) if asked.shots else []
+    if len(shots) < asked.shots:
+        raise DatasetError(f"{asked.gsm8k_shots}: {len(shots)} worked examples, and --shots asks for {asked.shots}")
+    questions = multiple_choice.read_questions(Path(asked.choices))[: asked.items] if asked.choices else []
+    return Files(tuple(problems), tuple(shots[: asked.shots]), tuple(questions))
+
+
 class Evaluation:
-    """Items → rows of results. `rows` grows task by task, so that what is done survives an interruption."""
+    """Items → rows of results. `rows` grows task by task, so that what is done survives an interruption; a task that is broken off has a row of
+    what it had by then, with `asked`, how many it should have been."""
 
     def __init__(self, texts: Texts, answerer: Answerer, items: int, seed: int) -> None:
         self.texts, self.answerer, self.items, self.seed = texts, answerer, items, seed
@@ -66,45 +93,52 @@ class Evaluation:
         """One row: how many of the items are answered right."""
         begin = time.perf_counter()
         questions = [self.texts.question(item) for item in items]
-        answers = self.answerer.answer(questions, name)
-        hits = [right(item, answer.text) for item, answer in zip(items, answers, strict=True)]
-        self.written[name] = [(question.ids, answer.ids) for question, answer in zip(questions, answers, strict=True)]
-        wrong = [
-            {"question": items[i].messages[-1], "answer": answers[i].text, "right": items[i].answer}
-            for i, hit in enumerate(hits)
-            if not hit
-        ]
-        seconds = time.perf_counter() - begin
-        self.rows.append(
-            {"task": name, **Share(sum(hits), len(hits)).as_json(), "seconds": seconds, "wrong": wrong[:KEPT_WRONG]}
-        )
+        answers: dict[int, Answer] = {}
+        try:
+            self.answerer.answer(questions, name, answers)
+            self.written[name] = [(question.ids, answers[place].ids) for place, question in enumerate(questions)]
+        finally:
+            failed = [place for place, answer in sorted(answers.items()) if not right(items[place], answer.text)]
+            wrong = [
+                {"question": items[i].messages[-1], "answer": answers[i].text, "right": items[i].answer}
+                for i in failed[:KEPT_WRONG]
+            ]
+            self._add_share(name, Share(len(answers) - len(failed), len(answers)), len(items), begin, {"wrong": wrong})
+
+    def _add_share(self, name: str, share: Share, asked: int, begin: float, more: Row) -> None:
+        """A row, unless nothing at all was answered."""
+        if share.total:
+            row = {"task": name, **share.as_json(), "seconds": time.perf_counter() - begin, **more}
+            self.rows.append(row if share.total == asked else {**row, "asked": asked})
 
     def choices(self, name: str, questions: Sequence[multiple_choice.Question], a_byte: bool) -> None:
         """Multiple choice by the log-probability of each choice's text: a row, and one for that a byte where it is asked for."""
         begin = time.perf_counter()
-        picks = multiple_choice.answer(questions, self.texts, self.answerer, name)
-        seconds = time.perf_counter() - begin
-        right = [question.answer for question in questions]
-        chosen = {name: [pick.by_sum for pick in picks]}
-        if a_byte:
-            chosen[f"{name}, a byte"] = [pick.by_byte for pick in picks]
-        for task, indices in chosen.items():
-            hits = sum(index == answer for index, answer in zip(indices, right, strict=True))
-            self.rows.append({"task": task, **Share(hits, len(right)).as_json(), "seconds": seconds})
+        picks: dict[int, multiple_choice.Pick] = {}
+        try:
+            multiple_choice.answer(questions, self.texts, self.answerer, name, picks)
+        finally:
+            hits = sum(pick.by_sum == questions[place].answer for place, pick in picks.items())
+            self._add_share(name, Share(hits, len(picks)), len(questions), begin, {})
+            if a_byte:
+                hits = sum(pick.by_byte == questions[place].answer for place, pick in picks.items())
+                self._add_share(f"{name}, a byte", Share(hits, len(picks)), len(questions), begin, {})
 
     def perplexity(self, here: Here) -> None:
         """One row: dialogue, by the log-probabilities of the right answers."""
         items, begin = self.held_out("dialogue"), time.perf_counter()
-        sequences = [self.texts.with_target(item) for item in items]
-        scored = here.llm.score([ids for ids, _ in sequences], progress=here.progress)
-        nats = [
-            -entry.logprob for (_, at), entries in zip(sequences, scored, strict=True) for entry in entries[at - 1 :]
-        ]
-        size = sum(len(item.target.encode()) for item in items)
-        total = math.fsum(nats)
-        row: Row = {"task": "dialogue perplexity", "total": len(items), "tokens": len(nats)}
-        row |= {"perplexity": math.exp(total / len(nats)), "bits_per_byte": total / math.log(2) / size}
-        self.rows.append(row | {"seconds": time.perf_counter() - begin})
+        answers = [Continued(*self.texts.with_target(item)) for item in items]
+        logs: dict[int, float] = {}
+        try:
+            here.likelihoods(answers, "dialogue", logs)
+        finally:
+            if logs:
+                tokens = sum(len(answers[place].ids) - answers[place].at for place in logs)
+                size, nats = sum(len(items[place].target.encode()) for place in logs), -math.fsum(logs.values())
+                row: Row = {"task": "dialogue perplexity", "total": len(logs), "tokens": tokens}
+                row |= {"perplexity": math.exp(nats / tokens), "bits_per_byte": nats / math.log(2) / size}
+                row |= {"seconds": time.perf_counter() - begin}
+                self.rows.append(row if len(logs) == len(items) else row | {"asked": len(items)})
 
     def nextn(self, here: Here, progress: Progress) -> None:
         """A row for each of NEXTN_ON: greedy acceptance at depth 1, on the engine's own greedy texts."""
@@ -113,8 +147,9 @@ class Evaluation:
             begin = time.perf_counter()
             if name not in self.written:
                 questions = [self.texts.question(item) for item in self.held_out(name)]
-                answers = here.answer(questions, name)
-                self.written[name] = [(q.ids, a.ids) for q, a in zip(questions, answers, strict=True)]
+                answers: dict[int, Answer] = {}
+                here.answer(questions, name, answers)
+                self.written[name] = [(question.ids, answers[place].ids) for place, question in enumerate(questions)]
             written = self.written[name]
             bar = progress.add_task(f"NextN on {name}", total=len(written))
 
@@ -127,14 +162,14 @@ class Evaluation:
 
 
 def evaluate(run: Evaluation, asked: Asked, progress: Progress | None = None) -> Iterator[Row]:
-    """Fills run.rows, and gives each as soon as its task is done. Raises ThalwegError, HttpError or DatasetError."""
-    told = 0
-    for _ in _tasks(run, asked, progress or Progress(disable=True)):
+    """Fills run.rows, and gives each as soon as its task is done. The files are read first. Raises ThalwegError, HttpError or DatasetError."""
+    files, told = read_files(asked), 0
+    for _ in _tasks(run, asked, files, progress or Progress(disable=True)):
         yield from run.rows[told:]
         told = len(run.rows)
 
 
-def _tasks(run: Evaluation, asked: Asked, progress: Progress) -> Iterator[str]:
+def _tasks(run: Evaluation, asked: Asked, files: Files, progress: Progress) -> Iterator[str]:
     """Does one task after the other; their names."""
     here = run.answerer if isinstance(run.answerer, Here) else None
     blind = RandomChoice(asked.seed)
@@ -153,12 +188,10 @@ def _tasks(run: Evaluation, asked: Asked, progress: Progress) -> Iterator[str]:
         elif here is not None:
             run.perplexity(here) if task == "dialogue" else run.nextn(here, progress)
         yield task
-    if asked.gsm8k:
-        problems = gsm8k.read_problems(Path(asked.gsm8k))[: asked.items]
-        shots = gsm8k.read_problems(Path(asked.gsm8k_shots))[: asked.shots] if asked.shots else []
-        run.share("gsm8k" + mark, gsm8k.items(problems, shots, asked.thinking, asked.max_new_tokens), gsm8k.score)
+    if files.problems:
+        items = gsm8k.items(files.problems, files.shots, asked.thinking, asked.max_new_tokens)
+        run.share("gsm8k" + mark, items, gsm8k.score)
         yield "gsm8k"
-    if asked.choices:
-        path = Path(asked.choices)
-        run.choices(path.stem + mark, multiple_choice.read_questions(path)[: asked.items], a_byte=True)
+    if files.questions:
+        run.choices(Path(asked.choices).stem + mark, files.questions, a_byte=True)
         yield "choices"

@@ -36,6 +36,25 @@ class Timing:
     outputs: list[Tokens] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of a sequence. flags: that gave them. more: tokens beyond those."""
+
+    input: int
+    output: int
+    flags: tuple[str, str] = ("--input-len", "--output-len")
+    more: int = 0
+
+    def within(self, context: int) -> None:
+        """Raises CannotServe when it is longer."""
+        total = self.input + self.output + self.more
+        if total > context:
+            raise CannotServe(
+                f"{self.flags[0]} {self.input} and {self.flags[1]} {self.output} make {total} tokens, and a sequence has at most {context} "
+                "here: ask for less"
+            )
+
+
 def positive(text: str) -> int:
     """An argparse type: a whole number from 1 on."""
     if not text.isdigit() or int(text) == 0:
@@ -57,10 +76,15 @@ def room_for(config: Config, batch: int, input_len: int, output_len: int) -> Con
     return replace(config, **wishes)
 
 
-def start(config: Config) -> tuple[Resolved, LocalEngine]:
-    """Resolves, loads and builds. Raises CannotServe or CheckpointError."""
+def start(config: Config, longest: Lengths | None = None) -> tuple[Resolved, LocalEngine]:
+    """Resolves, loads and builds. longest: what must fit. Raises CannotServe, where that is known before anything is loaded, or CheckpointError."""
     resolved = resolve(config)
-    return resolved, LocalEngine(resolved.engine)
+    if longest is not None:
+        longest.within(resolved.engine.context)
+    engine = LocalEngine(resolved.engine)
+    if longest is not None:
+        longest.within(engine.context)  # which is less where memory holds less
+    return resolved, engine
 
 
 def configuration(resolved: Resolved) -> dict[str, object]:
@@ -78,11 +102,7 @@ def random_batch(resolved: Resolved, batch: int, length: int, rng: Random) -> li
 
 def fits(engine: LocalEngine, input_len: int, output_len: int) -> None:
     """Raises CannotServe when such a sequence is longer than the engine's context."""
-    if input_len + output_len > engine.context:
-        raise CannotServe(
-            f"--input-len {input_len} and --output-len {output_len} make {input_len + output_len} tokens, and a sequence "
-            f"has at most {engine.context} here: ask for less"
-        )
+    Lengths(input_len, output_len).within(engine.context)
 
 
 def time_batch(engine: LocalEngine, prompts: Sequence[Tokens], output_len: int) -> Timing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,25 +20,29 @@ from rich.table import Table
 from torch import Tensor
 
 from thalweg.bench import ceilings, stopwatch
+from thalweg.bench.in_process import positive
 from thalweg.bench.results import ResultError, provenance, write
+from thalweg.core.errors import CannotServe
 from thalweg.kernels.case import Case, Inputs, Run, Sized
 from thalweg.kernels.catalog import OPERATIONS
 
 RESIDENT = {"cuda": 300e6, "cpu": 128e6}  # bytes that calls in a row read together: several times the last cache
 MOST_COPIES = 64
 SEED = 1
+UNKNOWN_WIDTH = 160  # columns, where no terminal and no COLUMNS say how many there are
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One backend of one case. us: of a call, measured as `how` says. floor_us: the longer of bytes / read bandwidth and FLOPs / rate of products.
-    share: floor / time. error: of the reference, relative to its largest value; of a small case of the exact result. failed: why there is no time,
-    "" where there is one."""
+    """One backend of one case. us: of a call, measured as `how` says; rounds_us: of each round, from which `bench compare` knows the noise.
+    floor_us: the longer of bytes / read bandwidth and FLOPs / rate of products. share: floor / time. error: of the reference, relative to its
+    largest value; of a small case of the exact result. failed: why there is no time, "" where there is one."""
 
     operation: str
     case: str
     backend: str
     us: float = 0.0
+    rounds_us: tuple[float, ...] = ()
     how: str = ""
     gbs: float = 0.0
     tflops: float = 0.0
@@ -154,8 +159,8 @@ class Bench:
         flops, moved = (sum(column) / len(costs) for column in zip(*costs, strict=True))
         floor = max(moved / self.top["read"], flops / self.top[case.math])
         return replace(
-            empty, us=timing.seconds * 1e6, how=timing.how, gbs=moved / timing.seconds / 1e9, error=error,
-            tflops=flops / timing.seconds / 1e12, floor_us=floor * 1e6, share=floor / timing.seconds,
+            empty, us=timing.seconds * 1e6, rounds_us=tuple(round(1e6 * one, 3) for one in timing.rounds), how=timing.how, error=error,
+            gbs=moved / timing.seconds / 1e9, tflops=flops / timing.seconds / 1e12, floor_us=floor * 1e6, share=floor / timing.seconds,
         )  # fmt: skip
 
     def _reference(self, work: Work, given: Inputs) -> Any:
@@ -207,7 +212,7 @@ def table(rows: Sequence[Row]) -> Table:
         shown_place = ("", "") if place == above else place
         above = place
         if row.failed:
-            shown.add_row(*shown_place, row.backend, f"[red]{row.failed[:60]}[/red]", "", "", "", "")
+            shown.add_row(*shown_place, row.backend, "[red]failed[/red]", "", "", "", "")  # why is said below
             continue
         numbers = f"{row.us:.2f}", f"{row.floor_us:.2f}", f"{row.share:.2f}", f"{row.gbs:.1f}", f"{row.tflops:.3g}"
         shown.add_row(*shown_place, row.backend, *numbers)
@@ -227,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
         help='only what has these words in it: gemm, "experts v3", triton (default: all)',
     )
     add("--device", choices=("cpu", "cuda"), default=None, help="where (default: a GPU where there is one)")
-    add("--threads", type=int, default=None, metavar="N", help="of torch's CPU pool (default: torch's own)")
+    add("--threads", type=positive, default=None, metavar="N", help="of torch's CPU pool (default: torch's own)")
     add("--seconds", type=float, default=0.1, metavar="S", help="how long each is run, about (default: 0.1)")
     add(
         "--reference",
@@ -239,21 +244,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(argv: list[str]) -> list[Row]:
-    """Measures and prints; Ctrl-C ends early and keeps what was measured. Raises ResultError."""
+def run(argv: list[str]) -> tuple[list[Row], bool]:
+    """Measures and prints. What was measured, and whether Ctrl-C ended it early. Raises ResultError, CannotServe for what is not here."""
     args = _parser().parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise CannotServe("--device cuda: torch sees no GPU here; use --device cpu")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.threads:
         torch.set_num_threads(args.threads)
     chosen = select(works(device), args.names, args.reference or device.type == "cpu")
     if not chosen:
-        raise ResultError(
+        raise CannotServe(
             f"nothing here has {' or '.join(map(repr, args.names))} in its name; --list says what there is"
         )
     if args.list:
         print("\n".join(work.words(backend) for work, backend in chosen))
-        return []
-    console, rows = Console(stderr=True), []
+        return [], False
+    console, rows, partial = Console(stderr=True), list[Row](), False
     top: dict[str, float] = {}
     try:
         top = ceilings.rates(device)
@@ -265,18 +272,19 @@ def run(argv: list[str]) -> list[Row]:
                 rows.append(bench.row(work, backend))
                 bar.advance(task)
     except KeyboardInterrupt:
-        print("interrupted: what was measured follows", file=sys.stderr)
+        partial = True
     _tell(rows, top)
     if args.result_filename:
         settings = {"device": device.type, "threads": torch.get_num_threads(), "seconds": args.seconds}
-        measured = {"ceilings": top, "rows": [asdict(row) for row in rows]}
+        ended = {"partial": partial, "ended": "Ctrl-C" if partial else ""}
+        measured = {"ceilings": top, "rows": [asdict(row) for row in rows], **ended}
         write(Path(args.result_filename), measured | provenance("bench kernels", argv, settings))
-    return rows
+    return rows, partial
 
 
 def _tell(rows: Sequence[Row], top: dict[str, float]) -> None:
-    stream = Console(width=None if sys.stdout.isatty() else 160)
-    stream.print(table(rows))
+    width = shutil.get_terminal_size((UNKNOWN_WIDTH, 0)).columns
+    Console(width=width).print(table(rows))
     if top:
         rates = ", ".join(f"{name} {top[name] / 1e12:.3g} TFLOP/s" for name in top if name != "read")
         print(f"ceilings measured in this run: read {top['read'] / 1e9:.1f} GB/s, {rates}")
@@ -286,11 +294,16 @@ def _tell(rows: Sequence[Row], top: dict[str, float]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all done, 1: something failed or could not be written."""
+    """0: all done, 1: something failed or could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and written."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        rows = run(words)
-    except ResultError as error:
+        rows, partial = run(words)
+    except (CannotServe, ResultError) as error:
         print(f"thalweg bench kernels: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, CannotServe) else 1
+    except KeyboardInterrupt:
+        return 130
+    if partial:
+        print("PARTIAL: Ctrl-C; what was measured until then is above", file=sys.stderr)
+        return 130
     return int(any(row.failed for row in rows))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 PERCENTILES = (90, 95, 99)
@@ -86,22 +86,32 @@ def peak_concurrency(records: Iterable[Record]) -> int:
     return peak
 
 
-def peak_tokens_per_second(records: Iterable[Record]) -> float:
-    """Most tokens that arrived within one second; seconds are counted from the first start."""
-    records = list(records)
-    if not records:
-        return 0.0
-    first = min(r.start for r in records)
-    seconds: Counter[int] = Counter()
-    for r in records:
-        if r.ttft < 0:
+def arrivals(records: Iterable[Record], start: float) -> Iterator[tuple[float, int]]:
+    """(seconds after `start`, tokens) of everything that arrived, of requests that failed later too; in the order of the requests."""
+    for record in records:
+        if record.ttft < 0:
             continue
-        at = r.start + r.ttft - first
-        seconds[int(at)] += max(r.output_tokens - len(r.itl), 1)
-        for gap in r.itl:
+        at = record.start + record.ttft - start
+        yield at, max(record.output_tokens - len(record.itl), 1)
+        for gap in record.itl:
             at += gap
-            seconds[int(at)] += 1
-    return float(max(seconds.values(), default=0))
+            yield at, 1
+
+
+def peak_tokens_per_second(records: Iterable[Record], duration: float) -> float:
+    """Most tokens that arrived within any second of a run, wherever that second begins. duration: of the run; one of less than a second has
+    its mean for a peak."""
+    ordered = sorted(arrivals(records, 0.0))
+    if duration < 1.0:
+        return sum(count for _, count in ordered) / duration
+    most = within = first = 0
+    for at, count in ordered:
+        within += count
+        while ordered[first][0] <= at - 1.0:
+            within -= ordered[first][1]
+            first += 1
+        most = max(most, within)
+    return float(most)
 
 
 def measure(records: Sequence[Record], duration: float) -> dict[str, float]:
@@ -121,7 +131,7 @@ def measure(records: Sequence[Record], duration: float) -> dict[str, float]:
         "output_throughput": outputs / duration,
         "total_throughput": (inputs + outputs) / duration,
         "concurrency": sum(r.latency for r in good) / duration,
-        "max_output_tokens_per_s": peak_tokens_per_second(good),
+        "max_output_tokens_per_s": peak_tokens_per_second(good, duration),
         "max_concurrent_requests": peak_concurrency(r for r in records if r.start > 0),
     }
     gaps = [gap for r in good for gap in r.itl]

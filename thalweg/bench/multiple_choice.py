@@ -115,13 +115,24 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def answer(questions: Sequence[Question], texts: Texts, answerer: Answerer, label: str) -> list[Pick]:
-    """What the model chooses. Raises InvalidRequest for a conversation where the checkpoint has no chat format, NoAnswer when a request fails."""
+def answer(questions: Sequence[Question], texts: Texts, answerer: Answerer, label: str, into: dict[int, Pick]) -> None:
+    """Puts into `into` what the model chooses, by the question's place, of those whose choices all have been weighed when it ends or is ended.
+
+    Raises InvalidRequest for a conversation where the checkpoint has no chat format, NoAnswer when a request fails.
+    """
     asked = [one for question in questions for one in continued(question, texts)]
-    sums = iter(answerer.likelihoods(asked, label))
-    picks = []
-    for question in questions:
-        nats = [next(sums) for _ in question.choices]
-        rates = [value / len(text.encode()) for value, text in zip(nats, question.choices, strict=True)]
-        picks.append(Pick(nats.index(max(nats)), rates.index(max(rates))))
-    return picks
+    nats: dict[int, float] = {}
+    try:
+        answerer.likelihoods(asked, label, nats)
+    finally:
+        first = 0
+        for place, question in enumerate(questions):
+            places = range(first, first + len(question.choices))
+            first = places.stop
+            if all(one in nats for one in places):
+                into[place] = _pick(question, [nats[one] for one in places])
+
+
+def _pick(question: Question, nats: Sequence[float]) -> Pick:
+    rates = [value / len(text.encode()) for value, text in zip(nats, question.choices, strict=True)]
+    return Pick(nats.index(max(nats)), rates.index(max(rates)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,9 +18,9 @@ from rich.table import Table
 
 from thalweg.bench import ceilings, coverage
 from thalweg.bench.in_process import (
+    Lengths,
     Timing,
     configuration,
-    fits,
     middle,
     positive,
     random_batch,
@@ -32,7 +33,7 @@ from thalweg.bench.results import ResultError, provenance, write
 from thalweg.config.args import Parser, config_parser, parse_config
 from thalweg.config.model import read_facts
 from thalweg.config.options import Config
-from thalweg.core.errors import ThalwegError
+from thalweg.core.errors import CannotServe, ThalwegError
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import floors
 from thalweg.launch.planning.floors import Ceilings
@@ -40,6 +41,7 @@ from thalweg.launch.resolved import Resolved
 
 SHOWN_STEPS = 5  # decode steps that are printed one by one, as SGLang does
 WARM_UP_TOKENS = 8
+UNKNOWN_WIDTH = 120  # columns, where no terminal and no COLUMNS say how many there are
 
 Case = tuple[int, int, int]  # batch size, input length, output length
 
@@ -48,7 +50,7 @@ def _parser() -> Parser:
     parser = config_parser(
         "thalweg bench one-batch",
         "Times prefill and decode of batches of random tokens: every batch size with every input and output length.",
-        only=("model", "load", "memory", "schedule"),
+        only=("model", "load", "memory", "schedule", "speculative"),
     )
     group = parser.add_argument_group("Batches")
     add = group.add_argument
@@ -102,6 +104,9 @@ def report(case: Case, timing: Timing, run_name: str) -> dict[str, object]:
     """The numbers of a case, under SGLang's keys; latencies in seconds, throughputs in tokens a second."""
     batch, input_len, output_len = case
     step = middle(timing.decode)
+    wrote = (
+        batch * (output_len - 1) / len(timing.decode) if timing.decode else 0.0
+    )  # of a step: more than `batch` where drafts were right
     return {
         "run_name": run_name,
         "batch_size": batch,
@@ -110,7 +115,7 @@ def report(case: Case, timing: Timing, run_name: str) -> dict[str, object]:
         "prefill_latency": timing.prefill,
         "prefill_throughput": batch * input_len / timing.prefill,
         "median_decode_latency": step,
-        "median_decode_throughput": batch / step if step else 0.0,
+        "median_decode_throughput": wrote / step if step else 0.0,
         "p99_decode_latency": percentile(sorted(timing.decode), 99) if timing.decode else 0.0,
         "total_latency": timing.total,
         "overall_throughput": batch * (input_len + output_len) / timing.total,
@@ -134,6 +139,10 @@ def lines(case: Case, timing: Timing, result: dict[str, object]) -> list[str]:
             line("Decode. ", result["median_decode_latency"], result["median_decode_throughput"], of="median ")
         )
     shown.append(line("Total. ", result["total_latency"], result["overall_throughput"]))
+    if "accept_length" in result:
+        shown.append(
+            f"Accept length: {result['accept_length']:.2f}, share of drafts accepted: {result['accept_rate']:.3f}"
+        )
     if "decode_floor" in result:
         for phase in ("prefill", "decode"):
             shown.append(
@@ -159,7 +168,6 @@ def ceilings_of(config: Config) -> Ceilings | None:
 def measure(engine: LocalEngine, resolved: Resolved, case: Case, repeat: int, rng: Random) -> list[Timing]:
     """A short warm-up of the same shape, then `repeat` runs, each with tokens never seen before."""
     batch, input_len, output_len = case
-    fits(engine, input_len, output_len)
     time_batch(engine, random_batch(resolved, batch, input_len, rng), min(output_len, WARM_UP_TOKENS))
     return [time_batch(engine, random_batch(resolved, batch, input_len, rng), output_len) for _ in range(repeat)]
 
@@ -186,42 +194,56 @@ def table(results: Sequence[dict[str, object]]) -> Table:
     return shown
 
 
-def run(argv: list[str]) -> list[dict[str, object]]:
-    """Measures every case and prints it at once; Ctrl-C ends the list early and keeps it. Raises ThalwegError or ResultError."""
+def run(argv: list[str]) -> tuple[list[dict[str, object]], str]:
+    """Measures every case and prints it at once; Ctrl-C or an error ends the list early, and what there is of it is written. The results, and what
+    ended them early, "" if nothing did. Raises ThalwegError or ResultError."""
     parsed = parse_config(_parser(), argv)
     args: argparse.Namespace = parsed.rest
     cases: list[Case] = list(itertools.product(args.batch_size, args.input_len, args.output_len))
     room = room_for(parsed.config, max(args.batch_size), max(args.input_len), max(args.output_len))
     top = ceilings_of(room)
-    resolved, engine = start(room)
-    rng, results, partial = Random(args.bench_seed), list[dict[str, object]](), False
+    resolved, engine = start(room, Lengths(max(args.input_len), max(args.output_len)))
+    rng, results, ended = Random(args.bench_seed), list[dict[str, object]](), "an error"
     console = Console(stderr=True)
     try:
         with Progress(console=console, disable=not console.is_terminal) as bar:
             for case in bar.track(cases, description="cases"):
+                before = engine.loop.stats().drafts
                 runs = measure(engine, resolved, case, args.repeat, rng)
+                drafts = engine.loop.stats().drafts.since(before)
                 timing = min(runs, key=lambda one: one.total)
-                results.append(report(case, timing, args.run_name) | {"runs": each(runs)})
+                steps = [round(seconds, 7) for seconds in timing.decode]
+                results.append(report(case, timing, args.run_name) | {"runs": each(runs), "decode_latencies": steps})
+                if drafts.length is not None:
+                    results[-1] |= {"accept_length": drafts.length, "accept_rate": drafts.rate}
                 if top is not None:
                     covered = coverage.of_decode(engine, random_batch(resolved, case[0], case[1], rng))
                     results[-1] |= shares(resolved, case, timing, top, covered)
                 print("\n".join(lines(case, timing, results[-1])))
+        ended = ""
     except KeyboardInterrupt:
-        print("interrupted: what was measured follows", file=sys.stderr)
-        partial = True
-    Console().print(table(results))
-    if args.result_filename:
-        told = provenance("bench one-batch", argv, configuration(resolved))
-        measured = {} if top is None else {"ceilings": asdict(top)}
-        ended = {"partial": partial, "ended": "Ctrl-C" if partial else ""}
-        write(Path(args.result_filename), {"results": results, **ended, **measured, **told})
-    return results
+        ended = "Ctrl-C"
+    finally:
+        Console(width=shutil.get_terminal_size((UNKNOWN_WIDTH, 0)).columns).print(table(results))
+        if args.result_filename:
+            told = provenance("bench one-batch", argv, configuration(resolved))
+            measured = {} if top is None else {"ceilings": asdict(top)}
+            early = {"partial": bool(ended), "ended": ended}
+            write(Path(args.result_filename), {"results": results, **early, **measured, **told})
+    return results, ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not start or nothing was measured."""
+    """0: done, 1: it could not run or a result could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and
+    written."""
     try:
-        return 0 if run(list(sys.argv[1:] if argv is None else argv)) else 1
+        _, ended = run(list(sys.argv[1:] if argv is None else argv))
     except (ThalwegError, ResultError) as error:
         print(f"thalweg bench one-batch: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, CannotServe) else 1
+    except KeyboardInterrupt:
+        return 130
+    if ended:
+        print("PARTIAL: Ctrl-C; what was measured until then is above", file=sys.stderr)
+        return 130
+    return 0

@@ -68,13 +68,15 @@ class Pacer:
 @contextmanager
 def punctual() -> Iterator[None]:
     """In here threads of this process (progress bars) hold up this one for half a millisecond at most, and other processes less than
-    usual, where this user may raise a priority."""
+    usual, where this user may raise a priority; one that was lowered on purpose (`nice`) stays as it is."""
     before, nice = sys.getswitchinterval(), os.getpriority(os.PRIO_PROCESS, 0)
     sys.setswitchinterval(SWITCH_SECONDS)
-    with suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, min(nice, NICE))
+    if nice <= 0:  # who started it under `nice` wants it to step back
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, min(nice, NICE))
     try:
         yield
     finally:
         sys.setswitchinterval(before)
-        os.setpriority(os.PRIO_PROCESS, 0, nice)
+        if nice <= 0:
+            os.setpriority(os.PRIO_PROCESS, 0, nice)

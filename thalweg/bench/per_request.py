@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from thalweg.bench.metrics import Record, percentile
+from thalweg.bench.metrics import Record, arrivals, percentile
 
 LIMITS: Mapping[str, Callable[[Record], float | None]] = {
     "ttft": lambda record: record.ttft,
@@ -48,14 +48,8 @@ def samples(records: Sequence[Record]) -> dict[str, list[float]]:
 def tokens_by_second(records: Sequence[Record], start: float) -> list[int]:
     """Output tokens that arrived in each second after `start`, of requests that failed later too."""
     seconds: Counter[int] = Counter()
-    for record in records:
-        if record.ttft < 0:
-            continue
-        at = record.start + record.ttft - start
-        seconds[int(at)] += max(record.output_tokens - len(record.itl), 1)
-        for gap in record.itl:
-            at += gap
-            seconds[int(at)] += 1
+    for at, count in arrivals(records, start):
+        seconds[int(at)] += count
     return [seconds[second] for second in range(max(seconds, default=-1) + 1)]
 
 

@@ -192,6 +192,33 @@ def startup(starts: Sequence[Json]) -> Draw:
     return draw
 
 
+def longest_cases(rows: Sequence[Json]) -> list[Json]:
+    """Of each operation the case that takes longest, by every backend that ran it."""
+    longest: dict[str, Json] = {}
+    for row in rows:
+        if row["us"] > longest.get(row["operation"], {"us": 0.0})["us"]:
+            longest[row["operation"]] = row
+    return [row for row in rows if row["case"] == longest[row["operation"]]["case"]]
+
+
+def kernels(rows: Sequence[Json]) -> Draw:
+    """The share of its ceiling that each kernel reaches, a colour for each backend."""
+    backends = list(dict.fromkeys(row["backend"] for row in rows))
+
+    def draw(figure: Any) -> None:
+        (axis,) = _panels(figure, ("share of the time that reading and multiplying take at best",))
+        for backend, colour in zip(backends, CYCLE, strict=False):
+            mine = [(place, row["share"]) for place, row in enumerate(rows) if row["backend"] == backend]
+            axis.barh([place for place, _ in mine], [share for _, share in mine], color=colour, label=backend)
+        axis.set(
+            yticks=range(len(rows)), yticklabels=[f"{row['operation']}, {row['case']}" for row in rows], xlim=(0, 1.02)
+        )
+        axis.invert_yaxis()
+        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+
+    return draw
+
+
 VERDICT_COLOURS = {"better": GREEN, "worse": RED}
 
 

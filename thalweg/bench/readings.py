@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from thalweg.bench.ablate_tables import apart, groups, rounds
+
 Json = Mapping[str, Any]
+NOT_WHOLE = (LookupError, TypeError, AttributeError, ValueError)  # what reading JSON of another shape ends in
 
 
 class ReadError(Exception):
@@ -19,9 +22,9 @@ class ReadError(Exception):
 class Reading:
     """One measurement at one point.
 
-    unit: of the values. higher: whether more is better. values: one for each repeat. samples: of a single run, of each request (`of`
-    says what is taken of them: mean, median, p99) or of each second (`of` is rate). hits: (hits, total) of a share. seeded: the i-th repeat
-    had the same work in every run with these settings.
+    unit: of the values. higher: whether more is better. values: one for each repeat. samples: of a single run, of each request or whatever
+    `what` says (`of` says what is taken of them: mean, median, p99) or of each second (`of` is rate). hits: (hits, total) of a share.
+    seeded: the i-th repeat had the same work in every run with these settings.
     """
 
     unit: str
@@ -31,6 +34,7 @@ class Reading:
     of: str = ""
     hits: tuple[int, int] | None = None
     seeded: bool = False
+    what: str = "requests"
 
 
 Point = dict[str, Reading]
@@ -65,22 +69,25 @@ def _object(text: str, where: str) -> Json:
 
 def kind(result: Json) -> str:
     """The command that wrote it, "bench serve" for a result of SGLang's tool; "" where it cannot be told."""
-    words = str(result.get("command", "")).split()
+    words = str(result.get("command", "")).split()[:3]
     if words[:1] == ["thalweg"]:
         return " ".join(words[1:3] if words[1:2] == ["bench"] else words[1:2])
     return "bench serve" if "mean_ttft_ms" in result else ""
 
 
 def points(results: Sequence[Json]) -> Points:
-    """All points of the results, repeats of one point brought together. Raises ReadError for what no reader knows."""
+    """All points of the results, repeats of one point brought together. Raises ReadError for what no reader knows or can read."""
     found: Points = {}
     for result in results:
         reader = READERS.get(kind(result))
         if reader is None:
             known = ", ".join(READERS)
             raise ReadError(f"no result of {known}: its command is {result.get('command', 'not told')!r}")
-        for name, point in reader(result):
-            _add(found.setdefault(name, {}), point)
+        try:
+            for name, point in reader(result):
+                _add(found.setdefault(name, {}), point)
+        except NOT_WHOLE as error:
+            raise ReadError(f"not a whole result of `{kind(result)}`: {error!r}") from error
     if not found:
         raise ReadError("a result without any measurement: it ended before there was one")
     return found
@@ -147,6 +154,9 @@ def _one_batch(result: Json) -> Iterator[tuple[str, Point]]:
             name: Reading("ms", False, [1000 * float(run[name]) for run in runs])
             for name in ("prefill_latency", "median_decode_latency", "total_latency")
         }
+        decode = point["median_decode_latency"]
+        decode.samples = [1000 * float(seconds) for seconds in row.get("decode_latencies", ())]
+        decode.of, decode.what = "median", "steps"
         yield f"batch {row['batch_size']}, {row['input_len']} in, {row['output_len']} out", point
 
 
@@ -162,10 +172,9 @@ def _startup(result: Json) -> Iterator[tuple[str, Point]]:
 def _kernels(result: Json) -> Iterator[tuple[str, Point]]:
     for row in result.get("rows", ()):
         if row.get("us") and not row.get("failed"):
-            yield (
-                f"{row['operation']}, {row['case']}, {row['backend']}",
-                {"time": Reading("us", False, [float(row["us"])])},
-            )
+            rounds = [float(one) for one in row.get("rounds_us", ())]
+            time = Reading("us", False, [float(row["us"])], rounds, "median", what="rounds")
+            yield f"{row['operation']}, {row['case']}, {row['backend']}", {"time": time}
 
 
 def _eval(result: Json) -> Iterator[tuple[str, Point]]:
@@ -177,6 +186,24 @@ def _eval(result: Json) -> Iterator[tuple[str, Point]]:
             )
 
 
+def _ablate(result: Json) -> Iterator[tuple[str, Point]]:
+    """A cell is a point, its rounds are repeats: the same work in each."""
+    bases = [(column["name"], column["base"]) for column in result["columns"]]
+    for row in result["cells"]:
+        point: Point = {}
+        for group in groups(result):
+            for name, measure in group.measures.items():
+                values = [float(value) for one in rounds(row).values() if (value := measure(one))]
+                if values:
+                    point[f"{name}, a CPU second" if "CPU" in group.title else name] = Reading("tok/s", True, values)
+        for entry in row.get("accuracy", ()):
+            if entry.get("total") and "hits" in entry:
+                hits = int(entry["hits"]), int(entry["total"])
+                point[str(entry["task"])] = Reading("", True, [hits[0] / hits[1]], hits=hits)
+        if point:
+            yield apart(bases, row["columns"]), point
+
+
 READERS = {
     "bench serve": _serve,
     "bench offline": _offline,
@@ -184,4 +211,5 @@ READERS = {
     "bench startup": _startup,
     "bench kernels": _kernels,
     "eval": _eval,
+    "ablate": _ablate,
 }

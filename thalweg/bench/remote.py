@@ -18,8 +18,8 @@ EMIT = "thalweg_emit_seconds"
 COUNTERS = {
     "prompt_tokens": ("thalweg_prompt_tokens_total", "sglang:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
     "cached_tokens": ("thalweg_cached_tokens_total", "sglang:cached_tokens_total", "vllm:prefix_cache_hits_total"),
-    "drafts": ("vllm:spec_decode_num_drafts_total",),
-    "accepted": ("vllm:spec_decode_num_accepted_tokens_total",),
+    "drafts": ("thalweg_verifications_total", "vllm:spec_decode_num_drafts_total"),
+    "accepted": ("thalweg_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
 }
 
 

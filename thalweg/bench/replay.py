@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thalweg.bench.replayer import Replayer, Verdict
+from thalweg.bench.usage import Parser
 from thalweg.config.model import read_facts
 from thalweg.core.errors import CannotServe
 from thalweg.core.kernels import KernelChoice
@@ -33,7 +34,7 @@ exit status: 0 every output equals the recorded one; 1 one does not, or a step r
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Raises CannotServe for what is no recording or cannot be run here, CheckpointError for a checkpoint that is not there."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "thalweg replay",
         description="Runs the steps of a recording (--crash-dump-folder) again and compares what comes of them.",
         epilog=EPILOG,

@@ -72,7 +72,8 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Place:
-    """A slot, as the device knows it. keys[i]: stands for all tokens up to the end of page i. at: tokens that have KV. drafts: behind the tokens."""
+    """A slot, as the device knows it. keys[i]: stands for all tokens up to the end of page i. at: tokens that have KV. drafts: behind the tokens,
+    parents: of each of them, as of `Output`."""
 
     uid: int
     bind: Bind
@@ -82,6 +83,7 @@ class _Place:
     pages: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
     drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
 
     def key(self, page: int) -> int:
         while len(self.keys) <= page:
@@ -233,7 +235,7 @@ class Replayer:
         start = known - row.n + row.drafts if row.emit else row.start
         place.over = truth.done
         place.tokens += truth.tokens
-        place.drafts = now.drafts
+        place.drafts, place.parents = now.drafts, now.parents
         # of drafts, the KV is right as far as they were accepted and are in the recording
         same = sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(now.tokens[:-1], truth.tokens, strict=False))
@@ -287,7 +289,7 @@ class Replayer:
         place = self._place(row.slot)
         if not row.emit or place.over or place.uid not in self._open:
             return None
-        return MaskState(len(place.tokens), place.tokens[-1], place.drafts)
+        return MaskState(len(place.tokens), place.tokens[-1], place.drafts, place.parents)
 
     # ---- another model
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from thalweg.bench import plots
+from thalweg.bench import ablate_tables, plots
 from thalweg.bench.compare import percent
 from thalweg.bench.plots import FORMATS, Draw, PlotError
-from thalweg.bench.readings import Json, ReadError, kind, load, rows_of
+from thalweg.bench.readings import NOT_WHOLE, Json, ReadError, kind, load, rows_of
+from thalweg.bench.usage import Parser
 
 ROW_INCHES, HEAD_INCHES = 0.24, 0.9  # of a plot with a line for each row
 
@@ -132,8 +132,8 @@ def _compare(result: Json) -> Section:
         known = one["low"] is not None
         interval = f"{percent(one['low'])} … {percent(one['high'])}" if known else ""
         numbers = (one["a"], one["b"], one["unit"], percent(one["change"]), interval)
-        rows.append((one["point"], one["name"], *numbers, one["verdict"], one["how"]))
-    lines = markdown(("point", "measured", "A", "B", "unit", "change", "interval", "verdict", "from"), rows)
+        rows.append((one["point"], one["name"], *numbers, one["verdict"]))
+    lines = markdown(("point", "measured", "A", "B", "unit", "change", "interval", "verdict"), rows)
     height = HEAD_INCHES + ROW_INCHES * min(len(changes), plots.MOST_BARS)
     return Section(
         [*lines, "", *(f"- {word}" for word in result["words"])], [Figure("changes", plots.changes(changes), 2, height)]
@@ -150,13 +150,41 @@ def _eval(result: Json) -> Section:
     return Section(lines, [Figure("tasks", plots.shares(rows), 2, HEAD_INCHES + ROW_INCHES * len(rows))])
 
 
+def _kernels(result: Json) -> Section:
+    """What failed is told below the table."""
+    good = [row for row in result["rows"] if not row["failed"]]
+    heads = ("operation", "case", "backend", "us", "GB/s", "TFLOP/s", "share of its ceiling")
+    rows = [
+        (row["operation"], row["case"], row["backend"], row["us"], row["gbs"], row["tflops"], row["share"])
+        for row in good
+    ]
+    failed = [
+        f"- {row['operation']}, {row['case']}, {row['backend']}: {row['failed']}"
+        for row in result["rows"]
+        if row["failed"]
+    ]
+    shown = plots.longest_cases(good)
+    figures = [Figure("kernels", plots.kernels(shown), 3, HEAD_INCHES + ROW_INCHES * len(shown))] if shown else []
+    return Section([*markdown(heads, rows), *(["", *failed] if failed else [])], figures)
+
+
+def _ablate(result: Json) -> Section:
+    """Its picture lies beside the result: `thalweg ablate` draws it."""
+    worth = ablate_tables.effects(result)
+    return Section(
+        [ablate_tables.head(result), "", *ablate_tables.cell_table(result), *(["", *worth] if worth else [])], []
+    )
+
+
 READERS: Mapping[str, Callable[[Json], Section]] = {
     "bench serve": _serve,
     "bench offline": _offline,
     "bench one-batch": _one_batch,
     "bench startup": _startup,
     "bench compare": _compare,
+    "bench kernels": _kernels,
     "eval": _eval,
+    "ablate": _ablate,
 }
 
 
@@ -169,7 +197,7 @@ def section(result: Json) -> Section:
         )
     try:
         return reader(result)
-    except (KeyError, TypeError, IndexError) as error:
+    except NOT_WHOLE as error:
         raise ReadError(f"not a whole result of `{kind(result)}`: {error!r} is missing or of another kind") from error
 
 
@@ -195,25 +223,33 @@ def report(files: Sequence[Path], out: Path, formats: Sequence[str]) -> list[Pat
         for number, result in enumerate(results):
             stem = file.stem if len(results) == 1 else f"{file.stem}_{number + 1}"
             try:
-                shown = section(result)
+                told, made = _told(file.name, stem, result, out, formats)
             except ReadError as error:
                 raise ReadError(f"{file}: {error}") from error
-            lines += [f"## {result.get('tag') or stem}", "", *source(file.name, result), "", *shown.table, ""]
-            if not formats:
-                continue
-            for figure in shown.figures:
-                made = plots.save(figure.draw, figure.panels, out / f"{stem}_{figure.suffix}", formats, figure.height)
-                written += made
-                lines += [f"![{figure.suffix}]({made[-1].name})", ""]
+            lines, written = lines + told, written + made
     page = out / "report.md"
     page.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     return [page, *written]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _told(name: str, stem: str, result: Json, out: Path, formats: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """The lines of one result, and the plots that were written. Raises ReadError for one that misses what its plots show."""
+    shown, written = section(result), list[Path]()
+    try:
+        lines = [f"## {result.get('tag') or stem}", "", *source(name, result), "", *shown.table, ""]
+        for figure in shown.figures if formats else ():
+            made = plots.save(figure.draw, figure.panels, out / f"{stem}_{figure.suffix}", formats, figure.height)
+            written += made
+            lines += [f"![{figure.suffix}]({made[-1].name})", ""]
+    except NOT_WHOLE as error:
+        raise ReadError(f"not a whole result of `{kind(result)}`: {error!r} in what is drawn") from error
+    return lines, written
+
+
+def _parser() -> Parser:
+    parser = Parser(
         prog="thalweg bench report",
-        description="Tables and plots of results of bench serve, offline, one-batch, startup, compare and eval.",
+        description="Tables and plots of results of bench serve, offline, one-batch, startup, compare, kernels, of eval and ablate.",
     )
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="results; .jsonl has one in each line")

@@ -116,6 +116,8 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row]]:
         return _mooncake
     if start.startswith("TIMESTAMP"):
         return _azure
+    if not start.strip():
+        raise DatasetError(f"{path}: empty, or its first line is")
     raise DatasetError(
         f"{path}: neither a Mooncake trace (JSON lines) nor an Azure one (CSV that starts with TIMESTAMP)"
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -15,9 +17,9 @@ from rich.table import Table
 
 from thalweg.bench import ceilings, coverage, losses, timeline, trace
 from thalweg.bench.in_process import (
+    Lengths,
     Tokens,
     configuration,
-    fits,
     folder_name,
     middle,
     positive,
@@ -44,6 +46,8 @@ from thalweg.launch.resolved import Resolved
 
 STEPS = 24  # decode steps that are profiled
 LINES = 12  # kernels of an operation that a result names
+SHOWN = 2  # that the table names
+UNKNOWN_WIDTH = 140  # columns, where no terminal and no COLUMNS say how many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +170,14 @@ def table(split: Split) -> Table:
     if floor:
         head += f"; floor {floor / 1e3:.3f} ms, share reached {floor / split.us:.2f}"
     shown = Table(title=head, title_justify="left")
-    shown.add_column("operation")
+    shown.add_column("operation", no_wrap=True)
     for name in ("spans", "µs", "of step", "floor µs", "reached", "lost µs"):
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("most in", overflow="fold")
     for part in split.parts:
         least = "–" if part.floor_us is None else f"{part.floor_us:.1f}"
         reached = f"{part.floor_us / part.us:.2f}" if part.floor_us is not None and part.us else "–"
-        most = ", ".join(f"{line.name} {line.us:.1f}" for line in part.lines[:3])
+        most = ", ".join(f"{line.name} {line.us:.1f}" for line in part.lines[:SHOWN])
         shown.add_row(
             part.operation,
             f"{part.count:.0f}",
@@ -185,7 +189,7 @@ def table(split: Split) -> Table:
             most,
         )
     gaps = split.gaps
-    before = ", ".join(f"{line.name} {line.us:.1f}" for line in gaps.before[:3])
+    before = ", ".join(f"{line.name} {line.us:.1f}" for line in gaps.before[:SHOWN])
     shown.add_row(
         losses.GAPS,
         f"{gaps.count:.0f}",
@@ -200,7 +204,7 @@ def table(split: Split) -> Table:
 
 
 def show(splits: Sequence[Split]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 170)
+    console = Console(width=shutil.get_terminal_size((UNKNOWN_WIDTH, 0)).columns)
     for split in splits:
         console.print(table(split))
         print(f"Where most time of a step of {split.rows} rows and {split.tokens} tokens is lost:")
@@ -224,8 +228,8 @@ def _steady(profile: trace.Profile, ground: Ground | None) -> list[Split]:
     ]
 
 
-def of_trace(parsed: Parsed) -> tuple[list[Run], dict[str, object]]:
-    """Of a file. Floors need the model, and a device like the one of the profile for its ceilings."""
+def of_trace(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
+    """Of a file. Floors need the model, and a device like the one of the profile for its ceilings. Raises ThalwegError."""
     args, facts = parsed.rest, None
     if parsed.config.model.model:
         wish = parsed.config.model
@@ -235,30 +239,30 @@ def of_trace(parsed: Parsed) -> tuple[list[Run], dict[str, object]]:
     if facts is None or profile.device != here:
         needed = f"this machine has no {profile.device or 'CPU alone'}, whose ceilings would be needed"
         print(f"without floors: {'no model was named' if facts is None else needed}", file=sys.stderr)
-        return [Run(_steady(profile, None), profile, {})], {}
+        return {}, iter([Run(_steady(profile, None), profile, {})])
     load, device = parsed.config.load, "cuda" if here else "cpu"
     if load.threads is not None:
         torch.set_num_threads(load.threads)
     dtype = load.dtype or ("bfloat16" if here else "float32")
     kernels = KernelChoice(decode="triton" if here else "reference", kv=parsed.config.memory.kv_cache_dtype or "")
     under = ground(facts, ceilings.rates(torch.device(device)), device, dtype, kernels, args.context)
-    return [Run(_steady(profile, under), profile, {})], {"ceilings": asdict(under.top)}
+    return {"ceilings": asdict(under.top)}, iter([Run(_steady(profile, under), profile, {})])
 
 
-def of_model(parsed: Parsed) -> tuple[list[Run], dict[str, object]]:
-    """Of a run in this process for each batch size. Raises ThalwegError."""
+def of_model(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
+    """What is known of all runs, and a run in this process for each batch size, made when it is asked for. Raises ThalwegError."""
     args = parsed.rest
     gpu = parsed.config.load.device != "cpu" and torch.cuda.is_available()
     rates = ceilings.rates(torch.device("cuda")) if gpu else {}  # while memory is free
-    resolved, engine = start(room_for(parsed.config, max(args.batch_size), args.context, args.steps + 1))
-    fits(engine, args.context, args.steps + 1)
+    room = room_for(parsed.config, max(args.batch_size), args.context, args.steps + 1)
+    resolved, engine = start(room, Lengths(args.context, args.steps, ("--context", "--steps"), 1))
     rates = rates or ceilings.rates(torch.device("cpu"))  # with the threads that the engine has set
     settings, middle_of = engine.settings, args.context + args.steps // 2
     under = ground(read_facts(resolved.path), rates, settings.device, settings.dtype, settings.kernels, middle_of)
     rng = Random(args.bench_seed)
-    runs = [_of_batch(resolved, engine, under, (batch, args.context, args.steps), rng) for batch in args.batch_size]
     told = {"model": folder_name(resolved.path), "context": args.context, "ceilings": asdict(under.top)}
-    return runs, told | {"configuration": configuration(resolved)}
+    runs = (_of_batch(resolved, engine, under, (batch, args.context, args.steps), rng) for batch in args.batch_size)
+    return told | {"configuration": configuration(resolved)}, runs
 
 
 def _of_batch(resolved: Resolved, engine: LocalEngine, under: Ground, case: tuple[int, int, int], rng: Random) -> Run:
@@ -284,35 +288,56 @@ def _of_batch(resolved: Resolved, engine: LocalEngine, under: Ground, case: tupl
     return Run(_steady(profile, replace(under, covered=covered)), profile, told)
 
 
-def run(argv: list[str]) -> list[Run]:
-    """Measures or reads, prints, writes. Raises ThalwegError or ResultError."""
+def _tell(one: Run, args: Namespace) -> None:
+    """Prints a run, and writes its time line."""
+    show(one.splits)
+    if args.perfetto is not None:
+        size = one.told.get("batch_size")
+        alone = size is None or len(args.batch_size) == 1
+        path = args.perfetto if alone else args.perfetto.with_name(f"b{size}-{args.perfetto.name}")
+        timeline.write(path, one.profile)
+        print(f"{path}: open it at https://ui.perfetto.dev")
+
+
+def run(argv: list[str]) -> tuple[list[Run], str]:
+    """Measures or reads; prints each run and writes all of them, also where Ctrl-C or an error ends it. The runs, and what ended them early, "" if
+    nothing did. Raises ThalwegError or ResultError."""
     parsed = parse_config(_parser(), argv)
     args = parsed.rest
     if args.trace is None and not parsed.config.model.model:
         raise CannotServe("give a model to run, or --trace FILE with a profile of one; --help tells more")
-    runs, told = (of_model if args.trace is None else of_trace)(parsed)
-    for one in runs:
-        show(one.splits)
-        if args.perfetto is not None:
-            path = (
-                args.perfetto
-                if len(runs) == 1
-                else args.perfetto.with_name(f"b{one.told['batch_size']}-{args.perfetto.name}")
+    told, made = (of_model if args.trace is None else of_trace)(parsed)
+    settings = told.pop("configuration", {})
+    assert isinstance(settings, dict)
+    runs, ended = list[Run](), "an error"
+    try:
+        for one in made:
+            runs.append(one)
+            _tell(one, args)
+        ended = ""
+    except KeyboardInterrupt:
+        ended = "Ctrl-C"
+    finally:
+        if args.result_filename:
+            written = [{**one.told, "steps": [as_json(split) for split in one.splits]} for one in runs]
+            early = {"partial": bool(ended), "ended": ended}
+            write(
+                Path(args.result_filename), {**told, "runs": written, **early} | provenance("roofline", argv, settings)
             )
-            timeline.write(path, one.profile)
-            print(f"{path}: open it at https://ui.perfetto.dev")
-    if args.result_filename:
-        settings = told.pop("configuration", {})
-        assert isinstance(settings, dict)
-        written = [{**one.told, "steps": [as_json(split) for split in one.splits]} for one in runs]
-        write(Path(args.result_filename), {**told, "runs": written} | provenance("roofline", argv, settings))
-    return runs
+    return runs, ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not start, or what was given is no profile."""
+    """0: done, 1: it could not run or a result could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and
+    written."""
     try:
-        return 0 if run(list(sys.argv[1:] if argv is None else argv)) else 1
+        _, ended = run(list(sys.argv[1:] if argv is None else argv))
     except (ThalwegError, ResultError) as error:
         print(f"thalweg roofline: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, CannotServe) else 1
+    except KeyboardInterrupt:
+        return 130
+    if ended:
+        print("PARTIAL: Ctrl-C; what was measured until then is above", file=sys.stderr)
+        return 130
+    return 0

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from thalweg.bench.backends import Options, ask, make_backend
 from thalweg.bench.client import Client, HttpError
-from thalweg.bench.data_args import load_prompts
+from thalweg.bench.data_args import load_prompts, shorter
 from thalweg.bench.datasets import DatasetError, Vocabulary, schedule, vocabulary_of
 from thalweg.bench.load import Load, allow_files, interruptible, no_collection
 from thalweg.bench.metrics import Record, failures, measure, render, sweep_table
@@ -28,6 +28,7 @@ from thalweg.bench.sharing import possible_hits
 REFUSED = 3  # connections refused one after another: the server is gone, and the rest of the load would only count that
 LATE_MS = 20.0  # of the send delay (p99): what a user would have felt is then not what was measured
 INTERRUPTED = "Ctrl-C"
+TOO_LONG = ("HTTP 400", "HTTP 413", "HTTP 422")  # what servers say of a prompt that is, among others
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +61,20 @@ def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> Vocabul
     return None
 
 
-async def warm_up(load: Load, words: Vocabulary | None, count: int) -> None:
+async def warm_up(load: Load, words: Vocabulary | None, count: int, shorten: str) -> None:
     """Sends a prompt like the first one, of other tokens where it has tokens, `count` times at once: the load finds nothing of it in the cache.
-    Raises BenchError with the server's words when one fails."""
+    shorten: the flags that do. Raises BenchError with the server's words when one fails."""
     records, prompt = [Record() for _ in range(count)], load.prompts[0]
     if prompt.ids and words is not None:
         prompt = replace(prompt, ids=words.draw(Random("warm-up"), len(prompt.ids)))
     await asyncio.gather(*(ask(load.client, load.backend, prompt, load.options, record) for record in records))
     for record in records:
         if record.error:
-            raise BenchError(f"the warm-up request failed, so the run was not started: {record.error}")
+            refused = record.error.startswith(TOO_LONG)
+            long = f"; it had {prompt.input_len} tokens and asked for {prompt.output_len}: {shorten} make it shorter"
+            raise BenchError(
+                f"the warm-up request failed, so the run was not started: {record.error}{long if refused else ''}"
+            )
 
 
 async def drive(load: Load, due: Sequence[float], concurrency: int, label: str, quiet: bool) -> str:
@@ -144,7 +149,7 @@ class Bench:
         for point in points(args):
             try:
                 load, due = self._load(words, point)
-                await warm_up(load, words, args.warmup_requests)
+                await warm_up(load, words, args.warmup_requests, shorter(args))
                 if args.flush_cache:
                     await self.server.flush_cache()
                 before = await self.server.counters()

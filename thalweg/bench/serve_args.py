@@ -10,6 +10,7 @@ from thalweg.bench.backends import BACKENDS
 from thalweg.bench.data_args import add_data, check_data
 from thalweg.bench.data_args import whole as _count
 from thalweg.bench.per_request import LIMITS
+from thalweg.bench.usage import Parser
 
 # flags of SGLang's tool that change nothing here
 HABITS = {
@@ -49,8 +50,8 @@ def _limit(text: str) -> tuple[str, float]:
     return name, limit
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="thalweg bench serve",
         description="Measures any OpenAI-compatible server: throughput, and the time to, between and after tokens.",
     )

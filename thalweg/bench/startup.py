@@ -25,6 +25,7 @@ from thalweg.bench.data_args import whole
 from thalweg.bench.datasets import Prompt
 from thalweg.bench.metrics import Record
 from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.usage import Parser
 
 PHASE = re.compile(
     r"([a-z][\w -]*?) (\d+(?:\.\d+)?) s[,;]"
@@ -203,8 +204,8 @@ def line(start: Start) -> str:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="thalweg bench startup",
         description="Starts `thalweg serve` so many times and measures each until its first token. A cold start reads the checkpoint from the disk "
         "and finds no compiled kernels; a warm one finds what the cold one left. Flags that are not known here go to the server.",
@@ -222,7 +223,10 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done; 1: a server did not start; 130: Ctrl-C. What was measured before is told and written."""
     given = list(sys.argv[1:] if argv is None else argv)
-    args, words = _parser().parse_known_args(given)
+    parser = _parser()
+    args, words = parser.parse_known_args(given)
+    if not args.cold + args.warm:
+        parser.error("--cold 0 and --warm 0: there is nothing to start")
     if not Path(args.model, "config.json").is_file():
         print(
             f"thalweg bench startup: {args.model} has no config.json: give --model, the folder of a checkpoint",

@@ -7,11 +7,12 @@ shortly, the best few again and longer, and the table's own choice stays unless 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from thalweg.bench import stopwatch
+from thalweg.bench.in_process import positive
 from thalweg.bench.kernels import RESIDENT, SEED, difference, failures, matches, told
 from thalweg.bench.results import ResultError, provenance, write
 from thalweg.config.args import Parsed, Parser, config_parser, parse_config
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts, read_facts
-from thalweg.core.errors import ThalwegError
+from thalweg.core.errors import CannotServe, ThalwegError
 from thalweg.engine import caches
 from thalweg.engine.build import parts
 from thalweg.engine.settings import EngineSettings
@@ -43,6 +45,7 @@ from thalweg.models import catalog
 SHORT, LONG = 0.01, 0.03  # seconds of a candidate's first timing, and of each of the later ones
 ROUNDS = 3  # of the later ones, all candidates by turns: whatever else the device does meets them alike
 FINAL = 4  # candidates that are timed again
+UNKNOWN_WIDTH = 140  # columns of the table, where no terminal and no COLUMNS say how many there are
 GAIN = 0.02  # share of the time by which a candidate must be faster
 
 
@@ -63,6 +66,15 @@ class Outcome:
     def found(self) -> tuned.Found:
         default, choice = flat(self.search.default), flat(self.choice)
         return tuned.Found(self.search.label, default, choice, self.us, self.default_us, self.tried)
+
+
+@dataclass(slots=True)
+class Found:
+    """Of a run. failed: searches that could not be made, and why. ended: what ended it early, "" if nothing did."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    ended: str = ""
 
 
 def searches(resolved: Resolved) -> list[Search]:
@@ -257,7 +269,7 @@ def _parser() -> Parser:
 examples:
   thalweg tune models/tiny
   thalweg tune org/name --load-format dummy --seconds 600
-  thalweg tune org/name experts "thin 2048"
+  thalweg tune org/name --only experts "thin 2048"
 
 What is found lies in ~/.cache/thalweg/tuned (or --cache-dir) and is used by every start on this device with these versions of torch and Triton;
 `thalweg plan` says so. It never runs by itself. Run it alone: what else runs on the device spoils it. Ctrl-C keeps what was found, and the next
@@ -271,16 +283,16 @@ run goes on from there."""
     add = parser.add_argument_group("This command").add_argument
     add("--only", nargs="+", default=[], metavar="WORDS", help='only what has these words in it: experts, "thin 2048"')
     add("--seconds", type=float, default=None, metavar="S", help="stop after about so long (default: when all is done)")
-    add("--candidates", type=int, default=96, metavar="N", help="most that are tried of each case (default: 96)")
+    add("--candidates", type=positive, default=96, metavar="N", help="most that are tried of each case (default: 96)")
     add("--again", action="store_true", help="search again what has been searched")
     add("--list", action="store_true", help="only say what there is, and what is done")
     add("--result-filename", default="", metavar="FILE", help="write everything that was found as one JSON, too")
     return parser
 
 
-def _search_all(tuner: Tuner, todo: Sequence[Search], shelf: Shelf, seconds: float | None) -> list[Outcome]:
-    """As many as there is time for; each is written when it is done."""
-    console, outcomes = Console(stderr=True), []
+def _search_all(tuner: Tuner, todo: Sequence[Search], shelf: Shelf, seconds: float | None) -> Found:
+    """As many as there is time for, each written when it is done."""
+    console, found = Console(stderr=True), Found()
     begun = time.monotonic()
     try:
         with Progress(console=console, disable=not console.is_terminal) as bar:
@@ -292,14 +304,16 @@ def _search_all(tuner: Tuner, todo: Sequence[Search], shelf: Shelf, seconds: flo
                         f"{len(todo) - i} of {len(todo)} are left after {passed:.0f} s; run it again to go on",
                         file=sys.stderr,
                     )
+                    found.ended = "--seconds"
                     break
                 bar.update(task, description=f"{search.operation} {search.label}"[:60])
                 try:
-                    outcomes.append(tuner.run(search))
+                    found.outcomes.append(tuner.run(search))
                 except failures() as failure:
-                    print(f"FAILED {search.operation} {search.label}: {told(failure)}", file=sys.stderr)
+                    found.failed.append(f"{search.operation} {search.label}: {told(failure)}")
+                    print(f"FAILED {found.failed[-1]}", file=sys.stderr)
                 else:
-                    shelf.put(outcomes[-1])
+                    shelf.put(found.outcomes[-1])
                 bar.advance(task)
                 if not console.is_terminal:
                     left = (time.monotonic() - begun) / (i + 1) * (len(todo) - i - 1)
@@ -308,11 +322,11 @@ def _search_all(tuner: Tuner, todo: Sequence[Search], shelf: Shelf, seconds: flo
                         file=sys.stderr,
                     )
     except KeyboardInterrupt:
-        print("interrupted: what was found is kept; run it again to go on", file=sys.stderr)
-    return outcomes
+        found.ended = "Ctrl-C"
+    return found
 
 
-def run(argv: list[str]) -> list[Outcome]:
+def run(argv: list[str]) -> Found:
     """Searches, writes, prints. Raises ThalwegError or ResultError."""
     parsed: Parsed = parse_config(_parser(), argv)
     args, config = parsed.rest, parsed.config
@@ -325,7 +339,12 @@ def run(argv: list[str]) -> list[Outcome]:
     whole = provenance("tune", argv, {"threads": settings.threads, "device": settings.device})
     name, made = tuned.device_name(machine, settings.device), {key: whole[key] for key in ("date", "commit")}
     shelf = Shelf(folder, name, tuned.versions(settings.device), made)
-    wanted = [one for one in searches(resolved) if matches(f"{one.operation} {one.label}", args.only)]
+    every = searches(resolved)
+    wanted = [one for one in every if matches(f"{one.operation} {one.label}", args.only)]
+    if every and not wanted:
+        raise CannotServe(
+            f"--only: nothing here has {' or '.join(map(repr, args.only))} in its name; --list without it says what there is"
+        )
     todo = [search for search in wanted if args.again or not shelf.done(search)]
     print(f"{len(wanted)} cases, {len(wanted) - len(todo)} of them searched before; results go to {folder}")
     if args.list:
@@ -333,23 +352,34 @@ def run(argv: list[str]) -> list[Outcome]:
             print(
                 f"  {'todo' if search in todo else 'done'}  {search.operation} {search.label}: {len(search.candidates)} candidates"
             )
-        return []
-    outcomes = _search_all(Tuner(device, args.candidates, resolved.sizes.weight_bytes), todo, shelf, args.seconds)
-    Console(width=None if sys.stdout.isatty() else 170).print(table(outcomes))
+        return Found()
+    if wanted and not todo:
+        print("nothing is left to search; --again does it anew")
+    tuner = Tuner(device, args.candidates, resolved.sizes.weight_bytes)
+    found = _search_all(tuner, todo, shelf, args.seconds)
+    if found.outcomes:
+        Console(width=shutil.get_terminal_size((UNKNOWN_WIDTH, 0)).columns).print(table(found.outcomes))
     if args.result_filename:
         rows = [
             {"operation": one.search.operation, "key": one.search.key, **msgspec.to_builtins(one.found)}
-            for one in outcomes
+            for one in found.outcomes
         ]
-        write(Path(args.result_filename), {"rows": rows, **whole})
-    return outcomes
+        early = {"partial": bool(found.ended), "ended": found.ended, "failed": found.failed}
+        write(Path(args.result_filename), {"rows": rows, **early, **whole})
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not start or a result could not be written."""
+    """0: done, or as much as --seconds allowed, 1: it could not run, a search failed or a result could not be written, 2: it was asked for
+    wrongly, 130: Ctrl-C, what was found is kept."""
     try:
-        run(list(sys.argv[1:] if argv is None else argv))
+        found = run(list(sys.argv[1:] if argv is None else argv))
     except (ThalwegError, ResultError) as error:
         print(f"thalweg tune: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return 2 if isinstance(error, CannotServe) else 1
+    except KeyboardInterrupt:
+        return 130
+    if found.ended == "Ctrl-C":
+        print("PARTIAL: Ctrl-C; what was found is kept, run it again to go on", file=sys.stderr)
+        return 130
+    return int(bool(found.failed))

@@ -1,7 +1,7 @@
 """Is the text of each stream that of its twin, the same request answered in one piece?
 
 A lost, doubled or reordered token would change the text. Where two texts differ, the model is asked once more with log-probabilities:
-only where its own choice was a near-tie at that place (`same.EPSILON`, a rounding of another batch) may they go apart."""
+only where its own choice was a near-tie at that place (EPSILON, a rounding of another batch) may they go apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from thalweg.bench.backends import Options
 from thalweg.bench.client import Client
 from thalweg.bench.datasets import Prompt
 from thalweg.bench.metrics import Record
-from thalweg.bench.same import EPSILON
+
+EPSILON = 1e-3  # in logits: of a near-tie
 
 
 class _Log(msgspec.Struct):

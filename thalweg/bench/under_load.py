@@ -27,6 +27,7 @@ from thalweg.bench.pace import Pace, Task
 from thalweg.bench.remote import Server, overhead
 from thalweg.bench.results import ResultError, provenance, write
 from thalweg.bench.twins import compare
+from thalweg.bench.usage import Parser
 from thalweg.bench.watch import Sample, Watcher
 from thalweg.core.plan import PAGE
 
@@ -173,8 +174,8 @@ async def run(args: argparse.Namespace, argv: list[str], say: Say) -> tuple[dict
     return tell(seen, paces, checks) | provenance("bench load", argv, configuration), checks
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="thalweg bench load",
         description="Starts a server with its engine on one core, puts it under many streams at once, and checks what it does: texts, "
         "CPU time of a token, memory, and the engine's pace.",

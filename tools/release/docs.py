@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,7 @@ from tools.release import tables
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-PAGES = ("docs/benchmarks.md", "docs/ablations.md", "docs/support.md")
+PAGES = ("docs/benchmarks.md", "docs/ablations.md", "docs/support.md", "docs/speculation.md")
 BY_HAND = ("README.md", "docs/kernels.md", "docs/structured-output.md")  # their tables name results in their section
 BLOCK = re.compile(r"^<!-- table: (?P<order>[^\n]*?) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S)
 SECTION = re.compile(r"^#{1,6} ", re.M)
@@ -146,6 +147,10 @@ def wrong() -> list[str]:
         except DocsError as error:
             found.append(f"{name}: {error}")
         found += [f"{name}: the table {head!r} has no result behind it" for head in unbacked(page)]
+        orders = Counter(block["order"] for block in BLOCK.finditer(page))
+        found += [
+            f"{name}: the table of {order} stands there {many} times" for order, many in orders.items() if many > 1
+        ]
     for name in BY_HAND:
         heads = unnamed((ROOT / name).read_text(encoding="utf-8"))
         found += [f"{name}: no result that is there is named in the section of the table {head!r}" for head in heads]

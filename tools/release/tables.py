@@ -55,8 +55,7 @@ def evaluation(result: Result) -> Lines:
 
 def ablation(result: Result) -> Lines:
     worth = effects(result)
-    after = ["", "The ratio of the rates with each column and without it:", "", *worth] if worth else []
-    return [ablation_head(result), "", *cell_table(result), *after]
+    return [ablation_head(result), "", *cell_table(result), *(["", *worth] if worth else [])]
 
 
 def compare_transformers(result: Result) -> Lines:
@@ -153,6 +152,62 @@ def plan_check(result: Result) -> Lines:
     return table(["part", "planned bytes", "measured bytes", "off"], rows)
 
 
+def acceptance(result: Result) -> Lines:
+    """A row for each task and way of drawing; for each rule and number of drafts tokens of a verification, and the share accepted by depth."""
+    rows = result["acceptance"]
+    sampled = any(one["temperature"] for one in rows)
+    rules = len({one["rule"] for one in rows}) > 1
+    heads = list(dict.fromkeys(_column(one, rules) for one in rows))
+    found: dict[tuple[Any, ...], dict[str, str]] = {}
+    for one in rows:
+        key = (one["task"], *([one["temperature"], one["top_p"]] if sampled else []))
+        rates = ", ".join(f"{rate:.3f}" for rate in one["accept_rate_by_depth"])
+        length = one["accept_length"]
+        cells = found.setdefault(key, {"tokens": "", "as plain": ""})
+        cells[_column(one, rules)] = "–" if length is None else f"{length:.2f} ({rates})"
+        if "same_tokens" in one:
+            cells["tokens"] = f"{one['tokens']:,}"
+            if one["wrong_answers"]:
+                cells["as plain"] = f"**{one['wrong_answers']} answers differ**"
+            cells["as plain"] = cells["as plain"] or "all"
+    drawn = ["temperature", "top-p"] if sampled else []
+    lines = [[*key, *(cells.get(head, "–") for head in ("tokens", *heads, "as plain"))] for key, cells in found.items()]
+    return table(["task", *drawn, "tokens", *heads, "as plain decoding"], lines)
+
+
+def speculation(result: Result) -> Lines:
+    """Tokens a second by drafts a step; and where a step's time goes, where it was watched."""
+    rows = result["speculation"]
+    heads = list(dict.fromkeys(_drafts(one) for one in rows))
+    found: dict[tuple[int, int], dict[str, str]] = {}
+    for one in rows:
+        cells = found.setdefault((one["input_len"], one["batch_size"]), {})
+        cells[_drafts(one)] = f"{one['decode_throughput']:,.0f} ({one['accept_length']:.2f})"
+    lines = table(["context", "requests", *heads], [[*key, *map(cells.get, heads)] for key, cells in found.items()])
+    watched = [one for one in rows if "overhead_seconds" in one and one["batch_size"] == 1]
+    if watched:
+        parts = [
+            [_drafts(one), f"{one['input_len']:,}", *(f"{1e6 * one[name]:,.0f}" for name in PARTS)] for one in watched
+        ]
+        lines += ["", "One request, µs of a step, with waits around each forward:", ""]
+        lines += table(["drafts", "context", "the model's forward", "the drafter's", "neither"], parts)
+    return lines
+
+
+PARTS = ("verify_seconds", "draft_seconds", "overhead_seconds")
+
+
+def _drafts(row: Result) -> str:
+    if row["shape"] != "chain":
+        return f"tree {row['shape']}"
+    width = row["width"]
+    return "plain" if not width else "chosen" if width < 0 else f"{width} {'draft' if width == 1 else 'drafts'}"
+
+
+def _column(row: Result, rules: bool) -> str:
+    return f"{row['rule']}, {_drafts(row)}" if rules else _drafts(row)
+
+
 KINDS: dict[str, Callable[[Result], Lines]] = {
     "report": report,
     "eval": evaluation,
@@ -165,6 +220,8 @@ KINDS: dict[str, Callable[[Result], Lines]] = {
     "roofline": roofline,
     "tune": tune,
     "plan-check": plan_check,
+    "acceptance": acceptance,
+    "speculation": speculation,
 }
 
 

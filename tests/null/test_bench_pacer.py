@@ -1,0 +1,32 @@
+"""The load generator's priority: raised beside a server that takes every core, and left where somebody lowered it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from thalweg.bench.pacer import NICE, punctual
+
+
+@pytest.mark.parametrize(("nice", "inside"), [(0, NICE), (-15, -15), (1, 1), (19, 19)])
+def test_a_process_that_was_lowered_on_purpose_stays_there(
+    nice: int, inside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [nice]
+    monkeypatch.setattr(os, "getpriority", lambda which, who: now[0])
+    monkeypatch.setattr(os, "setpriority", lambda which, who, value: now.__setitem__(0, value))
+    with punctual():
+        assert now == [inside]
+    assert now == [nice]
+
+
+def test_a_user_who_may_not_raise_it_is_served_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(which: int, who: int, value: int) -> None:
+        if value < 0:
+            raise PermissionError
+
+    monkeypatch.setattr(os, "getpriority", lambda which, who: 0)
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with punctual():
+        pass
