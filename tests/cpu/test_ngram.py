@@ -40,6 +40,14 @@ def test_what_followed_the_last_tokens_before() -> None:
     )
 
 
+def test_nothing_is_looked_up_where_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Slots(2, 16, torch.device("cpu"))
+    slots.made.fill_(5)
+    monkeypatch.setattr("thalweg.spec.ngram.lookup", lambda *given: pytest.fail("it costs milliseconds a step"))
+    assert NgramDrafter().propose(Asked(torch.tensor([1]), 10, Needs()), 0, slots, Planes((), 1)) is None
+    assert slots.made.tolist() == [5, 0]
+
+
 def test_what_repeats_goes_round() -> None:
     assert drafted([1, 2, 3, 1, 2, 3], width=7) == [1, 2, 3, 1, 2, 3, 1]
     assert drafted([4, 4, 4], width=4) == [4, 4, 4, 4]

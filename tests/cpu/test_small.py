@@ -20,19 +20,11 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
-from thalweg.models import traced
 from thalweg.spec.catalog import build_drafter
 from thalweg.spec.small import Small
 from thalweg.spec.unroll import Unrolled
 from thalweg.weights import stream
 from thalweg.weights.stream import Safetensors
-
-
-@pytest.fixture(autouse=True, scope="module")
-def unrecorded() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traced, "ROWS", 0)
-        yield
 
 
 def engine(folder: str, width: int, **fields: Any) -> LocalEngine:

@@ -195,7 +195,7 @@ def test_a_budget_below_what_the_running_rows_want_goes_round():
     assert served == [[0, 1, 2, 3], [0, 1], [2, 3], [0, 1], [2, 3]]
 
 
-def test_uniform_rows_stand_first_when_the_width_changes():
+def test_rows_with_other_drafts_take_turns():
     b = brain(width=2)
     b.take([submit(uid, 2) for uid in range(3)])
     plan = b.plan(0)
@@ -205,8 +205,13 @@ def test_uniform_rows_stand_first_when_the_width_changes():
     b._emitted = [b.requests[0], b.requests[2]]
     b.take([submit(uid, 5) for uid in (7, 8, 9)])
     plan = b.plan(2)
-    assert [(row.uid, row.n, row.drafts) for row in plan.rows[:3]] == [(0, 3, 2), (2, 3, 2), (1, 10, 9)]
-    assert [(row.uid, row.n, row.drafts) for row in plan.rows[3:]] == [(7, 5, 0), (8, 5, 0), (9, 5, 0)]
+    assert [(row.uid, row.n, row.drafts) for row in plan.rows] == [
+        (0, 3, 2), (2, 3, 2), (7, 5, 0), (8, 5, 0), (9, 5, 0)
+    ]  # fmt: skip
+    b.launched()
+    b.commit(plan, [Output((7,), (8, 8))] * 5)
+    first = b.plan(2).rows[0]
+    assert (first.uid, first.n, first.drafts) == (1, 10, 9)
 
 
 def test_needs_are_what_the_emitting_rows_ask_for():

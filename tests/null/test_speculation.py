@@ -82,6 +82,7 @@ def shape(drafter: str = "nextn", deepest: int = 3, exact: bool = False, **wishe
         ({}, CHAIN),
         ({"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}, CHAIN),
         ({"speculative_eagle_topk": 4}, TreeShape(4, 3, 15)),
+        ({"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 2}, CHAIN._replace(deepest=1, nodes=1)),
         ({"speculative_eagle_topk": 2}, TreeShape(2, 3, 10)),
         ({"speculative_eagle_topk": 8, "speculative_num_draft_tokens": 64}, TreeShape(8, 3, 63)),
         ({"speculative_eagle_topk": 2, "speculative_tree": "static"}, TreeShape(2, 3, 14, False)),

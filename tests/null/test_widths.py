@@ -7,8 +7,14 @@ from typing import Any, Callable
 
 import pytest
 
+from thalweg.cache.books import Books
+from thalweg.cache.radix import NoTree
+from thalweg.core.messages import Submit
+from thalweg.core.plan import Output
 from thalweg.core.request import Request
 from thalweg.core.sampling import SamplingParams
+from thalweg.scheduler.limits import Limits
+from thalweg.scheduler.scheduler import Scheduler
 from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, gains
 
 WIDEST = 4
@@ -111,3 +117,26 @@ def test_a_lost_drafter_is_not_asked_again() -> None:
     policy = MeasuredWidth(times(COSTS["bound by memory"]))
     policy.lost()
     assert policy.widest == 0 and {policy.draft([request(0)]) for _ in range(500)} == {0}
+
+
+def test_wide_drafts_leave_a_share_of_a_step_to_prompts_that_wait() -> None:
+    """Seven requests whose drafts would fill the budget, and a prompt of three chunks."""
+    brain = Scheduler(
+        Limits(slots=8, budget=32, context=4096, vocab=100), Books(400, NoTree(16)), widths=ConstantWidth(7)
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+    brain.take([Submit(uid, (1, 2, 3), greedy) for uid in range(7)])
+    width, first = 0, 0
+    for step in range(60):
+        if step == 30:
+            brain.take([Submit(99, tuple(range(1, 25)), greedy)])
+        plan = brain.plan(width)
+        brain.launched()
+        width = plan.draft
+        brain.commit(plan, [Output((7,), (1,) * width) if row.emit else Output() for row in plan.rows])
+        brain.news()
+        if 10 < step < 30:
+            assert width == 32 // 7 - 1 and len(plan.rows) == 7, "nobody is passed by for others' drafts"
+        if any(row.uid == 99 and row.emit for row in plan.rows):
+            first = first or step
+    assert 30 < first < 40

@@ -75,7 +75,7 @@ class Batch:
     page of each 64 positions of a row (0 beyond its end), in the type of the slots' table. real_T bool: False where a token is padding. emit_N int64:
     token indices whose logits are sampled, of each emitting row equally many. groups: rectangles that cover all tokens in order. extents: of each
     row. seam: through which layers that can be recorded in pieces call their attention. tree: None where columns are positions and all before is
-    seen.
+    seen. verifies: the first group's rows have drafts, so that its extents are upper bounds. apart: no two rows are of one sequence.
     """
 
     ids_T: Tensor
@@ -88,6 +88,8 @@ class Batch:
     extents: tuple[Extent, ...] = ()
     seam: Seam = seamless
     tree: Tree | None = None
+    verifies: bool = False
+    apart: bool = True
 
     @property
     def columns_T(self) -> Tensor:

@@ -59,6 +59,7 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
         groups=groups_of(rows),
         extents=tuple(Extent(row.n, row.start + row.n) for row in rows),
         tree=tree,
+        verifies=rows[0].drafts > 0,
     )
     if len(emits) == len(rows):
         return Prepared(batch, slot_R, ints_RI, all_emitted)

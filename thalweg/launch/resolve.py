@@ -65,7 +65,7 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
     acceptance = decide_acceptance(config.speculative, speculation.drafter, branching(config.speculative), ledger)
     exact = config.load.deterministic_inference
     tree = decide_tree(config.speculative, speculation.drafter, speculation.width, exact, ledger)
-    width = tree.nodes if tree.on else speculation.width
+    width = tree.nodes or speculation.width
     sizes_in = functools.partial(_measure, facts, speculation)
     found = decide(config, facts, here, sizes_in, ledger, width, tree.on)
     choices = tuned.decide(config, here, found.device, ledger)

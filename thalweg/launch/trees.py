@@ -43,6 +43,9 @@ def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, determinis
             f"{shape.most()} at most; use {shape.most() + 1} or fewer, or --speculative-num-steps {deepest + 1}"
         )
     shape = shape._replace(nodes=min(NODES, shape.most()) if nodes is None else nodes - 1)
+    if shape.nodes == 1:
+        ledger.note("speculative_eagle_topk", 1, AUTO, "one draft is a chain, however many ways there might be")
+        return CHAIN._replace(deepest=1, nodes=1)
     ledger.note("speculative_eagle_topk", branches, ASKED, "")
     why = "as many as a tile of the kernels, or all" if nodes is None else ""
     ledger.note("speculative_num_draft_tokens", shape.nodes + 1, AUTO if nodes is None else ASKED, why)

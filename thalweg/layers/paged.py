@@ -129,7 +129,8 @@ class _Decoded(NamedTuple):
 def _decoded(batch: Batch) -> _Decoded:
     first = batch.groups[0]
     if batch.tree is None or batch.tree.rows <= first.rows:
-        rows = first.rows if first.query <= DECODE_QUERY or batch.tree is not None else 0
+        decoded = first.query <= DECODE_QUERY or batch.verifies or batch.tree is not None
+        rows = first.rows if decoded else 0
         return _Decoded(rows, rows * first.query, first.query if rows else 1, first.reach)
     groups = [group for group in batch.groups if group.row_start < batch.tree.rows]
     rows, tokens = (sum(counts) for counts in zip(*((g.rows, g.rows * g.query) for g in groups), strict=True))

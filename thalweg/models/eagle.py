@@ -60,6 +60,7 @@ class Eagle3(Part):
         few = given.draft_vocab < facts.vocab
         spread = torch.arange(given.draft_vocab, device=parts.device) * (facts.vocab // given.draft_vocab)
         self.ids_D: Tensor | None = nn.Parameter(spread, requires_grad=False) if few else None
+        self.attends = False
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         return dense_planes(self.facts, self.index, self.parts)
@@ -133,6 +134,7 @@ class Eagle(Part):
         self.facts, self.index, self.width, self.dtype = facts, main.facts.layers, facts.hidden, parts.dtype
         self.main, self.parts = (main,), parts  # a tuple: the target is no child of this module
         self.ids_D: Tensor | None = None
+        self.attends = facts.layers > 1
         self.prefix = "model." if any(name.startswith("model.") for name in held) else ""
         self.bias = f"{self.prefix}fc.bias" in held if held else given.bias
         self.owns = f"{self.prefix}{EMBEDDING}" in held

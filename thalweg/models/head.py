@@ -19,13 +19,15 @@ class Head(Protocol):
     what it returned there itself. So it depends on the tokens up to p alone, like all else in a page. It is an nn.Module too.
 
     main: whose embedding, rotary table or head it uses, and which is no child of it; facts: of its own layers; index: of its first layer among
-    the planes' layers. ids_D: the token that each of its logits is of, int64 [D]; None where they are those of the target's vocabulary."""
+    the planes' layers. ids_D: the token that each of its logits is of, int64 [D]; None where they are those of the target's vocabulary. attends:
+    whether `observe` attends to what stands before, as that of more than one layer does."""
 
     facts: ModelFacts
     index: int
     width: int
     dtype: torch.dtype
     ids_D: Tensor | None
+    attends: bool
 
     @property
     def main(self) -> tuple[Model, ...]: ...

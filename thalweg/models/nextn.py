@@ -29,6 +29,7 @@ class NextN(Part):
         self.facts, self.index, self.width, self.dtype = facts, facts.layers, facts.hidden, parts.dtype
         self.main = (main,)  # a tuple: the main model is no child of this module
         self.ids_D: Tensor | None = None
+        self.attends = False
         self.embedding_norm = parts.norm(facts.hidden, facts.norm_eps)
         self.hidden_norm = parts.norm(facts.hidden, facts.norm_eps)
         self.join = parts.linear(2 * facts.hidden, facts.hidden)

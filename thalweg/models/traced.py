@@ -127,7 +127,7 @@ class TracedHead:
                 inputs = (state_RW, *_inputs(batch, group), *self._memory)
                 longest = (_longest(facts, rows, reach > 1),)
                 self._drafts[rows, reach > 1] = _recorded(_Draft(head, longest, planes, head.forward), inputs)
-                if reach == 1:
+                if reach == 1 and not head.attends:
                     self._observed[rows] = _recorded(_Draft(head, longest, planes, head.observe), inputs)
 
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
@@ -144,7 +144,7 @@ class TracedHead:
         return self._drafts[key](state_TW, *_inputs(replace(batch, ids_T=ids_T), group), *self._memory)
 
     def observe(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
-        if len(ids_T) > ROWS or planes is not self.planes:
+        if self.head.attends or len(ids_T) > ROWS or planes is not self.planes:
             self.head.observe(ids_T, state_TW, batch, planes)
             return
         # of the context it looks at nothing: any table does

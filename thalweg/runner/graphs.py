@@ -44,10 +44,12 @@ Progress = Callable[[int, int], None]  # recorded buckets, of how many
 
 
 class Recorded:
-    """A and B for up to `rows` rows."""
+    """A and B for up to `rows` rows. apart: as of `Batch`."""
 
-    def __init__(self, rows: int, reach: int, model: Model, planes: Planes, slots: Slots, spare: int) -> None:
-        self.rows, self.slots, self.spare, self.reach = rows, slots, spare, reach
+    def __init__(
+        self, rows: int, reach: int, model: Model, planes: Planes, slots: Slots, spare: int, apart: bool = True
+    ) -> None:
+        self.rows, self.slots, self.spare, self.reach, self.apart = rows, slots, spare, reach, apart
         # slots of the rows, and how far behind its slot's next position each row's lies
         self.numbers = [[spare] * rows, [0] * rows]
         self.inputs_2R = torch.tensor(self.numbers, device=planes.device)
@@ -86,7 +88,7 @@ class Recorded:
         self.hidden_RH, self.logits_RV, self.ints_RI = map(borrow, (self.hidden_RH, self.logits_RV, self.ints_RI))
         b = self.batch
         ids, positions, write, table, real = map(borrow, (b.ids_T, b.positions_T, b.write_T, b.table_RP, b.real_T))
-        self.batch = Batch(ids, positions, write, table, real, self.every_R, b.groups, b.extents)
+        self.batch = Batch(ids, positions, write, table, real, self.every_R, b.groups, b.extents, apart=self.apart)
         for one in learning:
             one.batch = self.batch
 
@@ -96,7 +98,7 @@ class Recorded:
             self.slot_R, self.ahead_R, slots.ints_SI, slots.tokens_SL, slots.table_SP, -(-reach // PAGE), PAGE
         )
         group, extents = Group(0, rows, 0, 1, reach), (Extent(1, reach),) * rows
-        batch = Batch(ids, positions, write, table, real, self.every_R, (group,), extents)
+        batch = Batch(ids, positions, write, table, real, self.every_R, (group,), extents, apart=self.apart)
         hidden = self.model.forward(batch, self.planes)
         return batch, hidden, self.model.logits(hidden), ints
 
@@ -202,7 +204,8 @@ def record(
 
     if tokens:
         _in_pieces(runner, tokens, beside, context, tape, told)
-    whole, verified, learning = _whole(runner, rows, alone, chains, (context, spare), tape, told)
+    apart = not (mixed or widths or runner.slots.tree.on)
+    whole, verified, learning = _whole(runner, rows, alone, chains, (context, spare, apart), tape, told)
     if runner.slots.tree.on and rows:
         held = runner.planes, runner.slots, runner.drafting.drafter
         runner.groves = groves(rows, runner.model, *held, context, spare, tape)
@@ -248,14 +251,14 @@ def _in_pieces(
 
 def _whole(
     runner: Runner, rows: Sequence[int], widths: Sequence[int], chains: Sequence[tuple[Unrolled, Kernels]],
-    bounds: tuple[int, int], tape: Tape, told: Callable[[], None],
+    bounds: tuple[int, int, bool], tape: Tape, told: Callable[[], None],
 ) -> tuple[list[Recorded], list[Verified], list[Learning]]:  # fmt: skip
-    """bounds: the longest context, and the spare slot."""
-    slots, planes, (context, spare) = runner.slots, runner.planes, bounds
+    """bounds: the longest context, the spare slot, and whether rows are apart."""
+    slots, planes, (context, spare, apart) = runner.slots, runner.planes, bounds
     pairs = verifications(rows, widths) if widths else []
     made, verified, learning = list[Recorded](), list[Verified](), list[Learning]()
     for many in sorted(rows, reverse=True):
-        made.append(Recorded(many, context, runner.model, planes, slots, spare))
+        made.append(Recorded(many, context, runner.model, planes, slots, spare, apart))
         here = [pair for pair in pairs if many == min(one for one in rows if one >= pair[0] * pair[1])]
         accepts = [Verified(*pair, made[-1], runner.sampling, verifying.follow) for pair in here]
         own = [Learning(*one, many, slots, planes, spare) for one in chains]

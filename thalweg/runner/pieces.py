@@ -95,6 +95,9 @@ class Pieces:
             held[count : self.tokens] = 0
         out_TX, rows = shared.out_TX, 0
         assert out_TX is not None, "the recording made it"
+        out_TX[count : self.tokens] = (
+            0  # padding: what an earlier step left there may be no number, and be looked at for a scale
+        )
         rest: Batch | None = batch
         if decoding is not None:
             rows = decoding.bind(batch)

@@ -30,6 +30,7 @@ from thalweg.scheduler.tally import Tally
 from thalweg.scheduler.widths import ConstantWidth, WidthPolicy
 
 RUNNING, STAYS, GONE = State.RUNNING, Leave.STAYS, (Leave.ABORT, Leave.FINISH)
+PROMPTS = 4  # drafts leave one part in so many of a step's tokens to prompts that wait
 NO_TIER, NO_DRAFTS, NO_GRAMMARS = NoTier(), ConstantWidth(0), NoGrammars()
 
 
@@ -167,7 +168,13 @@ class Scheduler:
             self.holdings.share(r, min(r.computed, len(r.prompt)))
         self._emitted, self._grammars = sheet.emitting, sheet.grammars
         seen = max(self.step - self.stages, self.retired)  # a drained pipeline hears earlier
-        return sheet.plan(self.step, seen, self.widths.draft(sheet.emitting))
+        return sheet.plan(self.step, seen, min(self.widths.draft(sheet.emitting), self._widest()))
+
+    def _widest(self) -> int:
+        """Drafts that decoding requests may have verified together in a step, and leave a share of it to prompts that wait."""
+        prompts = bool(self._prefilling or self._waiting or self.queue)
+        tokens = self.limits.budget - self.limits.budget // PROMPTS * prompts
+        return max(tokens // max(len(self._decoding), 1) - 1, 0)
 
     def _record(self, width: int) -> None:
         for r in self._emitted:
@@ -192,6 +199,8 @@ class Scheduler:
             known, end, drafts, n = len(r.prompt) + len(r.out), r.end, r.made, 1 + r.made
             if r.last > unheard and r.last > retired or known + r.emits >= end or len(served) >= cap or n > sheet.left:
                 continue  # known + emits: all is sampled, await the truth
+            if rows and n != rows[0].n:
+                continue  # rows with drafts are one rectangle, in which attention reads lengths on the device; it is their turn next
             start = known + r.slack - 1
             upto = min(start + n, end)
             held = min(

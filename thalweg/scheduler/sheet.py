@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from thalweg.core.plan import Append, Bind, Needs, Row, StepPlan
 from thalweg.core.request import Request
 
@@ -40,7 +38,7 @@ class Sheet:
         return StepPlan(
             step=step,
             seen=seen,
-            rows=tuple(self._uniform_first()),
+            rows=tuple(self.rows),
             binds=tuple(self.binds),
             appends=tuple(self.appends),
             masked=self.masked,
@@ -48,15 +46,6 @@ class Sheet:
             needs=merge(self.asked),
             reach=self.reach,
         )
-
-    def _uniform_first(self) -> list[Row]:
-        """Decode rows stand before prefill rows already; where their widths differ, the most frequent one comes first."""
-        rows = self.rows
-        sizes = Counter([row.n for row in rows[: len(rows) - len(self.chunks)]])
-        if len(sizes) < 2:
-            return rows
-        size = sizes.most_common(1)[0][0]
-        return [row for row in rows if row.n == size] + [row for row in rows if row.n != size]
 
 
 def merge(asked: set[Needs]) -> Needs:

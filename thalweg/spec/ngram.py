@@ -22,13 +22,14 @@ class NgramDrafter(Stateless):
 
     def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
         slot_E, columns = asked.slot_E, min(asked.reach + 1, slots.context)
+        if not width:
+            slots.made.index_fill_(0, slot_E, 0)
+            return None
         tokens_EC = slots.tokens_SL[:, :columns].index_select(0, slot_E)
         length_E = slots.length.index_select(0, slot_E)
         at_E, found_E = lookup(tokens_EC, length_E)
         made_E = found_E * width
         slots.made.index_copy_(0, slot_E, made_E)
-        if not width:
-            return None
         # what stands there may end with the sequence itself, and goes round then
         ahead_K = torch.arange(width, device=slot_E.device)
         place_EK = at_E.unsqueeze(1) + ahead_K % (length_E - at_E).clamp(min=1).unsqueeze(1)

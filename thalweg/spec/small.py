@@ -27,6 +27,7 @@ class Small(Part):
         self.facts, self.index, self.width, self.dtype = facts, main.facts.layers, facts.hidden, parts.dtype
         self.main = (main,)  # a tuple: the target is no child of this module
         self.ids_D: Tensor | None = None
+        self.attends = True
         self.model = assemble(facts, parts)
         assert isinstance(self.model, nn.Module), "a model is a module: its parameters are this one's"
         self._planes: Planes | None = None

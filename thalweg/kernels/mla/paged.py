@@ -124,15 +124,16 @@ class TritonDecoder:
 
 
 class FlashSchedule(NamedTuple):
-    """lengths_R int32: of each row's context, its tokens of this step included. made: the library's."""
+    """lengths_T int32: of each token's context, itself included. made: the library's."""
 
-    lengths_R: Tensor
+    lengths_T: Tensor
     made: ext.Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class FlashMlaDecoder:
-    """FlashMLA. Of an e4m3 plane it takes e4m3 queries too: they are scaled by their largest number."""
+    """FlashMLA. Of an e4m3 plane it takes e4m3 queries too: they are scaled by their largest number. Each token is a row of its own: of a longer
+    row it wants the length at its last token, which is padding where a sequence ends."""
 
     heads: int
     rank: int
@@ -140,9 +141,9 @@ class FlashMlaDecoder:
     fp8: bool
 
     def prepare(self, rows: Rows) -> FlashSchedule:
-        lengths_R = (rows.positions_T[rows.query - 1 :: rows.query] + 1).to(torch.int32)
-        made = ext.schedule_fp8(lengths_R, rows.query * self.heads) if self.fp8 else ext.schedule()
-        return FlashSchedule(lengths_R, made)
+        lengths_T = (rows.positions_T + 1).to(torch.int32)
+        made = ext.schedule_fp8(lengths_T, self.heads) if self.fp8 else ext.schedule()
+        return FlashSchedule(lengths_T, made)
 
     def attend(
         self,
@@ -157,19 +158,22 @@ class FlashMlaDecoder:
         if plane_scale is None:
             # its bf16 kernel starts when the one before it lets others start, and does not wait for what that still writes, queries and latents:
             # a kernel that does wait, and lets nobody start, must stand between
-            prepared.lengths_R.add_(0)
+            prepared.lengths_T.add_(0)
         else:
             query_scale = (query_THD.abs().amax().float() / FP8_MAX).clamp_min(1e-12).view(1)
             query_THD = (query_THD / query_scale).to(plane_PSD.dtype)
+        table_TL = rows.table_RL[: len(query_THD) // rows.query]
+        if rows.query > 1:
+            table_TL = table_TL.repeat_interleave(rows.query, 0)
         u_THr, _ = ext.decode(
             query_THD,
             plane_PSD,
-            rows.table_RL[: len(prepared.lengths_R)],
-            prepared.lengths_R,
+            table_TL,
+            prepared.lengths_T,
             prepared.made,
             scale=self.scale,
             rank=self.rank,
-            query=rows.query,
+            query=1,
             query_scale=query_scale,
             plane_scale=plane_scale,
         )
