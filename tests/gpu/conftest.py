@@ -26,6 +26,7 @@ if importlib.util.find_spec("triton") is None:  # they import kernels; test_devi
         "test_trees.py",
         "test_heads.py",
         "test_draft_graphs.py",
+        "test_verifying.py",
     ]
 
 
