@@ -61,7 +61,7 @@ def test_watches_are_taken_off_again() -> None:
     """What a forward takes is its own; behind the measurement everything is as it was."""
 
     class Worker:
-        graphs = NoGraphs()
+        graphs = groves = NoGraphs()
 
         def forward(self) -> int:
             return 7

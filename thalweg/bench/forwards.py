@@ -29,7 +29,9 @@ class Forwards:
     def timed(self, engine: LocalEngine) -> Iterator[Forwards]:
         """The engine's runner and drafter with a watch around what they compute."""
         runner, drafter = engine.runner, engine.runner.drafting.drafter
-        places: list[tuple[Any, str, str]] = [(runner, "forward", VERIFY), (runner.graphs.drafts, "propose", DRAFT)]
+        recorded = {id(one): one for one in (runner.graphs.drafts, runner.groves.drafts)}  # one may be both
+        places: list[tuple[Any, str, str]] = [(runner, "forward", VERIFY)]
+        places += [(one, "propose", DRAFT) for one in recorded.values()]
         if isinstance(drafter, Unrolled):
             places += [(drafter.steps, "forward", DRAFT), (drafter.head, "logits", DRAFT)]
         for owner, name, part in places:

@@ -203,7 +203,8 @@ def _rows(shape: Shape, resolved: Resolved, engine: LocalEngine, args: argparse.
     """Widths take turns, so that a machine that is busy for a while is so for all of them; of each the fastest run counts."""
     policies: dict[int, WidthPolicy] = {}
     for width in shape.widths:
-        policies[width] = MeasuredWidth(engine.settings.times or ()) if width == ADAPTIVE else ConstantWidth(width)
+        times = engine.settings.times if width == ADAPTIVE else None
+        policies[width] = MeasuredWidth(times) if times else ConstantWidth(max(width, 0))
     for length, batch in product(args.input_len, args.batch_size):
         case = Case(batch, length, args.output_len, args.bench_seed)
         runs: dict[int, list[Row]] = {width: [] for width in policies}

@@ -106,15 +106,16 @@ class GrammarBook(Generic[M]):
             return None
         emitting = [row.uid for row in plan.rows if row.emit]
         rows: list[int] = []
-        along: list[tuple[int, _Sequence[M]]] = []  # of each mask, whose it is and how far the sequence would be there
+        # of each mask, whose it is, how far the sequence would be there, and whether it is there
+        along: list[tuple[int, _Sequence[M], bool]] = []
         for i, uid in enumerate(emitting):
             if uid in states:
                 for node, s in self._along(self._sequences[uid], states[uid]):
                     rows.append(i * plan.query + node)
-                    along.append((uid, s))
+                    along.append((uid, s, node == 0))
         bits = np.zeros((len(rows), self._words), dtype=np.int32)
         wanted: list[tuple[M, int]] = []
-        for i, (_, s) in enumerate(along):
+        for i, (_, s, _) in enumerate(along):
             if s.thinks:
                 bits[i] = self._thought(s.grammar)
             else:
@@ -124,12 +125,13 @@ class GrammarBook(Generic[M]):
         if wanted:
             compiler.fill(wanted, bits)
         for matcher, i in wanted:
-            uid, s = along[i]
+            uid, s, known = along[i]
             if not s.begun and s.grammar.opens >= 0:
                 _allow(bits[i], s.grammar.opens)
             if matcher.error:
-                self._broken[uid] = f"went beyond its limits: {matcher.error}"
-                bits[i] = -1  # nobody will read the token
+                if known:  # behind a draft it may never come to that
+                    self._broken[uid] = f"went beyond its limits: {matcher.error}"
+                bits[i] = -1  # nobody will read the token, or its sequence is broken with it
         return Masks(tuple(rows), bits)
 
     def _along(self, s: _Sequence[M], state: MaskState) -> Iterator[tuple[int, _Sequence[M]]]:
