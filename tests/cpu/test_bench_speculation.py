@@ -76,7 +76,10 @@ def test_watches_are_taken_off_again() -> None:
     assert watch.seconds[forwards.VERIFY] > 0 and "forward" not in vars(engine.runner)
 
 
-def test_acceptance_by_task_and_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_acceptance_by_task_and_rule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "result.json"
     words = f"--model {MODEL} --tasks dialogue --items 2 --widths 1 2 --temperature 0 1 --rules race standard"
     assert acceptance.main([*words.split(), "--result-filename", str(file)]) == 0

@@ -8,11 +8,12 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from tests.compose.matrix import MODEL, settings
 from thalweg.batch.batch import Batch, Group
@@ -24,7 +25,7 @@ from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels.experts import script
-from thalweg.memory.planes import Planes
+from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models import traced
 from thalweg.models.deepseek import Deepseek
 from thalweg.models.traced import TracedHead
@@ -104,10 +105,25 @@ def test_under_a_grammar(depth: int) -> None:
 # ---- the drafter's state
 
 
-def test_entries_are_those_of_the_true_hidden_states() -> None:
-    """Whatever was drafted and refused meanwhile: each position's entry is made of its token and the target's hidden state of the one before."""
-    made = engine(3, budget=50, radix=False)
-    prompt = prompts(1)[0]
+class Afresh(NamedTuple):
+    """A sequence that was written, computed anew as one prompt: its tokens but the last, whose entry comes with a step that there is none of; the
+    pages it lay in; and their planes and the target's hidden states as one step makes them."""
+
+    tokens: Tensor
+    pages: list[int]
+    planes: Planes
+    hidden_TH: Tensor
+
+    def check(self, made: LocalEngine, spec: PlaneSpec, atol: float, rtol: float) -> None:
+        """What the engine has kept of the sequence is what was computed anew."""
+        got = made.runner.planes.paged(spec.name, spec.layer)[self.pages]
+        want = self.planes.paged(spec.name, spec.layer)[1 : 1 + len(self.pages)]
+        both = (x.flatten(0, 1)[: len(self.tokens)] for x in (got, want))
+        torch.testing.assert_close(*both, atol=atol, rtol=rtol)
+
+
+def written_afresh(made: LocalEngine, prompt: tuple[int, ...]) -> Afresh:
+    """Lets the engine write, and computes what it and its drafter then keep: of each position its token and the state of the one before."""
     seen: dict[str, Any] = {}
     release = made.loop.scheduler._release
 
@@ -117,22 +133,27 @@ def test_entries_are_those_of_the_true_hidden_states() -> None:
 
     made.loop.scheduler._release = watched  # type: ignore[method-assign]
     run(made, [prompt])
-    drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, Unrolled) and isinstance(made.runner.model, Deepseek)
-    tokens = torch.tensor(seen["tokens"][:-1])  # the last one's entry comes with its step, which there is none of
-    planes = Planes((*made.runner.model.planes(), *drafter.planes()), 10)
+    model, drafter = made.runner.model, made.runner.drafting.drafter
+    assert isinstance(drafter, Unrolled) and isinstance(model, Deepseek)
+    tokens = torch.tensor(seen["tokens"][:-1])
+    planes = Planes((*model.planes(), *drafter.planes()), 10)
     with torch.inference_mode():
         batch = whole_batch([len(tokens)], tokens)
-        hidden = made.runner.model.forward(batch, planes)
+        hidden = model.forward(batch, planes)
         before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
         drafter.head.observe(tokens, before, batch, planes)
-    for name, _ in {(spec.name, spec.layer) for spec in drafter.head.planes()}:
-        layer = drafter.head.index
-        got = made.runner.planes.paged(name, layer)[seen["pages"]].flatten(0, 1)[: len(tokens)]
-        want = planes.paged(name, layer)[1 : 1 + len(seen["pages"])].flatten(0, 1)[: len(tokens)]
-        torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
-    ends = made.runner.planes.paged(HIDDEN, drafter.head.index).flatten(1)[seen["pages"]][: len(tokens) // PAGE]
-    torch.testing.assert_close(ends, hidden[PAGE - 1 :: PAGE], atol=2e-3, rtol=1e-3)
+    return Afresh(tokens, seen["pages"], planes, hidden)
+
+
+def test_entries_are_those_of_the_true_hidden_states() -> None:
+    """Whatever was drafted and refused meanwhile."""
+    made = engine(3, budget=50, radix=False)
+    afresh = written_afresh(made, prompts(1)[0])
+    head = made.runner.drafting.drafter.head  # type: ignore[attr-defined]
+    for spec in head.planes():
+        afresh.check(made, spec, 2e-3, 1e-3)
+    ends = made.runner.planes.paged(HIDDEN, head.index).flatten(1)[afresh.pages][: len(afresh.tokens) // PAGE]
+    torch.testing.assert_close(ends, afresh.hidden_TH[PAGE - 1 :: PAGE], atol=2e-3, rtol=1e-3)
 
 
 def test_a_prefix_hit_drafts_as_a_cold_start_does() -> None:

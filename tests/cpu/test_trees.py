@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.compose.matrix import MODEL
-from tests.cpu.test_speculation import GREEDY, JSON, breaking, engine, prompts, run
-from thalweg.bench.nextn_acceptance import whole_batch
+from tests.cpu.test_speculation import GREEDY, JSON, breaking, engine, prompts, run, written_afresh
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
-from thalweg.memory.planes import Planes
 from thalweg.models import traced
-from thalweg.models.deepseek import Deepseek
 from thalweg.spec.drafter import Proposed
 from thalweg.spec.tree import Branching, static
 from thalweg.text.tokenizer import Tokenizer
@@ -131,29 +128,11 @@ def test_what_ends_within_a_path(plain: dict[SamplingParams, list[list[int]]]) -
 def test_entries_are_those_of_plain_decoding(kernels: KernelChoice) -> None:
     """Of the target and of its drafter, wherever in the tree a token was computed."""
     made = growing(DYNAMIC, budget=50, radix=False, kernels=kernels)
-    prompt = prompts(1)[0]
-    seen: dict[str, Any] = {}
-    release = made.loop.scheduler._release
-
-    def watched(r: Any) -> None:
-        seen.update(tokens=r.tokens, pages=list(r.pages))
-        release(r)
-
-    made.loop.scheduler._release = watched  # type: ignore[method-assign]
-    run(made, [prompt])
+    afresh = written_afresh(made, prompts(1)[0])
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, Branching) and isinstance(made.runner.model, Deepseek)
-    tokens = torch.tensor(seen["tokens"][:-1])
-    planes = Planes((*made.runner.model.planes(), *drafter.planes()), 10)
-    with torch.inference_mode():
-        batch = whole_batch([len(tokens)], tokens)
-        hidden = made.runner.model.forward(batch, planes)
-        before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
-        drafter.head.observe(tokens, before, batch, planes)
+    assert isinstance(drafter, Branching)
     for spec in (*made.runner.model.planes(), *drafter.head.planes()):
-        got = made.runner.planes.paged(spec.name, spec.layer)[seen["pages"]].flatten(0, 1)[: len(tokens)]
-        want = planes.paged(spec.name, spec.layer)[1 : 1 + len(seen["pages"])].flatten(0, 1)[: len(tokens)]
-        torch.testing.assert_close(got, want, atol=3e-3, rtol=2e-3)
+        afresh.check(made, spec, 3e-3, 2e-3)
 
 
 # ---- trees as they are made

@@ -6,58 +6,13 @@ from typing import Any
 
 import pytest
 
+from tests.null.plan_models import DEEPSEEK, LITE
 from thalweg.config.model import ModelFacts, facts_of
 from thalweg.launch.planning import floors
 from thalweg.launch.planning.floors import Ceilings, Phase, Shape
 
 H100 = Ceilings(read=3.1e12, bf16=800e12, fp8=1526e12)
-LITE: dict[str, Any] = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "vocab_size": 102400,
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "topk_method": "greedy",
-    "scoring_func": "softmax",
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "max_position_embeddings": 163840,
-    "eos_token_id": 1,
-}
-SLIM = LITE | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "n_group": 8,
-    "topk_group": 4,
-    "norm_topk_prob": True,
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-}
+SLIM = DEEPSEEK | {"num_hidden_layers": 5, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "vocab_size": 152064,

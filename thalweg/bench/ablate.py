@@ -24,15 +24,15 @@ from thalweg.bench.ablate_plot import plot
 from thalweg.bench.ablate_run import DONE, INTERRUPTED, REFUSED, TIMED_OUT, Interrupted, ended_by_sigterm
 from thalweg.bench.ablate_run import run as run_cell
 from thalweg.bench.ablate_tables import apart, markdown
-from thalweg.bench.datasets import DatasetError
 from thalweg.bench.eval_run import Asked, read_files
 from thalweg.bench.in_process import configuration, folder_name
 from thalweg.bench.results import ResultError, provenance
+from thalweg.bench.usage import status
 from thalweg.config.args import parse_config
 from thalweg.config.machine import Machine
 from thalweg.config.options import Config
 from thalweg.config.tree import given, settings
-from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.errors import CannotServe
 
 Result = dict[str, Any]
 OTHER_FILE = "give another --output-file, or --anew to write it over"
@@ -265,11 +265,4 @@ def _head(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done, 1: it could not run, no cell could, or one failed or ran out of time, 2: it was asked for wrongly, 130: interrupted."""
-    try:
-        return run(list(sys.argv[1:] if argv is None else argv))
-    except CannotServe as error:
-        print(f"thalweg ablate: {error}", file=sys.stderr)
-        return 2
-    except (ThalwegError, DatasetError, ResultError) as error:
-        print(f"thalweg ablate: {error}", file=sys.stderr)
-        return 1
+    return status("thalweg ablate", run, argv)

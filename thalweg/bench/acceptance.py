@@ -18,13 +18,13 @@ from rich.table import Table
 from thalweg.bench.answers import Question, Texts
 from thalweg.bench.in_process import configuration, positive
 from thalweg.bench.one_batch import UNKNOWN_WIDTH
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
 from thalweg.bench.shapes import CHAIN, Shape, add_shapes, resolved_for, shapes
 from thalweg.bench.tasks import MAKERS, make_items
+from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parser, config_parser, parse_config
 from thalweg.config.options import Config
 from thalweg.config.speculative import RULES
-from thalweg.core.errors import ThalwegError
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolved import Resolved
@@ -174,19 +174,19 @@ def run(argv: list[str]) -> list[Row]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, and what had to be plain decoding's was; 1: it was not, or nothing was measured; 130: Ctrl-C, what was measured is written."""
+def _status(words: list[str]) -> int:
     try:
-        rows = run(list(sys.argv[1:] if argv is None else argv))
-    except (ThalwegError, ResultError) as error:
-        print(f"thalweg bench acceptance: {error}", file=sys.stderr)
-        return 1
+        rows = run(words)
     except KeyboardInterrupt:
-        print("PARTIAL: Ctrl-C; what was measured until then is above", file=sys.stderr)
-        return 130
+        return unless("Ctrl-C", 0)
     wrong = sum(bool(row.get("wrong_answers")) for row in rows)
     if wrong:
-        print(
-            f"thalweg bench acceptance: {wrong} of {len(rows)} rows are not what plain decoding writes", file=sys.stderr
-        )
+        told = f"{wrong} of {len(rows)} rows are not what plain decoding writes"
+        print(f"thalweg bench acceptance: {told}", file=sys.stderr)
     return int(bool(wrong) or not rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: done, and what had to be plain decoding's was; 1: it was not, or nothing was measured; 2: it was asked for wrongly; 130: Ctrl-C, what was
+    measured is written."""
+    return status("thalweg bench acceptance", _status, argv)

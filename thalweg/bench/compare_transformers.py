@@ -36,9 +36,10 @@ from thalweg.bench.in_process import (
     start,
     time_batch,
 )
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
+from thalweg.bench.usage import status
 from thalweg.config.args import Parser, config_parser, parse_config
-from thalweg.core.errors import CannotServe, CheckpointError, ThalwegError
+from thalweg.core.errors import CannotServe, CheckpointError
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolved import Resolved
 
@@ -289,10 +290,4 @@ def _keep(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done, 1: it could not run, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and written."""
-    try:
-        return run(list(sys.argv[1:] if argv is None else argv))
-    except (ThalwegError, ResultError) as error:
-        print(f"thalweg bench compare-transformers: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CannotServe) else 1
-    except KeyboardInterrupt:  # before there was anything to keep
-        return 130
+    return status("thalweg bench compare-transformers", run, argv)

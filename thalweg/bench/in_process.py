@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -60,6 +60,19 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
     return int(text)
+
+
+def add_batches(add: Callable[..., object]) -> None:
+    """Adds --batch-size and --input-len to a group of arguments."""
+    add("--batch-size", type=positive, nargs="+", default=[1], metavar="N", help="sequences at a time (default: 1)")
+    add(
+        "--input-len",
+        type=positive,
+        nargs="+",
+        default=[1024],
+        metavar="N",
+        help="tokens of each prompt (default: 1024)",
+    )
 
 
 def room_for(config: Config, batch: int, input_len: int, output_len: int) -> Config:

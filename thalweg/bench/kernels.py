@@ -21,7 +21,8 @@ from torch import Tensor
 
 from thalweg.bench import ceilings, stopwatch
 from thalweg.bench.in_process import positive
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
+from thalweg.bench.usage import status, unless
 from thalweg.core.errors import CannotServe
 from thalweg.kernels.case import Case, Inputs, Run, Sized
 from thalweg.kernels.catalog import OPERATIONS
@@ -293,17 +294,11 @@ def _tell(rows: Sequence[Row], top: dict[str, float]) -> None:
         print(f"FAILED {row.operation}, {row.case}, {row.backend}: {row.failed}", file=sys.stderr)
 
 
+def _status(words: list[str]) -> int:
+    rows, partial = run(words)
+    return unless(partial, int(any(row.failed for row in rows)))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """0: all done, 1: something failed or could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and written."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        rows, partial = run(words)
-    except (CannotServe, ResultError) as error:
-        print(f"thalweg bench kernels: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CannotServe) else 1
-    except KeyboardInterrupt:
-        return 130
-    if partial:
-        print("PARTIAL: Ctrl-C; what was measured until then is above", file=sys.stderr)
-        return 130
-    return int(any(row.failed for row in rows))
+    return status("thalweg bench kernels", _status, argv)

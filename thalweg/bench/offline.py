@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +17,10 @@ from thalweg.bench.data_args import add_data, check_data, load_prompts
 from thalweg.bench.datasets import DatasetError, Vocabulary, vocabulary_of
 from thalweg.bench.in_process import configuration, positive
 from thalweg.bench.prompt_files import ids_of
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
+from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parser, config_parser, parse_config
 from thalweg.config.tree import given
-from thalweg.core.errors import CannotServe, ThalwegError
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.assemble import Assembler
 from thalweg.engine.front import check_prompt
@@ -223,19 +222,11 @@ def run(argv: list[str]) -> dict[str, object]:
     return result
 
 
+def _status(words: list[str]) -> int:
+    result = run(words)
+    return unless(result["partial"], int(not result["points"]), "the numbers are of what was computed until then")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: it could not start or nothing was measured; 130: Ctrl-C, what was measured is told and written."""
-    try:
-        result = run(list(sys.argv[1:] if argv is None else argv))
-    except CannotServe as error:
-        print(f"thalweg bench offline: {error}", file=sys.stderr)
-        return 2
-    except (ThalwegError, DatasetError, ResultError) as error:
-        print(f"thalweg bench offline: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if result["partial"]:
-        print("PARTIAL: Ctrl-C; the numbers are of what was computed until then", file=sys.stderr)
-        return 130
-    return 0 if result["points"] else 1
+    """0: done; 1: it could not start or nothing was measured; 2: it was asked for wrongly; 130: Ctrl-C, what was measured is told and written."""
+    return status("thalweg bench offline", _status, argv)

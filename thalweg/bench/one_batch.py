@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from thalweg.bench import ceilings, coverage
 from thalweg.bench.in_process import (
     Lengths,
     Timing,
+    add_batches,
     configuration,
     middle,
     positive,
@@ -29,11 +29,11 @@ from thalweg.bench.in_process import (
     time_batch,
 )
 from thalweg.bench.metrics import percentile
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
+from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parser, config_parser, parse_config
 from thalweg.config.model import read_facts
 from thalweg.config.options import Config
-from thalweg.core.errors import CannotServe, ThalwegError
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import floors
 from thalweg.launch.planning.floors import Ceilings
@@ -54,15 +54,7 @@ def _parser() -> Parser:
     )
     group = parser.add_argument_group("Batches")
     add = group.add_argument
-    add("--batch-size", type=positive, nargs="+", default=[1], metavar="N", help="sequences at a time (default: 1)")
-    add(
-        "--input-len",
-        type=positive,
-        nargs="+",
-        default=[1024],
-        metavar="N",
-        help="tokens of each prompt (default: 1024)",
-    )
+    add_batches(add)
     add("--output-len", type=positive, nargs="+", default=[16], metavar="N", help="tokens to generate (default: 16)")
     add(
         "--repeat",
@@ -236,14 +228,4 @@ def run(argv: list[str]) -> tuple[list[dict[str, object]], str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done, 1: it could not run or a result could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and
     written."""
-    try:
-        _, ended = run(list(sys.argv[1:] if argv is None else argv))
-    except (ThalwegError, ResultError) as error:
-        print(f"thalweg bench one-batch: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CannotServe) else 1
-    except KeyboardInterrupt:
-        return 130
-    if ended:
-        print("PARTIAL: Ctrl-C; what was measured until then is above", file=sys.stderr)
-        return 130
-    return 0
+    return status("thalweg bench one-batch", lambda words: unless(run(words)[1], 0), argv)

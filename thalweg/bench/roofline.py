@@ -29,10 +29,11 @@ from thalweg.bench.in_process import (
     time_batch,
 )
 from thalweg.bench.losses import Split
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
+from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parsed, Parser, config_parser, parse_config
 from thalweg.config.model import ModelFacts, read_facts
-from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.errors import CannotServe
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.messages import StartProfile, StopProfile
 from thalweg.core.sampling import SamplingParams
@@ -330,14 +331,4 @@ def run(argv: list[str]) -> tuple[list[Run], str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done, 1: it could not run or a result could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and
     written."""
-    try:
-        _, ended = run(list(sys.argv[1:] if argv is None else argv))
-    except (ThalwegError, ResultError) as error:
-        print(f"thalweg roofline: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CannotServe) else 1
-    except KeyboardInterrupt:
-        return 130
-    if ended:
-        print("PARTIAL: Ctrl-C; what was measured until then is above", file=sys.stderr)
-        return 130
-    return 0
+    return status("thalweg roofline", lambda words: unless(run(words)[1], 0), argv)

@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from thalweg.bench.forwards import DRAFT, VERIFY, Forwards
-from thalweg.bench.in_process import Lengths, configuration, positive, random_batch, room_for
+from thalweg.bench.in_process import Lengths, add_batches, configuration, positive, random_batch, room_for
 from thalweg.bench.one_batch import UNKNOWN_WIDTH
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
 from thalweg.bench.shapes import CHAIN, Shape, add_shapes, resolved_for, shapes
+from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parser, config_parser, parse_config
 from thalweg.config.options import Config
-from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.errors import CannotServe
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolved import Resolved
@@ -52,15 +53,7 @@ def _parser() -> Parser:
         only=("model", "load", "memory", "schedule", "speculative"),
     )
     add = parser.add_argument_group("Batches").add_argument
-    add("--batch-size", type=positive, nargs="+", default=[1], metavar="N", help="sequences at a time (default: 1)")
-    add(
-        "--input-len",
-        type=positive,
-        nargs="+",
-        default=[1024],
-        metavar="N",
-        help="tokens of each prompt (default: 1024)",
-    )
+    add_batches(add)
     add("--output-len", type=positive, default=128, metavar="N", help="tokens to generate (default: 128)")
     add_shapes(add, [0, 1, 2, 3], "; -1: as many as the engine chooses, up to the largest of the others")
     add(
@@ -209,22 +202,24 @@ def _rows(shape: Shape, resolved: Resolved, engine: LocalEngine, args: argparse.
         case = Case(batch, length, args.output_len, args.bench_seed)
         runs: dict[int, list[Row]] = {width: [] for width in policies}
         for turn in range(1 + args.repeat):
-            for width, engine.loop.scheduler.widths in policies.items():
+            for width, policy in policies.items():
+                engine.loop.scheduler.widths = policy
                 run = measure(engine, resolved, case, case.output if turn else min(case.output, WARM_UP_TOKENS), turn)
                 runs[width] += [run] * bool(turn)
-        for width, engine.loop.scheduler.widths in policies.items():
+        for width, policy in policies.items():
+            engine.loop.scheduler.widths = policy
             best = max(runs[width], key=lambda row: float(str(row["decode_throughput"])))
             more = overhead(engine, resolved, case) if args.overhead else {}
             yield {"shape": shape.name, "width": width, **best, **more}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not start or nothing was measured, 130: Ctrl-C, what was measured is told and written."""
+def _status(words: list[str]) -> int:
     try:
-        return 0 if run(list(sys.argv[1:] if argv is None else argv)) else 1
-    except (ThalwegError, ResultError) as error:
-        print(f"thalweg bench speculation: {error}", file=sys.stderr)
-        return 1
+        return int(not run(words))
     except KeyboardInterrupt:
-        print("PARTIAL: Ctrl-C; what was measured until then is above", file=sys.stderr)
-        return 130
+        return unless("Ctrl-C", 0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: done, 1: it could not start or nothing was measured, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and written."""
+    return status("thalweg bench speculation", _status, argv)

@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from thalweg.bench.in_process import positive
-from thalweg.bench.results import ResultError, provenance, write
-from thalweg.bench.usage import Parser
+from thalweg.bench.results import provenance, write
+from thalweg.bench.usage import Parser, status
 from thalweg.config.tree import config_of
-from thalweg.core.errors import CannotServe, ThalwegError
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -145,8 +144,4 @@ def run(words: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done; 1: something is wrong with the model or the file; 2: it was asked for wrongly; 130: Ctrl-C, what was measured is told and written."""
-    try:
-        return run(list(sys.argv[1:] if argv is None else argv))
-    except (ThalwegError, ResultError) as error:
-        print(f"thalweg bench structured: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CannotServe) else 1
+    return status("thalweg bench structured", run, argv)

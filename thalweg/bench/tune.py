@@ -26,10 +26,11 @@ from thalweg.bench import stopwatch
 from thalweg.bench.in_process import positive
 from thalweg.bench.kernels import RESIDENT, SEED, difference, failures, matches, told
 from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parsed, Parser, config_parser, parse_config
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts, read_facts
-from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.errors import CannotServe
 from thalweg.engine import caches
 from thalweg.engine.build import parts
 from thalweg.engine.settings import EngineSettings
@@ -369,17 +370,12 @@ def run(argv: list[str]) -> Found:
     return found
 
 
+def _status(words: list[str]) -> int:
+    found = run(words)
+    return unless(found.ended == "Ctrl-C", int(bool(found.failed)), "what was found is kept, run it again to go on")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done, or as much as --seconds allowed, 1: it could not run, a search failed or a result could not be written, 2: it was asked for
     wrongly, 130: Ctrl-C, what was found is kept."""
-    try:
-        found = run(list(sys.argv[1:] if argv is None else argv))
-    except (ThalwegError, ResultError) as error:
-        print(f"thalweg tune: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CannotServe) else 1
-    except KeyboardInterrupt:
-        return 130
-    if found.ended == "Ctrl-C":
-        print("PARTIAL: Ctrl-C; what was found is kept, run it again to go on", file=sys.stderr)
-        return 130
-    return int(bool(found.failed))
+    return status("thalweg tune", _status, argv)

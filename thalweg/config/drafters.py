@@ -5,13 +5,12 @@ and EAGLE-2, which differ in how drafts are searched for and not in their weight
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thalweg.config.model import ModelFacts, facts_of, read_facts
+from thalweg.config.model import ModelFacts, facts_of, read_config, read_facts
 from thalweg.core.errors import CheckpointError
 
 WATCHED = 3  # residual streams that an EAGLE-3 head reads where it names none
@@ -34,13 +33,13 @@ class EagleFacts:
 
 def read_eagle(folder: Path, target: ModelFacts) -> EagleFacts:
     """Reads `folder`/config.json. Raises CheckpointError when it is missing, nonsense, or not of a head for this target."""
-    return eagle_of(_config(folder), str(folder / "config.json"), target)
+    return eagle_of(read_config(folder, "a drafter"), str(folder / "config.json"), target)
 
 
 def algorithm_of(folder: Path) -> str:
     """What `folder`/config.json says that it holds: EAGLE3, EAGLE or, where nothing speaks of a head, STANDALONE. Heads of the format before EAGLE-3
     are often published as plain Llamas."""
-    config = _config(folder)
+    config = read_config(folder, "a drafter")
     if _third(config):
         return "EAGLE3"
     return "EAGLE" if "eagle" in str(config.get("architectures")).lower() else "STANDALONE"
@@ -60,19 +59,6 @@ def small_facts(folder: Path, target: ModelFacts) -> ModelFacts:
 
 def _third(config: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in config or "eagle3" in str(config.get("architectures")).lower()
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the folder of a drafter holds it beside its *.safetensors") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}): download it again") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
 
 
 def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> EagleFacts:

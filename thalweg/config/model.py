@@ -114,16 +114,23 @@ class ModelFacts:
 
 def read_facts(folder: Path) -> ModelFacts:
     """Reads `folder`/config.json. Raises CheckpointError when it is missing, no JSON object, or nonsense."""
+    return facts_of(read_config(folder, "a model"), str(folder / "config.json"))
+
+
+def read_config(folder: Path, whose: str) -> dict[str, Any]:
+    """The content of `folder`/config.json. whose: folder it is, for errors. Raises CheckpointError when it is missing or no JSON object."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: a model folder holds config.json beside its *.safetensors") from None
+        raise CheckpointError(
+            f"{path} is missing: the folder of {whose} holds config.json beside its *.safetensors"
+        ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): download it again") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return facts_of(config, str(path))
+    return config
 
 
 def facts_of(config: Mapping[str, Any], where: str) -> ModelFacts:

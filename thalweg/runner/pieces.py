@@ -95,9 +95,8 @@ class Pieces:
             held[count : self.tokens] = 0
         out_TX, rows = shared.out_TX, 0
         assert out_TX is not None, "the recording made it"
-        out_TX[count : self.tokens] = (
-            0  # padding: what an earlier step left there may be no number, and be looked at for a scale
-        )
+        # padding: what an earlier step left there may be no number, and be looked at for a scale
+        out_TX[count : self.tokens] = 0
         rest: Batch | None = batch
         if decoding is not None:
             rows = decoding.bind(batch)
