@@ -59,15 +59,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     },
 }  # fmt: skip
+# V3's attention without its experts and in bf16: nothing in it turns rounding into another expert, so that its tokens can be compared
+DENSE = {
+    "v3-dense": {k: v for k, v in SHAPES["v3"].items() if k != "quantization_config"} | {"first_k_dense_replace": 2}
+}
+
+
+def published(shape: str) -> dict[str, Any]:
+    """What config.json says of a shape."""
+    return (SHAPES | DENSE)[shape]
 
 
 def facts(shape: str) -> ModelFacts:
-    return facts_of(SHAPES[shape], shape)
+    return facts_of(published(shape), shape)
 
 
 def folder(shape: str, path: Path) -> Path:
     """A checkpoint folder that has only its config.json: enough for random weights."""
-    (path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    (path / "config.json").write_text(json.dumps(published(shape)))
     return path
 
 
@@ -83,15 +92,15 @@ def twins(of: ModelFacts, device: torch.device, choice: KernelChoice) -> tuple[A
     reference = catalog.assemble(of, ReferenceParts(torch.float32, device, choice=kept))
     assert isinstance(kernels, torch.nn.Module) and isinstance(reference, torch.nn.Module)
     fill_dummy(kernels)
-    given = dict(kernels.named_parameters())
+    weights = dict(kernels.named_parameters())
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if ".shared." in name:
-                parameter.copy_(_shared(of, given, name))
-            elif (index := name.replace("down", "index_key").replace("up", "index_query")) != name and index in given:
-                parameter.copy_(torch.cat([_plain(given, name), _plain(given, index)]))
+                parameter.copy_(_shared(of, weights, name))
+            elif (index := name.replace("down", "index_key").replace("up", "index_query")) != name and index in weights:
+                parameter.copy_(torch.cat([_plain(weights, name), _plain(weights, index)]))
             else:
-                parameter.copy_(_plain(given, name)[: len(parameter)])
+                parameter.copy_(_plain(weights, name)[: len(parameter)])
     return reference, kernels
 
 

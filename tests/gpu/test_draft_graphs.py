@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.shapes import KERNELS, SHAPES
+from tests.gpu.shapes import KERNELS, published
 from tests.gpu.test_engine import agreement, tokens
 from tests.gpu.test_heads import config
 from thalweg.core.plan import Needs
@@ -34,12 +34,12 @@ WIDTH = 3
 
 def engine(drafter: str, folder: Path, pieces: tuple[int, ...], **fields: Any) -> LocalEngine:
     folder.mkdir(exist_ok=True)
-    shape = "v2-lite" if drafter == "eagle" else "v3"
+    shape = "v2-lite" if drafter == "eagle" else "v3-dense"
     model, head = folder / "model", folder / "head"
     model.mkdir()
     head.mkdir()
-    few = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
-    (model / "config.json").write_text(json.dumps(SHAPES[shape] | few | {"num_nextn_predict_layers": 1}))
+    own = published(shape) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (model / "config.json").write_text(json.dumps(own))
     streams = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}}
     (head / "config.json").write_text(json.dumps(config(shape, True) | streams))
     settings = EngineSettings(

@@ -68,13 +68,14 @@ def test_grouped_queries(name: str, fp8: bool, heads: int, kv_heads: int, splits
     batch, seen, told = scene(name, cuda, generator)
     dim, tokens = 128, len(seen)
     query = torch.randn(tokens, heads, dim, generator=generator).to(cuda, torch.bfloat16)
-    kept = [torch.randn(32, PAGE, kv_heads, dim, generator=generator).to(cuda, torch.bfloat16) for _ in range(2)]
+    kept = [torch.randn(32, PAGE, kv_heads, dim, generator=generator).bfloat16() for _ in range(2)]
     if fp8:
-        (key, key_scale), (value, value_scale) = (quantized(x.float()) for x in kept)
+        (key, key_scale), (value, value_scale) = ([x.to(cuda) for x in quantized(x.float())] for x in kept)
         told |= {"key_scale": key_scale, "value_scale": value_scale}
         kept = [key, value]
         exact = [key.double() * key_scale, value.double() * value_scale]
     else:
+        kept = [x.to(cuda) for x in kept]
         exact = [x.double() for x in kept]
     columns = batch.columns_T
     partial, lse = gqa.decode(query, *kept, batch.table_RP, columns, scale=dim**-0.5, splits=splits, **told)
@@ -94,10 +95,10 @@ def test_latents(name: str, fp8: bool, heads: int, splits: int, cuda: torch.devi
     generator = torch.Generator().manual_seed(4)
     batch, seen, told = scene(name, cuda, generator)
     query = torch.randn(len(seen), heads, 576, generator=generator).to(cuda, torch.bfloat16)
-    plane = torch.randn(32, PAGE, 576, generator=generator).to(cuda, torch.bfloat16)
+    plane = torch.randn(32, PAGE, 576, generator=generator).bfloat16().to(cuda)
     exact = plane.double()
     if fp8:
-        plane, scale = quantized(plane.float())
+        plane, scale = (x.to(cuda) for x in quantized(plane.float().cpu()))
         exact, told = plane.double() * scale, told | {"plane_scale": scale}
     partial, lse = mla.decode(
         query, plane, batch.table_RP, batch.columns_T, scale=0.05, rank=512, splits=splits, **told
@@ -162,7 +163,7 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
     assert slot_E.tolist() == [0, 1] and len(logits) == 32
     real = seen.batch.real_T[:32]
     assert real.tolist() == [True] * 31 + [False]
-    assert far(seen.hidden_TH[:32][real], eager[real].double()) < 0.03
+    assert far(seen.hidden_TH[:32][real], eager[real].double()) < (0.15 if facts(shape).fp8_block else 0.03)
 
 
 def test_rows_move_in_all_planes(cuda: torch.device) -> None:

@@ -17,7 +17,7 @@ from thalweg.core.sampling import SamplingParams
 
 @pytest.mark.parametrize("mode", ["none", "full_and_piecewise", "full"])
 @pytest.mark.parametrize("drafts", [3, 6])
-@pytest.mark.parametrize("shape", ["qwen2", "v3"])
+@pytest.mark.parametrize("shape", ["qwen2", "v3-dense"])
 def test_tokens_are_those_of_plain_decoding(
     shape: str, drafts: int, mode: str, cuda: torch.device, tmp_path: Path
 ) -> None:
@@ -33,4 +33,4 @@ def test_tokens_are_those_of_plain_decoding(
     assert [len(one) for one in got] == [len(one) for one in plain]
     assert agreement(plain, got, 8) >= 0.7
     stats = made.loop.stats()
-    assert stats.drafted_tokens > 100 and not stats.drafter_failures
+    assert stats.drafted_tokens > 60 and not stats.drafter_failures
