@@ -38,7 +38,7 @@ ROWS = (1, 8, 32, 64, 128, 256)  # decoding rows that are measured
 TOTALS = (128, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens of a mixed step, its rows included: buckets of pieces
 CONTEXT = 1024  # tokens behind each decoding row
 BEHIND = 512  # tokens that a prompt's chunk finds computed
-REPEATS = 2
+REPEATS = 5  # a slow host hiccups now and then: of two runs one that did would spoil the mean
 WHY = "with prompts a step takes well under twice as long as without, or hardly longer than with the fewest of them"
 GREEDY = SamplingParams(temperature=0.0)
 
