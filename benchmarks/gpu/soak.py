@@ -29,9 +29,8 @@ from thalweg.engine.local import LocalEngine
 from thalweg.engine.memory import RESERVE
 
 QUEUE = 64  # requests that wait beside those that run
-BYTES = (
-    64 << 20
-)  # that may be allocated at the end beyond the start: workspaces of libraries that a request was the first to need
+# that may be allocated at the end beyond the start: workspaces of libraries that a request was the first to need
+BYTES = 64 << 20
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.compose.matrix import CASES, COLUMNS, SEED, check, name, settings
+from tests.compose.matrix import CASES, COLUMNS, MODEL, MORE, SEED, check, name, settings
 from tests.compose.workload import serve, workload
+from tests.cpu import heads
 from thalweg.engine.local import LocalEngine
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_every_pair_gives_the_plain_engines_tokens(case: dict[str, Any]) -> None:
     check(case)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads for the bundled model with random weights, right hardly ever, in the published formats."""
+    made = tmp_path_factory.mktemp("heads")
+    target = json.loads((Path(MODEL) / "config.json").read_text())
+    for drafts, third in (("eagle3-tree", True), ("eagle", False)):
+        given = heads.config(target, third, head_dim=32, num_attention_heads=8)
+        heads.publish(made / drafts, given, heads.tensors(given, given["hidden_size"], third))
+    return made
+
+
+@pytest.mark.parametrize("case", MORE, ids=name)
+def test_other_drafters_and_rules(case: dict[str, Any], folder: Path) -> None:
+    check(case, heads=folder if "eagle" in case["drafts"] else None)
 
 
 def test_the_cases_cover_every_pair() -> None:

@@ -188,7 +188,10 @@ def mixed(count: int, **fields: Any) -> list[tuple[list[int], SamplingParams]]:
     return [(prompt, params) for prompt in prompts(count) for params in (greedy, sampled)]
 
 
-ADAPTIVE = ((1, (1.0, 1.01, 1.02, 1.03)), (16, (1.0, 1.05, 1.1, 1.15)))  # times of steps with which drafts are worth it
+ADAPTIVE = (
+    (1, 512, (1.0, 1.01, 1.02, 1.03)),
+    (16, 512, (1.0, 1.05, 1.1, 1.15)),
+)  # times of steps with which drafts are worth it
 
 
 @pytest.mark.parametrize(

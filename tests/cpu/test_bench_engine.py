@@ -12,6 +12,7 @@ import pytest
 
 from thalweg.bench import offline, startup, structured
 from thalweg.bench.startup import Phase, phases_of
+from thalweg.models import traced
 
 MODEL = str(Path(__file__).parents[2] / "models/tiny")
 SMALL = ["--threads", "1", "--random-input-len", "24", "--random-output-len", "12", "--random-range-ratio", "1"]
@@ -30,6 +31,18 @@ def test_offline_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert result["configuration"]["engine"]["threads"] == 1 and "decisions" in result["configuration"]
     shown = capsys.readouterr().out
     assert shown.count("Offline Throughput Benchmark Result") == 2 and "Last generation throughput (tok/s):" in shown
+
+
+def test_offline_with_drafts_and_an_acceptance_by_decree(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traced, "ROWS", 0)  # most of a start is recording
+    flags = ["--speculative-algorithm", "NEXTN", "--no-speculative-adaptive", "--num-prompts", "3", "--skip-warmup"]
+    result = offline.run([MODEL, *SMALL, *flags, "--speculative-simulate-accept-length", "2"])
+    (row,) = result["points"]
+    assert row["total_output_tokens"] == 36 and row["accept_length"] == pytest.approx(2.0, abs=0.2)
+    assert result["configuration"]["engine"]["imposed"] == 2.0
+    assert "Accept length:" in capsys.readouterr().out
 
 
 def test_offline_keeps_what_was_computed(tmp_path: Path) -> None:

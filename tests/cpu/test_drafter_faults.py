@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
+from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import GREEDY, Broken, breaking, engine, errors, prompts, run, unrecorded
+from thalweg.config.machine import Machine
+from thalweg.config.tree import config_of
 from thalweg.core.errors import CannotServe, NoRoom
+from thalweg.core.plan import PAGE
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine import build, roomless
+from thalweg.engine.local import LocalEngine
+from thalweg.launch.resolve import resolve
+from thalweg.launch.resolved import Resolved
+from thalweg.launch.serve import serve
+from thalweg.llm import LLM, AsyncLLM
 from thalweg.memory.planes import Planes
 from thalweg.runner import late
+from thalweg.runner.tape import Tape
 from thalweg.spec.unroll import Unrolled
 
 assert unrecorded  # a fixture of this module, too
@@ -100,6 +115,73 @@ def test_one_that_finds_no_room_is_left_out(
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
 
 
+def test_one_that_cannot_be_recorded_is_left_out(
+    plain: list[list[int]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(self: Unrolled, planes: Planes) -> None:
+        raise Broken("on purpose")
+
+    monkeypatch.setattr(Unrolled, "record", record)
+    with caplog.at_level(logging.ERROR, "thalweg.engine"):
+        made = engine(3, times=None)
+    (line,) = errors(caplog)
+    assert "cannot be recorded" in line and "Broken: on purpose" in line
+    assert "on purpose" in json.loads(made.settings.report)["speculative_algorithm"]["reason"]
+    assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
+
+
+def test_one_that_does_not_fit_beside_the_model_is_planned_without(
+    plain: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = Machine.here()
+
+    def resolved(free: int, algorithm: str = "NEXTN") -> Resolved:
+        wish = config_of(model=MODEL, speculative_algorithm=algorithm, dtype="float32", context_length=400)
+        return resolve(wish, dataclasses.replace(here, free=free), weights=False)
+
+    alone, both = (resolved(1 << 34, algorithm).sizes for algorithm in ("NONE", "NEXTN"))
+    most = both.weight_bytes + 6 * PAGE * both.kv_bytes
+    assert alone.weight_bytes + 7 * PAGE * alone.kv_bytes < most, "seven pages hold the context that was asked for"
+    with caplog.at_level(logging.ERROR, "thalweg.launch"):
+        short = resolved(int(most / 0.8))
+    (line,) = errors(caplog)
+    assert "no room for the drafter" in line and "context_length" in line
+    assert (short.engine.drafter, short.engine.width, short.sizes) == ("", 0, alone)
+    (noted,) = (one for one in short.decisions if one.name == "speculative_algorithm")
+    assert (noted.value, noted.source) == ("NONE", "auto") and noted.reason.startswith("no room for it: context_length")
+    made = LocalEngine(msgspec.structs.replace(short.engine, eos_ids=(1,), progress=False, warm=False, budget=512))
+    assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
+    with pytest.raises(NoRoom):  # nor is there room for the model
+        resolved(alone.weight_bytes)
+    assert len(errors(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", NoRoom),
+        ("CUDA error: operation not permitted when stream is capturing", CannotServe),
+    ],
+)
+def test_a_recording_without_memory_is_told_from_others(
+    words: str, kind: type[CannotServe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 2)
+    ended: list[bool] = []
+    tape = object.__new__(Tape)
+    vars(tape).update(pool=1, stream=stream, graph=SimpleNamespace(capture_end=lambda: ended.append(True)))
+    with pytest.raises(CannotServe, match="recording CUDA graphs of 3 rows failed") as told, tape.running("3 rows"):
+        raise RuntimeError(words)
+    assert type(told.value) is kind and ended == [True] and tape.graph is None
+    vars(tape)["graph"] = SimpleNamespace(capture_end=lambda: ended.append(True))
+    with pytest.raises(Broken), tape.running("3 rows"):
+        raise Broken("in Python")
+    assert len(ended) == 2 and tape.graph is None
+
+
 def test_what_is_no_lack_of_room_is_told() -> None:
     """Nor is one that has no drafter in it."""
     made = engine(1).settings
@@ -123,3 +205,14 @@ def test_a_started_engine_has_no_failure() -> None:
     made = engine(2)
     run(made, prompts(1), GREEDY)
     assert made.loop.stats().drafter_failures == 0
+
+
+def test_acceptance_by_decree_answers_nobody_unless_allowed() -> None:
+    wish = {"speculative_algorithm": "NEXTN", "speculative_simulate_accept_length": 2.0, "max_total_tokens": 1024}
+    for start in (LLM, AsyncLLM):
+        with pytest.raises(CannotServe, match="--allow-simulated-acceptance"):
+            start(MODEL, **wish)
+    with pytest.raises(CannotServe, match="--allow-simulated-acceptance"):
+        serve(config_of(model=MODEL, port=0, **wish), lambda *args: None, lambda options: None)
+    allowed = resolve(config_of(model=MODEL, allow_simulated_acceptance=True, **wish), weights=False)
+    assert allowed.engine.imposed == resolve(config_of(model=MODEL, **wish), simulates=True).engine.imposed == 2.0

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.compose import matrix
 from tests.compose.matrix import MODEL, settings
 from tests.cpu import heads, zoo
 from tests.cpu.heads import Reference
@@ -20,7 +19,6 @@ from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.config.model import read_facts
 from thalweg.core.errors import CheckpointError
 from thalweg.core.sampling import SamplingParams
-from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models import traced
@@ -167,8 +165,8 @@ def test_what_a_folder_may_differ_in(tmp_path: Path) -> None:
     torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
 
 
-def test_ids_that_do_not_begin_with_one_are_inputs(tmp_path: Path) -> None:
-    made = Pass("v2-lite", True, tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 0, 1]})
+def test_ids_beside_that_do_not_begin_with_one_are_inputs(tmp_path: Path) -> None:
+    made = Pass("v2-lite", True, tmp_path, eagle_aux_hidden_state_layer_ids=[2, 0, 1])
     assert made.target.watched == (2, 0, 1)
 
 
@@ -291,15 +289,6 @@ def test_tokens_are_those_of_plain_decoding(bundled: Bundled) -> None:
     made = bundled.engine(3, depth=2)
     assert (run(made, prompts(4), GREEDY), run(made, prompts(4), SEEDED)) == plain()
     assert made.loop.stats().drafted_tokens > 200 and made.loop.stats().cached_tokens > 0
-
-
-def test_with_everything_at_once(bundled: Bundled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compose tests' workload, with chunks, overlap, few pages and slots, penalties, log-probabilities and siblings."""
-    tree = TreeShape(3, 3, 8) if "d2t" in bundled.made else TreeShape()
-    kind = {"drafter": "eagle", "drafter_path": str(bundled.folder), "width": tree.nodes or 3, "tree": tree}
-    monkeypatch.setitem(matrix.DRAFTING, "eagle", kind)
-    case = {"budget": 48, "depth": 2, "radix": True, "pages": 10, "policy": "fcfs", "slots": 3, "kind": "penalised"}
-    matrix.check(case | {"logprobs": True, "prompt_logprobs": True, "n": 2, "drafts": "eagle"})
 
 
 def test_loading_reads_the_heads_own_folder_and_nothing_twice(

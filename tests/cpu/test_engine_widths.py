@@ -10,6 +10,7 @@ import pytest
 
 from tests.cpu.test_speculation import engine, unrecorded
 from thalweg.engine import widths
+from thalweg.scheduler.times import Rung, StepTimes
 from thalweg.scheduler.widths import choices
 
 assert unrecorded  # a fixture of this module, too
@@ -17,8 +18,9 @@ assert unrecorded  # a fixture of this module, too
 
 def test_what_disturbs_a_measurement_does_not_turn_the_order_round() -> None:
     """Fewer rows, and fewer drafts, take no longer."""
-    assert widths.smoothed([(1, (8.0, 3.0, 4.0)), (2, (2.0, 5.0, 9.0))]) == ((1, (2.0, 3.0, 4.0)), (2, (2.0, 5.0, 9.0)))
-    assert widths.smoothed([(1, (1.0, 2.0))]) == ((1, (1.0, 2.0)),)
+    rough = [Rung(1, 512, (8.0, 3.0, 4.0)), Rung(2, 512, (2.0, 5.0, 9.0))]
+    assert widths.smoothed(rough) == (Rung(1, 512, (2.0, 3.0, 4.0)), rough[1])
+    assert widths.smoothed(rough[1:]) == (rough[1],) and widths.smoothed([]) == ()
 
 
 def test_widths_between_those_that_are_measured_are_on_a_line() -> None:
@@ -38,12 +40,57 @@ def test_a_busy_while_is_the_same_for_all_widths(monkeypatch: pytest.MonkeyPatch
         return (1.0 + plan.draft) * len(plan.rows) * busy * rng.uniform(1, 1.01)
 
     monkeypatch.setattr(widths, "_run", run)
+    monkeypatch.setattr(widths, "_late", lambda *_: 0.0)
     settings = widths.measured(msgspec.structs.replace(made.settings, times=None, slots=2), made.runner)
     assert settings.times is not None
-    for (rows, times), want in zip(settings.times, (1, 2), strict=True):
-        assert rows == want and times == pytest.approx([rows * (1 + width) for width in range(4)], rel=0.02)
+    for (rows, context, times), want in zip(settings.times, (1, 2), strict=True):
+        assert (rows, context) == (want, 400 - 12) and times == pytest.approx(
+            [rows * (1 + width) for width in range(4)], rel=0.02
+        )
 
 
 def test_an_engine_begins_with_nothing_late() -> None:
     made = engine(2, times=None, slots=2)
     assert made.settings.times and not made.runner.drafting.late.steps and not made.runner.drafting.lost
+
+
+def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as that is cheap beside the measuring of short ones; and what a drafter does later counts where nothing is drafted."""
+    made, spent = engine(3, slots=8, context=4096), 0.0
+
+    def run(runner: Any, plan: Any, settings: Any) -> float:
+        nonlocal spent
+        seconds = (1.0 + plan.draft + plan.reach / 1000) * len(plan.rows)
+        spent += seconds
+        return seconds
+
+    monkeypatch.setattr(widths, "_run", run)
+    monkeypatch.setattr(widths, "_late", lambda *_: 0.5)
+    monkeypatch.setattr(widths, "clock", lambda settings: lambda: spent)
+    monkeypatch.setattr(widths, "SECONDS", 1e6)
+    settings = widths.measured(msgspec.structs.replace(made.settings, times=None), made.runner)
+    assert settings.times is not None
+    assert [(rows, context) for rows, context, _ in settings.times] == [
+        *((rows, 512) for rows in (1, 2, 4, 8)),
+        (1, 4084),
+    ]
+    times = StepTimes(settings.times)
+    for context in (100, 512, 2000, 4084):
+        for rows in (1, 3, 8):
+            want = [rows * (1 + width + (context + 12) / 1000) + 0.5 * (not width) for width in range(4)]
+            assert times.seconds(rows, context) == pytest.approx(want)
+    monkeypatch.setattr(widths, "SHARE", 10)
+    more = widths.measured(msgspec.structs.replace(made.settings, times=None), made.runner)
+    assert more.times is not None and [rung[:2] for rung in more.times[4:]] == [(1, 4084), (8, 4084)]
+
+
+def test_what_a_drafter_that_lags_takes_later_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, settings = engine(2, slots=2), engine(2).settings
+    widths._bind(made.runner, settings, 2, 100, 120)
+    drafter, tokens = made.runner.drafting.drafter, list[int]()
+    monkeypatch.setattr(drafter, "observe", lambda seen, *rest: tokens.append(len(seen.batch.ids_T)))
+    assert widths._late(made.runner, widths._plan(2, 100, 0, 120), settings) > 0
+    assert tokens == [2 * 512] and not made.runner.drafting.late.behind
+    plain = engine(0, slots=2)
+    widths._bind(plain.runner, settings, 2, 100, 120)
+    assert widths._late(plain.runner, widths._plan(2, 100, 0, 120), settings) == 0.0

@@ -1,8 +1,9 @@
-"""Every kernel of a step compiles for a Hopper, where Triton is installed: a GPU is not needed for that."""
+"""Every kernel of a step compiles for a Hopper, and those of sampling compute what their references do. Neither needs a GPU, but Triton."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -13,4 +14,11 @@ import pytest
 @pytest.mark.parametrize("shape", ["v2-lite:plain", "v3:plain", "qwen3:plain"])
 def test_kernels_compile_without_a_gpu(shape: str) -> None:
     done = subprocess.run([sys.executable, "-m", "tests.gpu.offline", shape], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_of_sampling_are_interpreted_as_their_references() -> None:
+    command = [sys.executable, "-m", "tests.cpu.interpreted"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

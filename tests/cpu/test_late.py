@@ -102,7 +102,7 @@ def test_entries_are_those_of_a_drafter_that_never_lagged(depth: int, passing: b
     drafting(made, width)
     ended = released(made)
     assert all(map(len, run(made, prompts(4), SHORTER)))
-    made.runner.drafting.rebind()  # as the next request would
+    made.runner.drafting.catch_up()
     assert len(ended) == 4 and made.loop.stats().drafted_tokens > 20
     for tokens, pages in ended:
         check_entries(made, tokens, pages)
@@ -139,13 +139,70 @@ def test_nothing_is_learned_step_by_step_while_nothing_is_drafted(monkeypatch: A
     assert tokens[3] == 21, "before the slot was bound anew"
 
 
-def test_many_rows_lag_no_longer_than_few(monkeypatch: Any) -> None:
+def test_all_rows_lag_together_up_to_a_bound(monkeypatch: Any) -> None:
     monkeypatch.setattr(late, "TOKENS", 40)
     made = engine(3, radix=False)
     drafting(made, lambda: 0)
     tokens = observed(made)
     run(made, prompts(8), GREEDY)
     assert max(tokens[8:]) < 48 and made.runner.drafting.late.tokens < 40
+
+
+def test_no_row_lags_beyond_its_own_bound(monkeypatch: Any) -> None:
+    monkeypatch.setattr(late, "ROW", 30)
+    made = engine(3, radix=False)
+    drafting(made, lambda: 0)
+    tokens = observed(made)
+    run(made, prompts(2), GREEDY)
+    assert tokens[-1] == 60 and len(tokens) < 5
+
+
+def test_a_request_that_comes_stirs_nobody_else() -> None:
+    """Prompts beside decoding rows are looked at alone, and so is what left the slot that is bound anew."""
+    made = engine(2, slots=3, budget=64)
+    drafting(made, lambda: 0)
+    first, *others = prompts(4, 30)
+    made.submit(first, LONG)
+    for _ in range(5):
+        made.step()
+    tokens, behind = observed(made), made.runner.drafting.late.behind
+    for prompt in others[:2]:
+        made.submit(prompt, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        for _ in range(10):
+            made.step()
+    assert tokens == [len(prompt) for prompt in others[:2]]
+    (slot,) = (r.slot for r in made.loop.scheduler.live.values() if r.prompt == tuple(first))
+    assert len(behind[slot].places) >= 20
+    while len(made.loop.scheduler.live) > 1:
+        made.step()
+    made.submit(others[2], GREEDY)
+    made.step()
+    assert tokens[2:] == [19 + 19, len(others[2])], "of both who have left"
+    assert len(behind[slot].places) > 30
+
+
+def test_pages_of_who_has_left_are_another_ones_without_a_bind() -> None:
+    """What lagged of the one is written before the other's, not with it: a step writes to no place twice."""
+    made = engine(2, radix=False, pages=6, slots=2)
+    drafting(made, lambda: 0)
+    drafter, twice = made.runner.drafting.drafter, 0
+    real, ended = drafter.observe, released(made)
+
+    def observe(seen: Any, *rest: Any) -> None:
+        nonlocal twice
+        written = seen.batch.write_T[seen.batch.real_T]
+        twice += len(written) - len(written.unique())
+        real(seen, *rest)
+
+    drafter.observe = observe  # type: ignore[method-assign]
+    made.submit(list(range(30, 100)), SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+    made.submit(list(range(200, 250)), SamplingParams(temperature=0.0, max_tokens=280, ignore_eos=True))
+    while not made.idle:
+        made.step()
+    made.runner.drafting.catch_up()
+    (_, pages), (tokens, others) = ended
+    assert set(pages) & set(others) and not twice
+    check_entries(made, tokens, others)
 
 
 def test_an_engine_without_a_drafter_keeps_nothing() -> None:

@@ -19,12 +19,14 @@ from thalweg.cli import main
 from thalweg.config.args import config_parser, parse_config
 from thalweg.config.model import facts_of
 from thalweg.core.kernels import KernelChoice
+from thalweg.engine import build
 from thalweg.launch.planning.commands import command
 from thalweg.launch.planning.layouts import Layout
 from thalweg.launch.planning.search import Outcome
 from thalweg.launch.planning.weights import inventory, parameters
 from thalweg.launch.sizes import counted, measure
 from thalweg.layers.parts import ReferenceParts
+from thalweg.models import traced
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "models" / "tiny")
@@ -287,6 +289,26 @@ def test_a_config_that_is_no_json(plan: Run, tmp_path: Path) -> None:
 
 
 # ---- the forecast against what is there ----
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--speculative-algorithm NEXTN --speculative-eagle-topk 3",
+        "--speculative-algorithm NEXTN --speculative-acceptance standard --no-speculative-adaptive",
+        f"--speculative-draft-model-path {TINY} --speculative-num-steps 1 --no-speculative-adaptive",
+    ],
+)
+def test_check_with_a_drafter(plan: Run, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it keeps of each running request, too: hidden states, what drafts were drawn from, nodes of a tree."""
+    monkeypatch.setattr(traced, "ROWS", 0)
+    monkeypatch.setattr(build, "measured", lambda settings, runner: settings)  # times, of which there is nothing to see
+    told = json.loads(
+        plan(TINY, "--check", "--json", "--max-total-tokens", "2048", "--threads", "1", *flags.split()).out
+    )
+    assert {part["name"]: part["off"] for part in told["parts"]} == dict.fromkeys(
+        ("weights", "kv", "slots", "total"), 0
+    )
 
 
 def test_check_starts_an_engine(plan: Run) -> None:

@@ -11,7 +11,7 @@ from thalweg.batch.slots import Slots
 from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 
-CONTEXT, SLOTS = 500, 6
+CONTEXT, SLOTS, CPU = 500, 6, torch.device("cpu")
 
 
 def random_step(rng: random.Random) -> tuple[Slots, StepPlan, dict[int, Bind], dict[int, list[int]]]:
@@ -90,5 +90,19 @@ def test_sampled_tokens_of_rows_with_different_numbers_of_drafts() -> None:
     rows = (Row(0, 0, 5, 3, 2, True), Row(1, 1, 5, 2, 1, True), Row(2, 2, 0, 4, 0, False), Row(3, 3, 0, 2, 0, True))
     made = StepPlan(0, -1, rows, reach=8)
     assert made.query == 3 and not made.verifies and StepPlan(0, -1, rows[:2]).verifies
-    assert sampled_tokens(made) == [0, 1, 2, 3, 4, 4, 10, 10, 10]
-    assert sampled_tokens(StepPlan(0, -1, rows[2:])) == [5]
+    assert sampled_tokens(made, CPU).tolist() == [0, 1, 2, 3, 4, 4, 10, 10, 10]
+    assert sampled_tokens(StepPlan(0, -1, rows[2:]), CPU).tolist() == [5]
+    assert not len(sampled_tokens(StepPlan(0, -1, rows[2:3]), CPU))
+
+
+def test_where_every_token_is_sampled_it_is_known() -> None:
+    slots, rows = Slots(3, CONTEXT, CPU), [Row(slot, slot, 5, 3, 2, True) for slot in range(3)]
+    for made, whole in (
+        (rows, True),
+        ([rows[0]._replace(n=4), *rows], False),
+        ([*rows, rows[0]._replace(n=2, drafts=1)], False),
+    ):
+        plan = StepPlan(0, -1, tuple(made), reach=8)
+        prepared = prepare(plan, slots)
+        assert prepared.all_emitted == whole and torch.equal(prepared.batch.emit_N, sampled_tokens(plan, CPU))
+        assert (prepared.batch.emit_N.tolist() == list(range(plan.tokens))) == whole

@@ -125,7 +125,7 @@ def graphs() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in {"prepare": prepare, "verify": verify}.items():
             patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", fake)
-        for name in ("adjust", "draw", "logprobs", "truncate"):
+        for name in ("adjust", "draw", "logprobs", "temper", "truncate"):
             patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", SimpleNamespace())
         for name in ("thalweg.sampling.launched", "thalweg.runner.graphs"):
             patch.delitem(sys.modules, name, raising=False)

@@ -39,7 +39,7 @@ def test_recorded_trees_give_plain_decodings_tokens() -> None:
     held = runner.model, runner.planes, runner.slots, runner.drafting.drafter
     with torch.inference_mode():
         runner.groves = groves = tree_graphs.groves([1, 16], *held, runner.slots.context, SLOTS, Tape())  # type: ignore[arg-type]
-    assert [one.rows for one in groves.groves] == [1, tree_graphs.MOST]
+    assert [one.rows for one in groves.groves] == [1, tree_graphs.TREES]
 
     def counting(owner: Any, name: str, count: str) -> None:
         real = getattr(owner, name)

@@ -18,10 +18,11 @@ from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, Needs
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
+from thalweg.kernels.temper.ref import tempered
 from thalweg.sampling import chain, sample, standard
 from thalweg.sampling.drafts import COUPLED, PROBABILITIES, Drawing, Independent
 from thalweg.sampling.random import exponential, uniform
-from thalweg.sampling.sample import REFERENCE, Sampling, accept, tempered
+from thalweg.sampling.sample import REFERENCE, Sampling, accept
 from thalweg.sampling.standard import Standard
 
 VOCAB, DRAWS, ROWS, FIRST, WIDEST = 8, 200_000, 4000, 3, 3
@@ -131,6 +132,8 @@ def decode(world: World, drawing: Drawing, sampling: Sampling, drafts: int, draw
 
 class Best:
     """Drafts that are no sample."""
+
+    odds = REFERENCE.odds
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -14,8 +14,9 @@ from transformers.generation.logits_process import (
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, Needs
 from thalweg.core.sampling import SamplingParams
+from thalweg.kernels.truncate.ref import truncate
 from thalweg.sampling.random import exponential, mix
-from thalweg.sampling.sample import accept, penalise, truncate
+from thalweg.sampling.sample import accept, penalise
 
 VOCAB = 50
 

@@ -97,7 +97,17 @@ def test_the_server_says_when_drafts_are_accepted_with_a_loss() -> None:
                 front.ready, resolved=json.dumps({"speculative_acceptance": decision})
             )
             told = api.get("/server_info").json()["speculative_acceptance"]
-            assert told == {"rule": rule, "lossless": lossless, "reason": "because"}
+            assert told == {"rule": rule, "lossless": lossless, "reason": "because", "simulated": None}
+        simulated = {
+            "name": "speculative_simulate_accept_length",
+            "value": 2.5,
+            "source": "asked",
+            "reason": "by decree",
+        }
+        resolved = {"speculative_acceptance": decision | {"value": "race"}, simulated["name"]: simulated}
+        front.ready = msgspec.structs.replace(front.ready, resolved=json.dumps(resolved))
+        told = api.get("/server_info").json()["speculative_acceptance"]
+        assert told == {"rule": "race", "lossless": False, "reason": "by decree", "simulated": 2.5}
 
 
 def test_the_load_generator_reads_what_its_own_load_was_given() -> None:

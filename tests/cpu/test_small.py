@@ -9,18 +9,16 @@ import msgspec
 import pytest
 import torch
 
-from tests.compose import matrix
 from tests.compose.matrix import MODEL, settings
 from tests.cpu import zoo
 from tests.cpu.test_eagle import GREEDY, SEEDED, plain, prompts, run
 from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.config.model import read_facts
-from thalweg.core.errors import CheckpointError
 from thalweg.core.sampling import SamplingParams
-from thalweg.core.tree import TreeShape
+from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
-from thalweg.spec.catalog import build_drafter
+from thalweg.models import traced
 from thalweg.spec.small import Small
 from thalweg.spec.unroll import Unrolled
 from thalweg.weights import stream
@@ -54,14 +52,6 @@ def test_the_model_itself_drafts_what_it_then_writes() -> None:
         # the last drafts of a sequence may lie behind its end
         assert drafted > 60 and accepted >= drafted - 4 * 3
     assert made.loop.stats().cached_tokens > 0
-
-
-def test_with_everything_at_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """See `test_eagle`; as a tree."""
-    kind = {"drafter": "small", "drafter_path": str(llama), "width": 6, "tree": TreeShape(2, 3, 6)}
-    monkeypatch.setitem(matrix.DRAFTING, "small", kind)
-    case = {"budget": 48, "depth": 2, "radix": True, "pages": 10, "policy": "lpm", "slots": 3, "kind": "penalised"}
-    matrix.check(case | {"logprobs": True, "prompt_logprobs": False, "n": 2, "drafts": "small"})
 
 
 def test_its_planes_are_what_it_keeps_alone(llama: Path) -> None:
@@ -100,9 +90,21 @@ def test_each_folder_is_read_for_what_is_its_own(llama: Path, monkeypatch: pytes
     assert read.count(MODEL) == 2 * without
 
 
-def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    given = zoo.draw_config("qwen2", 1)
+@pytest.mark.parametrize(("vocab", "tree"), [(1800, TreeShape(2, 2, 4)), (2112, CHAIN)], ids=["fewer", "more"])
+def test_of_a_vocabulary_that_is_padded_otherwise_both_ids_are_drafted(
+    vocab: int, tree: TreeShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts have ids that a smaller one lacks."""
+    monkeypatch.setattr(traced, "ROWS", 0)
+    given = zoo.draw_config("llama", 1) | {"vocab_size": vocab}
     zoo.save(zoo.reference(given, 1), given, tmp_path)
-    target = zoo.catalog.build(read_facts(Path(MODEL)), torch.float32, "meta")
-    with pytest.raises(CheckpointError, match=f"vocabulary of {given['vocab_size']} tokens.*2048.*same family"):
-        build_drafter("small", target, str(tmp_path))
+    made = engine(str(tmp_path), 4, tree=tree)
+    drafter = made.runner.drafting.drafter
+    assert isinstance(drafter, Unrolled)
+    both = min(vocab, read_facts(Path(MODEL)).vocab)
+    assert drafter.head.logits(torch.zeros(1, drafter.head.width)).shape[1] == both
+    assert any(token >= 1800 for prompt in prompts(4) for token in prompt)
+    for params, want in zip((GREEDY, SEEDED), plain(), strict=True):
+        assert run(made, prompts(4), params) == want
+    stats = made.loop.stats()
+    assert stats.drafted_tokens > 0 and not stats.drafter_failures

@@ -304,8 +304,8 @@ def test_the_width_goes_by_measured_times(plain: list[list[int]], caplog: pytest
         made = engine(3, times=None, slots=2)
     assert "drafts: 0 to 3" in caplog.text
     times = made.settings.times
-    assert times is not None and [rows for rows, _ in times] == [1, 2] and {len(seconds) for _, seconds in times} == {4}
-    assert min(min(seconds) for _, seconds in times) > 0
+    assert times is not None and [rows for rows, *_ in times] == [1, 2]
+    assert {len(seconds) for *_, seconds in times} == {4} and min(min(seconds) for *_, seconds in times) > 0
     assert json.loads(made.settings.report)["speculative_adaptive"]["value"] == "0 to 3"
     assert run(made, prompts(5)) == plain
 

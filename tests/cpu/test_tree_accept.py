@@ -18,6 +18,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.memory.planes import Planes, vectors
 from thalweg.runner.straight import mover, straightened
+from thalweg.sampling import tree
 from thalweg.sampling.sample import REFERENCE, Sampled, accept
 from thalweg.spec.drafter import Seen
 from thalweg.spec.tree import hides_of
@@ -138,6 +139,30 @@ def test_the_minimum_length_turns_along_the_path() -> None:
     logits = logits_of({0: 4, 1: 6, 3: 5, 5: 2})
     logits[:, STOP] = 5.0
     assert tokens(verify(slots, logits, Needs(biased=True))) == [4, 6, STOP]
+
+
+def test_penalties_of_a_node_are_those_of_its_sequence() -> None:
+    """Of each as a slot of its own that knows its path; of several rows, and drafts that are known, repeated or not made."""
+    fields = {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": -0.2}
+    slots = Slots(4, 64, torch.device("cpu"), tree=SHAPE)
+    for slot, known in ((1, (1, 2, 3)), (3, (4, 4, 5, 6, 7))):
+        slots.bind([Bind(slot, known, 2, len(known) - 1, 40, 5, (STOP,), SamplingParams(**fields))])  # type: ignore[arg-type]
+        grown(slots, slot, tokens=(4, 5, 4, 7, 4, 8))
+    index, logits = torch.tensor([3, 1]), torch.randn(2 * (1 + NODES), VOCAB)
+    along = tree.unfolded(slots, index, slots.ints_SI[index], 1 + NODES)
+    edited, needs = logits.clone(), Needs(penalised=True)
+    REFERENCE.edit(edited, slots, along.slot_N, along.ints_NI, needs, 64, None, tree.paths(slots, along, 1 + NODES))
+    for n, (row, wanted) in enumerate(zip(logits, edited, strict=True)):
+        slot, node, path = int(index[n // (1 + NODES)]), n % (1 + NODES), list[int]()
+        while node:
+            path.insert(0, (4, 5, 4, 7, 4, 8)[node - 1])
+            node = PARENTS[node - 1]
+        known = slots.tokens_SL[slot, : slots.length[slot]].tolist()
+        alone = Slots(1, 64, torch.device("cpu"))
+        alone.bind([Bind(0, (*known, *path), 2, 1, 40, 5, (), SamplingParams(**fields))])  # type: ignore[arg-type]
+        mine = row.unsqueeze(0).clone()
+        REFERENCE.edit(mine, alone, torch.tensor([0]), alone.ints_SI, needs, 64, None)
+        assert torch.equal(mine[0], wanted), (slot, path)
 
 
 def test_penalties_count_the_path_alone() -> None:

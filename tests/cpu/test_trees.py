@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import GREEDY, JSON, breaking, engine, prompts, run, written_afresh
 from thalweg.core.kernels import KernelChoice
+from thalweg.core.messages import Delta
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
@@ -24,7 +26,7 @@ from thalweg.spec.tree import Branching, static
 from thalweg.text.tokenizer import Tokenizer
 
 DYNAMIC, STATIC = TreeShape(4, 3, 12), TreeShape(3, 4, 12, dynamic=False)
-WIDE = TreeShape(8, 8, 63)
+WIDE = TreeShape(9, 8, 63)  # grown from as many nodes as there may be
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=40, ignore_eos=True)
 PENALISED = SamplingParams(
     temperature=0.7,
@@ -202,3 +204,22 @@ def test_a_drafter_that_raises_leaves_trees_behind(plain: dict[SamplingParams, l
     breaking(made, "propose", 4)
     assert run(made, prompts(3)) == plain[GREEDY]
     assert made.loop.stats().drafter_failures == 1
+
+
+def test_in_deterministic_mode_bits_do_not_depend_on_trees() -> None:
+    """Nor where a tree was cut, and the next one stands where it stood."""
+    kernels = KernelChoice(deterministic=True)
+
+    def bits(made: LocalEngine) -> dict[int, Delta]:
+        found: dict[int, Delta] = {}
+        for prompt in prompts(2, 60):
+            made.submit(prompt, PENALISED)
+        while not made.idle:
+            for delta in made.step():
+                found[delta.uid] = found[delta.uid].then(delta) if delta.uid in found else delta
+        return {uid: msgspec.structs.replace(delta, drafted=None) for uid, delta in found.items()}
+
+    made, rng = growing(DYNAMIC, kernels=kernels, depth=2, budget=70), random.Random(5)
+    made.loop.scheduler.widths.draft = lambda emitting: rng.choice((0, 1, 2, 5, 12, 12))  # type: ignore[method-assign]
+    assert bits(made) == bits(engine(0, kernels=kernels))
+    assert made.loop.stats().accepted_tokens > 10

@@ -137,6 +137,11 @@ def drafts(rows: int, query: int, width: int) -> None:
     ids, positions, write, real, _, ints = preparing.decode(slot_T, ahead_T, *held, 4, PAGE)
     for needs in (Needs(), Needs(random=True), Needs(random=True, truncated=True)):
         drawn = Launched().draw(torch.empty(tokens, vocab), slots, slot_T, ints, needs)
+        scores = Launched.odds.tempered(torch.empty(tokens, vocab), slots, slot_T, ints, needs.truncated)
+    Launched.odds.raced(scores, ints[::query, 3], ints[::query, 0])
+    for behind in (None, torch.zeros(rows, query, query - 1, dtype=torch.int64)):
+        edits = slots, slot_T, ints, Needs(penalised=True, biased=True), 256, None, behind
+        Launched().edit(torch.empty(tokens, vocab), *edits)
     flags = torch.empty(rows, dtype=torch.bool)
     out = torch.empty(rows, query, dtype=torch.int64), drawn[:rows], flags
     verifying.follow(drawn, ids, slot_T, ints, slots.stop_SK, slots.tokens_SL, slots.ints_SI, out)

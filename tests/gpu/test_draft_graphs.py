@@ -40,7 +40,7 @@ def engine(drafter: str, folder: Path, pieces: tuple[int, ...], **fields: Any) -
     head.mkdir()
     own = published(shape) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     (model / "config.json").write_text(json.dumps(own))
-    streams = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}}
+    streams = {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}
     (head / "config.json").write_text(json.dumps(config(shape, True) | streams))
     settings = EngineSettings(
         path=str(model), device="cuda", dtype="bfloat16", kernels=KERNELS, load_format="dummy", drafter=drafter,

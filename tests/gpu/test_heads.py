@@ -45,7 +45,7 @@ def test_states_and_what_is_stored_are_the_references(shape: str, third: bool, c
     made, kept, kind = [], [], Eagle3 if third else Eagle
     for main in pair(shape, cuda, KERNELS):
         facts = eagle_of(config(shape, third), shape, main.facts)
-        main.watch(facts.watched)
+        main.watch(facts.watched.layers)
         head = kind(facts, main, ())
         made.append(head)
         kept.append(Planes((*main.planes(), *head.planes()), 16, cuda))

@@ -34,7 +34,7 @@ def step(device: str, rule: str) -> tuple[Tensor, Tensor, Tensor]:
     slots.bind([Bind(i, (1, 2), 1, 1, 60, i, (), SamplingParams(**KINDS[i % 4])) for i in range(ROWS)])  # type: ignore[arg-type]
     slot_R, made = torch.arange(ROWS, device=where), []
     for ahead in range(DRAFTS):
-        drawing = Independent(DRAFTS, VOCAB)
+        drawing = Independent(DRAFTS, VOCAB, sampling_on(where).odds)
         there = slots.ints_SI.clone()
         there[:, 0] += ahead
         made.append(drawing.draw(guessed[:, ahead].clone(), slots, slot_R, there, ahead, True))

@@ -219,6 +219,30 @@ def test_recorded_draws_are_the_eager_ones() -> None:
             assert torch.equal(slots.ints_SI, fresh.ints_SI)
 
 
+@pytest.mark.parametrize("shape", ["flat", "peaked", "equal", "rounded", "masked"])
+@pytest.mark.parametrize("vocab", [VOCAB, 300])
+def test_what_is_drawn_from_is_the_references(shape: str, vocab: int) -> None:
+    """But for ids at a border, where a sum may round to either side of it; and its race is the one that draws tokens."""
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    kinds = KINDS[1:]
+    logits, slots, slot_E = (
+        some_logits(shape, len(kinds), vocab, generator),
+        bound(kinds, list(range(len(kinds)))),
+        index(len(kinds)),
+    )
+    ints_EI = slots.ints_SI[slot_E]
+    got, want = (one.odds.tempered(logits, slots, slot_E, ints_EI, True) for one in (Launched, REFERENCE))
+    kept, wanted = got > -torch.inf, want > -torch.inf
+    other, part = kept != wanted, got.softmax(-1)
+    assert bool((((part * other).sum(-1) < 1e-4) | (other.sum(-1) <= 1)).all()), SEED
+    torch.testing.assert_close(got[kept & wanted], want[kept & wanted], rtol=1e-6, atol=0)
+    raced = Launched.odds.raced(got, ints_EI[:, 3], ints_EI[:, 0])
+    drawn_E = Launched().draw(logits, slots, slot_E, ints_EI, DRAWS)
+    assert (raced.argmax(-1) != drawn_E).sum() <= 1, SEED
+    twice = Launched.odds.raced(got.repeat_interleave(2, 0), ints_EI[:, 3], ints_EI[:, 0])
+    assert torch.equal(twice[1::2], raced) and torch.equal(twice[::2], raced)
+
+
 EDITS: list[dict[str, Any]] = [
     {},
     {"repetition_penalty": 1.3},
@@ -259,6 +283,25 @@ def test_edits_are_the_references(vocab: int) -> None:
         again = logits.clone()
         Launched().edit(again, *args)
         assert torch.equal(got, again), "the order of the additions shows"
+
+
+@pytest.mark.parametrize("vocab", [40, 5000])
+def test_edits_of_nodes_are_the_references(vocab: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    rows, context, query, drafts = len(EDITS), 5000, 16, 4
+    slots = Slots(rows + 1, context, torch.device("cuda"))
+    for row, edit in enumerate(EDITS):
+        known = torch.randint(0, vocab, (7 + 700 * row,), generator=generator, device="cuda").tolist()
+        slots.bind([Bind(row + 1, tuple(known), 5, 0, context - 1, row, (7, 3), SamplingParams(**edit))])
+    behind = torch.randint(-1, vocab, (rows, query, drafts), generator=generator, device="cuda")
+    logits = torch.randn(rows * query, vocab, generator=generator, device="cuda") * 3
+    slot_N = index(rows).repeat_interleave(query)
+    got, want = logits.clone(), logits.clone()
+    args = slots, slot_N, slots.ints_SI[slot_N], Needs(penalised=True, biased=True), context, None, behind
+    Launched().edit(got, *args)
+    REFERENCE.edit(want, *args)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(got, logits)
 
 
 @pytest.mark.parametrize("shape", ["flat", "peaked", "rounded", "equal", "masked"])

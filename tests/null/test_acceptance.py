@@ -9,7 +9,7 @@ import pytest
 from thalweg.config.args import config_parser, parse_config
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import CannotServe
-from thalweg.launch.acceptance import Acceptance, decide_acceptance
+from thalweg.launch.acceptance import Acceptance, decide_acceptance, refuse_simulated
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.resolved import Decision
 
@@ -47,6 +47,22 @@ def test_the_lossy_rule_is_named_so(wishes: dict[str, Any], relaxed: tuple[int, 
     assert noted.value == "relaxed" and noted.reason.startswith("LOSSY")
     said = config_parser("t", "t").format_help()
     assert said.count("LOSSY") >= 3
+
+
+def test_an_acceptance_by_decree_is_for_benchmarks() -> None:
+    length = {"speculative_simulate_accept_length": 2.5}
+    acceptance, (rule, noted) = decided(**length)
+    assert acceptance == Acceptance(imposed=2.5) and rule.value == "race"
+    assert (noted.name, noted.value) == ("speculative_simulate_accept_length", 2.5) and "means nothing" in noted.reason
+    assert decided("", **length) == (Acceptance(), [])
+    with pytest.raises(CannotServe, match="thalweg bench.*--allow-simulated-acceptance"):
+        refuse_simulated(SpeculativeOptions(**length))
+    for wish in (SpeculativeOptions(), SpeculativeOptions(**length, allow_simulated_acceptance=True)):
+        refuse_simulated(wish)
+    with pytest.raises(CannotServe, match="at least 1"):
+        SpeculativeOptions(speculative_simulate_accept_length=0.5)
+    parsed = parse_config(config_parser("t", "t"), ["m", "--accept-length", "3"])
+    assert parsed.config.speculative.speculative_simulate_accept_length == 3
 
 
 @pytest.mark.parametrize(

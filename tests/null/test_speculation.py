@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from thalweg.config.args import config_parser, parse_config
+from thalweg.config.drafters import read_eagle
 from thalweg.config.model import read_facts
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import CannotServe, CheckpointError
@@ -17,6 +19,7 @@ from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.speculation import Speculation, decide_speculation
 from thalweg.launch.trees import decide_tree
+from thalweg.launch.vocabularies import check_vocabularies
 
 
 @dataclass
@@ -39,6 +42,8 @@ def decided(nextn: int = 1, **wishes: Any) -> tuple[Speculation, Ledger]:
         ({"speculative_algorithm": "NEXTN"}, "nextn", 3),
         ({"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}, "nextn", 3),
         ({"speculative_num_draft_tokens": 3}, "nextn", 2),
+        ({"speculative_num_draft_tokens": 16, "speculative_eagle_topk": 4}, "nextn", 3),
+        ({"speculative_eagle_topk": 4}, "nextn", 3),
         ({"speculative_algorithm": "NGRAM"}, "ngram", 4),
         ({"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}, "ngram", 2),
         ({"speculative_algorithm": "NONE"}, "", 0),
@@ -57,12 +62,37 @@ def test_wishes_become_a_drafter_and_a_width(wishes: dict[str, Any], drafter: st
         ({"speculative_algorithm": "NGRAM", "mtp": 2}, ("mtp", "NGRAM", "--speculative-num-steps")),
         ({"speculative_algorithm": "NEXTN", "mtp": 1}, ("0 drafts",)),
         ({"mtp": 40}, ("mtp", "9")),
+        ({"speculative_num_draft_tokens": 16}, ("9", "--speculative-eagle-topk 4")),
     ],
 )
 def test_wishes_that_contradict_are_refused(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(CannotServe) as refused:
         decided(**wishes)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_an_algorithm_without_trees_is_told_of_none() -> None:
+    with pytest.raises(CannotServe) as refused:
+        decided(speculative_algorithm="NGRAM", speculative_num_draft_tokens=16)
+    assert "9" in str(refused.value) and "topk" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("wish", "value"),
+    [
+        ("speculative_draft_model_path", "head"),
+        ("speculative_adaptive", False),
+        ("speculative_acceptance", "relaxed"),
+        ("speculative_simulate_accept_length", 2.5),
+    ],
+)
+def test_what_has_no_effect_is_told(wish: str, value: Any) -> None:
+    for more in ({"speculative_algorithm": "NONE"}, {"mtp": 1}):
+        made, ledger = decided(**more, **{wish: value})
+        assert made.drafter == ""
+        told = ledger.decisions[-1]
+        assert (told.name, told.value, told.source) == (wish, value, "asked") and "nothing drafts" in told.reason
+    assert all("without effect" not in one.reason for one in decided(mtp=2, **{wish: value})[1].decisions)
 
 
 def test_a_checkpoint_without_the_layer_is_named() -> None:
@@ -86,9 +116,12 @@ def shape(drafter: str = "nextn", deepest: int = 3, exact: bool = False, **wishe
         ({"speculative_eagle_topk": 2}, TreeShape(2, 3, 10)),
         ({"speculative_eagle_topk": 8, "speculative_num_draft_tokens": 64}, TreeShape(8, 3, 63)),
         ({"speculative_eagle_topk": 2, "speculative_tree": "static"}, TreeShape(2, 3, 14, False)),
+        ({"speculative_eagle_topk": 10, "deepest": 7, "speculative_num_draft_tokens": 60}, TreeShape(10, 7, 59)),
+        ({"speculative_eagle_topk": 10, "deepest": 8, "speculative_tree": "static"}, TreeShape(10, 8, 15, False)),
     ],
 )
 def test_wishes_become_a_tree(wishes: dict[str, Any], wanted: TreeShape) -> None:
+    """Of EAGLE-2's paper too: 10 ways, 7 levels, 60 tokens."""
     assert shape(**wishes) == wanted
 
 
@@ -96,10 +129,14 @@ def test_wishes_become_a_tree(wishes: dict[str, Any], wanted: TreeShape) -> None
     ("wishes", "words"),
     [
         ({"speculative_tree": "static"}, ("speculative_tree", "--speculative-eagle-topk 4")),
-        ({"speculative_eagle_topk": 2, "drafter": ""}, ("nothing drafts",)),
+        ({"speculative_eagle_topk": 2, "drafter": ""}, ("nothing drafts", "--speculative-algorithm NEXTN")),
+        ({"speculative_eagle_topk": 10, "deepest": 8}, ("70 nodes", "63", "--speculative-num-steps 7")),
         ({"speculative_eagle_topk": 2, "drafter": "ngram"}, ("one chain", "--speculative-eagle-topk 1")),
         ({"speculative_eagle_topk": 2, "exact": True}, ("--deterministic-inference",)),
-        ({"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 12}, ("10 at most", "11 or fewer", "steps 4")),
+        (
+            {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 12},
+            ("10 at most", "11 or fewer", "more --speculative-num-steps"),
+        ),
     ],
 )
 def test_trees_that_cannot_be_are_refused(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -180,7 +217,6 @@ def test_a_folder_says_what_drafts(
         (EAGLE3, {"speculative_algorithm": "NGRAM"}, ("NGRAM has no folder",)),
         (EAGLE, {"speculative_algorithm": "EAGLE3"}, ("before EAGLE-3", "--speculative-algorithm EAGLE")),
         (EAGLE3, {"mtp": 3}, ("mtp", "--speculative-num-steps")),
-        (LLAMA | {"vocab_size": 32000}, {}, ("32000", "2048", "same family")),
         (EAGLE3 | {"vocab_size": 32000}, {}, ("vocab_size is 32000", "another model's")),
         (LLAMA | {"hidden_size": 512}, {"speculative_algorithm": "EAGLE"}, ("hidden_size 512",)),
     ],
@@ -191,6 +227,91 @@ def test_folders_that_do_not_fit_are_refused(
     with pytest.raises((CannotServe, CheckpointError)) as refused:
         drafting(tmp_path, config, **wishes)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "model.fc.weight"])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_head_is_told_by_its_tensors_where_it_says_llama(name: str, indexed: bool, tmp_path: Path) -> None:
+    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    if indexed:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "one"}}))
+    else:
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    made, ledger = drafting(tmp_path, LLAMA)
+    assert made.drafter == "eagle" and ledger.decisions[0].value == "EAGLE"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 9, b"\x02\0\0\0\0\0\0\0[]"])
+def test_weights_that_cannot_be_read_say_nothing(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert drafting(tmp_path, LLAMA)[0].drafter == "small"
+
+
+STREAMS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers", "words"),
+    [
+        ({}, (2, 16, 29), "names none"),
+        ({STREAMS: []}, (2, 16, 29), "names none"),
+        ({STREAMS: [2, 16, 29]}, (2, 16, 29), "inputs"),
+        ({STREAMS: [1, 15, 28]}, (2, 16, 29), "outputs"),
+        (
+            {"eagle_config": {STREAMS: [2, 16, 29]}},
+            (3, 17, 30),
+            "eagle_config names 2, 16, 29, which are read as outputs",
+        ),
+        ({"eagle_config": {STREAMS: [1, 15, 28]}}, (2, 16, 29), "outputs"),
+        ({"eagle_config": {STREAMS: []}, STREAMS: [4, 5, 6]}, (4, 5, 6), "inputs"),
+        ({"eagle_config": {"use_aux_hidden_state": True}, STREAMS: [1, 15, 28]}, (2, 16, 29), "outputs"),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 16, 29), "names none"),
+    ],
+)
+def test_the_streams_of_an_eagle3_head(
+    fields: dict[str, Any], layers: tuple[int, ...], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EAGLE3 | fields))
+    target, ledger = replace(read_facts(TINY), layers=32), Ledger()
+    assert read_eagle(tmp_path, target).watched.layers == layers
+    decide_speculation(SpeculativeOptions(), target, ledger, tmp_path)
+    (told,) = (one for one in ledger.decisions if one.name == "speculative_eagle_layers")
+    assert told.value == ", ".join(map(str, layers)) and words in told.reason
+
+
+# ---- a small model of another vocabulary
+
+
+def tokenizer(folder: Path, tokens: Sequence[str]) -> None:
+    model = {"type": "WordLevel", "vocab": {token: i for i, token in enumerate(tokens)}, "unk_token": tokens[0]}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+
+
+def test_vocabularies_are_compared_by_their_tokens(tmp_path: Path) -> None:
+    small, model = tmp_path / "small", tmp_path / "model"
+    small.mkdir()
+    model.mkdir()
+    tokens = [f"t{i}" for i in range(100)]
+    check_vocabularies(small, 128, model, 128)  # nothing to compare
+    with pytest.raises(CheckpointError) as refused:
+        check_vocabularies(small, 128, model, 192)
+    assert all(word in str(refused.value) for word in ("128", "192", "tokenizer.json", "small and", "same family"))
+    tokenizer(model, tokens)
+    tokenizer(small, [*tokens[:96], "u1", "u2", "u3", "u4"])  # as reserved ones are named otherwise
+    check_vocabularies(small, 128, model, 192)
+    tokenizer(small, tokens[::-1])
+    for vocab in (128, 192):
+        with pytest.raises(CheckpointError, match="of 100 tokens only 0 have the id.*same family"):
+            check_vocabularies(small, 128, model, vocab)
+
+
+def test_a_small_model_is_compared_when_its_model_is_known(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 32000}))
+    facts = read_facts(TINY)
+    with pytest.raises(CheckpointError, match="32000.*2048"):
+        decide_speculation(SpeculativeOptions(), facts, Ledger(), tmp_path, TINY)
+    (tmp_path / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
+    assert decide_speculation(SpeculativeOptions(), facts, Ledger(), tmp_path, TINY).drafter == "small"
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])

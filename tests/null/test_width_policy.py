@@ -4,16 +4,19 @@ trying costs, what lagging costs, and times that were measured a little wrong.""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Sequence
 
 import pytest
 
 from thalweg.core.request import Request
 from thalweg.core.sampling import SamplingParams
-from thalweg.scheduler.widths import MeasuredWidth
+from thalweg.scheduler.times import Rung
+from thalweg.scheduler.widths import MeasuredWidth, Verified
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+FAR_ROWS = (1, 8, 64)  # that are measured behind a long context
+SHORT, LONG = 512, 32768  # tokens before a step's
 LATE = 0.008  # of the time of a step without drafts: what a drafter catches up with
 SLOWER, BEHIND = 0.98, 0.95  # of plain decoding, of the best fixed width
 
@@ -23,13 +26,14 @@ Odds = Sequence[float]  # of a draft at each depth to be right, given those befo
 class Machine(Protocol):
     widest: int
 
-    def step(self, rows: int, verified: int, drafted: int) -> float:
-        """Seconds of a step that verifies so many drafts of each row, and makes so many."""
+    def step(self, rows: int, verified: int, drafted: int, context: int = SHORT) -> float:
+        """Seconds of a step that verifies so many drafts of each row behind so much context, and makes so many."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """fixed: weights are read once; token: each adds to that; experts: read by few tokens in part, by many all; draft: each, and of each row."""
+    """fixed: weights are read once; token: each adds to that; experts: read by few tokens in part, by many all; draft: each, and of each row.
+    Of 1,024 tokens of context, which are read: in each row once, pair: by each token that is verified, drafting: in each row by each draft."""
 
     widest: int
     token: float
@@ -38,10 +42,14 @@ class Made:
     draft: float
     draft_row: float
     fixed: float = 1.0
+    row: float = 0.0
+    pair: float = 0.0
+    drafting: float = 0.0
 
-    def step(self, rows: int, verified: int, drafted: int) -> float:
-        tokens = rows * (1 + verified)
+    def step(self, rows: int, verified: int, drafted: int, context: int = SHORT) -> float:
+        tokens, far = rows * (1 + verified), context / 1024
         seconds = self.fixed + self.token * tokens + self.experts * (1 - (1 - self.part) ** tokens)
+        seconds += far * (rows * self.row + tokens * self.pair + rows * drafted * self.drafting)
         return seconds + drafted * (self.draft + self.draft_row * rows) + LATE * self.fixed * (not drafted)
 
 
@@ -52,7 +60,7 @@ class Table:
     seconds: dict[int, tuple[float, ...]]
     widest: int = 3
 
-    def step(self, rows: int, verified: int, drafted: int) -> float:
+    def step(self, rows: int, verified: int, drafted: int, context: int = SHORT) -> float:
         times = self.seconds[rows]
         return (times[verified] + times[drafted]) / 2 + LATE * times[0] * (not drafted)
 
@@ -69,17 +77,19 @@ def any_machine(rng: random.Random) -> Made:
     )
 
 
-def measured(machine: Machine, rng: random.Random, rows: Sequence[int] = ROWS) -> list[tuple[int, tuple[float, ...]]]:
-    """As the engine measures: up to a fiftieth too long."""
+def measured(machine: Machine, rng: random.Random, rows: Sequence[int] = ROWS, far: bool = False) -> list[Rung]:
+    """As the engine measures: up to a fiftieth too long. far: behind a long context too."""
     widths = range(machine.widest + 1)
-    return [(n, tuple(machine.step(n, w, w) * rng.uniform(1, 1.02) for w in widths)) for n in rows]
+    points = [(n, SHORT) for n in rows] + [(n, LONG) for n in FAR_ROWS if far]
+    return [Rung(n, at, tuple(machine.step(n, w, w, at) * rng.uniform(1, 1.02) for w in widths)) for n, at in points]
 
 
-def fixed(machine: Machine, rows: int, phases: Sequence[Odds]) -> list[float]:
+def fixed(machine: Machine, rows: int, phases: Sequence[Odds], context: int = SHORT) -> list[float]:
     """Tokens a second of each width, on average over phases of equally many tokens; width 0 without any drafter is plain decoding."""
     found = []
     for width in range(machine.widest + 1):
-        seconds = machine.step(rows, width, width) - LATE * machine.step(rows, 0, 0) / (1 + LATE) * (not width)
+        late = LATE * machine.step(rows, 0, 0) / (1 + LATE) * (not width)
+        seconds = machine.step(rows, width, width, context) - late
         spent = 0.0
         for odds in phases:
             tokens, right = 1.0, 1.0
@@ -91,13 +101,17 @@ def fixed(machine: Machine, rows: int, phases: Sequence[Odds]) -> list[float]:
     return found
 
 
-def chosen(machine: Machine, rows: int, phases: Sequence[Odds], each: int, seed: int, warm: bool = True) -> float:
+def chosen(
+    machine: Machine, rows: int, phases: Sequence[Odds], each: int, seed: int, warm: bool = True, context: int = SHORT
+) -> float:
     """Tokens a second of the policy's choice, over phases of `each` tokens, behind a round of all of them where it is warm. Requests are some 150
     tokens long. What is named is verified a step later, and heard of two later."""
     rng = random.Random(seed)
-    policy = MeasuredWidth(measured(machine, rng, tuple(machine.seconds) if isinstance(machine, Table) else ROWS))
-    batch, uid = [Request(i, (1,), SamplingParams(), 100) for i in range(rows)], rows
-    heard: list[tuple[Request, int, int]] = []
+    numbers = tuple(machine.seconds) if isinstance(machine, Table) else ROWS
+    policy = MeasuredWidth(measured(machine, rng, numbers, far=context != SHORT))
+    prompt = (1,) * context
+    batch, uid = [Request(i, prompt, SamplingParams(), 1 << 20) for i in range(rows)], rows
+    heard: list[Verified] = []
     made, seconds, tokens = 0, 0.0, 0
     for _ in range(1 + warm):
         seconds = tokens = 0
@@ -105,29 +119,29 @@ def chosen(machine: Machine, rows: int, phases: Sequence[Odds], each: int, seed:
             until = tokens + each
             while tokens < until:
                 width = policy.draft(batch)
-                for news in heard:
-                    policy.learn(*news)
+                policy.learn(heard)
                 heard = []
-                seconds += machine.step(rows, made, width)
+                seconds += machine.step(rows, made, width, context)
                 for i, r in enumerate(batch):
                     right = 0
                     while right < made and rng.random() < odds[right]:
                         right += 1
                     tokens += 1 + right
                     if made:
-                        heard.append((r, made, (1 << right) - 1))
+                        heard.append(Verified(r, made, (1 << right) - 1))
                     if rng.random() < (1 + right) / 150:
-                        batch[i], uid = Request(uid, (1,), SamplingParams(), 100), uid + 1
+                        batch[i], uid = Request(uid, prompt, SamplingParams(), 1 << 20), uid + 1
                 made = width
     return tokens / seconds
 
 
-def check(machine: Machine, rows: int, phases: Sequence[Odds], each: int, seed: int, warm: bool = True) -> None:
-    got, best = chosen(machine, rows, phases, each, seed, warm), fixed(machine, rows, phases)
-    assert got >= SLOWER * best[0], f"{got / best[0]:.3f} of plain decoding: {machine}, {rows} rows, {phases}"
-    assert got >= BEHIND * max(best), (
-        f"{got / max(best):.3f} of the best, {best.index(max(best))} drafts: {machine}, {rows} rows, {phases}"
-    )
+def check(
+    machine: Machine, rows: int, phases: Sequence[Odds], each: int, seed: int, warm: bool = True, context: int = SHORT
+) -> None:
+    got, best = chosen(machine, rows, phases, each, seed, warm, context), fixed(machine, rows, phases, context)
+    where = f"{machine}, {rows} rows behind {context}, {phases}"
+    assert got >= SLOWER * best[0], f"{got / best[0]:.3f} of plain decoding: {where}"
+    assert got >= BEHIND * max(best), f"{got / max(best):.3f} of the best, {best.index(max(best))} drafts: {where}"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -161,3 +175,29 @@ def test_acceptance_that_drifts(rows: int, seed: int) -> None:
     rng = random.Random(seed)
     machine = Made(3, 10 ** rng.uniform(-4, -2), 0.0, 0.01, rng.uniform(0.02, 0.2), 0.0)
     check(machine, rows, [(0.95, 0.9, 0.85), (0.1, 0.1, 0.1), (0.6, 0.5, 0.4)], 4000 + 60 * rows, seed)
+
+
+@pytest.mark.parametrize("context", [60, 4096, 32768, 65536])
+@pytest.mark.parametrize("seed", range(5))
+def test_times_that_change_with_the_context(seed: int, context: int) -> None:
+    """Attention to a long context is as long as the weights take, or much longer: where it only reads, verification is nearly free; where each
+    token computes as much again, it never pays."""
+    rng = random.Random(seed)
+    machine, rows = any_machine(rng), rng.choice((1, 3, 8, 32, 100, 256))
+    most = rng.choice((0.03, 0.3, 3.0)) / rows  # for 1,024 tokens, of the weights' time
+    row, pair = rng.choice(((most, 0.0), (0.0, most), (most / 2, most / 4)))
+    far = replace(machine, row=row, pair=pair, drafting=most * rng.choice((0.0, 0.02)))
+    odds = [0.8 * 0.9**depth for depth in range(machine.widest)]
+    check(far, rows, [odds], max(4000, 200 * rows), seed, context=context)
+
+
+def test_one_context_says_nothing_of_another() -> None:
+    """Where verification is nearly free behind 32k tokens, and dear behind few; and the other way round."""
+    odds = [0.75, 0.6, 0.5]
+    reading = Made(3, 5.0, 0.0, 0.01, 0.1, 0.0, row=0.5)
+    computing = Made(3, 0.001, 0.0, 0.01, 0.02, 0.0, pair=0.2)
+    for machine, best in ((reading, (0, 2)), (computing, (3, 0))):
+        for context, width in zip((SHORT, LONG), best, strict=True):
+            rates = fixed(machine, 1, [odds], context)
+            assert rates.index(max(rates)) == width
+            check(machine, 1, [odds], 4000, seed=1, context=context)

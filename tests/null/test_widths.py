@@ -15,7 +15,8 @@ from thalweg.core.request import Request
 from thalweg.core.sampling import SamplingParams
 from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.scheduler import Scheduler
-from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, gains
+from thalweg.scheduler.times import Rung, StepTimes
+from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, Verified, choices
 
 WIDEST = 4
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -32,10 +33,11 @@ COSTS: dict[str, Cost] = {
 ODDS = {"never": 0.0, "rarely": 0.2, "half": 0.5, "mostly": 0.85, "always": 1.0}
 
 
-def times(cost: Cost, rows: tuple[int, ...] = ROWS) -> list[tuple[int, tuple[float, ...]]]:
+def times(cost: Cost, rows: tuple[int, ...] = ROWS) -> list[Rung]:
     verify, draft = cost
     return [
-        (count, tuple(verify(count * (1 + width)) + draft * width for width in range(WIDEST + 1))) for count in rows
+        Rung(count, 512, tuple(verify(count * (1 + width)) + draft * width for width in range(WIDEST + 1)))
+        for count in rows
     ]
 
 
@@ -48,11 +50,10 @@ def rate(policy: Any, cost: Cost, odds: float, rows: int, steps: int, seed: int 
     and heard of two later."""
     rng = random.Random(seed)
     batch, uid, made, seconds, tokens = [request(i) for i in range(rows)], rows, 0, 0.0, 0
-    heard: list[tuple[Request, int, int]] = []
+    heard: list[Verified] = []
     for _ in range(steps):
         width = policy.draft(batch)
-        for news in heard:
-            policy.learn(*news)
+        policy.learn(heard)
         heard = []
         seconds += cost[0](rows * (1 + made)) + cost[1] * width
         for i, r in enumerate(batch):
@@ -61,7 +62,7 @@ def rate(policy: Any, cost: Cost, odds: float, rows: int, steps: int, seed: int 
                 right += 1
             tokens += 1 + right
             if made:
-                heard.append((r, made, (1 << right) - 1))
+                heard.append(Verified(r, made, (1 << right) - 1))
             if rng.random() < (1 + right) / 60:
                 batch[i], uid = request(uid), uid + 1
         made = width
@@ -95,28 +96,64 @@ def test_one_request_is_no_other() -> None:
     policy = MeasuredWidth(times(COSTS["bound by memory"]))
     good, bad = request(0), request(1)
     for _ in range(100):
-        policy.learn(good, 4, 0b1111)
-        policy.learn(bad, 4, 0)
+        policy.learn([Verified(good, 4, 0b1111), Verified(bad, 4, 0)])
     assert policy.draft([good]) == WIDEST
     assert sorted(policy.draft([bad]) for _ in range(21))[10] <= 1, "but for a try now and then"
-    assert good.gains[-1] > 3.5 > 0.1 > bad.gains[-1]
+    assert sum(good.odds) > 3.5 > 0.1 > sum(bad.odds)
 
 
 def test_times_between_and_beyond_what_was_measured() -> None:
-    policy = MeasuredWidth([(2, (1.0, 2.0)), (4, (2.0, 4.0))])
-    assert policy.seconds(1) == policy.seconds(2) == (1.0, 2.0)
-    assert policy.seconds(3) == [1.5, 3.0] and policy.seconds(8) == [4.0, 8.0]
-    assert MeasuredWidth([(2, (1.0, 2.0))]).seconds(50) == (1.0, 2.0)
+    times = StepTimes([Rung(2, 512, (1.0, 2.0)), Rung(4, 512, (2.0, 4.0))])
+    assert times.seconds(1, 99) == times.seconds(2, 512) == (1.0, 2.0)
+    assert times.seconds(3, 512) == [1.5, 3.0] and times.seconds(8, 9999) == [4.0, 8.0]
+    assert StepTimes([Rung(2, 512, (1.0, 2.0))]).seconds(50, 512) == (1.0, 2.0)
 
 
-def test_gains() -> None:
-    assert gains([]) == (0.0,) and gains([0.5, 0.25]) == (0.0, 0.5, 0.75)
+def test_what_a_longer_context_adds() -> None:
+    times = StepTimes([Rung(1, 500, (1.0, 2.0)), Rung(4, 500, (2.0, 4.0)), Rung(2, 2500, (2.0, 2.5))])
+    for rows in (1, 2, 4, 8):
+        near = [*StepTimes([Rung(1, 500, (1.0, 2.0)), Rung(4, 500, (2.0, 4.0))]).seconds(rows, 500)]
+        assert times.seconds(rows, 500) == near
+        assert times.seconds(rows, 1500) == pytest.approx([near[0] + rows / 6, near[1]]), "each row adds to it"
+        assert times.seconds(rows, 4500) == pytest.approx([near[0] + rows * 2 / 3, near[1]])
+    less = times.seconds(4, 0)
+    assert less == pytest.approx([2 - 1 / 3, 4]) and times.seconds(64, 0)[0] > 0
+
+
+def test_odds_of_a_tree_are_kept_by_the_widths_that_are_chosen_from() -> None:
+    """What a width between two of them brought says something of the parts that it had as a whole."""
+    policy = MeasuredWidth([Rung(1, 512, (1.0,) * 64)])
+    assert policy.choices == choices(63) == (0, 1, 3, 7, 15, 31, 63)
+    r, before = request(0), policy.odds
+    for _ in range(300):
+        policy.learn([Verified(r, 10, 0b1000101001)])
+    assert r.odds[:3] == pytest.approx([1, 0, 2], abs=0.01)
+    ratio = r.odds[2] / before[2]
+    assert r.odds[3:] == pytest.approx([odds * ratio for odds in before[3:]])
+    policy.learn([Verified(r, 63, (1 << 63) - 1)] * 300)
+    assert r.odds == pytest.approx([1, 2, 4, 8, 16, 32], abs=0.01)
+    assert policy.odds == pytest.approx([1, 2, 4, 8, 16, 32], rel=0.01)
 
 
 def test_a_lost_drafter_is_not_asked_again() -> None:
     policy = MeasuredWidth(times(COSTS["bound by memory"]))
     policy.lost()
     assert policy.widest == 0 and {policy.draft([request(0)]) for _ in range(500)} == {0}
+
+
+def test_drafts_that_do_not_fit_are_as_many_as_were_recorded() -> None:
+    brain = Scheduler(
+        Limits(slots=8, budget=90, context=4096, vocab=100), Books(400, NoTree(16)), widths=ConstantWidth(40)
+    )
+    brain.take([Submit(uid, (1, 2, 3), SamplingParams(max_tokens=1000)) for uid in range(5)])
+    width, widths = 0, set()
+    for _ in range(6):
+        plan = brain.plan(width)
+        brain.launched()
+        width = plan.draft
+        widths.add(width)
+        brain.commit(plan, [Output((7,), (1,) * width) for _ in plan.rows])
+    assert widths == {15}, "of 17 that fit"
 
 
 def test_wide_drafts_leave_a_share_of_a_step_to_prompts_that_wait() -> None:

@@ -34,28 +34,32 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
     rows, device = plan.rows, slots.ints_SI.device
     slot_R = upload([row.slot for row in rows], torch.int64, device)
     ints_RI = slots.ints_SI.index_select(0, slot_R)
+    row_T: Tensor | None = None
     if len(rows) == sum(row.n for row in rows):  # single tokens need no expansion
         slot_T, ints_TI, column_T = slot_R, ints_RI, ints_RI[:, 1]
     else:
-        slot_T, ints_TI, column_T = _expand(rows, slot_R, ints_RI)
+        row_T, column_T = _expand(rows, ints_RI)
+        slot_T, ints_TI = slot_R.index_select(0, row_T), ints_RI.index_select(0, row_T)
     apart = slots.tree.parts(plan.query)
     if apart:
-        node_T = (column_T - ints_TI[:, 1]) * _drafted(rows, device)
+        assert row_T is not None, "a tree has more tokens than its root"
+        drafted_R = upload([int(row.drafts > 0) for row in rows], torch.int64, device)
+        node_T = (column_T - ints_TI[:, 1]) * drafted_R.index_select(0, row_T)
         column_T = column_T.masked_fill(node_T > ints_TI[:, 7], slots.context)  # a draft that was not made
     ids_T, column_T, write_T, real_T = gather(slot_T, column_T, ints_TI, slots.tokens_SL, slots.table_SP)
     position_T, tree = column_T, None
     if apart:
         last = max(i for i, row in enumerate(rows) if row.drafts)
         position_T, tree = _apart(slots, slot_T, node_T, column_T, real_T, last + 1)
-    emits, sampled = [i for i, row in enumerate(rows) if row.emit], sampled_tokens(plan)
-    all_emitted = len(sampled) == plan.tokens and sampled == list(range(plan.tokens))
+    emits, query = [i for i, row in enumerate(rows) if row.emit], plan.query
+    all_emitted = all(row.emit and row.n == query == 1 + row.drafts for row in rows)
     batch = Batch(
         ids_T=ids_T,
         positions_T=position_T,
         write_T=write_T,
         table_RP=slots.table_SP[:, : -(-plan.reach // PAGE)].index_select(0, slot_R),
         real_T=real_T,
-        emit_N=upload(sampled, torch.int64, device),
+        emit_N=torch.arange(len(rows) * query, device=device) if all_emitted else sampled_tokens(plan, device),
         groups=groups_of(rows),
         extents=tuple(Extent(row.n, row.start + row.n) for row in rows),
         tree=tree,
@@ -92,14 +96,16 @@ def verification(slots: Slots, slot_R: Tensor, query: int, reach: int) -> Prepar
     return Prepared(batch, slot_R, ints_RI, True)
 
 
-def sampled_tokens(plan: StepPlan) -> list[int]:
-    """Which of the step's tokens have their logits sampled: of each emitting row the last one and those before its drafts, and of one with fewer
-    drafts than `plan.query` has room for the last one again."""
-    ends, ahead = accumulate(row.n for row in plan.rows), range(plan.query)
+def sampled_tokens(plan: StepPlan, device: torch.device) -> Tensor:
+    """Which of the step's tokens have their logits sampled, int64 [E * plan.query]: of each emitting row the last one and those before its drafts,
+    and of one with fewer drafts than `plan.query` has room for the last one again."""
+    ends = accumulate(row.n for row in plan.rows)
     emitting = [(end - 1 - row.drafts, row.drafts) for end, row in zip(ends, plan.rows, strict=True) if row.emit]
-    if len(ahead) == 1:
-        return [first for first, _ in emitting]
-    return [first + min(j, drafts) for first, drafts in emitting for j in ahead]
+    if plan.query == 1:
+        return upload([first for first, _ in emitting], torch.int64, device)
+    first_E1, drafts_E1 = upload(list(zip(*emitting, strict=True)), torch.int64, device).unsqueeze(2)
+    ahead_Q = torch.arange(plan.query, device=device)
+    return torch.add(first_E1, ahead_Q.minimum(drafts_E1)).flatten()
 
 
 def gather(
@@ -122,11 +128,6 @@ def nodes(slots: Slots, slot_T: Tensor, node_T: Tensor) -> tuple[Tensor, Tensor,
     return parent_T, depth_T, hides_T
 
 
-def _drafted(rows: Sequence[Row], device: torch.device) -> Tensor:
-    """int64 [T]: 1 for the tokens of rows that have drafts."""
-    return upload([int(row.drafts > 0) for row in rows for _ in range(row.n)], torch.int64, device)
-
-
 def _apart(
     slots: Slots, slot_T: Tensor, node_T: Tensor, column_T: Tensor, real_T: Tensor, rows: int
 ) -> tuple[Tensor, Tree]:
@@ -135,16 +136,15 @@ def _apart(
     return column_T - (node_T - depth_T) * real_T, Tree(column_T, hides_T * real_T, rows)
 
 
-def _expand(rows: Sequence[Row], slot_R: Tensor, ints_RI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Slot, integers and position of each token."""
-    n_R, device = [row.n for row in rows], slot_R.device
+def _expand(rows: Sequence[Row], ints_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and position of each token."""
+    n_R, device = [row.n for row in rows], ints_RI.device
     tokens = sum(n_R)
     n_on_device, first_R = upload([n_R, [0, *accumulate(n_R[:-1])]], torch.int64, device)
     # told how many there are, the expansion does not ask the device
     row_T = torch.arange(len(rows), device=device).repeat_interleave(n_on_device, output_size=tokens)
     base_T = (ints_RI[:, 1] - first_R).index_select(0, row_T)
-    position_T = base_T + torch.arange(tokens, device=device)
-    return slot_R.index_select(0, row_T), ints_RI.index_select(0, row_T), position_T
+    return row_T, base_T + torch.arange(tokens, device=device)
 
 
 def groups_of(rows: Sequence[Row]) -> tuple[Group, ...]:

@@ -5,7 +5,6 @@ penalties are computed from the tokens plane, so nothing here is ever rolled bac
 
 from __future__ import annotations
 
-import copy
 from typing import NamedTuple, Sequence
 
 import torch
@@ -93,14 +92,6 @@ class Slots:
             if biases:
                 self.bias_ids_SB[b.slot, : len(biases)] = upload(list(biases), torch.int64, device)
                 self.bias_SB[b.slot, : len(biases)] = upload(list(biases.values()), torch.float32, device)
-
-    def gathered(self, slot_N: Tensor, tokens_NL: Tensor) -> Slots:
-        """These slots, one behind the other, with other tokens, for who edits logits: what they ask of sampling, and nothing else of them."""
-        made = copy.copy(self)
-        made.tokens_SL, made.context = tokens_NL, tokens_NL.shape[1] - 1
-        made.floats_SF, made.stop_SK = self.floats_SF.index_select(0, slot_N), self.stop_SK.index_select(0, slot_N)
-        made.bias_ids_SB, made.bias_SB = self.bias_ids_SB.index_select(0, slot_N), self.bias_SB.index_select(0, slot_N)
-        return made
 
     def append(self, appends: Sequence[Append]) -> None:
         """Extends page tables."""

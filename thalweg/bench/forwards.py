@@ -1,58 +1,152 @@
-"""How much of a step its two forwards are: the target's over the drafts that it verifies, and the drafter's (where they
-are recorded, all that it proposes). What is left is overhead."""
+"""How much of a step of verified drafts its forwards are: the target's over the known token and the drafts behind it, the drafter's own, and what it
+writes of the tokens that the target has seen. What is left of a step is overhead: gathering, accepting, drawing, publishing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
+from thalweg.core.errors import CannotServe
+from thalweg.core.plan import Row, StepPlan
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.settings import EngineSettings
 from thalweg.engine.widths import clock
+from thalweg.runner.runner import NoGraphs
+from thalweg.runner.tape import Tape
+from thalweg.sampling.imposed import Imposed
 from thalweg.spec.unroll import Unrolled
 
-VERIFY, DRAFT = "verify", "draft"
+WARM_UPS, TURNS = 2, 3
+TIMES = {"cuda": 20, "cpu": 4}  # without a wait; a device is waited for behind them
+
+Call = Callable[[], object]
 
 
-class Forwards:
-    """Seconds by what they went into, while `timed`. The device is waited for before and behind each forward, which lengthens steps, and in them what
-    is not a forward: the overhead that is found is an upper bound."""
+class Parts(NamedTuple):
+    """Seconds of each in one step. verify: of A, as it runs in this engine, which gathers its tokens first. draft: of all forwards of the drafter by
+    which it proposes, its head included; learn: of what it writes of the step's tokens. decree: what it takes longer to draw tokens where drafts are
+    accepted by decree, which is no part of a step that means something."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self.clock, self.cuda = clock(settings), settings.device == "cuda"
-        self.seconds = {VERIFY: 0.0, DRAFT: 0.0}
+    verify: float
+    draft: float
+    learn: float
+    decree: float
 
-    @contextmanager
-    def timed(self, engine: LocalEngine) -> Iterator[Forwards]:
-        """The engine's runner and drafter with a watch around what they compute."""
-        runner, drafter = engine.runner, engine.runner.drafting.drafter
-        recorded = {id(one): one for one in (runner.graphs.drafts, runner.groves.drafts)}  # one may be both
-        places: list[tuple[Any, str, str]] = [(runner, "forward", VERIFY)]
-        places += [(one, "propose", DRAFT) for one in recorded.values()]
-        if isinstance(drafter, Unrolled):
-            places += [(drafter.steps, "forward", DRAFT), (drafter.head, "logits", DRAFT)]
-        for owner, name, part in places:
-            setattr(owner, name, self._watched(getattr(owner, name), part))
-        try:
-            yield self
-        finally:
-            for owner, name, _ in places:
-                delattr(owner, name)  # what the class has is there again
 
-    def now(self) -> float:
-        """Seconds, once the device has done what it was given."""
-        if self.cuda:
+class Calls:
+    """The drafter's forwards, and what drew the step's tokens, in the order in which they were made, with what they were given."""
+
+    def __init__(self) -> None:
+        self.draft: list[Call] = []
+        self.learn: list[Call] = []
+        self.draws: list[partial[Any]] = []
+        self.within = False  # one that another makes is a part of it
+
+    def watched(self, work: Callable[..., Any], into: list[Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if self.within:
+                return work(*args)
+            into.append(partial(work, *args))
+            self.within = True
+            try:
+                return work(*args)
+            finally:
+                self.within = False
+
+        return call
+
+
+@contextmanager
+def watching(engine: LocalEngine) -> Iterator[Calls]:
+    """Keeps what is drawn meanwhile, and what the engine's drafter computes, eagerly; of one that has no head, nothing."""
+    runner, calls = engine.runner, Calls()
+    drafter, graphs = runner.drafting.drafter, (runner.graphs, runner.groves)
+    places: list[tuple[Any, str, list[Any]]] = [(runner.sampling, "draw", calls.draws)]
+    if isinstance(drafter, Unrolled):
+        places += [(drafter.steps, "forward", calls.draft), (drafter.head, "logits", calls.draft)]
+        places.append((drafter.steps, "observe", calls.learn))
+    runner.graphs = runner.groves = NoGraphs()
+    for owner, name, into in places:
+        setattr(owner, name, calls.watched(getattr(owner, name), into))
+    try:
+        yield calls
+    finally:
+        for owner, name, _ in places:
+            delattr(owner, name)  # what the class has is there again
+        runner.graphs, runner.groves = graphs
+
+
+@torch.inference_mode()
+def parts(engine: LocalEngine, width: int) -> Parts:
+    """Of the next step of all running requests, who decode, were it one with so many drafts: as many were made in the last one. Nothing is in flight.
+    The requests go on in it, of which the scheduler does not hear: they are to be aborted."""
+    runner, plan = engine.runner, upcoming(engine, width)
+    alone = partial(seconds, engine)
+    forwarded = runner.forward(plan)
+    assert forwarded is not None, "there are running requests"
+    verify = alone(lambda: runner.forward(plan))
+    with watching(engine) as calls:
+        runner.sample(replace(forwarded, graph=None), width=width)
+    made = recorded if engine.settings.device == "cuda" else together
+    lists: list[list[Call]] = [calls.draft, calls.learn, [*calls.draws]]
+    draft, learn, draws = (alone(made(some)) if some else 0.0 for some in lists)
+    if not isinstance(runner.sampling, Imposed):
+        return Parts(verify, draft, learn, 0.0)
+    judged = runner.sampling.sampling
+    plain: list[Call] = [partial(judged.draw, *draw.args) for draw in calls.draws]
+    return Parts(verify, draft, learn, max(draws - alone(made(plain)), 0.0) if plain else 0.0)
+
+
+def upcoming(engine: LocalEngine, width: int) -> StepPlan:
+    """The next step of the running requests, each with so many drafts."""
+    scheduler = engine.loop.scheduler
+    rows = [Row(r.uid, r.slot, r.known - 1, 1 + width, width, True) for r in scheduler.live.values()]
+    reach = max(row.start + row.n for row in rows)
+    return StepPlan(scheduler.step, scheduler.retired, tuple(rows), draft=width, reach=reach)
+
+
+def seconds(engine: LocalEngine, work: Call) -> float:
+    """Of the work, done many times without a wait between them: of the device where there is one."""
+    now, cuda, times = clock(engine.settings), engine.settings.device == "cuda", TIMES[engine.settings.device]
+    for _ in range(WARM_UPS):
+        work()
+    found = []
+    for _ in range(TURNS):
+        if cuda:
             torch.cuda.synchronize()
-        return self.clock()
+        begun = now()
+        for _ in range(times):
+            work()
+        if cuda:
+            torch.cuda.synchronize()
+        found.append((now() - begun) / times)
+    return min(found)
 
-    def _watched(self, work: Callable[..., Any], part: str) -> Callable[..., Any]:
-        def watched(*args: Any, **more: Any) -> Any:
-            begun = self.now()
-            done = work(*args, **more)
-            self.seconds[part] += self.now() - begun
-            return done
 
-        return watched
+def together(calls: list[Call]) -> Call:
+    """All of them, one after the other."""
+
+    def work() -> None:
+        for call in calls:
+            call()
+
+    return work
+
+
+def recorded(calls: list[Call]) -> Call:
+    """The same as one CUDA graph; as they are where they cannot be recorded, since they upload lengths, as those of trees do."""
+    work, tape = together(calls), Tape()
+    try:
+        with tape.running("forwards alone"):
+            for _ in range(WARM_UPS):
+                work()
+            tape.begin()
+            work()
+            replay: Call = tape.end().replay
+    except CannotServe:
+        return work
+    return replay

@@ -91,7 +91,7 @@ def room_for(config: Config, batch: int, input_len: int, output_len: int) -> Con
 
 def start(config: Config, longest: Lengths | None = None) -> tuple[Resolved, LocalEngine]:
     """Resolves, loads and builds. longest: what must fit. Raises CannotServe, where that is known before anything is loaded, or CheckpointError."""
-    resolved = resolve(config)
+    resolved = resolve(config, simulates=True)
     if longest is not None:
         longest.within(resolved.engine.context)
     engine = LocalEngine(resolved.engine)

@@ -40,7 +40,8 @@ class Request:
 @dataclass(slots=True)
 class Run:
     """One pass. seconds: from the first to the last token's step, submitting included; cpu: seconds of this process's processor time, all
-    threads. by_second: output tokens in each second. done, inputs, outputs: sequences that ended, their prompt tokens, and all tokens written."""
+    threads. by_second: output tokens in each second. accept_length: tokens of a verification, None without any. done, inputs, outputs:
+    sequences that ended, their prompt tokens, and all tokens written."""
 
     seconds: float = 0.0
     cpu: float = 0.0
@@ -49,6 +50,7 @@ class Run:
     outputs: int = 0
     cached: int = 0
     by_second: list[int] = field(default_factory=list)
+    accept_length: float | None = None
 
 
 @contextmanager
@@ -91,7 +93,7 @@ def measure(
     """All sequences at once, to their ends or until `stopped`. Raises InvalidRequest for what the engine refuses."""
     task = progress.add_task("sequences", total=len(wanted), note="")
     run, engine = Run(), llm.engine
-    begin, cpu = time.perf_counter(), time.process_time()
+    begin, cpu, before = time.perf_counter(), time.process_time(), engine.loop.stats().drafts
     owners = _owners(llm, wanted, ignore_eos)
     while owners and not stopped():
         deltas = engine.step()
@@ -109,7 +111,7 @@ def measure(
                 run.done, run.inputs = run.done + 1, run.inputs + len(request.ids)
                 progress.update(task, advance=1, note=f"{sum(run.by_second)} tokens")
     run.seconds, run.cpu = time.perf_counter() - begin, time.process_time() - cpu
-    run.outputs = sum(run.by_second)
+    run.outputs, run.accept_length = sum(run.by_second), engine.loop.stats().drafts.since(before).length
     engine.abort(tuple(owners))
     while not engine.idle:
         engine.step()
@@ -136,6 +138,7 @@ def row(run: Run, repeat: int) -> dict[str, object]:
         "cpu_seconds": run.cpu,
         "cpu_us_per_output_token": 1e6 * run.cpu / max(run.outputs, 1),
         "tokens_by_second": run.by_second,
+        "accept_length": run.accept_length,
     }
 
 
@@ -151,12 +154,13 @@ LABELS = (
     ("Output token throughput (tok/s):", "output_throughput"),
     ("Total token throughput (tok/s):", "total_throughput"),
     ("CPU time an output token (us):", "cpu_us_per_output_token"),
+    ("Accept length:", "accept_length"),
 )
 
 
 def render(one: dict[str, object]) -> str:
     """SGLang's block, label for label, and the CPU time."""
-    values = ((label, one[key]) for label, key in LABELS)
+    values = ((label, one[key]) for label, key in LABELS if one[key] is not None)
     shown = (
         f"{label:<40} {value:.2f}" if isinstance(value, float) else f"{label:<40} {value}" for label, value in values
     )
@@ -167,7 +171,7 @@ def _parser() -> Parser:
     parser = config_parser(
         "thalweg bench offline",
         "Throughput of a whole data set in this process, without HTTP: all prompts are queued at once, as `LLM.generate` does.",
-        only=("model", "load", "memory", "schedule"),
+        only=("model", "load", "memory", "schedule", "speculative"),
     )
     add_data(parser.add_argument_group("What is computed"))
     add = parser.add_argument_group("How").add_argument
@@ -194,7 +198,7 @@ def run(argv: list[str]) -> dict[str, object]:
     if args.dataset_name == "conversations" or args.gsp_num_turns > 1:
         raise DatasetError("later turns wait for answers: measure conversations with `thalweg bench serve`")
     console = Console(stderr=True)
-    llm = LLM(progress=console.is_terminal, **given(parsed.config))
+    llm = LLM(progress=console.is_terminal, **given(parsed.config) | {"allow_simulated_acceptance": True})
     words = vocabulary_of(llm.texts.resolved.path)
     passes = [requests(args, words, args.seed + 1000 * number) for number in range(args.repeat)]
     rows: list[dict[str, object]] = []

@@ -5,6 +5,7 @@ With random weights no draft is right; imposed, the speed is what it would be if
 from __future__ import annotations
 
 import argparse
+import gc
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,11 @@ from random import Random
 from typing import NamedTuple
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from thalweg.bench.forwards import DRAFT, VERIFY, Forwards
+from thalweg.bench.forwards import parts
 from thalweg.bench.in_process import Lengths, add_batches, configuration, positive, random_batch, room_for
 from thalweg.bench.one_batch import UNKNOWN_WIDTH
 from thalweg.bench.results import provenance, write
@@ -25,13 +27,14 @@ from thalweg.bench.shapes import CHAIN, Shape, add_shapes, resolved_for, shapes
 from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parser, config_parser, parse_config
 from thalweg.config.options import Config
-from thalweg.core.errors import CannotServe
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
+from thalweg.engine.widths import clock
 from thalweg.launch.resolved import Resolved
 from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, WidthPolicy
 
 WARM_UP_TOKENS = 8
+SETTLED = 2  # steps behind the last prompt, in which drafts are made
 ADAPTIVE = -1  # a width: as many as the engine chooses
 
 Row = dict[str, object]
@@ -56,13 +59,6 @@ def _parser() -> Parser:
     add_batches(add)
     add("--output-len", type=positive, default=128, metavar="N", help="tokens to generate (default: 128)")
     add_shapes(add, [0, 1, 2, 3], "; -1: as many as the engine chooses, up to the largest of the others")
-    add(
-        "--accept-length",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="tokens that a verification brings on average, imposed (default: what is really accepted)",
-    )
     add("--repeat", type=positive, default=1, metavar="N", help="runs of each; the fastest counts (default: 1)")
     add("--overhead", action="store_true", help="run each once more, and tell what of a step is neither forward")
     add("--result-filename", default="", metavar="FILE", help="write the result; .jsonl gets one line more")
@@ -71,41 +67,38 @@ def _parser() -> Parser:
 
 
 class Written(NamedTuple):
-    """Steps in which every sequence of a batch wrote: seconds, tokens, and the seconds of the two forwards where they were watched."""
+    """Steps in which every sequence of a batch wrote: how many, their seconds, and their tokens."""
 
     steps: int
     seconds: float
     tokens: int
-    verify: float
-    draft: float
 
 
-def decode(engine: LocalEngine, prompts: Sequence[Sequence[int]], output: int, watch: Forwards) -> Written:
-    """Computes one batch, greedy."""
-    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+def decode(engine: LocalEngine, prompts: Sequence[Sequence[int]], output: int) -> Written:
+    """Computes one batch, greedy. Steps overlap as they do in a server: a step's time is that between two that have ended."""
+    params, now = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True), clock(engine.settings)
     waiting = {uid for prompt in prompts for uid in engine.submit(prompt, params)}
-    writing, found = set(waiting), Written(0, 0.0, 0, 0.0, 0.0)
+    writing, found = set(waiting), Written(0, 0.0, 0)
     while not engine.idle:
-        verified, drafted, begun = watch.seconds[VERIFY], watch.seconds[DRAFT], watch.now()
+        begun = now()
         deltas = engine.step()
         if not waiting and len(writing) == len(prompts):  # nobody was in its prompt any more, and nobody had ended
-            found = Written(
-                found.steps + 1,
-                found.seconds + watch.now() - begun,
-                found.tokens + sum(len(one.tokens) for one in deltas),
-                found.verify + watch.seconds[VERIFY] - verified,
-                found.draft + watch.seconds[DRAFT] - drafted,
-            )
+            tokens = found.tokens + sum(len(one.tokens) for one in deltas)
+            found = Written(found.steps + 1, found.seconds + now() - begun, tokens)
         waiting -= {one.uid for one in deltas}
         writing -= {one.uid for one in deltas if one.finish}
     return found
 
 
-def measure(engine: LocalEngine, resolved: Resolved, case: Case, output: int, turn: int) -> Row:
-    """One batch: seconds of a step, tokens a second, and what became of the drafts. Each turn has prompts of its own."""
-    prompts = random_batch(resolved, case.batch, case.input, Random(1000 * case.seed + turn))
+def prompts_of(resolved: Resolved, case: Case) -> list[list[int]]:
+    """Of one batch, all whose runs have the same: behind the first run all but their last pages are cached."""
+    return random_batch(resolved, case.batch, case.input, Random(1000 * case.seed))
+
+
+def measure(engine: LocalEngine, prompts: Sequence[Sequence[int]], case: Case, output: int) -> Row:
+    """One batch: seconds of a step, tokens a second, and what became of the drafts."""
     before = engine.loop.stats()
-    done = decode(engine, prompts, output, Forwards(resolved.engine))
+    done = decode(engine, prompts, output)
     stats = engine.loop.stats()
     drafts = stats.drafts.since(before.drafts)
     return {
@@ -126,16 +119,23 @@ def measure(engine: LocalEngine, resolved: Resolved, case: Case, output: int, tu
     }
 
 
-def overhead(engine: LocalEngine, resolved: Resolved, case: Case) -> Row:
-    """Seconds of a step in the target's forward, in the drafter's, and in neither; an upper bound of the last."""
-    prompts = random_batch(resolved, case.batch, case.input, Random(case.seed + 1))
-    with Forwards(resolved.engine).timed(engine) as watch:
-        done = decode(engine, prompts, case.output, watch)
-    if not done.steps:
+def overhead(engine: LocalEngine, prompts: Sequence[Sequence[int]], case: Case, width: int, step: float) -> Row:
+    """Seconds of a step in the target's forward, in the drafter's, in what it learns, and in none of them. step: seconds of a whole one."""
+    params = SamplingParams(temperature=0.0, max_tokens=engine.context - case.input, ignore_eos=True)
+    waiting = {uid for prompt in prompts for uid in engine.submit(prompt, params)}
+    uids, further = tuple(waiting), SETTLED
+    while further and not engine.idle:
+        waiting -= {one.uid for one in engine.step()}
+        further -= not waiting
+    engine.loop.retire(0)
+    if not engine.loop.scheduler.live:  # the context has no room for more
         return {}
-    rest = done.seconds - done.verify - done.draft
-    parts = {"verify_seconds": done.verify, "draft_seconds": done.draft, "overhead_seconds": rest}
-    return {name: seconds / done.steps for name, seconds in parts.items()}
+    found = parts(engine, width)
+    engine.abort(uids)
+    while not engine.idle:
+        engine.step()
+    told: Row = {f"{name}_seconds": seconds for name, seconds in found._asdict().items()}
+    return told | {"overhead_seconds": step - sum(found)}
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -153,64 +153,104 @@ def table(rows: Sequence[Row]) -> Table:
 
 def label(row: Row) -> str:
     """What drafted: a width, the engine's choice, or a tree."""
-    return str(row["shape"]) if row["shape"] != CHAIN else "adaptive" if row["width"] == ADAPTIVE else str(row["width"])
+    if row["shape"] == CHAIN or not row["width"]:
+        return "adaptive" if row["width"] == ADAPTIVE else str(row["width"])
+    return str(row["shape"])
 
 
-def _engine(shape: Shape, config: Config, args: argparse.Namespace) -> tuple[Resolved, LocalEngine]:
-    """Raises ThalwegError."""
+def started(shape: Shape, config: Config, longest: Lengths) -> tuple[Resolved, LocalEngine]:
+    """An engine that drafts this shape. Raises ThalwegError."""
     resolved = resolved_for(shape, config)
     times = None if ADAPTIVE in shape.widths else ()
-    engine = LocalEngine(msgspec.structs.replace(resolved.engine, times=times, imposed=args.accept_length))
-    Lengths(max(args.input_len), args.output_len).within(engine.context)
+    engine = LocalEngine(msgspec.structs.replace(resolved.engine, times=times))
+    longest.within(engine.context)
     return resolved, engine
+
+
+def policies_of(shape: Shape, engine: LocalEngine) -> dict[int, WidthPolicy]:
+    """What names each of the shape's widths."""
+    found: dict[int, WidthPolicy] = {}
+    for width in shape.widths:
+        times = engine.settings.times if width == ADAPTIVE else None
+        found[width] = MeasuredWidth(times) if times else ConstantWidth(max(width, 0))
+    return found
+
+
+def rows_of(shape: Shape, resolved: Resolved, engine: LocalEngine, cases: Sequence[Case], repeat: int) -> Iterator[Row]:
+    """Widths take turns, so that a machine that is busy for a while is so for all of them; of each the fastest run counts."""
+    policies = policies_of(shape, engine)
+    for case in cases:
+        prompts = prompts_of(resolved, case)
+        runs: dict[int, list[Row]] = {width: [] for width in policies}
+        for turn in range(1 + repeat):
+            for width, policy in policies.items():
+                engine.loop.scheduler.widths = policy
+                run = measure(engine, prompts, case, case.output if turn else min(case.output, WARM_UP_TOKENS))
+                runs[width] += [run] * bool(turn)
+        for width in policies:
+            best = max(runs[width], key=lambda row: float(str(row["decode_throughput"])))
+            yield {"shape": shape.name, "width": width, **best}
+
+
+def add_overhead(
+    shape: Shape, resolved: Resolved, engine: LocalEngine, cases: Sequence[Case], rows: Sequence[Row]
+) -> None:
+    """Where a step's time goes, into the rows of these cases whose width is a number."""
+    policies = policies_of(shape, engine)
+    for case in cases:
+        prompts = prompts_of(resolved, case)
+        for row in rows:
+            width, step = row["width"], row["step_latency"]
+            here = (row["shape"], row["batch_size"], row["input_len"]) == (shape.name, case.batch, case.input)
+            if here and isinstance(width, int) and isinstance(step, float) and step and width != ADAPTIVE:
+                engine.loop.scheduler.widths = policies[width]
+                row.update(overhead(engine, prompts, case, width, step))
+
+
+def free() -> None:
+    """Gives back what an engine has held that is no more: the next one's weights may not fit beside it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def run(argv: list[str]) -> list[Row]:
     """Measures every width and tree with every batch and context; what there is is told and written when it ends early. Raises ThalwegError or
     ResultError."""
     parsed = parse_config(_parser(), argv)
-    args: argparse.Namespace = parsed.rest
-    if args.accept_length and args.accept_length < 1:
-        raise CannotServe(f"--accept-length: a verification brings at least 1 token, got {args.accept_length}")
+    args = argparse.Namespace(argv=argv, **vars(parsed.rest))
     most = max([1, *args.widths, *(tree.nodes for tree in args.trees)])
     config = room_for(parsed.config, max(args.batch_size), max(args.input_len), args.output_len + most)
     rows: list[Row] = []
     told: dict[str, object] = {"partial": True}
     try:
         for shape in shapes(args.widths, args.trees):
-            resolved, engine = _engine(shape, config, args)
-            told |= provenance("bench speculation", argv, configuration(resolved))
-            for row in _rows(shape, resolved, engine, args):
+            for row in _measured(shape, config, args, told):
                 rows.append(row)
                 print(" ".join(f"{name}={value}" for name, value in row.items()), file=sys.stderr)
+            free()
         told["partial"] = False
     finally:
         Console(width=shutil.get_terminal_size((UNKNOWN_WIDTH, 0)).columns).print(table(rows))
         if args.result_filename and rows:
-            asked = {"accept_length": args.accept_length, "output_len": args.output_len}
+            imposed = config.speculative.speculative_simulate_accept_length or 0.0
+            asked = {"accept_length": imposed, "output_len": args.output_len}
             write(Path(args.result_filename), {"speculation": rows, **asked, **told})
     return rows
 
 
-def _rows(shape: Shape, resolved: Resolved, engine: LocalEngine, args: argparse.Namespace) -> Iterator[Row]:
-    """Widths take turns, so that a machine that is busy for a while is so for all of them; of each the fastest run counts."""
-    policies: dict[int, WidthPolicy] = {}
-    for width in shape.widths:
-        times = engine.settings.times if width == ADAPTIVE else None
-        policies[width] = MeasuredWidth(times) if times else ConstantWidth(max(width, 0))
-    for length, batch in product(args.input_len, args.batch_size):
-        case = Case(batch, length, args.output_len, args.bench_seed)
-        runs: dict[int, list[Row]] = {width: [] for width in policies}
-        for turn in range(1 + args.repeat):
-            for width, policy in policies.items():
-                engine.loop.scheduler.widths = policy
-                run = measure(engine, resolved, case, case.output if turn else min(case.output, WARM_UP_TOKENS), turn)
-                runs[width] += [run] * bool(turn)
-        for width, policy in policies.items():
-            engine.loop.scheduler.widths = policy
-            best = max(runs[width], key=lambda row: float(str(row["decode_throughput"])))
-            more = overhead(engine, resolved, case) if args.overhead else {}
-            yield {"shape": shape.name, "width": width, **best, **more}
+def _measured(shape: Shape, config: Config, args: argparse.Namespace, told: dict[str, object]) -> Iterator[Row]:
+    """The shape's rows, each as it is measured. told: gets what is told of its engine. Raises ThalwegError."""
+    longest = Lengths(max(args.input_len), args.output_len)
+    resolved, engine = started(shape, config, longest)
+    told |= provenance("bench speculation", args.argv, configuration(resolved))
+    lengths, rows = product(args.input_len, args.batch_size), list[Row]()
+    cases = [Case(batch, length, args.output_len, args.bench_seed) for length, batch in lengths]
+    for row in rows_of(shape, resolved, engine, cases, args.repeat):
+        rows.append(row)
+        yield row
+    if args.overhead:
+        add_overhead(shape, resolved, engine, cases, rows)
 
 
 def _status(words: list[str]) -> int:

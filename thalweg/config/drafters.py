@@ -5,28 +5,38 @@ and EAGLE-2, which differ in how drafts are searched for and not in their weight
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from thalweg.config.model import ModelFacts, facts_of, read_config, read_facts
 from thalweg.core.errors import CheckpointError
 
 WATCHED = 3  # residual streams that an EAGLE-3 head reads where it names none
+STREAMS = "eagle_aux_hidden_state_layer_ids"
+HEADER = 100 << 20  # bytes of a safetensors header, at most, as that library has it
+
+
+class Watched(NamedTuple):
+    """Streams of a target, each by the layer that it enters, and why these."""
+
+    layers: tuple[int, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleFacts:
     """facts: of the head's layers; its context is the target's. third: whether the format is EAGLE-3's. Of that format: target_hidden: numbers of a
-    stream; draft_vocab: tokens that it can draft; watched: its streams, each by the layer that it enters; normed_residual: whether the layer adds
+    stream; draft_vocab: tokens that it can draft; watched: its streams; normed_residual: whether the layer adds
     to the norm of its state, not to the state. Of the other: bias: whether the projection that joins embedding and hidden state has one."""
 
     facts: ModelFacts
     third: bool
     target_hidden: int
     draft_vocab: int
-    watched: tuple[int, ...] = ()
+    watched: Watched = Watched()
     normed_residual: bool = False
     bias: bool = True
 
@@ -37,24 +47,36 @@ def read_eagle(folder: Path, target: ModelFacts) -> EagleFacts:
 
 
 def algorithm_of(folder: Path) -> str:
-    """What `folder`/config.json says that it holds: EAGLE3, EAGLE or, where nothing speaks of a head, STANDALONE. Heads of the format before EAGLE-3
-    are often published as plain Llamas."""
+    """What `folder` holds: EAGLE3, EAGLE or, where nothing speaks of a head, STANDALONE. Heads of the format before EAGLE-3 are often published as
+    plain Llamas: they are told by the names of their tensors, where these are there. Raises CheckpointError."""
     config = read_config(folder, "a drafter")
     if _third(config):
         return "EAGLE3"
-    return "EAGLE" if "eagle" in str(config.get("architectures")).lower() else "STANDALONE"
+    if "eagle" in str(config.get("architectures")).lower():
+        return "EAGLE"
+    return "EAGLE" if {"fc.weight", "model.fc.weight"} & tensor_names(folder) else "STANDALONE"
+
+
+def tensor_names(folder: Path) -> frozenset[str]:
+    """Of the safetensors in this folder, by its index or else their headers; what cannot be read is left to who loads it."""
+    found: set[str] = set()
+    try:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        for path in sorted(folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                found |= json.loads(file.read(length)).keys() if length <= HEADER else set()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return frozenset(found)
+    return frozenset(found)
 
 
 def small_facts(folder: Path, target: ModelFacts) -> ModelFacts:
     """Of a model in this folder that drafts, with the target's context: beyond its own it drafts worse. Raises CheckpointError for a folder without
-    one, and for a vocabulary that is not the target's."""
-    facts = read_facts(folder)
-    if facts.vocab != target.vocab:
-        raise CheckpointError(
-            f"{folder} has a vocabulary of {facts.vocab} tokens, and the model to draft for one of {target.vocab}: what one writes means something "
-            "else to the other. Name a smaller model of the same family"
-        )
-    return replace(facts, context=target.context)
+    one."""
+    return replace(read_facts(folder), context=target.context)
 
 
 def _third(config: Mapping[str, Any]) -> bool:
@@ -96,24 +118,30 @@ def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> Eagle
         third=third,
         target_hidden=target_hidden,
         draft_vocab=vocab,
-        watched=_watched(config, where, target.layers) if third else (),
+        watched=_watched(config, where, target.layers) if third else Watched(),
         normed_residual=bool(config.get("norm_before_residual", speculators)),
         bias=bool(config.get("bias", True)),
     )
 
 
-def _watched(config: Mapping[str, Any], where: str, layers: int) -> tuple[int, ...]:
-    """Published ids are of two kinds, and tools tell them apart by the first: [1, ...] are layers whose OUTPUT is read; all others are layers whose
-    input is, as those of the defaults are."""
+def _watched(config: Mapping[str, Any], where: str, layers: int) -> Watched:
+    """Published ids are of two kinds: those in `eagle_config` are layers whose OUTPUT is read (SGLang's set_eagle3_layers_to_capture adds 1 to
+    each); those beside it are layers whose input is (vLLM, speculators), unless they begin with 1, which as an input nobody chooses. An
+    empty list is none."""
     eagle = config.get("eagle_config")
-    named = (eagle if isinstance(eagle, dict) else config).get("eagle_aux_hidden_state_layer_ids")
-    if named is None:
-        return tuple(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - WATCHED))
-    if not isinstance(named, list) or not named or not all(isinstance(one, int) for one in named):
-        raise CheckpointError(f"{where}: eagle_aux_hidden_state_layer_ids must be a list of layers, got {named!r}")
-    found = tuple(one + (named[0] == 1) for one in named)
+    inside = eagle.get(STREAMS) if isinstance(eagle, dict) else None
+    beside = config.get(STREAMS)
+    named = beside if inside is None or inside == [] else inside
+    if named is None or named == []:
+        default = tuple(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - WATCHED))
+        return Watched(default, "its config.json names none")
+    if not isinstance(named, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in named):
+        raise CheckpointError(f"{where}: {STREAMS} must be a list of layers, got {named!r}")
+    nested = named is inside
+    outputs = nested or named[0] == 1
+    found = tuple(one + outputs for one in named)
     if not all(0 <= layer <= layers for layer in found):
-        raise CheckpointError(
-            f"{where}: eagle_aux_hidden_state_layer_ids {named} are beyond the target's {layers} layers"
-        )
-    return found
+        raise CheckpointError(f"{where}: {STREAMS} {named} are beyond the target's {layers} layers")
+    kind = "outputs" if outputs else "inputs"
+    place = "eagle_config" if nested else "config.json"
+    return Watched(found, f"{place} names {', '.join(map(str, named))}, which are read as {kind} of layers")

@@ -9,7 +9,7 @@ from thalweg.core.tree import MOST_NODES
 
 ALGORITHMS = ("NEXTN", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "NONE")
 DEEPEST = 8  # drafts a step: a layer that was trained for one is right in few of those behind the fourth
-BRANCHES = 8  # of a tree
+BRANCHES = 10  # of a tree
 RULES = ("race", "standard", "relaxed")
 RELAXED_TOPK, RELAXED_DELTA = 10, 0.6  # what TensorRT-LLM's guide for DeepSeek-R1 takes
 
@@ -88,6 +88,17 @@ class SpeculativeOptions:
         least=0.0,
         most=1.0,
         auto=str(RELAXED_DELTA),
+    )
+    speculative_simulate_accept_length: float | None = setting(
+        None,
+        "BENCHMARKS ONLY: tokens that a verification brings on average, whatever the model says of the drafts; what is written then means nothing. "
+        "For `thalweg bench one-batch`, `offline` and `speculation`; refused elsewhere",
+        aliases=("accept-length",),
+        least=1.0,
+        auto="what is really accepted",
+    )
+    allow_simulated_acceptance: bool = setting(
+        False, "serve with --speculative-simulate-accept-length all the same: answers mean nothing"
     )
     mtp: int | None = setting(
         None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import msgspec
 
@@ -53,35 +54,47 @@ class Drafted(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class DraftCount:
-    """Counts `Drafted`."""
+    """Counts `Drafted`, in a time that does not depend on how many drafts there are. deepest, lengths: verifications by the place of their last
+    draft, and by how many they accepted, from none on."""
 
     verifications: int = 0
     drafted: int = 0
     accepted: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
+    deepest: list[int] = field(default_factory=lambda: [0])
+    lengths: list[int] = field(default_factory=lambda: [0])
 
     def verified(self, drafts: int, deepest: int, accepted: int) -> None:
         """A verification came back. drafts: tokens it had, at least one; deepest: places behind the known tokens of the last of them."""
         self.verifications += 1
         self.drafted += drafts
         self.accepted += accepted
-        missing = deepest - len(self.drafted_at)
+        missing = deepest + 1 - len(self.deepest)
         if missing > 0:
-            self.drafted_at += [0] * missing
-            self.accepted_at += [0] * missing
-        for place in range(deepest):
-            self.drafted_at[place] += 1
-        for place in range(accepted):
-            self.accepted_at[place] += 1
+            self.deepest += [0] * missing
+            self.lengths += [0] * missing
+        self.deepest[deepest] += 1
+        self.lengths[accepted] += 1
+
+    @property
+    def drafted_at(self) -> tuple[int, ...]:
+        """As of `Drafted`, like the next."""
+        return _from_each_on(self.deepest)
+
+    @property
+    def accepted_at(self) -> tuple[int, ...]:
+        return _from_each_on(self.lengths)
 
     @property
     def told(self) -> Drafted | None:
         """As of now; None where nothing was verified."""
         if not self.verifications:
             return None
-        at = tuple(self.drafted_at), tuple(self.accepted_at)
-        return Drafted(self.verifications, self.drafted, self.accepted, *at)
+        return Drafted(self.verifications, self.drafted, self.accepted, self.drafted_at, self.accepted_at)
+
+
+def _from_each_on(counts: list[int]) -> tuple[int, ...]:
+    """How many there are from each number on, from 1."""
+    return tuple(accumulate(reversed(counts[1:])))[::-1]
 
 
 def _less(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:

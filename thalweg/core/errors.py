@@ -40,6 +40,15 @@ class NoRoom(CannotServe):
     """What was asked for does not fit into memory."""
 
 
+MEMORY_WORDS = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # of CUDA, torch's allocators, cuBLAS
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether this was raised because memory is too small; a RuntimeError of torch may be anything."""
+    words = isinstance(error, RuntimeError) and any(one in str(error) for one in MEMORY_WORDS)
+    return words or isinstance(error, NoRoom | MemoryError)
+
+
 class CheckpointError(ThalwegError):
     """A checkpoint that cannot be loaded; the message names the file or tensor and what was expected."""
 

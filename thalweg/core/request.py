@@ -39,8 +39,8 @@ class Request:
     (what its emitting rows ask of sampling), keep (what of it stays in the prefix cache after it).
     Committed: out, scores (prompt logprobs, each position once). The rest is bookkeeping of the steps in flight:
     `computed` tokens have their KV launched; `base` = tokens known at bind; `flight` rows in flight, `emits` of them emitting, which
-    may bring at most `slack` tokens; `last` = last emitting step and `made` = the width agreed in it. `odds` and `gains`: how good its drafts were
-    lately, see `scheduler.widths`; `drafted`: what became of all of them.
+    may bring at most `slack` tokens; `last` = last emitting step and `made` = the width agreed in it. `odds`: how good its drafts were lately, see
+    `scheduler.widths`; `drafted`: what became of all of them.
     """
 
     uid: int
@@ -80,8 +80,7 @@ class Request:
     slack: int = 0
     last: int = -1
     made: int = 0
-    odds: list[float] = field(default_factory=list)
-    gains: tuple[float, ...] = ()
+    odds: tuple[float, ...] = ()
     drafted: DraftCount = field(default_factory=DraftCount)
 
     @property

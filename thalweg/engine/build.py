@@ -29,7 +29,7 @@ from thalweg.engine.loop import NO_RECORDER, Channel, Loop, OneRank
 from thalweg.engine.memory import RESERVE, Sums, free, measure, probe, provisional, settle
 from thalweg.engine.pace import paced
 from thalweg.engine.recording import Ring
-from thalweg.engine.roomless import with_or_without
+from thalweg.engine.roomless import blamed_on_drafter, with_or_without
 from thalweg.engine.settings import EngineSettings
 from thalweg.engine.taken import taken
 from thalweg.engine.warm import warm
@@ -113,7 +113,8 @@ def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) ->
     steps = model if settings.torch_compile else traced(model, device)
     if isinstance(steps, Traced):
         steps.record(planes)
-        drafter.record(planes)
+        with blamed_on_drafter(settings):
+            drafter.record(planes)
     slots = Slots(settings.slots, settings.context, device, drafter.fields(), settings.tree)
     phases.done("recorded steps")
     whole: tuple[Model, Model] = (OneByOne(model), OneByOne(steps)) if alone else (model, steps)
@@ -182,7 +183,7 @@ def _recorded(settings: EngineSettings, runner: Runner) -> Runner:
     if settings.graphs or settings.pieces:
         from thalweg.runner.graphs import record  # needs Triton
 
-        with _bar("recording CUDA graphs", settings.progress) as progress:
+        with blamed_on_drafter(settings), _bar("recording CUDA graphs", settings.progress) as progress:
             sizes = settings.graphs, settings.pieces, settings.mixed_graphs
             record(runner, *sizes, settings.context, settings.slots, progress, choices(_fits(settings))[1:])
     return runner
@@ -272,10 +273,9 @@ def build(settings: EngineSettings, channel: Channel) -> Rank:
         raise CheckpointError(
             f"{settings.path}: {len(settings.eos_ids)} end-of-sequence ids; at most {MAX_EOS_IDS} are kept a slot"
         )
-    wished = settings.drafter
     settings, runner = with_or_without(lambda wish: build_runner(wish, facts, phases), settings)
     runner.drafting.forget()
     loop = build_loop(settings, facts, runner, channel)
-    loop.scheduler.tally.drafter_failures += wished != settings.drafter
+    loop.scheduler.tally.drafter_failures += settings.left_out
     log.info("started: %s", phases)
     return Rank(loop, runner, facts, settings)

@@ -98,12 +98,7 @@ def measure(
     """(step, graphs, slots) of `Sums`. record: records a largest bucket on the runner, and returns how many there will be."""
     device = runner.planes.device
     step = _step(settings, runner, context, device)
-    graphs = _graphs(runner, record, device)
-    return (
-        step,
-        graphs,
-        runner.slots.nbytes,
-    )
+    return step, _graphs(runner, record, device), runner.slots.nbytes
 
 
 def _step(settings: EngineSettings, runner: Runner, context: int, device: torch.device) -> int:

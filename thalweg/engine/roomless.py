@@ -1,48 +1,68 @@
-"""A drafter that finds no room is left out: it only accelerates, so the engine starts without it."""
+"""A drafter that finds no room, or cannot be recorded, is left out: it only accelerates, so the engine starts without it."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
-import torch
 
-from thalweg.core.errors import NoRoom
+from thalweg.core.errors import NoRoom, lacks_memory
 from thalweg.core.tree import CHAIN
 from thalweg.engine.settings import EngineSettings
 
 log = logging.getLogger("thalweg.engine")
 
 LEFT_OUT = "there is no room for the drafter, and decoding goes on without it: %s"
-NO_MEMORY = "can't allocate memory"  # of torch's allocator on a CPU
+NOT_RECORDED = "the drafter cannot be recorded, and decoding goes on without it: %s"
 
 T = TypeVar("T")
 
 
+class DrafterFails(Exception):
+    """What a drafter takes part in raised at the start, and may not without it."""
+
+
+@contextmanager
+def blamed_on_drafter(settings: EngineSettings) -> Iterator[None]:
+    """Whatever is raised in here and is no lack of memory becomes DrafterFails, if there is a drafter."""
+    try:
+        yield
+    except Exception as error:  # whatever it is: its steps are guarded in the same way
+        if not settings.drafter or lacks_memory(error):
+            raise
+        raise DrafterFails(f"{type(error).__name__}: {error}") from error
+
+
 def with_or_without(build: Callable[[EngineSettings], T], settings: EngineSettings) -> T:
-    """What `build` makes of these settings, or of the same without the drafter where memory is too small for it. Raises what `build` does."""
+    """What `build` makes of these settings, or of the same without the drafter where memory is too small for it, or where it fails. Raises what
+    `build` does."""
     try:
         return build(settings)
+    except DrafterFails as error:
+        log.exception(NOT_RECORDED, error)
+        why = f"it cannot be recorded: {_first_line(error)}"
     except (NoRoom, MemoryError, RuntimeError) as error:
-        if not settings.drafter or not _is_room(error):
+        if not settings.drafter or not lacks_memory(error):
             raise
-        why = str(error).partition("\n")[0]
+        log.error(LEFT_OUT, _first_line(error))
+        why = f"no room for it: {_first_line(error)}"
     # out here the error is gone, and what its frames held with it
-    log.error(LEFT_OUT, why)
     return build(undrafted(settings, why))
 
 
 def undrafted(settings: EngineSettings, why: str) -> EngineSettings:
     """The settings of plain decoding, with a report that says so."""
-    report = json.loads(settings.report)
+    report = {key: one for key, one in json.loads(settings.report).items() if not key.startswith("speculative_")}
     name = "speculative_algorithm"
-    report[name] = {"name": name, "value": "NONE", "source": "auto", "reason": f"no room for it: {why}"}
+    report[name] = {"name": name, "value": "NONE", "source": "auto", "reason": why}
     off = {
         "drafter": "",
         "drafter_path": "",
+        "left_out": True,
         "width": 0,
         "times": (),
         "tree": CHAIN,
@@ -52,6 +72,5 @@ def undrafted(settings: EngineSettings, why: str) -> EngineSettings:
     return msgspec.structs.replace(settings, report=json.dumps(report), **off)
 
 
-def _is_room(error: Exception) -> bool:
-    """Whether memory was too small; a RuntimeError of torch may be anything."""
-    return isinstance(error, NoRoom | MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error)
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

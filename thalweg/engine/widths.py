@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -17,14 +18,25 @@ from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.settings import EngineSettings
 from thalweg.runner.runner import Runner
-from thalweg.scheduler.widths import Rung, choices
+from thalweg.scheduler.times import Rung
+from thalweg.scheduler.widths import choices
 
 log = logging.getLogger("thalweg.engine")
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CONTEXT = 512  # tokens behind each row
-REPEATS = 3
-SECONDS = 3.0  # after so many, larger numbers of rows are left to the line through the last two
+
+class Ladder(NamedTuple):
+    """rows of the steps to measure: the first `least`, and of the others as many as there is time for. repeats: of each."""
+
+    rows: tuple[int, ...]
+    least: int
+    repeats: int
+
+
+CONTEXT, FAR = 512, 32768  # tokens behind each row: few, and as many as there may be up to this
+NEAR_LADDER = Ladder((1, 2, 4, 8, 16, 32, 64, 128, 256), 2, 3)
+FAR_LADDER = Ladder((1, 8, 64), 1, 1)
+SECONDS = 4.0  # for the short context; larger numbers of rows are left to the line through the last two
+SHARE = 0.25  # of what that took: for the long one
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -32,47 +44,84 @@ def measured(settings: EngineSettings, runner: Runner) -> EngineSettings:
     """The settings with the times, where the width is left to the engine, and the report that says so. The slots are nobody's afterwards."""
     if settings.times is not None:
         return settings
-    rungs: list[Rung] = []
     now = clock(settings)
-    begun = now()
-    for rows in ROWS:
-        tokens = rows * (1 + settings.width)
-        if rows > min(settings.slots, settings.pages) or tokens > settings.budget:
-            break
-        rungs.append((rows, _times(runner, settings, rows)))
-        if len(rungs) > 1 and now() - begun > SECONDS:
-            break
+    begun, most = now(), settings.context - _room(settings)
+    near = max(min(CONTEXT, most), 1)
+    rungs = smoothed(_rungs(runner, settings, near, NEAR_LADDER, SECONDS))
+    if rungs and most > 4 * near:  # else the difference says little
+        rungs += smoothed(_rungs(runner, settings, min(FAR, most), FAR_LADDER, SHARE * (now() - begun)))
     runner.slots.reset()
     if not rungs:  # not even one request can be verified within the budget of a step
         return msgspec.structs.replace(settings, times=(), width=0)
-    rungs = list(smoothed(rungs))
     report = json.loads(settings.report)
-    first = ", ".join(f"{1e3 * seconds:.2f} ms with {width}" for width, seconds in enumerate(rungs[0][1]))
+    first = ", ".join(f"{1e3 * seconds:.2f} ms with {width}" for width, seconds in enumerate(rungs[0].seconds))
     why = f"by what is accepted and how long steps take, at the start {first} for one request"
     value = f"0 to {settings.width}"
     report["speculative_adaptive"] = {"name": "speculative_adaptive", "value": value, "source": "auto", "reason": why}
     log.info("drafts: %s, %s", value, why)
-    return msgspec.structs.replace(settings, times=tuple(rungs), report=json.dumps(report))
+    return msgspec.structs.replace(settings, times=rungs, report=json.dumps(report))
 
 
-def _times(runner: Runner, settings: EngineSettings, rows: int) -> tuple[float, ...]:
+def _room(settings: EngineSettings) -> int:
+    """Tokens that the steps which are measured compute behind a context."""
+    return 3 * (1 + settings.tree.room(settings.width))
+
+
+def _rungs(runner: Runner, settings: EngineSettings, context: int, ladder: Ladder, seconds: float) -> list[Rung]:
+    now, rungs = clock(settings), list[Rung]()
+    begun = last = now()
+    for rows in ladder.rows:
+        if rows > min(settings.slots, settings.pages) or rows * (1 + settings.width) > settings.budget:
+            break
+        if len(rungs) >= ladder.least:
+            ahead = (now() - last) * rows / rungs[-1].rows  # a row takes no longer than one of fewer
+            if now() - begun + ahead > seconds:
+                break
+        last = now()
+        rungs.append(Rung(rows, context, _times(runner, settings, rows, context, ladder.repeats)))
+    return rungs
+
+
+def _times(runner: Runner, settings: EngineSettings, rows: int, context: int, repeats: int) -> tuple[float, ...]:
     """Of a step with so many rows, for each width: those that are chosen from are measured, between them times lie on lines. They take turns, so that
     what keeps the machine busy for a while is the same for all, and of each the least counts, since what disturbs a step only adds to it."""
-    room = 3 * (1 + settings.tree.room(settings.width))
-    tokens = max(min(CONTEXT, settings.context - room), 1)
-    reach = min(tokens + room, settings.context)
-    _bind(runner, settings, rows, tokens, reach)
+    reach = min(context + _room(settings), settings.context)
+    _bind(runner, settings, rows, context, reach)
     bound = runner.slots.ints_SI.clone()
     least = dict.fromkeys(choices(settings.width), math.inf)
-    for turn in range(1 + REPEATS):
+    for turn in range(1 + repeats):
         for width in least:
             runner.slots.ints_SI.copy_(bound)
-            made = tuple(Row(slot, slot, tokens - 1, 1 + width, width, True) for slot in range(rows))
-            plan = StepPlan(1, 0, made, draft=width, reach=reach)
+            plan = _plan(rows, context, width, reach)
             _run(runner, plan, settings)  # makes the drafts that the next one verifies
             seconds = _run(runner, plan, settings)
             least[width] = min(least[width], seconds if turn else math.inf)
+    runner.slots.ints_SI.copy_(bound)
+    least[0] += min(_late(runner, _plan(rows, context, 0, reach), settings) for _ in range(2))
     return _on_lines(least)
+
+
+def _plan(rows: int, context: int, width: int, reach: int) -> StepPlan:
+    made = tuple(Row(slot, slot, context - 1, 1 + width, width, True) for slot in range(rows))
+    return StepPlan(1, 0, made, draft=width, reach=reach)
+
+
+@torch.inference_mode()
+def _late(runner: Runner, plan: StepPlan, settings: EngineSettings) -> float:
+    """Seconds of each step without drafts that its drafter takes later, when it catches up with all that it may lag."""
+    drafting, rows, now = runner.drafting, len(plan.rows), clock(settings)
+    forwarded = runner.forward(plan)
+    if not drafting.learns or forwarded is None or forwarded.seen is None:
+        return 0.0
+    drafting.forget()
+    steps = drafting.late.room(rows)
+    for _ in range(steps):
+        drafting.late.keep(forwarded.seen, rows)
+    _wait(runner)
+    begun = now()
+    drafting.catch_up()
+    _wait(runner)
+    return (now() - begun) / steps
 
 
 def _on_lines(times: Mapping[int, float]) -> tuple[float, ...]:
@@ -86,24 +135,23 @@ def _on_lines(times: Mapping[int, float]) -> tuple[float, ...]:
 
 
 def smoothed(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
-    """No step takes longer than one of more rows or more drafts: where it seemed to, something disturbed it."""
+    """No step takes longer than one of more rows or more drafts: where it seemed to, something disturbed it. All are of one context."""
     found: list[Rung] = []
-    above = (math.inf,) * len(rungs[0][1])
-    for rows, times in reversed(rungs):
-        wider = accumulate(reversed([min(pair) for pair in zip(times, above, strict=True)]), min)
-        above = tuple(wider)[::-1]
-        found.append((rows, above))
+    for rung in reversed(rungs):
+        above = found[-1].seconds if found else (math.inf,) * len(rung.seconds)
+        least = [min(pair) for pair in zip(rung.seconds, above, strict=True)]
+        found.append(rung._replace(seconds=tuple(accumulate(reversed(least), min))[::-1]))
     return tuple(reversed(found))
 
 
 def _bind(runner: Runner, settings: EngineSettings, rows: int, tokens: int, reach: int) -> None:
     """Made-up requests of so many tokens. They share pages where there are too few: what lies in them does not matter."""
-    rng, vocab = random.Random(0), runner.model.facts.vocab
+    rng, ids = random.Random(0), range(runner.model.facts.vocab)
     entries = -(-reach // PAGE)
     for slot in range(rows):
-        ids = tuple(rng.randrange(vocab) for _ in range(tokens))
+        made = tuple(rng.choices(ids, k=tokens))
         pages = tuple(1 + (slot * entries + entry) % settings.pages for entry in range(entries))
-        runner.slots.bind([Bind(slot, ids, tokens, tokens - 1, settings.context, 0, (), GREEDY)])
+        runner.slots.bind([Bind(slot, made, tokens, tokens - 1, settings.context, 0, (), GREEDY)])
         runner.slots.append([Append(slot, 0, pages)])
 
 

@@ -19,6 +19,7 @@ from thalweg.kernels.quantize import case as quantize
 from thalweg.kernels.rope import case as rope
 from thalweg.kernels.router import case as router
 from thalweg.kernels.silu_mul import case as silu_mul
+from thalweg.kernels.temper import case as temper
 from thalweg.kernels.truncate import case as truncate
 from thalweg.kernels.verify import case as verify
 
@@ -39,6 +40,7 @@ OPERATIONS = {
     "rope": Operation(rope.cases, dict(rope.BACKENDS)),
     "router": Operation(router.cases, dict(router.BACKENDS), router.sizes),
     "silu_mul": Operation(silu_mul.cases, dict(silu_mul.BACKENDS), silu_mul.sizes),
+    "temper": Operation(temper.cases, dict(temper.BACKENDS)),
     "truncate": Operation(truncate.cases, dict(truncate.BACKENDS)),
     "verify": Operation(verify.cases, dict(verify.BACKENDS)),
 }

@@ -30,7 +30,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     (r"_silu_mul|_silu_mul_quantize", ACTIVATION),
     (r"_quantize", QUANTIZE),
     (r"_carry|_conclude", DRAFTING),
-    (r"_follow|_best_of_parts|_settle|_adjust|_penalise|_forbid|_report|_show|_race|_pick|_finish|_walk|_verify|_kth", SAMPLING),
+    (r"_follow|_best_of_parts|_border|_keep|_raced|_settle|_adjust|_penalise|_forbid|_report|_show|_race|_pick|_finish|_walk|_verify|_kth", SAMPLING),
     (r"Mem(cpy|set).*", COPIES),
     (r"_thin|_linear|_linear_fp8|_matmul_fp8|_wide|_cut|_add_parts|_product", PRODUCT),
     (r"nvjet.*|.*gemm.*|.*gemv.*|.*cutlass.*|.*splitK.*|.*cublas.*", PRODUCT),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thalweg.config.speculative import RELAXED_DELTA, RELAXED_TOPK, SpeculativeOptions
 from thalweg.core.errors import CannotServe
@@ -11,21 +11,40 @@ from thalweg.launch.resolved import ASKED
 
 UNSAMPLED = ("ngram",)  # drafters whose drafts are no samples
 LOSSY = "LOSSY: answers are not distributed as the model's, and greedy ones not the model's own"
+SIMULATED = "drafts are accepted by decree, and what is written means nothing"
 POINT_MASS = "these drafts are no samples: they are judged by the rule for a point mass, which is the race"
 LIST = "several drafts of one position are judged by the multi-draft rule that the race extends to"
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """rule, relaxed: as `acceptance` and `relaxed` of `engine.settings.EngineSettings`."""
+    """rule, relaxed, imposed: as `acceptance`, `relaxed` and `imposed` of `engine.settings.EngineSettings`."""
 
     rule: str = "race"
     relaxed: tuple[int, float] = (RELAXED_TOPK, RELAXED_DELTA)
+    imposed: float = 0.0
+
+
+def refuse_simulated(wish: SpeculativeOptions) -> None:
+    """Of what answers somebody. Raises CannotServe."""
+    if wish.speculative_simulate_accept_length is not None and not wish.allow_simulated_acceptance:
+        raise CannotServe(
+            f"speculative_simulate_accept_length: {SIMULATED}: it is for `thalweg bench one-batch`, `offline` and `speculation`; leave it out, or "
+            "add --allow-simulated-acceptance"
+        )
 
 
 def decide_acceptance(wish: SpeculativeOptions, drafter: str, trees: bool, ledger: Ledger) -> Acceptance:
     """drafter: its name, "" for none. trees: whether drafts may part ways. Raises CannotServe for thresholds of another rule than the one that is
     wished."""
+    acceptance, length = _rule(wish, drafter, trees, ledger), wish.speculative_simulate_accept_length
+    if not drafter or length is None:
+        return acceptance
+    ledger.note("speculative_simulate_accept_length", length, ASKED, f"BENCHMARKS ONLY: {SIMULATED}")
+    return replace(acceptance, imposed=length)
+
+
+def _rule(wish: SpeculativeOptions, drafter: str, trees: bool, ledger: Ledger) -> Acceptance:
     rule, topk, delta = wish.speculative_acceptance, wish.speculative_relaxed_topk, wish.speculative_relaxed_delta
     for name, value in (("speculative_relaxed_topk", topk), ("speculative_relaxed_delta", delta)):
         if value is not None and rule != "relaxed":

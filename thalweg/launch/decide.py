@@ -11,7 +11,7 @@ from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Config
 from thalweg.core.amounts import size
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import CannotServe, NoRoom
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE
 from thalweg.launch.graphs import GraphPlan, decide_compile, decide_graphs
@@ -20,10 +20,6 @@ from thalweg.launch.ledger import Ledger, source
 from thalweg.launch.resolved import ASKED, AUTO, MODEL, Sizes
 
 TYPICAL = 2048  # tokens that a request keeps on average; unless asked, the cache holds no more than this for each slot
-
-
-class NoRoom(CannotServe):
-    """Weights and one page of KV cache are more than a device has memory for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +128,9 @@ def decide(
     width: int = 0,
     trees: bool = False,
 ) -> Decided:
-    """Decides, and notes each decision in the ledger. `sizes_in(device, kernels, dtype)` measures the model as it would be loaded. width: tokens
-    that are drafted a step, at most; trees: whether they may part ways. Raises CannotServe."""
+    """Decides, and notes each decision in the ledger. `sizes_in(device, kernels, dtype)` measures the model as it would be loaded. width:
+    tokens that are drafted a step, at most; trees: whether they may part ways. Raises CannotServe; NoRoom where weights and one page of KV
+    cache, or what was asked for, are more than the device has memory for."""
     for rule in RULES:
         if rule.when(config):
             raise CannotServe(f"{rule.why}; {rule.instead}")
@@ -248,7 +245,7 @@ def _memory(
     if wish.max_total_tokens is not None:
         pages = wish.max_total_tokens // PAGE
         if pages > most:
-            raise CannotServe(
+            raise NoRoom(
                 f"max_total_tokens: {wish.max_total_tokens} do not fit: {sums} = {most} pages; use at most {most * PAGE}"
             )
         ledger.note("pages", pages, ASKED, f"{wish.max_total_tokens} tokens / {PAGE} a page")
@@ -273,7 +270,7 @@ def _context(config: Config, facts: ModelFacts, limit: int, pages: int, ledger: 
     held = pages * PAGE
     if config.model.context_length is not None:
         if limit > held:
-            raise CannotServe(
+            raise NoRoom(
                 f"context_length: {limit} is more than the KV cache holds, {pages} pages x {PAGE}; use at most {held}"
             )
         ledger.note("context_length", limit, ASKED, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -13,24 +14,26 @@ import msgspec
 from thalweg.config.machine import Machine, libraries
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.config.options import Config
-from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest
+from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest, NoRoom
 from thalweg.core.kernels import PLAIN, KernelChoice
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import DTYPES, parts
+from thalweg.engine.roomless import LEFT_OUT
 from thalweg.engine.settings import EngineSettings
 from thalweg.launch import tuned
-from thalweg.launch.acceptance import decide_acceptance
-from thalweg.launch.decide import decide
+from thalweg.launch.acceptance import refuse_simulated
+from thalweg.launch.decide import Decided, decide
+from thalweg.launch.drafts import Drafts, decide_drafts, no_drafts
 from thalweg.launch.hub import fetch_weights, locate
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.resolved import ASKED, AUTO, Resolved, Sizes
-from thalweg.launch.sizes import counted, measure
-from thalweg.launch.speculation import Speculation, branching, decide_speculation
-from thalweg.launch.trees import decide_tree
+from thalweg.launch.sizes import Drafting, counted, measure
 from thalweg.text.chat import Chat, Formats, Wish, choose_chat
 from thalweg.text.history import History
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
 from thalweg.text.tokenizer import Tokenizer
+
+log = logging.getLogger("thalweg.launch")
 
 # names of vLLM and SGLang for parsers that are the same here
 PARSER_NAMES = {
@@ -46,34 +49,38 @@ PARSER_NAMES = {
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def resolve(config: Config, machine: Machine | None = None, weights: bool = True, progress: bool = True) -> Resolved:
-    """Everything that an engine needs to be told. machine: default this one. weights: whether those of a model on the hub are fetched,
-    once it is clear that they can be served. progress: whether loading shows a bar.
+def resolve(
+    config: Config, machine: Machine | None = None, weights: bool = True, progress: bool = True, simulates: bool = False
+) -> Resolved:
+    """Everything that an engine needs to be told. machine: default this one. weights: whether those of a model on the hub are fetched, once it
+    is clear that they can be served. progress: whether loading shows a bar. simulates: whether drafts may be accepted by decree, for a
+    benchmark.
 
     Raises CannotServe for wishes that cannot be honoured, CheckpointError for a checkpoint that is not there or wrong.
     """
     wish = config.model
     if not wish.model:
         raise CannotServe("model: give the folder of a checkpoint, or org/name on the hub, e.g. --model models/tiny")
+    if not simulates:
+        refuse_simulated(config.speculative)
     checkpoint = locate(wish.model, wish.revision, wish.hf_token)
     facts = read_facts(checkpoint.folder)
-    ledger = Ledger()
     here = machine or Machine.here()
     draft = config.speculative.speculative_draft_model_path
     drafting = None if draft is None else locate(draft, token=wish.hf_token)
-    speculation = decide_speculation(config.speculative, facts, ledger, None if drafting is None else drafting.folder)
-    acceptance = decide_acceptance(config.speculative, speculation.drafter, branching(config.speculative), ledger)
-    exact = config.load.deterministic_inference
-    tree = decide_tree(config.speculative, speculation.drafter, speculation.width, exact, ledger)
-    width = tree.nodes or speculation.width
-    sizes_in = functools.partial(_measure, facts, speculation)
-    found = decide(config, facts, here, sizes_in, ledger, width, tree.on)
+    fetched = weights and config.load.load_format != "dummy"
+    if fetched and drafting is not None and config.speculative.speculative_algorithm is None:
+        fetch_weights(drafting, wish.hf_token)  # the names of its tensors may have to tell what it is
+    gpu, folder = bool(here.gpus) and config.load.device != "cpu", None if drafting is None else drafting.folder
+    wanted = decide_drafts(config, facts, checkpoint.folder, folder, gpu)
+    drafts, found = _fitting(config, facts, here, wanted)
+    ledger, speculation, acceptance = drafts.ledger, drafts.speculation, drafts.acceptance
     choices = tuned.decide(config, here, found.device, ledger)
     tokenizer = Tokenizer(checkpoint.folder) if weights or (checkpoint.folder / "tokenizer.json").is_file() else None
     chat = _chat(config, checkpoint.folder, tokenizer, ledger)
     sampling = _sampling(checkpoint.folder) if config.sampling.sampling_defaults == "model" else SamplingParams()
-    if weights and config.load.load_format != "dummy":
-        for one in (checkpoint, *([] if drafting is None else [drafting])):
+    if fetched:
+        for one in (checkpoint, *([] if drafting is None or not speculation.folder else [drafting])):
             fetch_weights(one, wish.hf_token)
     schedule = config.schedule
     settings = EngineSettings(
@@ -95,9 +102,11 @@ def resolve(config: Config, machine: Machine | None = None, weights: bool = True
         budget=found.budget,
         drafter=speculation.drafter,
         drafter_path=speculation.folder,
-        width=width,
-        tree=tree,
+        left_out=drafts is not wanted,
+        width=drafts.width,
+        tree=drafts.tree,
         times=None if speculation.adaptive else (),
+        imposed=acceptance.imposed,
         acceptance=acceptance.rule,
         relaxed=acceptance.relaxed,
         beside=None if paced(found.device, found.kernels) and schedule.chunked_prefill_size is None else (),
@@ -137,12 +146,32 @@ def paced(device: str, kernels: KernelChoice) -> bool:
     return device == "cuda" and not (kernels.deterministic and kernels.decode in PLAIN)
 
 
-def _measure(facts: ModelFacts, speculation: Speculation, device: str, kernels: KernelChoice, dtype: str) -> Sizes:
+def _fitting(config: Config, facts: ModelFacts, here: Machine, drafts: Drafts) -> tuple[Drafts, Decided]:
+    """What is decided with these drafts, or without any where memory is too small for both. Raises as `decide`."""
+
+    def found(drafts: Drafts) -> Decided:
+        sizes_in = functools.partial(_measure, facts, drafts)
+        return decide(config, facts, here, sizes_in, drafts.ledger, drafts.width, drafts.tree.on)
+
+    try:
+        return drafts, found(drafts)
+    except NoRoom as error:
+        if not drafts.speculation.drafter:
+            raise
+        why = str(error)
+    plain = no_drafts(f"no room for it: {why}")
+    decided = found(plain)
+    log.error(LEFT_OUT, why)
+    return plain, decided
+
+
+def _measure(facts: ModelFacts, wanted: Drafts, device: str, kernels: KernelChoice, dtype: str) -> Sizes:
     """The sizes of model and drafter as this device would hold them."""
-    drafts = speculation.drafter, speculation.folder
+    drafter, folder = wanted.speculation.drafter, wanted.speculation.folder
+    drafts = Drafting(drafter, folder, wanted.acceptance.rule, wanted.width, wanted.tree)
     if kernels.decode != "reference" and "triton" not in libraries():  # a plan for another machine
-        return counted(facts, kernels, DTYPES[dtype], *drafts)
-    return measure(facts, parts("meta", kernels, dtype, facts.fp8_block is not None and device == "cuda"), *drafts)
+        return counted(facts, kernels, DTYPES[dtype], drafts)
+    return measure(facts, parts("meta", kernels, dtype, facts.fp8_block is not None and device == "cuda"), drafts)
 
 
 def _chat(config: Config, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:

@@ -36,11 +36,13 @@ class Plane(msgspec.Struct, frozen=True):
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """parameters: how many numbers the weights are. weight_bytes: what they take in memory as loaded. planes: the KV cache's parts."""
+    """parameters: how many numbers the weights are. weight_bytes: what they take in memory as loaded. planes: the KV cache's parts. slot_bytes: what
+    drafts add to the state of a running request."""
 
     parameters: int
     weight_bytes: int
     planes: tuple[Plane, ...]
+    slot_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
+from typing import NamedTuple
 
 import torch
 
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE
+from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.planning.weights import Widths, held, inventory, parameters
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.layers.parts import Parts, ReferenceParts
 from thalweg.models import catalog
+from thalweg.sampling.catalog import drawing_for
 from thalweg.spec.catalog import build_drafter
 
 
-def measure(facts: ModelFacts, parts: Parts, drafter: str = "", folder: str = "") -> Sizes:
+class Drafting(NamedTuple):
+    """What drafts, and how: as `drafter`, `drafter_path`, `acceptance`, `width` and `tree` of `engine.settings.EngineSettings`."""
+
+    drafter: str = ""
+    folder: str = ""
+    rule: str = "race"
+    width: int = 0
+    tree: TreeShape = CHAIN
+
+
+NONE = Drafting()
+
+
+def measure(facts: ModelFacts, parts: Parts, drafts: Drafting = NONE) -> Sizes:
     """The sizes of the model that is made of these parts, on the meta device, and of what drafts for it, from its own folder where it has one.
     Raises CheckpointError for an architecture that nothing computes."""
     model = catalog.assemble(facts, parts)
-    drafting = build_drafter(drafter, model, folder)
+    drawing = drawing_for(drafts.rule, drafts.width, facts.vocab, parts.device)
+    drafting = build_drafter(drafts.drafter, model, drafts.folder, drawing, drafts.tree)
     modules = [one for one in (model, *drafting.modules(), *drafting.own()) if isinstance(one, torch.nn.Module)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     stored = [*parameters, *(buffer for module in modules for buffer in module.buffers())]
@@ -33,17 +51,23 @@ def measure(facts: ModelFacts, parts: Parts, drafter: str = "", folder: str = ""
         sum(tensor.numel() for tensor in parameters),
         sum(tensor.numel() * tensor.itemsize for tensor in stored),
         tuple(Plane(name, layers[name], page_bytes[name] // PAGE) for name in layers),
+        sum(prod(field.shape) * field.dtype.itemsize for field in drafting.fields()) + _nodes(drafts.tree),
     )
 
 
-def counted(facts: ModelFacts, choice: KernelChoice, dtype: torch.dtype, drafter: str = "", folder: str = "") -> Sizes:
+def _nodes(tree: TreeShape) -> int:
+    """Bytes of the nodes of a tree, but for the root, which every slot has: `nodes_SN3` of `batch.slots.Slots`."""
+    return 3 * torch.int64.itemsize * tree.nodes * tree.on
+
+
+def counted(facts: ModelFacts, choice: KernelChoice, dtype: torch.dtype, drafts: Drafting = NONE) -> Sizes:
     """The same of a model on a GPU's kernels, by arithmetic: for machines without Triton, which cannot make its parts. A drafter's weights are
     counted as if none were quantized, but those of the checkpoint's own layer as if all were. Raises CheckpointError as `measure`."""
     reference = ReferenceParts(dtype, torch.device("meta"), choice=choice)
-    like = measure(facts, reference, drafter, folder)
-    drafting = like.parameters - measure(facts, reference).parameters if drafter else 0
+    like = measure(facts, reference, drafts)
+    drafting = like.parameters - measure(facts, reference).parameters if drafts.drafter else 0
     rotary = 4 * facts.context * facts.rope.dim
     widths = Widths.of(facts, str(dtype).removeprefix("torch."))
-    each = widths.quantized + widths.scale if drafter == "nextn" else dtype.itemsize
+    each = widths.quantized + widths.scale if drafts.drafter == "nextn" else dtype.itemsize
     weights = sum(held(facts, widths).values()) + drafting * each
-    return Sizes(parameters(inventory(facts)) + drafting, round(weights) + rotary, like.planes)
+    return Sizes(parameters(inventory(facts)) + drafting, round(weights) + rotary, like.planes, like.slot_bytes)

@@ -11,7 +11,8 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.speculative import DEEPEST, SpeculativeOptions
 from thalweg.core.errors import CannotServe
 from thalweg.launch.ledger import Ledger, source
-from thalweg.launch.resolved import ASKED, AUTO
+from thalweg.launch.resolved import ASKED, AUTO, MODEL, Value
+from thalweg.launch.vocabularies import check_vocabularies
 
 
 class Kind(NamedTuple):
@@ -46,10 +47,10 @@ class Speculation:
 
 
 def decide_speculation(
-    wish: SpeculativeOptions, facts: ModelFacts, ledger: Ledger, folder: Path | None = None
+    wish: SpeculativeOptions, facts: ModelFacts, ledger: Ledger, folder: Path | None = None, model: Path | None = None
 ) -> Speculation:
-    """folder: of the drafter, where one was named. Raises CannotServe for wishes that contradict each other, and for a drafter that the checkpoint
-    has not; CheckpointError for a folder that holds none, or one of another model."""
+    """folder: of the drafter, where one was named; model: of what it drafts for. Raises CannotServe for wishes that contradict each other, and
+    for a drafter that the checkpoint has not; CheckpointError for a folder that holds none, or one of another model."""
     width = _width(wish)
     algorithm, why = _algorithm(wish, folder, width)
     if algorithm == "NONE":
@@ -60,17 +61,26 @@ def decide_speculation(
             )
         asked = wish.speculative_algorithm or wish.mtp
         ledger.note("speculative_algorithm", "NONE", *((ASKED, "") if asked else (AUTO, why)))
+        for name, value in _idle(wish).items():
+            ledger.note(name, value, ASKED, "without effect: nothing drafts")
         return Speculation("", 0, False)
     if width == 0:
         raise CannotServe(
             f"speculative_algorithm: {algorithm} with 0 drafts a step drafts nothing; use --speculative-algorithm NONE"
         )
     kind = _kind(algorithm, folder, facts)
+    if kind is KINDS["STANDALONE"] and folder is not None and model is not None:
+        check_vocabularies(folder, small_facts(folder, facts).vocab, model, facts.vocab)
     if kind is not NEXTN and wish.mtp:
         raise CannotServe(
             f"mtp: counts tokens of the checkpoint's own next-token layer, and {algorithm} is another drafter; use --speculative-num-steps"
         )
     ledger.note("speculative_algorithm", algorithm, *source(not why, why))
+    if kind is HEAD and folder is not None:
+        watched = read_eagle(folder, facts).watched
+        if watched.layers:
+            named = ", ".join(map(str, watched.layers))
+            ledger.note("speculative_eagle_layers", named, MODEL, f"inputs of the target's layers: {watched.why}")
     if width is None:
         ledger.note("speculative_num_steps", kind.width, AUTO, kind.why)
     else:
@@ -91,7 +101,19 @@ def _algorithm(wish: SpeculativeOptions, folder: Path | None, width: int | None)
         return asked, ""
     if folder is not None:
         return algorithm_of(folder), "what the drafter's folder holds"
-    return ("NEXTN", "") if width else ("NONE", "not asked for")
+    counted = width or branching(wish) or wish.speculative_num_draft_tokens
+    return ("NEXTN", "") if counted else ("NONE", "not asked for")
+
+
+def _idle(wish: SpeculativeOptions) -> dict[str, Value]:
+    """What was asked for of drafts, and means nothing where there are none."""
+    asked: dict[str, Value | None] = {
+        "speculative_draft_model_path": wish.speculative_draft_model_path,
+        "speculative_adaptive": None if wish.speculative_adaptive else False,
+        "speculative_acceptance": wish.speculative_acceptance,
+        "speculative_simulate_accept_length": wish.speculative_simulate_accept_length,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _kind(algorithm: str, folder: Path | None, facts: ModelFacts) -> Kind:
@@ -142,8 +164,9 @@ def _width(wish: SpeculativeOptions) -> int | None:
             f"speculative_num_steps: {told}; give one of them, a chain verifies one token more than it drafts"
         )
     if counts and max(counts) > DEEPEST:
+        instead = "" if wish.speculative_algorithm == "NGRAM" else ", or a tree (--speculative-eagle-topk 4)"
         raise CannotServe(
-            f"speculative_num_draft_tokens: {tokens} tokens in one chain; use at most {DEEPEST + 1}, or a tree (--speculative-eagle-topk 4)"
+            f"speculative_num_draft_tokens: {tokens} tokens in one chain; use at most {DEEPEST + 1}{instead}"
         )
     return counts.pop() if counts else None
 

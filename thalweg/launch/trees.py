@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import CannotServe
-from thalweg.core.tree import CHAIN, TreeShape
+from thalweg.core.tree import CHAIN, MOST_NODES, TreeShape
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.resolved import ASKED, AUTO
 
@@ -12,9 +12,9 @@ NODES = 15  # drafts where nobody says how many: with the root as many tokens as
 CHAINS = ("ngram",)  # drafters that know of one way only
 
 
-def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, deterministic: bool, ledger: Ledger) -> TreeShape:
-    """drafter: its name, "" for none; deepest: drafts one behind the other. Raises CannotServe for what cannot branch, and for more nodes than such a
-    tree has."""
+def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, exact: bool, ledger: Ledger) -> TreeShape:
+    """drafter: its name, "" for none; deepest: drafts one behind the other; exact: whether bits may not depend on drafts,
+    and nodes are computed together. Raises CannotServe for what cannot branch, and for more nodes than such a tree has."""
     branches, nodes = wish.speculative_eagle_topk, wish.speculative_num_draft_tokens
     if branches is None or branches == 1:
         if wish.speculative_tree is not None:
@@ -28,19 +28,23 @@ def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, determinis
         if not drafter
         else "what follows in the text itself is one chain"
         if drafter in CHAINS
-        else "--deterministic-inference wants the same bits whatever is drafted, and a path through a tree is summed up in other pieces than a chain"
-        if deterministic
+        else "--deterministic-inference wants the same bits whatever is drafted, and a GPU sums a path through a tree up in other pieces than a chain"
+        if exact
         else ""
     )
     if why:
-        raise CannotServe(
-            f"speculative_eagle_topk: {branches} ways at each token, but {why}; use --speculative-eagle-topk 1"
-        )
+        instead = "--speculative-eagle-topk 1" if drafter else "--speculative-algorithm NEXTN, or leave it out"
+        raise CannotServe(f"speculative_eagle_topk: {branches} ways at each token, but {why}; use {instead}")
     shape = TreeShape(branches, deepest, 0, wish.speculative_tree != "static")
+    if shape.dynamic and shape.grown() > MOST_NODES:
+        raise CannotServe(
+            f"speculative_eagle_topk: {branches} ways at each of {deepest} tokens behind each other are grown from {shape.grown()} nodes, "
+            f"and {MOST_NODES} can be; use --speculative-num-steps {1 + MOST_NODES // branches}, or --speculative-tree static"
+        )
     if nodes is not None and nodes - 1 > shape.most():
         raise CannotServe(
             f"speculative_num_draft_tokens: {nodes}, but {deepest} tokens behind each other with {branches} ways at each are a tree of "
-            f"{shape.most()} at most; use {shape.most() + 1} or fewer, or --speculative-num-steps {deepest + 1}"
+            f"{shape.most()} at most; use {shape.most() + 1} or fewer, or more --speculative-num-steps or --speculative-eagle-topk"
         )
     shape = shape._replace(nodes=min(NODES, shape.most()) if nodes is None else nodes - 1)
     if shape.nodes == 1:

@@ -43,7 +43,7 @@ class Eagle3(Part):
         self.main, self.parts = (main,), parts  # a tuple: the target is no child of this module
         self.prefix = "layers.0" if any(name.startswith("layers.0.") for name in held) else "midlayer"
         self.owns = EMBEDDING in held or facts.hidden != main.facts.hidden
-        self.fuse = parts.linear(len(given.watched) * given.target_hidden, facts.hidden)
+        self.fuse = parts.linear(len(given.watched.layers) * given.target_hidden, facts.hidden)
         self.embedding = parts.embedding(facts.vocab, facts.hidden) if self.owns else None
         self.embed = main.embedding.forward if self.embedding is None else self.embedding.forward
         self.embedding_norm = parts.norm(facts.hidden, facts.norm_eps)

@@ -16,7 +16,8 @@ from thalweg.weights.table import Table
 
 class Head(Protocol):
     """Its entry at position p is made of token p and of a state of position p - 1, `width` numbers: what the target's hidden states there say, or
-    what it returned there itself. So it depends on the tokens up to p alone, like all else in a page. It is an nn.Module too.
+    what it returned there itself; before position 0 they are zeros. So it depends on the tokens up to p alone, like all else in a page. It is an
+    nn.Module too.
 
     main: whose embedding, rotary table or head it uses, and which is no child of it; facts: of its own layers; index: of its first layer among
     the planes' layers. ids_D: the token that each of its logits is of, int64 [D]; None where they are those of the target's vocabulary. attends:

@@ -2,7 +2,7 @@
 
 Kernels of a library round a row differently when others stand beside it, and a padded context differently from one that ends. Here every token
 of a step is a step of its own, of one row with exactly its context, in order, so that each operation's shape follows from the token's
-position alone: bits depend neither on the batch, nor on how a prompt was cut, nor on what was found in the cache.
+position alone: bits depend neither on the batch, nor on how a prompt was cut, nor on what was found in the cache, nor on what was drafted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, Extent, Group, Tree
+from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.base import Model
@@ -31,30 +31,61 @@ class OneByOne:
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         """Waits for the device: how long each context is, the host knows only as a bound."""
-        columns = batch.columns_T.tolist()
-        hidden, token = [], 0
+        columns, positions = batch.columns_T.tolist(), batch.positions_T.tolist()
+        hidden: list[Tensor] = []
         for group in batch.groups:
             for row in range(group.row_start, group.row_start + group.rows):
-                for _ in range(group.query):
-                    hidden.append(self.model.forward(_single(batch, token, row, columns[token]), planes))
-                    token += 1
+                tokens = range(len(hidden), len(hidden) + group.query)
+                if batch.tree is not None and any(columns[t] != positions[t] for t in tokens):
+                    hidden += self._nodes(batch, planes, row, tokens, batch.tree.hides_T[tokens.start : tokens.stop])
+                else:
+                    hidden += [self._one(batch, planes, row, t, positions[t], batch.write_T[t]) for t in tokens]
         return torch.cat(hidden)
+
+    def _one(self, batch: Batch, planes: Planes, row: int, token: int, position: int, write: Tensor) -> Tensor:
+        return self.model.forward(_single(batch, row, token, position, write), planes)
+
+    def _nodes(self, batch: Batch, planes: Planes, row: int, tokens: range, hides_Q: Tensor) -> list[Tensor]:
+        """A row whose tokens are nodes of a tree. Each is computed where it would stand without drafts: meanwhile the entries of the path before it
+        stand at the columns behind the root, and its own behind those; in the end all are where the tree has them."""
+        entries = [planes.tokens(spec.name, spec.layer).view(torch.uint8) for spec in self.model.planes()]
+        columns_Q = batch.write_T[tokens.start : tokens.stop]
+        root, hides, hidden = int(batch.positions_T[tokens.start]), hides_Q.tolist(), list[Tensor]()
+        made: list[list[Tensor]] = []
+        for node, token in enumerate(tokens):
+            # padding is no node; its column is nobody's
+            real = bool(batch.real_T[token])
+            path = [above for above in range(1, node) if real and not hides[node] >> (node - above) & 1]
+            for column, above in zip(columns_Q[1:], path, strict=False):
+                _put(entries, column, made[above])
+            depth = len(path) + (node > 0) if real else 0
+            write = columns_Q[depth if real else node]
+            hidden.append(self._one(batch, planes, row, token, (root + depth) * real, write))
+            made.append([plane[write].clone() for plane in entries])
+        for column, entry in zip(columns_Q, made, strict=True):
+            _put(entries, column, entry)
+        return hidden
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         return torch.cat([self.model.logits(hidden_NH[i : i + 1].clone()) for i in range(len(hidden_NH))])
 
 
-def _single(batch: Batch, token: int, row: int, column: int) -> Batch:
+def _put(entries: list[Tensor], column: Tensor, entry: list[Tensor]) -> None:
+    """One token's, in all planes."""
+    for plane, numbers in zip(entries, entry, strict=True):
+        plane[column] = numbers
+
+
+def _single(batch: Batch, row: int, token: int, position: int, write: Tensor) -> Batch:
     """The step of one token; copied, since a kernel may go by how its inputs are aligned."""
-    one, reach, tree = slice(token, token + 1), column + 1, batch.tree
+    one, reach = slice(token, token + 1), position + 1
     return Batch(
         ids_T=batch.ids_T[one].clone(),
         positions_T=batch.positions_T[one].clone(),
-        write_T=batch.write_T[one].clone(),
+        write_T=write.view(1).clone(),
         table_RP=batch.table_RP[row : row + 1, : -(-reach // PAGE)].clone(),
         real_T=batch.real_T[one].clone(),
         emit_N=batch.positions_T.new_zeros(1),
         groups=(Group(0, 1, 0, 1, reach),),
         extents=(Extent(1, reach),),
-        tree=None if tree is None else Tree(tree.columns_T[one].clone(), tree.hides_T[one].clone(), 1),
     )

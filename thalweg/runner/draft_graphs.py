@@ -7,6 +7,7 @@ for all widths."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -19,14 +20,10 @@ from thalweg.core.plan import Needs
 from thalweg.kernels.draft.ref import Chain, Rows
 from thalweg.memory.planes import Planes
 from thalweg.runner.decoding import Graph
-from thalweg.runner.tape import Tape
+from thalweg.runner.tape import NEEDS, Tape, recorded
 from thalweg.spec.drafter import Asked, Proposed, Seen
 from thalweg.spec.launched import Kernels
 from thalweg.spec.unroll import HIDDEN, Unrolled
-
-MOST = 64  # rows; more keep the device busier than Python
-NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncated=True))
-WARM_UPS = 2
 
 
 class Learning:
@@ -44,11 +41,7 @@ class Learning:
 
     def record(self, batch: Batch, hidden_TX: Tensor, tape: Tape) -> None:
         """batch, hidden_TX: where A puts them at every replay."""
-        for _ in range(WARM_UPS):
-            self._learn(batch, hidden_TX)
-        tape.begin()
-        self._learn(batch, hidden_TX)
-        self.graph = tape.end()
+        self.graph, _ = recorded(tape, lambda: self._learn(batch, hidden_TX))
 
     def _learn(self, batch: Batch, hidden_TX: Tensor) -> None:
         rows = Rows(*self.rows_3R.unbind(0))
@@ -84,14 +77,9 @@ class Proposing:
         self.graphs: dict[Needs, Graph] = {}
 
     def record(self, reach: int, tape: Tape) -> None:
+        begin = partial(self._begin, self.begun_2R[: self.rows])
         for needs in NEEDS:
-            for _ in range(WARM_UPS):
-                self._begin(self.begun_2R[: self.rows])
-                self._draft(needs, reach)
-            self._begin(self.begun_2R[: self.rows])
-            tape.begin()
-            self._draft(needs, reach)
-            self.graphs[needs] = tape.end()
+            self.graphs[needs], _ = recorded(tape, partial(self._draft, needs, reach), begin)
 
     def _begin(self, slot_E: Tensor) -> None:
         torch.cat((slot_E, self.begun_2R[len(slot_E) :]), out=self.rows_2R)

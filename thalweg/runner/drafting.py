@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Callable, Protocol, Sequence, TypeVar
 
+from thalweg.batch.prepare import groups_of
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import Bind
+from thalweg.core.plan import Bind, StepPlan
 from thalweg.memory.planes import Planes
 from thalweg.runner.late import Late
 from thalweg.spec.drafter import NO_DRAFTER, Asked, Drafter, Proposed, Seen
@@ -55,9 +58,15 @@ class Drafting:
         """What was seen was nobody's: steps of an engine's start."""
         self.late.drop()
 
-    def rebind(self) -> None:
-        """Slots are about to be bound anew: of those who leave, nothing may be late."""
-        self._trying(self._catch_up)
+    def leave(self, plan: StepPlan) -> None:
+        """Slots and pages may change hands in this step: of those who have left, nothing may be late."""
+        if self.late.behind and (plan.binds or plan.appends):
+            stay = {row.slot for row in plan.rows} - {bind.slot for bind in plan.binds}
+            self._trying(lambda: self._catch_up(self.late.behind.keys() - stay))
+
+    def catch_up(self) -> None:
+        """With all that is late."""
+        self._trying(lambda: self._catch_up(None))
 
     def bind(self, binds: Sequence[Bind]) -> None:
         self._trying(lambda: self.drafter.bind(binds, self.slots, self.planes))
@@ -66,7 +75,7 @@ class Drafting:
         self, seen: Seen | None, asked: Asked | None, width: int, recorded: RecordedDrafts = NOT_RECORDED
     ) -> Proposed | None:
         """Learns from a step, and proposes for its emitting rows. seen: None for a step that nothing can be learned from. Where nothing is drafted,
-        decoding is looked at later, many steps at once."""
+        single tokens are looked at later, of many steps at once."""
         if seen is not None and self.learns:
             self._trying(lambda: self._learn(seen, width, recorded))
         if asked is None:
@@ -77,19 +86,23 @@ class Drafting:
         return recorded.propose(asked, width) or self.drafter.propose(asked, width, self.slots, self.planes)
 
     def _learn(self, seen: Seen, width: int, recorded: RecordedDrafts) -> None:
-        idle = not width and seen.plan.decodes
-        if idle or self.late.steps and seen.plan.decodes:
-            self.late.keep(seen)
-            if idle and not self.late.full:
-                return
-            self._catch_up()
-        else:
-            self._catch_up()
-            if not recorded.observe(seen):
-                self.drafter.observe(seen, self.slots, self.planes)
+        rows, late = seen.plan.rows, self.late
+        single = next((i for i, row in enumerate(rows) if row.n > 1), len(rows))
+        if single == len(rows) and (not width or any(row.slot in late.behind for row in rows)):
+            late.keep(seen, single)
+            if width or late.full:
+                self._catch_up(None if late.full else [row.slot for row in rows])
+            return
+        if single and not width and len(seen.batch.table_RP) == len(rows):  # a recorded one has a row for each token
+            late.keep(seen, single)
+            seen = _from(seen, single)
+        self._catch_up(None if late.full else [row.slot for row in seen.plan.rows])
+        if not recorded.observe(seen):
+            self.drafter.observe(seen, self.slots, self.planes)
 
-    def _catch_up(self) -> None:
-        seen = self.late.joined()
+    def _catch_up(self, slots: Iterable[int] | None) -> None:
+        """Of these slots, or of all."""
+        seen = self.late.joined(slots)
         if seen is not None:
             self.drafter.observe(seen, self.slots, self.planes)
 
@@ -112,3 +125,19 @@ class Drafting:
         self.learns = False
         self.late.drop()
         self.slots.made.zero_()  # it may have left something half done
+
+
+def _from(seen: Seen, first: int) -> Seen:
+    """The step without its first rows, so many, of a token each."""
+    plan, batch = replace(seen.plan, rows=seen.plan.rows[first:]), seen.batch
+    rest = replace(
+        batch,
+        ids_T=batch.ids_T[first:],
+        positions_T=batch.positions_T[first:],
+        write_T=batch.write_T[first:],
+        table_RP=batch.table_RP[first:],
+        real_T=batch.real_T[first:],
+        groups=groups_of(plan.rows),
+        extents=batch.extents[first:],
+    )
+    return Seen(plan, rest, seen.hidden_TH[first:])

@@ -8,6 +8,7 @@ the largest is recorded first, so that the others fit into what it took.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from itertools import accumulate
 from typing import Callable, Sequence
 
@@ -24,11 +25,11 @@ from thalweg.kernels.verify import triton as verifying
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
 from thalweg.runner.decoding import halving
-from thalweg.runner.draft_graphs import MOST, DraftGraphs, Learning, Proposing
+from thalweg.runner.draft_graphs import DraftGraphs, Learning, Proposing
 from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts
 from thalweg.runner.pieces import Pieces, Piecewise, Shared
 from thalweg.runner.runner import Runner
-from thalweg.runner.tape import Tape, borrow
+from thalweg.runner.tape import MOST, NEEDS, Tape, borrow, recorded
 from thalweg.runner.tree_graphs import groves
 from thalweg.runner.verified import Verified, verifications
 from thalweg.sampling.launched import choose_into, sampled
@@ -36,9 +37,6 @@ from thalweg.sampling.sample import Sampled, Sampling
 from thalweg.spec.drafter import Seen
 from thalweg.spec.launched import Kernels
 from thalweg.spec.unroll import Unrolled
-
-NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncated=True))  # of B's draw; edits before it run eagerly
-WARM_UPS = 2  # eager runs before a recording: kernels compile, libraries make their handles
 
 Progress = Callable[[int, int], None]  # recorded buckets, of how many
 
@@ -69,19 +67,13 @@ class Recorded:
     def record(self, tape: Tape, verified: Sequence[Verified] = (), learning: Sequence[Learning] = ()) -> None:
         """Runs each half eagerly, then records it, B also of rows with drafts, and what a drafter learns of it. What is computed goes to the spare
         slot and the null page."""
-        for _ in range(WARM_UPS):
-            self._a()
-        tape.begin()
-        self.batch, self.hidden_RH, self.logits_RV, self.ints_RI = self._a()
-        self.a = tape.end()
+        self.a, left = recorded(tape, self._a)
+        self.batch, self.hidden_RH, self.logits_RV, self.ints_RI = left
         self.a.replay()  # B's eager runs read what A left
         for needs in NEEDS:
-            self._b(needs)
-            tape.begin()
-            self._b(needs)
-            self.b[needs] = tape.end()
+            self.b[needs], _ = recorded(tape, partial(self._b, needs), warm_ups=1)
         for verification in verified:
-            verification.record(NEEDS, tape)
+            verification.record(tape)
         for one in learning:
             one.record(self.batch, self.hidden_RH, tape)
         # B's recordings are made: later buckets may use this memory, since between A and its B nothing is replayed
@@ -132,7 +124,7 @@ class Recorded:
         if silent:
             slot_C, n_C = upload(list(zip(*silent, strict=True)), torch.int64, device)
             self.slots.at.index_add_(0, slot_C, n_C)
-        sampled_N = upload(sampled_tokens(plan), torch.int64, device)
+        sampled_N = sampled_tokens(plan, device)
         first_E = upload([at for at, row in zip(first, plan.rows, strict=False) if row.emit], torch.int64, device)
         assert self.batch is not None, "record() comes first"
         seen = Seen(plan, self.batch, self.hidden_RH)

@@ -1,12 +1,12 @@
 """What a drafter has not looked at yet: while nothing is drafted, its state lags behind, and catches up with many steps at once.
 
 To learn from one token costs a drafter nearly what it costs to learn from sixty (the bundled model's layer, one EPYC core: 0.38 ms, a fifth of a
-step; 2.7 ms for 512 of them at once), so steps that draft nothing are only kept: their tokens and the target's hidden states."""
+step; 2.7 ms for 512 of them at once), so of sequences for which nothing is drafted the tokens are only kept, with the target's hidden states."""
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import NamedTuple, Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Row, StepPlan
 from thalweg.spec.drafter import Seen
 
-TOKENS = 512  # that lag at most: what they take is far less than a step of as many
+ROW = 512  # tokens of a sequence that lag at most: what they take is far less than a step of as many
+TOKENS = 2048  # of all together: a token of the largest models has some 14 to 43 kB of hidden states
 
 
 class Kept(NamedTuple):
-    """A step of single tokens, [T] each and hidden_TX: as in `Seen`."""
+    """The first rows of a step, a token each; [T] and hidden_TX: as in `Seen`."""
 
-    plan: StepPlan
     ids_T: Tensor
     positions_T: Tensor
     write_T: Tensor
@@ -32,61 +32,79 @@ class Kept(NamedTuple):
     hidden_TX: Tensor
 
 
+class Behind(NamedTuple):
+    """Of a slot: where its tokens stand in all steps that are kept, and its latest row."""
+
+    places: list[int]
+    last: Row
+
+
 class Late:
-    """Steps in order. passing: whether what they lie in is written again by the next step, so that it must be copied; such a step may have padding
-    behind it, others have none."""
+    """passing: whether what the steps lie in is written again by the next one, so that it must be copied."""
 
     def __init__(self, slots: Slots, passing: bool) -> None:
         self.slots, self.passing = slots, passing
+        self.drop()
+
+    def drop(self) -> None:
         self.steps: list[Kept] = []
-        self.tokens = 0
+        self.tokens = 0  # that are held, of slots that have caught up since too
+        self.longest = 0  # tokens of one slot at most
+        self.reach = 0
+        self.behind: dict[int, Behind] = {}
+
+    @staticmethod
+    def room(rows: int) -> int:
+        """Steps of so many rows that are kept before all must catch up."""
+        return max(min(ROW, -(-TOKENS // rows)), 1)
 
     @property
     def full(self) -> bool:
-        return self.tokens >= TOKENS
+        return self.tokens >= TOKENS or self.longest >= ROW
 
-    def keep(self, seen: Seen) -> None:
-        """seen: a step each of whose rows is one token."""
-        plan, batch, rows = seen.plan, seen.batch, len(seen.plan.rows)
-        kept = Kept(plan, batch.ids_T, batch.positions_T, batch.write_T, batch.real_T, seen.hidden_TH)
-        self.steps.append(Kept(plan, *(one[:rows].clone() for one in kept[1:])) if self.passing else kept)
+    def keep(self, seen: Seen, rows: int) -> None:
+        """Of the step's first rows, so many; each has one token."""
+        batch = seen.batch
+        whole = batch.ids_T, batch.positions_T, batch.write_T, batch.real_T, seen.hidden_TH
+        copied = self.passing or len(batch.ids_T) > rows  # a part would hold the rest
+        self.steps.append(Kept(*(one[:rows].clone() if copied else one for one in whole)))
+        for place, row in enumerate(seen.plan.rows[:rows], self.tokens):
+            before = self.behind.get(row.slot)
+            places = [] if before is None else before.places
+            places.append(place)
+            self.behind[row.slot] = Behind(places, row)
+            self.longest = max(self.longest, len(places))
         self.tokens += rows
+        self.reach = max(self.reach, seen.plan.reach)
 
-    def drop(self) -> None:
-        self.steps, self.tokens = [], 0
-
-    def joined(self) -> Seen | None:
-        """All of them as one step, whose rows are what each slot has done meanwhile; None where there is nothing. They are dropped."""
-        steps = self.steps
-        self.drop()
-        if not steps:
+    def joined(self, wanted: Iterable[int] | None = None) -> Seen | None:
+        """What these slots have done meanwhile, or all, as one step with a row of each; None where that is nothing. It is kept no longer."""
+        found = self.behind if wanted is None else {slot: self.behind[slot] for slot in wanted if slot in self.behind}
+        if not found:
             return None
-        rows, order = _by_slot(steps)
-        device, context = steps[0].hidden_TX.device, self.slots.context
-        order_T = upload(order, torch.int64, device)
-        ids_T, positions_T, write_T, real_T, hidden_TX = (
-            torch.cat(fields).index_select(0, order_T) for fields in zip(*(kept[1:] for kept in steps), strict=True)
+        order = sorted(found.values(), key=lambda one: len(one.places))
+        joined = self._step(tuple(one.last for one in order), [one.places for one in order])
+        if len(found) == len(self.behind):
+            self.drop()
+        else:
+            for slot in found:
+                del self.behind[slot]
+        return joined
+
+    def _step(self, last: tuple[Row, ...], places: list[list[int]]) -> Seen:
+        """Rows of equally many tokens stand together."""
+        rows = tuple(
+            row._replace(start=row.start + 1 - len(of), n=len(of), drafts=0)
+            for row, of in zip(last, places, strict=True)
         )
-        reach = min(max(kept.plan.reach for kept in steps), context)
+        device, context = self.steps[0].hidden_TX.device, self.slots.context
+        order_T = upload([place for of in places for place in of], torch.int64, device)
+        ids_T, positions_T, write_T, real_T, hidden_TX = (
+            torch.cat(fields).index_select(0, order_T) for fields in zip(*self.steps, strict=True)
+        )
+        reach = min(self.reach, context)
         slot_R = upload([row.slot for row in rows], torch.int64, device)
         table_RP = self.slots.table_SP[:, : -(-reach // PAGE)].index_select(0, slot_R)
         groups, extents = groups_of(rows), tuple(Extent(row.n, min(row.start + row.n, context)) for row in rows)
         batch = Batch(ids_T, positions_T, write_T, table_RP, real_T, slot_R[:0], groups, extents)
-        return Seen(StepPlan(steps[-1].plan.step, steps[-1].plan.seen, rows, reach=reach), batch, hidden_TX)
-
-
-def _by_slot(steps: Sequence[Kept]) -> tuple[tuple[Row, ...], list[int]]:
-    """A row for each slot, those of equally many tokens together; and where the tokens of these rows stand in the steps, one behind the other."""
-    places: dict[int, list[int]] = {}
-    last: dict[int, Row] = {}
-    first = [0, *accumulate(len(kept.plan.rows) for kept in steps)]
-    for begin, kept in zip(first, steps, strict=False):
-        for at, row in enumerate(kept.plan.rows, begin):
-            places.setdefault(row.slot, []).append(at)
-            last[row.slot] = row
-    slots = sorted(places, key=lambda slot: len(places[slot]))
-    rows = tuple(
-        Row(last[slot].uid, slot, last[slot].start + 1 - len(places[slot]), len(places[slot]), 0, True)
-        for slot in slots
-    )
-    return rows, [at for slot in slots for at in places[slot]]
+        return Seen(StepPlan(0, 0, rows, reach=reach), batch, hidden_TX)

@@ -108,8 +108,7 @@ class Runner:
         """A. None for a rank that has no rows in this step."""
         if not plan.rows:
             return None
-        if plan.binds:
-            self.drafting.rebind()
+        self.drafting.leave(plan)
         self.slots.bind(plan.binds)
         self.slots.append(plan.appends)
         self.drafting.bind(plan.binds)

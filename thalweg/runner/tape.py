@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import CannotServe, NoRoom, lacks_memory
+from thalweg.core.plan import Needs
 
+NEEDS = (
+    Needs(),
+    Needs(random=True),
+    Needs(random=True, truncated=True),
+)  # draws; what edits logits before them runs eagerly
+MOST = 64  # rows whose drafts are recorded; more keep the device busier than Python
+WARM_UPS = 2  # eager runs before a recording: kernels compile, libraries make their handles
 WORDS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # by bytes of an element; `borrow` gives the type back
+
+T = TypeVar("T")
 
 
 class Tape:
@@ -24,17 +35,20 @@ class Tape:
 
     @contextmanager
     def running(self, what: str) -> Iterator[None]:
-        """Everything inside runs on the tape's stream. what: is recorded, for the error. Raises CannotServe where CUDA or its memory says no."""
+        """Everything inside runs on the tape's stream. what: is recorded, for the error. Raises CannotServe where CUDA says no, NoRoom where
+        its memory does."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             try:
                 yield
             except RuntimeError as error:  # of CUDA, its allocator, cuBLAS
-                self._drop()
-                raise CannotServe(
+                kind = NoRoom if lacks_memory(error) else CannotServe
+                raise kind(
                     f"recording CUDA graphs of {what} failed ({_first_line(error)}); record fewer with --cuda-graph-max-bs, leave more "
                     "memory with --mem-fraction-static, or use --cuda-graph-mode none"
                 ) from error
+            finally:
+                self._drop()  # also for an error of Python's in what was to be recorded
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def begin(self) -> None:
@@ -50,7 +64,7 @@ class Tape:
         return graph
 
     def _drop(self) -> None:
-        """Ends a recording that failed, so that the next can begin."""
+        """Ends a recording that failed, if there is one, so that the next can begin."""
         if self.graph is None:
             return
         graph, self.graph = self.graph, None
@@ -62,6 +76,20 @@ class Tape:
             torch._C._cuda_endAllocateToPool(device, self.pool)
             torch._C._cuda_releasePool(device, self.pool)
         self.pool = torch.cuda.graph_pool_handle()  # the next is not to wait for what this one holds
+
+
+def recorded(
+    tape: Tape, work: Callable[[], T], before: Callable[[], None] = lambda: None, warm_ups: int = WARM_UPS
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """`work` as the tape's next graph, and what it leaves at every replay. It runs eagerly so often first. before: ahead of each run, and not
+    recorded."""
+    for _ in range(warm_ups):
+        before()
+        work()
+    before()
+    tape.begin()
+    left = work()
+    return tape.end(), left
 
 
 def borrow(x: Tensor) -> Tensor:

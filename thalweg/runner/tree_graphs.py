@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,14 +20,12 @@ from thalweg.core.plan import Needs, StepPlan
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
 from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts
-from thalweg.runner.tape import Tape, borrow
+from thalweg.runner.tape import NEEDS, Tape, borrow, recorded
 from thalweg.sampling.sample import Sampled, Sampling
 from thalweg.spec.drafter import Asked, Drafter, Proposed, Seen
 from thalweg.spec.tree import Branching
 
-MOST = 8  # rows; more keep the device busier than Python
-NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncated=True))
-WARM_UPS = 2
+TREES = 8  # rows with whole trees; more keep the device busier than Python
 
 
 class Grove:
@@ -41,11 +40,7 @@ class Grove:
         self.every_T = torch.arange(rows * query, device=planes.device)
 
     def record(self, tape: Tape) -> None:
-        for _ in range(WARM_UPS):
-            self._a()
-        tape.begin()
-        prepared, hidden_TX, logits_TV = self._a()
-        self.graph = tape.end()
+        self.graph, (prepared, hidden_TX, logits_TV) = recorded(tape, self._a)
         self.hidden_TX, self.logits_TV, self.ints_RI = map(borrow, (hidden_TX, logits_TV, prepared.ints_EI))
         self.batch = _borrowed(prepared.batch, self.every_T)
 
@@ -83,11 +78,7 @@ class Growing:
 
     def record(self, reach: int, tape: Tape) -> None:
         for needs in NEEDS:
-            for _ in range(WARM_UPS):
-                self._grow(needs, reach)
-            tape.begin()
-            self._grow(needs, reach)
-            self.graphs[needs] = tape.end()
+            self.graphs[needs], _ = recorded(tape, partial(self._grow, needs, reach))
 
     def _grow(self, needs: Needs, reach: int) -> None:
         asked, out = Asked(self.slot_R, reach, needs), self.out
@@ -106,7 +97,7 @@ class Growing:
         return Proposed(out.drafts_EK[:many], out.made_E[:many], out.sound[:many], parents_EK)
 
 
-class Grown:
+class TreeDrafts:
     """See `drafting.RecordedDrafts`."""
 
     def __init__(self, growing: Sequence[Growing]) -> None:
@@ -147,14 +138,14 @@ def groves(
 ) -> Groves:
     """Records those of these numbers of rows that are few. Raises CannotServe."""
     made, growing = list[Grove](), list[Growing]()
-    for many in sorted({min(count, MOST) for count in rows}, reverse=True):
+    for many in sorted({min(count, TREES) for count in rows}, reverse=True):
         made.append(Grove(many, 1 + slots.tree.nodes, context, model, planes, slots, spare))
         with tape.running(f"{many} trees"):
             made[-1].record(tape)
             if isinstance(drafter, Branching) and slots.tree.dynamic:
                 growing.append(Growing(drafter, many, slots, planes, spare))
                 growing[-1].record(context, tape)
-    return Groves(made, Grown(growing) if growing else NOT_RECORDED)
+    return Groves(made, TreeDrafts(growing) if growing else NOT_RECORDED)
 
 
 def _borrowed(batch: Batch, every_T: Tensor) -> Batch:

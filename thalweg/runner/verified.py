@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Callable, Protocol
 
 import torch
@@ -16,14 +17,12 @@ from thalweg.batch.batch import Batch
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Needs, StepPlan
 from thalweg.runner.decoding import Graph
-from thalweg.runner.tape import Tape
+from thalweg.runner.tape import MOST, NEEDS, Tape, recorded
 from thalweg.sampling.sample import Sampled, Sampling
 from thalweg.spec.drafter import Seen
 
-MOST = 64  # rows; more keep the device busier than Python
 WIDEST = 8  # drafts; who makes more has to accept many of them, for which the time is little
 FAR = 1 << 40  # tokens ahead of any: padding
-WARM_UPS = 2
 
 Follow = Callable[..., None]
 
@@ -56,14 +55,10 @@ class Verified:
         self.out = tokens_RQ, tokens_RQ[:, 0].clone(), done_R
         self.graphs: dict[Needs, Graph] = {}
 
-    def record(self, needs: Sequence[Needs], tape: Tape) -> None:
+    def record(self, tape: Tape) -> None:
         """Behind A: what that left is read."""
-        for one in needs:
-            for _ in range(WARM_UPS):
-                self._accept(one)
-            tape.begin()
-            self._accept(one)
-            self.graphs[one] = tape.end()
+        for needs in NEEDS:
+            self.graphs[needs], _ = recorded(tape, partial(self._accept, needs))
 
     def _accept(self, needs: Needs) -> None:
         of, slots, tokens = self.of, self.of.slots, self.rows * self.query
@@ -96,15 +91,15 @@ class Verified:
         return Sampled(tokens_RQ[:rows], count_R[:rows], done_R[:rows])
 
 
-def verifications(recorded: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int]]:
+def verifications(steps: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int]]:
     """Rows and tokens of each for which accept is recorded, where whole steps of so many tokens are, and steps may have so many drafts: of each width
-    as many numbers of rows as there are recorded ones up to MOST, and as many rows as the largest step has room for."""
-    largest = max(recorded)
+    as many numbers of rows as there are such steps up to MOST, and as many rows as the largest step has room for."""
+    largest = max(steps)
     made = {
         (rows, 1 + width)
         for width in widths
         if 0 < width <= WIDEST
-        for rows in {*recorded, min(largest // (1 + width), MOST)}
+        for rows in {*steps, min(largest // (1 + width), MOST)}
         if 0 < rows <= MOST and rows * (1 + width) <= largest
     }
     return sorted(made)

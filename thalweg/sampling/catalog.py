@@ -30,4 +30,5 @@ def ruled(sampling: Sampling, rule: str, candidates: int, delta: float) -> Sampl
 
 def drawing_for(rule: str, width: int, vocab: int, device: torch.device) -> Drawing:
     """How drafts are drawn that this rule judges."""
-    return Independent(width, vocab) if rule == "standard" else Coupled(sampling_on(device))
+    sampling = sampling_on(device)
+    return Independent(width, vocab, sampling.odds) if rule == "standard" else Coupled(sampling)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
+from thalweg.kernels.verify import ref
 
 
 class Path(NamedTuple):
@@ -41,35 +42,11 @@ def path(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
     return Path(slot_E.repeat_interleave(query), ints_EQI.flatten(0, 1), drafts_EK)
 
 
-def follow(
-    tokens_EQ: Tensor, drafts_EK: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor
-) -> tuple[Tensor, Tensor]:
+def follow(tokens_EQ: Tensor, along: Path, slots: Slots) -> tuple[Tensor, Tensor]:
     """Appends the tokens drawn, as far as drafts agree, to their slots, and ends those that reached a stop id or their end. → how many of each row
     (0 where the slot had ended before), int64 [E]; whether it has ended, bool [E]."""
-    made_E1, ahead_K = ints_EI[:, 7:8], torch.arange(drafts_EK.shape[1], device=slot_E.device)
-    stop_EQ = stops(tokens_EQ, slots, slot_E)
-    on_EK = (tokens_EQ[:, :-1] == drafts_EK) & (ahead_K < made_E1) & ~stop_EQ[:, :-1]
-    return appended(tokens_EQ, stop_EQ, on_EK.cumprod(1).sum(1), slots, slot_E, ints_EI)
-
-
-def stops(tokens_EQ: Tensor, slots: Slots, slot_E: Tensor) -> Tensor:
-    """bool [E, Q]: which tokens end their slot."""
-    return (tokens_EQ.unsqueeze(2) == slots.stop_SK[slot_E].unsqueeze(1)).any(2)
-
-
-def appended(
-    tokens_EQ: Tensor, stop_EQ: Tensor, right_E: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Appends as many tokens as there are right drafts, and one more. → as `follow`."""
-    length_E, end_E = ints_EI[:, 0], ints_EI[:, 2]
-    ahead_Q = torch.arange(tokens_EQ.shape[1], device=slot_E.device)
-    live_E = end_E > 0
-    count_E = torch.minimum(1 + right_E, end_E - length_E).clamp_(min=0) * live_E
-    new_E = length_E + count_E
-    stopped_E = stop_EQ.gather(1, (count_E - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-    going_E = (new_E < end_E) & ~stopped_E
-    column_EQ = torch.where(ahead_Q < count_E.unsqueeze(1), length_E.unsqueeze(1) + ahead_Q, slots.context)
-    place_EQ = slot_E.unsqueeze(1) * slots.tokens_SL.shape[1] + column_EQ
-    slots.tokens_SL.view(-1).index_copy_(0, place_EQ.flatten(), tokens_EQ.flatten().to(torch.int32))
-    slots.state_S3.index_copy_(0, slot_E, torch.stack((new_E, new_E - 1, end_E * going_E), 1))
-    return count_E, ~going_E
+    count_E, done_E = (tokens_EQ.new_empty(len(tokens_EQ), dtype=kind) for kind in (torch.int64, torch.bool))
+    ids_N = torch.cat((tokens_EQ[:, :1], along.drafts_EK), 1).flatten()  # in the place of the known token any
+    fields, out = (slots.stop_SK, slots.tokens_SL, slots.ints_SI), (torch.empty_like(tokens_EQ), count_E, done_E)
+    ref.follow(tokens_EQ.flatten(), ids_N, along.slot_N, along.ints_NI, *fields, out)
+    return count_E, done_E

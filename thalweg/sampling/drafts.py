@@ -11,15 +11,19 @@ from torch import Tensor
 
 from thalweg.batch.slots import Field, Slots
 from thalweg.core.plan import Needs
-from thalweg.sampling.random import apart, exponential
-from thalweg.sampling.sample import REFERENCE, Sampling, tempered
+from thalweg.sampling.odds import REFERENCE_ODDS, Odds
+from thalweg.sampling.random import apart
+from thalweg.sampling.sample import REFERENCE, Sampling
 
 PROBABILITIES = "draft_probabilities"  # of the slots: what each draft was drawn from
 DRAFTS = 1  # the purpose of the coins that draw drafts, where these must not be the target's
 
 
 class Drawing(Protocol):
-    """Of rows of which some sample: where none does, a draft is the most likely token."""
+    """Of rows of which some sample: where none does, a draft is the most likely token. odds: for drafters that need several of a row."""
+
+    @property
+    def odds(self) -> Odds: ...
 
     def fields(self) -> tuple[Field, ...]:
         """What it keeps of each slot."""
@@ -37,7 +41,7 @@ class Coupled:
     sampling: what draws the target's tokens."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
+        self.sampling, self.odds = sampling, sampling.odds
 
     def fields(self) -> tuple[Field, ...]:
         return ()
@@ -54,8 +58,8 @@ COUPLED = Coupled(REFERENCE)
 class Independent:
     """Drafts are drawn with coins of their own, by temperature and truncation as the target is, and what they were drawn from is kept. width: K."""
 
-    def __init__(self, width: int, vocab: int) -> None:
-        self.width, self.vocab = width, vocab
+    def __init__(self, width: int, vocab: int, odds: Odds = REFERENCE_ODDS) -> None:
+        self.width, self.vocab, self.odds = width, vocab, odds
 
     def fields(self) -> tuple[Field, ...]:
         return (Field(PROBABILITIES, (self.width, self.vocab), torch.float32),)
@@ -63,9 +67,9 @@ class Independent:
     def draw(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, ahead: int | Tensor, truncated: bool
     ) -> Tensor:
-        floats_EF, at_E = slots.floats_SF.index_select(0, slot_E), ints_EI[:, 0]
-        q_EV = tempered(logits_EV, floats_EF, ints_EI[:, 6], truncated).softmax(-1)
+        greedy_E = slots.floats_SF[:, 0].index_select(0, slot_E) == 0
+        q_EV = self.odds.tempered(logits_EV, slots, slot_E, ints_EI, truncated).softmax(-1)
         kept_NV = slots.extra[PROBABILITIES].view(-1, self.vocab)
         kept_NV.index_copy_(0, slot_E * self.width + ahead, q_EV)
-        race_EV = q_EV.log() - exponential(apart(ints_EI[:, 3], DRAFTS), at_E, self.vocab).log_()
-        return torch.where(floats_EF[:, 0] == 0, logits_EV.argmax(-1), race_EV.argmax(-1))
+        race_EV = self.odds.raced(q_EV.log_(), apart(ints_EI[:, 3], DRAFTS), ints_EI[:, 0])
+        return torch.where(greedy_E, logits_EV.argmax(-1), race_EV.argmax(-1))

@@ -18,12 +18,13 @@ class Imposed:
     """`Sampling` that draws the drafts themselves, so many that a verification brings `length` tokens on average, if there are enough."""
 
     def __init__(self, sampling: Sampling, length: float) -> None:
-        self.sampling, self.right = sampling, length - 1
+        self.sampling, self.odds, self.right = sampling, sampling.odds, length - 1
 
     def edit(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, reach: int, masks: Masks | None
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.sampling.edit(logits_EV, slots, slot_E, ints_EI, needs, reach, masks)
+        self.sampling.edit(logits_NV, slots, slot_N, ints_NI, needs, reach, masks, behind_EQD)
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
         known_N, vocab = slots.length[slot_N], logits_NV.shape[1]

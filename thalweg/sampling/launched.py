@@ -12,24 +12,38 @@ from thalweg.core.plan import Needs
 from thalweg.kernels.adjust import triton as adjusting
 from thalweg.kernels.draw import triton as drawing
 from thalweg.kernels.logprobs import triton as logprobing
+from thalweg.kernels.temper import triton as tempering
 from thalweg.kernels.truncate import triton as truncating
 from thalweg.sampling.sample import BANNED, Logprobs, Sampled
 
 Out = tuple[Tensor, Tensor, Tensor]  # tokens, done, live, as of `Sampled`
 
 
+class LaunchedOdds:
+    """By kernels: nothing of eight bytes an id, and no sort."""
+
+    def tempered(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, truncated: bool) -> Tensor:
+        return tempering.tempered(logits_NV, _wishes(slots, slot_N, ints_NI), truncated)
+
+    def raced(self, score_NV: Tensor, seed_E: Tensor, position_E: Tensor) -> Tensor:
+        return tempering.raced(score_NV, seed_E, position_E)
+
+
 class Launched:
     """Of a step that asks for nothing but a draw, `choose_into` is all: what CUDA graphs record. The others precede and follow it."""
 
+    odds = LaunchedOdds()
+
     def edit(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, reach: int, masks: Masks | None
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
         if needs.penalised or needs.biased:
             state = slots.floats_SF, slots.tokens_SL, slots.stop_SK, (slots.bias_ids_SB, slots.bias_SB)
-            adjusting.adjust(logits_EV, slot_E, ints_EI, *state, needs.penalised, needs.biased, BANNED)
+            adjusting.adjust(logits_NV, slot_N, ints_NI, *state, needs.penalised, needs.biased, BANNED, behind_EQD)
         if masks is not None:
-            bits = torch.from_numpy(masks.bits).pin_memory().to(logits_EV.device, non_blocking=True)
-            adjusting.forbid(logits_EV, upload(masks.rows, torch.int64, logits_EV.device), bits)
+            bits = torch.from_numpy(masks.bits).pin_memory().to(logits_NV.device, non_blocking=True)
+            adjusting.forbid(logits_NV, upload(masks.rows, torch.int64, logits_NV.device), bits)
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
         out = _out(len(logits_NV), logits_NV.device)
@@ -62,11 +76,13 @@ def choose_into(
 ) -> None:
     """Draws into `out`, and writes tokens into the slots and what becomes of these into `ints_SI`. Launches depend on the shapes and on `needs`
     alone."""
-    seed = INTS.index("seed")
     if needs.truncated:
-        wishes = truncating.Wishes(slot_E, slots.floats_SF, ints_EI, seed, INTS.index("top_k"))
         state = ints_SI, slots.stop_SK, slots.tokens_SL
-        truncating.draw(logits_EV, wishes, *state, slots.context, out)
+        truncating.draw(logits_EV, _wishes(slots, slot_E, ints_EI), *state, slots.context, out)
     else:
         fields = ints_SI, slots.floats_SF, slots.stop_SK, slots.tokens_SL
-        drawing.draw(logits_EV, slot_E, ints_EI, *fields, slots.context, seed, needs.random, out)
+        drawing.draw(logits_EV, slot_E, ints_EI, *fields, slots.context, INTS.index("seed"), needs.random, out)
+
+
+def _wishes(slots: Slots, slot_E: Tensor, ints_EI: Tensor) -> truncating.Wishes:
+    return truncating.Wishes(slot_E, slots.floats_SF, ints_EI, INTS.index("seed"), INTS.index("top_k"))

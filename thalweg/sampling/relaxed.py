@@ -24,12 +24,13 @@ class Relaxed:
     the most likely one, and beside those what `sampling` accepts."""
 
     def __init__(self, sampling: Sampling, candidates: int, delta: float) -> None:
-        self.sampling, self.candidates, self.delta = sampling, candidates, delta
+        self.sampling, self.odds, self.candidates, self.delta = sampling, sampling.odds, candidates, delta
 
     def edit(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, reach: int, masks: Masks | None
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.sampling.edit(logits_EV, slots, slot_E, ints_EI, needs, reach, masks)
+        self.sampling.edit(logits_NV, slots, slot_N, ints_NI, needs, reach, masks, behind_EQD)
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
         _, token_NK, any_NK = ahead(slots, slot_N, ints_NI)  # before the draw, which may write there

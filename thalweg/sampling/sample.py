@@ -15,11 +15,12 @@ from torch import Tensor
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import Masks
 from thalweg.core.plan import Needs
-from thalweg.kernels.truncate.ref import truncate
+from thalweg.kernels.temper.ref import tempered
 from thalweg.sampling.chain import Path, follow, path
 from thalweg.sampling.mask import forbid
+from thalweg.sampling.odds import REFERENCE_ODDS, Odds
 from thalweg.sampling.random import exponential
-from thalweg.sampling.tree import climb, grown, unfolded
+from thalweg.sampling.tree import climb, paths, unfolded
 
 BANNED = (
     -1e30
@@ -44,12 +45,17 @@ class Sampled:
 
 
 class Sampling(Protocol):
-    """The three steps of accept, on one kind of device."""
+    """The three steps of accept, on one kind of device. odds: for rules that go by more than what is drawn."""
+
+    @property
+    def odds(self) -> Odds: ...
 
     def edit(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, reach: int, masks: Masks | None
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Penalties, bias, minimum length and grammar, in place."""
+        """Penalties, bias, minimum length and grammar, in place. behind_EQD int64, of positions that are nodes of trees: which drafts are on the path
+        to each behind the known tokens, -1 where there are no more; None where what is before a position stands in the tokens plane."""
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
         """int64 [N]: a token for each; what stands in the slots is left, but for the tokens plane behind what is known."""
@@ -64,18 +70,23 @@ class Sampling(Protocol):
 class Reference:
     """Plain torch, on any device."""
 
+    odds = REFERENCE_ODDS
+
     def edit(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, reach: int, masks: Masks | None
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
         if needs.penalised:
-            penalise(logits_EV, slots, slot_E, ints_EI[:, 0], ints_EI[:, 4], min(reach, slots.context))
+            query = 1 if behind_EQD is None else behind_EQD.shape[1]
+            known = slot_N[::query], ints_NI[::query, 0], ints_NI[::query, 4]
+            penalise(logits_NV, slots, *known, min(reach, slots.context), behind_EQD)
         if needs.biased:
-            logits_EV.scatter_add_(1, slots.bias_ids_SB[slot_E], slots.bias_SB[slot_E])
-            stop_EK = slots.stop_SK[slot_E]
-            early_EK = (ints_EI[:, 0] < ints_EI[:, 5])[:, None] & (stop_EK >= 0)
-            logits_EV.scatter_add_(1, stop_EK.clamp(min=0), torch.where(early_EK, BANNED, 0.0))
+            logits_NV.scatter_add_(1, slots.bias_ids_SB[slot_N], slots.bias_SB[slot_N])
+            stop_NK = slots.stop_SK[slot_N]
+            early_NK = (ints_NI[:, 0] < ints_NI[:, 5])[:, None] & (stop_NK >= 0)
+            logits_NV.scatter_add_(1, stop_NK.clamp(min=0), torch.where(early_NK, BANNED, 0.0))
         if masks is not None:
-            forbid(logits_EV, masks)
+            forbid(logits_NV, masks)
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
         if not needs.random:
@@ -120,10 +131,8 @@ def accept(
         if needs.logprobs >= 0:
             own_NV = logits_NV.clone()
         along = _along(slots, slot_E, ints_EI, query)
-        shown, index_N = slots, along.slot_N
-        if apart and needs.penalised:
-            shown, index_N = unfolded(slots, along, query, reach), torch.arange(len(logits_NV), device=slot_E.device)
-        sampling.edit(logits_NV, shown, index_N, along.ints_NI, needs, reach, masks)
+        behind_EQD = paths(slots, along, query) if apart and needs.penalised else None
+        sampling.edit(logits_NV, slots, along.slot_N, along.ints_NI, needs, reach, masks, behind_EQD)
     made = None if recorded is None else recorded(Needs(needs.random, needs.truncated))
     if made is None and query == 1:
         made = sampling.choose(logits_NV, slots, slot_E, ints_EI, needs)
@@ -134,7 +143,7 @@ def accept(
             tokens_ED, count_E, done_E, nodes_ED = climb(tokens_EQ, along.drafts_EK, slots, slot_E, ints_EI)
             made = Sampled(tokens_ED, count_E, done_E, nodes_EQ=nodes_ED)
         else:
-            made = Sampled(tokens_EQ, *follow(tokens_EQ, along.drafts_EK, slots, slot_E, ints_EI))
+            made = Sampled(tokens_EQ, *follow(tokens_EQ, along, slots))
     if needs.logprobs < 0:
         return made
     if made.nodes_EQ is not None:
@@ -148,7 +157,7 @@ def _along(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
     """What each position is sampled by."""
     if query == 1:
         return Path(slot_E, ints_EI, slot_E.new_empty(len(slot_E), 0))
-    return (grown if slots.tree.parts(query) else path)(slots, slot_E, ints_EI, query)
+    return (unfolded if slots.tree.parts(query) else path)(slots, slot_E, ints_EI, query)
 
 
 def _settle(
@@ -172,23 +181,34 @@ def _settle(
 
 
 def penalise(
-    logits_EV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, prompt_len_E: Tensor, reach: int
-) -> None:
+    logits_NV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, prompt_len_E: Tensor, reach: int, behind_EQD: Tensor | None = None
+) -> None:  # fmt: skip
     """Repetition penalty over prompt and output (divides positive, multiplies negative logits), frequency and presence over the output.
 
-    Counts are taken from the tokens plane each step: a pure function of the truth, so there is nothing to roll back.
+    Counts are taken from the tokens plane each step: a pure function of the truth, so there is nothing to roll back. What all nodes of a tree have
+    before them is counted once. behind_EQD: see `Sampling.edit`; without it a row is one position, N = E.
     """
-    floats_EF = slots.floats_SF[slot_E]
-    repetition, frequency, presence = floats_EF[:, 3:4], floats_EF[:, 4:5], floats_EF[:, 5:6]
+    vocab = logits_NV.shape[1]
     tokens_EL = slots.tokens_SL[slot_E, :reach].to(torch.int64)
     at_L = torch.arange(reach, device=tokens_EL.device)
     known_EL = at_L < length_E[:, None]
     output_EL = known_EL & (at_L >= prompt_len_E[:, None])
-    seen_EV = torch.zeros_like(logits_EV).scatter_add_(1, tokens_EL, known_EL.to(logits_EV.dtype)) > 0
-    count_EV = torch.zeros_like(logits_EV).scatter_add_(1, tokens_EL, output_EL.to(logits_EV.dtype))
-    scaled_EV = torch.where(logits_EV > 0, logits_EV / repetition, logits_EV * repetition)
-    logits_EV.copy_(torch.where(seen_EV, scaled_EV, logits_EV))
-    logits_EV -= count_EV * frequency + (count_EV > 0) * presence
+    nothing_EV = logits_NV.new_zeros(len(slot_E), vocab)
+    seen_NV = nothing_EV.scatter_add(1, tokens_EL, known_EL.to(nothing_EV.dtype))
+    count_NV = nothing_EV.scatter_add_(1, tokens_EL, output_EL.to(nothing_EV.dtype))
+    floats_NF = slots.floats_SF[slot_E]
+    if behind_EQD is not None:
+        seen_NV, count_NV, floats_NF = (
+            x.repeat_interleave(behind_EQD.shape[1], 0) for x in (seen_NV, count_NV, floats_NF)
+        )
+        behind_ND = behind_EQD.flatten(0, 1)
+        ids_ND, more_ND = behind_ND.clamp(min=0), (behind_ND >= 0).to(count_NV.dtype)
+        seen_NV.scatter_add_(1, ids_ND, more_ND)
+        count_NV.scatter_add_(1, ids_ND, more_ND)
+    repetition, frequency, presence = floats_NF[:, 3:4], floats_NF[:, 4:5], floats_NF[:, 5:6]
+    scaled_NV = torch.where(logits_NV > 0, logits_NV / repetition, logits_NV * repetition)
+    logits_NV.copy_(torch.where(seen_NV > 0, scaled_NV, logits_NV))
+    logits_NV -= count_NV * frequency + (count_NV > 0) * presence
 
 
 def draw(
@@ -202,13 +222,6 @@ def draw(
     scaled_EV = tempered(logits_EV, floats_EF, top_k_E, truncated)
     race_EV = scaled_EV - exponential(seed_E, position_E, logits_EV.shape[1]).log_()
     return torch.where(floats_EF[:, 0] == 0, logits_EV.argmax(-1), race_EV.argmax(-1))
-
-
-def tempered(logits_EV: Tensor, floats_EF: Tensor, top_k_E: Tensor, truncated: bool) -> Tensor:
-    """What each row is drawn from: logits by temperature (a greedy row's as they are), -inf for what truncation removes."""
-    temperature_E, top_p_E, min_p_E = floats_EF[:, 0], floats_EF[:, 1], floats_EF[:, 2]
-    scaled_EV = logits_EV / torch.where(temperature_E == 0, 1.0, temperature_E)[:, None]
-    return truncate(scaled_EV, top_k_E, top_p_E, min_p_E) if truncated else scaled_EV
 
 
 def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:

@@ -19,30 +19,35 @@ from thalweg.batch.slots import Slots
 from thalweg.core.grammar import Masks
 from thalweg.core.plan import Needs
 from thalweg.sampling.drafts import PROBABILITIES
-from thalweg.sampling.random import apart, exponential, uniform
-from thalweg.sampling.sample import Logprobs, Sampled, Sampling, tempered
+from thalweg.sampling.odds import Odds
+from thalweg.sampling.random import apart, uniform
+from thalweg.sampling.sample import Logprobs, Sampled, Sampling
 
 VERDICTS = 2  # the purpose of their coins
 CHUNK = 1 << 23  # logits that are judged at once; bounds what stands beside them
+ALIKE = 16  # positions of a chunk are a multiple: kernels are compiled for how their arguments are aligned
 
 
 class Standard:
     """`Sampling` of drafts that `drafts.Independent` has drawn."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
+        self.sampling, self.odds = sampling, sampling.odds
 
     def edit(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, reach: int, masks: Masks | None
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.sampling.edit(logits_EV, slots, slot_E, ints_EI, needs, reach, masks)
+        self.sampling.edit(logits_NV, slots, slot_N, ints_NI, needs, reach, masks, behind_EQD)
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
         if not needs.random:
             return self.sampling.draw(logits_NV, slots, slot_N, ints_NI, needs)
-        most = max(CHUNK // logits_NV.shape[1], 1)
+        most = max(CHUNK // logits_NV.shape[1] // ALIKE, 1) * ALIKE
         parts = [slice(first, first + most) for first in range(0, len(logits_NV), most)]
-        return torch.cat([_judge(logits_NV[n], slots, slot_N[n], ints_NI[n], needs.truncated) for n in parts])
+        return torch.cat(
+            [_judge(self.odds, logits_NV[n], slots, slot_N[n], ints_NI[n], needs.truncated) for n in parts]
+        )
 
     def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
         return self.sampling.choose(logits_EV, slots, slot_E, ints_EI, needs)
@@ -51,15 +56,15 @@ class Standard:
         return self.sampling.logprobs(logits_NV, tokens_N, top)
 
 
-def _judge(logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, truncated: bool) -> Tensor:
+def _judge(odds: Odds, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, truncated: bool) -> Tensor:
     """The draft of each position, or what is drawn in its place; behind the last draft, and for who is greedy, what plain decoding draws."""
-    position_N, seed_N, floats_NF = ints_NI[:, 0], ints_NI[:, 3], slots.floats_SF[slot_N]
+    position_N, seed_N, sampled_N = ints_NI[:, 0], ints_NI[:, 3], slots.floats_SF[:, 0].index_select(0, slot_N) > 0
     kept_SKV = slots.extra[PROBABILITIES]
     width, vocab = kept_SKV.shape[1:]
     ahead_N = position_N - slots.length[slot_N]
-    judged_N = (ahead_N < ints_NI[:, 7]) & (floats_NF[:, 0] > 0)
+    judged_N = (ahead_N < ints_NI[:, 7]) & sampled_N
     draft_N = slots.tokens_SL[slot_N, position_N].to(torch.int64)
-    p_NV = tempered(logits_NV, floats_NF, ints_NI[:, 6], truncated).softmax(-1)
+    p_NV = odds.tempered(logits_NV, slots, slot_N, ints_NI, truncated).softmax(-1)
     q_NV = kept_SKV.view(-1, vocab)[slot_N * width + ahead_N.clamp(max=width - 1)]
     p_N, q_N = (x_NV.gather(1, draft_N.unsqueeze(1)).squeeze(1) for x_NV in (p_NV, q_NV))
     # a q that is no number, of a drafter about to be switched off, refuses all, and leaves p as it is
@@ -67,6 +72,6 @@ def _judge(logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, tru
     left_NV = (p_NV - q_NV.nan_to_num_(0.0) * judged_N.unsqueeze(1)).clamp_(min=0.0)
     # rounding may refuse a draft where both are the same, and nothing is left
     left_NV = torch.where(left_NV.sum(1, keepdim=True) > 0, left_NV, p_NV)
-    race_NV = left_NV.log() - exponential(seed_N, position_N, vocab).log_()
-    drawn_N = torch.where(floats_NF[:, 0] > 0, race_NV.argmax(-1), logits_NV.argmax(-1))
+    race_NV = odds.raced(left_NV.log_(), seed_N, position_N)
+    drawn_N = torch.where(sampled_N, race_NV.argmax(-1), logits_NV.argmax(-1))
     return torch.where(right_N, draft_N, drawn_N)

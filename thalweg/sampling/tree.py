@@ -14,10 +14,11 @@ from torch import Tensor
 
 from thalweg.batch.prepare import nodes
 from thalweg.batch.slots import Slots
-from thalweg.sampling.chain import Path, appended, stops
+from thalweg.kernels.verify.ref import append, stops
+from thalweg.sampling.chain import Path
 
 
-def grown(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
+def unfolded(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
     """What each node of each row is sampled by: as the position of a chain that has as many drafts before it."""
     node_Q = torch.arange(query, device=slot_E.device)
     slot_N, node_N = slot_E.repeat_interleave(query), node_Q.repeat(len(slot_E))
@@ -33,23 +34,18 @@ def grown(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
     return Path(slot_N, ints_NI, drafts_EK)
 
 
-def unfolded(slots: Slots, along: Path, query: int, reach: int) -> Slots:
-    """The slots of every node, with its own path behind the known tokens."""
-    node_N = torch.arange(query, device=along.slot_N.device).repeat(len(along.drafts_EK))
-    row_N = torch.arange(len(along.drafts_EK), device=node_N.device).repeat_interleave(query)
-    parent_N, depth_N, _ = nodes(slots, along.slot_N, node_N)
-    tokens_NL = slots.tokens_SL[:, : min(reach, slots.context) + 1].index_select(0, along.slot_N)
-    last = tokens_NL.shape[1] - 1
-    root_N = along.ints_NI[:, 0] - depth_N - 1
-    for _ in range(slots.tree.deepest):
-        # the root stands where it stood; a token beyond the reach is of no node that can be accepted
-        draft_N = along.drafts_EK[row_N, (node_N - 1).clamp(min=0)].to(torch.int32)
-        column_N1 = (root_N + depth_N).clamp(0, last).unsqueeze(1)
-        token_N1 = torch.where((node_N > 0).unsqueeze(1), draft_N.unsqueeze(1), tokens_NL.gather(1, column_N1))
-        tokens_NL.scatter_(1, column_N1, token_N1)
-        node_N = parent_N
+def paths(slots: Slots, along: Path, query: int) -> Tensor:
+    """int64 [E, Q, D]: the drafts on the path to each node, that of the node last, -1 behind."""
+    deepest, rows = slots.tree.deepest, len(along.drafts_EK)
+    node_N = torch.arange(query, device=along.slot_N.device).repeat(rows)
+    row_N = torch.arange(rows, device=node_N.device).repeat_interleave(query)
+    behind_ND = along.drafts_EK.new_full((rows * query, deepest + 1), -1)  # the last takes what the root has not
+    for _ in range(deepest):
         parent_N, depth_N, _ = nodes(slots, along.slot_N, node_N)
-    return slots.gathered(along.slot_N, tokens_NL)
+        draft_N = along.drafts_EK[row_N, (node_N - 1).clamp(min=0)]
+        behind_ND.scatter_(1, torch.where(node_N > 0, depth_N - 1, deepest).unsqueeze(1), draft_N.unsqueeze(1))
+        node_N = parent_N
+    return behind_ND[:, :deepest].view(rows, query, deepest)
 
 
 def climb(
@@ -62,7 +58,7 @@ def climb(
     query = tokens_EQ.shape[1]
     node_K = torch.arange(1, query, device=slot_E.device)
     parent_EK, depth_EK = slots.nodes_SN3[slot_E, 1:query, :2].unbind(2)
-    stop_EQ = stops(tokens_EQ, slots, slot_E)
+    stop_EQ = stops(tokens_EQ, slots.stop_SK.index_select(0, slot_E))
     # nodes at or past the end were not computed
     real_EK = node_K <= torch.minimum(made_E, end_E - length_E).unsqueeze(1)
     right_EK = real_EK & (tokens_EQ.gather(1, parent_EK) == drafts_EK) & ~stop_EQ.gather(1, parent_EK)
@@ -75,5 +71,6 @@ def climb(
     nodes_ED.scatter_(1, torch.where(on_EK, depth_EK, deepest + 1), node_K.expand_as(on_EK))
     nodes_ED = nodes_ED[:, : deepest + 1]
     tokens_ED, stop_ED = tokens_EQ.gather(1, nodes_ED), stop_EQ.gather(1, nodes_ED)
-    count_E, done_E = appended(tokens_ED, stop_ED, on_EK.sum(1), slots, slot_E, ints_EI)
+    right_E, held = on_EK.sum(1), (slots.tokens_SL, slots.ints_SI)
+    count_E, done_E = append(tokens_ED, stop_ED, right_E, slot_E, ints_EI, *held)
     return tokens_ED, count_E, done_E, nodes_ED

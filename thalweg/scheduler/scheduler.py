@@ -17,17 +17,18 @@ from thalweg.cache.radix import Frontier
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammars, NoGrammars
 from thalweg.core.messages import Abort, Delta, Done, Drain, FlushCache, Rejected, Stats, Submit, ToEngine
-from thalweg.core.plan import Append, Bind, MaskState, Output, Row, StepPlan, asked
+from thalweg.core.plan import Append, MaskState, Output, Row, StepPlan
 from thalweg.core.request import Leave, Request, State
 from thalweg.core.ticket import NoTier, TicketState, Tier
-from thalweg.core.tree import depth
 from thalweg.scheduler import door
+from thalweg.scheduler.earnings import Earnings
 from thalweg.scheduler.holdings import Holdings
 from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.queue import Queue
 from thalweg.scheduler.sheet import Sheet
 from thalweg.scheduler.tally import Tally
-from thalweg.scheduler.widths import ConstantWidth, WidthPolicy
+from thalweg.scheduler.verdicts import Verdicts
+from thalweg.scheduler.widths import ConstantWidth, WidthPolicy, choices
 
 RUNNING, STAYS, GONE = State.RUNNING, Leave.STAYS, (Leave.ABORT, Leave.FINISH)
 PROMPTS = 4  # drafts leave one part in so many of a step's tokens to prompts that wait
@@ -57,7 +58,9 @@ class Scheduler:
         self.retired = -1  # the last one committed
         self.seeds = random.Random(limits.seed)
         self.tally = Tally()
+        self.verdicts = Verdicts(self.tally)
         self.holdings = Holdings(limits.slots, books, tier)
+        self.earnings = Earnings(self.holdings, grammars, self.tally)
         self.requests: dict[int, Request] = {}  # all, by uid
         self.live: dict[int, Request] = {}  # those that hold pages
         self.queue = Queue(limits.policy, self.holdings.hit)
@@ -68,7 +71,6 @@ class Scheduler:
         self._decoding: list[Request] = []
         self._emitted: list[Request] = []  # in the last plan
         self._grammars: list[Request] = []  # rows of the last plan that need a mask
-        self._news: list[Delta] = []
         self._marks: list[tuple[int, str]] = []  # (uid, what befell it)
         self._restless = False  # since the last plan there was a message, a commit, or somebody left
 
@@ -101,9 +103,8 @@ class Scheduler:
 
     def _submit(self, message: Submit) -> list[Rejected]:
         if message.uid in self.requests:
-            return [
-                Rejected(message.uid, "uid", f"{message.uid} is in use by a request that has not ended; draw a new one")
-            ]
+            why = f"{message.uid} is in use by a request that has not ended; draw a new one"
+            return [Rejected(message.uid, "uid", why)]
         try:
             r = door.enter(message, self.limits, self.context, self.seeds, self.requests.get(message.first))
         except InvalidRequest as wrong:
@@ -136,7 +137,7 @@ class Scheduler:
         r = self.requests.get(uid)
         if r is None or r.leave in GONE:  # what is SENDING has finished, and ends by itself
             return
-        self._news.append(Delta(uid, (), "abort", cached=0 if r.out else r.cached, drafted=r.drafted.told))
+        self.earnings.aborted(r)
         self._stop(r)
 
     def _stop(self, r: Request) -> None:
@@ -155,7 +156,9 @@ class Scheduler:
         """The next step; it has no rows where there is nothing to do. width: the draft width that the last launched step was told to
         make: a row verifies what its slot's LAST sampling step made."""
         if self._emitted:
-            self._record(width)
+            self.verdicts.made(self._emitted, width)
+            if self.widths.widest:
+                self.tally.chose(width)
         self._restless = False
         self._poll()
         sheet = Sheet(self.limits.budget)
@@ -171,16 +174,12 @@ class Scheduler:
         return sheet.plan(self.step, seen, min(self.widths.draft(sheet.emitting), self._widest()))
 
     def _widest(self) -> int:
-        """Drafts that decoding requests may have verified together in a step, and leave a share of it to prompts that wait."""
+        """Drafts that decoding requests may have verified together in a step, and leave a share of it to prompts that wait; such a number as steps
+        were recorded with."""
         prompts = bool(self._prefilling or self._waiting or self.queue)
         tokens = self.limits.budget - self.limits.budget // PROMPTS * prompts
-        return max(tokens // max(len(self._decoding), 1) - 1, 0)
-
-    def _record(self, width: int) -> None:
-        for r in self._emitted:
-            r.made = width
-        if self.widths.widest:
-            self.tally.chose(width)
+        fits = max(tokens // max(len(self._decoding), 1) - 1, 0)
+        return max(width for width in choices(self.widths.widest) if width <= fits)
 
     def _plan_decoding(self, sheet: Sheet) -> None:
         """One row for each decoding request that may sample in this step. The cap balances them over the cohorts of a pipeline."""
@@ -203,9 +202,8 @@ class Scheduler:
                 continue  # rows with drafts are one rectangle, in which attention reads lengths on the device; it is their turn next
             start = known + r.slack - 1
             upto = min(start + n, end)
-            held = min(
-                start + n + room, end
-            )  # what is drafted behind them has its entries in the drafter's planes before the next plan
+            # what is drafted behind them has its entries in the drafter's planes before the next plan
+            held = min(start + n + room, end)
             if held > len(r.pages) * size:
                 short = self.holdings.short(r, held)
                 if short > self.books.spare():
@@ -233,33 +231,10 @@ class Scheduler:
 
     def _chunk(self, r: Request, sheet: Sheet) -> None:
         """As many of the tokens that `r` knew when it was admitted as the budget has left. Its pages are reserved since then."""
-        start = r.computed
-        n = min(r.base - start, sheet.left)
-        if not n:
-            return
-        if not r.bound:
-            sheet.binds.append(
-                Bind(r.slot, r.tokens, len(r.prompt), start, r.end, r.seed, r.stop_ids, r.params, r.salt, r.masked)
-            )
-            sheet.appends.append(Append(r.slot, 0, tuple(r.pages)))
-            r.bound = True
-        emit = start + n == r.base < r.end  # a request for no tokens (its prompt's logprobs) never samples
-        sheet.rows.append(Row(r.uid, r.slot, start, n, 0, emit, *self._scored(r, start, n)))
-        sheet.chunks.append(r)
-        sheet.left -= n
-        sheet.reach = max(sheet.reach, start + n)
-        self.tally.prefill_tokens += n
-        r.computed += n
-        r.flight += 1
-        if emit:
-            sheet.emit(r, self.step, 0)
-
-    def _scored(self, r: Request, start: int, n: int) -> tuple[int, int, int]:
-        """score_from, score_to and score_top of a row: positions whose next prompt token's logprob is wanted and not yet known. In
-        flight are only positions before `start`, and a preempted request waits until it has them, so each comes once."""
-        first = max(start, r.score_from - 1 + len(r.scores))
-        last = min(start + n, len(r.prompt) - 1)
-        return (first, last, r.params.prompt_logprobs or 0) if first < last else (0, 0, 0)
+        n = min(r.base - r.computed, sheet.left)
+        if n:
+            sheet.chunk(r, n, self.step)
+            self.tally.prefill_tokens += n
 
     # ---- admission -----------------------------------------------------------------------------------------------------------
 
@@ -422,55 +397,18 @@ class Scheduler:
                 r.emits -= 1
                 r.slack -= 1 + self.tree.right(row.drafts)  # the bound comes down to the truth
                 if row.drafts and output.tokens:
-                    self._verified(r, row, output)
+                    self.verdicts.hear(r, row, output)
             leave = r.leave
             if leave is STAYS or leave is Leave.PREEMPT:  # who was preempted still earns what was in flight
-                self._earn(r, output)
+                self.earnings.earn(r, output)
             if r.leave is not STAYS and not r.flight and r.slot >= 0:
                 self._release(r)
-
-    def _verified(self, r: Request, row: Row, output: Output) -> None:
-        """The drafts that its last sampling step left. Of a sequence that ended among them, those behind say nothing about their quality."""
-        accepted, made, r.drafts = len(output.tokens) - 1, len(r.drafts), ()
-        if made:  # a row that may have had drafts had some
-            deepest = depth(r.parents) if r.parents else made
-            self.tally.drafts.verified(made, deepest, accepted)
-            r.drafted.verified(made, deepest, accepted)
-        if not output.done:
-            self.widths.learn(r, row.drafts, output.path)
-
-    def _earn(self, r: Request, output: Output) -> None:
-        if output.scores:
-            r.scores.extend(output.scores)
-        tokens = output.tokens
-        first = not r.out
-        if tokens:
-            self.holdings.learn(r, tokens)
-            if r.masked:
-                self.grammars.advance(r.uid, tokens)
-            r.drafts, r.parents = output.drafts, output.parents
-            self.tally.decode_tokens += len(tokens)
-            final = len(r.prompt) + len(r.out) - 1
-            if final % self.page < len(tokens):  # a page has become full
-                self.holdings.share(r, final)
-        elif not (r.computed == r.base == r.end and not r.flight):  # who asked for no tokens ends with its prompt
-            return
-        if output.done or not tokens:
-            r.leave = Leave.FINISH
-            r.stop_id = tokens[-1] if tokens and tokens[-1] in r.stop_ids else -1
-            r.finish = "length" if r.stop_id < 0 else "stop"
-            self.tally.finished += 1
-        logprobs = asked(output.logprobs, r.needs.logprobs)
-        if first:
-            self._news.append(Delta(r.uid, tokens, r.finish, r.stop_id, r.cached, logprobs, tuple(r.scores)))
-        else:
-            drafted = r.drafted.told if r.finish or r.params.stop else None
-            self._news.append(Delta(r.uid, tokens, r.finish, r.stop_id, 0, logprobs, drafted=drafted))
+        if heard := self.verdicts.told():
+            self.widths.learn(heard)
 
     def news(self) -> tuple[Delta, ...]:
         """What happened since the last call, in order."""
-        news, self._news = self._news, []
-        return tuple(news)
+        return self.earnings.news()
 
     def marks(self) -> tuple[tuple[int, str], ...]:
         """Who was admitted and who preempted since the last call, as (uid, "admitted" or "preempted"), in order."""

@@ -23,6 +23,25 @@ class Sheet:
         self.masked = False
         self.reach = 0
 
+    def chunk(self, r: Request, n: int, step: int) -> None:
+        """The next n of the tokens that `r` knew when it was admitted."""
+        start = r.computed
+        if not r.bound:
+            self.binds.append(
+                Bind(r.slot, r.tokens, len(r.prompt), start, r.end, r.seed, r.stop_ids, r.params, r.salt, r.masked)
+            )
+            self.appends.append(Append(r.slot, 0, tuple(r.pages)))
+            r.bound = True
+        emit = start + n == r.base < r.end  # a request for no tokens (its prompt's logprobs) never samples
+        self.rows.append(Row(r.uid, r.slot, start, n, 0, emit, *_scored(r, start, n)))
+        self.chunks.append(r)
+        self.left -= n
+        self.reach = max(self.reach, start + n)
+        r.computed += n
+        r.flight += 1
+        if emit:
+            self.emit(r, step, 0)
+
     def emit(self, r: Request, step: int, right: int) -> None:
         """`r` samples in this step: at most 1 + right tokens come of it."""
         if r.masked:
@@ -46,6 +65,14 @@ class Sheet:
             needs=merge(self.asked),
             reach=self.reach,
         )
+
+
+def _scored(r: Request, start: int, n: int) -> tuple[int, int, int]:
+    """score_from, score_to and score_top of a row: positions whose next prompt token's logprob is wanted and not yet known. In
+    flight are only positions before `start`, and a preempted request waits until it has them, so each comes once."""
+    first = max(start, r.score_from - 1 + len(r.scores))
+    last = min(start + n, len(r.prompt) - 1)
+    return (first, last, r.params.prompt_logprobs or 0) if first < last else (0, 0, 0)
 
 
 def merge(asked: set[Needs]) -> Needs:

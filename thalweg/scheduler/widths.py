@@ -5,25 +5,34 @@ times from the engine's start, odds from every verification. Odds of wider draft
 or as many as there may be (where one more is never worth its time, many may be), so seldom that they cost less than a hundredth of the time.
 
 The odds of a draft are its chance to be accepted, those before it with it. So drafts of a chain and nodes of a tree are the same here: the first n of
-them bring the sum of their odds."""
+them bring the sum of their odds. Odds are kept of the drafts between two widths that are chosen from, together: a step of many rows and nodes costs a
+few numbers of each row."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from itertools import accumulate
-from typing import Protocol, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
 
 from thalweg.core.request import Request
+from thalweg.scheduler.times import StepTimes
 
 HOPE = 0.8  # odds of a draft of which nothing is known, given the one before: rather tried than not
-LEAST = 1e-3  # of odds, so that they can rise again in proportion
+LEAST = 1e-3  # of odds, above what was seen, so that they can rise again in proportion
 FEW = 8  # drafts up to which every number is chosen from
 RECENT, USUAL = 0.05, 0.02  # weight of a verification in the odds of its request, and in those of all
 FIRST = 4  # verifications that hope counts as
 PROBING = 0.006  # of the time
 SURELY = 0.2  # of what a try takes longer counts as lost, whatever is hoped for
 
-Rung = tuple[int, tuple[float, ...]]  # rows, and the seconds of a step with so many of each width from 0 on
+
+class Verified(NamedTuple):
+    """So many drafts of a request, one at least, were verified, and accepted were those whose bits are set in `path`."""
+
+    request: Request
+    drafts: int
+    path: int
 
 
 class WidthPolicy(Protocol):
@@ -36,8 +45,8 @@ class WidthPolicy(Protocol):
     def draft(self, emitting: Sequence[Request]) -> int:
         """The width that B of a step in which these sample is asked to make."""
 
-    def learn(self, r: Request, drafts: int, path: int) -> None:
-        """So many drafts of `r` were verified, and accepted were those whose bits are set."""
+    def learn(self, verified: Sequence[Verified]) -> None:
+        """What became of the drafts of a step; none of these has none."""
 
     def lost(self) -> None:
         """There is no drafter any more: from now on the width is 0."""
@@ -52,7 +61,7 @@ class ConstantWidth:
     def draft(self, emitting: Sequence[Request]) -> int:
         return self.widest
 
-    def learn(self, r: Request, drafts: int, path: int) -> None:
+    def learn(self, verified: Sequence[Verified]) -> None:
         return
 
     def lost(self) -> None:
@@ -60,23 +69,27 @@ class ConstantWidth:
 
 
 class MeasuredWidth:
-    """The best width up to those that `times` has."""
+    """The best width up to those that `times`, `Rung`s, has. odds: of the drafts between each two choices, how many are accepted on average, of all
+    requests; each request has its own."""
 
-    def __init__(self, times: Sequence[Rung]) -> None:
-        self.times = sorted(times)
-        self.widest = len(self.times[0][1]) - 1
+    def __init__(self, times: Sequence[tuple[int, int, tuple[float, ...]]]) -> None:
+        self.times = StepTimes(times)
+        self.widest = self.times.widest
         self.choices = choices(self.widest)
-        self.odds = [HOPE ** (1 + i) for i in range(self.widest)]
-        self.gains = gains(self.odds)
+        parts = list(pairwise(self.choices))
+        self.masks = [(1 << wider) - (1 << width) for width, wider in parts]
+        self.sizes = [wider - width for width, wider in parts]
+        self.odds = tuple(sum(HOPE ** (1 + i) for i in range(*part)) for part in parts)
         self.owed = 0.0  # seconds that probing may take by now
         self.tries = self.heard = 0
 
     def draft(self, emitting: Sequence[Request]) -> int:
         if not emitting or not self.widest:
             return 0
-        seconds = self.seconds(len(emitting))
-        mine = [r.gains or self.gains for r in emitting]
-        tokens = {width: len(mine) + sum(gain[width] for gain in mine) for width in self.choices}
+        rows = len(emitting)
+        seconds = self.times.seconds(rows, sum(r.known for r in emitting) / rows)
+        parts = zip(*(r.odds or self.odds for r in emitting), strict=True)
+        tokens = dict(zip(self.choices, accumulate(map(sum, parts), initial=float(rows)), strict=True))
         best = max(self.choices, key=lambda width: tokens[width] / seconds[width])
         self.owed += PROBING * seconds[best]
         if best == self.widest:
@@ -91,42 +104,44 @@ class MeasuredWidth:
         self.tries += 1
         return wider
 
-    def seconds(self, rows: int) -> Sequence[float]:
-        """Of a step of so many rows, by width: between two measured numbers of rows on the line through them, beyond the last on the last line."""
-        times = self.times
-        i = min(max(bisect_left(times, rows, key=lambda rung: rung[0]), 1), len(times) - 1)
-        if len(times) == 1 or rows <= times[0][0]:
-            return times[0][1]
-        (fewer, below), (more, above) = times[i - 1], times[i]
-        share = (rows - fewer) / (more - fewer)
-        return [max(a + (b - a) * share, a) for a, b in zip(below, above, strict=True)]
+    def learn(self, verified: Sequence[Verified]) -> None:
+        alike: dict[tuple[int, int], list[Request]] = {}  # by drafts and path
+        for r, drafts, path in verified:
+            alike.setdefault((drafts, path), []).append(r)
+        seen = {key: self._accepted(*key) for key in alike}
+        sums: dict[int, list[float]] = {}  # by parts that were drafted: how many verifications, and what they accepted
+        for key, whose in alike.items():
+            total = sums.setdefault(len(seen[key]), [0.0] * (1 + len(seen[key])))
+            for i, one in enumerate((1.0, *seen[key])):
+                total[i] += len(whose) * one
+        for count, *total in sums.values():
+            self.heard += int(count)
+            weight = max(1 - (1 - USUAL) ** count, count / (FIRST + self.heard))
+            self.odds = self._moved(self.odds, [one / count for one in total], weight)
+        for key, whose in alike.items():  # a request's first verification begins at what is known of all
+            for r in whose:
+                r.odds = self._moved(r.odds or self.odds, seen[key], RECENT)
 
-    def learn(self, r: Request, drafts: int, path: int) -> None:
-        odds = r.odds or self.odds.copy()
-        self.heard += 1
-        for of, weight in ((odds, RECENT), (self.odds, max(USUAL, 1 / (FIRST + self.heard)))):
-            _towards(of, min(drafts, self.widest), path, weight)
-        r.odds, r.gains, self.gains = odds, gains(odds), gains(self.odds)
+    def _accepted(self, drafts: int, path: int) -> list[float]:
+        """Of the parts that were drafted as a whole."""
+        whole = bisect_right(self.choices, drafts) - 1
+        return [float((path & mask).bit_count()) for mask in self.masks[:whole]]
+
+    def _moved(self, odds: Sequence[float], seen: Sequence[float], weight: float) -> tuple[float, ...]:
+        """Towards what was seen. Those of drafts that were not made keep their proportion to the last ones that were."""
+        kept = 1 - weight
+        moved = [kept * before + weight * (now + LEAST) for before, now in zip(odds, seen, strict=False)]
+        made = len(moved)
+        if made < len(odds):
+            change = moved[-1] / odds[made - 1]
+            moved += [
+                min(max(before * change, LEAST), size)
+                for before, size in zip(odds[made:], self.sizes[made:], strict=True)
+            ]
+        return tuple(moved)
 
     def lost(self) -> None:
         self.widest = 0
-
-
-def _towards(odds: list[float], drafts: int, path: int, weight: float) -> None:
-    """Moves odds to what was seen. Those of drafts that were not made keep their proportion to the last one that was."""
-    if not drafts:
-        return
-    before = odds[drafts - 1]
-    for i in range(drafts):
-        odds[i] = max(odds[i] + weight * ((path >> i & 1) - odds[i]), LEAST)
-    change = odds[drafts - 1] / before
-    for i in range(drafts, len(odds)):
-        odds[i] = min(max(odds[i] * change, LEAST), 1.0)
-
-
-def gains(odds: Sequence[float]) -> tuple[float, ...]:
-    """Drafts that are accepted on average, for each width from 0 on."""
-    return tuple(accumulate(odds, initial=0.0))
 
 
 def choices(widest: int) -> tuple[int, ...]:

@@ -125,12 +125,15 @@ async def metrics(desk: Desk, request: Request) -> Response:
 
 
 def _acceptance(ready: Ready) -> dict[str, Any] | None:
-    """The rule that judges drafts, and whether answers are the model's under it all the same; None where nothing is drafted."""
-    decision = msgspec.json.decode(ready.resolved).get("speculative_acceptance")
+    """The rule that judges drafts, and whether answers are the model's under it all the same; None where nothing is drafted. simulated: tokens that a
+    verification brings by decree."""
+    decisions = msgspec.json.decode(ready.resolved)
+    decision, simulated = (decisions.get(f"speculative_{name}") for name in ("acceptance", "simulate_accept_length"))
     return decision and {
         "rule": decision["value"],
-        "lossless": decision["value"] != "relaxed",
-        "reason": decision["reason"],
+        "lossless": decision["value"] != "relaxed" and simulated is None,
+        "reason": decision["reason"] if simulated is None else simulated["reason"],
+        "simulated": simulated and simulated["value"],
     }
 
 

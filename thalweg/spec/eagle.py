@@ -18,7 +18,7 @@ def eagle_head(target: Target, folder: Path) -> Head:
     given, held = read_eagle(folder, target.facts), _names(folder)
     if not given.third:
         return Eagle(given, target, held)
-    target.watch(given.watched)
+    target.watch(given.watched.layers)
     return Eagle3(given, target, held)
 
 

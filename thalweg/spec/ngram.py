@@ -43,14 +43,13 @@ class NgramDrafter(Stateless):
 def lookup(tokens_EC: Tensor, length_E: Tensor) -> tuple[Tensor, Tensor]:
     """Where the sequence went on, int64 [E], the last time that its last tokens stood in it; and whether they did, bool [E]."""
     rows, columns = tokens_EC.shape
-    column_C = torch.arange(columns, device=tokens_EC.device)
-    run_EC = torch.ones(rows, columns, dtype=torch.bool, device=tokens_EC.device)
-    longest_EC = torch.zeros(rows, columns, dtype=torch.int64, device=tokens_EC.device)
-    run_EC &= column_C < length_E.unsqueeze(1) - 1  # where the sequence has gone on
+    column_C = torch.arange(columns, dtype=torch.int32, device=tokens_EC.device)
+    run_EC = column_C < length_E.unsqueeze(1) - 1  # where the sequence has gone on
+    longest_EC = torch.zeros(rows, columns, dtype=torch.int8, device=tokens_EC.device)
     for back in range(MOST):
         last_E1 = tokens_EC.gather(1, (length_E - 1 - back).clamp(min=0).unsqueeze(1))
-        same_EC = (tokens_EC == last_E1).roll(back, 1)
-        run_EC &= same_EC & (column_C >= back)
+        run_EC[:, :back] = False
+        run_EC[:, back:] &= tokens_EC[:, : max(columns - back, 0)] == last_E1
         longest_EC += run_EC
-    best_E = (longest_EC * columns + column_C).argmax(1)
+    best_E = torch.add(column_C, longest_EC, alpha=columns).argmax(1)
     return best_E + 1, longest_EC.gather(1, best_E.unsqueeze(1)).squeeze(1) >= LEAST

@@ -1,12 +1,16 @@
 """A smaller model of the same vocabulary that drafts, from a folder of its own: a `Head` that needs nothing of the target but its tokens.
 
 Its keys and values lie in planes of the same pages, as those of layers behind the target's, so that a prefix that is found in the cache is there for
-both. To observe a step it computes the step's tokens as the target did: of what it stores in a layer all layers before are part."""
+both. To observe a step it computes the step's tokens as the target did: of what it stores in a layer all layers before are part.
+
+Models of one family often differ in how far their vocabularies are padded. It drafts of the ids that both have; where the target writes one beyond
+its own, it reads its last."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from thalweg.batch.batch import Batch
@@ -26,7 +30,10 @@ class Small(Part):
         parts = main.parts.beside(facts)
         self.facts, self.index, self.width, self.dtype = facts, main.facts.layers, facts.hidden, parts.dtype
         self.main = (main,)  # a tuple: the target is no child of this module
-        self.ids_D: Tensor | None = None
+        fewer = facts.vocab < main.facts.vocab
+        self.both = min(facts.vocab, main.facts.vocab)
+        self.ids_D: Tensor | None
+        self.register_buffer("ids_D", torch.arange(self.both, device=parts.device) if fewer else None, persistent=False)
         self.attends = True
         self.model = assemble(facts, parts)
         assert isinstance(self.model, nn.Module), "a model is a module: its parameters are this one's"
@@ -41,13 +48,14 @@ class Small(Part):
         return hidden_TX.new_zeros(1, 1).expand(len(hidden_TX), self.width)
 
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
-        return self.model.forward(replace(batch, ids_T=ids_T), self._behind(planes))
+        known_T = ids_T if self.ids_D is None else ids_T.clamp(max=self.both - 1)
+        return self.model.forward(replace(batch, ids_T=known_T), self._behind(planes))
 
     def observe(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         self.forward(ids_T, state_TW, batch, planes)
 
     def logits(self, state_NW: Tensor) -> Tensor:
-        return self.model.logits(state_NW)
+        return self.model.logits(state_NW)[:, : self.both].contiguous()
 
     def table(self) -> Table:
         table = self.model.table()

@@ -28,8 +28,7 @@ from thalweg.core.tree import TreeShape
 from thalweg.memory.planes import Planes
 from thalweg.models.head import Head
 from thalweg.sampling.drafts import Drawing
-from thalweg.sampling.random import exponential
-from thalweg.sampling.sample import tempered
+from thalweg.sampling.odds import Odds
 from thalweg.spec.drafter import Asked, Proposed
 from thalweg.spec.unroll import HIDDEN, Unrolled, spread, tokens_of
 
@@ -56,11 +55,10 @@ class Stage(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Whom trees are grown for. ints_EI, floats_EF: of their slots; state_EW: behind the token before the last known one."""
+    """Whom trees are grown for. ints_EI: of their slots; state_EW: behind the token before the last known one."""
 
     slot_E: Tensor
     ints_EI: Tensor
-    floats_EF: Tensor
     state_EW: Tensor
     reach: int
     needs: Needs
@@ -106,9 +104,8 @@ class Branching(Unrolled):
         if not self.shape.parts(1 + width):
             return super().propose(asked, width, slots, planes)
         slot_E = asked.slot_E
-        ints_EI, floats_EF = slots.ints_SI.index_select(0, slot_E), slots.floats_SF.index_select(0, slot_E)
-        state_EW = slots.extra[HIDDEN].index_select(0, slot_E)
-        rows = Rows(slot_E, ints_EI, floats_EF, state_EW, asked.reach, asked.needs)
+        ints_EI, state_EW = slots.ints_SI.index_select(0, slot_E), slots.extra[HIDDEN].index_select(0, slot_E)
+        rows = Rows(slot_E, ints_EI, state_EW, asked.reach, asked.needs)
         grow = self._dynamic if self.shape.dynamic else self._static
         token_EK, *shape, state_EMW = grow(rows, width, slots, planes)
         nodes, columns = token_EK.shape[1], slots.tokens_SL.shape[1]
@@ -174,19 +171,20 @@ class Branching(Unrolled):
         state_TW = self.steps.forward(batch.ids_T, level.state_EMW.flatten(0, 1), batch, planes)
         state_EMW = state_TW.view(many, nodes, -1)
         at_once = max(AT_ONCE // nodes, 1)
-        chunks = zip(*(torch.split(x, at_once) for x in (state_EMW, rows.ints_EI, rows.floats_EF)), strict=True)
-        parts = [self._best(state, ints, floats, level.depth, rows.needs) for state, ints, floats in chunks]
+        chunks = zip(*(torch.split(x, at_once) for x in (state_EMW, rows.slot_E, rows.ints_EI)), strict=True)
+        parts = [self._best(state, slot, ints, level.depth, rows.needs, slots) for state, slot, ints in chunks]
         score_EMB, token_EMB = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
         return Best(state_EMW, score_EMB, token_EMB)
 
     def _best(
-        self, state_EMW: Tensor, ints_EI: Tensor, floats_EF: Tensor, depth: int, needs: Needs
+        self, state_EMW: Tensor, slot_E: Tensor, ints_EI: Tensor, depth: int, needs: Needs, slots: Slots
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens [E, M, B] of the likeliest children. What is no number counts as impossible: a tree must be one whatever a
         drafter computes."""
         logits_TD, nodes = self.head.logits(state_EMW.flatten(0, 1)), state_EMW.shape[1]
         if needs.random:
-            logits_TD = _raced(spread(logits_TD, self.head), ints_EI, floats_EF, nodes, depth, needs.truncated)
+            logits_TV = spread(logits_TD, self.head)
+            logits_TD = _raced(self.drawing.odds, logits_TV, slots, slot_E, ints_EI, depth, needs.truncated)
         score_TD = logits_TD.log_softmax(-1).nan_to_num_(nan=-torch.inf)
         score_TB, token_TB = score_TD.topk(self.shape.branches, -1)
         if not needs.random:
@@ -214,13 +212,15 @@ class Branching(Unrolled):
         )
 
 
-def _raced(logits_TV: Tensor, ints_EI: Tensor, floats_EF: Tensor, nodes: int, depth: int, truncated: bool) -> Tensor:
+def _raced(
+    odds: Odds, logits_TV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, depth: int, truncated: bool
+) -> Tensor:
     """Logits of the rows that sample, as they stand in the race that draws the token behind each node; its coins are the target's."""
-    floats_TF, top_k_T = floats_EF.repeat_interleave(nodes, 0), ints_EI[:, 6].repeat_interleave(nodes)
-    scaled_TV = tempered(logits_TV, floats_TF, top_k_T, truncated)
-    coins_EV = exponential(ints_EI[:, 3], ints_EI[:, 0] + depth, logits_TV.shape[1]).log_()
-    race_TV = scaled_TV - coins_EV.repeat_interleave(nodes, 0)
-    return torch.where(floats_TF[:, :1] == 0, logits_TV, race_TV)
+    nodes = len(logits_TV) // len(slot_E)
+    slot_T, ints_TI = slot_E.repeat_interleave(nodes), ints_EI.repeat_interleave(nodes, 0)
+    scaled_TV = odds.tempered(logits_TV, slots, slot_T, ints_TI, truncated)
+    race_TV = odds.raced(scaled_TV, ints_EI[:, 3], ints_EI[:, 0] + depth)
+    return torch.where(slots.floats_SF[:, :1].index_select(0, slot_T) == 0, logits_TV, race_TV)
 
 
 def _next(level: Level, state_EMW: Tensor, ids_EM: Tensor, best_EM: Tensor, branches: int) -> Level:

@@ -176,6 +176,11 @@ def _bos_eos(folder: Path) -> _Declared:
     return _Declared(bos, frozenset(eos))
 
 
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Token → id of the tokenizer in this folder, added tokens too. Raises CheckpointError."""
+    return dict(_load(folder / "tokenizer.json").get_vocab(with_added_tokens=True))
+
+
 def _load(path: Path) -> Library:
     if not path.is_file():
         raise CheckpointError(

@@ -177,30 +177,77 @@ def acceptance(result: Result) -> Lines:
 
 def speculation(result: Result) -> Lines:
     """Tokens a second by drafts a step; and where a step's time goes, where it was watched."""
+    cells = [f"{one['decode_throughput']:,.0f} ({one['accept_length']:.2f})" for one in result["speculation"]]
+    return _by_drafts(result, cells) + _parts(result)
+
+
+def speculation_steps(result: Result) -> Lines:
+    """Milliseconds of a step by drafts a step, and how many tokens it must bring to be as fast as plain decoding; tokens a second by what was
+    accepted; and where a step's time goes."""
     rows = result["speculation"]
-    heads = list(dict.fromkeys(_drafts(one) for one in rows))
+    plain = {(one["input_len"], one["batch_size"]): one["step_latency"] for one in rows if not one["width"]}
+    cells = [_step(one, plain[one["input_len"], one["batch_size"]]) for one in rows]
+    speeds = [f"{one['decode_throughput']:,.0f}" for one in rows]
+    told = ["", f"Tokens a second, where {result['accept_length']:g} are accepted if there are as many:", ""]
+    return [*_by_drafts(result, cells), *told, *_by_drafts(result, speeds), *_parts(result)]
+
+
+def _step(row: Result, plain: float) -> str:
+    """plain: seconds of a step without drafts. What the engine chooses has steps of several kinds: of those also what they brought."""
+    ms, needed = f"{1e3 * row['step_latency']:.2f}", f"{row['step_latency'] / plain:.2f}"
+    if not row["width"]:
+        return ms
+    return f"{ms} ({needed})" if row["width"] > 0 else f"{ms} ({needed}, brings {row['accept_length']:.2f})"
+
+
+def _by_drafts(result: Result, cells: Sequence[str]) -> Lines:
+    """A column for each width and tree, a row for each context and number of requests. cells: of each row of the result."""
+    rows = result["speculation"]
+    heads = list(dict.fromkeys(map(_drafts, rows)))
     found: dict[tuple[int, int], dict[str, str]] = {}
-    for one in rows:
-        cells = found.setdefault((one["input_len"], one["batch_size"]), {})
-        cells[_drafts(one)] = f"{one['decode_throughput']:,.0f} ({one['accept_length']:.2f})"
-    lines = table(["context", "requests", *heads], [[*key, *map(cells.get, heads)] for key, cells in found.items()])
-    watched = [one for one in rows if "overhead_seconds" in one and one["batch_size"] == 1]
-    if watched:
-        parts = [
-            [_drafts(one), f"{one['input_len']:,}", *(f"{1e6 * one[name]:,.0f}" for name in PARTS)] for one in watched
-        ]
-        lines += ["", "One request, µs of a step, with waits around each forward:", ""]
-        lines += table(["drafts", "context", "the model's forward", "the drafter's", "neither"], parts)
-    return lines
+    for one, cell in zip(rows, cells, strict=True):
+        found.setdefault((one["input_len"], one["batch_size"]), {})[_drafts(one)] = cell
+    lines = [[f"{length:,}", many, *map(known.get, heads)] for (length, many), known in found.items()]
+    return table(["context", "requests", *heads], lines)
 
 
-PARTS = ("verify_seconds", "draft_seconds", "overhead_seconds")
+def _parts(result: Result) -> Lines:
+    """Of one request."""
+    watched = [one for one in result["speculation"] if "overhead_seconds" in one and one["batch_size"] == 1]
+    if not watched:
+        return []
+    names = {name: head for name, head in PARTS.items() if name in watched[0]}
+    parts = [[_drafts(one), f"{one['input_len']:,}", *(f"{1e6 * one[name]:,.0f}" for name in names)] for one in watched]
+    alone = "each forward by itself" if LEARNED in names else "with waits around each forward"
+    return ["", f"One request, µs of a step, {alone}:", "", *table(["drafts", "context", *names.values()], parts)]
+
+
+LEARNED = "learn_seconds"
+PARTS = {
+    "verify_seconds": "the model's forward",
+    "draft_seconds": "the drafter's",
+    LEARNED: "what it learns",
+    "decree_seconds": "the decree",
+    "overhead_seconds": "neither",
+}
+
+
+def recomputed(result: Result) -> Lines:
+    """A long generation beside its tokens as a prompt, and pages of that computed once more: what is kept of each layer, and logits."""
+    rows = [
+        [one["name"], one["layer"] if one["name"] != "logits" else "",
+         f"{one['error_median']:.2%}", f"{one['error_p99']:.2%}", f"{one['error_max']:.2%}",
+         f"{one['noise_median']:.2%}", f"{one['noise_p99']:.2%}", one["broken"], "yes" if one["fine"] else "**no**"]
+        for one in result["parts"]
+    ]  # fmt: skip
+    apart = ["generated: median", "99 %", "most", "page by page: median", "99 %"]
+    return table(["kept", "layer", *apart, "broken", "within bounds"], rows)
 
 
 def _drafts(row: Result) -> str:
-    if row["shape"] != "chain":
-        return f"tree {row['shape']}"
     width = row["width"]
+    if row["shape"] != "chain" and width:
+        return f"tree {row['shape']}"
     return "plain" if not width else "chosen" if width < 0 else f"{width} {'draft' if width == 1 else 'drafts'}"
 
 
@@ -222,6 +269,8 @@ KINDS: dict[str, Callable[[Result], Lines]] = {
     "plan-check": plan_check,
     "acceptance": acceptance,
     "speculation": speculation,
+    "speculation-steps": speculation_steps,
+    "recomputed": recomputed,
 }
 
 

@@ -16,6 +16,7 @@ from thalweg.core.request import Leave, Request, State
 from thalweg.core.ticket import TicketState
 from thalweg.core.tree import TreeShape
 from thalweg.engine.loop import Loop
+from thalweg.scheduler.earnings import Earnings
 from thalweg.scheduler.holdings import Holdings
 from thalweg.scheduler.scheduler import Scheduler
 from thalweg.scheduler.sheet import Sheet
@@ -56,11 +57,11 @@ def zombie_computes(real: Wrapper, device: Device, slot: Any) -> bool:
     return False
 
 
-@plant(Scheduler, "_earn")
-def _finish_frees(real: Wrapper, brain: Scheduler, r: Request, output: Any) -> None:
-    real(brain, r, output)
+@plant(Earnings, "earn")
+def _finish_frees(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
+    real(earnings, r, output)
     if r.leave is Leave.FINISH:
-        brain.books.drop(r.pages)
+        earnings.holdings.books.drop(r.pages)
 
 
 @plant(Scheduler, "_vacate")
@@ -161,10 +162,13 @@ def insert_early(real: Wrapper, holdings: Holdings, r: Request, positions: int) 
     real(holdings, r, min(positions + 1, r.known))
 
 
-@plant(Scheduler, "_scored")
-def scores_twice(real: Wrapper, brain: Scheduler, r: Request, start: int, n: int) -> Any:
-    first, last = max(start, r.score_from - 1), min(start + n, len(r.prompt) - 1)
-    return (first, last, r.params.prompt_logprobs or 0) if first < last else (0, 0, 0)
+@plant(Sheet, "chunk")
+def scores_twice(real: Wrapper, sheet: Sheet, r: Request, n: int, step: int) -> None:
+    first, last = max(r.computed, r.score_from - 1), min(r.computed + n, len(r.prompt) - 1)
+    real(sheet, r, n, step)
+    if first < last:
+        top = r.params.prompt_logprobs or 0
+        sheet.rows[-1] = sheet.rows[-1]._replace(score_from=first, score_to=last, score_top=top)
 
 
 @plant(Holdings, "grow")
@@ -271,50 +275,50 @@ def slot_kept(real: Wrapper, holdings: Holdings, r: Request) -> None:
 # ---- committing
 
 
-@plant(Scheduler, "_earn")
-def zero_tokens_never_end(real: Wrapper, brain: Scheduler, r: Request, output: Any) -> None:
+@plant(Earnings, "earn")
+def zero_tokens_never_end(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
     if r.end > len(r.prompt):
-        real(brain, r, output)
+        real(earnings, r, output)
     else:
         r.scores.extend(output.scores)
 
 
-@plant(Scheduler, "_earn")
-def zero_tokens_end_early(real: Wrapper, brain: Scheduler, r: Request, output: Any) -> None:
+@plant(Earnings, "earn")
+def zero_tokens_end_early(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
     if r.end == len(r.prompt) and r.leave is Leave.STAYS:
         r.computed = r.base = r.end
         r.flight, flight = 0, r.flight
-        real(brain, r, output)
+        real(earnings, r, output)
         r.flight = flight
     else:
-        real(brain, r, output)
+        real(earnings, r, output)
 
 
-@plant(Scheduler, "_earn")
-def preempted_earns_nothing(real: Wrapper, brain: Scheduler, r: Request, output: Any) -> None:
+@plant(Earnings, "earn")
+def preempted_earns_nothing(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
     if r.leave is not Leave.PREEMPT:
-        real(brain, r, output)
+        real(earnings, r, output)
 
 
-@plant(Scheduler, "_earn")
-def stop_is_length(real: Wrapper, brain: Scheduler, r: Request, output: Any) -> None:
+@plant(Earnings, "earn")
+def stop_is_length(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
     stop_ids, r.stop_ids = r.stop_ids, ()
-    real(brain, r, output)
+    real(earnings, r, output)
     r.stop_ids = stop_ids
 
 
 @plant(Scheduler, "_abort")
 def abort_is_silent(real: Wrapper, brain: Scheduler, uid: int) -> None:
-    count = len(brain._news)
+    count = len(brain.earnings._news)
     real(brain, uid)
-    del brain._news[count:]
+    del brain.earnings._news[count:]
 
 
 @plant(Scheduler, "commit")
 def zombie_news(real: Wrapper, brain: Scheduler, plan: Any, outputs: Any) -> None:
     gone = [r for row in plan.rows if (r := brain.requests[row.uid]).leave is Leave.ABORT]
     real(brain, plan, outputs)
-    brain._news += [Delta(r.uid, (1,)) for r in gone]
+    brain.earnings._news += [Delta(r.uid, (1,)) for r in gone]
 
 
 # ---- the books: `books_driver.py` must catch these

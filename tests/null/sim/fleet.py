@@ -22,6 +22,7 @@ from thalweg.engine.loop import Loop, OneRank
 from thalweg.scheduler import door
 from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.scheduler import Scheduler
+from thalweg.scheduler.widths import Verified
 
 PAGE, WIDEST, CONTEXT = 4, 3, 36
 
@@ -35,8 +36,8 @@ class RandomWidth:
     def draft(self, emitting: Sequence[Request]) -> int:
         return min(self.rng.randint(0, WIDEST), self.widest)
 
-    def learn(self, r: Request, drafts: int, path: int) -> None:
-        assert 0 <= path < 1 << drafts <= 1 << WIDEST
+    def learn(self, verified: Sequence[Verified]) -> None:
+        assert verified and all(0 <= path < 1 << drafts <= 1 << WIDEST for _, drafts, path in verified)
 
     def lost(self) -> None:
         self.widest = 0

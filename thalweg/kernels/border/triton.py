@@ -1,4 +1,4 @@
-"""The ids of a row above a border, found without a sort of the vocabulary: what `truncate` and `logprobs` share.
+"""The ids of a row above a border, found without a sort of the vocabulary: what `truncate`, `temper` and `logprobs` share.
 
 `scan` reads the row once, a part of it a program, and leaves the maxima of groups of 64 ids. The k largest group maxima are k values, so the k-th
 largest is a value that the border cannot lie below (`narrow`); the groups that reach it, and nothing else, are read again, and their ids
@@ -156,3 +156,39 @@ def listed(
         first += TILE
     tl.debug_barrier()
     return found
+
+
+@triton.jit
+def limit(p, total):
+    """The mass before an id from which on top-p drops it."""
+    return tl.where(p < 1, p * total, float("inf"))
+
+
+@triton.jit
+def least_of(group_G, V, k, p, m, largest, total):
+    """A value that the border does not lie below. Together with top-p, top-k's is the only one: all of its mass counts."""
+    low = largest * 0 - float("inf")
+    enough = low * 0 + float("inf")
+    if (p < 1) & (k >= V):
+        # what is dropped, 1 - p at least but for one id, is at most V ids of the border's mass
+        low = largest + (tl.log((1 - p) * total / (V + 1)) - 0.001)
+        enough = p * total * 1.00001
+    if (m > 0) & ((k >= V) | (p >= 1)):
+        low = tl.maximum(low, largest + (tl.log(m) - 0.001))
+    return narrow(group_G, low, k, enough, largest)
+
+
+@triton.jit
+def kth(logits_V, V, temperature, k, least, largest, BLOCK: tl.constexpr):
+    """The key of the k-th id of a row, whose value is `least` at least, by bisection; ends early at any key with k ids up to it."""
+    i_B = tl.arange(0, BLOCK)
+    low, high = key_of(least, tl.full((), 0x7FFFFFFF, tl.int32)), key_of(largest, tl.zeros([], tl.int32))
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
+        count = tl.zeros([], tl.int32)
+        for start in range(0, V, BLOCK):
+            y = scaled(tl.load(logits_V + start + i_B, mask=start + i_B < V, other=float("-inf")), temperature)
+            count += tl.sum(((key_of(y, start + i_B) >= middle) & (start + i_B < V)).to(tl.int32))
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count > k, high, tl.where(count == k, middle, middle - 1))
+    return low

@@ -65,28 +65,38 @@ def coins(seed: int, position: int, vocab: int) -> Tensor:
     return torch.from_numpy(-np.log1p(-(bits.astype(np.float64) + 0.5) / 2**32))
 
 
+def coins_of(seed_E: Tensor, position_E: Tensor, vocab: int) -> Tensor:
+    """float32 [E, V]."""
+    pairs = zip(seed_E.tolist(), position_E.tolist(), strict=True)
+    return torch.stack([coins(seed, position, vocab).float() for seed, position in pairs])
+
+
 def _exact(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int) -> int:
     """Id by id, as the definition reads. Quotients are rounded to float32 before they are compared, so that the same ones are equal."""
     value = (logits.double() / temperature).float().double()
+    ids = kept(value, top_k, top_p, min_p)
+    race = value - coins(seed, position, len(value)).log()
+    return max(ids, key=lambda v: float(race[v]))
+
+
+def kept(value: Tensor, top_k: int, top_p: float, min_p: float) -> list[int]:
+    """Ids, the most likely first."""
     order = sorted(range(len(value)), key=lambda v: (-float(value[v]), v))[:top_k]
     mass = (value[order] - value[order[0]]).exp().tolist()
     total, before = sum(mass), 0.0
-    kept: list[int] = []
+    found: list[int] = []
     for v, share in zip(order, mass, strict=True):
-        if not kept or ((top_p >= 1 or before < top_p * total) and share >= min_p):
-            kept.append(v)
+        if not found or ((top_p >= 1 or before < top_p * total) and share >= min_p):
+            found.append(v)
         before += share
-    race = value - coins(seed, position, len(value)).log()
-    return max(kept, key=lambda v: float(race[v]))
+    return found
 
 
 def run(
     logits_EV: Tensor, temperature_E: Tensor, top_k_E: Tensor, top_p_E: Tensor, min_p_E: Tensor, seed_E: Tensor, position_E: Tensor
 ) -> tuple[Tensor, ...]:  # fmt: skip
     left_EV = ref.truncate(logits_EV / temperature_E[:, None], top_k_E, top_p_E, min_p_E)
-    pairs = zip(seed_E.tolist(), position_E.tolist(), strict=True)
-    coins_EV = torch.stack([coins(seed, position, logits_EV.shape[1]).float() for seed, position in pairs])
-    return ((left_EV - coins_EV.log()).argmax(-1),)
+    return ((left_EV - coins_of(seed_E, position_E, logits_EV.shape[1]).log()).argmax(-1),)
 
 
 def run_triton(

@@ -46,8 +46,10 @@ from thalweg.kernels.border.triton import (
     id_at,
     id_of,
     key_of,
+    kth,
+    least_of,
+    limit,
     listed,
-    narrow,
     overall,
     scan,
     value_of,
@@ -149,26 +151,6 @@ def draw(
 
 
 @triton.jit
-def _limit(p, total):
-    """The mass before an id from which on top-p drops it."""
-    return tl.where(p < 1, p * total, float("inf"))
-
-
-@triton.jit
-def _low(group_G, V, k, p, m, largest, total):
-    """A value that the border does not lie below. Together with top-p, top-k's is the only one: all of its mass counts."""
-    low = largest * 0 - float("inf")
-    enough = low * 0 + float("inf")
-    if (p < 1) & (k >= V):
-        # what is dropped, 1 - p at least but for one id, is at most V ids of the border's mass
-        low = largest + (tl.log((1 - p) * total / (V + 1)) - 0.001)
-        enough = p * total * 1.00001
-    if (m > 0) & ((k >= V) | (p >= 1)):
-        low = tl.maximum(low, largest + (tl.log(m) - 0.001))
-    return narrow(group_G, low, k, enough, largest)
-
-
-@triton.jit
 def _choose(
     logits_EV, slot_E, floats_SF, ints_EI, top_EC, sum_EC, group_EG, chosen_EG, key_EN, bounds_E4, state_E4, stride, V, parts,
     F: tl.constexpr, COLUMNS: tl.constexpr, SEED: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
@@ -185,7 +167,7 @@ def _choose(
         groups = parts * GROUPS
         group_G = tl.load(group_EG + row * groups + g_G, mask=g_G < groups, other=float("-inf"))
         largest, total = overall(top_EC, sum_EC, row, parts, BLOCK_C)
-        low = _low(group_G, V, k, p, m, largest, total)
+        low = least_of(group_G, V, k, p, m, largest, total)
         reach = tl.sum(((group_G >= low) & (group_G > float("-inf"))).to(tl.int32))
         kind = MANY
         if (k < V) & (p < 1):
@@ -223,7 +205,7 @@ def _pick(keys, count, V, k, p, m, seed, length, largest, total, BLOCK: tl.const
     if k < V:
         total = tl.sum(mass)
     before = tl.cumsum(mass, 0) - mass
-    kept = alive & ((rank == 0) | ((before < _limit(p, total)) & (mass >= m)))
+    kept = alive & ((rank == 0) | ((before < limit(p, total)) & (mass >= m)))
     score = tl.where(kept, race(y, seed, length, v), float("-inf"))
     _, i = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     # a row without a number must not lead out of the vocabulary
@@ -368,7 +350,7 @@ def _finish(
             count_R = tl.sum(tl.load(count_ECR + at, mask=inside, other=0), 0)
             score_R = tl.load(record_E2R + row * 2 * RECORDS + r_R, mask=shown, other=float("-inf"))
             value_R = tl.load(record_E2R + (row * 2 + 1) * RECORDS + r_R, mask=shown, other=float("-inf"))
-            kept_R = shown & (count_R < k) & (mass_R < _limit(p, total)) & (tl.exp(value_R - largest) >= m)
+            kept_R = shown & (count_R < k) & (mass_R < limit(p, total)) & (tl.exp(value_R - largest) >= m)
             kept_R = kept_R | (shown & (count_R == 0))
             best, r = tl.max(tl.where(kept_R, score_R, float("-inf")), 0, return_indices=True)
             token = tl.load(record_id_ER + row * RECORDS + r)
@@ -390,7 +372,7 @@ def _walk(logits_V, V, temperature, k, p, m, seed, length, low, largest, total, 
     i_B = tl.arange(0, BLOCK)
     last_k = tl.full((), LEAST, tl.int64)
     if (k < V) & (p < 1):
-        last_k = _kth(logits_V, V, temperature, k, low, largest, BLOCK)
+        last_k = kth(logits_V, V, temperature, k, low, largest, BLOCK)
         total = 0.0
         for start in range(0, V, BLOCK):
             y = scaled(tl.load(logits_V + start + i_B, mask=start + i_B < V, other=float("-inf")), temperature)
@@ -414,22 +396,6 @@ def _walk(logits_V, V, temperature, k, p, m, seed, length, low, largest, total, 
             before = key_of(y, start + i_B) > behind
             count += tl.sum(before.to(tl.int32))
             mass += tl.sum(tl.where(before, tl.exp(y - largest), 0.0))
-        kept = (count < k) & (mass < _limit(p, total)) | (count == 0)
+        kept = (count < k) & (mass < limit(p, total)) | (count == 0)
         walking = tl.where(kept, 0, walking - 1)
     return token
-
-
-@triton.jit
-def _kth(logits_V, V, temperature, k, least, largest, BLOCK: tl.constexpr):
-    """The key of the k-th id of a row, whose value is `least` at least, by bisection; ends early at any key with k ids up to it."""
-    i_B = tl.arange(0, BLOCK)
-    low, high = key_of(least, tl.full((), 0x7FFFFFFF, tl.int32)), key_of(largest, tl.zeros([], tl.int32))
-    while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
-        count = tl.zeros([], tl.int32)
-        for start in range(0, V, BLOCK):
-            y = scaled(tl.load(logits_V + start + i_B, mask=start + i_B < V, other=float("-inf")), temperature)
-            count += tl.sum(((key_of(y, start + i_B) >= middle) & (start + i_B < V)).to(tl.int32))
-        low = tl.where(count >= k, middle, low)
-        high = tl.where(count > k, high, tl.where(count == k, middle, middle - 1))
-    return low

@@ -1,4 +1,4 @@
-"""Reference of `sampling.chain.follow`, of rows that stand in a step token by token.
+"""What becomes of the slots of rows whose drafts are a chain; rows stand in a step token by token.
 
 Letters: E rows, Q positions of each, N = E · Q, I integers of a slot, K stop ids, S slots, L columns of the tokens plane."""
 
@@ -22,22 +22,36 @@ def follow(
     tokens_EQ, count_E, done_E = out
     rows, query = tokens_EQ.shape
     ints_EI, slot_E = ints_NI.view(rows, query, -1)[:, 0], slot_N.view(rows, query)[:, 0]
-    length_E, end_E, made_E = ints_EI[:, 0], ints_EI[:, 2], ints_EI[:, 7]
+    made_E = ints_EI[:, 7]
     drawn_EQ, ahead_Q = drawn_N.view(rows, query), torch.arange(query, device=drawn_N.device)
-    stop_EQ = (drawn_EQ.unsqueeze(2) == stop_SK.index_select(0, slot_E).unsqueeze(1)).any(2)
+    stop_EQ = stops(drawn_EQ, stop_SK.index_select(0, slot_E))
     computed_EQ = ints_NI[:, 2].view(rows, query) > 0  # what the step did not compute is padding
     drafted_EQ = (ahead_Q < made_E.unsqueeze(1)) & computed_EQ.roll(-1, 1) & (ahead_Q < query - 1)
     right_EQ = (drawn_EQ == ids_N.view(rows, query).roll(-1, 1)) & drafted_EQ & ~stop_EQ
-    right_E = right_EQ.cumprod(1).sum(1)
+    taken_E, ended_E = append(drawn_EQ, stop_EQ, right_EQ.cumprod(1).sum(1), slot_E, ints_EI, tokens_SL, ints_SI)
+    tokens_EQ.copy_(drawn_EQ)
+    count_E.copy_(taken_E)
+    done_E.copy_(ended_E)
+
+
+def stops(tokens_EQ: Tensor, stop_EK: Tensor) -> Tensor:
+    """bool [E, Q]: which tokens end their slot."""
+    return (tokens_EQ.unsqueeze(2) == stop_EK.unsqueeze(1)).any(2)
+
+
+def append(
+    tokens_EQ: Tensor, stop_EQ: Tensor, right_E: Tensor, slot_E: Tensor, ints_EI: Tensor, tokens_SL: Tensor, ints_SI: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Appends as many tokens as there are right drafts, and one more, but none at or past the end. → how many, int64 [E]; whether the slot has ended,
+    bool [E]."""
+    length_E, end_E = ints_EI[:, 0], ints_EI[:, 2]
     taken_E = torch.minimum(1 + right_E, end_E - length_E).clamp_(min=0) * (end_E > 0)
     new_E = length_E + taken_E
     stopped_E = stop_EQ.gather(1, (taken_E - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     going_E = (new_E < end_E) & ~stopped_E
-    columns = tokens_SL.shape[1]
+    ahead_Q, columns = torch.arange(tokens_EQ.shape[1], device=tokens_EQ.device), tokens_SL.shape[1]
     column_EQ = torch.where(ahead_Q < taken_E.unsqueeze(1), length_E.unsqueeze(1) + ahead_Q, columns - 1)
     place_EQ = slot_E.unsqueeze(1) * columns + column_EQ
-    tokens_SL.view(-1).index_copy_(0, place_EQ.flatten(), drawn_N.to(torch.int32))
+    tokens_SL.view(-1).index_copy_(0, place_EQ.flatten(), tokens_EQ.flatten().to(torch.int32))
     ints_SI[:, :3].index_copy_(0, slot_E, torch.stack((new_E, new_E - 1, end_E * going_E), 1))
-    tokens_EQ.copy_(drawn_EQ)
-    count_E.copy_(taken_E)
-    done_E.copy_(~going_E)
+    return taken_E, ~going_E

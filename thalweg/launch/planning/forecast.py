@@ -11,8 +11,8 @@ from thalweg.config.machines import CHIPS, Hardware, hardware_of
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.config.options import Config, ParallelOptions
 from thalweg.core.amounts import size
-from thalweg.core.errors import CannotServe
-from thalweg.launch.decide import RULES, NoRoom
+from thalweg.core.errors import CannotServe, NoRoom
+from thalweg.launch.decide import RULES
 from thalweg.launch.hub import locate
 from thalweg.launch.planning import memory, processor, search
 from thalweg.launch.planning.floors import (
@@ -98,7 +98,8 @@ class Forecast:
         """Bytes of the running requests' state."""
         if self.room is not None:
             return self.room.slots
-        return float(slot_bytes(self.resolved.engine.slots, self.resolved.engine.context, table_entry=8))
+        engine, drafts = self.resolved.engine, self.resolved.sizes.slot_bytes
+        return float(slot_bytes(engine.slots, engine.context, table_entry=8, drafts=drafts))
 
     @property
     def best(self) -> Outcome | None:
@@ -234,13 +235,15 @@ def _resolved(config: Config, machine: Machine, named: bool) -> tuple[Resolved, 
                 return resolve(config, together, weights=False), str(error)
         except NoRoom as of_all:
             error = of_all
-        raise NoRoom(f"{error}{_larger(config) if named else ''}") from error
+        raise NoRoom(f"{error}{_larger(config, together.gpu_free) if named else ''}") from error
 
 
-def _larger(config: Config) -> str:
-    """Which of the machines that are known would hold the weights."""
+def _larger(config: Config, free: int) -> str:
+    """Which of the machines that are known would hold the weights; none is named where they fit into these bytes, and something else does not."""
     facts = read_facts(locate(config.model.model, config.model.revision, config.model.hf_token).folder)
     weights = sum(held(facts, Widths.of(facts)).values())
+    if free * HELD > weights:
+        return ""
     found = []
     for chip in CHIPS.values():
         fits = (count for count in COUNTS if chip.memory * count * HELD > weights)

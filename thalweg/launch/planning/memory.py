@@ -79,10 +79,10 @@ def with_pages(resolved: Resolved, room: Room, layout: Layout) -> Resolved:
 
 def _extent(resolved: Resolved) -> Extent:
     engine = resolved.engine
-    return Extent(engine.slots, engine.budget, engine.context, engine.graphs, engine.pieces)
+    return Extent(engine.slots, engine.budget, engine.context, engine.graphs, engine.pieces, resolved.sizes.slot_bytes)
 
 
 def _with_slots(room: Room, extent: Extent) -> Room:
     """Slots are as long as the longest sequence, which is no longer than what the pages hold."""
     context = min(extent.context, max(room.tokens, PAGE))
-    return dataclasses.replace(room, slots=slot_bytes(extent.slots + 1, context))
+    return dataclasses.replace(room, slots=slot_bytes(extent.slots + 1, context, drafts=extent.drafts))

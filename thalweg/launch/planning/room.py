@@ -57,20 +57,21 @@ class Room:
 @dataclass(frozen=True, slots=True)
 class Extent:
     """What an engine prepares for. slots: running requests; budget: tokens of a step; context: longest sequence. rows, tokens: of the steps that are
-    recorded whole, and in parts."""
+    recorded whole, and in parts. drafts: bytes that drafts add to a running request's state."""
 
     slots: int
     budget: int
     context: int
     rows: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
+    drafts: int = 0
 
 
-def slot_bytes(slots: int, context: int, table_entry: int = 4) -> int:
+def slot_bytes(slots: int, context: int, table_entry: int = 4, drafts: int = 0) -> int:
     """State of the requests as `batch.slots` keeps it: tokens, page table, eight integers, six numbers of sampling, stop ids, biases, the root of a
-    tree of drafts. table_entry: bytes, 8 on a CPU."""
+    tree of drafts. table_entry: bytes, 8 on a CPU. drafts: bytes that drafts add to each."""
     lists = 8 * (MAX_STOP_IDS + MAX_EOS_IDS) + 12 * MAX_LOGIT_BIAS + 8 * 3
-    return slots * (4 * (context + 1) + table_entry * -(-context // PAGE) + 8 * 8 + 6 * 4 + lists)
+    return slots * (4 * (context + 1) + table_entry * -(-context // PAGE) + 8 * 8 + 6 * 4 + lists + drafts)
 
 
 def step_bytes(facts: ModelFacts, extent: Extent, cut: int = 1) -> float:

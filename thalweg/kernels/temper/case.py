@@ -1,0 +1,62 @@
+"""Cases of a tempered distribution and of the winners of its race: the wishes and rows of `truncate`. Coins that lose may be rounded."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Iterator
+
+import torch
+from torch import Tensor
+
+from thalweg.kernels.case import Case, Run, size
+from thalweg.kernels.temper import ref
+from thalweg.kernels.truncate import case as truncate
+
+NAMES = "temperature_E", "top_k_E", "top_p_E", "min_p_E", "seed_E", "position_E"
+
+
+def cases(generator: torch.Generator) -> Iterator[Case]:
+    for one in truncate.cases(generator):
+        logits = one.inputs["logits_EV"]
+        columns = (one.inputs[name].tolist() for name in NAMES)
+        rows = [_exact(row, *asked) for row, *asked in zip(logits, *columns, strict=True)]
+        exact = tuple(torch.stack(part) for part in zip(*rows, strict=True))
+        yield replace(one, exact=exact, tolerance=1e-5, bytes=3 * size(logits))
+
+
+def _exact(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
+) -> tuple[Tensor, Tensor]:
+    value = (logits.double() / temperature).float().double()
+    kept = truncate.kept(value, top_k, top_p, min_p)
+    left = torch.full_like(value, -torch.inf)
+    left[kept] = value[kept]
+    return left, (left - truncate.coins(seed, position, len(value)).log()).max()
+
+
+def run(
+    logits_EV: Tensor, temperature_E: Tensor, top_k_E: Tensor, top_p_E: Tensor, min_p_E: Tensor, seed_E: Tensor, position_E: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    floats_EF = torch.stack((temperature_E, top_p_E, min_p_E), 1)
+    left_EV = ref.tempered(logits_EV, floats_EF, top_k_E, True)
+    return left_EV, (left_EV - truncate.coins_of(seed_E, position_E, logits_EV.shape[1]).log()).amax(-1)
+
+
+def run_triton(
+    logits_EV: Tensor, temperature_E: Tensor, top_k_E: Tensor, top_p_E: Tensor, min_p_E: Tensor, seed_E: Tensor, position_E: Tensor,
+    device: str = "cuda",
+) -> tuple[Tensor, ...]:  # fmt: skip
+    from thalweg.kernels.temper import triton
+    from thalweg.kernels.truncate.triton import Wishes
+
+    floats = torch.stack((temperature_E, top_p_E, min_p_E), 1).to(device)
+    ints = torch.stack((position_E, position_E - 1, position_E + 9, seed_E, top_k_E), 1).to(device)
+    wishes = Wishes(torch.arange(len(floats), device=device), floats, ints, 3, 4)
+    left_EV = triton.tempered(logits_EV.to(device), wishes, True)
+    raced_EV = triton.raced(left_EV, ints[:, 3], ints[:, 0])
+    return left_EV.to(logits_EV.device), raced_EV.amax(-1).to(logits_EV.device)
+
+
+_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})

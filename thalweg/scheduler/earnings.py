@@ -1,0 +1,56 @@
+"""What the outputs of a step make of the requests: tokens, the end, and what fronts are told of both."""
+
+from __future__ import annotations
+
+from thalweg.core.grammar import Grammars
+from thalweg.core.messages import Delta
+from thalweg.core.plan import Output, asked
+from thalweg.core.request import Leave, Request
+from thalweg.scheduler.holdings import Holdings
+from thalweg.scheduler.tally import Tally
+
+
+class Earnings:
+    """news: of all requests, in order, until it is taken."""
+
+    def __init__(self, holdings: Holdings, grammars: Grammars, tally: Tally) -> None:
+        self.holdings, self.grammars, self.tally = holdings, grammars, tally
+        self._news: list[Delta] = []
+
+    def earn(self, r: Request, output: Output) -> None:
+        """What `r` gets of a row that has retired; its last one marks it as finished."""
+        if output.scores:
+            r.scores.extend(output.scores)
+        tokens, page = output.tokens, self.holdings.page
+        first = not r.out
+        if tokens:
+            self.holdings.learn(r, tokens)
+            if r.masked:
+                self.grammars.advance(r.uid, tokens)
+            r.drafts, r.parents = output.drafts, output.parents
+            self.tally.decode_tokens += len(tokens)
+            final = len(r.prompt) + len(r.out) - 1
+            if final % page < len(tokens):  # a page has become full
+                self.holdings.share(r, final)
+        elif not (r.computed == r.base == r.end and not r.flight):  # who asked for no tokens ends with its prompt
+            return
+        if output.done or not tokens:
+            r.leave = Leave.FINISH
+            r.stop_id = tokens[-1] if tokens and tokens[-1] in r.stop_ids else -1
+            r.finish = "length" if r.stop_id < 0 else "stop"
+            self.tally.finished += 1
+        logprobs = asked(output.logprobs, r.needs.logprobs)
+        if first:
+            delta = Delta(r.uid, tokens, r.finish, r.stop_id, r.cached, logprobs, tuple(r.scores))
+        else:
+            drafted = r.drafted.told if r.finish or r.params.stop else None
+            delta = Delta(r.uid, tokens, r.finish, r.stop_id, 0, logprobs, drafted=drafted)
+        self._news.append(delta)
+
+    def aborted(self, r: Request) -> None:
+        self._news.append(Delta(r.uid, (), "abort", cached=0 if r.out else r.cached, drafted=r.drafted.told))
+
+    def news(self) -> tuple[Delta, ...]:
+        """What happened since the last call."""
+        news, self._news = self._news, []
+        return tuple(news)
