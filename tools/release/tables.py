@@ -232,6 +232,24 @@ PARTS = {
 }
 
 
+def soak(result: Result) -> Lines:
+    """Minutes at saturation: memory at its tightest, and whether it ever ran out."""
+    heads = [
+        "seconds",
+        "requests",
+        "tokens in",
+        "tokens out",
+        "pages",
+        "free at the least",
+        "reserve",
+        "tries again of the allocator",
+        "out of memory",
+    ]
+    free, kept = (f"{result[name] / 1e9:.2f} GB" for name in ("free_at_least", "reserve"))
+    counts = [f"{result[name]:,.0f}" for name in ("seconds", "requests", "prompt_tokens", "output_tokens", "pages")]
+    return table(heads, [[*counts, free, kept, result["allocator_retries"], result["out_of_memory"]]])
+
+
 def recomputed(result: Result) -> Lines:
     """A long generation beside its tokens as a prompt, and pages of that computed once more: what is kept of each layer, and logits."""
     rows = [
@@ -271,6 +289,7 @@ KINDS: dict[str, Callable[[Result], Lines]] = {
     "speculation": speculation,
     "speculation-steps": speculation_steps,
     "recomputed": recomputed,
+    "soak": soak,
 }
 
 
