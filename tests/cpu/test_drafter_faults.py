@@ -48,7 +48,7 @@ def test_one_that_raises_while_nothing_is_drafted(
 ) -> None:
     monkeypatch.setattr(late, "TOKENS", tokens)
     made = engine(3, depth=depth, slots=2)
-    made.loop.scheduler.widths.draft = lambda emitting: 0  # type: ignore[method-assign]
+    made.loop.scheduler.widths.draft = lambda emitting, most: 0  # type: ignore[method-assign]
     breaking(made, "observe", 2)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(5)) == plain

@@ -90,7 +90,7 @@ def test_what_a_drafter_that_lags_takes_later_is_measured(monkeypatch: pytest.Mo
     drafter, tokens = made.runner.drafting.drafter, list[int]()
     monkeypatch.setattr(drafter, "observe", lambda seen, *rest: tokens.append(len(seen.batch.ids_T)))
     assert widths._late(made.runner, widths._plan(2, 100, 0, 120), settings) > 0
-    assert tokens == [2 * 512] and not made.runner.drafting.late.behind
+    assert tokens == [2 * 100] and not made.runner.drafting.late.behind
     plain = engine(0, slots=2)
     widths._bind(plain.runner, settings, 2, 100, 120)
     assert widths._late(plain.runner, widths._plan(2, 100, 0, 120), settings) == 0.0

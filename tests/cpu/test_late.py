@@ -25,7 +25,7 @@ SHORTER = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
 
 
 def drafting(made: LocalEngine, width: Callable[[], int]) -> None:
-    made.loop.scheduler.widths.draft = lambda emitting: width()  # type: ignore[method-assign]
+    made.loop.scheduler.widths.draft = lambda emitting, most: width()  # type: ignore[method-assign]
 
 
 def observed(made: LocalEngine) -> list[int]:
@@ -115,7 +115,7 @@ def test_drafts_after_a_while_without_are_as_good_as_ever() -> None:
         made, steps = engine(2), 0
         of: dict[int, int] = {}
 
-        made.loop.scheduler.widths.draft = lambda rows, idle=idle: 2 * (len(rows[0].out) >= idle)  # type: ignore
+        made.loop.scheduler.widths.draft = lambda rows, most, idle=idle: 2 * (len(rows[0].out) >= idle)  # type: ignore
         made.submit(prompts(1)[0], LONG)
         known = 0
         while not made.idle:
@@ -203,6 +203,29 @@ def test_pages_of_who_has_left_are_another_ones_without_a_bind() -> None:
     (_, pages), (tokens, others) = ended
     assert set(pages) & set(others) and not twice
     check_entries(made, tokens, others)
+
+
+def test_a_prompt_that_goes_on_from_who_still_runs_finds_what_it_learned() -> None:
+    """The page that the one has filled while nothing was drafted is the other's prefix, with the drafter's entries."""
+    made = engine(2, slots=2)
+    drafting(made, lambda: 0)
+    prompt, running = list(range(30, 30 + PAGE - 8)), dict[int, list[int]]()
+    (uid,) = made.submit(prompt, LONG)
+    running[uid] = []
+    while len(running[uid]) < 20:
+        for delta in made.step():
+            running[delta.uid] += delta.tokens
+    ended = released(made)
+    (fork,) = made.submit(
+        [*prompt, *running[uid][:15]], SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    )
+    cached = 0
+    while not ended:
+        for delta in made.step():
+            cached = max(cached, delta.cached) if delta.uid == fork else cached
+    assert cached == PAGE and uid in {r.uid for r in made.loop.scheduler.live.values()}
+    made.runner.drafting.catch_up()
+    check_entries(made, *ended[0])
 
 
 def test_an_engine_without_a_drafter_keeps_nothing() -> None:

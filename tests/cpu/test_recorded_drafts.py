@@ -193,7 +193,7 @@ def played(made: LocalEngine, seed: int) -> tuple[list[list[int]], list[tuple[Ou
     )  # a grammar is compiled beside the steps, whenever that is done
     rng, steps = random.Random(seed), list[tuple[Output, ...]]()
     widths = random.Random(seed + 1)
-    made.loop.scheduler.widths.draft = lambda emitting: widths.choice((0, 1, 2, 3, 3))  # type: ignore[method-assign]
+    made.loop.scheduler.widths.draft = lambda emitting, most: widths.choice((0, 1, 2, 3, 3))  # type: ignore[method-assign]
     outputs = made.runner.outputs
     made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
     waiting = [

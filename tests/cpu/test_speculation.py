@@ -314,7 +314,7 @@ def test_a_width_that_comes_and_goes_changes_no_token(plain: list[list[int]]) ->
     """Steps of one token pass unseen, drafts of different numbers meet in a step."""
     made = engine(3, depth=2, budget=60)
     rng = random.Random(5)
-    made.loop.scheduler.widths.draft = lambda emitting: rng.choice((0, 0, 1, 3))  # type: ignore[method-assign]
+    made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 0, 1, 3))  # type: ignore[method-assign]
     assert run(made, prompts(5)) == plain
     assert made.loop.stats().accepted_tokens > 10
 

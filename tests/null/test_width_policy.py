@@ -12,7 +12,7 @@ import pytest
 from thalweg.core.request import Request
 from thalweg.core.sampling import SamplingParams
 from thalweg.scheduler.times import Rung
-from thalweg.scheduler.widths import MeasuredWidth, Verified
+from thalweg.scheduler.widths import MeasuredWidth, Verdict
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FAR_ROWS = (1, 8, 64)  # that are measured behind a long context
@@ -111,14 +111,14 @@ def chosen(
     policy = MeasuredWidth(measured(machine, rng, numbers, far=context != SHORT))
     prompt = (1,) * context
     batch, uid = [Request(i, prompt, SamplingParams(), 1 << 20) for i in range(rows)], rows
-    heard: list[Verified] = []
+    heard: list[Verdict] = []
     made, seconds, tokens = 0, 0.0, 0
     for _ in range(1 + warm):
         seconds = tokens = 0
         for odds in phases:
             until = tokens + each
             while tokens < until:
-                width = policy.draft(batch)
+                width = policy.draft(batch, policy.widest)
                 policy.learn(heard)
                 heard = []
                 seconds += machine.step(rows, made, width, context)
@@ -128,7 +128,7 @@ def chosen(
                         right += 1
                     tokens += 1 + right
                     if made:
-                        heard.append(Verified(r, made, (1 << right) - 1))
+                        heard.append(Verdict(r, made, (1 << right) - 1))
                     if rng.random() < (1 + right) / 150:
                         batch[i], uid = Request(uid, prompt, SamplingParams(), 1 << 20), uid + 1
                 made = width

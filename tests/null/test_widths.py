@@ -16,7 +16,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.scheduler import Scheduler
 from thalweg.scheduler.times import Rung, StepTimes
-from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, Verified, choices
+from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, Verdict, choices
 
 WIDEST = 4
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -50,9 +50,9 @@ def rate(policy: Any, cost: Cost, odds: float, rows: int, steps: int, seed: int 
     and heard of two later."""
     rng = random.Random(seed)
     batch, uid, made, seconds, tokens = [request(i) for i in range(rows)], rows, 0, 0.0, 0
-    heard: list[Verified] = []
+    heard: list[Verdict] = []
     for _ in range(steps):
-        width = policy.draft(batch)
+        width = policy.draft(batch, WIDEST)
         policy.learn(heard)
         heard = []
         seconds += cost[0](rows * (1 + made)) + cost[1] * width
@@ -62,7 +62,7 @@ def rate(policy: Any, cost: Cost, odds: float, rows: int, steps: int, seed: int 
                 right += 1
             tokens += 1 + right
             if made:
-                heard.append(Verified(r, made, (1 << right) - 1))
+                heard.append(Verdict(r, made, (1 << right) - 1))
             if rng.random() < (1 + right) / 60:
                 batch[i], uid = request(uid), uid + 1
         made = width
@@ -86,9 +86,30 @@ def test_it_finds_out_when_drafts_become_good() -> None:
     cost = COSTS["bound by memory"]
     policy = MeasuredWidth(times(cost))
     rate(policy, cost, 0.0, 8, 400)
-    assert sorted(policy.draft([request(0)] * 8) for _ in range(21))[10] == 0, "but for a try now and then"
+    assert sorted(policy.draft([request(0)] * 8, WIDEST) for _ in range(21))[10] == 0, "but for a try now and then"
     rate(policy, cost, 1.0, 8, 1500)
-    assert policy.draft([request(0)] * 8) == WIDEST
+    assert policy.draft([request(0)] * 8, WIDEST) == WIDEST
+
+
+def test_what_the_widest_saved_is_not_spent_on_tries() -> None:
+    """Hours of drafts that are always right, and then a text of which none is."""
+    cost = COSTS["bound by memory"]
+    policy = MeasuredWidth(times(cost))
+    rate(policy, cost, 1.0, 1, 20000)
+    rate(policy, cost, 0.0, 1, 300)
+    r = request(0)
+    policy.learn([Verdict(r, WIDEST, 0)] * 100)
+    assert sum(policy.draft([r], WIDEST) > 0 for _ in range(200)) < 20
+
+
+def test_of_widths_that_fit_the_best_is_chosen() -> None:
+    """One draft is never worth its time and three are: where only one fits, there is none."""
+    policy = MeasuredWidth([Rung(rows, 512, (1.0, 2.5, 2.5, 2.5)) for rows in (1, 8)])
+    r = request(0)
+    policy.learn([Verdict(r, 3, 0b111)] * 200)
+    assert policy.draft([r], 3) == 3
+    assert sorted(policy.draft([r], 1) for _ in range(21))[10] == 0
+    assert policy.draft([r], 0) == 0
 
 
 def test_one_request_is_no_other() -> None:
@@ -96,9 +117,9 @@ def test_one_request_is_no_other() -> None:
     policy = MeasuredWidth(times(COSTS["bound by memory"]))
     good, bad = request(0), request(1)
     for _ in range(100):
-        policy.learn([Verified(good, 4, 0b1111), Verified(bad, 4, 0)])
-    assert policy.draft([good]) == WIDEST
-    assert sorted(policy.draft([bad]) for _ in range(21))[10] <= 1, "but for a try now and then"
+        policy.learn([Verdict(good, 4, 0b1111), Verdict(bad, 4, 0)])
+    assert policy.draft([good], WIDEST) == WIDEST
+    assert sorted(policy.draft([bad], WIDEST) for _ in range(21))[10] <= 1, "but for a try now and then"
     assert sum(good.odds) > 3.5 > 0.1 > sum(bad.odds)
 
 
@@ -126,11 +147,11 @@ def test_odds_of_a_tree_are_kept_by_the_widths_that_are_chosen_from() -> None:
     assert policy.choices == choices(63) == (0, 1, 3, 7, 15, 31, 63)
     r, before = request(0), policy.odds
     for _ in range(300):
-        policy.learn([Verified(r, 10, 0b1000101001)])
+        policy.learn([Verdict(r, 10, 0b1000101001)])
     assert r.odds[:3] == pytest.approx([1, 0, 2], abs=0.01)
     ratio = r.odds[2] / before[2]
     assert r.odds[3:] == pytest.approx([odds * ratio for odds in before[3:]])
-    policy.learn([Verified(r, 63, (1 << 63) - 1)] * 300)
+    policy.learn([Verdict(r, 63, (1 << 63) - 1)] * 300)
     assert r.odds == pytest.approx([1, 2, 4, 8, 16, 32], abs=0.01)
     assert policy.odds == pytest.approx([1, 2, 4, 8, 16, 32], rel=0.01)
 
@@ -138,7 +159,7 @@ def test_odds_of_a_tree_are_kept_by_the_widths_that_are_chosen_from() -> None:
 def test_a_lost_drafter_is_not_asked_again() -> None:
     policy = MeasuredWidth(times(COSTS["bound by memory"]))
     policy.lost()
-    assert policy.widest == 0 and {policy.draft([request(0)]) for _ in range(500)} == {0}
+    assert policy.widest == 0 and {policy.draft([request(0)], WIDEST) for _ in range(500)} == {0}
 
 
 def test_drafts_that_do_not_fit_are_as_many_as_were_recorded() -> None:

@@ -26,7 +26,7 @@ from thalweg.bench.ablate_run import run as run_cell
 from thalweg.bench.ablate_tables import apart, markdown
 from thalweg.bench.eval_run import Asked, read_files
 from thalweg.bench.in_process import configuration, folder_name
-from thalweg.bench.results import ResultError, provenance
+from thalweg.bench.results import ResultError, homeless, provenance
 from thalweg.bench.usage import status
 from thalweg.config.args import parse_config
 from thalweg.config.machine import Machine
@@ -248,7 +248,7 @@ def _head(
             "setting": one.setting,
             "base": one.base,
             "levels": [level.label for level in one.levels],
-            "values": [level.value for level in one.levels],
+            "values": [homeless(level.value) for level in one.levels],
         }
         for one in made
     ]

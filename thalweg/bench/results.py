@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import thalweg
 
@@ -97,6 +98,16 @@ def commit() -> str:
     return f"{head}+changes" if head and git("status", "--porcelain", "--untracked-files=no") else head
 
 
+def homeless(value: Any) -> Any:
+    """The same, as JSON has it, with ~ for the user's own folder: results are shown to others."""
+    if isinstance(value, str):
+        home = str(Path.home())
+        return value.replace(home, "~") if len(home) > 1 else value
+    if isinstance(value, Mapping):
+        return {name: homeless(one) for name, one in value.items()}
+    return [homeless(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 def provenance(command: str, argv: list[str], configuration: Mapping[str, object]) -> dict[str, object]:
     """What goes with every result. configuration: the resolved one, in full; of the engine too where it is known."""
     return {
@@ -105,7 +116,7 @@ def provenance(command: str, argv: list[str], configuration: Mapping[str, object
         "device": device(),
         "versions": versions(),
         "commit": commit(),
-        "configuration": dict(configuration),
+        "configuration": homeless(configuration),
     }
 
 

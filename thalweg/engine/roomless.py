@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
+import torch
 
 from thalweg.core.errors import NoRoom, lacks_memory
 from thalweg.core.tree import CHAIN
@@ -17,7 +19,7 @@ from thalweg.engine.settings import EngineSettings
 log = logging.getLogger("thalweg.engine")
 
 LEFT_OUT = "there is no room for the drafter, and decoding goes on without it: %s"
-NOT_RECORDED = "the drafter cannot be recorded, and decoding goes on without it: %s"
+NOT_RECORDED = "steps with the drafter cannot be recorded, and decoding goes on without it: %s"
 
 T = TypeVar("T")
 
@@ -44,13 +46,15 @@ def with_or_without(build: Callable[[EngineSettings], T], settings: EngineSettin
         return build(settings)
     except DrafterFails as error:
         log.exception(NOT_RECORDED, error)
-        why = f"it cannot be recorded: {_first_line(error)}"
+        why = f"steps with it cannot be recorded: {_first_line(error)}"
     except (NoRoom, MemoryError, RuntimeError) as error:
         if not settings.drafter or not lacks_memory(error):
             raise
         log.error(LEFT_OUT, _first_line(error))
         why = f"no room for it: {_first_line(error)}"
-    # out here the error is gone, and what its frames held with it
+    # out here the error is gone, and what its frames held with it; the second build needs the memory of the first
+    gc.collect()
+    torch.cuda.empty_cache()
     return build(undrafted(settings, why))
 
 

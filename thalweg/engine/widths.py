@@ -114,7 +114,7 @@ def _late(runner: Runner, plan: StepPlan, settings: EngineSettings) -> float:
     if not drafting.learns or forwarded is None or forwarded.seen is None:
         return 0.0
     drafting.forget()
-    steps = drafting.late.room(rows)
+    steps = min(drafting.late.room(rows), plan.rows[0].start + 1)
     for _ in range(steps):
         drafting.late.keep(forwarded.seen, rows)
     _wait(runner)

@@ -59,9 +59,11 @@ class Drafting:
         self.late.drop()
 
     def leave(self, plan: StepPlan) -> None:
-        """Slots and pages may change hands in this step: of those who have left, nothing may be late."""
+        """Slots and pages may change hands in this step: of those who have left nothing may be late, nor in pages that a prompt may have found."""
         if self.late.behind and (plan.binds or plan.appends):
             stay = {row.slot for row in plan.rows} - {bind.slot for bind in plan.binds}
+            if any(bind.computed for bind in plan.binds):
+                stay -= self.late.filled()
             self._trying(lambda: self._catch_up(self.late.behind.keys() - stay))
 
     def catch_up(self) -> None:

@@ -19,6 +19,7 @@ from thalweg.core.plan import PAGE, Row, StepPlan
 from thalweg.spec.drafter import Seen
 
 ROW = 512  # tokens of a sequence that lag at most: what they take is far less than a step of as many
+LOOSE = 2  # steps whose places the host knows as a bound only, while drafts are in flight
 TOKENS = 2048  # of all together: a token of the largest models has some 14 to 43 kB of hidden states
 
 
@@ -61,6 +62,14 @@ class Late:
     @property
     def full(self) -> bool:
         return self.tokens >= TOKENS or self.longest >= ROW
+
+    def filled(self) -> set[int]:
+        """Slots whose kept tokens ended a page: it may be the prefix of another sequence by now."""
+        return {
+            slot
+            for slot, (places, last) in self.behind.items()
+            if len(places) <= LOOSE or (last.start + 1) // PAGE > (last.start + 1 - len(places)) // PAGE
+        }
 
     def keep(self, seen: Seen, rows: int) -> None:
         """Of the step's first rows, so many; each has one token."""

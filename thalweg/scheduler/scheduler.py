@@ -28,7 +28,7 @@ from thalweg.scheduler.queue import Queue
 from thalweg.scheduler.sheet import Sheet
 from thalweg.scheduler.tally import Tally
 from thalweg.scheduler.verdicts import Verdicts
-from thalweg.scheduler.widths import ConstantWidth, WidthPolicy, choices
+from thalweg.scheduler.widths import ConstantWidth, WidthPolicy
 
 RUNNING, STAYS, GONE = State.RUNNING, Leave.STAYS, (Leave.ABORT, Leave.FINISH)
 PROMPTS = 4  # drafts leave one part in so many of a step's tokens to prompts that wait
@@ -171,15 +171,13 @@ class Scheduler:
             self.holdings.share(r, min(r.computed, len(r.prompt)))
         self._emitted, self._grammars = sheet.emitting, sheet.grammars
         seen = max(self.step - self.stages, self.retired)  # a drained pipeline hears earlier
-        return sheet.plan(self.step, seen, min(self.widths.draft(sheet.emitting), self._widest()))
+        return sheet.plan(self.step, seen, self.widths.draft(sheet.emitting, self._widest()))
 
     def _widest(self) -> int:
-        """Drafts that decoding requests may have verified together in a step, and leave a share of it to prompts that wait; such a number as steps
-        were recorded with."""
+        """Drafts that decoding requests may have verified together in a step, and leave a share of it to prompts that wait."""
         prompts = bool(self._prefilling or self._waiting or self.queue)
         tokens = self.limits.budget - self.limits.budget // PROMPTS * prompts
-        fits = max(tokens // max(len(self._decoding), 1) - 1, 0)
-        return max(width for width in choices(self.widths.widest) if width <= fits)
+        return max(tokens // max(len(self._decoding), 1) - 1, 0)
 
     def _plan_decoding(self, sheet: Sheet) -> None:
         """One row for each decoding request that may sample in this step. The cap balances them over the cohorts of a pipeline."""

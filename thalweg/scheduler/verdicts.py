@@ -9,7 +9,7 @@ from thalweg.core.plan import Output, Row
 from thalweg.core.request import Request
 from thalweg.core.tree import depth
 from thalweg.scheduler.tally import Tally
-from thalweg.scheduler.widths import Verified
+from thalweg.scheduler.widths import Verdict
 
 SHAPES = 4096  # trees whose depth is remembered: those that are drafted again and again
 
@@ -20,7 +20,7 @@ class Verdicts:
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
         self._depth = lru_cache(SHAPES)(depth)
-        self._heard: list[Verified] = []
+        self._heard: list[Verdict] = []
 
     def made(self, emitted: Sequence[Request], width: int) -> None:
         """The last step that these sampled in was told to make so many drafts of each."""
@@ -35,9 +35,9 @@ class Verdicts:
             self.tally.drafts.verified(made, deepest, accepted)
             r.drafted.verified(made, deepest, accepted)
         if not output.done:
-            self._heard.append(Verified(r, row.drafts, output.path))
+            self._heard.append(Verdict(r, row.drafts, output.path))
 
-    def told(self) -> list[Verified]:
+    def told(self) -> list[Verdict]:
         """What was heard since the last call."""
         heard, self._heard = self._heard, []
         return heard

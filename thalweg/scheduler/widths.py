@@ -27,7 +27,7 @@ PROBING = 0.006  # of the time
 SURELY = 0.2  # of what a try takes longer counts as lost, whatever is hoped for
 
 
-class Verified(NamedTuple):
+class Verdict(NamedTuple):
     """So many drafts of a request, one at least, were verified, and accepted were those whose bits are set in `path`."""
 
     request: Request
@@ -42,10 +42,10 @@ class WidthPolicy(Protocol):
     def widest(self) -> int:
         """The largest width that it will ever name."""
 
-    def draft(self, emitting: Sequence[Request]) -> int:
-        """The width that B of a step in which these sample is asked to make."""
+    def draft(self, emitting: Sequence[Request], most: int) -> int:
+        """The width that B of a step in which these sample is asked to make, up to `most`."""
 
-    def learn(self, verified: Sequence[Verified]) -> None:
+    def learn(self, verified: Sequence[Verdict]) -> None:
         """What became of the drafts of a step; none of these has none."""
 
     def lost(self) -> None:
@@ -53,15 +53,15 @@ class WidthPolicy(Protocol):
 
 
 class ConstantWidth:
-    """Always the same width; 0 is no speculation."""
+    """Always the same width, or where there is no room for it the next one that steps were recorded with; 0 is no speculation."""
 
     def __init__(self, width: int) -> None:
         self.widest = width
 
-    def draft(self, emitting: Sequence[Request]) -> int:
-        return self.widest
+    def draft(self, emitting: Sequence[Request], most: int) -> int:
+        return self.widest if self.widest <= most else max(width for width in choices(self.widest) if width <= most)
 
-    def learn(self, verified: Sequence[Verified]) -> None:
+    def learn(self, verified: Sequence[Verdict]) -> None:
         return
 
     def lost(self) -> None:
@@ -83,28 +83,31 @@ class MeasuredWidth:
         self.owed = 0.0  # seconds that probing may take by now
         self.tries = self.heard = 0
 
-    def draft(self, emitting: Sequence[Request]) -> int:
+    def draft(self, emitting: Sequence[Request], most: int) -> int:
         if not emitting or not self.widest:
             return 0
+        allowed = self.choices[: bisect_right(self.choices, most)]
         rows = len(emitting)
         seconds = self.times.seconds(rows, sum(r.known for r in emitting) / rows)
         parts = zip(*(r.odds or self.odds for r in emitting), strict=True)
         tokens = dict(zip(self.choices, accumulate(map(sum, parts), initial=float(rows)), strict=True))
-        best = max(self.choices, key=lambda width: tokens[width] / seconds[width])
-        self.owed += PROBING * seconds[best]
-        if best == self.widest:
+        best = max(allowed, key=lambda width: tokens[width] / seconds[width])
+        if best == allowed[-1]:
             return best
-        wider = self.widest if self.tries % 2 else self.choices[self.choices.index(best) + 1]
+        wider = allowed[-1] if self.tries % 2 else allowed[allowed.index(best) + 1]
         # what more drafts take beyond the tokens that they are expected to bring, which may turn out to be wrong
         more = seconds[wider] - seconds[best]
         price = max(seconds[wider] - seconds[best] * tokens[wider] / tokens[best], SURELY * more)
+        self.owed = min(
+            self.owed + PROBING * seconds[best], price
+        )  # what is saved up beyond a try would be spent on many at once
         if self.owed < price:
             return best
         self.owed -= price
         self.tries += 1
         return wider
 
-    def learn(self, verified: Sequence[Verified]) -> None:
+    def learn(self, verified: Sequence[Verdict]) -> None:
         alike: dict[tuple[int, int], list[Request]] = {}  # by drafts and path
         for r, drafts, path in verified:
             alike.setdefault((drafts, path), []).append(r)

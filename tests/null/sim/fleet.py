@@ -22,7 +22,7 @@ from thalweg.engine.loop import Loop, OneRank
 from thalweg.scheduler import door
 from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.scheduler import Scheduler
-from thalweg.scheduler.widths import Verified
+from thalweg.scheduler.widths import Verdict
 
 PAGE, WIDEST, CONTEXT = 4, 3, 36
 
@@ -33,10 +33,10 @@ class RandomWidth:
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.widest = rng, WIDEST
 
-    def draft(self, emitting: Sequence[Request]) -> int:
-        return min(self.rng.randint(0, WIDEST), self.widest)
+    def draft(self, emitting: Sequence[Request], most: int) -> int:
+        return min(self.rng.randint(0, WIDEST), self.widest, most)
 
-    def learn(self, verified: Sequence[Verified]) -> None:
+    def learn(self, verified: Sequence[Verdict]) -> None:
         assert verified and all(0 <= path < 1 << drafts <= 1 << WIDEST for _, drafts, path in verified)
 
     def lost(self) -> None:
