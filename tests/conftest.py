@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 NULL = Path(__file__).parent / "null"
+
+
+def pytest_sessionstart() -> None:
+    """A shell that starts the tests in the background has Ctrl-C ignored, also in what they start; many tests press it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
