@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 NULL = Path(__file__).parent / "null"
+EXIT = 60  # seconds in which the interpreter must have ended
+WORKER = "PYTEST_XDIST_WORKER" in os.environ  # one of several processes
+
+if WORKER:  # one thread each; torch reads it when it is loaded
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Files are run as a whole, since their fixtures are made once a file; all of tests/gpu in one process, which has the GPU alone."""
+    from xdist.scheduler import LoadFileScheduling  # only `make test` has it
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/gpu" if nodeid.startswith("tests/gpu/") else super()._split_scope(nodeid)
+
+    return Files(config, log)
 
 
 def pytest_sessionstart() -> None:
     """A shell that starts the tests in the background has Ctrl-C ignored, also in what they start; many tests press it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure() -> None:
+    """A thread or a child that a failed test has left behind must not hold the process: then it says where each thread stands, and ends.
+    A worker waits for the others and is ended by the process that started it."""
+    if not WORKER:
+        faulthandler.dump_traceback_later(EXIT, exit=True, file=sys.__stderr__)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -9,5 +9,5 @@ from thalweg.models import traced
 
 @pytest.fixture(autouse=True)
 def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of one and of two rows are recorded, larger ones are not: TorchScript keeps some 15 MB of each recording for good."""
+    """Steps of one and of two rows are recorded, larger ones are not: most of an engine's start is recording."""
     monkeypatch.setattr(traced, "ROWS", 2)

@@ -166,15 +166,17 @@ def serving_in_a_thread(fake: Fake) -> Iterator[str]:
             await stop.wait()
 
     stop = asyncio.Event()
-    thread = threading.Thread(target=loop.run_until_complete, args=(body(),))
+    thread = threading.Thread(target=loop.run_until_complete, args=(body(),), daemon=True)
     thread.start()
-    yield address.get(timeout=10)
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
+    try:
+        yield address.get(timeout=10)
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
 
 
 async def _serve_one(fake: Fake, reader: asyncio.StreamReader, send: Send) -> bool:

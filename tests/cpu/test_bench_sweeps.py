@@ -125,7 +125,7 @@ def test_a_server_that_dies_half_way(tokenizer: str, tmp_path: Path, capsys: pyt
                 time.sleep(0.01)
             process.kill()
 
-        threading.Thread(target=kill).start()
+        threading.Thread(target=kill, daemon=True).start()
         flags = [
             "--base-url",
             url,
@@ -159,7 +159,7 @@ def test_ctrl_c_in_a_sweep_keeps_the_points(tokenizer: str, tmp_path: Path) -> N
 
         stop, main = threading.Event(), threading.main_thread().ident
         assert main is not None
-        thread = threading.Thread(target=press)
+        thread = threading.Thread(target=press, daemon=True)
         thread.start()
         flags = [
             "--base-url",

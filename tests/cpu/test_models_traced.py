@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +44,23 @@ def test_every_step_is_bit_for_bit_the_eager_one(folder: Path) -> None:
             assert torch.equal(want, got)
     kinds = 1 if model.facts.indexer is None else 2
     assert kinds + 1 <= len(fast._programs) <= 2 * kinds + 1, "one row, two and three were recorded"
+
+
+def test_nothing_is_left_of_a_model_that_is_dropped(folder: Path) -> None:
+    """A process makes engines over and over."""
+    model = zoo.ours(folder)
+    bench = Bench(traced(model), 1)
+    for i in range(AFTER + 2):
+        bench.step([(0, [i])])
+    tensors = {
+        name: weakref.ref(one)
+        for name, module in model.named_modules()
+        for one in (*module.parameters(recurse=False), *vars(module).values())
+        if isinstance(one, torch.Tensor)
+    }
+    del model, bench
+    gc.collect()
+    assert not {name for name, one in tensors.items() if one() is not None}
 
 
 def test_padding_rows_pass_through(folder: Path) -> None:

@@ -90,7 +90,7 @@ async def measure(path: str) -> tuple[float, float, float]:
         server = uvicorn.Server(uvicorn.Config(fake_app(front), log_level="warning", access_log=False))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         port = listener.getsockname()[1]
-        process = multiprocessing.get_context("spawn").Process(target=client, args=(port, path))
+        process = multiprocessing.get_context("spawn").Process(target=client, args=(port, path), daemon=True)
         process.start()
         deadline = time.monotonic() + 60
         while len(front.queues) < STREAMS:

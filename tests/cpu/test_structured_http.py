@@ -218,7 +218,7 @@ def test_hostile_requests_are_refused_while_a_stream_goes_on(api: httpx.Client, 
                         begun.set()
         ended.set()
 
-    thread = threading.Thread(target=flow)
+    thread = threading.Thread(target=flow, daemon=True)
     thread.start()
     assert begun.wait(30)
     for grammar in HOSTILE.values():

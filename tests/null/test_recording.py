@@ -153,7 +153,7 @@ class Watched:
 def test_the_sentry_writes_once_for_each_time_that_the_loop_stands_still(tmp_path: Path) -> None:
     loop: Any = Watched(tmp_path)
     reads, writes = os.pipe()
-    thread = threading.Thread(target=sentry._watch, args=(loop, loop.ring, 0.08, reads))
+    thread = threading.Thread(target=sentry._watch, args=(loop, loop.ring, 0.08, reads), daemon=True)
     thread.start()
     try:
         time.sleep(0.2)

@@ -238,7 +238,7 @@ def test_a_long_stop_string_costs_no_more(tokenizer: Tokenizer) -> None:
 def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
     library().save(str(tmp_path / "tokenizer.json"))
     tokenizer, text = Tokenizer(tmp_path), "the ship sails down the river, 漢字 and é. " * 8000
-    working = threading.Thread(target=tokenizer.encode, args=(text,))
+    working = threading.Thread(target=tokenizer.encode, args=(text,), daemon=True)
     ticks = 0
     working.start()
     while working.is_alive():

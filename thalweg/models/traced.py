@@ -9,8 +9,9 @@ changed in place are followed. Larger batches spend their time in the operations
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +106,7 @@ class Traced:
 
     def _record(self, key: tuple[int, bool], batch: Batch, planes: Planes) -> Program:
         inputs = (*_inputs(batch, batch.groups[0]), *self._memory)
-        return _recorded(_Step(self.model, (_longest(self.facts, *key),), planes), inputs)
+        return _recorded(_step(self.model, (_longest(self.facts, *key),), planes), (self.model,), inputs)
 
 
 class TracedHead:
@@ -115,7 +116,7 @@ class TracedHead:
         self.head, self.planes, self._memory = head, planes, planes.tensors()
         self._drafts: dict[tuple[int, bool], Program] = {}
         self._observed: dict[int, Program] = {}
-        facts = head.facts
+        facts, weights = head.facts, (head, head.main[0])
         reaches = [1] if facts.indexer is None else [1, facts.indexer.topk + 1]
         for rows in range(1, ROWS + 1):
             zeros = torch.zeros(rows, dtype=torch.int64)
@@ -126,9 +127,9 @@ class TracedHead:
                 batch = Batch(zeros, zeros, zeros, table_RP, zeros == 0, zeros, (group,))
                 inputs = (state_RW, *_inputs(batch, group), *self._memory)
                 longest = (_longest(facts, rows, reach > 1),)
-                self._drafts[rows, reach > 1] = _recorded(_Draft(head, longest, planes, head.forward), inputs)
+                self._drafts[rows, reach > 1] = _recorded(_draft(head.forward, longest, planes), weights, inputs)
                 if reach == 1 and not head.attends:
-                    self._observed[rows] = _recorded(_Draft(head, longest, planes, head.observe), inputs)
+                    self._observed[rows] = _recorded(_draft(head.observe, longest, planes), weights, inputs)
 
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
         group, indexer = batch.groups[0], self.head.facts.indexer
@@ -153,37 +154,34 @@ class TracedHead:
         self._observed[len(ids_T)](state_TW, *inputs, *self._memory)
 
 
-class _Draft(nn.Module):
-    """See `_Step`. work: the head's `forward` or `observe`."""
-
-    def __init__(
-        self, head: Head, groups: tuple[Group, ...], planes: Planes, work: Callable[..., Tensor | None]
-    ) -> None:
-        super().__init__()
-        self.head, self.main, self.groups, self.planes, self.work = head, head.main[0], groups, planes, work
-
-    def forward(
-        self, state_TW: Tensor, ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor
-    ) -> Tensor:  # fmt: skip
-        batch = Batch(ids_T, positions_T, write_T, table_RP, real_T, ids_T, self.groups)
-        made = self.work(ids_T, state_TW, batch, self.planes)
-        return state_TW if made is None else made
-
-
 def _longest(facts: ModelFacts, rows: int, chosen: bool) -> Group:
     """The longest context of its kind: what is sized by it in a program is then only an upper bound."""
     indexer = facts.indexer
     return Group(0, rows, 0, 1, facts.context if chosen or indexer is None else min(indexer.topk, facts.context))
 
 
-def _recorded(module: nn.Module, inputs: tuple[Tensor, ...]) -> Program:
+def _recorded(work: Program, modules: Sequence[Model | Head], inputs: tuple[Tensor, ...]) -> Program:
+    """`work` as a program of its own, of which nothing is left when it is dropped. modules: of these it refers to parameters and buffers, so that it
+    follows them where they change in place; other tensors become constants of it, merged where they are equal.
+
+    `torch.jit.trace` does the same in a compilation unit that all of Python shares and that is never cleared: some 15 MB a program, for good."""
+    program = torch._C.ScriptModule("Recorded", torch._C.CompilationUnit(), False)  # type: ignore[call-arg]
+    for number, tensor in enumerate(tensor for module in modules for tensor in _tensors(module)):
+        program._register_attribute(f"tensor{number}", torch._C.TensorType.get(), tensor)  # type: ignore[attr-defined]
+    strict, outplace, names, stored = True, False, list[str](), False
     with warnings.catch_warnings():
         # Python values that are constants of this kind of step; and torch prefers torch.compile, which needs a C++ compiler here
         warnings.simplefilter("ignore")
-        program: Program = torch.jit.trace(module, inputs, check_trace=False)  # type: ignore[no-untyped-call]
+        program._create_method_from_trace("forward", work, inputs, lambda _: "", strict, outplace, names, stored)  # type: ignore[attr-defined]
+    forward: Program = program._get_method("forward")
     for _ in range(2):  # TorchScript optimises in its first runs; they write what the step itself writes
-        program(*inputs)
-    return program
+        forward(*inputs)
+    return forward
+
+
+def _tensors(module: Model | Head) -> Iterator[Tensor]:
+    assert isinstance(module, nn.Module), "models and heads are modules"
+    return chain(module.parameters(), module.buffers())
 
 
 def singles(batch: Batch, group: Group) -> Batch:
@@ -197,19 +195,25 @@ def singles(batch: Batch, group: Group) -> Batch:
     )
 
 
-class _Step(nn.Module):
-    """A step as a module that holds the model: TorchScript then refers to its parameters. Of a plain function they would be constants, copied, merged
-    where they are equal, and never freed."""
+def _step(model: Model, groups: tuple[Group, ...], planes: Planes) -> Program:
+    """A step of tensors alone. written: the sink and the planes' tensors; that they are inputs keeps TorchScript from dropping what only writes."""
 
-    def __init__(self, model: Model, groups: tuple[Group, ...], planes: Planes) -> None:
-        super().__init__()
-        self.model, self.groups, self.planes = model, groups, planes
+    def step(ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor) -> Tensor:  # fmt: skip
+        return model.forward(Batch(ids_T, positions_T, write_T, table_RP, real_T, ids_T, groups), planes)
 
-    # written: the sink and the planes' own tensors; that they are inputs keeps TorchScript from dropping what only writes
-    def forward(
-        self, ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor
-    ) -> Tensor:
-        return self.model.forward(Batch(ids_T, positions_T, write_T, table_RP, real_T, ids_T, self.groups), self.planes)
+    return step
+
+
+def _draft(work: Callable[..., Tensor | None], groups: tuple[Group, ...], planes: Planes) -> Program:
+    """The same of a head. work: its `forward` or `observe`."""
+
+    def draft(
+        state_TW: Tensor, ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor
+    ) -> Tensor:  # fmt: skip
+        made = work(ids_T, state_TW, Batch(ids_T, positions_T, write_T, table_RP, real_T, ids_T, groups), planes)
+        return state_TW if made is None else made
+
+    return draft
 
 
 def _inputs(batch: Batch, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
