@@ -35,7 +35,8 @@ COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), T
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence of a result. logprobs: one for each of ids, when asked."""
+    """One sequence of a result. logprobs: one for each of ids, when asked. finish: "stop", "length", or "error" where the model computed no numbers
+    (NaN), and there is no next token."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)

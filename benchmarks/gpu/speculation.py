@@ -79,7 +79,7 @@ ROWS = (
     160,
     256,
 )  # recorded: those of all that a server would record which are used here
-FEW_ROWS = (1, 2, 4, 8, 16, 32, 128)
+FEW_ROWS = (1, 2, 4, 8, 16, 32, 128, 256)
 TOKENS = (128, 256, 384, 512, 640, 1024, 2048)
 DRAFTED = 32000  # tokens that a published EAGLE-3 head has
 GENERATED, PROMPT = 32768, 64

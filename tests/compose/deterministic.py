@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.compose.workload import Answer, serve, workload
+from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
 
 SEED = 11
@@ -14,6 +15,16 @@ CASES: dict[str, dict[str, Any]] = {
     "small chunks, scarce pages": {"budget": 48, "depth": 1, "radix": True, "pages": 10, "slots": 16},
     "overlap, prefix hits": {"budget": 100, "depth": 2, "radix": True, "pages": 200, "slots": 16},
     "few slots, no cache": {"budget": 2048, "depth": 2, "radix": False, "pages": 200, "slots": 3},
+}
+# drafts that part ways, for whatever drafts: in small chunks, with overlap and prefix hits
+TREES: dict[str, Any] = {
+    "budget": 100,
+    "depth": 2,
+    "radix": True,
+    "pages": 200,
+    "slots": 8,
+    "width": 7,
+    "tree": TreeShape(3, 3, 7),
 }
 
 

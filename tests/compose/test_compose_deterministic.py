@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.compose.deterministic import CASES, KINDS, PLAIN, answers, assert_equal_bits
+from tests.compose.deterministic import CASES, KINDS, PLAIN, TREES, answers, assert_equal_bits
 from tests.compose.workload import Answer
 from thalweg.core.kernels import KernelChoice
 from thalweg.engine.local import LocalEngine
@@ -31,6 +31,12 @@ def plain(kind: str) -> list[Answer]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_depend_on_the_sequence_alone(name: str, kind: str) -> None:
     assert_equal_bits(plain(kind), answers(engine(**CASES[name]), kind, alone=False))
+
+
+def test_bits_do_not_depend_on_trees() -> None:
+    made = engine(drafter="nextn", **TREES)
+    assert_equal_bits(plain("seeded"), answers(made, "seeded", alone=False))
+    assert made.loop.stats().accepted_tokens > 100
 
 
 def test_without_it_bits_do_move() -> None:

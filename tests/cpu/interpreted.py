@@ -12,12 +12,20 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.gpu import growing
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, Needs
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.adjust import triton as adjusting
+from thalweg.kernels.climb import case as climb
+from thalweg.kernels.draft import ref as draft_ref
+from thalweg.kernels.draft import triton as draft
+from thalweg.kernels.grow import ref as grow_ref
+from thalweg.kernels.grow import triton as grow
 from thalweg.kernels.temper import case
 from thalweg.kernels.temper import triton as tempering
+from thalweg.kernels.verify import case as verify
+from thalweg.sampling.launched import Launched
 from thalweg.sampling.sample import BANNED, REFERENCE
 
 EDITS: list[dict[str, Any]] = [
@@ -25,6 +33,15 @@ EDITS: list[dict[str, Any]] = [
     {"repetition_penalty": 0.8, "presence_penalty": -0.7, "frequency_penalty": 0.1, "min_tokens": 99, "logit_bias": ((3, 5.0),)},
     {"frequency_penalty": 0.4},
 ]  # fmt: skip
+
+DRAWS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 2000, "top_p": 0.9},
+    {"temperature": 1.3, "min_p": 0.01},
+]
 
 
 @triton.jit
@@ -61,6 +78,80 @@ def adjusted(vocab: int, query: int, drafts: int) -> None:
         assert not torch.equal(want, logits)
 
 
+def broken(kinds: list[dict[str, Any]], vocab: int, needs: Needs) -> None:
+    """Rows with a NaN, of every kind, have no token; the others have theirs."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows = 2 * len(kinds)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    nan_E = torch.arange(rows) % 2 == 0
+    places = torch.randint(0, vocab, (rows,), generator=generator)
+    logits[nan_E, places[nan_E]] = torch.nan
+    logits[0] = torch.nan
+    logits[1, 5] = torch.inf  # a number that wins
+    slots = [Slots(rows, 60, torch.device("cpu")) for _ in range(2)]
+    for one in slots:
+        one.bind(
+            [Bind(i, (5, 6, 7 + i), 3, 2, 59, 9 + i, (7, 1), SamplingParams(**kinds[i // 2])) for i in range(rows)]
+        )
+    slot_E = torch.arange(rows)
+    made = [
+        sampling.choose(logits.clone(), one, slot_E, one.ints_SI.clone(), needs)
+        for sampling, one in zip((Launched(), REFERENCE), slots, strict=True)
+    ]
+    assert torch.equal(made[0].tokens_EQ, made[1].tokens_EQ), (vocab, needs, made)
+    assert torch.equal(made[0].tokens_EQ[:, 0] < 0, nan_E) and made[0].done_E[nan_E].all()
+    assert torch.equal(made[0].done_E, made[1].done_E)
+    assert all(torch.equal(*(getattr(one, name) for one in slots)) for name in ("ints_SI", "tokens_SL"))
+    assert not slots[0].tokens_SL[nan_E, 3].any()
+    left = Launched.odds.tempered(logits, slots[0], slot_E, slots[0].ints_SI, needs.truncated)
+    assert torch.equal(left.softmax(-1).isnan().all(-1), nan_E | (left == torch.inf).any(-1))
+
+
+def verified() -> None:
+    for one in verify.cases(torch.Generator().manual_seed(1)):
+        errors = one.errors(verify.run_triton(**one.given(), device="cpu"))
+        assert max(errors) <= one.tolerance, (one.name, errors)
+
+
+def trees() -> None:
+    """Their paths, and how they are grown."""
+    generator = torch.Generator().manual_seed(1)
+    for one in climb.cases(generator):
+        errors = one.errors(climb.run_triton("cpu", **one.given()))
+        assert max(errors) <= one.tolerance, (one.name, errors)
+    ids_D = torch.randperm(18000, generator=generator)[:9000]
+    for many, branches, deepest, vocab, ids in ((1, 4, 4, 5000, None), (2, 10, 3, 9000, ids_D), (3, 2, 1, 900, None)):
+        made = growing.scene(many, branches, deepest, vocab, torch.device("cpu"), generator)
+        differences = growing.differences(grow, made, branches * deepest, branches, ids)
+        assert not differences, (many, branches, deepest, differences)
+    assert growing.impossible(grow, torch.device("cpu"))
+    for module in (grow, grow_ref):
+        assert growing.sound(module, torch.device("cpu")) == [True, False, False, True]
+
+
+def concluded() -> None:
+    """What is no draft: no entry, a logit or a state that is no number, and an id that the target has not."""
+    generator = torch.Generator().manual_seed(2)
+    entry, logits = torch.tensor([7, 8, -1, 9, 2]), torch.randn(5, 40, generator=generator)
+    state, new = torch.randn(2, 5, 300, generator=generator)
+    new[1, 9], logits[4, 2] = torch.nan, torch.inf
+    slot, ints = torch.tensor([3, 1, 7, 0, 4]), torch.tensor([[9, 8, 99, 0, 0, 0, 0, 1]]).repeat(9, 1)
+    ids, fine = torch.arange(40) * 5, [True, False, False, True, False]
+    for ids_D, vocab, wanted, sound in (
+        (None, 40, [7, 8, 0, 9, 0], fine), (ids, 200, [35, 40, 0, 45, 0], fine), (ids, 36, [35, 0, 0, 0, 0], [True, *[False] * 4])
+    ):  # fmt: skip
+        for module in (draft, draft_ref):
+            flags, tokens = torch.ones(5, dtype=torch.bool), torch.zeros(9, 50, dtype=torch.int32)
+            drafts = torch.zeros(5, 3, dtype=torch.int64)
+            chain = draft_ref.Chain(slot, torch.ones(5, dtype=torch.int64), state.clone(), drafts, flags)
+            slots_ints = ints.clone()
+            module.conclude(draft_ref.Drawn(entry, logits, ids_D, vocab), new, ints[slot], chain, tokens, slots_ints)
+            assert tokens[slot, 9].tolist() == wanted == drafts[:, 1].tolist() and flags.tolist() == sound, module
+            assert slots_ints[slot, 7].tolist() == [2] * 5 and torch.equal(
+                chain.state_EW.nan_to_num(), new.nan_to_num()
+            )
+
+
 def main() -> int:
     tl.extra.cuda.libdevice.fast_logf = logarithm  # the device's own is nothing that is interpreted
     vars(adjusting)["BLOCK"] = 32  # so that sequences have several
@@ -68,6 +159,12 @@ def main() -> int:
         tempered(lists)
     for shape in ((12, 4, 3), (60, 16, 4)):
         adjusted(*shape)
+    verified()
+    trees()
+    concluded()
+    for vocab in (300, 5000):
+        broken(DRAWS[:2], vocab, Needs(random=True))
+        broken(DRAWS, vocab, Needs(random=True, truncated=True))
     return 0
 
 

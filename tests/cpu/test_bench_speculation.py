@@ -244,9 +244,10 @@ def test_tables_of_the_docs() -> None:
     lines = tables.speculation({"speculation": [row, row | {"shape": "2x2x4", "width": 4} | times]})
     assert lines[2] == "| 60 | 1 | 500 (1.00) | 500 (1.00) |" and lines[-1] == "| tree 2x2x4 | 60 | 1,000 | 0 | 200 |"
     slow = row | {"step_latency": 0.002}
-    wide = [slow | {"width": width, "step_latency": 0.003, "accept_length": 2.0} for width in (2, -1)]
+    drafted = {"step_latency": 0.003, "accept_length": 2.0, "steps_by_width": [1, 0, 3]}
+    wide = [slow | drafted | {"width": width} for width in (2, -1)]
     lines = tables.speculation_steps({"speculation": [slow, *wide], "accept_length": 2.5})
-    assert lines[2] == "| 60 | 1 | 2.00 | 3.00 (1.50) | 3.00 (1.50, brings 2.00) |"
+    assert lines[2] == "| 60 | 1 | 2.00 | 3.00 (1.50) | 3.00 (1.50, brings 1.50; drafts in 75%) |"
 
 
 def test_one_batch_tells_what_was_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from thalweg.config.args import HABITS, Habit, config_parser, parse_config
+from thalweg.config.foreign import ABSENT, EQUAL, WITHOUT
 from thalweg.config.setting import Setting
 from thalweg.config.tree import settings, spellings
 from thalweg.core.errors import CannotServe
@@ -68,6 +69,11 @@ def test_a_habit_changes_nothing_and_says_so(habit: Habit) -> None:
     assert parsed.notices == (f"--{habit.flag} changes nothing: {habit.note}",)
 
 
+def test_absent_flags_have_their_rows() -> None:
+    shown = {flag for row in rows("Flags that are not here") for flag in FLAG.findall(row[0])}
+    assert shown == {f"--{flag}" for one in ABSENT for flag in one.flags.split()}
+
+
 def test_same_names_are_our_names() -> None:
     same = section("Flags with the same name")
     names = set(FLAG.findall(same))
@@ -78,7 +84,7 @@ def test_flags_that_are_not_here_are_refused_and_their_substitutes_exist() -> No
     for missing, instead in rows("Flags that are not here"):
         for flag in FLAG.findall(missing):
             assert flag not in OURS, f"{flag} exists now"
-            with pytest.raises(CannotServe, match=f"unknown flag {flag}"):
+            with pytest.raises(CannotServe, match=f"unknown flag {flag}: {re.escape(instead.replace('`', ''))}$"):
                 parse_config(PARSER, [flag])
         assert set(FLAG.findall(instead)) <= OURS, instead
 
@@ -91,7 +97,9 @@ def test_every_other_flag_on_the_page_exists() -> None:
 def test_the_example_lines_are_understood() -> None:
     lines = [line for line in PAGE.splitlines() if line.startswith("thalweg serve")]
     notices = [parse_config(PARSER, shlex.split(line)[2:]).notices for line in lines]
-    assert [len(one) for one in notices] == [0, 4]
+    assert [len(one) for one in notices] == [0, 4, 2]
+    keys = {key for row in rows("`--speculative-config`") for key in re.findall(r"`(\w+)`", row[0])}
+    assert keys == {*EQUAL, *WITHOUT}
 
 
 def test_parsers_of_other_names_are_all_named_and_lead_to_ours() -> None:

@@ -180,3 +180,42 @@ def test_the_gate_knows_every_part_that_the_page_names() -> None:
     assert all(f"| {name} |" in (check.__doc__ or "") for name in check.PARTS)
     committed = {row["task"] for row in json.loads(check.EVALS.read_text())["results"]}
     assert set(check.TASKS) <= committed
+
+
+def decoded(width: int, rate: float, batch: int = 1, **fields: Any) -> dict[str, Any]:
+    made = {
+        "shape": "chain",
+        "width": width,
+        "batch_size": batch,
+        "input_len": 60,
+        "decode_throughput": rate,
+        "step_latency": 0.01,
+    }
+    return made | {"accept_length": 2.0, "drafted_tokens": 1, "steps_by_width": [0, 1], **fields}
+
+
+def test_what_the_engine_chose_says_how_often_it_drafted() -> None:
+    chosen = decoded(-1, 160.0, steps_by_width=[30, 10, 0, 0])
+    rows = [
+        decoded(0, 100.0, accept_length=1.0),
+        decoded(1, 150.0),
+        chosen,
+        decoded(-1, 99.0, batch=2, drafted_tokens=0),
+    ]
+    first, second = tables.speculation({"speculation": rows})[2:4]
+    assert first == "| 60 | 1 | 100 (1.00) | 150 (2.00) | 160 (2.00 in 25% of steps) |"
+    assert second.endswith("| 99 (no drafts) |")
+    steps = tables.speculation_steps({"speculation": rows[:3], "accept_length": 2.5})[2]
+    assert steps.endswith("| 10.00 (1.00) | 10.00 (1.00, brings 1.60; drafts in 25%) |"), "all its steps count"
+
+
+def test_the_best_fixed_number_of_several_models() -> None:
+    slow = {"model": "a", "speculation": [decoded(0, 100.0), decoded(1, 90.0), decoded(-1, 200.0)]}
+    fast = {
+        "model": "b",
+        "speculation": [decoded(0, 100.0), decoded(1, 150.0), decoded(2, 145.0), decoded(0, 50.0, batch=8)],
+    }
+    assert tables.speculation_best(slow, fast)[2:] == [
+        "| a | 60 | 100 (plain) | – |",
+        "| b | 60 | 100 → 150 (+50%, 1 draft) | 50 (plain) |",
+    ]

@@ -19,6 +19,7 @@ from thalweg.config.machine import Machine
 from thalweg.config.tree import config_of
 from thalweg.core.errors import CannotServe, NoRoom
 from thalweg.core.plan import PAGE
+from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine import build, roomless
 from thalweg.engine.local import LocalEngine
@@ -79,6 +80,69 @@ def test_one_that_stops_making_numbers_while_it_serves(
     stats = made.loop.stats()
     assert stats.drafter_failures == 1 and stats.accepted_tokens > 0
     assert run(made, prompts(5)) == plain and made.loop.stats().drafted_tokens == stats.drafted_tokens
+
+
+KINDS = {"chain": CHAIN, "tree": TreeShape(2, 2, 4), "static tree": TreeShape(2, 2, 4, False)}
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_k=40, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[bool, list[list[int]]]:
+    """By whether they were sampled."""
+    made = engine(0)
+    return {params is SAMPLED: run(made, prompts(2), params) for params in (GREEDY, SAMPLED)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "sampled"),
+    [
+        ("chain", "nan", False),
+        ("chain", "one nan", True),
+        ("chain", "inf", False),
+        ("tree", "one nan", False),
+        ("tree", "inf", True),
+        ("static tree", "nan", True),
+        ("static tree", "inf", False),
+    ],
+)
+def test_one_whose_logits_are_no_numbers(
+    kind: str, fault: str, sampled: bool, wanted: dict[bool, list[list[int]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its states are, so nothing of them tells."""
+    tree = KINDS[kind]
+    made = engine(4 if tree.on else 2, depth=2, tree=tree, slots=2)
+    drafter, calls = made.runner.drafting.drafter, 0
+    assert isinstance(drafter, Unrolled) and made.runner.slots.tree.on == tree.on
+    real = drafter.head.logits
+
+    def logits(hidden: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = real(hidden).clone()
+        if calls > 6:
+            found[:, ... if fault == "nan" else 9] = torch.inf if fault == "inf" else torch.nan
+        return found
+
+    drafter.head.logits = logits  # type: ignore[method-assign]
+    with caplog.at_level(logging.ERROR, "thalweg.engine"):
+        assert run(made, prompts(2), SAMPLED if sampled else GREEDY) == wanted[sampled]
+    (line,) = errors(caplog)
+    assert "not numbers" in line
+    stats = made.loop.stats()
+    assert stats.drafter_failures == 1 and stats.steps_by_width[0] > 1, "steps after it are counted"
+    assert calls < 20
+
+
+@pytest.mark.parametrize("far", [1 << 31, -1])
+def test_one_whose_drafts_are_no_tokens(plain: list[list[int]], far: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The target would look for the embedding of what is drafted."""
+    made = engine(2, depth=2)
+    drafter = made.runner.drafting.drafter
+    assert isinstance(drafter, Unrolled)
+    drafter.head.ids_D = torch.full((drafter.vocab,), far)  # type: ignore[misc]
+    with caplog.at_level(logging.ERROR, "thalweg.engine"):
+        assert run(made, prompts(5)) == plain
+    assert len(errors(caplog)) == 1 and made.loop.stats().drafter_failures == 1
 
 
 def test_one_that_raises_while_steps_are_timed(

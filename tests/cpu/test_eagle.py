@@ -50,6 +50,25 @@ def unrecorded() -> Any:
         yield
 
 
+def test_ids_that_a_head_cannot_mean_are_refused(tmp_path: Path) -> None:
+    """The target would look for their embeddings, or a tree would have equal children."""
+    given = json.loads((Path(MODEL) / "config.json").read_text())
+    third = heads.config(given, True)
+    made = heads.tensors(third, given["hidden_size"], True)
+    target: Any = zoo.ours(Path(MODEL))
+    loaded(target, heads.publish(tmp_path / "head", third, made))
+    place, vocab = torch.arange(len(made["d2t"])), given["vocab_size"]
+    for name, wrong, words in (
+        ("absolute", made["d2t"] + place, ("subtract from each its place", f"0 to {vocab - 1}")),
+        ("far", made["d2t"].clone().index_fill_(0, torch.tensor([7]), vocab), (f"value {vocab} at 7 makes that {vocab + 7}", "1 of")),
+        ("below", made["d2t"].clone().index_fill_(0, torch.tensor([7]), -9), ("value -9 at 7 makes that -2", "1 of")),
+        ("twice", torch.arange(len(place)) // 2 - place, ("which another entry says, too", "value -1 at 1 makes that 0")),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError) as refused:
+            loaded(target, heads.publish(tmp_path / name, third, made | {"d2t": wrong}))
+        assert all(word in str(refused.value) for word in (str(tmp_path / name), "d2t", *words)), refused.value
+
+
 # ---- one pass
 
 

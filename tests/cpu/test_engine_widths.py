@@ -94,3 +94,22 @@ def test_what_a_drafter_that_lags_takes_later_is_measured(monkeypatch: pytest.Mo
     plain = engine(0, slots=2)
     widths._bind(plain.runner, settings, 2, 100, 120)
     assert widths._late(plain.runner, widths._plan(2, 100, 0, 120), settings) == 0.0
+
+
+def test_a_machine_that_has_become_slower_does_not_look_like_a_long_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a long context adds to one row is multiplied by the number of rows."""
+    made, steps = engine(3, slots=2, context=4096), 0
+
+    def run(runner: Any, plan: Any, settings: Any) -> float:
+        nonlocal steps
+        steps += 1
+        slower = 1.0 if steps <= 2 * 2 * 4 * (1 + widths.REPEATS) else 1.5  # behind the short context all was well
+        return slower * (1.0 + plan.draft + plan.reach / 40960) * len(plan.rows)
+
+    monkeypatch.setattr(widths, "_run", run)
+    monkeypatch.setattr(widths, "_late", lambda *_: 0.0)
+    settings = widths.measured(msgspec.structs.replace(made.settings, times=None), made.runner)
+    assert settings.times is not None and settings.times[2][:2] == (1, 4084)
+    times = StepTimes(settings.times)
+    for rows in (1, 2, 30):
+        assert times.seconds(rows, 60) == pytest.approx([rows * (1.0 + w) for w in range(4)], rel=0.03)

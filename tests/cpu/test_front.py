@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -48,7 +50,7 @@ async def eventually(true: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 90))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(test(), 240))  # type: ignore[arg-type]
 
 
 def test_streams_equal_the_local_engine_and_refusals_harm_nobody() -> None:
@@ -196,6 +198,29 @@ def test_closing_twice_waits_until_a_stuck_engine_is_gone(monkeypatch: pytest.Mo
             await first
 
     run(test)
+
+
+UNCLOSED = """
+import asyncio
+from tests.cpu.test_front import MODEL, SETTINGS, Front, Tokenizer
+
+if __name__ == "__main__":
+    loop, front = asyncio.new_event_loop(), Front(SETTINGS, Tokenizer(MODEL))
+    loop.run_until_complete(front.start())
+    print(front.ready.pid, flush=True)
+    raise SystemExit("nobody closes it")
+"""
+
+
+def test_an_engine_that_nobody_closes_holds_no_process(tmp_path: Path) -> None:
+    script, root = tmp_path / "unclosed.py", MODEL.parents[1]
+    script.write_text(UNCLOSED)
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, str(script)]
+    left = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=60)
+    assert left.returncode == 1 and "nobody closes it" in left.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(left.stdout), 0)
 
 
 def test_a_full_queue_refuses() -> None:

@@ -11,6 +11,8 @@ from thalweg.attention.selection import RandomChoice, best
 from thalweg.kernels.case import Case, Run
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.fp8_block.ref import dequantize, quantize, quantize_rows, scales_of
+from thalweg.kernels.temper import case as temper
+from thalweg.kernels.truncate import case as truncate
 
 SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 
@@ -41,6 +43,21 @@ def test_a_wrong_result_is_noticed() -> None:
     masked = Case("", {}, (torch.tensor([1.0, -torch.inf]),), 1e-6, 1, 1)
     assert masked.errors((torch.tensor([1.0, -torch.inf]),))[0] == 0.0
     assert masked.errors((torch.tensor([1.0, -1e9]),))[0] == torch.inf
+
+
+def test_a_race_that_another_token_wins_is_noticed() -> None:
+    """With the same score, too."""
+    for case in temper.cases(torch.Generator().manual_seed(SEED)):
+        left, coins = (
+            case.exact[0],
+            truncate.coins_of(*map(case.inputs.get, ("seed_E", "position_E")), case.exact[0].shape[1]),
+        )
+        raced = left - coins.log()
+        assert (
+            max(case.errors(temper.won(left, raced)))
+            <= case.tolerance
+            < min(case.errors(temper.won(left, raced.roll(1, 1)))[2:])
+        )
 
 
 def test_exact_powers_of_two_stay() -> None:

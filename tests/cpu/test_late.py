@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cpu.test_speculation import GREEDY, engine, prompts, run, unrecorded
+from thalweg.batch.batch import Batch, Extent
+from thalweg.batch.prepare import groups_of
+from thalweg.batch.slots import Slots
 from thalweg.bench.nextn_acceptance import whole_batch
-from thalweg.core.plan import PAGE
+from thalweg.core.plan import PAGE, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models.deepseek import Deepseek
 from thalweg.runner import late
+from thalweg.runner.late import Late
+from thalweg.spec.drafter import Seen
 from thalweg.spec.unroll import HIDDEN, Unrolled
 
 assert unrecorded  # a fixture of this module, too
@@ -179,6 +185,41 @@ def test_a_request_that_comes_stirs_nobody_else() -> None:
     made.step()
     assert tokens[2:] == [19 + 19, len(others[2])], "of both who have left"
     assert len(behind[slot].places) > 30
+
+
+class Joined(TorchDispatchMode):
+    """Numbers that are put together."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function.__name__.partition(".")[0] == "cat":
+            self.numbers += made.numel()
+        return made
+
+
+def test_who_catches_up_takes_its_own_tokens_along_and_nothing_else() -> None:
+    """Of what all have kept: the first, one in the middle with the last, and then all who are left."""
+    slots, rng, width = Slots(8, 400, torch.device("cpu")), random.Random(4), 16
+    late, seen = Late(slots, passing=False), dict[int, list[int]]()
+    for step in range(40):
+        going = sorted(rng.sample(range(5), 4))
+        rows = tuple(Row(slot, slot, step, 1, 0, True) for slot in going)
+        at = torch.tensor([100 * step + slot for slot in going])
+        batch = Batch(at, at, at, slots.table_SP[:4], at >= 0, at, groups_of(rows), (Extent(1, 400),) * 4)
+        late.keep(Seen(StepPlan(step, step, rows, reach=400), batch, at.unsqueeze(1).expand(4, width).float()), 4)
+        for slot in going:
+            seen.setdefault(slot, []).append(100 * step + slot)
+    for wanted in ([0], [2, 4], [1, 3]):
+        with Joined() as joined:
+            made = late.joined(wanted)
+        assert made is not None
+        tokens = [token for row in made.plan.rows for token in seen[row.slot]]
+        assert sorted(row.slot for row in made.plan.rows) == wanted
+        assert made.batch.ids_T.tolist() == made.hidden_TH[:, 3].tolist() == tokens
+        assert joined.numbers == len(tokens) * (4 + width)
+    assert not late.steps
 
 
 def test_pages_of_who_has_left_are_another_ones_without_a_bind() -> None:

@@ -204,7 +204,25 @@ def test_drafts_of_a_nextn_layer(plan: Run, tmp_path: Path) -> None:
     made = json.loads(plan(path, "--machine", "h200x8", "--tp-size", "8", "--concurrency", "32", "--json").out)
     ratios = [one["ratio"] for one in made["drafts"]]
     assert [one["drafts"] for one in made["drafts"]] == [1, 2, 3] and 1 < ratios[0] < ratios[1] < ratios[2] < 2
-    assert "pays when a step brings a request more than" in plan(path, "--machine", "h200x8").out
+    assert (made["drafts_by"], made["drafts_asked"]) == ("the next-token layer", False)
+    said = plan(path, "--machine", "h200x8").out
+    assert "pays when a step brings a request more than" in said and "which was not asked for" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "by", "counts"),
+    [
+        ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "the next-token layer", [15]),
+        ("--speculative-algorithm NGRAM", "looking up the text itself", [1, 2, 3, 4]),
+        ("--speculative-algorithm NONE", "", []),
+    ],
+)
+def test_drafts_are_those_of_the_drafter(plan: Run, tmp_path: Path, flags: str, by: str, counts: list[int]) -> None:
+    path = folder(tmp_path / "mtp", DEEPSEEK | {"num_nextn_predict_layers": 1})
+    asked = (path, "--machine", "h200x8", "--tp-size", "8", "--concurrency", "32", *flags.split())
+    made = json.loads(plan(*asked, "--json").out)
+    assert [one["drafts"] for one in made["drafts"]] == counts
+    assert (made["drafts_by"], made["drafts_asked"]) == (by, by != "")
 
 
 def test_a_drafter_takes_its_memory(plan: Run, tmp_path: Path) -> None:

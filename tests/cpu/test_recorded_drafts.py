@@ -27,7 +27,7 @@ from thalweg.kernels.verify import ref as verify
 from thalweg.moe.experts import Experts
 from thalweg.runner import draft_graphs
 from thalweg.runner.draft_graphs import DraftGraphs
-from thalweg.runner.drafting import NOT_RECORDED
+from thalweg.runner.drafting import NOT_RECORDED, DrafterFails
 from thalweg.runner.verified import FAR, verifications
 from thalweg.sampling.sample import REFERENCE
 from thalweg.sampling.standard import Standard
@@ -245,6 +245,34 @@ def counted(made: LocalEngine) -> dict[str, int]:
     for verified in graphs.verified:  # type: ignore[attr-defined]
         watch(verified, "sample", "accept")
     return counts
+
+
+PLACES = {
+    "its step": ("Recorded", "_a", False),
+    "its draw": ("Recorded", "_b", False),
+    "accept": ("Verified", "_accept", True),
+    "what it learns": ("Learning", "_learn", True),
+    "a draft": ("Proposing", "_draft", True),
+}
+
+
+@pytest.mark.parametrize(("kind", "method", "drafters"), PLACES.values(), ids=PLACES)
+def test_only_what_a_drafter_needs_is_blamed_on_it(
+    graphs: Any, kind: str, method: str, drafters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, raised = engine(WIDEST, slots=SLOTS + 1), RuntimeError("CUDA error: on purpose")
+    drafter, context = made.runner.drafting.drafter, made.runner.slots.context
+    assert isinstance(drafter, Unrolled)
+    drafter.kernels = PLAIN
+
+    def fails(*args: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(getattr(graphs, kind), method, fails)
+    for error, blamed in ((raised, drafters), (torch.OutOfMemoryError("CUDA out of memory"), False)):
+        raised = error
+        with pytest.raises(DrafterFails if blamed else type(error), match=str(error)):
+            graphs.record(made.runner, ROWS, (), False, context, SLOTS, lambda done, count: None, range(1, 1 + WIDEST))
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,32 @@
-"""Trees that were recorded: steps that verify them, and growing them, give plain decoding's tokens. CUDA graphs are played by a recorder of torch's
-operations; who asks the device, or takes numbers of the host along, fails."""
+"""Trees that were recorded: steps that verify them, accepting their paths, learning from these, and growing the next ones, publish what eager ones
+do. CUDA graphs are played by a recorder of torch's operations; who asks the device, or takes numbers of the host along, fails."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cpu.test_recorded_drafts import Tape, add_all_
-from tests.cpu.test_speculation import engine, prompts, run, unrecorded
+from tests.cpu.test_recorded_drafts import KINDS, Strict, Tape, _storage, add_all_
+from tests.cpu.test_speculation import JSON, engine, prompts, run, unrecorded
+from thalweg.core.grammar import FREE
+from thalweg.core.plan import Needs, Output, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
+from thalweg.engine.local import LocalEngine
 from thalweg.moe.experts import Experts
 from thalweg.runner import tree_graphs
+from thalweg.runner.drafting import NOT_RECORDED
+from thalweg.sampling.standard import Standard
+from thalweg.spec.launched import PLAIN
+from thalweg.spec.tree import Branching
 
 assert unrecorded  # a fixture of this module, too
 SLOTS, SHAPE = 7, TreeShape(3, 3, 7)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=12, ignore_eos=True)
+COUNTS = ("get", "sample", "observe", "propose")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,30 +38,138 @@ def played() -> Iterator[None]:
         yield
 
 
-def test_recorded_trees_give_plain_decodings_tokens() -> None:
-    plain = engine(0)
-    made = engine(SHAPE.nodes, tree=SHAPE, slots=SLOTS + 1, depth=2)
+def made_of(recorded: bool, tape: Tape) -> tuple[LocalEngine, dict[str, int]]:
+    """An engine whose A is recorded, and B, too, or not; how often each is replayed."""
+    made = engine(SHAPE.nodes, tree=SHAPE, slots=SLOTS + 1, depth=2, budget=96)
     made.loop.scheduler.holdings.slots.remove(SLOTS)  # nobody's: what fills recordings up
-    runner, counts = made.runner, {"verified": 0, "grown": 0}
-    held = runner.model, runner.planes, runner.slots, runner.drafting.drafter
+    runner, counts = made.runner, dict.fromkeys(COUNTS, 0)
+    drafter = runner.drafting.drafter
+    assert isinstance(drafter, Branching)
+    drafter.kernels = PLAIN
+    held = runner.model, runner.planes, runner.slots, drafter, runner.slots.context, SLOTS
     with torch.inference_mode():
-        runner.groves = groves = tree_graphs.groves([1, 16], *held, runner.slots.context, SLOTS, Tape())  # type: ignore[arg-type]
-    assert [one.rows for one in groves.groves] == [1, tree_graphs.TREES]
+        runner.groves = groves = tree_graphs.groves([1, 2, 16], *held, tape, runner.sampling, runner.move)  # type: ignore[arg-type]
+    assert [one.rows for one in groves.groves] == [1, 2, 8]
+    places: list[tuple[Any, str]] = [(groves, "get"), (groves.drafts, "observe"), (groves.drafts, "propose")]
+    for owner, name in [*places, *((grove, "sample") for grove in groves.groves)]:
+        _watch(owner, name, counts)
+    if not recorded:
+        groves.drafts = NOT_RECORDED
+        for grove in groves.groves:
+            grove.graphs.clear()
+    return made, counts
 
-    def counting(owner: Any, name: str, count: str) -> None:
-        real = getattr(owner, name)
 
-        def watched(*args: Any) -> Any:
-            found = real(*args)
-            counts[count] += found is not None
-            return found
+def _watch(owner: Any, name: str, counts: dict[str, int]) -> None:
+    real = getattr(owner, name)
 
-        setattr(owner, name, watched)
+    def watched(*args: Any, **more: Any) -> Any:
+        found = real(*args, **more)
+        counts[name] += found is not None and found is not False
+        return found
 
-    counting(groves, "get", "verified")
-    counting(groves.drafts, "propose", "grown")
-    for params in (GREEDY, SEEDED):
-        assert run(made, prompts(3, 60), params) == run(plain, prompts(3, 60), params)
+    setattr(owner, name, watched)
+
+
+def answers(made: LocalEngine, seed: int) -> tuple[list[list[int]], list[tuple[Output, ...]]]:
+    """Requests that come and go, of trees now and then: their tokens, and all that was published."""
+    # a grammar is compiled beside the steps, whenever that is done
+    run(made, [[0, 5]], SamplingParams(temperature=0.0, max_tokens=2), JSON)
+    rng, steps, outputs = random.Random(seed), list[tuple[Output, ...]](), made.runner.outputs
+    widths = random.Random(seed + 1)
+    drafts = 0, 1, SHAPE.nodes, SHAPE.nodes, SHAPE.nodes
+    made.loop.scheduler.widths.draft = lambda emitting, most: widths.choice(drafts)  # type: ignore[method-assign]
+    made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
+    waiting = [
+        (prompt, SamplingParams(max_tokens=rng.randint(5, 40), ignore_eos=i % 6 > 0, **KINDS[i % len(KINDS)]), i)
+        for i, prompt in enumerate(prompts(7, 80))
+    ]
+    found: dict[int, list[int]] = {}
+    while waiting or not made.idle:
+        if waiting and (made.idle or rng.random() < 0.2):
+            prompt, params, i = waiting.pop()
+            found |= {uid: [] for uid in made.submit(prompt, params, grammar=FREE if i % 6 else JSON)}
+        for delta in made.step():
+            found[delta.uid] += delta.tokens
+    return list(found.values()), steps
+
+
+TAPE = Tape()
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[LocalEngine, dict[str, int]]:
+    return made_of(True, TAPE)
+
+
+def test_recorded_steps_publish_what_eager_ones_do(whole: tuple[LocalEngine, dict[str, int]]) -> None:
+    """With penalties and masks ahead of what is recorded, and log-probabilities behind it."""
+    made, counts = whole
+    tokens, steps = answers(made, 3)
+    eager, none = made_of(False, Tape())
+    wanted, published = answers(eager, 3)
+    assert tokens == wanted and steps == published
     stats = made.loop.stats()
     assert stats.accepted_tokens > 20 and not stats.drafter_failures
-    assert min(counts.values()) > 8, counts
+    assert min(counts.values()) > 15, counts
+    assert none["get"] > 15 and not none["sample"], none
+
+
+def test_tokens_are_those_of_plain_decoding(whole: tuple[LocalEngine, dict[str, int]]) -> None:
+    plain = engine(0)
+    for fields in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 3}):
+        params = SamplingParams(max_tokens=12, ignore_eos=True, **fields)  # type: ignore[arg-type]
+        assert run(whole[0], prompts(3, 60), params) == run(plain, prompts(3, 60), params)
+
+
+def test_another_rule_than_was_recorded_is_not_replayed(whole: tuple[LocalEngine, dict[str, int]]) -> None:
+    runner = whole[0].runner
+    grove: Any = runner.groves.get(_plan(1))
+    with torch.inference_mode():
+        assert grove.sample(1, Needs(random=True), runner.sampling) is not None
+        assert grove.sample(1, Needs(random=True), Standard(runner.sampling)) is None
+
+
+def test_what_fills_a_recording_up_is_padding(whole: tuple[LocalEngine, dict[str, int]]) -> None:
+    """Rows that there are not change nothing of any slot, nor of a page but the null page."""
+    runner = whole[0].runner
+    grove: Any = runner.groves.get(_plan(3))
+    assert grove.rows == 8
+    runner.slots.reset()
+    slots, planes = runner.slots.ints_SI.clone(), {name: held.clone() for name, held in runner.planes.bytes.items()}
+    with torch.inference_mode():
+        _, slot_E, _, seen = grove.forward(_plan(3))
+        found = grove.sample(3, Needs(), runner.sampling)
+        assert runner.groves.drafts.observe(seen.straight)
+    assert slot_E.tolist() == [0, 1, 2] and not seen.straight.batch.real_T.any()
+    assert found.count_E.tolist() == [0] * 3 and found.done_E.all()
+    assert torch.equal(runner.slots.ints_SI, slots)
+    assert all(torch.equal(held[1:], planes[name][1:]) for name, held in runner.planes.bytes.items())
+
+
+def _plan(rows: int) -> StepPlan:
+    return StepPlan(0, 0, tuple(Row(slot, slot, 9, 1 + SHAPE.nodes, SHAPE.nodes, True) for slot in range(rows)))
+
+
+def test_no_recording_reads_what_another_may_have_written_over(whole: tuple[LocalEngine, dict[str, int]]) -> None:
+    """The memory of the pool: accept finds there what A of its own step has left, others find nothing; and what is published lies elsewhere."""
+    recordings = TAPE.recordings
+    pool = set[int]().union(*(one.made for one in recordings))
+    first: dict[str, Strict] = {}
+    reading = list[int]()
+    for one in recordings:
+        a = first.setdefault(one.block, one)
+        assert one is a or not one.read & pool - a.made, one.block
+        reading.append(bool(one is not a and one.read & a.made))
+    assert sum(reading) == 9, "three kinds of draws of three numbers of rows"
+    groves: Any = whole[0].runner.groves
+    published = [x for grove in groves.groves for x in (*grove.out, *grove.paths, grove.hidden_MX)]
+    published += [x for growing in groves.drafts.growing for x in growing.out]
+    assert not pool & {_storage(one) for one in published}
+
+
+def test_how_many_rows_are_recorded() -> None:
+    steps = (1, 2, 4, *range(8, 257, 8))
+    assert tree_graphs.sizes(steps, 16) == [16, 8, 4, 2, 1], "as many tokens as the largest step"
+    assert tree_graphs.sizes(steps[-1:], 16) == [16] and tree_graphs.sizes(steps, 64) == [8, 4, 2, 1]
+    assert tree_graphs.sizes((1, 2, 4), 16) == [4, 2, 1] and tree_graphs.sizes((1, 3), 4) == [3, 1]

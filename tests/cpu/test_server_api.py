@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.cpu.fakes import CONTEXT, EOS, FakeFront, Script, eventually, fake_app, serving
+from tests.cpu.fakes import CONTEXT, EOS, FakeFront, FakePiece, Script, eventually, fake_app, serving
 from thalweg.config.server import ServerOptions
-from thalweg.core.errors import CannotServe, EngineDead, InvalidRequest
+from thalweg.core.errors import CannotServe, EngineDead, InvalidRequest, NoNumbers
 
 ADMIN = {"Authorization": "Bearer root"}
 
@@ -500,12 +501,23 @@ def test_abort() -> None:
 def test_a_request_may_be_aborted_before_its_prompt_is_scored(path: str, body: dict[str, Any], stream: bool) -> None:
     front, answers = slow(gap=0.3), []
     with talk(front, admin_api_key="root") as api:
-        waiter = threading.Thread(target=lambda: answers.append(api.post(path, json=body | {"stream": stream})))
+        ask = partial(api.post, path, json=body | {"stream": stream})
+        waiter = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
         waiter.start()
         eventually(lambda: front.running == 1)
         assert api.post("/abort", json={"abort_all": True}, headers=ADMIN).json() == {"aborted": 1}
         waiter.join()
     assert answers[0].status_code == 200 and "abort" in answers[0].text
+
+
+def test_an_engine_that_starts_is_not_dead() -> None:
+    front = slow()
+    with talk(front, ADMIN, admin_api_key="root") as api:
+        front.state, front.reason, front.ready = "starting", "the engine is starting", None
+        for path, body in (("/generate", {"text": "x"}), ("/detokenize", {"tokens": [1]})):
+            answer = api.post(path, json=body)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_starting", path
+            assert "the engine is starting" in answer.text and answer.headers["Retry-After"] == "1"
 
 
 def test_engine_death() -> None:
@@ -525,6 +537,39 @@ def test_engine_death() -> None:
         for path in ("/flush_cache", "/resolved", "/detokenize"):
             answer = api.request("GET" if path == "/resolved" else "POST", path, json={"tokens": [1]})
             assert answer.status_code == 503, path
+
+
+class Breaking(FakeFront):
+    """Whose model computes no numbers behind some tokens."""
+
+    async def stream(self, *args: Any, **options: Any) -> AsyncGenerator[FakePiece, None]:
+        async for piece in super().stream(*args, **options):
+            yield piece
+            if piece.completion_tokens >= 3:
+                raise NoNumbers
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/generate", {"text": "x"}),
+    ],
+)
+def test_a_request_without_numbers_is_told_so(path: str, body: dict[str, Any]) -> None:
+    with talk(Breaking(lambda prompt, choice: "word " * 400)) as api:
+        answer = api.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (500, "server_error", "no_numbers")
+        assert "NaN" in error["message"] and "Retry-After" not in answer.headers
+        with api.stream("POST", path, json=body | {"stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"] == error and response.status_code == 200
+        assert (
+            len(lines) > 2
+            and 'thalweg_choices_total{model_name="scripted",finish="error"} 2' in api.get("/metrics").text
+        )
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
@@ -584,6 +629,12 @@ def test_openapi_describes_every_route(api: httpx.Client) -> None:
     reference = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     body = page["components"]["schemas"][reference.rpartition("/")[2]]
     assert "messages" in body["required"] and body["properties"]["stream_options"]["anyOf"]
+    needed = {
+        path: one["post"]["requestBody"]["required"]
+        for path, one in paths.items()
+        if "requestBody" in one.get("post", {})
+    }
+    assert {path for path in needed if not needed[path]} == {"/start_profile"}
     for path in (
         "/v1/completions",
         "/generate",

@@ -16,6 +16,7 @@ from tests.cpu.test_speculation import GREEDY, engine, prompts, unrecorded
 from thalweg.bench.remote import Counters, accept_length, read_counters
 from thalweg.config.server import ServerOptions
 from thalweg.core.drafts import Drafted
+from thalweg.core.messages import Stats
 
 assert unrecorded  # a fixture of this module, too
 TOLD = Drafted(4, 8, 5, (4, 4), (3, 2))
@@ -108,6 +109,36 @@ def test_the_server_says_when_drafts_are_accepted_with_a_loss() -> None:
         front.ready = msgspec.structs.replace(front.ready, resolved=json.dumps(resolved))
         told = api.get("/server_info").json()["speculative_acceptance"]
         assert told == {"rule": "race", "lossless": False, "reason": "by decree", "simulated": 2.5}
+
+
+class Lost(FakeFront):
+    """Its drafter has failed."""
+
+    @property
+    def stats(self) -> Stats:
+        return msgspec.structs.replace(super().stats, drafter_failures=1)
+
+
+def test_the_server_says_whether_anything_still_drafts() -> None:
+    for front, active in ((FakeFront(), True), (Lost(), False)):
+        ready = front.ready
+        assert ready is not None
+        decided = {"speculative_algorithm": ("NEXTN", "why"), "speculative_acceptance": ("race", "")}
+        resolved = {name: {"name": name, "value": value, "source": "auto", "reason": reason}
+                    for name, (value, reason) in decided.items()}  # fmt: skip
+        front.ready = msgspec.structs.replace(ready, resolved=json.dumps(resolved))
+        with serving(fake_app(front)) as url:
+            told = httpx.get(f"{url}/server_info").json()
+            (state,) = told["internal_states"]
+            assert (state["speculative"]["drafter"], state["speculative"]["active"]) == ("NEXTN", active)
+            assert (
+                state["speculative"]["reason"] == "why" if active else "switched off" in state["speculative"]["reason"]
+            )
+            assert (told["speculative_acceptance"] is not None) == active
+            resolved["speculative_algorithm"] |= {"value": "NONE", "reason": "no room for it"}
+            front.ready = msgspec.structs.replace(ready, resolved=json.dumps(resolved))
+            (state,) = httpx.get(f"{url}/server_info").json()["internal_states"]
+            assert state["speculative"] == {"drafter": "NONE", "active": False, "reason": "no room for it"}
 
 
 def test_the_load_generator_reads_what_its_own_load_was_given() -> None:

@@ -19,6 +19,7 @@ from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models import traced
+from thalweg.runner import late
 from thalweg.spec.small import Small
 from thalweg.spec.unroll import Unrolled
 from thalweg.weights import stream
@@ -88,6 +89,27 @@ def test_each_folder_is_read_for_what_is_its_own(llama: Path, monkeypatch: pytes
     with Safetensors(llama) as own:
         assert read.count(str(llama)) == len([*own.names()])
     assert read.count(MODEL) == 2 * without
+
+
+def test_it_catches_up_with_a_long_text_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind 280 tokens for which nothing was drafted its drafts are as good as ever; it never computes more at once than a head does."""
+    monkeypatch.setattr(traced, "ROWS", 0)
+    monkeypatch.setattr(late, "ROW", 100)
+    made, prompt = engine(MODEL, 3, budget=512), prompts(1)[0]
+    drafter = made.runner.drafting.drafter
+    assert isinstance(drafter, Unrolled)
+    tokens, learn, first = list[int](), drafter.observe, len(prompt) + 280
+
+    def observe(seen: Any, *rest: Any) -> None:
+        tokens.append(len(seen.batch.ids_T))
+        learn(seen, *rest)
+
+    drafter.observe = observe  # type: ignore[method-assign]
+    made.loop.scheduler.widths.draft = lambda rows, most: 3 * (rows[0].known >= first)  # type: ignore[method-assign]
+    run(made, [prompt], SamplingParams(temperature=0.0, max_tokens=310, ignore_eos=True))
+    stats = made.loop.stats()
+    assert tokens[:3] == [len(prompt), 100, 100] and 75 < tokens[3] < 90 and max(tokens[4:]) == 4
+    assert stats.drafted_tokens > 15 and stats.accepted_tokens >= stats.drafted_tokens - 3
 
 
 @pytest.mark.parametrize(("vocab", "tree"), [(1800, TreeShape(2, 2, 4)), (2112, CHAIN)], ids=["fewer", "more"])

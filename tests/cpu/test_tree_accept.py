@@ -93,6 +93,15 @@ def test_the_path_that_is_drawn(drawn: dict[int, int], wanted: list[int], path: 
     assert slots.tokens_SL[1, 3 : 3 + len(wanted)].tolist() == wanted
 
 
+def test_of_equal_children_one_is_taken() -> None:
+    """Or a path would have two nodes of one depth, and tokens that nobody drew."""
+    slots = scene()
+    grown(slots, 1, tokens=(4, 4, 6, 6, 5, 8), parents=(0, 0, 1, 2, 3, 4))
+    found = verify(slots, logits_of({0: 4, 1: 6, 2: 6, 3: 5, 4: 5}))
+    assert tokens(found) == [4, 6, 5] and nodes(found) == [0, 2, 4]
+    assert slots.tokens_SL[1, 3:6].tolist() == [4, 6, 5] and slots.length[1] == 6
+
+
 WHOLE = {0: 4, 1: 6, 3: 5, 5: 2}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.attention.context import Step
+from thalweg.attention.context import Step, paths_of
 from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.core.kernels import KernelChoice
@@ -139,6 +139,16 @@ def attention_of(made: Model) -> Any:
 SHAPES = pytest.mark.parametrize(
     ("nodes", "known"), [((12, 12), (70, 1)), ((5, 63), (127, 200))], ids=["a rectangle", "unlike each other"]
 )
+
+
+@SHAPES
+def test_columns_of_a_tokens_last_positions(nodes: tuple[int, int], known: tuple[int, int], tmp_path: Path) -> None:
+    scene = Scene(model("llama", tmp_path), nodes, known)
+    tree, positions = scene.step.batch.tree, scene.step.batch.positions_T.tolist()
+    assert tree is not None
+    paths = paths_of(tree, len(positions)).tolist()
+    for own, (_, columns), path in zip(positions, scene.seen, paths, strict=True):
+        assert [path[own - at] if own - at < 64 else at for at in range(own + 1)] == columns
 
 
 @SHAPES

@@ -24,6 +24,7 @@ if importlib.util.find_spec("triton") is None:  # they import kernels; test_devi
         "test_start.py",
         "test_sampling.py",
         "test_trees.py",
+        "test_deterministic_trees.py",
         "test_heads.py",
         "test_draft_graphs.py",
         "test_verifying.py",

@@ -24,9 +24,14 @@ from tests.gpu.test_trees import TREES
 from thalweg.batch.slots import Slots
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE, Needs
+from thalweg.core.tree import TreeShape
 from thalweg.kernels import pdl
+from thalweg.kernels.climb import triton as climbing
+from thalweg.kernels.climb.ref import Climbed, Fields, Paths
 from thalweg.kernels.draft import triton as drafting
-from thalweg.kernels.draft.ref import Chain, Places, Rows
+from thalweg.kernels.draft.ref import Chain, Drawn, Places, Rows
+from thalweg.kernels.grow import triton as growing
+from thalweg.kernels.grow.ref import Candidates, Grown, Level, first_of
 from thalweg.kernels.prepare import triton as preparing
 from thalweg.kernels.verify import triton as verifying
 from thalweg.kernels.wide import triton as wide
@@ -123,7 +128,7 @@ def steps(shape: str, choice: str) -> None:
         for rows in [*STEPS.values(), *decodes]:
             _, batch = shapes.batches(rows, device, torch.Generator().manual_seed(1), 1024)
             model.logits(model.forward(batch, planes))
-        for rows, trees in TREES.values() if choice != "deterministic" else ():
+        for rows, trees in TREES.values():
             _, batch = shapes.batches(rows, device, torch.Generator().manual_seed(1), 1024)
             model.logits(model.forward(shapes.branched(batch, rows, trees)[0], planes))
 
@@ -149,7 +154,32 @@ def drafts(rows: int, query: int, width: int) -> None:
     places = Places(positions, write, real)
     drafting.carry(state, Rows(slot_T, ahead_T, ahead_T), places, kept, kept, slots.ints_SI, PAGE)
     chain = Chain(slot_T[:rows], ahead_T[:rows], kept, out[0], flags)
-    drafting.conclude(drawn[:rows], state[:rows], ints, chain, slots.tokens_SL, slots.ints_SI)
+    for ids in (None, slot_T):
+        guess = Drawn(drawn[:rows], torch.empty(rows, vocab), ids, vocab)
+        drafting.conclude(guess, state[:rows], ints, chain, slots.tokens_SL, slots.ints_SI)
+
+
+def trees(rows: int, query: int, deepest: int) -> None:
+    """What surrounds the forwards of a step whose rows each verify a tree, with the types that slots have on a GPU."""
+    slots, most = Slots(rows + 1, 256, torch.device("cpu"), tree=TreeShape(4, deepest, query - 1)), 1 + deepest
+    slot_R, paths = (
+        torch.zeros(rows, dtype=torch.int64),
+        [torch.empty(rows * most, dtype=torch.int64) for _ in range(6)],
+    )
+    held = slots.stop_SK, slots.tokens_SL, slots.ints_SI, slots.table_SP.to(torch.int32), slots.nodes_SN3
+    step = climbing.spread(slot_R, Fields(*held), query, 4, PAGE)
+    paths[3] = paths[3].to(torch.bool)
+    out = torch.empty(rows, most, dtype=torch.int64), torch.empty(rows, most, dtype=torch.int64), slot_R, slot_R > 0
+    climbing.climb(step.slot_N, step, Fields(*held), PAGE, Climbed(*out), Paths(*paths))
+    state, logits = torch.empty(4 * rows, 7168, dtype=torch.bfloat16), torch.empty(rows, 129280)
+    level = Level(slot_R.view(-1, 1), slot_R.view(-1, 1), slot_R.view(-1, 1), torch.empty(rows, 1))
+    ints, many = torch.empty(rows, slots.ints_SI.shape[1], dtype=torch.int64), first_of(deepest, 4)
+    made = Candidates(torch.empty(rows, many), *(torch.empty(rows, many, dtype=torch.int64) for _ in range(2)))
+    for depth in range(deepest):
+        best = growing.best(logits.repeat(4 if depth else 1, 1), 4, torch.arange(9) if rows > 1 else None)
+        level, _ = growing.advance(*best, level, depth, slot_R, ints, held[3], PAGE, made)
+    found = Grown(*(torch.empty(rows, query - 1, dtype=torch.int64) for _ in range(2)), slot_R > 0)
+    growing.settle(made, 4, state, state[:rows], slot_R, ints, Fields(*held), found)
 
 
 def main(wanted: list[str]) -> int:
@@ -161,6 +191,7 @@ def main(wanted: list[str]) -> int:
                 print(f"{shape} {choice}: {len(compiled.launches)} kernels so far", flush=True)
     for rows, query in ((1, 2), (1, 4), (16, 3), (64, 9)):
         drafts(rows, query, 7168)
+        trees(rows, 4 * query, query)
     print(f"drafts: {len(compiled.launches)} kernels so far", flush=True)
     for name, error in compiled.failures.items():
         print(f"FAILED {name}\n{error}\n")

@@ -4,6 +4,7 @@ accept what eager ones do."""
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -200,11 +201,17 @@ def test_kernels_do_what_their_references_do(seed: int, cuda: torch.device) -> N
     new = torch.randn(5, width, generator=generator).bfloat16().cuda()
     new[1, 9], new[3, width - 1] = torch.nan, torch.inf
     there, results = whole(1, 150, 5, 8), []
-    for run in (triton.conclude, ref.conclude):
+    entry, logits = torch.tensor([7, 8, -1, 9, 2]).cuda(), torch.randn(5, 40, generator=generator).cuda()
+    logits[4, 2] = torch.inf
+    named = torch.arange(40).cuda() * 5
+    drawn = [ref.Drawn(entry, logits, ids, vocab) for ids, vocab in ((None, 40), (named, 200), (named, 36))]
+    for run, one in product((triton.conclude, ref.conclude), drawn):
         slot_E, flags = torch.tensor([3, 1, 7, 0, 4]).cuda(), torch.ones(5, dtype=torch.bool).cuda()
         chain = ref.Chain(slot_E, torch.ones_like(slot_E), state[:5].clone(), there[:, :3].clone(), flags)
         planes = torch.zeros(slots, columns).int().cuda(), ints.clone()
-        run(whole(5, 6, 5), new, there, chain, *planes)
-        results.append((*(one.nan_to_num() for one in chain), *planes))
-    assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
-    assert results[0][4].tolist() == [True, False, True, False, True]
+        run(one, new, there, chain, *planes)
+        results.append((*(each.nan_to_num() for each in chain), *planes))
+    for got, want in zip(results[:3], results[3:], strict=True):
+        assert all(torch.equal(*both) for both in zip(got, want, strict=True))
+    assert [one[4].tolist() for one in results[:3]] == [[True, *[False] * 4]] * 2 + [[True, *[False] * 4]]
+    assert [one[3][:, 1].tolist() for one in results[:3]] == [[7, 8, 0, 9, 0], [35, 40, 0, 45, 0], [35, 0, 0, 0, 0]]

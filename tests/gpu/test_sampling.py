@@ -219,6 +219,28 @@ def test_recorded_draws_are_the_eager_ones() -> None:
             assert torch.equal(slots.ints_SI, fresh.ints_SI)
 
 
+@pytest.mark.parametrize("vocab", [VOCAB, 300])
+def test_a_row_with_a_nan_has_no_token(vocab: int) -> None:
+    """Whatever it asks for, and whatever else is in the row; others draw as if it were not there."""
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    for needs in (Needs(), Needs(random=True), DRAWS):
+        kinds = [kind if needs.truncated else {"temperature": float(needs.random)} for kind in KINDS for _ in range(2)]
+        rows = len(kinds)
+        logits, slot_E, seeds = some_logits("peaked", rows, vocab, generator), index(rows), list(range(rows))
+        sane_E = drawn(logits, bound(kinds, seeds), slot_E, needs)
+        nan_E = torch.arange(rows, device="cuda") % 2 == 0
+        places_E = torch.randint(0, vocab, (rows,), generator=generator, device="cuda")
+        logits[nan_E, places_E[nan_E]] = torch.nan
+        logits[0] = torch.nan
+        slots = bound(kinds, seeds)
+        known_E = slots.ints_SI[slot_E, 0]
+        made = Launched().choose(logits, slots, slot_E, slots.ints_SI[slot_E], needs)
+        assert torch.equal(made.tokens_EQ[:, 0], sane_E.masked_fill(nan_E, -1)), (SEED, needs)
+        assert made.done_E[nan_E].all() and not slots.tokens_SL[slot_E[nan_E], known_E[nan_E]].any()
+        scores = Launched.odds.tempered(logits, slots, slot_E, slots.ints_SI[slot_E], needs.truncated)
+        assert torch.equal(scores.softmax(-1).isnan().all(-1), nan_E), (SEED, needs)
+
+
 @pytest.mark.parametrize("shape", ["flat", "peaked", "equal", "rounded", "masked"])
 @pytest.mark.parametrize("vocab", [VOCAB, 300])
 def test_what_is_drawn_from_is_the_references(shape: str, vocab: int) -> None:
@@ -332,9 +354,3 @@ def test_logprobs_are_the_models_own_whatever_is_edited() -> None:
     assert got.tokens_EQ == 11 and got.logprob_N is not None and got.top_ids_NK is not None
     torch.testing.assert_close(got.logprob_N, want[:, 11])
     assert torch.equal(got.top_ids_NK, want.topk(3).indices)
-
-
-def test_logits_without_a_number_stay_inside_the_vocabulary() -> None:
-    logits = torch.full((len(KINDS), 5000), torch.nan, device="cuda")
-    tokens = drawn(logits, bound(KINDS, list(range(len(KINDS)))), index(len(KINDS)))
-    assert bool(((tokens >= 0) & (tokens < 5000)).all())

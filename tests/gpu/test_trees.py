@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu import growing
 from tests.gpu.shapes import SHAPES, Part, batches, branched, facts, pair, planes
+from tests.gpu.test_draft_graphs import answers, engine
+from tests.gpu.test_engine import agreement
 from thalweg.batch.prepare import prepare
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import Append, Bind, Row, StepPlan
+from thalweg.core.plan import Append, Bind, Needs, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
+from thalweg.kernels.case import Case
+from thalweg.kernels.climb import case as climb
 from thalweg.kernels.gqa import triton as gqa
+from thalweg.kernels.grow import triton as grow
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.case import PAGE, quantized
 from thalweg.kernels.move import ref
 from thalweg.kernels.move import triton as moving
-from thalweg.runner.tape import Tape
+from thalweg.runner.straight import mover, straightened
+from thalweg.runner.tape import NEEDS, Tape
 from thalweg.runner.tree_graphs import groves
-from thalweg.spec.drafter import NO_DRAFTER
+from thalweg.sampling.catalog import sampling_on
+from thalweg.sampling.imposed import Imposed
+from thalweg.sampling.sample import Moved, accept
+from thalweg.spec.drafter import NO_DRAFTER, Seen
 from thalweg.spec.tree import hides_of
+from thalweg.spec.unroll import HIDDEN
 
 # rows of a step, of which the first so many are trees; pages hold the prompts below
 TREES: dict[str, tuple[list[Part], int]] = {
@@ -131,7 +143,8 @@ def test_logits_are_the_references(shape: str, name: str, cuda: torch.device) ->
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> None:
-    """Two rows in a recording of four; it splits contexts as those of the longest, so bits may differ."""
+    """Two rows in a recording of four; it splits contexts as those of the longest, so bits of A may differ. Of the same logits accept makes the same,
+    in the slots, in the pages, and for a drafter."""
     _, kernels = pair(shape, cuda)
     here, tree = planes(kernels, cuda), TreeShape(3, 5, 15)
     for name, layer in here.bytes:
@@ -155,15 +168,106 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
             slots.made[i] = 15 - i
         plan = StepPlan(0, 0, tuple(Row(i, i, n, 16, 15, True) for i, n in enumerate(known)), reach=217)
         eager = kernels.forward(prepare(plan, slots).batch, here)
-        found = groves([4], kernels, here, slots, NO_DRAFTER, 512, 4, Tape())
+        sampling, move = Imposed(sampling_on(cuda), 3.0), mover(here, kernels.planes())
+        found = groves([4], kernels, here, slots, NO_DRAFTER, 512, 4, Tape(), sampling, move)
         torch.cuda.synchronize()
         grove = found.get(plan)
         assert grove is not None
-        logits, slot_E, _, seen = grove.forward(plan)
+        logits, slot_E, ints_EI, seen = grove.forward(plan)
+        given = logits, slot_E, ints_EI
+        assert all(same_accept(grove, needs, given, seen, (slots, here, sampling, move)) for needs in NEEDS)
     assert slot_E.tolist() == [0, 1] and len(logits) == 32
     real = seen.batch.real_T[:32]
     assert real.tolist() == [True] * 31 + [False]
     assert far(seen.hidden_TH[:32][real], eager[real].double()) < (0.15 if facts(shape).fp8_block else 0.03)
+
+
+def same_accept(
+    grove: Any, needs: Needs, given: tuple[Tensor, Tensor, Tensor], seen: Seen, of: tuple[Any, ...]
+) -> bool:
+    """Whether the recording leaves what accepting eagerly does: of the rows that are real, and of all pages but the null page."""
+    slots, planes, sampling, move = of
+    rows, held = len(given[1]), [slots.ints_SI, slots.tokens_SL, *planes.bytes.values()]
+    found = [one.clone() for one in held]
+    made = grove.sample(rows, needs, sampling)
+    got = [one.clone() for one in held]
+    for one, before in zip(held, found, strict=True):
+        one.copy_(before)
+    wanted = accept(given[0].clone(), slots, *given[1:], needs, 217, sampling=sampling)
+    assert made is not None and made.nodes_EQ is not None and wanted.nodes_EQ is not None
+    exact = straightened(seen, *given[1:], wanted.nodes_EQ, wanted.count_E, slots, move)
+    straight = seen.straight
+    assert isinstance(made, Moved) and straight is not None and max(made.count_E.tolist()) > 1
+    pairs = [(made.count_E, wanted.count_E), (made.done_E, wanted.done_E), (got[0], held[0])]
+    for e, (slot, count) in enumerate(zip(given[1].tolist(), wanted.count_E.tolist(), strict=True)):
+        known = int(slots.length[slot])
+        pairs += [
+            (got[1][slot, :known], held[1][slot, :known]),
+            (made.tokens_EQ[e, :count], wanted.tokens_EQ[e, :count]),
+        ]
+        pairs.append((made.nodes_EQ[e, :count], wanted.nodes_EQ[e, :count]))
+    pairs += [(x[1:], y[1:]) for x, y in zip(got[2:], held[2:], strict=True)]
+    pairs += [
+        (getattr(straight.batch, x), getattr(exact.batch, x)) for x in ("ids_T", "positions_T", "write_T", "real_T")
+    ]
+    pairs.append((straight.hidden_TH, exact.hidden_TH))
+    same = all(torch.equal(x[: len(y)], y) for x, y in pairs)
+    for one, before in zip(held, found, strict=True):
+        one.copy_(before)
+    return same
+
+
+def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, cuda: torch.device) -> None:
+    """The same entries and states; and answers as without graphs."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9, "seed": 4},
+        {"temperature": 0.0, "logprobs": 1},
+    ]
+    fields: dict[str, Any] = {"tree": TreeShape(3, 3, 9), "width": 9}
+    plain = answers(engine("nextn", tmp_path / "none", (), graphs=(), **fields), kinds)
+    made = engine("nextn", tmp_path / "whole", (), imposed=2.5, **fields)
+    runner, learned, real = made.runner, list[bool](), made.runner.groves.drafts.observe
+    drafter: Any = runner.drafting.drafter
+
+    def observe(seen: Seen) -> bool:
+        before = runner.slots.extra[HIDDEN].clone()
+        if not real(seen):
+            return False
+        rows, places = [row.slot for row in seen.plan.rows], seen.batch.write_T[seen.batch.real_T]
+        found = []
+        for again in (False, True):
+            if again:
+                runner.slots.extra[HIDDEN].copy_(before)
+                drafter.observe(seen, runner.slots, runner.planes)
+            entries = [runner.planes.tokens(spec.name, spec.layer)[places] for spec in drafter.head.planes()]
+            found.append([runner.slots.extra[HIDDEN][rows], *entries])
+        learned.append(all(torch.equal(x, y) for x, y in zip(*found, strict=True)))
+        return True
+
+    runner.groves.drafts.observe = observe  # type: ignore[method-assign]
+    answers(made, kinds)
+    assert len(learned) > 20 and all(learned) and made.loop.stats().accepted_tokens > 40
+    made = engine("nextn", tmp_path / "again", (), **fields)
+    assert agreement(plain, answers(made, kinds), 10) >= 0.7 and not made.loop.stats().drafter_failures
+
+
+@pytest.mark.parametrize("case", list(climb.cases(torch.Generator().manual_seed(5))), ids=lambda case: case.name)
+def test_climbing(case: Case, cuda: torch.device) -> None:
+    assert max(case.errors(climb.run_triton(**case.given()))) == 0
+
+
+@pytest.mark.parametrize(
+    ("many", "branches", "deepest", "width"),
+    [(1, 4, 4, 15), (16, 4, 4, 15), (3, 2, 3, 7), (2, 10, 7, 63), (5, 3, 1, 3)],
+)
+def test_growing_is_the_references(many: int, branches: int, deepest: int, width: int, cuda: torch.device) -> None:
+    generator = torch.Generator().manual_seed(many)
+    made = growing.scene(many, branches, deepest, 32003, cuda, generator)
+    for ids_D in (None, torch.randperm(64000, generator=generator)[:32003].to(cuda)):
+        assert not growing.differences(grow, made, width, branches, ids_D)
+    assert growing.impossible(grow, cuda)
+    assert growing.sound(grow, cuda) == [True, False, False, True]
 
 
 def test_rows_move_in_all_planes(cuda: torch.device) -> None:

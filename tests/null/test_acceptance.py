@@ -16,7 +16,7 @@ from thalweg.launch.resolved import Decision
 
 def decided(drafter: str = "nextn", trees: bool = False, **wishes: Any) -> tuple[Acceptance, list[Decision]]:
     ledger = Ledger()
-    return decide_acceptance(SpeculativeOptions(**wishes), drafter, trees, ledger), ledger.decisions
+    return decide_acceptance(SpeculativeOptions(**wishes), drafter, 3, trees, ledger), ledger.decisions
 
 
 def test_no_rule_but_the_race_unless_asked_for() -> None:
@@ -55,6 +55,7 @@ def test_an_acceptance_by_decree_is_for_benchmarks() -> None:
     assert acceptance == Acceptance(imposed=2.5) and rule.value == "race"
     assert (noted.name, noted.value) == ("speculative_simulate_accept_length", 2.5) and "means nothing" in noted.reason
     assert decided("", **length) == (Acceptance(), [])
+    assert decided(speculative_simulate_accept_length=4.0)[0].imposed == 4, "as many as there can be"
     with pytest.raises(CannotServe, match="thalweg bench.*--allow-simulated-acceptance"):
         refuse_simulated(SpeculativeOptions(**length))
     for wish in (SpeculativeOptions(), SpeculativeOptions(**length, allow_simulated_acceptance=True)):
@@ -70,6 +71,11 @@ def test_an_acceptance_by_decree_is_for_benchmarks() -> None:
     [
         ({"speculative_relaxed_topk": 3}, ("speculative_relaxed_topk", "the race", "--speculative-acceptance relaxed")),
         ({"speculative_relaxed_delta": 0.1, "speculative_acceptance": "standard"}, ("delta", "standard")),
+        ({"speculative_simulate_accept_length": 4.5}, ("4.5 tokens", "3 drafts", "4 at most")),
+        (
+            {"speculative_simulate_accept_length": 2.5, "speculative_acceptance": "standard"},
+            ("standard judges no draft", "--speculative-simulate-accept-length"),
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(wishes: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -261,3 +262,61 @@ def test_help_of_serve_teaches_every_setting_with_its_default() -> None:
         assert one.flag in words
         assert " ".join(f"(default: {one.shown_default})".split()) in words or not one.shown_default, one.name
     assert all(f"{title}:" in done.stdout for title in TITLES.values())
+
+
+def speculative(*words: str) -> dict[str, Any]:
+    return as_tree(parse_config(config_parser("t", "t"), ["m", *words]).config).get("speculative", {})
+
+
+@pytest.mark.parametrize(
+    ("tree", "wanted"),
+    [
+        ({"method": "mtp", "num_speculative_tokens": 3}, ("NEXTN", None, 3)),
+        ({"method": "glm4_moe_mtp"}, ("NEXTN", None, None)),
+        ({"method": "eagle3", "model": "org/head", "draft_tensor_parallel_size": 1}, ("EAGLE3", "org/head", None)),
+        ({"model": "org/small", "quantization": None}, (None, "org/small", None)),
+        ({"model": "[ngram]", "num_speculative_tokens": "5", "disable_by_batch_size": 4}, ("NGRAM", None, 5)),
+    ],
+)
+def test_speculation_as_vllm_has_it(tree: dict[str, Any], wanted: tuple[str | None, str | None, int | None]) -> None:
+    names = ("speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps")
+    values = {name: value for name, value in zip(names, wanted, strict=True) if value is not None}
+    assert speculative("--speculative-config", json.dumps(tree)) == values
+    assert as_tree(config_of(model="m", speculative_config=tree)).get("speculative", {}) == values, "as YAML has it"
+    notices = parse_config(config_parser("t", "t"), ["m", f"--speculative-config={json.dumps(tree)}"]).notices
+    assert len(notices) == len([value for value in tree.values() if value is not None])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--speculative-config", "mtp"], ("not JSON", "single quotes", "--speculative-algorithm")),
+        (["--speculative-config", "[]"], ("expected an object",)),
+        (["--speculative-config", '{"method": "medusa"}'], ("'medusa' is not here", "NGRAM")),
+        (["--speculative-config", '{"prompt_lookup_max": 4}'], ("prompt_lookup_max has no equal", "2 to 5")),
+        (["--speculative-config", '{"draft_tensor_parallel_size": 2}'], ("draft_tensor_parallel_size", "one device")),
+        (["--speculative-config", '{"num_speculative_token": 2}'], ("did you mean num_speculative_tokens?",)),
+        (
+            ["--speculative-config", '{"num_speculative_tokens": "x"}'],
+            ("speculative_num_steps: expected a whole number",),
+        ),
+        (
+            ["--mtp", "2", "--speculative-config", '{"method": "mtp"}', "--speculative-algorithm", "NGRAM"],
+            ("disagree",),
+        ),
+        (["--speculative-config.method", "mtp"], ("one object", '"method"')),
+        (["--speculative-token-map", "x"], ("unknown flag --speculative-token-map: not needed",)),
+        (["--speculative-draft-load-format=dummy"], ("--load-format",)),
+        (["--speculative-algorithm", "medusa"], ("must be one of NEXTN",)),
+    ],
+)
+def test_what_of_it_has_no_equal_is_refused(words: list[str], told: tuple[str, ...]) -> None:
+    with pytest.raises(CannotServe) as refused:
+        speculative(*words)
+    assert all(word in str(refused.value) for word in told), refused.value
+
+
+def test_choices_are_known_in_any_case() -> None:
+    assert speculative("--speculative-algorithm", "nextn") == {"speculative_algorithm": "NEXTN"}
+    assert speculative("--speculative-algo", "Eagle3")["speculative_algorithm"] == "EAGLE3"
+    assert config_of(model="m", schedule_policy="LPM").schedule.schedule_policy == "lpm"

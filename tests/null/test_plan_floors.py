@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.null.plan_models import (
     V32,
 )
 from thalweg.config.model import ModelFacts
+from thalweg.launch.planning.drafters import Maker, by_head, by_model, by_nextn, drafting
 from thalweg.launch.planning.floors import (
     RECORD,
     Ceilings,
@@ -28,12 +31,12 @@ from thalweg.launch.planning.floors import (
     absorbed,
     by_name,
     decompressed,
-    drafting,
     phases,
     seconds,
     uniform,
+    verified,
 )
-from thalweg.launch.planning.layouts import Layout
+from thalweg.launch.planning.layouts import ONE, Layout
 from thalweg.launch.planning.weights import Widths, flops_a_token, inventory, parameters
 
 
@@ -219,13 +222,49 @@ def test_v2_lite_on_one_h100(batch: int, experts: str, gigabytes: str, milliseco
 def test_what_drafts_of_nextn_cost(drafts: int, rows: int, ratio: str) -> None:
     """Weights that a step reads with and without drafts, the context not counted."""
 
-    def weights(parts: list[Phase]) -> float:
-        return sum(part.bytes for part in parts if part.name != "attention")
-
-    shape = Shape(rows, 1, 1)
-    assert f"{weights(drafting(V3, shape, drafts, TP8)) / weights(phases(V3, shape, TP8)):.2f}" == ratio
+    shape, widths, kept = Shape(rows, 1, 1), Widths.of(V3), Kept.of(V3)
+    made = Maker("", by_nextn(V3, widths, kept), 3)
+    drafted = drafting(V3, shape, drafts, TP8, widths, kept, made)
+    assert f"{weights(drafted) / weights(phases(V3, shape, TP8)):.2f}" == ratio
     with pytest.raises(ValueError, match="no NextN layer"):
-        drafting(QWEN72, shape, 1)
+        by_nextn(QWEN72, widths, kept)
+
+
+def weights(parts: list[Phase]) -> float:
+    return sum(part.bytes for part in parts if part.name != "attention")
+
+
+def test_what_is_looked_up_costs_its_verification(batch: int = 4) -> None:
+    shape, widths, kept = Shape(batch, 1, 1024), Widths.of(QWEN72), Kept.of(QWEN72)
+    made = drafting(QWEN72, shape, 3, ONE, widths, kept, Maker("", None, 4))
+    assert made == phases(QWEN72, verified(shape, 3), ONE, widths, kept)
+
+
+def test_what_drafts_of_other_weights_cost(tmp_path: Path) -> None:
+    """Bytes of the head's and of the small model's own tensors, above those of the verification."""
+    hidden, inner, vocab = QWEN72.hidden, 1024, 2048
+    head = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": QWEN72.vocab, "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+    }  # fmt: skip
+    shape, widths, kept = Shape(1, 1, 1), Widths.of(QWEN72), Kept.of(QWEN72)
+    layer = 2 * 8 * 64 * hidden + 2 * 2 * 64 * hidden + 3 * hidden * inner
+
+    def own(folder: str, fields: dict[str, Any], drafts: int) -> float:
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(head | fields))
+        made = Maker("", (by_model if folder == "small" else by_head)(path, QWEN72), 4)
+        whole = weights(phases(QWEN72, verified(shape, drafts), ONE, widths, kept))
+        return weights(drafting(QWEN72, shape, drafts, ONE, widths, kept, made)) - whole
+
+    assert own("small", {}, 2) == 2 * 2 * (layer + QWEN72.vocab * hidden)
+    assert own("eagle", {}, 2) == 2 * 2 * (layer + QWEN72.vocab * hidden + 2 * hidden * hidden)
+    wider = hidden * 64 * (8 + 2 * 2)  # queries, keys and values of two vectors side by side
+    each, once = layer + wider + vocab * hidden, 3 * hidden * hidden
+    for drafts in (1, 3):
+        assert own("eagle3", {"draft_vocab_size": vocab}, drafts) == 2 * (drafts * each + once)
 
 
 # ---- prompts ----

@@ -618,3 +618,37 @@ def test_a_preempted_thought_waits_in_the_cache_and_leaves_with_its_request(end:
     finish(b)
     assert cached(b, thought) == len(young) // PAGE
     assert b.books.spare() == b.books.total
+
+
+# ---- a model that computes no numbers
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_who_was_computed_wrong_ends_and_leaves_nothing_behind(chunked: bool) -> None:
+    """At any row, while another one of its rows is in flight; what it found in the cache stays there."""
+    b = brain(budget=10)
+    b.take([submit(1, (*range(1, 9), 50), max_tokens=2)])
+    while b.requests:
+        step(b)
+    assert b.books.tree.cached == 2
+    b.news()
+    b.take([submit(2, (*range(1, 9), *range(60, 60 + 17))), submit(3, 1, max_tokens=3)])
+    plans = [b.plan(0)]
+    b.launched()
+    if not chunked:
+        b.commit(plans.pop(), [Output() for _ in b.live])
+        plans.append(b.plan(0))
+        b.launched()
+    plans.append(b.plan(0))
+    b.launched()
+    wrong = [row.uid == 2 for row in plans[0].rows]
+    b.commit(plans[0], [Output(done=one, broken=one) if one else Output((7,)) for one in wrong])
+    assert [(delta.uid, delta.tokens, delta.finish) for delta in b.news() if delta.uid == 2] == [(2, (), "error")]
+    b.take([Abort((2,))])
+    b.commit(plans[1], [Output(done=row.uid == 2) if row.uid == 2 else Output((7,)) for row in plans[1].rows])
+    assert 2 not in b.requests and b.books.tree.cached == 2
+    while b.requests:
+        step(b)
+    stats = b.stats(0.0)
+    assert (stats.broken, stats.aborted, stats.finished, stats.pages_used) == (1, 0, 2, 0)
+    assert not [delta for delta in b.news() if delta.uid == 2], "it is told once"

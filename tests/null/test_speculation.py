@@ -63,6 +63,7 @@ def test_wishes_become_a_drafter_and_a_width(wishes: dict[str, Any], drafter: st
         ({"speculative_algorithm": "NEXTN", "mtp": 1}, ("0 drafts",)),
         ({"mtp": 40}, ("mtp", "9")),
         ({"speculative_num_draft_tokens": 16}, ("9", "--speculative-eagle-topk 4")),
+        ({"mtp": 4, "speculative_eagle_topk": 4}, ("mtp", "a tree", "--speculative-num-steps 3")),
     ],
 )
 def test_wishes_that_contradict_are_refused(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -102,8 +103,8 @@ def test_a_checkpoint_without_the_layer_is_named() -> None:
     assert decided(0, speculative_algorithm="NGRAM")[0].drafter == "ngram"
 
 
-def shape(drafter: str = "nextn", deepest: int = 3, exact: bool = False, **wishes: Any) -> TreeShape:
-    return decide_tree(SpeculativeOptions(**wishes), drafter, deepest, exact, Ledger())
+def shape(drafter: str = "nextn", deepest: int = 3, **wishes: Any) -> TreeShape:
+    return decide_tree(SpeculativeOptions(**wishes), drafter, deepest, Ledger())
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,6 @@ def test_wishes_become_a_tree(wishes: dict[str, Any], wanted: TreeShape) -> None
         ({"speculative_eagle_topk": 2, "drafter": ""}, ("nothing drafts", "--speculative-algorithm NEXTN")),
         ({"speculative_eagle_topk": 10, "deepest": 8}, ("70 nodes", "63", "--speculative-num-steps 7")),
         ({"speculative_eagle_topk": 2, "drafter": "ngram"}, ("one chain", "--speculative-eagle-topk 1")),
-        ({"speculative_eagle_topk": 2, "exact": True}, ("--deterministic-inference",)),
         (
             {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 12},
             ("10 at most", "11 or fewer", "more --speculative-num-steps"),
@@ -239,6 +239,34 @@ def test_a_head_is_told_by_its_tensors_where_it_says_llama(name: str, indexed: b
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     made, ledger = drafting(tmp_path, LLAMA)
     assert made.drafter == "eagle" and ledger.decisions[0].value == "EAGLE"
+
+
+HEADS: list[tuple[dict[str, Any], dict[str, list[int]], tuple[str, ...]]] = [
+    (EAGLE3 | {"hidden_size": 512}, {"fc.weight": [512, 1536]}, ("fc.weight", "hidden_size is 512", "is 256", "another model's")),
+    (EAGLE, {"fc.weight": [256, 768]}, ("fc.weight", "hidden_size is 512", "is 256", "another model's")),
+    (EAGLE3 | {"hidden_size": 128}, {"fc.weight": [128, 768], "d2t": [1000]}, ("128", "256", "embed_tokens.weight", "another model's")),
+    (EAGLE3, {"fc.weight": [256, 768]}, ("d2t", "1000", "2048", "draft_vocab_size")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "shapes", "words"), HEADS)
+def test_a_head_of_another_model_is_told_by_its_tensors(
+    config: dict[str, Any], shapes: dict[str, list[int]], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    held = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    header = json.dumps({"__metadata__": {"format": "pt"}} | held).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError) as refused:
+        drafting(tmp_path, config)
+    assert all(word in str(refused.value) for word in (str(tmp_path), *words)), refused.value
+
+
+@pytest.mark.parametrize(("config", "name"), [(EAGLE3, "EAGLE3"), (EAGLE, "EAGLE")])
+def test_a_head_is_no_model_of_its_own(config: dict[str, Any], name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        drafting(tmp_path, config, speculative_algorithm="STANDALONE")
+    told = str(refused.value)
+    assert str(tmp_path) in told and f"--speculative-algorithm {name}" in told
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 9, b"\x02\0\0\0\0\0\0\0[]"])

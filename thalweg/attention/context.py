@@ -13,8 +13,9 @@ from typing import Iterator, NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, Group
+from thalweg.batch.batch import Batch, Group, Tree
 from thalweg.core.plan import PAGE
+from thalweg.core.tree import MOST_NODES
 from thalweg.memory.planes import Planes
 
 TIE = 1e-20  # a position: far below any score's rounding. relu makes index scores of exactly 0 frequent; of those the latest are chosen,
@@ -121,6 +122,19 @@ def hidden(before: Tensor, hides: Tensor) -> Tensor:
     """Whether a token does not see the column so far before its own. hides: see `batch.Tree`, whose highest bit is never set, so that it stands for
     all columns that are further away."""
     return (hides >> before.clamp(0, 63)) & 1 == 1
+
+
+def paths_of(tree: Tree, tokens: int) -> Tensor:
+    """The columns in which the last positions of the step's first `tokens` tokens stand, int32 [tokens, D], their own first; of those before, column
+    and position are one. D: bits of what a token hides. Asks the host for nothing."""
+    column_T1, hides_T1 = (x[:tokens].unsqueeze(1) for x in tree[:2])
+    before_D = torch.arange(MOST_NODES + 1, device=column_T1.device)
+    hidden_TD = (hides_T1 >> before_D) & 1
+    seen_TD = before_D + 1 - hidden_TD.cumsum(1)  # how many columns each token sees up to this one, going back
+    # where no column of the mask is left all before are seen
+    path_TD = column_T1 - hidden_TD.sum(1, keepdim=True) - torch.nn.functional.pad(before_D, (0, 1))
+    path_TD.scatter_(1, torch.where(hidden_TD == 1, len(before_D), seen_TD - 1), column_T1 - before_D)
+    return path_TD[:, :-1].to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)

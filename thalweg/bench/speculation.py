@@ -29,7 +29,7 @@ from thalweg.config.args import Parser, config_parser, parse_config
 from thalweg.config.options import Config
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.widths import clock
+from thalweg.engine.widths import clock, planning_clock
 from thalweg.launch.resolved import Resolved
 from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, WidthPolicy
 
@@ -172,7 +172,7 @@ def policies_of(shape: Shape, engine: LocalEngine) -> dict[int, WidthPolicy]:
     found: dict[int, WidthPolicy] = {}
     for width in shape.widths:
         times = engine.settings.times if width == ADAPTIVE else None
-        found[width] = MeasuredWidth(times) if times else ConstantWidth(max(width, 0))
+        found[width] = MeasuredWidth(times, planning_clock(engine.settings)) if times else ConstantWidth(max(width, 0))
     return found
 
 
@@ -185,7 +185,8 @@ def rows_of(shape: Shape, resolved: Resolved, engine: LocalEngine, cases: Sequen
         for turn in range(1 + repeat):
             for width, policy in policies.items():
                 engine.loop.scheduler.widths = policy
-                run = measure(engine, prompts, case, case.output if turn else min(case.output, WARM_UP_TOKENS))
+                whole = turn or width == ADAPTIVE  # which learns meanwhile what steps take and what is accepted
+                run = measure(engine, prompts, case, case.output if whole else min(case.output, WARM_UP_TOKENS))
                 runs[width] += [run] * bool(turn)
         for width in policies:
             best = max(runs[width], key=lambda row: float(str(row["decode_throughput"])))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Sequence
 
+from thalweg.config.foreign import FLAG as FOREIGN
+from thalweg.config.foreign import instead_of, translated
 from thalweg.config.options import Config
 from thalweg.config.setting import Setting, nearest
 from thalweg.config.tree import config_from, read_yaml, sections, settings, spellings
@@ -109,6 +111,8 @@ def config_parser(prog: str, description: str, epilog: str = "", only: Sequence[
     for habit in HABITS:
         nargs: Any = {"nargs": 0} if habit.value is None else {}
         parser.add_argument(f"--{habit.flag}", action=_note(habit), help=argparse.SUPPRESS, **nargs)
+    if "speculative" in groups:
+        parser.add_argument(FOREIGN, action=Translate, help=argparse.SUPPRESS)
     parser.set_defaults(notices=(), given=())
     return parser
 
@@ -120,6 +124,8 @@ def parse_config(parser: Parser, argv: Sequence[str]) -> Parsed:
         if not arg.startswith("-"):
             raise CannotServe(f"unexpected {arg!r}: a value stands behind its flag, and one model is served")
         flags = [flag for action in parser._actions for flag in action.option_strings]
+        if instead := instead_of(arg.partition("=")[0]):
+            raise CannotServe(f"unknown flag {arg}: {instead}")
         guess = nearest(arg.partition("=")[0], flags)
         raise CannotServe(
             f"unknown flag {arg}" + (f"; did you mean {guess}?" if guess else "; --help lists what there is")
@@ -181,19 +187,35 @@ def _set(one: Setting, fixed: Any, foreign: bool) -> type[argparse.Action]:
 
     class Set(argparse.Action):
         def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
-            before: dict[str, Given] = dict(namespace.given)
             new = fixed
             if fixed is ...:
                 new = not str(flag).startswith("--no-") if one.kind is bool else one.parse(value)
-            last = before.get(one.name)
-            if last is not None and last.flag != flag and not one.many and last.value != new:
-                raise CannotServe(f"{flag} and {last.flag} mean the same setting and disagree: leave one out")
-            before[one.name] = Given(str(flag), (*last.value, *new) if last is not None and one.many else new)
-            namespace.given = tuple(before.items())
+            _record(namespace, one, str(flag), new)
             if foreign:
                 namespace.notices += (f"{flag} is called {_called(one, fixed)} here",)
 
     return Set
+
+
+def _record(namespace: argparse.Namespace, one: Setting, flag: str, new: Any) -> None:
+    """Raises CannotServe where another flag has said otherwise."""
+    before: dict[str, Given] = dict(namespace.given)
+    last = before.get(one.name)
+    if last is not None and last.flag != flag and not one.many and last.value != new:
+        raise CannotServe(f"{flag} and {last.flag} mean the same setting and disagree: leave one out")
+    before[one.name] = Given(flag, (*last.value, *new) if last is not None and one.many else new)
+    namespace.given = tuple(before.items())
+
+
+class Translate(argparse.Action):
+    """Of a flag that stands for several settings."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
+        found = translated(value)
+        for name, told in found.values.items():
+            one = settings()[name]
+            _record(namespace, one, str(flag), one.parse(told))
+        namespace.notices += found.notices
 
 
 def _note(habit: Habit) -> type[argparse.Action]:

@@ -42,8 +42,11 @@ class EagleFacts:
 
 
 def read_eagle(folder: Path, target: ModelFacts) -> EagleFacts:
-    """Reads `folder`/config.json. Raises CheckpointError when it is missing, nonsense, or not of a head for this target."""
-    return eagle_of(read_config(folder, "a drafter"), str(folder / "config.json"), target)
+    """Reads `folder`/config.json, and the shapes of the tensors beside it if there are any. Raises CheckpointError when it is missing, nonsense, or
+    not of a head for this target."""
+    given = eagle_of(read_config(folder, "a drafter"), str(folder / "config.json"), target)
+    _check_tensors(given, tensor_shapes(folder), folder, target)
+    return given
 
 
 def algorithm_of(folder: Path) -> str:
@@ -59,23 +62,66 @@ def algorithm_of(folder: Path) -> str:
 
 def tensor_names(folder: Path) -> frozenset[str]:
     """Of the safetensors in this folder, by its index or else their headers; what cannot be read is left to who loads it."""
-    found: set[str] = set()
     try:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return frozenset()
+    return frozenset(tensor_shapes(folder))
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of the safetensors in this folder, by their headers; what cannot be read is left to who loads it."""
+    found: dict[str, tuple[int, ...]] = {}
+    try:
         for path in sorted(folder.glob("*.safetensors")):
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                found |= json.loads(file.read(length)).keys() if length <= HEADER else set()
+                header = json.loads(file.read(length)) if length <= HEADER else {}
+            found |= {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return frozenset(found)
-    return frozenset(found)
+        return found
+    return found
+
+
+def _check_tensors(given: EagleFacts, shapes: Mapping[str, tuple[int, ...]], folder: Path, target: ModelFacts) -> None:
+    """What the shapes of a head's tensors tell of the model that it was made for. Raises CheckpointError."""
+    fuse, own = shapes.get("fc.weight", shapes.get("model.fc.weight", ())), given.facts.hidden
+    streams = len(given.watched.layers) if given.third else 1
+    reads = streams * given.target_hidden + (0 if given.third else own)
+    if len(fuse) == 2 and fuse[1] != reads:
+        of = (fuse[1] - (0 if given.third else own)) / streams
+        raise CheckpointError(
+            f"{folder}: fc.weight reads {fuse[1]} numbers: {_streams(streams)} of a model whose hidden_size is {of:g}; that of the model to "
+            f"draft for is {target.hidden}: this head is another model's"
+        )
+    if given.third and shapes and own != target.hidden and "embed_tokens.weight" not in shapes:
+        raise CheckpointError(
+            f"{folder}: its hidden_size is {own} and that of the model to draft for {target.hidden}, whose embedding it therefore cannot share, and "
+            "it has none of its own (embed_tokens.weight): this head is another model's"
+        )
+    if given.third and shapes and given.draft_vocab < target.vocab and "d2t" not in shapes:
+        raise CheckpointError(
+            f"{folder}: there is no tensor d2t, which says what tokens the {given.draft_vocab} are that the head drafts of the model's "
+            f"{target.vocab} (draft_vocab_size and vocab_size in its config.json), so what it drafts cannot be read; take the file as it was "
+            "published"
+        )
+
+
+def _streams(count: int) -> str:
+    return f"{count} residual streams" if count > 1 else "the hidden state"
 
 
 def small_facts(folder: Path, target: ModelFacts) -> ModelFacts:
     """Of a model in this folder that drafts, with the target's context: beyond its own it drafts worse. Raises CheckpointError for a folder without
     one."""
+    held = algorithm_of(folder)
+    if held != "STANDALONE":
+        raise CheckpointError(
+            f"{folder} holds an {held} head, which reads what the model to draft for computes and is no model of its own; use "
+            f"--speculative-algorithm {held}, or leave that flag out"
+        )
     return replace(read_facts(folder), context=target.context)
 
 
@@ -108,11 +154,12 @@ def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> Eagle
         raise CheckpointError(
             f"{where}: a head of Llama's layers is read, and this one has latent attention or experts"
         )
-    if third and facts.layers != 1 or not third and facts.hidden != target.hidden:
+    if not third and facts.hidden != target.hidden:
         raise CheckpointError(
-            f"{where}: an EAGLE-3 head has one layer, and one of the older format the target's hidden_size; num_hidden_layers is {facts.layers}, "
-            f"hidden_size {facts.hidden}"
+            f"{where}: hidden_size {facts.hidden} is not that of the model to draft for, {target.hidden}: this head is another model's"
         )
+    if third and facts.layers != 1:
+        raise CheckpointError(f"{where}: an EAGLE-3 head has one layer; num_hidden_layers is {facts.layers}")
     return EagleFacts(
         facts=replace(facts, context=target.context, qkv_bias=bool(config.get("qkv_bias", facts.qkv_bias))),
         third=third,

@@ -113,6 +113,8 @@ class Setting:
             value = _number(float, value)
         if self.kind is str and type(value) in (int, float):
             value = str(value)
+        if self.choices and isinstance(value, str) and value not in self.choices:
+            value = next((one for one in self.choices if str(one).lower() == value.lower()), value)
         if type(value) is not self.kind:
             raise CannotServe(f"{self.name}: expected {self._expected()}, got {value!r}")
         return value

@@ -23,6 +23,7 @@ class SpeculativeOptions:
         "what drafts tokens. NEXTN: the checkpoint's own next-token layer; EAGLE3, EAGLE: a head from its own folder (EAGLE without a folder is "
         "NEXTN, as other engines call it); STANDALONE: a smaller model from its own folder; NGRAM: what followed the last tokens when they stood "
         "in the sequence before; NONE: nothing",
+        foreign=("speculative-algo",),
         choices=ALGORITHMS,
         auto="what the drafter's folder holds, NEXTN where a number of drafts is given, else NONE",
         off="NONE",
@@ -43,6 +44,7 @@ class SpeculativeOptions:
     speculative_num_steps: int | None = setting(
         None,
         "tokens drafted for each step at most, one behind the other",
+        foreign=("num-speculative-tokens",),
         least=1,
         most=DEEPEST,
         auto="NEXTN and EAGLE 3, STANDALONE and NGRAM 4",
@@ -71,7 +73,7 @@ class SpeculativeOptions:
         None,
         "which drafts are accepted. race: those that the model draws itself, so that tokens are plain decoding's, seed for seed; standard: by the "
         "odds min(1, p/q), which are better where requests sample: tokens are distributed as the model's, but not those of plain decoding; relaxed, "
-        "LOSSY: also those nearly as likely as the model's best token",
+        "LOSSY: also those nearly as likely as the model's best token. Only by the race does a seed repeat an answer",
         choices=RULES,
         auto="race",
     )

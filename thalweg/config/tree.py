@@ -8,6 +8,7 @@ import typing
 from pathlib import Path
 from typing import Any, Mapping
 
+from thalweg.config.foreign import CONFIG, translated
 from thalweg.config.options import Config
 from thalweg.config.setting import Setting, nearest, settings_of
 from thalweg.core.errors import CannotServe
@@ -63,7 +64,9 @@ def flat(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = str(key).replace("-", "_")
-        if name in sections() and (isinstance(value, Mapping) or name not in spellings()):
+        if name == CONFIG:
+            entries = flat(translated(value).values, where)
+        elif name in sections() and (isinstance(value, Mapping) or name not in spellings()):
             entries = _section(name, value, where)
         else:
             entries = dict([_entry(name, value, where)])

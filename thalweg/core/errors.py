@@ -6,7 +6,9 @@ ThalwegError
 ├── CannotServe         the resolver's no: names what does not fit and the nearest that does
 │   └── NoRoom          memory is too small for it
 ├── CheckpointError     a checkpoint is missing, truncated, of the wrong shape, or unknown
+├── NoNumbers           the model computed NaN for a request: becomes a 500
 └── EngineDead          the engine process is gone: becomes a 503
+    └── EngineStarting  it is not there yet
 """
 
 from __future__ import annotations
@@ -53,5 +55,24 @@ class CheckpointError(ThalwegError):
     """A checkpoint that cannot be loaded; the message names the file or tensor and what was expected."""
 
 
+class NoNumbers(ThalwegError):
+    """What the model computed for a sequence is not a number."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model computed no numbers (NaN) for this request, so there is no next token; others go on. Its checkpoint is damaged, or what it "
+            "computes overflows: compare the files with their source, or try --dtype float32, or another --kv-cache-dtype"
+        )
+
+
 class EngineDead(ThalwegError):
     """The engine process ended; running requests are lost, the server restarts it."""
+
+
+class EngineStarting(EngineDead):
+    """The first engine, or a new one, is being started: requests are welcome once it serves."""
+
+
+def not_serving(state: str, reason: str) -> EngineDead:
+    """What is raised while there is no engine to ask. state, reason: as of `engine.front.Front`."""
+    return EngineStarting(reason) if state == "starting" else EngineDead(reason)

@@ -73,7 +73,8 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """News of one sequence. finish: "" while it runs, else "stop", "length" or "abort"; stop_id: the stop token id, or -1.
+    """News of one sequence. finish: "" while it runs, else "stop", "length", "abort", or "error" where the model computed no numbers; stop_id: the
+    stop token id, or -1.
     logprobs and prompt_logprobs: (logprob, top ids, top logprobs) each, empty unless asked for; the first delta of a
     sequence carries all its prompt logprobs (of prompt positions 1 to the last) and `cached`, the prompt tokens that came from the cache; the last
     one `drafted`, of all of it, and every one where a stop string may end it."""
@@ -126,6 +127,7 @@ class Stats(msgspec.Struct, frozen=True):
     wasted_drafts: int = 0  # drafts that were never verified: their sequence ended, or gave its pages back
     steps_by_width: tuple[int, ...] = ()  # with a drafter: steps that sampled, by drafts of each sequence, from 0 on
     drafter_failures: int = 0  # drafters that failed and were switched off
+    broken: int = 0  # requests that ended because the model computed no numbers
 
     @property
     def drafts(self) -> Drafted:

@@ -145,7 +145,7 @@ class Output(NamedTuple):
     drafts: proposals for the next step (the grammar of a masked row must walk them); parents: of each of them the node of the tree before it
     (`core.tree`), empty for a chain. path: which drafts of this step were accepted, bit i of draft i. done: the slot has ended.
     logprobs: of the tokens. scores: one entry for each position in [score_from, score_to). lost: the drafter failed in this step, and makes no
-    more drafts.
+    more drafts. broken: the model computed no numbers (NaN) where the next token was to be drawn, or for a score; there are no tokens.
     """
 
     tokens: tuple[int, ...] = ()
@@ -156,6 +156,7 @@ class Output(NamedTuple):
     lost: bool = False
     parents: tuple[int, ...] = ()
     path: int = 0
+    broken: bool = False
 
 
 class MaskState(NamedTuple):

@@ -64,7 +64,7 @@ class Request:
     scores: list[TokenLogprob] = field(default_factory=list)
     drafts: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()  # of these drafts, see `Output`
-    finish: str = ""  # "stop", "length", "abort"; "" while it runs
+    finish: str = ""  # "stop", "length", "abort", "error"; "" while it runs
     stop_id: int = -1  # the stop token id that ended it
 
     slot: int = -1

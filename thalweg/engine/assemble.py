@@ -20,11 +20,11 @@ from thalweg.text.tokenizer import Tokenizer
 class Piece(msgspec.Struct, frozen=True, gc=False):  # made for every token: 0.1 us; a frozen dataclass takes 2
     """News of one sequence of a request.
 
-    index: which of the n choices. text: new text, cut at stop strings. ids: new tokens, the token that ended the sequence included
-    (its text is not). finish: None while it runs, else "stop", "length" or "abort"; stop: the stop string or stop token id that ended it (None for an
-    end-of-sequence token). The counts are running totals of this sequence. prompt_logprobs: with the first piece, of prompt positions
-    1 to the last. at: the engine's time.time() when the step retired. admitted: its time.time() when the sequence left the queue, 0.0 while
-    that is not known. preempted: how often it went back into it. drafted: with the last piece, what became of its drafts, None where there were none.
+    index: which of the n choices. text: new text, cut at stop strings. ids: new tokens, the token that ended the sequence included (its text is not).
+    finish: None while it runs, else "stop", "length", "abort", or "error" (`core.messages.Delta`); stop: the stop string or stop token id that ended
+    it (None for an end-of-sequence token). The counts are running totals of this sequence. prompt_logprobs: with the first piece, of prompt positions
+    1 to the last. at: the engine's time.time() when the step retired. admitted: its time.time() when the sequence left the queue, 0.0 while that is
+    not known. preempted: how often it went back into it. drafted: with the last piece, what became of its drafts, None where there were none.
     """
 
     index: int

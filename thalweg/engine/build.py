@@ -29,11 +29,11 @@ from thalweg.engine.loop import NO_RECORDER, Channel, Loop, OneRank
 from thalweg.engine.memory import RESERVE, Sums, free, measure, probe, provisional, settle
 from thalweg.engine.pace import paced
 from thalweg.engine.recording import Ring
-from thalweg.engine.roomless import blamed_on_drafter, with_or_without
+from thalweg.engine.roomless import with_or_without
 from thalweg.engine.settings import EngineSettings
 from thalweg.engine.taken import taken
 from thalweg.engine.warm import warm
-from thalweg.engine.widths import measured
+from thalweg.engine.widths import measured, planning_clock
 from thalweg.engine.worker import CpuWorker, stream_for
 from thalweg.engine.workshop import Workshop
 from thalweg.kernels.tuned import TUNED
@@ -44,6 +44,7 @@ from thalweg.models.base import Model
 from thalweg.models.compiled import compile_parts
 from thalweg.models.one_by_one import OneByOne
 from thalweg.models.traced import Traced, traced
+from thalweg.runner.drafting import blamed_on_drafter
 from thalweg.runner.runner import Runner
 from thalweg.sampling.catalog import drawing_for, ruled
 from thalweg.sampling.imposed import Imposed
@@ -113,7 +114,7 @@ def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) ->
     steps = model if settings.torch_compile else traced(model, device)
     if isinstance(steps, Traced):
         steps.record(planes)
-        with blamed_on_drafter(settings):
+        with blamed_on_drafter():
             drafter.record(planes)
     slots = Slots(settings.slots, settings.context, device, drafter.fields(), settings.tree)
     phases.done("recorded steps")
@@ -179,11 +180,11 @@ def parts(device: str, kernels: KernelChoice, dtype: str, fp8: bool) -> Parts:
 
 
 def _recorded(settings: EngineSettings, runner: Runner) -> Runner:
-    """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises CannotServe."""
+    """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises CannotServe, DrafterFails."""
     if settings.graphs or settings.pieces:
         from thalweg.runner.graphs import record  # needs Triton
 
-        with blamed_on_drafter(settings), _bar("recording CUDA graphs", settings.progress) as progress:
+        with _bar("recording CUDA graphs", settings.progress) as progress:
             sizes = settings.graphs, settings.pieces, settings.mixed_graphs
             record(runner, *sizes, settings.context, settings.slots, progress, choices(_fits(settings))[1:])
     return runner
@@ -258,7 +259,9 @@ def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, chan
     grammars = GrammarBook(
         lambda: Compiler(Tokenizer(Path(settings.path)), facts.vocab, settings.eos_ids or facts.eos), facts.vocab
     )
-    widths = MeasuredWidth(settings.times) if settings.times else ConstantWidth(_fits(settings))
+    widths = (
+        MeasuredWidth(settings.times, planning_clock(settings)) if settings.times else ConstantWidth(_fits(settings))
+    )
     scheduler = Scheduler(limits, Books(settings.pages + 1, tree), widths=widths, grammars=grammars)
     on_gpu = runner.planes.device.type == "cuda"
     worker = GpuWorker(runner, grammars) if on_gpu else CpuWorker(runner, stream_for(settings.depth), grammars)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -15,7 +16,7 @@ import msgspec
 import zmq
 
 from thalweg.core import logs
-from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
+from thalweg.core.errors import EngineDead, InvalidRequest, NoNumbers, Overloaded, not_serving
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.messages import (
@@ -121,7 +122,7 @@ class Front:
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises InvalidRequest for what the engine would refuse, EngineDead when there is none, Overloaded when its queue is full."""
         if self.ready is None or self.state != "ready":
-            raise EngineDead(self.reason)
+            raise not_serving(self.state, self.reason)
         check_prompt(prompt, params, self.ready.context, self.ready.vocab)
         params.check(self.ready.vocab)
         self._check_room(params.n)
@@ -159,7 +160,7 @@ class Front:
         """Submits params.n sequences and yields their pieces as they come. Closing the iterator aborts what is left. keep: what of
         them the prefix cache keeps. room: it takes its places from there.
 
-        Raises InvalidRequest, Overloaded, and EngineDead when the engine ends meanwhile.
+        Raises InvalidRequest, Overloaded, NoNumbers, and EngineDead when the engine ends meanwhile.
         """
         if room is not None:
             room.left -= params.n
@@ -177,6 +178,9 @@ class Front:
                         self._forget(live, delta.uid)
                         if not delta.finish:
                             self._send(Abort((delta.uid,)))
+                    if piece.finish == "error":
+                        log.error("failed", extra=logs.fields(**live.names, why="the model computed no numbers"))
+                        raise NoNumbers
                     yield piece
         finally:
             if live.assemblers and self.ready is not None:
@@ -206,7 +210,7 @@ class Front:
         Raises InvalidRequest for what cannot be done, EngineDead.
         """
         if self.ready is None:
-            raise EngineDead(self.reason)
+            raise not_serving(self.state, self.reason)
         self._next_control += 1
         message = msgspec.structs.replace(message, id=self._next_control)
         told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -281,6 +285,8 @@ class Front:
             socket.bind(address)
             child = SPAWN.Process(target=process.main, args=(self.settings, address), name="thalweg-engine")
             child.start()
+            # where nobody closes this front, multiprocessing would wait at exit for a process that waits for us
+            atexit.register(child.kill)
             arrivals = int(socket.getsockopt(zmq.FD))
             self._ended = loop.create_future()
             loop.add_reader(arrivals, self._pump)
@@ -304,6 +310,7 @@ class Front:
                 if child.is_alive():
                     child.kill()
                     child.join()
+                atexit.unregister(child.kill)
                 socket.close(linger=0)
                 context.term()
 

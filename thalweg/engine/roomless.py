@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -15,6 +14,7 @@ import torch
 from thalweg.core.errors import NoRoom, lacks_memory
 from thalweg.core.tree import CHAIN
 from thalweg.engine.settings import EngineSettings
+from thalweg.runner.drafting import DrafterFails
 
 log = logging.getLogger("thalweg.engine")
 
@@ -22,21 +22,6 @@ LEFT_OUT = "there is no room for the drafter, and decoding goes on without it: %
 NOT_RECORDED = "steps with the drafter cannot be recorded, and decoding goes on without it: %s"
 
 T = TypeVar("T")
-
-
-class DrafterFails(Exception):
-    """What a drafter takes part in raised at the start, and may not without it."""
-
-
-@contextmanager
-def blamed_on_drafter(settings: EngineSettings) -> Iterator[None]:
-    """Whatever is raised in here and is no lack of memory becomes DrafterFails, if there is a drafter."""
-    try:
-        yield
-    except Exception as error:  # whatever it is: its steps are guarded in the same way
-        if not settings.drafter or lacks_memory(error):
-            raise
-        raise DrafterFails(f"{type(error).__name__}: {error}") from error
 
 
 def with_or_without(build: Callable[[EngineSettings], T], settings: EngineSettings) -> T:

@@ -18,23 +18,23 @@ from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.settings import EngineSettings
 from thalweg.runner.runner import Runner
-from thalweg.scheduler.times import Rung
+from thalweg.scheduler.times import Rung, StepTimes
 from thalweg.scheduler.widths import choices
 
 log = logging.getLogger("thalweg.engine")
 
 
 class Ladder(NamedTuple):
-    """rows of the steps to measure: the first `least`, and of the others as many as there is time for. repeats: of each."""
+    """rows of the steps to measure: the first `least`, and of the others as many as there is time for."""
 
     rows: tuple[int, ...]
     least: int
-    repeats: int
 
 
 CONTEXT, FAR = 512, 32768  # tokens behind each row: few, and as many as there may be up to this
-NEAR_LADDER = Ladder((1, 2, 4, 8, 16, 32, 64, 128, 256), 2, 3)
-FAR_LADDER = Ladder((1, 8, 64), 1, 1)
+NEAR_LADDER = Ladder((1, 2, 4, 8, 16, 32, 64, 128, 256), 2)
+FAR_LADDER = Ladder((1, 8, 64), 1)
+REPEATS, TURNS = 3, 2  # of each behind the short context; of both, where one is compared with the other
 SECONDS = 4.0  # for the short context; larger numbers of rows are left to the line through the last two
 SHARE = 0.25  # of what that took: for the long one
 GREEDY = SamplingParams(temperature=0.0)
@@ -47,9 +47,15 @@ def measured(settings: EngineSettings, runner: Runner) -> EngineSettings:
     now = clock(settings)
     begun, most = now(), settings.context - _room(settings)
     near = max(min(CONTEXT, most), 1)
-    rungs = smoothed(_rungs(runner, settings, near, NEAR_LADDER, SECONDS))
+    rungs = smoothed(
+        _rungs(settings, near, NEAR_LADDER, SECONDS, lambda rows: _times(runner, settings, rows, near, REPEATS))
+    )
     if rungs and most > 4 * near:  # else the difference says little
-        rungs += smoothed(_rungs(runner, settings, min(FAR, most), FAR_LADDER, SHARE * (now() - begun)))
+        far, short = min(FAR, most), rungs
+        share = SHARE * (now() - begun)
+        rungs += smoothed(
+            _rungs(settings, far, FAR_LADDER, share, lambda rows: _longer(runner, settings, rows, short, far))
+        )
     runner.slots.reset()
     if not rungs:  # not even one request can be verified within the budget of a step
         return msgspec.structs.replace(settings, times=(), width=0)
@@ -67,7 +73,10 @@ def _room(settings: EngineSettings) -> int:
     return 3 * (1 + settings.tree.room(settings.width))
 
 
-def _rungs(runner: Runner, settings: EngineSettings, context: int, ladder: Ladder, seconds: float) -> list[Rung]:
+def _rungs(
+    settings: EngineSettings, context: int, ladder: Ladder, seconds: float, times: Callable[[int], tuple[float, ...]]
+) -> list[Rung]:
+    """times: measures a number of rows behind this context."""
     now, rungs = clock(settings), list[Rung]()
     begun = last = now()
     for rows in ladder.rows:
@@ -78,8 +87,20 @@ def _rungs(runner: Runner, settings: EngineSettings, context: int, ladder: Ladde
             if now() - begun + ahead > seconds:
                 break
         last = now()
-        rungs.append(Rung(rows, context, _times(runner, settings, rows, context, ladder.repeats)))
+        rungs.append(Rung(rows, context, times(rows)))
     return rungs
+
+
+def _longer(
+    runner: Runner, settings: EngineSettings, rows: int, short: Sequence[Rung], context: int
+) -> tuple[float, ...]:
+    """Behind a longer context than those. What that adds is little beside what a machine that others use changes its pace by from one moment to the
+    next, and many rows multiply it: both are measured in turns, and the difference counts."""
+    near = short[0].context
+    turns = [[_times(runner, settings, rows, at, 1) for at in (near, context)] for _ in range(TURNS)]
+    below, above = (map(min, *times) for times in zip(*turns, strict=True))
+    known = StepTimes(short).seconds(rows, near)
+    return tuple(one + max(more - less, 0.0) for one, less, more in zip(known, below, above, strict=True))
 
 
 def _times(runner: Runner, settings: EngineSettings, rows: int, context: int, repeats: int) -> tuple[float, ...]:
@@ -168,6 +189,11 @@ def _run(runner: Runner, plan: StepPlan, settings: EngineSettings) -> float:
 def clock(settings: EngineSettings) -> Callable[[], float]:
     """What times steps that run in this thread. One thread of a CPU has a clock of its own, which others that want the CPU do not touch."""
     return time.thread_time if settings.device == "cpu" and settings.threads == 1 else time.perf_counter
+
+
+def planning_clock(settings: EngineSettings) -> Callable[[], float]:
+    """What times steps in the thread that plans them, where others may compute them."""
+    return clock(settings) if settings.depth == 1 else time.perf_counter
 
 
 def _wait(runner: Runner) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from thalweg.kernels.case import Operation
+from thalweg.kernels.climb import case as climb
 from thalweg.kernels.decompress import case as decompress
 from thalweg.kernels.experts import case as experts
 from thalweg.kernels.experts import case_fp8 as experts_fp8
@@ -24,6 +25,7 @@ from thalweg.kernels.truncate import case as truncate
 from thalweg.kernels.verify import case as verify
 
 OPERATIONS = {
+    "climb": Operation(climb.cases, dict(climb.BACKENDS)),
     "decompress": Operation(decompress.cases, dict(decompress.BACKENDS)),
     "experts": Operation(experts.cases, dict(experts.BACKENDS), experts.sizes),
     "experts_fp8": Operation(experts_fp8.cases, dict(experts_fp8.BACKENDS), experts_fp8.sizes),

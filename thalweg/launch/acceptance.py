@@ -34,12 +34,22 @@ def refuse_simulated(wish: SpeculativeOptions) -> None:
         )
 
 
-def decide_acceptance(wish: SpeculativeOptions, drafter: str, trees: bool, ledger: Ledger) -> Acceptance:
-    """drafter: its name, "" for none. trees: whether drafts may part ways. Raises CannotServe for thresholds of another rule than the one that is
-    wished."""
+def decide_acceptance(wish: SpeculativeOptions, drafter: str, deepest: int, trees: bool, ledger: Ledger) -> Acceptance:
+    """drafter: its name, "" for none. deepest: drafts one behind the other, at most. trees: whether drafts may part ways. Raises CannotServe for
+    thresholds of another rule than the one that is wished, for a rule beside a decree, and for a decree of more tokens than a verification has."""
     acceptance, length = _rule(wish, drafter, trees, ledger), wish.speculative_simulate_accept_length
     if not drafter or length is None:
         return acceptance
+    if length > deepest + 1:
+        raise CannotServe(
+            f"speculative_simulate_accept_length: {length:g} tokens of each verification, and {deepest} drafts one behind the other bring "
+            f"{deepest + 1} at most; give less, or more --speculative-num-steps"
+        )
+    if wish.speculative_acceptance not in (None, "race"):
+        raise CannotServe(
+            f"speculative_acceptance: {wish.speculative_acceptance} judges no draft where they are accepted by decree; leave it out, or "
+            "--speculative-simulate-accept-length"
+        )
     ledger.note("speculative_simulate_accept_length", length, ASKED, f"BENCHMARKS ONLY: {SIMULATED}")
     return replace(acceptance, imposed=length)
 

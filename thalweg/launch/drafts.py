@@ -30,19 +30,13 @@ class Drafts:
         return self.tree.nodes or self.speculation.width
 
 
-def decide_drafts(config: Config, facts: ModelFacts, model: Path, folder: Path | None, gpu: bool) -> Drafts:
-    """model: its folder; folder: of the drafter, where one was named; gpu: whether the model runs on one. Raises
-    as `decide_speculation`, `decide_acceptance` and `decide_tree`."""
+def decide_drafts(config: Config, facts: ModelFacts, model: Path, folder: Path | None) -> Drafts:
+    """model: its folder; folder: of the drafter, where one was named. Raises as `decide_speculation`, `decide_acceptance` and `decide_tree`."""
     wish, ledger = config.speculative, Ledger()
     speculation = decide_speculation(wish, facts, ledger, folder, model)
-    acceptance = decide_acceptance(wish, speculation.drafter, branching(wish), ledger)
-    exact = config.load.deterministic_inference and gpu
-    return Drafts(
-        ledger,
-        speculation,
-        acceptance,
-        decide_tree(wish, speculation.drafter, speculation.width, exact, ledger),
-    )
+    acceptance = decide_acceptance(wish, speculation.drafter, speculation.width, branching(wish), ledger)
+    tree = decide_tree(wish, speculation.drafter, speculation.width, ledger)
+    return Drafts(ledger, speculation, acceptance, tree)
 
 
 def no_drafts(why: str) -> Drafts:

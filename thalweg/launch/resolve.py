@@ -71,8 +71,7 @@ def resolve(
     fetched = weights and config.load.load_format != "dummy"
     if fetched and drafting is not None and config.speculative.speculative_algorithm is None:
         fetch_weights(drafting, wish.hf_token)  # the names of its tensors may have to tell what it is
-    gpu, folder = bool(here.gpus) and config.load.device != "cpu", None if drafting is None else drafting.folder
-    wanted = decide_drafts(config, facts, checkpoint.folder, folder, gpu)
+    wanted = decide_drafts(config, facts, checkpoint.folder, None if drafting is None else drafting.folder)
     drafts, found = _fitting(config, facts, here, wanted)
     ledger, speculation, acceptance = drafts.ledger, drafts.speculation, drafts.acceptance
     choices = tuned.decide(config, here, found.device, ledger)

@@ -75,6 +75,11 @@ def decide_speculation(
         raise CannotServe(
             f"mtp: counts tokens of the checkpoint's own next-token layer, and {algorithm} is another drafter; use --speculative-num-steps"
         )
+    if branching(wish) and wish.mtp:
+        raise CannotServe(
+            f"mtp: counts tokens of a chain, and --speculative-eagle-topk {wish.speculative_eagle_topk} makes drafts a tree; use "
+            f"--speculative-num-steps {wish.mtp - 1} in its place, or leave one of them out"
+        )
     ledger.note("speculative_algorithm", algorithm, *source(not why, why))
     if kind is HEAD and folder is not None:
         watched = read_eagle(folder, facts).watched

@@ -12,9 +12,9 @@ NODES = 15  # drafts where nobody says how many: with the root as many tokens as
 CHAINS = ("ngram",)  # drafters that know of one way only
 
 
-def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, exact: bool, ledger: Ledger) -> TreeShape:
-    """drafter: its name, "" for none; deepest: drafts one behind the other; exact: whether bits may not depend on drafts,
-    and nodes are computed together. Raises CannotServe for what cannot branch, and for more nodes than such a tree has."""
+def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, ledger: Ledger) -> TreeShape:
+    """drafter: its name, "" for none; deepest: drafts one behind the other. Raises CannotServe for what cannot branch, and for more nodes than such a
+    tree has."""
     branches, nodes = wish.speculative_eagle_topk, wish.speculative_num_draft_tokens
     if branches is None or branches == 1:
         if wish.speculative_tree is not None:
@@ -24,13 +24,7 @@ def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, exact: boo
             )
         return CHAIN
     why = (
-        "nothing drafts"
-        if not drafter
-        else "what follows in the text itself is one chain"
-        if drafter in CHAINS
-        else "--deterministic-inference wants the same bits whatever is drafted, and a GPU sums a path through a tree up in other pieces than a chain"
-        if exact
-        else ""
+        "nothing drafts" if not drafter else "what follows in the text itself is one chain" if drafter in CHAINS else ""
     )
     if why:
         instead = "--speculative-eagle-topk 1" if drafter else "--speculative-algorithm NEXTN, or leave it out"

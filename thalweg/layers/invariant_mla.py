@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from thalweg.attention.context import paths_of
 from thalweg.batch.batch import Batch
 from thalweg.kernels.mla import triton as mla
-from thalweg.layers.paged import PagedStep
+from thalweg.layers.paged import PagedStep, rows_of
 from thalweg.layers.paged_mla import PagedMla
 
 PARTS = 1 << 27  # elements of partial sums at a time: 256 MiB
@@ -19,16 +23,16 @@ class InvariantMla(PagedMla):
 
     def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
         query_THd = query_TX.view(len(query_TX), self.heads, -1)
-        tokens = len(query_THd)
+        tokens, rows = len(query_THd), step.prepared
         at_once = max(PARTS // (self.heads * mla.DETERMINISTIC_SPLITS * self.rank), 1)
+        nodes = 0 if rows.paths_TD is None else len(rows.paths_TD)
         # in order: a token's context is stored before it attends
-        parts = [
-            self._some(step, query_THd, latent_TD, slice(first, min(first + at_once, tokens)))
-            for first in range(0, tokens, at_once)
-        ]
+        firsts = [*range(0, nodes, at_once), *range(nodes, tokens, at_once), tokens]
+        parts = [self._some(step, query_THd, latent_TD, slice(*ends)) for ends in pairwise(firsts)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _some(self, step: PagedStep, query_THd: Tensor, latent_TD: Tensor, some: slice) -> Tensor:
+        rows = step.prepared
         partial, lse = mla.decode(
             self.absorb(query_THd[some], latent_TD[some], step, some, True),
             step.planes.paged("latent", self.layer),
@@ -38,16 +42,20 @@ class InvariantMla(PagedMla):
             rank=self.rank,
             splits=mla.DETERMINISTIC_SPLITS,
             plane_scale=step.planes.scale("latent", self.layer),
-            rows_T=step.prepared[some],
+            rows_T=rows.row_T[some],
+            paths_TD=None if rows.paths_TD is None or some.start >= len(rows.paths_TD) else rows.paths_TD[some],
             fixed=True,
         )
         return mla.up(mla.merge(partial, lse, query_THd.dtype), self.uv)
 
 
-def rows_of(batch: Batch, tokens: int, query: int) -> Tensor:
-    """The row of each token: int32 [T]."""
-    device, parts = batch.ids_T.device, []
-    for group in batch.groups:
-        rows = torch.arange(group.row_start, group.row_start + group.rows, dtype=torch.int32, device=device)
-        parts.append(rows.repeat_interleave(group.query))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+class OwnRows(NamedTuple):
+    """row_T int32: of each token of the step. paths_TD: of the decode rows' tokens, where drafts part ways; see `paths_of`."""
+
+    row_T: Tensor
+    paths_TD: Tensor | None
+
+
+def own_rows(batch: Batch, tokens: int, query: int) -> OwnRows:
+    """A `layers.paged.Prepare`."""
+    return OwnRows(rows_of(batch), None if batch.tree is None else paths_of(batch.tree, tokens))

@@ -17,8 +17,8 @@ from thalweg.kernels.mla.flashinfer import FlashInferDecoder
 from thalweg.kernels.mla.paged import PREFILLS, Decoder, decoder
 from thalweg.layers import rotary
 from thalweg.layers.fused import FusedEmbedding, FusedFp8Linear, FusedLinear, FusedMlp, FusedMoe, FusedNorm, matmul
-from thalweg.layers.invariant_mla import InvariantMla, rows_of
-from thalweg.layers.paged import PagedSteps
+from thalweg.layers.invariant_mla import InvariantMla, own_rows
+from thalweg.layers.paged import PagedSteps, nothing, ragged
 from thalweg.layers.paged_gqa import PagedGqa
 from thalweg.layers.paged_gqa import prepare_by as prepare_gqa
 from thalweg.layers.paged_mha import WIDTH, PagedMha
@@ -95,9 +95,9 @@ class KernelParts:
             prepare = prepare_gqa(self.choice, facts, self.device)
             return PagedSteps(facts, self.device, prepare, gathers=self.choice.prefill == "fa3")
         if not self.choice.latent:
-            return PagedSteps(facts, self.device, gathers=False)
+            return PagedSteps(facts, self.device, ragged if self.choice.deterministic else nothing, gathers=False)
         if self.choice.deterministic:
-            return PagedSteps(facts, self.device, rows_of, gathers=False)
+            return PagedSteps(facts, self.device, own_rows, gathers=False)
         return PagedSteps(facts, self.device, prepare_by(self._decoder(facts)))
 
     def plane(self, name: str, layer: int, dim: int, shard: str = "replicated") -> PlaneSpec:

@@ -9,7 +9,7 @@ from typing import Any, Callable, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from thalweg.attention.context import Span
+from thalweg.attention.context import Span, paths_of
 from thalweg.batch.batch import Batch
 from thalweg.batch.upload import upload
 from thalweg.config.model import ModelFacts
@@ -79,6 +79,36 @@ class Prepare(Protocol):
 
 def nothing(batch: Batch, tokens: int, query: int) -> None:
     """Of a backend that needs to know no more than the step itself."""
+
+
+class Ragged(NamedTuple):
+    """Decode rows as the kernel of ragged rows takes them, which deterministic mode has for all: arguments of `kernels.gqa.triton.prefill`, `longest`
+    being its max_query. paths_TD: where drafts part ways."""
+
+    table_RL: Tensor
+    starts_R1: Tensor
+    longest: int
+    paths_TD: Tensor | None = None
+
+
+def ragged(batch: Batch, tokens: int, query: int) -> Ragged:
+    """A `Prepare`."""
+    device, paths_TD = batch.ids_T.device, None if batch.tree is None else paths_of(batch.tree, tokens)
+    lengths = [group.query for group in batch.groups if group.token_start < tokens for _ in range(group.rows)]
+    if len(set(lengths)) > 1:
+        starts_R1 = upload([0, *accumulate(lengths)], torch.int32, device)
+    else:
+        starts_R1 = torch.arange(0, tokens + 1, max(lengths, default=1), dtype=torch.int32, device=device)
+    return Ragged(batch.table_RP[: len(lengths)], starts_R1, max(lengths, default=1), paths_TD)
+
+
+def rows_of(batch: Batch) -> Tensor:
+    """The row of each token: int32 [T]."""
+    device, parts = batch.ids_T.device, []
+    for group in batch.groups:
+        rows = torch.arange(group.row_start, group.row_start + group.rows, dtype=torch.int32, device=device)
+        parts.append(rows.repeat_interleave(group.query))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class PagedSteps(nn.Module):

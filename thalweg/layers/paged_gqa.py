@@ -17,7 +17,7 @@ from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.norm.triton import Normed
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.fused import FusedNorm
-from thalweg.layers.paged import MakeLinear, PagedStep, Prefix, Prepare, Rest, nothing
+from thalweg.layers.paged import MakeLinear, PagedStep, Prefix, Prepare, Ragged, Rest, nothing, ragged
 from thalweg.layers.part import Part
 
 
@@ -116,13 +116,11 @@ class PagedGqa(Part):
 
     def _decode(self, qkv_THd: Tensor, step: PagedStep, fresh: bool) -> Tensor:
         """Rows of one length, split: → [T, H, d]. fresh: their keys are not stored yet."""
-        (query, key, value), cache, table = self._split(qkv_THd), self._cache(step), step.batch.table_RP
+        (query, key, value), cache = self._split(qkv_THd), self._cache(step)
         if self.choice.decode == "flashinfer":
             return flashinfer.run(step.prepared.decode, query, cache.key_PSKd, cache.value_PSKd)
-        positions = step.batch.columns_T[: step.decode]
         if self.choice.deterministic:
-            starts = torch.arange(0, step.decode + 1, step.query, dtype=torch.int32, device=query.device)
-            return self._paged(query, cache, table[: len(starts) - 1], positions, starts, step.query)
+            return self._paged(query, cache, step.batch.positions_T[: step.decode], step.prepared)
         made = None
         if fresh:
             write = step.batch.write_T[: step.decode]
@@ -131,8 +129,8 @@ class PagedGqa(Part):
             query,
             cache.key_PSKd,
             cache.value_PSKd,
-            table,
-            positions,
+            step.batch.table_RP,
+            step.batch.columns_T[: step.decode],
             scale=self.scale,
             splits=gqa.splits_for(step.decode, self.heads, self.kv_heads, step.reach, step.query),
             query=step.query,
@@ -151,7 +149,7 @@ class PagedGqa(Part):
             return flashinfer.run(step.prepared.ragged, query, cache.key_PSKd, cache.value_PSKd)
         if self.choice.prefill == "triton":
             positions = step.batch.positions_T[rest.token :]
-            return self._paged(query, cache, table, positions, rest.starts_R1, rest.longest)
+            return self._paged(query, cache, positions, Ragged(table, rest.starts_R1, rest.longest))
         starts, whole = rest.starts_R1, step.whole
         if whole is not None:
             key, value = _gather(cache, table, whole)
@@ -191,21 +189,20 @@ class PagedGqa(Part):
             causal=causal,
         )
 
-    def _paged(
-        self, query_THd: Tensor, cache: Cache, table_RL: Tensor, positions_T: Tensor, starts_R1: Tensor, longest: int
-    ) -> Tensor:
+    def _paged(self, query_THd: Tensor, cache: Cache, positions_T: Tensor, rows: Ragged) -> Tensor:
         """Own kernel, which takes keys by the page from position 0 on: a token's bits depend on its own sequence alone."""
         return gqa.prefill(
             query_THd,
             cache.key_PSKd,
             cache.value_PSKd,
-            table_RL,
+            rows.table_RL,
             positions_T,
-            starts_R1,
-            max_query=longest,
+            rows.starts_R1,
+            max_query=rows.longest,
             scale=self.scale,
             key_scale=cache.key_scale,
             value_scale=cache.value_scale,
+            paths_TD=rows.paths_TD,
         )
 
 
@@ -243,4 +240,6 @@ class FlashInferSteps:
 
 def prepare_by(choice: KernelChoice, facts: ModelFacts, device: torch.device) -> Prepare:
     """What the backends share among the layers of a step."""
-    return FlashInferSteps(facts, device) if "flashinfer" in (choice.decode, choice.prefill) else nothing
+    if "flashinfer" in (choice.decode, choice.prefill):
+        return FlashInferSteps(facts, device)
+    return ragged if choice.deterministic else nothing

@@ -10,7 +10,7 @@ from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.norm.triton import Normed
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.fused import Matmul
-from thalweg.layers.paged import MakeLinear, PagedStep
+from thalweg.layers.paged import MakeLinear, PagedStep, Ragged
 from thalweg.layers.paged_mla import PagedMla
 
 WIDTH = 256  # of a head in the planes: keys of 192 and values of 128 dims, zeros behind them
@@ -39,7 +39,8 @@ class PagedMha(PagedMla):
         if step.rest is not None:
             rest = step.rest
             table, positions = step.batch.table_RP[rest.row :], step.batch.positions_T[rest.token :]
-            parts.append(self._causal(query_THw[rest.token :], table, positions, rest.starts_R1, rest.longest, step))
+            rows = Ragged(table, rest.starts_R1, rest.longest)
+            parts.append(self._causal(query_THw[rest.token :], positions, rows, step))
         out_THw = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out_THw[..., : self.v].flatten(1)
 
@@ -76,15 +77,13 @@ class PagedMha(PagedMla):
 
     def _decode(self, query_THw: Tensor, step: PagedStep) -> Tensor:
         """Rows of one length: → [T, H, WIDTH]."""
-        positions, table = step.batch.columns_T[: step.decode], step.batch.table_RP
         if self.deterministic:
-            starts = torch.arange(0, step.decode + 1, step.query, dtype=torch.int32, device=query_THw.device)
-            return self._causal(query_THw, table[: len(starts) - 1], positions, starts, step.query, step)
+            return self._causal(query_THw, step.batch.positions_T[: step.decode], step.prepared, step)
         partial, lse = gqa.decode(
             query_THw,
             *self._pages(step),
-            table,
-            positions,
+            step.batch.table_RP,
+            step.batch.columns_T[: step.decode],
             scale=self.scale,
             splits=gqa.splits_for(step.decode, self.heads, self.heads, step.reach, step.query),
             query=step.query,
@@ -95,18 +94,17 @@ class PagedMha(PagedMla):
         )
         return gqa.merge(partial, lse, query_THw.dtype)
 
-    def _causal(
-        self, query_THw: Tensor, table: Tensor, positions: Tensor, starts: Tensor, longest: int, step: PagedStep
-    ) -> Tensor:
+    def _causal(self, query_THw: Tensor, positions_T: Tensor, rows: Ragged, step: PagedStep) -> Tensor:
         """Rows of any length: → [T, H, WIDTH]."""
         return gqa.prefill(
             query_THw,
             *self._pages(step),
-            table,
-            positions,
-            starts,
-            max_query=longest,
+            rows.table_RL,
+            positions_T,
+            rows.starts_R1,
+            max_query=rows.longest,
             scale=self.scale,
             key_scale=step.planes.scale("key", self.layer),
             value_scale=step.planes.scale("value", self.layer),
+            paths_TD=rows.paths_TD,
         )

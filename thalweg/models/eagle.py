@@ -8,6 +8,8 @@ their input is fc of [embedding, state], the first layer has no norm before its 
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from thalweg.attention.context import Step, Work
 from thalweg.batch.batch import Batch
 from thalweg.config.drafters import EagleFacts
 from thalweg.config.model import ModelFacts
+from thalweg.core.errors import CheckpointError
 from thalweg.layers.part import Part
 from thalweg.layers.parts import Parts
 from thalweg.memory.planes import Planes, PlaneSpec
@@ -28,10 +31,11 @@ EMBEDDING = "embed_tokens.weight"
 
 class Eagle3(Part):
     """held: the tensors that the head's folder has, which tell how its layer is called and whether the embedding is its own; of none it is the
-    target's."""
+    target's. folder: for errors."""
 
-    def __init__(self, given: EagleFacts, main: Target, held: Collection[str]) -> None:
+    def __init__(self, given: EagleFacts, main: Target, held: Collection[str], folder: Path = Path()) -> None:
         super().__init__()
+        self.folder = folder
         facts, parts = given.facts, main.parts.beside(given.facts)
         self.given, self.facts, self.index, self.width, self.dtype = (
             given,
@@ -105,7 +109,7 @@ class Eagle3(Part):
         if self.ids_D is None:
             table.skips.append("d2t")
         else:
-            table.add("d2t", "ids_D", transform=_ids)
+            table.add("d2t", "ids_D", transform=partial(_ids, self.folder, facts.vocab))
         return table
 
 
@@ -198,5 +202,26 @@ def dense_planes(facts: ModelFacts, layer: int, parts: Parts) -> tuple[PlaneSpec
     return tuple(parts.plane(name, layer, width, shard="heads") for name in ("key", "value"))
 
 
-def _ids(d2t_D: Tensor) -> Tensor:
-    return d2t_D + torch.arange(len(d2t_D), device=d2t_D.device)
+def _ids(folder: Path, vocab: int, d2t_D: Tensor) -> Tensor:
+    """The target's ids. Raises CheckpointError where they are none, or one is there twice: what is drafted is verified by its embedding, and the
+    children of a tree's node are different tokens."""
+    if d2t_D.dim() != 1:
+        return d2t_D  # whose shape is refused
+    ids_D = d2t_D + torch.arange(len(d2t_D), device=d2t_D.device)
+    sorted_D, order_D = ids_D.sort(stable=True)
+    twice_D = torch.zeros_like(ids_D, dtype=torch.bool).index_fill_(0, order_D[1:][sorted_D[1:] == sorted_D[:-1]], True)
+    wrong = ((ids_D < 0) | (ids_D >= vocab) | twice_D).nonzero().flatten().tolist()
+    if not wrong:
+        return ids_D
+    place, id = wrong[0], int(ids_D[wrong[0]])
+    what = "which another entry says, too" if 0 <= id < vocab else f"and the model has 0 to {vocab - 1}"
+    rising = bool((d2t_D[1:] > d2t_D[:-1]).all()) and 0 <= int(d2t_D[0]) and int(d2t_D[-1]) < vocab
+    cause = (
+        "its values are the model's ids themselves, in order: subtract from each its place, as published heads have it"
+        if rising
+        else "take the file as it was published"
+    )
+    raise CheckpointError(
+        f"{folder}: d2t holds by how much each of the head's ids falls short of the model's; the value {int(d2t_D[place])} at {place} makes that "
+        f"{id}, {what} ({len(wrong)} of {len(d2t_D)} values are such): {cause}"
+    )

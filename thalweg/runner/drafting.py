@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Callable, Protocol, Sequence, TypeVar
 
 from thalweg.batch.prepare import groups_of
 from thalweg.batch.slots import Slots
+from thalweg.core.errors import lacks_memory
 from thalweg.core.plan import Bind, StepPlan
 from thalweg.memory.planes import Planes
 from thalweg.runner.late import Late
@@ -19,6 +21,21 @@ log = logging.getLogger("thalweg.engine")
 OFF = "the drafter is switched off, and decoding goes on without it: %s"
 
 T = TypeVar("T")
+
+
+class DrafterFails(Exception):
+    """What there is because of a drafter alone raised at the start."""
+
+
+@contextmanager
+def blamed_on_drafter() -> Iterator[None]:
+    """Whatever is raised in here and is no lack of memory becomes DrafterFails."""
+    try:
+        yield
+    except Exception as error:  # whatever it is: its steps are guarded in the same way
+        if lacks_memory(error):
+            raise
+        raise DrafterFails(f"{type(error).__name__}: {error}") from error
 
 
 class RecordedDrafts(Protocol):
@@ -117,9 +134,9 @@ class Drafting:
             return None
 
     def rubbish(self) -> None:
-        """What it computed turned out not to be numbers."""
+        """What it computed turned out not to be numbers, or not to be tokens."""
         if not self.lost:
-            log.error(OFF, "its hidden states are not numbers")
+            log.error(OFF, "its hidden states or logits are not numbers, or its drafts no tokens")
             self._off()
 
     def _off(self) -> None:

@@ -26,7 +26,7 @@ from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
 from thalweg.runner.decoding import halving
 from thalweg.runner.draft_graphs import DraftGraphs, Learning, Proposing
-from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts
+from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts, blamed_on_drafter
 from thalweg.runner.pieces import Pieces, Piecewise, Shared
 from thalweg.runner.runner import Runner
 from thalweg.runner.tape import MOST, NEEDS, Tape, borrow, recorded
@@ -72,10 +72,11 @@ class Recorded:
         self.a.replay()  # B's eager runs read what A left
         for needs in NEEDS:
             self.b[needs], _ = recorded(tape, partial(self._b, needs), warm_ups=1)
-        for verification in verified:
-            verification.record(tape)
-        for one in learning:
-            one.record(self.batch, self.hidden_RH, tape)
+        with blamed_on_drafter():
+            for verification in verified:
+                verification.record(tape)
+            for one in learning:
+                one.record(self.batch, self.hidden_RH, tape)
         # B's recordings are made: later buckets may use this memory, since between A and its B nothing is replayed
         self.hidden_RH, self.logits_RV, self.ints_RI = map(borrow, (self.hidden_RH, self.logits_RV, self.ints_RI))
         b = self.batch
@@ -182,7 +183,7 @@ def record(
 ) -> None:
     """Records whole steps for these numbers of rows, and the static parts of other steps for these numbers of tokens; the runner runs them
     from now on. mixed: see `CudaGraphs`. context: the longest, in tokens. spare: a slot that no request gets. widths: drafts that the rows of
-    a step may have. Raises CannotServe."""
+    a step may have. Raises CannotServe, and DrafterFails where it is what a drafter needs."""
     tape, done = Tape(), itertools.count(1)
     beside = halving([many for many in rows if many <= max(tokens)]) if tokens else []
     # what is recorded has the tokens of a row see each other
@@ -200,10 +201,10 @@ def record(
     whole, verified, learning = _whole(runner, rows, alone, chains, (context, spare, apart), tape, told)
     if runner.slots.tree.on and rows:
         held = runner.planes, runner.slots, runner.drafting.drafter
-        runner.groves = groves(rows, runner.model, *held, context, spare, tape)
+        runner.groves = groves(rows, runner.model, *held, context, spare, tape, runner.sampling, runner.move)
     proposing: list[Proposing] = []
     for many in drafting:
-        with tape.running(f"drafts of {many} rows"):
+        with tape.running(f"drafts of {many} rows"), blamed_on_drafter():
             for one in chains:
                 proposing.append(Proposing(*one, many, max(alone), runner.slots, runner.planes, spare))
                 proposing[-1].record(context, tape)

@@ -6,6 +6,7 @@ step; 2.7 ms for 512 of them at once), so of sequences for which nothing is draf
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -33,10 +34,17 @@ class Kept(NamedTuple):
     hidden_TX: Tensor
 
 
-class Behind(NamedTuple):
-    """Of a slot: where its tokens stand in all steps that are kept, and its latest row."""
+class Place(NamedTuple):
+    """Of a token: which of the steps that are kept it is of, and which of its rows."""
 
-    places: list[int]
+    step: int
+    row: int
+
+
+class Behind(NamedTuple):
+    """Of a slot: where its tokens stand, and its latest row."""
+
+    places: list[Place]
     last: Row
 
 
@@ -77,10 +85,10 @@ class Late:
         whole = batch.ids_T, batch.positions_T, batch.write_T, batch.real_T, seen.hidden_TH
         copied = self.passing or len(batch.ids_T) > rows  # a part would hold the rest
         self.steps.append(Kept(*(one[:rows].clone() if copied else one for one in whole)))
-        for place, row in enumerate(seen.plan.rows[:rows], self.tokens):
+        for number, row in enumerate(seen.plan.rows[:rows]):
             before = self.behind.get(row.slot)
             places = [] if before is None else before.places
-            places.append(place)
+            places.append(Place(len(self.steps) - 1, number))
             self.behind[row.slot] = Behind(places, row)
             self.longest = max(self.longest, len(places))
         self.tokens += rows
@@ -100,16 +108,18 @@ class Late:
                 del self.behind[slot]
         return joined
 
-    def _step(self, last: tuple[Row, ...], places: list[list[int]]) -> Seen:
+    def _step(self, last: tuple[Row, ...], places: list[list[Place]]) -> Seen:
         """Rows of equally many tokens stand together."""
         rows = tuple(
             row._replace(start=row.start + 1 - len(of), n=len(of), drafts=0)
             for row, of in zip(last, places, strict=True)
         )
         device, context = self.steps[0].hidden_TX.device, self.slots.context
-        order_T = upload([place for of in places for place in of], torch.int64, device)
+        ordered = sorted(place for of in places for place in of)
+        number = {place: i for i, place in enumerate(ordered)}
+        order_T = upload([number[place] for of in places for place in of], torch.int64, device)
         ids_T, positions_T, write_T, real_T, hidden_TX = (
-            torch.cat(fields).index_select(0, order_T) for fields in zip(*self.steps, strict=True)
+            torch.cat(fields).index_select(0, order_T) for fields in zip(*self._parts(ordered), strict=True)
         )
         reach = min(self.reach, context)
         slot_R = upload([row.slot for row in rows], torch.int64, device)
@@ -117,3 +127,12 @@ class Late:
         groups, extents = groups_of(rows), tuple(Extent(row.n, min(row.start + row.n, context)) for row in rows)
         batch = Batch(ids_T, positions_T, write_T, table_RP, real_T, slot_R[:0], groups, extents)
         return Seen(StepPlan(0, 0, rows, reach=reach), batch, hidden_TX)
+
+    def _parts(self, ordered: list[Place]) -> list[Kept]:
+        """What is kept of the tokens at these places, and of no others: of each step the rows that stand together, mostly all of it."""
+        parts: list[Kept] = []
+        for (step, _), together in groupby(enumerate(ordered), lambda one: (one[1].step, one[1].row - one[0])):
+            rows, kept = [place.row for _, place in together], self.steps[step]
+            whole = len(rows) == len(kept.ids_T)
+            parts.append(kept if whole else Kept(*(field[rows[0] : rows[-1] + 1] for field in kept)))
+        return parts

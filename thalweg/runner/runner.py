@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -19,7 +20,8 @@ from thalweg.models.base import Model
 from thalweg.runner.drafting import NOT_RECORDED, Drafting, RecordedDrafts
 from thalweg.runner.straight import mover, straightened
 from thalweg.sampling.catalog import sampling_on
-from thalweg.sampling.sample import Sampled, Sampling, accept
+from thalweg.sampling.odds import NO_TOKEN
+from thalweg.sampling.sample import Moved, Sampled, Sampling, accept
 from thalweg.spec.drafter import NO_DRAFTER, Asked, Drafter, Proposed, Seen
 
 SCORE_CHUNK = 256  # positions a scoring pass of the head; bounds the logits it materialises
@@ -138,7 +140,7 @@ class Runner:
         seen = forwarded.seen
         if seen is not None and sampled is not None and sampled.nodes_EQ is not None:
             paths = forwarded.slot_E, forwarded.ints_EI, sampled.nodes_EQ, sampled.count_E
-            seen = straightened(seen, *paths, self.slots, self.move)
+            seen = seen.straight if isinstance(sampled, Moved) else straightened(seen, *paths, self.slots, self.move)
         drafts = (self.groves if self.slots.tree.on else self.graphs).drafts
         proposed = self.drafting.draft(seen, asked, width, drafts)
         return Published(forwarded, sampled, proposed, self.drafting.lost)
@@ -175,7 +177,7 @@ def outputs(published: Published) -> tuple[Output, ...]:
     """One Output a row of the plan."""
     forwarded, sampled, lost = published.forwarded, published.sampled, published.lost
     if sampled is None:
-        return tuple(Output(scores=forwarded.scores.get(i, ()), lost=lost) for i in range(len(forwarded.plan.rows)))
+        return tuple(_silent(forwarded.scores.get(i, ()), lost) for i in range(len(forwarded.plan.rows)))
     tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()
     found = _token_logprobs(sampled.logprob_N, sampled.top_ids_NK, sampled.top_logprobs_NK)
     drafts = _drafts(published.proposed, len(tokens))
@@ -184,15 +186,29 @@ def outputs(published: Published) -> tuple[Output, ...]:
     for i, row in enumerate(forwarded.plan.rows):
         scores = forwarded.scores.get(i, ())
         if not row.emit:
-            made.append(Output(scores=scores, lost=lost))
+            made.append(_silent(scores, lost))
             continue
         n = int(count[e])
+        if n and tokens[e][n - 1] == NO_TOKEN or _broken(scores):
+            made.append(Output(done=True, lost=lost, broken=True))
+            e += 1
+            continue
         logprobs = tuple(found[e * query : e * query + n])
         ahead = NOTHING if done[e] else drafts[e]
         path = sum(1 << node - 1 for node in nodes[e][1:n]) if nodes else (1 << max(n - 1, 0)) - 1
         made.append(Output(tuple(tokens[e][:n]), ahead.drafts, done[e], logprobs, scores, lost, ahead.parents, path))
         e += 1
     return tuple(made)
+
+
+def _silent(scores: tuple[TokenLogprob, ...], lost: bool) -> Output:
+    """Of a row that does not emit."""
+    return Output(lost=lost, broken=True) if _broken(scores) else Output(scores=scores, lost=lost)
+
+
+def _broken(scores: tuple[TokenLogprob, ...]) -> bool:
+    """Whether the model computed no numbers somewhere."""
+    return any(math.isnan(score.logprob) for score in scores)
 
 
 class _Drafts(NamedTuple):

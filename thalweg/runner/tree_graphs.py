@@ -1,66 +1,191 @@
-"""Steps whose drafts part ways as CUDA graphs: A, and growing the next trees, for a few numbers of rows, each with a whole tree.
+"""Steps whose drafts part ways as CUDA graphs, for a few numbers of rows, each with a whole tree: A, accepting a path, what is learned of it, and
+growing the next trees.
 
-Everything is read from `Slots` by the slot numbers in a persistent buffer, trees too, so a replay needs one small copy. What lies between, accepting
-a path, runs eagerly."""
+Everything is read from `Slots` by the slot numbers in a persistent buffer, trees too, so a replay needs one small copy at most. Between the forwards
+there are kernels of one launch: what the slots give and what becomes of them (`kernels.climb`), and the move of the paths' entries."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Callable, NamedTuple
 
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, Tree
-from thalweg.batch.prepare import Prepared, verification
+from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill
-from thalweg.core.plan import Needs, StepPlan
+from thalweg.core.plan import PAGE, Needs, StepPlan
+from thalweg.kernels.climb import ref
+from thalweg.kernels.climb.ref import Climbed, Fields, Paths, Spread
+from thalweg.kernels.draft.ref import Rows
+from thalweg.kernels.grow.ref import Grown
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
-from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts
+from thalweg.runner.decoding import Graph, halving
+from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts, blamed_on_drafter
+from thalweg.runner.straight import Move
 from thalweg.runner.tape import NEEDS, Tape, borrow, recorded
-from thalweg.sampling.sample import Sampled, Sampling
+from thalweg.sampling.sample import Moved, Sampled, Sampling
 from thalweg.spec.drafter import Asked, Drafter, Proposed, Seen
+from thalweg.spec.launched import Kernels
 from thalweg.spec.tree import Branching
 
-TREES = 8  # rows with whole trees; more keep the device busier than Python
+
+class Climbs(NamedTuple):
+    """See `kernels.climb.ref`."""
+
+    spread: Callable[..., Spread]
+    climb: Callable[..., None]
+
+
+def climbs_on(device: torch.device) -> Climbs:
+    """Kernels on a GPU, where Triton is installed; else plain torch."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return Climbs(ref.spread, ref.climb)
+    from thalweg.kernels.climb import triton as climbing  # needs Triton
+
+    return Climbs(climbing.spread, climbing.climb)
+
+
+class Held(NamedTuple):
+    """What all recordings of trees share. reach: the longest context. spare: a slot that no request gets. sampling: what draws. move: see `straight`.
+    attends: whether what the drafter learns by attends to what stands before."""
+
+    model: Model
+    planes: Planes
+    slots: Slots
+    reach: int
+    spare: int
+    sampling: Sampling
+    move: Move
+    climbs: Climbs
+    attends: bool
+
+    @property
+    def fields(self) -> Fields:
+        s = self.slots
+        return Fields(s.stop_SK, s.tokens_SL, s.ints_SI, s.table_SP, s.nodes_SN3)
+
+    @property
+    def pages(self) -> int:
+        return -(-self.reach // PAGE)
+
+
+FEW = 8  # rows for which trees are recorded, however few rows steps are recorded for
 
 
 class Grove:
-    """A of up to `rows` rows of `query` tokens. reach: the longest context. spare: a slot that no request gets."""
+    """A, and accepting, of up to `rows` rows of `query` tokens. The paths are left as a step in which each token is a row, `straight`."""
 
-    def __init__(
-        self, rows: int, query: int, reach: int, model: Model, planes: Planes, slots: Slots, spare: int
-    ) -> None:
-        self.rows, self.query, self.reach, self.spare = rows, query, reach, spare
-        self.model, self.planes, self.slots = model, planes, slots
-        self.slot_R = torch.full((rows,), spare, dtype=torch.int64, device=planes.device)
-        self.every_T = torch.arange(rows * query, device=planes.device)
+    def __init__(self, rows: int, query: int, held: Held) -> None:
+        self.rows, self.query, self.held = rows, query, held
+        device, deepest = held.planes.device, 1 + min(held.slots.tree.deepest, query - 1)
+        self.numbers = [held.spare] * rows
+        self.slot_R = torch.tensor(self.numbers, device=device)
+        self.every_T = torch.arange(rows * query, device=device)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        # outside the pool, whose memory the next replay may write while these are still being copied to the host
+        paths_RD = zeros(rows, deepest), zeros(rows, deepest)
+        self.out = Climbed(*paths_RD, zeros(rows), zeros(rows, dtype=torch.bool))
+        paths = rows * deepest
+        real_M = zeros(paths, dtype=torch.bool)
+        self.paths = Paths(zeros(paths), zeros(paths), zeros(paths), real_M, zeros(paths), zeros(paths))
+        self.table_MP = zeros(paths, held.pages if held.attends else 1, dtype=held.slots.table_SP.dtype)
+        self.graphs: dict[Needs, Graph] = {}
 
     def record(self, tape: Tape) -> None:
-        self.graph, (prepared, hidden_TX, logits_TV) = recorded(tape, self._a)
-        self.hidden_TX, self.logits_TV, self.ints_RI = map(borrow, (hidden_TX, logits_TV, prepared.ints_EI))
-        self.batch = _borrowed(prepared.batch, self.every_T)
+        self.graph, (step, hidden_TX, logits_TV) = recorded(tape, self._a)
+        self.graph.replay()  # what accepts finds what A left
+        paths, (many, deepest) = self.paths, self.out.tokens_RD.shape
+        self.hidden_MX = torch.zeros(many * deepest, hidden_TX.shape[1], dtype=hidden_TX.dtype, device=hidden_TX.device)
+        for needs in NEEDS:
+            accept = partial(self._accept, needs, step, hidden_TX, logits_TV)
+            self.graphs[needs], _ = recorded(tape, accept)
+        # all that reads them is recorded: later ones may use this memory, since between A and its B nothing is replayed
+        self.hidden_TX, self.logits_TV, self.ints_NI = map(borrow, (hidden_TX, logits_TV, step.ints_NI))
+        self.batch = _borrowed(self._batch(step), self.every_T)
+        groups, extents = (Group(0, len(paths.ids_M), 0, 1, self.held.reach),), (Extent(1, self.held.reach),)
+        self.straight = Batch(
+            paths.ids_M, paths.positions_M, paths.to_M, self.table_MP, paths.real_M, self.every_T[:0], groups,
+            extents * len(paths.ids_M), apart=False,
+        )  # fmt: skip
 
-    def _a(self) -> tuple[Prepared, Tensor, Tensor]:
-        prepared = verification(self.slots, self.slot_R, self.query, self.reach)
-        hidden_TX = self.model.forward(prepared.batch, self.planes)
-        return prepared, hidden_TX, self.model.logits(hidden_TX)
+    def _a(self) -> tuple[Spread, Tensor, Tensor]:
+        held = self.held
+        step = held.climbs.spread(self.slot_R, held.fields, self.query, held.pages, PAGE)
+        hidden_TX = held.model.forward(self._batch(step), held.planes)
+        return step, hidden_TX, held.model.logits(hidden_TX)
+
+    def _batch(self, step: Spread) -> Batch:
+        rows, query, reach = self.rows, self.query, self.held.reach
+        return Batch(
+            step.ids_N,
+            step.positions_N,
+            step.write_N,
+            step.table_RP,
+            step.real_N,
+            self.every_T,
+            (Group(0, rows, 0, query, reach),),
+            (Extent(query, reach),) * rows,
+            tree=Tree(step.columns_N, step.hides_N, rows),
+        )
+
+    def _accept(self, needs: Needs, step: Spread, hidden_TX: Tensor, logits_TV: Tensor) -> None:
+        held, deepest = self.held, self.out.tokens_RD.shape[1]
+        drawn_N = held.sampling.draw(logits_TV, held.slots, step.slot_N, step.ints_NI, needs)
+        held.climbs.climb(drawn_N, step, held.fields, PAGE, self.out, self.paths)
+        held.move(self.paths.from_M.view(-1, deepest), self.paths.to_M.view(-1, deepest))
+        torch.index_select(hidden_TX, 0, self.paths.token_M, out=self.hidden_MX)
+        if held.attends:
+            slot_M = step.slot_N.index_select(0, self.paths.token_M)
+            torch.index_select(held.slots.table_SP[:, : held.pages], 0, slot_M, out=self.table_MP)
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, Seen]:
-        many = len(plan.rows)
-        refill(self.slot_R, [row.slot for row in plan.rows] + [self.spare] * (self.rows - many))
+        many, query = len(plan.rows), self.query
+        numbers = [row.slot for row in plan.rows] + [self.held.spare] * (self.rows - many)
+        if numbers != self.numbers:  # mostly the same requests go on
+            refill(self.slot_R, numbers)
+            self.numbers = numbers
         self.graph.replay()
-        seen = Seen(plan, self.batch, self.hidden_TX)
-        return self.logits_TV[: many * self.query], self.slot_R[:many], self.ints_RI[:many], seen
+        deepest = self.out.tokens_RD.shape[1]
+        kept = tuple(row._replace(n=deepest, drafts=deepest - 1) for row in plan.rows)
+        straight = Seen(replace(plan, rows=kept), self.straight, self.hidden_MX)
+        seen = Seen(plan, self.batch, self.hidden_TX, straight)
+        return self.logits_TV[: many * query], self.slot_R[:many], self.ints_NI[::query][:many], seen
 
     def draws(self, plan: StepPlan) -> bool:
-        return False
+        return True
 
     def sample(self, rows: int, needs: Needs, sampling: Sampling) -> Sampled | None:
-        return None
+        if needs not in self.graphs or sampling is not self.held.sampling:
+            return None
+        self.graphs[needs].replay()
+        out = self.out
+        return Moved(out.tokens_RD[:rows], out.count_R[:rows], out.done_R[:rows], nodes_EQ=out.nodes_RD[:rows])
+
+
+class Learning:
+    """What `drafter` does with the paths of a recorded step. Rows that fill it up are of the spare slot, and all padding."""
+
+    def __init__(self, drafter: Branching, kernels: Kernels, of: Grove) -> None:
+        self.drafter, self.kernels, self.of = drafter, kernels, of
+        many, deepest = of.out.tokens_RD.shape
+        first_R = deepest * torch.arange(many, device=of.slot_R.device)
+        self.rows = Rows(of.slot_R, torch.full_like(first_R, deepest), first_R)
+
+    def record(self, tape: Tape) -> None:
+        self.graph, _ = recorded(tape, self._learn)
+
+    def _learn(self) -> None:
+        held, batch, hidden_MX = self.of.held, self.of.straight, self.of.hidden_MX
+        self.drafter.learn_few(self.kernels, self.rows, batch, hidden_MX, held.slots, held.planes)
 
 
 class Growing:
@@ -70,41 +195,40 @@ class Growing:
         self.drafter, self.rows, self.slots, self.planes, device = drafter, rows, slots, planes, planes.device
         self.spares_R = torch.full((rows,), spare, dtype=torch.int64, device=device)
         self.slot_R = self.spares_R.clone()
-        # outside the pool, whose memory the next replay may write while these are still being copied to the host
+        # outside the pool, see `Grove`
         token_RK = torch.zeros(rows, slots.tree.nodes, dtype=torch.int64, device=device)
-        sound_R = torch.ones(rows, dtype=torch.bool, device=device)
-        self.out = Proposed(token_RK, torch.zeros_like(self.slot_R), sound_R, torch.zeros_like(token_RK))
-        self.graphs: dict[Needs, torch.cuda.CUDAGraph] = {}
+        self.out = Grown(token_RK, torch.zeros_like(token_RK), torch.ones(rows, dtype=torch.bool, device=device))
+        self.made_R = torch.full_like(self.slot_R, slots.tree.nodes)
+        self.graphs: dict[Needs, Graph] = {}
 
     def record(self, reach: int, tape: Tape) -> None:
         for needs in NEEDS:
             self.graphs[needs], _ = recorded(tape, partial(self._grow, needs, reach))
 
     def _grow(self, needs: Needs, reach: int) -> None:
-        asked, out = Asked(self.slot_R, reach, needs), self.out
-        made = self.drafter.propose(asked, self.slots.tree.nodes, self.slots, self.planes)
-        assert made is not None and made.parents_EK is not None and out.parents_EK is not None, "a tree was asked for"
-        out.drafts_EK.copy_(made.drafts_EK)
-        out.made_E.copy_(made.made_E)
-        out.sound.copy_(made.sound)
-        out.parents_EK.copy_(made.parents_EK)
+        asked = Asked(self.slot_R, reach, needs)
+        self.drafter.grow(asked, self.slots.tree.nodes, self.slots, self.planes, self.out)
 
     def replay(self, asked: Asked) -> Proposed:
         many, out = len(asked.slot_E), self.out
         torch.cat((asked.slot_E, self.spares_R[many:]), out=self.slot_R)
         self.graphs[Needs(asked.needs.random, asked.needs.truncated)].replay()
-        parents_EK = None if out.parents_EK is None else out.parents_EK[:many]
-        return Proposed(out.drafts_EK[:many], out.made_E[:many], out.sound[:many], parents_EK)
+        return Proposed(out.token_EK[:many], self.made_R[:many], out.sound_E[:many], out.parent_EK[:many])
 
 
 class TreeDrafts:
     """See `drafting.RecordedDrafts`."""
 
-    def __init__(self, growing: Sequence[Growing]) -> None:
+    def __init__(self, learning: Sequence[Learning], growing: Sequence[Growing]) -> None:
+        self.learning = {id(one.of.straight): one for one in learning}
         self.growing = sorted(growing, key=lambda one: one.rows)
 
     def observe(self, seen: Seen) -> bool:
-        return False
+        one = self.learning.get(id(seen.batch))
+        if one is None:
+            return False
+        one.graph.replay()
+        return True
 
     def propose(self, asked: Asked, width: int) -> Proposed | None:
         fitting = next((one for one in self.growing if one.rows >= len(asked.slot_E)), None)
@@ -112,7 +236,7 @@ class TreeDrafts:
 
 
 class Groves:
-    """The recorded numbers of rows. drafts: how their next trees are grown."""
+    """The recorded numbers of rows. drafts: what is learned of them, and how their next trees are grown."""
 
     def __init__(self, groves: Sequence[Grove], drafts: RecordedDrafts) -> None:
         self.groves, self.drafts = sorted(groves, key=lambda one: one.rows), drafts
@@ -126,6 +250,13 @@ class Groves:
         return found if found is not None and all(row.n == found.query for row in plan.rows) else None
 
 
+def sizes(steps: Sequence[int], query: int) -> list[int]:
+    """Numbers of rows for which trees of `query` tokens are recorded, the largest first, where steps of so many rows of one token are: as many as
+    have no more tokens than the largest of those, and each that is half of the one before or less."""
+    most = max(max(steps) // query, min(max(steps), FEW))
+    return halving([most, *(rows for rows in steps if rows <= most)])
+
+
 def groves(
     rows: Sequence[int],
     model: Model,
@@ -135,17 +266,25 @@ def groves(
     context: int,
     spare: int,
     tape: Tape,
+    sampling: Sampling,
+    move: Move,
 ) -> Groves:
-    """Records those of these numbers of rows that are few. Raises CannotServe."""
-    made, growing = list[Grove](), list[Growing]()
-    for many in sorted({min(count, TREES) for count in rows}, reverse=True):
-        made.append(Grove(many, 1 + slots.tree.nodes, context, model, planes, slots, spare))
-        with tape.running(f"{many} trees"):
+    """Records trees where steps of these numbers of rows are recorded. Raises DrafterFails, NoRoom."""
+    kernels = drafter.kernels if isinstance(drafter, Branching) else None
+    attends = isinstance(drafter, Branching) and drafter.head.attends
+    held = Held(model, planes, slots, context, spare, sampling, move, climbs_on(planes.device), attends)
+    made, learning, growing = list[Grove](), list[Learning](), list[Growing]()
+    for many in sizes(rows, 1 + slots.tree.nodes):
+        made.append(Grove(many, 1 + slots.tree.nodes, held))
+        with tape.running(f"{many} trees"), blamed_on_drafter():
             made[-1].record(tape)
+            if isinstance(drafter, Branching) and kernels is not None:
+                learning.append(Learning(drafter, kernels, made[-1]))
+                learning[-1].record(tape)
             if isinstance(drafter, Branching) and slots.tree.dynamic:
                 growing.append(Growing(drafter, many, slots, planes, spare))
                 growing[-1].record(context, tape)
-    return Groves(made, TreeDrafts(growing) if growing else NOT_RECORDED)
+    return Groves(made, TreeDrafts(learning, growing) if learning or growing else NOT_RECORDED)
 
 
 def _borrowed(batch: Batch, every_T: Tensor) -> Batch:

@@ -31,9 +31,9 @@ class Drawing(Protocol):
     def draw(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, ahead: int | Tensor, truncated: bool
     ) -> Tensor:
-        """int64 [E]: a draft of the token that stands `ahead` tokens behind the known ones of each slot, the most likely one for who is greedy.
-        logits_EV float32: the drafter's, -inf for tokens that it does not know. ints_EI: the slots' integers as if all before it were known; ahead
-        may be int64 [E]. truncated: see `Needs`."""
+        """int64 [E]: a draft of the token that stands `ahead` tokens behind the known ones of each slot, the most likely one for who is greedy; of
+        logits that are no numbers it may be below 0. logits_EV float32: the drafter's, -inf for tokens that it does not know. ints_EI: the slots'
+        integers as if all before it were known; ahead may be int64 [E]. truncated: see `Needs`."""
 
 
 class Coupled:

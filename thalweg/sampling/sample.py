@@ -18,7 +18,7 @@ from thalweg.core.plan import Needs
 from thalweg.kernels.temper.ref import tempered
 from thalweg.sampling.chain import Path, follow, path
 from thalweg.sampling.mask import forbid
-from thalweg.sampling.odds import REFERENCE_ODDS, Odds
+from thalweg.sampling.odds import REFERENCE_ODDS, Odds, winner
 from thalweg.sampling.random import exponential
 from thalweg.sampling.tree import climb, paths, unfolded
 
@@ -32,8 +32,9 @@ Logprobs = tuple[Tensor | None, Tensor | None, Tensor | None]
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """tokens_EQ int64, of which the first count_E (int64, or bool) are the row's: none where the slot had ended before; done_E bool: the slot ended
-    with them. logprob_N, top_ids_NK, top_logprobs_NK: the model's own log-probabilities of tokens_EQ, None unless asked for. nodes_EQ int64: of
-    drafts that part ways, the node of the tree at which each was drawn, the root behind the last; None for a chain."""
+    with them. The last may be NO_TOKEN: the model computed no numbers there, which ended the slot. logprob_N, top_ids_NK, top_logprobs_NK: the
+    model's own log-probabilities of tokens_EQ, None unless asked for. nodes_EQ int64: of drafts that part ways, the node of the tree at which each
+    was drawn, the root behind the last; None for a chain."""
 
     tokens_EQ: Tensor
     count_E: Tensor
@@ -42,6 +43,12 @@ class Sampled:
     top_ids_NK: Tensor | None = None
     top_logprobs_NK: Tensor | None = None
     nodes_EQ: Tensor | None = None
+
+
+class Moved(Sampled):
+    """Along trees, where what the model has stored of these nodes stands in the places of a chain's already."""
+
+    __slots__ = ()
 
 
 class Sampling(Protocol):
@@ -58,7 +65,8 @@ class Sampling(Protocol):
         to each behind the known tokens, -1 where there are no more; None where what is before a position stands in the tokens plane."""
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
-        """int64 [N]: a token for each; what stands in the slots is left, but for the tokens plane behind what is known."""
+        """int64 [N]: a token for each, NO_TOKEN for logits with a NaN; what stands in the slots is left, but for the tokens plane behind what is
+        known."""
 
     def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
         """Draws a token of each row and writes it into the slots."""
@@ -90,7 +98,7 @@ class Reference:
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
         if not needs.random:
-            return logits_NV.argmax(-1)
+            return winner(logits_NV)
         floats_NF = slots.floats_SF[slot_N]
         return draw(logits_NV, floats_NF, ints_NI[:, 6], ints_NI[:, 3], ints_NI[:, 0], needs.truncated)
 
@@ -149,7 +157,7 @@ def accept(
     if made.nodes_EQ is not None:
         first_E1 = torch.arange(len(slot_E), device=slot_E.device).unsqueeze(1) * query
         own_NV = own_NV.index_select(0, (first_E1 + made.nodes_EQ).flatten())
-    logprob_N, ids_NK, values_NK = sampling.logprobs(own_NV, made.tokens_EQ.flatten(), needs.logprobs)
+    logprob_N, ids_NK, values_NK = sampling.logprobs(own_NV, made.tokens_EQ.flatten().clamp(min=0), needs.logprobs)
     return replace(made, logprob_N=logprob_N, top_ids_NK=ids_NK, top_logprobs_NK=values_NK)
 
 
@@ -169,13 +177,13 @@ def _settle(
     state_S3: Tensor,
     context: int,
 ) -> tuple[Tensor, Tensor]:
-    """Appends the tokens to their slots; says which slots have ended, and which had not before."""
+    """Appends the tokens to their slots, token 0 for NO_TOKEN; says which slots have ended, and which had not before."""
     length_E, end_E = ints_EI[:, 0], ints_EI[:, 2]
     live_E = end_E > 0
     new_E = length_E + live_E
-    going_E = (new_E < end_E) & (tokens_E.unsqueeze(1) != stop_EK).all(1)
+    going_E = (new_E < end_E) & (tokens_E.unsqueeze(1) != stop_EK).all(1) & (tokens_E >= 0)
     column_E = torch.where(live_E, length_E, context)
-    tokens_SL.view(-1).index_copy_(0, slot_E * tokens_SL.size(1) + column_E, tokens_E.to(torch.int32))
+    tokens_SL.view(-1).index_copy_(0, slot_E * tokens_SL.size(1) + column_E, tokens_E.clamp(min=0).to(torch.int32))
     state_S3.index_copy_(0, slot_E, torch.stack((new_E, new_E - 1, end_E * going_E), 1))
     return ~going_E, live_E
 
@@ -221,7 +229,7 @@ def draw(
     """
     scaled_EV = tempered(logits_EV, floats_EF, top_k_E, truncated)
     race_EV = scaled_EV - exponential(seed_E, position_E, logits_EV.shape[1]).log_()
-    return torch.where(floats_EF[:, 0] == 0, logits_EV.argmax(-1), race_EV.argmax(-1))
+    return torch.where(floats_EF[:, 0] == 0, winner(logits_EV), winner(race_EV))
 
 
 def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:

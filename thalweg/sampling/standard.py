@@ -19,7 +19,7 @@ from thalweg.batch.slots import Slots
 from thalweg.core.grammar import Masks
 from thalweg.core.plan import Needs
 from thalweg.sampling.drafts import PROBABILITIES
-from thalweg.sampling.odds import Odds
+from thalweg.sampling.odds import Odds, winner
 from thalweg.sampling.random import apart, uniform
 from thalweg.sampling.sample import Logprobs, Sampled, Sampling
 
@@ -73,5 +73,5 @@ def _judge(odds: Odds, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI:
     # rounding may refuse a draft where both are the same, and nothing is left
     left_NV = torch.where(left_NV.sum(1, keepdim=True) > 0, left_NV, p_NV)
     race_NV = odds.raced(left_NV.log_(), seed_N, position_N)
-    drawn_N = torch.where(sampled_N, race_NV.argmax(-1), logits_NV.argmax(-1))
+    drawn_N = torch.where(sampled_N, winner(race_NV), winner(logits_NV))
     return torch.where(right_N, draft_N, drawn_N)

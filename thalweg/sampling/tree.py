@@ -3,7 +3,8 @@
 The rule is that of a chain: the target draws a token at every node, each with the coins of its position, and the path goes on to the child that is
 the token drawn, until there is none. So the tokens are plain decoding's, whatever the tree. Of children that are no samples one is accepted with the
 sum of their probabilities, more than which no rule can have (Hu et al. 2024, "Towards optimal multi-draft speculative decoding"); a drafter that
-samples takes the best few of its own race with the target's coins (`spec.tree`). Children of a node are different tokens.
+samples takes the best few of its own race with the target's coins (`spec.tree`). Children of a node are different tokens; of equal ones the last is
+taken.
 
 Letters: E rows, Q nodes of each with the root, K = Q - 1, N = E · Q, D tokens of a path at most, I integers of a slot."""
 
@@ -57,20 +58,17 @@ def climb(
     length_E, end_E, made_E = ints_EI[:, 0], ints_EI[:, 2], ints_EI[:, 7]
     query = tokens_EQ.shape[1]
     node_K = torch.arange(1, query, device=slot_E.device)
-    parent_EK, depth_EK = slots.nodes_SN3[slot_E, 1:query, :2].unbind(2)
+    parent_EK = slots.nodes_SN3[slot_E, 1:query, 0]
     stop_EQ = stops(tokens_EQ, slots.stop_SK.index_select(0, slot_E))
     # nodes at or past the end were not computed
     real_EK = node_K <= torch.minimum(made_E, end_E - length_E).unsqueeze(1)
     right_EK = real_EK & (tokens_EQ.gather(1, parent_EK) == drafts_EK) & ~stop_EQ.gather(1, parent_EK)
-    root_E1 = torch.ones_like(right_EK[:, :1])
-    on_EK = right_EK
-    for _ in range(slots.tree.deepest - 1):
-        on_EK = right_EK & torch.cat((root_E1, on_EK), 1).gather(1, parent_EK)
-    deepest = min(slots.tree.deepest, query - 1)
-    nodes_ED = torch.zeros(len(slot_E), deepest + 2, dtype=torch.int64, device=slot_E.device)
-    nodes_ED.scatter_(1, torch.where(on_EK, depth_EK, deepest + 1), node_K.expand_as(on_EK))
-    nodes_ED = nodes_ED[:, : deepest + 1]
+    nodes = [torch.zeros_like(slot_E).unsqueeze(1)]
+    for depth in range(min(slots.tree.deepest, query - 1)):
+        on_EK = right_EK & (parent_EK == nodes[-1]) & ((nodes[-1] > 0) | (depth == 0))
+        nodes.append((on_EK * node_K).amax(1, keepdim=True))
+    nodes_ED = torch.cat(nodes, 1)
     tokens_ED, stop_ED = tokens_EQ.gather(1, nodes_ED), stop_EQ.gather(1, nodes_ED)
-    right_E, held = on_EK.sum(1), (slots.tokens_SL, slots.ints_SI)
+    right_E, held = (nodes_ED > 0).sum(1), (slots.tokens_SL, slots.ints_SI)
     count_E, done_E = append(tokens_ED, stop_ED, right_E, slot_E, ints_EI, *held)
     return tokens_ED, count_E, done_E, nodes_ED

@@ -19,6 +19,9 @@ class Earnings:
 
     def earn(self, r: Request, output: Output) -> None:
         """What `r` gets of a row that has retired; its last one marks it as finished."""
+        if output.broken:
+            self._broken(r)
+            return
         if output.scores:
             r.scores.extend(output.scores)
         tokens, page = output.tokens, self.holdings.page
@@ -46,6 +49,12 @@ class Earnings:
             drafted = r.drafted.told if r.finish or r.params.stop else None
             delta = Delta(r.uid, tokens, r.finish, r.stop_id, 0, logprobs, drafted=drafted)
         self._news.append(delta)
+
+    def _broken(self, r: Request) -> None:
+        """The model computed no numbers for `r`, which ends with an error, and leaves nothing in the prefix cache."""
+        r.leave, r.finish = Leave.ABORT, "error"
+        self.tally.broken += 1
+        self._news.append(Delta(r.uid, (), "error"))
 
     def aborted(self, r: Request) -> None:
         self._news.append(Delta(r.uid, (), "abort", cached=0 if r.out else r.cached, drafted=r.drafted.told))

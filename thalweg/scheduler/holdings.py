@@ -18,14 +18,14 @@ class Holdings:
         self.page = books.page_size
         self.slots = list(range(slots - 1, -1, -1))  # the free ones
         self.paths: dict[int, Path] = {}
-        self.parked: set[int] = set()  # those who were preempted, and left in the cache what may not last
+        self.parked: set[int] = set()  # those who left in the cache what may not last
 
     def enter(self, r: Request) -> None:
         """`r` begins to wait."""
         self.paths[r.uid] = Path(r.tokens, r.salt)
 
     def leave(self, r: Request) -> None:
-        """`r` holds nothing any more. What it left in the cache for itself alone, when it was preempted, goes."""
+        """`r` holds nothing any more. What it left in the cache for itself alone, when it was preempted, or computed wrong, goes."""
         path = self.paths.pop(r.uid)
         if r.uid in self.parked:
             self.parked.remove(r.uid)
@@ -84,12 +84,15 @@ class Holdings:
 
     def share(self, r: Request, positions: int) -> None:
         """Caches the full pages among the first `positions` of `r`, as far as they last: their contents are in the stream, or final."""
-        if r.leave is Leave.PREEMPT:
+        if r.leave is Leave.PREEMPT or r.finish == "error":
             self.parked.add(r.uid)
         self.tree.insert(self.paths[r.uid], r.pages, min(positions, self.lasting(r)) // self.page)
 
     def lasting(self, r: Request) -> int:
-        """How many leading tokens of `r` may be cached now. Who is preempted leaves all it has there, to find it again."""
+        """How many leading tokens of `r` may be cached now. Who is preempted leaves all it has there, to find it again; of who was computed wrong
+        stays what others had computed before."""
+        if r.finish == "error":
+            return r.cached
         if r.leave is not Leave.PREEMPT and r.keep.drops(r.out, r.leave is Leave.FINISH):
             return len(r.prompt)
         return r.known

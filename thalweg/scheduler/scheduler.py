@@ -157,7 +157,7 @@ class Scheduler:
         make: a row verifies what its slot's LAST sampling step made."""
         if self._emitted:
             self.verdicts.made(self._emitted, width)
-            if self.widths.widest:
+            if self.widths.widest or self.tally.drafter_failures:
                 self.tally.chose(width)
         self._restless = False
         self._poll()
@@ -170,6 +170,8 @@ class Scheduler:
         for r in sheet.chunks:
             self.holdings.share(r, min(r.computed, len(r.prompt)))
         self._emitted, self._grammars = sheet.emitting, sheet.grammars
+        if sheet.chunks:
+            self.widths.beside()
         seen = max(self.step - self.stages, self.retired)  # a drained pipeline hears earlier
         return sheet.plan(self.step, seen, self.widths.draft(sheet.emitting, self._widest()))
 
@@ -399,6 +401,8 @@ class Scheduler:
             leave = r.leave
             if leave is STAYS or leave is Leave.PREEMPT:  # who was preempted still earns what was in flight
                 self.earnings.earn(r, output)
+            else:
+                self.tally.wasted += len(output.drafts)  # whoever has left verifies none
             if r.leave is not STAYS and not r.flight and r.slot >= 0:
                 self._release(r)
         if heard := self.verdicts.told():

@@ -12,7 +12,8 @@ from thalweg.core.messages import Stats
 class Tally:
     """prefill_tokens: computed in chunks, recomputed ones too. decode_tokens: sampled and committed. prompt_tokens: admitted for the first
     time; cached_tokens: of these, found in a cache. finished, aborted, preemptions: requests. drafts: of all requests; wasted: drafts that were
-    never verified. widths: steps that sampled, by the draft width agreed in them. drafter_failures: drafters that were switched off."""
+    never verified. broken: requests for which the model computed no numbers. widths: steps that sampled, by the draft width agreed in them.
+    drafter_failures: drafters that were switched off."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -21,6 +22,7 @@ class Tally:
     preemptions: int = 0
     finished: int = 0
     aborted: int = 0
+    broken: int = 0
     drafts: DraftCount = field(default_factory=DraftCount)
     wasted: int = 0
     widths: list[int] = field(default_factory=list)
@@ -56,6 +58,7 @@ class Tally:
             preemptions=self.preemptions,
             finished=self.finished,
             aborted=self.aborted,
+            broken=self.broken,
             step_seconds=step_seconds,
             verifications=self.drafts.verifications,
             drafted_tokens=self.drafts.drafted,

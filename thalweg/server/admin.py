@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from thalweg import __version__
-from thalweg.core.errors import EngineDead, InvalidRequest
-from thalweg.core.messages import Ready
+from thalweg.core.errors import InvalidRequest, not_serving
+from thalweg.core.messages import Ready, Stats
 from thalweg.server.chat import MAX_TOKENIZED
 from thalweg.server.desk import Desk, allowance_of, reply
 from thalweg.server.errors import ApiError, Problem
@@ -90,7 +90,7 @@ async def flush_cache(desk: Desk, request: Request) -> Response:
 
 def _ready(desk: Desk) -> Ready:
     if desk.front.ready is None:
-        raise EngineDead(desk.front.reason)
+        raise not_serving(desk.front.state, desk.front.reason)
     return desk.front.ready
 
 
@@ -124,9 +124,22 @@ async def metrics(desk: Desk, request: Request) -> Response:
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-def _acceptance(ready: Ready) -> dict[str, Any] | None:
-    """The rule that judges drafts, and whether answers are the model's under it all the same; None where nothing is drafted. simulated: tokens that a
-    verification brings by decree."""
+FAILED = "it failed and was switched off; the log says how"
+
+
+def _speculative(ready: Ready | None, stats: Stats) -> dict[str, Any]:
+    """What drafts, and whether it still does."""
+    decision = {} if ready is None else msgspec.json.decode(ready.resolved).get("speculative_algorithm", {})
+    drafter, reason = decision.get("value", "NONE"), decision.get("reason", "")
+    lost = drafter != "NONE" and stats.drafter_failures > 0
+    return {"drafter": drafter, "active": drafter != "NONE" and not lost, "reason": FAILED if lost else reason}
+
+
+def _acceptance(ready: Ready | None, stats: Stats) -> dict[str, Any] | None:
+    """The rule that judges drafts, and whether answers are the model's under it all the same; None where nothing is drafted, or no more. simulated:
+    tokens that a verification brings by decree."""
+    if ready is None or stats.drafter_failures:
+        return None
     decisions = msgspec.json.decode(ready.resolved)
     decision, simulated = (decisions.get(f"speculative_{name}") for name in ("acceptance", "simulate_accept_length"))
     return decision and {
@@ -156,6 +169,7 @@ async def server_info(desk: Desk, request: Request) -> Response:
         "spec_accept_rate": stats.drafts.rate,
         "spec_accept_rate_by_depth": stats.drafts.rates_at,
         "spec_rolled_back_tokens": stats.drafted_tokens - stats.accepted_tokens,
+        "speculative": _speculative(front.ready, stats),
         "stats": stats,
     }
     return reply(
@@ -168,7 +182,7 @@ async def server_info(desk: Desk, request: Request) -> Response:
             "context_length": context,
             "weight_version": front.weight_version,
             "strip_thinking_cache": desk.history.strips,
-            "speculative_acceptance": None if front.ready is None else _acceptance(front.ready),
+            "speculative_acceptance": _acceptance(front.ready, stats),
             "slots": None if front.ready is None else front.ready.slots,
             "requests": front.running,
             "uptime_seconds": time.time() - desk.started,

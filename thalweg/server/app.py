@@ -51,7 +51,7 @@ Handler = Callable[[Desk, Request], Awaitable[Response]]
 
 class Route(NamedTuple):
     """body: the struct of the request, None for none. answer: what a 200 holds. many: a list of answers, where a list was asked.
-    admin: it needs the admin key."""
+    admin: it needs the admin key. optional: an empty body is {}."""
 
     path: str
     method: str
@@ -60,12 +60,14 @@ class Route(NamedTuple):
     answer: Any
     many: bool = False
     admin: bool = False
+    optional: bool = False
 
     @property
     def described(self) -> openapi.Described:
         name = self.handler.__name__
         summary = " ".join((self.handler.__doc__ or name.replace("_", " ")).split())
-        return openapi.Described(self.path, self.method, name, summary, self.body, self.answer, self.many, self.admin)
+        flags = self.many, self.admin, self.optional
+        return openapi.Described(self.path, self.method, name, summary, self.body, self.answer, *flags)
 
 
 ROUTES = (
@@ -93,7 +95,13 @@ ROUTES = (
         admin=True,
     ),
     Route(
-        "/start_profile", "POST", maintenance.start_profile, protocol.StartProfileRequest, openapi.Outcome, admin=True
+        "/start_profile",
+        "POST",
+        maintenance.start_profile,
+        protocol.StartProfileRequest,
+        openapi.Outcome,
+        admin=True,
+        optional=True,
     ),
     Route("/stop_profile", "POST", maintenance.stop_profile, None, openapi.Outcome, admin=True),
     Route("/server_info", "GET", admin.server_info, None, openapi.ServerInfo),

@@ -20,7 +20,7 @@ from starlette.types import Receive
 
 from thalweg.config.server import ServerOptions
 from thalweg.core.drafts import Drafted
-from thalweg.core.errors import EngineDead, InvalidRequest
+from thalweg.core.errors import EngineDead, InvalidRequest, not_serving
 from thalweg.core.grammar import Grammar
 from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.plan import TokenLogprob
@@ -111,7 +111,7 @@ class Desk:
     def context(self) -> int:
         """Tokens of the longest sequence. Raises EngineDead when there is no engine to ask."""
         if self.front.ready is None:
-            raise EngineDead(self.front.reason)
+            raise not_serving(self.front.state, self.front.reason)
         return self.front.ready.context
 
     async def tokens(self, text: str, add_special: bool, field: str, limit: int) -> list[int]:

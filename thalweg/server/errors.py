@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 from starlette.responses import Response
 
-from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded, ThalwegError
+from thalweg.core.errors import EngineDead, EngineStarting, InvalidRequest, NoNumbers, Overloaded, ThalwegError
 
 
 class Error(msgspec.Struct):
@@ -106,7 +106,10 @@ def problem_of(error: Exception) -> Problem:
         return Problem(429, f"the queue is full: {error}", "rate_limit_error", code="overloaded", retry=True)
     if isinstance(error, EngineDead):
         message = f"the engine is not serving: {error}; try again when /ready answers 200"
-        return Problem(503, message, "service_unavailable_error", code="engine_dead", retry=True)
+        code = "engine_starting" if isinstance(error, EngineStarting) else "engine_dead"
+        return Problem(503, message, "service_unavailable_error", code=code, retry=True)
+    if isinstance(error, NoNumbers):
+        return Problem(500, str(error), "server_error", code="no_numbers")
     if isinstance(error, RecursionError):
         return Problem(400, "the body is nested too deeply", code="invalid_value")
     if isinstance(error, ThalwegError):

@@ -88,6 +88,7 @@ def own(sight: Sight) -> Iterator[Family]:
     yield _counter("thalweg_preemptions_total", "sequences that gave their pages back and waited", stats.preemptions)
     yield _counter("thalweg_finished_total", "sequences that ended by themselves", stats.finished)
     yield _counter("thalweg_aborted_total", "sequences that were aborted", stats.aborted)
+    yield _counter("thalweg_no_numbers_total", "sequences for which the model computed no numbers", stats.broken)
     yield _counter("thalweg_disconnects_total", "requests whose client went away", meters.disconnects)
     yield _counter("thalweg_prompt_tokens_total", "prompt tokens of ended choices", meters.prompt_tokens)
     yield _counter("thalweg_generation_tokens_total", "tokens generated", meters.generation_tokens)

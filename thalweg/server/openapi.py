@@ -156,7 +156,8 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A route as the page shows it. body: what is sent, None for nothing; answer: of a 200. many: a list of answers answers a list."""
+    """A route as the page shows it. body: what is sent, None for nothing; answer: of a 200. many: a list of answers answers a list. optional: the
+    body may be left out."""
 
     path: str
     method: str
@@ -166,6 +167,7 @@ class Described:
     answer: Type
     many: bool = False
     admin: bool = False
+    optional: bool = False
 
 
 _ERRORS = {
@@ -272,7 +274,7 @@ def _operation(route: Described, schema_of: Callable[[Type], Mapping[str, Any]])
         ]
     if route.body is not None:
         content = {"application/json": {"schema": schema_of(route.body)}}
-        operation["requestBody"] = {"required": True, "content": content}
+        operation["requestBody"] = {"required": not route.optional, "content": content}
     for status in _statuses(route, bool(names)):
         shape = {"application/json": {"schema": schema_of(State) if _is_probe(route) else error}}
         operation["responses"][str(status)] = {"description": _ERRORS[status], "content": shape}

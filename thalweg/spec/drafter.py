@@ -23,11 +23,13 @@ from thalweg.weights.table import Table
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A step behind its accept, as a drafter learns from it. batch: the plan's tokens, and maybe padding behind them, in the plan's order. hidden_TH:
-    of the target, after its final norm. Some of the tokens may have been drafts that were not accepted."""
+    of the target, after its final norm. Some of the tokens may have been drafts that were not accepted. straight: of trees whose accept moves their
+    paths by itself, the step with these alone."""
 
     plan: StepPlan
     batch: Batch
     hidden_TH: Tensor
+    straight: Seen | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ class Drafter(Protocol):
         """Learns from a step, whose accepted tokens are in the slots."""
 
     def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
-        """Puts up to `width` drafts, which may be 0, behind the known tokens of each slot, and their number into `made`. None: there are none."""
+        """Puts up to `width` drafts, which may be 0, behind the known tokens of each slot, and their number into `made`. None: there are none.
+        Whatever was computed, what is put there are ids of the target, whose embeddings the next step reads."""
 
 
 class Stateless:

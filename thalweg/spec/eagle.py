@@ -19,7 +19,7 @@ def eagle_head(target: Target, folder: Path) -> Head:
     if not given.third:
         return Eagle(given, target, held)
     target.watch(given.watched.layers)
-    return Eagle3(given, target, held)
+    return Eagle3(given, target, held, folder)
 
 
 def _names(folder: Path) -> frozenset[str]:

@@ -8,6 +8,7 @@ from typing import Callable, NamedTuple
 import torch
 
 from thalweg.kernels.draft import ref as draft
+from thalweg.kernels.grow import ref as grow
 from thalweg.kernels.prepare import ref as prepare
 from thalweg.sampling.catalog import sampling_on
 from thalweg.sampling.sample import REFERENCE, Sampling
@@ -22,6 +23,14 @@ class Kernels(NamedTuple):
     sampling: Sampling
 
 
+class Growth(NamedTuple):
+    """See `kernels.grow.ref`."""
+
+    best: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    advance: Callable[..., tuple[grow.Level, grow.Placed]]
+    settle: Callable[..., None]
+
+
 PLAIN = Kernels(prepare.decode, draft.carry, draft.conclude, REFERENCE)
 
 
@@ -33,3 +42,12 @@ def kernels_on(device: torch.device) -> Kernels | None:
     from thalweg.kernels.prepare import triton as preparing
 
     return Kernels(preparing.decode, drafting.carry, drafting.conclude, sampling_on(device))
+
+
+def growth_on(device: torch.device) -> Growth:
+    """Kernels on a GPU, where Triton is installed; else plain torch."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return Growth(grow.best, grow.advance, grow.settle)
+    from thalweg.kernels.grow import triton as growing  # needs Triton
+
+    return Growth(growing.best, growing.advance, growing.settle)

@@ -8,8 +8,8 @@ score is the log-probability of a path under the head; for a row that samples, u
 The head's entries of what it expands lie behind the known tokens of its slot, in an order of their own, and are written again when tokens are
 accepted.
 
-Letters: E rows, M nodes of a level that are expanded, B children of each, C candidates, K nodes of the tree, W of a state, V vocabulary, D of the
-head."""
+Letters: E rows, M nodes of a level that are expanded, B children of each, T = E · M, C candidates, K nodes of the tree, W of a state, V vocabulary,
+D of the head."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ from thalweg.batch.slots import Slots
 from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Needs
 from thalweg.core.tree import TreeShape
+from thalweg.kernels.climb.ref import Fields
+from thalweg.kernels.grow.ref import Candidates, Grown, Level, Placed, first_of, hides_of, plant
 from thalweg.memory.planes import Planes
 from thalweg.models.head import Head
 from thalweg.sampling.drafts import Drawing
 from thalweg.sampling.odds import Odds
 from thalweg.spec.drafter import Asked, Proposed
-from thalweg.spec.unroll import HIDDEN, Unrolled, spread, tokens_of
+from thalweg.spec.launched import PLAIN, growth_on
+from thalweg.spec.unroll import HIDDEN, Unrolled, spread
 
 AT_ONCE = 256  # nodes whose logits stand beside each other: bounds what a level takes
 
@@ -64,32 +67,15 @@ class Rows(NamedTuple):
     needs: Needs
 
 
-class Level(NamedTuple):
-    """Nodes that are expanded together. ahead_EM: columns between the root's and theirs; hides_EM: see `batch.Tree`; depth: of all of them."""
+class Known(NamedTuple):
+    """Nodes of a static tree that are expanded together. ahead_EM: columns between the root's and theirs; hides_EM: see `batch.Tree`; depth: of
+    all."""
 
     ids_EM: Tensor
     state_EMW: Tensor
     ahead_EM: Tensor
     hides_EM: Tensor
     depth: int
-
-
-class Best(NamedTuple):
-    """What expanding a level gave: states of its nodes, scores and tokens of their best children, best first."""
-
-    state_EMW: Tensor
-    score_EMB: Tensor
-    token_EMB: Tensor
-
-
-class Grown(NamedTuple):
-    """A tree of each row: tokens, parents, depths and what is hidden, int64 [E, K]; the states of what was expanded last."""
-
-    token_EK: Tensor
-    parent_EK: Tensor
-    depth_EK: Tensor
-    hides_EK: Tensor
-    state_EMW: Tensor
 
 
 class Branching(Unrolled):
@@ -99,100 +85,101 @@ class Branching(Unrolled):
         super().__init__(head, drawing, apart)
         self.shape = shape
         self.order = () if shape.dynamic else static(shape)
+        self.growth = growth_on(head.main[0].parts.device)
 
     def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
         if not self.shape.parts(1 + width):
             return super().propose(asked, width, slots, planes)
-        slot_E = asked.slot_E
+        if not self.shape.dynamic:
+            return self._static(asked, width, slots, planes)
+        slot_E, nodes = asked.slot_E, min(width, first_of(self._levels(width), self.shape.branches))
+        token_EK, parent_EK = (slot_E.new_empty(len(slot_E), nodes) for _ in range(2))
+        out = Grown(token_EK, parent_EK, torch.empty_like(slot_E, dtype=torch.bool))
+        self.grow(asked, width, slots, planes, out)
+        return Proposed(token_EK, slots.made.index_select(0, slot_E), out.sound_E, parent_EK)
+
+    def _levels(self, width: int) -> int:
+        return min(self.shape.deepest, width)
+
+    def _static(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed:
+        slot_E, order, device, many = asked.slot_E, self.order[:width], asked.slot_E.device, len(asked.slot_E)
         ints_EI, state_EW = slots.ints_SI.index_select(0, slot_E), slots.extra[HIDDEN].index_select(0, slot_E)
         rows = Rows(slot_E, ints_EI, state_EW, asked.reach, asked.needs)
-        grow = self._dynamic if self.shape.dynamic else self._static
-        token_EK, *shape, state_EMW = grow(rows, width, slots, planes)
-        nodes, columns = token_EK.shape[1], slots.tokens_SL.shape[1]
-        slots.made.index_fill_(0, slot_E, nodes)
-        slots.nodes_SN3[:, 1 : 1 + nodes].index_copy_(0, slot_E, torch.stack(shape, 2))
-        column_EK = rows.ints_EI[:, :1] + torch.arange(nodes, device=slot_E.device)
-        place_EK = slot_E.unsqueeze(1) * columns + column_EK.clamp(max=slots.context)
-        slots.tokens_SL.view(-1).index_copy_(0, place_EK.flatten(), token_EK.flatten().to(torch.int32))
-        sound_E = state_EMW.isfinite().flatten(1).all(1) | ~rows.state_EW.isfinite().all(1)
-        return Proposed(token_EK, slots.made.index_select(0, slot_E), sound_E, shape[0])
-
-    def _static(self, rows: Rows, width: int, slots: Slots, planes: Planes) -> Grown:
-        order, device, many = self.order[:width], rows.slot_E.device, len(rows.slot_E)
         forms = [node.parent for node in order], [node.depth for node in order]
         parent_1K, depth_1K = upload(forms, torch.int64, device).chunk(2)
         hides_1N = hides_of(parent_1K, depth_1K, self.shape.deepest)
-        root_E1 = self._known(rows, slots)
-        token_EN, state_EMW = root_E1.repeat(1, 1 + len(order)), rows.state_EW.unsqueeze(1)
+        root_E1 = slots.tokens_SL[slot_E, ints_EI[:, 1]].to(torch.int64).unsqueeze(1)
+        token_EN, state_EMW = root_E1.repeat(1, 1 + len(order)), state_EW.unsqueeze(1)
+        # whether logits were numbers: else not even a node's first child is possible
+        numbers_E = torch.ones_like(slot_E, dtype=torch.bool)
         for depth, stage in enumerate(stages(order)):
             node_M, before_M = upload((stage.nodes, stage.before), torch.int64, device)
             places = node_M.expand(many, -1), hides_1N[0, node_M].expand(many, -1)
-            level = Level(token_EN[:, node_M], state_EMW[:, before_M], *places, depth)
-            state_EMW, _, token_EMB = self._expanded(level, rows, slots, planes)
+            batch = self._batch(Known(token_EN[:, node_M], state_EMW[:, before_M], *places, depth), rows, slots)
+            state_TW = self.steps.forward(batch.ids_T, state_EMW[:, before_M].flatten(0, 1), batch, planes)
+            state_EMW = state_TW.view(many, len(node_M), -1)
+            score_TB, token_TB = self._best(state_TW, rows, depth, slots)
+            numbers_E &= score_TB[:, 0].isfinite().view(many, -1).all(1)
+            token_EMB = token_TB.view(many, len(node_M), -1)
             children, behind, rank = upload((stage.children, stage.behind, stage.rank), torch.int64, device)
             token_EN[:, children] = token_EMB[:, behind, rank]
         parent_EK, depth_EK, hides_EK = (x.expand(many, -1) for x in (parent_1K, depth_1K, hides_1N[:, 1:]))
-        return Grown(token_EN[:, 1:], parent_EK, depth_EK, hides_EK, state_EMW)
+        token_EK = token_EN[:, 1:]
+        plant(token_EK, parent_EK, depth_EK, hides_EK, slot_E, ints_EI, _fields(slots))
+        sound_E = numbers_E & state_EMW.isfinite().flatten(1).all(1) | ~state_EW.isfinite().all(1)
+        return Proposed(token_EK, slots.made.index_select(0, slot_E), sound_E, parent_EK)
 
-    def _dynamic(self, rows: Rows, width: int, slots: Slots, planes: Planes) -> Grown:
-        """Candidates are numbered as they are made, from 1 on, so that parents have smaller numbers; 0 is the root."""
-        branches, many = self.shape.branches, len(rows.slot_E)
-        nothing_E1 = torch.zeros(many, 1, dtype=torch.int64, device=rows.slot_E.device)
-        level = Level(self._known(rows, slots), rows.state_EW.unsqueeze(1), nothing_E1, nothing_E1, 0)
-        number_EM, score_EM1 = nothing_E1, nothing_E1.to(torch.float32).unsqueeze(2)
-        tokens: list[Tensor] = []
-        scores: list[Tensor] = []
-        parents: list[Tensor] = []
-        depths: list[Tensor] = []
-        count = 0
-        deepest = min(self.shape.deepest, width)
+    def grow(self, asked: Asked, width: int, slots: Slots, planes: Planes, out: Grown) -> None:
+        """A dynamic tree behind the known tokens of each slot. Asks the host for nothing."""
+        slot_E, many, device, branches = asked.slot_E, len(asked.slot_E), asked.slot_E.device, self.shape.branches
+        reach = min(asked.reach + 1 + self.shape.room(slots.tree.nodes), slots.context)
+        nothing_E1 = torch.zeros(many, 1, dtype=torch.int64, device=device)
+        level = Level(nothing_E1, nothing_E1, nothing_E1, nothing_E1.view(torch.float32).view(-1)[:many].view(many, 1))
+        held = slots.ints_SI, slots.tokens_SL, slots.table_SP
+        decode = PLAIN.decode if self.kernels is None else self.kernels.decode
+        *root, table_EP, ints_EI = decode(slot_E, nothing_E1[:, 0], *held, -(-reach // PAGE), PAGE)
+        given_EW = state_TW = slots.extra[HIDDEN].index_select(0, slot_E)
+        rows = Rows(slot_E, ints_EI, given_EW, asked.reach, asked.needs)
+        ids, positions, write, real = root
+        group, extent = Group(0, many, 0, 1, reach), Extent(1, reach)
+        batch = Batch(ids, positions, write, table_EP, real, slot_E, (group,), (extent,) * many)
+        deepest = self._levels(width)
+        token_EC = torch.empty(many, first_of(deepest, branches), dtype=torch.int64, device=device)
+        made = Candidates(torch.empty_like(token_EC, dtype=torch.float32), token_EC, torch.empty_like(token_EC))
         for depth in range(deepest):
-            state_EMW, score_EMB, token_EMB = self._expanded(level, rows, slots, planes)
-            score_EMB = score_EMB + score_EM1
-            tokens.append(token_EMB.flatten(1))
-            scores.append(score_EMB.flatten(1))
-            parents.append(number_EM.repeat_interleave(branches, 1))
+            state_TW = self.steps.forward(batch.ids_T, state_TW, batch, planes)
+            best = self._best(state_TW, rows, depth, slots)
+            level, placed = self.growth.advance(*best, level, depth, slot_E, ints_EI, slots.table_SP, PAGE, made)
             if depth + 1 < deepest:
-                best_EM = scores[-1].topk(min(branches, scores[-1].shape[1]), 1).indices
-                number_EM, score_EM1 = best_EM + count + 1, scores[-1].gather(1, best_EM).unsqueeze(2)
-                level = _next(level, state_EMW, tokens[-1].gather(1, best_EM), best_EM, branches)
-            depths.append(torch.full_like(tokens[-1], depth + 1))
-            count += tokens[-1].shape[1]
-        made = torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(depths, 1)
-        return Grown(*_ranked(torch.cat(scores, 1), *made, width, deepest), state_EMW)
+                batch, state_TW = _step(placed, table_EP, slot_E, reach), state_TW.index_select(0, placed.from_T)
+        settled = made, branches, state_TW, given_EW, slot_E, ints_EI, _fields(slots)
+        self.growth.settle(*settled, out)
 
-    def _known(self, rows: Rows, slots: Slots) -> Tensor:
-        """int64 [E, 1]: the last known tokens, the roots."""
-        return slots.tokens_SL[rows.slot_E, rows.ints_EI[:, 1]].to(torch.int64).unsqueeze(1)
-
-    def _expanded(self, level: Level, rows: Rows, slots: Slots, planes: Planes) -> Best:
-        many, nodes = level.ids_EM.shape
-        batch = self._batch(level, rows, slots)
-        state_TW = self.steps.forward(batch.ids_T, level.state_EMW.flatten(0, 1), batch, planes)
-        state_EMW = state_TW.view(many, nodes, -1)
+    def _best(self, state_TW: Tensor, rows: Rows, depth: int, slots: Slots) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and tokens [T, B] of the likeliest children of nodes of one depth, equally many of each row."""
+        nodes = len(state_TW) // len(rows.slot_E)
         at_once = max(AT_ONCE // nodes, 1)
-        chunks = zip(*(torch.split(x, at_once) for x in (state_EMW, rows.slot_E, rows.ints_EI)), strict=True)
-        parts = [self._best(state, slot, ints, level.depth, rows.needs, slots) for state, slot, ints in chunks]
-        score_EMB, token_EMB = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
-        return Best(state_EMW, score_EMB, token_EMB)
+        by_row = state_TW.view(-1, nodes, state_TW.shape[1]), rows.slot_E, rows.ints_EI
+        parts = [
+            self._likeliest(state_EMW.flatten(0, 1), slot_E, ints_EI, depth, rows.needs, slots)
+            for state_EMW, slot_E, ints_EI in zip(*(torch.split(x, at_once) for x in by_row), strict=True)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        score_TB, token_TB = (torch.cat(x) for x in zip(*parts, strict=True))
+        return score_TB, token_TB
 
-    def _best(
-        self, state_EMW: Tensor, slot_E: Tensor, ints_EI: Tensor, depth: int, needs: Needs, slots: Slots
+    def _likeliest(
+        self, state_TW: Tensor, slot_E: Tensor, ints_EI: Tensor, depth: int, needs: Needs, slots: Slots
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens [E, M, B] of the likeliest children. What is no number counts as impossible: a tree must be one whatever a
-        drafter computes."""
-        logits_TD, nodes = self.head.logits(state_EMW.flatten(0, 1)), state_EMW.shape[1]
-        if needs.random:
-            logits_TV = spread(logits_TD, self.head)
-            logits_TD = _raced(self.drawing.odds, logits_TV, slots, slot_E, ints_EI, depth, needs.truncated)
-        score_TD = logits_TD.log_softmax(-1).nan_to_num_(nan=-torch.inf)
-        score_TB, token_TB = score_TD.topk(self.shape.branches, -1)
+        logits_TD = self.head.logits(state_TW)
         if not needs.random:
-            token_TB = tokens_of(token_TB, self.head)
-        by_row = -1, nodes, self.shape.branches
-        return score_TB.view(by_row), token_TB.view(by_row)
+            return self.growth.best(logits_TD, self.shape.branches, self.head.ids_D)
+        logits_TV = spread(logits_TD, self.head)
+        raced_TV = _raced(self.drawing.odds, logits_TV, slots, slot_E, ints_EI, depth, needs.truncated)
+        return self.growth.best(raced_TV, self.shape.branches, None)
 
-    def _batch(self, level: Level, rows: Rows, slots: Slots) -> Batch:
+    def _batch(self, level: Known, rows: Rows, slots: Slots) -> Batch:
         """The nodes of a level as a step."""
         many, nodes = level.ids_EM.shape
         slot_T, ints_TI = rows.slot_E.repeat_interleave(nodes), rows.ints_EI.repeat_interleave(nodes, 0)
@@ -212,6 +199,20 @@ class Branching(Unrolled):
         )
 
 
+def _step(placed: Placed, table_EP: Tensor, slot_E: Tensor, reach: int) -> Batch:
+    """Nodes of a level as a step."""
+    many, nodes = len(slot_E), len(placed.ids_T) // len(slot_E)
+    groups, extents = (Group(0, many, 0, nodes, reach),), (Extent(nodes, reach),) * many
+    tree = Tree(placed.columns_T, placed.hides_T, many)
+    return Batch(
+        placed.ids_T, placed.positions_T, placed.write_T, table_EP, placed.real_T, slot_E, groups, extents, tree=tree
+    )
+
+
+def _fields(slots: Slots) -> Fields:
+    return Fields(slots.stop_SK, slots.tokens_SL, slots.ints_SI, slots.table_SP, slots.nodes_SN3)
+
+
 def _raced(
     odds: Odds, logits_TV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, depth: int, truncated: bool
 ) -> Tensor:
@@ -221,47 +222,6 @@ def _raced(
     scaled_TV = odds.tempered(logits_TV, slots, slot_T, ints_TI, truncated)
     race_TV = odds.raced(scaled_TV, ints_EI[:, 3], ints_EI[:, 0] + depth)
     return torch.where(slots.floats_SF[:, :1].index_select(0, slot_T) == 0, logits_TV, race_TV)
-
-
-def _next(level: Level, state_EMW: Tensor, ids_EM: Tensor, best_EM: Tensor, branches: int) -> Level:
-    """The level of these children. Each is entered behind all that were expanded before."""
-    parent_EM, count = best_EM // branches, best_EM.shape[1]
-    first = 1 + level.depth * branches
-    ahead_EM = torch.arange(first, first + count, device=ids_EM.device).expand_as(best_EM)
-    further_EM = ahead_EM - level.ahead_EM.gather(1, parent_EM)
-    hides_EM = hidden_behind(level.hides_EM.gather(1, parent_EM), further_EM)
-    state_EMW = state_EMW.gather(1, parent_EM.unsqueeze(2).expand(-1, -1, state_EMW.shape[2]))
-    return Level(ids_EM, state_EMW, ahead_EM, hides_EM, level.depth + 1)
-
-
-def _ranked(
-    score_EC: Tensor, token_EC: Tensor, parent_EC: Tensor, depth_EC: Tensor, width: int, deepest: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, parents, depths and what is hidden, of the best candidates, best first: a parent is never worse than its children, and comes first
-    where they are equal."""
-    order_EK = score_EC.sort(dim=1, descending=True, stable=True).indices
-    number_EC = torch.empty_like(order_EK).scatter_(
-        1, order_EK, torch.arange(1, order_EK.shape[1] + 1, device=order_EK.device).expand_as(order_EK)
-    )
-    order_EK = order_EK[:, :width]
-    parent_EK = torch.nn.functional.pad(number_EC, (1, 0)).gather(1, parent_EC.gather(1, order_EK))
-    depth_EK = depth_EC.gather(1, order_EK)
-    return token_EC.gather(1, order_EK), parent_EK, depth_EK, hides_of(parent_EK, depth_EK, deepest)[:, 1:]
-
-
-def hides_of(parent_EK: Tensor, depth_EK: Tensor, deepest: int) -> Tensor:
-    """int64 [E, 1 + K]: what each node hides, the root first, if nodes stand behind each other in their order."""
-    hides_EN = torch.nn.functional.pad(torch.zeros_like(parent_EK), (1, 0))
-    further_EK = torch.arange(1, parent_EK.shape[1] + 1, device=parent_EK.device) - parent_EK
-    for depth in range(1, deepest + 1):
-        behind_EK = hidden_behind(hides_EN.gather(1, parent_EK), further_EK)
-        hides_EN[:, 1:] = torch.where(depth_EK == depth, behind_EK, hides_EN[:, 1:])
-    return hides_EN
-
-
-def hidden_behind(hides: Tensor, further: Tensor) -> Tensor:
-    """What a child hides that stands so many columns further than its parent, which hides this: that, and all between them."""
-    return (hides << further) | ((1 << further) - 2)
 
 
 def static(shape: TreeShape) -> tuple[Node, ...]:

@@ -20,7 +20,7 @@ from thalweg.batch.prepare import gather
 from thalweg.batch.slots import Field, Slots
 from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Bind, Needs
-from thalweg.kernels.draft.ref import Chain, Places, Rows
+from thalweg.kernels.draft.ref import Chain, Drawn, Places, Rows, named
 from thalweg.memory.planes import Planes, PlaneSpec, vectors
 from thalweg.models.head import Head
 from thalweg.models.traced import TracedHead, recordable
@@ -44,6 +44,7 @@ class Unrolled:
 
     def __init__(self, head: Head, drawing: Drawing, apart: bool = False) -> None:
         self.head, self.drawing, self.apart = head, drawing, apart
+        self.vocab = head.main[0].facts.vocab
         self.steps: Steps = head
         self.kernels = kernels_on(head.main[0].parts.device)
 
@@ -115,7 +116,7 @@ class Unrolled:
         given_EW = state_EW = slots.extra[HIDDEN].index_select(0, slot_E)
         column_KE = ints_EI[:, 0] + torch.arange(width, device=slot_E.device).unsqueeze(1)
         place_KE = column_KE.clamp(max=slots.context).add_(slot_E * slots.tokens_SL.shape[1])
-        drafts: list[Tensor] = []
+        drafts, sound_E = list[Tensor](), torch.ones_like(slot_E, dtype=torch.bool)
         for ahead in range(width):
             batch = singles(slots, slot_E, ints_EI, asked.reach, ahead)
             state_EW = self.steps.forward(batch.ids_T, state_EW, batch, planes)
@@ -123,11 +124,15 @@ class Unrolled:
             if asked.needs.random:
                 there_EI = torch.cat((column_KE[ahead].unsqueeze(1), ints_EI[:, 1:]), 1)
                 logits_EV = spread(logits_ED, self.head)
-                drafts.append(self.drawing.draw(logits_EV, slots, slot_E, there_EI, ahead, asked.needs.truncated))
+                drawn_E = self.drawing.draw(logits_EV, slots, slot_E, there_EI, ahead, asked.needs.truncated)
+                drawn = Drawn(drawn_E, logits_EV, None, self.vocab)
             else:
-                drafts.append(tokens_of(logits_ED.argmax(-1), self.head))
+                drawn = Drawn(logits_ED.argmax(-1), logits_ED, self.head.ids_D, self.vocab)
+            token_E, is_one_E = named(drawn)
+            drafts.append(token_E)
+            sound_E &= is_one_E
             slots.tokens_SL.view(-1).index_copy_(0, place_KE[ahead], drafts[-1].to(torch.int32))
-        sound_E = state_EW.isfinite().all(1) | ~given_EW.isfinite().all(1)
+        sound_E = sound_E & state_EW.isfinite().all(1) | ~given_EW.isfinite().all(1)
         return Proposed(torch.stack(drafts, 1), ints_EI[:, 7], sound_E)
 
     def _launched(self, kernels: Kernels, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed:
@@ -154,11 +159,12 @@ class Unrolled:
         logits_ED = self.head.logits(state_EW)
         if needs.random:
             logits_EV = spread(logits_ED, self.head)
-            token_E = self.drawing.draw(logits_EV, slots, slot_E, there_EI, chain.ahead_E, needs.truncated)
+            drawn_E = self.drawing.draw(logits_EV, slots, slot_E, there_EI, chain.ahead_E, needs.truncated)
+            drawn = Drawn(drawn_E, logits_EV, None, self.vocab)
         else:
             drawn_E = kernels.sampling.draw(logits_ED, slots, slot_E, there_EI, Needs())
-            token_E = tokens_of(drawn_E, self.head)
-        kernels.conclude(token_E, state_EW, there_EI, chain, slots.tokens_SL, slots.ints_SI)
+            drawn = Drawn(drawn_E, logits_ED, self.head.ids_D, self.vocab)
+        kernels.conclude(drawn, state_EW, there_EI, chain, slots.tokens_SL, slots.ints_SI)
 
     def _ends(self, planes: Planes) -> Tensor:
         """[P, W]: the state of each page's last position."""
@@ -172,11 +178,6 @@ def singles(slots: Slots, slot_E: Tensor, ints_EI: Tensor, reach: int, ahead: in
     table = slots.table_SP[:, : -(-reach // PAGE)].index_select(0, slot_E)
     groups, extents = (Group(0, rows, 0, 1, reach),), (Extent(1, reach),) * rows
     return Batch(ids, positions, write, table, real, slot_E, groups, extents)
-
-
-def tokens_of(drawn: Tensor, head: Head) -> Tensor:
-    """The tokens, int64, that these logits of the head are of; any shape."""
-    return drawn if head.ids_D is None else head.ids_D[drawn]
 
 
 def spread(logits_ND: Tensor, head: Head) -> Tensor:

@@ -1,7 +1,8 @@
 """Tables in the docs, made from committed results: `python -m tools.release.docs` writes them anew (`make docs`), `--check` only looks.
 
 In a page, what stands between `<!-- table: KIND FILE -->` and `<!-- end -->` is made here: KIND is one of `tables.KINDS`, FILE a path under
-benchmarks/. `<!-- table: support -->` makes the lines of `benchmarks/index.yaml`. All other text is written by hand."""
+benchmarks/; `tables.SEVERAL` are of several files. `<!-- table: support -->` makes the lines of `benchmarks/index.yaml`. All other text is written
+by hand."""
 
 from __future__ import annotations
 
@@ -68,14 +69,16 @@ def made(order: str) -> str:
     kind, _, name = order.partition(" ")
     if kind == "support":
         return "\n".join(support())
-    if kind not in tables.KINDS:
-        raise DocsError(f"<!-- table: {order} -->: unknown kind; there is {', '.join(tables.KINDS)}, support")
-    result = read(name)
+    kinds = {**tables.KINDS, **tables.SEVERAL}
+    if kind not in kinds:
+        raise DocsError(f"<!-- table: {order} -->: unknown kind; there is {', '.join(kinds)}, support")
+    names = name.split() if kind in tables.SEVERAL else [name]
+    results = [read(one) for one in names]
     try:
-        lines = tables.KINDS[kind](result)
+        lines = kinds[kind](*results)
     except (KeyError, TypeError, IndexError, ReadError) as error:
         raise DocsError(f"benchmarks/{name} is no result of the kind {kind}: {error!r}") from error
-    return "\n".join([*lines, "", source(name, result)])
+    return "\n".join([*lines, "", *(source(*one) for one in zip(names, results, strict=True))])
 
 
 def source(name: str, result: dict[str, Any]) -> str:

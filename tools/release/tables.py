@@ -177,7 +177,7 @@ def acceptance(result: Result) -> Lines:
 
 def speculation(result: Result) -> Lines:
     """Tokens a second by drafts a step; and where a step's time goes, where it was watched."""
-    cells = [f"{one['decode_throughput']:,.0f} ({one['accept_length']:.2f})" for one in result["speculation"]]
+    cells = [f"{one['decode_throughput']:,.0f} ({_brought(one)})" for one in result["speculation"]]
     return _by_drafts(result, cells) + _parts(result)
 
 
@@ -197,7 +197,54 @@ def _step(row: Result, plain: float) -> str:
     ms, needed = f"{1e3 * row['step_latency']:.2f}", f"{row['step_latency'] / plain:.2f}"
     if not row["width"]:
         return ms
-    return f"{ms} ({needed})" if row["width"] > 0 else f"{ms} ({needed}, brings {row['accept_length']:.2f})"
+    if row["width"] > 0:
+        return f"{ms} ({needed})"
+    brings = row["decode_throughput"] * row["step_latency"] / row["batch_size"]
+    return f"{ms} ({needed}, brings {brings:.2f}; drafts in {_drafting(row):.0%})"
+
+
+def _brought(row: Result) -> str:
+    """Tokens of a verification, and how many of the steps were some where that was chosen."""
+    brought = f"{row['accept_length']:.2f}"
+    if row["width"] >= 0:
+        return brought
+    return f"{brought} in {_drafting(row):.0%} of steps" if row["drafted_tokens"] else "no drafts"
+
+
+def _drafting(row: Result) -> float:
+    """Share of the steps that made drafts."""
+    steps: list[int] = row["steps_by_width"]
+    return sum(steps[1:]) / max(1, sum(steps))
+
+
+def speculation_best(*results: Result) -> Lines:
+    """Of several models: tokens a second without drafts, and with the number of them that brings most, by requests."""
+    many = list(dict.fromkeys(one["batch_size"] for result in results for one in result["speculation"]))
+    shown = [batch for batch in many if batch in SUMMED]
+    rows = []
+    for result in results:
+        cells = [_best(result["speculation"], batch) for batch in shown]
+        context = result["speculation"][0]["input_len"]
+        rows.append([result["model"], f"{context:,}", *cells])
+    heads = [f"{batch} request{'s' * (batch > 1)}" for batch in shown]
+    return table(["model", "context", *heads], rows)
+
+
+SUMMED = (1, 8, 32, 128)  # requests
+
+
+def _best(rows: Sequence[Result], batch: int) -> str:
+    """Of the first context, and of numbers that were fixed."""
+    rates = {
+        one["width"]: (one["decode_throughput"], _drafts(one))
+        for one in rows
+        if one["batch_size"] == batch and one["input_len"] == rows[0]["input_len"] and one["width"] >= 0
+    }
+    if not rates:
+        return "–"
+    (plain, _), (most, name) = rates[0], max(rates.values())
+    gain = most / plain - 1
+    return f"{plain:,.0f} → {most:,.0f} (+{gain:.0%}, {name})" if gain else f"{plain:,.0f} (plain)"
 
 
 def _by_drafts(result: Result, cells: Sequence[str]) -> Lines:
@@ -291,6 +338,10 @@ KINDS: dict[str, Callable[[Result], Lines]] = {
     "recomputed": recomputed,
     "soak": soak,
 }
+
+SEVERAL: dict[str, Callable[..., Lines]] = {
+    "speculation-best": speculation_best
+}  # kinds of several results in one table
 
 
 # ---- a result in a few words ----

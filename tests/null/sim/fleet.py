@@ -39,6 +39,9 @@ class RandomWidth:
     def learn(self, verified: Sequence[Verdict]) -> None:
         assert verified and all(0 <= path < 1 << drafts <= 1 << WIDEST for _, drafts, path in verified)
 
+    def beside(self) -> None:
+        return
+
     def lost(self) -> None:
         self.widest = 0
 

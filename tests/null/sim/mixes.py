@@ -194,7 +194,7 @@ class Mix:
         assert sum(drafts.histogram) == drafts.verifications
         assert rank.setting.tree.on or sum(drafts.drafted_at) == drafts.drafted
         assert sum(drafts.accepted_at) == drafts.accepted
-        assert aborted or rank.device.proposed == drafts.drafted + stats.wasted_drafts
+        assert rank.device.proposed == drafts.drafted + stats.wasted_drafts
         ended = [case.deltas[-1].drafted for case in rank.cases.values() if case.deltas]
         assert aborted or sum(one.accepted for one in ended if one) == drafts.accepted
         assert aborted or sum(one.verifications for one in ended if one) == drafts.verifications

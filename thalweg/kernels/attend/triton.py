@@ -24,6 +24,7 @@ LONG = 1 << 15  # tokens
 DETERMINISTIC_SPLITS = 32
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
+PATH = tl.constexpr(64)  # positions of a token whose columns are told: as many as its mask has bits, see `batch.Tree`
 
 
 class Tiles(NamedTuple):
@@ -87,6 +88,16 @@ def share_of(split, splits, pages, FIXED: tl.constexpr):
 def unhidden(hides, before):
     """Whether rows see the columns so many places before their own. hides: see `batch.Tree`; its highest bit is never set."""
     return ((hides[:, None] >> tl.minimum(tl.maximum(before, 0), 63).to(tl.int64)) & 1) == 0
+
+
+@triton.jit
+def places(paths, pages, token, position, keys):
+    """int64: the rows of a plane in which these positions of a token's context stand, `position` being its own. paths: see `decode`. What lies behind
+    the token in its page is not seen, and any row will do."""
+    back = position - keys
+    told = (back >= 0) & (back < PATH)
+    column = tl.where(told, tl.load(paths + token * PATH + back, mask=told, other=0), keys)
+    return tl.load(pages + column // 64).to(tl.int64) * 64 + column % 64
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thalweg.kernels.draw.triton import race, scaled
+from thalweg.kernels.draw.triton import marked, race, scaled
 
 PART = 4096  # ids a program
 RUN, RUNS = 8, 8  # ids of a run and runs of a group, far apart from each other: what is likely often stands together
@@ -61,7 +61,7 @@ def scan(
     F: tl.constexpr, COLUMNS: tl.constexpr, SEED: tl.constexpr, TOP_K: tl.constexpr, RAW: tl.constexpr, BLOCK: tl.constexpr,
     RUN: tl.constexpr, RUNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """RAW: the logits themselves, whatever the row wishes."""
+    """RAW: the logits themselves, whatever the row wishes; else a row with a NaN has a largest value of +inf, and no other has."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -74,12 +74,12 @@ def scan(
     else:
         temperature, k, p, m = asked(row, slot_E, floats_SF, ints_EI, F, COLUMNS, TOP_K)
         if (temperature > 0) & ((k < V) | (p < 1) | (m > 0)):
-            _store_groups(scaled(y, temperature), top_EC, sum_EC, group_EG, at, BLOCK, RUN, RUNS)
+            _store_groups(marked(scaled(y, temperature)), top_EC, sum_EC, group_EG, at, BLOCK, RUN, RUNS)
         else:
             if temperature > 0:
                 seed, length = tl.load(ints_EI + row * COLUMNS + SEED), tl.load(ints_EI + row * COLUMNS)
                 y = race(scaled(y, temperature), seed, length, v_B)
-            top, i = tl.max(y, 0, return_indices=True, return_indices_tie_break_left=True)
+            top, i = tl.max(marked(y), 0, return_indices=True, return_indices_tie_break_left=True)
             tl.store(top_EC + at, top)
             tl.store(id_EC + at, id_at(i, part, parts, BLOCK, RUNS))
 

@@ -1,7 +1,7 @@
 """Reference of what lies between a head's computations: which states a step leaves, and what a draft leaves behind.
 
 Letters: R rows, T tokens, E emitting rows, W numbers of a state, S slots, P pages, I integers of a slot, K drafts of a row at most, L columns of the
-tokens plane."""
+tokens plane, D entries of a head's vocabulary."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ class Places(NamedTuple):
     position_T: Tensor
     write_T: Tensor
     real_T: Tensor
+
+
+class Drawn(NamedTuple):
+    """What was drawn of each row of a head's logits float32 [E, D]: entry_E int64, below 0 where it could be none. ids_D int64: which tokens the
+    entries are, if not those of the same numbers. vocab: of the target, whose ids are 0 to vocab - 1."""
+
+    entry_E: Tensor
+    logits_ED: Tensor
+    ids_D: Tensor | None
+    vocab: int
 
 
 class Chain(NamedTuple):
@@ -59,17 +69,26 @@ def carry(
     return before_NW[:-1] * inside_T.unsqueeze(1)
 
 
-def conclude(
-    token_E: Tensor, state_EW: Tensor, ints_EI: Tensor, chain: Chain, tokens_SL: Tensor, ints_SI: Tensor
-) -> None:
-    """One more draft of each row: token_E int64, with the state behind it. ints_EI: the slots' integers, at the draft's position (`prepare.ref`).
-    Writes the tokens plane, the slots' number of drafts, which is column 7 of ints_SI, and what `chain` holds."""
+def named(drawn: Drawn) -> tuple[Tensor, Tensor]:
+    """→ the tokens drawn, int64 [E]; bool [E], False, and token 0, where there is none: no entry, a logit that is no finite number, or no id of the
+    target, which would be asked for its embedding."""
+    entry_E = drawn.entry_E.clamp(0, drawn.logits_ED.shape[1] - 1)
+    token_E = entry_E if drawn.ids_D is None else drawn.ids_D[entry_E]
+    logit_E = drawn.logits_ED.gather(1, entry_E.unsqueeze(1)).squeeze(1)
+    is_one_E = (entry_E == drawn.entry_E) & logit_E.isfinite() & (token_E >= 0) & (token_E < drawn.vocab)
+    return token_E * is_one_E, is_one_E
+
+
+def conclude(drawn: Drawn, state_EW: Tensor, ints_EI: Tensor, chain: Chain, tokens_SL: Tensor, ints_SI: Tensor) -> None:
+    """One more draft of each row, with the state behind it. ints_EI: the slots' integers, at the draft's position (`prepare.ref`). Writes the tokens
+    plane, the slots' number of drafts, which is column 7 of ints_SI, and what `chain` holds."""
     slot_E, ahead_E = chain.slot_E, chain.ahead_E
     columns, most = tokens_SL.shape[1], chain.drafts_EK.shape[1]
+    token_E, is_one_E = named(drawn)
     place_E = slot_E * columns + torch.where(ints_EI[:, 2] > 0, ints_EI[:, 0], columns - 1)
     tokens_SL.view(-1).index_copy_(0, place_E, token_E.to(torch.int32))
     chain.drafts_EK.scatter_(1, ahead_E.clamp(max=most - 1).unsqueeze(1), token_E.unsqueeze(1))
-    sound_E = state_EW.isfinite().all(1) | ~chain.state_EW.isfinite().all(1)
+    sound_E = is_one_E & state_EW.isfinite().all(1) | ~chain.state_EW.isfinite().all(1)
     chain.sound_E.copy_(sound_E & (chain.sound_E | (ahead_E == 0)))
     chain.state_EW.copy_(state_EW)
     ahead_E += 1

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.draft.ref import Chain, Places, Rows
+from thalweg.kernels.draft.ref import Chain, Drawn, Places, Rows
 from thalweg.kernels.pdl import launch_options
 
 PART = 1024  # numbers of a state that a program carries
@@ -57,14 +57,21 @@ def carry(
 
 @triton.jit
 def _conclude(
-    token_E, new_EW, ints_EI, slot_E, ahead_E, state_EW, drafts_EK, sound_E, tokens_SL, ints_SI, stride, L, W,
-    K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    entry_E, logits_ED, ids_D, new_EW, ints_EI, slot_E, ahead_E, state_EW, drafts_EK, sound_E, tokens_SL, ints_SI, D, V, stride_D,
+    stride, L, W, NAMED: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    token, slot, ahead = tl.load(token_E + row), tl.load(slot_E + row), tl.load(ahead_E + row)
+    entry, slot, ahead = tl.load(entry_E + row), tl.load(slot_E + row), tl.load(ahead_E + row)
+    there = (entry >= 0) & (entry < D)
+    logit = tl.load(logits_ED + row * stride_D + entry, mask=there, other=float("inf"))
+    token = entry
+    if NAMED:
+        token = tl.load(ids_D + entry, mask=there, other=0)
+    there &= (logit - logit == 0) & (token >= 0) & (token < V)
+    token = tl.where(there, token, 0)
     length, end = tl.load(ints_EI + row * COLUMNS), tl.load(ints_EI + row * COLUMNS + 2)
     bad, worse = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, W, BLOCK):
@@ -76,7 +83,7 @@ def _conclude(
         wide_B = new_B.to(tl.float32)
         worse |= (wide_B - wide_B != 0).to(tl.int32)
         tl.store(state_EW + row * W + w_B, new_B, mask=w_B < W)
-    sound = (tl.max(worse, 0) == 0) | (tl.max(bad, 0) > 0)
+    sound = there & (tl.max(worse, 0) == 0) | (tl.max(bad, 0) > 0)
     sound &= (ahead == 0) | tl.load(sound_E + row)
     tl.store(sound_E + row, sound)
     tl.store(tokens_SL + slot * L + tl.where(end > 0, length, L - 1), token.to(tl.int32))
@@ -85,13 +92,13 @@ def _conclude(
     tl.store(ints_SI + slot * COLUMNS + 7, ahead + 1)
 
 
-def conclude(
-    token_E: Tensor, state_EW: Tensor, ints_EI: Tensor, chain: Chain, tokens_SL: Tensor, ints_SI: Tensor
-) -> None:
+def conclude(drawn: Drawn, state_EW: Tensor, ints_EI: Tensor, chain: Chain, tokens_SL: Tensor, ints_SI: Tensor) -> None:
     """See `ref.conclude`."""
     rows, width = state_EW.shape
-    assert state_EW.stride(1) == 1, "a head's states lie number by number"
+    entry_E, logits_ED, ids_D, vocab = drawn
+    assert state_EW.stride(1) == logits_ED.stride(1) == 1, "a head's states and logits lie number by number"
     _conclude[(rows,)](
-        token_E, state_EW, ints_EI, *chain, tokens_SL, ints_SI, state_EW.stride(0), tokens_SL.shape[1], width,
+        entry_E, logits_ED, entry_E if ids_D is None else ids_D, state_EW, ints_EI, *chain, tokens_SL, ints_SI,
+        logits_ED.shape[1], vocab, logits_ED.stride(0), state_EW.stride(0), tokens_SL.shape[1], width, ids_D is not None,
         chain.drafts_EK.shape[1], ints_SI.shape[1], BLOCK, num_warps=8, **launch_options(ints_SI),
     )  # fmt: skip

@@ -28,6 +28,7 @@ from thalweg.kernels.attend.triton import (
     cleared,
     largest_of,
     merge,
+    places,
     share_of,
     unhidden,
     waves,
@@ -229,9 +230,9 @@ def _paged(plane_PSKd: Tensor, keys: int) -> TensorDescriptor:
     do_not_specialize=["tokens", "rows", "table_row"], do_not_specialize_on_alignment=["table", "positions", "starts"]
 )
 def _prefill(
-    query, keys, values, table, positions, starts, out, key_scale, value_scale, scale, tokens, heads, rows,
+    query, keys, values, key_plane, value_plane, paths, table, positions, starts, out, key_scale, value_scale, scale, tokens, heads, rows,
     query_token, query_head, table_row,
-    GROUP: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h, i): the b-th block from the end of row i's query tokens, for head h; row `rows` is the padding behind all rows."""
@@ -271,14 +272,26 @@ def _prefill(
         weights, factor, top = weigh(scores, strength, top)
         total = total * factor + tl.sum(weights, 1)
         sums = tl.dot(weights.to(q.dtype), values.load([at, column]).to(q.dtype), sums * factor[:, None])
-    for start in range(plain // N * N, last + 1, N):
-        at = page * 64
-        page = tl.load(pages + tl.minimum(start + N, last) // 64).to(tl.int32)
-        scores = tl.dot(q, keys.load([at, column]).to(q.dtype).T)
-        scores = tl.where((start + key)[None, :] <= position[:, None], scores, -float("inf"))
-        weights, factor, top = weigh(scores, strength, top)
-        total = total * factor + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(q.dtype), values.load([at, column]).to(q.dtype), sums * factor[:, None])
+    if paths is None:
+        for start in range(plain // N * N, last + 1, N):
+            at = page * 64
+            page = tl.load(pages + tl.minimum(start + N, last) // 64).to(tl.int32)
+            scores = tl.dot(q, keys.load([at, column]).to(q.dtype).T)
+            scores = tl.where((start + key)[None, :] <= position[:, None], scores, -float("inf"))
+            weights, factor, top = weigh(scores, strength, top)
+            total = total * factor + tl.sum(weights, 1)
+            sums = tl.dot(weights.to(q.dtype), values.load([at, column]).to(q.dtype), sums * factor[:, None])
+    else:
+        # behind the first token each has keys of its own; a tile of which a token sees nothing leaves its sums as they are
+        for node in range(block, tl.minimum(block + M, end)):
+            own = tl.load(positions + node).to(tl.int32)
+            for start in range(plain // N * N, own + 1, N):
+                at = (places(paths, pages, node, own, start + key) * WIDTH)[:, None] + column + dim[None, :]
+                scores = tl.dot(q, tl.load(key_plane + at).to(q.dtype).T)
+                seen = (lane == node)[:, None] & (start + key <= own)[None, :]
+                weights, factor, top = weigh(tl.where(seen, scores, -float("inf")), strength, top)
+                total = total * factor + tl.sum(weights, 1)
+                sums = tl.dot(weights.to(q.dtype), tl.load(value_plane + at).to(q.dtype), sums * factor[:, None])
     sums *= (1.0 / total)[:, None]
     if SCALED:
         sums *= tl.load(value_scale)
@@ -298,19 +311,23 @@ def prefill(
     scale: float,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    paths_TD: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of ragged rows to their pages, this step's keys among them: → [T, H, d].
 
     Row i's query tokens are starts[i] … starts[i + 1], at consecutive positions; starts: int32 [R + 1]. max_query: an upper bound of a row's
     query tokens. Tokens behind starts[R] are padding: their result is 0. Planes: [P, 64, K, d] bfloat16, or e4m3 with scales float32 [1].
+    paths_TD: as of `mla.triton.decode`, of rows whose tokens are nodes of a tree, its root first, and no more than a block has: they share what is
+    before the root. A token's result is then what it would be if its path stood alone, bit for bit.
     """
     tokens, heads, dim = query_THd.shape
     tiles, rows = prefill_tiles(dim), len(starts_R1) - 1
     out = torch.empty(tokens, heads, dim, dtype=query_THd.dtype, device=query_THd.device)
+    planes = (None, None) if paths_TD is None else (key_PSKd, value_PSKd)
     _prefill[(triton.cdiv(max_query, tiles.rows), heads, rows + 1)](
-        query_THd, _paged(key_PSKd, tiles.keys), _paged(value_PSKd, tiles.keys), table_RL, positions_T, starts_R1, out,
+        query_THd, _paged(key_PSKd, tiles.keys), _paged(value_PSKd, tiles.keys), *planes, paths_TD, table_RL, positions_T, starts_R1, out,
         key_scale, value_scale, scale * LOG2E, tokens, heads, rows, query_THd.stride(0), query_THd.stride(1), table_RL.stride(0),
-        GROUP=heads // key_PSKd.shape[2], DIM=dim, M=tiles.rows, N=tiles.keys, SCALED=key_scale is not None,
+        GROUP=heads // key_PSKd.shape[2], WIDTH=key_PSKd.shape[2] * dim, DIM=dim, M=tiles.rows, N=tiles.keys, SCALED=key_scale is not None,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(out),
     )  # fmt: skip
     return out

@@ -30,6 +30,7 @@ from thalweg.kernels.attend.triton import (
     merge,
     merge_state_,
     merged,
+    places,
     share_of,
     unhidden,
     waves,
@@ -76,11 +77,22 @@ def splits_for(tokens: int, heads: int, context: int, query: int = 1) -> int:
     return waves(tokens // query * -(-rows // decode_tiles(rows, False).rows), context)
 
 
+@triton.jit
+def fetched(block, plane, place, column, width, DIM: tl.constexpr):
+    """Columns from `column` on of a tile of keys. place: the row of the first, which the others follow, for the descriptor `block`; or of each, for
+    `plane`, whose rows are so wide."""
+    if plane is None:
+        tile = block.load([place, column])
+    else:
+        tile = tl.load(plane + place[:, None] * width + column + tl.arange(0, DIM)[None, :])
+    return tile
+
+
 @triton.jit(
     do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows", "hides"]
 )
 def _decode(
-    query, latents, keys, table, positions, rows, hides, out, lse, plane_scale, scale, heads, splits,
+    query, latents, keys, plane, paths, table, positions, rows, hides, out, lse, plane_scale, scale, heads, splits,
     query_token, query_head, table_row,
     QUERY: tl.constexpr, TOGETHER: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, FIXED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
@@ -123,9 +135,13 @@ def _decode(
         # the page's number is always fetched one tile ahead, so that the loop never waits for it
         following = tl.minimum((tile + 1) // (64 // N), count - 1)
         ahead = tl.load(row_pages + first + following * step).to(tl.int32)
-        latent = latents.load([page * 64 + tile * N % 64, 0]).to(q.dtype)
+        if paths is None:
+            place = page * 64 + tile * N % 64
+        else:
+            place = places(paths, row_pages, first_token, tl.max(position), ordinal * 64 + tile * N % 64 + key)
+        latent = fetched(latents, plane, place, 0, RANK + ROPE, RANK).to(q.dtype)
         scores = tl.dot(q, latent.T)
-        scores = tl.dot(turned, keys.load([page * 64 + tile * N % 64, RANK]).to(q.dtype).T, scores)
+        scores = tl.dot(turned, fetched(keys, plane, place, RANK, RANK + ROPE, ROPE).to(q.dtype).T, scores)
         seen = (ordinal * 64 + tile * N % 64 + key)[None, :] <= position[:, None]
         if hides is not None:
             seen &= unhidden(hidden, position[:, None] - (ordinal * 64 + tile * N % 64 + key)[None, :])
@@ -153,6 +169,7 @@ def decode(
     plane_scale: Tensor | None = None,
     rows_T: Tensor | None = None,
     hides_T: Tensor | None = None,
+    paths_TD: Tensor | None = None,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed queries over the pages of their rows: → (partial [T, H, splits, r], LSE [T, H, splits]), for `merge` or `merge_up`.
@@ -161,8 +178,11 @@ def decode(
     context positions 0 … positions_T[t].
     plane_PSD: [P, 64, D] bfloat16, or e4m3 with plane_scale float32 [1]. table_RL: int32. partial is bfloat16; with one split it is
     final. fixed: the splits of a token depend on its own position alone, given the same `splits` (DETERMINISTIC_SPLITS). hides_T int64: of drafts
-    that part ways what each token does not see, see `batch.Tree`; positions are columns then.
+    that part ways what each token does not see, see `batch.Tree`; positions are columns then. paths_TD, in its place and with `fixed`: in which
+    columns their last positions stand, int32 [T, PATH], their own first; of those before column and position are one. Keys have then the same lanes
+    of the same tiles as if the path stood alone.
     """
+    assert paths_TD is None or (fixed and hides_T is None), "paths: with fixed splits, in place of hides"
     tokens, heads, dim = query_THD.shape
     together = 1 if fixed or rows_T is not None else query
     tiles = decode_tiles(together * heads, plane_scale is not None)
@@ -172,7 +192,8 @@ def decode(
     grid = (triton.cdiv(together * heads, tiles.rows), splits, tokens // together)
     _decode[grid](
         query_THD, TensorDescriptor.from_tensor(plane, [tiles.keys, rank]),
-        TensorDescriptor.from_tensor(plane, [tiles.keys, dim - rank]), table_RL, positions_T, rows_T, hides_T, partial, lse, plane_scale,
+        TensorDescriptor.from_tensor(plane, [tiles.keys, dim - rank]), None if paths_TD is None else plane, paths_TD,
+        table_RL, positions_T, rows_T, hides_T, partial, lse, plane_scale,
         scale * LOG2E, heads, splits, query_THD.stride(0), query_THD.stride(1), table_RL.stride(0),
         QUERY=query, TOGETHER=together, RANK=rank, ROPE=dim - rank, M=tiles.rows, N=tiles.keys, FIXED=max(tiles.rows // 8, 4) if fixed else 0,
         SCALED=plane_scale is not None, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(query_THD),

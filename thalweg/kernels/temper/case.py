@@ -1,4 +1,4 @@
-"""Cases of a tempered distribution and of the winners of its race: the wishes and rows of `truncate`. Coins that lose may be rounded."""
+"""Cases of a tempered distribution and of who wins its race, with which score: the wishes and rows of `truncate`. Coins that lose may be rounded."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
 
 def _exact(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     value = (logits.double() / temperature).float().double()
     kept = truncate.kept(value, top_k, top_p, min_p)
     left = torch.full_like(value, -torch.inf)
     left[kept] = value[kept]
-    return left, (left - truncate.coins(seed, position, len(value)).log()).max()
+    return left, *(left - truncate.coins(seed, position, len(value)).log()).max(-1)
+
+
+def won(left_EV: Tensor, raced_EV: Tensor) -> tuple[Tensor, ...]:
+    """What is compared. Ids are below 10⁴ here: the tolerance takes none for another."""
+    return left_EV, *raced_EV.max(-1)
 
 
 def run(
@@ -40,7 +45,7 @@ def run(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     floats_EF = torch.stack((temperature_E, top_p_E, min_p_E), 1)
     left_EV = ref.tempered(logits_EV, floats_EF, top_k_E, True)
-    return left_EV, (left_EV - truncate.coins_of(seed_E, position_E, logits_EV.shape[1]).log()).amax(-1)
+    return won(left_EV, left_EV - truncate.coins_of(seed_E, position_E, logits_EV.shape[1]).log())
 
 
 def run_triton(
@@ -55,7 +60,7 @@ def run_triton(
     wishes = Wishes(torch.arange(len(floats), device=device), floats, ints, 3, 4)
     left_EV = triton.tempered(logits_EV.to(device), wishes, True)
     raced_EV = triton.raced(left_EV, ints[:, 3], ints[:, 0])
-    return left_EV.to(logits_EV.device), raced_EV.amax(-1).to(logits_EV.device)
+    return won(left_EV.to(logits_EV.device), raced_EV.to(logits_EV.device))
 
 
 _GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None

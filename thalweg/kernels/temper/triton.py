@@ -193,7 +193,10 @@ def _keep(
     x = tl.load(logits_EV + row.to(tl.int64) * stride + v_B, mask=v_B < V, other=float("-inf"))
     y = scaled(x, tl.where(temperature > 0, temperature, 1.0))
     if TRUNCATED:
-        y = tl.where(key_of(y, v_B) >= tl.load(border_E + row), y, float("-inf"))
+        kept = (key_of(y, v_B) >= tl.load(border_E + row)) | (
+            y != y
+        )  # a row with a NaN says so, whatever its border is
+        y = tl.where(kept, y, float("-inf"))
     tl.store(out_EV + row.to(tl.int64) * V + v_B, y, mask=v_B < V)
 
 

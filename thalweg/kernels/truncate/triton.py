@@ -334,8 +334,8 @@ def _finish(
     kind = tl.load(state_E4 + row * 4)
     token = tl.load(state_E4 + row * 4 + 1)
     c_C, r_R = tl.arange(0, BLOCK_C), tl.arange(0, RECORDS)
+    top_C = tl.load(top_EC + row * parts + c_C, mask=c_C < parts, other=float("-inf"))
     if kind == DRAWN:
-        top_C = tl.load(top_EC + row * parts + c_C, mask=c_C < parts, other=float("-inf"))
         id_C = tl.load(id_EC + row * parts + c_C, mask=c_C < parts, other=0)
         token = tl.minimum(tl.min(tl.where(top_C == tl.max(top_C), id_C, 0x7FFFFFFF)), V - 1)
     elif kind != CHOSEN:
@@ -360,6 +360,7 @@ def _finish(
             logits_V = logits_EV + row.to(tl.int64) * stride
             low = tl.load(bounds_E4 + row * 4)
             token = _walk(logits_V, V, temperature, k, p, m, seed, length, low, largest, total, BLOCK)
+    token = tl.where(tl.max(top_C) < float("inf"), token, -1)  # see `scan`
     settle(
         row, token.to(tl.int64), slot_E, ints_EI, stop_SK, tokens_SL, state_SI, token_E, done_E, live_E, context, L, COLUMNS, K, BLOCK_K
     )  # fmt: skip

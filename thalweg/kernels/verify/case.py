@@ -1,4 +1,5 @@
-"""Cases of following drafts: chains of every length, right up to anywhere, stop ids and ends among them, slots that had ended, made-up rows."""
+"""Cases of following drafts: chains of every length, right up to anywhere, stop ids, ends and what is no token among them, slots that had ended,
+made-up rows."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ def _case(rows: int, query: int, generator: torch.Generator) -> Case:
     tokens_SL, stop_SK = whole(0, 9, slots, CONTEXT + 1).to(torch.int32), whole(-1, 40, slots, STOPS)
     ids_EQ = whole(0, 9, rows, query)
     drawn_EQ = torch.where(whole(0, 6, rows, query) > 0, ids_EQ.roll(-1, 1), whole(0, 9, rows, query))
+    drawn_EQ[whole(0, 12, rows, query) == 0] = -1
     slot_N, ints_NI = slot_E.repeat_interleave(query), ints_SI[slot_E].repeat_interleave(query, 0)
     computed_E = whole(1, query + 1, rows)  # tokens that the step computed
     ints_NI[:, 2] *= (torch.arange(query) < computed_E.unsqueeze(1)).flatten()
@@ -61,9 +63,9 @@ def _exact(
         taken = 0
         while end:
             token, draft = drawn[taken], ids[taken + 1] if taken < min(made, computed - 1) else None
-            tokens_SL[slot, length] = token
+            tokens_SL[slot, length] = max(token, 0)
             taken, length = taken + 1, length + 1
-            if length == end or token in stop_SK[slot].tolist():
+            if length == end or token < 0 or token in stop_SK[slot].tolist():
                 end = 0
             if token != draft:
                 break
@@ -86,10 +88,10 @@ def run_ref(query: int, **inputs: Tensor) -> tuple[Tensor, ...]:
     return _given(follow, "cpu", query, **inputs)
 
 
-def run_triton(query: int, **inputs: Tensor) -> tuple[Tensor, ...]:
+def run_triton(query: int, device: str = "cuda", **inputs: Tensor) -> tuple[Tensor, ...]:
     from thalweg.kernels.verify import triton
 
-    return _given(triton.follow, "cuda", query, **inputs)
+    return _given(triton.follow, device, query, **inputs)
 
 
 BACKENDS: dict[str, Run] = {"ref": run_ref}

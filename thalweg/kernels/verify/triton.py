@@ -28,7 +28,7 @@ def _follow(
     draft_B = tl.load(ids_N + first + 1 + q_B, mask=q_B < Q - 1, other=-3)
     computed_B = tl.load(ints_NI + (first + 1 + q_B) * COLUMNS + 2, mask=q_B < Q - 1, other=0) > 0
     stop_K = tl.load(stop_SK + slot * K + k_B, mask=k_B < K, other=-1)
-    stop_B = tl.sum((token_B[:, None] == stop_K[None, :]).to(tl.int32), 1)
+    stop_B = tl.sum((token_B[:, None] == stop_K[None, :]).to(tl.int32), 1) + (token_B < 0).to(tl.int32)
     on_B = (token_B == draft_B) & (q_B < made) & computed_B & (stop_B == 0)
     right = tl.min(tl.where(on_B, BLOCK_Q, q_B), 0)  # the last position has no draft, so that one is not on
     left = tl.maximum(end - length, 0)
@@ -36,7 +36,7 @@ def _follow(
     new = length + count
     stopped = tl.sum(tl.where(q_B == tl.maximum(count - 1, 0), stop_B, 0))
     going = (new < end) & (stopped == 0)
-    tl.store(tokens_SL + slot * L + length + q_B, token_B.to(tl.int32), mask=q_B < count)
+    tl.store(tokens_SL + slot * L + length + q_B, tl.maximum(token_B, 0).to(tl.int32), mask=q_B < count)
     tl.store(ints_SI + slot * COLUMNS, new)
     tl.store(ints_SI + slot * COLUMNS + 1, new - 1)
     tl.store(ints_SI + slot * COLUMNS + 2, tl.where(going, end, 0))

@@ -138,24 +138,6 @@ def verified(shape: Shape, drafts: int) -> Shape:
     return replace(shape, new=shape.new + drafts, context=shape.context + drafts, scored=True)
 
 
-def drafting(
-    facts: ModelFacts,
-    shape: Shape,
-    drafts: int,
-    layout: Layout = ONE,
-    widths: Widths | None = None,
-    kept: Kept | None = None,
-) -> list[Phase]:
-    """A decode step that verifies drafts and makes as many anew, each by the NextN layer: what joins embedding and hidden state, the layer, the head.
-    shape: of the step without. Raises ValueError as `nextn`."""
-    joins, plain = 2 * facts.hidden * facts.hidden, (widths or Widths.of(facts)).plain
-    layer = nextn(facts)
-    join = Phase("join", joins * plain, bf16=2.0 * shape.rows * joins)
-    one = [join, *phases(layer, shape, layout, widths, kept)]
-    whole = phases(facts, verified(shape, drafts), layout, widths, kept)
-    return [*whole, *(phase.times(drafts) for phase in one)]
-
-
 def seconds(phases: Sequence[Phase], top: Ceilings) -> float:
     return sum(phase.seconds(top) for phase in phases)
 

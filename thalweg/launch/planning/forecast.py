@@ -15,15 +15,14 @@ from thalweg.core.errors import CannotServe, NoRoom
 from thalweg.launch.decide import RULES
 from thalweg.launch.hub import locate
 from thalweg.launch.planning import memory, processor, search
+from thalweg.launch.planning.drafters import Maker, drafting, maker
 from thalweg.launch.planning.floors import (
     Ceilings,
     Kept,
     Phase,
     Shape,
     by_name,
-    drafting,
     expected,
-    nextn,
     phases,
     seconds,
     verified,
@@ -37,7 +36,6 @@ from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 
 INPUT, OUTPUT = 1024, 256  # tokens of a request, where nothing is said
-DRAFTS = (1, 2, 3)
 COUNTS = (1, 2, 4, 8, 16, 32)  # of GPUs that are proposed
 HELD = 0.85  # of all memory, that weights may be of a machine that is proposed
 
@@ -61,7 +59,7 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """A decode step with so many NextN drafts of each request, at best. ratio: of its time to that of a step without, which is how many tokens
+    """A decode step with so many drafts of each request, at best. ratio: of its time to that of a step without, which is how many tokens
     of a request it must bring to pay."""
 
     drafts: int
@@ -74,7 +72,8 @@ class Forecast:
     """facts, resolved: of the model, as one device would run it; where that has not the memory, `alone` says so. hardware: None on a CPU, and
     for GPUs that no figures are known of. top: what a device does at best, None where that is not known. room: of one GPU alone, None
     on a CPU. layout: that the floors are of. laid, gpu: the same as `resolved` and `room` of a cache and a GPU of that layout; laid is None where
-    no layout has the memory. contexts: lengths that were asked for. outcomes: layouts under the load, the best first."""
+    no layout has the memory. contexts: lengths that were asked for. outcomes: layouts under the load, the best first. maker: of the
+    drafts, None for none."""
 
     facts: ModelFacts
     resolved: Resolved
@@ -90,6 +89,7 @@ class Forecast:
     decode: tuple[Floor, ...]
     prefill: tuple[Floor, ...]
     drafts: tuple[Drafts, ...]
+    maker: Maker | None
     load: Load
     outcomes: tuple[Outcome, ...]
 
@@ -164,6 +164,7 @@ def forecast(config: Config, asked: Asked) -> Forecast:
     best = next((one for one in outcomes if one.fits), None)
     layout, gpu = (best.layout, best.room) if best is not None else (ONE, room)
     floors = _Floors(facts, layout, ground, load.skew)
+    drafter = maker(facts, resolved, ground.widths, ground.kept)
     return Forecast(
         facts=facts,
         resolved=resolved if alone or room is None else memory.with_pages(resolved, room, ONE),
@@ -178,7 +179,8 @@ def forecast(config: Config, asked: Asked) -> Forecast:
         contexts=tuple(asked.contexts),
         decode=tuple(floors.decode(asked.batches, asked.contexts)),
         prefill=tuple(floors.prefill(asked.contexts)),
-        drafts=tuple(floors.drafts(load, next((one.requests for one in outcomes), load.concurrency))),
+        drafts=tuple(floors.drafts(load, next((one.requests for one in outcomes), load.concurrency), drafter)),
+        maker=drafter,
         load=load,
         outcomes=outcomes,
     )
@@ -268,25 +270,32 @@ class _Floors:
             return []
         return [self._floor(1, context, context) for context in self._known(contexts)]
 
-    def drafts(self, load: Load, requests: int) -> list[Drafts]:
-        """Of a model with a NextN layer under this load."""
-        if self.top is None or not self.facts.nextn or self.facts.moe is None or not requests:
+    def drafts(self, load: Load, requests: int, made: Maker | None) -> list[Drafts]:
+        """Of what makes them, under this load."""
+        if self.top is None or made is None or not requests:
             return []
-        plain = self._drafted(load, requests, 0)
-        made = [(count, self._drafted(load, requests, count)) for count in DRAFTS]
-        return [Drafts(count, taken, taken / plain) for count, taken in made]
+        plain = self._drafted(load, requests, 0, made)
+        taken = [(count, self._drafted(load, requests, count, made)) for count in made.counts]
+        return [Drafts(count, step, step / plain) for count, step in taken]
 
-    def _drafted(self, load: Load, requests: int, count: int) -> float:
+    def _drafted(self, load: Load, requests: int, count: int, made: Maker) -> float:
         assert self.top is not None
         facts, layout = self.facts, self.layout
         active = min(-(-requests // layout.copies), layout.dp)
         rows, context = -(-requests // layout.caches), min(load.input + load.output // 2, facts.context)
         shape = Shape(rows, 1, context, skew=self.skew, attentions=active)
-        taken = seconds(drafting(facts, shape, count, layout, self.widths, self.kept), self.top)
+        work = drafting(facts, shape, count, layout, self.widths, self.kept, made) if count else self._plain(shape)
+        taken = seconds(work, self.top)
         if self.hardware is None:
             return taken
-        sends = [*collectives(facts, verified(shape, count), layout), *collectives(nextn(facts), shape, layout) * count]
+        sends = collectives(facts, verified(shape, count), layout)
+        if made.forward is not None and made.forward.cut:
+            forwards = made.tree.deepest if made.tree.on and count else count
+            sends = [*sends, *collectives(made.forward.facts, shape, layout) * forwards]
         return taken + sum(one.seconds(self.hardware) for one in sends)
+
+    def _plain(self, shape: Shape) -> list[Phase]:
+        return phases(self.facts, shape, self.layout, self.widths, self.kept)
 
     def _known(self, contexts: Sequence[int]) -> list[int]:
         """Those that the model can, or its longest."""

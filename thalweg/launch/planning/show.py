@@ -14,6 +14,7 @@ from thalweg.config.options import Config
 from thalweg.core.amounts import size
 from thalweg.core.plan import PAGE
 from thalweg.launch.planning.commands import command
+from thalweg.launch.planning.drafters import Maker
 from thalweg.launch.planning.forecast import Floor, Forecast, not_yet
 from thalweg.launch.planning.room import Room
 from thalweg.launch.planning.search import Outcome
@@ -47,6 +48,8 @@ def as_json(made: Forecast, config: Config) -> dict[str, Any]:
         "decode_floors": [dataclasses.asdict(floor) for floor in made.decode],
         "prefill_floors": [dataclasses.asdict(floor) for floor in made.prefill],
         "drafts": [dataclasses.asdict(one) for one in made.drafts],
+        "drafts_by": "" if made.maker is None else made.maker.name,
+        "drafts_asked": made.maker is not None and made.maker.asked,
         "load": dataclasses.asdict(made.load),
         "layouts": [_outcome(one) for one in made.outcomes],
         "best": None if made.best is None else _advice(made, made.best, config),
@@ -188,8 +191,8 @@ def _show_floors(made: Forecast, console: Console) -> None:
     console.print(_decode(made))
     console.print("\n[bold]Floors of a prompt[/] alone: ms to its first token, and prompt tokens/s")
     console.print(_prefill(made))
-    if made.drafts:
-        console.print("\n[bold]NextN drafts[/] under the load below: a step verifies them and makes as many anew")
+    if made.drafts and made.maker is not None:
+        console.print(_drafted(made.maker))
         console.print(_drafts(made))
     console.print(
         "[dim]No program is faster than a floor: each phase reads its weights and context once, or computes at the machine's rate.[/]"
@@ -221,6 +224,19 @@ def _prefill(made: Forecast) -> Table:
     for floor in made.prefill:
         table.add_row(f"{floor.new:,}", f"{1e3 * floor.seconds:,.1f}", f"{floor.rate:,.0f}", _mostly(floor))
     return table
+
+
+def _drafted(maker: Maker) -> str:
+    """The line over a table of drafts."""
+    if maker.forward is None:
+        return (
+            f"\n[bold]Drafts[/] by {maker.name}, under the load below: they cost no more than that a step verifies them"
+        )
+    told = f"by {maker.name}, under the load below: a step verifies them and makes as many anew"
+    if maker.tree.on:
+        told = f"by {maker.name}, a tree of {maker.tree.nodes}, under the load below: a step verifies them and grows them anew"
+    unasked = "" if maker.asked else " (--speculative-algorithm NEXTN, which was not asked for)"
+    return f"\n[bold]Drafts[/] {told}{unasked}"
 
 
 def _drafts(made: Forecast) -> Table:

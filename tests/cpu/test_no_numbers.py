@@ -1,0 +1,151 @@
+"""A request for which the model computes NaN ends with an error; others go on, and nothing that it computed is found again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compose.matrix import MODEL
+from tests.cpu.test_speculation import engine, prompts, unrecorded
+from thalweg.batch.batch import Batch
+from thalweg.core.errors import NoNumbers
+from thalweg.core.messages import Delta, Ready, StepNews
+from thalweg.core.plan import PAGE
+from thalweg.core.sampling import SamplingParams
+from thalweg.core.tree import CHAIN, TreeShape
+from thalweg.engine.assemble import Piece
+from thalweg.engine.front import Front
+from thalweg.engine.local import LocalEngine
+from thalweg.llm import LLM
+from thalweg.memory.planes import Planes
+from thalweg.server.errors import problem_of
+from thalweg.text.tokenizer import Tokenizer
+
+assert unrecorded  # a fixture of this module, too
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8, "seed": 3},
+    "truncated": {"temperature": 0.9, "top_p": 0.8, "top_k": 50, "seed": 4},
+    "penalised": {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 2},
+}
+TREE = TreeShape(2, 2, 4)
+NEW = 30
+
+
+class Poisoned:
+    """The model's steps, whose states at this token are no numbers."""
+
+    def __init__(self, made: LocalEngine, token: int) -> None:
+        self.steps, self.token = made.runner.steps, token
+        made.runner.steps = self
+
+    def forward(self, batch: Batch, planes: Planes) -> Tensor:
+        hidden = self.steps.forward(batch, planes)
+        return hidden.masked_fill((batch.ids_T == self.token).unsqueeze(1), torch.nan)
+
+
+def answered(made: LocalEngine, asked: list[list[int]], params: SamplingParams) -> list[tuple[list[int], str]]:
+    """Tokens of each, and how it ended."""
+    answers: dict[int, tuple[list[int], str]] = {}
+    for prompt in asked:
+        answers |= {uid: ([], "") for uid in made.submit(prompt, params)}
+    while not made.idle:
+        for delta in made.step():
+            answers[delta.uid] = ([*answers[delta.uid][0], *delta.tokens], delta.finish)
+    return list(answers.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "depth", "fields"),
+    [
+        ("greedy", 0, 2, {}),
+        ("truncated", 0, 1, {}),
+        ("penalised", 0, 2, {}),
+        ("sampled", 2, 1, {"acceptance": "standard"}),
+        ("truncated", 2, 2, {"acceptance": "relaxed", "relaxed": (3, 0.9)}),
+        ("penalised", 3, 2, {}),
+        ("truncated", 4, 1, {"tree": TREE}),
+    ],
+)
+def test_it_fails_alone(kind: str, width: int, depth: int, fields: dict[str, Any]) -> None:
+    """In the middle of its output: the token at which the model breaks is one that this request writes, and no other has."""
+    params = SamplingParams(max_tokens=NEW, ignore_eos=True, **KINDS[kind])
+    made = engine(width, depth=depth, slots=3, **fields)
+    asked = prompts(4, 100)
+    sane = answered(made, asked, params)
+    others = {token for i in (0, 2, 3) for token in (*asked[i], *sane[i][0])}
+    at, token = next((i, token) for i, token in enumerate(sane[1][0]) if i > 8 and token not in others | {*asked[1]})
+    made.flush_cache()
+    Poisoned(made, token)
+    got = answered(made, asked, params)
+    assert [got[i] for i in (0, 2, 3)] == [sane[i] for i in (0, 2, 3)]
+    tokens, finish = got[1]
+    assert finish == "error" and tokens == sane[1][0][: len(tokens)] and len(tokens) <= at + 1
+    stats = made.loop.stats()
+    assert (stats.broken, stats.drafter_failures) == (1, 0)
+    assert stats.pages_used == 0 and (not width or stats.accepted_tokens > 0)
+
+
+@pytest.mark.parametrize(("width", "tree"), [(0, CHAIN), (2, CHAIN), (4, TREE)])
+def test_nothing_of_it_is_found_again(width: int, tree: TreeShape) -> None:
+    """Not its prompt's pages either, which others could find while it was computed; what they had computed before stays."""
+    made = engine(width, tree=tree, slots=2, depth=2)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    shared = [0, *range(30, 30 + PAGE)]
+    ((want, _),) = answered(made, [shared], params)
+    before = made.loop.stats().pages_cached
+    broken = [*shared[:PAGE], *range(200, 200 + 2 * PAGE), 1999]
+    Poisoned(made, 1999)
+    for _ in range(2):
+        assert answered(made, [broken], params) == [([], "error")]
+        assert made.loop.stats().pages_cached == before == 1
+    assert made.loop.stats().cached_tokens == 2 * PAGE
+    assert answered(made, [shared, prompts(1)[0]], params)[0] == (want, "length")
+    assert made.loop.stats().drafter_failures == 0
+
+
+def test_scores_that_are_no_numbers_fail_too() -> None:
+    made, prompt = engine(0, budget=64), [0, *range(30, 130)]
+    Poisoned(made, 40)
+    for params in ({"max_tokens": 0}, {"max_tokens": 3}):
+        asked = SamplingParams(temperature=0.0, prompt_logprobs=0, **params)
+        ((tokens, finish),) = answered(made, [prompt], asked)
+        assert (tokens, finish) == ([], "error")
+    assert answered(made, [prompt], SamplingParams(temperature=0.0, max_tokens=3))[0][1] != "error"
+
+
+def test_offline_others_keep_their_answers() -> None:
+    llm = LLM(MODEL, max_total_tokens=1024)
+    Poisoned(llm.engine, 77)  # type: ignore[arg-type]
+    broken, fine = llm.generate(
+        [[0, 5, 77], [0, 5, 78]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    )
+    assert (broken.outputs[0].finish, broken.outputs[0].ids) == ("error", [])
+    assert (fine.outputs[0].finish, len(fine.outputs[0].ids)) == ("length", 4)
+
+
+def test_a_front_raises_behind_what_came_before(caplog: pytest.LogCaptureFixture) -> None:
+    front = Front(engine(0).settings, Tokenizer(Path(MODEL)))
+    front.ready, front.state = Ready(1, 400, 2048, 10, 4, "{}"), "ready"
+    pieces: list[Piece] = []
+
+    async def serve() -> None:
+        stream = front.stream((0, 5), SamplingParams(max_tokens=9), request_id="r")
+        asyncio.get_running_loop().call_soon(front._hear, StepNews((Delta(0, (300,)),), time.time()))
+        pieces.append(await anext(stream))
+        front._hear(StepNews((Delta(0, (), "error"),), time.time()))
+        async for piece in stream:
+            pieces.append(piece)
+
+    with caplog.at_level(logging.ERROR, "thalweg.front"), pytest.raises(NoNumbers) as raised:
+        asyncio.run(serve())
+    assert [piece.ids for piece in pieces] == [(300,)] and not front.running and len(caplog.records) == 1
+    problem = problem_of(raised.value)
+    assert (problem.status, problem.code) == (500, "no_numbers") and "NaN" in problem.message

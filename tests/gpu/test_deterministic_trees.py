@@ -1,0 +1,213 @@
+"""Trees of drafts in deterministic mode: bit for bit what plain decoding computes, wherever in a tree a token was."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compose import deterministic, matrix
+from tests.compose.workload import Answer
+from tests.gpu.shapes import KERNELS, Part, batches, branched, folder
+from thalweg.attention.context import paths_of
+from thalweg.batch.batch import Batch
+from thalweg.core.kernels import KernelChoice
+from thalweg.core.messages import Delta
+from thalweg.core.sampling import SamplingParams
+from thalweg.core.tree import TreeShape
+from thalweg.engine.local import LocalEngine
+from thalweg.engine.settings import EngineSettings
+from thalweg.kernels.gqa import triton as gqa
+from thalweg.kernels.mla import triton as mla
+from thalweg.kernels.mla.case import PAGE, quantized
+from thalweg.layers.paged import ragged, rows_of
+from thalweg.runner.tree_graphs import Groves
+from thalweg.spec.small import Small
+
+EXACT = msgspec.structs.replace(KERNELS, deterministic=True)
+# trees whose nodes fill a tile's end, and go on in the next; and contexts of one token and of many tiles
+TREES: list[Part] = [(1, 60, 12), (4, 700, 12), (20, 0, 12), (22, 127, 12)]
+BIG: list[Part] = [(1, 100, 64), (4, 63, 5)]
+SCENES = pytest.mark.parametrize("rows", [TREES, BIG], ids=["alike", "of all nodes there may be"])
+CACHES = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "e4m3"])
+
+
+class Scene:
+    """A step of trees over pages of random numbers, and pages in which each token's path stands alone, one entry behind the other."""
+
+    def __init__(self, rows: list[Part], device: torch.device) -> None:
+        self.generator = torch.Generator().manual_seed(len(rows))
+        batch, seen = branched(batches(rows, device, self.generator, 1024)[1], rows, len(rows))
+        assert batch.tree is not None
+        self.batch: Batch = batch
+        self.seen, self.device, self.tokens = seen, device, len(seen)
+        self.row_T, self.paths_TD = rows_of(batch), paths_of(batch.tree, len(seen))
+        most = -(-max(map(len, seen)) // PAGE)
+        self.alone_TL = 1 + torch.arange(self.tokens * most, dtype=torch.int32, device=device).view(self.tokens, most)
+
+    def plane(self, fp8: bool, *shape: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Pages as the tree has them, as each path alone would, and their scale."""
+        kept, scale = torch.randn(32, PAGE, *shape, generator=self.generator).bfloat16(), None
+        if fp8:
+            kept, scale = quantized(kept.float())
+            scale = scale.to(self.device)
+        kept = kept.to(self.device)
+        lone = kept.new_zeros(1 + self.alone_TL.numel(), PAGE, *shape)
+        for token, columns in enumerate(self.seen):
+            own = kept[self.batch.table_RP[self.row_T[token]].long()].flatten(0, 1)[columns]
+            first = int(self.alone_TL[token, 0])
+            lone[first : first + self.alone_TL.shape[1]].flatten(0, 1)[: len(columns)] = own
+        return kept, lone, scale
+
+    def query(self, *shape: int) -> Tensor:
+        return torch.randn(self.tokens, *shape, generator=self.generator).to(self.device, torch.bfloat16)
+
+
+@SCENES
+@CACHES
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latents(rows: list[Part], fp8: bool, heads: int, cuda: torch.device) -> None:
+    scene = Scene(rows, cuda)
+    kept, lone, scale = scene.plane(fp8, 576)
+    query, positions, every = scene.query(heads, 576), scene.batch.positions_T, torch.arange(scene.tokens)
+    told: dict[str, Any] = {
+        "scale": 0.05,
+        "rank": 512,
+        "splits": mla.DETERMINISTIC_SPLITS,
+        "fixed": True,
+        "plane_scale": scale,
+    }
+    rows_T = every.to(cuda, torch.int32)
+    want = mla.merge(*mla.decode(query, lone, scene.alone_TL, positions, rows_T=rows_T, **told))
+    nodes = {"rows_T": scene.row_T, "paths_TD": scene.paths_TD}
+    got = mla.merge(*mla.decode(query, kept, scene.batch.table_RP, positions, **nodes, **told))
+    assert torch.equal(got, want) and bool(got.isfinite().all())
+    chain = mla.merge(*mla.decode(query, kept, scene.batch.table_RP, positions, rows_T=scene.row_T, **told))
+    assert not torch.equal(chain, want), "columns are not positions"
+
+
+@SCENES
+@CACHES
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(28, 4, 128), (16, 16, 256)])
+def test_keys_and_values(rows: list[Part], fp8: bool, heads: int, kv_heads: int, dim: int, cuda: torch.device) -> None:
+    scene = Scene(rows, cuda)
+    (key, lone_key, key_scale), (value, lone_value, value_scale) = (scene.plane(fp8, kv_heads, dim) for _ in range(2))
+    query, positions = scene.query(heads, dim), scene.batch.positions_T
+    told: dict[str, Any] = {"scale": dim**-0.5, "key_scale": key_scale, "value_scale": value_scale}
+    starts = torch.arange(scene.tokens + 1, dtype=torch.int32, device=cuda)
+    want = gqa.prefill(query, lone_key, lone_value, scene.alone_TL, positions, starts, max_query=1, **told)
+    nodes = ragged(scene.batch, scene.tokens, scene.batch.groups[0].query)
+    told["max_query"] = nodes.longest
+    pages = nodes.table_RL, positions, nodes.starts_R1
+    got = gqa.prefill(query, key, value, *pages, paths_TD=nodes.paths_TD, **told)
+    assert torch.equal(got, want) and bool(got.isfinite().all())
+    assert not torch.equal(gqa.prefill(query, key, value, *pages, **told), want), "columns are not positions"
+
+
+# ---- engines
+
+
+def engine(path: Path, choice: KernelChoice, **fields: Any) -> LocalEngine:
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "seed": 3,
+        "context": 400,
+        "eos_ids": (1,),
+        "warm": False,
+    }
+    return LocalEngine(
+        EngineSettings(path=str(path), device="cuda", kernels=choice, progress=False, **settings, **fields)
+    )
+
+
+def growing(path: Path, choice: KernelChoice, **fields: Any) -> LocalEngine:
+    """Drafts by the model itself, so that many are right."""
+    made = engine(path, choice, drafter="small", drafter_path=str(path), **fields)
+    head = made.runner.drafting.drafter.head  # type: ignore[attr-defined]
+    assert isinstance(head, Small)
+    weights = dict(made.runner.model.named_parameters())  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        for name, parameter in head.model.named_parameters():  # type: ignore[attr-defined]
+            parameter.data.copy_(weights[name].data)
+    return made
+
+
+def all_kinds(made: LocalEngine, alone: bool) -> list[list[Answer]]:
+    return [deterministic.answers(made, kind, alone) for kind in deterministic.KINDS]
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped queries": ("qwen2", {}),
+    "normed grouped queries, fp8": ("qwen3", {"kv": "fp8_e4m3"}),
+    "latents": ("v2-lite", {}),
+    "many heads, fp8": ("v3-dense", {"kv": "fp8_e4m3"}),
+    "keys and values": ("v2-lite", {"latent": False}),
+    "fp8 weights": ("v3", {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_are_those_of_plain_decoding(name: str, cuda: torch.device, tmp_path: Path) -> None:
+    """Recorded, with all prompts found in the cache in a second round; eagerly, where the width comes and goes; and of one form, without a cache."""
+    shape, choice = MODELS[name][0], msgspec.structs.replace(EXACT, **MODELS[name][1])
+    path = folder(shape, tmp_path)
+    plain = all_kinds(engine(path, choice, **deterministic.PLAIN), alone=True)
+    recorded = growing(path, choice, **deterministic.TREES, graphs=(1, 2, 4, 8))
+    replayed = counted(recorded)
+    check(plain, recorded)
+    check(plain, recorded)
+    assert replayed, "no step was a recorded one"
+    varied, rng = growing(path, choice, **deterministic.TREES), random.Random(5)
+    varied.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 1, 2, 4, 7, 7))  # type: ignore[method-assign]
+    check(plain, varied)
+    fixed = {"tree": TreeShape(3, 4, 15, dynamic=False), "width": 15, "radix": False}
+    check(plain, growing(path, choice, **deterministic.TREES | fixed))
+
+
+def check(plain: list[list[Answer]], made: LocalEngine) -> None:
+    for want, got in zip(plain, all_kinds(made, alone=False), strict=True):
+        deterministic.assert_equal_bits(want, got)
+    stats = made.loop.stats()
+    assert stats.accepted_tokens > 100 and not stats.drafter_failures, stats
+
+
+def counted(made: LocalEngine) -> list[int]:
+    """Will have the number of rows of each step that a recording does."""
+    groves, replayed = made.runner.groves, list[int]()
+    assert isinstance(groves, Groves)
+    for grove in groves.groves:
+
+        def replay(plan: Any, forward: Any = grove.forward, rows: int = grove.rows) -> Any:
+            replayed.append(rows)
+            return forward(plan)
+
+        grove.forward = replay  # type: ignore[method-assign]
+    return replayed
+
+
+def test_bits_of_sparse_attention(cuda: torch.device) -> None:
+    """The bundled model with its own layer, where each token is computed by itself; contexts longer than what an indexer chooses."""
+    rng = random.Random(2)
+    prompts = [tuple(rng.randrange(20, 500) for _ in range(n)) for n in (70, 9)]
+    asked = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
+
+    def bits(**fields: Any) -> tuple[LocalEngine, dict[int, Delta]]:
+        made, found = (
+            LocalEngine(matrix.settings("cuda", kernels=KernelChoice(deterministic=True), **fields)),
+            dict[int, Delta](),
+        )
+        for prompt in prompts:
+            made.submit(prompt, asked)
+        while not made.idle:
+            for delta in made.step():
+                found[delta.uid] = found[delta.uid].then(delta) if delta.uid in found else delta
+        return made, {uid: msgspec.structs.replace(delta, drafted=None) for uid, delta in found.items()}
+
+    made, got = bits(drafter="nextn", width=9, tree=TreeShape(3, 3, 9))
+    assert got == bits()[1] and made.loop.stats().accepted_tokens > 2

@@ -1,0 +1,123 @@
+"""What drafts cost at best, by what makes them: the step verifies them, and each is a forward of the drafter's own weights, where it has any. No
+torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from thalweg.config.drafters import read_eagle, small_facts
+from thalweg.config.model import ModelFacts
+from thalweg.core.tree import CHAIN, TreeShape
+from thalweg.launch.planning.floors import Kept, Phase, Shape, nextn, phases, verified
+from thalweg.launch.planning.layouts import ONE, Layout
+from thalweg.launch.planning.weights import PLAIN, Widths
+from thalweg.launch.resolved import AUTO, Resolved
+
+HINTED = 3  # drafts, where nothing drafts and something could
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """That makes a draft of each row. facts: as of a model with its layers and its head. each, once: numbers of the matrices before its layers, which
+    every draft is multiplied by, and which the states of a step are; in 16 bits. widths, kept: of the weights, and of what it keeps of a token.
+    cut: whether a layout cuts it as it does the model, else each GPU has all of it."""
+
+    facts: ModelFacts
+    each: int
+    once: int
+    widths: Widths
+    kept: Kept
+    cut: bool = False
+
+    def work(self, shape: Shape, layout: Layout) -> list[Phase]:
+        return [_product("join", self.each, shape, self.widths), *self.layers(shape, layout)]
+
+    def layers(self, shape: Shape, layout: Layout) -> list[Phase]:
+        return phases(self.facts, shape, layout if self.cut else ONE, self.widths, self.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """name: in words. forward: None where drafts are looked up, and cost nothing. most: drafts of a chain; tree: their form. asked: whether anything
+    drafts; else it is what could."""
+
+    name: str
+    forward: Forward | None
+    most: int
+    tree: TreeShape = CHAIN
+    asked: bool = True
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Of drafts that are worth comparing: all of a tree, and of a chain each."""
+        return (self.tree.nodes,) if self.tree.on else tuple(range(1, self.most + 1))
+
+
+def by_nextn(facts: ModelFacts, widths: Widths, kept: Kept) -> Forward:
+    """The checkpoint's own layer, behind what joins embedding and hidden state. Raises ValueError as `nextn`."""
+    return Forward(nextn(facts), 2 * facts.hidden * facts.hidden, 0, widths, kept, cut=True)
+
+
+def by_head(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> Forward:
+    """An EAGLE head: one of EAGLE-3 joins the streams of the target once a step, and its layer reads two vectors side by side. Raises
+    CheckpointError."""
+    eagle = read_eagle(folder, target)
+    facts = replace(eagle.facts, vocab=eagle.draft_vocab)
+    if not eagle.third:
+        return _own(facts, 2 * facts.hidden * facts.hidden, 0, dtype)
+    wider = facts.hidden * facts.head_dim * (facts.heads + 2 * facts.kv_heads)
+    return _own(facts, wider, len(eagle.watched.layers) * eagle.target_hidden * facts.hidden, dtype)
+
+
+def by_model(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> Forward:
+    """A smaller model. Raises CheckpointError."""
+    return _own(small_facts(folder, target), 0, 0, dtype)
+
+
+def maker(facts: ModelFacts, resolved: Resolved, widths: Widths, kept: Kept) -> Maker | None:
+    """What drafts in this engine. Where nobody said whether anything should, and the checkpoint has a layer for it, what could; else None.
+    widths, kept: of the model."""
+    engine = resolved.engine
+    dtype = engine.dtype if engine.device == "cpu" else "bfloat16"
+    most = engine.tree.deepest if engine.tree.on else engine.width
+    name, folder = engine.drafter, Path(engine.drafter_path)
+    if name == "nextn":
+        return Maker("the next-token layer", by_nextn(facts, widths, kept), most, engine.tree)
+    if name == "eagle":
+        return Maker("the EAGLE head", by_head(folder, facts, dtype), most, engine.tree)
+    if name == "small":
+        return Maker("the smaller model", by_model(folder, facts, dtype), most, engine.tree)
+    if name == "ngram":
+        return Maker("looking up the text itself", None, most)
+    chosen = next(one for one in resolved.decisions if one.name == "speculative_algorithm")
+    if chosen.source != AUTO or engine.left_out or not facts.nextn or facts.moe is None:
+        return None
+    return Maker("the next-token layer", by_nextn(facts, widths, kept), HINTED, asked=False)
+
+
+def drafting(
+    facts: ModelFacts, shape: Shape, drafts: int, layout: Layout, widths: Widths, kept: Kept, made: Maker
+) -> list[Phase]:
+    """A decode step that verifies drafts and makes as many anew. shape: of the step without."""
+    whole = phases(facts, verified(shape, drafts), layout, widths, kept)
+    forward = made.forward
+    if forward is None:
+        return whole
+    states = verified(shape, drafts)
+    whole.append(_product("join", forward.once, states, forward.widths))
+    if not made.tree.on:
+        return [*whole, *(phase.times(drafts) for phase in forward.work(shape, layout))]
+    wide = replace(shape, new=made.tree.branches, scored=True)
+    rest = (phase.times(made.tree.deepest - 1) for phase in forward.work(wide, layout))
+    return [*whole, *forward.work(shape, layout), *rest]
+
+
+def _own(facts: ModelFacts, each: int, once: int, dtype: str) -> Forward:
+    """Of weights in a folder of their own, which a CPU loads in this type."""
+    plain = PLAIN[dtype]
+    return Forward(facts, each, once, Widths.of(facts, dtype, dequantized=plain > 2), Kept.of(facts, plain, plain))
+
+
+def _product(name: str, numbers: int, shape: Shape, widths: Widths) -> Phase:
+    return Phase(name, numbers * widths.plain, bf16=2.0 * shape.tokens * numbers)
