@@ -151,17 +151,11 @@ class MeasuredWidth:
         self, rows: int, best: int, allowed: Sequence[int], seconds: Sequence[float], tokens: Mapping[int, float]
     ) -> None:
         """A try: of a width that might be as good and whose time is not known yet or no more, else of more drafts."""
-        usual = seconds[best]
+        usual, timed = seconds[best], self.laps.clock is not None
         rate = {width: tokens[width] / seconds[width] for width in allowed}
-        close = (
-            [width for width in allowed if width != best and rate[width] > CLOSE * rate[best]]
-            if self.laps.clock
-            else []
-        )
+        close = [width for width in allowed if timed and width != best and rate[width] > CLOSE * rate[best]]
         unknown = [width for width in close if not self.times.known(rows, width)]
-        fewer = (
-            [width for width in allowed if width < best and (not width or width in close)] if self.laps.clock else []
-        )
+        fewer = [width for width in allowed if timed and width < best and (not width or width in close)]
         wider = allowed[allowed.index(best) + 1 :]
         if unknown or fewer and (not wider or self.tries % AGAIN == 0):
             # steps with drafts show nothing of those with fewer, and plain decoding is what this is to be no slower than
