@@ -11,7 +11,7 @@ one draft. EAGLE-3 heads have the published shape, and random weights, too.
 
 v3-slim, v2-lite, qwen: chains of 0 to 4 drafts, 1 to 128 requests of 1,024 tokens; of one request also how long the forwards take by themselves, and
     what else there is in a step. For v3-slim as many drafts as the engine chooses, too. NAME-tree: trees of 16 nodes with the root, 4 deep, and no
-    drafts in the same engine. NAME-32k: 1 and 4 requests of 32,768 tokens.
+    drafts in the same engine. NAME-32k: 1 to 32 requests of 32,768 tokens.
 long: 32,768 tokens of v3-slim, in verifications of its next-token layer's drafts; see thalweg/bench/recompute.py. Ends with 1 where it is not fine.
 head: trains an EAGLE-3 head for the bundled model, with the corpus that --corpus names, for --minutes. accepted: how many of its drafts are right on
     held-out items, as chains and as a tree; on the CPU, whose tokens are exactly plain decoding's.
@@ -60,7 +60,7 @@ BATCHES = (
     (32, 192),
     (128, 128),
 )  # requests, and tokens that each writes
-LONG_BATCHES = ((1, 256), (4, 256))
+LONG_BATCHES = ((1, 256), (2, 192), (4, 192), (8, 128), (16, 96), (32, 96))  # 128 would take more than there is
 BUDGET = 8192  # tokens of a step: what 128 cached prompts have left
 ROWS = (
     1,
@@ -108,10 +108,12 @@ V3, V2, QWEN = "deepseek-v3-slim", "deepseek-v2-lite", "qwen2.5-7b"
 PARTS = {
     "v3-slim": Part(80, "chains, 1k", V3, chains(*CHAINS, ADAPTIVE)),
     "v3-slim-tree": Part(50, "trees, 1k", V3, TREE),
-    "v3-slim-32k": Part(60, "chains, 32k", V3, chains(*CHAINS), input=32768, batches=LONG_BATCHES),
-    "v3-slim-32k-tree": Part(50, "trees, 32k", V3, TREE, input=32768, batches=LONG_BATCHES),
+    "v3-slim-32k": Part(120, "chains, 32k", V3, chains(*CHAINS), input=32768, batches=LONG_BATCHES),
+    "v3-slim-32k-tree": Part(90, "trees, 32k", V3, TREE, input=32768, batches=LONG_BATCHES),
     "v2-lite": Part(80, "chains, 1k, EAGLE-3", V2, chains(*CHAINS), eagle=True),
     "v2-lite-tree": Part(60, "trees, 1k, EAGLE-3", V2, TREE, eagle=True),
+    "v2-lite-32k": Part(120, "chains, 32k, EAGLE-3", V2, chains(*CHAINS), True, 32768, LONG_BATCHES),
+    "v2-lite-32k-tree": Part(90, "trees, 32k, EAGLE-3", V2, TREE, True, 32768, LONG_BATCHES),
     "qwen": Part(80, "chains, 1k, EAGLE-3", QWEN, chains(*CHAINS), eagle=True),
     "qwen-tree": Part(60, "trees, 1k, EAGLE-3", QWEN, TREE, eagle=True),
     "long": Part(80, f"{GENERATED:,} tokens", V3, chains(3)),
@@ -172,7 +174,10 @@ def config_for(part: Part, said: argparse.Namespace, cases: Sequence[Case], head
     wishes |= {"warmup": False, "max_running_requests": batch, "chunked_prefill_size": BUDGET}
     wishes |= {"speculative_draft_model_path": str(head)} if head else {"speculative_algorithm": "NEXTN"}
     if not said.input:
-        wishes["context_length"] = max(4096, -(-(longest + 2 * PAGE) // PAGE) * PAGE)
+        context = max(4096, -(-(longest + 2 * PAGE) // PAGE) * PAGE)
+        wishes["context_length"] = context
+        if part.batches is LONG_BATCHES:  # not twice, as for short prompts: what was written before may leave the cache
+            wishes["max_total_tokens"] = (batch + 1) * context
     if torch.cuda.is_available():
         rows = ROWS if part.shape.branches == 1 else FEW_ROWS
         most = batch * (1 + (part.shape.deepest if part.shape.branches == 1 else 1))
