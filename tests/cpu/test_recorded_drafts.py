@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -186,18 +186,20 @@ def made_of(graphs: Any, recorded: bool, kernels: Kernels | None = None, **field
     return made
 
 
-def played(made: LocalEngine, seed: int) -> tuple[list[list[int]], list[tuple[Output, ...]]]:
-    """Requests that come and go, of drafts now and then: their tokens, and all that was published."""
+def at_work(
+    made: LocalEngine, seed: int, drafts: Sequence[int] = (0, 1, 2, 3, 3), lengths: tuple[int, int] = (1, 30)
+) -> tuple[list[list[int]], list[tuple[Output, ...]]]:
+    """Requests that come and go, of so many drafts now and then: their tokens, and all that was published."""
     run(
         made, [[0, 5]], SamplingParams(temperature=0.0, max_tokens=2), JSON
     )  # a grammar is compiled beside the steps, whenever that is done
     rng, steps = random.Random(seed), list[tuple[Output, ...]]()
     widths = random.Random(seed + 1)
-    made.loop.scheduler.widths.draft = lambda emitting, most: widths.choice((0, 1, 2, 3, 3))  # type: ignore[method-assign]
+    made.loop.scheduler.widths.draft = lambda emitting, most: widths.choice(drafts)  # type: ignore[method-assign]
     outputs = made.runner.outputs
     made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
     waiting = [
-        (prompt, SamplingParams(max_tokens=rng.randint(1, 30), ignore_eos=i % 6 > 0, **KINDS[i % len(KINDS)]), i)
+        (prompt, SamplingParams(max_tokens=rng.randint(*lengths), ignore_eos=i % 6 > 0, **KINDS[i % len(KINDS)]), i)
         for i, prompt in enumerate(prompts(7, 80))
     ]
     answers: dict[int, list[int]] = {}
@@ -215,9 +217,9 @@ def test_recorded_steps_publish_what_eager_ones_do(graphs: Any, depth: int, acce
     fields = {"depth": depth, "acceptance": acceptance, "budget": 96}
     whole = made_of(graphs, True, **fields)
     counts = counted(whole)
-    tokens, steps = played(whole, 3)
+    tokens, steps = at_work(whole, 3)
     kernels = PLAIN if acceptance == "standard" else None
-    wanted, eager = played(made_of(graphs, False, kernels, **fields), 3)
+    wanted, eager = at_work(made_of(graphs, False, kernels, **fields), 3)
     assert tokens == wanted and steps == eager
     assert isinstance(whole.runner.sampling, Standard) == (acceptance == "standard")
     stats = whole.loop.stats()
@@ -300,7 +302,7 @@ def test_no_recording_reads_what_another_may_have_written_over(recorded: Any) ->
     assert not pool & {_storage(one) for one in published}
 
 
-def test_another_rule_than_was_recorded_is_not_replayed(recorded: Any) -> None:
+def test_another_rule_than_was_recorded_is_not_reat_work(recorded: Any) -> None:
     verified = recorded.graphs.verified[0]
     with torch.inference_mode():
         assert verified.sample(1, Needs(random=True), recorded.sampling) is not None

@@ -3,17 +3,15 @@ do. CUDA graphs are played by a recorder of torch's operations; who asks the dev
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cpu.test_recorded_drafts import KINDS, Strict, Tape, _storage, add_all_
-from tests.cpu.test_speculation import JSON, engine, prompts, run, unrecorded
-from thalweg.core.grammar import FREE
-from thalweg.core.plan import Needs, Output, Row, StepPlan
+from tests.cpu.test_recorded_drafts import Strict, Tape, _storage, add_all_, at_work
+from tests.cpu.test_speculation import engine, prompts, run, unrecorded
+from thalweg.core.plan import Needs, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
@@ -26,6 +24,7 @@ from thalweg.spec.tree import Branching
 
 assert unrecorded  # a fixture of this module, too
 SLOTS, SHAPE = 7, TreeShape(3, 3, 7)
+DRAFTS, LENGTHS = (0, 1, SHAPE.nodes, SHAPE.nodes, SHAPE.nodes), (5, 40)
 COUNTS = ("get", "sample", "observe", "propose")
 
 
@@ -71,29 +70,6 @@ def _watch(owner: Any, name: str, counts: dict[str, int]) -> None:
     setattr(owner, name, watched)
 
 
-def answers(made: LocalEngine, seed: int) -> tuple[list[list[int]], list[tuple[Output, ...]]]:
-    """Requests that come and go, of trees now and then: their tokens, and all that was published."""
-    # a grammar is compiled beside the steps, whenever that is done
-    run(made, [[0, 5]], SamplingParams(temperature=0.0, max_tokens=2), JSON)
-    rng, steps, outputs = random.Random(seed), list[tuple[Output, ...]](), made.runner.outputs
-    widths = random.Random(seed + 1)
-    drafts = 0, 1, SHAPE.nodes, SHAPE.nodes, SHAPE.nodes
-    made.loop.scheduler.widths.draft = lambda emitting, most: widths.choice(drafts)  # type: ignore[method-assign]
-    made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
-    waiting = [
-        (prompt, SamplingParams(max_tokens=rng.randint(5, 40), ignore_eos=i % 6 > 0, **KINDS[i % len(KINDS)]), i)
-        for i, prompt in enumerate(prompts(7, 80))
-    ]
-    found: dict[int, list[int]] = {}
-    while waiting or not made.idle:
-        if waiting and (made.idle or rng.random() < 0.2):
-            prompt, params, i = waiting.pop()
-            found |= {uid: [] for uid in made.submit(prompt, params, grammar=FREE if i % 6 else JSON)}
-        for delta in made.step():
-            found[delta.uid] += delta.tokens
-    return list(found.values()), steps
-
-
 TAPE = Tape()
 
 
@@ -105,9 +81,9 @@ def whole() -> tuple[LocalEngine, dict[str, int]]:
 def test_recorded_steps_publish_what_eager_ones_do(whole: tuple[LocalEngine, dict[str, int]]) -> None:
     """With penalties and masks ahead of what is recorded, and log-probabilities behind it."""
     made, counts = whole
-    tokens, steps = answers(made, 3)
+    tokens, steps = at_work(made, 3, DRAFTS, LENGTHS)
     eager, none = made_of(False, Tape())
-    wanted, published = answers(eager, 3)
+    wanted, published = at_work(eager, 3, DRAFTS, LENGTHS)
     assert tokens == wanted and steps == published
     stats = made.loop.stats()
     assert stats.accepted_tokens > 20 and not stats.drafter_failures

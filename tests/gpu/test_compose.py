@@ -25,6 +25,7 @@ def test_every_pair_gives_the_plain_engines_tokens(case: dict[str, Any], cuda: t
 
 def on_kernels(path: Path, **fields: Any) -> LocalEngine:
     settings = {
+        "kernels": KERNELS,
         "device": "cuda",
         "dtype": "bfloat16",
         "load_format": "dummy",
@@ -33,7 +34,7 @@ def on_kernels(path: Path, **fields: Any) -> LocalEngine:
         "eos_ids": (1,),
         "warm": False,
     }
-    return LocalEngine(EngineSettings(path=str(path), kernels=KERNELS, progress=False, **settings, **fields))
+    return LocalEngine(EngineSettings(path=str(path), progress=False, **(settings | fields)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.compose import deterministic, matrix
 from tests.compose.workload import Answer
 from tests.gpu.shapes import KERNELS, Part, batches, branched, folder
+from tests.gpu.test_compose import on_kernels
 from thalweg.attention.context import paths_of
 from thalweg.batch.batch import Batch
 from thalweg.core.kernels import KernelChoice
@@ -21,7 +22,6 @@ from thalweg.core.messages import Delta
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.settings import EngineSettings
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.case import PAGE, quantized
@@ -112,23 +112,9 @@ def test_keys_and_values(rows: list[Part], fp8: bool, heads: int, kv_heads: int,
 # ---- engines
 
 
-def engine(path: Path, choice: KernelChoice, **fields: Any) -> LocalEngine:
-    settings: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "load_format": "dummy",
-        "seed": 3,
-        "context": 400,
-        "eos_ids": (1,),
-        "warm": False,
-    }
-    return LocalEngine(
-        EngineSettings(path=str(path), device="cuda", kernels=choice, progress=False, **settings, **fields)
-    )
-
-
 def growing(path: Path, choice: KernelChoice, **fields: Any) -> LocalEngine:
     """Drafts by the model itself, so that many are right."""
-    made = engine(path, choice, drafter="small", drafter_path=str(path), **fields)
+    made = on_kernels(path, kernels=choice, drafter="small", drafter_path=str(path), **fields)
     head = made.runner.drafting.drafter.head  # type: ignore[attr-defined]
     assert isinstance(head, Small)
     weights = dict(made.runner.model.named_parameters())  # type: ignore[attr-defined]
@@ -157,7 +143,7 @@ def test_bits_are_those_of_plain_decoding(name: str, cuda: torch.device, tmp_pat
     """Recorded, with all prompts found in the cache in a second round; eagerly, where the width comes and goes; and of one form, without a cache."""
     shape, choice = MODELS[name][0], msgspec.structs.replace(EXACT, **MODELS[name][1])
     path = folder(shape, tmp_path)
-    plain = all_kinds(engine(path, choice, **deterministic.PLAIN), alone=True)
+    plain = all_kinds(on_kernels(path, kernels=choice, **deterministic.PLAIN), alone=True)
     recorded = growing(path, choice, **deterministic.TREES, graphs=(1, 2, 4, 8))
     replayed = counted(recorded)
     check(plain, recorded)

@@ -4,7 +4,6 @@ Letters: T tokens of the step, E emitting rows, D tokens of a path at most."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -19,6 +18,7 @@ from thalweg.batch.slots import Slots
 from thalweg.batch.upload import upload
 from thalweg.core.plan import Row
 from thalweg.kernels.move import ref
+from thalweg.kernels.own import runs_on
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.spec.drafter import Seen
 
@@ -28,7 +28,7 @@ Move = Callable[[Tensor, Tensor], None]  # rows of planes from places to others,
 def mover(planes: Planes, specs: Sequence[PlaneSpec]) -> Move:
     """Moves entries in the planes of `specs`: by a kernel on a GPU, where Triton is installed."""
     rows = [planes.tokens(spec.name, spec.layer) for spec in specs]
-    if not rows or planes.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not rows or not runs_on(planes.device):
         return lambda from_ED, to_ED: ref.move(rows, from_ED.flatten(), to_ED.flatten())
     from thalweg.kernels.move import triton as moving  # needs Triton
 

@@ -6,7 +6,6 @@ there are kernels of one launch: what the slots give and what becomes of them (`
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from thalweg.kernels.climb import ref
 from thalweg.kernels.climb.ref import Climbed, Fields, Paths, Spread
 from thalweg.kernels.draft.ref import Rows
 from thalweg.kernels.grow.ref import Grown
+from thalweg.kernels.own import runs_on
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
 from thalweg.runner.decoding import Graph, halving
@@ -44,7 +44,7 @@ class Climbs(NamedTuple):
 
 def climbs_on(device: torch.device) -> Climbs:
     """Kernels on a GPU, where Triton is installed; else plain torch."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not runs_on(device):
         return Climbs(ref.spread, ref.climb)
     from thalweg.kernels.climb import triton as climbing  # needs Triton
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
+from thalweg.kernels.own import runs_on
 from thalweg.sampling.drafts import Coupled, Drawing, Independent
 from thalweg.sampling.relaxed import Relaxed
 from thalweg.sampling.sample import REFERENCE, Sampling
@@ -14,7 +13,7 @@ from thalweg.sampling.standard import Standard
 
 def sampling_on(device: torch.device) -> Sampling:
     """Kernels on a GPU, where Triton is installed; else plain torch."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not runs_on(device):
         return REFERENCE
     from thalweg.sampling.launched import Launched  # needs Triton
 
