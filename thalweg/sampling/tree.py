@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thalweg.batch.prepare import nodes
 from thalweg.batch.slots import Slots
+from thalweg.kernels.climb.ref import walk
 from thalweg.kernels.verify.ref import append, stops
 from thalweg.sampling.chain import Path
 
@@ -63,11 +64,8 @@ def climb(
     # nodes at or past the end were not computed
     real_EK = node_K <= torch.minimum(made_E, end_E - length_E).unsqueeze(1)
     right_EK = real_EK & (tokens_EQ.gather(1, parent_EK) == drafts_EK) & ~stop_EQ.gather(1, parent_EK)
-    nodes = [torch.zeros_like(slot_E).unsqueeze(1)]
-    for depth in range(min(slots.tree.deepest, query - 1)):
-        on_EK = right_EK & (parent_EK == nodes[-1]) & ((nodes[-1] > 0) | (depth == 0))
-        nodes.append((on_EK * node_K).amax(1, keepdim=True))
-    nodes_ED = torch.cat(nodes, 1)
+    right_EQ, parent_EQ = (torch.nn.functional.pad(x, (1, 0)) for x in (right_EK, parent_EK))
+    nodes_ED = walk(right_EQ, parent_EQ, 1 + min(slots.tree.deepest, query - 1))
     tokens_ED, stop_ED = tokens_EQ.gather(1, nodes_ED), stop_EQ.gather(1, nodes_ED)
     right_E, held = (nodes_ED > 0).sum(1), (slots.tokens_SL, slots.ints_SI)
     count_E, done_E = append(tokens_ED, stop_ED, right_E, slot_E, ints_EI, *held)

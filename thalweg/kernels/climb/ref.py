@@ -83,25 +83,29 @@ def spread(slot_R: Tensor, fields: Fields, query: int, pages: int, page: int) ->
     return Spread(ids_N, position_N, column_N, hides_N * real_N, write_N, real_N, table_RP, slot_N, ints_NI)
 
 
+def walk(right_RQ: Tensor, parent_RQ: Tensor, deepest: int) -> Tensor:
+    """int64 [R, D]: the nodes of each row's path, D = deepest, the root first, and the root again behind the last. right_RQ bool: whether a
+    node is the token that was drawn at its parent; parent_RQ: that one's number, int64. Of equal children the path goes on to the last."""
+    node_R1, nodes = torch.zeros_like(parent_RQ[:, :1]), list[Tensor]()
+    number_Q = torch.arange(parent_RQ.shape[1], device=parent_RQ.device)
+    for depth in range(deepest):
+        nodes.append(node_R1)
+        goes_RQ = right_RQ & (number_Q > 0) & (parent_RQ == node_R1) & ((node_R1 > 0) | (depth == 0))
+        node_R1 = (goes_RQ * number_Q).amax(1, keepdim=True)
+    return torch.cat(nodes, 1)
+
+
 def climb(drawn_N: Tensor, step: Spread, fields: Fields, page: int, out: Climbed, paths: Paths) -> None:
     """Appends the tokens drawn along the path of each row to its slot, and ends those that reached a stop id or their end.
 
-    drawn_N int64: what was drawn at each node, below 0 where no token could be, which ends a slot, too. The path goes on to the child that is the
-    token drawn, of equal ones to the last. Writes the tokens and the first three columns of the slots' integers, `out` and `paths`."""
+    drawn_N int64: what was drawn at each node, below 0 where no token could be, which ends a slot, too. Writes the tokens and the first three columns of the slots' integers, `out` and `paths`."""
     rows, deepest = out.tokens_RD.shape
     slot_R, query = step.slot_N[:: len(drawn_N) // rows], len(drawn_N) // rows
     ints_RI, drawn_RQ, ids_RQ = step.ints_NI[::query], drawn_N.view(rows, query), step.ids_N.view(rows, query)
     parent_RQ = fields.nodes_SN3[slot_R, :query, 0]
     stop_RQ = stops(drawn_RQ, fields.stop_SK.index_select(0, slot_R))
     right_RQ = (drawn_RQ.gather(1, parent_RQ) == ids_RQ) & ~stop_RQ.gather(1, parent_RQ) & step.real_N.view(rows, query)
-    right_RQ[:, 0] = False
-    node_R1, nodes = torch.zeros_like(slot_R).unsqueeze(1), list[Tensor]()
-    number_Q = torch.arange(query, device=slot_R.device)
-    for depth in range(deepest):
-        nodes.append(node_R1)
-        goes_RQ = right_RQ & (parent_RQ == node_R1) & ((node_R1 > 0) | (depth == 0))
-        node_R1 = (goes_RQ * number_Q).amax(1, keepdim=True)
-    nodes_RD = torch.cat(nodes, 1)
+    nodes_RD = walk(right_RQ, parent_RQ, deepest)
     tokens_RD, stop_RD = drawn_RQ.gather(1, nodes_RD), stop_RQ.gather(1, nodes_RD)
     right_R = (nodes_RD > 0).sum(1)
     count_R, done_R = append(tokens_RD, stop_RD, right_R, slot_R, ints_RI, fields.tokens_SL, fields.ints_SI)
