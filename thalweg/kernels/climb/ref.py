@@ -98,7 +98,8 @@ def walk(right_RQ: Tensor, parent_RQ: Tensor, deepest: int) -> Tensor:
 def climb(drawn_N: Tensor, step: Spread, fields: Fields, page: int, out: Climbed, paths: Paths) -> None:
     """Appends the tokens drawn along the path of each row to its slot, and ends those that reached a stop id or their end.
 
-    drawn_N int64: what was drawn at each node, below 0 where no token could be, which ends a slot, too. Writes the tokens and the first three columns of the slots' integers, `out` and `paths`."""
+    drawn_N int64: what was drawn at each node, below 0 where no token could be, which ends a slot, too. Writes the tokens and the first three columns
+    of the slots' integers, `out` and `paths`."""
     rows, deepest = out.tokens_RD.shape
     slot_R, query = step.slot_N[:: len(drawn_N) // rows], len(drawn_N) // rows
     ints_RI, drawn_RQ, ids_RQ = step.ints_NI[::query], drawn_N.view(rows, query), step.ids_N.view(rows, query)
