@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.gpu import growing
-from tests.gpu.shapes import SHAPES, Part, batches, branched, facts, pair, planes
+from tests.gpu.shapes import SHAPES, Part, batches, branched, pair, planes
 from tests.gpu.test_draft_graphs import answers, engine
 from tests.gpu.test_engine import agreement
+from tests.gpu.test_mla_backends import choice
 from thalweg.batch.prepare import prepare
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Append, Bind, Needs, Row, StepPlan
@@ -23,6 +24,7 @@ from thalweg.kernels.case import Case
 from thalweg.kernels.climb import case as climb
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.grow import triton as grow
+from thalweg.kernels.mla import ext as flashmla
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.case import PAGE, quantized
 from thalweg.kernels.move import ref
@@ -45,6 +47,13 @@ TREES: dict[str, tuple[list[Part], int]] = {
 }
 PROMPTS: list[Part] = [(1, 0, 100), (4, 0, 130), (8, 0, 7), (10, 0, 64)]
 STEPS = pytest.mark.parametrize("name", TREES)
+FLASH, FP8 = "v3 with triton+flashmla", {"v3", "v3 with triton+flashmla"}
+ON_MODELS = pytest.mark.parametrize("shape", [*SHAPES, FLASH])
+
+
+def twins(shape: str, device: torch.device) -> tuple[Any, Any]:
+    """As `pair`, with the backend of the shape's name."""
+    return pair("v3", device, choice("triton+flashmla")) if shape == FLASH else pair(shape, device)
 
 
 def scene(name: str, device: torch.device, generator: torch.Generator) -> tuple[Any, list[list[int]], dict[str, Any]]:
@@ -124,11 +133,11 @@ def test_latents(name: str, fp8: bool, heads: int, splits: int, cuda: torch.devi
 
 
 @STEPS
-@pytest.mark.parametrize("shape", SHAPES)
+@ON_MODELS
 def test_logits_are_the_references(shape: str, name: str, cuda: torch.device) -> None:
-    reference, kernels = pair(shape, cuda)
+    reference, kernels = twins(shape, cuda)
     there, here = planes(reference, cuda), planes(kernels, cuda)
-    generator, bound = torch.Generator().manual_seed(1), 0.15 if facts(shape).fp8_block else 0.02
+    generator, bound = torch.Generator().manual_seed(1), 0.15 if shape in FP8 else 0.02
     rows, trees = TREES[name]
     plain, paged = batches(PROMPTS, cuda, generator, 1024)
     with torch.inference_mode():
@@ -141,11 +150,11 @@ def test_logits_are_the_references(shape: str, name: str, cuda: torch.device) ->
     assert error < bound, f"{error:.4f}"
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@ON_MODELS
 def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> None:
     """Two rows in a recording of four; it splits contexts as those of the longest, so bits of A may differ. Of the same logits accept makes the same,
     in the slots, in the pages, and for a drafter."""
-    _, kernels = pair(shape, cuda)
+    _, kernels = twins(shape, cuda)
     here, tree = planes(kernels, cuda), TreeShape(3, 5, 15)
     for name, layer in here.bytes:
         paged = here.paged(name, layer)
@@ -179,7 +188,7 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
     assert slot_E.tolist() == [0, 1] and len(logits) == 32
     real = seen.batch.real_T[:32]
     assert real.tolist() == [True] * 31 + [False]
-    assert far(seen.hidden_TH[:32][real], eager[real].double()) < (0.15 if facts(shape).fp8_block else 0.03)
+    assert far(seen.hidden_TH[:32][real], eager[real].double()) < (0.15 if shape in FP8 else 0.03)
 
 
 def same_accept(
@@ -250,6 +259,34 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
     assert len(learned) > 20 and all(learned) and made.loop.stats().accepted_tokens > 40
     made = engine("nextn", tmp_path / "again", (), **fields)
     assert agreement(plain, answers(made, kinds), 10) >= 0.7 and not made.loop.stats().drafter_failures
+
+
+@pytest.mark.parametrize("graphs", [(), (1, 2, 4, 8)], ids=["eagerly", "recorded"])
+def test_flashmla_attends_where_nothing_parts_ways(
+    graphs: tuple[int, ...], tmp_path: Path, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees come and go: they are attended to by own kernels, plain steps of eight rows by the library, and tokens are those of either."""
+    fields: dict[str, Any] = {"slots": 8, "tree": TreeShape(3, 3, 9), "width": 9}
+    greedy, called = [{"temperature": 0.0}], dict.fromkeys(("own", "library"), 0)
+    plain = answers(engine("", tmp_path / "plain", (), graphs=graphs, slots=8, width=0), greedy)
+    own, library = mla.decode, flashmla.decode
+
+    def by_own(*args: Any, **kwargs: Any) -> Any:
+        called["own"] += kwargs.get("hides_T") is not None
+        return own(*args, **kwargs)
+
+    def by_library(*args: Any, **kwargs: Any) -> Any:
+        called["library"] += 1
+        return library(*args, **kwargs)
+
+    monkeypatch.setattr(mla, "decode", by_own)
+    monkeypatch.setattr(flashmla, "decode", by_library)
+    made = engine("nextn", tmp_path / "made", (), graphs=graphs, kernels=choice("triton+flashmla"), **fields)
+    rng = random.Random(3)
+    made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 9))  # type: ignore[method-assign]
+    assert agreement(plain, answers(made, greedy), 10) >= 0.7
+    stats = made.loop.stats()
+    assert all(called.values()) and stats.accepted_tokens and not stats.drafter_failures, (called, stats)
 
 
 @pytest.mark.parametrize("case", list(climb.cases(torch.Generator().manual_seed(5))), ids=lambda case: case.name)

@@ -49,10 +49,16 @@ def sizes(parameters: int = GB, kv: int = 1000) -> Any:
 
 
 def run(
-    of: Any = None, on: Machine | None = None, parameters: int = GB, kv: int = 1000, width: int = 0, **wishes: Any
+    of: Any = None,
+    on: Machine | None = None,
+    parameters: int = GB,
+    kv: int = 1000,
+    width: int = 0,
+    trees: bool = False,
+    **wishes: Any,
 ) -> tuple[Decided, dict[str, Decision]]:
     ledger, here = Ledger(), on or machine()
-    found = decide(config_of(model="m", **wishes), of or facts(), here, sizes(parameters, kv), ledger, width)
+    found = decide(config_of(model="m", **wishes), of or facts(), here, sizes(parameters, kv), ledger, width, trees)
     names = [one.name for one in ledger.decisions]
     assert len(names) == len(set(names)), "each choice is noted once"
     return found, {one.name: one for one in ledger.decisions}
@@ -235,6 +241,8 @@ def test_attention_is_chosen_for_decode_and_prefill_each() -> None:
     assert _attention(few, EVERYTHING, attention_backend="triton") == ("triton", "triton", ("decode", "prefill"))
     assert _attention(many, EVERYTHING, attention_backend="reference") == ("reference",) * 2 + (("decode", "prefill"),)
     assert _attention(many, EVERYTHING, deterministic_inference=True) == ("triton", "triton", ())
+    assert _attention(many, EVERYTHING, trees=True) == ("triton+flashmla", "fa3", ())
+    assert _attention(few, EVERYTHING, trees=True, attention_backend="triton+flashmla")[0] == "triton+flashmla"
     assert _attention(many, EVERYTHING, mla=False) == ("triton", "triton", ())
     assert _attention(many, EVERYTHING, kv_cache_dtype="fp8")[:2] == ("triton+flashmla", "fa3")
     assert _attention(many, dataclasses.replace(EVERYTHING, capability="8.0"))[:2] == ("triton", "triton")

@@ -104,7 +104,7 @@ FEW_AND_MANY, MANY_HEADS = "triton+flashmla", 64
 # by operation; "installed" is filled in by what the machine has
 DECODE = {
     "triton": TRITON,
-    FEW_AND_MANY: FLASHMLA,  # by the number of rows
+    FEW_AND_MANY: replace(FLASHMLA, trees=BOTH),  # by the number of rows, and own kernels for trees
     "flashmla": FLASHMLA,
     "torch": TORCH,
     "reference": REFERENCE,

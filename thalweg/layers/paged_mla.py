@@ -163,9 +163,7 @@ class LatentMla(PagedMla):
             step.planes.paged("latent", self.layer),
             step.planes.scale("latent", self.layer),
             self.uv,
-            decode_rows(step.batch, step.decode, step.query)._replace(
-                reach=step.reach, rows_T=step.rows_T, hides_T=step.hides_T
-            ),
+            decode_rows(step.batch, step.decode, step.query)._replace(reach=step.reach, rows_T=step.rows_T),
             step.prepared,
         )
 
@@ -238,7 +236,8 @@ class LatentMla(PagedMla):
 
 def decode_rows(batch: Batch, tokens: int, query: int) -> Rows:
     """The decode rows of a step as the kernels see them."""
-    return Rows(batch.table_RP, batch.columns_T[:tokens], query, batch.groups[0].reach)
+    hides_T = None if batch.tree is None else batch.tree.hides_T[:tokens]
+    return Rows(batch.table_RP, batch.columns_T[:tokens], query, batch.groups[0].reach, hides_T=hides_T)
 
 
 def prepare_by(decoder: Decoder) -> Prepare:

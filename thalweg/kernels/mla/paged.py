@@ -184,14 +184,16 @@ class FlashMlaDecoder:
 
 @dataclass(frozen=True, slots=True)
 class BySizeDecoder:
-    """Own kernels for few tokens, where FlashMLA's schedule and its joining of splits cost more than they save; FlashMLA beyond."""
+    """Own kernels for few tokens, where FlashMLA's schedule and its joining of splits cost more than they save, and for drafts that part ways,
+    since it sees all that stands before a token; FlashMLA beyond."""
 
     own: TritonDecoder
     library: FlashMlaDecoder
 
     def prepare(self, rows: Rows) -> FlashSchedule | None:
         enough = FLASHMLA_TOKENS_FP8 if self.library.fp8 else FLASHMLA_TOKENS
-        return None if len(rows.positions_T) < enough else self.library.prepare(rows)
+        few = len(rows.positions_T) < enough
+        return None if few or rows.hides_T is not None else self.library.prepare(rows)
 
     def attend(
         self,
