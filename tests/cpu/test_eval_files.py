@@ -280,7 +280,9 @@ def test_choices_count_once_all_of_them_are_weighed(tmp_path: Path, texts: Texts
 
 def test_whoever_fails_over_http_leaves_the_other_answers(texts: Texts) -> None:
     items = make_items("sums", "held_out", 6)
-    fake = Fake(first=0.0, gap=0.0, plan=["ok", "ok", "ok", "429"])
+    fake = Fake(
+        first=0.3, gap=0.0, plan=["ok", "ok", "ok", "429"]
+    )  # who began meanwhile is stopped before it is answered
     into: dict[int, Answer] = {}
     with serving_in_a_thread(fake) as url:
         there = There(url, "m", "", 1, Progress(disable=True))
