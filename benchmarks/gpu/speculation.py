@@ -10,8 +10,8 @@ enough: weights are random. So no draft would be right, and as many are accepted
 one draft. EAGLE-3 heads have the published shape, and random weights, too.
 
 v3-slim, v2-lite, qwen: chains of 0 to 4 drafts, 1 to 128 requests of 1,024 tokens; of one request also how long the forwards take by themselves, and
-    what else there is in a step. For v3-slim as many drafts as the engine chooses, too. NAME-tree: trees of 16 nodes with the root, 4 deep, and no
-    drafts in the same engine. NAME-32k: 1 to 32 requests of 32,768 tokens.
+    what else there is in a step. For v3-slim as many drafts as the engine chooses, too. NAME-tree: trees of 16 nodes with the root, 4 deep, and in
+    the same engine smaller ones, no drafts, and as many as it chooses. NAME-32k: 1 to 32 requests of 32,768 tokens.
 long: 32,768 tokens of v3-slim, in verifications of its next-token layer's drafts; see thalweg/bench/recompute.py. Ends with 1 where it is not fine.
 head: trains an EAGLE-3 head for the bundled model, with the corpus that --corpus names, for --minutes. accepted: how many of its drafts are right on
     held-out items, as chains and as a tree; on the CPU, whose tokens are exactly plain decoding's.
@@ -50,7 +50,7 @@ from thalweg.engine.local import LocalEngine
 
 ACCEPTED = 2.5  # tokens of a verification
 SEED = 1
-CHAINS, TREE = (0, 1, 2, 3, 4), Shape(4, 4, 15, (0, 15))
+CHAINS, TREE, TREES_OF_ALL = (0, 1, 2, 3, 4), Shape(4, 4, 15, (0, 15)), Shape(4, 4, 15, (0, 1, 3, 7, 15, ADAPTIVE))
 BATCHES = (
     (1, 256),
     (2, 256),
@@ -107,15 +107,15 @@ def chains(*widths: int) -> Shape:
 V3, V2, QWEN = "deepseek-v3-slim", "deepseek-v2-lite", "qwen2.5-7b"
 PARTS = {
     "v3-slim": Part(80, "chains, 1k", V3, chains(*CHAINS, ADAPTIVE)),
-    "v3-slim-tree": Part(50, "trees, 1k", V3, TREE),
+    "v3-slim-tree": Part(90, "trees, 1k", V3, TREES_OF_ALL),
     "v3-slim-32k": Part(120, "chains, 32k", V3, chains(*CHAINS), input=32768, batches=LONG_BATCHES),
     "v3-slim-32k-tree": Part(90, "trees, 32k", V3, TREE, input=32768, batches=LONG_BATCHES),
     "v2-lite": Part(80, "chains, 1k, EAGLE-3", V2, chains(*CHAINS), eagle=True),
-    "v2-lite-tree": Part(60, "trees, 1k, EAGLE-3", V2, TREE, eagle=True),
+    "v2-lite-tree": Part(90, "trees, 1k, EAGLE-3", V2, TREES_OF_ALL, eagle=True),
     "v2-lite-32k": Part(120, "chains, 32k, EAGLE-3", V2, chains(*CHAINS), True, 32768, LONG_BATCHES),
     "v2-lite-32k-tree": Part(90, "trees, 32k, EAGLE-3", V2, TREE, True, 32768, LONG_BATCHES),
     "qwen": Part(80, "chains, 1k, EAGLE-3", QWEN, chains(*CHAINS), eagle=True),
-    "qwen-tree": Part(60, "trees, 1k, EAGLE-3", QWEN, TREE, eagle=True),
+    "qwen-tree": Part(90, "trees, 1k, EAGLE-3", QWEN, TREES_OF_ALL, eagle=True),
     "long": Part(80, f"{GENERATED:,} tokens", V3, chains(3)),
     "head": Part(200, "trains an EAGLE-3 head"),
     "accepted": Part(0, "its accepted drafts (a minute or two on a CPU)"),

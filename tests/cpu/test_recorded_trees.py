@@ -24,7 +24,8 @@ from thalweg.spec.tree import Branching
 
 assert unrecorded  # a fixture of this module, too
 SLOTS, SHAPE = 7, TreeShape(3, 3, 7)
-DRAFTS, LENGTHS = (0, 1, SHAPE.nodes, SHAPE.nodes, SHAPE.nodes), (5, 40)
+STEPS, WIDTHS = (1, 2, 16), (1, 3, SHAPE.nodes)  # of one draft there is no tree
+DRAFTS, LENGTHS = (0, 1, 3, SHAPE.nodes, SHAPE.nodes, SHAPE.nodes), (5, 40)
 COUNTS = ("get", "sample", "observe", "propose")
 
 
@@ -45,10 +46,9 @@ def made_of(recorded: bool, tape: Tape) -> tuple[LocalEngine, dict[str, int]]:
     drafter = runner.drafting.drafter
     assert isinstance(drafter, Branching)
     drafter.kernels = PLAIN
-    held = runner.model, runner.planes, runner.slots, drafter, runner.slots.context, SLOTS
     with torch.inference_mode():
-        runner.groves = groves = tree_graphs.groves([1, 2, 16], *held, tape, runner.sampling, runner.move)  # type: ignore[arg-type]
-    assert [one.rows for one in groves.groves] == [1, 2, 8]
+        runner.groves = groves = tree_graphs.groves(runner, STEPS, WIDTHS, (runner.slots.context, SLOTS), tape)  # type: ignore[arg-type]
+    assert sorted((one.rows, one.query) for one in groves.groves) == [(1, 4), (1, 8), (2, 4), (2, 8), (8, 4), (8, 8)]
     places: list[tuple[Any, str]] = [(groves, "get"), (groves.drafts, "observe"), (groves.drafts, "propose")]
     for owner, name in [*places, *((grove, "sample") for grove in groves.groves)]:
         _watch(owner, name, counts)
@@ -137,7 +137,7 @@ def test_no_recording_reads_what_another_may_have_written_over(whole: tuple[Loca
         a = first.setdefault(one.block, one)
         assert one is a or not one.read & pool - a.made, one.block
         reading.append(bool(one is not a and one.read & a.made))
-    assert sum(reading) == 9, "three kinds of draws of three numbers of rows"
+    assert sum(reading) == 18, "three kinds of draws of three numbers of rows, and two of nodes"
     groves: Any = whole[0].runner.groves
     published = [x for grove in groves.groves for x in (*grove.out, *grove.paths, grove.hidden_MX)]
     published += [x for growing in groves.drafts.growing for x in growing.out]
@@ -145,7 +145,17 @@ def test_no_recording_reads_what_another_may_have_written_over(whole: tuple[Loca
 
 
 def test_how_many_rows_are_recorded() -> None:
+    def rows(steps: tuple[int, ...], query: int) -> list[int]:
+        found = tree_graphs.forms(steps, [query - 1], TreeShape(4, 4, 63))
+        assert {own for _, own in found} == {query}
+        return [rows for rows, _ in found]
+
     steps = (1, 2, 4, *range(8, 257, 8))
-    assert tree_graphs.sizes(steps, 16) == [16, 8, 4, 2, 1], "as many tokens as the largest step"
-    assert tree_graphs.sizes(steps[-1:], 16) == [16] and tree_graphs.sizes(steps, 64) == [8, 4, 2, 1]
-    assert tree_graphs.sizes((1, 2, 4), 16) == [4, 2, 1] and tree_graphs.sizes((1, 3), 4) == [3, 1]
+    assert rows(steps, 16) == [16, 8, 4, 2, 1], "as many tokens as the largest step"
+    assert rows(steps[-1:], 16) == [16] and rows(steps, 64) == [8, 4, 2, 1]
+    assert rows((1, 2, 4), 16) == [4, 2, 1] and rows((1, 3), 4) == [3, 1]
+    made = tree_graphs.forms((1, 2, 4), (0, 1, 3, 7), TreeShape(4, 4, 7))
+    assert made == [(4, 8), (4, 4), (2, 8), (2, 4), (1, 8), (1, 4)], (
+        "the largest first; up to one draft there are no trees"
+    )
+    assert not tree_graphs.forms((), (3,), TreeShape(4, 4, 7)) and not tree_graphs.forms((1, 2), (3,), TreeShape())

@@ -140,7 +140,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_are_those_of_plain_decoding(name: str, cuda: torch.device, tmp_path: Path) -> None:
-    """Recorded, with all prompts found in the cache in a second round; eagerly, where the width comes and goes; and of one form, without a cache."""
+    """Recorded, with all prompts found in the cache in a second round; where the width comes and goes, recorded and eagerly; and of one form, without
+    a cache."""
     shape, choice = MODELS[name][0], msgspec.structs.replace(EXACT, **MODELS[name][1])
     path = folder(shape, tmp_path)
     plain = all_kinds(on_kernels(path, kernels=choice, **deterministic.PLAIN), alone=True)
@@ -148,10 +149,12 @@ def test_bits_are_those_of_plain_decoding(name: str, cuda: torch.device, tmp_pat
     replayed = counted(recorded)
     check(plain, recorded)
     check(plain, recorded)
-    assert replayed, "no step was a recorded one"
-    varied, rng = growing(path, choice, **deterministic.TREES), random.Random(5)
-    varied.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 1, 2, 4, 7, 7))  # type: ignore[method-assign]
-    check(plain, varied)
+    assert {query for _, query in replayed} == {8}, "steps of whole trees"
+    rng = random.Random(5)
+    for varied in (recorded, growing(path, choice, **deterministic.TREES)):
+        varied.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 1, 2, 4, 7, 7))  # type: ignore[method-assign]
+        check(plain, varied)
+    assert {3, 5, 8} <= {query for _, query in replayed}, "smaller trees are recorded, too"
     fixed = {"tree": TreeShape(3, 4, 15, dynamic=False), "width": 15, "radix": False}
     check(plain, growing(path, choice, **deterministic.TREES | fixed))
 
@@ -163,14 +166,14 @@ def check(plain: list[list[Answer]], made: LocalEngine) -> None:
     assert stats.accepted_tokens > 100 and not stats.drafter_failures, stats
 
 
-def counted(made: LocalEngine) -> list[int]:
-    """Will have the number of rows of each step that a recording does."""
-    groves, replayed = made.runner.groves, list[int]()
+def counted(made: LocalEngine) -> list[tuple[int, int]]:
+    """Will have the number of rows, and of tokens of each, of every step that a recording of trees does."""
+    groves, replayed = made.runner.groves, list[tuple[int, int]]()
     assert isinstance(groves, Groves)
     for grove in groves.groves:
 
-        def replay(plan: Any, forward: Any = grove.forward, rows: int = grove.rows) -> Any:
-            replayed.append(rows)
+        def replay(plan: Any, forward: Any = grove.forward, form: tuple[int, int] = (grove.rows, grove.query)) -> Any:
+            replayed.append(form)
             return forward(plan)
 
         grove.forward = replay  # type: ignore[method-assign]

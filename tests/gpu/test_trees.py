@@ -29,13 +29,14 @@ from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.case import PAGE, quantized
 from thalweg.kernels.move import ref
 from thalweg.kernels.move import triton as moving
-from thalweg.runner.straight import mover, straightened
+from thalweg.runner.runner import Runner
+from thalweg.runner.straight import straightened
 from thalweg.runner.tape import NEEDS, Tape
 from thalweg.runner.tree_graphs import groves
 from thalweg.sampling.catalog import sampling_on
 from thalweg.sampling.imposed import Imposed
 from thalweg.sampling.sample import Moved, accept
-from thalweg.spec.drafter import NO_DRAFTER, Seen
+from thalweg.spec.drafter import Seen
 from thalweg.spec.tree import hides_of
 from thalweg.spec.unroll import HIDDEN
 
@@ -177,8 +178,9 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
             slots.made[i] = 15 - i
         plan = StepPlan(0, 0, tuple(Row(i, i, n, 16, 15, True) for i, n in enumerate(known)), reach=217)
         eager = kernels.forward(prepare(plan, slots).batch, here)
-        sampling, move = Imposed(sampling_on(cuda), 3.0), mover(here, kernels.planes())
-        found = groves([4], kernels, here, slots, NO_DRAFTER, 512, 4, Tape(), sampling, move)
+        runner = Runner(kernels, kernels, here, slots)
+        runner.sampling, move = Imposed(sampling_on(cuda), 3.0), runner.move
+        sampling, found = runner.sampling, groves(runner, [4], [15], (512, 4), Tape())
         torch.cuda.synchronize()
         grove = found.get(plan)
         assert grove is not None
@@ -238,6 +240,8 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
     made = engine("nextn", tmp_path / "whole", (), imposed=2.5, **fields)
     runner, learned, real = made.runner, list[bool](), made.runner.groves.drafts.observe
     drafter: Any = runner.drafting.drafter
+    rng = random.Random(7)
+    made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((3, 7, 9, 9))  # type: ignore[method-assign]
 
     def observe(seen: Seen) -> bool:
         before = runner.slots.extra[HIDDEN].clone()
@@ -259,6 +263,46 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
     assert len(learned) > 20 and all(learned) and made.loop.stats().accepted_tokens > 40
     made = engine("nextn", tmp_path / "again", (), **fields)
     assert agreement(plain, answers(made, kinds), 10) >= 0.7 and not made.loop.stats().drafter_failures
+
+
+def test_drafts_of_any_number_are_recorded(tmp_path: Path, cuda: torch.device) -> None:
+    """Of one, which is a chain, of some, and of all that there may be: nothing is proposed by the drafter itself, and little learned."""
+    fields: dict[str, Any] = {"tree": TreeShape(3, 3, 9), "width": 9, "imposed": 2.5}
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "seed": 4}]
+    found, called = list[list[list[int]]](), list[dict[str, int]]()
+    for graphs in ((), (1, 2, 4, 8)):
+        made, rng = engine("nextn", tmp_path / str(len(graphs)), (), graphs=graphs, **fields), random.Random(11)
+        called.append(_calls(made.runner.drafting.drafter))
+
+        def drawn(emitting: Any, most: int, rng: random.Random = rng) -> int:
+            return rng.choice([width for width in (1, 3, 7, 9) if width <= most] or [0])
+
+        made.loop.scheduler.widths.draft = drawn  # type: ignore[method-assign]
+        found.append(answers(made, kinds))
+        stats = made.loop.stats()
+        assert stats.accepted_tokens > 40 and not stats.drafter_failures
+    eager, recorded = called
+    assert eager["propose"] > 20 and not recorded["propose"], called
+    assert recorded["observe"] < 0.5 * eager["observe"], called  # prompts, and rows with less room than others
+    assert agreement(*found, 10) >= 0.7
+
+
+def _calls(drafter: Any) -> dict[str, int]:
+    """How often each of these is called from now on."""
+    called = dict.fromkeys(("propose", "observe"), 0)
+
+    def counted(name: str) -> Any:
+        real = getattr(drafter, name)
+
+        def call(*args: Any) -> Any:
+            called[name] += 1
+            return real(*args)
+
+        return call
+
+    for name in called:
+        setattr(drafter, name, counted(name))
+    return called
 
 
 @pytest.mark.parametrize("graphs", [(), (1, 2, 4, 8)], ids=["eagerly", "recorded"])

@@ -23,7 +23,7 @@ from thalweg.bench.forwards import parts
 from thalweg.bench.in_process import Lengths, add_batches, configuration, positive, random_batch, room_for
 from thalweg.bench.one_batch import UNKNOWN_WIDTH
 from thalweg.bench.results import provenance, write
-from thalweg.bench.shapes import CHAIN, Shape, add_shapes, resolved_for, shapes
+from thalweg.bench.shapes import Shape, add_shapes, resolved_for, shapes
 from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parser, config_parser, parse_config
 from thalweg.config.options import Config
@@ -152,10 +152,9 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def label(row: Row) -> str:
-    """What drafted: a width, the engine's choice, or a tree."""
-    if row["shape"] == CHAIN or not row["width"]:
-        return "adaptive" if row["width"] == ADAPTIVE else str(row["width"])
-    return str(row["shape"])
+    """What drafted: a width, the engine's choice, or a whole tree."""
+    shape, width = str(row["shape"]), row["width"]
+    return shape if shape.endswith(f"x{width}") else "adaptive" if width == ADAPTIVE else str(width)
 
 
 def started(shape: Shape, config: Config, longest: Lengths) -> tuple[Resolved, LocalEngine]:

@@ -46,6 +46,7 @@ from thalweg.models.one_by_one import OneByOne
 from thalweg.models.traced import Traced, traced
 from thalweg.runner.drafting import blamed_on_drafter
 from thalweg.runner.runner import Runner
+from thalweg.runner.tree_graphs import forms
 from thalweg.sampling.catalog import drawing_for, ruled
 from thalweg.sampling.imposed import Imposed
 from thalweg.scheduler.limits import Limits
@@ -141,7 +142,7 @@ def _on_gpu(
 
     def record_largest(runner: Runner) -> int:
         _recorded(largest, runner)
-        return max(len(settings.graphs), len(settings.pieces))
+        return max(-(-_recordings(settings) // max(_recordings(largest), 1)), len(settings.pieces))
 
     step, graphs, slots = measure(settings, first, context, record_largest)
     del first
@@ -188,6 +189,11 @@ def _recorded(settings: EngineSettings, runner: Runner) -> Runner:
             sizes = settings.graphs, settings.pieces, settings.mixed_graphs
             record(runner, *sizes, settings.context, settings.slots, progress, choices(_fits(settings))[1:])
     return runner
+
+
+def _recordings(settings: EngineSettings) -> int:
+    """Whole steps that are recorded, trees too."""
+    return len(settings.graphs) + len(forms(settings.graphs, choices(_fits(settings)), settings.tree))
 
 
 def _fits(settings: EngineSettings) -> int:

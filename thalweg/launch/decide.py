@@ -156,7 +156,7 @@ def decide(
         )
     graphs = decide_graphs(
         config, device, kernels, slots * (1 + (min(width, 1) if trees else width)), budget, ledger
-    )  # each draft is a row of its own; trees are not recorded
+    )  # each draft is a row of its own; drafts that part ways are recorded by themselves
     decide_compile(config, device, kernels, ledger)
     note("schedule_policy", schedule.schedule_policy, *source(schedule.schedule_policy != "fcfs", "arrival order"))
     note(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Callable, Protocol, Sequence, TypeVar
+from typing import Callable, NamedTuple, Protocol, Sequence, TypeVar
 
 from thalweg.batch.prepare import groups_of
 from thalweg.batch.slots import Slots
@@ -59,6 +59,19 @@ class NotRecorded:
 
 
 NOT_RECORDED = NotRecorded()
+
+
+class Either(NamedTuple):
+    """Recordings of several kinds, each of which knows its own."""
+
+    kinds: tuple[RecordedDrafts, ...]
+
+    def observe(self, seen: Seen) -> bool:
+        return any(kind.observe(seen) for kind in self.kinds)
+
+    def propose(self, asked: Asked, width: int) -> Proposed | None:
+        proposed = (kind.propose(asked, width) for kind in self.kinds)
+        return next((one for one in proposed if one is not None), None)
 
 
 class Drafting:

@@ -30,7 +30,7 @@ from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts, blamed_on_draf
 from thalweg.runner.pieces import Pieces, Piecewise, Shared
 from thalweg.runner.runner import Runner
 from thalweg.runner.tape import MOST, NEEDS, Tape, borrow, recorded
-from thalweg.runner.tree_graphs import groves
+from thalweg.runner.tree_graphs import forms, groves
 from thalweg.runner.verified import Verified, verifications
 from thalweg.sampling.launched import choose_into, sampled
 from thalweg.sampling.sample import Sampled, Sampling
@@ -186,22 +186,21 @@ def record(
     a step may have. Raises CannotServe, and DrafterFails where it is what a drafter needs."""
     tape, done = Tape(), itertools.count(1)
     beside = halving([many for many in rows if many <= max(tokens)]) if tokens else []
-    # what is recorded has the tokens of a row see each other
-    alone = [] if runner.slots.tree.on or not rows else list(widths)
+    tree = runner.slots.tree
+    alone = [width for width in widths if rows and not tree.parts(1 + width)]
     chains = _chains(runner) if alone else []
     drafting = halving([min(many, MOST) for many in rows]) if chains else []
-    count = len(rows) + len(tokens) + len(beside) + len(drafting)
+    count = len(rows) + len(tokens) + len(beside) + len(drafting) + len(forms(rows, widths, tree))
 
     def told() -> None:
         progress(next(done), count)
 
     if tokens:
         _in_pieces(runner, tokens, beside, context, tape, told)
-    apart = not (mixed or widths or runner.slots.tree.on)
+    apart = not (mixed or widths or tree.on)
     whole, verified, learning = _whole(runner, rows, alone, chains, (context, spare, apart), tape, told)
-    if runner.slots.tree.on and rows:
-        held = runner.planes, runner.slots, runner.drafting.drafter
-        runner.groves = groves(rows, runner.model, *held, context, spare, tape, runner.sampling, runner.move)
+    if tree.on and rows:
+        runner.groves = groves(runner, rows, widths, (context, spare), tape, told)
     proposing: list[Proposing] = []
     for many in drafting:
         with tape.running(f"drafts of {many} rows"), blamed_on_drafter():

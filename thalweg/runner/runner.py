@@ -17,7 +17,7 @@ from thalweg.core.grammar import Masks
 from thalweg.core.plan import Needs, Output, Row, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
-from thalweg.runner.drafting import NOT_RECORDED, Drafting, RecordedDrafts
+from thalweg.runner.drafting import NOT_RECORDED, Drafting, Either, RecordedDrafts
 from thalweg.runner.straight import mover, straightened
 from thalweg.sampling.catalog import sampling_on
 from thalweg.sampling.odds import NO_TOKEN
@@ -141,7 +141,7 @@ class Runner:
         if seen is not None and sampled is not None and sampled.nodes_EQ is not None:
             paths = forwarded.slot_E, forwarded.ints_EI, sampled.nodes_EQ, sampled.count_E
             seen = seen.straight if isinstance(sampled, Moved) else straightened(seen, *paths, self.slots, self.move)
-        drafts = (self.groves if self.slots.tree.on else self.graphs).drafts
+        drafts = Either((self.groves.drafts, self.graphs.drafts))
         proposed = self.drafting.draft(seen, asked, width, drafts)
         return Published(forwarded, sampled, proposed, self.drafting.lost)
 

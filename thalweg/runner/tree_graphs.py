@@ -1,5 +1,5 @@
-"""Steps whose drafts part ways as CUDA graphs, for a few numbers of rows, each with a whole tree: A, accepting a path, what is learned of it, and
-growing the next trees.
+"""Steps whose drafts part ways as CUDA graphs, for a few numbers of rows, all with trees of as many nodes: A, accepting a path, what is learned of
+it, and growing the next trees.
 
 Everything is read from `Slots` by the slot numbers in a persistent buffer, trees too, so a replay needs one small copy at most. Between the forwards
 there are kernels of one launch: what the slots give and what becomes of them (`kernels.climb`), and the move of the paths' entries."""
@@ -18,6 +18,7 @@ from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill
 from thalweg.core.plan import PAGE, Needs, StepPlan
+from thalweg.core.tree import TreeShape
 from thalweg.kernels.climb import ref
 from thalweg.kernels.climb.ref import Climbed, Fields, Paths, Spread
 from thalweg.kernels.draft.ref import Rows
@@ -27,10 +28,11 @@ from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
 from thalweg.runner.decoding import Graph, halving
 from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts, blamed_on_drafter
+from thalweg.runner.runner import Runner
 from thalweg.runner.straight import Move
 from thalweg.runner.tape import NEEDS, Tape, borrow, recorded
 from thalweg.sampling.sample import Moved, Sampled, Sampling
-from thalweg.spec.drafter import Asked, Drafter, Proposed, Seen
+from thalweg.spec.drafter import Asked, Proposed, Seen
 from thalweg.spec.launched import Kernels
 from thalweg.spec.tree import Branching
 
@@ -189,25 +191,25 @@ class Learning:
 
 
 class Growing:
-    """The trees of up to `rows` rows: a graph for each kind of draw."""
+    """Trees of `width` nodes for up to `rows` rows: a graph for each kind of draw."""
 
-    def __init__(self, drafter: Branching, rows: int, slots: Slots, planes: Planes, spare: int) -> None:
-        self.drafter, self.rows, self.slots, self.planes, device = drafter, rows, slots, planes, planes.device
-        self.spares_R = torch.full((rows,), spare, dtype=torch.int64, device=device)
+    def __init__(self, drafter: Branching, rows: int, width: int, held: Held) -> None:
+        self.drafter, self.rows, self.width, self.held, device = drafter, rows, width, held, held.planes.device
+        self.spares_R = torch.full((rows,), held.spare, dtype=torch.int64, device=device)
         self.slot_R = self.spares_R.clone()
         # outside the pool, see `Grove`
-        token_RK = torch.zeros(rows, slots.tree.nodes, dtype=torch.int64, device=device)
+        token_RK = torch.zeros(rows, width, dtype=torch.int64, device=device)
         self.out = Grown(token_RK, torch.zeros_like(token_RK), torch.ones(rows, dtype=torch.bool, device=device))
-        self.made_R = torch.full_like(self.slot_R, slots.tree.nodes)
+        self.made_R = torch.full_like(self.slot_R, width)
         self.graphs: dict[Needs, Graph] = {}
 
-    def record(self, reach: int, tape: Tape) -> None:
+    def record(self, tape: Tape) -> None:
         for needs in NEEDS:
-            self.graphs[needs], _ = recorded(tape, partial(self._grow, needs, reach))
+            self.graphs[needs], _ = recorded(tape, partial(self._grow, needs))
 
-    def _grow(self, needs: Needs, reach: int) -> None:
-        asked = Asked(self.slot_R, reach, needs)
-        self.drafter.grow(asked, self.slots.tree.nodes, self.slots, self.planes, self.out)
+    def _grow(self, needs: Needs) -> None:
+        held, asked = self.held, Asked(self.slot_R, self.held.reach, needs)
+        self.drafter.grow(asked, self.width, held.slots, held.planes, self.out)
 
     def replay(self, asked: Asked) -> Proposed:
         many, out = len(asked.slot_E), self.out
@@ -231,59 +233,61 @@ class TreeDrafts:
         return True
 
     def propose(self, asked: Asked, width: int) -> Proposed | None:
-        fitting = next((one for one in self.growing if one.rows >= len(asked.slot_E)), None)
-        return None if fitting is None or width != fitting.slots.tree.nodes else fitting.replay(asked)
+        rows = len(asked.slot_E)
+        fitting = next((one for one in self.growing if one.width == width and one.rows >= rows), None)
+        return None if fitting is None else fitting.replay(asked)
 
 
 class Groves:
-    """The recorded numbers of rows. drafts: what is learned of them, and how their next trees are grown."""
+    """What was recorded, by nodes and numbers of rows. drafts: what is learned of them, and how the next trees are grown."""
 
     def __init__(self, groves: Sequence[Grove], drafts: RecordedDrafts) -> None:
         self.groves, self.drafts = sorted(groves, key=lambda one: one.rows), drafts
 
     def get(self, plan: StepPlan) -> Grove | None:
-        """The smallest that holds its rows; None beyond the largest, and where a row has not a whole tree."""
-        if not plan.verifies:
+        """The smallest that holds its rows; None beyond the largest, and where rows have not as many nodes."""
+        if not plan.verifies or any(row.n != plan.query for row in plan.rows):
             return None
-        fit = (one for one in self.groves if one.rows >= len(plan.rows))
-        found = next(fit, None)
-        return found if found is not None and all(row.n == found.query for row in plan.rows) else None
+        return next((one for one in self.groves if one.query == plan.query and one.rows >= len(plan.rows)), None)
 
 
-def sizes(steps: Sequence[int], query: int) -> list[int]:
-    """Numbers of rows for which trees of `query` tokens are recorded, the largest first, where steps of so many rows of one token are: as many as
-    have no more tokens than the largest of those, and each that is half of the one before or less."""
-    most = max(max(steps) // query, min(max(steps), FEW))
-    return halving([most, *(rows for rows in steps if rows <= most)])
+def forms(steps: Sequence[int], widths: Sequence[int], tree: TreeShape) -> list[tuple[int, int]]:
+    """Rows, and tokens of each with the root, of the steps that are recorded where steps of so many rows of one token are, and rows may have so many
+    drafts that part ways; the largest first. Of each width as many rows as have no more tokens than the largest of those steps, and each number of
+    them that is half of the one before or less."""
+    found, largest = list[tuple[int, int]](), max(steps, default=0)
+    for query in sorted(1 + width for width in widths if tree.parts(1 + width)):
+        most = max(largest // query, min(largest, FEW))
+        found += [(rows, query) for rows in halving([most, *(rows for rows in steps if rows <= most)]) if rows]
+    return sorted(found, key=lambda form: (form[0] * form[1], form), reverse=True)
 
 
 def groves(
-    rows: Sequence[int],
-    model: Model,
-    planes: Planes,
-    slots: Slots,
-    drafter: Drafter,
-    context: int,
-    spare: int,
+    runner: Runner,
+    steps: Sequence[int],
+    widths: Sequence[int],
+    bounds: tuple[int, int],
     tape: Tape,
-    sampling: Sampling,
-    move: Move,
+    told: Callable[[], None] = lambda: None,
 ) -> Groves:
-    """Records trees where steps of these numbers of rows are recorded. Raises DrafterFails, NoRoom."""
-    kernels = drafter.kernels if isinstance(drafter, Branching) else None
-    attends = isinstance(drafter, Branching) and drafter.head.attends
-    held = Held(model, planes, slots, context, spare, sampling, move, climbs_on(planes.device), attends)
+    """Records trees of so many drafts where steps of these numbers of rows are recorded. bounds: the longest context, and the spare slot. Raises
+    DrafterFails, NoRoom."""
+    drafter, storage = runner.drafting.drafter, (runner.planes, runner.slots)
+    branching = drafter if isinstance(drafter, Branching) else None
+    attends, climbs = branching is not None and branching.head.attends, climbs_on(runner.planes.device)
+    held = Held(runner.model, *storage, *bounds, runner.sampling, runner.move, climbs, attends)
     made, learning, growing = list[Grove](), list[Learning](), list[Growing]()
-    for many in sizes(rows, 1 + slots.tree.nodes):
-        made.append(Grove(many, 1 + slots.tree.nodes, held))
-        with tape.running(f"{many} trees"), blamed_on_drafter():
+    for rows, query in forms(steps, widths, runner.slots.tree):
+        made.append(Grove(rows, query, held))
+        with tape.running(f"{rows} trees of {query - 1} drafts"), blamed_on_drafter():
             made[-1].record(tape)
-            if isinstance(drafter, Branching) and kernels is not None:
-                learning.append(Learning(drafter, kernels, made[-1]))
+            if branching is not None and branching.kernels is not None:
+                learning.append(Learning(branching, branching.kernels, made[-1]))
                 learning[-1].record(tape)
-            if isinstance(drafter, Branching) and slots.tree.dynamic:
-                growing.append(Growing(drafter, many, slots, planes, spare))
-                growing[-1].record(context, tape)
+            if branching is not None and runner.slots.tree.dynamic:
+                growing.append(Growing(branching, rows, query - 1, held))
+                growing[-1].record(tape)
+        told()
     return Groves(made, TreeDrafts(learning, growing) if learning or growing else NOT_RECORDED)
 
 

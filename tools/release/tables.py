@@ -311,7 +311,7 @@ def recomputed(result: Result) -> Lines:
 
 def _drafts(row: Result) -> str:
     width = row["width"]
-    if row["shape"] != "chain" and width:
+    if row["shape"].endswith(f"x{width}"):
         return f"tree {row['shape']}"
     return "plain" if not width else "chosen" if width < 0 else f"{width} {'draft' if width == 1 else 'drafts'}"
 
