@@ -3,7 +3,6 @@ nodes that were not made, equal children, slots that had ended."""
 
 from __future__ import annotations
 
-import importlib.util
 from random import Random
 from typing import Any, Iterator, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from thalweg.kernels.case import Case, Run
 from thalweg.kernels.climb import ref
 from thalweg.kernels.climb.ref import Climbed, Fields, Paths
+from thalweg.kernels.own import available
 
 STOPS, COLUMNS, CONTEXT, PAGE, TOKENS = 5, 8, 200, 16, 90
 
@@ -149,5 +149,5 @@ def run_triton(device: str = "cuda", **inputs: Any) -> tuple[Tensor, ...]:
 
 
 BACKENDS: dict[str, Run] = {"ref": run_ref}
-if importlib.util.find_spec("triton") is not None and torch.cuda.is_available():
+if available():
     BACKENDS["triton"] = run_triton

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Iterator
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from thalweg.kernels.case import Case, Run, normal, precision, size
 from thalweg.kernels.decompress import ref
+from thalweg.kernels.own import available
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -44,5 +44,4 @@ def run_triton(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tens
     return tuple(each.to(latents_SD.device) for each in made)
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Iterator
 
 import torch
@@ -14,6 +13,7 @@ from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precis
 from thalweg.kernels.experts import script
 from thalweg.kernels.experts.ref import add_experts_
 from thalweg.kernels.gemm import deep_gemm
+from thalweg.kernels.own import available
 
 # of models: (name, hidden, inner, experts, chosen, shared ones of both, numbers of tokens)
 SHAPES = {
@@ -111,9 +111,9 @@ def _sized(name: str, tokens: int, stack: tuple[int, int, int], topk: int, share
     backends: dict[str, Run] = dict(BACKENDS)
     if gpu:
         backends = {"ref": _run_wide}
-        if _GPU:
+        if available():
             backends["triton"] = _by("triton", shared)
-        if _GPU and deep_gemm.available():
+        if available() and deep_gemm.available():
             backends["deep_gemm"] = _by("ext", shared)
     return Sized(name, draw, backends, cost, "bf16" if gpu else "float32", 2e-2)
 
@@ -151,7 +151,8 @@ def _by(module: str, shared: int) -> Run:
     return run_by
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 BACKENDS: dict[str, Run] = (
-    {"ref": run} | ({"script": run_script} if script.AVAILABLE else {}) | ({"triton": run_triton} if _GPU else {})
+    {"ref": run}
+    | ({"script": run_script} if script.AVAILABLE else {})
+    | ({"triton": run_triton} if available() else {})
 )

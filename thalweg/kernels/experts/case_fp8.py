@@ -4,7 +4,6 @@ unrounded result would have to allow 5 % and would hide any mistake in a scale."
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Iterator
 
 import torch
@@ -15,6 +14,7 @@ from thalweg.kernels.experts import fp8
 from thalweg.kernels.experts.case import chosen
 from thalweg.kernels.fp8_block.ref import quantize
 from thalweg.kernels.gemm import deep_gemm
+from thalweg.kernels.own import available
 
 # of models: (name, hidden, inner, experts, chosen, shared ones of both, numbers of tokens)
 SHAPES = {
@@ -108,7 +108,7 @@ def _sized(name: str, tokens: int, stack: tuple[int, int, int], topk: int, share
         return 6 * tokens * topk * hidden * inner, read
 
     backends = dict(BACKENDS)
-    if gpu and _GPU:
+    if gpu and available():
         backends["triton"] = _by("triton", shared)
         if deep_gemm.available():
             backends["deep_gemm"] = _by("ext", shared)
@@ -146,5 +146,4 @@ def stacks(generator: torch.Generator, hidden: int, inner: int, experts: int) ->
     }  # fmt: skip
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Iterator
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precision, size
 from thalweg.kernels.gemm import ref
 from thalweg.kernels.gemm.warm import by_sum
+from thalweg.kernels.own import available
 
 # of models: (name, outputs, inputs, numbers of rows)
 SHAPES = {
@@ -56,9 +56,6 @@ def run_triton(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, residual_MN: T
     return (triton.linear(x_MK.cuda(), w_NK.cuda(), bias, residual).to(x_MK.device),)
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-
-
 def sizes(device: torch.device) -> Iterator[Sized]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, n, k, counts in SHAPES[device.type]:
@@ -78,7 +75,7 @@ def _sized(name: str, rows: int, n: int, k: int, dtype: torch.dtype) -> Sized:
         backends |= {"mkl": _library, "mkl, read ahead": _read_ahead}
     else:
         backends["cublas"] = _library
-        if _GPU and rows <= 64:
+        if available() and rows <= 64:
             backends["triton"] = lambda x_MK, w_NK: run_triton(x_MK, w_NK, None, None)
     moved = (rows * (k + n) + n * k) * dtype.itemsize
     math = "bf16" if dtype == torch.bfloat16 else "float32"
@@ -95,4 +92,4 @@ def _read_ahead(x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, ...]:
     return (F.linear(x_MK, w_NK),)
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Iterator
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
 from thalweg.kernels.fp8_block.ref import dequantize, quantize
 from thalweg.kernels.gemm import cublas, deep_gemm, ref
+from thalweg.kernels.own import available
 
 BLOCK = (128, 128)
 ROUNDED = 4e-2  # of the largest result: what e4m3 activations alone come to
@@ -71,14 +71,13 @@ def _sized(name: str, rows: int, n: int, k: int, device: torch.device) -> Sized:
     backends = {"ref": run}
     if device.type == "cuda":
         backends |= {name: BACKENDS[name] for name in BACKENDS if name != "ref"}
-        if _GPU and deep_gemm.available():
+        if available() and deep_gemm.available():
             backends["deep_gemm"] = _by("deep_gemm")
-        if _GPU and torch.cuda.get_device_capability()[0] == 9 and cublas.serves(rows, k):
+        if available() and torch.cuda.get_device_capability()[0] == 9 and cublas.serves(rows, k):
             backends["cublas"] = _by("cublas")
     moved = n * k + 4 * (-(-n // 128) * (k // 128)) + 2 * rows * (k + n)
     math = "fp8" if device.type == "cuda" else "float32"
     return Sized(f"{name}, {rows} x {n} x {k}", draw, backends, lambda given: (2 * rows * n * k, moved), math, ROUNDED)
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": _by("triton")} if _GPU else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": _by("triton")} if available() else {})

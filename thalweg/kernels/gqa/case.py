@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, Iterator
 
 import torch
@@ -12,6 +11,7 @@ from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precis
 from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.gqa.ref import attend
 from thalweg.kernels.mla.case import PAGE, pages_of, poisoned, quantized
+from thalweg.kernels.own import available
 
 # of models: (name, heads, key heads, dims, rows of one token or 0 for a prompt, tokens of context)
 SHAPES = {
@@ -116,7 +116,7 @@ def run_paged(**inputs: Any) -> tuple[Tensor, ...]:
     return triton.merge(partial, lse, inputs["query_THd"].dtype), lse.logsumexp(-1)
 
 
-PAGED: dict[str, Run] = {"triton": run_paged} if find_spec("triton") and torch.cuda.is_available() else {}
+PAGED: dict[str, Run] = {"triton": run_paged} if available() else {}
 
 
 def sizes(device: torch.device) -> Iterator[Sized]:

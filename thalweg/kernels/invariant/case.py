@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Iterator
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from thalweg.kernels.case import Case, Run, normal, precision, size
 from thalweg.kernels.invariant import ref
+from thalweg.kernels.own import available
 
 
 def cases(generator: torch.Generator) -> Iterator[Case]:
@@ -46,5 +46,4 @@ def run_triton(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, residual_MN: T
     return (linear(x_MK.cuda(), w_NK.cuda(), bias, residual, torch.float32).to(x_MK.device),)
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})

@@ -6,7 +6,6 @@ rows of unequal length, poison in everything that must not be read.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, Iterator, Sequence
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precision, size
 from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.mla import ext, ref
+from thalweg.kernels.own import available
 
 PAGE = 64
 # of models: (name, heads, rows of one token, tokens of context)
@@ -210,8 +210,8 @@ def run_prefill(**inputs: Any) -> tuple[Tensor, ...]:
     return triton.prefill(**inputs)
 
 
-DECODE: dict[str, Run] = {"triton": run_decode} if find_spec("triton") and torch.cuda.is_available() else {}
-PREFILL: dict[str, Run] = {"triton": run_prefill} if find_spec("triton") and torch.cuda.is_available() else {}
+DECODE: dict[str, Run] = {"triton": run_decode} if available() else {}
+PREFILL: dict[str, Run] = {"triton": run_prefill} if available() else {}
 
 
 def sizes(device: torch.device) -> Iterator[Sized]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Iterator
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precision, size
 from thalweg.kernels.norm.ref import rms_norm, rms_norm_
+from thalweg.kernels.own import available
 
 SHAPES = {"cpu": ((1, 256), (64, 256)), "cuda": ((1, 2048), (32, 7168), (4096, 7168))}  # of models: rows, width
 EPS = 1e-6
@@ -52,7 +52,7 @@ def _sized(rows: int, dim: int, dtype: torch.dtype) -> Sized:
         return {"x_TH": drawn(generator, rows, dim, dtype=dtype), "weight_H": weight}
 
     backends: dict[str, Run] = {"ref": _run_plain, "torch": _run_torch}
-    if importlib.util.find_spec("triton") is not None and torch.cuda.is_available():
+    if available():
         backends["triton"] = _run_triton
     moved = 2 * rows * dim * dtype.itemsize + 4 * dim
     return Sized(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Iterator
 
 import torch
 from torch import Tensor
 
 from thalweg.kernels.case import Case, Run, normal, size
+from thalweg.kernels.own import available
 from thalweg.kernels.permute import ref
 
 
@@ -46,5 +46,4 @@ def run_triton(ids_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, y_PH: Tensor,
     return by.order[: int((ids < experts).sum())].to(out_TH.device) + 1.0, out.to(out_TH.device)
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Iterator
 
 import torch
 from torch import Tensor
 
 from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
+from thalweg.kernels.own import available, runs_on
 from thalweg.kernels.quantize.ref import quantize
 
 STEP = 1 / 126  # of the largest code's number: where a quotient is near a tie, either neighbour is right
@@ -58,7 +58,7 @@ def _sized(rows: int, columns: int, device: torch.device) -> Sized:
         return {"x_MK": drawn(generator, rows, columns)}
 
     backends: dict[str, Run] = {"ref": lambda x_MK: quantize(x_MK)}
-    if device.type == "cuda" and _GPU:
+    if runs_on(device):
         backends["triton"] = _codes
     moved = 3 * rows * columns + 4 * rows * columns // 128
     return Sized(
@@ -79,5 +79,4 @@ def _codes(x_MK: Tensor) -> tuple[Tensor, ...]:
     return on_gpu(x_MK)
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Iterator
 
 import torch
 from torch import Tensor
 
 from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
+from thalweg.kernels.own import available, runs_on
 from thalweg.kernels.router import ref
 
 # of models: (name, method, hidden, experts, chosen, groups, groups chosen, numbers of tokens)
@@ -98,7 +98,7 @@ def _sized(name: str, tokens: int, hidden: int, experts: int, fixed: Inputs, dev
         }  # fmt: skip
 
     backends: dict[str, Run] = {"ref": _run_whole}
-    if device.type == "cuda" and _GPU:
+    if runs_on(device):
         backends["triton"] = _run_whole_triton
     moved = (experts + tokens) * hidden * dtype.itemsize + 8 * tokens * fixed["topk"]
     math = "bf16" if dtype == torch.bfloat16 else "float32"
@@ -119,5 +119,4 @@ def _run_whole_triton(
     return (triton.route(x_TH, weight_EH, bias_E, rule).weights_TK.sort(1, descending=True).values.mean(0),)
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Iterator
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
+from thalweg.kernels.own import available
 from thalweg.kernels.silu_mul import ref
 
 SHAPES = {"cpu": ((1, 512), (64, 512)), "cuda": ((32, 18432), (4096, 18432))}  # of models: rows, inner width
@@ -52,7 +52,7 @@ def _sized(rows: int, inner: int, dtype: torch.dtype) -> Sized:
         return {"gate_up_MI": drawn(generator, rows, 2 * inner, dtype=dtype)}
 
     backends: dict[str, Run] = {"ref": lambda gate_up_MI: (ref.silu_mul(gate_up_MI),)}
-    if _GPU and dtype == torch.bfloat16:
+    if available() and dtype == torch.bfloat16:
         backends["triton"] = _run_one
     moved = 3 * rows * inner * dtype.itemsize
     return Sized(f"{rows} x {inner}", draw, backends, lambda given: (4 * rows * inner, moved), "float32", 8e-3)
@@ -64,5 +64,4 @@ def _run_one(gate_up_MI: Tensor) -> tuple[Tensor, ...]:
     return (triton.silu_mul(gate_up_MI),)
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from typing import Iterator
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thalweg.kernels.case import Case, Run, size
+from thalweg.kernels.own import available
 from thalweg.kernels.temper import ref
 from thalweg.kernels.truncate import case as truncate
 
@@ -63,5 +63,4 @@ def run_triton(
     return won(left_EV.to(logits_EV.device), raced_EV.to(logits_EV.device))
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})

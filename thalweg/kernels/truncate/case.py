@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Iterator
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thalweg.kernels.case import Case, Run, normal, size
+from thalweg.kernels.own import available
 from thalweg.kernels.truncate import ref
 
 OFF = 1 << 30  # as a top-k
@@ -115,5 +115,4 @@ def run_triton(
     return (out[0].to(logits_EV.device),)
 
 
-_GPU = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if _GPU else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})

@@ -3,13 +3,13 @@ made-up rows."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Iterator
 
 import torch
 from torch import Tensor
 
 from thalweg.kernels.case import Case, Run
+from thalweg.kernels.own import available
 from thalweg.kernels.verify.ref import follow
 
 STOPS, COLUMNS, CONTEXT = 5, 8, 40
@@ -95,5 +95,5 @@ def run_triton(query: int, device: str = "cuda", **inputs: Tensor) -> tuple[Tens
 
 
 BACKENDS: dict[str, Run] = {"ref": run_ref}
-if importlib.util.find_spec("triton") is not None and torch.cuda.is_available():
+if available():
     BACKENDS["triton"] = run_triton
