@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import GREEDY, Broken, breaking, engine, errors, prompts, run, unrecorded
@@ -191,6 +194,23 @@ def test_one_that_cannot_be_recorded_is_left_out(
     (line,) = errors(caplog)
     assert "cannot be recorded" in line and "Broken: on purpose" in line
     assert "on purpose" in json.loads(made.settings.report)["speculative_algorithm"]["reason"]
+    assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
+
+
+def test_one_whose_weights_are_no_numbers_is_left_out(
+    plain: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What an EAGLE-3 head makes of the target's states is no number then, and nothing at run time tells it from states that are none."""
+    folder = Path(shutil.copytree(Path(MODEL).parent / "tiny-eagle3", tmp_path / "head"))
+    held = load_file(folder / "model.safetensors")
+    held["fc.weight"][0] = torch.nan
+    save_file(held, folder / "model.safetensors")
+    wish = config_of(model=MODEL, speculative_draft_model_path=str(folder), dtype="float32", context_length=400)
+    with caplog.at_level(logging.ERROR, "thalweg.engine"):
+        made = LocalEngine(msgspec.structs.replace(resolve(wish).engine, eos_ids=(1,), progress=False, warm=False))
+    (line,) = errors(caplog)
+    assert "left out" in line and str(folder) in line and "no finite number" in line
+    assert "no finite number" in json.loads(made.settings.report)["speculative_algorithm"]["reason"]
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
 
 

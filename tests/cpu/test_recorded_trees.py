@@ -3,15 +3,16 @@ do. CUDA graphs are played by a recorder of torch's operations; who asks the dev
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cpu.test_recorded_drafts import Strict, Tape, _storage, add_all_, at_work
+from tests.cpu.test_recorded_drafts import Far, Strict, Tape, _storage, add_all_, at_work, counted, graphs
 from tests.cpu.test_speculation import engine, prompts, run, unrecorded
-from thalweg.core.plan import Needs, Row, StepPlan
+from thalweg.core.plan import Needs, Output, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
@@ -22,7 +23,7 @@ from thalweg.sampling.standard import Standard
 from thalweg.spec.launched import PLAIN
 from thalweg.spec.tree import Branching
 
-assert unrecorded  # a fixture of this module, too
+assert unrecorded and graphs  # fixtures of this module, too
 SLOTS, SHAPE = 7, TreeShape(3, 3, 7)
 STEPS, WIDTHS = (1, 2, 16), (1, 3, SHAPE.nodes)  # of one draft there is no tree
 DRAFTS, LENGTHS = (0, 1, 3, SHAPE.nodes, SHAPE.nodes, SHAPE.nodes), (5, 40)
@@ -48,7 +49,7 @@ def made_of(recorded: bool, tape: Tape) -> tuple[LocalEngine, dict[str, int]]:
     drafter.kernels = PLAIN
     with torch.inference_mode():
         runner.groves = groves = tree_graphs.groves(runner, STEPS, WIDTHS, (runner.slots.context, SLOTS), tape)  # type: ignore[arg-type]
-    assert sorted((one.rows, one.query) for one in groves.groves) == [(1, 4), (1, 8), (2, 4), (2, 8), (8, 4), (8, 8)]
+    assert sorted((one.rows, one.query) for one in groves.groves) == [(1, 4), (1, 8), (2, 4), (2, 8), (7, 4), (7, 8)]
     places: list[tuple[Any, str]] = [(groves, "get"), (groves.drafts, "observe"), (groves.drafts, "propose")]
     for owner, name in [*places, *((grove, "sample") for grove in groves.groves)]:
         _watch(owner, name, counts)
@@ -110,7 +111,7 @@ def test_what_fills_a_recording_up_is_padding(whole: tuple[LocalEngine, dict[str
     """Rows that there are not change nothing of any slot, nor of a page but the null page."""
     runner = whole[0].runner
     grove: Any = runner.groves.get(_plan(3))
-    assert grove.rows == 8
+    assert grove.rows == SLOTS
     runner.slots.reset()
     slots, planes = runner.slots.ints_SI.clone(), {name: held.clone() for name, held in runner.planes.bytes.items()}
     with torch.inference_mode():
@@ -144,9 +145,52 @@ def test_no_recording_reads_what_another_may_have_written_over(whole: tuple[Loca
     assert not pool & {_storage(one) for one in published}
 
 
+def test_one_draft_is_a_chains_graphs_among_trees(graphs: Any) -> None:
+    """Whatever the steps before and behind it had: the drafter proposes none by itself, and what is published is what an eager B publishes."""
+    recorded, eager = among_trees(graphs), among_trees(graphs)
+    runner: Any = recorded.runner
+    chains, trees, alone = counted(recorded), dict.fromkeys(("observe", "propose"), 0), {"propose": 0}
+    for name in trees:
+        _watch(runner.groves.drafts, name, trees)
+    _watch(runner.drafting.drafter, "propose", alone)
+    assert {one.query for one in runner.graphs.verified} == {2}
+    assert {(one.rows, one.query) for one in runner.groves.groves} == {(4, 3), (4, 4)}
+    runner = eager.runner
+    runner.drafting.drafter.propose = Far(runner.drafting.drafter).propose
+    for held in (runner.graphs, runner.groves):
+        held.drafts = NOT_RECORDED
+    for one in (*runner.graphs.verified, *runner.groves.groves):
+        one.graphs.clear()
+    assert published(recorded) == published(eager)
+    assert min(chains.values()) > 5 and min(trees.values()) > 5 and not alone["propose"], (chains, trees, alone)
+
+
+def among_trees(graphs: Any) -> LocalEngine:
+    """All of whose steps are recorded, of one draft too."""
+    shape, told = TreeShape(2, 2, 3), list[tuple[int, int]]()
+    made = engine(shape.nodes, tree=shape, slots=5, depth=2, budget=96)
+    made.loop.scheduler.holdings.slots.remove(4)
+    drafter: Any = made.runner.drafting.drafter
+    drafter.kernels, made.runner.drafting.late.passing = PLAIN, True
+    graphs.record(made.runner, (8,), (), False, made.runner.slots.context, 4, lambda *one: told.append(one), (1, 2, 3))
+    assert told == [(1 + i, len(told)) for i in range(len(told))], "the bar ends at its end"
+    return made
+
+
+def published(made: LocalEngine) -> list[tuple[Output, ...]]:
+    """Of steps with one to three drafts."""
+    steps, outputs, rng = list[tuple[Output, ...]](), made.runner.outputs, random.Random(2)
+    made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((1, 1, 2, 3))  # type: ignore[method-assign]
+    made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
+    for fields in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 3}):
+        run(made, prompts(4, 30), SamplingParams(max_tokens=12, ignore_eos=True, **fields))  # type: ignore[arg-type]
+    assert made.loop.stats().accepted_tokens > 20 and not made.loop.stats().drafter_failures
+    return steps
+
+
 def test_how_many_rows_are_recorded() -> None:
-    def rows(steps: tuple[int, ...], query: int) -> list[int]:
-        found = tree_graphs.forms(steps, [query - 1], TreeShape(4, 4, 63))
+    def rows(steps: tuple[int, ...], query: int, requests: int = 256) -> list[int]:
+        found = tree_graphs.forms(steps, [query - 1], TreeShape(4, 4, 63), requests)
         assert {own for _, own in found} == {query}
         return [rows for rows, _ in found]
 
@@ -154,8 +198,11 @@ def test_how_many_rows_are_recorded() -> None:
     assert rows(steps, 16) == [16, 8, 4, 2, 1], "as many tokens as the largest step"
     assert rows(steps[-1:], 16) == [16] and rows(steps, 64) == [8, 4, 2, 1]
     assert rows((1, 2, 4), 16) == [4, 2, 1] and rows((1, 3), 4) == [3, 1]
-    made = tree_graphs.forms((1, 2, 4), (0, 1, 3, 7), TreeShape(4, 4, 7))
+    assert rows(steps, 16, 10) == [10, 4, 2, 1] and rows((1, 2), 16, 1) == [1], "no more than there may be requests"
+    made = tree_graphs.forms((1, 2, 4), (0, 1, 3, 7), TreeShape(4, 4, 7), 4)
     assert made == [(4, 8), (4, 4), (2, 8), (2, 4), (1, 8), (1, 4)], (
         "the largest first; up to one draft there are no trees"
     )
-    assert not tree_graphs.forms((), (3,), TreeShape(4, 4, 7)) and not tree_graphs.forms((1, 2), (3,), TreeShape())
+    assert not tree_graphs.forms((), (3,), TreeShape(4, 4, 7), 4) and not tree_graphs.forms(
+        (1, 2), (3,), TreeShape(), 4
+    )

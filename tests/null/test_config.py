@@ -307,6 +307,7 @@ def test_speculation_as_vllm_has_it(tree: dict[str, Any], wanted: tuple[str | No
         (["--speculative-config.method", "mtp"], ("one object", '"method"')),
         (["--speculative-token-map", "x"], ("unknown flag --speculative-token-map: not needed",)),
         (["--speculative-draft-load-format=dummy"], ("--load-format",)),
+        (["--speculative-ngram-max-match-window-size", "8"], ("not needed", "2 to 5")),
         (["--speculative-algorithm", "medusa"], ("must be one of NEXTN",)),
     ],
 )

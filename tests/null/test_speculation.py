@@ -219,6 +219,8 @@ def test_a_folder_says_what_drafts(
         (EAGLE3, {"mtp": 3}, ("mtp", "--speculative-num-steps")),
         (EAGLE3 | {"vocab_size": 32000}, {}, ("vocab_size is 32000", "another model's")),
         (LLAMA | {"hidden_size": 512}, {"speculative_algorithm": "EAGLE"}, ("hidden_size 512",)),
+        ({"model_type": "medusa", "medusa_num_heads": 4}, {}, ("config.json is of a Medusa drafter", "EAGLE head")),
+        ({"architectures": ["MedusaModel"]}, {}, ("Medusa",)),
     ],
 )
 def test_folders_that_do_not_fit_are_refused(

@@ -51,8 +51,12 @@ def read_eagle(folder: Path, target: ModelFacts) -> EagleFacts:
 
 def algorithm_of(folder: Path) -> str:
     """What `folder` holds: EAGLE3, EAGLE or, where nothing speaks of a head, STANDALONE. Heads of the format before EAGLE-3 are often published as
-    plain Llamas: they are told by the names of their tensors, where these are there. Raises CheckpointError."""
+    plain Llamas: they are told by the names of their tensors, where these are there. Raises CheckpointError, also for Medusa's several heads."""
     config = read_config(folder, "a drafter")
+    if any("medusa" in str(config.get(key)).lower() for key in ("architectures", "model_type")):
+        raise CheckpointError(
+            f"{folder / 'config.json'} is of a Medusa drafter, which is not here; use an EAGLE head or a smaller model of the same family"
+        )
     if _third(config):
         return "EAGLE3"
     if "eagle" in str(config.get("architectures")).lower():

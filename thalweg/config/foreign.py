@@ -69,6 +69,16 @@ ABSENT = (
         "ngram-prompt-lookup-max ngram-prompt-lookup-min",
         "not needed: the longest of 2 to 5 last tokens that stood there before counts",
     ),
+    Absent(
+        "speculative-ngram-min-match-window-size speculative-ngram-max-match-window-size speculative-ngram-max-trie-depth "
+        "speculative-ngram-branch-length",
+        "not needed: the longest of 2 to 5 last tokens that stood there before counts",
+    ),
+    Absent(
+        "speculative-ngram-min-bfs-breadth speculative-ngram-max-bfs-breadth speculative-ngram-match-type "
+        "speculative-ngram-capacity",
+        "not needed: what is looked up is one chain, in the sequence itself",
+    ),
     Absent("enable-dp-attention enable-eplb moe-a2a-backend enable-expert-parallel", "not in this version: one device"),
     Absent("enable-lora lora-paths lora-modules", "not in this version"),
     Absent(

@@ -44,7 +44,7 @@ from thalweg.models.base import Model
 from thalweg.models.compiled import compile_parts
 from thalweg.models.one_by_one import OneByOne
 from thalweg.models.traced import Traced, traced
-from thalweg.runner.drafting import blamed_on_drafter
+from thalweg.runner.drafting import DrafterFails, blamed_on_drafter
 from thalweg.runner.runner import Runner
 from thalweg.runner.tree_graphs import forms
 from thalweg.sampling.catalog import drawing_for, ruled
@@ -193,7 +193,8 @@ def _recorded(settings: EngineSettings, runner: Runner) -> Runner:
 
 def _recordings(settings: EngineSettings) -> int:
     """Whole steps that are recorded, trees too."""
-    return len(settings.graphs) + len(forms(settings.graphs, choices(_fits(settings)), settings.tree))
+    trees = forms(settings.graphs, choices(_fits(settings)), settings.tree, settings.slots)
+    return len(settings.graphs) + len(trees)
 
 
 def _fits(settings: EngineSettings) -> int:
@@ -235,7 +236,8 @@ def load_weights(model: Model, besides: Sequence[Weighted], settings: EngineSett
 
 
 def load_own(modules: Sequence[Weighted], settings: EngineSettings) -> None:
-    """Fills what a drafter has from its own folder, and reads no other; or with random numbers. Raises CheckpointError."""
+    """Fills what a drafter has from its own folder, and reads no other; or with random numbers. Raises CheckpointError, and DrafterFails where it
+    holds what is no number: what an EAGLE-3 head makes of such weights would pass for a fault of the target's states."""
     for module in modules:
         assert isinstance(module, torch.nn.Module), "a drafter's model is a module: its parameters are what is filled"
         if settings.load_format == "dummy":
@@ -245,7 +247,13 @@ def load_own(modules: Sequence[Weighted], settings: EngineSettings) -> None:
             _bar("loading the drafter", settings.progress) as progress,
             Safetensors(Path(settings.drafter_path)) as stream,
         ):
-            load(module, module.table(), stream, module.facts.fp8_block, progress)
+            try:
+                load(module, module.table(), stream, module.facts.fp8_block, progress)
+            except CheckpointError as error:
+                raise CheckpointError(f"the drafter in {settings.drafter_path}: {error}") from error
+        for name, held in module.named_parameters():
+            if held.dtype.itemsize > 1 and not held.sum(dtype=torch.float32).isfinite():
+                raise DrafterFails(f"{settings.drafter_path} holds what is no finite number, in {name}")
 
 
 def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, channel: Channel) -> Loop:

@@ -95,7 +95,8 @@ def probe(settings: EngineSettings, model: Model, drafter: Drafter, context: int
 def measure(
     settings: EngineSettings, runner: Runner, context: int, record: Callable[[Runner], int]
 ) -> tuple[int, int, int]:
-    """(step, graphs, slots) of `Sums`. record: records a largest bucket on the runner, and returns how many there will be."""
+    """(step, graphs, slots) of `Sums`. record: records a largest bucket on the runner, with the largest of each kind
+    of tree, and returns how many times as much there will be."""
     device = runner.planes.device
     step = _step(settings, runner, context, device)
     return step, _graphs(runner, record, device), runner.slots.nbytes

@@ -1,4 +1,4 @@
-"""A drafter that finds no room, or cannot be recorded, is left out: it only accelerates, so the engine starts without it."""
+"""A drafter that finds no room, cannot be recorded or holds no numbers is left out: it only accelerates, so the engine starts without it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thalweg.runner.drafting import DrafterFails
 log = logging.getLogger("thalweg.engine")
 
 LEFT_OUT = "there is no room for the drafter, and decoding goes on without it: %s"
-NOT_RECORDED = "steps with the drafter cannot be recorded, and decoding goes on without it: %s"
+USELESS = "the drafter is left out, and decoding goes on without it: %s"
 
 T = TypeVar("T")
 
@@ -30,8 +30,8 @@ def with_or_without(build: Callable[[EngineSettings], T], settings: EngineSettin
     try:
         return build(settings)
     except DrafterFails as error:
-        log.exception(NOT_RECORDED, error)
-        why = f"steps with it cannot be recorded: {_first_line(error)}"
+        log.error(USELESS, error, exc_info=error.__cause__)
+        why = _first_line(error)
     except (NoRoom, MemoryError, RuntimeError) as error:
         if not settings.drafter or not lacks_memory(error):
             raise

@@ -24,18 +24,18 @@ T = TypeVar("T")
 
 
 class DrafterFails(Exception):
-    """What there is because of a drafter alone raised at the start."""
+    """The engine can start without its drafter alone; says why."""
 
 
 @contextmanager
 def blamed_on_drafter() -> Iterator[None]:
-    """Whatever is raised in here and is no lack of memory becomes DrafterFails."""
+    """Around what records its steps: whatever is raised in here and is no lack of memory becomes DrafterFails."""
     try:
         yield
     except Exception as error:  # whatever it is: its steps are guarded in the same way
         if lacks_memory(error):
             raise
-        raise DrafterFails(f"{type(error).__name__}: {error}") from error
+        raise DrafterFails(f"steps with it cannot be recorded: {type(error).__name__}: {error}") from error
 
 
 class RecordedDrafts(Protocol):

@@ -190,7 +190,7 @@ def record(
     alone = [width for width in widths if rows and not tree.parts(1 + width)]
     chains = _chains(runner) if alone else []
     drafting = halving([min(many, MOST) for many in rows]) if chains else []
-    count = len(rows) + len(tokens) + len(beside) + len(drafting) + len(forms(rows, widths, tree))
+    count = len(rows) + len(tokens) + len(beside) + len(drafting) + len(forms(rows, widths, tree, spare))
 
     def told() -> None:
         progress(next(done), count)

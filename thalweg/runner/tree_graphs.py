@@ -251,13 +251,13 @@ class Groves:
         return next((one for one in self.groves if one.query == plan.query and one.rows >= len(plan.rows)), None)
 
 
-def forms(steps: Sequence[int], widths: Sequence[int], tree: TreeShape) -> list[tuple[int, int]]:
+def forms(steps: Sequence[int], widths: Sequence[int], tree: TreeShape, requests: int) -> list[tuple[int, int]]:
     """Rows, and tokens of each with the root, of the steps that are recorded where steps of so many rows of one token are, and rows may have so many
-    drafts that part ways; the largest first. Of each width as many rows as have no more tokens than the largest of those steps, and each number of
-    them that is half of the one before or less."""
+    drafts that part ways; the largest first. Of each width as many rows as have no more tokens than the largest of those steps, or FEW, but no more
+    than there may be requests; and each number of them that is half of the one before or less."""
     found, largest = list[tuple[int, int]](), max(steps, default=0)
     for query in sorted(1 + width for width in widths if tree.parts(1 + width)):
-        most = max(largest // query, min(largest, FEW))
+        most = min(max(largest // query, min(largest, FEW)), requests)
         found += [(rows, query) for rows in halving([most, *(rows for rows in steps if rows <= most)]) if rows]
     return sorted(found, key=lambda form: (form[0] * form[1], form), reverse=True)
 
@@ -270,14 +270,14 @@ def groves(
     tape: Tape,
     told: Callable[[], None] = lambda: None,
 ) -> Groves:
-    """Records trees of so many drafts where steps of these numbers of rows are recorded. bounds: the longest context, and the spare slot. Raises
-    DrafterFails, NoRoom."""
+    """Records trees of so many drafts where steps of these numbers of rows are recorded. bounds: the longest context, and the spare slot, the
+    last one. Raises DrafterFails, NoRoom."""
     drafter, storage = runner.drafting.drafter, (runner.planes, runner.slots)
     branching = drafter if isinstance(drafter, Branching) else None
     attends, climbs = branching is not None and branching.head.attends, climbs_on(runner.planes.device)
     held = Held(runner.model, *storage, *bounds, runner.sampling, runner.move, climbs, attends)
     made, learning, growing = list[Grove](), list[Learning](), list[Growing]()
-    for rows, query in forms(steps, widths, runner.slots.tree):
+    for rows, query in forms(steps, widths, runner.slots.tree, held.spare):
         made.append(Grove(rows, query, held))
         with tape.running(f"{rows} trees of {query - 1} drafts"), blamed_on_drafter():
             made[-1].record(tape)

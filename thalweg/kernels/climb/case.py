@@ -1,5 +1,5 @@
 """Cases of steps that verify trees: trees of every form, drawn to their leaves or anywhere before, stop ids, ends and what is no token on the way,
-nodes that were not made, equal children, slots that had ended."""
+nodes that were not made, and some that were and are not verified, equal children, slots that had ended."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from thalweg.kernels.climb.ref import Climbed, Fields, Paths
 from thalweg.kernels.own import available
 
 STOPS, COLUMNS, CONTEXT, PAGE, TOKENS = 5, 8, 200, 16, 90
+BEYOND = 3  # nodes that a slot has behind those of a step
 
 
 class Tree(NamedTuple):
@@ -33,17 +34,18 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
 
 def _case(rows: int, query: int, deepest: int, generator: torch.Generator) -> Case:
     rng, slots = Random(int(torch.randint(1 << 40, (), generator=generator))), rows + 2
-    trees = [_grown(query, deepest, rng) for _ in range(slots)]
+    nodes = query + BEYOND
+    trees = [_grown(nodes, deepest, rng) for _ in range(slots)]
     ints, tokens_SL = list[list[int]](), torch.zeros(slots, CONTEXT + 1, dtype=torch.int32)
     for slot, tree in enumerate(trees):
         length = rng.randrange(1, CONTEXT)
         end = min(length + rng.choice((1, 2, 3, 2 * query)), CONTEXT) * rng.choice((0, 1, 1, 1))
-        made = rng.choice((query - 1, query - 1, rng.randrange(query)))
+        made = rng.choice((query - 1, nodes - 1, rng.randrange(nodes)))
         ints.append([length, length - 1, end, *(rng.randrange(1 << 40) for _ in range(4)), made])
         tokens_SL[slot, :length] = torch.randint(TOKENS, (length,), generator=generator)
-        room = tokens_SL[slot, length : length + query - 1]
+        room = tokens_SL[slot, length : length + nodes - 1]
         room.copy_(torch.tensor(tree.tokens[1 : 1 + len(room)]))
-    forms = [[tree.parents, tree.depths, [rng.randrange(1 << 60) for _ in range(query)]] for tree in trees]
+    forms = [[tree.parents, tree.depths, [rng.randrange(1 << 60) for _ in range(nodes)]] for tree in trees]
     fields = {
         "stop_SK": torch.tensor([[rng.randrange(-1, 8 * TOKENS) for _ in range(STOPS)] for _ in trees]),
         "tokens_SL": tokens_SL,
@@ -52,7 +54,7 @@ def _case(rows: int, query: int, deepest: int, generator: torch.Generator) -> Ca
         "nodes_SN3": torch.tensor(forms).transpose(1, 2).contiguous(),
     }
     slot_R = rng.sample(range(slots), rows)
-    drawn = [trees[slot].drawn for slot in slot_R]
+    drawn = [trees[slot].drawn[:query] for slot in slot_R]
     held = Fields(**{name: tensor.clone() for name, tensor in fields.items()})
     exact = _exact(slot_R, drawn, 1 + deepest, held)
     inputs = {"slot_R": torch.tensor(slot_R), "drawn_RQ": torch.tensor(drawn), "deepest": deepest, **fields}
@@ -81,7 +83,7 @@ def _exact(slots: list[int], drawn: list[list[int]], most: int, fields: Fields) 
     ints = list[list[int]]()
     for row, slot in enumerate(slots):
         length, at, end, *others, made = fields.ints_SI[slot].tolist()
-        table, forms = fields.table_SP[slot].tolist(), fields.nodes_SN3[slot].tolist()
+        table, forms = fields.table_SP[slot].tolist(), fields.nodes_SN3[slot, : len(drawn[row])].tolist()
         places, first = [table[at // PAGE] * PAGE + at % PAGE for at in range(CONTEXT)], len(nodes)
         tokens = fields.tokens_SL[slot].tolist()
         for node, (_, depth, hides) in enumerate(forms):

@@ -192,8 +192,8 @@ def _show_floors(made: Forecast, console: Console) -> None:
     console.print("\n[bold]Floors of a prompt[/] alone: ms to its first token, and prompt tokens/s")
     console.print(_prefill(made))
     if made.drafts and made.maker is not None:
-        console.print(_drafted(made.maker))
-        console.print(_drafts(made))
+        console.print(_drafted(made, made.maker))
+        console.print(_drafts(made, made.maker))
     console.print(
         "[dim]No program is faster than a floor: each phase reads its weights and context once, or computes at the machine's rate.[/]"
     )
@@ -226,26 +226,28 @@ def _prefill(made: Forecast) -> Table:
     return table
 
 
-def _drafted(maker: Maker) -> str:
+def _drafted(made: Forecast, maker: Maker) -> str:
     """The line over a table of drafts."""
+    load = _load(made)
     if maker.forward is None:
-        return (
-            f"\n[bold]Drafts[/] by {maker.name}, under the load below: they cost no more than that a step verifies them"
-        )
-    told = f"by {maker.name}, under the load below: a step verifies them and makes as many anew"
+        return f"\n[bold]Drafts[/] by {maker.name}, under {load}: they cost no more than that a step verifies them"
+    told = f"by {maker.name}, under {load}: a step verifies them and makes as many anew"
     if maker.tree.on:
-        told = f"by {maker.name}, a tree of {maker.tree.nodes}, under the load below: a step verifies them and grows them anew"
+        told = f"by {maker.name}, a tree of {maker.tree.nodes}, under {load}: a step verifies them and grows them anew"
     unasked = "" if maker.asked else " (--speculative-algorithm NEXTN, which was not asked for)"
     return f"\n[bold]Drafts[/] {told}{unasked}"
 
 
-def _drafts(made: Forecast) -> Table:
+def _drafts(made: Forecast, maker: Maker) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("drafts", "ms a step", "a plain step takes 1"):
         table.add_column(head, justify="right")
     table.add_column("")
     for one in made.drafts:
         pays = f"pays when a step brings a request more than {one.ratio:.2f} tokens"
+        most = 1 + (maker.tree.deepest if maker.tree.on else one.drafts)
+        if one.ratio >= most:
+            pays = f"pays never: a step brings a request {most} tokens at most"
         table.add_row(str(one.drafts), f"{1e3 * one.seconds:.2f}", f"{one.ratio:.2f}", pays)
     return table
 
