@@ -168,13 +168,10 @@ def test_a_part_of_what_is_measured_on_a_gpu(
     words = f"v2-lite-tree --model {MODEL} --batches 1 --input 20 --output 8 --out {tmp_path}".split()
     assert script.main(words) == 0
     result = json.loads((tmp_path / "speculation_v2_lite_tree.json").read_text())
-    assert [row["width"] for row in result["speculation"]] == [0, 15] and not result["partial"]
+    assert [row["width"] for row in result["speculation"]] == [0, 1, 3, 7, 15, -1] and not result["partial"]
     lines = tables.speculation_steps(result)
-    assert (
-        lines[0] == "| context | requests | plain | tree 4x4x15 |"
-        and "what it learns" in lines[-4]
-        and "where 2.5 are accepted" in "\n".join(lines)
-    )
+    assert lines[0] == "| context | requests | plain | 1 draft | 3 drafts | 7 drafts | tree 4x4x15 | chosen |"
+    assert "what it learns" in lines[-7] and "where 2.5 are accepted" in "\n".join(lines)
     capsys.readouterr()
     assert script.main(["plan", *words]) == 0
     shown = capsys.readouterr().out
