@@ -230,23 +230,23 @@ def test_recorded_steps_publish_what_eager_ones_do(graphs: Any, depth: int, acce
 def counted(made: LocalEngine) -> dict[str, int]:
     """How often each of these was replayed from now on."""
     graphs, counts = made.runner.graphs, dict.fromkeys(("accept", "observe", "propose"), 0)
-    drafts: Any = graphs.drafts
-
-    def watch(owner: Any, name: str, count: str) -> None:
-        real = getattr(owner, name)
-
-        def watched(*args: Any, **more: Any) -> Any:
-            made = real(*args, **more)
-            counts[count] += made is not None and made is not False
-            return made
-
-        setattr(owner, name, watched)
-
-    watch(drafts, "observe", "observe")
-    watch(drafts, "propose", "propose")
+    watch(graphs.drafts, "observe", counts)
+    watch(graphs.drafts, "propose", counts)
     for verified in graphs.verified:  # type: ignore[attr-defined]
-        watch(verified, "sample", "accept")
+        watch(verified, "sample", counts, "accept")
     return counts
+
+
+def watch(owner: Any, name: str, counts: dict[str, int], count: str = "") -> None:
+    """Counts under its own name or another how often it did something from now on."""
+    real = getattr(owner, name)
+
+    def watched(*args: Any, **more: Any) -> Any:
+        found = real(*args, **more)
+        counts[count or name] += found is not None and found is not False
+        return found
+
+    setattr(owner, name, watched)
 
 
 PLACES = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.test_recorded_drafts import Far, Strict, Tape, _storage, add_all_, at_work, counted, graphs
+from tests.cpu.test_recorded_drafts import Far, Strict, Tape, _storage, add_all_, at_work, counted, graphs, watch
 from tests.cpu.test_speculation import engine, prompts, run, unrecorded
 from thalweg.core.plan import Needs, Output, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
@@ -52,23 +52,12 @@ def made_of(recorded: bool, tape: Tape) -> tuple[LocalEngine, dict[str, int]]:
     assert sorted((one.rows, one.query) for one in groves.groves) == [(1, 4), (1, 8), (2, 4), (2, 8), (7, 4), (7, 8)]
     places: list[tuple[Any, str]] = [(groves, "get"), (groves.drafts, "observe"), (groves.drafts, "propose")]
     for owner, name in [*places, *((grove, "sample") for grove in groves.groves)]:
-        _watch(owner, name, counts)
+        watch(owner, name, counts)
     if not recorded:
         groves.drafts = NOT_RECORDED
         for grove in groves.groves:
             grove.graphs.clear()
     return made, counts
-
-
-def _watch(owner: Any, name: str, counts: dict[str, int]) -> None:
-    real = getattr(owner, name)
-
-    def watched(*args: Any, **more: Any) -> Any:
-        found = real(*args, **more)
-        counts[name] += found is not None and found is not False
-        return found
-
-    setattr(owner, name, watched)
 
 
 TAPE = Tape()
@@ -151,8 +140,8 @@ def test_one_draft_is_a_chains_graphs_among_trees(graphs: Any) -> None:
     runner: Any = recorded.runner
     chains, trees, alone = counted(recorded), dict.fromkeys(("observe", "propose"), 0), {"propose": 0}
     for name in trees:
-        _watch(runner.groves.drafts, name, trees)
-    _watch(runner.drafting.drafter, "propose", alone)
+        watch(runner.groves.drafts, name, trees)
+    watch(runner.drafting.drafter, "propose", alone)
     assert {one.query for one in runner.graphs.verified} == {2}
     assert {(one.rows, one.query) for one in runner.groves.groves} == {(4, 3), (4, 4)}
     runner = eager.runner

@@ -95,3 +95,7 @@ class Batch:
     def columns_T(self) -> Tensor:
         """int64: the last place of its row's context that each token sees."""
         return self.positions_T if self.tree is None else self.tree.columns_T
+
+    def hides(self, tokens: int) -> Tensor | None:
+        """int64: what the first so many tokens do not see of their rows' contexts, where drafts part ways; else None."""
+        return None if self.tree is None else self.tree.hides_T[:tokens]

@@ -140,7 +140,7 @@ class PagedSteps(nn.Module):
             else:
                 prefixes = _prefixes(rest.cached, batch.ids_T.device)
         prepared = self.prepare(batch, tokens, query)
-        hides_T = None if batch.tree is None else batch.tree.hides_T[:tokens]
+        hides_T = batch.hides(tokens)
         return PagedStep(
             batch, planes, self.cos, self.sin, tokens, query, reach, rest, prefixes, whole, rows_T, hides_T, prepared
         )

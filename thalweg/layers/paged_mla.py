@@ -236,8 +236,8 @@ class LatentMla(PagedMla):
 
 def decode_rows(batch: Batch, tokens: int, query: int) -> Rows:
     """The decode rows of a step as the kernels see them."""
-    hides_T = None if batch.tree is None else batch.tree.hides_T[:tokens]
-    return Rows(batch.table_RP, batch.columns_T[:tokens], query, batch.groups[0].reach, hides_T=hides_T)
+    reach, hides_T = batch.groups[0].reach, batch.hides(tokens)
+    return Rows(batch.table_RP, batch.columns_T[:tokens], query, reach, hides_T=hides_T)
 
 
 def prepare_by(decoder: Decoder) -> Prepare:

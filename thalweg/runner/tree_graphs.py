@@ -34,7 +34,7 @@ from thalweg.runner.tape import NEEDS, Tape, borrow, recorded
 from thalweg.sampling.sample import Moved, Sampled, Sampling
 from thalweg.spec.drafter import Asked, Proposed, Seen
 from thalweg.spec.launched import Kernels
-from thalweg.spec.tree import Branching
+from thalweg.spec.tree import Branching, fields_of
 
 
 class Climbs(NamedTuple):
@@ -69,8 +69,7 @@ class Held(NamedTuple):
 
     @property
     def fields(self) -> Fields:
-        s = self.slots
-        return Fields(s.stop_SK, s.tokens_SL, s.ints_SI, s.table_SP, s.nodes_SN3)
+        return fields_of(self.slots)
 
     @property
     def pages(self) -> int:

@@ -125,7 +125,7 @@ class Branching(Unrolled):
             token_EN[:, children] = token_EMB[:, behind, rank]
         parent_EK, depth_EK, hides_EK = (x.expand(many, -1) for x in (parent_1K, depth_1K, hides_1N[:, 1:]))
         token_EK = token_EN[:, 1:]
-        plant(token_EK, parent_EK, depth_EK, hides_EK, slot_E, ints_EI, _fields(slots))
+        plant(token_EK, parent_EK, depth_EK, hides_EK, slot_E, ints_EI, fields_of(slots))
         sound_E = numbers_E & state_EMW.isfinite().flatten(1).all(1) | ~state_EW.isfinite().all(1)
         return Proposed(token_EK, slots.made.index_select(0, slot_E), sound_E, parent_EK)
 
@@ -134,6 +134,7 @@ class Branching(Unrolled):
         slot_E, many, device, branches = asked.slot_E, len(asked.slot_E), asked.slot_E.device, self.shape.branches
         reach = min(asked.reach + 1 + self.shape.room(slots.tree.nodes), slots.context)
         nothing_E1 = torch.zeros(many, 1, dtype=torch.int64, device=device)
+        # the bits of 0 are those of 0.0: one launch makes both
         level = Level(nothing_E1, nothing_E1, nothing_E1, nothing_E1.view(torch.float32).view(-1)[:many].view(many, 1))
         held = slots.ints_SI, slots.tokens_SL, slots.table_SP
         decode = PLAIN.decode if self.kernels is None else self.kernels.decode
@@ -152,7 +153,7 @@ class Branching(Unrolled):
             level, placed = self.growth.advance(*best, level, depth, slot_E, ints_EI, slots.table_SP, PAGE, made)
             if depth + 1 < deepest:
                 batch, state_TW = _step(placed, table_EP, slot_E, reach), state_TW.index_select(0, placed.from_T)
-        settled = made, branches, state_TW, given_EW, slot_E, ints_EI, _fields(slots)
+        settled = made, branches, state_TW, given_EW, slot_E, ints_EI, fields_of(slots)
         self.growth.settle(*settled, out)
 
     def _best(self, state_TW: Tensor, rows: Rows, depth: int, slots: Slots) -> tuple[Tensor, Tensor]:
@@ -209,7 +210,8 @@ def _step(placed: Placed, table_EP: Tensor, slot_E: Tensor, reach: int) -> Batch
     )
 
 
-def _fields(slots: Slots) -> Fields:
+def fields_of(slots: Slots) -> Fields:
+    """What kernels read and write of the slots."""
     return Fields(slots.stop_SK, slots.tokens_SL, slots.ints_SI, slots.table_SP, slots.nodes_SN3)
 
 
