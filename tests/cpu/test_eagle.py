@@ -18,13 +18,13 @@ from tests.cpu.heads import Reference
 from thalweg.bench.answers import Texts
 from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.bench.tasks import make_items
-from thalweg.config.model import read_facts
 from thalweg.core.errors import CheckpointError
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models import traced
-from thalweg.models.base import Target
+from thalweg.models.catalog import read_facts
+from thalweg.models.decoder import Target
 from thalweg.models.eagle import Eagle, Eagle3
 from thalweg.spec.eagle import eagle_head
 from thalweg.spec.unroll import Unrolled

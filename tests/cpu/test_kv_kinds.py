@@ -10,33 +10,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from thalweg.layers.sparse_mla import SparseMla
 from torch import Tensor
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.config.model import ModelFacts, facts_of, read_facts
+from thalweg.config.model import ModelFacts, facts_of
 from thalweg.core.errors import CannotServe
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.selfcheck import Probe, probes, settled
 from thalweg.engine.settings import EngineSettings
-from thalweg.layers.parts import ReferenceParts
-from thalweg.layers.sparse_mla import SparseMla
+from thalweg.layers.reference import ReferenceLayers
 from thalweg.llm import LLM
 from thalweg.memory.planes import FP8, FP8_MAX, decoded, encoded
 from thalweg.models import catalog
-from thalweg.models.base import Model
+from thalweg.models.catalog import read_facts
+from thalweg.models.decoder import Model
 from thalweg.models.traced import AFTER, traced
-from thalweg.weights.cache_scales import read_scales
+from thalweg.weights.cache_scales import read_cache_scales
 from thalweg.weights.loader import load
-from thalweg.weights.stream import Safetensors, fill_dummy
+from thalweg.weights.stream import Safetensors
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 
 
 def model(dtype: torch.dtype = torch.float32, **choice: object) -> Model:
     """The bundled model with its plain twin's weights."""
-    plain, parts = zoo.ours(FOLDER, dtype), ReferenceParts(dtype, torch.device("cpu"), choice=KernelChoice(**choice))  # type: ignore[arg-type]
+    plain, parts = zoo.ours(FOLDER, dtype), ReferenceLayers(dtype, torch.device("cpu"), choice=KernelChoice(**choice))  # type: ignore[arg-type]
     made = catalog.assemble(read_facts(FOLDER), parts)
     assert isinstance(made, torch.nn.Module) and isinstance(plain, torch.nn.Module)
     made.load_state_dict(plain.state_dict())
@@ -70,7 +71,7 @@ def test_keys_and_values_give_what_latents_give(exact: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseParts(ReferenceParts):
+class SparseParts(ReferenceLayers):
     """The reference's, put together as on a GPU."""
 
     own_index: bool = True
@@ -85,7 +86,7 @@ def test_sparse_attention_beside_kernels_is_the_references(exact: Tensor) -> Non
     made = catalog.assemble(of, SparseParts(torch.float32, torch.device("cpu")))
     assert isinstance(made, torch.nn.Module)
     with Safetensors(FOLDER) as stream:
-        load(made, made.table(), stream, of.fp8_block)
+        load(made, made.table(), stream, of.quantization_config)
     for whole in (120, 40, 1):
         assert error(logits(made, IDS, whole)[-30:], exact[-30:]) < 1e-5
 
@@ -94,8 +95,8 @@ def test_layers_without_an_indexer_go_by_the_one_before() -> None:
     of = facts_of(json.loads((FOLDER / "config.json").read_text()), "shared")
     assert of.indexer is not None
     of = replace(of, indexer=replace(of.indexer, full=(True, False, False, True)))
-    models = [catalog.assemble(of, kind(torch.float32, torch.device("cpu"))) for kind in (ReferenceParts, SparseParts)]
-    fill_dummy(models[0])
+    models = [catalog.assemble(of, kind(torch.float32, torch.device("cpu"))) for kind in (ReferenceLayers, SparseParts)]
+    zoo.fill(models[0])
     given = dict(models[0].named_parameters())
     with torch.no_grad():
         for name, parameter in models[1].named_parameters():
@@ -173,7 +174,7 @@ def test_a_published_scale_is_the_latents(exact: Tensor) -> None:
     kept = model(kv="fp8_e4m3")
     bench, table = Bench(kept, 1, pages=8), kept.table()
     assert table.skipped("model.layers.1.self_attn.attn.v_scale")
-    read_scales(table, OneScale(), bench.planes)  # type: ignore[arg-type]
+    read_cache_scales(table, OneScale(), bench.planes)  # type: ignore[arg-type]
     scales = [bench.planes.scale("latent", layer) for layer in range(kept.facts.layers)]
     assert [None if scale is None else scale.item() for scale in scales[:2]] == [1.0, 0.25]
     assert 1e-4 < error(bench.step([(0, IDS)])[0], exact) < 0.12

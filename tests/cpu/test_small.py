@@ -13,12 +13,12 @@ from tests.compose.matrix import MODEL, settings
 from tests.cpu import zoo
 from tests.cpu.test_eagle import GREEDY, SEEDED, plain, prompts, run
 from thalweg.bench.nextn_acceptance import whole_batch
-from thalweg.config.model import read_facts
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models import traced
+from thalweg.models.catalog import read_facts
 from thalweg.runner import late
 from thalweg.spec.small import Small
 from thalweg.spec.unroll import Unrolled

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.cpu import zoo
 from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.config.model import ModelFacts, facts_of
 from thalweg.core.kernels import KernelChoice
-from thalweg.layers.kernel_parts import KernelParts
-from thalweg.layers.parts import ReferenceParts
+from thalweg.layers.kernel_layers import KernelLayers
+from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.spec.tree import hides_of
-from thalweg.weights.stream import fill_dummy
 
 KERNELS = KernelChoice(decode="triton", prefill="triton")
 COMMON: dict[str, Any] = {
@@ -87,11 +87,11 @@ def pair(shape: str, device: torch.device, choice: KernelChoice = KERNELS) -> tu
 
 def twins(of: ModelFacts, device: torch.device, choice: KernelChoice) -> tuple[Any, Any]:
     """See `pair`."""
-    kernels = catalog.assemble(of, KernelParts(torch.bfloat16, device, choice, of.fp8_block is not None))
+    kernels = catalog.assemble(of, KernelLayers(torch.bfloat16, device, choice, of.fp8_block is not None))
     kept = KernelChoice(kv=choice.kv, latent=choice.latent)
-    reference = catalog.assemble(of, ReferenceParts(torch.float32, device, choice=kept))
+    reference = catalog.assemble(of, ReferenceLayers(torch.float32, device, choice=kept))
     assert isinstance(kernels, torch.nn.Module) and isinstance(reference, torch.nn.Module)
-    fill_dummy(kernels)
+    zoo.fill(kernels)
     weights = dict(kernels.named_parameters())
     with torch.no_grad():
         for name, parameter in reference.named_parameters():

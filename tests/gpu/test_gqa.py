@@ -103,9 +103,9 @@ class Sequences:
     """A layer of 28 heads over 4, and the projections of sequences' tokens; a sequence is its first page."""
 
     def __init__(self, choice: KernelChoice, device: torch.device) -> None:
-        from thalweg.layers.kernel_parts import KernelParts
+        from thalweg.layers.kernel_layers import KernelLayers
 
-        of, parts = facts("qwen2"), KernelParts(torch.bfloat16, device, choice)
+        of, parts = facts("qwen2"), KernelLayers(torch.bfloat16, device, choice)
         self.device, self.layer = device, parts.gqa(of, 0, qk_norm=False, out_bias=False)
         self.steps = parts.steps(of, None)  # type: ignore[arg-type]
         self.planes = Planes(tuple(parts.plane(name, 0, 512, "heads") for name in ("key", "value")), 64, device)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu import zoo
 from tests.gpu.shapes import KERNELS, Part, batches, pair, published
 from thalweg.config.drafters import eagle_of
 from thalweg.memory.planes import Planes
 from thalweg.models.eagle import Eagle, Eagle3
-from thalweg.weights.stream import fill_dummy
 
 STEPS: dict[str, list[Part]] = {
     "two prompts": [(1, 0, 130), (4, 0, 7)],
@@ -50,7 +50,7 @@ def test_states_and_what_is_stored_are_the_references(shape: str, third: bool, c
         made.append(head)
         kept.append(Planes((*main.planes(), *head.planes()), 16, cuda))
     reference, kernels = made
-    fill_dummy(kernels)
+    zoo.fill(kernels)
     given_by_name = dict(kernels.named_parameters())
     for name, parameter in reference.named_parameters():
         parameter.data.copy_(given_by_name[name])

@@ -19,7 +19,7 @@ from thalweg.engine.local import LocalEngine
 from thalweg.kernels.case import normal
 from thalweg.kernels.router import triton as routing
 from thalweg.layers import paged
-from thalweg.moe.router import Router
+from thalweg.layers.moe import Router
 
 pytest.importorskip("triton")
 STEPS: dict[str, list[Part]] = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.compose import deterministic, matrix
+from tests.cpu import zoo
 from tests.gpu.shapes import COMMON, LATENT, SHAPES, Part, batches, planes, twins
 from tests.gpu.test_engine import agreement, engine, tokens
 from thalweg.attention.selection import best
@@ -21,10 +22,9 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.settings import EngineSettings
 from thalweg.layers.indexer import Indexer
-from thalweg.layers.parts import ReferenceParts
+from thalweg.layers.reference import ReferenceLayers
 from thalweg.models import catalog
-from thalweg.models.one_by_one import OneByOne
-from thalweg.weights.stream import fill_dummy
+from thalweg.models.token_by_token import TokenByToken
 
 TOPK, PROMPT, NEW = 2048, 3900, 12
 SHAPE: dict[str, Any] = COMMON | LATENT | {
@@ -139,7 +139,7 @@ def test_a_deterministic_one_starts_warm(shape: dict[str, Any], cuda: torch.devi
     """Every token is a step of its own: what runs before the first request, and what is measured, is one token's."""
     (tmp_path / "config.json").write_text(json.dumps(shape))
     of = engine(tmp_path, warmup=True, deterministic_inference=True, max_running_requests=4)
-    assert of.settings.warm and of.settings.beside == () and isinstance(of.runner.model, OneByOne)
+    assert of.settings.warm and of.settings.beside == () and isinstance(of.runner.model, TokenByToken)
     prompts = [tuple(range(100)), tuple(range(7, 50))]
     params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)] * 2
     together = tokens(of, prompts, params)
@@ -151,9 +151,9 @@ def same_weights(monkeypatch: Any) -> None:
     from thalweg.engine import build
 
     def fill(model: torch.nn.Module, seed: int) -> None:
-        twin = catalog.assemble(facts_of(SHAPE, "sparse"), ReferenceParts(torch.float32, torch.device("cpu")))
+        twin = catalog.assemble(facts_of(SHAPE, "sparse"), ReferenceLayers(torch.float32, torch.device("cpu")))
         assert isinstance(twin, torch.nn.Module)
-        fill_dummy(twin, seed)
+        zoo.fill(twin, seed)
         with torch.no_grad():
             for there, here in zip(model.parameters(), twin.parameters(), strict=True):
                 there.copy_(here)

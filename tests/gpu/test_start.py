@@ -22,7 +22,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels.compilations import Compilations
 from thalweg.launch.resolve import resolve
-from thalweg.layers.kernel_parts import KernelParts
+from thalweg.layers.kernel_layers import KernelLayers
 from thalweg.models import catalog
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Read, Safetensors
@@ -98,14 +98,14 @@ def test_weights_through_pinned_memory_are_those_of_the_files(shape: str, cuda: 
     out, of = tmp_path / "out", facts(shape)
     make(folder(shape, tmp_path / "shape"), out, 1, False, 500_000_000, cuda, False)
     pumped, plain = (
-        catalog.assemble(of, KernelParts(torch.bfloat16, cuda, KERNELS, of.fp8_block is not None)) for _ in range(2)
+        catalog.assemble(of, KernelLayers(torch.bfloat16, cuda, KERNELS, of.fp8_block is not None)) for _ in range(2)
     )
     for model, kind in ((pumped, Safetensors), (plain, Plain)):
         assert isinstance(model, torch.nn.Module)
         for parameter in model.parameters():
             parameter.data.view(torch.uint8).fill_(1) if parameter.is_contiguous() else parameter.data.fill_(0.5)
         with kind(out) as stream:
-            load(model, model.table(), stream, of.fp8_block)  # type: ignore[operator]
+            load(model, model.table(), stream, of.quantization_config)  # type: ignore[operator]
     given = dict(pumped.named_parameters())  # type: ignore[attr-defined]
     for name, parameter in plain.named_parameters():  # type: ignore[attr-defined]
         assert torch.equal(parameter.contiguous().view(torch.uint8), given[name].contiguous().view(torch.uint8)), name

@@ -19,7 +19,7 @@ def of_decode(engine: LocalEngine, prompts: Sequence[Tokens]) -> tuple[float, ..
     model = engine.runner.model
     if engine.runner.planes.device.type != "cuda" or not isinstance(model, nn.Module):
         return ()
-    from thalweg.layers.fused import FusedMoe  # needs Triton
+    from thalweg.layers.kernel_linear import FusedMoe  # needs Triton
 
     parts = [part for part in model.modules() if isinstance(part, FusedMoe)]
     if not parts:

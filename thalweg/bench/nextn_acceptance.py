@@ -13,12 +13,10 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group
 from thalweg.bench.statistics import Share
-from thalweg.core.errors import CheckpointError
 from thalweg.core.plan import PAGE
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
-from thalweg.models.deepseek import Deepseek
 from thalweg.models.nextn import NextN
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Safetensors
@@ -30,11 +28,9 @@ TOKENS_A_PASS = 2048
 def load_nextn(engine: LocalEngine) -> NextN:
     """The NextN layer behind the engine's model, from the same checkpoint. Raises CheckpointError when it has none."""
     main = engine.runner.model
-    if not isinstance(main, Deepseek):
-        raise CheckpointError("this architecture has no NextN layer: leave nextn out")
     nextn = catalog.build_nextn(main)
     with Safetensors(Path(engine.settings.path)) as stream:
-        load(nextn, nextn.table(), stream, main.facts.fp8_block)
+        load(nextn, nextn.table(), stream, main.facts.quantization_config)
     return nextn
 
 

@@ -17,11 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from thalweg.bench.replayer import Replayer, Verdict
 from thalweg.bench.usage import Parser
-from thalweg.config.model import read_facts
 from thalweg.core.errors import CannotServe
 from thalweg.core.kernels import KernelChoice
 from thalweg.engine.recording import Head, Recording, fingerprint, read, versions
 from thalweg.engine.settings import EngineSettings
+from thalweg.models.catalog import read_facts
 
 EPILOG = """\
 examples:

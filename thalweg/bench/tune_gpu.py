@@ -10,8 +10,8 @@ from torch import nn
 from thalweg.kernels.experts import tuning as experts
 from thalweg.kernels.gemm import tuning as gemm
 from thalweg.kernels.search import Search
-from thalweg.layers.fused import FusedEmbedding, FusedFp8Linear, FusedLinear, FusedMoe
-from thalweg.models.base import Model
+from thalweg.layers.kernel_linear import FusedFp8Linear, FusedMoe, KernelEmbedding, KernelLinear
+from thalweg.models.decoder import Model
 
 
 def of_model(model: Model, fp8_gemm: str) -> Iterator[Search]:
@@ -23,7 +23,7 @@ def of_model(model: Model, fp8_gemm: str) -> Iterator[Search]:
         if isinstance(part, FusedMoe):
             count, hidden, inner = part.experts.w2.shape
             stacks[count, hidden, inner, part.rule.topk + part.rule.shared, part.rule.shared, part.fp8] = None
-        elif isinstance(part, FusedLinear | FusedFp8Linear | FusedEmbedding):
+        elif isinstance(part, KernelLinear | FusedFp8Linear | KernelEmbedding):
             weight = part.weight
             if weight.dtype in (torch.bfloat16, torch.float8_e4m3fn):
                 weights[(*weight.shape, weight.itemsize)] = None

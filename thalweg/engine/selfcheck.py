@@ -15,10 +15,12 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from thalweg.config.model import ModelFacts, read_facts
+from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CannotServe
 from thalweg.core.kernels import DECISIONS, KernelChoice
 from thalweg.engine.settings import EngineSettings
+from thalweg.models.catalog import read_facts
+from thalweg.quant.catalog import quantized
 
 log = logging.getLogger("thalweg.engine")
 
@@ -68,7 +70,7 @@ def probes(kernels: KernelChoice, facts: ModelFacts, device: torch.device) -> li
         from thalweg.kernels.mla import flashinfer as latent
 
         made.append(Probe("decode", "flashinfer", lambda: latent.check(device, facts.heads)))
-    codes = facts.fp8_block is not None
+    codes = quantized(facts.quantization_config) is not None
     if facts.moe is not None and "deep_gemm" in kernels.moe:
         from thalweg.kernels.experts import ext as experts
 

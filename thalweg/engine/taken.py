@@ -8,7 +8,7 @@ import msgspec
 from torch import Tensor, nn
 
 from thalweg.engine.settings import EngineSettings
-from thalweg.models.one_by_one import OneByOne
+from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Runner
 
 # why each is what it is; on a CPU nothing is set aside for steps and there are no graphs
@@ -26,7 +26,7 @@ def taken(settings: EngineSettings, runner: Runner, **others: int) -> EngineSett
     """The settings with a report that tells the bytes of weights, the drafter's too, KV cache and slots, and of `others`, by the names in
     `REASONS`."""
     model, planes, slots = runner.model, runner.planes, runner.slots
-    plain = model.model if isinstance(model, OneByOne) else model
+    plain = model.model if isinstance(model, TokenByToken) else model
     drafter = runner.drafting.drafter
     modules = [one for one in (plain, *drafter.modules(), *drafter.own()) if isinstance(one, nn.Module)]
     found = {

@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 
 from thalweg.config.machine import Machine, libraries
-from thalweg.config.model import ModelFacts, read_facts
+from thalweg.config.model import ModelFacts
 from thalweg.config.options import Config
 from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest, NoRoom
 from thalweg.core.kernels import PLAIN, KernelChoice
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.build import DTYPES, parts
+from thalweg.engine.build import DTYPES, layer_factory
 from thalweg.engine.roomless import LEFT_OUT
 from thalweg.engine.settings import EngineSettings
 from thalweg.launch import tuned
@@ -28,6 +28,7 @@ from thalweg.launch.hub import fetch_weights, locate
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.resolved import ASKED, AUTO, Resolved, Sizes
 from thalweg.launch.sizes import Drafting, counted, measure
+from thalweg.models.catalog import read_facts
 from thalweg.text.chat import Chat, Formats, Wish, choose_chat
 from thalweg.text.history import History
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
@@ -170,7 +171,7 @@ def _measure(facts: ModelFacts, wanted: Drafts, device: str, kernels: KernelChoi
     drafts = Drafting(drafter, folder, wanted.acceptance.rule, wanted.width, wanted.tree)
     if kernels.decode != "reference" and "triton" not in libraries():  # a plan for another machine
         return counted(facts, kernels, DTYPES[dtype], drafts)
-    return measure(facts, parts("meta", kernels, dtype, facts.fp8_block is not None and device == "cuda"), drafts)
+    return measure(facts, layer_factory(facts, "meta", kernels, dtype), drafts)
 
 
 def _chat(config: Config, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:

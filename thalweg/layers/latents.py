@@ -25,7 +25,7 @@ class Latents:
 
     def __init__(self, facts: ModelFacts, layer: int, scale: float, uk: Tensor, uv: Tensor) -> None:
         assert facts.mla is not None
-        mla, self.heads, self.layer, self.scale, self.uk, self.uv = facts.mla, facts.heads, layer, scale, uk, uv
+        mla, self.heads, self.layer, self.scale, self.uk, self.uv = facts.mla, len(uk), layer, scale, uk, uv
         self.rank, self.nope, self.rope, self.v = mla.kv_lora, mla.nope, mla.rope, mla.v
         absorbed, plain = 2 * self.rank + self.rope, mla.nope + mla.rope + mla.v  # work for one key by one head
         self.long = self.rank * (mla.nope + mla.v) // (absorbed - plain) if absorbed > plain else 1 << 30

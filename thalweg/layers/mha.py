@@ -17,7 +17,7 @@ class Mha(Mla):
     is measured against this."""
 
     def store(self, latent_TD: Tensor, step: Step) -> None:
-        key_HTd, value_HTv = ref.decompress(latent_TD, self._uk, self._uv)
+        key_HTd, value_HTv = ref.decompress(latent_TD, self.uk, self.uv)
         step.planes.write("key", self.layer, step.batch.write_T, key_HTd.transpose(0, 1).flatten(1))
         step.planes.write("value", self.layer, step.batch.write_T, value_HTv.transpose(0, 1).flatten(1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Callable, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,7 @@ from thalweg.batch.upload import upload
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.layers import rotary
-from thalweg.layers.fused import FusedFp8Linear, FusedLinear
 from thalweg.memory.planes import Planes
-
-MakeLinear = Callable[..., FusedLinear | FusedFp8Linear]  # (inputs, outputs[, bias])
 
 DECODE_QUERY = 4  # rows of up to so many query tokens are decoded on latents; longer ones decompress their context
 CHUNK = 1 << 14  # tokens of cached context that are decompressed at a time
@@ -111,7 +108,7 @@ def rows_of(batch: Batch) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class PagedSteps(nn.Module):
+class PagedMetadataBuilder(nn.Module):
     """Owns the rotary table: float32 [context, dim / 2] cosines and sines. gathers: whether attention of ragged rows gathers what they have cached;
     steps of a backend that reads pages have neither `whole` nor `prefixes`."""
 
@@ -127,7 +124,7 @@ class PagedSteps(nn.Module):
         self.register_buffer("cos", table.real.contiguous(), persistent=False)
         self.register_buffer("sin", table.imag.contiguous(), persistent=False)
 
-    def step(self, batch: Batch, planes: Planes) -> PagedStep:
+    def build(self, batch: Batch, planes: Planes) -> PagedStep:
         rows, tokens, query, reach, rows_T = _decoded(batch)
         rest = None if rows == len(batch.extents) else _rest(batch, rows, tokens)
         prefixes: tuple[Prefix, ...] = ()

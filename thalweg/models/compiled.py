@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.kernels.norm.ref import rms_norm
+from thalweg.layers.linear import Linear
 from thalweg.layers.mlp import Mlp
 from thalweg.layers.norm import RMSNorm
-from thalweg.models.base import Model
+from thalweg.layers.residual import SingleStream
+from thalweg.models.decoder import Model
 
 TOKENS = (1, 2, 16)  # one token is compiled apart from many
 
@@ -26,21 +28,22 @@ def compile_parts(model: Model) -> None:
     norm, add_mlp = torch.compile(rms_norm, dynamic=True), torch.compile(_add_mlp, dynamic=True)
 
     def compiled_norm(part: RMSNorm) -> None:
-        given = part._given
+        given = part._operands
         part.forward = lambda x: norm(x, *given)  # type: ignore[method-assign]
         for tokens in TOKENS:
             part.forward(zeros(tokens, len(part.weight)))
 
     def compiled_mlp(part: Mlp) -> None:
         up, down = part.gate_up, part.down
+        assert isinstance(up, Linear) and isinstance(down, Linear)
         given = up.weight.data, up.bias, down.weight.data, down.bias
-        part.add_ = lambda h_TH, x_TH, real_T=None: add_mlp(h_TH, x_TH, *given)  # type: ignore[method-assign]
+        part.add_to = lambda h, x, real_T=None: add_mlp(h.value(), x, *given)  # type: ignore[method-assign]
         for tokens in TOKENS:
             hidden = zeros(tokens, up.weight.shape[1])
-            part.add_(hidden.clone(), hidden)
+            part.add_to(SingleStream(hidden.clone()), hidden)
 
     def zeros(tokens: int, width: int) -> Tensor:
-        return torch.zeros(tokens, width, dtype=model.parts.dtype, device=model.parts.device)
+        return torch.zeros(tokens, width, dtype=model.factory.dtype, device=model.factory.device)
 
     for part in model.modules():
         if isinstance(part, RMSNorm):

@@ -130,7 +130,7 @@ def nextn(facts: ModelFacts) -> ModelFacts:
     if facts.moe is None:
         raise ValueError(f"{facts.architecture} has no NextN layer")
     indexer = None if facts.indexer is None else replace(facts.indexer, full=(True,))
-    return replace(facts, layers=1, moe=replace(facts.moe, first_dense=0), indexer=indexer)
+    return replace(facts, layers=1, moe=replace(facts.moe, sparse=(True,)), indexer=indexer)
 
 
 def verified(shape: Shape, drafts: int) -> Shape:
@@ -176,7 +176,7 @@ def _add(made: dict[str, Phase], phase: Phase) -> None:
 
 def _rates(facts: ModelFacts, widths: Widths, quantized: float, plain: float) -> tuple[float, float]:
     """FLOPs at (FP8's, bf16's) rate."""
-    if facts.fp8_block is None or widths.quantized > 1:
+    if quantized(facts.quantization_config) is None or widths.quantized > 1:
         return 0.0, quantized + plain
     return quantized, plain
 

@@ -13,20 +13,20 @@ from torch import Tensor
 from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.models.base import Model
-from thalweg.weights.table import Table
+from thalweg.models.decoder import Model
+from thalweg.weights.table import WeightTable
 
 
-class OneByOne:
+class TokenByToken:
     """`model` behind the same interface."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.facts, self.parts, self.steps = model, model.facts, model.parts, model.steps
+        self.model, self.facts, self.factory, self.metadata = model, model.facts, model.factory, model.metadata
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         return self.model.planes()
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         return self.model.table()
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
