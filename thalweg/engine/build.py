@@ -18,9 +18,9 @@ from thalweg.batch.slots import Slots
 from thalweg.cache.books import Books
 from thalweg.cache.radix import NoTree, RadixTree
 from thalweg.config.model import ModelFacts, read_facts
-from thalweg.core.amounts import size
 from thalweg.core.errors import CheckpointError
-from thalweg.core.kernels import PLAIN, KernelChoice
+from thalweg.core.format import format_bytes
+from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import MAX_EOS_IDS
 from thalweg.engine.gpu import GpuWorker
@@ -92,7 +92,7 @@ class Phases:
 
 
 def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) -> tuple[EngineSettings, Runner]:
-    """Loads the checkpoint and allocates planes and slots. Raises CheckpointError, CannotServe."""
+    """Loads the checkpoint and allocates planes and slots. Raises CheckpointError, UnsupportedConfig."""
     torch.set_num_threads(settings.threads)
     TUNED.use(settings.tuned)
     device = torch.device(settings.device)
@@ -108,7 +108,7 @@ def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) ->
     if settings.torch_compile:
         compile_parts(model)
         phases.done("torch.compile")
-    alone = settings.kernels.deterministic and settings.kernels.decode in PLAIN
+    alone = settings.kernels.deterministic and settings.kernels.decode in TORCH_ATTENTION
     if device.type == "cuda":
         return _on_gpu(settings, OneByOne(model) if alone else model, drafter, device, phases)
     planes = _planes(model, drafter, settings, device)
@@ -127,7 +127,7 @@ def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) ->
 def _on_gpu(
     settings: EngineSettings, model: Model, drafter: Drafter, device: torch.device, phases: Phases
 ) -> tuple[EngineSettings, Runner]:
-    """Compiles, measures what steps and graphs need, and gives the cache what is left. Raises CannotServe."""
+    """Compiles, measures what steps and graphs need, and gives the cache what is left. Raises UnsupportedConfig."""
     torch.cuda.synchronize(device)
     specs = *model.planes(), *drafter.planes()
     context = provisional(settings, specs, device)
@@ -156,7 +156,7 @@ def _on_gpu(
     beside = int(torch.cuda.mem_get_info(device)[1]) - before - torch.cuda.memory_reserved(device)
     _recorded(settings, runner)
     left = free(device)
-    log.info("CUDA graphs took %s; %s were expected", size(before - left), size(graphs))
+    log.info("CUDA graphs took %s; %s were expected", format_bytes(before - left), format_bytes(graphs))
     settings = taken(settings, runner, step=step, graphs=before - left, beside=beside)
     phases.done("graphs")
     settings = measured(paced(settings, runner), runner)
@@ -171,7 +171,7 @@ def _ruled(runner: Runner, settings: EngineSettings) -> Runner:
     return runner
 
 
-def parts(device: str, kernels: KernelChoice, dtype: str, fp8: bool) -> Parts:
+def parts(device: str, kernels: KernelConfig, dtype: str, fp8: bool) -> Parts:
     """What a model is made of. fp8: whether its weights stay in FP8 blocks, which the kernels of a GPU compute with."""
     if kernels.decode == "reference":
         return ReferenceParts(DTYPES[dtype], torch.device(device), choice=kernels)
@@ -181,7 +181,7 @@ def parts(device: str, kernels: KernelChoice, dtype: str, fp8: bool) -> Parts:
 
 
 def _recorded(settings: EngineSettings, runner: Runner) -> Runner:
-    """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises CannotServe, DrafterFails."""
+    """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises UnsupportedConfig, DrafterFails."""
     if settings.graphs or settings.pieces:
         from thalweg.runner.graphs import record  # needs Triton
 
@@ -284,7 +284,7 @@ def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, chan
 
 
 def build(settings: EngineSettings, channel: Channel) -> Rank:
-    """A whole rank. Raises CheckpointError, CannotServe."""
+    """A whole rank. Raises CheckpointError, UnsupportedConfig."""
     phases, facts = Phases(), read_facts(Path(settings.path))
     if len(settings.eos_ids) > MAX_EOS_IDS:
         raise CheckpointError(
