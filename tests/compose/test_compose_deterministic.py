@@ -10,7 +10,7 @@ import pytest
 
 from tests.compose.deterministic import CASES, KINDS, PLAIN, TREES, answers, assert_equal_bits
 from tests.compose.workload import Answer
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.settings import EngineSettings
 
@@ -18,7 +18,7 @@ MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 
 
 def engine(deterministic: bool = True, **fields: Any) -> LocalEngine:
-    kernels = KernelChoice(deterministic=deterministic)
+    kernels = KernelConfig(deterministic=deterministic)
     return LocalEngine(EngineSettings(path=MODEL, context=400, eos_ids=(1,), progress=False, kernels=kernels, **fields))
 
 

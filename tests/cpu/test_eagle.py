@@ -89,7 +89,7 @@ class Pass:
         with torch.inference_mode():
             self.batch = whole_batch([len(self.ids)], self.ids)
             self.hidden = self.target.forward(self.batch, self.planes)
-            before = self.head.learned(self.hidden).roll(1, 0)
+            before = self.head.draft_state(self.hidden).roll(1, 0)
             self.before = before.index_fill(0, torch.tensor([0]), 0.0)
 
 
@@ -110,7 +110,8 @@ def test_states_and_logits_are_those_of_the_formulas(family: str, third: bool, t
     target, hidden = made.target, made.target.facts.hidden
     streams = []
     hooks = [
-        layer.register_forward_pre_hook(lambda layer, args: streams.append(args[0].clone())) for layer in target.layers
+        layer.register_forward_pre_hook(lambda layer, args: streams.append(args[0].value().clone()))
+        for layer in target.layers
     ]
     with torch.inference_mode():
         target.forward(made.batch, made.planes)
@@ -152,7 +153,7 @@ def test_to_observe_stores_what_a_pass_stores(third: bool, tmp_path: Path) -> No
     other = Planes(made.planes.specs, made.planes.pages)
     with torch.inference_mode():
         made.head.forward(made.ids, made.before, made.batch, made.planes)
-        made.head.observe(made.ids, made.before, made.batch, other)
+        made.head.write_kv(made.ids, made.before, made.batch, other)
     for spec in made.head.planes():
         pages = made.planes.bytes[spec.name, spec.layer]
         assert pages[1:3].any() and torch.equal(pages[1:], other.bytes[spec.name, spec.layer][1:])
@@ -179,7 +180,7 @@ def test_what_a_folder_may_differ_in(tmp_path: Path) -> None:
     assert target.watched == (2, 1, layers) and head.ids_D is None
     with torch.inference_mode():
         hidden = target.forward(made.batch, made.planes)
-        state = head.learned(hidden)
+        state = head.draft_state(hidden)
         got = head.logits(head.forward(made.ids, state, made.batch, made.planes))
     reference = Reference(given, tensors, own, target.head.weight)
     want = reference.logits(reference.step(made.ids, state))
@@ -319,7 +320,7 @@ def test_loading_reads_the_heads_own_folder_and_nothing_twice(
     deliver = stream.Safetensors.deliver
 
     def watched(self: Safetensors, reads: Any, device: Any) -> Any:
-        read.extend((str(self._spans[one.name].path.parent), one.name) for one in reads)
+        read.extend((str(self._slices[one.name].path.parent), one.name) for one in reads)
         return deliver(self, reads, device)
 
     monkeypatch.setattr(stream.Safetensors, "deliver", watched)
@@ -362,4 +363,4 @@ def test_drafts_of_the_bundled_head_are_mostly_right() -> None:
     texts = Texts(Path(MODEL))
     asked = [list(texts.question(item).ids) for item in make_items("sums", "held_out", 4)]
     run(made, asked, SamplingParams(temperature=0.0, max_tokens=64))
-    assert made.loop.stats().drafts.length > 3
+    assert made.loop.stats().acceptance.mean_length > 3

@@ -14,7 +14,7 @@ from tests.cpu.batches import Bench
 from tests.cpu.zoo import draw_config
 from thalweg.config.model import facts_of
 from thalweg.core.errors import CheckpointError
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
@@ -27,7 +27,7 @@ SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 
 def drawn(family: str, kv: str) -> Model:
     """The same weights whatever the cache."""
-    parts = ReferenceLayers(torch.float32, torch.device("cpu"), choice=KernelChoice(kv=kv))
+    parts = ReferenceLayers(torch.float32, torch.device("cpu"), choice=KernelConfig(kv=kv))
     model = catalog.assemble(facts_of(draw_config(family, SEED), family), parts)
     assert isinstance(model, torch.nn.Module)
     zoo.fill(model, SEED)
@@ -52,7 +52,7 @@ def test_scales_of_a_checkpoint_are_used_and_needed_by_no_other_cache(published:
     model = drawn("llama", "fp8_e4m3")
     names = {kind: f"model.layers.1.{published.replace('{}', kind)}" for kind in "kv"}
     stream = InMemory({names["k"]: torch.tensor(0.5), names["v"]: torch.tensor([0.25])})
-    assert all(model.table().skipped(name) for name in names.values())
+    assert all(model.table().is_skipped(name) for name in names.values())
     for kv, expected in (("fp8_e4m3", [1.0, 1.0, 0.5, 0.25]), ("", [None] * 4)):
         planes = Planes(drawn("llama", kv).planes(), 2)
         read_cache_scales(model.table(), stream, planes)

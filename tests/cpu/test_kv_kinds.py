@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from thalweg.layers.sparse_mla import SparseMla
 from torch import Tensor
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.config.model import ModelFacts, facts_of
-from thalweg.core.errors import CannotServe
-from thalweg.core.kernels import KernelChoice
+from thalweg.config.model import facts_of
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import KernelConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.selfcheck import Probe, probes, settled
 from thalweg.engine.settings import EngineSettings
+from thalweg.layers.linear import Part
+from thalweg.layers.module import Module
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.llm import LLM
 from thalweg.memory.planes import FP8, FP8_MAX, decoded, encoded
@@ -29,15 +32,13 @@ from thalweg.models.catalog import read_facts
 from thalweg.models.decoder import Model
 from thalweg.models.traced import AFTER, traced
 from thalweg.weights.cache_scales import read_cache_scales
-from thalweg.weights.loader import load
-from thalweg.weights.stream import Safetensors
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 
 
 def model(dtype: torch.dtype = torch.float32, **choice: object) -> Model:
     """The bundled model with its plain twin's weights."""
-    plain, parts = zoo.ours(FOLDER, dtype), ReferenceLayers(dtype, torch.device("cpu"), choice=KernelChoice(**choice))  # type: ignore[arg-type]
+    plain, parts = zoo.ours(FOLDER, dtype), ReferenceLayers(dtype, torch.device("cpu"), choice=KernelConfig(**choice))  # type: ignore[arg-type]
     made = catalog.assemble(read_facts(FOLDER), parts)
     assert isinstance(made, torch.nn.Module) and isinstance(plain, torch.nn.Module)
     made.load_state_dict(plain.state_dict())
@@ -70,48 +71,41 @@ def test_keys_and_values_give_what_latents_give(exact: Tensor) -> None:
     assert error(logits(kept, IDS, 40)[-110:], exact[-110:]) < 1e-4
 
 
+class OwnProducts(Module):
+    """A packed linear with a product for each part, as where their schemes differ."""
+
+    def __init__(self, layers: ReferenceLayers, parts: Sequence[Part], inputs: int) -> None:
+        super().__init__()
+        self.linears = torch.nn.ModuleList(ReferenceLayers.packed(layers, [part], inputs) for part in parts)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear(x) for linear in self.linears)
+
+
 @dataclass(frozen=True, slots=True)
-class SparseParts(ReferenceLayers):
-    """The reference's, put together as on a GPU."""
+class SplitLayers(ReferenceLayers):
+    """The reference's, but for packed linears of several parts."""
 
-    own_index: bool = True
+    def packed(self, parts: Sequence[Part], inputs: int, has_bias: bool = False) -> Any:
+        return (
+            ReferenceLayers.packed(self, parts, inputs, has_bias)
+            if has_bias or len(parts) == 1 or "gate" in parts[0].name
+            else OwnProducts(self, parts, inputs)
+        )
 
-    def mla(self, facts: ModelFacts, layer: int, indexed: bool) -> SparseMla:  # type: ignore[override]
-        return SparseMla(facts, layer, indexed, self.linear, self.norm, self.dtype, self.device)
 
-
-def test_sparse_attention_beside_kernels_is_the_references(exact: Tensor) -> None:
-    """Whole, in chunks, token by token; layers that have an indexer, and such that go by another's choice."""
+@pytest.mark.parametrize("full", [(True, True, True, True), (True, False, False, True)])
+def test_parts_of_different_schemes_give_what_packed_ones_give(full: tuple[bool, ...]) -> None:
+    """Prompts whole, in chunks and token by token; layers with an indexer, and layers that use the selection of an earlier one."""
     of = read_facts(FOLDER)
-    made = catalog.assemble(of, SparseParts(torch.float32, torch.device("cpu")))
-    assert isinstance(made, torch.nn.Module)
-    with Safetensors(FOLDER) as stream:
-        load(made, made.table(), stream, of.quantization_config)
-    for whole in (120, 40, 1):
-        assert error(logits(made, IDS, whole)[-30:], exact[-30:]) < 1e-5
-
-
-def test_layers_without_an_indexer_go_by_the_one_before() -> None:
-    of = facts_of(json.loads((FOLDER / "config.json").read_text()), "shared")
     assert of.indexer is not None
-    of = replace(of, indexer=replace(of.indexer, full=(True, False, False, True)))
-    models = [catalog.assemble(of, kind(torch.float32, torch.device("cpu"))) for kind in (ReferenceLayers, SparseParts)]
-    zoo.fill(models[0])
-    given = dict(models[0].named_parameters())
-    with torch.no_grad():
-        for name, parameter in models[1].named_parameters():
-            where, _, kind = name.rpartition(".attention.")
-            rank = of.mla.q_lora + of.mla.kv_lora + of.mla.rope
-            queries = of.heads * (of.mla.nope + of.mla.rope)
-            cut = {
-                "index_key.weight": ("down", slice(rank, None)),
-                "index_query.weight": ("up", slice(queries, None)),
-                "down.weight": ("down", slice(0, rank)),
-                "up.weight": ("up", slice(0, queries)),
-            }.get(kind)
-            parameter.copy_(given[name] if cut is None else given[f"{where}.attention.{cut[0]}.weight"][cut[1]])
-    plain, sparse = (logits(one, IDS, 120) for one in models)
-    assert error(sparse, plain) < 1e-5
+    of = replace(of, indexer=replace(of.indexer, full=full))
+    models = [catalog.assemble(of, kind(torch.float32, torch.device("cpu"))) for kind in (ReferenceLayers, SplitLayers)]
+    for model in models:
+        zoo.fill(model)
+    whole = logits(models[0], IDS, 120)
+    for prompt in (120, 40, 1):
+        assert error(logits(models[1], IDS, prompt)[-30:], whole[-30:]) < 1e-5
 
 
 @pytest.mark.parametrize("latent", [True, False])
@@ -173,7 +167,7 @@ class OneScale:
 def test_a_published_scale_is_the_latents(exact: Tensor) -> None:
     kept = model(kv="fp8_e4m3")
     bench, table = Bench(kept, 1, pages=8), kept.table()
-    assert table.skipped("model.layers.1.self_attn.attn.v_scale")
+    assert table.is_skipped("model.layers.1.self_attn.attn.v_scale")
     read_cache_scales(table, OneScale(), bench.planes)  # type: ignore[arg-type]
     scales = [bench.planes.scale("latent", layer) for layer in range(kept.facts.layers)]
     assert [None if scale is None else scale.item() for scale in scales[:2]] == [1.0, 0.25]
@@ -185,7 +179,7 @@ def broken() -> None:
 
 
 def settings(*asked: str) -> EngineSettings:
-    kernels = KernelChoice(decode="flashmla", prefill="fa3", asked=asked)
+    kernels = KernelConfig(decode="flashmla", prefill="fa3", requested=asked)
     report = {"attention_decode": {"name": "attention_decode", "value": "flashmla", "source": "auto", "reason": "x"}}
     return EngineSettings(path="m", device="cuda", kernels=kernels, report=json.dumps(report))
 
@@ -200,12 +194,12 @@ def test_a_library_that_fails_its_check_is_replaced(caplog: pytest.LogCaptureFix
 
 
 def test_a_library_that_was_asked_for_ends_the_start() -> None:
-    with pytest.raises(CannotServe, match="attention_decode: its binary is for another torch"):
+    with pytest.raises(UnsupportedConfig, match="attention_decode: its binary is for another torch"):
         settled(settings("decode"), [Probe("decode", "flashmla", broken)])
 
 
 def test_every_library_of_a_latent_model_is_checked() -> None:
     facts = facts_of(json.loads((FOLDER / "config.json").read_text()) | {"quantization_config": None}, "test")
-    found = probes(KernelChoice(decode="flashmla", prefill="fa3"), facts, torch.device("cpu"))
+    found = probes(KernelConfig(decode="flashmla", prefill="fa3"), facts, torch.device("cpu"))
     assert [(role, backend) for role, backend, _ in found] == [("decode", "flashmla"), ("prefill", "fa3")]
-    assert not probes(KernelChoice(decode="triton", prefill="triton"), facts, torch.device("cpu"))
+    assert not probes(KernelConfig(decode="triton", prefill="triton"), facts, torch.device("cpu"))

@@ -72,7 +72,7 @@ def published(folder: Path) -> dict[str, torch.Tensor]:
 def test_everything_arrives_as_it_was(cuda: torch.device, tmp_path: Path) -> None:
     want = published(tmp_path)
     with Safetensors(tmp_path) as stream:
-        got = pump([stream._spans[name] for name in want], cuda)
+        got = pump([stream._slices[name] for name in want], cuda)
         for (name, tensor), one in zip(want.items(), got, strict=True):
             assert one.dtype == tensor.dtype and one.shape == tensor.shape, name
             assert torch.equal(one.view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else one == tensor, name
@@ -89,14 +89,14 @@ def test_slices_arrive_as_they_are_read(cuda: torch.device, tmp_path: Path) -> N
     with Safetensors(tmp_path) as stream:
         assert stream.shape("w9") == (64, 33) and stream.dtype("codes") == torch.float8_e4m3fn
         plain = list(stream.deliver([Read("w9", take) for take in takes], cuda))
-        for one, want in zip(pump([stream._spans["w9"].taken(take) for take in takes], cuda), plain, strict=True):
+        for one, want in zip(pump([stream._slices["w9"].taken(take) for take in takes], cuda), plain, strict=True):
             assert torch.equal(one, want)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(cuda: torch.device, tmp_path: Path) -> None:
     published(tmp_path)
     with Safetensors(tmp_path) as stream:
-        span = stream._spans["w39"]
+        span = stream._slices["w39"]
     whole = (tmp_path / SINGLE).read_bytes()
     (tmp_path / SINGLE).write_bytes(whole[: span.offset + 50])
     with pytest.raises(CheckpointError, match=f"{SINGLE} ends at byte {span.offset + 50}: download it again"):

@@ -15,11 +15,11 @@ from tests.cpu.fakes import FakeFront, FakePiece, fake_app, serving
 from tests.cpu.test_speculation import GREEDY, engine, prompts, unrecorded
 from thalweg.bench.remote import Counters, accept_length, read_counters
 from thalweg.config.server import ServerOptions
-from thalweg.core.drafts import Drafted
+from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.messages import Stats
 
 assert unrecorded  # a fixture of this module, too
-TOLD = Drafted(4, 8, 5, (4, 4), (3, 2))
+TOLD = AcceptanceCounts(4, 8, 5, (4, 4), (3, 2))
 
 
 class Drafting(FakeFront):
@@ -94,9 +94,7 @@ def test_the_server_says_when_drafts_are_accepted_with_a_loss() -> None:
         for rule, lossless in (("standard", True), ("relaxed", False)):
             decision = {"name": "speculative_acceptance", "value": rule, "source": "asked", "reason": "because"}
             assert front.ready is not None
-            front.ready = msgspec.structs.replace(
-                front.ready, resolved=json.dumps({"speculative_acceptance": decision})
-            )
+            front.ready = msgspec.structs.replace(front.ready, report=json.dumps({"speculative_acceptance": decision}))
             told = api.get("/server_info").json()["speculative_acceptance"]
             assert told == {"rule": rule, "lossless": lossless, "reason": "because", "simulated": None}
         simulated = {
@@ -106,7 +104,7 @@ def test_the_server_says_when_drafts_are_accepted_with_a_loss() -> None:
             "reason": "by decree",
         }
         resolved = {"speculative_acceptance": decision | {"value": "race"}, simulated["name"]: simulated}
-        front.ready = msgspec.structs.replace(front.ready, resolved=json.dumps(resolved))
+        front.ready = msgspec.structs.replace(front.ready, report=json.dumps(resolved))
         told = api.get("/server_info").json()["speculative_acceptance"]
         assert told == {"rule": "race", "lossless": False, "reason": "by decree", "simulated": 2.5}
 
@@ -126,7 +124,7 @@ def test_the_server_says_whether_anything_still_drafts() -> None:
         decided = {"speculative_algorithm": ("NEXTN", "why"), "speculative_acceptance": ("race", "")}
         resolved = {name: {"name": name, "value": value, "source": "auto", "reason": reason}
                     for name, (value, reason) in decided.items()}  # fmt: skip
-        front.ready = msgspec.structs.replace(ready, resolved=json.dumps(resolved))
+        front.ready = msgspec.structs.replace(ready, report=json.dumps(resolved))
         with serving(fake_app(front)) as url:
             told = httpx.get(f"{url}/server_info").json()
             (state,) = told["internal_states"]
@@ -136,7 +134,7 @@ def test_the_server_says_whether_anything_still_drafts() -> None:
             )
             assert (told["speculative_acceptance"] is not None) == active
             resolved["speculative_algorithm"] |= {"value": "NONE", "reason": "no room for it"}
-            front.ready = msgspec.structs.replace(ready, resolved=json.dumps(resolved))
+            front.ready = msgspec.structs.replace(ready, report=json.dumps(resolved))
             (state,) = httpx.get(f"{url}/server_info").json()["internal_states"]
             assert state["speculative"] == {"drafter": "NONE", "active": False, "reason": "no room for it"}
 
@@ -151,14 +149,14 @@ def test_the_load_generator_reads_what_its_own_load_was_given() -> None:
 
 
 def test_an_engine_tells_each_request_its_own() -> None:
-    made, told = engine(3, depth=2), dict[int, Drafted | None]()
+    made, told = engine(3, depth=2), dict[int, AcceptanceCounts | None]()
     for prompt in prompts(4):
         made.submit(prompt, GREEDY)
     while not made.idle:
-        told |= {delta.uid: delta.drafted for delta in made.step() if delta.finish}
+        told |= {delta.uid: delta.acceptance for delta in made.step() if delta.finish}
     stats = made.loop.stats()
     ended = [one for one in told.values() if one is not None]
-    assert len(ended) == 4 and stats.drafts.accepted > 0
+    assert len(ended) == 4 and stats.acceptance.accepted > 0
     for count in ("verifications", "drafted", "accepted"):
-        assert sum(getattr(one, count) for one in ended) == getattr(stats.drafts, count)
+        assert sum(getattr(one, count) for one in ended) == getattr(stats.acceptance, count)
     assert stats.steps_by_width[1:3] == (0, 0) and sum(stats.steps_by_width) > 0

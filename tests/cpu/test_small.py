@@ -79,7 +79,7 @@ def test_each_folder_is_read_for_what_is_its_own(llama: Path, monkeypatch: pytes
     deliver = stream.Safetensors.deliver
 
     def watched(self: Safetensors, reads: Any, device: Any) -> Any:
-        read.extend(str(self._spans[one.name].path.parent) for one in reads)
+        read.extend(str(self._slices[one.name].path.parent) for one in reads)
         return deliver(self, reads, device)
 
     monkeypatch.setattr(stream.Safetensors, "deliver", watched)
@@ -87,7 +87,7 @@ def test_each_folder_is_read_for_what_is_its_own(llama: Path, monkeypatch: pytes
     without = len(read)
     engine(str(llama), 1)
     with Safetensors(llama) as own:
-        assert read.count(str(llama)) == len([*own.names()])
+        assert read.count(str(llama)) == len(own.specs)
     assert read.count(MODEL) == 2 * without
 
 

@@ -59,7 +59,7 @@ def test_states_and_what_is_stored_are_the_references(shape: str, third: bool, c
         plain, paged = batches(rows, cuda, generator, 1024)
         with torch.inference_mode():
             states = [
-                head.learned(head.main[0].forward(batch, planes)).float()
+                head.draft_state(head.main[0].forward(batch, planes)).float()
                 for head, batch, planes in zip(made, (plain, paged), kept, strict=True)
             ]
             assert error(states[1], states[0]) < 0.03, f"{name}: what the target says"

@@ -10,14 +10,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from thalweg.config.machine import Machine
-from thalweg.config.model import ModelFacts, facts_of
+from thalweg.config.model import ModelFacts
 from thalweg.config.options import GRAPH_MODES
 from thalweg.config.tree import config_of
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE
-from thalweg.launch.decide import RULES, TYPICAL, Decided, Ledger, cpu, decide, gpu, size
+from thalweg.launch.decide import RULES, TYPICAL, Decided, Ledger, cpu, decide, format_bytes, gpu
 from thalweg.launch.graphs import GraphPlan, buckets, token_buckets
 from thalweg.launch.resolved import Decision, Plane, Sizes
+from thalweg.models.catalog import read_config_facts
 
 GB = 10**9
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -34,7 +35,7 @@ def facts(context: int = 8192, **more: Any) -> ModelFacts:
         "max_position_embeddings": context,
         "eos_token_id": 2,
     }
-    return facts_of(config | more, "test")
+    return read_config_facts(config | more, "test")
 
 
 def machine(free: int = 100 * GB, cores: int = 8, gpus: tuple[str, ...] = (), gpu_free: int = 0) -> Machine:
@@ -65,7 +66,7 @@ def run(
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:
-    with pytest.raises(CannotServe) as caught:
+    with pytest.raises(UnsupportedConfig) as caught:
         run(*args, **kwargs)
     return str(caught.value)
 
@@ -281,7 +282,7 @@ def _attention(of: ModelFacts, on: Machine, **wishes: Any) -> tuple[str, str, tu
         why["attention_decode"].value == found.kernels.decode
         and why["attention_prefill"].value == found.kernels.prefill
     )
-    return found.kernels.decode, found.kernels.prefill, found.kernels.asked
+    return found.kernels.decode, found.kernels.prefill, found.kernels.requested
 
 
 def test_what_was_passed_over_is_told() -> None:
@@ -388,7 +389,7 @@ def test_what_is_decided_fits(
     wishes = {"max_running_requests": slots, "max_total_tokens": tokens, "mem_fraction_static": fraction}
     try:
         found, _ = run(facts(context), machine(free), parameters, kv, **wishes)
-    except CannotServe as error:
+    except UnsupportedConfig as error:
         assert "use " in str(error)
         assume(False)
         return
@@ -408,7 +409,7 @@ def test_a_rule_that_holds_refuses_whatever_the_rest() -> None:
     ("count", "words"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (30_948_680, "30.9 MB"), (10**12, "1000.0 GB")]
 )
 def test_bytes_in_words(count: int, words: str) -> None:
-    assert size(count) == words
+    assert format_bytes(count) == words
 
 
 def test_decisions_are_frozen() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from thalweg.config.machine import Machine
-from thalweg.config.model import facts_of
 from thalweg.config.tree import config_of
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.products import decide_products
+from thalweg.models.catalog import read_config_facts
 
 DENSE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,7 +54,9 @@ def run(
     machine = Machine("Test CPU", 8, 1 << 36, 1 << 36, H100, 1 << 36, capability, frozenset(libraries))
     attention, device = wishes.pop("attention", "triton"), wishes.pop("device", "cuda")
     ledger = Ledger()
-    made = decide_products(config_of(model="m", **wishes), facts_of(config, "test"), machine, device, attention, ledger)
+    made = decide_products(
+        config_of(model="m", **wishes), read_config_facts(config, "test"), machine, device, attention, ledger
+    )
     return {role: one.name for role, one in made.items()}, {one.name: one.reason for one in ledger.decisions}
 
 
@@ -116,6 +118,6 @@ def test_a_wish_is_kept(backend: str) -> None:
 def test_refusals_name_the_setting_and_the_nearest(
     config: dict[str, Any], wishes: dict[str, Any], words: list[str]
 ) -> None:
-    with pytest.raises(CannotServe) as caught:
+    with pytest.raises(UnsupportedConfig) as caught:
         run(config, **wishes)
     assert all(word in str(caught.value) for word in words), str(caught.value)

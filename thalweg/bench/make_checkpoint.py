@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,8 +24,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from thalweg.bench.published import published
 from thalweg.config.args import Parser
-from thalweg.core.amounts import size
-from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.errors import ThalwegError, UnsupportedConfig
+from thalweg.core.format import format_bytes
 from thalweg.models.catalog import read_facts
 from thalweg.weights.random import RandomTensor
 from thalweg.weights.stream import DTYPES, INDEX, SINGLE
@@ -62,7 +63,8 @@ def lay_out(tensors: Sequence[RandomTensor], folder: Path, most: int) -> list[Pl
     files, placed, total = shards(tensors, most), list[Placed](), sum((tensor.spec.nbytes for tensor in tensors))
     for number, shard in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        header, at = {"__metadata__": {"format": "pt"}}, 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
         starts = []
         for tensor in shard:
             ends = [at, at + tensor.spec.nbytes]
@@ -70,7 +72,7 @@ def lay_out(tensors: Sequence[RandomTensor], folder: Path, most: int) -> list[Pl
                 "dtype": SPELLED[tensor.spec.dtype],
                 "shape": list(tensor.spec.shape),
                 "data_offsets": ends,
-            }  # type: ignore[dict-item]
+            }
             starts.append(at)
             at = ends[1]
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -129,15 +131,15 @@ def write(placed: Sequence[Placed], folder: Path, seed: int, device: torch.devic
 
 
 def make(shape: Path, out: Path, seed: int, nextn: bool, shard: int, device: torch.device, shown: bool) -> list[Placed]:
-    """The checkpoint of the model whose config.json lies in `shape`, in the folder `out`. Raises CheckpointError, CannotServe, OSError."""
+    """The checkpoint of the model whose config.json lies in `shape`, in the folder `out`. Raises CheckpointError, UnsupportedConfig, OSError."""
     tensors = published(read_facts(shape), nextn)
     if out.exists() and any(out.iterdir()):
-        raise CannotServe(f"{out} is not empty: give a folder that is, or does not exist")
+        raise UnsupportedConfig(f"{out} is not empty: give a folder that is, or does not exist")
     out.mkdir(parents=True, exist_ok=True)
     total, free = sum((tensor.spec.nbytes for tensor in tensors)), shutil.disk_usage(out).free
     if total > free:
-        raise CannotServe(
-            f"the checkpoint takes {size(total)}, and {size(free)} are free at {out}: give another folder"
+        raise UnsupportedConfig(
+            f"the checkpoint takes {format_bytes(total)}, and {format_bytes(free)} are free at {out}: give another folder"
         )
     for pattern in COPIED:
         for file in shape.glob(pattern):
@@ -174,7 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         placed = make(args.shape, args.out, args.seed, not args.no_nextn, int(args.shard_size * 1e9), device, shown)
     except (ThalwegError, OSError) as error:
         print(f"thalweg bench make-checkpoint: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CannotServe) else 1
+        return 2 if isinstance(error, UnsupportedConfig) else 1
     files = len({one.file for one in placed})
-    print(f"{args.out}: {len(placed)} tensors, {size(sum(one.tensor.spec.nbytes for one in placed))} in {files} files")
+    print(
+        f"{args.out}: {len(placed)} tensors, {format_bytes(sum(one.tensor.spec.nbytes for one in placed))} in {files} files"
+    )
     return 0

@@ -17,6 +17,7 @@ from thalweg.core.plan import PAGE
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
+from thalweg.models.decoder import Model
 from thalweg.models.nextn import NextN
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Safetensors
@@ -73,7 +74,7 @@ def whole_batch(lengths: Sequence[int], ids_T: Tensor) -> Batch:
 
 
 @torch.inference_mode()
-def accepted_in(main: Deepseek, nextn: NextN, part: Sequence[Written], device: torch.device) -> Share:
+def accepted_in(main: Model, nextn: NextN, part: Sequence[Written], device: torch.device) -> Share:
     """Drafts that came true, of all written tokens but each sequence's first, which no draft precedes."""
     lengths = [len(prompt) + len(output) for prompt, output in part]
     ids_T = torch.tensor(
@@ -100,7 +101,6 @@ def acceptance(
 ) -> Share:
     """Over greedy texts of the engine's model. advance: told how many sequences each pass did."""
     main = engine.runner.model
-    assert isinstance(main, Deepseek)
     hits = total = 0
     for part in passes([one for one in written if len(one[1]) > 1]):
         share = accepted_in(main, nextn, part, torch.device(engine.settings.device))

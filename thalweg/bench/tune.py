@@ -30,7 +30,7 @@ from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parsed, Parser, config_parser, parse_config
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine import caches
 from thalweg.engine.build import layer_factory
 from thalweg.engine.settings import EngineSettings
@@ -343,7 +343,7 @@ def run(argv: list[str]) -> Found:
     every = searches(resolved)
     wanted = [one for one in every if matches(f"{one.operation} {one.label}", args.only)]
     if every and not wanted:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--only: nothing here has {' or '.join(map(repr, args.only))} in its name; --list without it says what there is"
         )
     todo = [search for search in wanted if args.again or not shelf.done(search)]

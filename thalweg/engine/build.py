@@ -18,9 +18,9 @@ from thalweg.batch.slots import Slots
 from thalweg.cache.books import Books
 from thalweg.cache.radix import NoTree, RadixTree
 from thalweg.config.model import ModelFacts
-from thalweg.core.amounts import size
 from thalweg.core.errors import CheckpointError
-from thalweg.core.kernels import PLAIN, KernelChoice
+from thalweg.core.format import format_bytes
+from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import MAX_EOS_IDS
 from thalweg.engine.gpu import GpuWorker
@@ -96,7 +96,7 @@ class Phases:
 
 
 def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) -> tuple[EngineSettings, Runner]:
-    """Loads the checkpoint and allocates planes and slots. Raises CheckpointError, CannotServe."""
+    """Loads the checkpoint and allocates planes and slots. Raises CheckpointError, UnsupportedConfig."""
     torch.set_num_threads(settings.threads)
     TUNED.use(settings.tuned)
     device = torch.device(settings.device)
@@ -113,7 +113,7 @@ def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) ->
     if settings.torch_compile:
         compile_parts(model)
         phases.done("torch.compile")
-    alone = settings.kernels.deterministic and settings.kernels.decode in PLAIN
+    alone = settings.kernels.deterministic and settings.kernels.decode in TORCH_ATTENTION
     if device.type == "cuda":
         return _on_gpu(settings, TokenByToken(model) if alone else model, drafter, device, phases)
     planes = _planes(model, drafter, settings, device)
@@ -132,7 +132,7 @@ def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) ->
 def _on_gpu(
     settings: EngineSettings, model: Model, drafter: Drafter, device: torch.device, phases: Phases
 ) -> tuple[EngineSettings, Runner]:
-    """Compiles, measures what steps and graphs need, and gives the cache what is left. Raises CannotServe."""
+    """Compiles, measures what steps and graphs need, and gives the cache what is left. Raises UnsupportedConfig."""
     torch.cuda.synchronize(device)
     specs = *model.planes(), *drafter.planes()
     context = provisional(settings, specs, device)
@@ -161,7 +161,7 @@ def _on_gpu(
     beside = int(torch.cuda.mem_get_info(device)[1]) - before - torch.cuda.memory_reserved(device)
     _recorded(settings, runner)
     left = free(device)
-    log.info("CUDA graphs took %s; %s were expected", size(before - left), size(graphs))
+    log.info("CUDA graphs took %s; %s were expected", format_bytes(before - left), format_bytes(graphs))
     settings = taken(settings, runner, step=step, graphs=before - left, beside=beside)
     phases.done("graphs")
     settings = measured(paced(settings, runner), runner)
@@ -177,7 +177,7 @@ def _ruled(runner: Runner, settings: EngineSettings) -> Runner:
 
 
 def layer_factory(
-    facts: ModelFacts, device: str, kernels: KernelChoice, dtype: str, schemes: Schemes | None = None
+    facts: ModelFacts, device: str, kernels: KernelConfig, dtype: str, schemes: Schemes | None = None
 ) -> LayerFactory:
     """What makes a model's layers. schemes: of the checkpoint's weights; None goes by its configuration."""
     published = published_dtype(facts)
@@ -190,7 +190,7 @@ def layer_factory(
 
 
 def _recorded(settings: EngineSettings, runner: Runner) -> Runner:
-    """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises CannotServe, DrafterFails."""
+    """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises UnsupportedConfig, DrafterFails."""
     if settings.graphs or settings.pieces:
         from thalweg.runner.graphs import record  # needs Triton
 
@@ -296,7 +296,7 @@ def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, chan
 
 
 def build(settings: EngineSettings, channel: Channel) -> Rank:
-    """A whole rank. Raises CheckpointError, CannotServe."""
+    """A whole rank. Raises CheckpointError, UnsupportedConfig."""
     phases, facts = Phases(), read_facts(Path(settings.path))
     if len(settings.eos_ids) > MAX_EOS_IDS:
         raise CheckpointError(

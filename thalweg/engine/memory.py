@@ -13,9 +13,9 @@ import msgspec
 import torch
 
 from thalweg.batch.slots import Slots
-from thalweg.core.amounts import size
-from thalweg.core.errors import NoRoom
-from thalweg.core.kernels import PLAIN
+from thalweg.core.errors import InsufficientMemory
+from thalweg.core.format import format_bytes
+from thalweg.core.kernels import TORCH_ATTENTION
 from thalweg.core.plan import PAGE, StepPlan
 from thalweg.engine import kinds
 from thalweg.engine.settings import EngineSettings
@@ -55,8 +55,9 @@ class Sums(NamedTuple):
         return max(self.left // self.page, 0)
 
     def __str__(self) -> str:
-        parts = f"{size(self.step)} a step - {size(self.graphs)} graphs - {size(self.slots)} slots - {size(self.reserve)} reserve"
-        return f"({size(self.free)} free beside the weights - {parts}) / {size(self.page)} a page = {self.pages}"
+        taken = (self.step, "a step"), (self.graphs, "graphs"), (self.slots, "slots"), (self.reserve, "reserve")
+        parts = " - ".join(f"{format_bytes(count)} {name}" for count, name in taken)
+        return f"({format_bytes(self.free)} free beside the weights - {parts}) / {format_bytes(self.page)} a page = {self.pages}"
 
 
 class Graphs(NamedTuple):
@@ -111,7 +112,7 @@ def _step(settings: EngineSettings, runner: Runner, context: int, device: torch.
             made = of.sample(of.forward(plan), width=settings.width)
             del made
     except torch.cuda.OutOfMemoryError as error:
-        raise NoRoom(
+        raise InsufficientMemory(
             f"memory: a step of {settings.budget} tokens and {settings.slots} requests does not fit beside the weights; use a smaller "
             "--chunked-prefill-size or --max-running-requests"
         ) from error
@@ -126,7 +127,7 @@ def _largest(settings: EngineSettings, runner: Runner, context: int) -> Iterator
         # what one token takes, by the model itself, since padding would see no context here; and the sampling of all rows
         yield Runner(model.model, model.model, runner.planes, runner.slots), kinds.plan([(context - 1, 1, True)])
         yield runner, kinds.plan([(context - 1, 1, True)] * decoding, kinds.ALL_NEEDS)
-    elif settings.kernels.decode in PLAIN:
+    elif settings.kernels.decode in TORCH_ATTENTION:
         # prompts take minutes over long contexts, and tiles of their scores are as large over short ones; but what is gathered of a context is
         # as long as the context: of as many rows as decode in one span, and of a prompt, whose tiles then have few tokens
         yield from (
@@ -167,22 +168,22 @@ def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.devic
 def settle(settings: EngineSettings, sums: Sums) -> EngineSettings:
     """The settings with pages and context as the sums give them, and the report that says so. What was asked for stays, or is refused.
 
-    Raises NoRoom.
+    Raises InsufficientMemory.
     """
     pages, context = settings.pages or sums.pages, settings.context
     if settings.pages and settings.pages * sums.page > sums.left + sums.reserve:
-        raise NoRoom(
+        raise InsufficientMemory(
             f"memory: {settings.pages} pages do not fit: {sums}, and {(sums.left + sums.reserve) // sums.page} without a reserve; "
             f"use --max-total-tokens {max(sums.pages, 1) * PAGE}, or leave --mem-fraction-static and --max-total-tokens to the engine"
         )
     if pages < 1:
-        raise NoRoom(
+        raise InsufficientMemory(
             f"memory: {sums}: no page is left for the KV cache; use a smaller --chunked-prefill-size, --max-running-requests or "
             "--cuda-graph-max-bs, or a GPU with more memory"
         )
     held = pages * PAGE
     if settings.least_context > held:
-        raise NoRoom(
+        raise InsufficientMemory(
             f"context_length: {settings.least_context} is more than the KV cache holds: {sums}; use at most {held}"
         )
     report = json.loads(settings.report)

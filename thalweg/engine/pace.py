@@ -23,7 +23,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
+from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.settings import EngineSettings
 from thalweg.runner.pieces import Piecewise
@@ -141,7 +141,7 @@ class Clock:
             self._seat(slot, behind + n, behind)
             made.append(Row(slot, slot, behind, n, 0, True))
             slot, tokens, behind = slot + 1, 0 if last else tokens - n, 0
-        return StepPlan(0, 0, tuple(made), reach=max(row.start + row.n for row in made))
+        return StepPlan(0, 0, tuple(made), max_kv_len=max(row.start + row.n for row in made))
 
     def _seat(self, slot: int, tokens: int, computed: int) -> None:
         """Slots share pages where there are too few: what lies in them does not matter."""
@@ -149,7 +149,7 @@ class Clock:
         entries = -(-tokens // PAGE)
         pages = tuple(1 + (slot * entries + entry) % self.settings.pages for entry in range(entries))
         self.runner.slots.bind([Bind(slot, ids, tokens, computed, self.settings.context, 0, (), GREEDY)])
-        self.runner.slots.append([Append(slot, 0, pages)])
+        self.runner.slots.append([PageAppend(slot, 0, pages)])
 
     def _run(self, plan: StepPlan) -> float:
         """A alone: B is small, and would move the slots on."""

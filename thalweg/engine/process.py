@@ -11,7 +11,7 @@ import threading
 
 from thalweg.core import logs
 from thalweg.core.errors import ThalwegError
-from thalweg.core.messages import Fatal, Ready
+from thalweg.core.messages import EngineReady, Fatal
 from thalweg.engine import caches
 from thalweg.engine.build import build
 from thalweg.engine.channel import ZmqChannel
@@ -38,7 +38,7 @@ def main(settings: EngineSettings, address: str) -> None:
         gc.freeze()  # what is loaded stays: a full collection over it would hold up a step for hundreds of milliseconds
         context = loop.scheduler.context
         watch(loop, settings.watchdog_timeout)
-        channel.send(Ready(os.getpid(), context, facts.vocab, settings.pages, settings.slots, settings.report))
+        channel.send(EngineReady(os.getpid(), context, facts.vocab, settings.pages, settings.slots, settings.report))
         run(loop)
     except Exception as error:
         # what computes the answer fails loudly: the front fails its requests with this text and starts a new engine

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from thalweg.core.errors import NoRoom, lacks_memory
+from thalweg.core.errors import InsufficientMemory, is_out_of_memory
 from thalweg.core.tree import CHAIN
 from thalweg.engine.settings import EngineSettings
 from thalweg.runner.drafting import DrafterFails
@@ -32,8 +32,8 @@ def with_or_without(build: Callable[[EngineSettings], T], settings: EngineSettin
     except DrafterFails as error:
         log.error(USELESS, error, exc_info=error.__cause__)
         why = _first_line(error)
-    except (NoRoom, MemoryError, RuntimeError) as error:
-        if not settings.drafter or not lacks_memory(error):
+    except (InsufficientMemory, MemoryError, RuntimeError) as error:
+        if not settings.drafter or not is_out_of_memory(error):
             raise
         log.error(LEFT_OUT, _first_line(error))
         why = f"no room for it: {_first_line(error)}"

@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from thalweg.config.model import ModelFacts
-from thalweg.core.errors import CannotServe
-from thalweg.core.kernels import DECISIONS, KernelChoice
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import DECISION_NAMES, KernelConfig
 from thalweg.engine.settings import EngineSettings
 from thalweg.models.catalog import read_facts
 from thalweg.quant.catalog import quantized
@@ -28,7 +28,7 @@ OWN = "triton"  # what takes the place of a library
 
 
 class Probe(NamedTuple):
-    """role: the field of `KernelChoice` that names the backend. check: raises RuntimeError that says what is wrong."""
+    """role: the field of `KernelConfig` that names the backend. check: raises RuntimeError that says what is wrong."""
 
     role: str
     backend: str
@@ -36,7 +36,7 @@ class Probe(NamedTuple):
 
 
 def proven(settings: EngineSettings) -> EngineSettings:
-    """The settings with every library that fails its check replaced, and the report that says so. Raises CannotServe for one that was
+    """The settings with every library that fails its check replaced, and the report that says so. Raises UnsupportedConfig for one that was
     asked for, CheckpointError for a folder without a model."""
     if settings.device != "cuda" or settings.kernels.decode == "reference":
         return settings
@@ -44,7 +44,7 @@ def proven(settings: EngineSettings) -> EngineSettings:
     return settled(settings, probes(settings.kernels, facts, torch.device(settings.device)))
 
 
-def probes(kernels: KernelChoice, facts: ModelFacts, device: torch.device) -> list[Probe]:
+def probes(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> list[Probe]:
     """What there is to check of this choice."""
     made: list[Probe] = []
     if facts.mla is not None and kernels.latent:
@@ -90,10 +90,15 @@ def settled(settings: EngineSettings, probes: Iterable[Probe]) -> EngineSettings
         try:
             check()
         except RuntimeError as error:
-            if role in kernels.asked:
-                raise CannotServe(f"{DECISIONS[role]}: {error}") from error
-            log.warning("%s: %s is not used, %s takes its place: %s", DECISIONS[role], backend, OWN, error)
+            if role in kernels.requested:
+                raise UnsupportedConfig(f"{DECISION_NAMES[role]}: {error}") from error
+            log.warning("%s: %s is not used, %s takes its place: %s", DECISION_NAMES[role], backend, OWN, error)
             kernels = msgspec.structs.replace(kernels, **{role: OWN})
             reason = f"{backend} failed its self-check: {error}"
-            report[DECISIONS[role]] = {"name": DECISIONS[role], "value": OWN, "source": "auto", "reason": reason}
+            report[DECISION_NAMES[role]] = {
+                "name": DECISION_NAMES[role],
+                "value": OWN,
+                "source": "auto",
+                "reason": reason,
+            }
     return msgspec.structs.replace(settings, kernels=kernels, report=json.dumps(report))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from thalweg.core.kernels import KernelChoice, TunedRow
+from thalweg.core.kernels import KernelConfig, TunedKernel
 from thalweg.core.tree import CHAIN, TreeShape
 
 
@@ -30,7 +30,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     dtype: str = "float32"
     device: str = "cpu"
-    kernels: KernelChoice = KernelChoice()
+    kernels: KernelConfig = KernelConfig()
     graphs: tuple[int, ...] = ()
     mixed_graphs: bool = False
     pieces: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str = "text"
     cache_dir: str = ""
     warm: bool = True
-    tuned: tuple[TunedRow, ...] = ()
+    tuned: tuple[TunedKernel, ...] = ()
     updates: tuple[str, ...] = ()
     crash_dump_folder: str = ""
     watchdog_timeout: float = 300.0

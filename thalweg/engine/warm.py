@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from thalweg.core.grammar import Masks
+from thalweg.core.grammar import GrammarMasks
 from thalweg.core.kernels import TORCH
 from thalweg.core.plan import StepPlan
 from thalweg.engine.kinds import GREEDY, fine, kinds, samplings, scored, singles
@@ -60,8 +60,8 @@ def _sampling(runner: Runner, settings: EngineSettings, context: int) -> Iterato
         logits_EV = torch.zeros(len(slot_E), vocab, device=slot_E.device)
         return Forwarded(plan, logits_EV, slot_E, slots.ints_SI.index_select(0, slot_E), {})
 
-    def masks(rows: int) -> Masks:
-        return Masks(tuple(range(rows)), np.full((rows, -(-vocab // 32)), -1, dtype=np.int32))
+    def masks(rows: int) -> GrammarMasks:
+        return GrammarMasks(tuple(range(rows)), np.full((rows, -(-vocab // 32)), -1, dtype=np.int32))
 
     for plan in samplings(min(settings.slots, settings.budget), context):
         yield partial(lambda plan: runner.sample(forwarded(plan)), plan)
@@ -82,9 +82,9 @@ def _steps(runner: Runner, settings: EngineSettings, context: int) -> Iterator[C
             yield partial(lambda plan: alone.sample(alone.forward(plan)), plan)
         plans = singles(context)
     else:
-        plans = kinds(settings.slots, settings.budget, context, settings.width, settings.tree.on)
+        plans = kinds(settings.slots, settings.budget, context, settings.width, settings.tree.is_tree)
     for plan in plans:
-        width = plan.query - 1 or settings.width
+        width = plan.sampled_per_row - 1 or settings.width
         yield partial(lambda plan, width: narrow.sample(narrow.forward(plan), width=width), plan, width)
 
 

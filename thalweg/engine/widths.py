@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
+from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.settings import EngineSettings
 from thalweg.runner.runner import Runner
@@ -70,7 +70,7 @@ def measured(settings: EngineSettings, runner: Runner) -> EngineSettings:
 
 def _room(settings: EngineSettings) -> int:
     """Tokens that the steps which are measured compute behind a context."""
-    return 3 * (1 + settings.tree.room(settings.width))
+    return 3 * (1 + settings.tree.reserved_columns(settings.width))
 
 
 def _rungs(
@@ -124,7 +124,7 @@ def _times(runner: Runner, settings: EngineSettings, rows: int, context: int, re
 
 def _plan(rows: int, context: int, width: int, reach: int) -> StepPlan:
     made = tuple(Row(slot, slot, context - 1, 1 + width, width, True) for slot in range(rows))
-    return StepPlan(1, 0, made, draft=width, reach=reach)
+    return StepPlan(1, 0, made, num_drafts=width, max_kv_len=reach)
 
 
 @torch.inference_mode()
@@ -173,7 +173,7 @@ def _bind(runner: Runner, settings: EngineSettings, rows: int, tokens: int, reac
         made = tuple(rng.choices(ids, k=tokens))
         pages = tuple(1 + (slot * entries + entry) % settings.pages for entry in range(entries))
         runner.slots.bind([Bind(slot, made, tokens, tokens - 1, settings.context, 0, (), GREEDY)])
-        runner.slots.append([Append(slot, 0, pages)])
+        runner.slots.append([PageAppend(slot, 0, pages)])
 
 
 def _run(runner: Runner, plan: StepPlan, settings: EngineSettings) -> float:
@@ -181,7 +181,7 @@ def _run(runner: Runner, plan: StepPlan, settings: EngineSettings) -> float:
     now = clock(settings)
     _wait(runner)
     begun = now()
-    runner.sample(runner.forward(plan), width=plan.draft)
+    runner.sample(runner.forward(plan), width=plan.num_drafts)
     _wait(runner)
     return now() - begun
 

@@ -72,7 +72,7 @@ class Gqa(GqaProjections):
         """h += attention(x)."""
         query = self._store(x, metadata)
         parts = [self._attend(span, span.part(query), metadata) for span in metadata.spans]
-        h.add(self.out, join_groups(parts))  # type: ignore[arg-type]
+        h.add(self.out, join_groups(parts))
 
     def write_kv(self, x: Activation, metadata: Step) -> None:
         """Stores what attention would store, and computes projections only."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from thalweg.attention.context import Work
 from thalweg.attention.selection import best
 from thalweg.config.model import ModelFacts, Moe
-from thalweg.core.kernels import TORCH, KernelChoice
+from thalweg.core.kernels import TORCH, KernelConfig
 from thalweg.kernels.experts.backends import runner
 from thalweg.kernels.mla.flashinfer import FlashInferDecoder
 from thalweg.kernels.mla.paged import PREFILLS, Decoder, decoder
@@ -52,7 +52,7 @@ class KernelLayers:
 
     dtype: torch.dtype
     device: torch.device
-    choice: KernelChoice
+    choice: KernelConfig
     schemes: Schemes  # of the checkpoint's weights
     layout: Layout = SINGLE_RANK
     published: torch.dtype = torch.bfloat16  # of an unquantized checkpoint
@@ -61,7 +61,7 @@ class KernelLayers:
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> KernelLayers:
         """On our own kernels, which know every kind of attention but that to a selection of context."""
         by = TORCH if facts.indexer is not None else "triton"
-        choice = msgspec.structs.replace(self.choice, decode=by, prefill=by, asked=())
+        choice = msgspec.structs.replace(self.choice, decode=by, prefill=by, requested=())
         return replace(self, choice=choice, schemes=schemes)
 
     def stream(self, x_TH: Tensor, is_partial: bool = False) -> ResidualStream:

@@ -171,12 +171,12 @@ class MixedLinear(Module):
     def __init__(self, linears: Sequence[KernelLinear | QuantizedLinear], order: Sequence[tuple[int, int]]) -> None:
         """order: of each part, which linear has it, and as which of its parts."""
         super().__init__()
-        self.linears, self.order = nn.ModuleList(linears), list(order)
+        self.linears, self._linears, self.order = nn.ModuleList(linears), list(linears), list(order)
 
     def split(self, x: Tensor | Normed) -> tuple[Tensor, ...]:
         """The result of each part."""
         rows = norm.rows_of(x)  # once for all products
-        results = [linear.split(rows) for linear in self.linears]
+        results = [linear.split(rows) for linear in self._linears]
         return tuple(results[linear][part] for linear, part in self.order)
 
     def forward(self, x: Tensor | Normed) -> Tensor:

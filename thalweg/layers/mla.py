@@ -16,7 +16,7 @@ from thalweg.attention.context import Span, Step, join_groups
 from thalweg.attention.selection import Choice, Choices, Selection
 from thalweg.config import model as config
 from thalweg.config.model import ModelFacts
-from thalweg.kernels.gemm.warm import nothing, warm_for
+from thalweg.kernels.gemm.warm import Warm, nothing, warm_for
 from thalweg.kernels.rope.ref import rotate_
 from thalweg.layers.indexer import Indexer
 from thalweg.layers.interface import LayerFactory
@@ -119,7 +119,8 @@ class Mla(Module):
         shape.declare_kv_b(self.weights, name, published)
         shape.declare_cache_scales(self.weights, name, layer)
         self.out = shape.out(name, layers)
-        self._prefetch_before = self._prefetch_after = nothing
+        self._prefetch_before: Warm = nothing
+        self._prefetch_after: Warm = nothing
         self._before = self._after = self.uk.data
         if isinstance(self.down, Linear):
             self._place()

@@ -18,7 +18,7 @@ from thalweg.layers.residual import Activation, ResidualStream, rows_of
 from thalweg.parallel.axis import width_of
 from thalweg.parallel.experts import ExpertPlacement
 from thalweg.parallel.layout import Layout
-from thalweg.quant.scheme import Quantized, TensorSpec
+from thalweg.quant.scheme import Quantized, Take, TensorSpec
 from thalweg.weights.table import WeightRule, WeightTable, unchanged
 
 
@@ -120,7 +120,8 @@ class Experts(Module):
         declare_experts(self.weights, name, moe, hidden, published, layout)
         # views on the parameters, which are loaded in place
         gate_up, down = ([weight.t() for weight in stack] for stack in (self.w13.data, self.w2.data))
-        self._operands = (gate_up, down, list(memory) if warm_for(memory[0]) is by_sum else [], SINK)
+        prefetched = list(memory) if warm_for(memory[0]) is by_sum else []
+        self._operands: tuple[list[Tensor], list[Tensor], list[Tensor], Tensor] = (gate_up, down, prefetched, SINK)
         self._run = script.compiled() if device.type == "cpu" and script.AVAILABLE else add_experts_
 
     def add_(self, out_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
@@ -133,8 +134,8 @@ class Experts(Module):
         token_N, k_N = (ids_TK < len(self.w13)).nonzero(as_tuple=True)
         if len(token_N):
             out_NH = x_TH.new_zeros(len(token_N), x_TH.shape[1], dtype=torch.float32)
-            pairs = ids_TK[token_N, k_N].unsqueeze(1), weights_TK[token_N, k_N].unsqueeze(1)
-            add_experts_(out_NH, x_TH[token_N], *pairs, *self._operands)
+            ids_N1, weights_N1 = ids_TK[token_N, k_N].unsqueeze(1), weights_TK[token_N, k_N].unsqueeze(1)
+            add_experts_(out_NH, x_TH[token_N], ids_N1, weights_N1, *self._operands)
             out_TH.index_add_(0, token_N, out_NH)
         return out_TH
 
@@ -151,7 +152,8 @@ def declare_experts(
     """The published tensors of the routed experts on this rank fill w13 and w2, in the order of their numbers."""
     width, inter = width_of(moe.intermediate, layout.moe_tp), moe.intermediate
     here = layout.ep.rank * (moe.experts // layout.ep.size)
-    rows, columns = (), ()
+    rows: Take = ()
+    columns: Take = ()
     if layout.moe_tp.size > 1:
         part = slice(width.start, width.stop)
         rows, columns = (part,), (slice(None), part)

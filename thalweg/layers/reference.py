@@ -12,7 +12,7 @@ from thalweg.attention.context import Step, Work, counting, step_of
 from thalweg.attention.selection import Selection, best
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts, Moe
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.layers import rotary
 from thalweg.layers.gqa import Gqa
 from thalweg.layers.linear import Embedding, Linear, Part, declare_packed, declare_row, declare_row_bias
@@ -52,7 +52,7 @@ class ReferenceLayers:
     dtype: torch.dtype
     device: torch.device
     selection: Selection = best  # chooses the context under DSA
-    choice: KernelChoice = KernelChoice()  # what is kept of a token
+    choice: KernelConfig = KernelConfig()  # what is kept of a token
     layout: Layout = SINGLE_RANK
     published: torch.dtype = torch.bfloat16  # of an unquantized checkpoint
     notes: list[str] = field(default_factory=list)  # what a user should know of how weights are held

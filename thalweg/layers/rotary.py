@@ -86,5 +86,5 @@ def softmax_scale(dim: int, rope: Rope) -> float:
 def pairs_from_halves(rows: Tensor, head_dim: int, dim: int) -> Tensor:
     """Reorders the first `dim` rows of each head of a weight, bias or norm: row j → 2j, row j + dim/2 → 2j + 1. head_dim: rows of a head."""
     heads = rows.view(-1, head_dim, *rows.shape[1:])
-    pairs = heads[:, :dim].unflatten(1, (2, dim // 2)).transpose(1, 2).flatten(1, 2)
+    pairs = heads[:, :dim].reshape(len(heads), 2, dim // 2, *rows.shape[1:]).transpose(1, 2).flatten(1, 2)
     return torch.cat([pairs, heads[:, dim:]], 1).view_as(rows)

@@ -15,7 +15,7 @@ from thalweg.kernels.norm.ref import rms_norm
 from thalweg.layers.linear import Linear
 from thalweg.layers.mlp import Mlp
 from thalweg.layers.norm import RMSNorm
-from thalweg.layers.residual import SingleStream
+from thalweg.layers.residual import ResidualStream, SingleStream
 from thalweg.models.decoder import Model
 
 TOKENS = (1, 2, 16)  # one token is compiled apart from many
@@ -37,7 +37,11 @@ def compile_parts(model: Model) -> None:
         up, down = part.gate_up, part.down
         assert isinstance(up, Linear) and isinstance(down, Linear)
         given = up.weight.data, up.bias, down.weight.data, down.bias
-        part.add_to = lambda h, x, real_T=None: add_mlp(h.value(), x, *given)  # type: ignore[method-assign]
+
+        def add_to(h: ResidualStream, x: Tensor, real_T: Tensor | None = None) -> None:
+            add_mlp(h.value(), x, *given)
+
+        part.add_to = add_to  # type: ignore[method-assign]
         for tokens in TOKENS:
             hidden = zeros(tokens, up.weight.shape[1])
             part.add_to(SingleStream(hidden.clone()), hidden)

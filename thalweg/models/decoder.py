@@ -65,14 +65,14 @@ class Target(Model, Protocol):
 class DecoderLayer(Protocol):
     """One layer of a family. `layers.factory` makes its parts."""
 
-    def forward(self, h: ResidualStream, metadata: Any, choices: Choices) -> Choices:
+    def __call__(self, h: ResidualStream, metadata: Any, choices: Choices) -> Choices:
         """Adds to the stream. Returns the selection of context that later layers may share."""
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         """What its attention keeps of each token."""
 
 
-MakeLayer = Callable[[ModelFacts, int, LayerFactory], nn.Module]  # a DecoderLayer of this number
+MakeLayer = Callable[[ModelFacts, int, LayerFactory], DecoderLayer]  # the layer of this number
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,8 @@ class Decoder(Module):
         self.head: Vocabulary | None = None
         if self.stage.is_first or self.stage.is_last:  # drafters on the last stage embed, too
             self.embedding = factory.vocabulary("model.embed_tokens", facts.vocab, facts.hidden)
-        self.layers = nn.ModuleList(make_layer(facts, i, factory) for i in range(self.stage.first, self.stage.stop))
+        self._layers = [make_layer(facts, i, factory) for i in range(self.stage.first, self.stage.stop)]
+        self.layers = nn.ModuleList(layer for layer in self._layers if isinstance(layer, nn.Module))
         if self.stage.is_last:
             self.norm = factory.norm("model.norm", facts.hidden, facts.norm_eps)
             self.head = self.embedding if facts.tied else factory.vocabulary("lm_head", facts.vocab, facts.hidden)
@@ -132,7 +133,7 @@ class Decoder(Module):
         self.watched = tuple(layers)
 
     def planes(self) -> tuple[PlaneSpec, ...]:
-        return tuple(spec for layer in self.layers for spec in layer.planes())
+        return tuple(spec for layer in self._layers for spec in layer.planes())
 
     def embed(self, ids_T: Tensor) -> Tensor:
         return self._embedded(ids_T).value()
@@ -155,7 +156,7 @@ class Decoder(Module):
             h = self._embedded(batch.ids_T)
         else:
             h, choices, watched = self.factory.stream(received.x_TH), received.choices, list(received.watched)
-        for number, layer in enumerate(self.layers, self.stage.first):
+        for number, layer in enumerate(self._layers, self.stage.first):
             if number in self.watched:
                 watched.append(h.value().clone())  # the layer edits it in place
             choices = layer(h, metadata, choices)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 BLOCK = 128  # rows or columns that stay together where a width is cut: tiles of products and FP8 blocks are as wide
 
@@ -56,7 +56,7 @@ SINGLE = SingleRank()
 def share_of(units: int, axis: Axis, what: str) -> range:
     """The units (heads, experts) of this rank: equally many on each. With fewer units than ranks, neighbouring ranks hold the same one.
 
-    Raises CannotServe, with the sizes that divide, if they cannot be shared equally. what: their name in that error.
+    Raises UnsupportedConfig, with the sizes that divide, if they cannot be shared equally. what: their name in that error.
     """
     size, rank = axis.size, axis.rank
     if units >= size and units % size == 0:
@@ -66,7 +66,7 @@ def share_of(units: int, axis: Axis, what: str) -> range:
         unit = rank * units // size
         return range(unit, unit + 1)
     legal = [n for n in range(1, units + 1) if units % n == 0]
-    raise CannotServe(f"{units} {what} cannot be shared by {size} ranks: use one of {', '.join(map(str, legal))}")
+    raise UnsupportedConfig(f"{units} {what} cannot be shared by {size} ranks: use one of {', '.join(map(str, legal))}")
 
 
 def width_of(width: int, axis: Axis) -> range:

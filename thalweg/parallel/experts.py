@@ -48,4 +48,5 @@ class ExpertPlacement:
 
     def combine(self, partial_TH: Tensor) -> Tensor:
         """[dp * T, H], this rank's part of the sum for all tokens → float32 [T, H] for its own tokens, still to be summed over tensor-parallel ranks."""
-        return self.layout.dp.reduce_scatter(partial_TH.unflatten(0, (self.layout.dp.size, -1)))
+        dp = self.layout.dp
+        return dp.reduce_scatter(partial_TH.view(dp.size, -1, *partial_TH.shape[1:]))

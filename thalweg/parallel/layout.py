@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.parallel.axis import SINGLE, Axis
 
 
@@ -24,11 +24,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.tp.size * self.dp.size != self.ep.size * self.moe_tp.size:
-            raise CannotServe(
+            raise UnsupportedConfig(
                 f"experts are divided over {self.ep.size} x {self.moe_tp.size} ranks, and the layer has {self.tp.size} x {self.dp.size}"
             )
         if self.dense.size not in (1, self.tp.size):
-            raise CannotServe(f"--moe-dense-tp-size {self.dense.size}: use 1 or the attention's {self.tp.size}")
+            raise UnsupportedConfig(f"--moe-dense-tp-size {self.dense.size}: use 1 or the attention's {self.tp.size}")
 
     @property
     def is_single(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.fp8_block.ref import dequantize
 from thalweg.quant.scheme import Index, LinearProduct, ParameterShapes, Piece, Quantized, Read, Take, TensorSpec
 
@@ -46,6 +46,8 @@ class Fp8Block(Quantized):
         return codes, TensorSpec(weight.name + SUFFIX, self._blocks(weight.shape), torch.float32)
 
     def check(self, weight: TensorSpec, found: Mapping[str, TensorSpec]) -> None:
+        if len(weight.shape) != 2:
+            raise CheckpointError(f"{weight.name} is FP8, and only a matrix can be: {weight.shape}")
         codes, wanted = self.stored(weight)
         scale = found.get(wanted.name)
         if scale is None:
@@ -94,13 +96,11 @@ class Fp8Block(Quantized):
         blocks = tuple(self._in_blocks(weight, part, size) for part, size in zip(take, self.block, strict=False))
         lead = [part for part in into if isinstance(part, int)]
         slices = [part for part in into if isinstance(part, slice)]
-        scale_into = (
-            *lead,
-            *(self._in_blocks(weight, part, size) for part, size in zip(slices, self.block, strict=False)),
-        )
+        cut = [self._in_blocks(weight, part, size) for part, size in zip(slices, self.block, strict=False)]
+        scale_into: Index = (*lead, *cut)
         return Piece(Read(weight, take), "", into), Piece(Read(weight + SUFFIX, blocks), "_scale", scale_into)
 
-    def product(self, kernels: KernelChoice) -> LinearProduct:
+    def product(self, kernels: KernelConfig) -> LinearProduct:
         from thalweg.kernels.gemm.fp8 import product  # needs Triton
 
         multiply = product(kernels.fp8_gemm, kernels.deterministic)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 
 Take = tuple[slice, ...]  # a slice of a tensor by its leading dims; () is all of it
 Index = tuple[int | slice, ...]
@@ -103,7 +103,7 @@ class Quantized(Scheme):
         """How a slice of the stored weight goes into these parameters. Raises CheckpointError if it cuts a block."""
 
     @abstractmethod
-    def product(self, kernels: KernelChoice) -> LinearProduct:
+    def product(self, kernels: KernelConfig) -> LinearProduct:
         """What multiplies by held weights on a GPU. Imports Triton."""
 
 

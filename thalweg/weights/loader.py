@@ -115,8 +115,8 @@ def plan_loads(
     for name in stream.specs:
         if name in rules:
             source = rules[name][0].source
-            scheme = schemes.of(source)
             _check_shape(source, stream.specs[name], rules[name][0].target)
+            scheme = schemes.of(source)
             used |= {spec.name for spec in scheme.stored(source)}
             loads += _loads_of(rules[name], scheme, parameters)
     _account(stream, table, rules, used, is_partial)
