@@ -32,6 +32,7 @@ from thalweg.models.catalog import read_facts
 from thalweg.models.decoder import Model
 from thalweg.models.traced import AFTER, traced
 from thalweg.weights.cache_scales import read_cache_scales
+from thalweg.weights.stream import InMemory
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 
@@ -154,21 +155,12 @@ def test_fp8_saturates_and_keeps_its_scale() -> None:
     assert encoded(own, torch.float32, None) is own and decoded(own, torch.float32, None) is own
 
 
-class OneScale:
-    """A checkpoint that measured the latents of one layer."""
-
-    def names(self) -> list[str]:
-        return ["model.layers.1.self_attn.attn.k_scale", "model.layers.1.self_attn.attn.v_scale"]
-
-    def read(self, name: str) -> Tensor:
-        return torch.tensor(0.25)
-
-
 def test_a_published_scale_is_the_latents(exact: Tensor) -> None:
     kept = model(kv="fp8_e4m3")
     bench, table = Bench(kept, 1, pages=8), kept.table()
     assert table.is_skipped("model.layers.1.self_attn.attn.v_scale")
-    read_cache_scales(table, OneScale(), bench.planes)  # type: ignore[arg-type]
+    measured = {f"model.layers.1.self_attn.attn.{kind}_scale": torch.tensor(0.25) for kind in "kv"}
+    read_cache_scales(table, InMemory(measured), bench.planes)
     scales = [bench.planes.scale("latent", layer) for layer in range(kept.facts.layers)]
     assert [None if scale is None else scale.item() for scale in scales[:2]] == [1.0, 0.25]
     assert 1e-4 < error(bench.step([(0, IDS)])[0], exact) < 0.12

@@ -74,8 +74,7 @@ class KernelLayers:
         self, parts: Sequence[Part], inputs: int, has_bias: bool = False
     ) -> KernelLinear | QuantizedLinear | MixedLinear:
         held = [self._held(part, inputs, has_bias) for part in parts]
-        kinds = list(dict.fromkeys(None if scheme is None else scheme.name for scheme in held))
-        groups = [[i for i, scheme in enumerate(held) if (scheme and scheme.name) == kind] for kind in kinds]
+        groups = _groups(parts, held)
         linears = [self._linear([parts[i] for i in group], inputs, has_bias, held[group[0]]) for group in groups]
         if len(linears) == 1:
             return linears[0]
@@ -228,3 +227,18 @@ def _common(schemes: Sequence[Quantized | None]) -> Quantized | None:
         if all(scheme is not None and first is not None and scheme.name == first.name for scheme in schemes)
         else None
     )
+
+
+def _groups(parts: Sequence[Part], held: Sequence[Quantized | None]) -> list[list[int]]:
+    """Which parts have one product: those of one scheme, as long as each begins with a block."""
+    groups: list[list[int]] = []
+    for i, scheme in enumerate(held):
+        for group in groups:
+            first = held[group[0]]
+            rows = sum(parts[j].width for j in group)
+            if (scheme and scheme.name) == (first and first.name) and (scheme is None or rows % scheme.block[0] == 0):
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    return groups

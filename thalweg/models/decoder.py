@@ -158,12 +158,12 @@ class Decoder(Module):
             h, choices, watched = self.factory.stream(received.x_TH), received.choices, list(received.watched)
         for number, layer in enumerate(self._layers, self.stage.first):
             if number in self.watched:
-                watched.append(h.value().clone())  # the layer edits it in place
+                watched.append(settled_copy(h))
             choices = layer(h, metadata, choices)
         if not self.stage.is_last:
             return StageValue(h.value(), choices, tuple(watched))
         if self.stage.layers in self.watched:
-            watched.append(h.value().clone())
+            watched.append(settled_copy(h))
         hidden_TH: Tensor = self.norm.forward(h.value())
         return torch.cat([hidden_TH, *self._in_order(watched)], 1) if watched else hidden_TH
 
@@ -178,6 +178,11 @@ class Decoder(Module):
 
     def table(self) -> WeightTable:
         return table_of(self)
+
+
+def settled_copy(h: ResidualStream) -> Tensor:
+    """The stream as it enters a layer, which will edit it in place. Before it is settled a stream is one rank's part."""
+    return h.value().clone()
 
 
 def gathered_logits(factory: LayerFactory, head: Vocabulary, hidden_NH: Tensor, vocab: int) -> Tensor:
