@@ -10,7 +10,6 @@ allocator found some at the second try, or anything is left."""
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
@@ -66,7 +65,7 @@ def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str,
     uids: set[int] = set()
     begun, said = time.monotonic(), 0.0
     while (passed := time.monotonic() - begun) < seconds:
-        while submitted - ended < engine.settings.slots + QUEUE:
+        while submitted - ended < engine.config.max_running_requests + QUEUE:
             prompt, params = request(rng, draw, engine.context)
             made = engine.submit(prompt, params)
             submitted += len(made)
@@ -95,7 +94,7 @@ def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str,
         "output_tokens_a_second": tokens / elapsed,
         "steps": steps,
         "preemptions": stats.preemptions,
-        "pages": engine.settings.pages,
+        "pages": engine.config.num_pages,
         "free_at_start": device_free,
         "free_at_least": least,
         "reserve": RESERVE,
@@ -103,7 +102,7 @@ def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str,
         "peak_reserved": peaks[1],
         "allocator_retries": memory["num_alloc_retries"] - before["num_alloc_retries"],
         "out_of_memory": memory["num_ooms"] - before["num_ooms"],
-        "arithmetic": json.loads(engine.settings.report)["pages"]["reason"],
+        "arithmetic": engine.config.report.current()["max_total_tokens"].reason,
         "left": left(engine, uids, held),
     }
 

@@ -296,7 +296,7 @@ def near(found: dict[str, Any], bound: float) -> bool:
 def check_choices(engine: LocalEngine, prompt: tuple[int, ...], chunk: int) -> dict[str, Any]:
     model: Any = engine.runner.model
     facts, tokens = model.facts, len(prompt)
-    fp8 = facts.fp8_block is not None and engine.settings.kernels.decode != "reference"
+    fp8 = facts.fp8_block is not None and engine.config.kernels.decode != "reference"
     watch = Watch(model, -(-tokens // PAGE) * PAGE)
     whole = computed(engine, watch, prompt, [(0, tokens)], None)
     hit = (tokens - 1) // PAGE * PAGE

@@ -245,7 +245,7 @@ def long(name: str, part: Part, said: argparse.Namespace) -> int:
     )
     begun = time.perf_counter()
     resolved = resolved_for(part.shape, config)
-    engine = LocalEngine(msgspec.structs.replace(resolved.engine, times=()))
+    engine = LocalEngine(msgspec.structs.replace(resolved.engine, speculative_adaptive=False))
     ready = time.perf_counter()
     prompt = vocabulary_of(resolved.path).draw(Random(SEED), PROMPT)
     request = recompute.generated(engine, prompt, tokens, SEED)
@@ -292,7 +292,9 @@ def accepted(name: str, part: Part, said: argparse.Namespace) -> int:
 def about(name: str, configured: dict[str, Any]) -> dict[str, object]:
     """What goes with every result. Folders of this machine are told by their names."""
     text = json.dumps(configured, default=str)
-    for folder in (configured["engine"][key] for key in ("path", "drafter_path")) if configured else ():
+    for folder in (
+        (configured["engine"][key] for key in ("model_path", "speculative_draft_model_path")) if configured else ()
+    ):
         text = text.replace(folder, Path(folder).name) if folder else text
     return provenance("", [], json.loads(text)) | {
         "command": f"python benchmarks/gpu/speculation.py {name} --models FOLDER"

@@ -62,7 +62,7 @@ def main() -> None:
     engine = LocalEngine(resolve(config).engine)
     runner, steps = engine.runner, engine.runner.steps
     assert isinstance(steps, Piecewise)
-    clock = Clock(runner, engine.settings, max(said.rows))
+    clock = Clock(runner, engine.config, max(said.rows))
     results = []
     for rows in said.rows:
         for tokens in said.tokens:

@@ -22,6 +22,7 @@ from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.messages import Control, Ready, Stats
 from thalweg.core.plan import PAGE, TokenLogprob
+from thalweg.core.report import AUTO, Decision, Report
 from thalweg.core.room import Room
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.app import build
@@ -90,7 +91,7 @@ class FakeFront:
         self.tokenizer = ByteTokenizer()
         self.state, self.reason = "ready", ""
         self.ready: Ready | None = Ready(
-            1, CONTEXT, VOCAB, 100, 64, '{"attention": {"backend": "reference", "why": "cpu"}}'
+            1, CONTEXT, VOCAB, 100, 64, Report((Decision("attention_backend", "reference", AUTO, "cpu"),))
         )
         self.script, self.gap, self.chunk = script, gap, chunk
         self.full, self.flushed, self.weight_version = False, 0, "default"

@@ -81,7 +81,9 @@ def test_what_is_no_tree_is_told() -> None:
 def test_a_drafters_forwards_are_kept_and_let_go_again() -> None:
     """What one makes within another is a part of it; behind the measurement everything is as it was."""
     config = config_of(model=str(MODEL), speculative_algorithm="NEXTN", speculative_num_steps=2, context_length=256)
-    engine = LocalEngine(msgspec.structs.replace(resolve(config).engine, times=(), progress=False))
+    engine = LocalEngine(
+        msgspec.structs.replace(resolve(config).engine, speculative_adaptive=False, show_progress=False)
+    )
     runner = engine.runner
     drafter, graphs = runner.drafting.drafter, runner.graphs
     assert isinstance(drafter, Unrolled)
@@ -108,7 +110,12 @@ def test_a_long_generation_beside_its_prompt() -> None:
         model=str(MODEL), speculative_algorithm="NEXTN", speculative_num_steps=3, context_length=256,
         max_running_requests=1, max_total_tokens=512, chunked_prefill_size=128,
     )  # fmt: skip
-    settings = msgspec.structs.replace(resolve(config).engine, times=(), imposed=2.5, progress=False)
+    settings = msgspec.structs.replace(
+        resolve(config).engine,
+        speculative_adaptive=False,
+        speculative_simulate_accept_length=2.5,
+        show_progress=False,
+    )
 
     def checked(spoil: Callable[[torch.Tensor], object]) -> dict[tuple[str, int], dict[str, Any]]:
         request = recompute.generated(engine, list(range(20, 60)), 140, 1)

@@ -20,7 +20,7 @@ def test_a_cpu_has_no_graphs(mode: str) -> None:
     with pytest.raises(CannotServe, match=f"cuda_graph_mode: {mode}, but a CPU has none; use --cuda-graph-mode none"):
         resolve(config_of(model=str(TINY), device="cpu", cuda_graph_mode=mode))
     found = resolve(config_of(model=str(TINY), device="cpu"))
-    assert found.engine.graphs == found.engine.pieces == ()
+    assert found.engine.cuda_graph_bs == found.engine.piecewise_cuda_graph_tokens == ()
     said = {one.name: one for one in found.decisions}["cuda_graph_mode"]
     assert (said.value, said.source, said.reason) == ("none", "auto", "a CPU has none")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -114,14 +113,14 @@ def test_weights_through_pinned_memory_are_those_of_the_files(shape: str, cuda: 
 def test_the_cache_gets_what_is_free(cuda: torch.device, tmp_path: Path) -> None:
     path = folder("v2-lite", tmp_path)
     of = engine(path, max_running_requests=8, chunked_prefill_size=1024)
-    said = json.loads(of.settings.report)["pages"]
-    assert of.settings.pages == said["value"] and "free beside the weights" in said["reason"]
-    assert of.runner.planes.pages == of.settings.pages + 1 and of.context == 4096
+    said = of.config.report.current()["max_total_tokens"]
+    assert of.config.max_total_tokens == said.value and "free beside the weights" in said.reason
+    assert of.runner.planes.pages == of.config.num_pages + 1 and of.context == 4096
     left = torch.cuda.mem_get_info()[0]
     assert (0.4 * (1 << 30)) < left < (4 << 30), left
     greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=20)
     run(of, [tuple(range(1000)) * 3] * 8, [greedy] * 8, 1)
-    pages = of.settings.pages
+    pages = of.config.num_pages
     del of
     torch.cuda.empty_cache()  # the resolver counts what the driver has left
     with pytest.raises(CannotServe, match="do not fit|leaves no page"):

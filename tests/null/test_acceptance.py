@@ -9,12 +9,12 @@ import pytest
 from thalweg.config.args import config_parser, parse_config
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import CannotServe
+from thalweg.core.report import Decision
 from thalweg.launch.acceptance import Acceptance, decide_acceptance, refuse_simulated
 from thalweg.launch.ledger import Ledger
-from thalweg.launch.resolved import Decision
 
 
-def decided(drafter: str = "nextn", trees: bool = False, **wishes: Any) -> tuple[Acceptance, list[Decision]]:
+def decided(drafter: str = "NEXTN", trees: bool = False, **wishes: Any) -> tuple[Acceptance, list[Decision]]:
     ledger = Ledger()
     return decide_acceptance(SpeculativeOptions(**wishes), drafter, 3, trees, ledger), ledger.decisions
 
@@ -22,12 +22,12 @@ def decided(drafter: str = "nextn", trees: bool = False, **wishes: Any) -> tuple
 def test_no_rule_but_the_race_unless_asked_for() -> None:
     acceptance, (noted,) = decided()
     assert (acceptance.rule, noted.value, noted.source) == ("race", "race", "auto")
-    assert decided("", speculative_acceptance="standard") == (Acceptance(), []), "nothing drafts"
+    assert decided("NONE", speculative_acceptance="standard") == (Acceptance(), []), "nothing drafts"
 
 
 def test_the_standard_rule_is_for_drafts_that_are_samples() -> None:
     assert decided(speculative_acceptance="standard")[0].rule == "standard"
-    acceptance, (noted,) = decided("ngram", speculative_acceptance="standard")
+    acceptance, (noted,) = decided("NGRAM", speculative_acceptance="standard")
     assert acceptance.rule == "race" and noted.value == "standard" and "point mass" in noted.reason
     acceptance, (noted,) = decided(trees=True, speculative_acceptance="standard")
     assert acceptance.rule == "race" and noted.value == "standard" and "multi-draft" in noted.reason
@@ -54,7 +54,7 @@ def test_an_acceptance_by_decree_is_for_benchmarks() -> None:
     acceptance, (rule, noted) = decided(**length)
     assert acceptance == Acceptance(imposed=2.5) and rule.value == "race"
     assert (noted.name, noted.value) == ("speculative_simulate_accept_length", 2.5) and "means nothing" in noted.reason
-    assert decided("", **length) == (Acceptance(), [])
+    assert decided("NONE", **length) == (Acceptance(), [])
     assert decided(speculative_simulate_accept_length=4.0)[0].imposed == 4, "as many as there can be"
     with pytest.raises(CannotServe, match="thalweg bench.*--allow-simulated-acceptance"):
         refuse_simulated(SpeculativeOptions(**length))

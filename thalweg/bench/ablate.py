@@ -207,7 +207,7 @@ def run(argv: list[str]) -> int:
     base = base_of(config, work)
     probe = Probe(base, Machine.here())
     made = columns(args.columns, probe)
-    must_fit(work, probe.start().engine.context)
+    must_fit(work, probe.start().engine.context_length)
     read_files(asked)
     found = cells(args.mode, made, probe)
     if args.list:

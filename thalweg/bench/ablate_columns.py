@@ -15,6 +15,7 @@ from thalweg.config.machine import Machine
 from thalweg.config.setting import Setting, nearest
 from thalweg.config.tree import config_of, settings
 from thalweg.core.errors import CannotServe
+from thalweg.core.report import Report
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 
@@ -95,9 +96,7 @@ class Probe:
 
 
 def _engine(resolved: Resolved) -> object:
-    plain = msgspec.structs.replace(resolved.engine, report="", seed=0)
-    kernels = msgspec.structs.replace(plain.kernels, asked=())
-    return msgspec.structs.replace(plain, kernels=kernels), resolved.chat.strip
+    return msgspec.structs.replace(resolved.engine, report=Report(), random_seed=0), resolved.chat.strip
 
 
 def features(base: Resolved) -> list[str]:

@@ -108,7 +108,12 @@ def _engines(args: argparse.Namespace, config: Config) -> Iterator[tuple[str, Sh
     for rule in args.rules:
         for shape in shapes(args.widths, args.trees if rule == RACE else []):
             resolved = resolved_for(shape, config, speculative_acceptance=rule)
-            yield rule, shape, resolved, LocalEngine(msgspec.structs.replace(resolved.engine, times=()))
+            yield (
+                rule,
+                shape,
+                resolved,
+                LocalEngine(msgspec.structs.replace(resolved.engine, speculative_adaptive=False)),
+            )
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -93,7 +93,7 @@ def start(config: Config, longest: Lengths | None = None) -> tuple[Resolved, Loc
     """Resolves, loads and builds. longest: what must fit. Raises CannotServe, where that is known before anything is loaded, or CheckpointError."""
     resolved = resolve(config, simulates=True)
     if longest is not None:
-        longest.within(resolved.engine.context)
+        longest.within(resolved.engine.context_length)
     engine = LocalEngine(resolved.engine)
     if longest is not None:
         longest.within(engine.context)  # which is less where memory holds less
@@ -103,7 +103,7 @@ def start(config: Config, longest: Lengths | None = None) -> tuple[Resolved, Loc
 def configuration(resolved: Resolved) -> dict[str, object]:
     """The full resolved configuration, as results carry it."""
     engine = msgspec.to_builtins(resolved.engine)
-    decisions = {one.name: msgspec.to_builtins(one) for one in resolved.decisions}
+    decisions = resolved.engine.report.as_tree()
     return {"engine": {name: value for name, value in engine.items() if name != "report"}, "decisions": decisions}
 
 

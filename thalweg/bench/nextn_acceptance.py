@@ -33,7 +33,7 @@ def load_nextn(engine: LocalEngine) -> NextN:
     if not isinstance(main, Deepseek):
         raise CheckpointError("this architecture has no NextN layer: leave nextn out")
     nextn = catalog.build_nextn(main)
-    with Safetensors(Path(engine.settings.path)) as stream:
+    with Safetensors(Path(engine.config.model_path)) as stream:
         load(nextn, nextn.table(), stream, main.facts.fp8_block)
     return nextn
 
@@ -107,7 +107,7 @@ def acceptance(
     assert isinstance(main, Deepseek)
     hits = total = 0
     for part in passes([one for one in written if len(one[1]) > 1]):
-        share = accepted_in(main, nextn, part, torch.device(engine.settings.device))
+        share = accepted_in(main, nextn, part, torch.device(engine.config.device))
         hits, total = hits + share.hits, total + share.total
         advance(len(part))
     return Share(hits, total)

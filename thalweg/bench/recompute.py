@@ -98,8 +98,8 @@ def check(engine: LocalEngine, r: Request, chunk: int) -> dict[str, Any]:
 
 
 def _floor(engine: LocalEngine) -> float:
-    fp8 = engine.runner.model.facts.fp8_block is not None and engine.settings.kernels.decode != "reference"
-    return FLOORS["fp8" if fp8 else engine.settings.dtype]
+    fp8 = engine.runner.model.facts.fp8_block is not None and engine.config.kernels.decode != "reference"
+    return FLOORS["fp8" if fp8 else engine.config.dtype]
 
 
 def _certain(engine: LocalEngine, layer: int) -> bool:

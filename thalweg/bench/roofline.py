@@ -258,7 +258,7 @@ def of_model(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
     room = room_for(parsed.config, max(args.batch_size), args.context, args.steps + 1)
     resolved, engine = start(room, Lengths(args.context, args.steps, ("--context", "--steps"), 1))
     rates = rates or ceilings.rates(torch.device("cpu"))  # with the threads that the engine has set
-    settings, middle_of = engine.settings, args.context + args.steps // 2
+    settings, middle_of = engine.config, args.context + args.steps // 2
     under = ground(read_facts(resolved.path), rates, settings.device, settings.dtype, settings.kernels, middle_of)
     rng = Random(args.bench_seed)
     told = {"model": folder_name(resolved.path), "context": args.context, "ceilings": asdict(under.top)}

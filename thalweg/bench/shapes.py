@@ -62,7 +62,7 @@ def resolved_for(shape: Shape, config: Config, **wishes: object) -> Resolved:
     wishes |= {"mtp": None, "speculative_eagle_topk": shape.branches, "speculative_num_steps": shape.deepest}
     wishes["speculative_num_draft_tokens"] = None if shape.branches == 1 else shape.nodes + 1
     resolved = resolve(replace(config, **wishes), simulates=True)
-    if not resolved.engine.drafter:
+    if resolved.engine.speculative_algorithm == "NONE":
         raise CannotServe("speculative_algorithm: nothing drafts here; use --speculative-algorithm NEXTN or NGRAM")
     return resolved
 

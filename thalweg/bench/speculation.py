@@ -76,7 +76,7 @@ class Written(NamedTuple):
 
 def decode(engine: LocalEngine, prompts: Sequence[Sequence[int]], output: int) -> Written:
     """Computes one batch, greedy. Steps overlap as they do in a server: a step's time is that between two that have ended."""
-    params, now = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True), clock(engine.settings)
+    params, now = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True), clock(engine.config)
     waiting = {uid for prompt in prompts for uid in engine.submit(prompt, params)}
     writing, found = set(waiting), Written(0, 0.0, 0)
     while not engine.idle:
@@ -160,8 +160,8 @@ def label(row: Row) -> str:
 def started(shape: Shape, config: Config, longest: Lengths) -> tuple[Resolved, LocalEngine]:
     """An engine that drafts this shape. Raises ThalwegError."""
     resolved = resolved_for(shape, config)
-    times = None if ADAPTIVE in shape.widths else ()
-    engine = LocalEngine(msgspec.structs.replace(resolved.engine, times=times))
+    adaptive = ADAPTIVE in shape.widths
+    engine = LocalEngine(msgspec.structs.replace(resolved.engine, speculative_adaptive=adaptive))
     longest.within(engine.context)
     return resolved, engine
 
@@ -170,8 +170,8 @@ def policies_of(shape: Shape, engine: LocalEngine) -> dict[int, WidthPolicy]:
     """What names each of the shape's widths."""
     found: dict[int, WidthPolicy] = {}
     for width in shape.widths:
-        times = engine.settings.times if width == ADAPTIVE else None
-        found[width] = MeasuredWidth(times, planning_clock(engine.settings)) if times else ConstantWidth(max(width, 0))
+        times = engine.config.speculative_step_times if width == ADAPTIVE else None
+        found[width] = MeasuredWidth(times, planning_clock(engine.config)) if times else ConstantWidth(max(width, 0))
     return found
 
 

@@ -28,12 +28,12 @@ from thalweg.bench.kernels import RESIDENT, SEED, difference, failures, matches,
 from thalweg.bench.results import ResultError, provenance, write
 from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parsed, Parser, config_parser, parse_config
+from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.core.errors import CannotServe
 from thalweg.engine import caches
 from thalweg.engine.build import parts
-from thalweg.engine.settings import EngineSettings
 from thalweg.kernels.case import Inputs
 from thalweg.kernels.gemm import tuning_cpu
 from thalweg.kernels.search import Search
@@ -93,7 +93,7 @@ def searches(resolved: Resolved) -> list[Search]:
     return list(of_model(model, settings.kernels.fp8_gemm))
 
 
-def _on_cpu(settings: EngineSettings, facts: ModelFacts, fp8: bool) -> Iterator[Search]:
+def _on_cpu(settings: EngineConfig, facts: ModelFacts, fp8: bool) -> Iterator[Search]:
     """What an empty model asks for while it is made: its memory is never touched, so it takes none."""
     with TUNED.noted() as asked:
         catalog.assemble(facts, parts("cpu", settings.kernels, settings.dtype, fp8))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Generic, Mapping, TypeVar
 
 from thalweg.core.errors import CannotServe
+from thalweg.core.report import AUTO, USER
 
 Value = str | int | bool
 
@@ -27,7 +28,7 @@ C = TypeVar("C", bound=Caps)
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[C]):
-    """role: what was chosen for; source: "asked" or "auto"; rejected: what was passed over: (name, its first misfit)."""
+    """role: what was chosen for; source: USER or AUTO; rejected: what was passed over: (name, its first misfit)."""
 
     role: str
     name: str
@@ -36,7 +37,7 @@ class Choice(Generic[C]):
 
     @property
     def reason(self) -> str:
-        if self.source == "asked":
+        if self.source == USER:
             return "asked for"
         return (
             "; ".join(f"not {name}: {why}" for name, why in self.rejected)
@@ -68,7 +69,7 @@ def choose(role: str, need: Need, catalog: Mapping[str, C], wish: str = "auto") 
     fitting = [name for name in catalog if not misfits(need, catalog[name])]
     if wish != "auto":
         if wish in fitting:
-            return Choice(role, wish, "asked", ())
+            return Choice(role, wish, USER, ())
         instead = f"use {fitting[0]}" if fitting else "nothing else fits either"
         raise CannotServe(f"{role}: {wish} cannot serve this: {'; '.join(misfits(need, catalog[wish]))}; {instead}")
     rejected = []
@@ -76,5 +77,5 @@ def choose(role: str, need: Need, catalog: Mapping[str, C], wish: str = "auto") 
         if why := misfits(need, catalog[name]):
             rejected.append((name, why[0]))  # often the others follow from it
         else:
-            return Choice(role, name, "auto", tuple(rejected))
+            return Choice(role, name, AUTO, tuple(rejected))
     raise CannotServe(f"{role}: nothing fits. " + " | ".join(f"{name}: {why}" for name, why in rejected))

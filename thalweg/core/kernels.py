@@ -13,7 +13,7 @@ class KernelChoice(msgspec.Struct, frozen=True, kw_only=True):
     "torch" is plain torch beside the kernels of a GPU. moe, fp8_gemm: backends of
     the experts and of products with FP8 weights. kv: type of the KV cache, a name in `memory.planes.CODECS`; "" is the model's. latent: whether
     an MLA model keeps latents, which it attends to as they are; else it keeps decompressed keys and values. deterministic: whether a token's
-    bits depend on nothing but its own sequence. asked: the fields above whose backend the user named, so that no other may take its place."""
+    bits depend on nothing but its own sequence."""
 
     decode: str = "reference"
     prefill: str = "reference"
@@ -22,7 +22,6 @@ class KernelChoice(msgspec.Struct, frozen=True, kw_only=True):
     kv: str = ""
     latent: bool = True
     deterministic: bool = False
-    asked: tuple[str, ...] = ()
 
 
 Choices = tuple[int | str, ...]  # numbers and names that a tile or a shape consists of
@@ -38,10 +37,10 @@ class TunedRow(msgspec.Struct, frozen=True):
     choice: Choices
 
 
-# what the report calls the choice of each field
+# the flag and the decision of each field
 DECISIONS = {
-    "decode": "attention_decode",
-    "prefill": "attention_prefill",
+    "decode": "decode_attention_backend",
+    "prefill": "prefill_attention_backend",
     "moe": "moe_runner_backend",
     "fp8_gemm": "fp8_gemm_backend",
 }

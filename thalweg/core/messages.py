@@ -7,6 +7,7 @@ import msgspec
 from thalweg.core.drafts import Drafted
 from thalweg.core.grammar import FREE, Grammar
 from thalweg.core.keep import WHOLE, Keep
+from thalweg.core.report import Report
 from thalweg.core.sampling import SamplingParams
 
 
@@ -174,14 +175,14 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine serves from now on. context: the longest sequence it can hold; resolved: the choices made, as a JSON object."""
+    """The engine serves from now on. context: the longest sequence it can hold; report: the decisions about its configuration."""
 
     pid: int
     context: int
     vocab: int
     pages: int
     slots: int
-    resolved: str
+    report: Report
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):

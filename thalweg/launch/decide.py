@@ -14,10 +14,11 @@ from thalweg.core.amounts import size
 from thalweg.core.errors import CannotServe, NoRoom
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE
+from thalweg.core.report import AUTO, MODEL, USER
 from thalweg.launch.graphs import GraphPlan, decide_compile, decide_graphs
 from thalweg.launch.kernels import decide_kernels
 from thalweg.launch.ledger import Ledger, source
-from thalweg.launch.resolved import ASKED, AUTO, MODEL, Sizes
+from thalweg.launch.resolved import Sizes
 
 TYPICAL = 2048  # tokens that a request keeps on average; unless asked, the cache holds no more than this for each slot
 
@@ -98,7 +99,7 @@ def gpu(machine: Machine) -> Site:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The numbers of an engine: see `engine.settings.EngineSettings`, which has the same names, but for what is
+    """The numbers of an engine: see `config.engine.EngineConfig`, which has the same names, but for what is
     recorded. measured: pages and context are estimates, which the engine puts its own in the place of. limit: the longest sequence that is
     wanted; least_context: that must fit."""
 
@@ -107,7 +108,7 @@ class Decided:
     graphs: GraphPlan
     dtype: str
     threads: int
-    depth: int
+    overlap: bool
     slots: int
     budget: int
     context: int
@@ -144,7 +145,6 @@ def decide(
     dtype, sizes = _dtype(config, site, lambda dtype: sizes_in(device, kernels, dtype), ledger)
     note("kv_cache_dtype", kernels.kv or dtype, *source(bool(kernels.kv), "as dtype"))
     overlap = take("overlap_schedule", schedule.overlap_schedule, site.overlap, site.overlap_why)
-    note("depth", 2 if overlap else 1, AUTO, "2 steps under way with overlap, else 1")
     slots = take("max_running_requests", schedule.max_running_requests, site.slots, site.slots_why)
     measured = site.measures and config.memory.mem_fraction_static is None and config.memory.max_total_tokens is None
     pages, context = _memory(config, facts, site, sizes, dtype, slots, measured, ledger)
@@ -167,14 +167,13 @@ def decide(
     seed = config.sampling.random_seed
     drawn = secrets.randbits(62) if seed is None else seed
     note("random_seed", drawn, *source(seed is not None, "drawn at start; give it to repeat a run"))
-    depth = 2 if overlap else 1
     return Decided(
         device=device,
         kernels=kernels,
         graphs=graphs,
         dtype=dtype,
         threads=threads,
-        depth=depth,
+        overlap=overlap,
         slots=slots,
         budget=budget,
         context=context,
@@ -248,13 +247,15 @@ def _memory(
             raise NoRoom(
                 f"max_total_tokens: {wish.max_total_tokens} do not fit: {sums} = {most} pages; use at most {most * PAGE}"
             )
-        ledger.note("pages", pages, ASKED, f"{wish.max_total_tokens} tokens / {PAGE} a page")
+        ledger.note("max_total_tokens", pages * PAGE, USER, f"{pages} whole pages of {PAGE} tokens")
     else:
         useful = max(slots * -(-min(limit, TYPICAL) // PAGE), -(-limit // PAGE)) if site.useful else most
         pages = min(most, useful)
         enough = f"{useful} are enough for {slots} requests of {min(limit, TYPICAL)} tokens"
         about = "an estimate, which the engine replaces by what it measures: " if measured else ""
-        ledger.note("pages", pages, AUTO, f"{about}{sums} = {most}" + (f"; {enough}" if pages < most else ""))
+        ledger.note(
+            "max_total_tokens", pages * PAGE, AUTO, f"{about}{sums} = {most}" + (f"; {enough}" if pages < most else "")
+        )
     return pages, _context(config, facts, limit, pages, ledger)
 
 
@@ -273,7 +274,7 @@ def _context(config: Config, facts: ModelFacts, limit: int, pages: int, ledger: 
             raise NoRoom(
                 f"context_length: {limit} is more than the KV cache holds, {pages} pages x {PAGE}; use at most {held}"
             )
-        ledger.note("context_length", limit, ASKED, "")
+        ledger.note("context_length", limit, USER, "")
     elif limit > held:
         ledger.note("context_length", held, AUTO, f"what the KV cache holds; the model could {facts.context}")
     else:
@@ -285,7 +286,7 @@ def _budget(config: Config, site: Site, slots: int, context: int, ledger: Ledger
     """Tokens a step."""
     wish = config.schedule.chunked_prefill_size
     if wish == -1:
-        ledger.note("chunked_prefill_size", slots * context, ASKED, "-1: room for every running prompt in one step")
+        ledger.note("chunked_prefill_size", slots * context, USER, "-1: room for every running prompt in one step")
         return slots * context
     budget, why = site.budget, site.budget_why
     if 2 * slots > budget:

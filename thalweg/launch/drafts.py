@@ -7,11 +7,11 @@ from pathlib import Path
 
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Config
+from thalweg.core.report import AUTO
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.acceptance import Acceptance, decide_acceptance
 from thalweg.launch.ledger import Ledger
-from thalweg.launch.resolved import AUTO
-from thalweg.launch.speculation import Speculation, branching, decide_speculation
+from thalweg.launch.speculation import NO_DRAFTER, Speculation, branching, decide_speculation
 from thalweg.launch.trees import decide_tree
 
 
@@ -43,4 +43,4 @@ def no_drafts(why: str) -> Drafts:
     """Plain decoding, although drafts were asked for."""
     ledger = Ledger()
     ledger.note("speculative_algorithm", "NONE", AUTO, why)
-    return Drafts(ledger, Speculation("", 0, False), Acceptance(), CHAIN)
+    return Drafts(ledger, Speculation(NO_DRAFTER, 0, False), Acceptance(), CHAIN)

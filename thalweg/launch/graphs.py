@@ -21,11 +21,11 @@ AUTO_WHY = "decode steps whole, up to {} tokens of others in pieces: beyond, the
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """rows: of whole steps. tokens: of the static parts of others. mixed: whether prompt tokens may be rows of a whole step."""
+    """mode: the resolved `cuda_graph_mode`. rows: of whole steps. tokens: of the static parts of others."""
 
+    mode: str = "none"
     rows: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    mixed: bool = False
 
 
 def decide_graphs(
@@ -43,7 +43,7 @@ def decide_graphs(
     mode = ledger.take("cuda_graph_mode", mode, "full_and_piecewise", AUTO_WHY.format(min(budget, MOST_PIECES)))
     rows = _rows(config, slots, ledger) if mode in WHOLE else ()
     tokens = _tokens(config, budget, ledger) if mode in IN_PIECES else ()
-    return GraphPlan(rows, tokens, mixed=mode == "full")
+    return GraphPlan(mode, rows, tokens)
 
 
 def _cannot(device: str, kernels: KernelChoice) -> str:

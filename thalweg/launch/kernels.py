@@ -10,6 +10,7 @@ from thalweg.config.options import Config
 from thalweg.core.errors import CannotServe
 from thalweg.core.fit import Choice, choose
 from thalweg.core.kernels import DECISIONS, KernelChoice
+from thalweg.core.report import USER
 from thalweg.launch.backends import AttentionCaps, AttentionNeed, attention_need, decode_catalog, prefill_catalog
 from thalweg.launch.ledger import Ledger, source
 from thalweg.launch.products import decide_products
@@ -38,12 +39,9 @@ def decide_kernels(
     ledger.note(
         WISH, load.attention_backend or "auto", *source(load.attention_backend is not None, "the fastest that fits")
     )
-    asked = []
     for role, one in (("decode", decode), ("prefill", prefill)):
-        ledger.note(DECISIONS[role], one.name, one.source, "" if one.source == "asked" else one.reason)
-        asked += [role] if one.source == "asked" else []
+        ledger.note(DECISIONS[role], one.name, one.source, "" if one.source == USER else one.reason)
     products = decide_products(config, facts, machine, device, decode.name, ledger)
-    asked += [role for role, one in products.items() if one.source == "asked"]
     return KernelChoice(
         **{role: one.name for role, one in products.items()},
         decode=decode.name,
@@ -51,7 +49,6 @@ def decide_kernels(
         kv=kv,
         latent=latent,
         deterministic=deterministic,
-        asked=tuple(asked),
     )
 
 

@@ -10,6 +10,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.options import Config
 from thalweg.core.fit import Caps, Choice, Need, choose
 from thalweg.core.kernels import DECISIONS
+from thalweg.core.report import USER
 from thalweg.launch.backends import CHIPS, NEWER, chip
 from thalweg.launch.ledger import Ledger
 
@@ -85,7 +86,7 @@ def decide_products(
     if facts.fp8_block is not None or load.fp8_gemm_backend is not None:
         made["fp8_gemm"] = _choose("fp8_gemm", need, FP8, load.fp8_gemm_backend, machine)
     for role, one in made.items():
-        ledger.note(DECISIONS[role], one.name, one.source, "" if one.source == "asked" else one.reason)
+        ledger.note(DECISIONS[role], one.name, one.source, "" if one.source == USER else one.reason)
     return made
 
 

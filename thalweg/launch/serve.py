@@ -97,8 +97,7 @@ async def _run(
     make_connection: MakeConnection,
 ) -> int:
     options = dataclasses.replace(config.server, served_model_name=resolved.names)
-    engine = msgspec.structs.replace(resolved.engine, log_level=options.log_level, log_format=options.log_format)
-    front = Front(engine, resolved.reader())
+    front = Front(resolved.engine, resolved.reader())
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, front.record)
     if options.api_keys_file is not None:  # whoever rotates keys may send it, and must not end the server with it
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hangup)

@@ -19,10 +19,10 @@ import thalweg
 from thalweg.config.machine import Machine
 from thalweg.config.options import Config
 from thalweg.core.kernels import Choices, TunedRow
+from thalweg.core.report import AUTO, USER
 from thalweg.engine import caches
 from thalweg.kernels.tuned import SOURCES, digest
 from thalweg.launch.ledger import Ledger
-from thalweg.launch.resolved import ASKED, AUTO
 from thalweg.launch.tuned_forms import fits
 
 log = logging.getLogger("thalweg.launch")
@@ -92,7 +92,7 @@ def folders(machine: Machine, device: str, cache_dir: str) -> tuple[Path, Path]:
 def decide(config: Config, machine: Machine, device: str, ledger: Ledger) -> tuple[TunedRow, ...]:
     """The choices to use, and a word about them in the report."""
     if not config.load.tuned_kernels:
-        ledger.note(NAME, DEFAULT, ASKED, "")
+        ledger.note(NAME, DEFAULT, USER, "")
         return ()
     rows: dict[tuple[str, Choices, Choices], TunedRow] = {}
     used = []

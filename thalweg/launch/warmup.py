@@ -31,7 +31,7 @@ def warmup(config: Config) -> int:
 
     with Compilations() as seen:
         # kernels depend on shapes alone, so random weights do, and none are read
-        LocalEngine(msgspec.structs.replace(resolved.engine, load_format="dummy", updates=(), warm=True))
+        LocalEngine(msgspec.structs.replace(resolved.engine, load_format="dummy", weight_updates=(), warmup=True))
     made, jit = len(seen.made), _libraries(folder) - before
     print(
         f"{made} Triton kernels compiled, {len(seen.found)} found; {jit} of DeepGEMM compiled; {time.monotonic() - begun:.0f} s.\n"

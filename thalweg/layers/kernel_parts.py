@@ -42,7 +42,7 @@ class KernelParts:
     def beside(self, facts: ModelFacts) -> KernelParts:
         """On our own kernels, which know every kind of attention but that to a choice of context."""
         by = TORCH if facts.indexer is not None else "triton"
-        choice = msgspec.structs.replace(self.choice, decode=by, prefill=by, asked=())
+        choice = msgspec.structs.replace(self.choice, decode=by, prefill=by)
         return replace(self, choice=choice, fp8=facts.fp8_block is not None)
 
     def norm(self, dim: int, eps: float) -> FusedNorm:

@@ -18,11 +18,12 @@ from thalweg.spec.tree import Branching
 from thalweg.spec.unroll import Unrolled
 
 DRAFTERS: dict[str, Callable[[Target, Path, Drawing], Drafter]] = {
-    "": lambda target, folder, drawing: NO_DRAFTER,
-    "ngram": lambda target, folder, drawing: NgramDrafter(),
-    "nextn": lambda target, folder, drawing: Unrolled(catalog.build_nextn(target), drawing),
-    "eagle": lambda target, folder, drawing: Unrolled(eagle_head(target, folder), drawing, apart=True),
-    "small": lambda target, folder, drawing: Unrolled(
+    "NONE": lambda target, folder, drawing: NO_DRAFTER,
+    "NGRAM": lambda target, folder, drawing: NgramDrafter(),
+    "NEXTN": lambda target, folder, drawing: Unrolled(catalog.build_nextn(target), drawing),
+    "EAGLE": lambda target, folder, drawing: Unrolled(eagle_head(target, folder), drawing, apart=True),
+    "EAGLE3": lambda target, folder, drawing: Unrolled(eagle_head(target, folder), drawing, apart=True),
+    "STANDALONE": lambda target, folder, drawing: Unrolled(
         Small(small_facts(folder, target.facts), target), drawing, apart=True
     ),
 }

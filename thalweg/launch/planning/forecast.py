@@ -99,7 +99,7 @@ class Forecast:
         if self.room is not None:
             return self.room.slots
         engine, drafts = self.resolved.engine, self.resolved.sizes.slot_bytes
-        return float(slot_bytes(engine.slots, engine.context, table_entry=8, drafts=drafts))
+        return float(slot_bytes(engine.max_running_requests, engine.context_length, table_entry=8, drafts=drafts))
 
     @property
     def best(self) -> Outcome | None:
@@ -157,7 +157,7 @@ def forecast(config: Config, asked: Asked) -> Forecast:
     on_gpu = resolved.engine.device == "cuda"
     hardware = (asked.hardware or hardware_of(machine)) if on_gpu else None
     room = memory.alone(facts, resolved, machine) if on_gpu else None
-    if room is not None and not alone and not resolved.engine.pages and room.pages < 1:
+    if room is not None and not alone and not resolved.engine.num_pages and room.pages < 1:
         alone = f"memory: {size(round(room.free))} free leave no page for the KV cache beside weights, steps and graphs"
     ground = _ground(facts, resolved, hardware)
     outcomes = () if room is None else _outcomes(facts, resolved, ground, room, load, asked.layout)
@@ -204,7 +204,7 @@ def _outcomes(
     """Of all layouts of GPUs that figures are known of. alone: of one GPU without others."""
     if ground.hardware is None or ground.top is None:
         return ()
-    loaded = Widths.of(facts, resolved.engine.dtype, resolved.engine.kernels.decode == "reference")
+    loaded = Widths.of(facts, resolved.engine.dtype, resolved.engine.decode_attention_backend == "reference")
 
     def room(layout: Layout) -> Room:
         return memory.of_layout(facts, resolved, loaded, layout, alone)

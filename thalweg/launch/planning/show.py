@@ -23,7 +23,7 @@ from thalweg.launch.report import as_json as resolved_json
 from thalweg.launch.report import choices, sizes
 
 LISTED = 8  # layouts in the table
-MEASURED = ("pages", "context_length")  # decisions that go by what memory is left
+MEASURED = ("max_total_tokens", "context_length")  # decisions that go by what memory is left
 
 
 def as_json(made: Forecast, config: Config) -> dict[str, Any]:
