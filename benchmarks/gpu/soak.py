@@ -22,7 +22,7 @@ import torch
 from thalweg.bench.datasets import vocabulary_of
 from thalweg.bench.in_process import configuration, start
 from thalweg.bench.results import provenance, write
-from thalweg.config.args import config_parser, parse_config
+from thalweg.config.args import options_parser, parse_options
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.memory import RESERVE
@@ -125,23 +125,23 @@ def left(engine: LocalEngine, uids: set[int], held: int) -> dict[str, int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = config_parser("soak.py", "Mixed lengths at saturation.", only=("model", "load", "memory", "schedule"))
+    parser = options_parser("soak.py", "Mixed lengths at saturation.", only=("model", "load", "memory", "schedule"))
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--soak-seed", type=int, default=1)
     parser.add_argument("--result-filename", type=Path)
-    parsed = parse_config(parser, argv)
-    resolved, engine = start(parsed.config)
+    parsed = parse_options(parser, argv)
+    resolved, engine = start(parsed.options)
     vocabulary = vocabulary_of(resolved.path)
-    found = soak(engine, vocabulary.draw, parsed.rest.seconds, parsed.rest.soak_seed)
+    found = soak(engine, vocabulary.draw, parsed.args.seconds, parsed.args.soak_seed)
     for name, value in found.items():
         print(f"{name:>24}  {value}")
     remains = {name: count for name, count in found["left"].items() if count > (BYTES if name == "bytes" else 0)}
     failed = bool(remains or found["out_of_memory"] or found["allocator_retries"])
     print("FAILED" if failed else "ok", remains or "")
-    if parsed.rest.result_filename is not None:
+    if parsed.args.result_filename is not None:
         about = provenance("", [], configuration(resolved))
-        about["command"] = f"python benchmarks/gpu/soak.py {Path(resolved.path).name} --seconds {parsed.rest.seconds:g}"
-        write(parsed.rest.result_filename, found | about)
+        about["command"] = f"python benchmarks/gpu/soak.py {Path(resolved.path).name} --seconds {parsed.args.seconds:g}"
+        write(parsed.args.result_filename, found | about)
     return int(failed)
 
 

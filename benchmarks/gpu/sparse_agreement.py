@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from thalweg.attention.selection import Selection, best
 from thalweg.batch.prepare import prepare
 from thalweg.bench.results import provenance, write
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -391,7 +391,7 @@ def main() -> int:
     parser.add_argument("--out", default="sparse_agreement.json")
     said = parser.parse_args()
     begin = time.perf_counter()
-    config = config_of(
+    config = options_of(
         model=said.model,
         load_format=said.load_format,
         dtype=said.dtype,

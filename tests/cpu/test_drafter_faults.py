@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import GREEDY, Broken, breaking, engine, errors, prompts, run, unrecorded
 from thalweg.config.machine import Machine
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import CannotServe, NoRoom
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
@@ -204,7 +204,7 @@ def test_one_whose_weights_are_no_numbers_is_left_out(
     held = load_file(folder / "model.safetensors")
     held["fc.weight"][0] = torch.nan
     save_file(held, folder / "model.safetensors")
-    wish = config_of(model=MODEL, speculative_draft_model_path=str(folder), dtype="float32", context_length=400)
+    wish = options_of(model=MODEL, speculative_draft_model_path=str(folder), dtype="float32", context_length=400)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         made = LocalEngine(
             msgspec.structs.replace(resolve(wish).engine, eos_ids=(1,), show_progress=False, warmup=False)
@@ -221,7 +221,7 @@ def test_one_that_does_not_fit_beside_the_model_is_planned_without(
     here = Machine.here()
 
     def resolved(free: int, algorithm: str = "NEXTN") -> Resolved:
-        wish = config_of(model=MODEL, speculative_algorithm=algorithm, dtype="float32", context_length=400)
+        wish = options_of(model=MODEL, speculative_algorithm=algorithm, dtype="float32", context_length=400)
         return resolve(wish, dataclasses.replace(here, free=free), weights=False)
 
     alone, both = (resolved(1 << 34, algorithm).sizes for algorithm in ("NONE", "NEXTN"))
@@ -300,7 +300,7 @@ def test_acceptance_by_decree_answers_nobody_unless_allowed() -> None:
         with pytest.raises(CannotServe, match="--allow-simulated-acceptance"):
             start(MODEL, **wish)
     with pytest.raises(CannotServe, match="--allow-simulated-acceptance"):
-        serve(config_of(model=MODEL, port=0, **wish), lambda *args: None, lambda options: None)
-    allowed = resolve(config_of(model=MODEL, allow_simulated_acceptance=True, **wish), weights=False)
-    for resolved in (allowed, resolve(config_of(model=MODEL, **wish), simulates=True)):
+        serve(options_of(model=MODEL, port=0, **wish), lambda *args: None, lambda options: None)
+    allowed = resolve(options_of(model=MODEL, allow_simulated_acceptance=True, **wish), weights=False)
+    for resolved in (allowed, resolve(options_of(model=MODEL, **wish), simulates=True)):
         assert resolved.engine.speculative_simulate_accept_length == 2.0

@@ -16,7 +16,7 @@ import torch
 from tests.null.plan_models import DEEPSEEK, INDEXER, LITE, QWEN
 from thalweg.bench.plan_check import Part, near
 from thalweg.cli import main
-from thalweg.config.args import config_parser, parse_config
+from thalweg.config.args import options_parser, parse_options
 from thalweg.config.model import facts_of
 from thalweg.core.kernels import KernelChoice
 from thalweg.engine import build
@@ -162,7 +162,7 @@ def test_the_command_of_one_gpu_is_one_that_serve_reads(plan: Run, lite: str) ->
     assert made["best"] == made["best_that_runs"], "one GPU is what this version runs"
     words = shlex.split(made["best"]["command"])
     assert words[:2] == ["thalweg", "serve"]
-    config = parse_config(config_parser("thalweg serve", ""), words[2:]).config
+    config = parse_options(options_parser("thalweg serve", ""), words[2:]).options
     assert config.model.model == lite and config.memory.kv_cache_dtype == "fp8_e4m3" and not config.memory.radix_cache
     assert config.schedule.max_running_requests is not None and config.schedule.max_running_requests >= 400
     assert made["kv_bytes_per_token"] == 31_104 // 2
@@ -426,7 +426,7 @@ def test_counted_sizes_are_those_of_the_model(config: dict[str, Any]) -> None:
 
 
 def test_copies_get_gpus_of_their_own() -> None:
-    config = parse_config(config_parser("x", ""), ["m"]).config
+    config = parse_options(options_parser("x", ""), ["m"]).options
     room: Any = None
     of = lambda layout: Outcome(layout, room, 16, 1.0, 1.0, 1.0, 1.0, 1, 0.0, "")  # noqa: E731
     assert (

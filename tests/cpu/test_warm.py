@@ -16,7 +16,7 @@ from thalweg import cli
 from thalweg.batch.slots import Slots
 from thalweg.config.machine import Machine
 from thalweg.config.model import read_facts
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import CannotServe
 from thalweg.core.kernels import KernelChoice
 from thalweg.core.plan import PAGE, Needs
@@ -203,7 +203,7 @@ def test_steps_of_single_tokens_are_not_paced() -> None:
 
     def beside(**wishes: Any) -> object:
         return resolve(
-            config_of(model=str(TINY), **wishes), machine, weights=False, progress=False
+            options_of(model=str(TINY), **wishes), machine, weights=False, progress=False
         ).engine.mixed_step_limits
 
     assert beside() is None and beside(chunked_prefill_size=512) == ()
@@ -307,7 +307,7 @@ def test_all_needs_are_all() -> None:
 
 def test_a_plan_on_a_gpu_is_an_estimate() -> None:
     machine = Machine("Test CPU", 8, 100 * GB, 50 * GB, ("NVIDIA H100 80GB HBM3",), 80 * GB)
-    resolved = resolve(config_of(model=str(TINY)), machine, weights=False, progress=False)
+    resolved = resolve(options_of(model=str(TINY)), machine, weights=False, progress=False)
     assert (resolved.engine.num_pages, resolved.engine.context_length, resolved.engine.min_context_length) == (
         0,
         4096,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.gpu.shapes import KERNELS, SHAPES, facts, folder
 from thalweg.bench.make_checkpoint import make
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import CannotServe
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
@@ -30,7 +30,7 @@ from thalweg.weights.stream import Read, Safetensors
 def engine(path: Path, **wishes: Any) -> LocalEngine:
     given = {"max_running_requests": 24, "context_length": 4096, "random_seed": 1} | wishes
     return LocalEngine(
-        resolve(config_of(model=str(path), load_format="dummy", **given), weights=False, progress=False).engine
+        resolve(options_of(model=str(path), load_format="dummy", **given), weights=False, progress=False).engine
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from thalweg.config.args import config_parser, parse_config
+from thalweg.config.args import options_parser, parse_options
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import CannotServe
 from thalweg.core.report import Decision
@@ -45,7 +45,7 @@ def test_the_lossy_rule_is_named_so(wishes: dict[str, Any], relaxed: tuple[int, 
     acceptance, (noted,) = decided(speculative_acceptance="relaxed", **wishes)
     assert acceptance == Acceptance("relaxed", relaxed)
     assert noted.value == "relaxed" and noted.reason.startswith("LOSSY")
-    said = config_parser("t", "t").format_help()
+    said = options_parser("t", "t").format_help()
     assert said.count("LOSSY") >= 3
 
 
@@ -62,8 +62,8 @@ def test_an_acceptance_by_decree_is_for_benchmarks() -> None:
         refuse_simulated(wish)
     with pytest.raises(CannotServe, match="at least 1"):
         SpeculativeOptions(speculative_simulate_accept_length=0.5)
-    parsed = parse_config(config_parser("t", "t"), ["m", "--accept-length", "3"])
-    assert parsed.config.speculative.speculative_simulate_accept_length == 3
+    parsed = parse_options(options_parser("t", "t"), ["m", "--accept-length", "3"])
+    assert parsed.options.speculative.speculative_simulate_accept_length == 3
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_what_does_not_fit_is_refused(wishes: dict[str, Any], words: tuple[str, 
 @pytest.mark.parametrize("flag", ["--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"])
 def test_thresholds_of_another_engine_are_refused_where_they_lose(flag: str) -> None:
     for value in ("1", "1.0"):
-        assert "changes nothing" in parse_config(config_parser("t", "t"), [flag, value]).notices[0]
+        assert "changes nothing" in parse_options(options_parser("t", "t"), [flag, value]).notices[0]
     with pytest.raises(CannotServe, match=f"{flag}: 1.0 is all .* got 0.9: .*--speculative-acceptance relaxed"):
-        parse_config(config_parser("t", "t"), [flag, "0.9"])
+        parse_options(options_parser("t", "t"), [flag, "0.9"])

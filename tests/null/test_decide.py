@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts, facts_of
 from thalweg.config.options import GRAPH_MODES
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import CannotServe
 from thalweg.core.kernels import DECISIONS
 from thalweg.core.plan import PAGE
@@ -60,7 +60,7 @@ def run(
     **wishes: Any,
 ) -> tuple[Decided, dict[str, Decision]]:
     ledger, here = Ledger(), on or machine()
-    found = decide(config_of(model="m", **wishes), of or facts(), here, sizes(parameters, kv), ledger, width, trees)
+    found = decide(options_of(model="m", **wishes), of or facts(), here, sizes(parameters, kv), ledger, width, trees)
     names = [one.name for one in ledger.decisions]
     assert len(names) == len(set(names)), "each choice is noted once"
     return found, {one.name: one for one in ledger.decisions}
@@ -403,7 +403,7 @@ def test_what_is_decided_fits(
 def test_a_rule_that_holds_refuses_whatever_the_rest() -> None:
     for rule in RULES:
         name = rule.why.partition(":")[0]
-        assert rule.when(config_of(**{name: 2})) and not rule.when(config_of(**{name: 1}))
+        assert rule.when(options_of(**{name: 2})) and not rule.when(options_of(**{name: 1}))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from thalweg.config.machine import Machine
 from thalweg.config.model import facts_of
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import CannotServe
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.products import decide_products
@@ -54,7 +54,9 @@ def run(
     machine = Machine("Test CPU", 8, 1 << 36, 1 << 36, H100, 1 << 36, capability, frozenset(libraries))
     attention, device = wishes.pop("attention", "triton"), wishes.pop("device", "cuda")
     ledger = Ledger()
-    made = decide_products(config_of(model="m", **wishes), facts_of(config, "test"), machine, device, attention, ledger)
+    made = decide_products(
+        options_of(model="m", **wishes), facts_of(config, "test"), machine, device, attention, ledger
+    )
     return {role: one.name for role, one in made.items()}, {one.name: one.reason for one in ledger.decisions}
 
 

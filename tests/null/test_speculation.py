@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from thalweg.config.args import config_parser, parse_config
+from thalweg.config.args import options_parser, parse_options
 from thalweg.config.drafters import read_eagle
 from thalweg.config.model import read_facts
 from thalweg.config.speculative import SpeculativeOptions
@@ -166,8 +166,8 @@ def test_every_choice_is_noted() -> None:
 
 def test_other_engines_flags() -> None:
     flags = "--model m --speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1"
-    parsed = parse_config(config_parser("t", "t"), [*flags.split(), "--speculative-num-draft-tokens", "4"])
-    assert parsed.config.speculative.speculative_num_steps == 3
+    parsed = parse_options(options_parser("t", "t"), [*flags.split(), "--speculative-num-draft-tokens", "4"])
+    assert parsed.options.speculative.speculative_num_steps == 3
 
 
 # ---- a drafter from its own folder

@@ -13,7 +13,7 @@ import msgspec
 
 from thalweg.config.machine import Machine
 from thalweg.config.setting import Setting, nearest
-from thalweg.config.tree import config_of, settings
+from thalweg.config.tree import options_of, settings
 from thalweg.core.errors import CannotServe
 from thalweg.core.report import Report
 from thalweg.launch.resolve import resolve
@@ -77,7 +77,7 @@ class Probe:
         key = repr(sorted(wishes.items()))
         if key not in self._known:
             try:
-                self._known[key] = self._resolve(config_of(**{**self.base, **wishes}), self.machine, weights=False)
+                self._known[key] = self._resolve(options_of(**{**self.base, **wishes}), self.machine, weights=False)
             except CannotServe as error:
                 self._known[key] = str(error)
         return self._known[key]

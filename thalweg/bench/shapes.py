@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import CannotServe
 from thalweg.launch.resolve import resolve
@@ -57,7 +57,7 @@ def shapes(widths: Sequence[int], trees: Sequence[Shape]) -> list[Shape]:
     return [*[Shape(1, deepest, deepest, tuple(widths))] * bool(widths), *trees]
 
 
-def resolved_for(shape: Shape, config: Config, **wishes: object) -> Resolved:
+def resolved_for(shape: Shape, config: Options, **wishes: object) -> Resolved:
     """The engine that drafts this shape. Raises CannotServe where nothing drafts."""
     wishes |= {"mtp": None, "speculative_eagle_topk": shape.branches, "speculative_num_steps": shape.deepest}
     wishes["speculative_num_draft_tokens"] = None if shape.branches == 1 else shape.nodes + 1

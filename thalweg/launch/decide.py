@@ -9,7 +9,7 @@ from typing import Callable
 
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.amounts import size
 from thalweg.core.errors import CannotServe, NoRoom
 from thalweg.core.kernels import KernelChoice
@@ -27,7 +27,7 @@ TYPICAL = 2048  # tokens that a request keeps on average; unless asked, the cach
 class Rule:
     """A combination that cannot be: `why` it cannot, and what to ask for `instead`. The aim is an empty table."""
 
-    when: Callable[[Config], bool]
+    when: Callable[[Options], bool]
     why: str
     instead: str
 
@@ -121,7 +121,7 @@ class Decided:
 
 
 def decide(
-    config: Config,
+    config: Options,
     facts: ModelFacts,
     machine: Machine,
     sizes_in: Callable[[str, KernelChoice, str], Sizes],
@@ -186,7 +186,7 @@ def decide(
     )
 
 
-def _device(config: Config, machine: Machine, ledger: Ledger) -> str:
+def _device(config: Options, machine: Machine, ledger: Ledger) -> str:
     """The user's, else a GPU where there is one. Raises CannotServe for a GPU that is not there."""
     if config.load.device == "cuda" and not machine.gpus:
         raise CannotServe("device: cuda, but the driver shows no NVIDIA GPU; use --device cpu, or see `thalweg doctor`")
@@ -195,7 +195,7 @@ def _device(config: Config, machine: Machine, ledger: Ledger) -> str:
     return ledger.take("device", config.load.device, "cpu", f"{machine.cpu}, {machine.cores} cores")
 
 
-def _dtype(config: Config, site: Site, sizes_in: Callable[[str], Sizes], ledger: Ledger) -> tuple[str, Sizes]:
+def _dtype(config: Options, site: Site, sizes_in: Callable[[str], Sizes], ledger: Ledger) -> tuple[str, Sizes]:
     """The type of weights and activations, and the model's sizes in it."""
     wish = config.load.dtype
     if not site.float32:
@@ -210,7 +210,7 @@ def _dtype(config: Config, site: Site, sizes_in: Callable[[str], Sizes], ledger:
 
 
 def _memory(
-    config: Config,
+    config: Options,
     facts: ModelFacts,
     site: Site,
     sizes: Sizes,
@@ -259,7 +259,7 @@ def _memory(
     return pages, _context(config, facts, limit, pages, ledger)
 
 
-def _context_limit(config: Config, facts: ModelFacts) -> int:
+def _context_limit(config: Options, facts: ModelFacts) -> int:
     """The longest sequence that is wanted: the user's, else the model's."""
     wish = config.model.context_length
     if wish is not None and wish > facts.context:
@@ -267,7 +267,7 @@ def _context_limit(config: Config, facts: ModelFacts) -> int:
     return wish or facts.context
 
 
-def _context(config: Config, facts: ModelFacts, limit: int, pages: int, ledger: Ledger) -> int:
+def _context(config: Options, facts: ModelFacts, limit: int, pages: int, ledger: Ledger) -> int:
     held = pages * PAGE
     if config.model.context_length is not None:
         if limit > held:
@@ -282,7 +282,7 @@ def _context(config: Config, facts: ModelFacts, limit: int, pages: int, ledger: 
     return min(limit, held)
 
 
-def _budget(config: Config, site: Site, slots: int, context: int, ledger: Ledger) -> int:
+def _budget(config: Options, site: Site, slots: int, context: int, ledger: Ledger) -> int:
     """Tokens a step."""
     wish = config.schedule.chunked_prefill_size
     if wish == -1:

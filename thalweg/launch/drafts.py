@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.report import AUTO
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.acceptance import Acceptance, decide_acceptance
@@ -30,7 +30,7 @@ class Drafts:
         return self.tree.nodes or self.speculation.width
 
 
-def decide_drafts(config: Config, facts: ModelFacts, model: Path, folder: Path | None) -> Drafts:
+def decide_drafts(config: Options, facts: ModelFacts, model: Path, folder: Path | None) -> Drafts:
     """model: its folder; folder: of the drafter, where one was named. Raises as `decide_speculation`, `decide_acceptance` and `decide_tree`."""
     wish, ledger = config.speculative, Ledger()
     speculation = decide_speculation(wish, facts, ledger, folder, model)

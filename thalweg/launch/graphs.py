@@ -6,7 +6,7 @@ import os
 import shutil
 from dataclasses import dataclass
 
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.errors import CannotServe
 from thalweg.core.kernels import KernelChoice
 from thalweg.launch.backends import DECODE
@@ -29,7 +29,7 @@ class GraphPlan:
 
 
 def decide_graphs(
-    config: Config, device: str, kernels: KernelChoice, slots: int, budget: int, ledger: Ledger
+    config: Options, device: str, kernels: KernelChoice, slots: int, budget: int, ledger: Ledger
 ) -> GraphPlan:
     """Decides and notes it. slots: rows of a decode step at most. budget: tokens of a step. Raises CannotServe."""
     wish = config.load
@@ -53,7 +53,7 @@ def _cannot(device: str, kernels: KernelChoice) -> str:
     return "" if True in DECODE[kernels.decode].graphs else f"{kernels.decode} attention reads lengths on the host"
 
 
-def _rows(config: Config, slots: int, ledger: Ledger) -> tuple[int, ...]:
+def _rows(config: Options, slots: int, ledger: Ledger) -> tuple[int, ...]:
     wish = config.load
     most = min(wish.cuda_graph_max_bs or min(slots, MOST_RECORDED), slots)
     made = tuple(wish.cuda_graph_bs) or buckets(most)
@@ -66,7 +66,7 @@ def _rows(config: Config, slots: int, ledger: Ledger) -> tuple[int, ...]:
     return made
 
 
-def _tokens(config: Config, budget: int, ledger: Ledger) -> tuple[int, ...]:
+def _tokens(config: Options, budget: int, ledger: Ledger) -> tuple[int, ...]:
     wish = config.load.piecewise_cuda_graph_tokens
     made = tuple(sorted(set(wish))) or token_buckets(min(budget, MOST_PIECES))
     if any(tokens < 1 or tokens > budget for tokens in made):
@@ -78,7 +78,7 @@ def _tokens(config: Config, budget: int, ledger: Ledger) -> tuple[int, ...]:
     return made
 
 
-def decide_compile(config: Config, device: str, kernels: KernelChoice, ledger: Ledger) -> None:
+def decide_compile(config: Options, device: str, kernels: KernelChoice, ledger: Ledger) -> None:
     """Whether torch.compile is used at all, noted. Raises CannotServe."""
     wish = config.load.torch_compile
     if wish and kernels.decode != "reference":

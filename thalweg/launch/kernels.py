@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.errors import CannotServe
 from thalweg.core.fit import Choice, choose
 from thalweg.core.kernels import DECISIONS, KernelChoice
@@ -20,7 +20,7 @@ WISH = "attention_backend"
 
 
 def decide_kernels(
-    config: Config, facts: ModelFacts, machine: Machine, device: str, ledger: Ledger, trees: bool = False
+    config: Options, facts: ModelFacts, machine: Machine, device: str, ledger: Ledger, trees: bool = False
 ) -> KernelChoice:
     """Decides and notes it. trees: whether drafts may part ways. Raises CannotServe."""
     load = config.load
@@ -52,7 +52,7 @@ def decide_kernels(
     )
 
 
-def _kv(config: Config) -> str:
+def _kv(config: Options) -> str:
     """Type of the KV cache by our name, "" for the model's."""
     wish = config.memory.kv_cache_dtype or ""
     return KV_NAMES.get(wish, wish)

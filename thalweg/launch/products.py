@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.fit import Caps, Choice, Need, choose
 from thalweg.core.kernels import DECISIONS
 from thalweg.core.report import USER
@@ -69,7 +69,7 @@ FP8 = {
 
 
 def decide_products(
-    config: Config, facts: ModelFacts, machine: Machine, device: str, attention: str, ledger: Ledger
+    config: Options, facts: ModelFacts, machine: Machine, device: str, attention: str, ledger: Ledger
 ) -> dict[str, Choice[ProductCaps]]:
     """Decides what the model needs, and notes it: by field of `KernelChoice`. What the user named is decided in any case, so that a wish which
     means nothing is refused. Raises CannotServe."""

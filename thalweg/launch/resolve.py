@@ -14,7 +14,7 @@ import msgspec
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine, libraries
 from thalweg.config.model import ModelFacts, read_facts
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest, NoRoom
 from thalweg.core.kernels import PLAIN, KernelChoice
 from thalweg.core.plan import PAGE
@@ -53,7 +53,11 @@ GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def resolve(
-    config: Config, machine: Machine | None = None, weights: bool = True, progress: bool = True, simulates: bool = False
+    config: Options,
+    machine: Machine | None = None,
+    weights: bool = True,
+    progress: bool = True,
+    simulates: bool = False,
 ) -> Resolved:
     """Everything that an engine needs to be told. machine: default this one. weights: whether those of a model on the hub are fetched, once it
     is clear that they can be served. progress: whether loading shows a bar. simulates: whether drafts may be accepted by decree, for a
@@ -159,7 +163,7 @@ def paced(device: str, kernels: KernelChoice) -> bool:
     return device == "cuda" and not (kernels.deterministic and kernels.decode in PLAIN)
 
 
-def _fitting(config: Config, facts: ModelFacts, here: Machine, drafts: Drafts) -> tuple[Drafts, Decided]:
+def _fitting(config: Options, facts: ModelFacts, here: Machine, drafts: Drafts) -> tuple[Drafts, Decided]:
     """What is decided with these drafts, or without any where memory is too small for both. Raises as `decide`."""
 
     def found(drafts: Drafts) -> Decided:
@@ -187,7 +191,7 @@ def _measure(facts: ModelFacts, wanted: Drafts, device: str, kernels: KernelChoi
     return measure(facts, parts("meta", kernels, dtype, facts.fp8_block is not None and device == "cuda"), drafts)
 
 
-def _chat(config: Config, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:
+def _chat(config: Options, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:
     """Encoder and parsers, the user's where named. Raises CannotServe for a name that is none, CheckpointError for a broken template."""
     wish = config.model
     special_tokens = {} if tokenizer is None else tokenizer.special_tokens

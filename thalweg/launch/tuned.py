@@ -17,7 +17,7 @@ import msgspec
 
 import thalweg
 from thalweg.config.machine import Machine
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.kernels import Choices, TunedRow
 from thalweg.core.report import AUTO, USER
 from thalweg.engine import caches
@@ -89,7 +89,7 @@ def folders(machine: Machine, device: str, cache_dir: str) -> tuple[Path, Path]:
     return PACKAGED / name, Path(cache_dir or caches.DEFAULT).expanduser() / "tuned" / name
 
 
-def decide(config: Config, machine: Machine, device: str, ledger: Ledger) -> tuple[TunedRow, ...]:
+def decide(config: Options, machine: Machine, device: str, ledger: Ledger) -> tuple[TunedRow, ...]:
     """The choices to use, and a word about them in the report."""
     if not config.load.tuned_kernels:
         ledger.note(NAME, DEFAULT, USER, "")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core import logs
 from thalweg.core.amounts import size
 from thalweg.engine import caches
 from thalweg.launch.resolve import resolve
 
 
-def warmup(config: Config) -> int:
+def warmup(config: Options) -> int:
     """Compiles and says what; returns the exit status. Raises CannotServe or CheckpointError as `serve` would."""
     logs.configure(config.server.log_level, config.server.log_format)
     resolved = resolve(config, weights=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from thalweg.config.machine import Machine
 from thalweg.config.machines import CHIPS, Hardware, hardware_of
 from thalweg.config.model import ModelFacts, read_facts
-from thalweg.config.options import Config, ParallelOptions
+from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.amounts import size
 from thalweg.core.errors import CannotServe, NoRoom
 from thalweg.launch.decide import RULES
@@ -136,10 +136,10 @@ class Asked:
 def not_yet(layout: Layout) -> str:
     """Why this version does not run such a layout; "" where it does."""
     parallel = ParallelOptions(tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep)
-    return next((rule.why for rule in RULES if rule.when(Config(parallel=parallel))), "")
+    return next((rule.why for rule in RULES if rule.when(Options(parallel=parallel))), "")
 
 
-def forecast(config: Config, asked: Asked) -> Forecast:
+def forecast(config: Options, asked: Asked) -> Forecast:
     """Loads nothing. Raises CannotServe for wishes that cannot be honoured and for a model that the whole machine has not the memory for,
     CheckpointError for a checkpoint that is not there or wrong."""
     if asked.hardware is not None and config.load.device == "cpu":
@@ -225,7 +225,7 @@ def _load(wish: Load, facts: ModelFacts) -> Load:
     return load
 
 
-def _resolved(config: Config, machine: Machine, named: bool) -> tuple[Resolved, str]:
+def _resolved(config: Options, machine: Machine, named: bool) -> tuple[Resolved, str]:
     """As one device would run it, and why it cannot alone: then as if one had the memory of all, since their layouts cut the weights. named: whether
     the machine was, so that another could be."""
     try:
@@ -240,7 +240,7 @@ def _resolved(config: Config, machine: Machine, named: bool) -> tuple[Resolved, 
         raise NoRoom(f"{error}{_larger(config, together.gpu_free) if named else ''}") from error
 
 
-def _larger(config: Config, free: int) -> str:
+def _larger(config: Options, free: int) -> str:
     """Which of the machines that are known would hold the weights; none is named where they fit into these bytes, and something else does not."""
     facts = read_facts(locate(config.model.model, config.model.revision, config.model.hf_token).folder)
     weights = sum(held(facts, Widths.of(facts)).values())
