@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.tree import CHAIN, TreeShape
 
@@ -18,7 +18,7 @@ def fields(
     max_steps_in_flight: int | None = None,
     num_drafts: int | None = None,
     tree: TreeShape = CHAIN,
-    kernels: KernelChoice | None = None,
+    kernels: KernelConfig | None = None,
     **others: Any,
 ) -> dict[str, Any]:
     """The fields of an `EngineConfig` by which its properties of these names have these values, and `others` as they are."""
@@ -28,10 +28,10 @@ def fields(
     if max_steps_in_flight is not None:
         made["overlap_schedule"] = max_steps_in_flight > 1
     if num_drafts is not None:
-        assert not tree.on or tree.nodes == num_drafts
-        made["speculative_num_steps"] = tree.deepest if tree.on else num_drafts
+        assert not tree.is_tree or tree.num_drafts == num_drafts
+        made["speculative_num_steps"] = tree.max_depth if tree.is_tree else num_drafts
         made["speculative_num_draft_tokens"] = num_drafts + 1
-        made["speculative_eagle_topk"] = tree.branches
+        made["speculative_eagle_topk"] = tree.branching
         made["speculative_tree"] = "dynamic" if tree.dynamic else "static"
     if kernels is not None:
         made |= {

@@ -15,7 +15,7 @@ from thalweg import __version__
 from thalweg.config.args import Parsed, Parser, options_parser, parse_options
 from thalweg.config.setting import nearest
 from thalweg.config.tree import non_defaults
-from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.errors import ThalwegError, UnsupportedConfig
 
 if TYPE_CHECKING:
     from thalweg.core.sampling import SamplingParams
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     try:
         return COMMANDS[words[0]].run(words[1:])
-    except CannotServe as error:
+    except UnsupportedConfig as error:
         return _fail(str(error), 2)
     except ThalwegError as error:
         return _fail(str(error), 1)
@@ -339,16 +339,16 @@ def _sampling(rest: argparse.Namespace, default: SamplingParams) -> SamplingPara
 
 
 def _prompts(rest: argparse.Namespace) -> list[str]:
-    """From --prompt, --prompt-file, or standard input as one prompt. Raises CannotServe."""
+    """From --prompt, --prompt-file, or standard input as one prompt. Raises UnsupportedConfig."""
     prompts = list(rest.prompt)
     if rest.prompt_file is not None:
         try:
             text = sys.stdin.read() if str(rest.prompt_file) == "-" else rest.prompt_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CannotServe(f"--prompt-file {rest.prompt_file}: {error}") from error
+            raise UnsupportedConfig(f"--prompt-file {rest.prompt_file}: {error}") from error
         prompts += [line for line in text.splitlines() if line]
     if not prompts and not sys.stdin.isatty():
         prompts = [sys.stdin.read().removesuffix("\n")]
     if not any(prompts):
-        raise CannotServe('no prompt: give --prompt "TEXT", --prompt-file FILE, or text on standard input')
+        raise UnsupportedConfig('no prompt: give --prompt "TEXT", --prompt-file FILE, or text on standard input')
     return prompts

@@ -16,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from thalweg.config.tree import options_of
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.grammar import FREE, Grammar
-from thalweg.core.keep import WHOLE, Keep
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import StartProfile, StopProfile, UpdateWeights
 from thalweg.core.plan import TokenLogprob
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.assemble import Assembler, Piece
 from thalweg.engine.front import Front, check_prompt
@@ -78,7 +78,7 @@ class _Texts:
     def ids(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
 
-    def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> tuple[tuple[int, ...], Keep]:
+    def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> tuple[tuple[int, ...], CacheRetention]:
         """The prompt of a conversation, and what of its answer the prefix cache keeps."""
         prompt = self.talk.encoder.encode(messages, **kwargs)
         thinking = {} if kwargs.get("thinking") is None else {"thinking": kwargs["thinking"]}
@@ -98,8 +98,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         progress: bool = False,
-        grammar: Grammar | Sequence[Grammar] = FREE,
-        keep: Keep | Sequence[Keep] = WHOLE,
+        grammar: Grammar | Sequence[Grammar] = NO_GRAMMAR,
+        keep: CacheRetention | Sequence[CacheRetention] = RETAIN_ALL,
     ) -> list[Result]:
         """Completes each prompt (text or token ids). grammar: what the output must match, e.g. `Grammar("json_object")`. keep: what of
         prompt and output the prefix cache keeps.
@@ -109,7 +109,7 @@ class LLM:
         many = _many(prompts)
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         grammars = [grammar] * len(many) if isinstance(grammar, Grammar) else list(grammar)
-        keeps = [keep] * len(many) if isinstance(keep, Keep) else list(keep)
+        keeps = [keep] * len(many) if isinstance(keep, CacheRetention) else list(keep)
         for name, given in (("params", each), ("grammar", grammars), ("keep", keeps)):
             if len(given) != len(many):
                 raise InvalidRequest(name, f"{len(given)} given for {len(many)} prompts")
@@ -119,7 +119,7 @@ class LLM:
             check_prompt(ids, p, self.engine.context, self.engine.vocab)
             p.check(self.engine.vocab)
             g.check(p)
-        for g in set(grammars) - {FREE}:
+        for g in set(grammars) - {NO_GRAMMAR}:
             check_grammar(g)
         return self._run(requests, progress)
 
@@ -128,7 +128,7 @@ class LLM:
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         progress: bool = False,
-        grammar: Grammar | Sequence[Grammar] = FREE,
+        grammar: Grammar | Sequence[Grammar] = NO_GRAMMAR,
         **template: Any,
     ) -> list[Result]:
         """Answers each conversation (OpenAI messages); `template` goes to the chat encoder, e.g. tools=..., thinking=True."""
@@ -156,12 +156,12 @@ class LLM:
         return self.engine.control(StopProfile(0))
 
     def _run(
-        self, requests: Sequence[tuple[tuple[int, ...], SamplingParams, Grammar, Keep]], progress: bool
+        self, requests: Sequence[tuple[tuple[int, ...], SamplingParams, Grammar, CacheRetention]], progress: bool
     ) -> list[Result]:
         results = [Result(ids, [Choice() for _ in range(p.n)]) for ids, p, _, _ in requests]
         owners: dict[int, tuple[Result, Assembler]] = {}
         for (ids, p, grammar, keep), result in zip(requests, results, strict=True):
-            for index, uid in enumerate(self.engine.submit(ids, p, grammar=grammar, keep=keep)):
+            for index, uid in enumerate(self.engine.submit(ids, p, grammar=grammar, retention=keep)):
                 owners[uid] = result, Assembler(index, ids, p, self.texts.tokenizer)
         try:
             self._finish(owners, progress)
@@ -203,18 +203,26 @@ class AsyncLLM:
         await self.front.close()
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams = SamplingParams(), grammar: Grammar = FREE, keep: Keep = WHOLE
+        self,
+        prompt: Prompt,
+        params: SamplingParams = SamplingParams(),
+        grammar: Grammar = NO_GRAMMAR,
+        keep: CacheRetention = RETAIN_ALL,
     ) -> AsyncIterator[Piece]:
         """The pieces of one request as they come. The engine refuses a grammar that cannot be compiled."""
-        return self.front.stream(self.texts.ids(prompt), params, grammar=grammar, keep=keep)
+        return self.front.stream(self.texts.ids(prompt), params, grammar=grammar, retention=keep)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams = SamplingParams(), grammar: Grammar = FREE, keep: Keep = WHOLE
+        self,
+        prompt: Prompt,
+        params: SamplingParams = SamplingParams(),
+        grammar: Grammar = NO_GRAMMAR,
+        keep: CacheRetention = RETAIN_ALL,
     ) -> Result:
         """Completes one prompt; `generate_all` or asyncio.gather batch several."""
         ids = await asyncio.to_thread(self.texts.ids, prompt)
         result = Result(ids, [Choice() for _ in range(params.n)])
-        async for piece in self.front.stream(ids, params, grammar=grammar, keep=keep):
+        async for piece in self.front.stream(ids, params, grammar=grammar, retention=keep):
             result.add(piece)
         return result
 
@@ -238,7 +246,7 @@ class AsyncLLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams = SamplingParams(),
-        grammar: Grammar = FREE,
+        grammar: Grammar = NO_GRAMMAR,
         **template: Any,
     ) -> Result:
         """Answers one conversation."""

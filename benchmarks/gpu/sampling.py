@@ -21,8 +21,8 @@ import triton
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import Masks
-from thalweg.core.plan import Bind, Needs
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.adjust import triton as adjusting
 from thalweg.kernels.draw import triton as drawing
@@ -32,7 +32,7 @@ from thalweg.sampling.launched import Launched, choose_into
 from thalweg.sampling.sample import REFERENCE
 
 VOCAB, KNOWN, ROWS = 129280, 1024, (1, 256, 64, 16)
-DRAWS = Needs(random=True, truncated=True)
+DRAWS = SamplingNeeds(random=True, truncated=True)
 MIX: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 20, "top_p": 0.8}, {"top_p": 0.95}, {"min_p": 0.05}]
 # name, scale of normal logits, parameters of the rows in turn
 KINDS: list[tuple[str, float, list[dict[str, Any]]]] = [
@@ -134,12 +134,12 @@ class Bench:
             x.div_(scale)
         return row
 
-    def draw(self, scale: float, kinds: list[dict[str, Any]], needs: Needs = DRAWS) -> dict[str, Any]:
+    def draw(self, scale: float, kinds: list[dict[str, Any]], needs: SamplingNeeds = DRAWS) -> dict[str, Any]:
         slots = self.slots(kinds)
         ints_EI = slots.ints_SI.clone()
         return self.timed(scale, lambda x: choose_into(self.out, x, slots, self.slot_E, ints_EI, needs, slots.ints_SI))
 
-    def edit(self, kinds: list[dict[str, Any]], needs: Needs) -> dict[str, Any]:
+    def edit(self, kinds: list[dict[str, Any]], needs: SamplingNeeds) -> dict[str, Any]:
         slots = self.slots(kinds)
         ints_EI = slots.ints_SI.clone()
         return self.timed(1.0, lambda x: Launched().edit(x, slots, self.slot_E, ints_EI, needs, 4096, None))
@@ -147,8 +147,8 @@ class Bench:
     def grammar(self) -> dict[str, Any]:
         bits = torch.randint(-(2**31), 2**31 - 1, (self.rows, VOCAB // 32), device="cuda").to(torch.int32)
         row = self.timed(1.0, lambda x: adjusting.forbid(x, self.slot_E, bits))
-        masks, slots, host = Masks(tuple(range(self.rows)), bits.cpu().numpy()), self.slots([{}]), self.normal[0]
-        args = slots, self.slot_E, slots.ints_SI, Needs(), 4096, masks
+        masks, slots, host = GrammarMasks(tuple(range(self.rows)), bits.cpu().numpy()), self.slots([{}]), self.normal[0]
+        args = slots, self.slot_E, slots.ints_SI, SamplingNeeds(), 4096, masks
         row["eager_us"] = eager(lambda: Launched().edit(host, *args))
         for x in self.normal:
             x.normal_()
@@ -160,7 +160,7 @@ class Bench:
     def torch_sort(self) -> dict[str, Any]:
         return {"us": replayed([lambda x=x: torch.sort(x, dim=-1, descending=True) for x in self.normal[:3]])}  # type: ignore[misc]
 
-    def torch_accept(self, needs: Needs, kinds: list[dict[str, Any]]) -> dict[str, Any]:
+    def torch_accept(self, needs: SamplingNeeds, kinds: list[dict[str, Any]]) -> dict[str, Any]:
         slots = self.slots(kinds)
         ints_EI = slots.ints_SI.clone()
 
@@ -198,18 +198,18 @@ BIASES: list[dict[str, Any]] = [{"logit_bias": ((3, 1.0), (9, -1.0)), "min_token
 def measure(log: Log, rows: int) -> None:
     bench = Bench(rows)
     log.attempt("sum (read)", rows, lambda: {"us": bench.read, "GB/s": rows * VOCAB * 4e-3 / bench.read})
-    log.attempt("greedy", rows, bench.draw, 1.0, [{"temperature": 0.0}], Needs())
-    log.attempt("temperature", rows, bench.draw, 1.0, [{}], Needs(random=True))
+    log.attempt("greedy", rows, bench.draw, 1.0, [{"temperature": 0.0}], SamplingNeeds())
+    log.attempt("temperature", rows, bench.draw, 1.0, [{}], SamplingNeeds(random=True))
     for name, scale, kinds in KINDS:
         log.attempt(name, rows, bench.draw, scale, kinds)
     log.attempt("torch sort", rows, bench.torch_sort)
-    log.attempt("penalties, 1,024 tokens", rows, bench.edit, PENALTIES, Needs(penalised=True))
-    log.attempt("biases and minimum length", rows, bench.edit, BIASES, Needs(biased=True))
+    log.attempt("penalties, 1,024 tokens", rows, bench.edit, PENALTIES, SamplingNeeds(penalised=True))
+    log.attempt("biases and minimum length", rows, bench.edit, BIASES, SamplingNeeds(biased=True))
     log.attempt("grammar", rows, bench.grammar)
     log.attempt("logprobs 0", rows, bench.logprobs, 0)
     log.attempt("logprobs 20", rows, bench.logprobs, 20)
     log.attempt("torch: top-k and top-p", rows, bench.torch_accept, DRAWS, [{"top_k": 50, "top_p": 0.9}])
-    log.attempt("torch: penalties, greedy", rows, bench.torch_accept, Needs(penalised=True), PENALTIES)
+    log.attempt("torch: penalties, greedy", rows, bench.torch_accept, SamplingNeeds(penalised=True), PENALTIES)
     if rows in (1, 64, 256):
         for name, scale, kinds in (KINDS[1], KINDS[2], KINDS[7]):
             log.attempt(f"launches of {name}", rows, launches, bench, scale, kinds)

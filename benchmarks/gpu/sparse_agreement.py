@@ -44,7 +44,7 @@ from thalweg.attention.selection import Selection, best
 from thalweg.batch.prepare import prepare
 from thalweg.bench.results import provenance, write
 from thalweg.config.tree import options_of
-from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
+from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
@@ -204,11 +204,13 @@ def computed(engine: LocalEngine, watch: Watch, prompt: tuple[int, ...], cuts: l
     bind = Bind(0, prompt, len(prompt), first, engine.context, 0, (), params)
     pages = tuple(range(1, -(-len(prompt) // PAGE) + 1))
     runner.slots.bind([bind])
-    runner.slots.append([Append(0, 0, pages)])
+    runner.slots.append([PageAppend(0, 0, pages)])
     for start, stop in cuts:
         row = Row(0, 0, start, stop - start, 0, stop == len(prompt))
         watch.at = slice(start, stop)
-        hidden_TH = runner.model.forward(prepare(StepPlan(0, 0, (row,), reach=stop), runner.slots).batch, runner.planes)
+        hidden_TH = runner.model.forward(
+            prepare(StepPlan(0, 0, (row,), max_kv_len=stop), runner.slots).batch, runner.planes
+        )
     run.logits = runner.model.logits(hidden_TH[-(len(prompt) % PAGE or PAGE) :])
     return run
 

@@ -253,7 +253,7 @@ def long(name: str, part: Part, said: argparse.Namespace) -> int:
     found = recompute.check(engine, request, chunk)
     found |= {
         "steps": stats.steps,
-        "accept_length": stats.drafts.length,
+        "accept_length": stats.acceptance.mean_length,
         "drafter_failures": stats.drafter_failures,
         "seconds": {"start": ready - begun, "generation": written - ready, "check": time.perf_counter() - written},
     }

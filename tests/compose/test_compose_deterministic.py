@@ -11,14 +11,14 @@ import pytest
 from tests.compose.deterministic import CASES, KINDS, PLAIN, TREES, answers, assert_equal_bits
 from tests.compose.workload import Answer
 from tests.configs import config
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.engine.local import LocalEngine
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 
 
 def engine(deterministic: bool = True, **fields: Any) -> LocalEngine:
-    kernels = KernelChoice(deterministic=deterministic)
+    kernels = KernelConfig(deterministic=deterministic)
     return LocalEngine(
         config(model_path=MODEL, context_length=400, eos_ids=(1,), show_progress=False, kernels=kernels, **fields)
     )

@@ -16,7 +16,7 @@ import pytest
 from tests.compose.covering import covering
 from tests.compose.matrix import DRAFTING, MODEL, SCHEDULING, SEED, compare, settings
 from tests.compose.workload import Answer, Ask, take, workload
-from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine, sibling
 from thalweg.text.tokenizer import Tokenizer
@@ -36,7 +36,11 @@ COLUMNS: dict[str, list[Any]] = {
 CASES = covering(COLUMNS, SEED)
 SCHEMA = {"type": "array", "items": {"enum": ["aye", "nay", 7]}, "minItems": 20, "maxItems": 30}
 WORDS = r"([a-d]{2,4} ){20,30}\."
-GRAMMARS = {"none": FREE, "json_schema": Grammar("json_schema", json.dumps(SCHEMA)), "regex": Grammar("regex", WORDS)}
+GRAMMARS = {
+    "none": NO_GRAMMAR,
+    "json_schema": Grammar("json_schema", json.dumps(SCHEMA)),
+    "regex": Grammar("regex", WORDS),
+}
 
 
 def crowd(engine: LocalEngine, case: dict[str, Any]) -> list[tuple[Ask, Grammar]]:
@@ -44,11 +48,11 @@ def crowd(engine: LocalEngine, case: dict[str, Any]) -> list[tuple[Ask, Grammar]
     asks = workload(SEED, engine.vocab, case["kind"], case["logprobs"], False, case["n"])
     grammar, held = GRAMMARS[case["grammar"]], []
     for i, ask in enumerate(asks):
-        if grammar.on and i % 2 == 0:
+        if grammar.is_set and i % 2 == 0:
             params = msgspec.structs.replace(ask.params, ignore_eos=False, max_tokens=180)
             held.append((replace(ask, params=params), grammar))
         else:
-            held.append((ask, FREE))
+            held.append((ask, NO_GRAMMAR))
     return held
 
 
@@ -93,7 +97,7 @@ def test_every_pair_gives_the_plain_engines_tokens(case: dict[str, Any]) -> None
     jumped: set[int] = set()  # n siblings jump together
     tokenizer = Tokenizer(Path(MODEL))
     for (ask, grammar, params), want, got in zip(sequences, reference, serve(engine, asked), strict=True):
-        if not grammar.on:
+        if not grammar.is_set:
             if compare(ask, params, want, got, case["kind"]):
                 jumped.add(id(ask))
             continue

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from thalweg.core.messages import Delta
+from thalweg.core.messages import TokenDelta
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -93,7 +93,7 @@ def serve(engine: LocalEngine, asks: list[Ask]) -> list[Answer]:
     return [answers[uid] for i in range(len(asks)) for uid in order[i]]
 
 
-def take(answer: Answer, delta: Delta) -> None:
+def take(answer: Answer, delta: TokenDelta) -> None:
     answer.tokens += delta.tokens
     answer.logprobs += [TokenLogprob(*entry) for entry in delta.logprobs]
     answer.prompt_logprobs += [TokenLogprob(*entry) for entry in delta.prompt_logprobs]

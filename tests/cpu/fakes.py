@@ -16,14 +16,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from thalweg.config.server import ServerOptions
-from thalweg.core.drafts import Drafted
+from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
-from thalweg.core.grammar import FREE, Grammar
-from thalweg.core.keep import WHOLE, Keep
-from thalweg.core.messages import Control, Ready, Stats
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.messages import Control, EngineReady, Stats
 from thalweg.core.plan import PAGE, TokenLogprob
 from thalweg.core.report import AUTO, Decision, Report
-from thalweg.core.room import Room
+from thalweg.core.request import QueueReservation
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.app import build
 from thalweg.text.chat import Chat, Formats, OwnEncoder
@@ -73,7 +73,7 @@ class FakePiece:
     at: float
     admitted: float = 0.0
     preempted: int = 0
-    drafted: Drafted | None = None
+    drafted: AcceptanceCounts | None = None
 
 
 def default_script(prompt: str, choice: int) -> str:
@@ -90,7 +90,7 @@ class FakeFront:
     def __init__(self, script: Script = default_script, gap: float = 0.0, chunk: int = 1) -> None:
         self.tokenizer = ByteTokenizer()
         self.state, self.reason = "ready", ""
-        self.ready: Ready | None = Ready(
+        self.ready: EngineReady | None = EngineReady(
             1, CONTEXT, VOCAB, 100, 64, Report((Decision("attention_backend", "reference", AUTO, "cpu"),))
         )
         self.script, self.gap, self.chunk = script, gap, chunk
@@ -101,7 +101,7 @@ class FakeFront:
         self.aborted: set[object] = set()
         self.ended: list[str] = []  # "done" or "closed", in order
         self.seen: list[tuple[list[int], SamplingParams, str, int, int]] = []
-        self.keeps: list[Keep] = []
+        self.keeps: list[CacheRetention] = []
         self._pages: dict[object, int] = {}
         self._steps = self._prefill = self._decode = 0
 
@@ -149,10 +149,10 @@ class FakeFront:
         params.check(VOCAB)
 
     @contextmanager
-    def room(self, sequences: int) -> Iterator[Room]:
+    def reserve(self, sequences: int) -> Iterator[QueueReservation]:
         if self.full:
             raise Overloaded("64 sequences run or wait, the limit is 64")
-        yield Room(sequences)
+        yield QueueReservation(sequences)
 
     async def stream(
         self,
@@ -162,15 +162,15 @@ class FakeFront:
         request_id: str = "",
         priority: int = 0,
         salt: int = 0,
-        grammar: Grammar = FREE,
-        keep: Keep = WHOLE,
-        room: Room | None = None,
+        grammar: Grammar = NO_GRAMMAR,
+        retention: CacheRetention = RETAIN_ALL,
+        reservation: QueueReservation | None = None,
     ) -> AsyncGenerator[FakePiece, None]:
         if self.refusal is not None:
             raise self.refusal
         key = object()
         self.seen.append((list(prompt), params, request_id, priority, salt))
-        self.keeps.append(keep)
+        self.keeps.append(retention)
         self.live[key] = request_id
         self._pages[key] = len(prompt) // PAGE + 1
         self._prefill += len(prompt)

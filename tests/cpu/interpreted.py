@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tests.gpu import growing
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import Bind, Needs
+from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.adjust import triton as adjusting
 from thalweg.kernels.climb import case as climb
@@ -71,14 +71,14 @@ def adjusted(vocab: int, query: int, drafts: int) -> None:
         slot_N = torch.arange(len(EDITS)).repeat_interleave(each)
         logits, ints_NI = torch.randn(len(slot_N), vocab, generator=generator) * 3, slots.ints_SI[slot_N]
         want, got = logits.clone(), logits.clone()
-        REFERENCE.edit(want, slots, slot_N, ints_NI, Needs(penalised=True, biased=True), 200, None, behind)
+        REFERENCE.edit(want, slots, slot_N, ints_NI, SamplingNeeds(penalised=True, biased=True), 200, None, behind)
         held = slots.floats_SF, slots.tokens_SL, slots.stop_SK, (slots.bias_ids_SB, slots.bias_SB)
         adjusting.adjust(got, slot_N, ints_NI, *held, True, True, BANNED, behind)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
         assert not torch.equal(want, logits)
 
 
-def broken(kinds: list[dict[str, Any]], vocab: int, needs: Needs) -> None:
+def broken(kinds: list[dict[str, Any]], vocab: int, needs: SamplingNeeds) -> None:
     """Rows with a NaN, of every kind, have no token; the others have theirs."""
     generator = torch.Generator().manual_seed(vocab)
     rows = 2 * len(kinds)
@@ -163,8 +163,8 @@ def main() -> int:
     trees()
     concluded()
     for vocab in (300, 5000):
-        broken(DRAWS[:2], vocab, Needs(random=True))
-        broken(DRAWS, vocab, Needs(random=True, truncated=True))
+        broken(DRAWS[:2], vocab, SamplingNeeds(random=True))
+        broken(DRAWS, vocab, SamplingNeeds(random=True, truncated=True))
     return 0
 
 

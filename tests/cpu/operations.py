@@ -30,7 +30,7 @@ def logged(form: str = "json") -> Iterator[io.StringIO]:
     """What Thalweg logs meanwhile, as its formatter writes it."""
     out = io.StringIO()
     handler = logging.StreamHandler(out)
-    handler.setFormatter(logs.Json() if form == "json" else logs.Text())
+    handler.setFormatter(logs.JsonFormatter() if form == "json" else logs.TextFormatter())
     logger = logging.getLogger("thalweg")
     level = logger.level
     logger.addHandler(handler)

@@ -22,8 +22,8 @@ from thalweg.bench.datasets import Vocabulary
 from thalweg.bench.eval_run import Asked
 from thalweg.config.machine import Machine
 from thalweg.config.tree import settings
-from thalweg.core.errors import CannotServe
-from thalweg.core.messages import Delta
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.messages import TokenDelta
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 HERE = Machine("a processor", 2, 8 << 30, 4 << 30)  # no GPU: the same columns on any machine that tests run on
@@ -74,7 +74,7 @@ def test_a_column_that_is_none_is_an_error_and_nothing_is_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(ablate, "run_cell", lambda *_: pytest.fail("a cell was run"))
-    with pytest.raises(CannotServe, match=said):
+    with pytest.raises(UnsupportedConfig, match=said):
         columns(words, probe)
     assert ablate.main([str(TINY), "--columns", *words, "--output-file", str(tmp_path / "a.json")]) == 2
     assert said in capsys.readouterr().err
@@ -91,7 +91,7 @@ def test_columns_with_values(probe: Probe) -> None:
         {"dtype": "bfloat16"},
     ]  # float32 is what it has
     for words, what in ((["dtype"], "no feature"), (["kv=bfloat16"], "two values")):
-        with pytest.raises(CannotServe, match=what):
+        with pytest.raises(UnsupportedConfig, match=what):
             columns(words, probe)
 
 
@@ -139,11 +139,11 @@ class FakeEngine:
         self.most = max(self.most, len(self.running))
         return (self.uid,)
 
-    def step(self) -> list[Delta]:
+    def step(self) -> list[TokenDelta]:
         deltas = []
         for uid in list(self.running):
             self.running[uid] -= 1
-            deltas.append(Delta(uid, (7,), "" if self.running[uid] else "length", cached=3))
+            deltas.append(TokenDelta(uid, (7,), "" if self.running[uid] else "length", cached=3))
             if not self.running[uid]:
                 del self.running[uid]
         return deltas
@@ -166,7 +166,7 @@ def test_lengths_are_as_asked_and_the_same_in_every_cell() -> None:
     inputs, outputs = [len(ask.prompt) for ask in asks], [ask.output_len for ask in asks]
     assert min(inputs) >= 80 and max(inputs) <= 120 and abs(sum(inputs) / 400 - 100) < 2
     assert min(outputs) >= 40 and max(outputs) <= 60 and abs(sum(outputs) / 400 - 50) < 1
-    with pytest.raises(CannotServe, match="up to 180 tokens"):
+    with pytest.raises(UnsupportedConfig, match="up to 180 tokens"):
         must_fit(work, 179)
     must_fit(work, 180)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from tests.compose.matrix import MODEL, settings
 from tests.configs import changed
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import FREE, Grammar
-from thalweg.core.plan import Bind, Needs
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
@@ -51,7 +51,7 @@ class Step:
         self.slot_N = torch.arange(ROWS).repeat_interleave(3)
         self.ints_NI = self.slots.ints_SI[self.slot_N]
         self.ints_NI[:, 0] += torch.arange(3).repeat(ROWS)
-        self.needs = Needs(random=not asked.greedy)
+        self.needs = SamplingNeeds(random=not asked.is_greedy)
         self.drafts_R2 = self.slots.tokens_SL[:, 1:3].long()
 
     def keep(self, q_R2V: Tensor) -> None:
@@ -134,7 +134,7 @@ def test_relaxed_acceptance_accepts_nothing_that_is_forbidden() -> None:
 
 def test_relaxed_acceptance_takes_the_most_likely_of_several_drafts() -> None:
     """Greedy: behind the root tokens 2, 3 and 4, behind 3 token 5."""
-    slots = Slots(1, 16, torch.device("cpu"), (), TreeShape(branches=3, deepest=2, nodes=4))
+    slots = Slots(1, 16, torch.device("cpu"), (), TreeShape(branching=3, max_depth=2, num_drafts=4))
     slots.bind([Bind(0, (1,), 1, 0, 16, 0, (), SamplingParams(temperature=0.0))])
     slots.tokens_SL[0, 1:5] = torch.tensor([2, 3, 4, 5])
     slots.nodes_SN3[0, 1:, :2] = torch.tensor([[0, 1], [0, 1], [0, 1], [2, 2]])
@@ -145,7 +145,7 @@ def test_relaxed_acceptance_takes_the_most_likely_of_several_drafts() -> None:
     for delta, want in ((0.2, [3, 7]), (0.4, [3, 7]), (0.5, [3, 5, 0]), (0.0, [6])):
         index, ints = torch.tensor([0]), slots.ints_SI.clone()
         found = accept(
-            logits.clone(), slots, index, ints, Needs(), slots.context, sampling=Relaxed(REFERENCE, 5, delta)
+            logits.clone(), slots, index, ints, SamplingNeeds(), slots.context, sampling=Relaxed(REFERENCE, 5, delta)
         )
         assert found.tokens_EQ[0, : int(found.count_E)].tolist() == want, delta
         slots.ints_SI.copy_(ints)
@@ -178,7 +178,9 @@ def prompts(count: int, longest: int = 150) -> list[list[int]]:
     return [[0, *(rng.randrange(20, 2000) for _ in range(rng.randint(5, longest)))] for _ in range(count)]
 
 
-def run(made: LocalEngine, asked: list[tuple[list[int], SamplingParams]], grammar: Grammar = FREE) -> list[list[int]]:
+def run(
+    made: LocalEngine, asked: list[tuple[list[int], SamplingParams]], grammar: Grammar = NO_GRAMMAR
+) -> list[list[int]]:
     answers: dict[int, list[int]] = {}
     for prompt, params in asked:
         answers |= {uid: [] for uid in made.submit(prompt, params, grammar=grammar)}

@@ -18,7 +18,7 @@ from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import unrecorded
 from thalweg.bench import acceptance, forwards, one_batch, recompute, speculation
 from thalweg.config.tree import options_of
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
@@ -66,15 +66,15 @@ def test_an_imposed_acceptance() -> None:
         "the last one is cut at the end"
     )
     assert row["steps"] == 6
-    with pytest.raises(CannotServe, match="NONE"):
+    with pytest.raises(UnsupportedConfig, match="NONE"):
         speculation.run([*words.split(), "--speculative-algorithm", "NONE"])
-    with pytest.raises(CannotServe, match="at least 1"):
+    with pytest.raises(UnsupportedConfig, match="at least 1"):
         speculation.run(["--model", MODEL, "--accept-length", "0.5"])
 
 
 def test_what_is_no_tree_is_told() -> None:
     for wrong in ("4", "1x3x3", "4x3"):
-        with pytest.raises(CannotServe, match="BRANCHESxDEPTHxNODES"):
+        with pytest.raises(UnsupportedConfig, match="BRANCHESxDEPTHxNODES"):
             speculation.run(["--model", MODEL, "--trees", wrong])
 
 
@@ -92,7 +92,7 @@ def test_a_drafters_forwards_are_kept_and_let_go_again() -> None:
         engine.step()
     engine.loop.retire(0)
     plan = forwards.upcoming(engine, 2)
-    assert [(row.uid, row.n, row.drafts) for row in plan.rows] == [(uid, 3, 2)]
+    assert [(row.uid, row.n, row.num_drafts) for row in plan.rows] == [(uid, 3, 2)]
     forwarded = runner.forward(plan)
     with forwards.watching(engine) as calls:
         runner.sample(forwarded, width=2)

@@ -15,8 +15,8 @@ from thalweg.bench.answers import Answer, Here, Question, Texts
 from thalweg.bench.compare_transformers import Runs, agreement, decode_fp8, load_transformers
 from thalweg.bench.in_process import Timing, time_batch
 from thalweg.bench.tasks import make_items
-from thalweg.core.errors import CannotServe
-from thalweg.core.messages import Delta
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.messages import TokenDelta
 from thalweg.core.sampling import SamplingParams
 from thalweg.llm import LLM
 
@@ -45,7 +45,7 @@ def test_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Prefill. latency:" in shown and "Decode.  median latency:" in shown and "Decode 3. Batch size: 3" in shown
 
 
-@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (CannotServe("no memory"), 2)])
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (UnsupportedConfig("no memory"), 2)])
 def test_one_batch_keeps_what_was_measured(
     error: BaseException, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +208,7 @@ def test_ctrl_c_leaves_the_answers_that_are_done_and_an_engine_that_goes_on(
     into: dict[int, Answer] = {}
     step = llm.engine.step
 
-    def interrupted() -> list[Delta]:
+    def interrupted() -> list[TokenDelta]:
         if into:
             raise KeyboardInterrupt
         return step()
@@ -255,7 +255,7 @@ def test_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     "flags", [["--tasks", "dialogue", "--base-url", "http://x"], ["--indexer", "random", "--base-url", "http://x"]]
 )
 def test_what_http_cannot_give(flags: list[str]) -> None:
-    with pytest.raises(CannotServe, match="leave --base-url out"):
+    with pytest.raises(UnsupportedConfig, match="leave --base-url out"):
         eval.run(["--model", str(TINY), *flags])
 
 

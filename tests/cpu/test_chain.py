@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import Bind, Needs
+from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.sampling.sample import Sampled, accept
 
@@ -22,7 +22,7 @@ def verify(
     slots.tokens_SL[1, 3 : 3 + len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
     slots.made[1] = len(drafts) if made is None else made
     logits = torch.nn.functional.one_hot(torch.tensor(drawn), VOCAB).float()
-    index, needs = torch.tensor([1]), Needs(biased=params.min_tokens > 0)
+    index, needs = torch.tensor([1]), SamplingNeeds(biased=params.min_tokens > 0)
     found: Sampled = accept(logits, slots, index, slots.ints_SI[index], needs, slots.context)
     count = int(found.count_E)
     return found.tokens_EQ[0, :count].tolist(), bool(found.done_E), slots
@@ -64,7 +64,7 @@ def test_a_slot_that_has_ended_is_left_alone() -> None:
     slots = verify([4, STOP], [4, STOP, 6])[2]
     before = slots.tokens_SL[1, :64].clone(), slots.ints_SI[1].clone()
     index = torch.tensor([1])
-    found = accept(torch.randn(3, VOCAB), slots, index, slots.ints_SI[index], Needs(), slots.context)
+    found = accept(torch.randn(3, VOCAB), slots, index, slots.ints_SI[index], SamplingNeeds(), slots.context)
     assert not found.count_E and found.done_E
     assert torch.equal(slots.tokens_SL[1, :64], before[0]) and torch.equal(slots.ints_SI[1], before[1])
 
@@ -78,5 +78,5 @@ def test_penalties_count_the_drafts_before_each_position() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 4], logits[:, 6] = 1.5, 0.0
     index = torch.tensor([0])
-    found = accept(logits, slots, index, slots.ints_SI[index], Needs(penalised=True), slots.context)
+    found = accept(logits, slots, index, slots.ints_SI[index], SamplingNeeds(penalised=True), slots.context)
     assert found.tokens_EQ[0, : int(found.count_E)].tolist() == [4, 4, 0]  # 1.5, 0.5, then -0.5 against 0

@@ -12,7 +12,7 @@ from thalweg.config.args import HABITS, Habit, options_parser, parse_options
 from thalweg.config.foreign import ABSENT, EQUAL, WITHOUT
 from thalweg.config.setting import Setting
 from thalweg.config.tree import settings, spellings
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.resolve import PARSER_NAMES
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
 
@@ -84,7 +84,7 @@ def test_flags_that_are_not_here_are_refused_and_their_substitutes_exist() -> No
     for missing, instead in rows("Flags that are not here"):
         for flag in FLAG.findall(missing):
             assert flag not in OURS, f"{flag} exists now"
-            with pytest.raises(CannotServe, match=f"unknown flag {flag}: {re.escape(instead.replace('`', ''))}$"):
+            with pytest.raises(UnsupportedConfig, match=f"unknown flag {flag}: {re.escape(instead.replace('`', ''))}$"):
                 parse_options(PARSER, [flag])
         assert set(FLAG.findall(instead)) <= OURS, instead
 

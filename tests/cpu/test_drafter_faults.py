@@ -19,7 +19,7 @@ from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import GREEDY, Broken, breaking, engine, errors, prompts, run, unrecorded
 from thalweg.config.machine import Machine
 from thalweg.config.tree import options_of
-from thalweg.core.errors import CannotServe, NoRoom
+from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
@@ -63,7 +63,7 @@ def test_one_that_raises_while_nothing_is_drafted(
 def test_one_that_stops_making_numbers_while_it_serves(
     plain: list[list[int]], depth: int, tree: TreeShape, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = engine(4 if tree.on else 2, max_steps_in_flight=depth, tree=tree)
+    made = engine(4 if tree.is_tree else 2, max_steps_in_flight=depth, tree=tree)
     drafter, calls = made.runner.drafting.drafter, 0
     assert isinstance(drafter, Unrolled)
     real = drafter.head.logits
@@ -112,9 +112,9 @@ def test_one_whose_logits_are_no_numbers(
 ) -> None:
     """Its states are, so nothing of them tells."""
     tree = KINDS[kind]
-    made = engine(4 if tree.on else 2, max_steps_in_flight=2, tree=tree, max_running_requests=2)
+    made = engine(4 if tree.is_tree else 2, max_steps_in_flight=2, tree=tree, max_running_requests=2)
     drafter, calls = made.runner.drafting.drafter, 0
-    assert isinstance(drafter, Unrolled) and made.runner.slots.tree.on == tree.on
+    assert isinstance(drafter, Unrolled) and made.runner.slots.tree.is_tree == tree.is_tree
     real = drafter.head.logits
 
     def logits(hidden: Any) -> Any:
@@ -161,7 +161,9 @@ def test_one_that_raises_while_steps_are_timed(
     assert made.loop.scheduler.widths.widest == 0
 
 
-@pytest.mark.parametrize("error", [RuntimeError(FULL), MemoryError("none left"), NoRoom("memory: no page is left")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError(FULL), MemoryError("none left"), InsufficientMemory("memory: no page is left")]
+)
 def test_one_that_finds_no_room_is_left_out(
     plain: list[list[int]], error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +240,7 @@ def test_one_that_does_not_fit_beside_the_model_is_planned_without(
         msgspec.structs.replace(short.engine, eos_ids=(1,), show_progress=False, warmup=False, chunked_prefill_size=512)
     )
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
-    with pytest.raises(NoRoom):  # nor is there room for the model
+    with pytest.raises(InsufficientMemory):  # nor is there room for the model
         resolved(alone.weight_bytes)
     assert len(errors(caplog)) == 1
 
@@ -246,12 +248,12 @@ def test_one_that_does_not_fit_beside_the_model_is_planned_without(
 @pytest.mark.parametrize(
     ("words", "kind"),
     [
-        ("CUDA out of memory. Tried to allocate 2.00 GiB", NoRoom),
-        ("CUDA error: operation not permitted when stream is capturing", CannotServe),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", InsufficientMemory),
+        ("CUDA error: operation not permitted when stream is capturing", UnsupportedConfig),
     ],
 )
 def test_a_recording_without_memory_is_told_from_others(
-    words: str, kind: type[CannotServe], monkeypatch: pytest.MonkeyPatch
+    words: str, kind: type[UnsupportedConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -260,7 +262,10 @@ def test_a_recording_without_memory_is_told_from_others(
     ended: list[bool] = []
     tape = object.__new__(Tape)
     vars(tape).update(pool=1, stream=stream, graph=SimpleNamespace(capture_end=lambda: ended.append(True)))
-    with pytest.raises(CannotServe, match="recording CUDA graphs of 3 rows failed") as told, tape.running("3 rows"):
+    with (
+        pytest.raises(UnsupportedConfig, match="recording CUDA graphs of 3 rows failed") as told,
+        tape.running("3 rows"),
+    ):
         raise RuntimeError(words)
     assert type(told.value) is kind and ended == [True] and tape.graph is None
     vars(tape)["graph"] = SimpleNamespace(capture_end=lambda: ended.append(True))
@@ -279,13 +284,13 @@ def test_what_is_no_lack_of_room_is_told() -> None:
 
         return start
 
-    for error in (RuntimeError("shapes differ"), CannotServe("no such backend")):
+    for error in (RuntimeError("shapes differ"), UnsupportedConfig("no such backend")):
         with pytest.raises(type(error), match=str(error)):
             roomless.with_or_without(failing(error), made)
     with pytest.raises(MemoryError):
         roomless.with_or_without(failing(MemoryError("none left")), roomless.undrafted(made, "why"))
-    with pytest.raises(NoRoom):
-        roomless.with_or_without(failing(NoRoom("no page")), made)
+    with pytest.raises(InsufficientMemory):
+        roomless.with_or_without(failing(InsufficientMemory("no page")), made)
 
 
 def test_a_started_engine_has_no_failure() -> None:
@@ -297,9 +302,9 @@ def test_a_started_engine_has_no_failure() -> None:
 def test_acceptance_by_decree_answers_nobody_unless_allowed() -> None:
     wish = {"speculative_algorithm": "NEXTN", "speculative_simulate_accept_length": 2.0, "max_total_tokens": 1024}
     for start in (LLM, AsyncLLM):
-        with pytest.raises(CannotServe, match="--allow-simulated-acceptance"):
+        with pytest.raises(UnsupportedConfig, match="--allow-simulated-acceptance"):
             start(MODEL, **wish)
-    with pytest.raises(CannotServe, match="--allow-simulated-acceptance"):
+    with pytest.raises(UnsupportedConfig, match="--allow-simulated-acceptance"):
         serve(options_of(model=MODEL, port=0, **wish), lambda *args: None, lambda options: None)
     allowed = resolve(options_of(model=MODEL, allow_simulated_acceptance=True, **wish), weights=False)
     for resolved in (allowed, resolve(options_of(model=MODEL, **wish), simulates=True)):

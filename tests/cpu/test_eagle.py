@@ -375,4 +375,4 @@ def test_drafts_of_the_bundled_head_are_mostly_right() -> None:
     texts = Texts(Path(MODEL))
     asked = [list(texts.question(item).ids) for item in make_items("sums", "held_out", 4)]
     run(made, asked, SamplingParams(temperature=0.0, max_tokens=64))
-    assert made.loop.stats().drafts.length > 3
+    assert made.loop.stats().acceptance.mean_length > 3

@@ -23,7 +23,7 @@ from thalweg.bench.eval_run import Asked, Evaluation, evaluate
 from thalweg.bench.multiple_choice import Pick, continued, of_recall, read_questions
 from thalweg.bench.tasks import make_items, score
 from thalweg.config.tree import options_of
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.llm import LLM
 from tools import harness_tasks
 
@@ -387,7 +387,7 @@ def test_a_harness_that_fails_is_no_result(installed: Path, capsys: pytest.Captu
 
 def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CannotServe, match=r"not installed here; pip install 'lm_eval\[api\]'"):
+    with pytest.raises(UnsupportedConfig, match=r"not installed here; pip install 'lm_eval\[api\]'"):
         eval.run(["--model", str(TINY), "--harness", "t"])
 
 

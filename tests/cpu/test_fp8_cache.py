@@ -13,7 +13,7 @@ from tests.cpu.batches import Bench
 from tests.cpu.zoo import draw_config
 from thalweg.config.model import facts_of
 from thalweg.core.errors import CheckpointError
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.layers.parts import ReferenceParts
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
@@ -26,7 +26,7 @@ SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 
 def drawn(family: str, kv: str) -> Model:
     """The same weights whatever the cache."""
-    parts = ReferenceParts(torch.float32, torch.device("cpu"), choice=KernelChoice(kv=kv))
+    parts = ReferenceParts(torch.float32, torch.device("cpu"), choice=KernelConfig(kv=kv))
     model = catalog.assemble(facts_of(draw_config(family, SEED), family), parts)
     assert isinstance(model, torch.nn.Module)
     fill_dummy(model, SEED)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from thalweg.config.tree import options_of
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.launch.resolve import resolve
 from thalweg.llm import LLM
@@ -17,7 +17,9 @@ TINY = Path(__file__).parents[2] / "models" / "tiny"
 
 @pytest.mark.parametrize("mode", ["full", "full_decode_only", "full_and_piecewise", "piecewise"])
 def test_a_cpu_has_no_graphs(mode: str) -> None:
-    with pytest.raises(CannotServe, match=f"cuda_graph_mode: {mode}, but a CPU has none; use --cuda-graph-mode none"):
+    with pytest.raises(
+        UnsupportedConfig, match=f"cuda_graph_mode: {mode}, but a CPU has none; use --cuda-graph-mode none"
+    ):
         resolve(options_of(model=str(TINY), device="cpu", cuda_graph_mode=mode))
     found = resolve(options_of(model=str(TINY), device="cpu"))
     assert found.engine.cuda_graph_bs == found.engine.piecewise_cuda_graph_tokens == ()
@@ -27,7 +29,7 @@ def test_a_cpu_has_no_graphs(mode: str) -> None:
 
 def test_torch_compile_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(CannotServe, match="needs a C\\+\\+ compiler"):
+    with pytest.raises(UnsupportedConfig, match="needs a C\\+\\+ compiler"):
         resolve(options_of(model=str(TINY), device="cpu", torch_compile=True))
 
 

@@ -17,8 +17,8 @@ from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts, facts_of, read_facts
-from thalweg.core.errors import CannotServe
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import KernelConfig
 from thalweg.core.report import AUTO, USER, Decision, Report
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.selfcheck import Probe, probes, settled
@@ -38,7 +38,7 @@ FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 
 def model(dtype: torch.dtype = torch.float32, **choice: object) -> Model:
     """The bundled model with its plain twin's weights."""
-    plain, parts = zoo.ours(FOLDER, dtype), ReferenceParts(dtype, torch.device("cpu"), choice=KernelChoice(**choice))  # type: ignore[arg-type]
+    plain, parts = zoo.ours(FOLDER, dtype), ReferenceParts(dtype, torch.device("cpu"), choice=KernelConfig(**choice))  # type: ignore[arg-type]
     made = catalog.assemble(read_facts(FOLDER), parts)
     assert isinstance(made, torch.nn.Module) and isinstance(plain, torch.nn.Module)
     made.load_state_dict(plain.state_dict())
@@ -186,7 +186,7 @@ def broken() -> None:
 
 
 def settings(*asked: str) -> EngineConfig:
-    kernels = KernelChoice(decode="flashmla", prefill="fa3")
+    kernels = KernelConfig(decode="flashmla", prefill="fa3")
     names = {"decode": ("decode_attention_backend", "flashmla"), "prefill": ("prefill_attention_backend", "fa3")}
     decisions = (Decision(*names[role], USER if role in asked else AUTO, "x") for role in names)
     return config(model_path="m", device="cuda", kernels=kernels, report=Report(tuple(decisions)))
@@ -203,12 +203,12 @@ def test_a_library_that_fails_its_check_is_replaced(caplog: pytest.LogCaptureFix
 
 
 def test_a_library_that_was_asked_for_ends_the_start() -> None:
-    with pytest.raises(CannotServe, match="decode_attention_backend: its binary is for another torch"):
+    with pytest.raises(UnsupportedConfig, match="decode_attention_backend: its binary is for another torch"):
         settled(settings("decode"), [Probe("decode", "flashmla", broken)])
 
 
 def test_every_library_of_a_latent_model_is_checked() -> None:
     facts = facts_of(json.loads((FOLDER / "config.json").read_text()) | {"quantization_config": None}, "test")
-    found = probes(KernelChoice(decode="flashmla", prefill="fa3"), facts, torch.device("cpu"))
+    found = probes(KernelConfig(decode="flashmla", prefill="fa3"), facts, torch.device("cpu"))
     assert [(role, backend) for role, backend, _ in found] == [("decode", "flashmla"), ("prefill", "fa3")]
-    assert not probes(KernelChoice(decode="triton", prefill="triton"), facts, torch.device("cpu"))
+    assert not probes(KernelConfig(decode="triton", prefill="triton"), facts, torch.device("cpu"))

@@ -208,7 +208,7 @@ def test_who_catches_up_takes_its_own_tokens_along_and_nothing_else() -> None:
         rows = tuple(Row(slot, slot, step, 1, 0, True) for slot in going)
         at = torch.tensor([100 * step + slot for slot in going])
         batch = Batch(at, at, at, slots.table_SP[:4], at >= 0, at, groups_of(rows), (Extent(1, 400),) * 4)
-        late.keep(Seen(StepPlan(step, step, rows, reach=400), batch, at.unsqueeze(1).expand(4, width).float()), 4)
+        late.keep(Seen(StepPlan(step, step, rows, max_kv_len=400), batch, at.unsqueeze(1).expand(4, width).float()), 4)
         for slot in going:
             seen.setdefault(slot, []).append(100 * step + slot)
     for wanted in ([0], [2, 4], [1, 3]):

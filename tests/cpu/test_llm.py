@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from thalweg.core.errors import CannotServe, EngineDead, InvalidRequest
-from thalweg.core.messages import Delta
+from thalweg.core.errors import EngineDead, InvalidRequest, UnsupportedConfig
+from thalweg.core.messages import TokenDelta
 from thalweg.core.plan import StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.llm import LLM, AsyncLLM
@@ -153,7 +153,7 @@ def test_an_interrupted_call_leaves_nothing_behind(llm: LLM, monkeypatch: pytest
     long, step = msgspec.structs.replace(GREEDY, max_tokens=900), llm.engine.step
     steps = iter(range(1000))
 
-    def interrupted() -> list[Delta]:
+    def interrupted() -> list[TokenDelta]:
         if next(steps) == 3:
             raise KeyboardInterrupt
         return step()
@@ -181,7 +181,7 @@ def test_a_step_that_fails_is_told_and_ends_the_engine(monkeypatch: pytest.Monke
 
 
 def test_a_wrong_setting_names_the_nearest() -> None:
-    with pytest.raises(CannotServe, match="chunked_prefill_size"):
+    with pytest.raises(UnsupportedConfig, match="chunked_prefill_size"):
         LLM(MODEL, chunked_prefil_size=64)
 
 

@@ -25,7 +25,7 @@ from tests.cpu.test_front import serving as engine_process
 from tests.cpu.test_serve import Served
 from thalweg.bench import replay
 from thalweg.config.server import ServerOptions
-from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest
+from thalweg.core.errors import CheckpointError, InvalidRequest, UnsupportedConfig
 from thalweg.core.messages import StartProfile, UpdateWeights
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -118,7 +118,7 @@ def test_replaced_weights_compute_what_their_checkpoint_does(
     recorder: Any = llm.engine.loop.recorder
     path = recorder.dump("test")
     assert [change.path for change in read(path).changed] == [str(some), str(other)]
-    with pytest.raises(CannotServe, match=f"replaced at step {at}, from .*--until {at - 1}"):
+    with pytest.raises(UnsupportedConfig, match=f"replaced at step {at}, from .*--until {at - 1}"):
         replay.main([str(path), "--json"])
     assert replay.main([str(path), "--json", "--until", str(at - 1)]) == 0
     assert json.loads(capsys.readouterr().out)["compared"] == GREEDY.max_tokens

@@ -10,7 +10,7 @@ import torch
 from tests.compose.matrix import settings
 from tests.cpu.test_speculation import run
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import Bind, Needs
+from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
@@ -23,7 +23,7 @@ def drafted(tokens: list[int], width: int = 3, reach: int = 60) -> list[int]:
     slots = Slots(3, 64, torch.device("cpu"))
     slots.tokens_SL.random_(0, 99)
     slots.bind([Bind(1, tuple(tokens), 1, 0, 64, 0, (), SamplingParams())])
-    found = NgramDrafter().propose(Asked(torch.tensor([1]), reach, Needs()), width, slots, Planes((), 1))
+    found = NgramDrafter().propose(Asked(torch.tensor([1]), reach, SamplingNeeds()), width, slots, Planes((), 1))
     assert found is not None
     made = int(found.made_E)
     assert slots.made[1] == made
@@ -44,7 +44,7 @@ def test_nothing_is_looked_up_where_nothing_is_asked_for(monkeypatch: pytest.Mon
     slots = Slots(2, 16, torch.device("cpu"))
     slots.made.fill_(5)
     monkeypatch.setattr("thalweg.spec.ngram.lookup", lambda *given: pytest.fail("it costs milliseconds a step"))
-    assert NgramDrafter().propose(Asked(torch.tensor([1]), 10, Needs()), 0, slots, Planes((), 1)) is None
+    assert NgramDrafter().propose(Asked(torch.tensor([1]), 10, SamplingNeeds()), 0, slots, Planes((), 1)) is None
     assert slots.made.tolist() == [5, 0]
 
 
@@ -57,7 +57,7 @@ def test_the_end_of_the_context_is_kept() -> None:
     slots = Slots(2, 16, torch.device("cpu"))
     before = slots.tokens_SL[1].clone()
     slots.bind([Bind(0, (1, 2) * 8, 1, 0, 16, 0, (), SamplingParams())])
-    NgramDrafter().propose(Asked(torch.tensor([0]), 20, Needs()), 5, slots, Planes((), 1))
+    NgramDrafter().propose(Asked(torch.tensor([0]), 20, SamplingNeeds()), 5, slots, Planes((), 1))
     assert torch.equal(slots.tokens_SL[1], before) and slots.tokens_SL[0, :16].tolist() == [1, 2] * 8
 
 

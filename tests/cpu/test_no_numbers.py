@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import engine, prompts, unrecorded
 from thalweg.batch.batch import Batch
-from thalweg.core.errors import NoNumbers
-from thalweg.core.messages import Delta, Ready, StepNews
+from thalweg.core.errors import NumericalError
+from thalweg.core.messages import EngineReady, StepUpdate, TokenDelta
 from thalweg.core.plan import PAGE
 from thalweg.core.report import Report
 from thalweg.core.sampling import SamplingParams
@@ -139,18 +139,18 @@ def test_offline_others_keep_their_answers() -> None:
 
 def test_a_front_raises_behind_what_came_before(caplog: pytest.LogCaptureFixture) -> None:
     front = Front(engine(0).config, Tokenizer(Path(MODEL)))
-    front.ready, front.state = Ready(1, 400, 2048, 10, 4, Report()), "ready"
+    front.ready, front.state = EngineReady(1, 400, 2048, 10, 4, Report()), "ready"
     pieces: list[Piece] = []
 
     async def serve() -> None:
         stream = front.stream((0, 5), SamplingParams(max_tokens=9), request_id="r")
-        asyncio.get_running_loop().call_soon(front._hear, StepNews((Delta(0, (300,)),), time.time()))
+        asyncio.get_running_loop().call_soon(front._hear, StepUpdate((TokenDelta(0, (300,)),), time.time()))
         pieces.append(await anext(stream))
-        front._hear(StepNews((Delta(0, (), "error"),), time.time()))
+        front._hear(StepUpdate((TokenDelta(0, (), "error"),), time.time()))
         async for piece in stream:
             pieces.append(piece)
 
-    with caplog.at_level(logging.ERROR, "thalweg.front"), pytest.raises(NoNumbers) as raised:
+    with caplog.at_level(logging.ERROR, "thalweg.front"), pytest.raises(NumericalError) as raised:
         asyncio.run(serve())
     assert (
         [piece.ids for piece in pieces] == [(300,)]

@@ -18,7 +18,7 @@ from thalweg.bench.plan_check import Part, near
 from thalweg.cli import main
 from thalweg.config.args import options_parser, parse_options
 from thalweg.config.model import facts_of
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.engine import build
 from thalweg.launch.planning.commands import command
 from thalweg.launch.planning.layouts import Layout
@@ -419,7 +419,7 @@ def test_counted_sizes_are_those_of_the_model(config: dict[str, Any]) -> None:
     """In 16 bits plain torch holds the same numbers as the kernels; what differs are rotary tables and where an indexer's weights lie."""
     facts = facts_of(config | {"num_hidden_layers": 4, "eos_token_id": 1, "max_position_embeddings": 4096}, "test")
     made = measure(facts, ReferenceParts(torch.bfloat16, torch.device("meta")))
-    by_hand = counted(facts, KernelChoice(), torch.bfloat16)
+    by_hand = counted(facts, KernelConfig(), torch.bfloat16)
     assert by_hand.parameters == made.parameters == parameters(inventory(facts))
     assert by_hand.weight_bytes == pytest.approx(made.weight_bytes, rel=0.005)
     assert by_hand.planes == made.planes

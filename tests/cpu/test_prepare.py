@@ -8,7 +8,7 @@ import torch
 
 from thalweg.batch.prepare import prepare, sampled_tokens
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
+from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 
 CONTEXT, SLOTS, CPU = 500, 6, torch.device("cpu")
@@ -31,8 +31,8 @@ def random_step(rng: random.Random) -> tuple[Slots, StepPlan, dict[int, Bind], d
         rows.append(Row(slot, slot, computed, n, 0, computed + n == len(tokens)))
     rows.sort(key=lambda row: row.n)
     reach = max(row.start + row.n for row in rows)
-    appends = tuple(Append(slot, 0, tuple(pages)) for slot, pages in tables.items())
-    return slots, StepPlan(0, -1, tuple(rows), tuple(binds.values()), appends, reach=reach), binds, tables
+    appends = tuple(PageAppend(slot, 0, tuple(pages)) for slot, pages in tables.items())
+    return slots, StepPlan(0, -1, tuple(rows), tuple(binds.values()), appends, max_kv_len=reach), binds, tables
 
 
 def test_a_step_is_what_the_plan_says() -> None:
@@ -61,7 +61,7 @@ def test_a_step_is_what_the_plan_says() -> None:
                 token += 1
             if row.emit:
                 emitting.append((token - 1, row.slot))
-            pages = -(-plan.reach // PAGE)
+            pages = -(-plan.max_kv_len // PAGE)
             assert batch.table_RP[r].tolist() == (tables[row.slot] + [0] * pages)[:pages]
             if before is not None:
                 assert slots.at[row.slot] == before[row.slot] + (0 if row.emit else row.n)
@@ -77,7 +77,7 @@ def test_a_step_is_what_the_plan_says() -> None:
 def test_tokens_at_or_past_the_end_are_padding() -> None:
     slots = Slots(2, CONTEXT, torch.device("cpu"))
     bind = Bind(1, (5, 6, 7), 3, 2, 3, 0, (), SamplingParams())
-    plan = StepPlan(0, -1, (Row(0, 1, 2, 3, 2, True),), (bind,), (Append(1, 0, (4,)),), reach=5)
+    plan = StepPlan(0, -1, (Row(0, 1, 2, 3, 2, True),), (bind,), (PageAppend(1, 0, (4,)),), max_kv_len=5)
     slots.bind(plan.binds)
     slots.append(plan.appends)
     batch = prepare(plan, slots).batch
@@ -88,8 +88,8 @@ def test_tokens_at_or_past_the_end_are_padding() -> None:
 def test_sampled_tokens_of_rows_with_different_numbers_of_drafts() -> None:
     """A chunk, two verifications and a prompt's end: of each emitting row as many positions, the last one again where there are fewer drafts."""
     rows = (Row(0, 0, 5, 3, 2, True), Row(1, 1, 5, 2, 1, True), Row(2, 2, 0, 4, 0, False), Row(3, 3, 0, 2, 0, True))
-    made = StepPlan(0, -1, rows, reach=8)
-    assert made.query == 3 and not made.verifies and StepPlan(0, -1, rows[:2]).verifies
+    made = StepPlan(0, -1, rows, max_kv_len=8)
+    assert made.sampled_per_row == 3 and not made.is_verify and StepPlan(0, -1, rows[:2]).is_verify
     assert sampled_tokens(made, CPU).tolist() == [0, 1, 2, 3, 4, 4, 10, 10, 10]
     assert sampled_tokens(StepPlan(0, -1, rows[2:]), CPU).tolist() == [5]
     assert not len(sampled_tokens(StepPlan(0, -1, rows[2:3]), CPU))
@@ -100,9 +100,9 @@ def test_where_every_token_is_sampled_it_is_known() -> None:
     for made, whole in (
         (rows, True),
         ([rows[0]._replace(n=4), *rows], False),
-        ([*rows, rows[0]._replace(n=2, drafts=1)], False),
+        ([*rows, rows[0]._replace(n=2, num_drafts=1)], False),
     ):
-        plan = StepPlan(0, -1, tuple(made), reach=8)
+        plan = StepPlan(0, -1, tuple(made), max_kv_len=8)
         prepared = prepare(plan, slots)
         assert prepared.all_emitted == whole and torch.equal(prepared.batch.emit_N, sampled_tokens(plan, CPU))
         assert (prepared.batch.emit_N.tolist() == list(range(plan.tokens))) == whole

@@ -18,8 +18,8 @@ from torch import Tensor
 from tests.cpu.test_recorded_rows import FakeTape, Recording
 from tests.cpu.test_speculation import JSON, engine, prompts, run, unrecorded
 from thalweg.batch.upload import upload
-from thalweg.core.grammar import FREE
-from thalweg.core.plan import Needs, Output, Row, StepPlan
+from thalweg.core.grammar import NO_GRAMMAR
+from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels.prepare import ref as prepare
@@ -143,7 +143,9 @@ def graphs() -> Iterator[Any]:
             sys.modules.pop(name, None)
 
 
-def choose_into(out: Any, logits: Tensor, slots: Any, slot_E: Tensor, ints: Tensor, needs: Needs, into: Tensor) -> None:
+def choose_into(
+    out: Any, logits: Tensor, slots: Any, slot_E: Tensor, ints: Tensor, needs: SamplingNeeds, into: Tensor
+) -> None:
     made = REFERENCE.choose(logits, slots, slot_E, ints, needs)
     for held, one in zip(out, (made.tokens_EQ[:, 0], made.done_E, made.count_E), strict=True):
         held.copy_(one)
@@ -206,7 +208,7 @@ def at_work(
     while waiting or not made.idle:
         if waiting and (made.idle or rng.random() < 0.2):
             prompt, params, i = waiting.pop()
-            answers |= {uid: [] for uid in made.submit(prompt, params, grammar=FREE if i % 6 else JSON)}
+            answers |= {uid: [] for uid in made.submit(prompt, params, grammar=NO_GRAMMAR if i % 6 else JSON)}
         for delta in made.step():
             answers[delta.uid] += delta.tokens
     return list(answers.values()), steps
@@ -305,8 +307,8 @@ def test_no_recording_reads_what_another_may_have_written_over(recorded: Any) ->
 def test_another_rule_than_was_recorded_is_not_reat_work(recorded: Any) -> None:
     verified = recorded.graphs.verified[0]
     with torch.inference_mode():
-        assert verified.sample(1, Needs(random=True), recorded.sampling) is not None
-        assert verified.sample(1, Needs(random=True), Standard(recorded.sampling)) is None
+        assert verified.sample(1, SamplingNeeds(random=True), recorded.sampling) is not None
+        assert verified.sample(1, SamplingNeeds(random=True), Standard(recorded.sampling)) is None
 
 
 def test_rows_that_do_not_fill_their_bucket_are_padding(recorded: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.cpu.test_recorded_drafts import Far, Strict, Tape, _storage, add_all_, at_work, counted, graphs, watch
 from tests.cpu.test_speculation import engine, prompts, run, unrecorded
-from thalweg.core.plan import Needs, Output, Row, StepPlan
+from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
@@ -25,8 +25,8 @@ from thalweg.spec.tree import Branching
 
 assert unrecorded and graphs  # fixtures of this module, too
 SLOTS, SHAPE = 7, TreeShape(3, 3, 7)
-STEPS, WIDTHS = (1, 2, 16), (1, 3, SHAPE.nodes)  # of one draft there is no tree
-DRAFTS, LENGTHS = (0, 1, 3, SHAPE.nodes, SHAPE.nodes, SHAPE.nodes), (5, 40)
+STEPS, WIDTHS = (1, 2, 16), (1, 3, SHAPE.num_drafts)  # of one draft there is no tree
+DRAFTS, LENGTHS = (0, 1, 3, SHAPE.num_drafts, SHAPE.num_drafts, SHAPE.num_drafts), (5, 40)
 COUNTS = ("get", "sample", "observe", "propose")
 
 
@@ -42,7 +42,7 @@ def played() -> Iterator[None]:
 def made_of(recorded: bool, tape: Tape) -> tuple[LocalEngine, dict[str, int]]:
     """An engine whose A is recorded, and B, too, or not; how often each is replayed."""
     made = engine(
-        SHAPE.nodes, tree=SHAPE, max_running_requests=SLOTS + 1, max_steps_in_flight=2, chunked_prefill_size=96
+        SHAPE.num_drafts, tree=SHAPE, max_running_requests=SLOTS + 1, max_steps_in_flight=2, chunked_prefill_size=96
     )
     made.loop.scheduler.holdings.slots.remove(SLOTS)  # nobody's: what fills recordings up
     runner, counts = made.runner, dict.fromkeys(COUNTS, 0)
@@ -94,8 +94,8 @@ def test_another_rule_than_was_recorded_is_not_replayed(whole: tuple[LocalEngine
     runner = whole[0].runner
     grove: Any = runner.groves.get(_plan(1))
     with torch.inference_mode():
-        assert grove.sample(1, Needs(random=True), runner.sampling) is not None
-        assert grove.sample(1, Needs(random=True), Standard(runner.sampling)) is None
+        assert grove.sample(1, SamplingNeeds(random=True), runner.sampling) is not None
+        assert grove.sample(1, SamplingNeeds(random=True), Standard(runner.sampling)) is None
 
 
 def test_what_fills_a_recording_up_is_padding(whole: tuple[LocalEngine, dict[str, int]]) -> None:
@@ -107,7 +107,7 @@ def test_what_fills_a_recording_up_is_padding(whole: tuple[LocalEngine, dict[str
     slots, planes = runner.slots.ints_SI.clone(), {name: held.clone() for name, held in runner.planes.bytes.items()}
     with torch.inference_mode():
         _, slot_E, _, seen = grove.forward(_plan(3))
-        found = grove.sample(3, Needs(), runner.sampling)
+        found = grove.sample(3, SamplingNeeds(), runner.sampling)
         assert runner.groves.drafts.observe(seen.straight)
     assert slot_E.tolist() == [0, 1, 2] and not seen.straight.batch.real_T.any()
     assert found.count_E.tolist() == [0] * 3 and found.done_E.all()
@@ -116,7 +116,9 @@ def test_what_fills_a_recording_up_is_padding(whole: tuple[LocalEngine, dict[str
 
 
 def _plan(rows: int) -> StepPlan:
-    return StepPlan(0, 0, tuple(Row(slot, slot, 9, 1 + SHAPE.nodes, SHAPE.nodes, True) for slot in range(rows)))
+    return StepPlan(
+        0, 0, tuple(Row(slot, slot, 9, 1 + SHAPE.num_drafts, SHAPE.num_drafts, True) for slot in range(rows))
+    )
 
 
 def test_no_recording_reads_what_another_may_have_written_over(whole: tuple[LocalEngine, dict[str, int]]) -> None:
@@ -159,7 +161,7 @@ def test_one_draft_is_a_chains_graphs_among_trees(graphs: Any) -> None:
 def among_trees(graphs: Any) -> LocalEngine:
     """All of whose steps are recorded, of one draft too."""
     shape, told = TreeShape(2, 2, 3), list[tuple[int, int]]()
-    made = engine(shape.nodes, tree=shape, max_running_requests=5, max_steps_in_flight=2, chunked_prefill_size=96)
+    made = engine(shape.num_drafts, tree=shape, max_running_requests=5, max_steps_in_flight=2, chunked_prefill_size=96)
     made.loop.scheduler.holdings.slots.remove(4)
     drafter: Any = made.runner.drafting.drafter
     drafter.kernels, made.runner.drafting.late.passing = PLAIN, True

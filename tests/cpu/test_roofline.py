@@ -13,7 +13,7 @@ import pytest
 
 from thalweg.bench import losses, roofline, timeline, trace
 from thalweg.config.model import read_facts
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.kernels import names
 
 TINY = "models/tiny"
@@ -250,9 +250,9 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, capsys: pytest.Cap
         ("d.json", b'{"traceEvents": 3}'),
     ):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(CannotServe, match="is no profile"):
+        with pytest.raises(UnsupportedConfig, match="is no profile"):
             trace.read(tmp_path / name)
-    with pytest.raises(CannotServe, match="is no profile"):
+    with pytest.raises(UnsupportedConfig, match="is no profile"):
         trace.read(tmp_path / "missing.json")
     (tmp_path / "e.json").write_text(
         json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": 1, "dur": 1}]})
@@ -273,7 +273,7 @@ def test_a_cut_trace_and_a_foreign_device_lose_the_floors_only(
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "ended"), [(KeyboardInterrupt(), 130, "Ctrl-C"), (CannotServe("full"), 2, "an error")]
+    ("error", "status", "ended"), [(KeyboardInterrupt(), 130, "Ctrl-C"), (UnsupportedConfig("full"), 2, "an error")]
 )
 def test_what_was_measured_is_kept_when_the_next_batch_does_not_end(
     error: BaseException,

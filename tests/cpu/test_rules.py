@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import Bind, Needs
+from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.kernels.temper.ref import tempered
@@ -39,7 +39,7 @@ class World:
 
     def __init__(self, seed: int, params: SamplingParams) -> None:
         self.params, cut = params, params is CUT
-        self.needs = Needs(random=True, truncated=cut)
+        self.needs = SamplingNeeds(random=True, truncated=cut)
         generator = torch.Generator().manual_seed(seed)
         self.target_VV = torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
         self.target_VV[:, UNKNOWN] += 1.0
@@ -277,7 +277,7 @@ def test_an_easier_verdict_is_noticed(known: World, monkeypatch: pytest.MonkeyPa
 def lists(world: World, count: int, raced: bool) -> Found:
     """DRAWS sequences, two tokens of each, by accept itself: of the first one `count` drafts, the best of the race that the drafter's distribution
     runs with the target's coins, or its most likely ones."""
-    slots, index = world.bound(TreeShape(branches=count, deepest=1, nodes=count)), torch.arange(ROWS)
+    slots, index = world.bound(TreeShape(branching=count, max_depth=1, num_drafts=count)), torch.arange(ROWS)
     pairs: list[Tensor] = []
     accepted = 0
     for turn in range(DRAWS // ROWS):

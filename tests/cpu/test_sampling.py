@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
 )
 
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import Bind, Needs
+from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.truncate.ref import truncate
 from thalweg.sampling.random import exponential, mix
@@ -28,7 +28,7 @@ def bound(params: SamplingParams, tokens: tuple[int, ...], prompt_len: int, seed
     return made
 
 
-def step(slots: Slots, logits_EV: torch.Tensor, needs: Needs, slot: int = 2) -> int:
+def step(slots: Slots, logits_EV: torch.Tensor, needs: SamplingNeeds, slot: int = 2) -> int:
     index = torch.tensor([slot])
     return int(accept(logits_EV, slots, index, slots.ints_SI[index], needs, slots.context).tokens_EQ)
 
@@ -136,7 +136,7 @@ def test_greedy_row_beside_sampling_rows_takes_the_arg_max() -> None:
     logits = torch.randn(3, VOCAB)
     index = torch.tensor([0, 1, 2])
     got = accept(
-        logits.clone(), slots, index, slots.ints_SI[index], Needs(random=True, truncated=True), slots.context
+        logits.clone(), slots, index, slots.ints_SI[index], SamplingNeeds(random=True, truncated=True), slots.context
     ).tokens_EQ[:, 0]
     assert got[0] == logits[0].argmax() and got[2] == logits[2].argmax()
     assert got[1] in logits[1].topk(3).indices
@@ -145,14 +145,14 @@ def test_greedy_row_beside_sampling_rows_takes_the_arg_max() -> None:
 def test_bias_and_minimum_length() -> None:
     params = SamplingParams(temperature=0.0, logit_bias=((4, 100.0), (7, 100.0)), min_tokens=2)
     slots = bound(params, (1, 2, 3), 3)
-    assert step(slots, torch.randn(1, VOCAB), Needs(biased=True)) == 4  # 7 would stop it
+    assert step(slots, torch.randn(1, VOCAB), SamplingNeeds(biased=True)) == 4  # 7 would stop it
     slots.stop_SK[2, 0] = 4
-    assert step(slots, torch.randn(1, VOCAB), Needs(biased=True)) == 7
+    assert step(slots, torch.randn(1, VOCAB), SamplingNeeds(biased=True)) == 7
     assert slots.end[2] > 0
     slots.stop_SK[2, 0] = 7
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 1.0
-    assert step(slots, logits, Needs(biased=True)) == 7 and slots.end[2] == 0
+    assert step(slots, logits, SamplingNeeds(biased=True)) == 7 and slots.end[2] == 0
 
 
 def test_an_ended_slot_is_left_alone() -> None:
@@ -161,7 +161,7 @@ def test_an_ended_slot_is_left_alone() -> None:
     before = slots.tokens_SL[2, :-1].clone(), slots.length[2].clone(), slots.at[2].clone()
     logits = torch.randn(1, VOCAB)
     index = torch.tensor([2])
-    sampled = accept(logits, slots, index, slots.ints_SI[index], Needs(), slots.context)
+    sampled = accept(logits, slots, index, slots.ints_SI[index], SamplingNeeds(), slots.context)
     assert not sampled.count_E and torch.equal(slots.tokens_SL[2, :-1], before[0])
     assert slots.length[2] == before[1] and slots.end[2] == 0
 
@@ -170,7 +170,9 @@ def test_logprobs_are_the_models_own() -> None:
     slots = bound(SamplingParams(temperature=0.0, logit_bias=((4, 100.0),), logprobs=3), (1, 2, 3), 3)
     logits = torch.randn(1, VOCAB)
     index = torch.tensor([2])
-    sampled = accept(logits.clone(), slots, index, slots.ints_SI[index], Needs(biased=True, logprobs=3), slots.context)
+    sampled = accept(
+        logits.clone(), slots, index, slots.ints_SI[index], SamplingNeeds(biased=True, logprobs=3), slots.context
+    )
     want = logits.log_softmax(-1)
     assert sampled.tokens_EQ == 4 and sampled.logprob_N is not None and sampled.top_ids_NK is not None
     torch.testing.assert_close(sampled.logprob_N, want[:, 4])

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cpu.fakes import CONTEXT, EOS, FakeFront, FakePiece, Script, eventually, fake_app, serving
 from thalweg.config.server import ServerOptions
-from thalweg.core.errors import CannotServe, EngineDead, InvalidRequest, NoNumbers
+from thalweg.core.errors import EngineDead, InvalidRequest, NumericalError, UnsupportedConfig
 
 ADMIN = {"Authorization": "Bearer root"}
 
@@ -361,9 +361,9 @@ def test_keys() -> None:
 
 def test_options_that_make_no_sense_are_refused() -> None:
     for wrong in ({"api_key": ("",)}, {"api_key": ("schlüssel",)}, {"max_body_bytes": 0}, {"log_level": "loud"}):
-        with pytest.raises(CannotServe, match=next(iter(wrong))):
+        with pytest.raises(UnsupportedConfig, match=next(iter(wrong))):
             ServerOptions(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(CannotServe, match="request_id_header"):
+    with pytest.raises(UnsupportedConfig, match="request_id_header"):
         ServerOptions(request_id_header="X-Id\r\nSet-Cookie: a")
 
 
@@ -546,7 +546,7 @@ class Breaking(FakeFront):
         async for piece in super().stream(*args, **options):
             yield piece
             if piece.completion_tokens >= 3:
-                raise NoNumbers
+                raise NumericalError
 
 
 @pytest.mark.parametrize(

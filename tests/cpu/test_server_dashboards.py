@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cpu.operations import APIS, talk
 from thalweg.config.server import ServerOptions
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.server.exposition import PEERS
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "grafana"
@@ -64,7 +64,7 @@ def test_names_that_dashboards_of_others_read(scraped: Types) -> None:
     assert scraped["vllm:request_success_total"][1] == {"model_name", "engine", "finished_reason"}
     with talk() as api:
         assert not any(peer + ":" in api.get("/metrics").text for peer in PEERS), "only where they are asked for"
-    with pytest.raises(CannotServe, match="metrics_names"):
+    with pytest.raises(UnsupportedConfig, match="metrics_names"):
         ServerOptions(metrics_names=("tgi",))
 
 

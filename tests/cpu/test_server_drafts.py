@@ -14,12 +14,12 @@ from tests.cpu.fakes import FakeFront, FakePiece, fake_app, serving
 from tests.cpu.test_speculation import GREEDY, engine, prompts, unrecorded
 from thalweg.bench.remote import Counters, accept_length, read_counters
 from thalweg.config.server import ServerOptions
-from thalweg.core.drafts import Drafted
+from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.messages import Stats
 from thalweg.core.report import AUTO, START_UP, USER, Decision, Report
 
 assert unrecorded  # a fixture of this module, too
-TOLD = Drafted(4, 8, 5, (4, 4), (3, 2))
+TOLD = AcceptanceCounts(4, 8, 5, (4, 4), (3, 2))
 
 
 class Drafting(FakeFront):
@@ -151,14 +151,14 @@ def test_the_load_generator_reads_what_its_own_load_was_given() -> None:
 
 
 def test_an_engine_tells_each_request_its_own() -> None:
-    made, told = engine(3, max_steps_in_flight=2), dict[int, Drafted | None]()
+    made, told = engine(3, max_steps_in_flight=2), dict[int, AcceptanceCounts | None]()
     for prompt in prompts(4):
         made.submit(prompt, GREEDY)
     while not made.idle:
-        told |= {delta.uid: delta.drafted for delta in made.step() if delta.finish}
+        told |= {delta.uid: delta.acceptance for delta in made.step() if delta.finish}
     stats = made.loop.stats()
     ended = [one for one in told.values() if one is not None]
-    assert len(ended) == 4 and stats.drafts.accepted > 0
+    assert len(ended) == 4 and stats.acceptance.accepted > 0
     for count in ("verifications", "drafted", "accepted"):
-        assert sum(getattr(one, count) for one in ended) == getattr(stats.drafts, count)
+        assert sum(getattr(one, count) for one in ended) == getattr(stats.acceptance, count)
     assert stats.steps_by_width[1:3] == (0, 0) and sum(stats.steps_by_width) > 0

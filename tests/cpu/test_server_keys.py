@@ -14,7 +14,7 @@ from tests.cpu import test_server_safety
 from tests.cpu.fakes import FakeFront, eventually, fake_app, serving
 from tests.cpu.test_server_safety import ALICE, BOB, CAROL, FREE, KEYS, LONG, ROOT, SHORT, Target, error
 from thalweg.config.server import ServerOptions
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.server.admin import PREFIXES
 from thalweg.server.errors import ApiError
 from thalweg.server.keyring import MINUTE, Keyring, Tenant, Terms
@@ -176,7 +176,7 @@ def test_a_keys_file_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
         ("- 2020-13-45", "month"),
     ):
         path.write_text(text)
-        with pytest.raises(CannotServe, match=why):
+        with pytest.raises(UnsupportedConfig, match=why):
             Keyring(ServerOptions(api_keys_file=str(path)))
-    with pytest.raises(CannotServe, match="No such file"):
+    with pytest.raises(UnsupportedConfig, match="No such file"):
         Keyring(ServerOptions(api_keys_file=str(tmp_path / "none")))

@@ -124,15 +124,15 @@ def test_formatters_keep_a_record_together() -> None:
         raise ValueError("line one\n2026-11-21 00:00:00 INFO forged\u2028x\x1b[2J")
     except ValueError as error:
         record.exc_info = (type(error), error, error.__traceback__)
-    first, *rest = logs.Text().format(record).split("\n")
+    first, *rest = logs.TextFormatter().format(record).split("\n")
     assert first.endswith(
         r"ERROR thalweg.x: said a\nb\x1b\u202e id="
         r'"r 1" bare=a-b.c n=3 t=0.25 many=["x\n", 1] sign="a=\"b\"\n"'
     )
     assert rest and all(line.startswith("    ") for line in rest), "a traceback cannot begin a line of its own"
     assert "\u2028" not in "".join(rest) and "\x1b" not in "".join(rest)
-    value = json.loads(logs.Json().format(record))
-    assert logs.Json().format(record).isascii() and "\n" not in logs.Json().format(record)
+    value = json.loads(logs.JsonFormatter().format(record))
+    assert logs.JsonFormatter().format(record).isascii() and "\n" not in logs.JsonFormatter().format(record)
     assert (value["message"], value["id"], value["level"]) == ("said a\nb\x1b\u202e", "r 1", "ERROR")
     assert any("forged" in line for line in value["trace"]) and value["time"].endswith("Z")
 

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cpu.fakes import FakeFront, FakePiece, fake_app, serving
 from thalweg.config.server import ServerOptions
-from thalweg.core.grammar import FREE, Grammar
-from thalweg.core.keep import WHOLE, Keep
-from thalweg.core.room import Room
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.request import QueueReservation
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.connection import bounded
 
@@ -42,9 +42,9 @@ class Stepping(FakeFront):
         request_id: str = "",
         priority: int = 0,
         salt: int = 0,
-        grammar: Grammar = FREE,
-        keep: Keep = WHOLE,
-        room: Room | None = None,
+        grammar: Grammar = NO_GRAMMAR,
+        retention: CacheRetention = RETAIN_ALL,
+        reservation: QueueReservation | None = None,
     ) -> AsyncGenerator[FakePiece, None]:
         queue: asyncio.Queue[float] = asyncio.Queue()
         self.queues.append(queue)

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.cpu.fakes import FakeFront, eventually
 from tests.cpu.operations import APIS, CHAT, lines, logged, talk
 from thalweg.config.server import ServerOptions
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.account import Account
 from thalweg.server.tracing import Traces, traces_to
@@ -181,10 +181,10 @@ def test_phases_are_spans() -> None:
 
 
 def test_where_traces_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CannotServe, match="4318"):
+    with pytest.raises(UnsupportedConfig, match="4318"):
         ServerOptions(otlp_traces_endpoint="localhost:4317")
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(CannotServe, match=r"pip install 'thalweg\[otel\]'"):
+    with pytest.raises(UnsupportedConfig, match=r"pip install 'thalweg\[otel\]'"):
         traces_to("http://localhost:4318")
 
 

@@ -19,8 +19,8 @@ from tests.configs import changed
 from thalweg.batch.batch import Batch, Group
 from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.core.errors import CheckpointError
-from thalweg.core.grammar import FREE, Grammar
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -64,7 +64,7 @@ def prompts(count: int, longest: int = 150) -> list[list[int]]:
 
 
 def run(
-    made: LocalEngine, asked: list[list[int]], params: SamplingParams = GREEDY, grammar: Grammar = FREE
+    made: LocalEngine, asked: list[list[int]], params: SamplingParams = GREEDY, grammar: Grammar = NO_GRAMMAR
 ) -> list[list[int]]:
     answers: dict[int, list[int]] = {}
     for prompt in asked:
@@ -90,9 +90,9 @@ def test_greedy_tokens_are_those_of_plain_decoding(plain: list[list[int]], width
 
 
 @pytest.mark.parametrize(
-    "kernels", [KernelChoice(kv="fp8_e4m3"), KernelChoice(latent=False), KernelChoice(deterministic=True)], ids=repr
+    "kernels", [KernelConfig(kv="fp8_e4m3"), KernelConfig(latent=False), KernelConfig(deterministic=True)], ids=repr
 )
-def test_with_every_kind_of_cache(kernels: KernelChoice) -> None:
+def test_with_every_kind_of_cache(kernels: KernelConfig) -> None:
     assert run(engine(2, kernels=kernels), prompts(2)) == run(engine(0, kernels=kernels), prompts(2))
 
 

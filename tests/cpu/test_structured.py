@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.sampling import SamplingParams
 from thalweg.llm import LLM, AsyncLLM, Choice
 from thalweg.text.grammar import Compiler
@@ -73,7 +73,7 @@ def test_random_schemas_give_valid_output_and_leave_their_neighbours_alone(llm: 
     for i, one in enumerate(wanted):
         prompts += [f"Give me {i}: "] + ["My lord,"] * (i % 5 == 0)
         params += [msgspec.structs.replace(HOT, seed=i)] + [FREE_ASK] * (i % 5 == 0)
-        grammars += [Grammar("json_schema", json.dumps(one))] + [FREE] * (i % 5 == 0)
+        grammars += [Grammar("json_schema", json.dumps(one))] + [NO_GRAMMAR] * (i % 5 == 0)
     ended = 0
     results = iter(llm.generate(prompts, params, grammar=grammars))
     for i, one in enumerate(wanted):
@@ -217,7 +217,7 @@ def test_a_call_that_the_model_chooses_is_held_to_its_schema(llm: LLM, form: str
     matcher.accept(tokenizer.encode("nonsense", False))
     assert matcher.error
     plain = msgspec.structs.replace(HOT, seed=2, max_tokens=40)
-    held, free = (llm.generate("Well: ", plain, grammar=g)[0].outputs[0].ids for g in (grammar, FREE))
+    held, free = (llm.generate("Well: ", plain, grammar=g)[0].outputs[0].ids for g in (grammar, NO_GRAMMAR))
     assert held == free, "text stays what it was"
 
 
@@ -229,7 +229,7 @@ def test_a_thought_comes_first(llm: LLM) -> None:
     ids, _ = llm.texts.chat_ids(asked, thinking=True)
     params = SamplingParams(temperature=0.0, max_tokens=200, skip_special_tokens=False)
     shape = '{"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"], "additionalProperties": false}'
-    grammar = Grammar("json_schema", shape, inside=True, closes=closes)
+    grammar = Grammar("json_schema", shape, starts_in_thought=True, think_end_id=closes)
     text = llm.generate(ids, params, grammar=grammar)[0].outputs[0].text
     thought, _, answer = text.removesuffix("<｜end▁of▁sentence｜>").partition("</think>")
     assert thought.strip() and isinstance(json.loads(answer)["sum"], int)
@@ -239,7 +239,7 @@ def test_a_thought_comes_first(llm: LLM) -> None:
 
 def test_what_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="grammar"):
-        llm.generate(["a", "b"], HOT, grammar=[FREE, Grammar("regex", "(a")])
+        llm.generate(["a", "b"], HOT, grammar=[NO_GRAMMAR, Grammar("regex", "(a")])
     with pytest.raises(InvalidRequest, match="ignore_eos"):
         llm.generate("a", msgspec.structs.replace(HOT, ignore_eos=True), grammar=Grammar("json_object"))
     assert llm.engine.idle

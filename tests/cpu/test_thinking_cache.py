@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.cpu.fakes import FakeFront, fake_app, serving
-from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.plan import PAGE
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.llm import LLM, Result, _Texts
 from thalweg.text.events import collect
@@ -100,9 +100,9 @@ def test_the_choice_is_told_with_its_reason(llm: LLM) -> None:
 
 
 def test_a_template_argument_of_one_request_counts_for_it_alone(llm: LLM) -> None:
-    assert llm.texts.chat_ids(SUM, thinking=True)[1].thoughts is not llm.texts.history.strips
-    assert llm.texts.chat_ids(SUM, template_kwargs={"thinking": True})[1].thoughts is not llm.texts.history.strips
-    assert llm.texts.chat_ids(SUM)[1] == WHOLE
+    assert llm.texts.chat_ids(SUM, thinking=True)[1].keeps_thoughts is not llm.texts.history.strips
+    assert llm.texts.chat_ids(SUM, template_kwargs={"thinking": True})[1].keeps_thoughts is not llm.texts.history.strips
+    assert llm.texts.chat_ids(SUM)[1] == RETAIN_ALL
 
 
 def test_the_server_tells_the_engine() -> None:
@@ -115,4 +115,4 @@ def test_the_server_tells_the_engine() -> None:
         assert api.post("/v1/messages", json=body | {"model": "scripted"}).status_code == 200
         assert api.post("/v1/completions", json={"prompt": "a", "max_tokens": 4}).status_code == 200
         assert api.get("/server_info").json()["strip_thinking_cache"] is True
-    assert front.keeps == [WHOLE, Keep(False), Keep(False), Keep(False), WHOLE]
+    assert front.keeps == [RETAIN_ALL, CacheRetention(False), CacheRetention(False), CacheRetention(False), RETAIN_ALL]

@@ -12,8 +12,8 @@ from torch import Tensor
 from thalweg.batch.batch import Extent, Group
 from thalweg.batch.prepare import prepare, verification
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import Masks
-from thalweg.core.plan import PAGE, Append, Bind, Needs, Row, StepPlan
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.plan import PAGE, Bind, PageAppend, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.memory.planes import Planes, vectors
@@ -24,7 +24,7 @@ from thalweg.spec.drafter import Seen
 from thalweg.spec.tree import hides_of
 
 VOCAB, STOP, NODES = 10, 9, 6
-SHAPE, GREEDY = TreeShape(3, 3, NODES), Needs()
+SHAPE, GREEDY = TreeShape(3, 3, NODES), SamplingNeeds()
 # the last known token is 3; drafts by node:      1  2  3  4  5  6
 TOKENS, PARENTS = (4, 5, 6, 7, 5, 8), (0, 0, 1, 1, 3, 2)
 # 3 → 4 → 6 → 5
@@ -58,7 +58,7 @@ def logits_of(drawn: dict[int, int]) -> Tensor:
     return torch.nn.functional.one_hot(torch.tensor([drawn.get(node, 0) for node in range(1 + NODES)]), VOCAB).float()
 
 
-def verify(slots: Slots, logits: Tensor, needs: Needs = GREEDY, masks: Masks | None = None) -> Sampled:
+def verify(slots: Slots, logits: Tensor, needs: SamplingNeeds = GREEDY, masks: GrammarMasks | None = None) -> Sampled:
     index = torch.tensor([1])
     return accept(logits, slots, index, slots.ints_SI[index], needs, slots.context, masks)
 
@@ -147,7 +147,7 @@ def test_the_minimum_length_turns_along_the_path() -> None:
     grown(slots, 1)
     logits = logits_of({0: 4, 1: 6, 3: 5, 5: 2})
     logits[:, STOP] = 5.0
-    assert tokens(verify(slots, logits, Needs(biased=True))) == [4, 6, STOP]
+    assert tokens(verify(slots, logits, SamplingNeeds(biased=True))) == [4, 6, STOP]
 
 
 def test_penalties_of_a_node_are_those_of_its_sequence() -> None:
@@ -159,7 +159,7 @@ def test_penalties_of_a_node_are_those_of_its_sequence() -> None:
         grown(slots, slot, tokens=(4, 5, 4, 7, 4, 8))
     index, logits = torch.tensor([3, 1]), torch.randn(2 * (1 + NODES), VOCAB)
     along = tree.unfolded(slots, index, slots.ints_SI[index], 1 + NODES)
-    edited, needs = logits.clone(), Needs(penalised=True)
+    edited, needs = logits.clone(), SamplingNeeds(penalised=True)
     REFERENCE.edit(edited, slots, along.slot_N, along.ints_NI, needs, 64, None, tree.paths(slots, along, 1 + NODES))
     for n, (row, wanted) in enumerate(zip(logits, edited, strict=True)):
         slot, node, path = int(index[n // (1 + NODES)]), n % (1 + NODES), list[int]()
@@ -182,12 +182,12 @@ def test_penalties_count_the_path_alone() -> None:
     logits[:, 5] = 0.5
     logits[0, 4], logits[1, 6] = 2.0, 2.0
     # behind 4 6 the 5 of node 2 must not be counted; behind 4 6 5 that of node 5 must
-    assert tokens(verify(slots, logits, Needs(penalised=True))) == [4, 6, 5, 0]
+    assert tokens(verify(slots, logits, SamplingNeeds(penalised=True))) == [4, 6, 5, 0]
     slots = scene(frequency_penalty=1.0)
     grown(slots, 1)
     logits = torch.zeros(1 + NODES, VOCAB)
     logits[:, 5], logits[:, 8] = 1.5, 0.6
-    assert tokens(verify(slots, logits, Needs(penalised=True))) == [5, 8, 5], (
+    assert tokens(verify(slots, logits, SamplingNeeds(penalised=True))) == [5, 8, 5], (
         "1.5 less one for the 5 before it: 0.5, and 0.6 is left of 8"
     )
 
@@ -200,7 +200,7 @@ def test_a_mask_for_each_node() -> None:
     bits[1] &= ~(1 << 0)  # behind node 4
     logits = logits_of({0: 4, 1: 6})
     logits[1, 7] = 0.5
-    found = verify(slots, logits, masks=Masks((1, 4), bits))
+    found = verify(slots, logits, masks=GrammarMasks((1, 4), bits))
     assert tokens(found) == [4, 7, 1]
 
 
@@ -210,7 +210,7 @@ def test_log_probabilities_are_those_of_the_path() -> None:
     logits = (
         logits_of({0: 4, 1: 7, 4: 1}) + torch.rand(1 + NODES, VOCAB, generator=torch.Generator().manual_seed(1)) * 0.3
     )
-    found = verify(slots, logits.clone(), Needs(logprobs=2))
+    found = verify(slots, logits.clone(), SamplingNeeds(logprobs=2))
     want = logits.log_softmax(-1)
     assert found.logprob_N is not None and tokens(found) == [4, 7, 1]
     torch.testing.assert_close(found.logprob_N[:3], torch.stack([want[0, 4], want[1, 7], want[4, 1]]))
@@ -223,7 +223,7 @@ def test_a_row_without_drafts_beside_a_tree() -> None:
     grown(slots, 1)
     logits = torch.cat([logits_of(dict.fromkeys(range(1 + NODES), 8)), logits_of(WHOLE)])
     index = torch.tensor([0, 1])
-    found = accept(logits, slots, index, slots.ints_SI[index], Needs(), slots.context)
+    found = accept(logits, slots, index, slots.ints_SI[index], SamplingNeeds(), slots.context)
     assert found.count_E.tolist() == [1, 4] and found.tokens_EQ[0, 0] == 8
 
 
@@ -233,7 +233,7 @@ def test_sampled_tokens_are_those_of_plain_decoding(seed: int) -> None:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     target_VV = torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
     target_VV[:, STOP] = -20.0
-    params, needs = {"temperature": 0.8, "top_p": 0.9}, Needs(random=True, truncated=True)
+    params, needs = {"temperature": 0.8, "top_p": 0.9}, SamplingNeeds(random=True, truncated=True)
     plain, grove = scene(**params), scene(**params)
     index, accepted = torch.tensor([1]), 0
     while plain.end[1]:
@@ -245,7 +245,7 @@ def test_sampled_tokens_are_those_of_plain_decoding(seed: int) -> None:
         for node, parent in enumerate(parents):
             siblings = {drafts[i] for i in range(node) if parents[i] == parent}
             drafts.append(rng.choice([token for token in range(VOCAB) if token not in siblings]))
-        if max(depths(parents)) > SHAPE.deepest:
+        if max(depths(parents)) > SHAPE.max_depth:
             continue
         grown(grove, 1, tuple(drafts), parents)
         before = [int(grove.tokens_SL[1, grove.length[1] - 1]), *drafts]
@@ -270,10 +270,10 @@ def test_a_tree_becomes_a_chain() -> None:
     slots = Slots(2, 200, torch.device("cpu"), tree=SHAPE)
     params = SamplingParams(temperature=0.0)
     slots.bind([Bind(0, tuple(range(5)), 5, 0, 40, 0, (), params), Bind(1, (*[1] * 62, 3), 2, 62, 190, 0, (), params)])
-    slots.append([Append(0, 0, (7,)), Append(1, 0, (4, 2))])
+    slots.append([PageAppend(0, 0, (7,)), PageAppend(1, 0, (4, 2))])
     grown(slots, 1)
     rows = (Row(1, 1, 62, 1 + NODES, NODES, True), Row(0, 0, 0, 3, 0, False))
-    plan = StepPlan(0, 0, rows, reach=62 + 1 + NODES)
+    plan = StepPlan(0, 0, rows, max_kv_len=62 + 1 + NODES)
     prepared = prepare(plan, slots)
     batch = prepared.batch
     assert batch.tree is not None and batch.tree.rows == 1
@@ -284,7 +284,13 @@ def test_a_tree_becomes_a_chain() -> None:
     planes.write("latent", 0, batch.write_T, torch.arange(10.0).unsqueeze(1))
     hidden = torch.arange(10.0).unsqueeze(1)
     found = accept(
-        logits_of({0: 5, 2: 8, 6: 6}), slots, prepared.slot_E, prepared.ints_EI, Needs(), plan.reach, sampling=REFERENCE
+        logits_of({0: 5, 2: 8, 6: 6}),
+        slots,
+        prepared.slot_E,
+        prepared.ints_EI,
+        SamplingNeeds(),
+        plan.max_kv_len,
+        sampling=REFERENCE,
     )
     assert found.nodes_EQ is not None and tokens(found) == [5, 8, 6]
     given = prepared.slot_E, prepared.ints_EI, found.nodes_EQ, found.count_E
@@ -310,7 +316,7 @@ def test_a_tree_becomes_a_chain() -> None:
         7 * PAGE + 2,
     ]
     assert seen.hidden_TH[:, 0].tolist() == [0.0, 2.0, 6.0, 0.0, 7.0, 8.0, 9.0]
-    assert [(row.n, row.drafts) for row in seen.plan.rows] == [(4, 3), (3, 0)]
+    assert [(row.n, row.num_drafts) for row in seen.plan.rows] == [(4, 3), (3, 0)]
 
 
 def test_rows_of_trees_alone_need_no_host() -> None:
@@ -319,12 +325,12 @@ def test_rows_of_trees_alone_need_no_host() -> None:
     params = SamplingParams(temperature=0.0)
     binds = [Bind(i, (*[1] * (20 + 50 * i), 3), 2, 20 + 50 * i, 76, 0, (), params) for i in range(2)]
     slots.bind(binds)
-    slots.append([Append(0, 0, (7, 1)), Append(1, 0, (4, 2))])
+    slots.append([PageAppend(0, 0, (7, 1)), PageAppend(1, 0, (4, 2))])
     for slot in range(2):
         grown(slots, slot)
     slots.made[0] = 4
     rows = tuple(Row(slot, slot, 20 + 50 * slot, 1 + NODES, NODES, True) for slot in range(2))
-    want = prepare(StepPlan(0, 0, rows, reach=77), slots)
+    want = prepare(StepPlan(0, 0, rows, max_kv_len=77), slots)
     got = verification(slots, torch.arange(2), 1 + NODES, 77)
     assert want.batch.tree is not None and got.batch.tree is not None
     for name in ("ids_T", "positions_T", "write_T", "table_RP", "real_T", "emit_N"):
@@ -338,14 +344,14 @@ def test_a_chain_knows_nothing_of_trees() -> None:
     """One draft, or a shape of one branch: no masks, no moves."""
     slots = scene()
     grown(slots, 1, (4,), (0,))
-    slots.append([Append(1, 0, (1,))])
-    plan = StepPlan(0, 0, (Row(1, 1, 2, 2, 1, True),), reach=4)
+    slots.append([PageAppend(1, 0, (1,))])
+    plan = StepPlan(0, 0, (Row(1, 1, 2, 2, 1, True),), max_kv_len=4)
     prepared = prepare(plan, slots)
     assert prepared.batch.tree is None and prepared.batch.columns_T is prepared.batch.positions_T
     found = verify(slots, logits_of({0: 4, 1: 6})[:2])
     assert tokens(found) == [4, 6] and found.nodes_EQ is None
     slots = scene(shape=TreeShape(1, 3, 3))
-    slots.append([Append(1, 0, (1,))])
+    slots.append([PageAppend(1, 0, (1,))])
     slots.made[1] = 3
-    assert prepare(StepPlan(0, 0, (Row(1, 1, 2, 4, 3, True),), reach=6), slots).batch.tree is None
+    assert prepare(StepPlan(0, 0, (Row(1, 1, 2, 4, 3, True),), max_kv_len=6), slots).batch.tree is None
     assert slots.nodes_SN3.shape[1] == 1

@@ -17,7 +17,7 @@ from tests.cpu.batches import Bench
 from thalweg.attention.context import Step, paths_of
 from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.config.model import ModelFacts, read_facts
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.layers.gqa import Gqa
 from thalweg.layers.mha import Mha
@@ -30,7 +30,7 @@ from thalweg.spec.tree import hides_of
 from thalweg.weights.stream import fill_dummy
 
 SEED = 11
-PLAIN = KernelChoice()
+PLAIN = KernelConfig()
 CPU = torch.device("cpu")
 
 
@@ -92,7 +92,7 @@ def facts(family: str, tmp_path: Path, **wished: Any) -> ModelFacts:
     return read_facts(tmp_path)
 
 
-def model(family: str, tmp_path: Path, choice: KernelChoice = PLAIN, **wished: Any) -> Model:
+def model(family: str, tmp_path: Path, choice: KernelConfig = PLAIN, **wished: Any) -> Model:
     made = catalog.assemble(facts(family, tmp_path, **wished), ReferenceParts(torch.float32, CPU, choice=choice))
     fill_dummy(made, SEED)
     return made
@@ -203,7 +203,7 @@ def test_latents(nodes: tuple[int, int], known: tuple[int, int], decompressed: b
 @SHAPES
 @torch.inference_mode()
 def test_keys_and_values_of_all_heads(nodes: tuple[int, int], known: tuple[int, int], tmp_path: Path) -> None:
-    made = model("v3", tmp_path, KernelChoice(latent=False))
+    made = model("v3", tmp_path, KernelConfig(latent=False))
     mha, scene = attention_of(made), Scene(made, nodes, known)
     assert isinstance(mha, Mha)
     query = scene.normal(len(scene.seen), mha.heads, mha.nope + mha.rope)
@@ -252,15 +252,15 @@ def test_the_indexers_choice(nodes: tuple[int, int], known: tuple[int, int], mas
 @pytest.mark.parametrize(
     ("family", "choice"),
     [
-        ("qwen3", KernelChoice()),
-        ("v2-lite", KernelChoice()),
-        ("v3", KernelChoice(latent=False)),
-        ("glm-5", KernelChoice()),
+        ("qwen3", KernelConfig()),
+        ("v2-lite", KernelConfig()),
+        ("v3", KernelConfig(latent=False)),
+        ("glm-5", KernelConfig()),
     ],
     ids=["grouped queries", "latents", "keys and values", "a sparse choice"],
 )
 @torch.inference_mode()
-def test_every_node_is_computed_as_behind_its_own_path(family: str, choice: KernelChoice, tmp_path: Path) -> None:
+def test_every_node_is_computed_as_behind_its_own_path(family: str, choice: KernelConfig, tmp_path: Path) -> None:
     """A step of two trees and a prompt's chunk; the context is longer than what an indexer chooses."""
     made, rng = model(family, tmp_path, choice), random.Random(SEED)
     vocab = made.facts.vocab

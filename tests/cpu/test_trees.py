@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import GREEDY, JSON, breaking, engine, prompts, run, written_afresh
-from thalweg.core.kernels import KernelChoice
-from thalweg.core.messages import Delta
+from thalweg.core.kernels import KernelConfig
+from thalweg.core.messages import TokenDelta
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
@@ -50,7 +50,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def growing(shape: TreeShape, **fields: Any) -> LocalEngine:
-    return engine(shape.nodes, tree=shape, **fields)
+    return engine(shape.num_drafts, tree=shape, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_plain_decoding(
     assert run(made, prompts(3), params) == plain[params]
     stats = made.loop.stats()
     assert stats.accepted_tokens > 0.5 * stats.verifications, "a tree is right at least as often as its best path"
-    assert len(stats.drafted_at) == shape.deepest, "drafts are counted by their depth"
+    assert len(stats.drafted_at) == shape.max_depth, "drafts are counted by their depth"
 
 
 def test_a_tree_of_all_nodes_there_may_be(plain: dict[SamplingParams, list[list[int]]]) -> None:
@@ -87,8 +87,8 @@ def test_a_tree_accepts_more_than_its_chain(plain: dict[SamplingParams, list[lis
         assert lengths[1] > lengths[0] + 0.2, params
 
 
-@pytest.mark.parametrize("kernels", [KernelChoice(kv="fp8_e4m3"), KernelChoice(latent=False)], ids=repr)
-def test_with_every_kind_of_cache(kernels: KernelChoice) -> None:
+@pytest.mark.parametrize("kernels", [KernelConfig(kv="fp8_e4m3"), KernelConfig(latent=False)], ids=repr)
+def test_with_every_kind_of_cache(kernels: KernelConfig) -> None:
     assert run(growing(DYNAMIC, kernels=kernels), prompts(2)) == run(engine(0, kernels=kernels), prompts(2))
 
 
@@ -126,8 +126,8 @@ def test_what_ends_within_a_path(plain: dict[SamplingParams, list[list[int]]]) -
 # ---- what is left in the pages
 
 
-@pytest.mark.parametrize("kernels", [KernelChoice(), KernelChoice(latent=False)], ids=["latents", "keys and values"])
-def test_entries_are_those_of_plain_decoding(kernels: KernelChoice) -> None:
+@pytest.mark.parametrize("kernels", [KernelConfig(), KernelConfig(latent=False)], ids=["latents", "keys and values"])
+def test_entries_are_those_of_plain_decoding(kernels: KernelConfig) -> None:
     """Of the target and of its drafter, wherever in the tree a token was computed."""
     made = growing(DYNAMIC, chunked_prefill_size=50, radix_cache=False, kernels=kernels)
     afresh = written_afresh(made, prompts(1)[0])
@@ -169,7 +169,7 @@ def test_every_tree_is_one(shape: TreeShape, monkeypatch: pytest.MonkeyPatch) ->
     run(made, prompts(2), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     assert len(trees) > 2
     for found, parents, depth, hides in trees:
-        assert torch.equal(parents, found.parents_EK) and int(depth.max()) <= shape.deepest
+        assert torch.equal(parents, found.parents_EK) and int(depth.max()) <= shape.max_depth
         check(parents, depth, hides)
         for row, tokens in zip(parents.tolist(), found.drafts_EK.tolist(), strict=True):
             assert len(set(zip(row, tokens, strict=True))) == len(row), "children of a node are different tokens"
@@ -208,16 +208,16 @@ def test_a_drafter_that_raises_leaves_trees_behind(plain: dict[SamplingParams, l
 
 def test_in_deterministic_mode_bits_do_not_depend_on_trees() -> None:
     """Nor where a tree was cut, and the next one stands where it stood."""
-    kernels = KernelChoice(deterministic=True)
+    kernels = KernelConfig(deterministic=True)
 
-    def bits(made: LocalEngine) -> dict[int, Delta]:
-        found: dict[int, Delta] = {}
+    def bits(made: LocalEngine) -> dict[int, TokenDelta]:
+        found: dict[int, TokenDelta] = {}
         for prompt in prompts(2, 60):
             made.submit(prompt, PENALISED)
         while not made.idle:
             for delta in made.step():
-                found[delta.uid] = found[delta.uid].then(delta) if delta.uid in found else delta
-        return {uid: msgspec.structs.replace(delta, drafted=None) for uid, delta in found.items()}
+                found[delta.uid] = found[delta.uid].merge(delta) if delta.uid in found else delta
+        return {uid: msgspec.structs.replace(delta, acceptance=None) for uid, delta in found.items()}
 
     made, rng = growing(DYNAMIC, kernels=kernels, max_steps_in_flight=2, chunked_prefill_size=70), random.Random(5)
     made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 1, 2, 5, 12, 12))  # type: ignore[method-assign]

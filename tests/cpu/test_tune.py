@@ -20,7 +20,7 @@ from thalweg.config.args import parse_options
 from thalweg.config.machine import Machine
 from thalweg.config.options import Options
 from thalweg.config.tree import options_of
-from thalweg.core.kernels import TunedRow
+from thalweg.core.kernels import TunedKernel
 from thalweg.kernels.case import Inputs
 from thalweg.kernels.gemm import warm
 from thalweg.kernels.search import Search
@@ -92,7 +92,7 @@ def test_a_choice_goes_through_numbers_and_back() -> None:
 def test_a_table_is_replaced_for_its_shape_and_default_only() -> None:
     table = Tuned()
     assert table.instead("experts", ("pairs", 64), DEFAULT) is DEFAULT
-    table.use([TunedRow("experts", ("pairs", 64), flat(DEFAULT), (9, 9, 9, 9, 9))])
+    table.use([TunedKernel("experts", ("pairs", 64), flat(DEFAULT), (9, 9, 9, 9, 9))])
     assert table.instead("experts", ("pairs", 64), DEFAULT) == Pair(Tile(9, 9), Tile(9, 9), 9)
     assert table.instead("experts", ("pairs", 65), DEFAULT) is DEFAULT
     assert table.instead("thin", ("pairs", 64), DEFAULT) is DEFAULT
@@ -160,7 +160,7 @@ def put(folder: Path, choice: int = 0, label: str = "a case") -> Path:
     return Shelf(folder, "A CPU", tuned.versions("cpu"), {"date": "today"}).put(outcome)
 
 
-def decided(cache: Path, **wishes: Any) -> tuple[tuple[TunedRow, ...], str]:
+def decided(cache: Path, **wishes: Any) -> tuple[tuple[TunedKernel, ...], str]:
     ledger = Ledger()
     rows = tuned.decide(options_of(cache_dir=str(cache), **wishes), machine(), "cpu", ledger)
     (decision,) = ledger.decisions
@@ -176,7 +176,7 @@ def test_a_start_reads_what_was_written_for_this_device(tmp_path: Path) -> None:
     assert decided(tmp_path) == ((), "default table")
     put(folder_of(tmp_path))
     rows, said = decided(tmp_path)
-    assert rows == (TunedRow("read_ahead", (64, 4), (1,), (0,)),) and said == str(folder_of(tmp_path))
+    assert rows == (TunedKernel("read_ahead", (64, 4), (1,), (0,)),) and said == str(folder_of(tmp_path))
     assert decided(tmp_path, tuned_kernels=False) == ((), "default table")
     put(folder_of(tmp_path), choice=1)  # what is as the table has it changes nothing
     assert decided(tmp_path)[0] == ()

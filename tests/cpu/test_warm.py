@@ -17,9 +17,9 @@ from thalweg.batch.slots import Slots
 from thalweg.config.machine import Machine
 from thalweg.config.model import read_facts
 from thalweg.config.tree import options_of
-from thalweg.core.errors import CannotServe
-from thalweg.core.kernels import KernelChoice
-from thalweg.core.plan import PAGE, Needs
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import KernelConfig
+from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.report import AUTO, Decision, Report
 from thalweg.engine import caches, memory
 from thalweg.engine.kinds import (
@@ -62,13 +62,13 @@ def test_kinds_keep_to_the_limits(slots: int, budget: int, context: int) -> None
         *sampled,
     ]
     for plan in plans:
-        assert 0 < len(plan.rows) <= slots and plan.tokens <= budget and plan.reach <= context
+        assert 0 < len(plan.rows) <= slots and plan.tokens <= budget and plan.max_kv_len <= context
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
         for row in plan.rows:
-            assert row.n > 0 and row.start >= 0 and row.start + row.n <= plan.reach
+            assert row.n > 0 and row.start >= 0 and row.start + row.n <= plan.max_kv_len
     assert max(plan.tokens for plan in plans) == min(budget, slots * context)
-    assert any(len(plan.rows) == min(slots, budget) and plan.decodes for plan in plans)
-    assert max(plan.reach for plan in plans) == context
+    assert any(len(plan.rows) == min(slots, budget) and plan.is_decode for plan in plans)
+    assert max(plan.max_kv_len for plan in plans) == context
     assert len(plans) < 2500
 
 
@@ -76,11 +76,11 @@ def test_every_kind_is_there() -> None:
     plans = list(kinds(64, 2048, 4096))
     decodes = {(len(plan.rows), plan.needs) for plan in samplings(64, 4096)}
     for needs in (
-        Needs(),
-        Needs(random=True, truncated=True),
-        Needs(penalised=True),
-        Needs(biased=True),
-        Needs(logprobs=20),
+        SamplingNeeds(),
+        SamplingNeeds(random=True, truncated=True),
+        SamplingNeeds(penalised=True),
+        SamplingNeeds(biased=True),
+        SamplingNeeds(logprobs=20),
     ):
         assert {1, 2, 16, 17, 64} <= {rows for rows, each in decodes if each == needs}
     mixed = [plan for plan in plans if plan.rows[0].n == 1 and plan.rows[-1].n > 4]
@@ -125,7 +125,7 @@ def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.Monk
     assert all(torch.isfinite(plane.float()).all() for plane in planes.tensors())
 
 
-ALONE = KernelChoice(decode="torch", prefill="torch", deterministic=True)
+ALONE = KernelConfig(decode="torch", prefill="torch", deterministic=True)
 
 
 def test_a_model_that_computes_one_token_at_a_time_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,20 +147,20 @@ def test_a_model_that_computes_one_token_at_a_time_starts(monkeypatch: pytest.Mo
     assert {of.model for of, plan in measured} == {model, alone}
     seen.clear()
     for of, plan in measured:
-        assert plan.reach == 512 and of.sample(of.forward(plan)) is not None
+        assert plan.max_kv_len == 512 and of.sample(of.forward(plan)) is not None
     assert len(seen) == 5
     assert memory._kept(settings, alone) == 2 * 2048 * model.facts.hidden * 4 and not memory._kept(settings, model)
 
 
 def test_plain_attention_is_measured_at_its_longest_context() -> None:
-    plain = KernelChoice(decode="torch")
+    plain = KernelConfig(decode="torch")
     beside = changed(SETTINGS_TINY, kernels=plain, max_running_requests=8, chunked_prefill_size=1024)
     model = catalog.build(read_facts(TINY), torch.float32)
     runner = Runner(model, model, Planes(model.planes(), 1), Slots(9, 64, torch.device("cpu")))
     plans = [plan for _, plan in memory._largest(beside, runner, 100_000)]
-    (longest,) = [plan for plan in plans if plan.reach > memory.REFERENCE_CONTEXT]
-    assert longest.reach == 100_000 and len(longest.rows) == 8 and 8 < longest.tokens < 100
-    assert all(plan.reach == 50 for _, plan in memory._largest(beside, runner, 50))
+    (longest,) = [plan for plan in plans if plan.max_kv_len > memory.REFERENCE_CONTEXT]
+    assert longest.max_kv_len == 100_000 and len(longest.rows) == 8 and 8 < longest.tokens < 100
+    assert all(plan.max_kv_len == 50 for _, plan in memory._largest(beside, runner, 50))
 
 
 @pytest.mark.parametrize(("slots", "budget", "context"), [(256, 8192, 4096), (64, 8192, 1000), (2, 512, 1 << 17)])
@@ -170,7 +170,7 @@ def test_what_gathers_most_context_is_measured(slots: int, budget: int, context:
         assert all(row.start >= row.n > DECODE_QUERY for row in plan.rows) and plan.tokens <= budget
     gathered = [sum(row.start + row.n for row in plan.rows) for plan in (whole, chunks)]
     assert CHUNK - context < gathered[0] <= CHUNK < gathered[1]
-    triton = KernelChoice(decode="triton")
+    triton = KernelConfig(decode="triton")
     settings = changed(SETTINGS_TINY, kernels=triton, max_running_requests=slots, chunked_prefill_size=budget)
     model = catalog.build(read_facts(TINY), torch.float32)
     runner = Runner(model, model, Planes(model.planes(), 1), Slots(2, 64, torch.device("cpu")))
@@ -207,8 +207,8 @@ def test_steps_of_single_tokens_are_not_paced() -> None:
         ).engine.mixed_step_limits
 
     assert beside() is None and beside(chunked_prefill_size=512) == ()
-    assert not paced("cuda", ALONE) and paced("cuda", KernelChoice(decode="torch")) and not paced("cpu", KernelChoice())
-    assert paced("cuda", KernelChoice(decode="triton", deterministic=True))
+    assert not paced("cuda", ALONE) and paced("cuda", KernelConfig(decode="torch")) and not paced("cpu", KernelConfig())
+    assert paced("cuda", KernelConfig(decode="triton", deterministic=True))
 
 
 SUMS = Sums(free=50 * GB, step=3 * GB, graphs=2 * GB, slots=GB // 2, reserve=GB, page=2_000_000)
@@ -241,7 +241,7 @@ def test_the_context_is_what_the_pages_hold() -> None:
     length = settled.context_length
     asked = changed(SETTINGS, min_context_length=length, context_length=length)
     assert settle(asked, small).context_length == settled.context_length
-    with pytest.raises(CannotServe, match=rf"context_length: .* use at most {settled.context_length}"):
+    with pytest.raises(UnsupportedConfig, match=rf"context_length: .* use at most {settled.context_length}"):
         settle(changed(SETTINGS, min_context_length=length + 1), small)
 
 
@@ -250,10 +250,10 @@ def test_pages_that_were_asked_for_are_given_or_refused() -> None:
     asked = changed(SETTINGS, num_pages=most, context_length=4096)
     assert settle(asked, SUMS).num_pages == most and settle(asked, SUMS).report == asked.report
     with pytest.raises(
-        CannotServe, match=rf"{most + 1} pages do not fit: .*use --max-total-tokens {SUMS.pages * PAGE}"
+        UnsupportedConfig, match=rf"{most + 1} pages do not fit: .*use --max-total-tokens {SUMS.pages * PAGE}"
     ):
         settle(changed(asked, num_pages=most + 1), SUMS)
-    with pytest.raises(CannotServe, match="no page is left"):
+    with pytest.raises(UnsupportedConfig, match="no page is left"):
         settle(SETTINGS, SUMS._replace(free=6 * GB))
 
 

@@ -22,8 +22,8 @@ from tests.gpu import shapes
 from tests.gpu.test_models import STEPS
 from tests.gpu.test_trees import TREES
 from thalweg.batch.slots import Slots
-from thalweg.core.kernels import KernelChoice
-from thalweg.core.plan import PAGE, Needs
+from thalweg.core.kernels import KernelConfig
+from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
 from thalweg.kernels import pdl
 from thalweg.kernels.climb import triton as climbing
@@ -120,7 +120,7 @@ def pretend() -> Compiled:
 def steps(shape: str, choice: str) -> None:
     """Every step of tests/gpu/test_models, and decode steps of several sizes."""
     device, of = torch.device("cpu"), shapes.facts(shape)
-    kernels = KernelChoice(decode="triton", prefill="triton", **CHOICES[choice])
+    kernels = KernelConfig(decode="triton", prefill="triton", **CHOICES[choice])
     model = catalog.assemble(of, KernelParts(torch.bfloat16, device, kernels, of.fp8_block is not None))
     planes = shapes.planes(model, device)
     decodes = [[(1 + row, 40, 1) for row in range(rows)] for rows in DECODES]
@@ -140,12 +140,12 @@ def drafts(rows: int, query: int, width: int) -> None:
     slot_T, ahead_T = torch.zeros(2, tokens, dtype=torch.int64)
     held = slots.ints_SI, slots.tokens_SL, slots.table_SP
     ids, positions, write, real, _, ints = preparing.decode(slot_T, ahead_T, *held, 4, PAGE)
-    for needs in (Needs(), Needs(random=True), Needs(random=True, truncated=True)):
+    for needs in (SamplingNeeds(), SamplingNeeds(random=True), SamplingNeeds(random=True, truncated=True)):
         drawn = Launched().draw(torch.empty(tokens, vocab), slots, slot_T, ints, needs)
         scores = Launched.odds.tempered(torch.empty(tokens, vocab), slots, slot_T, ints, needs.truncated)
     Launched.odds.raced(scores, ints[::query, 3], ints[::query, 0])
     for behind in (None, torch.zeros(rows, query, query - 1, dtype=torch.int64)):
-        edits = slots, slot_T, ints, Needs(penalised=True, biased=True), 256, None, behind
+        edits = slots, slot_T, ints, SamplingNeeds(penalised=True, biased=True), 256, None, behind
         Launched().edit(torch.empty(tokens, vocab), *edits)
     flags = torch.empty(rows, dtype=torch.bool)
     out = torch.empty(rows, query, dtype=torch.int64), drawn[:rows], flags

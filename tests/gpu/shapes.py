@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.config.model import ModelFacts, facts_of
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.layers.kernel_parts import KernelParts
 from thalweg.layers.parts import ReferenceParts
 from thalweg.memory.planes import Planes
@@ -21,7 +21,7 @@ from thalweg.models import catalog
 from thalweg.spec.tree import hides_of
 from thalweg.weights.stream import fill_dummy
 
-KERNELS = KernelChoice(decode="triton", prefill="triton")
+KERNELS = KernelConfig(decode="triton", prefill="triton")
 COMMON: dict[str, Any] = {
     "vocab_size": 1024,
     "rms_norm_eps": 1e-6,
@@ -80,15 +80,15 @@ def folder(shape: str, path: Path) -> Path:
     return path
 
 
-def pair(shape: str, device: torch.device, choice: KernelChoice = KERNELS) -> tuple[Any, Any]:
+def pair(shape: str, device: torch.device, choice: KernelConfig = KERNELS) -> tuple[Any, Any]:
     """(reference in float32, kernels in bf16) with the same random weights and kind of KV cache."""
     return twins(facts(shape), device, choice)
 
 
-def twins(of: ModelFacts, device: torch.device, choice: KernelChoice) -> tuple[Any, Any]:
+def twins(of: ModelFacts, device: torch.device, choice: KernelConfig) -> tuple[Any, Any]:
     """See `pair`."""
     kernels = catalog.assemble(of, KernelParts(torch.bfloat16, device, choice, of.fp8_block is not None))
-    kept = KernelChoice(kv=choice.kv, latent=choice.latent)
+    kept = KernelConfig(kv=choice.kv, latent=choice.latent)
     reference = catalog.assemble(of, ReferenceParts(torch.float32, device, choice=kept))
     assert isinstance(kernels, torch.nn.Module) and isinstance(reference, torch.nn.Module)
     fill_dummy(kernels)

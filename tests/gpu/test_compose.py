@@ -12,10 +12,10 @@ import torch
 from tests.compose import deterministic, matrix
 from tests.configs import config
 from tests.gpu.shapes import SHAPES, folder
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.engine.local import LocalEngine
 
-KERNELS = KernelChoice(decode="triton", prefill="triton", deterministic=True)
+KERNELS = KernelConfig(decode="triton", prefill="triton", deterministic=True)
 
 
 @pytest.mark.parametrize("case", matrix.CASES, ids=matrix.name)
@@ -51,7 +51,7 @@ def test_bits_depend_on_the_sequence_alone(shape: str, cuda: torch.device, tmp_p
 
 def test_bits_of_sparse_attention_depend_on_the_sequence_alone(cuda: torch.device) -> None:
     def engine(**fields: Any) -> LocalEngine:
-        settings = matrix.settings(cuda.type, kernels=KernelChoice(deterministic=True), **fields)
+        settings = matrix.settings(cuda.type, kernels=KernelConfig(deterministic=True), **fields)
         return LocalEngine(settings)
 
     plain = deterministic.answers(engine(**deterministic.PLAIN), "seeded", alone=True)

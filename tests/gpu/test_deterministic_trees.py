@@ -17,8 +17,8 @@ from tests.gpu.shapes import KERNELS, Part, batches, branched, folder
 from tests.gpu.test_compose import on_kernels
 from thalweg.attention.context import paths_of
 from thalweg.batch.batch import Batch
-from thalweg.core.kernels import KernelChoice
-from thalweg.core.messages import Delta
+from thalweg.core.kernels import KernelConfig
+from thalweg.core.messages import TokenDelta
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
@@ -112,7 +112,7 @@ def test_keys_and_values(rows: list[Part], fp8: bool, heads: int, kv_heads: int,
 # ---- engines
 
 
-def growing(path: Path, choice: KernelChoice, **fields: Any) -> LocalEngine:
+def growing(path: Path, choice: KernelConfig, **fields: Any) -> LocalEngine:
     """Drafts by the model itself, so that many are right."""
     made = on_kernels(
         path, kernels=choice, speculative_algorithm="STANDALONE", speculative_draft_model_path=str(path), **fields
@@ -188,17 +188,17 @@ def test_bits_of_sparse_attention(cuda: torch.device) -> None:
     prompts = [tuple(rng.randrange(20, 500) for _ in range(n)) for n in (70, 9)]
     asked = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
 
-    def bits(**fields: Any) -> tuple[LocalEngine, dict[int, Delta]]:
+    def bits(**fields: Any) -> tuple[LocalEngine, dict[int, TokenDelta]]:
         made, found = (
-            LocalEngine(matrix.settings("cuda", kernels=KernelChoice(deterministic=True), **fields)),
-            dict[int, Delta](),
+            LocalEngine(matrix.settings("cuda", kernels=KernelConfig(deterministic=True), **fields)),
+            dict[int, TokenDelta](),
         )
         for prompt in prompts:
             made.submit(prompt, asked)
         while not made.idle:
             for delta in made.step():
-                found[delta.uid] = found[delta.uid].then(delta) if delta.uid in found else delta
-        return made, {uid: msgspec.structs.replace(delta, drafted=None) for uid, delta in found.items()}
+                found[delta.uid] = found[delta.uid].merge(delta) if delta.uid in found else delta
+        return made, {uid: msgspec.structs.replace(delta, acceptance=None) for uid, delta in found.items()}
 
     made, got = bits(speculative_algorithm="NEXTN", num_drafts=9, tree=TreeShape(3, 3, 9))
     assert got == bits()[1] and made.loop.stats().accepted_tokens > 2

@@ -16,7 +16,7 @@ from tests import configs
 from tests.gpu.shapes import KERNELS, published
 from tests.gpu.test_engine import agreement, tokens
 from tests.gpu.test_heads import config
-from thalweg.core.plan import Needs
+from thalweg.core.plan import SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels.draft import ref, triton
@@ -88,7 +88,7 @@ class Beside:
     def _watch(self, verified: Verified) -> None:
         real = verified.sample
 
-        def sample(rows: int, needs: Needs, sampling: Sampling) -> Sampled | None:
+        def sample(rows: int, needs: SamplingNeeds, sampling: Sampling) -> Sampled | None:
             of, slots, count = verified.of, self.runner.slots, rows * verified.query
             ints_RI, tokens_SL, logits_RV = slots.ints_SI.clone(), slots.tokens_SL.clone(), of.logits_RV[:count].clone()
             made = real(rows, needs, sampling)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.gpu.shapes import KERNELS, Part, batches, facts
 from thalweg.batch.batch import Attend
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.case import normal
 from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.mla import case as mla
@@ -102,7 +102,7 @@ class Fixed:
 class Sequences:
     """A layer of 28 heads over 4, and the projections of sequences' tokens; a sequence is its first page."""
 
-    def __init__(self, choice: KernelChoice, device: torch.device) -> None:
+    def __init__(self, choice: KernelConfig, device: torch.device) -> None:
         from thalweg.layers.kernel_parts import KernelParts
 
         of, parts = facts("qwen2"), KernelParts(torch.bfloat16, device, choice)
@@ -141,7 +141,7 @@ STEPS: tuple[tuple[Part, ...], ...] = (
     ],
     ids=["fa3", "fp8", "fa3 on fp8", "deterministic"],
 )
-def test_other_kernels_agree(other: KernelChoice, bound: float, cuda: torch.device) -> None:
+def test_other_kernels_agree(other: KernelConfig, bound: float, cuda: torch.device) -> None:
     if other.prefill == "fa3" and not fa3.available():
         pytest.skip("fa3-fwd is not installed, or this is no Hopper")
     own, its = Sequences(KERNELS, cuda), Sequences(other, cuda)

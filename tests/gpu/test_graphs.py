@@ -14,8 +14,8 @@ from tests.gpu.shapes import folder
 from tests.gpu.test_engine import agreement, engine, tokens
 from thalweg.batch.batch import Batch
 from thalweg.batch.prepare import prepare
-from thalweg.core.errors import CannotServe
-from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.attend.triton import waves
 from thalweg.runner.decoding import fitting
@@ -140,7 +140,7 @@ def test_borrowed_memory_is_the_same_memory(cuda: torch.device) -> None:
 
 def test_a_failed_recording_is_told_and_leaves_a_working_device(cuda: torch.device) -> None:
     tape = Tape()
-    with pytest.raises(CannotServe, match="recording CUDA graphs of 7 rows failed .*--cuda-graph-mode none"):
+    with pytest.raises(UnsupportedConfig, match="recording CUDA graphs of 7 rows failed .*--cuda-graph-mode none"):
         with tape.running("7 rows"):
             tape.begin()
             torch.ones(3, device=cuda).sum().item()  # waits for what is only being recorded
@@ -170,9 +170,9 @@ def _bound(runner: Runner, parts: list[tuple[int, int]]) -> Batch:
         pages = tuple(range(page, page + -(-len(known) // PAGE)))
         page += len(pages)
         binds.append(Bind(slot, known, len(known), before, 4096, 1, (), GREEDY))
-        appends.append(Append(slot, 0, pages))
+        appends.append(PageAppend(slot, 0, pages))
         rows.append(Row(slot, slot, before, now, 0, True))
-    plan = StepPlan(0, 0, tuple(rows), tuple(binds), tuple(appends), reach=max(a + b for a, b in parts))
+    plan = StepPlan(0, 0, tuple(rows), tuple(binds), tuple(appends), max_kv_len=max(a + b for a, b in parts))
     runner.slots.bind(plan.binds)
     runner.slots.append(plan.appends)
     return prepare(plan, runner.slots).batch

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.gpu.shapes import Part, batches, facts, folder, pair, planes
 from tests.gpu.test_engine import agreement, engine, tokens
 from thalweg.config.machine import libraries
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels.case import normal
@@ -45,9 +45,9 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-def choice(name: str) -> KernelChoice:
+def choice(name: str) -> KernelConfig:
     """Skips the test where its library is missing."""
-    made = KernelChoice(**({"decode": "triton", "prefill": "triton"} | CHOICES[name]))
+    made = KernelConfig(**({"decode": "triton", "prefill": "triton"} | CHOICES[name]))
     if missing := {*made.decode.split("+"), made.prefill} - libraries():
         pytest.skip(f"{', '.join(missing)} is not installed")
     return made

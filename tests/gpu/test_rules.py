@@ -12,14 +12,14 @@ from torch import Tensor
 from tests.gpu.test_draft_graphs import answers, engine
 from tests.gpu.test_engine import agreement
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import Bind, Needs
+from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.sampling.catalog import ruled, sampling_on
 from thalweg.sampling.drafts import PROBABILITIES, Independent
 
 VOCAB, ROWS, DRAFTS = 129280, 32, 3
 KINDS = ({"temperature": 0.8}, {"temperature": 0.0}, {"top_p": 0.9, "min_p": 0.01}, {"temperature": 0.6, "top_k": 40})
-NEEDS = Needs(random=True, truncated=True)
+NEEDS = SamplingNeeds(random=True, truncated=True)
 NEAR = 2  # tokens of a step that rounding may move, where candidates are almost as good
 
 

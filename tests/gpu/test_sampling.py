@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import Masks
-from thalweg.core.plan import Bind, Needs
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.truncate import triton as truncating
 from thalweg.sampling.launched import Launched, choose_into
@@ -40,7 +40,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 2.0, "top_p": 0.999, "min_p": 1e-3},
     {"min_p": 1.0},
 ]
-DRAWS = Needs(random=True, truncated=True)
+DRAWS = SamplingNeeds(random=True, truncated=True)
 
 
 def some_logits(shape: str, rows: int, vocab: int, generator: torch.Generator) -> Tensor:
@@ -78,14 +78,14 @@ def index(rows: int) -> Tensor:
     return torch.arange(1, rows + 1, device="cuda")
 
 
-def drawn(logits: Tensor, slots: Slots, slot_E: Tensor, needs: Needs = DRAWS) -> Tensor:
+def drawn(logits: Tensor, slots: Slots, slot_E: Tensor, needs: SamplingNeeds = DRAWS) -> Tensor:
     return Launched().choose(logits, slots, slot_E, slots.ints_SI[slot_E], needs).tokens_EQ[:, 0]
 
 
 def exact(logits_V: Tensor, params: SamplingParams, seed: int, length: int) -> tuple[int, float, float]:
     """In float64: the token, by how much it won, and how near (relative to all mass) an id of the front lies to top-p's border: where either
     is within rounding, another token is as right."""
-    if params.greedy:
+    if params.is_greedy:
         return int(logits_V.argmax()), 1.0, 1.0
     y = logits_V.double() / torch.tensor(params.temperature, dtype=torch.float32).double().item()
     value, order = torch.sort(y.float().double(), descending=True, stable=True)
@@ -199,7 +199,7 @@ def test_recorded_draws_are_the_eager_ones() -> None:
     rows = len(KINDS)
     logits, slot_E = torch.zeros(rows, VOCAB, device="cuda"), index(rows)
     out = (torch.zeros(rows, dtype=torch.int64).cuda(), *torch.zeros(2, rows, dtype=torch.bool).cuda())
-    for needs in (Needs(), Needs(random=True), DRAWS):
+    for needs in (SamplingNeeds(), SamplingNeeds(random=True), DRAWS):
         kinds = [kind if needs.truncated else {"temperature": float(needs.random)} for kind in KINDS]
         seeds = list(range(rows))
         slots = bound(kinds, seeds)
@@ -223,7 +223,7 @@ def test_recorded_draws_are_the_eager_ones() -> None:
 def test_a_row_with_a_nan_has_no_token(vocab: int) -> None:
     """Whatever it asks for, and whatever else is in the row; others draw as if it were not there."""
     generator = torch.Generator("cuda").manual_seed(SEED)
-    for needs in (Needs(), Needs(random=True), DRAWS):
+    for needs in (SamplingNeeds(), SamplingNeeds(random=True), DRAWS):
         kinds = [kind if needs.truncated else {"temperature": float(needs.random)} for kind in KINDS for _ in range(2)]
         rows = len(kinds)
         logits, slot_E, seeds = some_logits("peaked", rows, vocab, generator), index(rows), list(range(rows))
@@ -289,12 +289,12 @@ def test_edits_are_the_references(vocab: int) -> None:
         slots.bind([Bind(row + 1, tuple(known), min(4, length), 0, context - 1, row, (7, 3), SamplingParams(**edit))])
     logits = torch.randn(rows, vocab, generator=generator, device="cuda") * 3
     words = torch.randint(-(2**31), 2**31 - 1, (2, -(-vocab // 32)), generator=generator, device="cuda")
-    masks = Masks((1, 4), words.to(torch.int32).cpu().numpy())
+    masks = GrammarMasks((1, 4), words.to(torch.int32).cpu().numpy())
     slot_E = index(rows)
     for needs, mask in (
-        (Needs(penalised=True), None),
-        (Needs(biased=True), masks),
-        (Needs(penalised=True, biased=True), masks),
+        (SamplingNeeds(penalised=True), None),
+        (SamplingNeeds(biased=True), masks),
+        (SamplingNeeds(penalised=True, biased=True), masks),
     ):
         got, want = logits.clone(), logits.clone()
         args = slots, slot_E, slots.ints_SI[slot_E], needs, context, mask
@@ -319,7 +319,7 @@ def test_edits_of_nodes_are_the_references(vocab: int) -> None:
     logits = torch.randn(rows * query, vocab, generator=generator, device="cuda") * 3
     slot_N = index(rows).repeat_interleave(query)
     got, want = logits.clone(), logits.clone()
-    args = slots, slot_N, slots.ints_SI[slot_N], Needs(penalised=True, biased=True), context, None, behind
+    args = slots, slot_N, slots.ints_SI[slot_N], SamplingNeeds(penalised=True, biased=True), context, None, behind
     Launched().edit(got, *args)
     REFERENCE.edit(want, *args)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
@@ -349,7 +349,7 @@ def test_logprobs_are_the_models_own_whatever_is_edited() -> None:
     want = logits.log_softmax(-1)
     slot_E = index(1)
     got = accept(
-        logits, slots, slot_E, slots.ints_SI[slot_E], Needs(biased=True, logprobs=3), CONTEXT, None, Launched()
+        logits, slots, slot_E, slots.ints_SI[slot_E], SamplingNeeds(biased=True, logprobs=3), CONTEXT, None, Launched()
     )
     assert got.tokens_EQ == 11 and got.logprob_N is not None and got.top_ids_NK is not None
     torch.testing.assert_close(got.logprob_N, want[:, 11])

@@ -17,7 +17,7 @@ from tests.gpu.shapes import COMMON, LATENT, SHAPES, Part, batches, planes, twin
 from tests.gpu.test_engine import agreement, engine, tokens
 from thalweg.attention.selection import best
 from thalweg.config.model import facts_of
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.layers.indexer import Indexer
@@ -34,7 +34,7 @@ SHAPE: dict[str, Any] = COMMON | LATENT | {
     "topk_group": 1, "routed_scaling_factor": 2.5, "index_topk": TOPK, "index_head_dim": 128, "index_n_heads": 8,
 }  # fmt: skip
 FP8 = SHAPE | {"quantization_config": SHAPES["v3"]["quantization_config"]}
-BESIDE = KernelChoice(decode="torch", prefill="torch")
+BESIDE = KernelConfig(decode="torch", prefill="torch")
 STEPS: dict[str, list[Part]] = {
     "two prompts": [(1, 0, 700), (20, 0, 130)],
     "decode": [(1, 700, 1), (20, 130, 1)],
@@ -133,7 +133,7 @@ def test_chunks_and_prefix_hits_change_few_tokens(shape: dict[str, Any], cuda: t
 
 def test_bits_depend_on_the_sequence_alone(cuda: torch.device) -> None:
     def engine(**fields: Any) -> LocalEngine:
-        choice = KernelChoice(decode="torch", prefill="torch", deterministic=True)
+        choice = KernelConfig(decode="torch", prefill="torch", deterministic=True)
         return LocalEngine(matrix.settings(cuda.type, dtype="bfloat16", kernels=choice, **fields))
 
     plain = deterministic.answers(engine(**deterministic.PLAIN), "seeded", alone=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.gpu.shapes import KERNELS, SHAPES, facts, folder
 from thalweg.bench.make_checkpoint import make
 from thalweg.config.tree import options_of
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -123,5 +123,5 @@ def test_the_cache_gets_what_is_free(cuda: torch.device, tmp_path: Path) -> None
     pages = of.config.num_pages
     del of
     torch.cuda.empty_cache()  # the resolver counts what the driver has left
-    with pytest.raises(CannotServe, match="do not fit|leaves no page"):
+    with pytest.raises(UnsupportedConfig, match="do not fit|leaves no page"):
         engine(path, max_running_requests=8, chunked_prefill_size=1024, max_total_tokens=2 * pages * PAGE)

@@ -17,7 +17,7 @@ from tests.gpu.test_engine import agreement
 from tests.gpu.test_mla_backends import choice
 from thalweg.batch.prepare import prepare
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import Append, Bind, Needs, Row, StepPlan
+from thalweg.core.plan import Bind, PageAppend, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.kernels.case import Case
@@ -166,7 +166,7 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
     rng = random.Random(2)
     with torch.inference_mode():
         slots.bind(binds)
-        slots.append([Append(0, 0, (3, 9, 5)), Append(1, 0, (2, 7, 4, 11))])
+        slots.append([PageAppend(0, 0, (3, 9, 5)), PageAppend(1, 0, (2, 7, 4, 11))])
         for i, n in enumerate(known):
             parents = [rng.randrange(max(node - 4, 0), node) for node in range(1, 16)]
             depths = [0]
@@ -176,7 +176,7 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
             slots.nodes_SN3[i, 1:] = torch.stack((*(x[0] for x in form), hides_of(*form, 15)[0, 1:]), 1).to(cuda)
             slots.tokens_SL[i, n + 1 : n + 16] = torch.randint(1, 1000, (15,)).to(cuda, torch.int32)
             slots.made[i] = 15 - i
-        plan = StepPlan(0, 0, tuple(Row(i, i, n, 16, 15, True) for i, n in enumerate(known)), reach=217)
+        plan = StepPlan(0, 0, tuple(Row(i, i, n, 16, 15, True) for i, n in enumerate(known)), max_kv_len=217)
         eager = kernels.forward(prepare(plan, slots).batch, here)
         runner = Runner(kernels, kernels, here, slots)
         runner.sampling, move = Imposed(sampling_on(cuda), 3.0), runner.move
@@ -194,7 +194,7 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
 
 
 def same_accept(
-    grove: Any, needs: Needs, given: tuple[Tensor, Tensor, Tensor], seen: Seen, of: tuple[Any, ...]
+    grove: Any, needs: SamplingNeeds, given: tuple[Tensor, Tensor, Tensor], seen: Seen, of: tuple[Any, ...]
 ) -> bool:
     """Whether the recording leaves what accepting eagerly does: of the rows that are real, and of all pages but the null page."""
     slots, planes, sampling, move = of

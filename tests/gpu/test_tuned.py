@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from thalweg.bench.kernels import Bench, Work, cloned, difference
-from thalweg.core.kernels import TunedRow
+from thalweg.core.kernels import TunedKernel
 from thalweg.kernels.case import Sized
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.tuned import TUNED, flat
@@ -40,7 +40,7 @@ def test_a_tuned_tile_takes_the_tables_place_and_gives_the_same() -> None:
     before, tile = gemm.linear(x, w), gemm.tabled(1, n, k, 2)
     assert tile is not None
     other = next(one for one in tuning.candidates(tile, 1, k, 2) if one != tile)
-    TUNED.use([TunedRow("thin", (n, k, 2, 0), flat(tile), flat(other))])
+    TUNED.use([TunedKernel("thin", (n, k, 2, 0), flat(tile), flat(other))])
     assert gemm.thin_tile(1, n, k, 2) == other and gemm.thin_tile(1, n + 8, k, 2) == gemm.tabled(1, n + 8, k, 2)
     assert difference((gemm.linear(x, w),), (before,)) < 1e-2
 

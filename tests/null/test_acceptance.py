@@ -8,7 +8,7 @@ import pytest
 
 from thalweg.config.args import options_parser, parse_options
 from thalweg.config.speculative import SpeculativeOptions
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import Decision
 from thalweg.launch.acceptance import Acceptance, decide_acceptance, refuse_simulated
 from thalweg.launch.ledger import Ledger
@@ -56,11 +56,11 @@ def test_an_acceptance_by_decree_is_for_benchmarks() -> None:
     assert (noted.name, noted.value) == ("speculative_simulate_accept_length", 2.5) and "means nothing" in noted.reason
     assert decided("NONE", **length) == (Acceptance(), [])
     assert decided(speculative_simulate_accept_length=4.0)[0].imposed == 4, "as many as there can be"
-    with pytest.raises(CannotServe, match="thalweg bench.*--allow-simulated-acceptance"):
+    with pytest.raises(UnsupportedConfig, match="thalweg bench.*--allow-simulated-acceptance"):
         refuse_simulated(SpeculativeOptions(**length))
     for wish in (SpeculativeOptions(), SpeculativeOptions(**length, allow_simulated_acceptance=True)):
         refuse_simulated(wish)
-    with pytest.raises(CannotServe, match="at least 1"):
+    with pytest.raises(UnsupportedConfig, match="at least 1"):
         SpeculativeOptions(speculative_simulate_accept_length=0.5)
     parsed = parse_options(options_parser("t", "t"), ["m", "--accept-length", "3"])
     assert parsed.options.speculative.speculative_simulate_accept_length == 3
@@ -79,7 +79,7 @@ def test_an_acceptance_by_decree_is_for_benchmarks() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(CannotServe) as refused:
+    with pytest.raises(UnsupportedConfig) as refused:
         decided(**wishes)
     assert all(word in str(refused.value) for word in words), refused.value
 
@@ -88,5 +88,5 @@ def test_what_does_not_fit_is_refused(wishes: dict[str, Any], words: tuple[str, 
 def test_thresholds_of_another_engine_are_refused_where_they_lose(flag: str) -> None:
     for value in ("1", "1.0"):
         assert "changes nothing" in parse_options(options_parser("t", "t"), [flag, value]).notices[0]
-    with pytest.raises(CannotServe, match=f"{flag}: 1.0 is all .* got 0.9: .*--speculative-acceptance relaxed"):
+    with pytest.raises(UnsupportedConfig, match=f"{flag}: 1.0 is all .* got 0.9: .*--speculative-acceptance relaxed"):
         parse_options(options_parser("t", "t"), [flag, "0.9"])

@@ -19,7 +19,7 @@ from thalweg.config.machine import Machine
 from thalweg.config.options import ListenOptions, MemoryOptions, ModelOptions, Options
 from thalweg.config.setting import Setting, setting, settings_of
 from thalweg.config.tree import as_tree, non_defaults, options_of, read_yaml, replace, sections, settings, spellings
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -151,7 +151,7 @@ def test_other_engines_spellings_bring_one_line_each() -> None:
     ],
 )
 def test_errors_name_the_flag_and_the_nearest(argv: str, words: tuple[str, ...]) -> None:
-    with pytest.raises(CannotServe) as caught:
+    with pytest.raises(UnsupportedConfig) as caught:
         parse(*argv.split())
     assert all(word in str(caught.value) for word in words), caught.value
 
@@ -173,7 +173,7 @@ def test_errors_name_the_flag_and_the_nearest(argv: str, words: tuple[str, ...])
 def test_errors_in_yaml_name_file_and_field(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
     path.write_text(text)
-    with pytest.raises(CannotServe) as caught:
+    with pytest.raises(UnsupportedConfig) as caught:
         parse("--config", str(path))
     assert all(word in str(caught.value) for word in words), caught.value
 
@@ -200,7 +200,7 @@ def test_flags_win_over_yaml(tmp_path: Path) -> None:
     ],
 )
 def test_python_has_the_same_checks(make: Any, field: str) -> None:
-    with pytest.raises(CannotServe, match=field.replace("?", r"\?")):
+    with pytest.raises(UnsupportedConfig, match=field.replace("?", r"\?")):
         make()
 
 
@@ -227,7 +227,7 @@ def test_any_text_is_a_value_or_an_error_that_names_the_setting(text: str) -> No
     for name in ("port", "mem_fraction_static", "radix_cache", "schedule_policy", "max_total_tokens"):
         try:
             config = options_of(**{name: text})
-        except CannotServe as error:
+        except UnsupportedConfig as error:
             assert str(error).startswith(name)
         else:
             assert vars(vars(config)[settings()[name].section])[name] is not text or name == "schedule_policy"
@@ -242,7 +242,7 @@ def test_a_new_setting_is_one_field() -> None:
     speed, names = settings_of(Section, "section")
     assert (speed.flag, speed.optional, speed.kind, speed.shown_default) == ("--speed", True, float, "by wind")
     assert speed.parse("2") == 2.0 and speed.parse("auto") is None and names.parse("x") == ("x",)
-    with pytest.raises(CannotServe, match="speed: must be at least 0.5, got 0.1"):
+    with pytest.raises(UnsupportedConfig, match="speed: must be at least 0.5, got 0.1"):
         speed.check(speed.parse("0.1"))
 
 
@@ -314,7 +314,7 @@ def test_speculation_as_vllm_has_it(tree: dict[str, Any], wanted: tuple[str | No
     ],
 )
 def test_what_of_it_has_no_equal_is_refused(words: list[str], told: tuple[str, ...]) -> None:
-    with pytest.raises(CannotServe) as refused:
+    with pytest.raises(UnsupportedConfig) as refused:
         speculative(*words)
     assert all(word in str(refused.value) for word in told), refused.value
 

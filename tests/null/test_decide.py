@@ -13,11 +13,11 @@ from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts, facts_of
 from thalweg.config.options import GRAPH_MODES
 from thalweg.config.tree import options_of
-from thalweg.core.errors import CannotServe
-from thalweg.core.kernels import DECISIONS
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import DECISION_NAMES
 from thalweg.core.plan import PAGE
 from thalweg.core.report import Decision
-from thalweg.launch.decide import RULES, TYPICAL, Decided, Ledger, cpu, decide, gpu, size
+from thalweg.launch.decide import RULES, TYPICAL, Decided, Ledger, cpu, decide, format_bytes, gpu
 from thalweg.launch.graphs import GraphPlan, buckets, token_buckets
 from thalweg.launch.resolved import Plane, Sizes
 
@@ -67,7 +67,7 @@ def run(
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:
-    with pytest.raises(CannotServe) as caught:
+    with pytest.raises(UnsupportedConfig) as caught:
         run(*args, **kwargs)
     return str(caught.value)
 
@@ -282,7 +282,7 @@ def _attention(of: ModelFacts, on: Machine, **wishes: Any) -> tuple[str, str, tu
         why["decode_attention_backend"].value == found.kernels.decode
         and why["prefill_attention_backend"].value == found.kernels.prefill
     )
-    users = tuple(role for role in ("decode", "prefill") if why[DECISIONS[role]].source == "user")
+    users = tuple(role for role in ("decode", "prefill") if why[DECISION_NAMES[role]].source == "user")
     return found.kernels.decode, found.kernels.prefill, users
 
 
@@ -390,7 +390,7 @@ def test_what_is_decided_fits(
     wishes = {"max_running_requests": slots, "max_total_tokens": tokens, "mem_fraction_static": fraction}
     try:
         found, _ = run(facts(context), machine(free), parameters, kv, **wishes)
-    except CannotServe as error:
+    except UnsupportedConfig as error:
         assert "use " in str(error)
         assume(False)
         return
@@ -410,7 +410,7 @@ def test_a_rule_that_holds_refuses_whatever_the_rest() -> None:
     ("count", "words"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (30_948_680, "30.9 MB"), (10**12, "1000.0 GB")]
 )
 def test_bytes_in_words(count: int, words: str) -> None:
-    assert size(count) == words
+    assert format_bytes(count) == words
 
 
 def test_decisions_are_frozen() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from thalweg.cache.books import Books
 from thalweg.cache.radix import NoTree
-from thalweg.core.drafts import DraftCount, Drafted
+from thalweg.core.acceptance import AcceptanceCounter, AcceptanceCounts
 from thalweg.core.messages import Submit
 from thalweg.core.plan import Output
 from thalweg.core.sampling import SamplingParams
@@ -14,18 +14,18 @@ from thalweg.scheduler.widths import ConstantWidth
 
 
 def test_counts_by_depth() -> None:
-    count = DraftCount()
-    assert count.told is None and Drafted().length is None and Drafted().rate is None
-    count.verified(2, 2, 1)
-    before = count.told
-    assert before == Drafted(1, 2, 1, (1, 1), (1, 0))
-    count.verified(3, 3, 3)
-    count.verified(5, 2, 0)  # a tree: of five nodes two deep
-    told = count.told
-    assert told == Drafted(3, 10, 4, (3, 3, 1), (2, 1, 1))
-    assert told.length == 1 + 4 / 3 and told.rate == 0.4
+    count = AcceptanceCounter()
+    assert count.counts is None and AcceptanceCounts().mean_length is None and AcceptanceCounts().rate is None
+    count.add(2, 2, 1)
+    before = count.counts
+    assert before == AcceptanceCounts(1, 2, 1, (1, 1), (1, 0))
+    count.add(3, 3, 3)
+    count.add(5, 2, 0)  # a tree: of five nodes two deep
+    told = count.counts
+    assert told == AcceptanceCounts(3, 10, 4, (3, 3, 1), (2, 1, 1))
+    assert told.mean_length == 1 + 4 / 3 and told.rate == 0.4
     assert told.rates_at == (2 / 3, 1 / 3, 1.0) and told.histogram == (1, 1, 0, 1)
-    assert before is not None and told.since(before) == Drafted(2, 8, 3, (2, 2, 1), (1, 1, 1))
+    assert before is not None and told.since(before) == AcceptanceCounts(2, 8, 3, (2, 2, 1), (1, 1, 1))
 
 
 def brain() -> Scheduler:
@@ -43,15 +43,15 @@ def test_a_request_tells_its_own_at_its_end() -> None:
     b = brain()
     b.take([Submit(1, (5, 6), SamplingParams(max_tokens=20)), Submit(2, (7, 8), SamplingParams(stop=("x",)))])
     step(b, Output((1,), (2, 3)), Output((1,), (2,)))
-    assert [delta.drafted for delta in b.news()] == [None, None]
+    assert [delta.acceptance for delta in b.news()] == [None, None]
     step(b, Output((2, 3, 4), (5, 6)), Output((9,), (2, 3)))
     first, second = b.news()
-    assert first.drafted is None, "it goes on"
-    assert second.drafted == Drafted(1, 1, 0, (1,), (0,)), "a stop string may end it with any token"
+    assert first.acceptance is None, "it goes on"
+    assert second.acceptance == AcceptanceCounts(1, 1, 0, (1,), (0,)), "a stop string may end it with any token"
     step(b, Output((5, 0), (), True), Output((2,), ()), width=1)
-    assert b.news()[0].drafted == Drafted(2, 4, 3, (2, 2), (2, 1))
+    assert b.news()[0].acceptance == AcceptanceCounts(2, 4, 3, (2, 2), (2, 1))
     stats = b.stats(0.0)
-    assert stats.drafts == Drafted(4, 7, 3, (4, 3), (2, 1))
+    assert stats.acceptance == AcceptanceCounts(4, 7, 3, (4, 3), (2, 1))
 
 
 def test_drafts_that_nobody_verifies_are_wasted() -> None:
@@ -59,7 +59,7 @@ def test_drafts_that_nobody_verifies_are_wasted() -> None:
     b.take([Submit(1, (5, 6), SamplingParams(max_tokens=20))])
     step(b, Output((1,), (2, 3)))
     b._abort(1)
-    assert b.stats(0.0).wasted_drafts == 2 and b.news()[-1].drafted is None
+    assert b.stats(0.0).wasted_drafts == 2 and b.news()[-1].acceptance is None
 
 
 def test_steps_by_width_are_those_that_sampled() -> None:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from thalweg.cache.books import Books
 from thalweg.cache.radix import RadixTree
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.grammar import FREE, KINDS, Grammar
+from thalweg.core.grammar import KINDS, NO_GRAMMAR, Grammar
 from thalweg.core.messages import Abort, Rejected, Submit, ToEngine
-from thalweg.core.plan import PAGE, MaskState, Output, Row, StepPlan
+from thalweg.core.plan import PAGE, GrammarState, Output, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import TicketState
 from thalweg.engine.grammars import GrammarBook
@@ -112,15 +112,15 @@ def ids_of(bits: NDArray[np.int32]) -> set[int]:
 
 
 def submit(uid: int, source: str = "", **fields: object) -> Submit:
-    grammar = Grammar("regex", source, **fields) if source else FREE  # type: ignore[arg-type]
+    grammar = Grammar("regex", source, **fields) if source else NO_GRAMMAR  # type: ignore[arg-type]
     return Submit(uid, (5, 6, 7), PARAMS, grammar=grammar)
 
 
 def test_the_value_crosses_the_wire_and_off_costs_nothing() -> None:
-    message = submit(3, "20", inside=True, closes=CLOSES, field="regex")
+    message = submit(3, "20", starts_in_thought=True, think_end_id=CLOSES, field="regex")
     wire = msgspec.msgpack.encode(message)
     assert msgspec.msgpack.Decoder(ToEngine).decode(wire) == message
-    assert not FREE.on and submit(4).grammar is FREE
+    assert not NO_GRAMMAR.is_set and submit(4).grammar is NO_GRAMMAR
 
 
 def test_a_mixed_batch_follows_each_grammar() -> None:
@@ -184,7 +184,7 @@ def test_a_thought_is_free_and_ends_before_the_grammar_begins() -> None:
 
 
 def allowed(book: GrammarBook[Counter], uid: int) -> set[int]:
-    masks = book.fill(StepPlan(0, 0, (Row(uid, 0, 0, 1, 0, True),)), {uid: MaskState(1, 0, ())})
+    masks = book.fill(StepPlan(0, 0, (Row(uid, 0, 0, 1, 0, True),)), {uid: GrammarState(1, 0, ())})
     assert masks is not None
     return ids_of(masks.bits[0])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from thalweg.core.keep import WHOLE, Keep
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.text import history
 from thalweg.text.chat import OWN, Chat, Formats, OwnEncoder, TemplateEncoder
 from thalweg.text.history import CALL_MARKS, History
@@ -92,7 +92,7 @@ def test_what_is_kept_is_what_the_next_turn_begins_with(
     output = ("" if inside or not thinks else "<think>") + (f"{THOUGHT}</think>" if thinks else "") + body + EOS
     asked, out, after = TOKENIZER.encode(prompt), TOKENIZER.encode(output, False), TOKENIZER.encode(following)
     common = shared([*asked, *out], after)
-    if keep.drops(out, ended=True):
+    if keep.drops_output(out, ended=True):
         assert common <= len(asked), (
             f"dropped, although the next turn renders {common - len(asked)} tokens of the output again"
         )
@@ -113,44 +113,46 @@ def test_every_tool_format_has_its_mark() -> None:
 @pytest.mark.parametrize(
     ("name", "strip", "strips", "keep"),
     [
-        ("deepseek-v32", None, True, Keep(False, calls=2047)),
-        ("deepseek-v32", True, True, Keep(False, calls=2047)),
-        ("deepseek-v32", False, False, WHOLE),
-        ("deepseek-v31", None, True, Keep(False)),
-        ("deepseek-r1", None, True, Keep(False)),
-        ("deepseek-r1-0528", None, True, Keep(False, opens=2030)),
-        ("deepseek-v3", None, False, WHOLE),
-        ("deepseek-v3", True, False, WHOLE),
-        ("qwenish", None, True, Keep(False, opens=2030, calls=2038)),
-        ("keeps-all", None, False, WHOLE),
-        ("keeps-all", True, True, Keep(False, opens=2030, calls=2038)),
+        ("deepseek-v32", None, True, CacheRetention(False, tool_call_id=2047)),
+        ("deepseek-v32", True, True, CacheRetention(False, tool_call_id=2047)),
+        ("deepseek-v32", False, False, RETAIN_ALL),
+        ("deepseek-v31", None, True, CacheRetention(False)),
+        ("deepseek-r1", None, True, CacheRetention(False)),
+        ("deepseek-r1-0528", None, True, CacheRetention(False, think_start_id=2030)),
+        ("deepseek-v3", None, False, RETAIN_ALL),
+        ("deepseek-v3", True, False, RETAIN_ALL),
+        ("qwenish", None, True, CacheRetention(False, think_start_id=2030, tool_call_id=2038)),
+        ("keeps-all", None, False, RETAIN_ALL),
+        ("keeps-all", True, True, CacheRetention(False, think_start_id=2030, tool_call_id=2038)),
     ],
 )
-def test_the_wish_and_the_template(name: str, strip: bool | None, strips: bool, keep: Keep) -> None:
+def test_the_wish_and_the_template(name: str, strip: bool | None, strips: bool, keep: CacheRetention) -> None:
     found = chat(name, strip)
     memory = History(found, TOKENIZER.mark_id)
     prompt = found.encoder.encode(talk(0), template_kwargs={"thinking": True})
     assert (memory.strips, memory.keep(prompt, {"thinking": True}, True)) == (strips, keep)
-    assert memory.keep(prompt, {"thinking": True}, False).calls == -1, "without tools nothing is called"
+    assert memory.keep(prompt, {"thinking": True}, False).tool_call_id == -1, "without tools nothing is called"
 
 
 def test_an_answer_without_a_thought_stays_where_the_template_keeps_its_prompt() -> None:
     found = chat("deepseek-v32")
     prompt = found.encoder.encode(talk(0), template_kwargs={})
-    assert History(found, TOKENIZER.mark_id).keep(prompt, {}, True) == WHOLE
+    assert History(found, TOKENIZER.mark_id).keep(prompt, {}, True) == RETAIN_ALL
     found = chat("qwenish")
     prompt = found.encoder.encode(talk(0), template_kwargs={"enable_thinking": False})
-    assert History(found, TOKENIZER.mark_id).keep(prompt, {"enable_thinking": False}, True).thoughts is False
+    assert History(found, TOKENIZER.mark_id).keep(prompt, {"enable_thinking": False}, True).keeps_thoughts is False
 
 
 def test_what_drops() -> None:
-    assert not WHOLE.drops((1, 2), ended=True) and not Keep(False).drops((), ended=True)
-    assert Keep(False).drops((1,), ended=False) and Keep(False).drops((1,), ended=True)
-    opens = Keep(False, opens=5)
-    assert opens.drops((5, 1), ended=False) and not opens.drops((1, 5), ended=False)
-    calls = Keep(False, calls=6)
-    assert calls.drops((1, 6), ended=False), "not before the end: the answer may still be cut off"
-    assert not calls.drops((1, 6, 2), ended=True) and calls.drops((1, 2), ended=True)
+    assert not RETAIN_ALL.drops_output((1, 2), ended=True) and not CacheRetention(False).drops_output((), ended=True)
+    assert CacheRetention(False).drops_output((1,), ended=False) and CacheRetention(False).drops_output(
+        (1,), ended=True
+    )
+    opens = CacheRetention(False, think_start_id=5)
+    assert opens.drops_output((5, 1), ended=False) and not opens.drops_output((1, 5), ended=False)
+    calls = CacheRetention(False, tool_call_id=6)
+    assert calls.drops_output((1, 6), ended=False), "not before the end: the answer may still be cut off"
+    assert not calls.drops_output((1, 6, 2), ended=True) and calls.drops_output((1, 2), ended=True)
 
 
 def test_a_template_is_asked_once_for_each_set_of_arguments_and_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,4 +178,4 @@ def counted(real: Any, calls: list[int]) -> Any:
 def test_a_template_that_refuses_results_is_never_asked_to_render_one() -> None:
     refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}<think>"
     found = Chat(TemplateEncoder({"default": Template(refuses, {})}), Formats("deepseek-r1", "deepseekv31"), "")
-    assert History(found, TOKENIZER.mark_id).keep("q<think>", {}, True) == Keep(False)
+    assert History(found, TOKENIZER.mark_id).keep("q<think>", {}, True) == CacheRetention(False)

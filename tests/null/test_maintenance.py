@@ -12,17 +12,17 @@ from tests.null.test_scheduler import PAGE, brain, cached, submit
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.messages import (
     Abort,
-    Delta,
-    Done,
+    ControlReply,
     FlushCache,
     FromEngine,
     StartProfile,
-    StepNews,
+    StepUpdate,
     StopProfile,
     ToEngine,
+    TokenDelta,
     UpdateWeights,
 )
-from thalweg.core.plan import MaskState, Output, Shape, StepPlan
+from thalweg.core.plan import GrammarState, Output, Shape, StepPlan
 from thalweg.core.request import Request
 from thalweg.engine.channel import LocalChannel
 from thalweg.engine.loop import Loop, OneRank
@@ -42,7 +42,7 @@ class Hands:
     def forward(self, plan: StepPlan, shape: Shape) -> None:
         self.inside.append(plan.step)
 
-    def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
+    def sample(self, plan: StepPlan, masks: Mapping[int, GrammarState], width: int) -> None:
         for bind, row in zip(plan.binds, [row for row in plan.rows if row.n > 1], strict=False):
             self.ends[row.uid] = bind.end
 
@@ -121,14 +121,14 @@ class Rank:
         while self.channel.inbox or not self.brain.idle or self.loop.inflight:
             self.turn()
 
-    def deltas(self, uid: int) -> list[Delta]:
-        return [d for news in self.heard if isinstance(news, StepNews) for d in news.deltas if d.uid == uid]
+    def deltas(self, uid: int) -> list[TokenDelta]:
+        return [d for news in self.heard if isinstance(news, StepUpdate) for d in news.deltas if d.uid == uid]
 
     def tokens(self, uid: int) -> list[int]:
         return [token for delta in self.deltas(uid) for token in delta.tokens]
 
-    def done(self) -> list[Done]:
-        return [one for one in self.heard if isinstance(one, Done)]
+    def done(self) -> list[ControlReply]:
+        return [one for one in self.heard if isinstance(one, ControlReply)]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -142,7 +142,7 @@ def test_a_running_request_goes_on_and_what_old_weights_made_is_not_cached_after
     assert rank.hands.inside == [3] * (depth > 1), "a step is in flight where there may be one"
     rank.say(UpdateWeights(5, "9", flush=flush), submit(2, PROMPT, max_tokens=3))
     rank.finish()
-    assert rank.done() == [Done(5, "1 of 3 tensors replaced")]
+    assert rank.done() == [ControlReply(5, "1 of 3 tensors replaced")]
     assert rank.tokens(1) == [7] * 4 + [9] * 4 and rank.deltas(1)[-1].finish == "length"
     assert rank.tokens(2) == [9] * 3
     assert rank.deltas(2)[0].cached == (0 if flush else 3 * PAGE), "its prompt was computed by the old weights"
@@ -172,7 +172,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     rank.turn(3)
     rank.say(UpdateWeights(5, "bad", abort=True))
     rank.finish()
-    assert rank.done() == [Done(5, error="bad; nothing was changed", field="model_path")] and rank.shop.log == [
+    assert rank.done() == [ControlReply(5, error="bad; nothing was changed", field="model_path")] and rank.shop.log == [
         "looked"
     ]
     assert rank.tokens(2) == [7] * 8 and rank.deltas(2)[0].cached == 3 * PAGE
@@ -200,13 +200,13 @@ def test_messages_are_carried_out_in_their_order_and_answered_by_their_ids() -> 
     rank.say(StartProfile(6, "x"), StopProfile(7), submit(1, max_tokens=1))
     rank.finish()
     assert rank.done() == [
-        Done(1, error="no profile runs"),
-        Done(2),
-        Done(3, "3 of 3 tensors replaced", whole=True),
-        Done(4, "1 of 3 tensors replaced"),
-        Done(5, "CPU"),
-        Done(6, error="a profile runs already"),
-        Done(7, "trace"),
+        ControlReply(1, error="no profile runs"),
+        ControlReply(2),
+        ControlReply(3, "3 of 3 tensors replaced", replaced_all=True),
+        ControlReply(4, "1 of 3 tensors replaced"),
+        ControlReply(5, "CPU"),
+        ControlReply(6, error="a profile runs already"),
+        ControlReply(7, "trace"),
     ]
     assert rank.tokens(1) == [9]
 
@@ -239,7 +239,9 @@ def test_long_work_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 0.1
         rank.loop.alive()
     assert rank.loop.turns == turns + 10
-    assert len(rank.channel.outbox) == 4 and all(isinstance(one, StepNews) and one.stats for one in rank.channel.outbox)
+    assert len(rank.channel.outbox) == 4 and all(
+        isinstance(one, StepUpdate) and one.stats for one in rank.channel.outbox
+    )
 
 
 def test_an_engine_without_a_workshop_says_so() -> None:
@@ -247,4 +249,4 @@ def test_an_engine_without_a_workshop_says_so() -> None:
     rank.loop.workshop = None
     rank.say(UpdateWeights(1, "9"))
     rank.turn()
-    assert rank.done() == [Done(1, error="this engine stays as it was built")]
+    assert rank.done() == [ControlReply(1, error="this engine stays as it was built")]

@@ -22,7 +22,7 @@ from tests.null.plan_models import (
 )
 from thalweg.config.machines import CHIPS, hardware
 from thalweg.config.model import ModelFacts
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.planning.floors import (
     Ceilings,
     Kept,
@@ -193,7 +193,7 @@ def test_every_chip_has_its_figures_and_their_sources() -> None:
     ],
 )
 def test_unknown_machines(name: str, words: tuple[str, ...]) -> None:
-    with pytest.raises(CannotServe) as caught:
+    with pytest.raises(UnsupportedConfig) as caught:
         hardware(name)
     assert all(word in str(caught.value) for word in words), caught.value
 

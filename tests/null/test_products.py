@@ -9,7 +9,7 @@ import pytest
 from thalweg.config.machine import Machine
 from thalweg.config.model import facts_of
 from thalweg.config.tree import options_of
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.products import decide_products
 
@@ -118,6 +118,6 @@ def test_a_wish_is_kept(backend: str) -> None:
 def test_refusals_name_the_setting_and_the_nearest(
     config: dict[str, Any], wishes: dict[str, Any], words: list[str]
 ) -> None:
-    with pytest.raises(CannotServe) as caught:
+    with pytest.raises(UnsupportedConfig) as caught:
         run(config, **wishes)
     assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -15,7 +15,7 @@ import pytest
 from tests.null.sim.device import Device
 from tests.null.sim.mixes import Mix
 from thalweg.config.engine import EngineConfig
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
 from thalweg.engine import recording, sentry, vigil
 from thalweg.engine.recording import Recording, Ring, fingerprint, read
@@ -92,7 +92,7 @@ def test_a_step_costs_little(tmp_path: Path) -> None:
     ring = Ring(settings(tmp_path), {})
     rows = tuple(Row(10**6 + i, i, 3000 + i, 1, 0, True) for i in range(8))
     outputs = tuple(Output((1000 + i,)) for i in range(8))
-    plans = [StepPlan(i, i - 1, rows, reach=4000) for i in range(5000)]
+    plans = [StepPlan(i, i - 1, rows, max_kv_len=4000) for i in range(5000)]
     best = 1.0
     for part in range(5):
         begin = time.process_time()
@@ -105,7 +105,7 @@ def test_a_step_costs_little(tmp_path: Path) -> None:
 
 def test_log_probabilities_that_json_cannot_say_are_left_out(tmp_path: Path) -> None:
     ring = Ring(settings(tmp_path), {})
-    plan = StepPlan(0, -1, (Row(1, 0, 0, 1, 0, True), Row(2, 1, 0, 1, 0, True)), reach=1)
+    plan = StepPlan(0, -1, (Row(1, 0, 0, 1, 0, True), Row(2, 1, 0, 1, 0, True)), max_kv_len=1)
     ring.launches(plan)
     infinite = Output((5,), logprobs=(TokenLogprob(-1.0, (5,), (float("-inf"),)),))
     finite = Output((6,), logprobs=(TokenLogprob(-1.0, (6,), (-1.0,)),))
@@ -125,7 +125,7 @@ def test_checkpoints_are_told_apart_wherever_they_lie(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CannotServe, match=r"crash_dump_folder .*file.*name another folder"):
+    with pytest.raises(UnsupportedConfig, match=r"crash_dump_folder .*file.*name another folder"):
         Ring(settings(tmp_path / "file"), {})
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from thalweg.cache.books import Books
 from thalweg.cache.radix import Path, RadixTree
-from thalweg.core.keep import WHOLE, Keep
-from thalweg.core.messages import Abort, Delta, Done, Drain, FlushCache, Rejected, Submit
-from thalweg.core.plan import Append, Needs, Output, Row, StepPlan, TokenLogprob
+from thalweg.core.messages import Abort, ControlReply, Drain, FlushCache, Rejected, Submit, TokenDelta
+from thalweg.core.plan import Output, PageAppend, Row, SamplingNeeds, StepPlan, TokenLogprob
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import Ticket, TicketState
 from thalweg.scheduler.limits import Limits
@@ -29,7 +29,7 @@ def brain(pages: int = 100, width: int = 0, tier: Any = None, **changes: Any) ->
 
 
 def submit(uid: int, prompt: tuple[int, ...] | int = 5, **changes: Any) -> Submit:
-    fields = {name: changes.pop(name) for name in ("priority", "salt", "first") if name in changes}
+    fields = {name: changes.pop(name) for name in ("priority", "salt", "sibling") if name in changes}
     if isinstance(prompt, int):
         prompt = tuple((uid * 7 + i) % 99 + 1 for i in range(prompt))
     return Submit(uid, prompt, SamplingParams(**changes), **fields)
@@ -158,10 +158,10 @@ def test_a_plan_binds_chunks_and_decodes():
     b = brain(budget=6)
     b.take([submit(1, 8, seed=5)])
     first, second, third = step(b), step(b), step(b)
-    assert first.rows == (Row(1, 0, 0, 6, 0, False),) and first.reach == 6 and first.tokens == 6
-    assert first.appends == (Append(0, 0, (1, 2, 3)),) and first.binds[0].prompt_len == 8
+    assert first.rows == (Row(1, 0, 0, 6, 0, False),) and first.max_kv_len == 6 and first.tokens == 6
+    assert first.appends == (PageAppend(0, 0, (1, 2, 3)),) and first.binds[0].prompt_len == 8
     assert second.rows == (Row(1, 0, 6, 2, 0, True),) and not second.binds and not second.appends
-    assert third.rows == (Row(1, 0, 8, 1, 0, True),) and third.reach == 9
+    assert third.rows == (Row(1, 0, 8, 1, 0, True),) and third.max_kv_len == 9
     assert [plan.step for plan in (first, second, third)] == [0, 1, 2]
 
 
@@ -169,7 +169,7 @@ def test_growth_is_appended_at_the_end_of_the_table():
     b = brain()
     b.take([submit(1, 6)])
     plans = [step(b) for _ in range(4)]
-    assert [plan.appends for plan in plans] == [(Append(0, 0, (1, 2)),), (), (), (Append(0, 2, (3,)),)]
+    assert [plan.appends for plan in plans] == [(PageAppend(0, 0, (1, 2)),), (), (), (PageAppend(0, 2, (3,)),)]
 
 
 def test_running_requests_are_served_before_chunks_and_new_ones():
@@ -205,31 +205,31 @@ def test_rows_with_other_drafts_take_turns():
     b._emitted = [b.requests[0], b.requests[2]]
     b.take([submit(uid, 5) for uid in (7, 8, 9)])
     plan = b.plan(2)
-    assert [(row.uid, row.n, row.drafts) for row in plan.rows] == [
+    assert [(row.uid, row.n, row.num_drafts) for row in plan.rows] == [
         (0, 3, 2), (2, 3, 2), (7, 5, 0), (8, 5, 0), (9, 5, 0)
     ]  # fmt: skip
     b.launched()
     b.commit(plan, [Output((7,), (8, 8))] * 5)
     first = b.plan(2).rows[0]
-    assert (first.uid, first.n, first.drafts) == (1, 10, 9)
+    assert (first.uid, first.n, first.num_drafts) == (1, 10, 9)
 
 
 def test_needs_are_what_the_emitting_rows_ask_for():
     b = brain(budget=12)
     b.take([submit(1, 2, temperature=0.0), submit(2, 20, top_p=0.5, frequency_penalty=1.0)])
-    assert step(b).needs == Needs(), "the second one does not sample yet"
-    assert step(b).needs == Needs(random=True, truncated=True, penalised=True)
+    assert step(b).needs == SamplingNeeds(), "the second one does not sample yet"
+    assert step(b).needs == SamplingNeeds(random=True, truncated=True, penalised=True)
     b.take(
         [
             submit(3, 2, temperature=0.0, top_p=0.5, logprobs=3, logit_bias=((1, 1.0),)),
             submit(4, 2, temperature=0.0, min_tokens=2),
         ]
     )
-    assert step(b).needs == Needs(True, True, True, True, 3)
-    assert brain().plan(0).needs == Needs()
+    assert step(b).needs == SamplingNeeds(True, True, True, True, 3)
+    assert brain().plan(0).needs == SamplingNeeds()
     b = brain()
     b.take([submit(1)])
-    assert step(b).needs == Needs(random=True), "top_p 1 truncates nothing"
+    assert step(b).needs == SamplingNeeds(random=True), "top_p 1 truncates nothing"
 
 
 def test_prompt_logprobs_are_contiguous_ranges_of_each_chunk():
@@ -273,7 +273,7 @@ def test_policies_only_order_the_queue():
 def test_siblings_wait_for_the_first_without_blocking_the_queue():
     b = brain(budget=8)
     prompt = tuple(range(1, 15))
-    b.take([submit(1, prompt), submit(2, prompt, first=1), submit(3, prompt, first=1), submit(4, 3)])
+    b.take([submit(1, prompt), submit(2, prompt, sibling=1), submit(3, prompt, sibling=1), submit(4, 3)])
     assert uids(step(b)) == [1]
     assert uids(step(b)) == [1, 4], "the last chunk of 1 is launched now, and hit from the next step on"
     plan = step(b)
@@ -283,7 +283,7 @@ def test_siblings_wait_for_the_first_without_blocking_the_queue():
 def test_siblings_are_released_when_the_first_is_aborted():
     b = brain(budget=4)
     prompt = tuple(range(1, 15))
-    b.take([submit(1, prompt), submit(2, prompt, first=1)])
+    b.take([submit(1, prompt), submit(2, prompt, sibling=1)])
     step(b)
     b.take([Abort((1,))])
     plan = step(b)
@@ -293,7 +293,7 @@ def test_siblings_are_released_when_the_first_is_aborted():
 def test_a_sibling_of_higher_priority_waits_for_the_first_too():
     b = brain(policy="priority", budget=4)
     prompt = tuple(range(1, 7))
-    b.take([submit(1, prompt), submit(2, prompt, first=1, priority=5), submit(3, 3, priority=1)])
+    b.take([submit(1, prompt), submit(2, prompt, sibling=1, priority=5), submit(3, 3, priority=1)])
     assert [uids(step(b)) for _ in range(3)] == [[3, 1], [3, 1], [3, 1]], "3 comes before 1, and 2 blocks neither"
     plan = step(b)
     assert uids(plan) == [3, 1, 2] and plan.binds[0].computed == 4
@@ -421,15 +421,15 @@ def test_the_first_news_carry_the_prompts_and_the_last_the_reason():
         Output((7,), logprobs=(TokenLogprob(-9.0),), scores=tuple(scores[3:])),
         Output((8,), done=True),
     ]
-    news: list[Delta] = []
+    news: list[TokenDelta] = []
     for output in says:
         plan = b.plan(0)
         b.launched()
         b.commit(plan, [output])
         news += b.news()
     assert news == [
-        Delta(1, (7,), logprobs=(TokenLogprob(-9.0),), prompt_logprobs=tuple(scores)),
-        Delta(1, (8,), "length"),
+        TokenDelta(1, (7,), logprobs=(TokenLogprob(-9.0),), prompt_logprobs=tuple(scores)),
+        TokenDelta(1, (8,), "length"),
     ]
     assert b.news() == ()
 
@@ -438,9 +438,9 @@ def test_a_stop_id_is_named_and_stays_in_the_tokens():
     b = brain()
     b.take([submit(1, stop_token_ids=(9,)), submit(2), submit(3, ignore_eos=True, max_tokens=2)])
     step(b, say=lambda row: {1: 9, 2: EOS, 3: EOS}[row.uid])
-    assert b.news() == (Delta(1, (9,), "stop", 9), Delta(2, (EOS,), "stop", EOS), Delta(3, (EOS,)))
+    assert b.news() == (TokenDelta(1, (9,), "stop", 9), TokenDelta(2, (EOS,), "stop", EOS), TokenDelta(3, (EOS,)))
     step(b, say=lambda row: EOS)
-    assert b.news() == (Delta(3, (EOS,), "length"),)
+    assert b.news() == (TokenDelta(3, (EOS,), "length"),)
 
 
 def test_a_request_for_no_tokens_ends_with_its_prompt():
@@ -458,7 +458,7 @@ def test_a_request_for_no_tokens_ends_with_its_prompt():
     assert (delta.uid, delta.tokens, delta.finish, len(delta.prompt_logprobs)) == (1, (), "length", 5)
     while not b.idle:
         step(b)
-    assert b.news() == (Delta(2, (), "length"),) and b.tally.decode_tokens == 0
+    assert b.news() == (TokenDelta(2, (), "length"),) and b.tally.decode_tokens == 0
 
 
 def test_a_cached_prompt_is_reported_once():
@@ -480,7 +480,7 @@ def test_an_abort_is_answered_at_once_wherever_the_request_is():
     plan = b.plan(0)
     b.launched()
     b.take([Abort((1, 2, 77))])
-    assert b.news() == (Delta(1, (), "abort"), Delta(2, (), "abort"))
+    assert b.news() == (TokenDelta(1, (), "abort"), TokenDelta(2, (), "abort"))
     assert list(b.requests) == [1] and b.books.spare() < 99, "a step in flight still writes its pages"
     b.take([Abort((1,))])
     b.commit(plan, [Output((7,))])
@@ -546,7 +546,7 @@ def test_control_messages():
     b.take([submit(1, 9, max_tokens=1)])
     step(b)
     assert b.stats(0.0).pages_cached == 2
-    assert b.take([FlushCache(4)]) == [Done(4)]
+    assert b.take([FlushCache(4)]) == [ControlReply(4)]
     assert b.stats(0.0).pages_cached == 0 and b.books.spare() == 99
     assert not b.draining and b.take([Drain()]) == [] and b.draining and b.idle
 
@@ -567,19 +567,19 @@ def cached(b: Scheduler, tokens: tuple[int, ...]) -> int:
 @pytest.mark.parametrize(
     ("keep", "pages"),
     [
-        (WHOLE, 4),
-        (Keep(False), 2),
-        (Keep(False, calls=7), 4),
-        (Keep(False, calls=9), 2),
-        (Keep(False, opens=7), 2),
-        (Keep(False, opens=9), 4),
+        (RETAIN_ALL, 4),
+        (CacheRetention(False), 2),
+        (CacheRetention(False, tool_call_id=7), 4),
+        (CacheRetention(False, tool_call_id=9), 2),
+        (CacheRetention(False, think_start_id=7), 2),
+        (CacheRetention(False, think_start_id=9), 4),
     ],
 )
-def test_what_the_next_turn_drops_is_not_cached(keep: Keep, pages: int):
+def test_what_the_next_turn_drops_is_not_cached(keep: CacheRetention, pages: int):
     """A prompt of two pages and a token; 9 tokens of output, of which 8 are computed."""
     b = brain()
     prompt = tuple(range(20, 29))
-    b.take([Submit(1, prompt, SamplingParams(max_tokens=9), keep=keep)])
+    b.take([Submit(1, prompt, SamplingParams(max_tokens=9), retention=keep)])
     finish(b)
     assert cached(b, (*prompt, *[7] * 9)) == pages
     assert b.books.spare() == b.books.total
@@ -588,7 +588,7 @@ def test_what_the_next_turn_drops_is_not_cached(keep: Keep, pages: int):
 def test_an_aborted_thought_is_not_cached_even_with_a_call_in_it():
     b = brain()
     prompt = tuple(range(20, 29))
-    b.take([Submit(1, prompt, SamplingParams(max_tokens=30), keep=Keep(False, calls=7))])
+    b.take([Submit(1, prompt, SamplingParams(max_tokens=30), retention=CacheRetention(False, tool_call_id=7))])
     for _ in range(12):
         step(b)
     b.take([Abort((1,))])
@@ -602,7 +602,7 @@ def test_a_preempted_thought_waits_in_the_cache_and_leaves_with_its_request(end:
     b = brain(pages=11, slots=2)
     old, young = tuple(range(20, 33)), tuple(range(50, 55))
     b.take([Submit(1, old, SamplingParams(max_tokens=14, ignore_eos=True))])
-    b.take([Submit(2, young, SamplingParams(max_tokens=25, ignore_eos=True), keep=Keep(False))])
+    b.take([Submit(2, young, SamplingParams(max_tokens=25, ignore_eos=True), retention=CacheRetention(False))])
     while not b.tally.preemptions:
         step(b)
     thought = b.requests[2].tokens
@@ -642,7 +642,7 @@ def test_who_was_computed_wrong_ends_and_leaves_nothing_behind(chunked: bool) ->
     plans.append(b.plan(0))
     b.launched()
     wrong = [row.uid == 2 for row in plans[0].rows]
-    b.commit(plans[0], [Output(done=one, broken=one) if one else Output((7,)) for one in wrong])
+    b.commit(plans[0], [Output(done=one, is_nan=one) if one else Output((7,)) for one in wrong])
     assert [(delta.uid, delta.tokens, delta.finish) for delta in b.news() if delta.uid == 2] == [(2, (), "error")]
     b.take([Abort((2,))])
     b.commit(plans[1], [Output(done=row.uid == 2) if row.uid == 2 else Output((7,)) for row in plans[1].rows])

@@ -14,7 +14,7 @@ from thalweg.config.args import options_parser, parse_options
 from thalweg.config.drafters import read_eagle
 from thalweg.config.model import read_facts
 from thalweg.config.speculative import SpeculativeOptions
-from thalweg.core.errors import CannotServe, CheckpointError
+from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.speculation import Speculation, decide_speculation
@@ -67,13 +67,13 @@ def test_wishes_become_a_drafter_and_a_width(wishes: dict[str, Any], drafter: st
     ],
 )
 def test_wishes_that_contradict_are_refused(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(CannotServe) as refused:
+    with pytest.raises(UnsupportedConfig) as refused:
         decided(**wishes)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
 def test_an_algorithm_without_trees_is_told_of_none() -> None:
-    with pytest.raises(CannotServe) as refused:
+    with pytest.raises(UnsupportedConfig) as refused:
         decided(speculative_algorithm="NGRAM", speculative_num_draft_tokens=16)
     assert "9" in str(refused.value) and "topk" not in str(refused.value)
 
@@ -97,7 +97,7 @@ def test_what_has_no_effect_is_told(wish: str, value: Any) -> None:
 
 
 def test_a_checkpoint_without_the_layer_is_named() -> None:
-    with pytest.raises(CannotServe, match="num_nextn_predict_layers is 0"):
+    with pytest.raises(UnsupportedConfig, match="num_nextn_predict_layers is 0"):
         decided(0, mtp=2)
     assert decided(0)[0] == Speculation("NONE", 0, False)
     assert decided(0, speculative_algorithm="NGRAM")[0].drafter == "NGRAM"
@@ -113,7 +113,7 @@ def shape(drafter: str = "NEXTN", deepest: int = 3, **wishes: Any) -> TreeShape:
         ({}, CHAIN),
         ({"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}, CHAIN),
         ({"speculative_eagle_topk": 4}, TreeShape(4, 3, 15)),
-        ({"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 2}, CHAIN._replace(deepest=1, nodes=1)),
+        ({"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 2}, CHAIN._replace(max_depth=1, num_drafts=1)),
         ({"speculative_eagle_topk": 2}, TreeShape(2, 3, 10)),
         ({"speculative_eagle_topk": 8, "speculative_num_draft_tokens": 64}, TreeShape(8, 3, 63)),
         ({"speculative_eagle_topk": 2, "speculative_tree": "static"}, TreeShape(2, 3, 14, False)),
@@ -140,7 +140,7 @@ def test_wishes_become_a_tree(wishes: dict[str, Any], wanted: TreeShape) -> None
     ],
 )
 def test_trees_that_cannot_be_are_refused(wishes: dict[str, Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(CannotServe) as refused:
+    with pytest.raises(UnsupportedConfig) as refused:
         shape(**wishes)
     assert all(word in str(refused.value) for word in words), refused.value
 
@@ -148,7 +148,7 @@ def test_trees_that_cannot_be_are_refused(wishes: dict[str, Any], words: tuple[s
 def test_the_tokens_of_a_tree_say_nothing_of_its_depth() -> None:
     wishes = {"speculative_algorithm": "NEXTN", "speculative_num_draft_tokens": 30}
     assert decided(**wishes, speculative_eagle_topk=4)[0].width == 3
-    with pytest.raises(CannotServe, match="--speculative-eagle-topk 4"):
+    with pytest.raises(UnsupportedConfig, match="--speculative-eagle-topk 4"):
         decided(**wishes)
 
 
@@ -226,7 +226,7 @@ def test_a_folder_says_what_drafts(
 def test_folders_that_do_not_fit_are_refused(
     config: dict[str, Any], wishes: dict[str, Any], words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with pytest.raises((CannotServe, CheckpointError)) as refused:
+    with pytest.raises((UnsupportedConfig, CheckpointError)) as refused:
         drafting(tmp_path, config, **wishes)
     assert all(word in str(refused.value) for word in words), refused.value
 
@@ -346,5 +346,5 @@ def test_a_small_model_is_compared_when_its_model_is_known(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
 def test_a_drafter_of_its_own_weights_needs_its_folder(algorithm: str) -> None:
-    with pytest.raises(CannotServe, match="--speculative-draft-model-path"):
+    with pytest.raises(UnsupportedConfig, match="--speculative-draft-model-path"):
         decided(speculative_algorithm=algorithm)

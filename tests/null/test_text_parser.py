@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, ContentDelta, Event, Parsed, collect
 from thalweg.text.parser import Parser, opens_thought, parse
 
@@ -322,7 +322,7 @@ def test_where_the_thought_begins_can_be_told_by_the_prompt() -> None:
 
 
 def test_an_unknown_format_is_refused_by_name() -> None:
-    with pytest.raises(CannotServe, match="deepseekv9.*deepseekv32"):
+    with pytest.raises(UnsupportedConfig, match="deepseekv9.*deepseekv32"):
         Parser(None, "deepseekv9")
 
 

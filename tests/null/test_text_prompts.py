@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest
+from thalweg.core.errors import CheckpointError, InvalidRequest, UnsupportedConfig
 from thalweg.text.chat import OWN, Formats, OwnEncoder, Wish, choose_chat, formats_of, own_encoder
 from thalweg.text.encoding import BOS, EOS, encode_deepseek_v32
 from thalweg.text.messages import read_messages, read_tools
@@ -278,7 +278,7 @@ def test_choice_without_a_template(tmp_path: Path) -> None:
     base = choose_chat(tmp_path, {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(InvalidRequest, match="no chat template"):
         base.encoder.encode([USER])
-    with pytest.raises(CannotServe, match="no/such.*deepseek-v32"):
+    with pytest.raises(UnsupportedConfig, match="no/such.*deepseek-v32"):
         chat_of(tmp_path, None, "no/such")
 
 

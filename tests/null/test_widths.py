@@ -171,7 +171,7 @@ def test_drafts_that_do_not_fit_are_as_many_as_were_recorded() -> None:
     for _ in range(6):
         plan = brain.plan(width)
         brain.launched()
-        width = plan.draft
+        width = plan.num_drafts
         widths.add(width)
         brain.commit(plan, [Output((7,), (1,) * width) for _ in plan.rows])
     assert widths == {15}, "of 17 that fit"
@@ -190,7 +190,7 @@ def test_wide_drafts_leave_a_share_of_a_step_to_prompts_that_wait() -> None:
             brain.take([Submit(99, tuple(range(1, 25)), greedy)])
         plan = brain.plan(width)
         brain.launched()
-        width = plan.draft
+        width = plan.num_drafts
         brain.commit(plan, [Output((7,), (1,) * width) if row.emit else Output() for row in plan.rows])
         brain.news()
         if 10 < step < 30:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group, Tree
 from thalweg.core.plan import PAGE
-from thalweg.core.tree import MOST_NODES
+from thalweg.core.tree import MAX_TREE_NODES
 from thalweg.memory.planes import Planes
 
 TIE = 1e-20  # a position: far below any score's rounding. relu makes index scores of exactly 0 frequent; of those the latest are chosen,
@@ -128,7 +128,7 @@ def paths_of(tree: Tree, tokens: int) -> Tensor:
     """The columns in which the last positions of the step's first `tokens` tokens stand, int32 [tokens, D], their own first; of those before, column
     and position are one. D: bits of what a token hides. Asks the host for nothing."""
     column_T1, hides_T1 = (x[:tokens].unsqueeze(1) for x in tree[:2])
-    before_D = torch.arange(MOST_NODES + 1, device=column_T1.device)
+    before_D = torch.arange(MAX_TREE_NODES + 1, device=column_T1.device)
     hidden_TD = (hides_T1 >> before_D) & 1
     seen_TD = before_D + 1 - hidden_TD.cumsum(1)  # how many columns each token sees up to this one, going back
     # where no column of the mask is left all before are seen

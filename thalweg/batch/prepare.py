@@ -40,30 +40,30 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
     else:
         row_T, column_T = _expand(rows, ints_RI)
         slot_T, ints_TI = slot_R.index_select(0, row_T), ints_RI.index_select(0, row_T)
-    apart = slots.tree.parts(plan.query)
+    apart = slots.tree.is_tree_step(plan.sampled_per_row)
     if apart:
         assert row_T is not None, "a tree has more tokens than its root"
-        drafted_R = upload([int(row.drafts > 0) for row in rows], torch.int64, device)
+        drafted_R = upload([int(row.num_drafts > 0) for row in rows], torch.int64, device)
         node_T = (column_T - ints_TI[:, 1]) * drafted_R.index_select(0, row_T)
         column_T = column_T.masked_fill(node_T > ints_TI[:, 7], slots.context)  # a draft that was not made
     ids_T, column_T, write_T, real_T = gather(slot_T, column_T, ints_TI, slots.tokens_SL, slots.table_SP)
     position_T, tree = column_T, None
     if apart:
-        last = max(i for i, row in enumerate(rows) if row.drafts)
+        last = max(i for i, row in enumerate(rows) if row.num_drafts)
         position_T, tree = _apart(slots, slot_T, node_T, column_T, real_T, last + 1)
-    emits, query = [i for i, row in enumerate(rows) if row.emit], plan.query
-    all_emitted = all(row.emit and row.n == query == 1 + row.drafts for row in rows)
+    emits, query = [i for i, row in enumerate(rows) if row.emit], plan.sampled_per_row
+    all_emitted = all(row.emit and row.n == query == 1 + row.num_drafts for row in rows)
     batch = Batch(
         ids_T=ids_T,
         positions_T=position_T,
         write_T=write_T,
-        table_RP=slots.table_SP[:, : -(-plan.reach // PAGE)].index_select(0, slot_R),
+        table_RP=slots.table_SP[:, : -(-plan.max_kv_len // PAGE)].index_select(0, slot_R),
         real_T=real_T,
         emit_N=torch.arange(len(rows) * query, device=device) if all_emitted else sampled_tokens(plan, device),
         groups=groups_of(rows),
         extents=tuple(Extent(row.n, row.start + row.n) for row in rows),
         tree=tree,
-        verifies=rows[0].drafts > 0,
+        verifies=rows[0].num_drafts > 0,
     )
     if len(emits) == len(rows):
         return Prepared(batch, slot_R, ints_RI, all_emitted)
@@ -100,11 +100,13 @@ def sampled_tokens(plan: StepPlan, device: torch.device) -> Tensor:
     """Which of the step's tokens have their logits sampled, int64 [E * plan.query]: of each emitting row the last one and those before its drafts,
     and of one with fewer drafts than `plan.query` has room for the last one again."""
     ends = accumulate(row.n for row in plan.rows)
-    emitting = [(end - 1 - row.drafts, row.drafts) for end, row in zip(ends, plan.rows, strict=True) if row.emit]
-    if plan.query == 1:
+    emitting = [
+        (end - 1 - row.num_drafts, row.num_drafts) for end, row in zip(ends, plan.rows, strict=True) if row.emit
+    ]
+    if plan.sampled_per_row == 1:
         return upload([first for first, _ in emitting], torch.int64, device)
     first_E1, drafts_E1 = upload(list(zip(*emitting, strict=True)), torch.int64, device).unsqueeze(2)
-    ahead_Q = torch.arange(plan.query, device=device)
+    ahead_Q = torch.arange(plan.sampled_per_row, device=device)
     return torch.add(first_E1, ahead_Q.minimum(drafts_E1)).flatten()
 
 

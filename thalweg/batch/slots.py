@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.upload import upload
-from thalweg.core.plan import PAGE, Append, Bind
+from thalweg.core.plan import PAGE, Bind, PageAppend
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 from thalweg.core.tree import CHAIN, TreeShape
 
@@ -58,7 +58,7 @@ class Slots:
         self.state_S3 = self.ints_SI[:, :3]
         columns = self.ints_SI.unbind(1)
         self.length, self.at, self.end, self.seed, self.prompt_len, self.min_len, self.top_k, self.made = columns
-        self.nodes_SN3 = torch.zeros(slots, 1 + tree.nodes * tree.on, 3, dtype=torch.int64, device=device)
+        self.nodes_SN3 = torch.zeros(slots, 1 + tree.num_drafts * tree.is_tree, 3, dtype=torch.int64, device=device)
         self.nodes_SN3[:, 1:, 1] = 1  # a first node is always the root's child, also that of a chain, which writes none
         self.extra = {name: torch.zeros(slots, *shape, dtype=dtype, device=device) for name, shape, dtype in fields}
 
@@ -93,7 +93,7 @@ class Slots:
                 self.bias_ids_SB[b.slot, : len(biases)] = upload(list(biases), torch.int64, device)
                 self.bias_SB[b.slot, : len(biases)] = upload(list(biases.values()), torch.float32, device)
 
-    def append(self, appends: Sequence[Append]) -> None:
+    def append(self, appends: Sequence[PageAppend]) -> None:
         """Extends page tables."""
         if not appends:
             return
@@ -111,7 +111,7 @@ def _ints(b: Bind) -> tuple[int, ...]:
 
 def _floats(b: Bind) -> tuple[float, ...]:
     p = b.params
-    temperature = 0.0 if p.greedy else p.temperature
+    temperature = 0.0 if p.is_greedy else p.temperature
     return (temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
 
 

@@ -32,7 +32,7 @@ from thalweg.config.args import parse_options
 from thalweg.config.machine import Machine
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults, settings
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 Result = dict[str, Any]
 OTHER_FILE = "give another --output-file, or --anew to write it over"
@@ -200,9 +200,11 @@ def run(argv: list[str]) -> int:
     parsed = parse_options(make_parser(), argv)
     args, config = parsed.args, parsed.options
     if args.mode == MATRIX and not args.columns:
-        raise CannotServe("--mode matrix: every combination of every feature is too many; name --columns")
+        raise UnsupportedConfig("--mode matrix: every combination of every feature is too many; name --columns")
     if Path(args.output_file).suffix != ".json":
-        raise CannotServe(f"--output-file {args.output_file}: must end in .json; the table and the plot go beside it")
+        raise UnsupportedConfig(
+            f"--output-file {args.output_file}: must end in .json; the table and the plot go beside it"
+        )
     work, asked = workload(args), accuracy(args, config)
     base = base_of(config, work)
     probe = Probe(base, Machine.here())

@@ -12,7 +12,7 @@ from thalweg.bench.eval_run import SHARES, TASKS, Asked
 from thalweg.bench.in_process import positive
 from thalweg.config.args import Parser, options_parser
 from thalweg.config.options import Options
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 EPILOG = """\
 examples:
@@ -126,11 +126,11 @@ def _add_accuracy(group: argparse._ArgumentGroup) -> None:
 
 
 def workload(args: argparse.Namespace) -> Workload:
-    """Raises CannotServe for a load that cannot be."""
+    """Raises UnsupportedConfig for a load that cannot be."""
     if not 0 <= args.spread < 1:
-        raise CannotServe(f"--spread: must be at least 0 and less than 1, got {args.spread:g}")
+        raise UnsupportedConfig(f"--spread: must be at least 0 and less than 1, got {args.spread:g}")
     if not 0 <= args.shared_prefix < args.input_len * (1 - args.spread):
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--shared-prefix: {args.shared_prefix} must be shorter than the shortest prompt, "
             f"{int(args.input_len * (1 - args.spread))} tokens by --input-len and --spread"
         )
@@ -147,13 +147,13 @@ def workload(args: argparse.Namespace) -> Workload:
 
 
 def accuracy(args: argparse.Namespace, config: Options) -> Asked:
-    """Raises CannotServe where random weights are asked."""
+    """Raises UnsupportedConfig where random weights are asked."""
     dummy = config.load.load_format == "dummy"
     asked = Asked(
         tasks=_tasks(args.tasks, dummy), items=args.items, gsm8k=args.gsm8k, choices=args.choices, thinking=False
     )
     if dummy and asked.asks:
-        raise CannotServe(
+        raise UnsupportedConfig(
             "--load-format dummy: random weights know no answers; leave --tasks, --gsm8k and --choices out"
         )
     return asked

@@ -14,7 +14,7 @@ import msgspec
 from thalweg.config.machine import Machine
 from thalweg.config.setting import Setting, nearest
 from thalweg.config.tree import options_of, settings
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import Report
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
@@ -78,15 +78,15 @@ class Probe:
         if key not in self._known:
             try:
                 self._known[key] = self._resolve(options_of(**{**self.base, **wishes}), self.machine, weights=False)
-            except CannotServe as error:
+            except UnsupportedConfig as error:
                 self._known[key] = str(error)
         return self._known[key]
 
     def start(self) -> Resolved:
-        """The base itself. Raises CannotServe where it cannot be served."""
+        """The base itself. Raises UnsupportedConfig where it cannot be served."""
         found = self({})
         if isinstance(found, str):
-            raise CannotServe(found)
+            raise UnsupportedConfig(found)
         return found
 
     def alike(self, wishes: Mapping[str, Any]) -> bool:
@@ -116,7 +116,7 @@ def _off(one: Setting, decided: bool) -> Any:
 def columns(asked: Sequence[str], probe: Probe) -> list[Column]:
     """The columns of a table. asked: short names or settings, each alone or as name=value,value; none is every feature that there is.
 
-    Raises CannotServe for a base that cannot be served, an unknown name, one that is given twice, and a setting that is no feature and has
+    Raises UnsupportedConfig for a base that cannot be served, an unknown name, one that is given twice, and a setting that is no feature and has
     no values given.
     """
     base = probe.start()
@@ -126,17 +126,19 @@ def columns(asked: Sequence[str], probe: Probe) -> list[Column]:
         name, given, values = word.partition("=")
         setting = _setting(name)
         if setting in made:
-            raise CannotServe(f"--columns {name}: given twice; a column holds all values: {name}=VALUE,VALUE,VALUE")
+            raise UnsupportedConfig(
+                f"--columns {name}: given twice; a column holds all values: {name}=VALUE,VALUE,VALUE"
+            )
         made[setting] = _explicit(name, setting, values, base) if given else _switch(name, setting, probe)
     return list(made.values())
 
 
 def _setting(name: str) -> str:
-    """The setting that a column's name stands for. Raises CannotServe naming the nearest that there is."""
+    """The setting that a column's name stands for. Raises UnsupportedConfig naming the nearest that there is."""
     setting = SHORT.get(name, name.removeprefix("--").replace("-", "_"))
     if setting not in settings():
         guess = nearest(name, [*SHORT, *settings()])
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--columns {name}: no such setting; "
             + (
                 f"did you mean {guess}?"
@@ -150,7 +152,9 @@ def _setting(name: str) -> str:
 def _explicit(name: str, setting: str, values: str, base: Resolved) -> Column:
     levels = tuple(Level(value, value, value) for value in values.split(",") if value)
     if len(levels) < 2:
-        raise CannotServe(f"--columns {name}={values}: a column compares two values or more, e.g. kv=bfloat16,fp8_e4m3")
+        raise UnsupportedConfig(
+            f"--columns {name}={values}: a column compares two values or more, e.g. kv=bfloat16,fp8_e4m3"
+        )
     return Column(name, setting, levels, _value(setting, base))
 
 
@@ -159,7 +163,7 @@ def _switch(name: str, setting: str, probe: Probe) -> Column:
     one = settings()[setting]
     off, has = _off(one, decided=True), _value(setting, probe.start())
     if off is AS_IT_IS:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--columns {name}: {setting} is a size and no feature that can be off; compare values: {name}=VALUE,VALUE"
         )
     if not probe.alike({setting: off}):

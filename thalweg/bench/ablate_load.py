@@ -13,7 +13,7 @@ from statistics import fmean
 import msgspec
 
 from thalweg.bench.datasets import Vocabulary
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 
@@ -164,9 +164,9 @@ def _short(ask: Ask) -> Ask:
 
 
 def must_fit(work: Workload, context: int) -> None:
-    """Raises CannotServe where the longest sequence is longer than the context."""
+    """Raises UnsupportedConfig where the longest sequence is longer than the context."""
     if work.longest > context:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--input-len {work.input_len} and --output-len {work.output_len} with --spread {work.spread:g} make up to {work.longest} tokens, and a "
             f"sequence has at most {context} here: ask for less"
         )

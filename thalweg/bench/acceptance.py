@@ -85,14 +85,14 @@ def same(got: Written, want: Written) -> tuple[int, int]:
 
 def count(engine: LocalEngine, questions: Sequence[Question], how: Sampled, plain: Written | None) -> Row:
     """What became of the drafts of these answers. plain: what they must be."""
-    before = engine.loop.stats().drafts
+    before = engine.loop.stats().acceptance
     got = written(engine, questions, how)
-    drafts = engine.loop.stats().drafts.since(before)
+    drafts = engine.loop.stats().acceptance.since(before)
     row: Row = {
         "answers": len(got),
         "tokens": sum(map(len, got)),
         "verifications": drafts.verifications,
-        "accept_length": drafts.length,
+        "accept_length": drafts.mean_length,
         "accept_rate": drafts.rate,
         "accept_rate_by_depth": drafts.rates_at,
         "drafted_by_depth": drafts.drafted_at,

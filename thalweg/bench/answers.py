@@ -20,7 +20,7 @@ from thalweg.bench.datasets import Prompt
 from thalweg.bench.load import Load, interruptible
 from thalweg.bench.metrics import Record, failures
 from thalweg.bench.tasks import Item
-from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.errors import ThalwegError, UnsupportedConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.assemble import Assembler
 from thalweg.engine.front import check_prompt
@@ -156,11 +156,11 @@ class Here:
     def select(self, selection: Selection) -> None:
         """Puts another choice of context in the place of the indexer's, and forgets what was computed with the old one.
 
-        Raises CannotServe for a model that chooses no context.
+        Raises UnsupportedConfig for a model that chooses no context.
         """
         found = self.indexers()
         if not found:
-            raise CannotServe("this model has no indexer, so there is no choice of context to replace")
+            raise UnsupportedConfig("this model has no indexer, so there is no choice of context to replace")
         for indexer in found:
             indexer.selection = selection
         self.llm.engine.runner.eager()

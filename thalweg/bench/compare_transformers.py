@@ -39,7 +39,7 @@ from thalweg.bench.in_process import (
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status
 from thalweg.config.args import Parser, options_parser, parse_options
-from thalweg.core.errors import CannotServe, CheckpointError
+from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolved import Resolved
 
@@ -123,12 +123,12 @@ def decode_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def load_transformers(folder: Path) -> Generates:
     """The checkpoint in transformers, float32. Its NextN layers stay out: transformers has none.
 
-    Raises CannotServe without transformers, CheckpointError where its own reading leaves a tensor over or short.
+    Raises UnsupportedConfig without transformers, CheckpointError where its own reading leaves a tensor over or short.
     """
     try:
         library: Any = import_module("transformers")
     except ImportError as error:
-        raise CannotServe("this comparison needs transformers: pip install 'thalweg[test]'") from error
+        raise UnsupportedConfig("this comparison needs transformers: pip install 'thalweg[test]'") from error
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
     extra = tuple(
@@ -178,11 +178,11 @@ def agreement(ours: Sequence[Tokens], theirs: Sequence[Tokens]) -> float:
 
 
 def judge(batch: int, length: int, runs: dict[str, Runs]) -> dict[str, object]:
-    """Median tokens a second of each, and Thalweg's over the fastest other's. Raises CannotServe when no other ran."""
+    """Median tokens a second of each, and Thalweg's over the fastest other's. Raises UnsupportedConfig when no other ran."""
     rates = {name: batch * length / middle(r.seconds) for name, r in runs.items() if r.seconds}
     others = {name: rate for name, rate in rates.items() if name != "thalweg"}
     if not others:
-        raise CannotServe(
+        raise UnsupportedConfig(
             "transformers could run this checkpoint with no cache: " + str({n: r.cannot for n, r in runs.items()})
         )
     fastest = max(others, key=lambda name: others[name])
@@ -247,7 +247,7 @@ def run(argv: list[str]) -> int:
     room = room_for(parsed.options, max(args.batch_size), args.input_len, args.output_len)
     resolved, engine = start(room)
     if resolved.engine.dtype != "float32":
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"the comparison runs in float32 on both sides, and --dtype is {resolved.engine.dtype}: say --dtype float32"
         )
     fits(engine, args.input_len, args.output_len)

@@ -24,7 +24,7 @@ from thalweg.bench.results import ResultError, provenance, write
 from thalweg.config.args import Parsed, Parser, options_parser, parse_options
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults
-from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.errors import ThalwegError, UnsupportedConfig
 from thalweg.llm import LLM
 
 BROKEN = "an error that nobody expected; it stands below"
@@ -91,16 +91,18 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 
 
 def _chosen(args: argparse.Namespace, answerer: Answerer) -> tuple[str, ...]:
-    """The tasks to run: those asked for, or all that can be. Raises CannotServe for what HTTP cannot give."""
+    """The tasks to run: those asked for, or all that can be. Raises UnsupportedConfig for what HTTP cannot give."""
     here = answerer if isinstance(answerer, Here) else None
     if here is None:
         if missing := [task for task in args.tasks or () if task not in (*SHARES, CHOICE)]:
-            raise CannotServe(f"--tasks {' '.join(missing)}: needs the engine in this process; leave --base-url out")
+            raise UnsupportedConfig(
+                f"--tasks {' '.join(missing)}: needs the engine in this process; leave --base-url out"
+            )
     lacking = _lacking(here) if here is not None else {}
     if args.tasks is not None:
         for task in args.tasks:
             if task in lacking:
-                raise CannotServe(f"--tasks {task}: {lacking[task]}; leave it out")
+                raise UnsupportedConfig(f"--tasks {task}: {lacking[task]}; leave it out")
         return tuple(dict.fromkeys(args.tasks))
     if args.gsm8k or args.choices:
         return ()
@@ -152,7 +154,7 @@ def _start(config: Options, args: argparse.Namespace, progress: Progress) -> tup
     if args.base_url:
         folder = Path(model)
         if not (folder / "tokenizer.json").is_file():
-            raise CannotServe(
+            raise UnsupportedConfig(
                 f"--model {model}: with --base-url it must be a folder with tokenizer.json and config.json"
             )
         there = There(args.base_url, args.served_model_name or model, args.api_key, args.concurrency, progress)
@@ -175,7 +177,7 @@ def run(argv: list[str]) -> int:
     if args.harness:
         return 0 if harness.run(parsed.options, args, argv) else 1
     if args.base_url and args.indexer != "model":
-        raise CannotServe("--indexer random: needs the engine in this process; leave --base-url out")
+        raise UnsupportedConfig("--indexer random: needs the engine in this process; leave --base-url out")
     read_files(_asked(args, ()))  # what is wrong with them is said before a model is loaded
     console, ended, status = Console(stderr=True), BROKEN, 1
     with Progress(console=console, disable=not (console.is_terminal and args.base_url)) as progress:
@@ -221,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0: done; 1: it could not run, or an error ended it; 2: it was asked for wrongly; 130: Ctrl-C. What was measured is told and written."""
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
-    except CannotServe as error:
+    except UnsupportedConfig as error:
         print(f"thalweg eval: {error}", file=sys.stderr)
         return 2
     except (ThalwegError, HttpError, DatasetError, ResultError, ServerError) as error:

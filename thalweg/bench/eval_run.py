@@ -19,7 +19,7 @@ from thalweg.bench.datasets import DatasetError
 from thalweg.bench.nextn_acceptance import Written, acceptance, load_nextn
 from thalweg.bench.statistics import Share
 from thalweg.bench.tasks import Item, make_items, score
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 SHARES = ("sums", "recall", "tools")  # answered and scored right or wrong
 BLIND = "recall-random"  # recall, with a random choice of context in the place of the indexer's
@@ -62,13 +62,14 @@ class Files(msgspec.Struct, frozen=True):
 
 
 def read_files(asked: Asked) -> Files:
-    """Raises DatasetError for a file that cannot be read, has a broken line or too few worked examples; CannotServe for flags that lack another."""
+    """Raises DatasetError for a file that cannot be read, has a broken line or too few worked examples; UnsupportedConfig for flags that
+    lack another."""
     if asked.shots and not (asked.gsm8k and asked.gsm8k_shots):
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--shots {asked.shots}: needs --gsm8k FILE and --gsm8k-shots FILE, from which the worked examples are taken"
         )
     if asked.gsm8k_shots and not asked.shots:
-        raise CannotServe(f"--gsm8k-shots {asked.gsm8k_shots}: say how many of them with --shots N")
+        raise UnsupportedConfig(f"--gsm8k-shots {asked.gsm8k_shots}: say how many of them with --shots N")
     problems = gsm8k.read_problems(Path(asked.gsm8k))[: asked.items] if asked.gsm8k else []
     shots = gsm8k.read_problems(Path(asked.gsm8k_shots)) if asked.shots else []
     if len(shots) < asked.shots:

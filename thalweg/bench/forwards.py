@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import Row, StepPlan
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.widths import clock
@@ -106,7 +106,7 @@ def upcoming(engine: LocalEngine, width: int) -> StepPlan:
     scheduler = engine.loop.scheduler
     rows = [Row(r.uid, r.slot, r.known - 1, 1 + width, width, True) for r in scheduler.live.values()]
     reach = max(row.start + row.n for row in rows)
-    return StepPlan(scheduler.step, scheduler.retired, tuple(rows), draft=width, reach=reach)
+    return StepPlan(scheduler.step, scheduler.retired, tuple(rows), num_drafts=width, max_kv_len=reach)
 
 
 def seconds(engine: LocalEngine, work: Call) -> float:
@@ -147,6 +147,6 @@ def recorded(calls: list[Call]) -> Call:
             tape.begin()
             work()
             replay: Call = tape.end().replay
-    except CannotServe:
+    except UnsupportedConfig:
         return work
     return replay

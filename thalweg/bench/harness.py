@@ -31,7 +31,7 @@ from thalweg.bench.statistics import Share
 from thalweg.config.args import Parser
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults, settings
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 MODELS = {"completions": "local-completions", "chat": "local-chat-completions"}
 SHARES = ("acc", "acc_norm", "exact_match", "em", "pass@1")  # metrics that are means over documents of right or wrong
@@ -61,12 +61,14 @@ def flags(parser: Parser) -> None:
 
 
 def run(config: Options, args: argparse.Namespace, argv: Sequence[str]) -> list[Row]:
-    """Evaluates and prints. Raises CannotServe, ServerError or ResultError."""
+    """Evaluates and prints. Raises UnsupportedConfig, ServerError or ResultError."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise CannotServe(f"--harness {' '.join(args.harness)}: lm-evaluation-harness is not installed here; {INSTALL}")
+        raise UnsupportedConfig(
+            f"--harness {' '.join(args.harness)}: lm-evaluation-harness is not installed here; {INSTALL}"
+        )
     folder = Path(config.model.model)
     if not (folder / "tokenizer.json").is_file():
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--model {folder}: the harness counts tokens itself, so it must be a folder with tokenizer.json"
         )
     rows, configured = asyncio.run(_evaluate(config, args, folder))

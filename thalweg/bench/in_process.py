@@ -15,7 +15,7 @@ import msgspec
 from thalweg.bench.datasets import vocabulary_of
 from thalweg.config.options import Options
 from thalweg.config.tree import replace
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -46,10 +46,10 @@ class Lengths:
     more: int = 0
 
     def within(self, context: int) -> None:
-        """Raises CannotServe when it is longer."""
+        """Raises UnsupportedConfig when it is longer."""
         total = self.input + self.output + self.more
         if total > context:
-            raise CannotServe(
+            raise UnsupportedConfig(
                 f"{self.flags[0]} {self.input} and {self.flags[1]} {self.output} make {total} tokens, and a sequence has at most {context} "
                 "here: ask for less"
             )
@@ -90,7 +90,8 @@ def room_for(config: Options, batch: int, input_len: int, output_len: int) -> Op
 
 
 def start(config: Options, longest: Lengths | None = None) -> tuple[Resolved, LocalEngine]:
-    """Resolves, loads and builds. longest: what must fit. Raises CannotServe, where that is known before anything is loaded, or CheckpointError."""
+    """Resolves, loads and builds. longest: what must fit. Raises UnsupportedConfig, where that is known before anything is loaded, or
+    CheckpointError."""
     resolved = resolve(config, simulates=True)
     if longest is not None:
         longest.within(resolved.engine.context_length)
@@ -114,7 +115,7 @@ def random_batch(resolved: Resolved, batch: int, length: int, rng: Random) -> li
 
 
 def fits(engine: LocalEngine, input_len: int, output_len: int) -> None:
-    """Raises CannotServe when such a sequence is longer than the engine's context."""
+    """Raises UnsupportedConfig when such a sequence is longer than the engine's context."""
     Lengths(input_len, output_len).within(engine.context)
 
 

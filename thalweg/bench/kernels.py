@@ -23,7 +23,7 @@ from thalweg.bench import ceilings, stopwatch
 from thalweg.bench.in_process import positive
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.kernels.case import Case, Inputs, Run, Sized
 from thalweg.kernels.catalog import OPERATIONS
 
@@ -246,16 +246,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> tuple[list[Row], bool]:
-    """Measures and prints. What was measured, and whether Ctrl-C ended it early. Raises ResultError, CannotServe for what is not here."""
+    """Measures and prints. What was measured, and whether Ctrl-C ended it early. Raises ResultError, UnsupportedConfig for what is not here."""
     args = _parser().parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise CannotServe("--device cuda: torch sees no GPU here; use --device cpu")
+        raise UnsupportedConfig("--device cuda: torch sees no GPU here; use --device cpu")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.threads:
         torch.set_num_threads(args.threads)
     chosen = select(works(device), args.names, args.reference or device.type == "cpu")
     if not chosen:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"nothing here has {' or '.join(map(repr, args.names))} in its name; --list says what there is"
         )
     if args.list:

@@ -27,8 +27,8 @@ from torch import Tensor
 from thalweg.bench.published import Published, published
 from thalweg.config.args import Parser
 from thalweg.config.model import read_facts
-from thalweg.core.amounts import size
-from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.errors import ThalwegError, UnsupportedConfig
+from thalweg.core.format import format_bytes
 from thalweg.weights.stream import DTYPES, INDEX, SINGLE
 
 PIECE = 1 << 23  # elements drawn and written at a time
@@ -134,15 +134,15 @@ def write(placed: Sequence[Placed], folder: Path, seed: int, device: torch.devic
 
 
 def make(shape: Path, out: Path, seed: int, nextn: bool, shard: int, device: torch.device, shown: bool) -> list[Placed]:
-    """The checkpoint of the model whose config.json lies in `shape`, in the folder `out`. Raises CheckpointError, CannotServe, OSError."""
+    """The checkpoint of the model whose config.json lies in `shape`, in the folder `out`. Raises CheckpointError, UnsupportedConfig, OSError."""
     tensors = published(read_facts(shape), nextn)
     if out.exists() and any(out.iterdir()):
-        raise CannotServe(f"{out} is not empty: give a folder that is, or does not exist")
+        raise UnsupportedConfig(f"{out} is not empty: give a folder that is, or does not exist")
     out.mkdir(parents=True, exist_ok=True)
     total, free = sum(map(_bytes, tensors)), shutil.disk_usage(out).free
     if total > free:
-        raise CannotServe(
-            f"the checkpoint takes {size(total)}, and {size(free)} are free at {out}: give another folder"
+        raise UnsupportedConfig(
+            f"the checkpoint takes {format_bytes(total)}, and {format_bytes(free)} are free at {out}: give another folder"
         )
     for pattern in COPIED:
         for file in shape.glob(pattern):
@@ -179,7 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         placed = make(args.shape, args.out, args.seed, not args.no_nextn, int(args.shard_size * 1e9), device, shown)
     except (ThalwegError, OSError) as error:
         print(f"thalweg bench make-checkpoint: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CannotServe) else 1
+        return 2 if isinstance(error, UnsupportedConfig) else 1
     files = len({one.file for one in placed})
-    print(f"{args.out}: {len(placed)} tensors, {size(sum(_bytes(one.tensor) for one in placed))} in {files} files")
+    print(
+        f"{args.out}: {len(placed)} tensors, {format_bytes(sum(_bytes(one.tensor) for one in placed))} in {files} files"
+    )
     return 0

@@ -93,7 +93,7 @@ def measure(
     """All sequences at once, to their ends or until `stopped`. Raises InvalidRequest for what the engine refuses."""
     task = progress.add_task("sequences", total=len(wanted), note="")
     run, engine = Run(), llm.engine
-    begin, cpu, before = time.perf_counter(), time.process_time(), engine.loop.stats().drafts
+    begin, cpu, before = time.perf_counter(), time.process_time(), engine.loop.stats().acceptance
     owners = _owners(llm, wanted, ignore_eos)
     while owners and not stopped():
         deltas = engine.step()
@@ -111,7 +111,7 @@ def measure(
                 run.done, run.inputs = run.done + 1, run.inputs + len(request.ids)
                 progress.update(task, advance=1, note=f"{sum(run.by_second)} tokens")
     run.seconds, run.cpu = time.perf_counter() - begin, time.process_time() - cpu
-    run.outputs, run.accept_length = sum(run.by_second), engine.loop.stats().drafts.since(before).length
+    run.outputs, run.accept_length = sum(run.by_second), engine.loop.stats().acceptance.since(before).mean_length
     engine.abort(tuple(owners))
     while not engine.idle:
         engine.step()

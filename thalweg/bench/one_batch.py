@@ -200,14 +200,14 @@ def run(argv: list[str]) -> tuple[list[dict[str, object]], str]:
     try:
         with Progress(console=console, disable=not console.is_terminal) as bar:
             for case in bar.track(cases, description="cases"):
-                before = engine.loop.stats().drafts
+                before = engine.loop.stats().acceptance
                 runs = measure(engine, resolved, case, args.repeat, rng)
-                drafts = engine.loop.stats().drafts.since(before)
+                drafts = engine.loop.stats().acceptance.since(before)
                 timing = min(runs, key=lambda one: one.total)
                 steps = [round(seconds, 7) for seconds in timing.decode]
                 results.append(report(case, timing, args.run_name) | {"runs": each(runs), "decode_latencies": steps})
-                if drafts.length is not None:
-                    results[-1] |= {"accept_length": drafts.length, "accept_rate": drafts.rate}
+                if drafts.mean_length is not None:
+                    results[-1] |= {"accept_length": drafts.mean_length, "accept_rate": drafts.rate}
                 if top is not None:
                     covered = coverage.of_decode(engine, random_batch(resolved, case[0], case[1], rng))
                     results[-1] |= shares(resolved, case, timing, top, covered)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from thalweg.core.amounts import size
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Part:
 
 def check(made: Forecast, argv: Sequence[str], asked: argparse.Namespace, console: Console) -> int:
     """Starts an engine, or asks the server that `asked` names; prints each part. Exit status: 0 where the total and each part that matters to
-    it are within 3 %, else 1. Raises CannotServe, CheckpointError."""
+    it are within 3 %, else 1. Raises UnsupportedConfig, CheckpointError."""
     report = _ask(asked.server, asked.api_key) if asked.server else _start(made)
     if asked.server:
         _same(made, report)
@@ -80,7 +80,7 @@ def compare(made: Forecast, measured: Mapping[str, Any]) -> list[Part]:
         forecast |= {"step": made.room.step, "graphs": made.room.graphs, "beside": made.room.beside}
     missing = [name for name in forecast if f"memory_{name}" not in measured]
     if missing:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--check: the engine does not tell its {', '.join(missing)}: it is another version; start one of this"
         )
     parts = [Part(name, value, float(measured[f"memory_{name}"])) for name, value in forecast.items()]
@@ -106,23 +106,23 @@ def _start(made: Forecast) -> dict[str, Any]:
 
 
 def _ask(url: str, key: str) -> dict[str, Any]:
-    """The report of a running server. Raises CannotServe."""
+    """The report of a running server. Raises UnsupportedConfig."""
     where = url.rstrip("/") + "/resolved"
     request = urllib.request.Request(where, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             found = json.loads(answer.read())
     except (OSError, ValueError, urllib.error.HTTPError) as error:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--server {url}: {where} gives no report ({error}); is it a server of Thalweg that is ready, and does it want --api-key?"
         ) from error
     if not isinstance(found, dict) or not all(isinstance(one, dict) and "value" in one for one in found.values()):
-        raise CannotServe(f"--server {url}: {where} is no report of a server of Thalweg")
+        raise UnsupportedConfig(f"--server {url}: {where} is no report of a server of Thalweg")
     return found
 
 
 def _same(made: Forecast, report: Mapping[str, Any]) -> None:
-    """Raises CannotServe where the server was started with other settings than were planned for."""
+    """Raises UnsupportedConfig where the server was started with other settings than were planned for."""
     planned = {one.name: one.value for one in made.resolved.decisions if one.name not in FREE}
     other = [
         f"{name} {report[name]['value']} there and {value} here"
@@ -130,7 +130,7 @@ def _same(made: Forecast, report: Mapping[str, Any]) -> None:
         if name in report and report[name]["value"] != value
     ]
     if other:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--server: was started with other settings: {'; '.join(other[:4])}; give --check the flags that it was given"
         )
 
@@ -154,6 +154,6 @@ def _table(parts: Sequence[Part]) -> Table:
     total = parts[-1].measured
     for part in parts:
         apart = (part.forecast - part.measured) / total if total else 0.0
-        shown = (size(round(value)) for value in (part.forecast, part.measured))
+        shown = (format_bytes(round(value)) for value in (part.forecast, part.measured))
         table.add_row(part.name, *shown, f"{100 * part.off:+.2f} %", f"{100 * apart:+.2f} %")
     return table

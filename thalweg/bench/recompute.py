@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
+from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.request import Request
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -116,11 +116,11 @@ def computed(
     runner = engine.runner
     greedy = SamplingParams(temperature=0.0)
     binds: tuple[Bind, ...] = (Bind(slot, tokens, len(tokens), cuts[0][0], engine.context, 0, (), greedy),)
-    appends: tuple[Append, ...] = (Append(slot, 0, pages),)
+    appends: tuple[PageAppend, ...] = (PageAppend(slot, 0, pages),)
     logits = torch.empty(0)
     for start, stop in cuts:
         row = Row(0, slot, start, stop - start, 0, stop == len(tokens))
-        plan = StepPlan(0, 0, (row,), binds=binds, appends=appends, reach=stop)
+        plan = StepPlan(0, 0, (row,), binds=binds, appends=appends, max_kv_len=stop)
         binds, appends = (), ()
         forwarded = runner.forward(plan)
         assert forwarded is not None and forwarded.seen is not None, "the step has a row"

@@ -19,7 +19,7 @@ from thalweg.bench.replayer import Replayer, Verdict
 from thalweg.bench.usage import Parser
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import read_facts
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine.recording import Head, Recording, fingerprint, read, versions
 
 EPILOG = """\
@@ -32,7 +32,7 @@ exit status: 0 every output equals the recorded one; 1 one does not, or a step r
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Raises CannotServe for what is no recording or cannot be run here, CheckpointError for a checkpoint that is not there."""
+    """Raises UnsupportedConfig for what is no recording or cannot be run here, CheckpointError for a checkpoint that is not there."""
     parser = Parser(
         "thalweg replay",
         description="Runs the steps of a recording (--crash-dump-folder) again and compares what comes of them.",
@@ -60,16 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _settings(recording: Recording, model: str | None, device: str | None, progress: bool) -> tuple[EngineConfig, bool]:
-    """The recorded settings on this checkpoint, and whether it is the recorded one. Raises CannotServe."""
+    """The recorded settings on this checkpoint, and whether it is the recorded one. Raises UnsupportedConfig."""
     head = recording.head
     path = Path(model or head.config.model_path)
     if not (path / "config.json").is_file():
-        raise CannotServe(f"{path}: no config.json there; name the folder of the checkpoint with --model")
-    longest, holds = max((step.plan.reach for step in recording.steps), default=0), read_facts(path).context
+        raise UnsupportedConfig(f"{path}: no config.json there; name the folder of the checkpoint with --model")
+    longest, holds = max((step.plan.max_kv_len for step in recording.steps), default=0), read_facts(path).context
     if holds < longest:
-        raise CannotServe(f"{path}: the recorded sequences have up to {longest} tokens; this model holds {holds}")
+        raise UnsupportedConfig(f"{path}: the recorded sequences have up to {longest} tokens; this model holds {holds}")
     if head.config.device == "cuda" and device is None and not torch.cuda.is_available():
-        raise CannotServe("recorded on a GPU, and there is none here: use --device cpu")
+        raise UnsupportedConfig("recorded on a GPU, and there is none here: use --device cpu")
     here = (
         {
             "device": "cpu",
@@ -91,7 +91,7 @@ def _settings(recording: Recording, model: str | None, device: str | None, progr
     begins, ends = (recording.steps[i].plan.step if recording.steps else 0 for i in (0, -1))
     for change in recording.changed:
         if same and begins < change.step <= ends:
-            raise CannotServe(
+            raise UnsupportedConfig(
                 f"the weights were replaced at step {change.step}, from {change.path}: steps from there on cannot be run again. "
                 f"--until {change.step - 1} runs those before; --model with another checkpoint runs all, and does not compare"
             )

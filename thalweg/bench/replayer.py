@@ -20,16 +20,16 @@ from itertools import takewhile
 import msgspec
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core.errors import CannotServe
-from thalweg.core.grammar import FREE, Grammar
-from thalweg.core.plan import PAGE, Append, Bind, MaskState, Output, Row, StepPlan, TokenLogprob
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.plan import PAGE, Bind, GrammarState, Output, PageAppend, Row, StepPlan, TokenLogprob
 from thalweg.core.ticket import TicketState
 from thalweg.engine.build import build
 from thalweg.engine.channel import LocalChannel
 from thalweg.engine.recording import Recording, Step
 from thalweg.engine.selfcheck import proven
 
-NO_MASKS: Mapping[int, MaskState] = {}
+NO_MASKS: Mapping[int, GrammarState] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +163,9 @@ class Replayer:
         """A step that is not in the recording: this part of a place alone."""
         slot = place.bind.slot
         known = tuple(place.tokens)
-        bind = place.bind._replace(tokens=known, computed=start, end=len(known) + 1, masked=False)
+        bind = place.bind._replace(tokens=known, computed=start, end=len(known) + 1, has_grammar=False)
         row = Row(place.uid, slot, start, end - start, 0, False)
-        self._launch(StepPlan(0, 0, (row,), (bind,), (Append(slot, 0, tuple(place.pages)),), reach=end))
+        self._launch(StepPlan(0, 0, (row,), (bind,), (PageAppend(slot, 0, tuple(place.pages)),), max_kv_len=end))
         self.verdict.filled += end - start
         self._note(place, start, end)
 
@@ -196,17 +196,17 @@ class Replayer:
     def _correct(self, plan: StepPlan) -> StepPlan:
         """The plan, and binds for the slots that stand otherwise than they did: a bind says all of a slot but its page table."""
         binds = tuple(self._corrected.values())
-        tables = tuple(Append(bind.slot, 0, tuple(self._place(bind.slot).pages)) for bind in binds)
+        tables = tuple(PageAppend(bind.slot, 0, tuple(self._place(bind.slot).pages)) for bind in binds)
         self._corrected.clear()
         return replace(plan, binds=binds + plan.binds, appends=tables + plan.appends)
 
-    def _launch(self, plan: StepPlan, masks: Mapping[int, MaskState] = NO_MASKS) -> Sequence[Output]:
+    def _launch(self, plan: StepPlan, masks: Mapping[int, GrammarState] = NO_MASKS) -> Sequence[Output]:
         """A, B and their output. Raises _Died."""
         number, self._launched = self._launched, self._launched + 1
-        again = replace(plan, step=number, seen=number - 1, masked=False)
+        again = replace(plan, step=number, seen=number - 1, waits_for_commit=False)
         try:
             self.worker.forward(again, again.shape)
-            self.worker.sample(again, masks, again.draft)
+            self.worker.sample(again, masks, again.num_drafts)
             return self.worker.output(again)
         except Exception as error:  # whatever a step raises is what is looked for
             trace = "".join(traceback.format_exception(error))
@@ -214,7 +214,7 @@ class Replayer:
 
     def _place(self, slot: int) -> _Place:
         if slot not in self._places:
-            raise CannotServe(
+            raise UnsupportedConfig(
                 f"slot {slot} is used before anything was put into it: the recording lacks a seat or a step"
             )
         return self._places[slot]
@@ -232,7 +232,7 @@ class Replayer:
         if place.over:
             return  # padding
         known = len(place.tokens)
-        start = known - row.n + row.drafts if row.emit else row.start
+        start = known - row.n + row.num_drafts if row.emit else row.start
         place.over = truth.done
         place.tokens += truth.tokens
         place.drafts, place.parents = now.drafts, now.parents
@@ -272,24 +272,24 @@ class Replayer:
 
     def _follow(self, place: _Place) -> None:
         """Opens the grammar of a request that has just been bound, and waits until it is compiled."""
-        uid, grammar = place.uid, self._grammars.get(place.uid, FREE)
-        if not self.compare or not place.bind.masked or uid in self._open:
+        uid, grammar = place.uid, self._grammars.get(place.uid, NO_GRAMMAR)
+        if not self.compare or not place.bind.has_grammar or uid in self._open:
             return
         ticket = self.book.open(uid, grammar)
         while ticket.state is TicketState.PENDING:
             time.sleep(0.001)
         if ticket.state is TicketState.FAILED:
-            raise CannotServe(f"request {uid}: its grammar does not compile any more: {ticket.why}")
+            raise UnsupportedConfig(f"request {uid}: its grammar does not compile any more: {ticket.error}")
         self._open.add(uid)
         out = place.tokens[place.bind.prompt_len :]
         if out:
             self.book.advance(uid, out)
 
-    def _mask(self, row: Row) -> MaskState | None:
+    def _mask(self, row: Row) -> GrammarState | None:
         place = self._place(row.slot)
         if not row.emit or place.over or place.uid not in self._open:
             return None
-        return MaskState(len(place.tokens), place.tokens[-1], place.drafts, place.parents)
+        return GrammarState(len(place.tokens), place.tokens[-1], place.drafts, place.parents)
 
     # ---- another model
 
@@ -304,7 +304,7 @@ class Replayer:
             tokens=tuple(self._fold(bind.tokens)),
             stop_ids=stops,
             params=msgspec.structs.replace(params, logit_bias=bias),
-            masked=False,
+            has_grammar=False,
         )
 
     def _fold(self, tokens: Sequence[int]) -> Sequence[int]:

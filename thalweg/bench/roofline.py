@@ -33,8 +33,8 @@ from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parsed, Parser, options_parser, parse_options
 from thalweg.config.model import ModelFacts, read_facts
-from thalweg.core.errors import CannotServe
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import KernelConfig
 from thalweg.core.messages import StartProfile, StopProfile
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -142,7 +142,7 @@ def shapes_of(facts: ModelFacts) -> trace.Shapes:
 
 
 def ground(
-    facts: ModelFacts, rates: dict[str, float], device: str, dtype: str, kernels: KernelChoice, context: int
+    facts: ModelFacts, rates: dict[str, float], device: str, dtype: str, kernels: KernelConfig, context: int
 ) -> Ground:
     """rates: of `ceilings.rates`."""
     plain = device == "cpu" or kernels.decode == "reference"  # whose FP8 weights are dequantized when they are loaded
@@ -245,7 +245,7 @@ def of_trace(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
     if load.threads is not None:
         torch.set_num_threads(load.threads)
     dtype = load.dtype or ("bfloat16" if here else "float32")
-    kernels = KernelChoice(decode="triton" if here else "reference", kv=parsed.options.memory.kv_cache_dtype or "")
+    kernels = KernelConfig(decode="triton" if here else "reference", kv=parsed.options.memory.kv_cache_dtype or "")
     under = ground(facts, ceilings.rates(torch.device(device)), device, dtype, kernels, args.context)
     return {"ceilings": asdict(under.top)}, iter([Run(_steady(profile, under), profile, {})])
 
@@ -306,7 +306,7 @@ def run(argv: list[str]) -> tuple[list[Run], str]:
     parsed = parse_options(_parser(), argv)
     args = parsed.args
     if args.trace is None and not parsed.options.model.model:
-        raise CannotServe("give a model to run, or --trace FILE with a profile of one; --help tells more")
+        raise UnsupportedConfig("give a model to run, or --trace FILE with a profile of one; --help tells more")
     told, made = (of_model if args.trace is None else of_trace)(parsed)
     settings = told.pop("configuration", {})
     assert isinstance(settings, dict)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from thalweg.config.options import Options
 from thalweg.config.tree import replace
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 
@@ -58,12 +58,14 @@ def shapes(widths: Sequence[int], trees: Sequence[Shape]) -> list[Shape]:
 
 
 def resolved_for(shape: Shape, config: Options, **wishes: object) -> Resolved:
-    """The engine that drafts this shape. Raises CannotServe where nothing drafts."""
+    """The engine that drafts this shape. Raises UnsupportedConfig where nothing drafts."""
     wishes |= {"mtp": None, "speculative_eagle_topk": shape.branches, "speculative_num_steps": shape.deepest}
     wishes["speculative_num_draft_tokens"] = None if shape.branches == 1 else shape.nodes + 1
     resolved = resolve(replace(config, **wishes), simulates=True)
     if resolved.engine.speculative_algorithm == "NONE":
-        raise CannotServe("speculative_algorithm: nothing drafts here; use --speculative-algorithm NEXTN or NGRAM")
+        raise UnsupportedConfig(
+            "speculative_algorithm: nothing drafts here; use --speculative-algorithm NEXTN or NGRAM"
+        )
     return resolved
 
 

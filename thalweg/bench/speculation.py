@@ -100,14 +100,14 @@ def measure(engine: LocalEngine, prompts: Sequence[Sequence[int]], case: Case, o
     before = engine.loop.stats()
     done = decode(engine, prompts, output)
     stats = engine.loop.stats()
-    drafts = stats.drafts.since(before.drafts)
+    drafts = stats.acceptance.since(before.acceptance)
     return {
         "batch_size": case.batch,
         "input_len": case.input,
         "decode_throughput": done.tokens / done.seconds if done.seconds else 0.0,
         "step_latency": done.seconds / done.steps if done.steps else 0.0,
         "steps": done.steps,
-        "accept_length": drafts.length or 1.0,
+        "accept_length": drafts.mean_length or 1.0,
         "accept_rate": drafts.rate,
         "accept_rate_by_depth": drafts.rates_at,
         "drafted_tokens": drafts.drafted,

@@ -21,7 +21,7 @@ from thalweg.bench.in_process import positive
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import Parser, status
 from thalweg.config.tree import options_of
-from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
@@ -51,7 +51,7 @@ def step_seconds(engine: LocalEngine, batch: int, steps: int, seed: int, grammar
     rng = Random(seed)
     for i in range(batch):
         prompt = [rng.randrange(3, engine.vocab - 64) for _ in range(PROMPT)]
-        params = SamplingParams(temperature=1.0, seed=seed + i, max_tokens=steps + 24, ignore_eos=not grammar.on)
+        params = SamplingParams(temperature=1.0, seed=seed + i, max_tokens=steps + 24, ignore_eos=not grammar.is_set)
         engine.submit(prompt, params, grammar=grammar)
     started: set[int] = set()
     while len(started) < batch:
@@ -77,11 +77,11 @@ class Mode:
         """Raises ThalwegError. What is done before an interruption stays in `rounds`."""
         wishes = {"context_length": 1024, "enable_overlap_schedule": self.overlap, "max_running_requests": args.batch}
         engine = LocalEngine(resolve(options_of(model=args.model, **wishes), progress=False).engine)
-        for grammar in (FREE, HELD):
+        for grammar in (NO_GRAMMAR, HELD):
             step_seconds(engine, args.batch, WARM_UP_STEPS, 0, grammar)
         task = progress.add_task(f"overlap {'on' if self.overlap else 'off'}", total=args.rounds)
         for seed in range(args.rounds):
-            free, held = (step_seconds(engine, args.batch, args.steps, seed, grammar) for grammar in (FREE, HELD))
+            free, held = (step_seconds(engine, args.batch, args.steps, seed, grammar) for grammar in (NO_GRAMMAR, HELD))
             self.rounds.append((free, held))
             progress.advance(task)
 

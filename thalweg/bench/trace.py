@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.kernels import names
 
 STEP = re.compile(r"([AB]) step (\d+) rows (\d+) tokens (\d+)")
@@ -117,16 +117,16 @@ NO_SHAPES = Shapes({}, {})
 
 
 def read(path: Path, shapes: Shapes = NO_SHAPES) -> Profile:
-    """Raises CannotServe for a file that is none, or has no steps."""
+    """Raises UnsupportedConfig for a file that is none, or has no steps."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             trace = json.load(file)
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-        raise CannotServe(f"{path} is no profile ({error}); POST /start_profile writes one") from error
+        raise UnsupportedConfig(f"{path} is no profile ({error}); POST /start_profile writes one") from error
     halves = sorted(_halves(events), key=lambda half: half.begin)
     if not halves:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"{path} has no steps in it: a profile of Thalweg's engine with its CPU activities is needed, see POST /start_profile"
         )
     gpu = any(event.get("cat") in ON_GPU for event in events)

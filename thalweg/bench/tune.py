@@ -31,7 +31,7 @@ from thalweg.config.args import Parsed, Parser, options_parser, parse_options
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts, read_facts
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine import caches
 from thalweg.engine.build import parts
 from thalweg.kernels.case import Inputs
@@ -343,7 +343,7 @@ def run(argv: list[str]) -> Found:
     every = searches(resolved)
     wanted = [one for one in every if matches(f"{one.operation} {one.label}", args.only)]
     if every and not wanted:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--only: nothing here has {' or '.join(map(repr, args.only))} in its name; --list without it says what there is"
         )
     todo = [search for search in wanted if args.again or not shelf.done(search)]

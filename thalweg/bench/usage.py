@@ -10,7 +10,7 @@ from typing import NoReturn
 from thalweg.bench.datasets import DatasetError
 from thalweg.bench.results import ResultError
 from thalweg.config.setting import nearest
-from thalweg.core.errors import CannotServe, ThalwegError
+from thalweg.core.errors import ThalwegError, UnsupportedConfig
 
 UNKNOWN = "unrecognized arguments: "
 
@@ -33,7 +33,7 @@ def status(command: str, run: Callable[[list[str]], int], argv: Sequence[str] | 
         return run(list(sys.argv[1:] if argv is None else argv))
     except (ThalwegError, DatasetError, ResultError) as error:
         print(f"{command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CannotServe) else 1
+        return 2 if isinstance(error, UnsupportedConfig) else 1
     except KeyboardInterrupt:
         return 130
 

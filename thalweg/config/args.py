@@ -12,7 +12,7 @@ from thalweg.config.foreign import instead_of, translated
 from thalweg.config.options import Options
 from thalweg.config.setting import Setting, nearest
 from thalweg.config.tree import options_from, read_yaml, sections, settings, spellings
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 TITLES = {
     "model": "Model",
@@ -67,10 +67,10 @@ class Given:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that says which known flag is nearest to an unknown one, and raises CannotServe instead of leaving the process."""
+    """argparse that says which known flag is nearest to an unknown one, and raises UnsupportedConfig instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise CannotServe(message)
+        raise UnsupportedConfig(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +118,22 @@ def options_parser(prog: str, description: str, epilog: str = "", only: Sequence
 
 
 def parse_options(parser: Parser, argv: Sequence[str]) -> Parsed:
-    """Reads a command line; a YAML file given with --config lies below the flags. Raises CannotServe naming the flag."""
+    """Reads a command line; a YAML file given with --config lies below the flags. Raises UnsupportedConfig naming the flag."""
     found, unknown = parser.parse_known_args([_dashes(arg) for arg in argv])
     for arg in unknown:
         if not arg.startswith("-"):
-            raise CannotServe(f"unexpected {arg!r}: a value stands behind its flag, and one model is served")
+            raise UnsupportedConfig(f"unexpected {arg!r}: a value stands behind its flag, and one model is served")
         flags = [flag for action in parser._actions for flag in action.option_strings]
         if instead := instead_of(arg.partition("=")[0]):
-            raise CannotServe(f"unknown flag {arg}: {instead}")
+            raise UnsupportedConfig(f"unknown flag {arg}: {instead}")
         guess = nearest(arg.partition("=")[0], flags)
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"unknown flag {arg}" + (f"; did you mean {guess}?" if guess else "; --help lists what there is")
         )
     values = {name: entry.value for name, entry in found.given}
     if found.positional_model is not None:
         if "model" in values:
-            raise CannotServe(f"two models are given, {found.positional_model} and {values['model']}")
+            raise UnsupportedConfig(f"two models are given, {found.positional_model} and {values['model']}")
         values["model"] = settings()["model"].parse(found.positional_model)
     below = read_yaml(found.config) if found.config is not None else {}
     return Parsed(options_from(below | values), found.notices, found)
@@ -198,11 +198,11 @@ def _set(one: Setting, fixed: Any, foreign: bool) -> type[argparse.Action]:
 
 
 def _record(namespace: argparse.Namespace, one: Setting, flag: str, new: Any) -> None:
-    """Raises CannotServe where another flag has said otherwise."""
+    """Raises UnsupportedConfig where another flag has said otherwise."""
     before: dict[str, Given] = dict(namespace.given)
     last = before.get(one.name)
     if last is not None and last.flag != flag and not one.many and last.value != new:
-        raise CannotServe(f"{flag} and {last.flag} mean the same setting and disagree: leave one out")
+        raise UnsupportedConfig(f"{flag} and {last.flag} mean the same setting and disagree: leave one out")
     before[one.name] = Given(flag, (*last.value, *new) if last is not None and one.many else new)
     namespace.given = tuple(before.items())
 
@@ -222,7 +222,7 @@ def _note(habit: Habit) -> type[argparse.Action]:
     class Note(argparse.Action):
         def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
             if habit.value is not None and value not in (habit.value, habit.value.removesuffix(".0")):
-                raise CannotServe(
+                raise UnsupportedConfig(
                     f"{flag}: {habit.value} is all it may be, got {value}: {habit.otherwise or habit.note}"
                 )
             namespace.notices += (f"{flag} changes nothing: {habit.note}",)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from thalweg.core.kernels import KernelChoice, TunedRow
+from thalweg.core.kernels import KernelConfig, TunedKernel
 from thalweg.core.plan import PAGE
 from thalweg.core.report import Decision, Report
 from thalweg.core.tree import CHAIN, TreeShape
@@ -52,7 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an MLA model caches latents; else it caches decompressed keys and values."""
     deterministic_inference: bool = False
     """Whether a token's bits depend on its own sequence alone."""
-    tuned_kernels: tuple[TunedRow, ...] = ()
+    tuned_kernels: tuple[TunedKernel, ...] = ()
     """Tuned values that replace those of the kernels' tables."""
     torch_compile: bool = False
     cuda_graph_mode: str = "full_and_piecewise"
@@ -141,18 +141,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def tree(self) -> TreeShape:
         if self.speculative_eagle_topk == 1:
             return CHAIN
-        is_dynamic, nodes = self.speculative_tree == "dynamic", self.speculative_num_draft_tokens - 1
-        return TreeShape(self.speculative_eagle_topk, self.speculative_num_steps, nodes, is_dynamic)
+        is_dynamic, drafts = self.speculative_tree == "dynamic", self.speculative_num_draft_tokens - 1
+        return TreeShape(self.speculative_eagle_topk, self.speculative_num_steps, drafts, is_dynamic)
 
     @property
     def num_drafts(self) -> int:
         """Tokens drafted per sequence and step at most."""
-        return self.tree.nodes or self.speculative_num_steps
+        return self.tree.num_drafts or self.speculative_num_steps
 
     @property
-    def kernels(self) -> KernelChoice:
+    def kernels(self) -> KernelConfig:
         """The kernel selection that layers are built with."""
-        return KernelChoice(
+        return KernelConfig(
             decode=self.decode_attention_backend,
             prefill=self.prefill_attention_backend,
             moe=self.moe_runner_backend,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thalweg.config.setting import nearest
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Translated:
 
 
 def translated(value: object) -> Translated:
-    """Of vLLM's object, or its JSON. Raises CannotServe naming a key that has no equal."""
+    """Of vLLM's object, or its JSON. Raises UnsupportedConfig naming a key that has no equal."""
     tree, values, notices = _object(value), dict[str, Any](), list[str]()
     if tree.get("method") is None and tree.get("model") in ("ngram", "[ngram]"):
         tree = {**tree, "method": "ngram"}
@@ -171,10 +171,10 @@ def translated(value: object) -> Translated:
             notices.append(f"{FLAG}: {key} changes nothing: {why}")
             continue
         if key in REFUSED:
-            raise CannotServe(f"{CONFIG}: {key} has no equal here: {REFUSED[key]}; leave it out")
+            raise UnsupportedConfig(f"{CONFIG}: {key} has no equal here: {REFUSED[key]}; leave it out")
         known = (*EQUAL, *WITHOUT)
         guess = nearest(str(key), known)
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"{CONFIG}: {key} is not known; "
             + (f"did you mean {guess}?" if guess else f"understood are {', '.join(known)}")
         )
@@ -185,7 +185,7 @@ def _method(name: object) -> str:
     """Models' own layers have a method of their own there, such as deepseek_mtp."""
     if isinstance(name, str) and (name in METHODS or name.endswith("_mtp")):
         return METHODS.get(name, "NEXTN")
-    raise CannotServe(
+    raise UnsupportedConfig(
         f"{CONFIG}: the method {name!r} is not here; there are {', '.join(METHODS)} "
         "(or, as --speculative-algorithm has them, NEXTN, EAGLE, EAGLE3, STANDALONE, NGRAM)"
     )
@@ -196,10 +196,10 @@ def _object(value: object) -> Mapping[str, Any]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise CannotServe(
+            raise UnsupportedConfig(
                 f"{CONFIG}: not JSON ({error}); give an object in single quotes, such as "
                 '\'{"method": "mtp", "num_speculative_tokens": 3}\', or use --speculative-algorithm and --speculative-num-steps'
             ) from None
     if not isinstance(value, Mapping):
-        raise CannotServe(f"{CONFIG}: expected an object of settings, got {value!r}")
+        raise UnsupportedConfig(f"{CONFIG}: expected an object of settings, got {value!r}")
     return value

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from thalweg.config.machine import Machine
 from thalweg.config.setting import nearest
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 A_NODE = 8  # GPUs behind one NVLink switch; beyond it the network counts
 NETWORK = 50e9  # bytes/s a GPU and direction: one 400 Gbit/s adapter each, as in DGX and HGX systems
@@ -150,19 +150,19 @@ CHIPS = {
 
 
 def hardware(name: str) -> Hardware:
-    """The machine of this name: a chip, and "x" with how many. Raises CannotServe naming those that are known."""
+    """The machine of this name: a chip, and "x" with how many. Raises UnsupportedConfig naming those that are known."""
     found = re.fullmatch(r"([a-z0-9]+?)(?:x(\d+))?", name.strip().lower())
     known = ", ".join(CHIPS)
     if found is None or found[1] not in CHIPS:
         guess = nearest(name.strip().lower().partition("x")[0], CHIPS)
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--machine {name}: unknown"
             + (f"; did you mean {guess}?" if guess else ".")
             + f" There is {known}, each with x and a number of GPUs behind it, such as h200x8. Without --machine the plan is for this machine"
         )
     gpus = int(found[2] or 1)
     if not 1 <= gpus <= MOST_GPUS or (gpus > A_NODE and gpus % A_NODE):
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--machine {name}: {gpus} GPUs; use 1 to {A_NODE}, or whole nodes of {A_NODE} up to {MOST_GPUS}"
         )
     return Hardware(CHIPS[found[1]], gpus)

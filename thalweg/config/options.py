@@ -1,7 +1,7 @@
 """The user's wishes: one tree of frozen dataclasses. The command line, YAML and keyword arguments are made from its fields.
 
 `None` is "auto": the resolver chooses and says why. A value that stands here is never changed by anything: what cannot be honoured is
-an error (`CannotServe`) that names the nearest that can. To add a flag, add a field."""
+an error (`UnsupportedConfig`) that names the nearest that can. To add a flag, add a field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from thalweg.config.server import ServerOptions
 from thalweg.config.setting import check_section, setting
 from thalweg.config.speculative import SpeculativeOptions
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 DTYPES = ("bfloat16", "float32")
 KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8")  # the last two are the same
@@ -229,7 +229,7 @@ class ScheduleOptions:
     def __post_init__(self) -> None:
         check_section(self)
         if self.chunked_prefill_size == 0:
-            raise CannotServe("chunked_prefill_size: must be at least 1, or -1 to never cut a prompt; got 0")
+            raise UnsupportedConfig("chunked_prefill_size: must be at least 1, or -1 to never cut a prompt; got 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +315,7 @@ class ListenOptions:
     def __post_init__(self) -> None:
         check_section(self)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise CannotServe("ssl_keyfile: a key needs its certificate: give --ssl-certfile too")
+            raise UnsupportedConfig("ssl_keyfile: a key needs its certificate: give --ssl-certfile too")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thalweg.config.setting import check_section, setting
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,19 +122,19 @@ class ServerOptions:
         check_section(self)
         for name in ("api_key", "served_model_name"):
             if any(not value for value in vars(self)[name]):
-                raise CannotServe(f"{name}: holds an empty text; leave the option out to have none")
+                raise UnsupportedConfig(f"{name}: holds an empty text; leave the option out to have none")
         if any(not key.isascii() for key in self.api_key):
-            raise CannotServe("api_key: must be ASCII, HTTP headers carry nothing else")
+            raise UnsupportedConfig("api_key: must be ASCII, HTTP headers carry nothing else")
         if self.admin_api_key is not None and not (self.admin_api_key and self.admin_api_key.isascii()):
-            raise CannotServe("admin_api_key: must be ASCII and not empty; leave it out to have no admin routes")
+            raise UnsupportedConfig("admin_api_key: must be ASCII and not empty; leave it out to have no admin routes")
         if self.admin_api_key in self.api_key:
-            raise CannotServe("admin_api_key: must not be one of the api_keys")
+            raise UnsupportedConfig("admin_api_key: must not be one of the api_keys")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            raise CannotServe(
+            raise UnsupportedConfig(
                 f"otlp_traces_endpoint: must begin with http:// or https://, got {endpoint!r}; collectors listen for it on port 4318 "
                 "(4317 is gRPC, which is not spoken here)"
             )
         header = self.request_id_header
         if not header.isascii() or not header.replace("-", "").isalnum():
-            raise CannotServe(f"request_id_header: must be letters, digits and dashes, got {header!r}")
+            raise UnsupportedConfig(f"request_id_header: must be letters, digits and dashes, got {header!r}")

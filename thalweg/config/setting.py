@@ -23,7 +23,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Iterable
 
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -96,7 +96,7 @@ class Setting:
         return pairs
 
     def parse(self, value: object) -> Any:
-        """The value that text from a command line, or a scalar or list from YAML, stands for. Raises CannotServe naming the setting."""
+        """The value that text from a command line, or a scalar or list from YAML, stands for. Raises UnsupportedConfig naming the setting."""
         if self.optional and (value is None or value == "auto"):
             return None
         if self.many:
@@ -116,27 +116,27 @@ class Setting:
         if self.choices and isinstance(value, str) and value not in self.choices:
             value = next((one for one in self.choices if str(one).lower() == value.lower()), value)
         if type(value) is not self.kind:
-            raise CannotServe(f"{self.name}: expected {self._expected()}, got {value!r}")
+            raise UnsupportedConfig(f"{self.name}: expected {self._expected()}, got {value!r}")
         return value
 
     def check(self, value: Any) -> None:
-        """Raises CannotServe naming the setting when the value has the wrong type, is no choice or lies outside the bounds."""
+        """Raises UnsupportedConfig naming the setting when the value has the wrong type, is no choice or lies outside the bounds."""
         if value is None and self.optional:
             return
         if self.many and not isinstance(value, tuple):
-            raise CannotServe(f"{self.name}: expected {self._expected()}, got {value!r}")
+            raise UnsupportedConfig(f"{self.name}: expected {self._expected()}, got {value!r}")
         for entry in value if self.many else (value,):
             self._check_one(entry)
 
     def _check_one(self, value: Any) -> None:
         if type(value) not in ((int, float) if self.kind is float else (self.kind,)):
-            raise CannotServe(f"{self.name}: expected {self._expected()}, got {value!r}")
+            raise UnsupportedConfig(f"{self.name}: expected {self._expected()}, got {value!r}")
         if self.choices and value not in self.choices:
-            raise CannotServe(f"{self.name}: must be one of {', '.join(map(str, self.choices))}; got {value!r}")
+            raise UnsupportedConfig(f"{self.name}: must be one of {', '.join(map(str, self.choices))}; got {value!r}")
         if self.kind in (int, float):
             least, most = self.metadata.get("least"), self.metadata.get("most")
             if not math.isfinite(value) or (least is not None and value < least) or (most is not None and value > most):
-                raise CannotServe(f"{self.name}: must be {_between(least, most)}, got {value}")
+                raise UnsupportedConfig(f"{self.name}: must be {_between(least, most)}, got {value}")
 
     def _expected(self) -> str:
         words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.kind]
@@ -150,7 +150,7 @@ def settings_of(section_type: type, section: str) -> tuple[Setting, ...]:
 
 
 def check_section(section: Any) -> None:
-    """For the `__post_init__` of a section: checks every field. Raises CannotServe naming the first that is wrong."""
+    """For the `__post_init__` of a section: checks every field. Raises UnsupportedConfig naming the first that is wrong."""
     for one in settings_of(type(section), ""):
         one.check(vars(section)[one.name])
 

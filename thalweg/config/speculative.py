@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thalweg.config.setting import check_section, setting
-from thalweg.core.tree import MOST_NODES
+from thalweg.core.tree import MAX_TREE_NODES
 
 ALGORITHMS = ("NEXTN", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "NONE")
 DEEPEST = 8  # drafts a step: a layer that was trained for one is right in few of those behind the fourth
@@ -53,7 +53,7 @@ class SpeculativeOptions:
         None,
         "tokens verified in a step: one more than are drafted",
         least=2,
-        most=MOST_NODES + 1,
+        most=MAX_TREE_NODES + 1,
         auto="--speculative-num-steps + 1; of a tree 16",
     )
     speculative_eagle_topk: int | None = setting(

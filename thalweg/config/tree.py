@@ -11,7 +11,7 @@ from typing import Any, Mapping
 from thalweg.config.foreign import CONFIG, translated
 from thalweg.config.options import Options
 from thalweg.config.setting import Setting, nearest, settings_of
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def spellings() -> dict[str, tuple[Setting, Any, bool]]:
 def options_of(**values: Any) -> Options:
     """`Options` from settings of all sections by name or alias; text is read as on the command line.
 
-    Raises CannotServe for an unknown name (with the nearest known one), a wrong type or a value out of bounds.
+    Raises UnsupportedConfig for an unknown name (with the nearest known one), a wrong type or a value out of bounds.
     """
     return options_from(flat(values))
 
@@ -59,7 +59,7 @@ def options_from(values: Mapping[str, Any]) -> Options:
 def flat(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Settings by their own names, from names, aliases, and sections that hold such; dashes and underscores are one.
 
-    `where` prefixes errors. Raises CannotServe as `options_of` does, and for a setting that is given twice.
+    `where` prefixes errors. Raises UnsupportedConfig as `options_of` does, and for a setting that is given twice.
     """
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -73,25 +73,25 @@ def flat(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         for own, parsed in entries.items():
             if own in found:
                 shown = "" if settings()[own].secret else f", as {found[own]!r} and as {parsed!r}"
-                raise CannotServe(f"{where}{own}: given twice{shown}")
+                raise UnsupportedConfig(f"{where}{own}: given twice{shown}")
             found[own] = parsed
     return found
 
 
 def _section(name: str, tree: Any, where: str) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
-        raise CannotServe(f"{where}{name}: a section holds settings, got {tree!r}")
+        raise UnsupportedConfig(f"{where}{name}: a section holds settings, got {tree!r}")
     entries = flat(tree, where)
     for own in entries:
         if settings()[own].section != name:
-            raise CannotServe(f"{where}{own}: belongs to the section {settings()[own].section}, not to {name}")
+            raise UnsupportedConfig(f"{where}{own}: belongs to the section {settings()[own].section}, not to {name}")
     return entries
 
 
 def _entry(name: str, value: Any, where: str) -> tuple[str, Any]:
     if name not in spellings():
         guess = nearest(name, spellings())
-        raise CannotServe(f"{where}{name}: no such setting" + (f"; did you mean {guess}?" if guess else ""))
+        raise UnsupportedConfig(f"{where}{name}: no such setting" + (f"; did you mean {guess}?" if guess else ""))
     one, fixed, _ = spellings()[name]
     try:
         if fixed is ...:
@@ -100,23 +100,23 @@ def _entry(name: str, value: Any, where: str) -> tuple[str, Any]:
             return one.name, fixed
         if value is False and isinstance(fixed, bool):
             return one.name, not fixed
-    except CannotServe as error:
-        raise CannotServe(f"{where}{error}") from None
-    raise CannotServe(f"{where}{name}: expected true or false, got {value!r}")
+    except UnsupportedConfig as error:
+        raise UnsupportedConfig(f"{where}{error}") from None
+    raise UnsupportedConfig(f"{where}{name}: expected true or false, got {value!r}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file, flat or in sections. Raises CannotServe naming the file and what is wrong in it."""
+    """The settings in a YAML file, flat or in sections. Raises UnsupportedConfig naming the file and what is wrong in it."""
     import yaml
 
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CannotServe(f"--config {path}: {error.strerror}") from error
+        raise UnsupportedConfig(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CannotServe(f"--config {path}: not YAML: {error}") from error
+        raise UnsupportedConfig(f"--config {path}: not YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise CannotServe(f"--config {path}: expected settings such as `port: 30000`, got {type(tree).__name__}")
+        raise UnsupportedConfig(f"--config {path}: expected settings such as `port: 30000`, got {type(tree).__name__}")
     return flat(tree, f"{path}: ")
 
 

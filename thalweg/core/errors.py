@@ -1,14 +1,14 @@
 """Every error that Thalweg raises on purpose.
 
 ThalwegError
-├── InvalidRequest      the user's request is wrong: names the field; becomes a 400
-├── Overloaded          the queue is full: becomes a 429
-├── CannotServe         the resolver's no: names what does not fit and the nearest that does
-│   └── NoRoom          memory is too small for it
-├── CheckpointError     a checkpoint is missing, truncated, of the wrong shape, or unknown
-├── NoNumbers           the model computed NaN for a request: becomes a 500
-└── EngineDead          the engine process is gone: becomes a 503
-    └── EngineStarting  it is not there yet
+├── InvalidRequest          the user's request is wrong: names the field; becomes a 400
+├── Overloaded              the queue is full: becomes a 429
+├── UnsupportedConfig       the resolver refuses: names what does not fit and the nearest that does
+│   └── InsufficientMemory  memory is too small for it
+├── CheckpointError         a checkpoint is missing, truncated, of the wrong shape, or unknown
+├── NumericalError          the model computed NaN for a request: becomes a 500
+└── EngineDead              the engine process is gone: becomes a 503
+    └── EngineStarting      the engine does not serve yet
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ class ThalwegError(Exception):
 
 
 class InvalidRequest(ThalwegError):
-    """A request that cannot be served as it stands.
-
-    `field` is the path of the offending field as the user wrote it, e.g. `messages[2].content`; "" where it is the request as a whole.
-    """
+    """A request that cannot be served."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}" if field else message)
-        self.field = field
+        self.field = (
+            field  # path of the wrong field as the user wrote it, e.g. `messages[2].content`; "": the whole request
+        )
         self.message = message
 
 
 class Overloaded(ThalwegError):
-    """More requests than the configured limit: try again later."""
+    """There are more requests than the configured limit: try again later."""
 
 
-class CannotServe(ThalwegError):
-    """No backend or setting fits what was asked; the message names the nearest that does."""
+class UnsupportedConfig(ThalwegError):
+    """No backend or setting fits the configuration; the message names the nearest that does."""
 
 
-class NoRoom(CannotServe):
-    """What was asked for does not fit into memory."""
+class InsufficientMemory(UnsupportedConfig):
+    """The configuration does not fit into memory."""
 
 
-MEMORY_WORDS = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # of CUDA, torch's allocators, cuBLAS
+OUT_OF_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # messages of CUDA, torch's allocators, cuBLAS
 
 
-def lacks_memory(error: BaseException) -> bool:
-    """Whether this was raised because memory is too small; a RuntimeError of torch may be anything."""
-    words = isinstance(error, RuntimeError) and any(one in str(error) for one in MEMORY_WORDS)
-    return words or isinstance(error, NoRoom | MemoryError)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory is too small. Torch raises RuntimeError for many reasons, so its message decides."""
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY):
+        return True
+    return isinstance(error, InsufficientMemory | MemoryError)
 
 
 class CheckpointError(ThalwegError):
-    """A checkpoint that cannot be loaded; the message names the file or tensor and what was expected."""
+    """A checkpoint cannot be loaded; the message names the file or tensor and what was expected."""
 
 
-class NoNumbers(ThalwegError):
-    """What the model computed for a sequence is not a number."""
+class NumericalError(ThalwegError):
+    """The model computed NaN for a sequence."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -70,9 +70,9 @@ class EngineDead(ThalwegError):
 
 
 class EngineStarting(EngineDead):
-    """The first engine, or a new one, is being started: requests are welcome once it serves."""
+    """The first engine, or a new one, is starting; it accepts requests once it serves."""
 
 
-def not_serving(state: str, reason: str) -> EngineDead:
-    """What is raised while there is no engine to ask. state, reason: as of `engine.front.Front`."""
+def engine_unavailable(state: str, reason: str) -> EngineDead:
+    """The error to raise while no engine serves. state, reason: of `engine.front.Front`."""
     return EngineStarting(reason) if state == "starting" else EngineDead(reason)

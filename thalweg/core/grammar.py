@@ -1,4 +1,4 @@
-"""What a sequence's output must match, as a value, and what the scheduler asks of whoever compiles and follows grammars."""
+"""Structured output: the grammar of a sequence as a value, and what the scheduler needs from the component that compiles and tracks grammars."""
 
 from __future__ import annotations
 
@@ -16,59 +16,58 @@ KINDS = ("json_object", "json_schema", "regex", "ebnf", "choice", "structural_ta
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """kind: one of KINDS, "" is no grammar. source: the schema (JSON text), expression or grammar; of a choice, a JSON list of strings.
+    """Constraint on the output of a sequence.
 
-    A thought comes first and is free: with `inside` the prompt has opened it, else the first token may be `opens`; the grammar holds from the
-    token after `closes`. -1: there is no such token, and the grammar holds from the first token on. field: what to name to the user when it is wrong.
+    A thought may come first and is unconstrained: the grammar holds from the token after `think_end_id` on.
     """
 
-    kind: str = ""
-    source: str = ""
-    inside: bool = False
-    opens: int = -1
-    closes: int = -1
-    field: str = "grammar"
+    kind: str = ""  # one of KINDS; "": no grammar
+    source: str = ""  # schema (JSON text), expression or grammar; of a choice, a JSON list of strings
+    starts_in_thought: bool = False  # the prompt ends inside a thought
+    think_start_id: int = -1  # an output that begins with this token begins with a thought; -1: there is no such token
+    think_end_id: int = -1  # ends a thought; -1: there are no thoughts
+    field: str = "grammar"  # name in error messages to the user
 
     @property
-    def on(self) -> bool:
+    def is_set(self) -> bool:
         return bool(self.kind)
 
     def check(self, params: SamplingParams) -> None:
         """Raises InvalidRequest for an unknown kind, and for parameters that contradict a grammar."""
-        if self.on and self.kind not in KINDS:
+        if self.is_set and self.kind not in KINDS:
             raise InvalidRequest(self.field, f"kind {self.kind!r} is unknown; there is {', '.join(KINDS)}")
-        if self.on and params.ignore_eos:
+        if self.is_set and params.ignore_eos:
             raise InvalidRequest("ignore_eos", f"contradicts {self.field}: what is complete ends with an end token")
 
 
-FREE = Grammar()
+NO_GRAMMAR = Grammar()
 
 
-class Masks(NamedTuple):
-    """Of the emitting rows with these indices: one bit a token id, 1 = allowed; int32 [len(rows), ceil(vocabulary / 32)], lowest bit first."""
+class GrammarMasks(NamedTuple):
+    """Token masks of sampled positions."""
 
-    rows: tuple[int, ...]
-    bits: NDArray[np.int32]
+    rows: tuple[int, ...]  # indices among the sampled positions of a step
+    bits: NDArray[np.int32]  # [len(rows), ceil(vocabulary / 32)], lowest bit first; 1 = the token is allowed
 
 
-class Grammars(Protocol):
-    """Follows one grammar a sequence, from `open` to `close`, by the tokens that are committed."""
+class GrammarTracker(Protocol):
+    """Compiles the grammar of each sequence and follows it by the committed tokens, from `open` to `close`."""
 
     def open(self, uid: int, grammar: Grammar) -> Ticket:
-        """Has the grammar compiled, elsewhere. The ticket fails, with the reason, if that cannot be done."""
+        """Starts to compile the grammar in the background. The ticket fails, with the reason, if that is impossible."""
 
     def advance(self, uid: int, tokens: Sequence[int]) -> None:
         """These tokens of the sequence are committed."""
 
     def close(self, uid: int) -> None:
-        """The sequence has ended, or never began; forgets one that was never opened, too."""
+        """Forgets the sequence, which may never have been opened."""
 
-    def broken(self) -> list[tuple[int, str]]:
-        """Sequences whose grammar went beyond its limits since the last call, and why: they cannot go on."""
+    def pop_failed(self) -> list[tuple[int, str]]:
+        """(uid, reason) of the sequences whose grammar exceeded its limits since the last call: they cannot continue."""
 
 
-class NoGrammars:
-    """Off is a value: nothing is compiled."""
+class NoGrammarTracker:
+    """Null object: compiles nothing."""
 
     def open(self, uid: int, grammar: Grammar) -> Ticket:
         return Ticket(0, TicketState.FAILED, "structured output is not available in this engine")
@@ -79,5 +78,5 @@ class NoGrammars:
     def close(self, uid: int) -> None:
         return
 
-    def broken(self) -> list[tuple[int, str]]:
+    def pop_failed(self) -> list[tuple[int, str]]:
         return []

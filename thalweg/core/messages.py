@@ -1,70 +1,68 @@
-"""What crosses between a front (HTTP server or `LLM`) and the engine process: msgspec structs, msgpack on the wire."""
+"""Messages between a front (HTTP server or `LLM`) and the engine process: msgspec structs, msgpack on the wire."""
 
 from __future__ import annotations
 
 import msgspec
 
-from thalweg.core.drafts import Drafted
-from thalweg.core.grammar import FREE, Grammar
-from thalweg.core.keep import WHOLE, Keep
+from thalweg.core.acceptance import AcceptanceCounts
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.report import Report
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
+
+# ---- front → engine
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """One sequence to compute. uid: drawn by the front, increasing. first: uid of the n > 1 sibling whose prompt this shares, or -1.
-    arrival: the front's clock (time.time()), for queue-time metrics. keep: what of it the next turn of its conversation will need."""
+    """One sequence to compute."""
 
-    uid: int
+    uid: int  # drawn by the front, increasing
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
     salt: int = 0
-    first: int = -1
-    arrival: float = 0.0
-    grammar: Grammar = FREE
-    keep: Keep = WHOLE
+    sibling: int = -1  # for n > 1: uid of the sequence that computes the shared prompt, or -1
+    arrival: float = 0.0  # the front's time.time(), for queue-time metrics
+    grammar: Grammar = NO_GRAMMAR
+    retention: CacheRetention = RETAIN_ALL
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """Ends these sequences wherever they are. A `Delta` with finish "abort" answers each that was still there."""
+    """Ends these sequences in whatever state they are. A `TokenDelta` with finish "abort" answers each that had not ended."""
 
     uids: tuple[int, ...]
 
 
 class FlushCache(msgspec.Struct, tag=True, frozen=True):
-    """Empties the prefix cache (leased pages stay with their holders); `Done` with the same id answers."""
+    """Empties the prefix cache; running requests keep their pages. A `ControlReply` with the same id answers."""
 
     id: int
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
-    """Replaces the tensors that the checkpoint in the folder `path` holds; those of a checkpoint may be few. Carried out between two steps;
-    running requests go on with the new weights. flush: empty the prefix cache too, and let nothing enter it that the old weights made.
-    abort: end all requests first. version: the user's name for these weights. `Done` with the same id answers."""
+    """Replaces weights between two steps; running requests continue with the new ones. A `ControlReply` with the same id answers."""
 
     id: int
-    path: str
-    flush: bool = True
-    abort: bool = False
-    version: str = ""
+    path: str  # folder with the tensors to replace, some or all of a checkpoint's
+    flush: bool = True  # empty the prefix cache too; what the old weights computed never enters it again
+    abort: bool = False  # end all requests first
+    version: str = ""  # the user's name for these weights
 
 
 class StartProfile(msgspec.Struct, tag=True, frozen=True):
-    """Profiles the steps from here on. folder: where the trace is written. steps: after so many it ends by itself, 0: when it is told to. cpu,
-    gpu: what is watched. shapes, stacks: of operations, noted too. `Done` with the same id answers."""
+    """Profiles the steps from here on. A `ControlReply` with the same id answers."""
 
     id: int
-    folder: str
-    steps: int = 0
+    folder: str  # where the trace is written
+    steps: int = 0  # number of steps; 0: until `StopProfile`
     cpu: bool = True
     gpu: bool = True
-    shapes: bool = False
-    stacks: bool = False
+    shapes: bool = False  # record the shapes of the operations' inputs
+    stacks: bool = False  # record Python stacks
 
 
 class StopProfile(msgspec.Struct, tag=True, frozen=True):
-    """Ends a profile; the `Done` that answers tells the file."""
+    """Ends a profile; the `ControlReply` that answers names the file."""
 
     id: int
 
@@ -73,25 +71,27 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     """No new work will come: finish what runs, then exit."""
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """News of one sequence. finish: "" while it runs, else "stop", "length", "abort", or "error" where the model computed no numbers; stop_id: the
-    stop token id, or -1.
-    logprobs and prompt_logprobs: (logprob, top ids, top logprobs) each, empty unless asked for; the first delta of a
-    sequence carries all its prompt logprobs (of prompt positions 1 to the last) and `cached`, the prompt tokens that came from the cache; the last
-    one `drafted`, of all of it, and every one where a stop string may end it."""
+# ---- engine → front
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sequence."""
 
     uid: int
     tokens: tuple[int, ...]
-    finish: str = ""
-    stop_id: int = -1
-    cached: int = 0
+    finish: str = ""  # "" while it runs, else "stop", "length", "abort", or "error" if the model computed NaN
+    stop_id: int = -1  # the stop token id that ended it
+    cached: int = 0  # first delta only: prompt tokens that came from the prefix cache
+    # (logprob, top ids, top logprobs) of each token, if requested
     logprobs: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
+    # first delta only: the same of the prompt positions 1 to the last
     prompt_logprobs: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
-    drafted: Drafted | None = None
+    # of the whole sequence; in its last delta, and in every delta if a stop string may end it
+    acceptance: AcceptanceCounts | None = None
 
-    def then(self, later: Delta) -> Delta:
-        """This one and the next of the same sequence as one."""
-        return Delta(
+    def merge(self, later: TokenDelta) -> TokenDelta:
+        """This delta and the next one of the same sequence as one."""
+        return TokenDelta(
             self.uid,
             self.tokens + later.tokens,
             later.finish,
@@ -99,18 +99,18 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
             max(self.cached, later.cached),
             self.logprobs + later.logprobs,
             self.prompt_logprobs + later.prompt_logprobs,
-            later.drafted,
+            later.acceptance,
         )
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """What the engine is doing: gauges now, counters since its start. *_tokens counters never fall."""
+    """Gauges of the engine, and counters since its start, which never fall."""
 
     running: int = 0
     waiting: int = 0
     pages: int = 0
-    pages_used: int = 0  # leased by requests
-    pages_cached: int = 0  # held by the prefix cache only, reclaimable
+    pages_used: int = 0  # acquired by requests
+    pages_cached: int = 0  # held by the prefix cache only, so they can be evicted
     steps: int = 0
     prefill_tokens: int = 0  # prompt tokens computed
     decode_tokens: int = 0  # tokens sampled and committed
@@ -120,69 +120,68 @@ class Stats(msgspec.Struct, frozen=True):
     finished: int = 0
     aborted: int = 0
     step_seconds: float = 0.0  # time in which steps were in flight
-    verifications: int = 0  # drafts of one sequence, verified in one step
-    drafted_tokens: int = 0  # drafts that were verified
-    accepted_tokens: int = 0  # of these, accepted
-    drafted_at: tuple[int, ...] = ()  # verifications with a draft 1, 2, ... places behind the known tokens
-    accepted_at: tuple[int, ...] = ()  # of these, those that accepted one there
-    wasted_drafts: int = 0  # drafts that were never verified: their sequence ended, or gave its pages back
+    verifications: int = 0  # steps that verified drafts of a sequence, see `AcceptanceCounts`
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+    wasted_drafts: int = 0  # drafts that were never verified: their sequence ended or was preempted
     steps_by_width: tuple[int, ...] = ()  # with a drafter: steps that sampled, by drafts of each sequence, from 0 on
     drafter_failures: int = 0  # drafters that failed and were switched off
-    broken: int = 0  # requests that ended because the model computed no numbers
+    broken: int = 0  # requests that ended because the model computed NaN
 
     @property
-    def drafts(self) -> Drafted:
-        """What became of all drafts that were verified."""
-        return Drafted(self.verifications, self.drafted_tokens, self.accepted_tokens, self.drafted_at, self.accepted_at)
+    def acceptance(self) -> AcceptanceCounts:
+        """Of all drafts that were verified."""
+        return AcceptanceCounts(
+            self.verifications, self.drafted_tokens, self.accepted_tokens, self.drafted_at, self.accepted_at
+        )
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """What befell a sequence beside its tokens. kind: "admitted" (the first time it leaves the queue) or "preempted"; at: the engine's
-    time.time()."""
+class RequestEvent(msgspec.Struct, frozen=True, array_like=True):
+    """An event of a sequence other than new tokens."""
 
     uid: int
-    kind: str
-    at: float
+    kind: str  # "admitted" (the first time it leaves the queue) or "preempted"
+    at: float  # the engine's time.time()
 
 
-class StepNews(msgspec.Struct, tag=True, frozen=True):
-    """One message a step: the news of every sequence that has some. `at`: the engine's time.time() when the step retired.
-    stats come a few times a second, not with every step."""
+class StepUpdate(msgspec.Struct, tag=True, frozen=True):
+    """News of all sequences: one message a step."""
 
-    deltas: tuple[Delta, ...]
-    at: float
-    stats: Stats | None = None
-    marks: tuple[Mark, ...] = ()
+    deltas: tuple[TokenDelta, ...]
+    at: float  # the engine's time.time() when the step retired
+    stats: Stats | None = None  # a few times a second
+    events: tuple[RequestEvent, ...] = ()
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):
-    """The engine refuses a sequence: what the user sent in `field` cannot be served."""
+    """The engine refuses a sequence: the value of `field` cannot be served."""
 
     uid: int
     field: str
     message: str
 
 
-class Done(msgspec.Struct, tag=True, frozen=True):
-    """A control message was carried out, or not: error says why, and field what part of it is wrong. told: what came of it. whole: of
-    an `UpdateWeights`, that nothing is left of the weights before."""
+class ControlReply(msgspec.Struct, tag=True, frozen=True):
+    """Answer to a control message."""
 
     id: int
-    told: str = ""
-    whole: bool = False
-    error: str = ""
-    field: str = ""
+    result: str = ""
+    replaced_all: bool = False  # of an `UpdateWeights`: every tensor was replaced
+    error: str = ""  # why it was not carried out
+    field: str = ""  # the part of the message that is wrong
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine serves from now on. context: the longest sequence it can hold; report: the decisions about its configuration."""
+class EngineReady(msgspec.Struct, tag=True, frozen=True):
+    """The engine serves from now on."""
 
     pid: int
-    context: int
+    context: int  # longest sequence that it can hold
     vocab: int
     pages: int
     slots: int
-    report: Report
+    report: Report  # the decisions about its configuration
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):
@@ -191,6 +190,6 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-Control = UpdateWeights | StartProfile | StopProfile  # what is done between two steps, with none in flight
+Control = UpdateWeights | StartProfile | StopProfile  # carried out between two steps, with none in flight
 ToEngine = Submit | Abort | FlushCache | Control | Drain
-FromEngine = StepNews | Rejected | Done | Ready | Fatal
+FromEngine = StepUpdate | Rejected | ControlReply | EngineReady | Fatal

@@ -1,19 +1,26 @@
-"""A sequence as the brain sees it: one `Request` per sequence, owned and edited by the scheduler alone."""
+"""State of one sequence in the scheduler, which alone changes it."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
 
-from thalweg.core.drafts import DraftCount
-from thalweg.core.grammar import FREE, Grammar
-from thalweg.core.keep import WHOLE, Keep
-from thalweg.core.plan import Needs, TokenLogprob
+from thalweg.core.acceptance import AcceptanceCounter
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.plan import SamplingNeeds, TokenLogprob
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import Ticket
 
 
-class State(enum.Enum):
+@dataclass(slots=True, eq=False)
+class QueueReservation:
+    """Places in an engine's queue, reserved for a request that submits its sequences one after the other."""
+
+    remaining: int  # sequences that have not been submitted yet
+
+
+class RequestState(enum.Enum):
     QUEUED = "queued"
     LOADING = "loading"  # waits on a ticket: host tier, external store, prefill peer
     RUNNING = "running"
@@ -21,10 +28,10 @@ class State(enum.Enum):
     DONE = "done"
 
 
-class Leave(enum.Enum):
-    """Why a request is leaving its slot. A mark only: slot and pages come home at its last retirement."""
+class Exit(enum.Enum):
+    """Why a request gives up its slot. A mark only: slot and pages are released when its last step in flight retires."""
 
-    STAYS = ""
+    NONE = ""
     PREEMPT = "preempt"
     ABORT = "abort"
     FINISH = "finish"
@@ -32,56 +39,52 @@ class Leave(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Host state of one sequence.
+    """Host state of one sequence."""
 
-    Fixed: uid (its order of arrival), prompt (token ids), params, end (length at which it is full), seed, stop_ids, salt (part of the
-    cache key), priority (larger is served first under the priority policy), first (n > 1: the sibling that fills the shared prompt), needs
-    (what its emitting rows ask of sampling), keep (what of it stays in the prefix cache after it).
-    Committed: out, scores (prompt logprobs, each position once). The rest is bookkeeping of the steps in flight:
-    `computed` tokens have their KV launched; `base` = tokens known at bind; `flight` rows in flight, `emits` of them emitting, which
-    may bring at most `slack` tokens; `last` = last emitting step and `made` = the width agreed in it. `odds`: how good its drafts were lately, see
-    `scheduler.widths`; `drafted`: what became of all of them.
-    """
-
-    uid: int
-    prompt: tuple[int, ...]
+    # fixed
+    uid: int  # increases in order of arrival
+    prompt: tuple[int, ...]  # token ids
     params: SamplingParams
-    end: int
+    end: int  # length in tokens at which the sequence is full
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
-    salt: int = 0
-    priority: int = 0
-    masked: bool = False
-    send: bool = False
-    first: Request | None = None
-    needs: Needs = Needs()
-    grammar: Grammar = FREE
-    keep: Keep = WHOLE
+    salt: int = 0  # part of the prefix cache's key
+    priority: int = 0  # under the priority policy larger values are served first
+    send: bool = False  # its pages are copied to the tier when it has finished
+    sibling: Request | None = None  # for n > 1: the request that computes the shared prompt, until it has done so
+    needs: SamplingNeeds = SamplingNeeds()
+    has_grammar: bool = False  # a grammar constrains its output
+    grammar: Grammar = NO_GRAMMAR
+    retention: CacheRetention = RETAIN_ALL
 
-    state: State = State.QUEUED
-    leave: Leave = Leave.STAYS
+    # committed
+    state: RequestState = RequestState.QUEUED
+    exit: Exit = Exit.NONE
     out: list[int] = field(default_factory=list)
-    scores: list[TokenLogprob] = field(default_factory=list)
-    drafts: tuple[int, ...] = ()
+    scores: list[TokenLogprob] = field(default_factory=list)  # prompt log-probabilities, each position once
+    drafts: tuple[int, ...] = ()  # proposed by the last committed step that sampled
     parents: tuple[int, ...] = ()  # of these drafts, see `Output`
     finish: str = ""  # "stop", "length", "abort", "error"; "" while it runs
     stop_id: int = -1  # the stop token id that ended it
 
+    # slot and pages
     slot: int = -1
     pages: list[int] = field(default_factory=list)
-    bound: bool = False
+    bound: bool = False  # a plan has put the request into its slot
     ticket: Ticket | None = None
-    base: int = 0
-    computed: int = 0
+    base: int = 0  # known tokens when it was admitted: the tokens to prefill
+    computed: int = 0  # tokens whose KV has been launched
     cached: int = 0  # prompt tokens that the first admission found in the prefix cache
-    preempted: int = 0
-    flight: int = 0
-    emits: int = 0
-    slack: int = 0
-    last: int = -1
-    made: int = 0
-    odds: tuple[float, ...] = ()
-    drafted: DraftCount = field(default_factory=DraftCount)
+    preempted: int = 0  # number of preemptions
+
+    # steps in flight
+    flight: int = 0  # rows in flight
+    emits: int = 0  # of these, rows that sample
+    slack: int = 0  # most tokens that these rows may yield
+    last: int = -1  # last step in which it sampled
+    made: int = 0  # drafts that this step was told to make
+    odds: tuple[float, ...] = ()  # recent acceptance of its drafts, see `scheduler.draft_length`
+    acceptance: AcceptanceCounter = field(default_factory=AcceptanceCounter)
 
     @property
     def known(self) -> int:
@@ -93,5 +96,5 @@ class Request:
 
     @property
     def score_from(self) -> int:
-        """The first prompt position whose own logprob is wanted; beyond the prompt where none is."""
+        """First prompt position whose own log-probability is wanted; beyond the prompt if none is."""
         return 1 if self.params.prompt_logprobs is not None else 1 << 30

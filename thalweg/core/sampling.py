@@ -1,4 +1,4 @@
-"""What a user may ask of sampling, checked once at the door."""
+"""Sampling parameters of a request and their limits."""
 
 from __future__ import annotations
 
@@ -10,54 +10,46 @@ from thalweg.core.errors import InvalidRequest
 
 MAX_LOGPROBS = 64
 MAX_STOP_IDS = 16
-MAX_EOS_IDS = 16  # that a model may end with
+MAX_EOS_IDS = 16  # of a model
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
-MAX_COUNT = 2**63 - 1  # numbers of tokens: what the wire and the device hold
+MAX_COUNT = 2**63 - 1  # of tokens: fits the wire and the device
 MAX_STOPS = 64
-MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together: each sequence keeps a matcher for them
-GREEDY_BELOW = 1e-5  # a temperature so near 0 that dividing by it would overflow float32
+MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request: each sequence keeps a matcher for them
+GREEDY_BELOW = 1e-5  # dividing by a smaller temperature would overflow float32
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of one sequence.
+    """Sampling parameters of one sequence. Log-probabilities are the model's own: before temperature, penalties, bias and truncation."""
 
-    temperature: 0 is greedy, and so is anything below GREEDY_BELOW. top_k: 0 or -1 is off. top_p in (0, 1]; min_p in [0, 1], relative to
-    the largest probability.
-    repetition_penalty: > 0, over prompt and output (CTRL, arXiv 1909.05858 §4.1); frequency_penalty and presence_penalty in
-    [-2, 2], over the output only (OpenAI's definition). logit_bias: (token id, bias in [-100, 100]) pairs.
-    seed: the random numbers are a pure function of (seed, output position); None lets the engine draw one.
-    max_tokens: None is "up to the context". stop: strings, matched by the front; stop_token_ids: matched on the device.
-    logprobs / prompt_logprobs: None is off, 0 the chosen token only, k the k most likely besides. Log-probabilities are the
-    model's own: before temperature, penalties, bias and truncation.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
-    max_tokens: int | None = None
+    temperature: float = 1.0  # below GREEDY_BELOW is greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0  # in (0, 1]
+    min_p: float = 0.0  # in [0, 1], relative to the largest probability
+    repetition_penalty: float = 1.0  # > 0, over prompt and output (CTRL, arXiv 1909.05858 §4.1)
+    frequency_penalty: float = 0.0  # in [-2, 2], over the output only (OpenAI's definition)
+    presence_penalty: float = 0.0  # in [-2, 2], over the output only
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias in [-100, 100])
+    seed: int | None = (
+        None  # the random numbers are a pure function of (seed, output position); None: the engine draws one
+    )
+    max_tokens: int | None = None  # None: up to the context
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # matched by the front
+    stop_token_ids: tuple[int, ...] = ()  # matched on the device
     ignore_eos: bool = False
-    include_stop: bool = False
+    include_stop: bool = False  # the text keeps the stop string or token that ended it
     skip_special_tokens: bool = True
     n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # None: off; k: the chosen token and the k most likely ones
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @property
-    def penalised(self) -> bool:
+    def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def check(self, vocab: int) -> None:
@@ -95,8 +87,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest("stop", "an empty string would stop everything; leave it out")
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequest("stop", f"at most {MAX_STOPS} strings, got {len(self.stop)}")
-        if (size := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
-            raise InvalidRequest("stop", f"at most {MAX_STOP_CHARACTERS} characters together, got {size}")
+        if (characters := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest("stop", f"at most {MAX_STOP_CHARACTERS} characters together, got {characters}")
 
     def _check_ids(self, vocab: int) -> None:
         if len(self.stop_token_ids) > MAX_STOP_IDS:

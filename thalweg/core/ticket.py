@@ -1,4 +1,4 @@
-"""A ticket stands for a transfer under way: from a host tier, an external store or a prefill peer. One mechanism for all."""
+"""Tickets: a ticket is a transfer of pages under way, from a host tier, an external store or a prefill peer."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ class TicketState(enum.Enum):
 
 @dataclass(slots=True)
 class Ticket:
-    """`pages` full pages are (or were to be) transferred. Whoever transfers sets `state` once; it must end, if need be by
-    timing out to FAILED, because the pages stay leased until then."""
+    """State of one transfer. The transferring side sets `state` once; it must time out to FAILED, because the pages stay acquired until then."""
 
-    pages: int
+    pages: int  # full pages to transfer
     state: TicketState = TicketState.PENDING
-    why: str = ""  # it failed
+    error: str = ""  # reason of a failure
+
+    @property
+    def is_done(self) -> bool:
+        return self.state is not TicketState.PENDING
 
 
 class Tier(Protocol):
-    """A place beyond the device that may hold pages of a prefix."""
+    """A store outside the device that may hold pages of a prefix."""
 
     def load(self, tokens: Sequence[int], salt: int, first: int, pages: Sequence[int]) -> Ticket:
-        """Fetches the full pages of `tokens` from page index `first` on into device pages `pages`, as many as it has."""
+        """Fetches full pages of `tokens` from page index `first` on into the device pages `pages`; the ticket says how many."""
 
     def store(self, tokens: Sequence[int], salt: int, pages: Sequence[int]) -> Ticket:
         """Copies the device pages that hold the full pages of `tokens`."""
 
 
 class NoTier:
-    """Off is a value: a tier that has nothing."""
+    """Null object: a tier that holds nothing."""
 
     def load(self, tokens: Sequence[int], salt: int, first: int, pages: Sequence[int]) -> Ticket:
         return Ticket(0, TicketState.OK)

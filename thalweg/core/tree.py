@@ -1,58 +1,62 @@
-"""The shape of what is drafted in a step: a chain, or a tree of which the target draws one path.
+"""Shape of the drafts of a step: a chain, or a tree of which the target model accepts one path.
 
-Nodes are numbered from 1, parents before their children, in the order of their likelihood, so that the first n of them are a tree themselves, and the
-best of n nodes; node 0 is the root, the last known token."""
+Node 0 is the root, the last known token. Drafts are nodes 1, 2, ... in order of their likelihood, parents before children, so the first n drafts are
+the best tree of n drafts.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Sequence
 
-MOST_NODES = 63  # with the root as many as an integer has bits
-CHAIN_QUERY = 2  # positions up to which a tree has one path, whatever its shape
+MAX_TREE_NODES = 63  # with the root as many as an integer has bits
+MAX_CHAIN_POSITIONS = 2  # sampled positions of a row up to which every tree is a chain
 
 
 class TreeShape(NamedTuple):
-    """branches: children of a node at most; 1 is a chain, whatever the rest says. deepest: drafts one behind the other, nodes: drafts in all, at
-    most. dynamic: grown where the drafter is most certain (EAGLE-2), else the same in every step."""
+    """Limits of a draft tree. With `branching` 1 it is a chain, whatever the other fields say."""
 
-    branches: int = 1
-    deepest: int = 0
-    nodes: int = 0
-    dynamic: bool = True
+    branching: int = 1  # most children of a node
+    max_depth: int = 0  # most drafts on one path
+    num_drafts: int = 0  # most drafts in all
+    dynamic: bool = True  # grown where the drafter is most confident (EAGLE-2); False: the same tree in every step
 
     @property
-    def on(self) -> bool:
-        return self.branches > 1
+    def is_tree(self) -> bool:
+        return self.branching > 1
 
-    def parts(self, query: int) -> bool:
-        """Whether drafts may part ways in a step that samples so many positions of a row."""
-        return self.on and query > CHAIN_QUERY
+    def is_tree_step(self, positions: int) -> bool:
+        """Whether the drafts of a step may branch, if it samples this many positions of a row."""
+        return self.is_tree and positions > MAX_CHAIN_POSITIONS
 
-    def right(self, drafts: int) -> int:
-        """How many of so many drafts may be accepted."""
-        return min(drafts, self.deepest) if self.on else drafts
+    def max_accepted(self, num_drafts: int) -> int:
+        """How many of `num_drafts` drafts can be accepted."""
+        return min(num_drafts, self.max_depth) if self.is_tree else num_drafts
 
-    def grown(self) -> int:
-        """Nodes that a dynamic tree is computed from: of each level but the last the best `branches`."""
-        return self.branches * (self.deepest - 1)
+    def num_expanded(self) -> int:
+        """Nodes whose children a dynamic tree computes: the best `branching` of each level but the last."""
+        return self.branching * (self.max_depth - 1)
 
-    def most(self) -> int:
-        """Nodes that there are to choose from."""
+    def num_candidates(self) -> int:
+        """Nodes that the drafts are chosen from."""
         if self.dynamic:
-            return self.branches * (1 + self.grown())
-        return sum(self.branches**depth for depth in range(1, self.deepest + 1))
+            return self.branching * (1 + self.num_expanded())
+        return sum(self.branching**depth for depth in range(1, self.max_depth + 1))
 
-    def room(self, width: int) -> int:
-        """Columns from that of the last known token on that may be written when so many are drafted: that of the token itself, and of each draft but
-        those that nothing is drafted behind; and no fewer than those of the drafts when they are verified."""
-        return max(width, 1 + self.grown()) if width and self.on and self.dynamic else width
+    def reserved_columns(self, num_drafts: int) -> int:
+        """KV columns that drafting and verifying may write, from the column of the last known token on.
+
+        Drafting writes the root and each expanded node; verifying writes the drafts.
+        """
+        if num_drafts and self.is_tree and self.dynamic:
+            return max(num_drafts, 1 + self.num_expanded())
+        return num_drafts
 
 
 CHAIN = TreeShape()
 
 
-def depth(parents: Sequence[int]) -> int:
-    """Of a tree whose node i has the parent `parents[i - 1]`."""
+def tree_depth(parents: Sequence[int]) -> int:
+    """Depth of the tree whose node i has the parent `parents[i - 1]`."""
     depths = [0]
     for parent in parents:
         depths.append(1 + depths[parent])

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from thalweg.core.drafts import Drafted
-from thalweg.core.messages import Delta, Mark
+from thalweg.core.acceptance import AcceptanceCounts
+from thalweg.core.messages import RequestEvent, TokenDelta
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
 from thalweg.text.stop import StopMatcher
@@ -40,7 +40,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):  # made for every token: 0.1
     at: float
     admitted: float = 0.0
     preempted: int = 0
-    drafted: Drafted | None = None
+    drafted: AcceptanceCounts | None = None
 
 
 class Assembler:
@@ -55,14 +55,14 @@ class Assembler:
         self.admitted = 0.0
         self.ended = False
 
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: RequestEvent) -> None:
         """Notes what befell the sequence; the next piece says it."""
         if mark.kind == "admitted":
             self.admitted = mark.at
         else:
             self.preempted += 1
 
-    def feed(self, delta: Delta, at: float) -> Piece:
+    def feed(self, delta: TokenDelta, at: float) -> Piece:
         if delta.cached:
             self.cached_tokens = max(self.cached_tokens, delta.cached)
         if self.params.stop or delta.finish:
@@ -86,10 +86,10 @@ class Assembler:
             at,
             self.admitted,
             self.preempted,
-            delta.drafted,
+            delta.acceptance,
         )
 
-    def _text(self, delta: Delta) -> tuple[str, int, str | None]:
+    def _text(self, delta: TokenDelta) -> tuple[str, int, str | None]:
         """The new text, how many of the delta's tokens it takes, and the stop string that was found."""
         visible = delta.tokens
         if delta.stop_id >= 0 and not self.params.include_stop:
@@ -106,7 +106,7 @@ class Assembler:
             return "".join(parts), len(delta.tokens), cut.stop
         return "".join(parts), len(delta.tokens), None
 
-    def _ending(self, delta: Delta, matched: str | None) -> tuple[str | None, str | int | None]:
+    def _ending(self, delta: TokenDelta, matched: str | None) -> tuple[str | None, str | int | None]:
         if matched is not None:
             return "stop", matched
         if not delta.finish:

@@ -19,9 +19,9 @@ from thalweg.cache.books import Books
 from thalweg.cache.radix import NoTree, RadixTree
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts, read_facts
-from thalweg.core.amounts import size
 from thalweg.core.errors import CheckpointError
-from thalweg.core.kernels import PLAIN, KernelChoice
+from thalweg.core.format import format_bytes
+from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import MAX_EOS_IDS
 from thalweg.engine.gpu import GpuWorker
@@ -92,7 +92,7 @@ class Phases:
 
 
 def build_runner(config: EngineConfig, facts: ModelFacts, phases: Phases) -> tuple[EngineConfig, Runner]:
-    """Loads the checkpoint and allocates planes and slots. Raises CheckpointError, CannotServe."""
+    """Loads the checkpoint and allocates planes and slots. Raises CheckpointError, UnsupportedConfig."""
     torch.set_num_threads(config.threads)
     TUNED.use(config.tuned_kernels)
     device = torch.device(config.device)
@@ -108,7 +108,7 @@ def build_runner(config: EngineConfig, facts: ModelFacts, phases: Phases) -> tup
     if config.torch_compile:
         compile_parts(model)
         phases.done("torch.compile")
-    alone = config.deterministic_inference and config.decode_attention_backend in PLAIN
+    alone = config.deterministic_inference and config.decode_attention_backend in TORCH_ATTENTION
     if device.type == "cuda":
         return _on_gpu(config, OneByOne(model) if alone else model, drafter, device, phases)
     planes = _planes(model, drafter, config, device)
@@ -127,7 +127,7 @@ def build_runner(config: EngineConfig, facts: ModelFacts, phases: Phases) -> tup
 def _on_gpu(
     config: EngineConfig, model: Model, drafter: Drafter, device: torch.device, phases: Phases
 ) -> tuple[EngineConfig, Runner]:
-    """Compiles, measures what steps and graphs need, and gives the cache what is left. Raises CannotServe."""
+    """Compiles, measures what steps and graphs need, and gives the cache what is left. Raises UnsupportedConfig."""
     torch.cuda.synchronize(device)
     specs = *model.planes(), *drafter.planes()
     context = provisional(config, specs, device)
@@ -160,7 +160,7 @@ def _on_gpu(
     beside = int(torch.cuda.mem_get_info(device)[1]) - before - torch.cuda.memory_reserved(device)
     _recorded(config, runner)
     left = free(device)
-    log.info("CUDA graphs took %s; %s were expected", size(before - left), size(graphs))
+    log.info("CUDA graphs took %s; %s were expected", format_bytes(before - left), format_bytes(graphs))
     config = taken(config, runner, step=step, graphs=before - left, beside=beside)
     phases.done("graphs")
     config = measured(paced(config, runner), runner)
@@ -181,7 +181,7 @@ def _ruled(runner: Runner, config: EngineConfig) -> Runner:
     return runner
 
 
-def parts(device: str, kernels: KernelChoice, dtype: str, fp8: bool) -> Parts:
+def parts(device: str, kernels: KernelConfig, dtype: str, fp8: bool) -> Parts:
     """What a model is made of. fp8: whether its weights stay in FP8 blocks, which the kernels of a GPU compute with."""
     if kernels.decode == "reference":
         return ReferenceParts(DTYPES[dtype], torch.device(device), choice=kernels)
@@ -191,7 +191,7 @@ def parts(device: str, kernels: KernelChoice, dtype: str, fp8: bool) -> Parts:
 
 
 def _recorded(config: EngineConfig, runner: Runner) -> Runner:
-    """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises CannotServe, DrafterFails."""
+    """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises UnsupportedConfig, DrafterFails."""
     if config.cuda_graph_bs or config.piecewise_cuda_graph_tokens:
         from thalweg.runner.graphs import record  # needs Triton
 
@@ -300,7 +300,7 @@ def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel:
 
 
 def build(config: EngineConfig, channel: Channel) -> Rank:
-    """A whole rank. Raises CheckpointError, CannotServe."""
+    """A whole rank. Raises CheckpointError, UnsupportedConfig."""
     phases, facts = Phases(), read_facts(Path(config.model_path))
     if len(config.eos_ids) > MAX_EOS_IDS:
         raise CheckpointError(

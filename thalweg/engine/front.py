@@ -17,26 +17,26 @@ import zmq
 
 from thalweg.config.engine import EngineConfig
 from thalweg.core import logs
-from thalweg.core.errors import EngineDead, InvalidRequest, NoNumbers, Overloaded, not_serving
-from thalweg.core.grammar import FREE, Grammar
-from thalweg.core.keep import WHOLE, Keep
+from thalweg.core.errors import EngineDead, InvalidRequest, NumericalError, Overloaded, engine_unavailable
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import (
     Abort,
     Control,
-    Done,
+    ControlReply,
     Drain,
+    EngineReady,
     FlushCache,
     FromEngine,
-    Mark,
-    Ready,
     Rejected,
+    RequestEvent,
     Stats,
-    StepNews,
+    StepUpdate,
     Submit,
     ToEngine,
     UpdateWeights,
 )
-from thalweg.core.room import Room
+from thalweg.core.request import QueueReservation
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import process
 from thalweg.engine.assemble import Assembler, Piece
@@ -67,7 +67,7 @@ class _Live:
         id, _, key = self.request_id.partition("@")
         return {"id": id, "key": key or None}
 
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: RequestEvent) -> None:
         assembler = self.assemblers[mark.uid]
         assembler.mark(mark)
         if mark.kind == "preempted":
@@ -85,7 +85,7 @@ class Front:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self.config, self.tokenizer = config, tokenizer
-        self.ready: Ready | None = None
+        self.ready: EngineReady | None = None
         self.stats = Stats()
         self.state = "starting"
         self.reason = "the engine is starting"
@@ -122,21 +122,21 @@ class Front:
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises InvalidRequest for what the engine would refuse, EngineDead when there is none, Overloaded when its queue is full."""
         if self.ready is None or self.state != "ready":
-            raise not_serving(self.state, self.reason)
+            raise engine_unavailable(self.state, self.reason)
         check_prompt(prompt, params, self.ready.context, self.ready.vocab)
         params.check(self.ready.vocab)
         self._check_room(params.n)
 
     @contextlib.contextmanager
-    def room(self, sequences: int) -> Iterator[Room]:
+    def reserve(self, sequences: int) -> Iterator[QueueReservation]:
         """Keeps places of the queue for requests that belong together: all of them find one, or Overloaded is raised now."""
         self._check_room(sequences)
-        room = Room(sequences)
+        reservation = QueueReservation(sequences)
         self._kept += sequences
         try:
-            yield room
+            yield reservation
         finally:
-            self._kept -= room.left
+            self._kept -= reservation.remaining
 
     def _check_room(self, sequences: int) -> None:
         limit, taken = (
@@ -156,20 +156,20 @@ class Front:
         request_id: str = "",
         priority: int = 0,
         salt: int = 0,
-        grammar: Grammar = FREE,
-        keep: Keep = WHOLE,
-        room: Room | None = None,
+        grammar: Grammar = NO_GRAMMAR,
+        retention: CacheRetention = RETAIN_ALL,
+        reservation: QueueReservation | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """Submits params.n sequences and yields their pieces as they come. Closing the iterator aborts what is left. keep: what of
         them the prefix cache keeps. room: it takes its places from there.
 
-        Raises InvalidRequest, Overloaded, NoNumbers, and EngineDead when the engine ends meanwhile.
+        Raises InvalidRequest, Overloaded, NumericalError, and EngineDead when the engine ends meanwhile.
         """
-        if room is not None:
-            room.left -= params.n
+        if reservation is not None:
+            reservation.remaining -= params.n
             self._kept -= params.n
         self.check(prompt, params)
-        live = self._submit(tuple(prompt), params, request_id, priority, salt, grammar, keep)
+        live = self._submit(tuple(prompt), params, request_id, priority, salt, grammar, retention)
         try:
             while live.assemblers:
                 for delta, at in await live.inbox.take():
@@ -183,7 +183,7 @@ class Front:
                             self._send(Abort((delta.uid,)))
                     if piece.finish == "error":
                         log.error("failed", extra=logs.fields(**live.names, why="the model computed no numbers"))
-                        raise NoNumbers
+                        raise NumericalError
                     yield piece
         finally:
             if live.assemblers and self.ready is not None:
@@ -213,7 +213,7 @@ class Front:
         Raises InvalidRequest for what cannot be done, EngineDead.
         """
         if self.ready is None:
-            raise not_serving(self.state, self.reason)
+            raise engine_unavailable(self.state, self.reason)
         self._next_control += 1
         message = msgspec.structs.replace(message, id=self._next_control)
         told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -346,28 +346,28 @@ class Front:
         if self.state == "wedged":
             self.state, self.reason = "ready", ""
             log.warning("the engine goes on")
-        if isinstance(message, StepNews):
+        if isinstance(message, StepUpdate):
             self._news(message)
         elif isinstance(message, Rejected):
             self._vigil.paid(message.uid)
             if live := self._by_uid.get(message.uid):
                 log.warning("refused by the engine", extra=logs.fields(**live.names, field=message.field))
                 live.inbox.fail(InvalidRequest(message.field, message.message))
-        elif isinstance(message, Done):
+        elif isinstance(message, ControlReply):
             self._done(message)
-        elif isinstance(message, Ready):
+        elif isinstance(message, EngineReady):
             self.ready, self.state, self.reason = message, "ready", ""
             self._serving.set()
         else:
             self._end(message.message)
 
-    def _done(self, done: Done) -> None:
+    def _done(self, done: ControlReply) -> None:
         self._vigil.paid(-done.id)
         asked, told = self._controls.pop(done.id)
         if isinstance(asked, UpdateWeights) and not done.error:
             self.weight_version = asked.version or "default"
             # an engine that takes this one's place must not go back to what it began with
-            before = () if done.whole else self.config.weight_updates
+            before = () if done.replaced_all else self.config.weight_updates
             self.config = msgspec.structs.replace(
                 self.config, weight_updates=(*(one for one in before if one != asked.path), asked.path)
             )
@@ -376,12 +376,12 @@ class Front:
         if done.error:
             told.set_exception(InvalidRequest(done.field, done.error))
         else:
-            told.set_result(done.told)
+            told.set_result(done.result)
 
-    def _news(self, news: StepNews) -> None:
+    def _news(self, news: StepUpdate) -> None:
         if news.stats is not None:
             self.stats = news.stats
-        for mark in news.marks:
+        for mark in news.events:
             if live := self._by_uid.get(mark.uid):
                 live.mark(mark)
         for delta in news.deltas:
@@ -400,7 +400,7 @@ class Front:
         priority: int,
         salt: int,
         grammar: Grammar,
-        keep: Keep,
+        retention: CacheRetention,
     ) -> _Live:
         uids = range(self._next_uid, self._next_uid + params.n)
         self._next_uid += params.n
@@ -411,7 +411,7 @@ class Front:
             self._by_uid[uid] = live
             self._vigil.owes(uid)
             first = uids[0] if i else -1
-            self._send(Submit(uid, prompt, sibling(params, i), priority, salt, first, now, grammar, keep))
+            self._send(Submit(uid, prompt, sibling(params, i), priority, salt, first, now, grammar, retention))
         return live
 
     def _forget(self, live: _Live, uid: int) -> None:

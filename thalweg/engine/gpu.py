@@ -8,7 +8,7 @@ from typing import Mapping, Sequence, TypeVar
 import torch
 from torch import Tensor
 
-from thalweg.core.plan import MaskState, Output, Shape, StepPlan
+from thalweg.core.plan import GrammarState, Output, Shape, StepPlan
 from thalweg.engine.worker import Halves, Masker
 from thalweg.runner.runner import Forwarded, Published
 from thalweg.sampling.sample import Sampled
@@ -31,7 +31,7 @@ class GpuWorker:
     def forward(self, plan: StepPlan, shape: Shape) -> None:
         self.forwarded[plan.step] = self.runner.forward(plan)
 
-    def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
+    def sample(self, plan: StepPlan, masks: Mapping[int, GrammarState], width: int) -> None:
         made = self.masker.fill(plan, masks)
         torch.cuda.current_stream().wait_event(self.copied)
         published = self.runner.sample(self.forwarded.pop(plan.step), made, width)

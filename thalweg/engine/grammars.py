@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.grammar import Grammar, Masks
-from thalweg.core.plan import MaskState, StepPlan
+from thalweg.core.grammar import Grammar, GrammarMasks
+from thalweg.core.plan import GrammarState, StepPlan
 from thalweg.core.ticket import Ticket, TicketState
 
 CACHED = 128  # compiled grammars, and refusals, that are kept
@@ -70,7 +70,7 @@ class GrammarBook(Generic[M]):
 
     def open(self, uid: int, grammar: Grammar) -> Ticket:
         compiled = self._compiled(grammar)
-        self._sequences[uid] = _Sequence(grammar, compiled, grammar.inside)
+        self._sequences[uid] = _Sequence(grammar, compiled, grammar.starts_in_thought)
         ticket = Ticket(0)
         compiled.add_done_callback(lambda done: _settle(ticket, done))
         return ticket
@@ -84,8 +84,8 @@ class GrammarBook(Generic[M]):
         """The token comes next; False where the grammar forbids it, and nothing more can come."""
         begun, s.begun = s.begun, True
         if s.thinks:
-            s.thinks = token != s.grammar.closes
-        elif not begun and token == s.grammar.opens:
+            s.thinks = token != s.grammar.think_end_id
+        elif not begun and token == s.grammar.think_start_id:
             s.thinks = True
         else:
             return self._matcher(s).accept([token])
@@ -95,11 +95,11 @@ class GrammarBook(Generic[M]):
         self._sequences.pop(uid, None)
         self._broken.pop(uid, None)
 
-    def broken(self) -> list[tuple[int, str]]:
+    def pop_failed(self) -> list[tuple[int, str]]:
         broken, self._broken = self._broken, {}
         return list(broken.items())
 
-    def fill(self, plan: StepPlan, states: Mapping[int, MaskState]) -> Masks | None:
+    def fill(self, plan: StepPlan, states: Mapping[int, GrammarState]) -> GrammarMasks | None:
         """The masks of the rows under a grammar, of each sampled position one; None where there is none. Who has ended has no state, and no mask
         that matters."""
         if not states:
@@ -111,7 +111,7 @@ class GrammarBook(Generic[M]):
         for i, uid in enumerate(emitting):
             if uid in states:
                 for node, s in self._along(self._sequences[uid], states[uid]):
-                    rows.append(i * plan.query + node)
+                    rows.append(i * plan.sampled_per_row + node)
                     along.append((uid, s, node == 0))
         bits = np.zeros((len(rows), self._words), dtype=np.int32)
         wanted: list[tuple[M, int]] = []
@@ -126,15 +126,15 @@ class GrammarBook(Generic[M]):
             compiler.fill(wanted, bits)
         for matcher, i in wanted:
             uid, s, known = along[i]
-            if not s.begun and s.grammar.opens >= 0:
-                _allow(bits[i], s.grammar.opens)
+            if not s.begun and s.grammar.think_start_id >= 0:
+                _allow(bits[i], s.grammar.think_start_id)
             if matcher.error:
                 if known:  # behind a draft it may never come to that
                     self._broken[uid] = f"went beyond its limits: {matcher.error}"
                 bits[i] = -1  # nobody will read the token, or its sequence is broken with it
-        return Masks(tuple(rows), bits)
+        return GrammarMasks(tuple(rows), bits)
 
-    def _along(self, s: _Sequence[M], state: MaskState) -> Iterator[tuple[int, _Sequence[M]]]:
+    def _along(self, s: _Sequence[M], state: GrammarState) -> Iterator[tuple[int, _Sequence[M]]]:
         """The sequence as it is, and behind each draft that the grammar lets it have; each with the number of its node. Behind one that is forbidden
         nothing is accepted."""
         found = {0: s}
@@ -176,7 +176,7 @@ class GrammarBook(Generic[M]):
             allowed[list(self._compiler.specials)] = 0
             self._prose = np.packbits(allowed, bitorder="little").view(np.int32)
         bits = self._prose.copy()
-        _allow(bits, grammar.closes)
+        _allow(bits, grammar.think_end_id)
         return bits
 
 
@@ -188,7 +188,7 @@ def _settle(ticket: Ticket, done: Future[M]) -> None:
     """Runs where the compiling ended. The state is set last: it is what the loop looks at."""
     error = done.exception()
     if isinstance(error, InvalidRequest):
-        ticket.why = error.message
+        ticket.error = error.message
     elif error is not None:
-        ticket.why = f"could not be compiled ({type(error).__name__}: {error})"
+        ticket.error = f"could not be compiled ({type(error).__name__}: {error})"
     ticket.state = TicketState.OK if error is None else TicketState.FAILED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from thalweg.core.messages import Delta
+from thalweg.core.messages import TokenDelta
 
 
 class Inbox:
@@ -14,20 +14,20 @@ class Inbox:
     __slots__ = ("deltas", "error", "waiter")
 
     def __init__(self) -> None:
-        self.deltas: dict[int, tuple[Delta, float]] = {}
+        self.deltas: dict[int, tuple[TokenDelta, float]] = {}
         self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
 
-    def put(self, delta: Delta, at: float) -> None:
+    def put(self, delta: TokenDelta, at: float) -> None:
         held = self.deltas.get(delta.uid)
-        self.deltas[delta.uid] = (delta, at) if held is None else (held[0].then(delta), held[1])
+        self.deltas[delta.uid] = (delta, at) if held is None else (held[0].merge(delta), held[1])
         self._wake()
 
     def fail(self, error: Exception) -> None:
         self.error = error
         self._wake()
 
-    async def take(self) -> list[tuple[Delta, float]]:
+    async def take(self) -> list[tuple[TokenDelta, float]]:
         """All there is, in order of arrival; waits for the first. Raises the error with which the engine failed the request."""
         while not self.deltas:
             if self.error is not None:

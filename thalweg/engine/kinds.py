@@ -11,30 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from thalweg.core.plan import PAGE, Needs, Row, StepPlan
+from thalweg.core.plan import PAGE, Row, SamplingNeeds, StepPlan
 from thalweg.scheduler.widths import choices
 
 DENSE = 80  # tokens up to which every number is met
 DECODE_QUERY = 4  # more tokens of a row than this are a prompt's
 CHUNK = 1 << 14  # tokens of context up to which prompts' rows are attended to in one piece
 SCORES = 5, 20, 100, 299  # positions of a prompt that go through the head: other kernels up to 8, 64, 128 and beyond
-GREEDY = Needs()
+GREEDY = SamplingNeeds()
 NEEDS = (
-    Needs(random=True),
-    Needs(random=True, truncated=True),
-    Needs(penalised=True),
-    Needs(biased=True),
-    Needs(random=True, truncated=True, penalised=True, biased=True),
-    Needs(logprobs=0),
-    Needs(logprobs=20),
-    Needs(random=True, truncated=True, logprobs=5),
+    SamplingNeeds(random=True),
+    SamplingNeeds(random=True, truncated=True),
+    SamplingNeeds(penalised=True),
+    SamplingNeeds(biased=True),
+    SamplingNeeds(random=True, truncated=True, penalised=True, biased=True),
+    SamplingNeeds(logprobs=0),
+    SamplingNeeds(logprobs=20),
+    SamplingNeeds(random=True, truncated=True, logprobs=5),
 )
-ALL_NEEDS = Needs(random=True, truncated=True, penalised=True, biased=True, logprobs=20)
+ALL_NEEDS = SamplingNeeds(random=True, truncated=True, penalised=True, biased=True, logprobs=20)
 
 Part = tuple[int, int, bool]  # tokens before the step, tokens of the step, whether it samples
 
 
-def plan(parts: Sequence[Part], needs: Needs = GREEDY, scored: bool = False, drafts: int = 0) -> StepPlan:
+def plan(parts: Sequence[Part], needs: SamplingNeeds = GREEDY, scored: bool = False, drafts: int = 0) -> StepPlan:
     """A step of these rows, each of a slot of its own. scored: with the log-probabilities of the last row's prompt tokens. drafts: of each row that
     emits and has so many tokens besides its own."""
     rows = [
@@ -44,7 +44,7 @@ def plan(parts: Sequence[Part], needs: Needs = GREEDY, scored: bool = False, dra
     if scored:
         start, n, _ = parts[-1]
         rows[-1] = rows[-1]._replace(score_from=start, score_to=start + n - 1, score_top=5)
-    return StepPlan(0, 0, tuple(rows), needs=needs, reach=max(start + n for start, n, _ in parts))
+    return StepPlan(0, 0, tuple(rows), needs=needs, max_kv_len=max(start + n for start, n, _ in parts))
 
 
 def ladder(most: int) -> list[int]:

@@ -8,9 +8,9 @@ import msgspec
 
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import EngineDead, InvalidRequest
-from thalweg.core.grammar import FREE, Grammar
-from thalweg.core.keep import WHOLE, Keep
-from thalweg.core.messages import Abort, Control, Delta, Done, FlushCache, Rejected, StepNews, Submit
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.messages import Abort, Control, ControlReply, FlushCache, Rejected, StepUpdate, Submit, TokenDelta
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import caches
 from thalweg.engine.build import build
@@ -39,8 +39,8 @@ class LocalEngine:
         params: SamplingParams,
         priority: int = 0,
         salt: int = 0,
-        grammar: Grammar = FREE,
-        keep: Keep = WHOLE,
+        grammar: Grammar = NO_GRAMMAR,
+        retention: CacheRetention = RETAIN_ALL,
     ) -> tuple[int, ...]:
         """Queues params.n sequences; returns their uids."""
         uids = tuple(range(self.next_uid, self.next_uid + params.n))
@@ -48,7 +48,7 @@ class LocalEngine:
         for uid in uids:
             first = uids[0] if uid != uids[0] else -1
             own = sibling(params, uid - uids[0])
-            self.channel.inbox.append(Submit(uid, tuple(prompt), own, priority, salt, first, 0.0, grammar, keep))
+            self.channel.inbox.append(Submit(uid, tuple(prompt), own, priority, salt, first, 0.0, grammar, retention))
         return uids
 
     def abort(self, uids: Sequence[int]) -> None:
@@ -57,16 +57,16 @@ class LocalEngine:
     def flush_cache(self) -> None:
         self.channel.inbox.append(FlushCache(-1))
 
-    def step(self) -> list[Delta]:
+    def step(self) -> list[TokenDelta]:
         """One turn of the loop; the news of the step that retired. Raises InvalidRequest for a request the engine refuses, EngineDead
         after a step that failed or was interrupted: its requests would never end."""
         self._run(self.loop.turn)
         sent, self.channel.outbox = self.channel.outbox, []
-        deltas: list[Delta] = []
+        deltas: list[TokenDelta] = []
         for message in sent:
             if isinstance(message, Rejected):
                 raise InvalidRequest(message.field, message.message)
-            if isinstance(message, StepNews):
+            if isinstance(message, StepUpdate):
                 deltas += message.deltas
         return deltas
 
@@ -74,11 +74,11 @@ class LocalEngine:
         """Has this done between two steps; what came of it. Requests that run go on at the next `step`. Raises InvalidRequest."""
         self.channel.inbox.append(message)
         self._run(self.loop.take)
-        done = next(one for one in self.channel.outbox if isinstance(one, Done) and one.id == message.id)
+        done = next(one for one in self.channel.outbox if isinstance(one, ControlReply) and one.id == message.id)
         self.channel.outbox.remove(done)
         if done.error:
             raise InvalidRequest(done.field, done.error)
-        return done.told
+        return done.result
 
     def _run(self, work: Callable[[], None]) -> None:
         if self.torn:

@@ -12,18 +12,18 @@ from thalweg.core.errors import InvalidRequest
 from thalweg.core.messages import (
     Abort,
     Control,
-    Done,
+    ControlReply,
     FromEngine,
-    Mark,
     Rejected,
+    RequestEvent,
     StartProfile,
     Stats,
-    StepNews,
+    StepUpdate,
     StopProfile,
     ToEngine,
     UpdateWeights,
 )
-from thalweg.core.plan import MaskState, Output, Shape, StepPlan
+from thalweg.core.plan import GrammarState, Output, Shape, StepPlan
 from thalweg.engine.recording import NoRecorder, Recorder
 from thalweg.scheduler.scheduler import Scheduler
 
@@ -50,7 +50,7 @@ class Worker(Protocol):
     def forward(self, plan: StepPlan, shape: Shape) -> None:
         """A: enqueues prepare → forward → logits."""
 
-    def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
+    def sample(self, plan: StepPlan, masks: Mapping[int, GrammarState], width: int) -> None:
         """B: enqueues mask → accept → propose `width` drafts → publish, right behind A."""
 
     def output(self, plan: StepPlan) -> Sequence[Output]:
@@ -89,7 +89,7 @@ class OneRank:
     """The layout of a single DP rank: its own word is the agreement."""
 
     def agree(self, plan: StepPlan) -> tuple[Shape | None, int]:
-        return (plan.shape if plan.rows else None), plan.draft
+        return (plan.shape if plan.rows else None), plan.num_drafts
 
 
 class Loop:
@@ -115,7 +115,7 @@ class Loop:
         self.inflight: deque[StepPlan] = deque()
         self.width = 0  # the last launched step's agreed draft width
         self.busy_since = self.stats_at = self.busy_seconds = 0.0
-        self.marks: list[Mark] = []  # not yet sent
+        self.marks: list[RequestEvent] = []  # not yet sent
 
     def run(self) -> None:
         """Serves until a front asked to drain and everything has ended."""
@@ -133,13 +133,13 @@ class Loop:
         plan = self.scheduler.plan(self.width)
         if marks := self.scheduler.marks():
             now = time.time()
-            self.marks += (Mark(uid, kind, now) for uid, kind in marks)
+            self.marks += (RequestEvent(uid, kind, now) for uid, kind in marks)
         return plan
 
     def take(self) -> None:
         """Does what the fronts ask, in their order."""
         messages: list[ToEngine] = []
-        replies: list[Rejected | Done] = []
+        replies: list[Rejected | ControlReply] = []
         for message in self.channel.receive(self._patience()):
             if isinstance(message, Control):
                 replies += self._took(messages)
@@ -150,7 +150,7 @@ class Loop:
         for reply in replies + self._took(messages):
             self.channel.send(reply)
 
-    def _took(self, messages: Sequence[ToEngine]) -> list[Rejected | Done]:
+    def _took(self, messages: Sequence[ToEngine]) -> list[Rejected | ControlReply]:
         replies = self.scheduler.take(messages)
         if messages or replies:
             self.recorder.took(self.scheduler.step, messages, replies)
@@ -163,7 +163,7 @@ class Loop:
             self.width = width
             self.recorder.launches(plan)
             self.worker.forward(plan, shape)
-            if plan.masked:
+            if plan.waits_for_commit:
                 self.retire(self.depth - 2)  # commit what its masks need
             self.worker.sample(plan, self.scheduler.masks(plan), width)
             self.inflight.append(plan)
@@ -185,10 +185,10 @@ class Loop:
 
     # ---- between two steps
 
-    def _carry_out(self, message: Control) -> list[Rejected | Done]:
+    def _carry_out(self, message: Control) -> list[Rejected | ControlReply]:
         """Its answer, and what the scheduler has to say about it. In flight is nothing then."""
         if self.workshop is None:
-            return [Done(message.id, error="this engine stays as it was built")]
+            return [ControlReply(message.id, error="this engine stays as it was built")]
         try:
             match message:
                 case UpdateWeights():
@@ -202,21 +202,21 @@ class Loop:
                     self.profiled_until = NEVER
                     told = self.workshop.profiler.stop()
         except InvalidRequest as wrong:
-            return [Done(message.id, error=wrong.message, field=wrong.field)]
-        return [Done(message.id, told)]
+            return [ControlReply(message.id, error=wrong.message, field=wrong.field)]
+        return [ControlReply(message.id, told)]
 
-    def _update(self, message: UpdateWeights, workshop: Workshop) -> list[Rejected | Done]:
+    def _update(self, message: UpdateWeights, workshop: Workshop) -> list[Rejected | ControlReply]:
         """Running requests go on with the new weights, on what the old ones computed of them. After a flush that is never cached: the tree has
         another epoch then, and they stand in the old one. Raises InvalidRequest before anything is changed."""
         write = workshop.weights(message, self.alive)
         self.retire(0)
-        replies: list[Rejected | Done] = []
+        replies: list[Rejected | ControlReply] = []
         if message.abort:
             replies += self._took([Abort(tuple(self.scheduler.requests))])
         held, of = write()
         if message.flush:
             self.scheduler.books.flush()
-        done = Done(message.id, f"{held} of {of} tensors replaced", whole=held == of)
+        done = ControlReply(message.id, f"{held} of {of} tensors replaced", replaced_all=held == of)
         self.recorder.took(self.scheduler.step, [message], [done])
         return [*replies, done]
 
@@ -237,7 +237,7 @@ class Loop:
         now = time.time()
         if now - self.stats_at >= STATS_EVERY:
             self.stats_at = now
-            self.channel.send(StepNews((), now, self.stats()))
+            self.channel.send(StepUpdate((), now, self.stats()))
 
     # ---- waiting and telling
 
@@ -254,7 +254,7 @@ class Loop:
             if due:
                 self.stats_at = now
             marks, self.marks = tuple(self.marks), []
-            self.channel.send(StepNews(deltas, now, self.stats() if due else None, marks))
+            self.channel.send(StepUpdate(deltas, now, self.stats() if due else None, marks))
 
     def stats(self) -> Stats:
         return self.scheduler.stats(self.busy_seconds)

@@ -12,9 +12,9 @@ import torch
 
 from thalweg.batch.slots import Slots
 from thalweg.config.engine import EngineConfig
-from thalweg.core.amounts import size
-from thalweg.core.errors import NoRoom
-from thalweg.core.kernels import PLAIN
+from thalweg.core.errors import InsufficientMemory
+from thalweg.core.format import format_bytes
+from thalweg.core.kernels import TORCH_ATTENTION
 from thalweg.core.plan import PAGE, StepPlan
 from thalweg.core.report import START_UP, Decision
 from thalweg.engine import kinds
@@ -54,8 +54,9 @@ class Sums(NamedTuple):
         return max(self.left // self.page, 0)
 
     def __str__(self) -> str:
-        parts = f"{size(self.step)} a step - {size(self.graphs)} graphs - {size(self.slots)} slots - {size(self.reserve)} reserve"
-        return f"({size(self.free)} free beside the weights - {parts}) / {size(self.page)} a page = {self.pages}"
+        taken = (self.step, "a step"), (self.graphs, "graphs"), (self.slots, "slots"), (self.reserve, "reserve")
+        parts = " - ".join(f"{format_bytes(count)} {name}" for count, name in taken)
+        return f"({format_bytes(self.free)} free beside the weights - {parts}) / {format_bytes(self.page)} a page = {self.pages}"
 
 
 class Graphs(NamedTuple):
@@ -110,7 +111,7 @@ def _step(config: EngineConfig, runner: Runner, context: int, device: torch.devi
             made = of.sample(of.forward(plan), width=config.num_drafts)
             del made
     except torch.cuda.OutOfMemoryError as error:
-        raise NoRoom(
+        raise InsufficientMemory(
             f"memory: a step of {config.chunked_prefill_size} tokens and {config.max_running_requests} requests does not fit beside "
             "the weights; use a smaller --chunked-prefill-size or --max-running-requests"
         ) from error
@@ -125,7 +126,7 @@ def _largest(config: EngineConfig, runner: Runner, context: int) -> Iterator[tup
         # what one token takes, by the model itself, since padding would see no context here; and the sampling of all rows
         yield Runner(model.model, model.model, runner.planes, runner.slots), kinds.plan([(context - 1, 1, True)])
         yield runner, kinds.plan([(context - 1, 1, True)] * decoding, kinds.ALL_NEEDS)
-    elif config.decode_attention_backend in PLAIN:
+    elif config.decode_attention_backend in TORCH_ATTENTION:
         # prompts take minutes over long contexts, and tiles of their scores are as large over short ones; but what is gathered of a context is
         # as long as the context: of as many rows as decode in one span, and of a prompt, whose tiles then have few tokens
         yield from (
@@ -166,22 +167,22 @@ def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.devic
 def settle(config: EngineConfig, sums: Sums) -> EngineConfig:
     """The configuration with pages and context as the sums give them. What the user set stays, or is refused.
 
-    Raises NoRoom.
+    Raises InsufficientMemory.
     """
     pages, context = config.num_pages or sums.pages, config.context_length
     if config.num_pages and config.num_pages * sums.page > sums.left + sums.reserve:
-        raise NoRoom(
+        raise InsufficientMemory(
             f"memory: {config.num_pages} pages do not fit: {sums}, and {(sums.left + sums.reserve) // sums.page} without a reserve; "
             f"use --max-total-tokens {max(sums.pages, 1) * PAGE}, or leave --mem-fraction-static and --max-total-tokens to the engine"
         )
     if pages < 1:
-        raise NoRoom(
+        raise InsufficientMemory(
             f"memory: {sums}: no page is left for the KV cache; use a smaller --chunked-prefill-size, --max-running-requests or "
             "--cuda-graph-max-bs, or a GPU with more memory"
         )
     held = pages * PAGE
     if config.min_context_length > held:
-        raise NoRoom(
+        raise InsufficientMemory(
             f"context_length: {config.min_context_length} is more than the KV cache holds: {sums}; use at most {held}"
         )
     decisions = []

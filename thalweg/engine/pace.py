@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
+from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import SamplingParams
 from thalweg.runner.pieces import Piecewise
@@ -139,7 +139,7 @@ class Clock:
             self._seat(slot, behind + n, behind)
             made.append(Row(slot, slot, behind, n, 0, True))
             slot, tokens, behind = slot + 1, 0 if last else tokens - n, 0
-        return StepPlan(0, 0, tuple(made), reach=max(row.start + row.n for row in made))
+        return StepPlan(0, 0, tuple(made), max_kv_len=max(row.start + row.n for row in made))
 
     def _seat(self, slot: int, tokens: int, computed: int) -> None:
         """Slots share pages where there are too few: what lies in them does not matter."""
@@ -147,7 +147,7 @@ class Clock:
         entries = -(-tokens // PAGE)
         pages = tuple(1 + (slot * entries + entry) % self.config.num_pages for entry in range(entries))
         self.runner.slots.bind([Bind(slot, ids, tokens, computed, self.config.context_length, 0, (), GREEDY)])
-        self.runner.slots.append([Append(slot, 0, pages)])
+        self.runner.slots.append([PageAppend(slot, 0, pages)])
 
     def _run(self, plan: StepPlan) -> float:
         """A alone: B is small, and would move the slots on."""

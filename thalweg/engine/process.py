@@ -12,7 +12,7 @@ import threading
 from thalweg.config.engine import EngineConfig
 from thalweg.core import logs
 from thalweg.core.errors import ThalwegError
-from thalweg.core.messages import Fatal, Ready
+from thalweg.core.messages import EngineReady, Fatal
 from thalweg.engine import caches
 from thalweg.engine.build import build
 from thalweg.engine.channel import ZmqChannel
@@ -39,7 +39,7 @@ def main(config: EngineConfig, address: str) -> None:
         context = loop.scheduler.context
         watch(loop, config.watchdog_timeout)
         channel.send(
-            Ready(os.getpid(), context, facts.vocab, config.num_pages, config.max_running_requests, config.report)
+            EngineReady(os.getpid(), context, facts.vocab, config.num_pages, config.max_running_requests, config.report)
         )
         run(loop)
     except Exception as error:

@@ -16,7 +16,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.grammar import Masks
+from thalweg.core.grammar import GrammarMasks
 from thalweg.core.messages import StartProfile
 from thalweg.core.plan import Output, StepPlan
 from thalweg.engine.worker import Halves
@@ -39,7 +39,9 @@ class Named:
         with record_function(f"A {_name(plan)}"):
             return self.runner.forward(plan)
 
-    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None, width: int = 0) -> Published | None:
+    def sample(
+        self, forwarded: Forwarded | None, masks: GrammarMasks | None = None, width: int = 0
+    ) -> Published | None:
         if forwarded is None:
             return self.runner.sample(forwarded, masks, width)
         with record_function(f"B {_name(forwarded.plan)}"):

@@ -28,10 +28,10 @@ import msgspec
 
 from thalweg import __version__
 from thalweg.config.engine import EngineConfig
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.messages import Abort, FromEngine, Rejected, Submit, ToEngine, UpdateWeights
 from thalweg.core.plan import Bind, Output, StepPlan
-from thalweg.core.request import Leave, Request
+from thalweg.core.request import Exit, Request
 
 log = logging.getLogger("thalweg.recording")
 FORMAT, VERSION = "thalweg-recording", 2
@@ -172,7 +172,7 @@ class _Mark(NamedTuple):
         r, tokens = self.request, (*self.request.prompt, *self.out[: self.known])
         end = 0 if self.over else r.end
         bind = Bind(
-            self.slot, tokens, len(r.prompt), self.computed, end, r.seed, r.stop_ids, r.params, r.salt, r.masked
+            self.slot, tokens, len(r.prompt), self.computed, end, r.seed, r.stop_ids, r.params, r.salt, r.has_grammar
         )
         return Seat(r.uid, bind, tuple(self.pages[: self.held]))
 
@@ -196,7 +196,7 @@ class _Segment:
 
 
 class Ring:
-    """The recorder of an engine. requests: all of them by uid, the scheduler's own. Raises CannotServe for a folder that cannot be
+    """The recorder of an engine. requests: all of them by uid, the scheduler's own. Raises UnsupportedConfig for a folder that cannot be
     written to."""
 
     def __init__(self, config: EngineConfig, requests: Mapping[int, Request]) -> None:
@@ -209,9 +209,11 @@ class Ring:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CannotServe(f"crash_dump_folder {self.folder}: {error.strerror}; name another folder") from error
+            raise UnsupportedConfig(
+                f"crash_dump_folder {self.folder}: {error.strerror}; name another folder"
+            ) from error
         if not os.access(self.folder, os.W_OK | os.X_OK):
-            raise CannotServe(f"crash_dump_folder {self.folder}: may not be written to; name another folder")
+            raise UnsupportedConfig(f"crash_dump_folder {self.folder}: may not be written to; name another folder")
 
     def took(self, step: int, messages: Sequence[ToEngine], replies: Sequence[FromEngine]) -> None:
         now = self._segments[-1]
@@ -258,7 +260,7 @@ class Ring:
         for r in self.requests.values():
             if r.bound and r.slot >= 0 and r.slot not in bound:
                 computed = r.known - 1 if r.known > r.base else start.get(r.uid, r.computed)
-                over = r.leave in (Leave.FINISH, Leave.ABORT)
+                over = r.exit in (Exit.FINISH, Exit.ABORT)
                 marks.append(_Mark(r, r.slot, r.out, len(r.out), r.pages, len(r.pages), computed, over))
         return marks
 
@@ -348,11 +350,11 @@ def versions() -> dict[str, str]:
 
 
 def read(path: Path) -> Recording:
-    """Raises CannotServe for a file that is no recording, of another version, or broken before its last line."""
+    """Raises UnsupportedConfig for a file that is no recording, of another version, or broken before its last line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise CannotServe(f"{path}: {error.strerror}") from error
+        raise UnsupportedConfig(f"{path}: {error.strerror}") from error
     head = _head(path, lines[0] if lines else b"")
     found: list[Line] = []
     cut = False
@@ -361,12 +363,12 @@ def read(path: Path) -> Recording:
             found.append(_line(line))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if number < len(lines):
-                raise CannotServe(f"{path}: line {number} is broken: {error}") from error
+                raise UnsupportedConfig(f"{path}: line {number} is broken: {error}") from error
             cut = True  # the disk was full, or the machine went down
     tail = next((line for line in found if isinstance(line, Tail)), None)
     found = [line for line in found if line is not tail]
     if tail is not None and tail.lines != len(found) + 1:
-        raise CannotServe(f"{path}: {tail.lines} lines were written, {len(found) + 1} are there")
+        raise UnsupportedConfig(f"{path}: {tail.lines} lines were written, {len(found) + 1} are there")
     return Recording(
         head,
         tuple(line for line in found if isinstance(line, Asked)),
@@ -384,15 +386,17 @@ def _head(path: Path, line: bytes) -> Head:
     except (msgspec.DecodeError, UnicodeDecodeError):
         kind = _Version()
     if kind.format != FORMAT:
-        raise CannotServe(f"{path}: no recording: its first line should be a JSON object with the format {FORMAT}")
+        raise UnsupportedConfig(
+            f"{path}: no recording: its first line should be a JSON object with the format {FORMAT}"
+        )
     if kind.version != VERSION:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"{path}: a recording of version {kind.version}; this Thalweg ({__version__}) reads version {VERSION}: use the one that wrote it"
         )
     try:
         head = _line(line)
     except msgspec.DecodeError as error:
-        raise CannotServe(f"{path}: line 1 is broken: {error}") from error
+        raise UnsupportedConfig(f"{path}: line 1 is broken: {error}") from error
     if not isinstance(head, Head):
-        raise CannotServe(f"{path}: line 1 is no head but a {type(head).__name__}")
+        raise UnsupportedConfig(f"{path}: line 1 is no head but a {type(head).__name__}")
     return head

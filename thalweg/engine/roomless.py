@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core.errors import NoRoom, lacks_memory
+from thalweg.core.errors import InsufficientMemory, is_out_of_memory
 from thalweg.core.report import START_UP, Decision
 from thalweg.runner.drafting import DrafterFails
 
@@ -31,8 +31,8 @@ def with_or_without(build: Callable[[EngineConfig], T], config: EngineConfig) ->
     except DrafterFails as error:
         log.error(USELESS, error, exc_info=error.__cause__)
         why = _first_line(error)
-    except (NoRoom, MemoryError, RuntimeError) as error:
-        if config.speculative_algorithm == NONE or not lacks_memory(error):
+    except (InsufficientMemory, MemoryError, RuntimeError) as error:
+        if config.speculative_algorithm == NONE or not is_out_of_memory(error):
             raise
         log.error(LEFT_OUT, _first_line(error))
         why = f"no room for it: {_first_line(error)}"

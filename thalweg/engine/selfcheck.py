@@ -15,8 +15,8 @@ import torch
 
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts, read_facts
-from thalweg.core.errors import CannotServe
-from thalweg.core.kernels import DECISIONS, KernelChoice
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import DECISION_NAMES, KernelConfig
 from thalweg.core.report import START_UP, Decision
 
 log = logging.getLogger("thalweg.engine")
@@ -25,7 +25,7 @@ OWN = "triton"  # what takes the place of a library
 
 
 class Probe(NamedTuple):
-    """role: the field of `KernelChoice` that names the backend. check: raises RuntimeError that says what is wrong."""
+    """role: the field of `KernelConfig` that names the backend. check: raises RuntimeError that says what is wrong."""
 
     role: str
     backend: str
@@ -33,7 +33,7 @@ class Probe(NamedTuple):
 
 
 def proven(config: EngineConfig) -> EngineConfig:
-    """The configuration with every library that fails its check replaced. Raises CannotServe for one that was
+    """The configuration with every library that fails its check replaced. Raises UnsupportedConfig for one that was
     asked for, CheckpointError for a folder without a model."""
     if config.device != "cuda" or config.decode_attention_backend == "reference":
         return config
@@ -41,7 +41,7 @@ def proven(config: EngineConfig) -> EngineConfig:
     return settled(config, probes(config.kernels, facts, torch.device(config.device)))
 
 
-def probes(kernels: KernelChoice, facts: ModelFacts, device: torch.device) -> list[Probe]:
+def probes(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> list[Probe]:
     """What there is to check of this choice."""
     made: list[Probe] = []
     if facts.mla is not None and kernels.latent:
@@ -82,12 +82,12 @@ def probes(kernels: KernelChoice, facts: ModelFacts, device: torch.device) -> li
 def settled(config: EngineConfig, probes: Iterable[Probe]) -> EngineConfig:
     """See `proven`."""
     for role, backend, check in probes:
-        name = DECISIONS[role]
+        name = DECISION_NAMES[role]
         try:
             check()
         except RuntimeError as error:
             if config.report.is_users(name):
-                raise CannotServe(f"{name}: {error}") from error
+                raise UnsupportedConfig(f"{name}: {error}") from error
             log.warning("%s: %s is not used, %s takes its place: %s", name, backend, OWN, error)
             failed = Decision(name, OWN, START_UP, f"{backend} failed its self-check: {error}")
             config = config.started([failed], **{name: OWN})

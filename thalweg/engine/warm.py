@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core.grammar import Masks
+from thalweg.core.grammar import GrammarMasks
 from thalweg.core.kernels import TORCH
 from thalweg.core.plan import StepPlan
 from thalweg.engine.kinds import GREEDY, fine, kinds, samplings, scored, singles
@@ -60,8 +60,8 @@ def _sampling(runner: Runner, config: EngineConfig, context: int) -> Iterator[Ca
         logits_EV = torch.zeros(len(slot_E), vocab, device=slot_E.device)
         return Forwarded(plan, logits_EV, slot_E, slots.ints_SI.index_select(0, slot_E), {})
 
-    def masks(rows: int) -> Masks:
-        return Masks(tuple(range(rows)), np.full((rows, -(-vocab // 32)), -1, dtype=np.int32))
+    def masks(rows: int) -> GrammarMasks:
+        return GrammarMasks(tuple(range(rows)), np.full((rows, -(-vocab // 32)), -1, dtype=np.int32))
 
     for plan in samplings(min(config.max_running_requests, config.chunked_prefill_size), context):
         yield partial(lambda plan: runner.sample(forwarded(plan)), plan)
@@ -85,10 +85,10 @@ def _steps(runner: Runner, config: EngineConfig, context: int) -> Iterator[Calla
         plans = singles(context)
     else:
         plans = kinds(
-            config.max_running_requests, config.chunked_prefill_size, context, config.num_drafts, config.tree.on
+            config.max_running_requests, config.chunked_prefill_size, context, config.num_drafts, config.tree.is_tree
         )
     for plan in plans:
-        width = plan.query - 1 or config.num_drafts
+        width = plan.sampled_per_row - 1 or config.num_drafts
         yield partial(lambda plan, width: narrow.sample(narrow.forward(plan), width=width), plan, width)
 
 

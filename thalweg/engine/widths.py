@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from thalweg.config.engine import EngineConfig
-from thalweg.core.plan import PAGE, Append, Bind, Row, StepPlan
+from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import SamplingParams
 from thalweg.runner.runner import Runner
@@ -67,7 +67,7 @@ def measured(config: EngineConfig, runner: Runner) -> EngineConfig:
 
 def _room(config: EngineConfig) -> int:
     """Tokens that the steps which are measured compute behind a context."""
-    return 3 * (1 + config.tree.room(config.num_drafts))
+    return 3 * (1 + config.tree.reserved_columns(config.num_drafts))
 
 
 def _rungs(
@@ -120,7 +120,7 @@ def _times(runner: Runner, config: EngineConfig, rows: int, context: int, repeat
 
 def _plan(rows: int, context: int, width: int, reach: int) -> StepPlan:
     made = tuple(Row(slot, slot, context - 1, 1 + width, width, True) for slot in range(rows))
-    return StepPlan(1, 0, made, draft=width, reach=reach)
+    return StepPlan(1, 0, made, num_drafts=width, max_kv_len=reach)
 
 
 @torch.inference_mode()
@@ -169,7 +169,7 @@ def _bind(runner: Runner, config: EngineConfig, rows: int, tokens: int, reach: i
         made = tuple(rng.choices(ids, k=tokens))
         pages = tuple(1 + (slot * entries + entry) % config.num_pages for entry in range(entries))
         runner.slots.bind([Bind(slot, made, tokens, tokens - 1, config.context_length, 0, (), GREEDY)])
-        runner.slots.append([Append(slot, 0, pages)])
+        runner.slots.append([PageAppend(slot, 0, pages)])
 
 
 def _run(runner: Runner, plan: StepPlan, config: EngineConfig) -> float:
@@ -177,7 +177,7 @@ def _run(runner: Runner, plan: StepPlan, config: EngineConfig) -> float:
     now = clock(config)
     _wait(runner)
     begun = now()
-    runner.sample(runner.forward(plan), width=plan.draft)
+    runner.sample(runner.forward(plan), width=plan.num_drafts)
     _wait(runner)
     return now() - begun
 

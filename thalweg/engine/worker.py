@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Callable, Generic, Mapping, Protocol, Sequence, TypeVar
 
-from thalweg.core.grammar import Masks
-from thalweg.core.plan import MaskState, Output, Shape, StepPlan
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.plan import GrammarState, Output, Shape, StepPlan
 from thalweg.runner.runner import Forwarded, Published
 
 T = TypeVar("T")
@@ -32,7 +32,9 @@ class Halves(Protocol):
 
     def forward(self, plan: StepPlan) -> Forwarded | None: ...
 
-    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None, width: int = 0) -> Published | None: ...
+    def sample(
+        self, forwarded: Forwarded | None, masks: GrammarMasks | None = None, width: int = 0
+    ) -> Published | None: ...
 
     def outputs(self, published: Published | None) -> tuple[Output, ...]: ...
 
@@ -40,7 +42,7 @@ class Halves(Protocol):
 class Masker(Protocol):
     """Makes the masks of a plan's rows that are under a grammar."""
 
-    def fill(self, plan: StepPlan, states: Mapping[int, MaskState]) -> Masks | None:
+    def fill(self, plan: StepPlan, states: Mapping[int, GrammarState]) -> GrammarMasks | None:
         """On the caller's thread, while A runs: what the masks need is committed. None where no row has one."""
 
 
@@ -89,7 +91,7 @@ class CpuWorker:
     def forward(self, plan: StepPlan, shape: Shape) -> None:
         self.forwarded[plan.step] = self.stream.submit(lambda: self.runner.forward(plan))
 
-    def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
+    def sample(self, plan: StepPlan, masks: Mapping[int, GrammarState], width: int) -> None:
         forwarded, made = self.forwarded.pop(plan.step), self.masker.fill(plan, masks)
         runner = self.runner
         self.outputs[plan.step] = self.stream.submit(

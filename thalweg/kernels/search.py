@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.core.kernels import Choices
+from thalweg.core.kernels import TuningValues
 from thalweg.kernels.case import Inputs
 
 Pair = tuple[Callable[[], Tensor], Callable[[], Tensor]]  # a result, and what it must come to
@@ -34,7 +34,7 @@ class Search:
     compile for each. uses: the other ways in which a candidate that is chosen will be used, and what each must come to; held against it too."""
 
     operation: str
-    key: Choices
+    key: TuningValues
     label: str
     default: Any
     candidates: tuple[Any, ...]

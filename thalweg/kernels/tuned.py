@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from thalweg.core.kernels import Choices, TunedRow
+from thalweg.core.kernels import TunedKernel, TuningValues
 
 T = TypeVar("T")
-Question = tuple[str, Choices, Any]  # operation, key, default
+Question = tuple[str, TuningValues, Any]  # operation, key, default
 
 # by operation: the file whose code a choice was measured with
 SOURCES = {
@@ -32,17 +32,17 @@ class Tuned:
     """The choices that a process uses. Filled by `use` before the first model is made, and left alone while kernels run."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, Choices], dict[Choices, Choices]] = {}
+        self._found: dict[tuple[str, TuningValues], dict[TuningValues, TuningValues]] = {}
         self._asked: list[Question] | None = None
 
-    def use(self, rows: Iterable[TunedRow]) -> None:
+    def use(self, rows: Iterable[TunedKernel]) -> None:
         """These and no others from here on."""
-        found: dict[tuple[str, Choices], dict[Choices, Choices]] = {}
+        found: dict[tuple[str, TuningValues], dict[TuningValues, TuningValues]] = {}
         for row in rows:
             found.setdefault((row.operation, row.key), {})[row.default] = row.choice
         self._found = found
 
-    def instead(self, operation: str, key: Choices, default: T) -> T:
+    def instead(self, operation: str, key: TuningValues, default: T) -> T:
         """What was found in place of `default`: a number, or a dataclass of such. Itself where nothing was."""
         if self._asked is not None:
             self._asked.append((operation, key, default))
@@ -65,14 +65,14 @@ class Tuned:
 TUNED = Tuned()  # a process computes on one device
 
 
-def flat(choice: Any) -> Choices:
+def flat(choice: Any) -> TuningValues:
     """The numbers of a choice, nested dataclasses in their order."""
     if not is_dataclass(choice):
         return (choice,)
     return tuple(number for field in fields(choice) for number in flat(getattr(choice, field.name)))
 
 
-def rebuilt(like: T, numbers: Choices) -> T:
+def rebuilt(like: T, numbers: TuningValues) -> T:
     """A choice of the same type from its numbers. Raises ValueError for too few or too many."""
     made, left = _taken(like, numbers)
     if left:
@@ -80,7 +80,7 @@ def rebuilt(like: T, numbers: Choices) -> T:
     return cast(T, made)
 
 
-def _taken(like: Any, numbers: Choices) -> tuple[Any, Choices]:
+def _taken(like: Any, numbers: TuningValues) -> tuple[Any, TuningValues]:
     if not numbers:
         raise ValueError(f"too few numbers for {type(like).__name__}")
     if not is_dataclass(like):

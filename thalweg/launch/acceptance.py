@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from thalweg.config.speculative import RELAXED_DELTA, RELAXED_TOPK, SpeculativeOptions
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import USER
 from thalweg.launch.ledger import Ledger, source
 
@@ -26,27 +26,28 @@ class Acceptance:
 
 
 def refuse_simulated(wish: SpeculativeOptions) -> None:
-    """Of what answers somebody. Raises CannotServe."""
+    """Of what answers somebody. Raises UnsupportedConfig."""
     if wish.speculative_simulate_accept_length is not None and not wish.allow_simulated_acceptance:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"speculative_simulate_accept_length: {SIMULATED}: it is for `thalweg bench one-batch`, `offline` and `speculation`; leave it out, or "
             "add --allow-simulated-acceptance"
         )
 
 
 def decide_acceptance(wish: SpeculativeOptions, drafter: str, deepest: int, trees: bool, ledger: Ledger) -> Acceptance:
-    """drafter: its name, "NONE" for none. deepest: drafts one behind the other, at most. trees: whether drafts may part ways. Raises CannotServe for
+    """drafter: its name, "NONE" for none. deepest: drafts one behind the other, at most. trees: whether drafts may part ways. Raises
+    UnsupportedConfig for
     thresholds of another rule than the one that is wished, for a rule beside a decree, and for a decree of more tokens than a verification has."""
     acceptance, length = _rule(wish, drafter, trees, ledger), wish.speculative_simulate_accept_length
     if drafter == "NONE" or length is None:
         return acceptance
     if length > deepest + 1:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"speculative_simulate_accept_length: {length:g} tokens of each verification, and {deepest} drafts one behind the other bring "
             f"{deepest + 1} at most; give less, or more --speculative-num-steps"
         )
     if wish.speculative_acceptance not in (None, "race"):
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"speculative_acceptance: {wish.speculative_acceptance} judges no draft where they are accepted by decree; leave it out, or "
             "--speculative-simulate-accept-length"
         )
@@ -58,7 +59,7 @@ def _rule(wish: SpeculativeOptions, drafter: str, trees: bool, ledger: Ledger) -
     rule, topk, delta = wish.speculative_acceptance, wish.speculative_relaxed_topk, wish.speculative_relaxed_delta
     for name, value in (("speculative_relaxed_topk", topk), ("speculative_relaxed_delta", delta)):
         if value is not None and rule != "relaxed":
-            raise CannotServe(
+            raise UnsupportedConfig(
                 f"{name}: a threshold of the lossy rule, and drafts are judged by {rule or 'the race'}; leave it out, or use "
                 "--speculative-acceptance relaxed"
             )

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.core.fit import Caps, Need
+from thalweg.core.capabilities import Capabilities, Requirements
 
 BOTH = frozenset({True, False})
 
 
 @dataclass(frozen=True)
-class AttentionCaps(Caps):
+class AttentionCaps(Capabilities):
     """device: "cpu" or "cuda". chip: of the GPU, "" on a CPU. heads: "mla" (latents), "mha" (an MLA model's decompressed keys and values) or
     "gqa". sparse: DSA's chosen context. kv: type of the KV cache. dtype: of activations. installed: whether it is. deterministic: whether bits
     may have to be independent of the batch. trees: whether drafts may part ways, so that tokens do not see all before them. graphs: whether a CUDA
@@ -33,7 +33,7 @@ class AttentionCaps(Caps):
 
 
 @dataclass(frozen=True)
-class AttentionNeed(Need):
+class AttentionNeed(Requirements):
     device: str
     chip: str
     heads: str

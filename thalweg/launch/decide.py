@@ -10,9 +10,9 @@ from typing import Callable
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
-from thalweg.core.amounts import size
-from thalweg.core.errors import CannotServe, NoRoom
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
+from thalweg.core.format import format_bytes
+from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, MODEL, USER
 from thalweg.launch.graphs import GraphPlan, decide_compile, decide_graphs
@@ -104,7 +104,7 @@ class Decided:
     wanted; least_context: that must fit."""
 
     device: str
-    kernels: KernelChoice
+    kernels: KernelConfig
     graphs: GraphPlan
     dtype: str
     threads: int
@@ -124,17 +124,17 @@ def decide(
     config: Options,
     facts: ModelFacts,
     machine: Machine,
-    sizes_in: Callable[[str, KernelChoice, str], Sizes],
+    sizes_in: Callable[[str, KernelConfig, str], Sizes],
     ledger: Ledger,
     width: int = 0,
     trees: bool = False,
 ) -> Decided:
     """Decides, and notes each decision in the ledger. `sizes_in(device, kernels, dtype)` measures the model as it would be loaded. width:
-    tokens that are drafted a step, at most; trees: whether they may part ways. Raises CannotServe; NoRoom where weights and one page of KV
-    cache, or what was asked for, are more than the device has memory for."""
+    tokens that are drafted a step, at most; trees: whether they may part ways. Raises UnsupportedConfig; InsufficientMemory where weights
+    and one page of KV cache, or what was asked for, are more than the device has memory for."""
     for rule in RULES:
         if rule.when(config):
-            raise CannotServe(f"{rule.why}; {rule.instead}")
+            raise UnsupportedConfig(f"{rule.why}; {rule.instead}")
     note, take, schedule = ledger.note, ledger.take, config.schedule
     device = _device(config, machine, ledger)
     site = gpu(machine) if device == "cuda" else cpu(machine)
@@ -150,7 +150,7 @@ def decide(
     pages, context = _memory(config, facts, site, sizes, dtype, slots, measured, ledger)
     budget = _budget(config, site, slots, context, ledger)
     if budget <= width:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"chunked_prefill_size: a step of {budget} tokens has no room to verify {width} drafts of one request; use at least "
             f"--chunked-prefill-size {width + 1}"
         )
@@ -187,9 +187,11 @@ def decide(
 
 
 def _device(config: Options, machine: Machine, ledger: Ledger) -> str:
-    """The user's, else a GPU where there is one. Raises CannotServe for a GPU that is not there."""
+    """The user's, else a GPU where there is one. Raises UnsupportedConfig for a GPU that is not there."""
     if config.load.device == "cuda" and not machine.gpus:
-        raise CannotServe("device: cuda, but the driver shows no NVIDIA GPU; use --device cpu, or see `thalweg doctor`")
+        raise UnsupportedConfig(
+            "device: cuda, but the driver shows no NVIDIA GPU; use --device cpu, or see `thalweg doctor`"
+        )
     if machine.gpus:
         return ledger.take("device", config.load.device, "cuda", machine.gpus[0])
     return ledger.take("device", config.load.device, "cpu", f"{machine.cpu}, {machine.cores} cores")
@@ -204,7 +206,7 @@ def _dtype(config: Options, site: Site, sizes_in: Callable[[str], Sizes], ledger
     room = int(site.free * (config.memory.mem_fraction_static or site.fraction))
     plain = sizes_in(wish or "float32")
     fits = plain.weight_bytes <= room // 2
-    reason = f"float32 weights take {size(plain.weight_bytes)}, {'not ' if not fits else ''}within half of {size(room)}"
+    reason = f"float32 weights take {format_bytes(plain.weight_bytes)}, {'not ' if not fits else ''}within half of {format_bytes(room)}"
     dtype = ledger.take("dtype", wish, "float32" if fits else "bfloat16", reason)
     return dtype, plain if dtype == (wish or "float32") else sizes_in(dtype)
 
@@ -232,19 +234,19 @@ def _memory(
     room = int(site.free * fraction)
     page = sizes.kv_bytes * PAGE
     most = (room - sizes.weight_bytes) // page
-    sums = f"({size(site.free)} free x {fraction:g} - {size(sizes.weight_bytes)} weights) / {size(page)} a page"
+    sums = f"({format_bytes(site.free)} free x {fraction:g} - {format_bytes(sizes.weight_bytes)} weights) / {format_bytes(page)} a page"
     if most < 1:
         needed = (sizes.weight_bytes + page) / site.free if site.free else 1.0
         smaller = ", or --dtype bfloat16" if dtype == "float32" else ""
         instead = (
             f"--mem-fraction-static {needed + 0.005:.2f}" if needed < 0.985 else f"a machine with more memory{smaller}"
         )
-        raise NoRoom(f"memory: {sums} leaves no page for the KV cache; use {instead}")
+        raise InsufficientMemory(f"memory: {sums} leaves no page for the KV cache; use {instead}")
     limit = _context_limit(config, facts)
     if wish.max_total_tokens is not None:
         pages = wish.max_total_tokens // PAGE
         if pages > most:
-            raise NoRoom(
+            raise InsufficientMemory(
                 f"max_total_tokens: {wish.max_total_tokens} do not fit: {sums} = {most} pages; use at most {most * PAGE}"
             )
         ledger.note("max_total_tokens", pages * PAGE, USER, f"{pages} whole pages of {PAGE} tokens")
@@ -263,7 +265,9 @@ def _context_limit(config: Options, facts: ModelFacts) -> int:
     """The longest sequence that is wanted: the user's, else the model's."""
     wish = config.model.context_length
     if wish is not None and wish > facts.context:
-        raise CannotServe(f"context_length: {wish} is beyond the model's {facts.context}; use at most {facts.context}")
+        raise UnsupportedConfig(
+            f"context_length: {wish} is beyond the model's {facts.context}; use at most {facts.context}"
+        )
     return wish or facts.context
 
 
@@ -271,7 +275,7 @@ def _context(config: Options, facts: ModelFacts, limit: int, pages: int, ledger:
     held = pages * PAGE
     if config.model.context_length is not None:
         if limit > held:
-            raise NoRoom(
+            raise InsufficientMemory(
                 f"context_length: {limit} is more than the KV cache holds, {pages} pages x {PAGE}; use at most {held}"
             )
         ledger.note("context_length", limit, USER, "")

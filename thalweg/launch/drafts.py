@@ -27,7 +27,7 @@ class Drafts:
     @property
     def width(self) -> int:
         """Tokens that are drafted a step, at most."""
-        return self.tree.nodes or self.speculation.width
+        return self.tree.num_drafts or self.speculation.width
 
 
 def decide_drafts(config: Options, facts: ModelFacts, model: Path, folder: Path | None) -> Drafts:

@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass
 
 from thalweg.config.options import Options
-from thalweg.core.errors import CannotServe
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import KernelConfig
 from thalweg.launch.backends import DECODE
 from thalweg.launch.ledger import Ledger, source
 
@@ -29,15 +29,15 @@ class GraphPlan:
 
 
 def decide_graphs(
-    config: Options, device: str, kernels: KernelChoice, slots: int, budget: int, ledger: Ledger
+    config: Options, device: str, kernels: KernelConfig, slots: int, budget: int, ledger: Ledger
 ) -> GraphPlan:
-    """Decides and notes it. slots: rows of a decode step at most. budget: tokens of a step. Raises CannotServe."""
+    """Decides and notes it. slots: rows of a decode step at most. budget: tokens of a step. Raises UnsupportedConfig."""
     wish = config.load
     mode = wish.cuda_graph_mode
     cannot = _cannot(device, kernels)
     if cannot:
         if mode not in (None, "none"):
-            raise CannotServe(f"cuda_graph_mode: {mode}, but {cannot}; use --cuda-graph-mode none")
+            raise UnsupportedConfig(f"cuda_graph_mode: {mode}, but {cannot}; use --cuda-graph-mode none")
         ledger.note("cuda_graph_mode", "none", *source(mode is not None, cannot))
         return GraphPlan()
     mode = ledger.take("cuda_graph_mode", mode, "full_and_piecewise", AUTO_WHY.format(min(budget, MOST_PIECES)))
@@ -46,7 +46,7 @@ def decide_graphs(
     return GraphPlan(mode, rows, tokens)
 
 
-def _cannot(device: str, kernels: KernelChoice) -> str:
+def _cannot(device: str, kernels: KernelConfig) -> str:
     """Why there can be no graphs, "" where there can."""
     if device == "cpu":
         return "a CPU has none"
@@ -58,7 +58,7 @@ def _rows(config: Options, slots: int, ledger: Ledger) -> tuple[int, ...]:
     most = min(wish.cuda_graph_max_bs or min(slots, MOST_RECORDED), slots)
     made = tuple(wish.cuda_graph_bs) or buckets(most)
     if any(rows < 1 or rows > slots for rows in made):
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"cuda_graph_bs: {list(made)} must lie between 1 and --max-running-requests (with drafts, their rows too), {slots}"
         )
     made = tuple(sorted(set(made)))
@@ -70,7 +70,7 @@ def _tokens(config: Options, budget: int, ledger: Ledger) -> tuple[int, ...]:
     wish = config.load.piecewise_cuda_graph_tokens
     made = tuple(sorted(set(wish))) or token_buckets(min(budget, MOST_PIECES))
     if any(tokens < 1 or tokens > budget for tokens in made):
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"piecewise_cuda_graph_tokens: {list(made)} must lie between 1 and the tokens of a step, {budget}"
         )
     why = "tokens of steps whose static parts are recorded"
@@ -78,16 +78,16 @@ def _tokens(config: Options, budget: int, ledger: Ledger) -> tuple[int, ...]:
     return made
 
 
-def decide_compile(config: Options, device: str, kernels: KernelChoice, ledger: Ledger) -> None:
-    """Whether torch.compile is used at all, noted. Raises CannotServe."""
+def decide_compile(config: Options, device: str, kernels: KernelConfig, ledger: Ledger) -> None:
+    """Whether torch.compile is used at all, noted. Raises UnsupportedConfig."""
     wish = config.load.torch_compile
     if wish and kernels.decode != "reference":
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"torch_compile: with {kernels.decode} attention a model runs on kernels that are compiled already; use "
             "--attention-backend reference, or leave it off"
         )
     if wish and device == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        raise CannotServe(
+        raise UnsupportedConfig(
             "torch_compile: on a CPU it needs a C++ compiler, and there is no g++; install one, name it in CXX, or leave it off"
         )
     ledger.note("torch_compile", wish, *source(wish, "recorded steps are faster"))

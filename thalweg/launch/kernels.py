@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
-from thalweg.core.errors import CannotServe
-from thalweg.core.fit import Choice, choose
-from thalweg.core.kernels import DECISIONS, KernelChoice
+from thalweg.core.capabilities import Selected, select
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import DECISION_NAMES, KernelConfig
 from thalweg.core.report import USER
 from thalweg.launch.backends import AttentionCaps, AttentionNeed, attention_need, decode_catalog, prefill_catalog
 from thalweg.launch.ledger import Ledger, source
@@ -21,8 +21,8 @@ WISH = "attention_backend"
 
 def decide_kernels(
     config: Options, facts: ModelFacts, machine: Machine, device: str, ledger: Ledger, trees: bool = False
-) -> KernelChoice:
-    """Decides and notes it. trees: whether drafts may part ways. Raises CannotServe."""
+) -> KernelConfig:
+    """Decides and notes it. trees: whether drafts may part ways. Raises UnsupportedConfig."""
     load = config.load
     kv = _kv(config)
     latent, deterministic = load.mla, load.deterministic_inference
@@ -40,9 +40,9 @@ def decide_kernels(
         WISH, load.attention_backend or "auto", *source(load.attention_backend is not None, "the fastest that fits")
     )
     for role, one in (("decode", decode), ("prefill", prefill)):
-        ledger.note(DECISIONS[role], one.name, one.source, "" if one.source == USER else one.reason)
+        ledger.note(DECISION_NAMES[role], one.name, one.source, "" if one.source == USER else one.reason)
     products = decide_products(config, facts, machine, device, decode.name, ledger)
-    return KernelChoice(
+    return KernelConfig(
         **{role: one.name for role, one in products.items()},
         decode=decode.name,
         prefill=prefill.name,
@@ -60,18 +60,18 @@ def _kv(config: Options) -> str:
 
 def _attention(
     wish: str | None, need: AttentionNeed, machine: Machine, heads: int
-) -> tuple[Choice[AttentionCaps], Choice[AttentionCaps]]:
+) -> tuple[Selected[AttentionCaps], Selected[AttentionCaps]]:
     """Decode and prefill. A wish fills the operations that its backend has; the others are chosen. The reference does both or none."""
     decoding, filling = decode_catalog(machine, heads), prefill_catalog(machine)
     known = list(dict.fromkeys((*decoding, *filling)))
     if wish is not None and wish not in known:
-        raise CannotServe(f"{WISH}: unknown backend {wish!r}; there is {', '.join(known)}")
+        raise UnsupportedConfig(f"{WISH}: unknown backend {wish!r}; there is {', '.join(known)}")
     fits = any(_has(wish, catalog, need) for catalog in (decoding, filling))
-    decode = choose(WISH, need, decoding, _of(wish, decoding, need, fits))
+    decode = select(WISH, need, decoding, _of(wish, decoding, need, fits))
     filler = _of(wish, filling, need, fits)
     if decode.name == "reference" and filler == "auto":
         return decode, decode
-    return decode, choose(WISH, need, filling, filler)
+    return decode, select(WISH, need, filling, filler)
 
 
 def _has(wish: str | None, catalog: Mapping[str, AttentionCaps], need: AttentionNeed) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from thalweg.config.args import Parser as Arguments
-from thalweg.core.errors import CannotServe, InvalidRequest
+from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 from thalweg.launch.jsonfile import read_cases, read_json, read_text, write_line
 from thalweg.text.events import Event, Parsed, collect
 from thalweg.text.messages import read_tools
@@ -32,14 +32,14 @@ _SPECIAL = re.compile(r"<｜[^｜]*｜>|｜DSML｜|</?(?:think|tool_call)>")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 done, 1 when a case could not be run. Raises CannotServe, InvalidRequest naming the tool."""
+    """Exit status: 0 done, 1 when a case could not be run. Raises UnsupportedConfig, InvalidRequest naming the tool."""
     found = _parser().parse_args(list(argv))
     if found.cases is not None:
         if found.file is not None:
-            raise CannotServe(f"unexpected {found.file!r}: --cases names the file")
+            raise UnsupportedConfig(f"unexpected {found.file!r}: --cases names the file")
         return _parse_cases(found.cases)
     if found.file is None or (found.format is None and found.reasoning_parser is None):
-        raise CannotServe("give --format and a FILE, or --cases FILE; thalweg parse --help shows how")
+        raise UnsupportedConfig("give --format and a FILE, or --cases FILE; thalweg parse --help shows how")
     text = _END.sub("", read_text(found.file))
     reasoning, inside = found.reasoning_parser, None
     if reasoning is None and "</think>" in text:
@@ -59,12 +59,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_case(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A case in each of its modes and splits. Raises CannotServe for an unknown format or split, InvalidRequest for a wrong tool."""
+    """A case in each of its modes and splits. Raises UnsupportedConfig for an unknown format or split, InvalidRequest for a wrong tool."""
     splits, chunks = case.get("splits") or {"must": SPLITS}, _shown(case.get("chunks"))
     functions = read_tools(case.get("tools"))
     for mode in case.get("modes") or MODES:
         if mode not in MODES:
-            raise CannotServe(f"unknown mode {mode!r}; there is {', '.join(MODES)}")
+            raise UnsupportedConfig(f"unknown mode {mode!r}; there is {', '.join(MODES)}")
         for how in dict.fromkeys((*splits.get("must", ()), *splits.get("should", ()))):
             parser = Parser(
                 case.get("reasoning_parser"),
@@ -81,7 +81,7 @@ def parse_case(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _shown(chunks: Any) -> list[str]:
     """The chunks as a server would read them: without the token that ended the answer."""
     if not isinstance(chunks, list) or not all(isinstance(chunk, str) for chunk in chunks):
-        raise CannotServe("chunks must be a list of texts")
+        raise UnsupportedConfig("chunks must be a list of texts")
     left = len(_END.sub("", "".join(chunks)))
     ends = itertools.accumulate(map(len, chunks))
     return [
@@ -106,7 +106,7 @@ def split(chunks: Sequence[str], how: str) -> list[str]:
         return [text[a:b] for a, b in itertools.pairwise(edges)]
     if name == "size" and size.isdecimal() and int(size):
         return [text[i : i + int(size)] for i in range(0, len(text), int(size))]
-    raise CannotServe(f"unknown split {how!r}; there is as_is, whole, atomic, char, size:N")
+    raise UnsupportedConfig(f"unknown split {how!r}; there is as_is, whole, atomic, char, size:N")
 
 
 def _parse_cases(path: str) -> int:
@@ -115,7 +115,7 @@ def _parse_cases(path: str) -> int:
         try:
             for line in parse_case(case):
                 write_line(line)
-        except (CannotServe, InvalidRequest) as error:
+        except (UnsupportedConfig, InvalidRequest) as error:
             failed = 1
             write_line({"id": case["id"], "error": str(error)})
     return failed

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
-from thalweg.core.fit import Caps, Choice, Need, choose
-from thalweg.core.kernels import DECISIONS
+from thalweg.core.capabilities import Capabilities, Requirements, Selected, select
+from thalweg.core.kernels import DECISION_NAMES
 from thalweg.core.report import USER
 from thalweg.launch.backends import CHIPS, NEWER, chip
 from thalweg.launch.ledger import Ledger
@@ -19,7 +19,7 @@ LIBRARY = {"deep_gemm": "deep_gemm", "triton+deep_gemm": "deep_gemm"}  # what ha
 
 
 @dataclass(frozen=True)
-class ProductCaps(Caps):
+class ProductCaps(Capabilities):
     """attention: "reference" or "kernels": who computes attention computes the rest. chip: of the GPU, "" on a CPU. weights: "plain" or "fp8".
     installed: whether its library is. deterministic: whether bits may have to be independent of the batch."""
 
@@ -31,7 +31,7 @@ class ProductCaps(Caps):
 
 
 @dataclass(frozen=True)
-class ProductNeed(Need):
+class ProductNeed(Requirements):
     attention: str
     chip: str
     weights: str
@@ -70,9 +70,9 @@ FP8 = {
 
 def decide_products(
     config: Options, facts: ModelFacts, machine: Machine, device: str, attention: str, ledger: Ledger
-) -> dict[str, Choice[ProductCaps]]:
-    """Decides what the model needs, and notes it: by field of `KernelChoice`. What the user named is decided in any case, so that a wish which
-    means nothing is refused. Raises CannotServe."""
+) -> dict[str, Selected[ProductCaps]]:
+    """Decides what the model needs, and notes it: by field of `KernelConfig`. What the user named is decided in any case, so that a wish which
+    means nothing is refused. Raises UnsupportedConfig."""
     load = config.load
     need = ProductNeed(
         attention="reference" if attention == "reference" else "kernels",
@@ -80,21 +80,21 @@ def decide_products(
         weights="plain" if facts.fp8_block is None else "fp8",
         deterministic=load.deterministic_inference,
     )
-    made: dict[str, Choice[ProductCaps]] = {}
+    made: dict[str, Selected[ProductCaps]] = {}
     if facts.moe is not None or load.moe_runner_backend is not None:
         made["moe"] = _choose("moe", need, EXPERTS, load.moe_runner_backend, machine)
     if facts.fp8_block is not None or load.fp8_gemm_backend is not None:
         made["fp8_gemm"] = _choose("fp8_gemm", need, FP8, load.fp8_gemm_backend, machine)
     for role, one in made.items():
-        ledger.note(DECISIONS[role], one.name, one.source, "" if one.source == USER else one.reason)
+        ledger.note(DECISION_NAMES[role], one.name, one.source, "" if one.source == USER else one.reason)
     return made
 
 
 def _choose(
     role: str, need: ProductNeed, catalog: Mapping[str, ProductCaps], wish: str | None, machine: Machine
-) -> Choice[ProductCaps]:
+) -> Selected[ProductCaps]:
     present = {
         name: replace(caps, installed=frozenset({LIBRARY[name] in machine.libraries})) if name in LIBRARY else caps
         for name, caps in catalog.items()
     }
-    return choose(DECISIONS[role], need, present, wish or "auto")
+    return select(DECISION_NAMES[role], need, present, wish or "auto")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thalweg.config.args import Parser
-from thalweg.core.errors import CannotServe, InvalidRequest
+from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 from thalweg.launch.hub import locate
 from thalweg.launch.jsonfile import read_cases, read_json, write_line
 from thalweg.text.chat import OWN, Chat, ChatEncoder, OwnEncoder, Wish, choose_chat, own_encoder
@@ -46,15 +46,15 @@ class Reader:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 done, 1 when a case failed. Raises CannotServe, CheckpointError, InvalidRequest naming the message."""
+    """Exit status: 0 done, 1 when a case failed. Raises UnsupportedConfig, CheckpointError, InvalidRequest naming the message."""
     found = _parser().parse_args(list(argv))
     if found.cases is not None:
         return _render_cases(found)
     if not found.words or len(found.words) > 2:
-        raise CannotServe("give [MODEL] and a FILE of messages, or --cases FILE; thalweg render --help shows how")
+        raise UnsupportedConfig("give [MODEL] and a FILE of messages, or --cases FILE; thalweg render --help shows how")
     model = found.words[0] if len(found.words) == 2 else None
     if model is None and found.chat_template is None:
-        raise CannotServe("give the model before the file, or --chat-template with one of " + ", ".join(OWN))
+        raise UnsupportedConfig("give the model before the file, or --chat-template with one of " + ", ".join(OWN))
     reader = _reader(model, found.chat_template, found.revision)
     given = read_json(found.words[-1])
     conversation = given if isinstance(given, dict) else {"messages": given}
@@ -85,10 +85,10 @@ def render(encoder: ChatEncoder, conversation: Mapping[str, Any]) -> str:
 
 
 def encoder_of(release: str) -> str:
-    """Our encoder for a release by its name (`V3.1`, `DeepSeek-R1-0528`). Raises CannotServe."""
+    """Our encoder for a release by its name (`V3.1`, `DeepSeek-R1-0528`). Raises UnsupportedConfig."""
     lower = release.lower()
     if not any(mark in lower for mark in ("v3", "r1")):
-        raise CannotServe(f"no encoder of ours is for {release!r}: give the model, or --chat-template")
+        raise UnsupportedConfig(f"no encoder of ours is for {release!r}: give the model, or --chat-template")
     architecture = "DeepseekV32ForCausalLM" if "v3.2" in lower else "DeepseekV3ForCausalLM"
     name = own_encoder({"architectures": [architecture]}, release)
     assert name is not None, "both architectures have encoders"
@@ -98,7 +98,7 @@ def encoder_of(release: str) -> str:
 def _render_cases(found: argparse.Namespace) -> int:
     """Each case by the encoder that was asked for, else by the one of the release that it names."""
     if len(found.words) > 1:
-        raise CannotServe(f"unexpected {found.words[1]!r}: --cases names the file")
+        raise UnsupportedConfig(f"unexpected {found.words[1]!r}: --cases names the file")
     model = found.words[0] if found.words else None
     asked = model is not None or found.chat_template is not None
     reader = _reader(model, found.chat_template, found.revision) if asked else None
@@ -107,7 +107,7 @@ def _render_cases(found: argparse.Namespace) -> int:
         try:
             encoder = reader.chat.encoder if reader else OwnEncoder(encoder_of(str(case.get("model"))))
             write_line({"id": case["id"], "prompt": render(encoder, case)})
-        except (InvalidRequest, CannotServe) as error:
+        except (InvalidRequest, UnsupportedConfig) as error:
             failed = 1
             write_line({"id": case["id"], "error": str(error)})
     return failed

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from thalweg.core.amounts import size
+from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
 from thalweg.core.report import Decision, Value
 from thalweg.launch.resolved import Resolved, Sizes
@@ -67,7 +67,7 @@ def choices(decisions: Iterable[Decision]) -> Table:
 
 def sizes(of: Sizes) -> Iterator[tuple[str, str]]:
     """Rows of weights and planes: what it is, and how much."""
-    yield "weights", f"{of.parameters:,} parameters, {size(of.weight_bytes)} in memory"
+    yield "weights", f"{of.parameters:,} parameters, {format_bytes(of.weight_bytes)} in memory"
     for plane in of.planes:
         each = plane.bytes_per_token // plane.layers
         yield f"kv: {plane.name}", f"{plane.bytes_per_token:,} B a token: {plane.layers} layers x {each:,}"
@@ -76,7 +76,7 @@ def sizes(of: Sizes) -> Iterator[tuple[str, str]]:
 def _cache(resolved: Resolved) -> Iterator[tuple[str, str]]:
     slots, context, kv = resolved.engine.max_running_requests, resolved.context, resolved.sizes.kv_bytes
     tokens, about = resolved.pages * PAGE, "" if resolved.engine.num_pages else "about "
-    yield "kv cache", f"{about}{resolved.pages:,} pages x {PAGE} tokens x {kv:,} B = {size(tokens * kv)}"
+    yield "kv cache", f"{about}{resolved.pages:,} pages x {PAGE} tokens x {kv:,} B = {format_bytes(tokens * kv)}"
     each = min(tokens // slots, context)
     yield (
         "holds",

@@ -15,8 +15,8 @@ from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine, libraries
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.config.options import Options
-from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest, NoRoom
-from thalweg.core.kernels import PLAIN, KernelChoice
+from thalweg.core.errors import CheckpointError, InsufficientMemory, InvalidRequest, UnsupportedConfig
+from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, USER, Report
 from thalweg.core.sampling import SamplingParams
@@ -63,11 +63,13 @@ def resolve(
     is clear that they can be served. progress: whether loading shows a bar. simulates: whether drafts may be accepted by decree, for a
     benchmark.
 
-    Raises CannotServe for wishes that cannot be honoured, CheckpointError for a checkpoint that is not there or wrong.
+    Raises UnsupportedConfig for wishes that cannot be honoured, CheckpointError for a checkpoint that is not there or wrong.
     """
     wish = config.model
     if not wish.model:
-        raise CannotServe("model: give the folder of a checkpoint, or org/name on the hub, e.g. --model models/tiny")
+        raise UnsupportedConfig(
+            "model: give the folder of a checkpoint, or org/name on the hub, e.g. --model models/tiny"
+        )
     if not simulates:
         refuse_simulated(config.speculative)
     checkpoint = locate(wish.model, wish.revision, wish.hf_token)
@@ -126,8 +128,8 @@ def resolve(
         speculative_algorithm=speculation.drafter,
         speculative_draft_model_path=speculation.folder,
         drafter_left_out=drafts is not wanted,
-        speculative_num_steps=drafts.tree.deepest or speculation.width,
-        speculative_eagle_topk=drafts.tree.branches,
+        speculative_num_steps=drafts.tree.max_depth or speculation.width,
+        speculative_eagle_topk=drafts.tree.branching,
         speculative_num_draft_tokens=drafts.width + 1 if drafts.width else 0,
         speculative_tree="dynamic" if drafts.tree.dynamic else "static",
         speculative_adaptive=speculation.adaptive,
@@ -157,10 +159,10 @@ def resolve(
     )
 
 
-def paced(device: str, kernels: KernelChoice) -> bool:
+def paced(device: str, kernels: KernelConfig) -> bool:
     """Whether the engine measures how many tokens prompts may have beside decoding rows. Where every token is a step of its own that would take
     minutes, and any other number would have a row wait, too."""
-    return device == "cuda" and not (kernels.deterministic and kernels.decode in PLAIN)
+    return device == "cuda" and not (kernels.deterministic and kernels.decode in TORCH_ATTENTION)
 
 
 def _fitting(config: Options, facts: ModelFacts, here: Machine, drafts: Drafts) -> tuple[Drafts, Decided]:
@@ -168,11 +170,11 @@ def _fitting(config: Options, facts: ModelFacts, here: Machine, drafts: Drafts) 
 
     def found(drafts: Drafts) -> Decided:
         sizes_in = functools.partial(_measure, facts, drafts)
-        return decide(config, facts, here, sizes_in, drafts.ledger, drafts.width, drafts.tree.on)
+        return decide(config, facts, here, sizes_in, drafts.ledger, drafts.width, drafts.tree.is_tree)
 
     try:
         return drafts, found(drafts)
-    except NoRoom as error:
+    except InsufficientMemory as error:
         if drafts.speculation.drafter == NO_DRAFTER:
             raise
         why = str(error)
@@ -182,7 +184,7 @@ def _fitting(config: Options, facts: ModelFacts, here: Machine, drafts: Drafts) 
     return plain, decided
 
 
-def _measure(facts: ModelFacts, wanted: Drafts, device: str, kernels: KernelChoice, dtype: str) -> Sizes:
+def _measure(facts: ModelFacts, wanted: Drafts, device: str, kernels: KernelConfig, dtype: str) -> Sizes:
     """The sizes of model and drafter as this device would hold them."""
     drafter, folder = wanted.speculation.drafter, wanted.speculation.folder
     drafts = Drafting(drafter, folder, wanted.acceptance.rule, wanted.width, wanted.tree)
@@ -192,7 +194,7 @@ def _measure(facts: ModelFacts, wanted: Drafts, device: str, kernels: KernelChoi
 
 
 def _chat(config: Options, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:
-    """Encoder and parsers, the user's where named. Raises CannotServe for a name that is none, CheckpointError for a broken template."""
+    """Encoder and parsers, the user's where named. Raises UnsupportedConfig for a name that is none, CheckpointError for a broken template."""
     wish = config.model
     special_tokens = {} if tokenizer is None else tokenizer.special_tokens
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -217,7 +219,7 @@ def _parser(name: str, wish: str | None, known: Collection[str], auto: str | Non
         ledger.note(name, ours, USER, f"{wish} is called {ours} here")
         return ours
     if wish is not None and wish not in (*known, "none"):
-        raise CannotServe(f"{name}: unknown {wish!r}; there is {', '.join(known)}, none")
+        raise UnsupportedConfig(f"{name}: unknown {wish!r}; there is {', '.join(known)}, none")
     chosen = ledger.take(name, wish, auto or "none", "what the chat template writes")
     return None if chosen == "none" else chosen
 

@@ -24,7 +24,7 @@ import uvicorn
 from thalweg.config.options import ListenOptions, Options
 from thalweg.config.server import ServerOptions
 from thalweg.core import logs
-from thalweg.core.errors import CannotServe, EngineDead
+from thalweg.core.errors import EngineDead, UnsupportedConfig
 from thalweg.engine.front import Front
 from thalweg.launch.report import as_json, show, wide_console
 from thalweg.launch.resolve import resolve
@@ -43,7 +43,7 @@ def serve(config: Options, make_app: MakeApp, make_connection: MakeConnection) -
     """Serves until a signal says stop; returns the exit status. make_app: builds the ASGI application of a front; make_connection: what
     speaks HTTP on a socket.
 
-    Raises CannotServe when the port is taken or a setting cannot be honoured, CheckpointError, and EngineDead when it cannot start.
+    Raises UnsupportedConfig when the port is taken or a setting cannot be honoured, CheckpointError, and EngineDead when it cannot start.
     """
     logs.configure(config.server.log_level, config.server.log_format)
     if config.server.log_level != "debug":
@@ -195,26 +195,28 @@ def _allow_files(needed: int) -> None:
 
 
 def _listen(wish: ListenOptions) -> socket.socket:
-    """A bound socket, before anything slow happens. Raises CannotServe."""
+    """A bound socket, before anything slow happens. Raises UnsupportedConfig."""
     try:
         infos = socket.getaddrinfo(wish.host, wish.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = infos[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"cannot listen on {wish.host} port {wish.port}: {error.strerror}; use another --port (0 picks a free one)"
         ) from error
 
 
 def _tls(wish: ListenOptions) -> dict[str, Any]:
-    """uvicorn's TLS settings, tried once before anything slow happens. Raises CannotServe."""
+    """uvicorn's TLS settings, tried once before anything slow happens. Raises UnsupportedConfig."""
     if wish.ssl_certfile is None:
         return {}
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(wish.ssl_certfile, wish.ssl_keyfile, wish.ssl_keyfile_password or "")
     except (OSError, ssl.SSLError) as error:
-        raise CannotServe(f"ssl_certfile {wish.ssl_certfile} with ssl_keyfile {wish.ssl_keyfile}: {error}") from error
+        raise UnsupportedConfig(
+            f"ssl_certfile {wish.ssl_certfile} with ssl_keyfile {wish.ssl_keyfile}: {error}"
+        ) from error
     return {
         "ssl_certfile": wish.ssl_certfile,
         "ssl_keyfile": wish.ssl_keyfile,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from thalweg.config.model import ModelFacts
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.planning.weights import Widths, held, inventory, parameters
@@ -57,10 +57,10 @@ def measure(facts: ModelFacts, parts: Parts, drafts: Drafting = NONE) -> Sizes:
 
 def _nodes(tree: TreeShape) -> int:
     """Bytes of the nodes of a tree, but for the root, which every slot has: `nodes_SN3` of `batch.slots.Slots`."""
-    return 3 * torch.int64.itemsize * tree.nodes * tree.on
+    return 3 * torch.int64.itemsize * tree.num_drafts * tree.is_tree
 
 
-def counted(facts: ModelFacts, choice: KernelChoice, dtype: torch.dtype, drafts: Drafting = NONE) -> Sizes:
+def counted(facts: ModelFacts, choice: KernelConfig, dtype: torch.dtype, drafts: Drafting = NONE) -> Sizes:
     """The same of a model on a GPU's kernels, by arithmetic: for machines without Triton, which cannot make its parts. A drafter's weights are
     counted as if none were quantized, but those of the checkpoint's own layer as if all were. Raises CheckpointError as `measure`."""
     reference = ReferenceParts(dtype, torch.device("meta"), choice=choice)

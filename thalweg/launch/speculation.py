@@ -9,7 +9,7 @@ from typing import NamedTuple
 from thalweg.config.drafters import algorithm_of, read_eagle, small_facts
 from thalweg.config.model import ModelFacts
 from thalweg.config.speculative import DEEPEST, SpeculativeOptions
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import AUTO, MODEL, USER, Value
 from thalweg.launch.ledger import Ledger, source
 from thalweg.launch.vocabularies import check_vocabularies
@@ -50,13 +50,13 @@ class Speculation:
 def decide_speculation(
     wish: SpeculativeOptions, facts: ModelFacts, ledger: Ledger, folder: Path | None = None, model: Path | None = None
 ) -> Speculation:
-    """folder: of the drafter, where one was named; model: of what it drafts for. Raises CannotServe for wishes that contradict each other, and
+    """folder: of the drafter, where one was named; model: of what it drafts for. Raises UnsupportedConfig for wishes that contradict each other, and
     for a drafter that the checkpoint has not; CheckpointError for a folder that holds none, or one of another model."""
     width = _width(wish)
     algorithm, why = _algorithm(wish, folder, width)
     if algorithm == "NONE":
         if width:
-            raise CannotServe(
+            raise UnsupportedConfig(
                 f"speculative_algorithm: NONE drafts nothing, but {width} drafts a step were asked for; leave the number out, or use "
                 "--speculative-algorithm NEXTN"
             )
@@ -66,18 +66,18 @@ def decide_speculation(
             ledger.note(name, value, USER, "without effect: nothing drafts")
         return Speculation(NO_DRAFTER, 0, False)
     if width == 0:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"speculative_algorithm: {algorithm} with 0 drafts a step drafts nothing; use --speculative-algorithm NONE"
         )
     kind = _kind(algorithm, folder, facts)
     if kind is KINDS["STANDALONE"] and folder is not None and model is not None:
         check_vocabularies(folder, small_facts(folder, facts).vocab, model, facts.vocab)
     if kind is not NEXTN and wish.mtp:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"mtp: counts tokens of the checkpoint's own next-token layer, and {algorithm} is another drafter; use --speculative-num-steps"
         )
     if branching(wish) and wish.mtp:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"mtp: counts tokens of a chain, and --speculative-eagle-topk {wish.speculative_eagle_topk} makes drafts a tree; use "
             f"--speculative-num-steps {wish.mtp - 1} in its place, or leave one of them out"
         )
@@ -128,25 +128,25 @@ def _kind(algorithm: str, folder: Path | None, facts: ModelFacts) -> Kind:
     if algorithm == "EAGLE" and folder is None:  # so other engines call the checkpoint's own layer
         kind = NEXTN
     if kind in (NEXTN, KINDS["NGRAM"]) and folder is not None:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"speculative_draft_model_path: {algorithm} has no folder of its own; leave one of them out, or use --speculative-algorithm EAGLE3 for a "
             "head and STANDALONE for a model"
         )
     if kind is NEXTN and not facts.nextn:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"speculative_algorithm: {algorithm} needs a next-token layer, and this checkpoint has none (num_nextn_predict_layers is 0 in its "
             f"config.json); name the folder of a head by {FOLDER}, or use --speculative-algorithm NGRAM or NONE"
         )
     if kind is NEXTN or kind is KINDS["NGRAM"]:
         return kind
     if folder is None:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"speculative_algorithm: {algorithm} drafts by weights of its own; name their folder by {FOLDER}"
         )
     if kind is HEAD:
         third = read_eagle(folder, facts).third
         if algorithm == "EAGLE3" and not third:
-            raise CannotServe(
+            raise UnsupportedConfig(
                 f"speculative_algorithm: {folder} holds a head of the format before EAGLE-3 (its config.json has no draft_vocab_size); use "
                 "--speculative-algorithm EAGLE"
             )
@@ -166,12 +166,12 @@ def _width(wish: SpeculativeOptions) -> int | None:
     counts = {count for count in said.values() if count is not None}
     if len(counts) > 1:
         told = ", ".join(f"{flag} means {count} drafts" for flag, count in said.items() if count is not None)
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"speculative_num_steps: {told}; give one of them, a chain verifies one token more than it drafts"
         )
     if counts and max(counts) > DEEPEST:
         instead = "" if wish.speculative_algorithm == "NGRAM" else ", or a tree (--speculative-eagle-topk 4)"
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"speculative_num_draft_tokens: {tokens} tokens in one chain; use at most {DEEPEST + 1}{instead}"
         )
     return counts.pop() if counts else None

@@ -71,7 +71,7 @@ async def _answer(
     keep = memory.keep(prompt, {} if thinking is None else {"thinking": thinking}, tools=False)
     content: list[str] = []
     try:
-        stream = front.stream(resolved.reader().encode(prompt), params, keep=keep)
+        stream = front.stream(resolved.reader().encode(prompt), params, retention=keep)
         async with aclosing(stream):
             async for piece in stream:
                 _show(parser.feed(piece.text), console, content)

@@ -18,7 +18,7 @@ import msgspec
 import thalweg
 from thalweg.config.machine import Machine
 from thalweg.config.options import Options
-from thalweg.core.kernels import Choices, TunedRow
+from thalweg.core.kernels import TunedKernel, TuningValues
 from thalweg.core.report import AUTO, USER
 from thalweg.engine import caches
 from thalweg.kernels.tuned import SOURCES, digest
@@ -36,8 +36,8 @@ class Found(msgspec.Struct, frozen=True):
     """One case of a file. candidates: how many were tried. us, default_us: of a call."""
 
     case: str
-    default: Choices
-    choice: Choices
+    default: TuningValues
+    choice: TuningValues
     us: float
     default_us: float
     candidates: int
@@ -47,7 +47,7 @@ class File(msgspec.Struct, frozen=True):
     """What is known of one operation and shape. source: digest of the code that was measured. made: when, and from which commit."""
 
     operation: str
-    key: Choices
+    key: TuningValues
     device: str
     versions: dict[str, str]
     source: str
@@ -75,7 +75,7 @@ def folder_name(device: str, versions: dict[str, str]) -> str:
     return _slug("-".join([device, *(f"{name}-{version}" for name, version in versions.items())]))
 
 
-def file_name(operation: str, key: Choices) -> str:
+def file_name(operation: str, key: TuningValues) -> str:
     return _slug("-".join(map(str, (operation, *key)))) + ".json"
 
 
@@ -89,12 +89,12 @@ def folders(machine: Machine, device: str, cache_dir: str) -> tuple[Path, Path]:
     return PACKAGED / name, Path(cache_dir or caches.DEFAULT).expanduser() / "tuned" / name
 
 
-def decide(config: Options, machine: Machine, device: str, ledger: Ledger) -> tuple[TunedRow, ...]:
+def decide(config: Options, machine: Machine, device: str, ledger: Ledger) -> tuple[TunedKernel, ...]:
     """The choices to use, and a word about them in the report."""
     if not config.load.tuned_kernels:
         ledger.note(NAME, DEFAULT, USER, "")
         return ()
-    rows: dict[tuple[str, Choices, Choices], TunedRow] = {}
+    rows: dict[tuple[str, TuningValues, TuningValues], TunedKernel] = {}
     used = []
     for folder in folders(machine, device, config.load.cache_dir or ""):
         found = list(read(folder, device_name(machine, device), versions(device)))
@@ -107,11 +107,11 @@ def decide(config: Options, machine: Machine, device: str, ledger: Ledger) -> tu
     return tuple(rows.values())
 
 
-def changes(file: File) -> Iterator[TunedRow]:
+def changes(file: File) -> Iterator[TunedKernel]:
     """What differs from the tables."""
     for one in file.found:
         if one.choice != one.default:
-            yield TunedRow(file.operation, file.key, one.default, one.choice)
+            yield TunedKernel(file.operation, file.key, one.default, one.choice)
 
 
 def read(folder: Path, device: str, versions: dict[str, str]) -> Iterator[File]:

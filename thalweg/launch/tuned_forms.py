@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from thalweg.core.kernels import Choices
+from thalweg.core.kernels import TuningValues
 
 Numbers = tuple[int, ...]
 Form = Callable[[Numbers, Numbers, Numbers], bool]  # key, default, choice
@@ -14,7 +14,7 @@ WARPS = 4, 8
 ROWS = 32  # most of a threshold
 
 
-def fits(operation: str, key: Choices, default: Choices, choice: Choices) -> bool:
+def fits(operation: str, key: TuningValues, default: TuningValues, choice: TuningValues) -> bool:
     """operation: one of `kernels.tuned.SOURCES`."""
     form, numbers, keys = FORMS[operation]
     if operation == "experts":

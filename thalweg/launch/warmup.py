@@ -10,13 +10,13 @@ import msgspec
 
 from thalweg.config.options import Options
 from thalweg.core import logs
-from thalweg.core.amounts import size
+from thalweg.core.format import format_bytes
 from thalweg.engine import caches
 from thalweg.launch.resolve import resolve
 
 
 def warmup(config: Options) -> int:
-    """Compiles and says what; returns the exit status. Raises CannotServe or CheckpointError as `serve` would."""
+    """Compiles and says what; returns the exit status. Raises UnsupportedConfig or CheckpointError as `serve` would."""
     logs.configure(config.server.log_level, config.server.log_format)
     resolved = resolve(config, weights=False)
     if resolved.engine.device != "cuda":
@@ -35,7 +35,7 @@ def warmup(config: Options) -> int:
     made, jit = len(seen.made), _libraries(folder) - before
     print(
         f"{made} Triton kernels compiled, {len(seen.found)} found; {jit} of DeepGEMM compiled; {time.monotonic() - begun:.0f} s.\n"
-        f"{folder} holds {size(caches.size_of(folder))}: give `thalweg serve` the same flags and it starts warm."
+        f"{folder} holds {format_bytes(caches.size_of(folder))}: give `thalweg serve` the same flags and it starts warm."
     )
     return 0
 

@@ -10,7 +10,7 @@ import torch
 from thalweg.attention.context import Work
 from thalweg.config import model as config
 from thalweg.config.model import ModelFacts
-from thalweg.core.kernels import TORCH, KernelChoice
+from thalweg.core.kernels import TORCH, KernelConfig
 from thalweg.kernels.experts.backends import runner
 from thalweg.kernels.gemm.fp8 import product
 from thalweg.kernels.mla.flashinfer import FlashInferDecoder
@@ -34,7 +34,7 @@ class KernelParts:
 
     dtype: torch.dtype
     device: torch.device
-    choice: KernelChoice
+    choice: KernelConfig
     fp8: bool = False
     stacked_shared: bool = True
     own_index: bool = True

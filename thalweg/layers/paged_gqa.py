@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.attend.triton import merge_state_
 from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.gqa import flashinfer
@@ -40,7 +40,7 @@ class PagedGqa(Part):
         layer: int,
         linear: MakeLinear,
         device: torch.device,
-        choice: KernelChoice,
+        choice: KernelConfig,
         *,
         qk_norm: bool,
         out_bias: bool,
@@ -238,7 +238,7 @@ class FlashInferSteps:
         return self.attention.plan(batch.table_RP, lengths, queries, tokens // query)
 
 
-def prepare_by(choice: KernelChoice, facts: ModelFacts, device: torch.device) -> Prepare:
+def prepare_by(choice: KernelConfig, facts: ModelFacts, device: torch.device) -> Prepare:
     """What the backends share among the layers of a step."""
     if "flashinfer" in (choice.decode, choice.prefill):
         return FlashInferSteps(facts, device)

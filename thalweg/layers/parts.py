@@ -13,7 +13,7 @@ from thalweg.attention.selection import Choices, Selection, best
 from thalweg.batch.batch import Batch
 from thalweg.config import model as config
 from thalweg.config.model import ModelFacts
-from thalweg.core.kernels import KernelChoice
+from thalweg.core.kernels import KernelConfig
 from thalweg.layers import rotary
 from thalweg.layers.gqa import Gqa
 from thalweg.layers.linear import Embedding, Linear
@@ -170,7 +170,7 @@ class ReferenceParts:
     dtype: torch.dtype
     device: torch.device
     selection: Selection = best
-    choice: KernelChoice = KernelChoice()
+    choice: KernelConfig = KernelConfig()
     stacked_shared: bool = False
     own_index: bool = False
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from thalweg.batch.batch import Batch
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill
-from thalweg.core.plan import Needs
+from thalweg.core.plan import SamplingNeeds
 from thalweg.kernels.draft.ref import Chain, Rows
 from thalweg.memory.planes import Planes
 from thalweg.runner.decoding import Graph
@@ -74,7 +74,7 @@ class Proposing:
         drafts_RK = torch.zeros(rows, widest, dtype=torch.int64, device=device)
         self.chain = Chain(slot_R, ahead_R, state_RW, drafts_RK, torch.ones(rows, dtype=torch.bool, device=device))
         self.made_KR = torch.arange(widest + 1, device=device).unsqueeze(1).repeat(1, rows)
-        self.graphs: dict[Needs, Graph] = {}
+        self.graphs: dict[SamplingNeeds, Graph] = {}
 
     def record(self, reach: int, tape: Tape) -> None:
         begin = partial(self._begin, self.begun_2R[: self.rows])
@@ -85,13 +85,13 @@ class Proposing:
         torch.cat((slot_E, self.begun_2R[len(slot_E) :]), out=self.rows_2R)
         torch.index_select(self.kept_SW, 0, self.chain.slot_E, out=self.chain.state_EW)
 
-    def _draft(self, needs: Needs, reach: int) -> None:
+    def _draft(self, needs: SamplingNeeds, reach: int) -> None:
         self.drafter.draft(self.kernels, self.chain, needs, reach, self.slots, self.planes)
 
     def replay(self, asked: Asked, width: int) -> Proposed:
         rows = len(asked.slot_E)
         self._begin(asked.slot_E)
-        graph = self.graphs[Needs(asked.needs.random, asked.needs.truncated)]
+        graph = self.graphs[SamplingNeeds(asked.needs.random, asked.needs.truncated)]
         for _ in range(width):
             graph.replay()
         return Proposed(self.chain.drafts_EK[:rows, :width], self.made_KR[width, :rows], self.chain.sound_E[:rows])

@@ -10,7 +10,7 @@ from typing import Callable, NamedTuple, Protocol, Sequence, TypeVar
 
 from thalweg.batch.prepare import groups_of
 from thalweg.batch.slots import Slots
-from thalweg.core.errors import lacks_memory
+from thalweg.core.errors import is_out_of_memory
 from thalweg.core.plan import Bind, StepPlan
 from thalweg.memory.planes import Planes
 from thalweg.runner.late import Late
@@ -33,7 +33,7 @@ def blamed_on_drafter() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever it is: its steps are guarded in the same way
-        if lacks_memory(error):
+        if is_out_of_memory(error):
             raise
         raise DrafterFails(f"steps with it cannot be recorded: {type(error).__name__}: {error}") from error
 

@@ -19,7 +19,7 @@ from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.batch.prepare import sampled_tokens
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill, upload
-from thalweg.core.plan import PAGE, Needs, StepPlan
+from thalweg.core.plan import PAGE, SamplingNeeds, StepPlan
 from thalweg.kernels.prepare import triton as preparing
 from thalweg.kernels.verify import triton as verifying
 from thalweg.memory.planes import Planes
@@ -53,7 +53,7 @@ class Recorded:
         self.inputs_2R = torch.tensor(self.numbers, device=planes.device)
         self.slot_R, self.ahead_R = self.inputs_2R
         self.every_R = torch.arange(rows, device=planes.device)
-        self.b: dict[Needs, torch.cuda.CUDAGraph] = {}
+        self.b: dict[SamplingNeeds, torch.cuda.CUDAGraph] = {}
         # outside the pool, whose memory the next replay may write while these are still being copied to the host
         self.out = (
             torch.zeros(rows, dtype=torch.int64, device=planes.device),
@@ -95,7 +95,7 @@ class Recorded:
         hidden = self.model.forward(batch, self.planes)
         return batch, hidden, self.model.logits(hidden), ints
 
-    def _b(self, needs: Needs) -> None:
+    def _b(self, needs: SamplingNeeds) -> None:
         choose_into(self.out, self.logits_RV, self.slots, self.slot_R, self.ints_RI, needs, self.slots.ints_SI)
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, Seen]:
@@ -103,7 +103,7 @@ class Recorded:
         tokens, device = plan.tokens, self.slot_R.device
         slot_T = [row.slot for row in plan.rows for _ in range(row.n)]
         self.run(slot_T, [ahead for row in plan.rows for ahead in range(row.n)])
-        if plan.decodes:
+        if plan.is_decode:
             assert self.batch is not None, "record() comes first"
             seen = Seen(plan, self.batch, self.hidden_RH)
             return self.logits_RV[:tokens], self.slot_R[:tokens], self.ints_RI[:tokens], seen
@@ -132,9 +132,9 @@ class Recorded:
         return self.logits_RV[sampled_N], self.slot_R[first_E], self.ints_RI[first_E], seen
 
     def draws(self, plan: StepPlan) -> bool:
-        return plan.decodes
+        return plan.is_decode
 
-    def sample(self, rows: int, needs: Needs, sampling: Sampling) -> Sampled | None:
+    def sample(self, rows: int, needs: SamplingNeeds, sampling: Sampling) -> Sampled | None:
         if needs not in self.b:
             return None
         self.b[needs].replay()
@@ -158,10 +158,10 @@ class CudaGraphs:
 
     def get(self, plan: StepPlan) -> Recorded | Verified | None:
         """The smallest bucket that holds its tokens; None beyond the largest, and for what was not recorded."""
-        if not plan.verifies and (not self.mixed or any(row.score_from < row.score_to for row in plan.rows)):
+        if not plan.is_verify and (not self.mixed or any(row.score_from < row.score_to for row in plan.rows)):
             return None
-        query = plan.query
-        if query > 1 and plan.verifies:
+        query = plan.sampled_per_row
+        if query > 1 and plan.is_verify:
             fit = (one for one in self.verified if one.query == query and one.rows >= len(plan.rows))
             verified = next(fit, None)
             if verified is not None:
@@ -183,11 +183,11 @@ def record(
 ) -> None:
     """Records whole steps for these numbers of rows, and the static parts of other steps for these numbers of tokens; the runner runs them
     from now on. mixed: see `CudaGraphs`. context: the longest, in tokens. spare: a slot that no request gets. widths: drafts that the rows of
-    a step may have. Raises CannotServe, and DrafterFails where it is what a drafter needs."""
+    a step may have. Raises UnsupportedConfig, and DrafterFails where it is what a drafter needs."""
     tape, done = Tape(), itertools.count(1)
     beside = halving([many for many in rows if many <= max(tokens)]) if tokens else []
     tree = runner.slots.tree
-    alone = [width for width in widths if rows and not tree.parts(1 + width)]
+    alone = [width for width in widths if rows and not tree.is_tree_step(1 + width)]
     chains = _chains(runner) if alone else []
     drafting = halving([min(many, MOST) for many in rows]) if chains else []
     count = len(rows) + len(tokens) + len(beside) + len(drafting) + len(forms(rows, widths, tree, spare))
@@ -197,9 +197,9 @@ def record(
 
     if tokens:
         _in_pieces(runner, tokens, beside, context, tape, told)
-    apart = not (mixed or widths or tree.on)
+    apart = not (mixed or widths or tree.is_tree)
     whole, verified, learning = _whole(runner, rows, alone, chains, (context, spare, apart), tape, told)
-    if tree.on and rows:
+    if tree.is_tree and rows:
         runner.groves = groves(runner, rows, widths, (context, spare), tape, told)
     proposing: list[Proposing] = []
     for many in drafting:

@@ -92,7 +92,7 @@ class Late:
             self.behind[row.slot] = Behind(places, row)
             self.longest = max(self.longest, len(places))
         self.tokens += rows
-        self.reach = max(self.reach, seen.plan.reach)
+        self.reach = max(self.reach, seen.plan.max_kv_len)
 
     def joined(self, wanted: Iterable[int] | None = None) -> Seen | None:
         """What these slots have done meanwhile, or all, as one step with a row of each; None where that is nothing. It is kept no longer."""
@@ -111,7 +111,7 @@ class Late:
     def _step(self, last: tuple[Row, ...], places: list[list[Place]]) -> Seen:
         """Rows of equally many tokens stand together."""
         rows = tuple(
-            row._replace(start=row.start + 1 - len(of), n=len(of), drafts=0)
+            row._replace(start=row.start + 1 - len(of), n=len(of), num_drafts=0)
             for row, of in zip(last, places, strict=True)
         )
         device, context = self.steps[0].hidden_TX.device, self.slots.context
@@ -126,7 +126,7 @@ class Late:
         table_RP = self.slots.table_SP[:, : -(-reach // PAGE)].index_select(0, slot_R)
         groups, extents = groups_of(rows), tuple(Extent(row.n, min(row.start + row.n, context)) for row in rows)
         batch = Batch(ids_T, positions_T, write_T, table_RP, real_T, slot_R[:0], groups, extents)
-        return Seen(StepPlan(0, 0, rows, reach=reach), batch, hidden_TX)
+        return Seen(StepPlan(0, 0, rows, max_kv_len=reach), batch, hidden_TX)
 
     def _parts(self, ordered: list[Place]) -> list[Kept]:
         """What is kept of the tokens at these places, and of no others: of each step the rows that stand together, mostly all of it."""

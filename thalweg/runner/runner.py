@@ -13,8 +13,8 @@ from torch import Tensor
 from thalweg.batch.batch import Batch
 from thalweg.batch.prepare import prepare
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import Masks
-from thalweg.core.plan import Needs, Output, Row, StepPlan, TokenLogprob
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
 from thalweg.models.base import Model
 from thalweg.runner.drafting import NOT_RECORDED, Drafting, Either, RecordedDrafts
@@ -67,7 +67,7 @@ class StepGraph(Protocol):
     def draws(self, plan: StepPlan) -> bool:
         """Whether its B can follow its A of this plan."""
 
-    def sample(self, rows: int, needs: Needs, sampling: Sampling) -> Sampled | None:
+    def sample(self, rows: int, needs: SamplingNeeds, sampling: Sampling) -> Sampled | None:
         """Replays B, of the first `rows`; None where these needs, or drafts accepted by this sampling, were not recorded."""
 
 
@@ -97,7 +97,7 @@ class Runner:
         self.model, self.steps, self.planes, self.slots = model, steps, planes, slots
         self.drafting = Drafting(drafter, slots, planes)
         self.sampling: Sampling = sampling_on(planes.device)
-        self.move = mover(planes, model.planes() if slots.tree.on else ())
+        self.move = mover(planes, model.planes() if slots.tree.is_tree else ())
         self.graphs: Graphs = NoGraphs()
         self.groves: Graphs = NoGraphs()  # of steps whose drafts part ways
 
@@ -114,7 +114,7 @@ class Runner:
         self.slots.bind(plan.binds)
         self.slots.append(plan.appends)
         self.drafting.bind(plan.binds)
-        graph = (self.groves if self.slots.tree.parts(plan.query) else self.graphs).get(plan)
+        graph = (self.groves if self.slots.tree.is_tree_step(plan.sampled_per_row) else self.graphs).get(plan)
         if graph is not None:
             logits_RV, slot_E, ints_EI, seen = graph.forward(plan)
             return Forwarded(plan, logits_RV, slot_E, ints_EI, {}, seen, graph if graph.draws(plan) else None)
@@ -127,7 +127,9 @@ class Runner:
         return Forwarded(plan, logits_NV, prepared.slot_E, prepared.ints_EI, scores, seen)
 
     @torch.inference_mode()
-    def sample(self, forwarded: Forwarded | None, masks: Masks | None = None, width: int = 0) -> Published | None:
+    def sample(
+        self, forwarded: Forwarded | None, masks: GrammarMasks | None = None, width: int = 0
+    ) -> Published | None:
         """B. masks: of the rows under a grammar. width: drafts to make for the next step."""
         if forwarded is None:
             return None
@@ -135,8 +137,8 @@ class Runner:
         if logits_NV is not None and len(logits_NV):
             slots, kernels = (self.slots, forwarded.slot_E, forwarded.ints_EI), self.sampling
             recorded = None if graph is None else partial(graph.sample, len(plan.rows), sampling=kernels)
-            sampled = accept(logits_NV, *slots, plan.needs, plan.reach, masks, kernels, recorded)
-        asked = None if sampled is None else Asked(forwarded.slot_E, plan.reach, plan.needs)
+            sampled = accept(logits_NV, *slots, plan.needs, plan.max_kv_len, masks, kernels, recorded)
+        asked = None if sampled is None else Asked(forwarded.slot_E, plan.max_kv_len, plan.needs)
         seen = forwarded.seen
         if seen is not None and sampled is not None and sampled.nodes_EQ is not None:
             paths = forwarded.slot_E, forwarded.ints_EI, sampled.nodes_EQ, sampled.count_E
@@ -190,7 +192,7 @@ def outputs(published: Published) -> tuple[Output, ...]:
             continue
         n = int(count[e])
         if n and tokens[e][n - 1] == NO_TOKEN or _broken(scores):
-            made.append(Output(done=True, lost=lost, broken=True))
+            made.append(Output(done=True, drafter_failed=lost, is_nan=True))
             e += 1
             continue
         logprobs = tuple(found[e * query : e * query + n])
@@ -203,7 +205,7 @@ def outputs(published: Published) -> tuple[Output, ...]:
 
 def _silent(scores: tuple[TokenLogprob, ...], lost: bool) -> Output:
     """Of a row that does not emit."""
-    return Output(lost=lost, broken=True) if _broken(scores) else Output(scores=scores, lost=lost)
+    return Output(drafter_failed=lost, is_nan=True) if _broken(scores) else Output(scores=scores, drafter_failed=lost)
 
 
 def _broken(scores: tuple[TokenLogprob, ...]) -> bool:

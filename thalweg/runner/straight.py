@@ -77,8 +77,8 @@ def _places(slots: Slots, slot_N: Tensor, column_N: Tensor, ints_NI: Tensor) -> 
 
 def _kept(row: Row, deepest: int) -> Row:
     """The row with no more drafts than a path has."""
-    drafts = min(row.drafts, deepest - 1)
-    return row._replace(n=row.n - row.drafts + drafts, drafts=drafts)
+    drafts = min(row.num_drafts, deepest - 1)
+    return row._replace(n=row.n - row.num_drafts + drafts, num_drafts=drafts)
 
 
 def _tokens(rows: Sequence[Row], deepest: int) -> list[list[int]]:
@@ -89,8 +89,8 @@ def _tokens(rows: Sequence[Row], deepest: int) -> list[list[int]]:
     path = 0
     for row, end in zip(rows, accumulate(row.n for row in rows), strict=True):
         first = end - row.n
-        if row.drafts:
-            n = 1 + min(row.drafts, deepest - 1)
+        if row.num_drafts:
+            n = 1 + min(row.num_drafts, deepest - 1)
             tokens += [first] * n
             paths += range(path, path + n)
         else:

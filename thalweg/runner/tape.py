@@ -9,13 +9,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thalweg.core.errors import CannotServe, NoRoom, lacks_memory
-from thalweg.core.plan import Needs
+from thalweg.core.errors import InsufficientMemory, UnsupportedConfig, is_out_of_memory
+from thalweg.core.plan import SamplingNeeds
 
 NEEDS = (
-    Needs(),
-    Needs(random=True),
-    Needs(random=True, truncated=True),
+    SamplingNeeds(),
+    SamplingNeeds(random=True),
+    SamplingNeeds(random=True, truncated=True),
 )  # draws; what edits logits before them runs eagerly
 MOST = 64  # rows whose drafts are recorded; more keep the device busier than Python
 WARM_UPS = 2  # eager runs before a recording: kernels compile, libraries make their handles
@@ -35,14 +35,14 @@ class Tape:
 
     @contextmanager
     def running(self, what: str) -> Iterator[None]:
-        """Everything inside runs on the tape's stream. what: is recorded, for the error. Raises CannotServe where CUDA says no, NoRoom where
-        its memory does."""
+        """Everything inside runs on the tape's stream. what: is recorded, for the error. Raises UnsupportedConfig where CUDA says no,
+        InsufficientMemory where its memory does."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             try:
                 yield
             except RuntimeError as error:  # of CUDA, its allocator, cuBLAS
-                kind = NoRoom if lacks_memory(error) else CannotServe
+                kind = InsufficientMemory if is_out_of_memory(error) else UnsupportedConfig
                 raise kind(
                     f"recording CUDA graphs of {what} failed ({_first_line(error)}); record fewer with --cuda-graph-max-bs, leave more "
                     "memory with --mem-fraction-static, or use --cuda-graph-mode none"

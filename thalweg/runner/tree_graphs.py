@@ -17,7 +17,7 @@ from torch import Tensor
 from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill
-from thalweg.core.plan import PAGE, Needs, StepPlan
+from thalweg.core.plan import PAGE, SamplingNeeds, StepPlan
 from thalweg.core.tree import TreeShape
 from thalweg.kernels.climb import ref
 from thalweg.kernels.climb.ref import Climbed, Fields, Paths, Spread
@@ -84,7 +84,7 @@ class Grove:
 
     def __init__(self, rows: int, query: int, held: Held) -> None:
         self.rows, self.query, self.held = rows, query, held
-        device, deepest = held.planes.device, 1 + min(held.slots.tree.deepest, query - 1)
+        device, deepest = held.planes.device, 1 + min(held.slots.tree.max_depth, query - 1)
         self.numbers = [held.spare] * rows
         self.slot_R = torch.tensor(self.numbers, device=device)
         self.every_T = torch.arange(rows * query, device=device)
@@ -99,7 +99,7 @@ class Grove:
         real_M = zeros(paths, dtype=torch.bool)
         self.paths = Paths(zeros(paths), zeros(paths), zeros(paths), real_M, zeros(paths), zeros(paths))
         self.table_MP = zeros(paths, held.pages if held.attends else 1, dtype=held.slots.table_SP.dtype)
-        self.graphs: dict[Needs, Graph] = {}
+        self.graphs: dict[SamplingNeeds, Graph] = {}
 
     def record(self, tape: Tape) -> None:
         self.graph, (step, hidden_TX, logits_TV) = recorded(tape, self._a)
@@ -138,7 +138,7 @@ class Grove:
             tree=Tree(step.columns_N, step.hides_N, rows),
         )
 
-    def _accept(self, needs: Needs, step: Spread, hidden_TX: Tensor, logits_TV: Tensor) -> None:
+    def _accept(self, needs: SamplingNeeds, step: Spread, hidden_TX: Tensor, logits_TV: Tensor) -> None:
         held, deepest = self.held, self.out.tokens_RD.shape[1]
         drawn_N = held.sampling.draw(logits_TV, held.slots, step.slot_N, step.ints_NI, needs)
         held.climbs.climb(drawn_N, step, held.fields, PAGE, self.out, self.paths)
@@ -156,7 +156,7 @@ class Grove:
             self.numbers = numbers
         self.graph.replay()
         deepest = self.out.tokens_RD.shape[1]
-        kept = tuple(row._replace(n=deepest, drafts=deepest - 1) for row in plan.rows)
+        kept = tuple(row._replace(n=deepest, num_drafts=deepest - 1) for row in plan.rows)
         straight = Seen(replace(plan, rows=kept), self.straight, self.hidden_MX)
         seen = Seen(plan, self.batch, self.hidden_TX, straight)
         return self.logits_TV[: many * query], self.slot_R[:many], self.ints_NI[::query][:many], seen
@@ -164,7 +164,7 @@ class Grove:
     def draws(self, plan: StepPlan) -> bool:
         return True
 
-    def sample(self, rows: int, needs: Needs, sampling: Sampling) -> Sampled | None:
+    def sample(self, rows: int, needs: SamplingNeeds, sampling: Sampling) -> Sampled | None:
         if needs not in self.graphs or sampling is not self.held.sampling:
             return None
         self.graphs[needs].replay()
@@ -200,20 +200,20 @@ class Growing:
         token_RK = torch.zeros(rows, width, dtype=torch.int64, device=device)
         self.out = Grown(token_RK, torch.zeros_like(token_RK), torch.ones(rows, dtype=torch.bool, device=device))
         self.made_R = torch.full_like(self.slot_R, width)
-        self.graphs: dict[Needs, Graph] = {}
+        self.graphs: dict[SamplingNeeds, Graph] = {}
 
     def record(self, tape: Tape) -> None:
         for needs in NEEDS:
             self.graphs[needs], _ = recorded(tape, partial(self._grow, needs))
 
-    def _grow(self, needs: Needs) -> None:
+    def _grow(self, needs: SamplingNeeds) -> None:
         held, asked = self.held, Asked(self.slot_R, self.held.reach, needs)
         self.drafter.grow(asked, self.width, held.slots, held.planes, self.out)
 
     def replay(self, asked: Asked) -> Proposed:
         many, out = len(asked.slot_E), self.out
         torch.cat((asked.slot_E, self.spares_R[many:]), out=self.slot_R)
-        self.graphs[Needs(asked.needs.random, asked.needs.truncated)].replay()
+        self.graphs[SamplingNeeds(asked.needs.random, asked.needs.truncated)].replay()
         return Proposed(out.token_EK[:many], self.made_R[:many], out.sound_E[:many], out.parent_EK[:many])
 
 
@@ -245,9 +245,11 @@ class Groves:
 
     def get(self, plan: StepPlan) -> Grove | None:
         """The smallest that holds its rows; None beyond the largest, and where rows have not as many nodes."""
-        if not plan.verifies or any(row.n != plan.query for row in plan.rows):
+        if not plan.is_verify or any(row.n != plan.sampled_per_row for row in plan.rows):
             return None
-        return next((one for one in self.groves if one.query == plan.query and one.rows >= len(plan.rows)), None)
+        return next(
+            (one for one in self.groves if one.query == plan.sampled_per_row and one.rows >= len(plan.rows)), None
+        )
 
 
 def forms(steps: Sequence[int], widths: Sequence[int], tree: TreeShape, requests: int) -> list[tuple[int, int]]:
@@ -255,7 +257,7 @@ def forms(steps: Sequence[int], widths: Sequence[int], tree: TreeShape, requests
     drafts that part ways; the largest first. Of each width as many rows as have no more tokens than the largest of those steps, or FEW, but no more
     than there may be requests; and each number of them that is half of the one before or less."""
     found, largest = list[tuple[int, int]](), max(steps, default=0)
-    for query in sorted(1 + width for width in widths if tree.parts(1 + width)):
+    for query in sorted(1 + width for width in widths if tree.is_tree_step(1 + width)):
         most = min(max(largest // query, min(largest, FEW)), requests)
         found += [(rows, query) for rows in halving([most, *(rows for rows in steps if rows <= most)]) if rows]
     return sorted(found, key=lambda form: (form[0] * form[1], form), reverse=True)
@@ -270,7 +272,7 @@ def groves(
     told: Callable[[], None] = lambda: None,
 ) -> Groves:
     """Records trees of so many drafts where steps of these numbers of rows are recorded. bounds: the longest context, and the spare slot, the
-    last one. Raises DrafterFails, NoRoom."""
+    last one. Raises DrafterFails, InsufficientMemory."""
     drafter, storage = runner.drafting.drafter, (runner.planes, runner.slots)
     branching = drafter if isinstance(drafter, Branching) else None
     attends, climbs = branching is not None and branching.head.attends, climbs_on(runner.planes.device)

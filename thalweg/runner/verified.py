@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import Needs, StepPlan
+from thalweg.core.plan import SamplingNeeds, StepPlan
 from thalweg.runner.decoding import Graph
 from thalweg.runner.tape import MOST, NEEDS, Tape, recorded
 from thalweg.sampling.sample import Sampled, Sampling
@@ -53,14 +53,14 @@ class Verified:
         tokens_RQ = torch.zeros(rows, query, dtype=torch.int64, device=device)
         done_R = torch.zeros(rows, dtype=torch.bool, device=device)
         self.out = tokens_RQ, tokens_RQ[:, 0].clone(), done_R
-        self.graphs: dict[Needs, Graph] = {}
+        self.graphs: dict[SamplingNeeds, Graph] = {}
 
     def record(self, tape: Tape) -> None:
         """Behind A: what that left is read."""
         for needs in NEEDS:
             self.graphs[needs], _ = recorded(tape, partial(self._accept, needs))
 
-    def _accept(self, needs: Needs) -> None:
+    def _accept(self, needs: SamplingNeeds) -> None:
         of, slots, tokens = self.of, self.of.slots, self.rows * self.query
         assert of.batch is not None, "A comes first"
         slot_N, ints_NI = of.slot_R[:tokens], of.ints_RI[:tokens]
@@ -77,13 +77,13 @@ class Verified:
         ahead = [j if j < row.n else FAR for row in rows for j in range(query)]
         of.run([row.slot for row in rows for _ in range(query)], ahead)
         assert of.batch is not None, "record() comes first"
-        alike = replace(plan, rows=tuple(row._replace(n=query, drafts=query - 1) for row in rows))
+        alike = replace(plan, rows=tuple(row._replace(n=query, num_drafts=query - 1) for row in rows))
         tokens = len(rows) * query
         slot_E = of.slot_R[:tokens].view(-1, query)[:, 0]
         ints_EI = of.ints_RI[:tokens].view(-1, query, of.ints_RI.shape[1])[:, 0]
         return of.logits_RV[:tokens], slot_E, ints_EI, Seen(alike, of.batch, of.hidden_RH)
 
-    def sample(self, rows: int, needs: Needs, sampling: Sampling) -> Sampled | None:
+    def sample(self, rows: int, needs: SamplingNeeds, sampling: Sampling) -> Sampled | None:
         if needs not in self.graphs or sampling is not self.sampling:
             return None
         self.graphs[needs].replay()

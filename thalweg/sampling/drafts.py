@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Field, Slots
-from thalweg.core.plan import Needs
+from thalweg.core.plan import SamplingNeeds
 from thalweg.sampling.odds import REFERENCE_ODDS, Odds
 from thalweg.sampling.random import apart
 from thalweg.sampling.sample import REFERENCE, Sampling
@@ -49,7 +49,7 @@ class Coupled:
     def draw(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, ahead: int | Tensor, truncated: bool
     ) -> Tensor:
-        return self.sampling.draw(logits_EV, slots, slot_E, ints_EI, Needs(random=True, truncated=truncated))
+        return self.sampling.draw(logits_EV, slots, slot_E, ints_EI, SamplingNeeds(random=True, truncated=truncated))
 
 
 COUPLED = Coupled(REFERENCE)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import Masks
-from thalweg.core.plan import Needs
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.plan import SamplingNeeds
 from thalweg.sampling.random import mix
 from thalweg.sampling.sample import Logprobs, Sampled, Sampling
 
@@ -21,12 +21,12 @@ class Imposed:
         self.sampling, self.odds, self.right = sampling, sampling.odds, length - 1
 
     def edit(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, reach: int, masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.sampling.edit(logits_NV, slots, slot_N, ints_NI, needs, reach, masks, behind_EQD)
 
-    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
+    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         known_N, vocab = slots.length[slot_N], logits_NV.shape[1]
         drafts_N, token_NK, any_NK = ahead(slots, slot_N, ints_NI)
         coin_N = mix(known_N * 2 + slot_N * 1000003) & 0xFFFF  # one of each row and step
@@ -39,7 +39,7 @@ class Imposed:
         wrong_N = torch.where((ahead_N == right_N) & hit_N, other_N, drawn_N)
         return torch.where(ahead_N < right_N, drafts_N, wrong_N)
 
-    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
+    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds) -> Sampled:
         return self.sampling.choose(logits_EV, slots, slot_E, ints_EI, needs)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
@@ -56,7 +56,7 @@ class Ahead(NamedTuple):
 
 def ahead(slots: Slots, slot_N: Tensor, ints_NI: Tensor) -> Ahead:
     """Of a chain there is one; behind the leaf of a tree the first is nobody's draft."""
-    if not slots.tree.on:
+    if not slots.tree.is_tree:
         token_N = slots.tokens_SL[slot_N, ints_NI[:, 0]].to(torch.int64)
         return Ahead(token_N, token_N.unsqueeze(1), torch.ones_like(token_N, dtype=torch.bool).unsqueeze(1))
     node_N = ints_NI[:, 1] - slots.at[slot_N]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from thalweg.batch.slots import INTS, Slots
 from thalweg.batch.upload import upload
-from thalweg.core.grammar import Masks
-from thalweg.core.plan import Needs
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.plan import SamplingNeeds
 from thalweg.kernels.adjust import triton as adjusting
 from thalweg.kernels.draw import triton as drawing
 from thalweg.kernels.logprobs import triton as logprobing
@@ -35,7 +35,7 @@ class Launched:
     odds = LaunchedOdds()
 
     def edit(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, reach: int, masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
         if needs.penalised or needs.biased:
@@ -45,12 +45,12 @@ class Launched:
             bits = torch.from_numpy(masks.bits).pin_memory().to(logits_NV.device, non_blocking=True)
             adjusting.forbid(logits_NV, upload(masks.rows, torch.int64, logits_NV.device), bits)
 
-    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
+    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         out = _out(len(logits_NV), logits_NV.device)
         choose_into(out, logits_NV, slots, slot_N, ints_NI, needs, torch.empty_like(slots.ints_SI))  # written, not read
         return out[0]
 
-    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
+    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds) -> Sampled:
         out = _out(len(logits_EV), logits_EV.device)
         choose_into(out, logits_EV, slots, slot_E, ints_EI, needs, slots.ints_SI)
         return sampled(out)
@@ -72,7 +72,7 @@ def sampled(out: Out) -> Sampled:
 
 
 def choose_into(
-    out: Out, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs, ints_SI: Tensor
+    out: Out, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds, ints_SI: Tensor
 ) -> None:
     """Draws into `out`, and writes tokens into the slots and what becomes of these into `ints_SI`. Launches depend on the shapes and on `needs`
     alone."""

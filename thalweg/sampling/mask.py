@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.upload import upload
-from thalweg.core.grammar import Masks
+from thalweg.core.grammar import GrammarMasks
 
 # What eight token ids get for a byte of a mask: 0 where the bit is set, else -inf. Adding is cheaper than filling by a condition.
 BYTE_BIAS = torch.where((torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1, 0.0, -torch.inf)
 
 
-def forbid(logits_EV: Tensor, masks: Masks) -> None:
+def forbid(logits_EV: Tensor, masks: GrammarMasks) -> None:
     """-inf, in place, for every token whose bit is not set."""
     device, vocab = logits_EV.device, logits_EV.shape[1]
     bits = torch.from_numpy(masks.bits)

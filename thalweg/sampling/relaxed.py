@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import Masks
-from thalweg.core.plan import Needs
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.plan import SamplingNeeds
 from thalweg.sampling.imposed import ahead
 from thalweg.sampling.sample import Logprobs, Sampled, Sampling
 
@@ -27,12 +27,12 @@ class Relaxed:
         self.sampling, self.odds, self.candidates, self.delta = sampling, sampling.odds, candidates, delta
 
     def edit(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, reach: int, masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.sampling.edit(logits_NV, slots, slot_N, ints_NI, needs, reach, masks, behind_EQD)
 
-    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
+    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         _, token_NK, any_NK = ahead(slots, slot_N, ints_NI)  # before the draw, which may write there
         made_N1 = (ints_NI[:, 0] - slots.length[slot_N] < ints_NI[:, 7]).unsqueeze(1)
         all_N1, most = logits_NV.logsumexp(-1, keepdim=True), min(self.candidates, logits_NV.shape[1])
@@ -43,7 +43,7 @@ class Relaxed:
         drawn_N = self.sampling.draw(logits_NV, slots, slot_N, ints_NI, needs)
         return torch.where(near_NK.any(1), draft_N, drawn_N)
 
-    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
+    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds) -> Sampled:
         return self.sampling.choose(logits_EV, slots, slot_E, ints_EI, needs)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import Masks
-from thalweg.core.plan import Needs
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.plan import SamplingNeeds
 from thalweg.kernels.temper.ref import tempered
 from thalweg.sampling.chain import Path, follow, path
 from thalweg.sampling.mask import forbid
@@ -58,17 +58,17 @@ class Sampling(Protocol):
     def odds(self) -> Odds: ...
 
     def edit(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, reach: int, masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Penalties, bias, minimum length and grammar, in place. behind_EQD int64, of positions that are nodes of trees: which drafts are on the path
         to each behind the known tokens, -1 where there are no more; None where what is before a position stands in the tokens plane."""
 
-    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
+    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         """int64 [N]: a token for each, NO_TOKEN for logits with a NaN; what stands in the slots is left, but for the tokens plane behind what is
         known."""
 
-    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
+    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds) -> Sampled:
         """Draws a token of each row and writes it into the slots."""
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
@@ -81,7 +81,7 @@ class Reference:
     odds = REFERENCE_ODDS
 
     def edit(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, reach: int, masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
         if needs.penalised:
@@ -96,13 +96,13 @@ class Reference:
         if masks is not None:
             forbid(logits_NV, masks)
 
-    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
+    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         if not needs.random:
             return winner(logits_NV)
         floats_NF = slots.floats_SF[slot_N]
         return draw(logits_NV, floats_NF, ints_NI[:, 6], ints_NI[:, 3], ints_NI[:, 0], needs.truncated)
 
-    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
+    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds) -> Sampled:
         tokens_E = self.draw(logits_EV, slots, slot_E, ints_EI, needs)
         stop_EK = slots.stop_SK.index_select(0, slot_E)
         done_E, live_E = _settle(tokens_E, slot_E, ints_EI, stop_EK, slots.tokens_SL, slots.state_S3, slots.context)
@@ -120,11 +120,11 @@ def accept(
     slots: Slots,
     slot_E: Tensor,
     ints_EI: Tensor,
-    needs: Needs,
+    needs: SamplingNeeds,
     reach: int,
-    masks: Masks | None = None,
+    masks: GrammarMasks | None = None,
     sampling: Sampling = REFERENCE,
-    recorded: Callable[[Needs], Sampled | None] | None = None,
+    recorded: Callable[[SamplingNeeds], Sampled | None] | None = None,
 ) -> Sampled:
     """Draws the next tokens of each row, writes them into `slots`, and ends those that reached a stop id or their end.
 
@@ -133,7 +133,7 @@ def accept(
     every row's length, drafts included. recorded: draws from these very logits by a recording, None of needs that have none.
     """
     query = len(logits_NV) // len(slot_E)
-    apart, own_NV = slots.tree.parts(query), logits_NV
+    apart, own_NV = slots.tree.is_tree_step(query), logits_NV
     along: Path | None = None
     if needs.penalised or needs.biased or masks is not None:
         if needs.logprobs >= 0:
@@ -141,7 +141,7 @@ def accept(
         along = _along(slots, slot_E, ints_EI, query)
         behind_EQD = paths(slots, along, query) if apart and needs.penalised else None
         sampling.edit(logits_NV, slots, along.slot_N, along.ints_NI, needs, reach, masks, behind_EQD)
-    made = None if recorded is None else recorded(Needs(needs.random, needs.truncated))
+    made = None if recorded is None else recorded(SamplingNeeds(needs.random, needs.truncated))
     if made is None and query == 1:
         made = sampling.choose(logits_NV, slots, slot_E, ints_EI, needs)
     if made is None:
@@ -165,7 +165,7 @@ def _along(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
     """What each position is sampled by."""
     if query == 1:
         return Path(slot_E, ints_EI, slot_E.new_empty(len(slot_E), 0))
-    return (unfolded if slots.tree.parts(query) else path)(slots, slot_E, ints_EI, query)
+    return (unfolded if slots.tree.is_tree_step(query) else path)(slots, slot_E, ints_EI, query)
 
 
 def _settle(

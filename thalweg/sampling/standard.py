@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import Masks
-from thalweg.core.plan import Needs
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.plan import SamplingNeeds
 from thalweg.sampling.drafts import PROBABILITIES
 from thalweg.sampling.odds import Odds, winner
 from thalweg.sampling.random import apart, uniform
@@ -35,12 +35,12 @@ class Standard:
         self.sampling, self.odds = sampling, sampling.odds
 
     def edit(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs, reach: int, masks: Masks | None,
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, reach: int, masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.sampling.edit(logits_NV, slots, slot_N, ints_NI, needs, reach, masks, behind_EQD)
 
-    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: Needs) -> Tensor:
+    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         if not needs.random:
             return self.sampling.draw(logits_NV, slots, slot_N, ints_NI, needs)
         most = max(CHUNK // logits_NV.shape[1] // ALIKE, 1) * ALIKE
@@ -49,7 +49,7 @@ class Standard:
             [_judge(self.odds, logits_NV[n], slots, slot_N[n], ints_NI[n], needs.truncated) for n in parts]
         )
 
-    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: Needs) -> Sampled:
+    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds) -> Sampled:
         return self.sampling.choose(logits_EV, slots, slot_E, ints_EI, needs)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:

@@ -38,7 +38,7 @@ def unfolded(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
 
 def paths(slots: Slots, along: Path, query: int) -> Tensor:
     """int64 [E, Q, D]: the drafts on the path to each node, that of the node last, -1 behind."""
-    deepest, rows = slots.tree.deepest, len(along.drafts_EK)
+    deepest, rows = slots.tree.max_depth, len(along.drafts_EK)
     node_N = torch.arange(query, device=along.slot_N.device).repeat(rows)
     row_N = torch.arange(rows, device=node_N.device).repeat_interleave(query)
     behind_ND = along.drafts_EK.new_full((rows * query, deepest + 1), -1)  # the last takes what the root has not
@@ -65,7 +65,7 @@ def climb(
     real_EK = node_K <= torch.minimum(made_E, end_E - length_E).unsqueeze(1)
     right_EK = real_EK & (tokens_EQ.gather(1, parent_EK) == drafts_EK) & ~stop_EQ.gather(1, parent_EK)
     right_EQ, parent_EQ = (torch.nn.functional.pad(x, (1, 0)) for x in (right_EK, parent_EK))
-    nodes_ED = walk(right_EQ, parent_EQ, 1 + min(slots.tree.deepest, query - 1))
+    nodes_ED = walk(right_EQ, parent_EQ, 1 + min(slots.tree.max_depth, query - 1))
     tokens_ED, stop_ED = tokens_EQ.gather(1, nodes_ED), stop_EQ.gather(1, nodes_ED)
     right_E, held = (nodes_ED > 0).sum(1), (slots.tokens_SL, slots.ints_SI)
     count_E, done_E = append(tokens_ED, stop_ED, right_E, slot_E, ints_EI, *held)

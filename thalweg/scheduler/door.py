@@ -6,7 +6,7 @@ import random
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.messages import Submit
-from thalweg.core.plan import Needs
+from thalweg.core.plan import SamplingNeeds
 from thalweg.core.request import Request
 from thalweg.core.sampling import SamplingParams
 from thalweg.scheduler.limits import Limits
@@ -32,21 +32,21 @@ def enter(message: Submit, limits: Limits, context: int, seeds: random.Random, f
         stop_ids=tuple(stop_ids),
         salt=message.salt,
         priority=message.priority,
-        first=first,
+        sibling=first,
         needs=needs(params),
-        masked=message.grammar.on,
+        has_grammar=message.grammar.is_set,
         grammar=message.grammar,
-        keep=message.keep,
+        retention=message.retention,
     )
 
 
-def needs(params: SamplingParams) -> Needs:
+def needs(params: SamplingParams) -> SamplingNeeds:
     """What one sequence asks of sampling. min_tokens counts as a bias: it bans the stop ids for a while."""
-    random_draw = not params.greedy
-    return Needs(
+    random_draw = not params.is_greedy
+    return SamplingNeeds(
         random=random_draw,
         truncated=random_draw and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0),
-        penalised=params.penalised,
+        penalised=params.has_penalties,
         biased=bool(params.logit_bias) or params.min_tokens > 0,
         logprobs=-1 if params.logprobs is None else params.logprobs,
     )

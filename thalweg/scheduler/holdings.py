@@ -6,7 +6,7 @@ from typing import Sequence
 
 from thalweg.cache.books import Books
 from thalweg.cache.radix import Frontier, Path
-from thalweg.core.request import Leave, Request
+from thalweg.core.request import Exit, Request
 from thalweg.core.ticket import Ticket, Tier
 
 
@@ -84,7 +84,7 @@ class Holdings:
 
     def share(self, r: Request, positions: int) -> None:
         """Caches the full pages among the first `positions` of `r`, as far as they last: their contents are in the stream, or final."""
-        if r.leave is Leave.PREEMPT or r.finish == "error":
+        if r.exit is Exit.PREEMPT or r.finish == "error":
             self.parked.add(r.uid)
         self.tree.insert(self.paths[r.uid], r.pages, min(positions, self.lasting(r)) // self.page)
 
@@ -93,7 +93,7 @@ class Holdings:
         stays what others had computed before."""
         if r.finish == "error":
             return r.cached
-        if r.leave is not Leave.PREEMPT and r.keep.drops(r.out, r.leave is Leave.FINISH):
+        if r.exit is not Exit.PREEMPT and r.retention.drops_output(r.out, r.exit is Exit.FINISH):
             return len(r.prompt)
         return r.known
 

@@ -15,10 +15,10 @@ from typing import Mapping, Sequence
 from thalweg.cache.books import Books
 from thalweg.cache.radix import Frontier
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.grammar import Grammars, NoGrammars
-from thalweg.core.messages import Abort, Delta, Done, Drain, FlushCache, Rejected, Stats, Submit, ToEngine
-from thalweg.core.plan import Append, MaskState, Output, Row, StepPlan
-from thalweg.core.request import Leave, Request, State
+from thalweg.core.grammar import GrammarTracker, NoGrammarTracker
+from thalweg.core.messages import Abort, ControlReply, Drain, FlushCache, Rejected, Stats, Submit, ToEngine, TokenDelta
+from thalweg.core.plan import GrammarState, Output, PageAppend, Row, StepPlan
+from thalweg.core.request import Exit, Request, RequestState
 from thalweg.core.ticket import NoTier, TicketState, Tier
 from thalweg.scheduler import door
 from thalweg.scheduler.earnings import Earnings
@@ -30,9 +30,9 @@ from thalweg.scheduler.tally import Tally
 from thalweg.scheduler.verdicts import Verdicts
 from thalweg.scheduler.widths import ConstantWidth, WidthPolicy
 
-RUNNING, STAYS, GONE = State.RUNNING, Leave.STAYS, (Leave.ABORT, Leave.FINISH)
+RUNNING, STAYS, GONE = RequestState.RUNNING, Exit.NONE, (Exit.ABORT, Exit.FINISH)
 PROMPTS = 4  # drafts leave one part in so many of a step's tokens to prompts that wait
-NO_TIER, NO_DRAFTS, NO_GRAMMARS = NoTier(), ConstantWidth(0), NoGrammars()
+NO_TIER, NO_DRAFTS, NO_GRAMMARS = NoTier(), ConstantWidth(0), NoGrammarTracker()
 
 
 class Scheduler:
@@ -47,7 +47,7 @@ class Scheduler:
         books: Books,
         tier: Tier = NO_TIER,
         widths: WidthPolicy = NO_DRAFTS,
-        grammars: Grammars = NO_GRAMMARS,
+        grammars: GrammarTracker = NO_GRAMMARS,
     ) -> None:
         self.limits, self.stages, self.widths, self.grammars = limits, limits.stages, widths, grammars
         self.tree = limits.tree
@@ -76,9 +76,9 @@ class Scheduler:
 
     # ---- messages ------------------------------------------------------------------------------------------------------------
 
-    def take(self, messages: Sequence[ToEngine]) -> list[Rejected | Done]:
+    def take(self, messages: Sequence[ToEngine]) -> list[Rejected | ControlReply]:
         """Does what the fronts ask. Never raises for what a front sent: the answer is a `Rejected`."""
-        replies: list[Rejected | Done] = []
+        replies: list[Rejected | ControlReply] = []
         for message in messages:
             self._restless = True
             match message:
@@ -89,7 +89,7 @@ class Scheduler:
                         self._abort(uid)
                 case FlushCache():
                     self.books.flush()
-                    replies.append(Done(message.id))
+                    replies.append(ControlReply(message.id))
                 case Drain():
                     self.draining = True
         return replies + self._refused()
@@ -106,28 +106,28 @@ class Scheduler:
             why = f"{message.uid} is in use by a request that has not ended; draw a new one"
             return [Rejected(message.uid, "uid", why)]
         try:
-            r = door.enter(message, self.limits, self.context, self.seeds, self.requests.get(message.first))
+            r = door.enter(message, self.limits, self.context, self.seeds, self.requests.get(message.sibling))
         except InvalidRequest as wrong:
             return [Rejected(message.uid, wrong.field, wrong.message)]
-        if r.masked:
+        if r.has_grammar:
             r.ticket = self.grammars.open(r.uid, r.grammar)
             self._compiling[r.uid] = r
         self.add(r)
         return []
 
-    def _refused(self) -> list[Rejected | Done]:
+    def _refused(self) -> list[Rejected | ControlReply]:
         """Lets in the requests whose grammar has been compiled; refuses those where that failed, and ends those whose grammar broke."""
-        refused: list[Rejected | Done] = []
+        refused: list[Rejected | ControlReply] = []
         for r in [r for r in self._compiling.values() if _landed(r)]:
             del self._compiling[r.uid]
             ticket, r.ticket, self._restless = r.ticket, None, True
             if ticket is not None and ticket.state is TicketState.FAILED:
-                refused.append(Rejected(r.uid, r.grammar.field, ticket.why))
+                refused.append(Rejected(r.uid, r.grammar.field, ticket.error))
                 self.queue.remove(r)
                 self._end(r)
-        for uid, why in self.grammars.broken():
+        for uid, why in self.grammars.pop_failed():
             broken = self.requests.get(uid)
-            if broken is not None and broken.leave not in GONE:
+            if broken is not None and broken.exit not in GONE:
                 # its one ending: the news of an abort might overtake it
                 refused.append(Rejected(uid, broken.grammar.field, why))
                 self._stop(broken)
@@ -135,7 +135,7 @@ class Scheduler:
 
     def _abort(self, uid: int) -> None:
         r = self.requests.get(uid)
-        if r is None or r.leave in GONE:  # what is SENDING has finished, and ends by itself
+        if r is None or r.exit in GONE:  # what is SENDING has finished, and ends by itself
             return
         self.earnings.aborted(r)
         self._stop(r)
@@ -144,11 +144,11 @@ class Scheduler:
         """Ends `r` wherever it is, whose front is told otherwise."""
         r.finish = "abort"
         self.tally.aborted += 1
-        if r.state is State.QUEUED:
+        if r.state is RequestState.QUEUED:
             self.queue.remove(r)
             self._end(r)
         else:
-            self._leave(r, Leave.ABORT)
+            self._leave(r, Exit.ABORT)
 
     # ---- planning ------------------------------------------------------------------------------------------------------------
 
@@ -189,10 +189,10 @@ class Scheduler:
         passed: list[Request] = []
         served: list[Request] = []
         tree = self.tree
-        room = tree.room(self.widths.widest)
+        room = tree.reserved_columns(self.widths.widest)
         rows, appends, squeezed = sheet.rows, sheet.appends, False
         for r in self._decoding:
-            if r.state is not RUNNING or r.leave is not STAYS:
+            if r.state is not RUNNING or r.exit is not STAYS:
                 continue
             passed.append(r)
             known, end, drafts, n = len(r.prompt) + len(r.out), r.end, r.made, 1 + r.made
@@ -209,22 +209,22 @@ class Scheduler:
                 if short > self.books.spare():
                     squeezed = squeezed or self._squeeze()
                     continue
-                appends.append(Append(r.slot, len(r.pages), self.holdings.grow(r, short)))
+                appends.append(PageAppend(r.slot, len(r.pages), self.holdings.grow(r, short)))
             passed.pop()
             served.append(r)
             rows.append(Row(r.uid, r.slot, start, n, drafts, True))
             sheet.left -= n
             sheet.reach = max(sheet.reach, upto)
             r.flight += 1
-            sheet.emit(r, step, tree.right(drafts))
+            sheet.emit(r, step, tree.max_accepted(drafts))
         self._decoding = passed + served
         if squeezed:  # whoever was squeezed may have been passed by before
-            self._decoding = [r for r in self._decoding if r.state is RUNNING and r.leave is STAYS]
+            self._decoding = [r for r in self._decoding if r.state is RUNNING and r.exit is STAYS]
 
     def _plan_prefilling(self, sheet: Sheet) -> None:
         still: list[Request] = []
         for r in self._prefilling:
-            if r.state is RUNNING and r.leave is STAYS:
+            if r.state is RUNNING and r.exit is STAYS:
                 self._chunk(r, sheet)
                 (still if r.computed < r.base else self._decoding).append(r)
         self._prefilling = still
@@ -242,7 +242,7 @@ class Scheduler:
         """Admits in the order of the policy until one does not fit. Who is held is passed over and does not block those behind."""
         if not self.queue or not self.holdings.slots or not sheet.left:
             return
-        loading = (r for r in self._waiting if r.state is State.LOADING and r.leave is STAYS)
+        loading = (r for r in self._waiting if r.state is RequestState.LOADING and r.exit is STAYS)
         filling = (*self._prefilling, *sheet.chunks, *loading)
         fronts = {self.holdings.frontier(r) for r in filling}
         for r in self.queue.order():
@@ -262,13 +262,13 @@ class Scheduler:
         while its grammar is being compiled."""
         if r.ticket is not None:
             return True
-        first = r.first
+        first = r.sibling
         if first is not None:
-            if first.state in (State.QUEUED, State.LOADING) or first in sheet.chunks:
+            if first.state in (RequestState.QUEUED, RequestState.LOADING) or first in sheet.chunks:
                 return True
             if first.state is RUNNING and first.computed < len(first.prompt):
                 return True
-            r.first = None  # it has launched its prompt, or is gone
+            r.sibling = None  # it has launched its prompt, or is gone
         if self.holdings.hit(r) >= self.holdings.useful(r):
             return False
         front = self.holdings.frontier(r)
@@ -276,7 +276,7 @@ class Scheduler:
 
     def _admit(self, r: Request) -> bool:
         """Seats `r` if there are pages for all it knows and a step's tokens, beside one for each running request to grow on."""
-        upto = min(r.known + 1 + self.tree.room(self.widths.widest), r.end)
+        upto = min(r.known + 1 + self.tree.reserved_columns(self.widths.widest), r.end)
         ticket = self.holdings.seat(r, upto, reserve=len(self.live) - len(self._waiting))
         if ticket is None:
             return False
@@ -284,7 +284,7 @@ class Scheduler:
         self.live[r.uid] = r
         if not r.preempted:
             self._marks.append((r.uid, "admitted"))
-        r.state, r.ticket, r.base = State.LOADING, ticket, r.known
+        r.state, r.ticket, r.base = RequestState.LOADING, ticket, r.known
         r.made, r.drafts, r.parents, r.bound, r.last = 0, (), (), False, -1
         self._waiting.append(r)
         if ticket.state is not TicketState.PENDING:
@@ -303,7 +303,7 @@ class Scheduler:
         ticket, r.ticket = r.ticket, None
         assert ticket is not None, "only who waits on a ticket can land"
         self._waiting.remove(r)
-        if r.state is State.SENDING:
+        if r.state is RequestState.SENDING:
             self._vacate(r)
             self._end(r)
             return
@@ -315,24 +315,24 @@ class Scheduler:
             r.cached = r.computed
             self.tally.prompt_tokens += len(r.prompt)
             self.tally.cached_tokens += r.cached
-        if r.leave is not STAYS:
+        if r.exit is not STAYS:
             self._release(r)
 
     # ---- leaving -------------------------------------------------------------------------------------------------------------
 
     def _squeeze(self) -> bool:
         """A running request lacks pages. Those on their way home come first; then the youngest gives its own, one at a time."""
-        if self._waiting or any(r.leave is not STAYS for r in self.live.values()):
+        if self._waiting or any(r.exit is not STAYS for r in self.live.values()):
             return False
         youngest = max(self.live.values(), key=_arrival)
         self.tally.preemptions += 1
         self._marks.append((youngest.uid, "preempted"))
-        self._leave(youngest, Leave.PREEMPT)
+        self._leave(youngest, Exit.PREEMPT)
         return True
 
-    def _leave(self, r: Request, why: Leave) -> None:
+    def _leave(self, r: Request, why: Exit) -> None:
         """Only a mark: the last step in flight, or the ticket, brings slot and pages home."""
-        r.leave = why
+        r.exit = why
         if not r.flight and r.state is RUNNING:
             self._release(r)
 
@@ -344,13 +344,16 @@ class Scheduler:
         self.tally.wasted += len(r.drafts)
         r.drafts = ()
         self._restless = True  # what it gives back may let another one in
-        if r.leave is Leave.FINISH and r.send:
-            r.state, r.ticket = State.SENDING, self.holdings.send(r)  # the pages stay leased until the copy is over
+        if r.exit is Exit.FINISH and r.send:
+            r.state, r.ticket = (
+                RequestState.SENDING,
+                self.holdings.send(r),
+            )  # the pages stay leased until the copy is over
             self._waiting.append(r)
             return
         self._vacate(r)
-        if r.leave is Leave.PREEMPT:
-            r.state, r.leave = State.QUEUED, STAYS
+        if r.exit is Exit.PREEMPT:
+            r.state, r.exit = RequestState.QUEUED, STAYS
             r.preempted += 1
             self.add(r)
         else:
@@ -361,8 +364,8 @@ class Scheduler:
         self.holdings.clear(r)
 
     def _end(self, r: Request) -> None:
-        r.state = State.DONE
-        if r.masked:
+        r.state = RequestState.DONE
+        if r.has_grammar:
             self.grammars.close(r.uid)
             self._compiling.pop(r.uid, None)
         del self.requests[r.uid]
@@ -370,12 +373,12 @@ class Scheduler:
 
     # ---- what became of it ---------------------------------------------------------------------------------------------------
 
-    def masks(self, plan: StepPlan) -> Mapping[int, MaskState]:
+    def masks(self, plan: StepPlan) -> Mapping[int, GrammarState]:
         """What the grammars of this plan's rows go by. Who has ended since has no mask, and nobody reads its tokens."""
         return {
-            r.uid: MaskState(r.known, (r.out or r.prompt)[-1], r.drafts, r.parents)
+            r.uid: GrammarState(r.known, (r.out or r.prompt)[-1], r.drafts, r.parents)
             for r in self._grammars
-            if r.leave not in GONE
+            if r.exit not in GONE
         }
 
     def launched(self) -> None:
@@ -387,7 +390,7 @@ class Scheduler:
         self.retired = plan.step
         self._restless = True
         requests = self.requests
-        if outputs and outputs[0].lost and self.widths.widest:
+        if outputs and outputs[0].drafter_failed and self.widths.widest:
             self.widths.lost()
             self.tally.drafter_failures += 1
         for row, output in zip(plan.rows, outputs, strict=True):
@@ -395,20 +398,20 @@ class Scheduler:
             r.flight -= 1
             if row.emit:
                 r.emits -= 1
-                r.slack -= 1 + self.tree.right(row.drafts)  # the bound comes down to the truth
-                if row.drafts and output.tokens:
+                r.slack -= 1 + self.tree.max_accepted(row.num_drafts)  # the bound comes down to the truth
+                if row.num_drafts and output.tokens:
                     self.verdicts.hear(r, row, output)
-            leave = r.leave
-            if leave is STAYS or leave is Leave.PREEMPT:  # who was preempted still earns what was in flight
+            leave = r.exit
+            if leave is STAYS or leave is Exit.PREEMPT:  # who was preempted still earns what was in flight
                 self.earnings.earn(r, output)
             else:
                 self.tally.wasted += len(output.drafts)  # whoever has left verifies none
-            if r.leave is not STAYS and not r.flight and r.slot >= 0:
+            if r.exit is not STAYS and not r.flight and r.slot >= 0:
                 self._release(r)
         if heard := self.verdicts.told():
             self.widths.learn(heard)
 
-    def news(self) -> tuple[Delta, ...]:
+    def news(self) -> tuple[TokenDelta, ...]:
         """What happened since the last call, in order."""
         return self.earnings.news()
 
@@ -419,7 +422,7 @@ class Scheduler:
 
     def stats(self, busy_seconds: float) -> Stats:
         """busy_seconds: time in which steps were in flight."""
-        loading = sum(r.state is State.LOADING for r in self._waiting)
+        loading = sum(r.state is RequestState.LOADING for r in self._waiting)
         return self.tally.stats(
             running=len(self.live) - len(self._waiting),
             waiting=len(self.queue) + loading,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thalweg.core.plan import Append, Bind, Needs, Row, StepPlan
+from thalweg.core.plan import Bind, PageAppend, Row, SamplingNeeds, StepPlan
 from thalweg.core.request import Request
 
 
@@ -15,11 +15,11 @@ class Sheet:
         self.left = budget
         self.rows: list[Row] = []
         self.binds: list[Bind] = []
-        self.appends: list[Append] = []
+        self.appends: list[PageAppend] = []
         self.emitting: list[Request] = []
         self.chunks: list[Request] = []  # they compute prompt tokens in this step
         self.grammars: list[Request] = []  # emitting rows under a grammar
-        self.asked: set[Needs] = set()
+        self.asked: set[SamplingNeeds] = set()
         self.masked = False
         self.reach = 0
 
@@ -28,9 +28,9 @@ class Sheet:
         start = r.computed
         if not r.bound:
             self.binds.append(
-                Bind(r.slot, r.tokens, len(r.prompt), start, r.end, r.seed, r.stop_ids, r.params, r.salt, r.masked)
+                Bind(r.slot, r.tokens, len(r.prompt), start, r.end, r.seed, r.stop_ids, r.params, r.salt, r.has_grammar)
             )
-            self.appends.append(Append(r.slot, 0, tuple(r.pages)))
+            self.appends.append(PageAppend(r.slot, 0, tuple(r.pages)))
             r.bound = True
         emit = start + n == r.base < r.end  # a request for no tokens (its prompt's logprobs) never samples
         self.rows.append(Row(r.uid, r.slot, start, n, 0, emit, *_scored(r, start, n)))
@@ -44,7 +44,7 @@ class Sheet:
 
     def emit(self, r: Request, step: int, right: int) -> None:
         """`r` samples in this step: at most 1 + right tokens come of it."""
-        if r.masked:
+        if r.has_grammar:
             self.masked |= r.emits > 0  # the mask depends on a token that is not committed yet
             self.grammars.append(r)
         r.emits += 1
@@ -60,10 +60,10 @@ class Sheet:
             rows=tuple(self.rows),
             binds=tuple(self.binds),
             appends=tuple(self.appends),
-            masked=self.masked,
-            draft=draft,
+            waits_for_commit=self.masked,
+            num_drafts=draft,
             needs=merge(self.asked),
-            reach=self.reach,
+            max_kv_len=self.reach,
         )
 
 
@@ -75,9 +75,9 @@ def _scored(r: Request, start: int, n: int) -> tuple[int, int, int]:
     return (first, last, r.params.prompt_logprobs or 0) if first < last else (0, 0, 0)
 
 
-def merge(asked: set[Needs]) -> Needs:
+def merge(asked: set[SamplingNeeds]) -> SamplingNeeds:
     """The least that covers all of them."""
-    return Needs(
+    return SamplingNeeds(
         random=any(n.random for n in asked),
         truncated=any(n.truncated for n in asked),
         penalised=any(n.penalised for n in asked),

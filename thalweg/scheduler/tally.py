@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from thalweg.core.drafts import DraftCount
+from thalweg.core.acceptance import AcceptanceCounter
 from thalweg.core.messages import Stats
 
 
@@ -23,7 +23,7 @@ class Tally:
     finished: int = 0
     aborted: int = 0
     broken: int = 0
-    drafts: DraftCount = field(default_factory=DraftCount)
+    drafts: AcceptanceCounter = field(default_factory=AcceptanceCounter)
     wasted: int = 0
     widths: list[int] = field(default_factory=list)
     drafter_failures: int = 0

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from thalweg.core.plan import Output, Row
 from thalweg.core.request import Request
-from thalweg.core.tree import depth
+from thalweg.core.tree import tree_depth
 from thalweg.scheduler.tally import Tally
 from thalweg.scheduler.widths import Verdict
 
@@ -19,7 +19,7 @@ class Verdicts:
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
-        self._depth = lru_cache(SHAPES)(depth)
+        self._depth = lru_cache(SHAPES)(tree_depth)
         self._heard: list[Verdict] = []
 
     def made(self, emitted: Sequence[Request], width: int) -> None:
@@ -32,10 +32,10 @@ class Verdicts:
         accepted, made, r.drafts = len(output.tokens) - 1, len(r.drafts), ()
         if made:  # a row that may have had drafts had some
             deepest = self._depth(r.parents) if r.parents else made
-            self.tally.drafts.verified(made, deepest, accepted)
-            r.drafted.verified(made, deepest, accepted)
+            self.tally.drafts.add(made, deepest, accepted)
+            r.acceptance.add(made, deepest, accepted)
         if not output.done:
-            self._heard.append(Verdict(r, row.drafts, output.path))
+            self._heard.append(Verdict(r, row.num_drafts, output.accepted_mask))
 
     def told(self) -> list[Verdict]:
         """What was heard since the last call."""

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from thalweg import __version__
-from thalweg.core.errors import InvalidRequest, not_serving
-from thalweg.core.messages import Ready, Stats
+from thalweg.core.errors import InvalidRequest, engine_unavailable
+from thalweg.core.messages import EngineReady, Stats
 from thalweg.server.chat import MAX_TOKENIZED
 from thalweg.server.desk import Desk, allowance_of, reply
 from thalweg.server.errors import ApiError, Problem
@@ -88,9 +88,9 @@ async def flush_cache(desk: Desk, request: Request) -> Response:
     return reply({"flushed": True})
 
 
-def _ready(desk: Desk) -> Ready:
+def _ready(desk: Desk) -> EngineReady:
     if desk.front.ready is None:
-        raise not_serving(desk.front.state, desk.front.reason)
+        raise engine_unavailable(desk.front.state, desk.front.reason)
     return desk.front.ready
 
 
@@ -127,7 +127,7 @@ async def metrics(desk: Desk, request: Request) -> Response:
 FAILED = "it failed and was switched off; the log says how"
 
 
-def _speculative(ready: Ready | None, stats: Stats) -> dict[str, Any]:
+def _speculative(ready: EngineReady | None, stats: Stats) -> dict[str, Any]:
     """What drafts, and whether it still does."""
     decision = None if ready is None else ready.report.current().get("speculative_algorithm")
     drafter, reason = ("NONE", "") if decision is None else (decision.value, decision.reason)
@@ -135,7 +135,7 @@ def _speculative(ready: Ready | None, stats: Stats) -> dict[str, Any]:
     return {"drafter": drafter, "active": drafter != "NONE" and not lost, "reason": FAILED if lost else reason}
 
 
-def _acceptance(ready: Ready | None, stats: Stats) -> dict[str, Any] | None:
+def _acceptance(ready: EngineReady | None, stats: Stats) -> dict[str, Any] | None:
     """The rule that judges drafts, and whether answers are the model's under it all the same; None where nothing is drafted, or no more. simulated:
     tokens that a verification brings by decree."""
     if ready is None or stats.drafter_failures:
@@ -167,9 +167,9 @@ async def server_info(desk: Desk, request: Request) -> Response:
         "prefill_throughput": lately.prefill,
         "decode_throughput": lately.decode,
         "last_gen_throughput": now.decode,
-        "avg_spec_accept_length": stats.drafts.length,
-        "spec_accept_rate": stats.drafts.rate,
-        "spec_accept_rate_by_depth": stats.drafts.rates_at,
+        "avg_spec_accept_length": stats.acceptance.mean_length,
+        "spec_accept_rate": stats.acceptance.rate,
+        "spec_accept_rate_by_depth": stats.acceptance.rates_at,
         "spec_rolled_back_tokens": stats.drafted_tokens - stats.accepted_tokens,
         "speculative": _speculative(front.ready, stats),
         "stats": stats,

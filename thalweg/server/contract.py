@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from thalweg.core.drafts import Drafted
-from thalweg.core.grammar import FREE, Grammar
-from thalweg.core.keep import WHOLE, Keep
-from thalweg.core.messages import Control, Ready, Stats
+from thalweg.core.acceptance import AcceptanceCounts
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.messages import Control, EngineReady, Stats
 from thalweg.core.plan import TokenLogprob
-from thalweg.core.room import Room
+from thalweg.core.request import QueueReservation
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 
 
@@ -48,7 +48,7 @@ class Piece(Protocol):
     @property
     def preempted(self) -> int: ...
     @property
-    def drafted(self) -> Drafted | None: ...
+    def drafted(self) -> AcceptanceCounts | None: ...
 
 
 class Tokenizer(Protocol):
@@ -68,7 +68,7 @@ class Front(Protocol):
 
     state: str
     reason: str
-    ready: Ready | None
+    ready: EngineReady | None
     stats: Stats
     weight_version: str
 
@@ -77,7 +77,7 @@ class Front(Protocol):
     @property
     def running(self) -> int: ...
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None: ...
-    def room(self, sequences: int) -> AbstractContextManager[Room]: ...
+    def reserve(self, sequences: int) -> AbstractContextManager[QueueReservation]: ...
     def stream(
         self,
         prompt: Sequence[int],
@@ -86,9 +86,9 @@ class Front(Protocol):
         request_id: str = "",
         priority: int = 0,
         salt: int = 0,
-        grammar: Grammar = FREE,
-        keep: Keep = WHOLE,
-        room: Room | None = None,
+        grammar: Grammar = NO_GRAMMAR,
+        retention: CacheRetention = RETAIN_ALL,
+        reservation: QueueReservation | None = None,
     ) -> AsyncGenerator[Piece, None]: ...
     async def abort(self, request_id: str) -> int: ...
     async def flush_cache(self) -> None: ...

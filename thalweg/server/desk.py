@@ -19,12 +19,12 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from thalweg.config.server import ServerOptions
-from thalweg.core.drafts import Drafted
-from thalweg.core.errors import EngineDead, InvalidRequest, not_serving
+from thalweg.core.acceptance import AcceptanceCounts
+from thalweg.core.errors import EngineDead, InvalidRequest, engine_unavailable
 from thalweg.core.grammar import Grammar
-from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.plan import TokenLogprob
-from thalweg.core.room import Room
+from thalweg.core.request import QueueReservation
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.server.account import Account
 from thalweg.server.contract import Front, Piece, Tokenizer
@@ -111,7 +111,7 @@ class Desk:
     def context(self) -> int:
         """Tokens of the longest sequence. Raises EngineDead when there is no engine to ask."""
         if self.front.ready is None:
-            raise not_serving(self.front.state, self.front.reason)
+            raise engine_unavailable(self.front.state, self.front.reason)
         return self.front.ready.context
 
     async def tokens(self, text: str, add_special: bool, field: str, limit: int) -> list[int]:
@@ -153,7 +153,7 @@ class Job:
     grammars: tuple[Grammar, ...]
     allowance: Allowance
     account: Account
-    keep: Keep = WHOLE
+    keep: CacheRetention = RETAIN_ALL
 
     def grammar(self, prompt: int) -> Grammar:
         """What the outputs of a prompt must match."""
@@ -188,7 +188,7 @@ def check(desk: Desk, job: Job) -> None:
     )
     if scores > MAX_SCORES:
         raise InvalidRequest("prompt_logprobs", f"makes {scores} entries: at most {MAX_SCORES} in one answer")
-    with desk.front.room(job.choices):
+    with desk.front.reserve(job.choices):
         pass  # now there is room: what streams has a status of its own only before it streams
     job.allowance.reserve(_most(desk, job))
 
@@ -221,7 +221,7 @@ async def _run_all(desk: Desk, job: Job, timer: Timer, take: Take) -> None:
     if len(job.prompts) == 1:
         return await _run(desk, job, 0, 0, timer, take)
     try:
-        with desk.front.room(job.choices) as room:  # all of them, or none
+        with desk.front.reserve(job.choices) as room:  # all of them, or none
             async with asyncio.TaskGroup() as group:
                 for i, first in enumerate(job.firsts[:-1]):
                     group.create_task(_run(desk, job, i, first, timer, take, room))
@@ -229,7 +229,9 @@ async def _run_all(desk: Desk, job: Job, timer: Timer, take: Take) -> None:
         raise errors.exceptions[0] from None
 
 
-async def _run(desk: Desk, job: Job, i: int, first: int, timer: Timer, take: Take, room: Room | None = None) -> None:
+async def _run(
+    desk: Desk, job: Job, i: int, first: int, timer: Timer, take: Take, room: QueueReservation | None = None
+) -> None:
     """first: the number of the first choice of prompt i."""
     params = job.params[i]
     pieces = desk.front.stream(
@@ -239,8 +241,8 @@ async def _run(desk: Desk, job: Job, i: int, first: int, timer: Timer, take: Tak
         priority=job.priority,
         salt=job.salt,
         grammar=job.grammar(i),
-        keep=job.keep,
-        room=room,
+        retention=job.keep,
+        reservation=room,
     )
     allowance = job.allowance
     allowance.used += len(job.prompts[i])
@@ -271,7 +273,7 @@ class Merged:
     at: float
     admitted: float
     preempted: int
-    drafted: Drafted | None
+    drafted: AcceptanceCounts | None
 
 
 def merge(pieces: Sequence[Piece]) -> Merged:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 from starlette.responses import Response
 
-from thalweg.core.errors import EngineDead, EngineStarting, InvalidRequest, NoNumbers, Overloaded, ThalwegError
+from thalweg.core.errors import EngineDead, EngineStarting, InvalidRequest, NumericalError, Overloaded, ThalwegError
 
 
 class Error(msgspec.Struct):
@@ -108,7 +108,7 @@ def problem_of(error: Exception) -> Problem:
         message = f"the engine is not serving: {error}; try again when /ready answers 200"
         code = "engine_starting" if isinstance(error, EngineStarting) else "engine_dead"
         return Problem(503, message, "service_unavailable_error", code=code, retry=True)
-    if isinstance(error, NoNumbers):
+    if isinstance(error, NumericalError):
         return Problem(500, str(error), "server_error", code="no_numbers")
     if isinstance(error, RecursionError):
         return Problem(400, "the body is nested too deeply", code="invalid_value")

@@ -26,7 +26,7 @@ class Examiner:
 
     async def check(self, grammar: Grammar) -> None:
         """Raises InvalidRequest naming the grammar's field if it cannot be compiled within the bounds, Overloaded if too many wait for that."""
-        if not grammar.on:
+        if not grammar.is_set:
             return
         key = _digest(grammar)
         why = self._verdicts.get(key)

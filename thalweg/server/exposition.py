@@ -10,7 +10,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from thalweg import __version__
-from thalweg.core.messages import Ready, Stats
+from thalweg.core.messages import EngineReady, Stats
 from thalweg.core.plan import PAGE
 from thalweg.server.metrics import WINDOW, Histogram, Meters, hit_rate, token_usage
 
@@ -25,7 +25,7 @@ class Sight:
     meters: Meters
     stats: Stats
     serving: bool
-    ready: Ready | None
+    ready: EngineReady | None
     model: str
 
 
@@ -135,8 +135,8 @@ def sglang(sight: Sight) -> Iterator[Family]:
     yield _gauge("sglang:kv_available_tokens", "free", free * PAGE)
     yield _gauge("sglang:token_usage", "share of the cache that requests hold", token_usage(stats))
     yield _gauge("sglang:cache_hit_rate", "share of prompt tokens found in the cache", hit_rate(stats))
-    yield _gauge("sglang:spec_accept_length", "mean tokens of a verification", stats.drafts.length or 0.0)
-    yield _gauge("sglang:spec_accept_rate", "share of the drafts accepted", stats.drafts.rate or 0.0)
+    yield _gauge("sglang:spec_accept_length", "mean tokens of a verification", stats.acceptance.mean_length or 0.0)
+    yield _gauge("sglang:spec_accept_rate", "share of the drafts accepted", stats.acceptance.rate or 0.0)
     yield _gauge("sglang:gen_throughput", f"tokens a second over the last {WINDOW:g} s", meters.rates().decode)
     yield _counter("sglang:prompt_tokens_total", "prompt tokens", meters.prompt_tokens)
     yield _counter("sglang:generation_tokens_total", "tokens generated", meters.generation_tokens)
@@ -221,7 +221,7 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _processes(ready: Ready | None) -> str:
+def _processes(ready: EngineReady | None) -> str:
     """CPU, memory and descriptors of this process (`process_*`) and of the engine's (`thalweg_engine_process_*`), where /proc tells."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)

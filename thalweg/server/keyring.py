@@ -29,7 +29,7 @@ import msgspec
 from starlette.datastructures import Headers
 
 from thalweg.config.server import ServerOptions
-from thalweg.core.errors import CannotServe, InvalidRequest
+from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 from thalweg.server.errors import ApiError, Problem
 
 log = logging.getLogger("thalweg.server")
@@ -49,25 +49,27 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     private_cache: bool = False
 
     def digest(self) -> bytes:
-        """SHA-256 of the key. Raises CannotServe naming the entry for one that says nothing or too much."""
+        """SHA-256 of the key. Raises UnsupportedConfig naming the entry for one that says nothing or too much."""
         where = f"key {self.name!r}"
         if not _NAME.fullmatch(self.name):
-            raise CannotServe(f"{where}: a name has 1 to 64 letters, digits and -_. characters")
+            raise UnsupportedConfig(f"{where}: a name has 1 to 64 letters, digits and -_. characters")
         for name, value in (("max_concurrency", self.max_concurrency), ("tokens_per_minute", self.tokens_per_minute)):
             if value is not None and value < 1:
-                raise CannotServe(f"{where}: {name} must be at least 1, got {value}; leave it out to have no limit")
+                raise UnsupportedConfig(
+                    f"{where}: {name} must be at least 1, got {value}; leave it out to have no limit"
+                )
         if (self.key is None) == (self.sha256 is None):
-            raise CannotServe(f"{where}: give either key or sha256")
+            raise UnsupportedConfig(f"{where}: give either key or sha256")
         if self.key is not None:
             if not self.key or not self.key.isascii():
-                raise CannotServe(f"{where}: a key must be ASCII and not empty, HTTP headers carry nothing else")
+                raise UnsupportedConfig(f"{where}: a key must be ASCII and not empty, HTTP headers carry nothing else")
             return _digest(self.key)
         try:
             digest = bytes.fromhex(self.sha256 or "")
         except ValueError:
             digest = b""
         if len(digest) != 32:
-            raise CannotServe(f"{where}: sha256 must be 64 hexadecimal digits")
+            raise UnsupportedConfig(f"{where}: sha256 must be 64 hexadecimal digits")
         return digest
 
 
@@ -199,7 +201,7 @@ ADMIN = Terms(name="admin", key="-")
 class Keyring:
     """Finds the tenant of a request. Without any key, everyone is one tenant without limits. All on one event loop.
 
-    Raises CannotServe for a keys file that cannot be read.
+    Raises UnsupportedConfig for a keys file that cannot be read.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -247,11 +249,11 @@ class Keyring:
         try:
             self._take(await asyncio.to_thread(read_keys, self._path))  # a thousand keys of YAML take 40 ms
             log.info("api_keys_file: read again, %d keys", len(self._tenants) - len(self._fixed))
-        except CannotServe as error:
+        except UnsupportedConfig as error:
             log.error("%s; the keys that were read before stay", error)
 
     def _take(self, entries: list[Terms]) -> None:
-        """Accounts go on under their names: what runs and was used is not forgotten. Raises CannotServe for what contradicts itself."""
+        """Accounts go on under their names: what runs and was used is not forgotten. Raises UnsupportedConfig for what contradicts itself."""
         before = {tenant.name: tenant for tenant in self._tenants.values()}
         names = {tenant.name for tenant in self._fixed.values()}
         tenants: dict[bytes, Tenant] = {}
@@ -259,9 +261,9 @@ class Keyring:
         for terms in entries:
             blind = self._blind(terms.digest())
             if terms.name in names:
-                raise CannotServe(f"api_keys_file {self._path}: two keys are called {terms.name!r}")
+                raise UnsupportedConfig(f"api_keys_file {self._path}: two keys are called {terms.name!r}")
             if blind in tenants or blind in self._fixed:
-                raise CannotServe(f"api_keys_file {self._path}: {terms.name!r} has a key that another has too")
+                raise UnsupportedConfig(f"api_keys_file {self._path}: {terms.name!r} has a key that another has too")
             names.add(terms.name)
             tenants[blind] = before.get(terms.name) or Tenant(terms)
             renewed[terms.name] = terms
@@ -278,15 +280,15 @@ class Keyring:
 
 
 def read_keys(path: Path) -> list[Terms]:
-    """The entries of a keys file. Raises CannotServe."""
+    """The entries of a keys file. Raises UnsupportedConfig."""
     try:
         if path.stat().st_size > MAX_FILE:
-            raise CannotServe(f"api_keys_file {path}: is larger than {MAX_FILE} bytes")
+            raise UnsupportedConfig(f"api_keys_file {path}: is larger than {MAX_FILE} bytes")
         return msgspec.yaml.decode(path.read_bytes(), type=list[Terms])
     except OSError as error:
-        raise CannotServe(f"api_keys_file {path}: {error.strerror}") from error
+        raise UnsupportedConfig(f"api_keys_file {path}: {error.strerror}") from error
     except (msgspec.DecodeError, ValueError) as error:  # YAML passes on what a date or a number that is none raises
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"api_keys_file {path}: {str(error).splitlines()[0]}; it is a list of entries with name and key"
         ) from None
 

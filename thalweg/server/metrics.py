@@ -164,8 +164,8 @@ class Timer:
         meters.prompt_lengths.observe(piece.prompt_tokens)
         meters.output_lengths.observe(piece.completion_tokens)
         self._longest = max(self._longest, piece.completion_tokens)
-        if piece.drafted is not None and piece.drafted.length is not None:
-            meters.accepts.observe(piece.drafted.length)
+        if piece.drafted is not None and piece.drafted.mean_length is not None:
+            meters.accepts.observe(piece.drafted.mean_length)
             account.drafted_tokens += piece.drafted.drafted
             account.accepted_tokens += piece.drafted.accepted
         if choice in self._first:

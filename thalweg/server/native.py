@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from thalweg.core.drafts import Drafted
+from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammar
 from thalweg.core.sampling import SamplingParams
@@ -144,18 +144,18 @@ def _grammars(body: GenerateRequest, many: int) -> tuple[Grammar, ...]:
     shared, params = grammar_of(body), body.sampling_params
     each = params if isinstance(params, list) else [given(params, NativeSampling())] * many
     own = tuple(grammar_of(one, where="sampling_params.") for one in each)
-    if shared.on and (both := next((one for one in own if one.on), None)):
+    if shared.is_set and (both := next((one for one in own if one.is_set), None)):
         raise InvalidRequest(both.field, f"asks for a second structure beside {shared.field}: give one")
-    return (shared,) * many if shared.on else own
+    return (shared,) * many if shared.is_set else own
 
 
-def _speculation(drafted: Drafted) -> dict[str, Any]:
+def _speculation(drafted: AcceptanceCounts) -> dict[str, Any]:
     """What became of a sequence's drafts, under SGLang's names."""
     return {
         "spec_verify_ct": drafted.verifications,
         "spec_draft_token_num": drafted.drafted,
         "spec_accept_token_num": drafted.accepted,
-        "spec_accept_length": drafted.length,
+        "spec_accept_length": drafted.mean_length,
         "spec_accept_rate": drafted.rate,
         "spec_accept_histogram": drafted.histogram,
     }

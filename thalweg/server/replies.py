@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from thalweg.core.drafts import Drafted
+from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.server.contract import Piece
 
 
@@ -22,7 +22,7 @@ class CompletionDetails(msgspec.Struct):
     rejected_prediction_tokens: int = 0
     spec_verify_ct: int = 0
 
-    def add(self, drafted: Drafted) -> None:
+    def add(self, drafted: AcceptanceCounts) -> None:
         self.accepted_prediction_tokens += drafted.accepted
         self.rejected_prediction_tokens += drafted.drafted - drafted.accepted
         self.spec_verify_ct += drafted.verifications

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.core.grammar import FREE, Grammar
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.server.protocol import ChatRequest, ResponseFormat, Structured, StructuredOutputs
 from thalweg.text.chat import Formats, wants_thinking
 from thalweg.text.grammar import json_rule
@@ -45,7 +45,7 @@ def grammar_of(body: Structured, response_format: ResponseFormat | None = None, 
         found.insert(0, _of_format(response_format))
     if len(found) > 1:
         raise InvalidRequest(found[1].field, f"asks for a second structure beside {found[0].field}: give one")
-    return found[0] if found else FREE
+    return found[0] if found else NO_GRAMMAR
 
 
 def chat_grammar(body: ChatRequest, formats: Formats, mark_id: MarkId, prompt: str) -> Grammar:
@@ -54,10 +54,10 @@ def chat_grammar(body: ChatRequest, formats: Formats, mark_id: MarkId, prompt: s
     functions = read_tools(body.tools) if body.tools and body.tool_choice != "none" else ()
     name = forced_name(body)
     forced = name is not None
-    if forced and content.on:
+    if forced and content.is_set:
         raise InvalidRequest(content.field, "contradicts a forced tool call: give one of the two")
     strict = any(function.get("strict") is True for function in functions)
-    if functions and (forced or content.on or strict or body.parallel_tool_calls is False):
+    if functions and (forced or content.is_set or strict or body.parallel_tool_calls is False):
         wanted = [function for function in functions if not name or function["name"] == name]
         if not wanted:
             raise InvalidRequest("tool_choice.function.name", f"is {name!r}, which is none of the tools")
@@ -96,7 +96,7 @@ def _calls(
     if formats.tools is None:
         raise InvalidRequest("tools", "no format of tool calls is known for this model: start with --tool-call-parser")
     text = ""
-    if content.on:
+    if content.is_set:
         if content.kind not in ("json_object", "json_schema"):
             raise InvalidRequest(content.field, "goes with tools only as a JSON object or schema")
         text = json_rule({"type": "object"} if content.kind == "json_object" else _value(content.source, content.field))
@@ -105,7 +105,7 @@ def _calls(
 
 
 def _behind_thought(grammar: Grammar, body: ChatRequest, formats: Formats, mark_id: MarkId, prompt: str) -> Grammar:
-    if not grammar.on:
+    if not grammar.is_set:
         return grammar
     begins = "outside"
     if opens_thought(prompt):
@@ -119,7 +119,9 @@ def _behind_thought(grammar: Grammar, body: ChatRequest, formats: Formats, mark_
         why = "cannot hold behind a thought here: this model's <think> and </think> are not single tokens"
         raise InvalidRequest(grammar.field, why)
     inside = begins == "inside"
-    return structs.replace(grammar, inside=inside, opens=-1 if inside else opens, closes=closes)
+    return structs.replace(
+        grammar, starts_in_thought=inside, think_start_id=-1 if inside else opens, think_end_id=closes
+    )
 
 
 def _of_format(response_format: ResponseFormat) -> Grammar:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from thalweg import __version__
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.server.account import Account
 
 if TYPE_CHECKING:
@@ -106,13 +106,13 @@ class Traces:
 def traces_to(endpoint: str) -> Traces:
     """Traces that go to a collector. endpoint: its address, to which OTLP's own path is added where it has none.
 
-    Raises CannotServe when OpenTelemetry is not installed.
+    Raises UnsupportedConfig when OpenTelemetry is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as missing:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"otlp_traces_endpoint: needs OpenTelemetry, and {missing.name} is not installed: pip install 'thalweg[otel]'"
         ) from missing
     path = urlsplit(endpoint).path

@@ -35,4 +35,4 @@ def build_drafter(
     """The empty drafter behind this model; a loader fills it. folder: its own, of one that has such. drawing: how drafts are made of what it knows of
     the next token. tree: how drafts part ways, of a head. Raises CheckpointError where the checkpoint or the folder has not what it needs."""
     made = DRAFTERS[name](target, Path(folder), drawing)
-    return Branching(made.head, drawing, tree, made.apart) if tree.on and isinstance(made, Unrolled) else made
+    return Branching(made.head, drawing, tree, made.apart) if tree.is_tree and isinstance(made, Unrolled) else made

@@ -15,7 +15,7 @@ from torch import Tensor
 from thalweg.batch.batch import Batch
 from thalweg.batch.slots import Field, Slots
 from thalweg.config.model import ModelFacts
-from thalweg.core.plan import Bind, Needs, StepPlan
+from thalweg.core.plan import Bind, SamplingNeeds, StepPlan
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.weights.table import Table
 
@@ -38,7 +38,7 @@ class Asked:
 
     slot_E: Tensor
     reach: int
-    needs: Needs
+    needs: SamplingNeeds
 
 
 @dataclass(frozen=True, slots=True)

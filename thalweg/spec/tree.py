@@ -23,7 +23,7 @@ from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.batch.prepare import gather
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import upload
-from thalweg.core.plan import PAGE, Needs
+from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
 from thalweg.kernels.climb.ref import Fields
 from thalweg.kernels.grow.ref import Candidates, Grown, Level, Placed, first_of, hides_of, plant
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
     ints_EI: Tensor
     state_EW: Tensor
     reach: int
-    needs: Needs
+    needs: SamplingNeeds
 
 
 class Known(NamedTuple):
@@ -88,18 +88,18 @@ class Branching(Unrolled):
         self.growth = growth_on(head.main[0].parts.device)
 
     def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
-        if not self.shape.parts(1 + width):
+        if not self.shape.is_tree_step(1 + width):
             return super().propose(asked, width, slots, planes)
         if not self.shape.dynamic:
             return self._static(asked, width, slots, planes)
-        slot_E, nodes = asked.slot_E, min(width, first_of(self._levels(width), self.shape.branches))
+        slot_E, nodes = asked.slot_E, min(width, first_of(self._levels(width), self.shape.branching))
         token_EK, parent_EK = (slot_E.new_empty(len(slot_E), nodes) for _ in range(2))
         out = Grown(token_EK, parent_EK, torch.empty_like(slot_E, dtype=torch.bool))
         self.grow(asked, width, slots, planes, out)
         return Proposed(token_EK, slots.made.index_select(0, slot_E), out.sound_E, parent_EK)
 
     def _levels(self, width: int) -> int:
-        return min(self.shape.deepest, width)
+        return min(self.shape.max_depth, width)
 
     def _static(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed:
         slot_E, order, device, many = asked.slot_E, self.order[:width], asked.slot_E.device, len(asked.slot_E)
@@ -107,7 +107,7 @@ class Branching(Unrolled):
         rows = Rows(slot_E, ints_EI, state_EW, asked.reach, asked.needs)
         forms = [node.parent for node in order], [node.depth for node in order]
         parent_1K, depth_1K = upload(forms, torch.int64, device).chunk(2)
-        hides_1N = hides_of(parent_1K, depth_1K, self.shape.deepest)
+        hides_1N = hides_of(parent_1K, depth_1K, self.shape.max_depth)
         root_E1 = slots.tokens_SL[slot_E, ints_EI[:, 1]].to(torch.int64).unsqueeze(1)
         token_EN, state_EMW = root_E1.repeat(1, 1 + len(order)), state_EW.unsqueeze(1)
         # whether logits were numbers: else not even a node's first child is possible
@@ -131,8 +131,8 @@ class Branching(Unrolled):
 
     def grow(self, asked: Asked, width: int, slots: Slots, planes: Planes, out: Grown) -> None:
         """A dynamic tree behind the known tokens of each slot. Asks the host for nothing."""
-        slot_E, many, device, branches = asked.slot_E, len(asked.slot_E), asked.slot_E.device, self.shape.branches
-        reach = min(asked.reach + 1 + self.shape.room(slots.tree.nodes), slots.context)
+        slot_E, many, device, branches = asked.slot_E, len(asked.slot_E), asked.slot_E.device, self.shape.branching
+        reach = min(asked.reach + 1 + self.shape.reserved_columns(slots.tree.num_drafts), slots.context)
         nothing_E1 = torch.zeros(many, 1, dtype=torch.int64, device=device)
         # the bits of 0 are those of 0.0: one launch makes both
         level = Level(nothing_E1, nothing_E1, nothing_E1, nothing_E1.view(torch.float32).view(-1)[:many].view(many, 1))
@@ -171,14 +171,14 @@ class Branching(Unrolled):
         return score_TB, token_TB
 
     def _likeliest(
-        self, state_TW: Tensor, slot_E: Tensor, ints_EI: Tensor, depth: int, needs: Needs, slots: Slots
+        self, state_TW: Tensor, slot_E: Tensor, ints_EI: Tensor, depth: int, needs: SamplingNeeds, slots: Slots
     ) -> tuple[Tensor, Tensor]:
         logits_TD = self.head.logits(state_TW)
         if not needs.random:
-            return self.growth.best(logits_TD, self.shape.branches, self.head.ids_D)
+            return self.growth.best(logits_TD, self.shape.branching, self.head.ids_D)
         logits_TV = spread(logits_TD, self.head)
         raced_TV = _raced(self.drawing.odds, logits_TV, slots, slot_E, ints_EI, depth, needs.truncated)
-        return self.growth.best(raced_TV, self.shape.branches, None)
+        return self.growth.best(raced_TV, self.shape.branching, None)
 
     def _batch(self, level: Known, rows: Rows, slots: Slots) -> Batch:
         """The nodes of a level as a step."""
@@ -186,7 +186,9 @@ class Branching(Unrolled):
         slot_T, ints_TI = rows.slot_E.repeat_interleave(nodes), rows.ints_EI.repeat_interleave(nodes, 0)
         column_T, hides_T = (rows.ints_EI[:, 1:2] + level.ahead_EM).flatten(), level.hides_EM.flatten()
         _, column_T, write_T, real_T = gather(slot_T, column_T, ints_TI, slots.tokens_SL, slots.table_SP)
-        reach = min(rows.reach + 1 + (self.shape.room(slots.tree.nodes) if level.depth else 0), slots.context)
+        reach = min(
+            rows.reach + 1 + (self.shape.reserved_columns(slots.tree.num_drafts) if level.depth else 0), slots.context
+        )
         return Batch(
             ids_T=level.ids_EM.flatten() * real_T,
             positions_T=(ints_TI[:, 1] + level.depth) * real_T,
@@ -229,12 +231,12 @@ def _raced(
 def static(shape: TreeShape) -> tuple[Node, ...]:
     """The nodes of a full tree whose paths have the lowest sums of ranks, the first being 1."""
     found: list[Node] = []
-    waiting: list[tuple[int, tuple[int, ...], int]] = [(1 + rank, (rank,), 0) for rank in range(shape.branches)]
-    while waiting and len(found) < shape.nodes:
+    waiting: list[tuple[int, tuple[int, ...], int]] = [(1 + rank, (rank,), 0) for rank in range(shape.branching)]
+    while waiting and len(found) < shape.num_drafts:
         cost, path, parent = heappop(waiting)
         found.append(Node(parent, path[-1], len(path)))
-        if len(path) < shape.deepest:
-            for rank in range(shape.branches):
+        if len(path) < shape.max_depth:
+            for rank in range(shape.branching):
                 heappush(waiting, (cost + 1 + rank, (*path, rank), len(found)))
     return tuple(found)
 

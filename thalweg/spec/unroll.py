@@ -19,7 +19,7 @@ from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.batch.prepare import gather
 from thalweg.batch.slots import Field, Slots
 from thalweg.batch.upload import upload
-from thalweg.core.plan import PAGE, Bind, Needs
+from thalweg.core.plan import PAGE, Bind, SamplingNeeds
 from thalweg.kernels.draft.ref import Chain, Drawn, Places, Rows, named
 from thalweg.memory.planes import Planes, PlaneSpec, vectors
 from thalweg.models.head import Head
@@ -145,7 +145,9 @@ class Unrolled:
             self.draft(kernels, chain, asked.needs, asked.reach + width, slots, planes)
         return Proposed(drafts_EK, chain.ahead_E, sound_E)
 
-    def draft(self, kernels: Kernels, chain: Chain, needs: Needs, reach: int, slots: Slots, planes: Planes) -> None:
+    def draft(
+        self, kernels: Kernels, chain: Chain, needs: SamplingNeeds, reach: int, slots: Slots, planes: Planes
+    ) -> None:
         """One more draft of each row. reach: an upper bound of the tokens that then are before the next one. Nothing in it depends on how many there
         are."""
         slot_E, rows, reach = chain.slot_E, len(chain.slot_E), min(reach, slots.context)
@@ -162,7 +164,7 @@ class Unrolled:
             drawn_E = self.drawing.draw(logits_EV, slots, slot_E, there_EI, chain.ahead_E, needs.truncated)
             drawn = Drawn(drawn_E, logits_EV, None, self.vocab)
         else:
-            drawn_E = kernels.sampling.draw(logits_ED, slots, slot_E, there_EI, Needs())
+            drawn_E = kernels.sampling.draw(logits_ED, slots, slot_E, there_EI, SamplingNeeds())
             drawn = Drawn(drawn_E, logits_ED, self.head.ids_D, self.vocab)
         kernels.conclude(drawn, state_EW, there_EI, chain, slots.tokens_SL, slots.ints_SI)
 

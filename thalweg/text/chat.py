@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thalweg.core.errors import CannotServe, CheckpointError, InvalidRequest
+from thalweg.core.errors import CheckpointError, InvalidRequest, UnsupportedConfig
 from thalweg.text import encoding, encoding_v3
 from thalweg.text.messages import Message, read_messages, read_tools
 from thalweg.text.template import Template, read_templates
@@ -182,14 +182,14 @@ def choose_chat(folder: Path, config: Mapping[str, Any], wish: Wish = Wish(), na
 
     folder: the checkpoint. config: its config.json. name: what the user called the model (`deepseek-ai/DeepSeek-R1`); the folder's name
     counts too, because V3, R1 and V3.1 share one architecture. wish.special_tokens: `bos_token`, `eos_token` … for the template.
-    Raises CannotServe for an unknown name, CheckpointError for a broken template.
+    Raises UnsupportedConfig for an unknown name, CheckpointError for a broken template.
     """
     if wish.template in OWN:
         return _own(wish.template, "set by the user")
     if wish.template != "auto":
         path = Path(wish.template)
         if not path.is_file():
-            raise CannotServe(f"--chat-template {wish.template}: no such file, nor one of auto, {', '.join(OWN)}")
+            raise UnsupportedConfig(f"--chat-template {wish.template}: no such file, nor one of auto, {', '.join(OWN)}")
         return _jinja({"default": path.read_text(encoding="utf-8")}, wish, f"the template {path.name} set by the user")
     templates = read_templates(folder, _tokenizer_config(folder))
     if templates:

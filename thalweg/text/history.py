@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thalweg.core.errors import CheckpointError, InvalidRequest
-from thalweg.core.keep import WHOLE, Keep
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.text.chat import Chat
 from thalweg.text.parser import opens_thought
 
@@ -61,19 +61,21 @@ class History:
         """Whether any thoughts are left out of the cache, of requests that think and give no other template arguments."""
         return self._thinks and (bool(self._chat.strip) or not self._of({"thinking": True}).thoughts)
 
-    def keep(self, prompt: str, arguments: Mapping[str, Any] | None, tools: bool) -> Keep:
+    def keep(self, prompt: str, arguments: Mapping[str, Any] | None, tools: bool) -> CacheRetention:
         """For the answers to `prompt`, which was rendered with these template arguments. tools: whether it offers some."""
         if not self._thinks:
-            return WHOLE
+            return RETAIN_ALL
         habits = self._of(arguments or {})
         call = -1 if self._call is None or not tools else self._call
         drops = bool(self._chat.strip) or not habits.thoughts
         if prompt.rstrip().endswith("</think>"):
-            return WHOLE if habits.plain else Keep(False, calls=call if habits.plain_called else -1)
+            return (
+                RETAIN_ALL if habits.plain else CacheRetention(False, tool_call_id=call if habits.plain_called else -1)
+            )
         opens = -1 if opens_thought(prompt) else self._think
         if not drops or opens is None:
-            return WHOLE
-        return Keep(False, opens, call if habits.called else -1)
+            return RETAIN_ALL
+        return CacheRetention(False, opens, call if habits.called else -1)
 
     def _of(self, arguments: Mapping[str, Any]) -> Habits:
         key = hashlib.blake2b(json.dumps(arguments, sort_keys=True, default=repr).encode("utf-8", "replace")).digest()

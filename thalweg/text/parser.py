@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from thalweg.core.errors import CannotServe
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.text import tools_dsml, tools_hermes, tools_sep
 from thalweg.text.answer import Answer, Prose
 from thalweg.text.events import Event, Parsed, collect
@@ -92,7 +92,7 @@ class Parser:
     offered: the request let the model call functions; without that nothing is a call, and its text is text.
     hold: show a call only once it is complete (what a reply in one piece wants: a malformed call is then content); otherwise arguments
     stream, and a call that breaks off midway is closed into valid JSON and marked `whole=False`.
-    Raises CannotServe for an unknown format.
+    Raises UnsupportedConfig for an unknown format.
     """
 
     def __init__(
@@ -209,5 +209,5 @@ def opens_thought(prompt: str) -> bool:
 
 def _named(catalog: Mapping[str, _Format], name: str, flag: str) -> _Format:
     if name not in catalog:
-        raise CannotServe(f"{flag} {name}: unknown; one of {', '.join(catalog)}")
+        raise UnsupportedConfig(f"{flag} {name}: unknown; one of {', '.join(catalog)}")
     return catalog[name]

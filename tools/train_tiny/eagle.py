@@ -41,7 +41,7 @@ HEADS, KV_HEADS, WIDTH, INNER, THETA = 8, 2, 32, 384, 10000.0
 DECAY = 0.8  # of the weight of each further step
 COUNTED = 24  # batches by which the frequent tokens are found
 TASKS = ("sums", "recall", "tools", "dialogue")
-TREE = TreeShape(branches=4, deepest=5, nodes=15)
+TREE = TreeShape(branching=4, max_depth=5, num_drafts=15)
 
 
 @dataclass(frozen=True)
@@ -297,8 +297,8 @@ def accepted(plan: Plan, tokenizer: Tokenizer, width: int, tree: TreeShape = CHA
             model_path=str(plan.target),
             speculative_algorithm="EAGLE3",
             speculative_draft_model_path=str(plan.out),
-            speculative_num_steps=tree.deepest if tree.on else width,
-            speculative_eagle_topk=tree.branches,
+            speculative_num_steps=tree.max_depth if tree.is_tree else width,
+            speculative_eagle_topk=tree.branching,
             speculative_num_draft_tokens=width + 1,
             context_length=2048,
             eos_ids=(tokenizer.token_to_id(EOS),),
@@ -352,7 +352,7 @@ def main() -> None:
         save(train(plan, tokenizer), plan)
     results = {f"chain of {width}": accepted(plan, tokenizer, width) for width in widths}
     if widths:
-        results[f"tree of {TREE.nodes}"] = accepted(plan, tokenizer, TREE.nodes, TREE)
+        results[f"tree of {TREE.num_drafts}"] = accepted(plan, tokenizer, TREE.num_drafts, TREE)
     (plan.out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     print(f"| drafts | {' | '.join(TASKS)} |\n|---|{'---|' * len(TASKS)}")
     for name, row in results.items():

@@ -11,8 +11,8 @@ from unittest import mock
 from tests.null.sim.device import Device, SimWorker, Slot
 from thalweg.cache.books import Books
 from thalweg.cache.radix import DEAD, Path, RadixTree
-from thalweg.core.messages import Delta
-from thalweg.core.request import Leave, Request, State
+from thalweg.core.messages import TokenDelta
+from thalweg.core.request import Exit, Request, RequestState
 from thalweg.core.ticket import TicketState
 from thalweg.core.tree import TreeShape
 from thalweg.engine.loop import Loop
@@ -60,13 +60,13 @@ def zombie_computes(real: Wrapper, device: Device, slot: Any) -> bool:
 @plant(Earnings, "earn")
 def _finish_frees(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
     real(earnings, r, output)
-    if r.leave is Leave.FINISH:
+    if r.exit is Exit.FINISH:
         earnings.holdings.books.drop(r.pages)
 
 
 @plant(Scheduler, "_vacate")
 def _freed_before(real: Wrapper, brain: Scheduler, r: Request) -> None:
-    if r.leave is Leave.FINISH:
+    if r.exit is Exit.FINISH:
         del brain.live[r.uid]
     else:
         real(brain, r)
@@ -92,7 +92,7 @@ def read_early(real: Wrapper, worker: SimWorker, plan: Any) -> Any:
 
 @plant(Loop, "finish")
 def mask_late(real: Wrapper, loop: Loop, plan: Any, shape: Any, width: int) -> None:
-    real(loop, replace(plan, masked=False), shape, width)
+    real(loop, replace(plan, waits_for_commit=False), shape, width)
 
 
 # ---- planning
@@ -119,15 +119,15 @@ def drafts_without_pages(real: Wrapper, brain: Scheduler, sheet: Sheet) -> None:
     brain.widths = widths
 
 
-@plant(TreeShape, "room")
+@plant(TreeShape, "reserved_columns")
 def trees_grow_without_pages(real: Wrapper, shape: TreeShape, width: int) -> int:
     return width
 
 
-@plant(TreeShape, "right")
+@plant(TreeShape, "max_accepted")
 def deep_trees_are_no_chains(real: Wrapper, shape: TreeShape, drafts: int) -> int:
     """As if one draft of a tree were right at most."""
-    return min(drafts, 1) if shape.on else drafts
+    return min(drafts, 1) if shape.is_tree else drafts
 
 
 @plant(Device, "_accept")
@@ -186,7 +186,7 @@ def thoughts_cached(real: Wrapper, holdings: Holdings, r: Request) -> int:
 @plant(Holdings, "lasting")
 def calls_forgotten(real: Wrapper, holdings: Holdings, r: Request) -> int:
     """A thought that ended in a tool call is dropped too, although its results' prompt holds it."""
-    return r.known if r.keep.thoughts or r.leave is Leave.PREEMPT else len(r.prompt)
+    return r.known if r.retention.keeps_thoughts or r.exit is Exit.PREEMPT else len(r.prompt)
 
 
 @plant(Holdings, "leave")
@@ -221,7 +221,7 @@ def sibling_early(real: Wrapper, brain: Scheduler, r: Request, *rest: Any) -> bo
 
 @plant(Scheduler, "_land")
 def ticket_ignored(real: Wrapper, brain: Scheduler, r: Request) -> None:
-    if r.ticket is not None and r.state is State.LOADING:
+    if r.ticket is not None and r.state is RequestState.LOADING:
         r.ticket.state = TicketState.OK
     real(brain, r)
 
@@ -237,10 +237,10 @@ def hit_not_leased(real: Wrapper, holdings: Holdings, r: Request, upto: int, res
 # ---- leaving
 
 
-def _at_once(why: Leave) -> Wrapper:
-    def leave(real: Wrapper, brain: Scheduler, r: Request, reason: Leave) -> None:
-        r.leave = reason
-        if reason is why or (not r.flight and r.state is State.RUNNING):
+def _at_once(why: Exit) -> Wrapper:
+    def leave(real: Wrapper, brain: Scheduler, r: Request, reason: Exit) -> None:
+        r.exit = reason
+        if reason is why or (not r.flight and r.state is RequestState.RUNNING):
             if r in brain._waiting:
                 brain._waiting.remove(r)
             brain._release(r)
@@ -248,14 +248,14 @@ def _at_once(why: Leave) -> Wrapper:
     return leave
 
 
-PLANTED["preempt_now"] = [(Scheduler, "_leave", _at_once(Leave.PREEMPT))]
-PLANTED["abort_frees"] = [(Scheduler, "_leave", _at_once(Leave.ABORT))]
+PLANTED["preempt_now"] = [(Scheduler, "_leave", _at_once(Exit.PREEMPT))]
+PLANTED["abort_frees"] = [(Scheduler, "_leave", _at_once(Exit.ABORT))]
 
 
 @plant(Scheduler, "_release")
 def send_unpinned(real: Wrapper, brain: Scheduler, r: Request) -> None:
     real(brain, r)
-    if r.state is State.SENDING:
+    if r.state is RequestState.SENDING:
         brain.holdings.clear(r)
 
 
@@ -266,7 +266,7 @@ def pages_kept(real: Wrapper, brain: Scheduler, r: Request) -> None:
 
 @plant(Holdings, "stand_up")
 def slot_kept(real: Wrapper, holdings: Holdings, r: Request) -> None:
-    if r.leave is Leave.ABORT:
+    if r.exit is Exit.ABORT:
         r.slot = -1
     else:
         real(holdings, r)
@@ -285,7 +285,7 @@ def zero_tokens_never_end(real: Wrapper, earnings: Earnings, r: Request, output:
 
 @plant(Earnings, "earn")
 def zero_tokens_end_early(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
-    if r.end == len(r.prompt) and r.leave is Leave.STAYS:
+    if r.end == len(r.prompt) and r.exit is Exit.NONE:
         r.computed = r.base = r.end
         r.flight, flight = 0, r.flight
         real(earnings, r, output)
@@ -296,7 +296,7 @@ def zero_tokens_end_early(real: Wrapper, earnings: Earnings, r: Request, output:
 
 @plant(Earnings, "earn")
 def preempted_earns_nothing(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
-    if r.leave is not Leave.PREEMPT:
+    if r.exit is not Exit.PREEMPT:
         real(earnings, r, output)
 
 
@@ -316,9 +316,9 @@ def abort_is_silent(real: Wrapper, brain: Scheduler, uid: int) -> None:
 
 @plant(Scheduler, "commit")
 def zombie_news(real: Wrapper, brain: Scheduler, plan: Any, outputs: Any) -> None:
-    gone = [r for row in plan.rows if (r := brain.requests[row.uid]).leave is Leave.ABORT]
+    gone = [r for row in plan.rows if (r := brain.requests[row.uid]).exit is Exit.ABORT]
     real(brain, plan, outputs)
-    brain.earnings._news += [Delta(r.uid, (1,)) for r in gone]
+    brain.earnings._news += [TokenDelta(r.uid, (1,)) for r in gone]
 
 
 # ---- the books: `books_driver.py` must catch these

@@ -10,7 +10,7 @@ from typing import Mapping, NamedTuple, Sequence
 from tests.null.sim.clock import Clock
 from tests.null.sim.model import VOCAB, chain, logprob, sample
 from thalweg.cache.books import Books
-from thalweg.core.plan import NULL_PAGE, Bind, MaskState, Output, Row, Shape, StepPlan, TokenLogprob
+from thalweg.core.plan import NULL_PAGE, Bind, GrammarState, Output, Row, Shape, StepPlan, TokenLogprob
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.scheduler.door import needs
 
@@ -69,7 +69,7 @@ class Device:
         self.page = books.page_size
         self.ring = self.ring_size(depth)
         self.plans: list[StepPlan | None] = [None] * self.ring
-        self.masks: list[tuple[int, Mapping[int, MaskState]]] = [(-1, {})] * self.ring
+        self.masks: list[tuple[int, Mapping[int, GrammarState]]] = [(-1, {})] * self.ring
         self.outputs: list[tuple[int, list[Output]]] = [(-1, [])] * self.ring
         self.pinned: list[tuple[int, list[Output]]] = [(-1, [])] * self.ring
         self.slots: list[dict[int, Slot]] = [{} for _ in range(stages)]
@@ -98,7 +98,7 @@ class Device:
             stream.append(("A", plan, 0))
             self._pump()
 
-    def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
+    def sample(self, plan: StepPlan, masks: Mapping[int, GrammarState], width: int) -> None:
         """B: on the last stage, behind its A."""
         self.masks[plan.step % self.ring] = (plan.step, masks)
         self.streams[-1].append(("B", plan, width))
@@ -180,15 +180,15 @@ class Device:
         """Upper bounds become truth; what is over turns into padding."""
         if self.is_padding(x):
             return None  # a zombie: it touches the null page only
-        assert len(x.drafts) <= row.drafts or not row.emit, "more drafts than the plan has room for"
-        start, n = x.at, row.n - row.drafts + len(x.drafts) * row.emit
+        assert len(x.drafts) <= row.num_drafts or not row.emit, "more drafts than the plan has room for"
+        start, n = x.at, row.n - row.num_drafts + len(x.drafts) * row.emit
         assert not row.emit or start + n - len(x.drafts) == len(x.tokens), "a row starts at the wrong position"
         assert start <= row.start and (row.emit or start == row.start), "the plan's start is no upper bound"
         n = self.cut(n, x, start)
         known = (x.tokens + x.drafts)[: start + n]
         hashes = x.hashes()[: start + n]
         assert len(known) == start + n and n > 0, "an unknown token was computed"
-        assert start + n <= plan.reach, "a row reaches further than the plan says"
+        assert start + n <= plan.max_kv_len, "a row reaches further than the plan says"
         assert all(p != NULL_PAGE and self.books.lease[p] for p in x.pages), (
             "a row in flight uses a page that nobody leases"
         )
@@ -231,24 +231,24 @@ class Device:
             news.append(News(row.slot, x.tokens, x.drafts, x.parents, x.done))
         self.lost = self.lost or step == self.fails
         if self.lost:
-            outputs = [output._replace(lost=True) for output in outputs]
+            outputs = [output._replace(drafter_failed=True) for output in outputs]
         self.published[step], self.outputs[step % self.ring] = news, (step, outputs)
 
     def _check_needs(self, plan: StepPlan, x: Slot) -> None:
         for has, wanted in zip(plan.needs, needs(x.bind.params), strict=True):
             assert has >= wanted, "B of this step does not compute what a row needs"
 
-    def _accept(self, x: Slot, work: Work, mask: MaskState | None, width: int) -> Output:
-        bind, hashes, told = x.bind, work.hashes, x.parents if self.tree.on else ()
-        state = None if mask is None else (mask.known, mask.drafts, mask.parents)
-        assert not (bind.masked and state) or state == (len(x.tokens), x.drafts, told), "a mask of another state"
+    def _accept(self, x: Slot, work: Work, mask: GrammarState | None, width: int) -> Output:
+        bind, hashes, told = x.bind, work.hashes, x.parents if self.tree.is_tree else ()
+        state = None if mask is None else (mask.num_tokens, mask.drafts, mask.parents)
+        assert not (bind.has_grammar and state) or state == (len(x.tokens), x.drafts, told), "a mask of another state"
         got: tuple[int, ...] = ()
         logprobs: tuple[TokenLogprob, ...] = ()
         nodes: tuple[int, ...] = (0,)
         verified = range(1, len(hashes) - len(x.tokens) + 1)
         while True:
             h, at = hashes[len(x.tokens) - 1 + nodes[-1]], len(x.tokens) + len(got)
-            last = ((mask.last, *mask.drafts)[nodes[-1]] if mask else 1) if bind.masked else None
+            last = ((mask.last_token, *mask.drafts)[nodes[-1]] if mask else 1) if bind.has_grammar else None
             got += (sample(h, bind.seed, last, self._banned(bind, at)),)
             if bind.params.logprobs is not None:
                 logprobs += (logprob(h, got[-1], bind.params.logprobs),)
@@ -265,8 +265,8 @@ class Device:
         x.at = len(x.tokens) - 1
         x.drafts, x.parents = self._propose(x, width)
         self.proposed += len(x.drafts)
-        path, told = sum(1 << node - 1 for node in nodes[1:]), x.parents if self.tree.on else ()
-        return Output(got, x.drafts, x.done, logprobs, work.scores, parents=told, path=path)
+        path, told = sum(1 << node - 1 for node in nodes[1:]), x.parents if self.tree.is_tree else ()
+        return Output(got, x.drafts, x.done, logprobs, work.scores, parents=told, accepted_mask=path)
 
     def _propose(self, x: Slot, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """A drafter is right most of the time, and may make fewer than asked. It makes its own entries of the last token and of its drafts; of a
@@ -275,21 +275,21 @@ class Device:
         paths: list[tuple[int, ...]] = [()]
         if self.lost:
             return (), ()
-        grown = self.tree.grown() if self.tree.dynamic and self.tree.parts(1 + width) else 0
+        grown = self.tree.num_expanded() if self.tree.dynamic and self.tree.is_tree_step(1 + width) else 0
         entries = 0 if x.done or not width else min(len(x.tokens) + max(width - 1, grown), bind.end)
         assert len(x.pages) * self.page >= entries, "a draft without a page for its entry"
         for made in range(self.rng.randint(0, width)):
-            parent = self._branch(paths, parents) if self.tree.on else made
+            parent = self._branch(paths, parents) if self.tree.is_tree else made
             tokens = x.tokens + paths[parent]
             right = sample(
                 chain(bind.salt, tokens)[-1],
                 bind.seed,
-                tokens[-1] if bind.masked else None,
+                tokens[-1] if bind.has_grammar else None,
                 self._banned(bind, len(tokens)),
             )
             draft = right if self.rng.random() < 0.7 else self.rng.randrange(1, VOCAB)
             siblings = {path[-1] for path, own in zip(paths[1:], parents, strict=True) if own == parent}
-            while self.tree.on and draft in siblings:
+            while self.tree.is_tree and draft in siblings:
                 draft = self.rng.randrange(1, VOCAB)
             paths.append((*paths[parent], draft))
             parents.append(parent)
@@ -297,7 +297,7 @@ class Device:
 
     def _branch(self, paths: list[tuple[int, ...]], parents: list[int]) -> int:
         """A node that may have another child."""
-        deepest, branches = self.tree.deepest, self.tree.branches
+        deepest, branches = self.tree.max_depth, self.tree.branching
         return self.rng.choice(
             [i for i, path in enumerate(paths) if len(path) < deepest and parents.count(i) < branches]
         )
@@ -314,13 +314,15 @@ class SimWorker:
         self.device = device
 
     def forward(self, plan: StepPlan, shape: Shape) -> None:
-        assert shape.rows >= len(plan.rows) and shape.tokens >= plan.tokens and shape.reach >= plan.reach
+        assert shape.rows >= len(plan.rows) and shape.tokens >= plan.tokens and shape.max_kv_len >= plan.max_kv_len
         sizes = [row.n for row in plan.rows]
         uniform = next((i for i, n in enumerate(sizes) if n != sizes[0]), len(sizes))
-        assert uniform >= sum(row.n == sizes[0] and row.drafts > 0 for row in plan.rows), "uniform rows are scattered"
+        assert uniform >= sum(row.n == sizes[0] and row.num_drafts > 0 for row in plan.rows), (
+            "uniform rows are scattered"
+        )
         self.device.forward(plan)
 
-    def sample(self, plan: StepPlan, masks: Mapping[int, MaskState], width: int) -> None:
+    def sample(self, plan: StepPlan, masks: Mapping[int, GrammarState], width: int) -> None:
         self.device.sample(plan, masks, width)
 
     def output(self, plan: StepPlan) -> Sequence[Output]:

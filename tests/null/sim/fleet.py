@@ -14,7 +14,7 @@ from tests.null.sim.model import EOS, VOCAB
 from tests.null.sim.tier import SlowTier
 from thalweg.cache.books import Books
 from thalweg.cache.radix import NoTree, PrefixTree, RadixTree
-from thalweg.core.messages import Abort, Done, FromEngine, Rejected, StepNews, ToEngine
+from thalweg.core.messages import Abort, ControlReply, FromEngine, Rejected, StepUpdate, ToEngine
 from thalweg.core.plan import Shape, StepPlan
 from thalweg.core.request import Request
 from thalweg.core.tree import CHAIN, TreeShape
@@ -146,9 +146,9 @@ class Rank:
     def _add(self, case: Case) -> None:
         brain = self.brain
         request = door.enter(
-            case.submit, self.limits, brain.context, brain.seeds, brain.requests.get(case.submit.first)
+            case.submit, self.limits, brain.context, brain.seeds, brain.requests.get(case.submit.sibling)
         )
-        request.masked, request.send = case.masked, case.send
+        request.has_grammar, request.send = case.masked, case.send
         brain.add(request)
 
     def abort(self, case: Case) -> None:
@@ -158,12 +158,12 @@ class Rank:
     def hear(self) -> None:
         for message in self.channel.outbox:
             match message:
-                case StepNews():
+                case StepUpdate():
                     for delta in message.deltas:
                         self.cases[delta.uid].hear(delta)
                 case Rejected():
                     self.rejected[message.uid] = message
-                case Done():
+                case ControlReply():
                     self.done.append(message.id)
                 case _:
                     raise AssertionError(f"unexpected {message}")
@@ -200,7 +200,7 @@ def agree(plans: Sequence[StepPlan]) -> tuple[Shape | None, int]:
     shapes = [plan.shape for plan in plans if plan.rows]
     if not shapes:
         return None, 0
-    return Shape(*map(max, zip(*shapes, strict=True))), min(plan.draft for plan in plans if plan.rows)
+    return Shape(*map(max, zip(*shapes, strict=True))), min(plan.num_drafts for plan in plans if plan.rows)
 
 
 def serve(ranks: Sequence[Rank], receive: Callable[[int], bool], clock: Clock, rng: random.Random) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tests.null.sim.model import EOS, chain, logprob, sample
-from thalweg.core.messages import Delta, Submit
+from thalweg.core.messages import Submit, TokenDelta
 from thalweg.core.plan import TokenLogprob
 
 
@@ -23,7 +23,7 @@ class Case:
     next_turn: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    deltas: list[Delta] = field(default_factory=list)
+    deltas: list[TokenDelta] = field(default_factory=list)
     aborted: bool = False  # an abort was sent
 
     @property
@@ -40,7 +40,7 @@ class Case:
         params = self.submit.params
         return params.stop_token_ids + (() if params.ignore_eos else (EOS,))
 
-    def hear(self, delta: Delta) -> None:
+    def hear(self, delta: TokenDelta) -> None:
         assert not self.finish, f"news of a sequence that has ended: {delta}"
         assert delta.tokens or delta.finish, f"empty news: {delta}"
         self.deltas.append(delta)

@@ -9,8 +9,8 @@ from tests.null.sim.clock import Clock
 from tests.null.sim.fleet import CONTEXT, PAGE, CountingTree, Rank, Setting, serve
 from tests.null.sim.front import Case
 from tests.null.sim.model import VOCAB, chain
-from thalweg.core.keep import WHOLE, Keep
 from thalweg.core.messages import FlushCache, Submit
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
 
@@ -77,7 +77,7 @@ class Mix:
                 prompt = (rng.choice(shared) + self._tokens(0, 6))[:16]
                 salt, at, first = rng.randrange(2), rng.randrange(self.burst), -1
             submit = Submit(
-                uid, prompt, self._params(), priority=rng.randrange(3), salt=salt, first=first, keep=self._keep()
+                uid, prompt, self._params(), priority=rng.randrange(3), salt=salt, sibling=first, retention=self._keep()
             )
             first = uid if first < 0 else first
             case = Case(submit, CONTEXT, masked=rng.random() < 0.3, send=rng.random() < 0.3)
@@ -116,11 +116,13 @@ class Mix:
             prompt_logprobs=rng.randrange(3) if rng.random() < self.scored else None,
         )
 
-    def _keep(self) -> Keep:
+    def _keep(self) -> CacheRetention:
         rng = self.keeps
         if rng.random() < 0.4:
-            return WHOLE
-        return Keep(False, rng.choice((-1, -1, rng.randrange(1, VOCAB))), rng.choice((-1, rng.randrange(1, VOCAB))))
+            return RETAIN_ALL
+        return CacheRetention(
+            False, rng.choice((-1, -1, rng.randrange(1, VOCAB))), rng.choice((-1, rng.randrange(1, VOCAB)))
+        )
 
     # ---- the front
 
@@ -190,12 +192,12 @@ class Mix:
     def _check_drafts(self, rank: Rank) -> None:
         """Each that was made was verified or wasted, and those of all requests add up."""
         stats, aborted = rank.brain.stats(0.0), rank.brain.tally.aborted
-        drafts = stats.drafts
+        drafts = stats.acceptance
         assert sum(drafts.histogram) == drafts.verifications
-        assert rank.setting.tree.on or sum(drafts.drafted_at) == drafts.drafted
+        assert rank.setting.tree.is_tree or sum(drafts.drafted_at) == drafts.drafted
         assert sum(drafts.accepted_at) == drafts.accepted
         assert rank.device.proposed == drafts.drafted + stats.wasted_drafts
-        ended = [case.deltas[-1].drafted for case in rank.cases.values() if case.deltas]
+        ended = [case.deltas[-1].acceptance for case in rank.cases.values() if case.deltas]
         assert aborted or sum(one.accepted for one in ended if one) == drafts.accepted
         assert aborted or sum(one.verifications for one in ended if one) == drafts.verifications
 
@@ -209,7 +211,7 @@ class Mix:
         useful: set[tuple[int, tuple[int, ...]]] = set()
         for case in rank.cases.values():
             submit, ended = case.submit, case.finish in ("stop", "length")
-            out = () if submit.keep.drops(case.tokens, ended) else case.tokens
+            out = () if submit.retention.drops_output(case.tokens, ended) else case.tokens
             tokens = (*submit.prompt, *out)
             pages = {(submit.salt, tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)}
             useful |= pages
@@ -223,7 +225,7 @@ class Mix:
         """Where nothing is evicted, no sibling computes a page of the shared prompt again."""
         flushed = bool(rank.done)
         for case in rank.cases.values():
-            first = rank.cases.get(case.submit.first)
+            first = rank.cases.get(case.submit.sibling)
             if first is None or flushed or first.finish == "abort" or case.finish == "abort":
                 continue
             size = len(case.submit.prompt)

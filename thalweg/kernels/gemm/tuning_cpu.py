@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thalweg.core.kernels import Choices
+from thalweg.core.kernels import TuningValues
 from thalweg.kernels.case import Inputs, drawn
 from thalweg.kernels.gemm.warm import by_sum
 from thalweg.kernels.search import Search
@@ -14,7 +14,7 @@ COLUMNS = 256  # inputs of a weight of this many numbers: of what is read ahead 
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
-def search(key: Choices, default: int) -> Search | None:
+def search(key: TuningValues, default: int) -> Search | None:
     """key: numbers of the weight, and bytes of each. None for a weight that is no whole number of rows."""
     numbers, itemsize = (int(one) for one in key)
     dtype = DTYPES[itemsize]

@@ -18,7 +18,7 @@ from thalweg.config.args import Parser, options_parser, parse_options
 from thalweg.config.machines import CHIPS, Hardware, hardware
 from thalweg.config.options import Options
 from thalweg.config.tree import replace
-from thalweg.core.errors import CannotServe, CheckpointError
+from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.launch.planning.layouts import Layout
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ takes longer. docs/plan.md has the formulas."""
 
 
 def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> int:
-    """Prints the plan, or what `check` makes of it; returns the exit status. Raises CannotServe, CheckpointError."""
+    """Prints the plan, or what `check` makes of it; returns the exit status. Raises UnsupportedConfig, CheckpointError."""
     parser = _parser()
     parsed = parse_options(parser, argv)
     for notice in parsed.notices:
@@ -53,9 +53,9 @@ def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> in
     asked = parsed.args
     console = Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH, highlight=False)
     if asked.server and not asked.check:
-        raise CannotServe("--server: is the engine that --check asks; give --check too")
+        raise UnsupportedConfig("--server: is the engine that --check asks; give --check too")
     if asked.check and asked.machine:
-        raise CannotServe("--check: compares with an engine on this machine; leave --machine out")
+        raise UnsupportedConfig("--check: compares with an engine on this machine; leave --machine out")
     from thalweg.launch.planning.forecast import forecast
     from thalweg.launch.planning.show import as_json, show
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> in
 
 @contextmanager
 def _in_a_folder(config: Options) -> Iterator[Options]:
-    """The same with a model that is a folder where it was a config.json alone. Raises CannotServe where that cannot be read."""
+    """The same with a model that is a folder where it was a config.json alone. Raises UnsupportedConfig where that cannot be read."""
     path = Path(config.model.model).expanduser()
     if path.suffix != ".json" or not path.is_file():
         yield config
@@ -85,7 +85,7 @@ def _in_a_folder(config: Options) -> Iterator[Options]:
         try:
             shutil.copyfile(path, Path(folder, "config.json"))
         except OSError as error:
-            raise CannotServe(f"model: {path}: {error.strerror}") from error
+            raise UnsupportedConfig(f"model: {path}: {error.strerror}") from error
         try:
             yield replace(config, model=folder)
         except CheckpointError as error:
@@ -131,12 +131,12 @@ def _parser() -> Parser:
 
 
 def wanted(config: Options, asked: argparse.Namespace) -> Asked:
-    """What the flags ask for. Raises CannotServe for a load or a layout that cannot be."""
+    """What the flags ask for. Raises UnsupportedConfig for a load or a layout that cannot be."""
     from thalweg.launch.planning.forecast import Asked
     from thalweg.launch.planning.search import Load
 
     if asked.concurrency and asked.request_rate:
-        raise CannotServe(
+        raise UnsupportedConfig(
             "--concurrency and --request-rate: one of them says how much there is to do; leave the other out"
         )
     open_ended = asked.request_rate or asked.tpot_target
@@ -161,7 +161,7 @@ def _layout(config: Options, machine: Hardware) -> Layout | None:
         return None
     one = Layout(wish.tp_size, wish.dp_size, wish.ep_size, wish.pp_size)
     if machine.gpus % one.gpus:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--tp-size {one.tp}, --pp-size {one.pp}: {one.gpus} GPUs a copy, of which {machine.name} has no whole number; use a divisor "
             f"of {machine.gpus}"
         )

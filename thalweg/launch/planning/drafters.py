@@ -52,7 +52,7 @@ class Maker:
     @property
     def counts(self) -> tuple[int, ...]:
         """Of drafts that are worth comparing: all of a tree, and of a chain each."""
-        return (self.tree.nodes,) if self.tree.on else tuple(range(1, self.most + 1))
+        return (self.tree.num_drafts,) if self.tree.is_tree else tuple(range(1, self.most + 1))
 
 
 def by_nextn(facts: ModelFacts, widths: Widths, kept: Kept) -> Forward:
@@ -81,7 +81,7 @@ def maker(facts: ModelFacts, resolved: Resolved, widths: Widths, kept: Kept) -> 
     widths, kept: of the model."""
     engine = resolved.engine
     dtype = engine.dtype if engine.device == "cpu" else "bfloat16"
-    most = engine.tree.deepest if engine.tree.on else engine.num_drafts
+    most = engine.tree.max_depth if engine.tree.is_tree else engine.num_drafts
     name, folder = engine.speculative_algorithm, Path(engine.speculative_draft_model_path)
     if name == "NEXTN":
         return Maker("the next-token layer", by_nextn(facts, widths, kept), most, engine.tree)
@@ -107,10 +107,10 @@ def drafting(
         return whole
     states = verified(shape, drafts)
     whole.append(_product("join", forward.once, states, forward.widths))
-    if not made.tree.on:
+    if not made.tree.is_tree:
         return [*whole, *(phase.times(drafts) for phase in forward.work(shape, layout))]
-    wide = replace(shape, new=made.tree.branches, scored=True)
-    rest = (phase.times(made.tree.deepest - 1) for phase in forward.work(wide, layout))
+    wide = replace(shape, new=made.tree.branching, scored=True)
+    rest = (phase.times(made.tree.max_depth - 1) for phase in forward.work(wide, layout))
     return [*whole, *forward.work(shape, layout), *rest]
 
 

@@ -10,8 +10,8 @@ from thalweg.config.machine import Machine
 from thalweg.config.machines import CHIPS, Hardware, hardware_of
 from thalweg.config.model import ModelFacts, read_facts
 from thalweg.config.options import Options, ParallelOptions
-from thalweg.core.amounts import size
-from thalweg.core.errors import CannotServe, NoRoom
+from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
+from thalweg.core.format import format_bytes
 from thalweg.launch.decide import RULES
 from thalweg.launch.hub import locate
 from thalweg.launch.planning import memory, processor, search
@@ -140,10 +140,10 @@ def not_yet(layout: Layout) -> str:
 
 
 def forecast(config: Options, asked: Asked) -> Forecast:
-    """Loads nothing. Raises CannotServe for wishes that cannot be honoured and for a model that the whole machine has not the memory for,
+    """Loads nothing. Raises UnsupportedConfig for wishes that cannot be honoured and for a model that the whole machine has not the memory for,
     CheckpointError for a checkpoint that is not there or wrong."""
     if asked.hardware is not None and config.load.device == "cpu":
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--device cpu: of {asked.hardware.name} only the GPUs are known; leave it out, or --machine to plan for this machine"
         )
     machine = asked.hardware.machine() if asked.hardware is not None else Machine.here()
@@ -153,12 +153,12 @@ def forecast(config: Options, asked: Asked) -> Forecast:
     facts = read_facts(resolved.path)
     load = _load(asked.load, facts)
     if asked.layout is not None and (why := why_not(facts, asked.layout)):
-        raise CannotServe(f"layout {asked.layout.name}: {why}")
+        raise UnsupportedConfig(f"layout {asked.layout.name}: {why}")
     on_gpu = resolved.engine.device == "cuda"
     hardware = (asked.hardware or hardware_of(machine)) if on_gpu else None
     room = memory.alone(facts, resolved, machine) if on_gpu else None
     if room is not None and not alone and not resolved.engine.num_pages and room.pages < 1:
-        alone = f"memory: {size(round(room.free))} free leave no page for the KV cache beside weights, steps and graphs"
+        alone = f"memory: {format_bytes(round(room.free))} free leave no page for the KV cache beside weights, steps and graphs"
     ground = _ground(facts, resolved, hardware)
     outcomes = () if room is None else _outcomes(facts, resolved, ground, room, load, asked.layout)
     best = next((one for one in outcomes if one.fits), None)
@@ -214,11 +214,11 @@ def _outcomes(
 
 
 def _load(wish: Load, facts: ModelFacts) -> Load:
-    """The load with lengths, which the model must be able to. Raises CannotServe."""
+    """The load with lengths, which the model must be able to. Raises UnsupportedConfig."""
     output = wish.output or min(OUTPUT, facts.context // 4)
     load = dataclasses.replace(wish, input=wish.input or min(INPUT, facts.context - output), output=output)
     if load.input + load.output > facts.context:
-        raise CannotServe(
+        raise UnsupportedConfig(
             f"--input-len {load.input} and --output-len {load.output}: {load.input + load.output} tokens, and the model has "
             f"{facts.context}; use shorter ones"
         )
@@ -230,14 +230,14 @@ def _resolved(config: Options, machine: Machine, named: bool) -> tuple[Resolved,
     the machine was, so that another could be."""
     try:
         return resolve(config, machine, weights=False), ""
-    except NoRoom as error:
+    except InsufficientMemory as error:
         together = dataclasses.replace(machine, gpu_free=machine.gpu_free * len(machine.gpus))
         try:
             if len(machine.gpus) > 1:
                 return resolve(config, together, weights=False), str(error)
-        except NoRoom as of_all:
+        except InsufficientMemory as of_all:
             error = of_all
-        raise NoRoom(f"{error}{_larger(config, together.gpu_free) if named else ''}") from error
+        raise InsufficientMemory(f"{error}{_larger(config, together.gpu_free) if named else ''}") from error
 
 
 def _larger(config: Options, free: int) -> str:
@@ -290,7 +290,7 @@ class _Floors:
             return taken
         sends = collectives(facts, verified(shape, count), layout)
         if made.forward is not None and made.forward.cut:
-            forwards = made.tree.deepest if made.tree.on and count else count
+            forwards = made.tree.max_depth if made.tree.is_tree and count else count
             sends = [*sends, *collectives(made.forward.facts, shape, layout) * forwards]
         return taken + sum(one.seconds(self.hardware) for one in sends)
 

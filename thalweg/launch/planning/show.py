@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from thalweg.config.options import Options
-from thalweg.core.amounts import size
+from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
 from thalweg.launch.planning.commands import command
 from thalweg.launch.planning.drafters import Maker
@@ -154,7 +154,7 @@ def _fact_rows(made: Forecast, config: Options) -> Iterator[tuple[str, str]]:
         yield "memory", (f"each GPU of {made.layout.name}: " if many else "") + _memory(made.gpu)
     tokens = made.laid.pages * PAGE
     kv = resolved.sizes.kv_bytes if made.gpu is None else made.gpu.page / PAGE
-    told = f"{made.laid.pages:,} pages x {PAGE} tokens x {kv:,.0f} B = {size(round(tokens * kv))}"
+    told = f"{made.laid.pages:,} pages x {PAGE} tokens x {kv:,.0f} B = {format_bytes(round(tokens * kv))}"
     where = (" on each GPU" if many else "") + (f", {caches} caches" if caches > 1 else "")
     yield "kv cache", told + where
     lengths = "; ".join(f"{count:,} of {length:,}" for length, count in holds(made))
@@ -170,8 +170,10 @@ def _memory(room: Room) -> str:
         "requests' state": room.slots,
         "reserve": room.reserve,
     }
-    told = " - ".join(f"{size(round(value))} {name}" for name, value in parts.items())
-    return f"{size(round(room.free))} free - {told} = {size(round(max(room.left, 0.0)))} for the KV cache"
+    told = " - ".join(f"{format_bytes(round(value))} {name}" for name, value in parts.items())
+    return (
+        f"{format_bytes(round(room.free))} free - {told} = {format_bytes(round(max(room.left, 0.0)))} for the KV cache"
+    )
 
 
 def _about(made: Forecast) -> str:
@@ -232,8 +234,8 @@ def _drafted(made: Forecast, maker: Maker) -> str:
     if maker.forward is None:
         return f"\n[bold]Drafts[/] by {maker.name}, under {load}: they cost no more than that a step verifies them"
     told = f"by {maker.name}, under {load}: a step verifies them and makes as many anew"
-    if maker.tree.on:
-        told = f"by {maker.name}, a tree of {maker.tree.nodes}, under {load}: a step verifies them and grows them anew"
+    if maker.tree.is_tree:
+        told = f"by {maker.name}, a tree of {maker.tree.num_drafts}, under {load}: a step verifies them and grows them anew"
     unasked = "" if maker.asked else " (--speculative-algorithm NEXTN, which was not asked for)"
     return f"\n[bold]Drafts[/] {told}{unasked}"
 
@@ -245,7 +247,7 @@ def _drafts(made: Forecast, maker: Maker) -> Table:
     table.add_column("")
     for one in made.drafts:
         pays = f"pays when a step brings a request more than {one.ratio:.2f} tokens"
-        most = 1 + (maker.tree.deepest if maker.tree.on else one.drafts)
+        most = 1 + (maker.tree.max_depth if maker.tree.is_tree else one.drafts)
         if one.ratio >= most:
             pays = f"pays never: a step brings a request {most} tokens at most"
         table.add_row(str(one.drafts), f"{1e3 * one.seconds:.2f}", f"{one.ratio:.2f}", pays)
