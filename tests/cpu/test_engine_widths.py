@@ -64,7 +64,7 @@ def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.Monkey
 
     def run(runner: Any, plan: Any, settings: Any) -> float:
         nonlocal spent
-        seconds = (1.0 + plan.num_drafts + plan.reach / 1000) * len(plan.rows)
+        seconds = (1.0 + plan.num_drafts + plan.max_kv_len / 1000) * len(plan.rows)
         spent += seconds
         return seconds
 
@@ -113,7 +113,7 @@ def test_a_machine_that_has_become_slower_does_not_look_like_a_long_context(monk
         nonlocal steps
         steps += 1
         slower = 1.0 if steps <= 2 * 2 * 4 * (1 + widths.REPEATS) else 1.5  # behind the short context all was well
-        return slower * (1.0 + plan.num_drafts + plan.reach / 40960) * len(plan.rows)
+        return slower * (1.0 + plan.num_drafts + plan.max_kv_len / 40960) * len(plan.rows)
 
     monkeypatch.setattr(widths, "_run", run)
     monkeypatch.setattr(widths, "_late", lambda *_: 0.0)
