@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thalweg import __version__
-from thalweg.config.args import Parsed, Parser, config_parser, parse_config
+from thalweg.config.args import Parsed, Parser, options_parser, parse_options
 from thalweg.config.setting import nearest
-from thalweg.config.tree import given
+from thalweg.config.tree import non_defaults
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _fail(message: str, status: int) -> int:
 
 def _parse(parser: Parser, argv: Sequence[str]) -> Parsed:
     """Reads the command line; prints a line for each flag that has another name here."""
-    parsed = parse_config(parser, argv)
+    parsed = parse_options(parser, argv)
     for notice in parsed.notices:
         _notify(notice)
     return parsed
@@ -113,10 +113,10 @@ examples:
   thalweg serve --config serve.yaml --log-level debug
 
 /ready answers 200 once the model is loaded, /health while the server lives. SIGTERM and Ctrl-C let running requests finish."""
-    parser = config_parser(
+    parser = options_parser(
         "thalweg serve", "Serves a model over HTTP: OpenAI's routes, its own, and a page to chat on.", epilog
     )
-    config = _parse(parser, argv).config
+    config = _parse(parser, argv).options
     from thalweg.launch.serve import serve as run
     from thalweg.server.app import build
     from thalweg.server.connection import bounded
@@ -144,12 +144,12 @@ examples:
   thalweg warmup org/name --max-running-requests 128 --cache-dir /var/cache/thalweg
 
 Takes the flags of `thalweg serve`, so that what it compiles is what serve will run. Weights are not read: config.json is enough."""
-    parser = config_parser(
+    parser = options_parser(
         "thalweg warmup",
         "Compiles ahead all kernels that serving with these flags needs, into a folder that stays.",
         epilog,
     )
-    config = _parse(parser, argv).config
+    config = _parse(parser, argv).options
     from thalweg.launch.warmup import warmup as run
 
     return run(config)
@@ -161,7 +161,7 @@ examples:
   thalweg generate models/tiny --prompt "Once upon a time" --max-tokens 64
   thalweg generate models/tiny --prompt-file prompts.txt --temperature 0 --json > out.jsonl
   echo "Once upon a time" | thalweg generate models/tiny"""
-    parser = config_parser("thalweg generate", "Completes prompts in this process, without a server.", epilog, ENGINE)
+    parser = options_parser("thalweg generate", "Completes prompts in this process, without a server.", epilog, ENGINE)
     own = _sampling_flags(parser)
     own.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given several times"
@@ -170,14 +170,14 @@ examples:
     own.add_argument("--n", type=int, metavar="N", help="completions of each prompt (default: 1)")
     own.add_argument("--json", action="store_true", help="print a JSON object a prompt")
     parsed = _parse(parser, argv)
-    prompts = _prompts(parsed.rest)
+    prompts = _prompts(parsed.args)
     from thalweg.llm import LLM
 
     shown = sys.stderr.isatty()
-    llm = LLM(progress=shown, **given(parsed.config))
-    results = llm.generate(prompts, _sampling(parsed.rest, llm.texts.resolved.sampling), progress=shown)
+    llm = LLM(progress=shown, **non_defaults(parsed.options))
+    results = llm.generate(prompts, _sampling(parsed.args, llm.texts.resolved.sampling), progress=shown)
     for prompt, result in zip(prompts, results, strict=True):
-        if parsed.rest.json:
+        if parsed.args.json:
             outputs = [{"text": one.text, "tokens": len(one.ids), "finish": one.finish} for one in result.outputs]
             print(json.dumps({"prompt": prompt, "outputs": outputs}, ensure_ascii=False))
         else:
@@ -192,7 +192,7 @@ examples:
   thalweg chat models/tiny --system "You speak in verse." --temperature 0.7 --thinking
 
 /new forgets the conversation; Ctrl-D leaves, Ctrl-C stops an answer."""
-    parser = config_parser("thalweg chat", "Talks to a model in this terminal.", epilog, ENGINE)
+    parser = options_parser("thalweg chat", "Talks to a model in this terminal.", epilog, ENGINE)
     own = _sampling_flags(parser)
     own.add_argument("--system", default="", metavar="TEXT", help="system message")
     own.add_argument("--thinking", action="store_true", help="ask for a thought before the answer")
@@ -200,9 +200,9 @@ examples:
     from thalweg.launch.resolve import resolve
     from thalweg.launch.talk import talk
 
-    resolved = resolve(parsed.config)
-    params = _sampling(parsed.rest, resolved.sampling)
-    return talk(resolved, params, parsed.rest.system, parsed.rest.thinking or None)
+    resolved = resolve(parsed.options)
+    params = _sampling(parsed.args, resolved.sampling)
+    return talk(resolved, params, parsed.args.system, parsed.args.thinking or None)
 
 
 def render(argv: Sequence[str]) -> int:
@@ -261,7 +261,7 @@ examples:
   thalweg doctor --json
 
 Exit status: 0 when nothing stands in the way of serving, 1 otherwise. A machine without a GPU is fine."""
-    parser = config_parser(
+    parser = options_parser(
         "thalweg doctor", "What is missing on this machine, and the command that mends it.", epilog, ("model", "listen")
     )
     own = parser.add_argument_group("This command")
@@ -270,7 +270,7 @@ Exit status: 0 when nothing stands in the way of serving, 1 otherwise. A machine
     parsed = _parse(parser, argv)
     from thalweg.launch.doctor import doctor as run
 
-    return run(parsed.config, parsed.rest)
+    return run(parsed.options, parsed.args)
 
 
 def version(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import StartProfile, StopProfile, UpdateWeights
@@ -71,7 +71,7 @@ class _Texts:
     """What both faces share: the tokenizer, the chat encoder, and the resolved settings."""
 
     def __init__(self, model: str, config: Mapping[str, Any], progress: bool) -> None:
-        self.resolved = resolve(config_of(model=model, **config), progress=progress)
+        self.resolved = resolve(options_of(model=model, **config), progress=progress)
         self.tokenizer, self.talk = self.resolved.reader(), self.resolved.chat
         self.history = History(self.talk, self.tokenizer.mark_id)
 

@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from thalweg.bench import ceilings, coverage
 from thalweg.bench.in_process import random_batch, room_for, start, time_batch
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import ThalwegError
 from thalweg.core.sampling import SamplingParams
@@ -335,7 +335,7 @@ def run(folder: Path, rows: Sequence[int]) -> None:
     top = asdict(ceilings.measure())
     pages = 2 * max(rows) * (CONTEXT + STEPS + 128)
     wish = replace(
-        Config(), model=str(folder), load_format="dummy", context_length=LENGTH, cuda_graph_bs=tuple(rows), warmup=False,
+        Options(), model=str(folder), load_format="dummy", context_length=LENGTH, cuda_graph_bs=tuple(rows), warmup=False,
         cuda_graph_mode="full_decode_only", chunked_prefill_size=8192, max_total_tokens=max(LENGTH, pages),
     )  # fmt: skip
     resolved, engine = start(room_for(wish, max(rows), CONTEXT, STEPS))

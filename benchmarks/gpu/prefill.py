@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from thalweg.bench import ceilings
 from thalweg.bench.in_process import Tokens, random_batch, start, time_batch
-from thalweg.config.args import config_parser, parse_config
+from thalweg.config.args import options_parser, parse_options
 from thalweg.config.tree import replace
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import floors
@@ -50,11 +50,11 @@ def kernels(engine: LocalEngine, prompts: list[Tokens]) -> tuple[dict[str, list[
 
 
 def main() -> None:
-    parsed = parse_config(
-        config_parser("prefill", "Times prefill.", only=("model", "load", "memory", "schedule")), sys.argv[1:]
+    parsed = parse_options(
+        options_parser("prefill", "Times prefill.", only=("model", "load", "memory", "schedule")), sys.argv[1:]
     )
     config = replace(
-        parsed.config,
+        parsed.options,
         load_format="dummy",
         max_running_requests=8,
         chunked_prefill_size=8192,

@@ -10,7 +10,6 @@ allocator found some at the second try, or anything is left."""
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
@@ -23,7 +22,7 @@ import torch
 from thalweg.bench.datasets import vocabulary_of
 from thalweg.bench.in_process import configuration, start
 from thalweg.bench.results import provenance, write
-from thalweg.config.args import config_parser, parse_config
+from thalweg.config.args import options_parser, parse_options
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.memory import RESERVE
@@ -66,7 +65,7 @@ def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str,
     uids: set[int] = set()
     begun, said = time.monotonic(), 0.0
     while (passed := time.monotonic() - begun) < seconds:
-        while submitted - ended < engine.settings.slots + QUEUE:
+        while submitted - ended < engine.config.max_running_requests + QUEUE:
             prompt, params = request(rng, draw, engine.context)
             made = engine.submit(prompt, params)
             submitted += len(made)
@@ -95,7 +94,7 @@ def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str,
         "output_tokens_a_second": tokens / elapsed,
         "steps": steps,
         "preemptions": stats.preemptions,
-        "pages": engine.settings.pages,
+        "pages": engine.config.num_pages,
         "free_at_start": device_free,
         "free_at_least": least,
         "reserve": RESERVE,
@@ -103,7 +102,7 @@ def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str,
         "peak_reserved": peaks[1],
         "allocator_retries": memory["num_alloc_retries"] - before["num_alloc_retries"],
         "out_of_memory": memory["num_ooms"] - before["num_ooms"],
-        "arithmetic": json.loads(engine.settings.report)["pages"]["reason"],
+        "arithmetic": engine.config.report.current()["max_total_tokens"].reason,
         "left": left(engine, uids, held),
     }
 
@@ -126,23 +125,23 @@ def left(engine: LocalEngine, uids: set[int], held: int) -> dict[str, int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = config_parser("soak.py", "Mixed lengths at saturation.", only=("model", "load", "memory", "schedule"))
+    parser = options_parser("soak.py", "Mixed lengths at saturation.", only=("model", "load", "memory", "schedule"))
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--soak-seed", type=int, default=1)
     parser.add_argument("--result-filename", type=Path)
-    parsed = parse_config(parser, argv)
-    resolved, engine = start(parsed.config)
+    parsed = parse_options(parser, argv)
+    resolved, engine = start(parsed.options)
     vocabulary = vocabulary_of(resolved.path)
-    found = soak(engine, vocabulary.draw, parsed.rest.seconds, parsed.rest.soak_seed)
+    found = soak(engine, vocabulary.draw, parsed.args.seconds, parsed.args.soak_seed)
     for name, value in found.items():
         print(f"{name:>24}  {value}")
     remains = {name: count for name, count in found["left"].items() if count > (BYTES if name == "bytes" else 0)}
     failed = bool(remains or found["out_of_memory"] or found["allocator_retries"])
     print("FAILED" if failed else "ok", remains or "")
-    if parsed.rest.result_filename is not None:
+    if parsed.args.result_filename is not None:
         about = provenance("", [], configuration(resolved))
-        about["command"] = f"python benchmarks/gpu/soak.py {Path(resolved.path).name} --seconds {parsed.rest.seconds:g}"
-        write(parsed.rest.result_filename, found | about)
+        about["command"] = f"python benchmarks/gpu/soak.py {Path(resolved.path).name} --seconds {parsed.args.seconds:g}"
+        write(parsed.args.result_filename, found | about)
     return int(failed)
 
 

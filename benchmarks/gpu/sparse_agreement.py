@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from thalweg.attention.selection import Selection, best
 from thalweg.batch.prepare import prepare
 from thalweg.bench.results import provenance, write
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -298,7 +298,7 @@ def near(found: dict[str, Any], bound: float) -> bool:
 def check_choices(engine: LocalEngine, prompt: tuple[int, ...], chunk: int) -> dict[str, Any]:
     model: Any = engine.runner.model
     facts, tokens = model.facts, len(prompt)
-    fp8 = facts.fp8_block is not None and engine.settings.kernels.decode != "reference"
+    fp8 = bool(facts.quantization_config) and engine.config.kernels.decode != "reference"
     watch = Watch(model, -(-tokens // PAGE) * PAGE)
     whole = computed(engine, watch, prompt, [(0, tokens)], None)
     hit = (tokens - 1) // PAGE * PAGE
@@ -393,7 +393,7 @@ def main() -> int:
     parser.add_argument("--out", default="sparse_agreement.json")
     said = parser.parse_args()
     begin = time.perf_counter()
-    config = config_of(
+    config = options_of(
         model=said.model,
         load_format=said.load_format,
         dtype=said.dtype,
@@ -423,7 +423,7 @@ def main() -> int:
     else:
         found = check_bits(engine, prompt, said.chunk, rng)
     found["seconds"] = {"start": round(ready - begin, 1), "check": round(time.perf_counter() - ready, 1)}
-    told = {"model": Path(said.model).name, "layers": facts.layers, "fp8": facts.fp8_block is not None, **found}
+    told = {"model": Path(said.model).name, "layers": facts.layers, "fp8": bool(facts.quantization_config), **found}
     command = (
         f"python benchmarks/gpu/sparse_agreement.py --model {told['model']} --check {said.check} --tokens {said.tokens}"
     )

@@ -43,8 +43,8 @@ from thalweg.bench.in_process import Lengths, configuration, room_for
 from thalweg.bench.results import provenance, write
 from thalweg.bench.shapes import Shape, resolved_for
 from thalweg.bench.speculation import ADAPTIVE, Case, Row, add_overhead, label, rows_of, started
-from thalweg.config.options import Config
-from thalweg.config.tree import config_of
+from thalweg.config.options import Options
+from thalweg.config.tree import options_of
 from thalweg.core.plan import PAGE
 from thalweg.engine.local import LocalEngine
 
@@ -165,7 +165,7 @@ def cases_of(part: Part, said: argparse.Namespace) -> list[Case]:
     return [Case(many, said.input or part.input, output or 24, SEED) for many, output in batches]
 
 
-def config_for(part: Part, said: argparse.Namespace, cases: Sequence[Case], head: Path | None) -> Config:
+def config_for(part: Part, said: argparse.Namespace, cases: Sequence[Case], head: Path | None) -> Options:
     """A server's, but for graphs and rooms that nothing here would use. head: the drafter's folder."""
     assert part.shape is not None, "what is timed drafts"
     batch, longest = max(case.batch for case in cases), max(case.input + case.output for case in cases)
@@ -184,7 +184,7 @@ def config_for(part: Part, said: argparse.Namespace, cases: Sequence[Case], head
         wishes["cuda_graph_bs"] = tuple(one for one in rows if one <= most)
         wishes["piecewise_cuda_graph_tokens"] = TOKENS
     input = max(case.input for case in cases)
-    return room_for(config_of(**wishes), batch, input, longest - input + 2 * PAGE)
+    return room_for(options_of(**wishes), batch, input, longest - input + 2 * PAGE)
 
 
 def speed(name: str, part: Part, said: argparse.Namespace) -> int:
@@ -232,7 +232,7 @@ def long(name: str, part: Part, said: argparse.Namespace) -> int:
     assert part.shape is not None, "what generates drafts"
     tokens = said.output or GENERATED
     chunk = max(min(BUDGET, tokens // 4 // PAGE * PAGE), 2 * PAGE)
-    config = config_of(
+    config = options_of(
         model=str(said.model or said.models / part.model),
         load_format=said.load_format,
         speculative_algorithm="NEXTN",
@@ -245,7 +245,7 @@ def long(name: str, part: Part, said: argparse.Namespace) -> int:
     )
     begun = time.perf_counter()
     resolved = resolved_for(part.shape, config)
-    engine = LocalEngine(msgspec.structs.replace(resolved.engine, times=()))
+    engine = LocalEngine(msgspec.structs.replace(resolved.engine, speculative_adaptive=False))
     ready = time.perf_counter()
     prompt = vocabulary_of(resolved.path).draw(Random(SEED), PROMPT)
     request = recompute.generated(engine, prompt, tokens, SEED)
@@ -292,7 +292,9 @@ def accepted(name: str, part: Part, said: argparse.Namespace) -> int:
 def about(name: str, configured: dict[str, Any]) -> dict[str, object]:
     """What goes with every result. Folders of this machine are told by their names."""
     text = json.dumps(configured, default=str)
-    for folder in (configured["engine"][key] for key in ("path", "drafter_path")) if configured else ():
+    for folder in (
+        (configured["engine"][key] for key in ("model_path", "speculative_draft_model_path")) if configured else ()
+    ):
         text = text.replace(folder, Path(folder).name) if folder else text
     return provenance("", [], json.loads(text)) | {
         "command": f"python benchmarks/gpu/speculation.py {name} --models FOLDER"

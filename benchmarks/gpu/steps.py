@@ -18,7 +18,7 @@ from statistics import median
 import torch
 
 from thalweg.bench.results import provenance
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.plan import StepPlan
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.pace import Clock
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--out", default="steps.json")
     said = parser.parse_args()
-    config = config_of(
+    config = options_of(
         model=said.model,
         load_format="dummy",
         context_length=4096,
@@ -62,7 +62,7 @@ def main() -> None:
     engine = LocalEngine(resolve(config).engine)
     runner, steps = engine.runner, engine.runner.steps
     assert isinstance(steps, Piecewise)
-    clock = Clock(runner, engine.settings, max(said.rows))
+    clock = Clock(runner, engine.config, max(said.rows))
     results = []
     for rows in said.rows:
         for tokens in said.tokens:

@@ -10,20 +10,44 @@ from thalweg.engine.local import LocalEngine
 
 SEED = 11
 KINDS = ("seeded", "penalised")
-PLAIN: dict[str, Any] = {"budget": 4096, "depth": 1, "radix": False, "pages": 200, "slots": 16}
+PLAIN: dict[str, Any] = {
+    "chunked_prefill_size": 4096,
+    "max_steps_in_flight": 1,
+    "radix_cache": False,
+    "num_pages": 200,
+    "max_running_requests": 16,
+}
 CASES: dict[str, dict[str, Any]] = {
-    "small chunks, scarce pages": {"budget": 48, "depth": 1, "radix": True, "pages": 10, "slots": 16},
-    "overlap, prefix hits": {"budget": 100, "depth": 2, "radix": True, "pages": 200, "slots": 16},
-    "few slots, no cache": {"budget": 2048, "depth": 2, "radix": False, "pages": 200, "slots": 3},
+    "small chunks, scarce pages": {
+        "chunked_prefill_size": 48,
+        "max_steps_in_flight": 1,
+        "radix_cache": True,
+        "num_pages": 10,
+        "max_running_requests": 16,
+    },
+    "overlap, prefix hits": {
+        "chunked_prefill_size": 100,
+        "max_steps_in_flight": 2,
+        "radix_cache": True,
+        "num_pages": 200,
+        "max_running_requests": 16,
+    },
+    "few slots, no cache": {
+        "chunked_prefill_size": 2048,
+        "max_steps_in_flight": 2,
+        "radix_cache": False,
+        "num_pages": 200,
+        "max_running_requests": 3,
+    },
 }
 # drafts that part ways, for whatever drafts: in small chunks, with overlap and prefix hits
 TREES: dict[str, Any] = {
-    "budget": 100,
-    "depth": 2,
-    "radix": True,
-    "pages": 200,
-    "slots": 8,
-    "width": 7,
+    "chunked_prefill_size": 100,
+    "max_steps_in_flight": 2,
+    "radix_cache": True,
+    "num_pages": 200,
+    "max_running_requests": 8,
+    "num_drafts": 7,
     "tree": TreeShape(3, 3, 7),
 }
 

@@ -10,46 +10,56 @@ from typing import Any
 
 from tests.compose.covering import covering
 from tests.compose.workload import JUMP, ROUNDING, Answer, Ask, gap, serve, workload
+from tests.configs import config
+from thalweg.config.engine import EngineConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine, sibling
-from thalweg.engine.settings import EngineSettings
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 COLUMNS: dict[str, list[Any]] = {
-    "budget": [48, 100, 2048],
-    "depth": [1, 2],
-    "radix": [True, False],
-    "pages": [7, 10, 200],  # the longest sequence takes 5
-    "policy": ["fcfs", "lpm", "priority"],
-    "slots": [3, 16],
+    "chunked_prefill_size": [48, 100, 2048],
+    "max_steps_in_flight": [1, 2],
+    "radix_cache": [True, False],
+    "num_pages": [7, 10, 200],  # the longest sequence takes 5
+    "schedule_policy": ["fcfs", "lpm", "priority"],
+    "max_running_requests": [3, 16],
     "kind": ["greedy", "seeded", "penalised"],
     "logprobs": [True, False],
     "prompt_logprobs": [True, False],
     "n": [1, 2],
     "drafts": ["none", "nextn-3", "nextn-tree", "ngram-4", "adaptive"],
 }
+# the columns that are fields of an engine's configuration
+SCHEDULING = (
+    "chunked_prefill_size",
+    "max_steps_in_flight",
+    "radix_cache",
+    "num_pages",
+    "schedule_policy",
+    "max_running_requests",
+)
 DRAFTING: dict[str, dict[str, Any]] = {
     "none": {},
-    "nextn-3": {"drafter": "nextn", "width": 3},
-    "ngram-4": {"drafter": "ngram", "width": 4},
-    "nextn-tree": {"drafter": "nextn", "width": 9, "tree": TreeShape(3, 3, 9)},
+    "nextn-3": {"speculative_algorithm": "NEXTN", "num_drafts": 3},
+    "ngram-4": {"speculative_algorithm": "NGRAM", "num_drafts": 4},
+    "nextn-tree": {"speculative_algorithm": "NEXTN", "num_drafts": 9, "tree": TreeShape(3, 3, 9)},
     # a fixed tree, or what is left of it: one token, or none; times that make every width the best for some number of requests and some odds
     "adaptive": {
-        "drafter": "nextn",
-        "width": 5,
+        "speculative_algorithm": "NEXTN",
+        "num_drafts": 5,
         "tree": TreeShape(2, 3, 5, dynamic=False),
-        "times": ((1, 64, (1.0, 1.1, 1.2, 1.3, 1.35, 1.4)), (8, 64, (1.0, 1.5, 2.0, 2.3, 2.4, 2.5))),
+        "speculative_step_times": ((1, 64, (1.0, 1.1, 1.2, 1.3, 1.35, 1.4)), (8, 64, (1.0, 1.5, 2.0, 2.3, 2.4, 2.5))),
     },
 }
 # and what has weights of its own; of heads the folder comes with the case. The bundled model drafts for itself
 DRAFTING |= {
-    "eagle3-tree": {"drafter": "eagle", "width": 6, "tree": TreeShape(2, 3, 6)},
-    "eagle": {"drafter": "eagle", "width": 2},
-    "small-2": {"drafter": "small", "width": 2, "drafter_path": MODEL},
+    "eagle3-tree": {"speculative_algorithm": "EAGLE3", "num_drafts": 6, "tree": TreeShape(2, 3, 6)},
+    "eagle": {"speculative_algorithm": "EAGLE3", "num_drafts": 2},
+    "small-2": {"speculative_algorithm": "STANDALONE", "num_drafts": 2, "speculative_draft_model_path": MODEL},
 }
 # a draft must be the model's best token: greedy ones are then the model's own, and others are not
-RELAXED = (1, 0.0)
+RELAXED = {"speculative_relaxed_topk": 1, "speculative_relaxed_delta": 0.0}
 SEED = 7
 CASES = covering(COLUMNS, SEED)
 
@@ -58,7 +68,7 @@ CASES = covering(COLUMNS, SEED)
 MORE: list[dict[str, Any]] = [
     case | {"kind": kind, "n": n, "drafts": drafts, "rule": rule}
     for case, (kind, n, drafts, rule) in zip(
-        (one for one in CASES if one["budget"] < 2048 and one["depth"] == 2),
+        (one for one in CASES if one["chunked_prefill_size"] < 2048 and one["max_steps_in_flight"] == 2),
         (
             ("penalised", 2, "eagle3-tree", "race"),
             ("seeded", 2, "eagle", "race"),
@@ -75,14 +85,25 @@ def name(case: dict[str, Any]) -> str:
     return "-".join(f"{value}" for value in case.values())
 
 
-def settings(device: str = "cpu", **fields: Any) -> EngineSettings:
-    return EngineSettings(path=MODEL, device=device, context=400, eos_ids=(1,), progress=False, warm=False, **fields)
+def settings(device: str = "cpu", **fields: Any) -> EngineConfig:
+    """The engine of these tests; `fields` as `tests.configs.fields`."""
+    common = {"model_path": MODEL, "context_length": 400, "eos_ids": (1,), "show_progress": False, "warmup": False}
+    return config(device=device, **common, **fields)
 
 
 @cache
 def plain(kind: str, n: int, device: str) -> tuple[list[Ask], list[Answer]]:
     """The reference, with everything that a case may ask for; each request runs alone."""
-    engine = LocalEngine(settings(device, budget=4096, depth=1, radix=False, pages=200, slots=16))
+    engine = LocalEngine(
+        settings(
+            device,
+            chunked_prefill_size=4096,
+            max_steps_in_flight=1,
+            radix_cache=False,
+            num_pages=200,
+            max_running_requests=16,
+        )
+    )
     asks = workload(SEED, engine.vocab, kind, logprobs=True, prompt_logprobs=True, n=n)
     return asks, [answer for ask in asks for answer in serve(engine, [ask])]
 
@@ -95,13 +116,15 @@ def check(case: dict[str, Any], device: str = "cpu", heads: Path | None = None) 
     """Asserts that this engine gives the plain one's tokens, and that all its pages come home. Rules that sample other tokens give as many as were
     asked for. heads: has the drafters' folders by their names."""
     kind, n, rule = case["kind"], case["n"], case.get("rule", "race")
-    drafting = DRAFTING[case["drafts"]] | ({} if heads is None else {"drafter_path": str(heads / case["drafts"])})
+    drafting = DRAFTING[case["drafts"]] | (
+        {} if heads is None else {"speculative_draft_model_path": str(heads / case["drafts"])}
+    )
     reference_asks, reference = plain(kind, n, device)
     engine = LocalEngine(
         settings(
             device,
-            **{name: case[name] for name in ("budget", "depth", "radix", "pages", "policy", "slots")},
-            **{"acceptance": rule, "relaxed": RELAXED, **drafting},
+            **{name: value for name, value in case.items() if name in SCHEDULING},
+            **{"speculative_acceptance": rule, **RELAXED, **drafting},
         )
     )
     asks = workload(SEED, engine.vocab, kind, case["logprobs"], case["prompt_logprobs"], n)

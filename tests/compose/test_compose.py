@@ -45,6 +45,8 @@ def test_the_cases_cover_every_pair() -> None:
 
 def test_scarce_pages_do_preempt() -> None:
     """The column is worth nothing if it never bites."""
-    engine = LocalEngine(settings(budget=2048, depth=2, pages=7, slots=16))
+    engine = LocalEngine(
+        settings(chunked_prefill_size=2048, max_steps_in_flight=2, num_pages=7, max_running_requests=16)
+    )
     serve(engine, workload(SEED, engine.vocab, "greedy", False, False, 1))
     assert engine.loop.stats().preemptions > 0

@@ -10,16 +10,18 @@ import pytest
 
 from tests.compose.deterministic import CASES, KINDS, PLAIN, TREES, answers, assert_equal_bits
 from tests.compose.workload import Answer
+from tests.configs import config
 from thalweg.core.kernels import KernelConfig
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.settings import EngineSettings
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 
 
 def engine(deterministic: bool = True, **fields: Any) -> LocalEngine:
     kernels = KernelConfig(deterministic=deterministic)
-    return LocalEngine(EngineSettings(path=MODEL, context=400, eos_ids=(1,), progress=False, kernels=kernels, **fields))
+    return LocalEngine(
+        config(model_path=MODEL, context_length=400, eos_ids=(1,), show_progress=False, kernels=kernels, **fields)
+    )
 
 
 @cache
@@ -34,7 +36,7 @@ def test_bits_depend_on_the_sequence_alone(name: str, kind: str) -> None:
 
 
 def test_bits_do_not_depend_on_trees() -> None:
-    made = engine(drafter="nextn", **TREES)
+    made = engine(speculative_algorithm="NEXTN", **TREES)
     assert_equal_bits(plain("seeded"), answers(made, "seeded", alone=False))
     assert made.loop.stats().accepted_tokens > 100
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.compose.covering import covering
-from tests.compose.matrix import DRAFTING, MODEL, SEED, compare, settings
+from tests.compose.matrix import DRAFTING, MODEL, SCHEDULING, SEED, compare, settings
 from tests.compose.workload import Answer, Ask, take, workload
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.sampling import SamplingParams
@@ -23,11 +23,11 @@ from thalweg.text.tokenizer import Tokenizer
 
 COLUMNS: dict[str, list[Any]] = {
     "grammar": ["json_schema", "regex"],  # none is test_compose.py
-    "budget": [48, 2048],
-    "depth": [1, 2],
-    "radix": [True, False],
-    "pages": [7, 200],
-    "slots": [3, 16],
+    "chunked_prefill_size": [48, 2048],
+    "max_steps_in_flight": [1, 2],
+    "radix_cache": [True, False],
+    "num_pages": [7, 200],
+    "max_running_requests": [3, 16],
     "kind": ["greedy", "seeded", "penalised"],
     "logprobs": [True, False],
     "n": [1, 2],
@@ -79,14 +79,18 @@ def serve(engine: LocalEngine, asked: list[tuple[Ask, Grammar]]) -> list[Answer]
 @cache
 def plain(kind: str, n: int, grammar: str) -> list[Answer]:
     """The reference: each request alone, whole prompts, no prefix cache, plenty of pages, depth 1."""
-    engine = LocalEngine(settings(budget=4096, depth=1, radix=False, pages=200, slots=16))
+    engine = LocalEngine(
+        settings(
+            chunked_prefill_size=4096, max_steps_in_flight=1, radix_cache=False, num_pages=200, max_running_requests=16
+        )
+    )
     asked = crowd(engine, {"kind": kind, "n": n, "grammar": grammar, "logprobs": True})
     return [answer for one in asked for answer in serve(engine, [one])]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(f"{value}" for value in case.values()))
 def test_every_pair_gives_the_plain_engines_tokens(case: dict[str, Any]) -> None:
-    fields = {name: case[name] for name in ("budget", "depth", "radix", "pages", "slots")}
+    fields = {name: value for name, value in case.items() if name in SCHEDULING}
     engine = LocalEngine(settings(**fields, **DRAFTING[case["drafts"]]))
     asked, reference = crowd(engine, case), plain(case["kind"], case["n"], case["grammar"])
     sequences = [(ask, grammar, sibling(ask.params, i)) for ask, grammar in asked for i in range(ask.params.n)]
@@ -115,7 +119,9 @@ def check(grammar: Grammar, params: SamplingParams, text: str, got: Answer) -> N
 
 def test_the_crowd_does_preempt_under_a_grammar() -> None:
     """The column is worth nothing if it never bites."""
-    engine = LocalEngine(settings(budget=2048, depth=2, pages=7, slots=16))
+    engine = LocalEngine(
+        settings(chunked_prefill_size=2048, max_steps_in_flight=2, num_pages=7, max_running_requests=16)
+    )
     case = {"kind": "seeded", "n": 1, "grammar": "json_schema", "logprobs": False}
     answers = serve(engine, crowd(engine, case))
     assert engine.loop.stats().preemptions > 0

@@ -21,6 +21,7 @@ from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import Control, EngineReady, Stats
 from thalweg.core.plan import PAGE, TokenLogprob
+from thalweg.core.report import AUTO, Decision, Report
 from thalweg.core.request import QueueReservation
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
@@ -90,7 +91,7 @@ class FakeFront:
         self.tokenizer = ByteTokenizer()
         self.state, self.reason = "ready", ""
         self.ready: EngineReady | None = EngineReady(
-            1, CONTEXT, VOCAB, 100, 64, '{"attention": {"backend": "reference", "why": "cpu"}}'
+            1, CONTEXT, VOCAB, 100, 64, Report((Decision("attention_backend", "reference", AUTO, "cpu"),))
         )
         self.script, self.gap, self.chunk = script, gap, chunk
         self.full, self.flushed, self.weight_version = False, 0, "default"

@@ -74,7 +74,10 @@ def _sum(partials: list[Tensor]) -> Tensor:
 
 
 def layouts(tp: int = 1, dp: int = 1, ep: int = 1, dense: int | None = None) -> list[Layout]:
-    """The layout of each of tp x dp ranks, data-parallel groups first. ep: groups that the experts are divided over. dense: ranks that share dense MLPs."""
+    """The layout of each of tp x dp ranks, data-parallel groups first.
+
+    ep: groups that the experts are divided over. dense: ranks that share dense MLPs.
+    """
     world = tp * dp
     tps, dps = [Meeting(tp) for _ in range(dp)], [Meeting(dp) for _ in range(tp)]
     eps, moe_tps = [Meeting(ep) for _ in range(world // ep)], [Meeting(world // ep) for _ in range(ep)]
@@ -102,13 +105,13 @@ def layouts(tp: int = 1, dp: int = 1, ep: int = 1, dense: int | None = None) -> 
 def on_ranks(count: int, work: Callable[[int], T]) -> list[T]:
     """Runs `work(rank)` in a thread each. Raises the first error of any rank."""
     results: list[Any] = [None] * count
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
     def run(rank: int) -> None:
         try:
             with torch.inference_mode():
                 results[rank] = work(rank)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - raised again below
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.compose.matrix import MODEL, settings
+from tests.configs import changed
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.plan import Bind, SamplingNeeds
@@ -162,8 +163,14 @@ def unrecorded() -> Iterator[None]:
 
 
 def engine(acceptance: str, width: int = 3, **fields: Any) -> LocalEngine:
-    wished = {"budget": 1024, "pages": 200, "slots": 64, "drafter": "nextn" if width else "", "width": width}
-    return LocalEngine(msgspec.structs.replace(settings(), acceptance=acceptance, **wished | fields))
+    wished = {
+        "chunked_prefill_size": 1024,
+        "num_pages": 200,
+        "max_running_requests": 64,
+        "speculative_algorithm": "NEXTN" if width else "NONE",
+        "num_drafts": width,
+    }
+    return LocalEngine(changed(settings(), speculative_acceptance=acceptance, **wished | fields))
 
 
 def prompts(count: int, longest: int = 150) -> list[list[int]]:
@@ -199,14 +206,14 @@ ADAPTIVE = (
 @pytest.mark.parametrize(
     ("asked", "fields"),
     [
-        ({}, {"budget": 60, "pages": 14}),
-        ({"frequency_penalty": 0.5, "logprobs": 2, "n": 2}, {"times": ADAPTIVE, "radix": False}),
+        ({}, {"chunked_prefill_size": 60, "num_pages": 14}),
+        ({"frequency_penalty": 0.5, "logprobs": 2, "n": 2}, {"speculative_step_times": ADAPTIVE, "radix_cache": False}),
     ],
     ids=["scarce", "adaptive"],
 )
 def test_greedy_requests_keep_their_tokens_beside_sampled_ones(asked: dict[str, Any], fields: dict[str, Any]) -> None:
     n = asked.get("n", 1)
-    plain, made = run(engine("race", 0), mixed(4, **asked)), engine("standard", depth=2, **fields)
+    plain, made = run(engine("race", 0), mixed(4, **asked)), engine("standard", max_steps_in_flight=2, **fields)
     found = run(made, mixed(4, **asked))
     greedy = [i for i in range(len(plain)) if i // n % 2 == 0]
     assert [found[i] for i in greedy] == [plain[i] for i in greedy] and found != plain
@@ -218,7 +225,9 @@ def test_greedy_requests_keep_their_tokens_beside_sampled_ones(asked: dict[str, 
 
 def test_a_seed_gives_the_same_tokens_again_with_the_same_widths() -> None:
     asked = mixed(3)
-    assert run(engine("standard", depth=2), asked) == run(engine("standard", budget=100, radix=False), asked)
+    assert run(engine("standard", max_steps_in_flight=2), asked) == run(
+        engine("standard", chunked_prefill_size=100, radix_cache=False), asked
+    )
 
 
 def test_under_a_grammar() -> None:

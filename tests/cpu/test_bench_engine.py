@@ -41,7 +41,7 @@ def test_offline_with_drafts_and_an_acceptance_by_decree(
     result = offline.run([MODEL, *SMALL, *flags, "--speculative-simulate-accept-length", "2"])
     (row,) = result["points"]
     assert row["total_output_tokens"] == 36 and row["accept_length"] == pytest.approx(2.0, abs=0.2)
-    assert result["configuration"]["engine"]["imposed"] == 2.0
+    assert result["configuration"]["engine"]["speculative_simulate_accept_length"] == 2.0
     assert "Accept length:" in capsys.readouterr().out
 
 

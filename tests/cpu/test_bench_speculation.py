@@ -17,7 +17,7 @@ import torch
 from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import unrecorded
 from thalweg.bench import acceptance, forwards, one_batch, recompute, speculation
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -80,8 +80,10 @@ def test_what_is_no_tree_is_told() -> None:
 
 def test_a_drafters_forwards_are_kept_and_let_go_again() -> None:
     """What one makes within another is a part of it; behind the measurement everything is as it was."""
-    config = config_of(model=str(MODEL), speculative_algorithm="NEXTN", speculative_num_steps=2, context_length=256)
-    engine = LocalEngine(msgspec.structs.replace(resolve(config).engine, times=(), progress=False))
+    config = options_of(model=str(MODEL), speculative_algorithm="NEXTN", speculative_num_steps=2, context_length=256)
+    engine = LocalEngine(
+        msgspec.structs.replace(resolve(config).engine, speculative_adaptive=False, show_progress=False)
+    )
     runner = engine.runner
     drafter, graphs = runner.drafting.drafter, runner.graphs
     assert isinstance(drafter, Unrolled)
@@ -104,11 +106,16 @@ def test_a_drafters_forwards_are_kept_and_let_go_again() -> None:
 
 def test_a_long_generation_beside_its_prompt() -> None:
     """Fine as it is; not with a single entry of one position that is another's, nor with one that was no number."""
-    config = config_of(
+    config = options_of(
         model=str(MODEL), speculative_algorithm="NEXTN", speculative_num_steps=3, context_length=256,
         max_running_requests=1, max_total_tokens=512, chunked_prefill_size=128,
     )  # fmt: skip
-    settings = msgspec.structs.replace(resolve(config).engine, times=(), imposed=2.5, progress=False)
+    settings = msgspec.structs.replace(
+        resolve(config).engine,
+        speculative_adaptive=False,
+        speculative_simulate_accept_length=2.5,
+        show_progress=False,
+    )
 
     def checked(spoil: Callable[[torch.Tensor], object]) -> dict[tuple[str, int], dict[str, Any]]:
         request = recompute.generated(engine, list(range(20, 60)), 140, 1)

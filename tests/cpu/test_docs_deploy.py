@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from thalweg.config.args import config_parser, parse_config
-from thalweg.config.options import Config, ListenOptions
+from thalweg.config.args import options_parser, parse_options
+from thalweg.config.options import ListenOptions, Options
 from thalweg.server.app import ROUTES
 
 ROOT = Path(__file__).parents[2]
@@ -35,11 +35,11 @@ def only(name: str) -> str:
     return found
 
 
-def served(argv: list[str]) -> Config:
+def served(argv: list[str]) -> Options:
     assert argv[0] == "serve"
-    parsed = parse_config(config_parser("thalweg serve", ""), argv[1:])
+    parsed = parse_options(options_parser("thalweg serve", ""), argv[1:])
     assert not parsed.notices
-    return parsed.config
+    return parsed.options
 
 
 def test_both_variants_are_stages() -> None:

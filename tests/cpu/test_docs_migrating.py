@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from thalweg.config.args import HABITS, Habit, config_parser, parse_config
+from thalweg.config.args import HABITS, Habit, options_parser, parse_options
 from thalweg.config.foreign import ABSENT, EQUAL, WITHOUT
 from thalweg.config.setting import Setting
 from thalweg.config.tree import settings, spellings
@@ -17,7 +17,7 @@ from thalweg.launch.resolve import PARSER_NAMES
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
 
 PAGE = (Path(__file__).parents[2] / "docs/migrating.md").read_text(encoding="utf-8")
-PARSER = config_parser("thalweg serve", "")
+PARSER = options_parser("thalweg serve", "")
 FLAG = re.compile(r"`(--[\w-]+)")
 OURS = {flag for action in PARSER._actions for flag in action.option_strings}
 
@@ -49,8 +49,8 @@ def test_a_spelling_sets_what_the_page_says(row: list[str]) -> None:
     one, value, foreign = spellings()[typed[2:].replace("-", "_")]
     assert foreign == (row[3] == "yes")
     words = [typed] if value is not ... else [typed, sample(one)]
-    by_theirs, by_ours = parse_config(PARSER, words), parse_config(PARSER, [*here.split(), *words[1:]])
-    assert by_theirs.config == by_ours.config and not by_ours.notices
+    by_theirs, by_ours = parse_options(PARSER, words), parse_options(PARSER, [*here.split(), *words[1:]])
+    assert by_theirs.options == by_ours.options and not by_ours.notices
     assert by_theirs.notices == ((f"{typed} is called {here} here",) if foreign else ())
 
 
@@ -64,8 +64,8 @@ def test_every_spelling_has_its_row() -> None:
 
 @pytest.mark.parametrize("habit", HABITS, ids=[habit.flag for habit in HABITS])
 def test_a_habit_changes_nothing_and_says_so(habit: Habit) -> None:
-    parsed = parse_config(PARSER, [f"--{habit.flag}", *([habit.value] if habit.value else [])])
-    assert parsed.config == parse_config(PARSER, []).config
+    parsed = parse_options(PARSER, [f"--{habit.flag}", *([habit.value] if habit.value else [])])
+    assert parsed.options == parse_options(PARSER, []).options
     assert parsed.notices == (f"--{habit.flag} changes nothing: {habit.note}",)
 
 
@@ -85,7 +85,7 @@ def test_flags_that_are_not_here_are_refused_and_their_substitutes_exist() -> No
         for flag in FLAG.findall(missing):
             assert flag not in OURS, f"{flag} exists now"
             with pytest.raises(UnsupportedConfig, match=f"unknown flag {flag}: {re.escape(instead.replace('`', ''))}$"):
-                parse_config(PARSER, [flag])
+                parse_options(PARSER, [flag])
         assert set(FLAG.findall(instead)) <= OURS, instead
 
 
@@ -96,7 +96,7 @@ def test_every_other_flag_on_the_page_exists() -> None:
 
 def test_the_example_lines_are_understood() -> None:
     lines = [line for line in PAGE.splitlines() if line.startswith("thalweg serve")]
-    notices = [parse_config(PARSER, shlex.split(line)[2:]).notices for line in lines]
+    notices = [parse_options(PARSER, shlex.split(line)[2:]).notices for line in lines]
     assert [len(one) for one in notices] == [0, 4, 2]
     keys = {key for row in rows("`--speculative-config`") for key in re.findall(r"`(\w+)`", row[0])}
     assert keys == {*EQUAL, *WITHOUT}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from thalweg.config.args import config_parser
+from thalweg.config.args import options_parser
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
@@ -58,6 +58,6 @@ def test_there_are_enough_and_a_wrong_one_would_be_found(printed: str) -> None:
 
 
 def test_every_flag_named_exists() -> None:
-    known = {flag for action in config_parser("x", "")._actions for flag in action.option_strings}
+    known = {flag for action in options_parser("x", "")._actions for flag in action.option_strings}
     named = {flag for row in re.findall(r"`([^`]*)`", PAGE) for flag in re.findall(r"--[a-z][\w-]+", row)}
     assert named - known <= {"--format", "--online"}, named - known  # of `thalweg parse` and `thalweg doctor`

@@ -14,8 +14,8 @@ import pytest
 
 from thalweg.cli import main
 from thalweg.config.machine import Machine
-from thalweg.config.options import Config
-from thalweg.config.tree import config_of
+from thalweg.config.options import Options
+from thalweg.config.tree import options_of
 from thalweg.launch.doctor import Finding, Surroundings, examine, text
 from thalweg.launch.wheels import WHEELS, within
 
@@ -157,7 +157,7 @@ def test_looking_finds_a_taken_port_and_missing_weights(tmp_path: Path) -> None:
         if file.suffix == ".json":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        config: Config = config_of(model=str(tmp_path), port=taken.getsockname()[1])
+        config: Options = options_of(model=str(tmp_path), port=taken.getsockname()[1])
         found = {one.check: one for one in examine(Surroundings.look(config))}
     assert found["port"].level == "fail" and f"--port {config.listen.port + 1}"[:9] in found["port"].mend
     assert found["model"].level == "fail" and "safetensors" in found["model"].found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import shutil
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import GREEDY, Broken, breaking, engine, errors, prompts, run, unrecorded
 from thalweg.config.machine import Machine
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
@@ -51,7 +50,7 @@ def test_one_that_raises_while_nothing_is_drafted(
     plain: list[list[int]], depth: int, tokens: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(late, "TOKENS", tokens)
-    made = engine(3, depth=depth, slots=2)
+    made = engine(3, max_steps_in_flight=depth, max_running_requests=2)
     made.loop.scheduler.widths.draft = lambda emitting, most: 0  # type: ignore[method-assign]
     breaking(made, "observe", 2)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
@@ -64,7 +63,7 @@ def test_one_that_raises_while_nothing_is_drafted(
 def test_one_that_stops_making_numbers_while_it_serves(
     plain: list[list[int]], depth: int, tree: TreeShape, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = engine(4 if tree.is_tree else 2, depth=depth, tree=tree)
+    made = engine(4 if tree.is_tree else 2, max_steps_in_flight=depth, tree=tree)
     drafter, calls = made.runner.drafting.drafter, 0
     assert isinstance(drafter, Unrolled)
     real = drafter.head.logits
@@ -113,7 +112,7 @@ def test_one_whose_logits_are_no_numbers(
 ) -> None:
     """Its states are, so nothing of them tells."""
     tree = KINDS[kind]
-    made = engine(4 if tree.is_tree else 2, depth=2, tree=tree, slots=2)
+    made = engine(4 if tree.is_tree else 2, max_steps_in_flight=2, tree=tree, max_running_requests=2)
     drafter, calls = made.runner.drafting.drafter, 0
     assert isinstance(drafter, Unrolled) and made.runner.slots.tree.is_tree == tree.is_tree
     real = drafter.head.logits
@@ -139,7 +138,7 @@ def test_one_whose_logits_are_no_numbers(
 @pytest.mark.parametrize("far", [1 << 31, -1])
 def test_one_whose_drafts_are_no_tokens(plain: list[list[int]], far: int, caplog: pytest.LogCaptureFixture) -> None:
     """The target would look for the embedding of what is drafted."""
-    made = engine(2, depth=2)
+    made = engine(2, max_steps_in_flight=2)
     drafter = made.runner.drafting.drafter
     assert isinstance(drafter, Unrolled)
     drafter.head.ids_D = torch.full((drafter.vocab,), far)  # type: ignore[misc]
@@ -156,7 +155,7 @@ def test_one_that_raises_while_steps_are_timed(
 
     monkeypatch.setattr(Unrolled, "propose", propose)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
-        made = engine(3, times=None, slots=2)
+        made = engine(3, speculative_adaptive=True, max_running_requests=2)
         assert run(made, prompts(5)) == plain
     assert len(errors(caplog)) == 1 and made.loop.stats().drafter_failures == 1
     assert made.loop.scheduler.widths.widest == 0
@@ -176,11 +175,11 @@ def test_one_that_finds_no_room_is_left_out(
     real = build._planes
     monkeypatch.setattr(build, "_planes", planes)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
-        made = engine(3, times=None)
+        made = engine(3, speculative_adaptive=True)
     (line,) = errors(caplog)
     assert "no room for the drafter" in line and str(error).partition("\n")[0] in line
-    assert (made.settings.drafter, made.settings.width) == ("", 0)
-    assert "no room" in json.loads(made.settings.report)["speculative_algorithm"]["reason"]
+    assert (made.config.speculative_algorithm, made.config.num_drafts) == ("NONE", 0)
+    assert "no room" in made.config.report.current()["speculative_algorithm"].reason
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
 
 
@@ -192,10 +191,10 @@ def test_one_that_cannot_be_recorded_is_left_out(
 
     monkeypatch.setattr(Unrolled, "record", record)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
-        made = engine(3, times=None)
+        made = engine(3, speculative_adaptive=True)
     (line,) = errors(caplog)
     assert "cannot be recorded" in line and "Broken: on purpose" in line
-    assert "on purpose" in json.loads(made.settings.report)["speculative_algorithm"]["reason"]
+    assert "on purpose" in made.config.report.current()["speculative_algorithm"].reason
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
 
 
@@ -207,12 +206,14 @@ def test_one_whose_weights_are_no_numbers_is_left_out(
     held = load_file(folder / "model.safetensors")
     held["fc.weight"][0] = torch.nan
     save_file(held, folder / "model.safetensors")
-    wish = config_of(model=MODEL, speculative_draft_model_path=str(folder), dtype="float32", context_length=400)
+    wish = options_of(model=MODEL, speculative_draft_model_path=str(folder), dtype="float32", context_length=400)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
-        made = LocalEngine(msgspec.structs.replace(resolve(wish).engine, eos_ids=(1,), progress=False, warm=False))
+        made = LocalEngine(
+            msgspec.structs.replace(resolve(wish).engine, eos_ids=(1,), show_progress=False, warmup=False)
+        )
     (line,) = errors(caplog)
     assert "left out" in line and str(folder) in line and "no finite number" in line
-    assert "no finite number" in json.loads(made.settings.report)["speculative_algorithm"]["reason"]
+    assert "no finite number" in made.config.report.current()["speculative_algorithm"].reason
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
 
 
@@ -222,7 +223,7 @@ def test_one_that_does_not_fit_beside_the_model_is_planned_without(
     here = Machine.here()
 
     def resolved(free: int, algorithm: str = "NEXTN") -> Resolved:
-        wish = config_of(model=MODEL, speculative_algorithm=algorithm, dtype="float32", context_length=400)
+        wish = options_of(model=MODEL, speculative_algorithm=algorithm, dtype="float32", context_length=400)
         return resolve(wish, dataclasses.replace(here, free=free), weights=False)
 
     alone, both = (resolved(1 << 34, algorithm).sizes for algorithm in ("NONE", "NEXTN"))
@@ -232,10 +233,12 @@ def test_one_that_does_not_fit_beside_the_model_is_planned_without(
         short = resolved(int(most / 0.8))
     (line,) = errors(caplog)
     assert "no room for the drafter" in line and "context_length" in line
-    assert (short.engine.drafter, short.engine.width, short.sizes) == ("", 0, alone)
+    assert (short.engine.speculative_algorithm, short.engine.num_drafts, short.sizes) == ("NONE", 0, alone)
     (noted,) = (one for one in short.decisions if one.name == "speculative_algorithm")
     assert (noted.value, noted.source) == ("NONE", "auto") and noted.reason.startswith("no room for it: context_length")
-    made = LocalEngine(msgspec.structs.replace(short.engine, eos_ids=(1,), progress=False, warm=False, budget=512))
+    made = LocalEngine(
+        msgspec.structs.replace(short.engine, eos_ids=(1,), show_progress=False, warmup=False, chunked_prefill_size=512)
+    )
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
     with pytest.raises(InsufficientMemory):  # nor is there room for the model
         resolved(alone.weight_bytes)
@@ -273,7 +276,7 @@ def test_a_recording_without_memory_is_told_from_others(
 
 def test_what_is_no_lack_of_room_is_told() -> None:
     """Nor is one that has no drafter in it."""
-    made = engine(1).settings
+    made = engine(1).config
 
     def failing(error: Exception) -> Any:
         def start(settings: Any) -> None:
@@ -302,6 +305,7 @@ def test_acceptance_by_decree_answers_nobody_unless_allowed() -> None:
         with pytest.raises(UnsupportedConfig, match="--allow-simulated-acceptance"):
             start(MODEL, **wish)
     with pytest.raises(UnsupportedConfig, match="--allow-simulated-acceptance"):
-        serve(config_of(model=MODEL, port=0, **wish), lambda *args: None, lambda options: None)
-    allowed = resolve(config_of(model=MODEL, allow_simulated_acceptance=True, **wish), weights=False)
-    assert allowed.engine.imposed == resolve(config_of(model=MODEL, **wish), simulates=True).engine.imposed == 2.0
+        serve(options_of(model=MODEL, port=0, **wish), lambda *args: None, lambda options: None)
+    allowed = resolve(options_of(model=MODEL, allow_simulated_acceptance=True, **wish), weights=False)
+    for resolved in (allowed, resolve(options_of(model=MODEL, **wish), simulates=True)):
+        assert resolved.engine.speculative_simulate_accept_length == 2.0

@@ -7,12 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.compose.matrix import MODEL, settings
+from tests.configs import changed
 from tests.cpu import heads, zoo
 from tests.cpu.heads import Reference
 from thalweg.bench.answers import Texts
@@ -235,8 +235,14 @@ class Bundled:
         self.folder = heads.publish(folder, self.given, self.made)
 
     def engine(self, width: int, **fields: Any) -> LocalEngine:
-        wished = {"budget": 64, "pages": 60, "slots": 8, "drafter": "eagle", "drafter_path": str(self.folder)}
-        return LocalEngine(msgspec.structs.replace(settings(), **(wished | {"width": width} | fields)))
+        wished = {
+            "chunked_prefill_size": 64,
+            "num_pages": 60,
+            "max_running_requests": 8,
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(self.folder),
+        }
+        return LocalEngine(changed(settings(), **(wished | {"num_drafts": width} | fields)))
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -302,13 +308,13 @@ def test_drafts_are_those_of_the_formulas(bundled: Bundled) -> None:
 @cache
 def plain() -> tuple[list[list[int]], list[list[int]]]:
     """Greedy and seeded answers without a drafter."""
-    made = LocalEngine(msgspec.structs.replace(settings(), budget=64, pages=60, slots=8))
+    made = LocalEngine(changed(settings(), chunked_prefill_size=64, num_pages=60, max_running_requests=8))
     return run(made, prompts(4), GREEDY), run(made, prompts(4), SEEDED)
 
 
 def test_tokens_are_those_of_plain_decoding(bundled: Bundled) -> None:
     """The seeded ones behind prefixes that were found in the cache."""
-    made = bundled.engine(3, depth=2)
+    made = bundled.engine(3, max_steps_in_flight=2)
     assert (run(made, prompts(4), GREEDY), run(made, prompts(4), SEEDED)) == plain()
     assert made.loop.stats().drafted_tokens > 200 and made.loop.stats().cached_tokens > 0
 
@@ -333,7 +339,7 @@ def test_loading_reads_the_heads_own_folder_and_nothing_twice(
 
 def test_a_folder_with_a_config_alone_gets_random_weights(bundled: Bundled, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(bundled.given))
-    made = bundled.engine(2, drafter_path=str(tmp_path), load_format="dummy")
+    made = bundled.engine(2, speculative_draft_model_path=str(tmp_path), load_format="dummy")
     tokens = run(made, prompts(2), GREEDY)
     head = made.runner.drafting.drafter.head  # type: ignore[attr-defined]
     assert all(len(one) == 24 for one in tokens) and made.loop.stats().drafted_tokens > 20
@@ -346,9 +352,9 @@ def test_a_folder_with_a_config_alone_gets_random_weights(bundled: Bundled, tmp_
 
 @pytest.mark.skipif(not traced.script.AVAILABLE, reason="TorchScript does not support this Python")
 def test_recorded_steps_draft_the_same(bundled: Bundled, monkeypatch: pytest.MonkeyPatch) -> None:
-    eager = bundled.engine(2, slots=1)
+    eager = bundled.engine(2, max_running_requests=1)
     monkeypatch.setattr(traced, "ROWS", 1)
-    recorded = bundled.engine(2, slots=1)
+    recorded = bundled.engine(2, max_running_requests=1)
     assert type(recorded.runner.drafting.drafter.steps).__name__ == "TracedHead"  # type: ignore[attr-defined]
     asked = prompts(1)
     assert run(recorded, asked, GREEDY) == run(eager, asked, GREEDY)
@@ -358,8 +364,15 @@ def test_recorded_steps_draft_the_same(bundled: Bundled, monkeypatch: pytest.Mon
 def test_drafts_of_the_bundled_head_are_mostly_right() -> None:
     """Trained: see models/tiny-eagle3/README.md, which says 3.9 tokens of a verification for all sums."""
     folder = Path(MODEL).parent / "tiny-eagle3"
-    fields = {"budget": 256, "pages": 60, "slots": 8, "drafter": "eagle", "drafter_path": str(folder), "width": 3}
-    made = LocalEngine(msgspec.structs.replace(settings(), **fields))
+    fields = {
+        "chunked_prefill_size": 256,
+        "num_pages": 60,
+        "max_running_requests": 8,
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(folder),
+        "num_drafts": 3,
+    }
+    made = LocalEngine(changed(settings(), **fields))
     texts = Texts(Path(MODEL))
     asked = [list(texts.question(item).ids) for item in make_items("sums", "held_out", 4)]
     run(made, asked, SamplingParams(temperature=0.0, max_tokens=64))

@@ -37,30 +37,34 @@ def test_a_busy_while_is_the_same_for_all_widths(monkeypatch: pytest.MonkeyPatch
         nonlocal steps
         steps += 1
         busy = 4.0 if 9 < steps < 22 else 1.0  # longer than the turns of a width
-        return (1.0 + plan.draft) * len(plan.rows) * busy * rng.uniform(1, 1.01)
+        return (1.0 + plan.num_drafts) * len(plan.rows) * busy * rng.uniform(1, 1.01)
 
     monkeypatch.setattr(widths, "_run", run)
     monkeypatch.setattr(widths, "_late", lambda *_: 0.0)
-    settings = widths.measured(msgspec.structs.replace(made.settings, times=None, slots=2), made.runner)
-    assert settings.times is not None
-    for (rows, context, times), want in zip(settings.times, (1, 2), strict=True):
+    settings = widths.measured(
+        msgspec.structs.replace(
+            made.config, speculative_adaptive=True, speculative_step_times=(), max_running_requests=2
+        ),
+        made.runner,
+    )
+    for (rows, context, times), want in zip(settings.speculative_step_times, (1, 2), strict=True):
         assert (rows, context) == (want, 400 - 12) and times == pytest.approx(
             [rows * (1 + width) for width in range(4)], rel=0.02
         )
 
 
 def test_an_engine_begins_with_nothing_late() -> None:
-    made = engine(2, times=None, slots=2)
-    assert made.settings.times and not made.runner.drafting.late.steps and not made.runner.drafting.lost
+    made = engine(2, speculative_adaptive=True, max_running_requests=2)
+    assert made.config.speculative_step_times and not made.runner.drafting.late.steps and not made.runner.drafting.lost
 
 
 def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as that is cheap beside the measuring of short ones; and what a drafter does later counts where nothing is drafted."""
-    made, spent = engine(3, slots=8, context=4096), 0.0
+    made, spent = engine(3, max_running_requests=8, context_length=4096), 0.0
 
     def run(runner: Any, plan: Any, settings: Any) -> float:
         nonlocal spent
-        seconds = (1.0 + plan.draft + plan.reach / 1000) * len(plan.rows)
+        seconds = (1.0 + plan.num_drafts + plan.max_kv_len / 1000) * len(plan.rows)
         spent += seconds
         return seconds
 
@@ -68,48 +72,56 @@ def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr(widths, "_late", lambda *_: 0.5)
     monkeypatch.setattr(widths, "clock", lambda settings: lambda: spent)
     monkeypatch.setattr(widths, "SECONDS", 1e6)
-    settings = widths.measured(msgspec.structs.replace(made.settings, times=None), made.runner)
-    assert settings.times is not None
-    assert [(rows, context) for rows, context, _ in settings.times] == [
+    settings = widths.measured(
+        msgspec.structs.replace(made.config, speculative_adaptive=True, speculative_step_times=()),
+        made.runner,
+    )
+    assert [(rows, context) for rows, context, _ in settings.speculative_step_times] == [
         *((rows, 512) for rows in (1, 2, 4, 8)),
         (1, 4084),
     ]
-    times = StepTimes(settings.times)
+    times = StepTimes(settings.speculative_step_times)
     for context in (100, 512, 2000, 4084):
         for rows in (1, 3, 8):
             want = [rows * (1 + width + (context + 12) / 1000) + 0.5 * (not width) for width in range(4)]
             assert times.seconds(rows, context) == pytest.approx(want)
     monkeypatch.setattr(widths, "SHARE", 10)
-    more = widths.measured(msgspec.structs.replace(made.settings, times=None), made.runner)
-    assert more.times is not None and [rung[:2] for rung in more.times[4:]] == [(1, 4084), (8, 4084)]
+    more = widths.measured(
+        msgspec.structs.replace(made.config, speculative_adaptive=True, speculative_step_times=()),
+        made.runner,
+    )
+    assert [rung[:2] for rung in more.speculative_step_times[4:]] == [(1, 4084), (8, 4084)]
 
 
 def test_what_a_drafter_that_lags_takes_later_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, settings = engine(2, slots=2), engine(2).settings
+    made, settings = engine(2, max_running_requests=2), engine(2).config
     widths._bind(made.runner, settings, 2, 100, 120)
     drafter, tokens = made.runner.drafting.drafter, list[int]()
     monkeypatch.setattr(drafter, "observe", lambda seen, *rest: tokens.append(len(seen.batch.ids_T)))
     assert widths._late(made.runner, widths._plan(2, 100, 0, 120), settings) > 0
     assert tokens == [2 * 100] and not made.runner.drafting.late.behind
-    plain = engine(0, slots=2)
+    plain = engine(0, max_running_requests=2)
     widths._bind(plain.runner, settings, 2, 100, 120)
     assert widths._late(plain.runner, widths._plan(2, 100, 0, 120), settings) == 0.0
 
 
 def test_a_machine_that_has_become_slower_does_not_look_like_a_long_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a long context adds to one row is multiplied by the number of rows."""
-    made, steps = engine(3, slots=2, context=4096), 0
+    made, steps = engine(3, max_running_requests=2, context_length=4096), 0
 
     def run(runner: Any, plan: Any, settings: Any) -> float:
         nonlocal steps
         steps += 1
         slower = 1.0 if steps <= 2 * 2 * 4 * (1 + widths.REPEATS) else 1.5  # behind the short context all was well
-        return slower * (1.0 + plan.draft + plan.reach / 40960) * len(plan.rows)
+        return slower * (1.0 + plan.num_drafts + plan.max_kv_len / 40960) * len(plan.rows)
 
     monkeypatch.setattr(widths, "_run", run)
     monkeypatch.setattr(widths, "_late", lambda *_: 0.0)
-    settings = widths.measured(msgspec.structs.replace(made.settings, times=None), made.runner)
-    assert settings.times is not None and settings.times[2][:2] == (1, 4084)
-    times = StepTimes(settings.times)
+    settings = widths.measured(
+        msgspec.structs.replace(made.config, speculative_adaptive=True, speculative_step_times=()),
+        made.runner,
+    )
+    assert settings.speculative_step_times[2][:2] == (1, 4084)
+    times = StepTimes(settings.speculative_step_times)
     for rows in (1, 2, 30):
         assert times.seconds(rows, 60) == pytest.approx([rows * (1.0 + w) for w in range(4)], rel=0.03)

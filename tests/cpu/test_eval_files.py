@@ -22,7 +22,7 @@ from thalweg.bench.datasets import DatasetError
 from thalweg.bench.eval_run import Asked, Evaluation, evaluate
 from thalweg.bench.multiple_choice import Pick, continued, of_recall, read_questions
 from thalweg.bench.tasks import make_items, score
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.llm import LLM
 from tools import harness_tasks
@@ -392,7 +392,7 @@ def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_settings_become_the_servers_words() -> None:
-    config = config_of(model="m", radix_cache=False, threads=3, cuda_graph_bs=(1, 2))
+    config = options_of(model="m", radix_cache=False, threads=3, cuda_graph_bs=(1, 2))
     words = harness._words(config)
     assert words == ["m", "--threads", "3", "--cuda-graph-bs", "1", "--cuda-graph-bs", "2", "--no-radix-cache"]
 

@@ -14,16 +14,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.configs import config
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.assemble import Piece
 from thalweg.engine.front import Front
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.settings import EngineSettings
 from thalweg.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
-SETTINGS = EngineSettings(path=str(MODEL), context=512, pages=64, slots=8, eos_ids=(1,), progress=False, depth=2)
+SETTINGS = config(
+    model_path=str(MODEL),
+    context_length=512,
+    num_pages=64,
+    max_running_requests=8,
+    eos_ids=(1,),
+    show_progress=False,
+    max_steps_in_flight=2,
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -144,7 +152,7 @@ def test_a_dead_engine_fails_its_requests_and_is_replaced() -> None:
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     async def test() -> None:
-        front = Front(msgspec.structs.replace(SETTINGS, path=str(tmp_path / "nothing")), Tokenizer(MODEL))
+        front = Front(msgspec.structs.replace(SETTINGS, model_path=str(tmp_path / "nothing")), Tokenizer(MODEL))
         with pytest.raises(EngineDead, match="nothing"):
             await front.start()
         assert front.state == "dead"
@@ -227,7 +235,7 @@ def test_a_full_queue_refuses() -> None:
     long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True, n=2)
 
     async def test() -> None:
-        async with serving(slots=1, queue=1) as front:
+        async with serving(max_running_requests=1, max_queued_requests=1) as front:
             stream = front.stream(list(range(20, 90)), long)
             await anext(stream)
             with pytest.raises(Overloaded, match="limit is 2"):

@@ -1,4 +1,6 @@
-"""Published files load into the layers of a GPU's kernels, on a CPU: what memory holds is what the files say, in the files' own schemes."""
+"""Published files load into the layers of a GPU's kernels, on a CPU: what memory holds is what the files say, in the
+files' own schemes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from thalweg.quant.scheme import Quantized
 from thalweg.weights.loader import load
 from thalweg.weights.random import load_random
 from thalweg.weights.stream import Safetensors, schemes_in
-from thalweg.weights.table import WeightTable
+from thalweg.weights.table import WeightRule, WeightTable
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 WIDE = {  # whole blocks, so that weights can stay FP8
@@ -55,8 +57,8 @@ def dequantized(folder: Path) -> dict[str, Tensor]:
     return plain
 
 
-def held(parameters: dict[str, Tensor], table: WeightTable) -> dict[str, list[tuple[Tensor, Tensor, bool]]]:
-    """By published name: a slice of a parameter as numbers, how it follows from the published tensor, and whether memory holds it quantized."""
+def held(parameters: dict[str, Tensor], table: WeightTable) -> dict[str, list[tuple[Tensor, WeightRule, bool]]]:
+    """By published name: a slice of a parameter as numbers, its rule, and whether memory holds it quantized."""
     found: dict[str, list[Any]] = {}
     for rule in table.rules:
         whole = parameters[rule.target]
@@ -64,10 +66,7 @@ def held(parameters: dict[str, Tensor], table: WeightTable) -> dict[str, list[tu
             scale = parameters[f"{rule.target}_scale"].repeat_interleave(128, -2).repeat_interleave(128, -1)
             whole = whole.float() * scale[..., : whole.shape[-2], : whole.shape[-1]]
         value = whole[rule.into] if rule.into else whole
-        make: Callable[[Tensor], Tensor] = lambda tensor, rule=rule: rule.transform(
-            tensor[rule.take] if rule.take else tensor
-        )
-        found.setdefault(rule.source.name, []).append((value, make, rule.held is not None))
+        found.setdefault(rule.source.name, []).append((value, rule, rule.held is not None))
     return found
 
 
@@ -85,8 +84,9 @@ def check(folder: Path, *, nextn: bool, latent: bool = True) -> dict[str, bool]:
             load(module, module.table(), stream, facts.quantization_config)
     for module in modules:
         for name, slices in held(dict(module.named_parameters()), module.table()).items():
-            for value, make, is_quantized in slices:
-                want = make(published[name]).to(torch.float32 if is_quantized else value.dtype)
+            for value, rule, is_quantized in slices:
+                taken = published[name][rule.take] if rule.take else published[name]
+                want = rule.transform(taken).to(torch.float32 if is_quantized else value.dtype)
                 assert torch.equal(value, want.to(value.dtype)), name
                 quantized[name] = is_quantized
     return quantized

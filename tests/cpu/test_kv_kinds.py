@@ -14,14 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.configs import config
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
+from thalweg.config.engine import EngineConfig
 from thalweg.config.model import facts_of
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
+from thalweg.core.report import AUTO, USER, Decision, Report
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.selfcheck import Probe, probes, settled
-from thalweg.engine.settings import EngineSettings
 from thalweg.layers.linear import Part
 from thalweg.layers.module import Module
 from thalweg.layers.reference import ReferenceLayers
@@ -170,10 +172,11 @@ def broken() -> None:
     raise RuntimeError("its binary is for another torch")
 
 
-def settings(*asked: str) -> EngineSettings:
-    kernels = KernelConfig(decode="flashmla", prefill="fa3", requested=asked)
-    report = {"attention_decode": {"name": "attention_decode", "value": "flashmla", "source": "auto", "reason": "x"}}
-    return EngineSettings(path="m", device="cuda", kernels=kernels, report=json.dumps(report))
+def settings(*asked: str) -> EngineConfig:
+    kernels = KernelConfig(decode="flashmla", prefill="fa3")
+    names = {"decode": ("decode_attention_backend", "flashmla"), "prefill": ("prefill_attention_backend", "fa3")}
+    decisions = (Decision(*names[role], USER if role in asked else AUTO, "x") for role in names)
+    return config(model_path="m", device="cuda", kernels=kernels, report=Report(tuple(decisions)))
 
 
 def test_a_library_that_fails_its_check_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
@@ -181,12 +184,13 @@ def test_a_library_that_fails_its_check_is_replaced(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "thalweg.engine"):
         made = settled(settings("prefill"), probes)
     assert (made.kernels.decode, made.kernels.prefill) == ("triton", "fa3")
-    told = json.loads(made.report)["attention_decode"]
-    assert told["value"] == "triton" and "another torch" in told["reason"] and "another torch" in caplog.text
+    told = made.report.current()["decode_attention_backend"]
+    assert (told.value, told.source) == ("triton", "start-up")
+    assert "another torch" in told.reason and "another torch" in caplog.text
 
 
 def test_a_library_that_was_asked_for_ends_the_start() -> None:
-    with pytest.raises(UnsupportedConfig, match="attention_decode: its binary is for another torch"):
+    with pytest.raises(UnsupportedConfig, match="decode_attention_backend: its binary is for another torch"):
         settled(settings("decode"), [Probe("decode", "flashmla", broken)])
 
 

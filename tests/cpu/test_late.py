@@ -93,7 +93,7 @@ def check_entries(made: LocalEngine, tokens: tuple[int, ...], pages: list[int]) 
 def test_entries_are_those_of_a_drafter_that_never_lagged(depth: int, passing: bool, monkeypatch: Any) -> None:
     """Requests that come and go, of drafts now and then: also of those whose slots were bound anew before it had caught up."""
     monkeypatch.setattr(late, "TOKENS", 40)
-    made, rng, until = engine(3, depth=depth, slots=2), random.Random(3), 0
+    made, rng, until = engine(3, max_steps_in_flight=depth, max_running_requests=2), random.Random(3), 0
     made.runner.drafting.late.passing = passing
     turns = iter(range(10000))
 
@@ -147,7 +147,7 @@ def test_nothing_is_learned_step_by_step_while_nothing_is_drafted(monkeypatch: A
 
 def test_all_rows_lag_together_up_to_a_bound(monkeypatch: Any) -> None:
     monkeypatch.setattr(late, "TOKENS", 40)
-    made = engine(3, radix=False)
+    made = engine(3, radix_cache=False)
     drafting(made, lambda: 0)
     tokens = observed(made)
     run(made, prompts(8), GREEDY)
@@ -156,7 +156,7 @@ def test_all_rows_lag_together_up_to_a_bound(monkeypatch: Any) -> None:
 
 def test_no_row_lags_beyond_its_own_bound(monkeypatch: Any) -> None:
     monkeypatch.setattr(late, "ROW", 30)
-    made = engine(3, radix=False)
+    made = engine(3, radix_cache=False)
     drafting(made, lambda: 0)
     tokens = observed(made)
     run(made, prompts(2), GREEDY)
@@ -165,7 +165,7 @@ def test_no_row_lags_beyond_its_own_bound(monkeypatch: Any) -> None:
 
 def test_a_request_that_comes_stirs_nobody_else() -> None:
     """Prompts beside decoding rows are looked at alone, and so is what left the slot that is bound anew."""
-    made = engine(2, slots=3, budget=64)
+    made = engine(2, max_running_requests=3, chunked_prefill_size=64)
     drafting(made, lambda: 0)
     first, *others = prompts(4, 30)
     made.submit(first, LONG)
@@ -224,7 +224,7 @@ def test_who_catches_up_takes_its_own_tokens_along_and_nothing_else() -> None:
 
 def test_pages_of_who_has_left_are_another_ones_without_a_bind() -> None:
     """What lagged of the one is written before the other's, not with it: a step writes to no place twice."""
-    made = engine(2, radix=False, pages=6, slots=2)
+    made = engine(2, radix_cache=False, num_pages=6, max_running_requests=2)
     drafting(made, lambda: 0)
     drafter, twice = made.runner.drafting.drafter, 0
     real, ended = drafter.observe, released(made)
@@ -248,7 +248,7 @@ def test_pages_of_who_has_left_are_another_ones_without_a_bind() -> None:
 
 def test_a_prompt_that_goes_on_from_who_still_runs_finds_what_it_learned() -> None:
     """The page that the one has filled while nothing was drafted is the other's prefix, with the drafter's entries."""
-    made = engine(2, slots=2)
+    made = engine(2, max_running_requests=2)
     drafting(made, lambda: 0)
     prompt, running = list(range(30, 30 + PAGE - 8)), dict[int, list[int]]()
     (uid,) = made.submit(prompt, LONG)
@@ -270,7 +270,7 @@ def test_a_prompt_that_goes_on_from_who_still_runs_finds_what_it_learned() -> No
 
 
 def test_an_engine_without_a_drafter_keeps_nothing() -> None:
-    for fields in ({"width": 0}, {"width": 2, "drafter": "ngram"}):
+    for fields in ({"width": 0}, {"width": 2, "speculative_algorithm": "NGRAM"}):
         made = engine(**fields)
         run(made, prompts(2), GREEDY)
         assert not made.runner.drafting.late.steps

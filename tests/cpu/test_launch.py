@@ -131,7 +131,7 @@ def test_plan_says_sizes_and_choices(thalweg: Run) -> None:
     assert plan["decisions"]["max_running_requests"] == {
         "name": "max_running_requests",
         "value": 7,
-        "source": "asked",
+        "source": "user",
         "reason": "",
     }
     assert plan["architecture"] == config["architectures"][0] and plan["eos_ids"]

@@ -107,7 +107,7 @@ def test_replaced_weights_compute_what_their_checkpoint_does(
     assert llm.update_weights_from_disk(str(some), flush_cache=False) == f"{layers + 1} of 221 tensors replaced"
     assert llm.generate([PROMPT], GREEDY)[0].cached_tokens > 0, "the cache was to be kept"
     llm.engine.flush_cache()
-    fresh = LocalEngine(msgspec.structs.replace(llm.engine.settings, updates=(str(some),)))
+    fresh = LocalEngine(msgspec.structs.replace(llm.engine.config, weight_updates=(str(some),)))
     ours, theirs = (dict(one.runner.model.named_parameters()) for one in (llm.engine, fresh))  # type: ignore[attr-defined]
     assert all(torch.equal(ours[name], theirs[name]) for name in ours), "as an engine that starts with them"
     fresh.submit(PROMPT, GREEDY)
@@ -361,7 +361,7 @@ def test_an_engine_that_takes_the_place_of_another_has_its_weights(
         async with engine_process() as front:
             for folder in (some, other):
                 await front.control(UpdateWeights(0, str(folder)))
-            assert front.settings.updates == (str(other),), "what a whole checkpoint has replaced is forgotten"
+            assert front.config.weight_updates == (str(other),), "what a whole checkpoint has replaced is forgotten"
             assert front.ready is not None
             os.kill(front.ready.pid, signal.SIGKILL)
             await soon(lambda: front.restarts == 1 and front.state == "ready", 60)
@@ -373,4 +373,4 @@ def test_an_engine_that_takes_the_place_of_another_has_its_weights(
 
 def test_an_engine_does_not_start_without_the_weights_that_it_should_have(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no folder"):
-        LocalEngine(msgspec.structs.replace(SETTINGS, updates=(str(tmp_path / "gone"),)))
+        LocalEngine(msgspec.structs.replace(SETTINGS, weight_updates=(str(tmp_path / "gone"),)))

@@ -87,7 +87,16 @@ def test_in_an_engine(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [rng.randrange(20, 2000) for _ in range(12)]
     asked = [[0, *words * 3, *words[:k]] for k in (3, 5, 8)]
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True, frequency_penalty=0.1)
-    plain = run(LocalEngine(settings(budget=64, pages=60, slots=8)), asked, params)
-    made = LocalEngine(settings(budget=64, pages=60, slots=8, depth=depth, drafter="ngram", width=4))
+    plain = run(LocalEngine(settings(chunked_prefill_size=64, num_pages=60, max_running_requests=8)), asked, params)
+    made = LocalEngine(
+        settings(
+            chunked_prefill_size=64,
+            num_pages=60,
+            max_running_requests=8,
+            max_steps_in_flight=depth,
+            speculative_algorithm="NGRAM",
+            num_drafts=4,
+        )
+    )
     assert run(made, asked, params) == plain
     assert made.loop.stats().drafted_tokens > 0

@@ -18,6 +18,7 @@ from thalweg.batch.batch import Batch
 from thalweg.core.errors import NumericalError
 from thalweg.core.messages import EngineReady, StepUpdate, TokenDelta
 from thalweg.core.plan import PAGE
+from thalweg.core.report import Report
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.assemble import Piece
@@ -68,8 +69,13 @@ def answered(made: LocalEngine, asked: list[list[int]], params: SamplingParams) 
         ("greedy", 0, 2, {}),
         ("truncated", 0, 1, {}),
         ("penalised", 0, 2, {}),
-        ("sampled", 2, 1, {"acceptance": "standard"}),
-        ("truncated", 2, 2, {"acceptance": "relaxed", "relaxed": (3, 0.9)}),
+        ("sampled", 2, 1, {"speculative_acceptance": "standard"}),
+        (
+            "truncated",
+            2,
+            2,
+            {"speculative_acceptance": "relaxed", "speculative_relaxed_topk": 3, "speculative_relaxed_delta": 0.9},
+        ),
         ("penalised", 3, 2, {}),
         ("truncated", 4, 1, {"tree": TREE}),
     ],
@@ -77,7 +83,7 @@ def answered(made: LocalEngine, asked: list[list[int]], params: SamplingParams) 
 def test_it_fails_alone(kind: str, width: int, depth: int, fields: dict[str, Any]) -> None:
     """In the middle of its output: the token at which the model breaks is one that this request writes, and no other has."""
     params = SamplingParams(max_tokens=NEW, ignore_eos=True, **KINDS[kind])
-    made = engine(width, depth=depth, slots=3, **fields)
+    made = engine(width, max_steps_in_flight=depth, max_running_requests=3, **fields)
     asked = prompts(4, 100)
     sane = answered(made, asked, params)
     others = {token for i in (0, 2, 3) for token in (*asked[i], *sane[i][0])}
@@ -96,7 +102,7 @@ def test_it_fails_alone(kind: str, width: int, depth: int, fields: dict[str, Any
 @pytest.mark.parametrize(("width", "tree"), [(0, CHAIN), (2, CHAIN), (4, TREE)])
 def test_nothing_of_it_is_found_again(width: int, tree: TreeShape) -> None:
     """Not its prompt's pages either, which others could find while it was computed; what they had computed before stays."""
-    made = engine(width, tree=tree, slots=2, depth=2)
+    made = engine(width, tree=tree, max_running_requests=2, max_steps_in_flight=2)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     shared = [0, *range(30, 30 + PAGE)]
     ((want, _),) = answered(made, [shared], params)
@@ -112,7 +118,7 @@ def test_nothing_of_it_is_found_again(width: int, tree: TreeShape) -> None:
 
 
 def test_scores_that_are_no_numbers_fail_too() -> None:
-    made, prompt = engine(0, budget=64), [0, *range(30, 130)]
+    made, prompt = engine(0, chunked_prefill_size=64), [0, *range(30, 130)]
     Poisoned(made, 40)
     for params in ({"max_tokens": 0}, {"max_tokens": 3}):
         asked = SamplingParams(temperature=0.0, prompt_logprobs=0, **params)
@@ -132,8 +138,8 @@ def test_offline_others_keep_their_answers() -> None:
 
 
 def test_a_front_raises_behind_what_came_before(caplog: pytest.LogCaptureFixture) -> None:
-    front = Front(engine(0).settings, Tokenizer(Path(MODEL)))
-    front.ready, front.state = EngineReady(1, 400, 2048, 10, 4, "{}"), "ready"
+    front = Front(engine(0).config, Tokenizer(Path(MODEL)))
+    front.ready, front.state = EngineReady(1, 400, 2048, 10, 4, Report()), "ready"
     pieces: list[Piece] = []
 
     async def serve() -> None:

@@ -16,7 +16,7 @@ import torch
 from tests.null.plan_models import DEEPSEEK, INDEXER, LITE, QWEN
 from thalweg.bench.plan_check import Part, near
 from thalweg.cli import main
-from thalweg.config.args import config_parser, parse_config
+from thalweg.config.args import options_parser, parse_options
 from thalweg.config.model import facts_of
 from thalweg.core.kernels import KernelConfig
 from thalweg.engine import build
@@ -75,7 +75,7 @@ def test_a_model_of_eight_gpus(plan: Run, v3: str) -> None:
     made = json.loads(plan(v3, "--machine", "h200x8", "--concurrency", "256", "--json").out)
     assert not made["fits_one_device"] and "leaves no page" in made["why_not_one_device"]
     assert made["pages"] == made["memory"]["pages"] > 0, "of the layout, since one device has no cache"
-    assert "triton" in made["decisions"]["attention_decode"]["value"], "backends are resolved all the same"
+    assert "triton" in made["decisions"]["decode_attention_backend"]["value"], "backends are resolved all the same"
     assert made["flops_a_token"] == pytest.approx(73.25e9, rel=1e-3)
     found = {one["name"]: one for one in made["layouts"]}
     assert {"TP8", "TP8 DP8 EP8", "8 x 1 GPU"} <= found.keys()
@@ -95,7 +95,8 @@ def test_pages_and_memory_are_those_of_the_layout(plan: Run, v3: str) -> None:
     assert made["memory"] == layout["memory_of_a_gpu"] and made["caches"] == 1
     assert made["pages"] * 64 == made["kv_tokens"] == layout["kv_tokens_per_cache"] == 825_152
     assert (
-        made["decisions"]["pages"]["value"] == made["pages"] and "of the cache" in made["decisions"]["pages"]["reason"]
+        made["decisions"]["max_total_tokens"]["value"] == made["kv_tokens"]
+        and "of the cache" in made["decisions"]["max_total_tokens"]["reason"]
     )
     assert made["memory"]["slots"] > 170e6, "as long as the longest sequence that these pages hold"
     taken = sum(made["memory"][name] for name in ("beside", "weights", "step", "graphs", "slots", "reserve", "kv"))
@@ -117,7 +118,9 @@ def test_pages_and_memory_are_those_of_the_layout(plan: Run, v3: str) -> None:
 
 def test_what_fits_nowhere_has_no_pages(plan: Run, v3: str) -> None:
     made = json.loads(plan(v3, "--machine", "h200x8", "--tp-size", "4", "--json").out)
-    assert made["memory"] is made["pages"] is None and made["holds"] == [] and "pages" not in made["decisions"]
+    assert (
+        made["memory"] is made["pages"] is None and made["holds"] == [] and "max_total_tokens" not in made["decisions"]
+    )
     assert "kv cache" not in plan(v3, "--machine", "h200x8", "--tp-size", "4").out
 
 
@@ -159,7 +162,7 @@ def test_the_command_of_one_gpu_is_one_that_serve_reads(plan: Run, lite: str) ->
     assert made["best"] == made["best_that_runs"], "one GPU is what this version runs"
     words = shlex.split(made["best"]["command"])
     assert words[:2] == ["thalweg", "serve"]
-    config = parse_config(config_parser("thalweg serve", ""), words[2:]).config
+    config = parse_options(options_parser("thalweg serve", ""), words[2:]).options
     assert config.model.model == lite and config.memory.kv_cache_dtype == "fp8_e4m3" and not config.memory.radix_cache
     assert config.schedule.max_running_requests is not None and config.schedule.max_running_requests >= 400
     assert made["kv_bytes_per_token"] == 31_104 // 2
@@ -186,7 +189,7 @@ def test_tables_fit_a_page_and_explain(plan: Run, v3: str) -> None:
         commands = ("thalweg serve", "#", "for i in", "  CUDA")
         wide = [line for line in done.out.splitlines() if len(line) > WIDTH and not line.startswith(commands)]
         assert not wide, wide[0]
-        assert "Floors of decoding" in done.out and "attention_decode" in done.out
+        assert "Floors of decoding" in done.out and "decode_attention_backend" in done.out
     assert "sparse" not in done.err
 
 
@@ -375,13 +378,17 @@ def test_check_asks_a_server(plan: Run, server: tuple[str, type[Routes]]) -> Non
     url, kind = server
     kind.key = "k"
     given = ("--check", "--server", url, "--api-key", "k", "--json", "--max-total-tokens", "8192")
-    kind.answer = report(pages=128, memory_weights=30_981_312, memory_kv=129 * 64 * 3328, memory_slots=1_889_536)
+    kind.answer = report(
+        max_total_tokens=128 * 64, memory_weights=30_981_312, memory_kv=129 * 64 * 3328, memory_slots=1_889_536
+    )
     done = plan(TINY, *given)
     assert done.status == 0 and json.loads(done.out)["near"] and "--api-key '***'" in json.loads(done.out)["command"]
-    kind.answer = report(pages=128, memory_weights=34_000_000, memory_kv=129 * 64 * 3328, memory_slots=1_889_536)
+    kind.answer = report(
+        max_total_tokens=128 * 64, memory_weights=34_000_000, memory_kv=129 * 64 * 3328, memory_slots=1_889_536
+    )
     done = plan(TINY, *given)
     assert done.status == 1 and not json.loads(done.out)["near"]
-    kind.answer = report(pages=128, max_running_requests=7)
+    kind.answer = report(max_total_tokens=128 * 64, max_running_requests=7)
     done = plan(TINY, *given)
     assert done.status == 2 and "max_running_requests 7 there and 64 here" in done.err
     kind.answer = report(pages=128)
@@ -419,7 +426,7 @@ def test_counted_sizes_are_those_of_the_model(config: dict[str, Any]) -> None:
 
 
 def test_copies_get_gpus_of_their_own() -> None:
-    config = parse_config(config_parser("x", ""), ["m"]).config
+    config = parse_options(options_parser("x", ""), ["m"]).options
     room: Any = None
     of = lambda layout: Outcome(layout, room, 16, 1.0, 1.0, 1.0, 1.0, 1, 0.0, "")  # noqa: E731
     assert (

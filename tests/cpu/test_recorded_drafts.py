@@ -171,7 +171,7 @@ class Far:
 
 def made_of(graphs: Any, recorded: bool, kernels: Kernels | None = None, **fields: Any) -> LocalEngine:
     """An engine whose A is recorded, and B, too, or not; then kernels is what it drafts with."""
-    made = engine(WIDEST, slots=SLOTS + 1, **fields)
+    made = engine(WIDEST, max_running_requests=SLOTS + 1, **fields)
     runner = made.runner
     drafter = runner.drafting.drafter
     assert isinstance(drafter, Unrolled)
@@ -216,7 +216,7 @@ def at_work(
 
 @pytest.mark.parametrize(("depth", "acceptance"), [(2, "race"), (1, "standard")])
 def test_recorded_steps_publish_what_eager_ones_do(graphs: Any, depth: int, acceptance: str) -> None:
-    fields = {"depth": depth, "acceptance": acceptance, "budget": 96}
+    fields = {"max_steps_in_flight": depth, "speculative_acceptance": acceptance, "chunked_prefill_size": 96}
     whole = made_of(graphs, True, **fields)
     counts = counted(whole)
     tokens, steps = at_work(whole, 3)
@@ -264,7 +264,7 @@ PLACES = {
 def test_only_what_a_drafter_needs_is_blamed_on_it(
     graphs: Any, kind: str, method: str, drafters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, raised = engine(WIDEST, slots=SLOTS + 1), RuntimeError("CUDA error: on purpose")
+    made, raised = engine(WIDEST, max_running_requests=SLOTS + 1), RuntimeError("CUDA error: on purpose")
     drafter, context = made.runner.drafting.drafter, made.runner.slots.context
     assert isinstance(drafter, Unrolled)
     drafter.kernels = PLAIN

@@ -41,7 +41,9 @@ def played() -> Iterator[None]:
 
 def made_of(recorded: bool, tape: Tape) -> tuple[LocalEngine, dict[str, int]]:
     """An engine whose A is recorded, and B, too, or not; how often each is replayed."""
-    made = engine(SHAPE.num_drafts, tree=SHAPE, slots=SLOTS + 1, depth=2, budget=96)
+    made = engine(
+        SHAPE.num_drafts, tree=SHAPE, max_running_requests=SLOTS + 1, max_steps_in_flight=2, chunked_prefill_size=96
+    )
     made.loop.scheduler.holdings.slots.remove(SLOTS)  # nobody's: what fills recordings up
     runner, counts = made.runner, dict.fromkeys(COUNTS, 0)
     drafter = runner.drafting.drafter
@@ -159,7 +161,7 @@ def test_one_draft_is_a_chains_graphs_among_trees(graphs: Any) -> None:
 def among_trees(graphs: Any) -> LocalEngine:
     """All of whose steps are recorded, of one draft too."""
     shape, told = TreeShape(2, 2, 3), list[tuple[int, int]]()
-    made = engine(shape.num_drafts, tree=shape, slots=5, depth=2, budget=96)
+    made = engine(shape.num_drafts, tree=shape, max_running_requests=5, max_steps_in_flight=2, chunked_prefill_size=96)
     made.loop.scheduler.holdings.slots.remove(4)
     drafter: Any = made.runner.drafting.drafter
     drafter.kernels, made.runner.drafting.late.passing = PLAIN, True

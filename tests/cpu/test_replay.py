@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.configs import changed, config
 from thalweg.bench import replayer
 from thalweg.bench.replayer import Replayer, Verdict
 from thalweg.cli import main
+from thalweg.config.engine import EngineConfig
 from thalweg.core.grammar import Grammar
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import local, recording
@@ -20,11 +22,18 @@ from thalweg.engine.build import Rank, build, build_loop
 from thalweg.engine.channel import LocalChannel
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.recording import Recording, Ring, Step, read
-from thalweg.engine.settings import EngineSettings
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
-SETTINGS = EngineSettings(
-    path=str(MODEL), context=320, pages=9, slots=4, budget=48, depth=2, eos_ids=(1,), progress=False, seed=5
+SETTINGS = config(
+    model_path=str(MODEL),
+    context_length=320,
+    num_pages=9,
+    max_running_requests=4,
+    chunked_prefill_size=48,
+    max_steps_in_flight=2,
+    eos_ids=(1,),
+    show_progress=False,
+    random_seed=5,
 )
 SHARED = [0, *range(100, 170)]
 
@@ -40,7 +49,7 @@ def loaded_once(model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None
     """Each engine has a brain of its own around the same weights; its KV and slots hold nonsense at first, so that nothing is found in
     them but what is put there."""
 
-    def around(settings: EngineSettings, channel: LocalChannel) -> Rank:
+    def around(settings: EngineConfig, channel: LocalChannel) -> Rank:
         runner, facts = model
         for tensor in runner.planes.tensors():
             tensor.fill_(5.0)
@@ -53,7 +62,7 @@ def loaded_once(model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def engine(folder: Path, **changes: Any) -> LocalEngine:
-    return LocalEngine(msgspec.structs.replace(SETTINGS, crash_dump_folder=str(folder), **changes))
+    return LocalEngine(changed(SETTINGS, crash_dump_folder=str(folder), **changes))
 
 
 def ask(one: LocalEngine) -> None:
@@ -78,7 +87,7 @@ def turn(one: LocalEngine, steps: int) -> None:
 
 
 def again(found: Recording, compare: bool = True) -> Verdict:
-    one = Replayer(found, msgspec.structs.replace(found.head.settings, depth=1, crash_dump_folder=""), compare)
+    one = Replayer(found, changed(found.head.config, max_steps_in_flight=1, crash_dump_folder=""), compare)
     seen = [verdict.steps for verdict in one.run()]
     assert seen == list(range(1, len(seen) + 1))
     return one.verdict
@@ -98,7 +107,7 @@ def test_a_whole_recording_is_bit_for_bit_the_run(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     found = read(path)
     assert found.head.whole and not found.cut and not found.seats and len(found.asked) == 6
-    assert found.head.settings == one.settings and found.head.versions["torch"]
+    assert found.head.config == one.config and found.head.versions["torch"]
     assert [step.plan.step for step in found.steps] == list(range(one.loop.scheduler.step))
     verdict = again(found)
     tokens = one.loop.scheduler.tally.decode_tokens
@@ -168,8 +177,8 @@ def test_another_model_runs_the_same_steps_and_nothing_is_compared(tmp_path: Pat
     ask(one)
     turn(one, 40)
     found = tampered(read(ring(one).dump("test")), 3)
-    large = msgspec.structs.replace(one.settings, path="nowhere")
-    found = replace(found, head=msgspec.structs.replace(found.head, settings=large, model="another"))
+    large = msgspec.structs.replace(one.config, model_path="nowhere")
+    found = replace(found, head=msgspec.structs.replace(found.head, config=large, model="another"))
     strange = [
         Step(
             replace(s.plan, binds=tuple(b._replace(tokens=tuple(t + 10**6 for t in b.tokens)) for b in s.plan.binds)),
@@ -178,7 +187,7 @@ def test_another_model_runs_the_same_steps_and_nothing_is_compared(tmp_path: Pat
         for s in found.steps
     ]
     found = replace(found, steps=tuple(strange))
-    again_on = Replayer(found, msgspec.structs.replace(SETTINGS, depth=1), False)
+    again_on = Replayer(found, changed(SETTINGS, max_steps_in_flight=1), False)
     list(again_on.run())
     verdict = again_on.verdict
     assert (verdict.steps, verdict.compared, verdict.different, verdict.raised) == (len(found.steps), 0, 0, None)
@@ -199,7 +208,7 @@ def broken(runner: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_an_engine_dies_of_comes_again(
     tmp_path: Path, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = engine(tmp_path, depth=1)
+    one = engine(tmp_path, max_steps_in_flight=1)
     one.submit([0, 30, 31], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
     with monkeypatch.context() as patched:
         broken(model[0], 9, patched)
@@ -233,14 +242,14 @@ def test_files_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main(["replay", str(tmp_path / "made"), *more]) == 2
         assert words in capsys.readouterr().err
 
-    newer = json.dumps(head | {"version": 2, "new": True}).encode() + b"\n"
-    refused(newer, *lines[1:], words="a recording of version 2; this Thalweg")
+    newer = json.dumps(head | {"version": 3, "new": True}).encode() + b"\n"
+    refused(newer, *lines[1:], words="a recording of version 3; this Thalweg")
     refused(b'{"a": 1}\n', words="no recording")
     refused(b"\x00\xff", words="no recording")
     refused(b"", words="no recording")
     refused(*lines[:3], b"{]\n", *lines[4:], words="line 4 is broken")
     refused(*lines[:3], *lines[4:], words="lines were written")
-    moved = json.dumps(head | {"settings": head["settings"] | {"path": "nowhere"}}).encode() + b"\n"
+    moved = json.dumps(head | {"config": head["config"] | {"model_path": "nowhere"}}).encode() + b"\n"
     refused(moved, *lines[1:], words="name the folder of the checkpoint with --model")
     assert main(["replay", str(tmp_path / "none")]) == 2
     (tmp_path / "made").write_bytes(b"".join(lines[:-2]) + lines[-2][:40])

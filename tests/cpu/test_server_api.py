@@ -614,7 +614,7 @@ def test_information() -> None:
             assert (
                 info["internal_states"][0]["token_usage"] == 0 and info["internal_states"][0]["stats"]["pages"] == 100
             )
-        assert api.get("/resolved").json()["attention"]["why"] == "cpu"
+        assert api.get("/resolved").json()["attention_backend"]["reason"] == "cpu"
         assert api.post("/flush_cache", headers=ADMIN).json() == {"flushed": True} and front.flushed == 1
         assert [card["id"] for card in api.get("/v1/models").json()["data"]] == ["big", "alias"]
         assert api.get("/v1/models").json()["data"][0]["max_model_len"] == CONTEXT

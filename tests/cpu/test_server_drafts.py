@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from thalweg.bench.remote import Counters, accept_length, read_counters
 from thalweg.config.server import ServerOptions
 from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.messages import Stats
+from thalweg.core.report import AUTO, START_UP, USER, Decision, Report
 
 assert unrecorded  # a fixture of this module, too
 TOLD = AcceptanceCounts(4, 8, 5, (4, 4), (3, 2))
@@ -92,19 +92,14 @@ def test_the_server_says_when_drafts_are_accepted_with_a_loss() -> None:
     with serving(fake_app(front)) as url, httpx.Client(base_url=url) as api:
         assert api.get("/server_info").json()["speculative_acceptance"] is None
         for rule, lossless in (("standard", True), ("relaxed", False)):
-            decision = {"name": "speculative_acceptance", "value": rule, "source": "asked", "reason": "because"}
+            decision = Decision("speculative_acceptance", rule, USER, "because")
             assert front.ready is not None
-            front.ready = msgspec.structs.replace(front.ready, report=json.dumps({"speculative_acceptance": decision}))
+            front.ready = msgspec.structs.replace(front.ready, report=Report((decision,)))
             told = api.get("/server_info").json()["speculative_acceptance"]
             assert told == {"rule": rule, "lossless": lossless, "reason": "because", "simulated": None}
-        simulated = {
-            "name": "speculative_simulate_accept_length",
-            "value": 2.5,
-            "source": "asked",
-            "reason": "by decree",
-        }
-        resolved = {"speculative_acceptance": decision | {"value": "race"}, simulated["name"]: simulated}
-        front.ready = msgspec.structs.replace(front.ready, report=json.dumps(resolved))
+        simulated = Decision("speculative_simulate_accept_length", 2.5, USER, "by decree")
+        report = Report((msgspec.structs.replace(decision, value="race"), simulated))
+        front.ready = msgspec.structs.replace(front.ready, report=report)
         told = api.get("/server_info").json()["speculative_acceptance"]
         assert told == {"rule": "race", "lossless": False, "reason": "by decree", "simulated": 2.5}
 
@@ -121,10 +116,13 @@ def test_the_server_says_whether_anything_still_drafts() -> None:
     for front, active in ((FakeFront(), True), (Lost(), False)):
         ready = front.ready
         assert ready is not None
-        decided = {"speculative_algorithm": ("NEXTN", "why"), "speculative_acceptance": ("race", "")}
-        resolved = {name: {"name": name, "value": value, "source": "auto", "reason": reason}
-                    for name, (value, reason) in decided.items()}  # fmt: skip
-        front.ready = msgspec.structs.replace(ready, report=json.dumps(resolved))
+        report = Report(
+            (
+                Decision("speculative_algorithm", "NEXTN", AUTO, "why"),
+                Decision("speculative_acceptance", "race", AUTO, ""),
+            )
+        )
+        front.ready = msgspec.structs.replace(ready, report=report)
         with serving(fake_app(front)) as url:
             told = httpx.get(f"{url}/server_info").json()
             (state,) = told["internal_states"]
@@ -133,10 +131,14 @@ def test_the_server_says_whether_anything_still_drafts() -> None:
                 state["speculative"]["reason"] == "why" if active else "switched off" in state["speculative"]["reason"]
             )
             assert (told["speculative_acceptance"] is not None) == active
-            resolved["speculative_algorithm"] |= {"value": "NONE", "reason": "no room for it"}
-            front.ready = msgspec.structs.replace(ready, report=json.dumps(resolved))
+            report = report.append([Decision("speculative_algorithm", "NONE", START_UP, "no room for it")])
+            front.ready = msgspec.structs.replace(ready, report=report)
             (state,) = httpx.get(f"{url}/server_info").json()["internal_states"]
-            assert state["speculative"] == {"drafter": "NONE", "active": False, "reason": "no room for it"}
+            assert state["speculative"] == {
+                "drafter": "NONE",
+                "active": False,
+                "reason": "no room for it",
+            }
 
 
 def test_the_load_generator_reads_what_its_own_load_was_given() -> None:
@@ -149,7 +151,7 @@ def test_the_load_generator_reads_what_its_own_load_was_given() -> None:
 
 
 def test_an_engine_tells_each_request_its_own() -> None:
-    made, told = engine(3, depth=2), dict[int, AcceptanceCounts | None]()
+    made, told = engine(3, max_steps_in_flight=2), dict[int, AcceptanceCounts | None]()
     for prompt in prompts(4):
         made.submit(prompt, GREEDY)
     while not made.idle:

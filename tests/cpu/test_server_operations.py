@@ -19,12 +19,12 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tests.configs import config
 from tests.cpu.fakes import DEEPSEEK_V32, FakeFront, FakePiece, eventually, fake_app, serving
 from tests.cpu.operations import APIS, CHAT, lines, logged, talk
 from thalweg.config.server import ServerOptions
 from thalweg.core import logs
 from thalweg.engine.front import Front
-from thalweg.engine.settings import EngineSettings
 from thalweg.server.app import build
 from thalweg.server.tracing import Traces
 from thalweg.text.tokenizer import Tokenizer
@@ -246,7 +246,14 @@ def test_what_befalls_a_request_in_the_engine_carries_its_id(monkeypatch: pytest
     keys = ServerOptions(api_key=("k",), log_requests=True, otlp_traces_endpoint="http://nowhere")
 
     async def test() -> None:
-        settings = EngineSettings(path=str(MODEL), context=512, pages=8, slots=4, eos_ids=(1,), progress=False)
+        settings = config(
+            model_path=str(MODEL),
+            context_length=512,
+            num_pages=8,
+            max_running_requests=4,
+            eos_ids=(1,),
+            show_progress=False,
+        )
         front = Front(settings, Tokenizer(MODEL))
         await front.start()
         transport = httpx.ASGITransport(

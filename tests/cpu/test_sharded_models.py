@@ -1,4 +1,6 @@
-"""Models divided over ranks give what one rank gives: real linears, schemes, loader slices and residual streams, over axes whose ranks are threads."""
+"""Models divided over ranks give what one rank gives: real linears, schemes, loader slices and residual streams, over
+axes whose ranks are threads.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +220,9 @@ def test_an_eagle_head_on_two_ranks(third: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", ["v3.2", "qwen2.5"])
 def test_pipeline_stages_hand_on_what_the_next_needs(shape: str, tmp_path: Path) -> None:
-    """Two stages compute the whole model's hidden states and watched streams; each loads its own layers from the same files."""
+    """Two stages compute the whole model's hidden states and watched streams; each loads its own layers from the same
+    files.
+    """
     folder = written(tmp_path, SHAPES[shape])
     facts = read_facts(folder)
     whole, borders = loaded(folder), stage_borders(facts, 2)

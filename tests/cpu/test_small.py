@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from tests.compose.matrix import MODEL, settings
+from tests.configs import changed
 from tests.cpu import zoo
 from tests.cpu.test_eagle import GREEDY, SEEDED, plain, prompts, run
 from thalweg.bench.nextn_acceptance import whole_batch
@@ -27,8 +27,14 @@ from thalweg.weights.stream import Safetensors
 
 
 def engine(folder: str, width: int, **fields: Any) -> LocalEngine:
-    wished = {"budget": 64, "pages": 60, "slots": 8, "drafter": "small" if width else "", "drafter_path": folder}
-    return LocalEngine(msgspec.structs.replace(settings(), **(wished | {"width": width} | fields)))
+    wished = {
+        "chunked_prefill_size": 64,
+        "num_pages": 60,
+        "max_running_requests": 8,
+        "speculative_algorithm": "STANDALONE" if width else "NONE",
+        "speculative_draft_model_path": folder,
+    }
+    return LocalEngine(changed(settings(), **(wished | {"num_drafts": width} | fields)))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_model_itself_drafts_what_it_then_writes() -> None:
     """Behind chunks, refusals by a seed's coins and prefixes that were found: what it knows of the tokens is all that it needs."""
-    made = engine(MODEL, 3, depth=2)
+    made = engine(MODEL, 3, max_steps_in_flight=2)
     for params, want in zip((GREEDY, SEEDED), plain(), strict=True):
         before = made.loop.stats()
         assert run(made, prompts(4), params) == want
@@ -56,7 +62,7 @@ def test_the_model_itself_drafts_what_it_then_writes() -> None:
 
 
 def test_its_planes_are_what_it_keeps_alone(llama: Path) -> None:
-    made = engine(str(llama), 2, radix=False)
+    made = engine(str(llama), 2, radix_cache=False)
     drafter = made.runner.drafting.drafter
     assert isinstance(drafter, Unrolled) and isinstance(drafter.head, Small)
     small, prompt = drafter.head.model, prompts(1)[0]
@@ -95,7 +101,7 @@ def test_it_catches_up_with_a_long_text_piece_by_piece(monkeypatch: pytest.Monke
     """Behind 280 tokens for which nothing was drafted its drafts are as good as ever; it never computes more at once than a head does."""
     monkeypatch.setattr(traced, "ROWS", 0)
     monkeypatch.setattr(late, "ROW", 100)
-    made, prompt = engine(MODEL, 3, budget=512), prompts(1)[0]
+    made, prompt = engine(MODEL, 3, chunked_prefill_size=512), prompts(1)[0]
     drafter = made.runner.drafting.drafter
     assert isinstance(drafter, Unrolled)
     tokens, learn, first = list[int](), drafter.observe, len(prompt) + 280

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from tests.compose.matrix import MODEL, settings
+from tests.configs import changed
 from thalweg.batch.batch import Batch, Group
 from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.core.errors import CheckpointError
@@ -48,8 +48,14 @@ def unrecorded() -> Iterator[None]:
 
 
 def engine(width: int, **fields: Any) -> LocalEngine:
-    wished = {"budget": 512, "pages": 60, "slots": 8, "drafter": "nextn" if width else "", "width": width} | fields
-    return LocalEngine(msgspec.structs.replace(settings(), **wished))
+    wished = {
+        "chunked_prefill_size": 512,
+        "num_pages": 60,
+        "max_running_requests": 8,
+        "speculative_algorithm": "NEXTN" if width else "NONE",
+        "num_drafts": width,
+    } | fields
+    return LocalEngine(changed(settings(), **wished))
 
 
 def prompts(count: int, longest: int = 150) -> list[list[int]]:
@@ -76,7 +82,7 @@ def plain() -> list[list[int]]:
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_greedy_tokens_are_those_of_plain_decoding(plain: list[list[int]], width: int) -> None:
-    made = engine(width, depth=2)
+    made = engine(width, max_steps_in_flight=2)
     assert run(made, prompts(5)) == plain
     stats = made.loop.stats()
     assert stats.accepted_tokens > 20 and stats.drafted_tokens >= stats.accepted_tokens
@@ -95,7 +101,7 @@ def test_under_a_grammar(depth: int) -> None:
     """The masks follow the drafts: what comes out is what it would be without, and valid."""
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=150)
     texts = run(engine(0), prompts(3), params, JSON)
-    made = engine(3, depth=depth)
+    made = engine(3, max_steps_in_flight=depth)
     assert run(made, prompts(3), params, JSON) == texts
     assert made.loop.stats().accepted_tokens > 0
     tokenizer = Tokenizer(Path(MODEL))
@@ -147,7 +153,7 @@ def written_afresh(made: LocalEngine, prompt: tuple[int, ...]) -> Afresh:
 
 def test_entries_are_those_of_the_true_hidden_states() -> None:
     """Whatever was drafted and refused meanwhile."""
-    made = engine(3, budget=50, radix=False)
+    made = engine(3, chunked_prefill_size=50, radix_cache=False)
     afresh = written_afresh(made, prompts(1)[0])
     head = made.runner.drafting.drafter.head  # type: ignore[attr-defined]
     for spec in head.planes():
@@ -246,7 +252,7 @@ def breaking(made: LocalEngine, method: str, after: int) -> None:
 def test_a_drafter_that_raises_is_switched_off(
     plain: list[list[int]], method: str, after: int, depth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = engine(3, depth=depth)
+    made = engine(3, max_steps_in_flight=depth)
     breaking(made, method, after)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(5)) == plain
@@ -261,7 +267,7 @@ def test_a_drafter_that_raises_is_switched_off(
 def test_a_drafter_that_makes_no_numbers_is_switched_off(
     plain: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = engine(2, depth=2)
+    made = engine(2, max_steps_in_flight=2)
     drafter = made.runner.drafting.drafter
     assert isinstance(drafter, Unrolled)
     drafter.head.norm.weight.data.fill_(float("nan"))
@@ -293,7 +299,7 @@ def test_a_checkpoint_without_the_layer_says_so() -> None:
     assert isinstance(model, Deepseek)
     model.facts = replace(model.facts, nextn=0)
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers is 0"):
-        build_drafter("nextn", model)
+        build_drafter("NEXTN", model)
 
 
 # ---- how many are drafted
@@ -301,18 +307,18 @@ def test_a_checkpoint_without_the_layer_says_so() -> None:
 
 def test_the_width_goes_by_measured_times(plain: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "thalweg.engine"):
-        made = engine(3, times=None, slots=2)
+        made = engine(3, speculative_adaptive=True, max_running_requests=2)
     assert "drafts: 0 to 3" in caplog.text
-    times = made.settings.times
+    times = made.config.speculative_step_times
     assert times is not None and [rows for rows, *_ in times] == [1, 2]
     assert {len(seconds) for *_, seconds in times} == {4} and min(min(seconds) for *_, seconds in times) > 0
-    assert json.loads(made.settings.report)["speculative_adaptive"]["value"] == "0 to 3"
+    assert made.config.report.current()["speculative_adaptive"].value == "0 to 3"
     assert run(made, prompts(5)) == plain
 
 
 def test_a_width_that_comes_and_goes_changes_no_token(plain: list[list[int]]) -> None:
     """Steps of one token pass unseen, drafts of different numbers meet in a step."""
-    made = engine(3, depth=2, budget=60)
+    made = engine(3, max_steps_in_flight=2, chunked_prefill_size=60)
     rng = random.Random(5)
     made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 0, 1, 3))  # type: ignore[method-assign]
     assert run(made, prompts(5)) == plain
@@ -320,8 +326,8 @@ def test_a_width_that_comes_and_goes_changes_no_token(plain: list[list[int]]) ->
 
 
 def test_an_engine_that_cannot_verify_even_one_request_drafts_nothing(plain: list[list[int]]) -> None:
-    made = engine(3, times=None, budget=3)
-    assert made.settings.width == 0 and made.loop.scheduler.widths.widest == 0
+    made = engine(3, speculative_adaptive=True, chunked_prefill_size=3)
+    assert made.config.num_drafts == 0 and made.loop.scheduler.widths.widest == 0
 
 
 # ---- measured with an acceptance that is imposed
@@ -329,7 +335,7 @@ def test_an_engine_that_cannot_verify_even_one_request_drafts_nothing(plain: lis
 
 @pytest.mark.parametrize("length", [1.0, 2.0, 2.5, 4.0])
 def test_an_imposed_acceptance_is_kept(length: float) -> None:
-    made = engine(3, imposed=length, context=200)
+    made = engine(3, speculative_simulate_accept_length=length, context_length=200)
     run(made, prompts(6), SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
     stats = made.loop.stats()
     assert abs(1 + stats.accepted_tokens / stats.verifications - length) < 0.15

@@ -96,7 +96,7 @@ def test_the_choice_is_told_with_its_reason(llm: LLM) -> None:
     if llm.texts.talk.strip is None:
         assert (told.source, told.reason) == ("auto", "the chat template drops the thoughts of earlier turns")
     else:
-        assert (told.source, told.value) == ("asked", llm.texts.talk.strip)
+        assert (told.source, told.value) == ("user", llm.texts.talk.strip)
 
 
 def test_a_template_argument_of_one_request_counts_for_it_alone(llm: LLM) -> None:

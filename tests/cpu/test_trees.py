@@ -65,7 +65,7 @@ def plain() -> dict[SamplingParams, list[list[int]]]:
 def test_tokens_are_those_of_plain_decoding(
     plain: dict[SamplingParams, list[list[int]]], shape: TreeShape, depth: int, params: SamplingParams
 ) -> None:
-    made = growing(shape, depth=depth)
+    made = growing(shape, max_steps_in_flight=depth)
     assert run(made, prompts(3), params) == plain[params]
     stats = made.loop.stats()
     assert stats.accepted_tokens > 0.5 * stats.verifications, "a tree is right at least as often as its best path"
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_plain_decoding(
 
 
 def test_a_tree_of_all_nodes_there_may_be(plain: dict[SamplingParams, list[list[int]]]) -> None:
-    assert run(growing(WIDE, budget=80), prompts(5)[:2]) == plain[GREEDY][:2]
+    assert run(growing(WIDE, chunked_prefill_size=80), prompts(5)[:2]) == plain[GREEDY][:2]
 
 
 def test_a_tree_accepts_more_than_its_chain(plain: dict[SamplingParams, list[list[int]]]) -> None:
@@ -96,7 +96,7 @@ def test_under_a_grammar() -> None:
     """Of every node the mask is that of its own path."""
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=150)
     texts = run(engine(0), prompts(2, 40), params, JSON)
-    made = growing(DYNAMIC, depth=2)
+    made = growing(DYNAMIC, max_steps_in_flight=2)
     assert run(made, prompts(2, 40), params, JSON) == texts
     assert made.loop.stats().accepted_tokens > 0
     tokenizer = Tokenizer(Path(MODEL))
@@ -105,7 +105,7 @@ def test_under_a_grammar() -> None:
 
 def test_a_width_that_comes_and_goes_changes_no_token(plain: dict[SamplingParams, list[list[int]]]) -> None:
     """Chains of one, trees and single tokens meet in a step; a tree that is cut keeps its best nodes."""
-    made, rng = growing(DYNAMIC, depth=2, budget=70), random.Random(5)
+    made, rng = growing(DYNAMIC, max_steps_in_flight=2, chunked_prefill_size=70), random.Random(5)
     made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 1, 2, 5, 12))  # type: ignore[method-assign]
     assert run(made, prompts(3), PENALISED) == plain[PENALISED]
     assert made.loop.stats().accepted_tokens > 10
@@ -129,7 +129,7 @@ def test_what_ends_within_a_path(plain: dict[SamplingParams, list[list[int]]]) -
 @pytest.mark.parametrize("kernels", [KernelConfig(), KernelConfig(latent=False)], ids=["latents", "keys and values"])
 def test_entries_are_those_of_plain_decoding(kernels: KernelConfig) -> None:
     """Of the target and of its drafter, wherever in the tree a token was computed."""
-    made = growing(DYNAMIC, budget=50, radix=False, kernels=kernels)
+    made = growing(DYNAMIC, chunked_prefill_size=50, radix_cache=False, kernels=kernels)
     afresh = written_afresh(made, prompts(1)[0])
     drafter = made.runner.drafting.drafter
     assert isinstance(drafter, Branching)
@@ -154,7 +154,7 @@ def check(parents: Tensor, depth: Tensor, hides: Tensor) -> None:
 
 @pytest.mark.parametrize("shape", [STATIC, WIDE, TreeShape(2, 8, 30), TreeShape(8, 2, 63, dynamic=False)])
 def test_every_tree_is_one(shape: TreeShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = growing(shape, budget=200)
+    made = growing(shape, chunked_prefill_size=200)
     drafter, trees = made.runner.drafting.drafter, []
     assert isinstance(drafter, Branching)
     propose = drafter.propose
@@ -183,14 +183,14 @@ def test_a_static_tree_has_the_likeliest_ranks_first() -> None:
 
 @pytest.mark.parametrize("length", [1.0, 2.5])
 def test_an_imposed_acceptance_is_kept(length: float) -> None:
-    made = growing(STATIC if length > 2 else DYNAMIC, imposed=length, context=200)
+    made = growing(STATIC if length > 2 else DYNAMIC, speculative_simulate_accept_length=length, context_length=200)
     run(made, prompts(4, 40), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
     stats = made.loop.stats()
     assert abs(1 + stats.accepted_tokens / stats.verifications - length) < 0.2
 
 
 def test_a_drafter_that_makes_no_numbers_does_no_harm(plain: dict[SamplingParams, list[list[int]]]) -> None:
-    made = growing(DYNAMIC, depth=2)
+    made = growing(DYNAMIC, max_steps_in_flight=2)
     drafter = made.runner.drafting.drafter
     assert isinstance(drafter, Branching)
     drafter.head.norm.weight.data.fill_(float("nan"))  # type: ignore[attr-defined]
@@ -200,7 +200,7 @@ def test_a_drafter_that_makes_no_numbers_does_no_harm(plain: dict[SamplingParams
 
 def test_a_drafter_that_raises_leaves_trees_behind(plain: dict[SamplingParams, list[list[int]]]) -> None:
     """That are under way: they count as none."""
-    made = growing(DYNAMIC, depth=2)
+    made = growing(DYNAMIC, max_steps_in_flight=2)
     breaking(made, "propose", 4)
     assert run(made, prompts(3)) == plain[GREEDY]
     assert made.loop.stats().drafter_failures == 1
@@ -219,7 +219,7 @@ def test_in_deterministic_mode_bits_do_not_depend_on_trees() -> None:
                 found[delta.uid] = found[delta.uid].merge(delta) if delta.uid in found else delta
         return {uid: msgspec.structs.replace(delta, acceptance=None) for uid, delta in found.items()}
 
-    made, rng = growing(DYNAMIC, kernels=kernels, depth=2, budget=70), random.Random(5)
+    made, rng = growing(DYNAMIC, kernels=kernels, max_steps_in_flight=2, chunked_prefill_size=70), random.Random(5)
     made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 1, 2, 5, 12, 12))  # type: ignore[method-assign]
     assert bits(made) == bits(engine(0, kernels=kernels))
     assert made.loop.stats().accepted_tokens > 10

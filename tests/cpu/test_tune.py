@@ -16,10 +16,10 @@ from torch import Tensor
 
 from thalweg.bench import stopwatch, tune
 from thalweg.bench.tune import Outcome, Shelf, Tuner
-from thalweg.config.args import parse_config
+from thalweg.config.args import parse_options
 from thalweg.config.machine import Machine
-from thalweg.config.options import Config
-from thalweg.config.tree import config_of
+from thalweg.config.options import Options
+from thalweg.config.tree import options_of
 from thalweg.core.kernels import TunedKernel
 from thalweg.kernels.case import Inputs
 from thalweg.kernels.gemm import warm
@@ -162,7 +162,7 @@ def put(folder: Path, choice: int = 0, label: str = "a case") -> Path:
 
 def decided(cache: Path, **wishes: Any) -> tuple[tuple[TunedKernel, ...], str]:
     ledger = Ledger()
-    rows = tuned.decide(config_of(cache_dir=str(cache), **wishes), machine(), "cpu", ledger)
+    rows = tuned.decide(options_of(cache_dir=str(cache), **wishes), machine(), "cpu", ledger)
     (decision,) = ledger.decisions
     assert decision.name == "tuned_kernels"
     return rows, str(decision.value)
@@ -310,7 +310,7 @@ def test_the_examples_of_the_help_are_commands(capsys: pytest.CaptureFixture[str
     lines = [line.split("  ")[1] for line in shown.splitlines() if line.startswith("  thalweg tune ")]
     assert len(lines) >= 3
     for line in lines:
-        parse_config(tune._parser(), shlex.split(line)[2:])  # ends the process where it is none
+        parse_options(tune._parser(), shlex.split(line)[2:])  # ends the process where it is none
 
 
 def test_a_tuned_model_says_the_same_words_and_reads_otherwise(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_tuned_model_says_the_same_words_and_reads_otherwise(tmp_path: Path) -
     before = said(LLM(**plain))
     weight = torch.empty(2048, 256)
     assert warm.warm_for(weight) is warm.by_sum
-    config = Config()
+    config = Options()
     here = Machine.here()
     folder = tuned.folders(here, "cpu", str(tmp_path))[1]
     shelf = Shelf(folder, tuned.device_name(here, "cpu"), tuned.versions("cpu"), {})

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from rich.console import Console
 
+from tests.configs import changed, config
 from tests.cpu import zoo
 from thalweg import cli
 from thalweg.batch.slots import Slots
 from thalweg.config.machine import Machine
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE, SamplingNeeds
+from thalweg.core.report import AUTO, Decision, Report
 from thalweg.engine import caches, memory
 from thalweg.engine.kinds import (
     ALL_NEEDS,
@@ -36,7 +36,6 @@ from thalweg.engine.kinds import (
     samplings,
 )
 from thalweg.engine.memory import Graphs, Sums, settle
-from thalweg.engine.settings import EngineSettings
 from thalweg.engine.warm import thin, warm
 from thalweg.launch.report import as_json, show
 from thalweg.launch.resolve import paced, resolve
@@ -101,7 +100,7 @@ def test_ladders_meet_both_divisibilities_everywhere() -> None:
     assert few(1) == [1] and few(700)[-1] == 700 and reaches(100) == [64, 100] and reaches(1) == [1]
 
 
-SETTINGS_TINY = EngineSettings(path="m", slots=4, budget=96)
+SETTINGS_TINY = config(model_path="m", max_running_requests=4, chunked_prefill_size=96)
 
 
 def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +139,11 @@ def test_a_model_that_computes_one_token_at_a_time_starts(monkeypatch: pytest.Mo
     seen: list[torch.Size] = []
     forward = type(model).forward
     monkeypatch.setattr(type(model), "forward", lambda *given: seen.append(given[1].ids_T.shape) or forward(*given))
-    settings = msgspec.structs.replace(SETTINGS_TINY, kernels=ALONE, slots=4, budget=2048)
+    settings = changed(SETTINGS_TINY, kernels=ALONE, max_running_requests=4, chunked_prefill_size=2048)
     warm(runner, settings, 512, lambda done, total: None)
     assert set(seen) == {(1,)} and len(seen) < 1500
     measured = list(memory._largest(settings, runner, 512))
-    assert sum(plan.tokens for _, plan in measured) <= settings.slots + 1
+    assert sum(plan.tokens for _, plan in measured) <= settings.max_running_requests + 1
     assert {of.model for of, plan in measured} == {model, alone}
     seen.clear()
     for of, plan in measured:
@@ -154,7 +153,8 @@ def test_a_model_that_computes_one_token_at_a_time_starts(monkeypatch: pytest.Mo
 
 
 def test_plain_attention_is_measured_at_its_longest_context() -> None:
-    beside = msgspec.structs.replace(SETTINGS_TINY, kernels=KernelConfig(decode="torch"), slots=8, budget=1024)
+    plain = KernelConfig(decode="torch")
+    beside = changed(SETTINGS_TINY, kernels=plain, max_running_requests=8, chunked_prefill_size=1024)
     model = catalog.build(read_facts(TINY), torch.float32)
     runner = Runner(model, model, Planes(model.planes(), 1), Slots(9, 64, torch.device("cpu")))
     plans = [plan for _, plan in memory._largest(beside, runner, 100_000)]
@@ -170,7 +170,8 @@ def test_what_gathers_most_context_is_measured(slots: int, budget: int, context:
         assert all(row.start >= row.n > DECODE_QUERY for row in plan.rows) and plan.tokens <= budget
     gathered = [sum(row.start + row.n for row in plan.rows) for plan in (whole, chunks)]
     assert CHUNK - context < gathered[0] <= CHUNK < gathered[1]
-    settings = msgspec.structs.replace(SETTINGS_TINY, kernels=KernelConfig(decode="triton"), slots=slots, budget=budget)
+    triton = KernelConfig(decode="triton")
+    settings = changed(SETTINGS_TINY, kernels=triton, max_running_requests=slots, chunked_prefill_size=budget)
     model = catalog.build(read_facts(TINY), torch.float32)
     runner = Runner(model, model, Planes(model.planes(), 1), Slots(2, 64, torch.device("cpu")))
     assert {whole, chunks} < {plan for _, plan in memory._largest(settings, runner, context)}
@@ -201,7 +202,9 @@ def test_steps_of_single_tokens_are_not_paced() -> None:
     machine = Machine("Test CPU", 8, 100 * GB, 50 * GB, ("NVIDIA H100 80GB HBM3",), 80 * GB)
 
     def beside(**wishes: Any) -> object:
-        return resolve(config_of(model=str(TINY), **wishes), machine, weights=False, progress=False).engine.beside
+        return resolve(
+            options_of(model=str(TINY), **wishes), machine, weights=False, progress=False
+        ).engine.mixed_step_limits
 
     assert beside() is None and beside(chunked_prefill_size=512) == ()
     assert not paced("cuda", ALONE) and paced("cuda", KernelConfig(decode="torch")) and not paced("cpu", KernelConfig())
@@ -209,39 +212,47 @@ def test_steps_of_single_tokens_are_not_paced() -> None:
 
 
 SUMS = Sums(free=50 * GB, step=3 * GB, graphs=2 * GB, slots=GB // 2, reserve=GB, page=2_000_000)
-SETTINGS = EngineSettings(path="m", device="cuda", pages=0, context=1 << 20, report=json.dumps({"pages": {"value": 7}}))
+SETTINGS = config(
+    model_path="m",
+    device="cuda",
+    num_pages=0,
+    context_length=1 << 20,
+    report=Report((Decision("max_total_tokens", 7 * PAGE, AUTO, "an estimate"),)),
+)
 
 
 def test_pages_are_what_is_left() -> None:
     assert SUMS.pages == (50 * GB - 3 * GB - 2 * GB - GB // 2 - GB) // 2_000_000 - 1 == 21749
     settled = settle(SETTINGS, SUMS)
-    assert (settled.pages, settled.context) == (21749, 1 << 20)
-    said = json.loads(settled.report)["pages"]
-    assert said["value"] == 21749 and said["source"] == "auto"
-    assert said["reason"] == (
-        "(50.0 GB free beside the weights - 3.0 GB a step - 2.0 GB graphs - 500.0 MB slots - 1.0 GB reserve) / 2.0 MB a page = 21749"
+    assert (settled.num_pages, settled.context_length) == (21749, 1 << 20)
+    said = settled.report.current()["max_total_tokens"]
+    assert (said.value, said.source) == (21749 * PAGE, "start-up")
+    assert said.reason == (
+        "64 tokens a page: (50.0 GB free beside the weights - 3.0 GB a step - 2.0 GB graphs - 500.0 MB slots - "
+        "1.0 GB reserve) / 2.0 MB a page = 21749"
     )
 
 
 def test_the_context_is_what_the_pages_hold() -> None:
     small = SUMS._replace(free=8 * GB)
     settled = settle(SETTINGS, small)
-    assert settled.context == settled.pages * PAGE == small.pages * PAGE < 1 << 20
-    assert json.loads(settled.report)["context_length"]["value"] == settled.context
-    asked = msgspec.structs.replace(SETTINGS, least_context=settled.context, context=settled.context)
-    assert settle(asked, small).context == settled.context
-    with pytest.raises(UnsupportedConfig, match=rf"context_length: .* use at most {settled.context}"):
-        settle(msgspec.structs.replace(SETTINGS, least_context=settled.context + 1), small)
+    assert settled.context_length == settled.num_pages * PAGE == small.pages * PAGE < 1 << 20
+    assert settled.report.current()["context_length"].value == settled.context_length
+    length = settled.context_length
+    asked = changed(SETTINGS, min_context_length=length, context_length=length)
+    assert settle(asked, small).context_length == settled.context_length
+    with pytest.raises(UnsupportedConfig, match=rf"context_length: .* use at most {settled.context_length}"):
+        settle(changed(SETTINGS, min_context_length=length + 1), small)
 
 
 def test_pages_that_were_asked_for_are_given_or_refused() -> None:
     most = (SUMS.left + SUMS.reserve) // SUMS.page
-    asked = msgspec.structs.replace(SETTINGS, pages=most, context=4096)
-    assert settle(asked, SUMS).pages == most and settle(asked, SUMS).report == asked.report
+    asked = changed(SETTINGS, num_pages=most, context_length=4096)
+    assert settle(asked, SUMS).num_pages == most and settle(asked, SUMS).report == asked.report
     with pytest.raises(
         UnsupportedConfig, match=rf"{most + 1} pages do not fit: .*use --max-total-tokens {SUMS.pages * PAGE}"
     ):
-        settle(msgspec.structs.replace(asked, pages=most + 1), SUMS)
+        settle(changed(asked, num_pages=most + 1), SUMS)
     with pytest.raises(UnsupportedConfig, match="no page is left"):
         settle(SETTINGS, SUMS._replace(free=6 * GB))
 
@@ -296,8 +307,12 @@ def test_all_needs_are_all() -> None:
 
 def test_a_plan_on_a_gpu_is_an_estimate() -> None:
     machine = Machine("Test CPU", 8, 100 * GB, 50 * GB, ("NVIDIA H100 80GB HBM3",), 80 * GB)
-    resolved = resolve(config_of(model=str(TINY)), machine, weights=False, progress=False)
-    assert (resolved.engine.pages, resolved.engine.context, resolved.engine.least_context) == (0, 4096, 0)
+    resolved = resolve(options_of(model=str(TINY)), machine, weights=False, progress=False)
+    assert (resolved.engine.num_pages, resolved.engine.context_length, resolved.engine.min_context_length) == (
+        0,
+        4096,
+        0,
+    )
     told = as_json(resolved)
     assert told["pages_measured_at_start"] and told["pages"] == resolved.pages > 0 and resolved.context == 4096
     with Console(file=io.StringIO(), width=200) as console:

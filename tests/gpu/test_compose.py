@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.compose import deterministic, matrix
+from tests.configs import config
 from tests.gpu.shapes import SHAPES, folder
 from thalweg.core.kernels import KernelConfig
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.settings import EngineSettings
 
 KERNELS = KernelConfig(decode="triton", prefill="triton", deterministic=True)
 
@@ -29,12 +29,12 @@ def on_kernels(path: Path, **fields: Any) -> LocalEngine:
         "device": "cuda",
         "dtype": "bfloat16",
         "load_format": "dummy",
-        "seed": 3,
-        "context": 400,
+        "random_seed": 3,
+        "context_length": 400,
         "eos_ids": (1,),
-        "warm": False,
+        "warmup": False,
     }
-    return LocalEngine(EngineSettings(path=str(path), progress=False, **(settings | fields)))
+    return LocalEngine(config(model_path=str(path), show_progress=False, **(settings | fields)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -44,8 +44,8 @@ def test_bits_depend_on_the_sequence_alone(shape: str, cuda: torch.device, tmp_p
         plain = deterministic.answers(on_kernels(path, **deterministic.PLAIN), kind, alone=True)
         for case in deterministic.CASES.values():
             for graphs in ((), (1, 2, 4, 8, 16)):
-                recorded = tuple(rows for rows in graphs if rows <= case["slots"])
-                got = deterministic.answers(on_kernels(path, graphs=recorded, **case), kind, alone=False)
+                recorded = tuple(rows for rows in graphs if rows <= case["max_running_requests"])
+                got = deterministic.answers(on_kernels(path, cuda_graph_bs=recorded, **case), kind, alone=False)
                 deterministic.assert_equal_bits(plain, got)
 
 

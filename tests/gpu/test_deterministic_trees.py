@@ -114,7 +114,9 @@ def test_keys_and_values(rows: list[Part], fp8: bool, heads: int, kv_heads: int,
 
 def growing(path: Path, choice: KernelConfig, **fields: Any) -> LocalEngine:
     """Drafts by the model itself, so that many are right."""
-    made = on_kernels(path, kernels=choice, drafter="small", drafter_path=str(path), **fields)
+    made = on_kernels(
+        path, kernels=choice, speculative_algorithm="STANDALONE", speculative_draft_model_path=str(path), **fields
+    )
     head = made.runner.drafting.drafter.head  # type: ignore[attr-defined]
     assert isinstance(head, Small)
     weights = dict(made.runner.model.named_parameters())  # type: ignore[attr-defined]
@@ -145,7 +147,7 @@ def test_bits_are_those_of_plain_decoding(name: str, cuda: torch.device, tmp_pat
     shape, choice = MODELS[name][0], msgspec.structs.replace(EXACT, **MODELS[name][1])
     path = folder(shape, tmp_path)
     plain = all_kinds(on_kernels(path, kernels=choice, **deterministic.PLAIN), alone=True)
-    recorded = growing(path, choice, **deterministic.TREES, graphs=(1, 2, 4, 8))
+    recorded = growing(path, choice, **deterministic.TREES, cuda_graph_bs=(1, 2, 4, 8))
     replayed = counted(recorded)
     check(plain, recorded)
     check(plain, recorded)
@@ -155,7 +157,7 @@ def test_bits_are_those_of_plain_decoding(name: str, cuda: torch.device, tmp_pat
         varied.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 1, 2, 4, 7, 7))  # type: ignore[method-assign]
         check(plain, varied)
     assert {3, 5, 8} <= {query for _, query in replayed}, "smaller trees are recorded, too"
-    fixed = {"tree": TreeShape(3, 4, 15, dynamic=False), "width": 15, "radix": False}
+    fixed = {"tree": TreeShape(3, 4, 15, dynamic=False), "num_drafts": 15, "radix_cache": False}
     check(plain, growing(path, choice, **deterministic.TREES | fixed))
 
 
@@ -198,5 +200,5 @@ def test_bits_of_sparse_attention(cuda: torch.device) -> None:
                 found[delta.uid] = found[delta.uid].merge(delta) if delta.uid in found else delta
         return made, {uid: msgspec.structs.replace(delta, acceptance=None) for uid, delta in found.items()}
 
-    made, got = bits(drafter="nextn", width=9, tree=TreeShape(3, 3, 9))
+    made, got = bits(speculative_algorithm="NEXTN", num_drafts=9, tree=TreeShape(3, 3, 9))
     assert got == bits()[1] and made.loop.stats().accepted_tokens > 2

@@ -8,18 +8,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from tests import configs
 from tests.gpu.shapes import KERNELS, published
 from tests.gpu.test_engine import agreement, tokens
 from tests.gpu.test_heads import config
 from thalweg.core.plan import SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.settings import EngineSettings
 from thalweg.kernels.draft import ref, triton
 from thalweg.kernels.prepare import ref as prepare
 from thalweg.kernels.prepare import triton as preparing
@@ -35,7 +34,7 @@ WIDTH = 3
 
 def engine(drafter: str, folder: Path, pieces: tuple[int, ...], **fields: Any) -> LocalEngine:
     folder.mkdir(exist_ok=True)
-    shape = "v2-lite" if drafter == "eagle" else "v3-dense"
+    shape = "v2-lite" if drafter == "EAGLE3" else "v3-dense"
     model, head = folder / "model", folder / "head"
     model.mkdir()
     head.mkdir()
@@ -43,12 +42,26 @@ def engine(drafter: str, folder: Path, pieces: tuple[int, ...], **fields: Any) -
     (model / "config.json").write_text(json.dumps(own))
     streams = {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}
     (head / "config.json").write_text(json.dumps(config(shape, True) | streams))
-    settings = EngineSettings(
-        path=str(model), device="cuda", dtype="bfloat16", kernels=KERNELS, load_format="dummy", drafter=drafter,
-        drafter_path=str(head), width=WIDTH, graphs=(1, 2, 4, 8, 16), pieces=pieces, context=512, pages=64, slots=4,
-        budget=256, depth=2, warm=False, progress=False,
-    )  # fmt: skip
-    return LocalEngine(msgspec.structs.replace(settings, **fields))
+    base = {
+        "model_path": str(model),
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "kernels": KERNELS,
+        "load_format": "dummy",
+        "speculative_algorithm": drafter,
+        "speculative_draft_model_path": str(head),
+        "num_drafts": WIDTH,
+        "cuda_graph_bs": (1, 2, 4, 8, 16),
+        "piecewise_cuda_graph_tokens": pieces,
+        "context_length": 512,
+        "num_pages": 64,
+        "max_running_requests": 4,
+        "chunked_prefill_size": 256,
+        "max_steps_in_flight": 2,
+        "warmup": False,
+        "show_progress": False,
+    }
+    return LocalEngine(configs.config(**(base | fields)))
 
 
 def answers(made: LocalEngine, kinds: list[dict[str, Any]]) -> list[list[int]]:
@@ -131,7 +144,7 @@ class Beside:
 
 
 @pytest.mark.parametrize("pieces", [(), (64, 256)], ids=["whole steps", "pieces too"])
-@pytest.mark.parametrize("drafter", ["eagle", "nextn"])
+@pytest.mark.parametrize("drafter", ["EAGLE3", "NEXTN"])
 def test_recorded_drafting_is_the_drafters_own(
     drafter: str, pieces: tuple[int, ...], tmp_path: Path, cuda: torch.device
 ) -> None:
@@ -158,8 +171,8 @@ def test_requests_are_answered_with_graphs_as_without(tmp_path: Path, cuda: torc
         {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 4},
     ]  # fmt: skip
     got = []
-    for name, pieces, fields in (("none", (), {"graphs": ()}), ("whole", (), {}), ("pieces", (64, 256), {})):
-        made = engine("nextn", tmp_path / name, pieces, **fields)
+    for name, pieces, fields in (("none", (), {"cuda_graph_bs": ()}), ("whole", (), {}), ("pieces", (64, 256), {})):
+        made = engine("NEXTN", tmp_path / name, pieces, **fields)
         got.append(answers(made, kinds))
         assert not made.loop.stats().drafter_failures
         assert name == "none" or made.runner.graphs.verified  # type: ignore[attr-defined]

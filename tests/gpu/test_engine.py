@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.shapes import SHAPES, folder
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
@@ -23,7 +23,7 @@ def engine(path: Path, **wishes: Any) -> LocalEngine:
     given = {"max_running_requests": 16, "context_length": 4096, "max_total_tokens": 32768, "random_seed": 1}
     given |= {"warmup": False} | wishes  # what is compiled ahead is tested in test_start.py
     return LocalEngine(
-        resolve(config_of(model=str(path), load_format="dummy", **given), weights=False, progress=False).engine
+        resolve(options_of(model=str(path), load_format="dummy", **given), weights=False, progress=False).engine
     )
 
 

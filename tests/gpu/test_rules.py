@@ -63,8 +63,8 @@ def test_a_step_is_that_of_the_cpu(rule: str) -> None:
 def test_an_engine_judges_with_graphs_as_without(rule: str, tmp_path: Path) -> None:
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 5}, {"top_p": 0.9, "seed": 4}]
     got = []
-    for name, fields in (("none", {"graphs": ()}), ("whole", {})):
-        made = engine("nextn", tmp_path / name, (), acceptance=rule, **fields)
+    for name, fields in (("none", {"cuda_graph_bs": ()}), ("whole", {})):
+        made = engine("NEXTN", tmp_path / name, (), speculative_acceptance=rule, **fields)
         got.append(answers(made, kinds))
         assert not made.loop.stats().drafter_failures
         if name != "none":

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.compose import deterministic, matrix
-from tests.cpu import zoo
+from tests.configs import config
 from tests.gpu.shapes import COMMON, LATENT, SHAPES, Part, batches, planes, twins
 from tests.gpu.test_engine import agreement, engine, tokens
 from thalweg.attention.selection import best
@@ -20,10 +20,7 @@ from thalweg.config.model import facts_of
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.settings import EngineSettings
 from thalweg.layers.indexer import Indexer
-from thalweg.layers.reference import ReferenceLayers
-from thalweg.models import catalog
 from thalweg.models.token_by_token import TokenByToken
 
 TOPK, PROMPT, NEW = 2048, 3900, 12
@@ -45,8 +42,15 @@ STEPS: dict[str, list[Part]] = {
 
 def answer(path: Path, device: str, budget: int, **more: Any) -> list[tuple[float, ...]]:
     """Log-probabilities: of prompt positions past index_topk, then of the tokens that follow; all forced to the CPU's own choice by greed."""
-    settings = EngineSettings(
-        path=str(path), device=device, context=4096, pages=70, slots=2, budget=budget, warm=False, **more
+    settings = config(
+        model_path=str(path),
+        device=device,
+        context_length=4096,
+        num_pages=70,
+        max_running_requests=2,
+        chunked_prefill_size=budget,
+        warmup=False,
+        **more,
     )
     engine = LocalEngine(settings)
     rng = random.Random(5)
@@ -70,10 +74,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_past_the_chosen_context_it_is_the_cpus(checkpoint: Path, cuda: torch.device, monkeypatch: Any) -> None:
-    same_weights(monkeypatch)
-    on_cpu = answer(checkpoint, "cpu", 1024, load_format="dummy", threads=8, progress=False)
-    on_gpu = answer(checkpoint, "cuda", 1024, load_format="dummy", progress=False)
-    chunked = answer(checkpoint, "cuda", 700, load_format="dummy", progress=False)
+    on_cpu = answer(checkpoint, "cpu", 1024, load_format="dummy", threads=8, show_progress=False)
+    on_gpu = answer(checkpoint, "cuda", 1024, load_format="dummy", show_progress=False)
+    chunked = answer(checkpoint, "cuda", 700, load_format="dummy", show_progress=False)
     assert len(on_cpu) == PROMPT - 1 + NEW
     for got in (on_gpu, chunked):
         apart = [abs(a[-1] - b[-1]) for a, b in zip(on_cpu, got, strict=True)]
@@ -118,7 +121,7 @@ def test_chunks_and_prefix_hits_change_few_tokens(shape: dict[str, Any], cuda: t
     prompts = [tuple(rng.randrange(1024) for _ in range(3000)) for _ in range(8)]
     params = [SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)] * 8
     of = engine(tmp_path, chunked_prefill_size=4096)
-    assert of.settings.kernels.decode == "torch"
+    assert of.config.kernels.decode == "torch"
     whole, cached = tokens(of, prompts, params), tokens(of, prompts, params)
     chunked = tokens(engine(tmp_path, chunked_prefill_size=512), prompts, params)
     assert agreement(whole, cached, 2) >= 0.6 and agreement(whole, chunked, 2) >= 0.6
@@ -139,23 +142,8 @@ def test_a_deterministic_one_starts_warm(shape: dict[str, Any], cuda: torch.devi
     """Every token is a step of its own: what runs before the first request, and what is measured, is one token's."""
     (tmp_path / "config.json").write_text(json.dumps(shape))
     of = engine(tmp_path, warmup=True, deterministic_inference=True, max_running_requests=4)
-    assert of.settings.warm and of.settings.beside == () and isinstance(of.runner.model, TokenByToken)
+    assert of.config.warmup and of.config.mixed_step_limits == () and isinstance(of.runner.model, TokenByToken)
     prompts = [tuple(range(100)), tuple(range(7, 50))]
     params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)] * 2
     together = tokens(of, prompts, params)
     assert together == [tokens(of, [prompt], params[:1])[0] for prompt in prompts]
-
-
-def same_weights(monkeypatch: Any) -> None:
-    """Both devices draw their random weights on the CPU."""
-    from thalweg.engine import build
-
-    def fill(model: torch.nn.Module, seed: int) -> None:
-        twin = catalog.assemble(facts_of(SHAPE, "sparse"), ReferenceLayers(torch.float32, torch.device("cpu")))
-        assert isinstance(twin, torch.nn.Module)
-        zoo.fill(twin, seed)
-        with torch.no_grad():
-            for there, here in zip(model.parameters(), twin.parameters(), strict=True):
-                there.copy_(here)
-
-    monkeypatch.setattr(build, "fill_dummy", fill)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -13,16 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.shapes import KERNELS, SHAPES, facts, folder
+from tests.gpu.shapes import SHAPES, facts, folder, kernel_layers
 from thalweg.bench.make_checkpoint import make
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels.compilations import Compilations
 from thalweg.launch.resolve import resolve
-from thalweg.layers.kernel_layers import KernelLayers
 from thalweg.models import catalog
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Read, Safetensors
@@ -31,7 +29,7 @@ from thalweg.weights.stream import Read, Safetensors
 def engine(path: Path, **wishes: Any) -> LocalEngine:
     given = {"max_running_requests": 24, "context_length": 4096, "random_seed": 1} | wishes
     return LocalEngine(
-        resolve(config_of(model=str(path), load_format="dummy", **given), weights=False, progress=False).engine
+        resolve(options_of(model=str(path), load_format="dummy", **given), weights=False, progress=False).engine
     )
 
 
@@ -89,7 +87,7 @@ class Plain(Safetensors):
     """Reads as a CPU does, and copies what it has read."""
 
     def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
-        return (self.read(*read).to(device) for read in reads)
+        return (tensor.to(device) for tensor in super().deliver(reads, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,9 +95,7 @@ def test_weights_through_pinned_memory_are_those_of_the_files(shape: str, cuda: 
     (tmp_path / "shape").mkdir()
     out, of = tmp_path / "out", facts(shape)
     make(folder(shape, tmp_path / "shape"), out, 1, False, 500_000_000, cuda, False)
-    pumped, plain = (
-        catalog.assemble(of, KernelLayers(torch.bfloat16, cuda, KERNELS, of.fp8_block is not None)) for _ in range(2)
-    )
+    pumped, plain = (catalog.assemble(of, kernel_layers(of, cuda)) for _ in range(2))
     for model, kind in ((pumped, Safetensors), (plain, Plain)):
         assert isinstance(model, torch.nn.Module)
         for parameter in model.parameters():
@@ -114,14 +110,14 @@ def test_weights_through_pinned_memory_are_those_of_the_files(shape: str, cuda: 
 def test_the_cache_gets_what_is_free(cuda: torch.device, tmp_path: Path) -> None:
     path = folder("v2-lite", tmp_path)
     of = engine(path, max_running_requests=8, chunked_prefill_size=1024)
-    said = json.loads(of.settings.report)["pages"]
-    assert of.settings.pages == said["value"] and "free beside the weights" in said["reason"]
-    assert of.runner.planes.pages == of.settings.pages + 1 and of.context == 4096
+    said = of.config.report.current()["max_total_tokens"]
+    assert of.config.max_total_tokens == said.value and "free beside the weights" in said.reason
+    assert of.runner.planes.pages == of.config.num_pages + 1 and of.context == 4096
     left = torch.cuda.mem_get_info()[0]
     assert (0.4 * (1 << 30)) < left < (4 << 30), left
     greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=20)
     run(of, [tuple(range(1000)) * 3] * 8, [greedy] * 8, 1)
-    pages = of.settings.pages
+    pages = of.config.num_pages
     del of
     torch.cuda.empty_cache()  # the resolver counts what the driver has left
     with pytest.raises(UnsupportedConfig, match="do not fit|leaves no page"):

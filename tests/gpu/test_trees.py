@@ -235,9 +235,9 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
         {"temperature": 0.7, "top_p": 0.9, "seed": 4},
         {"temperature": 0.0, "logprobs": 1},
     ]
-    fields: dict[str, Any] = {"tree": TreeShape(3, 3, 9), "width": 9}
-    plain = answers(engine("nextn", tmp_path / "none", (), graphs=(), **fields), kinds)
-    made = engine("nextn", tmp_path / "whole", (), imposed=2.5, **fields)
+    fields: dict[str, Any] = {"tree": TreeShape(3, 3, 9), "num_drafts": 9}
+    plain = answers(engine("NEXTN", tmp_path / "none", (), cuda_graph_bs=(), **fields), kinds)
+    made = engine("NEXTN", tmp_path / "whole", (), speculative_simulate_accept_length=2.5, **fields)
     runner, learned, real = made.runner, list[bool](), made.runner.groves.drafts.observe
     drafter: Any = runner.drafting.drafter
     rng = random.Random(7)
@@ -261,17 +261,17 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
     runner.groves.drafts.observe = observe  # type: ignore[method-assign]
     answers(made, kinds)
     assert len(learned) > 20 and all(learned) and made.loop.stats().accepted_tokens > 40
-    made = engine("nextn", tmp_path / "again", (), **fields)
+    made = engine("NEXTN", tmp_path / "again", (), **fields)
     assert agreement(plain, answers(made, kinds), 10) >= 0.7 and not made.loop.stats().drafter_failures
 
 
 def test_drafts_of_any_number_are_recorded(tmp_path: Path, cuda: torch.device) -> None:
     """Of one, which is a chain, of some, and of all that there may be: nothing is proposed by the drafter itself, and little learned."""
-    fields: dict[str, Any] = {"tree": TreeShape(3, 3, 9), "width": 9, "imposed": 2.5}
+    fields: dict[str, Any] = {"tree": TreeShape(3, 3, 9), "num_drafts": 9, "speculative_simulate_accept_length": 2.5}
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "seed": 4}]
     found, called = list[list[list[int]]](), list[dict[str, int]]()
     for graphs in ((), (1, 2, 4, 8)):
-        made, rng = engine("nextn", tmp_path / str(len(graphs)), (), graphs=graphs, **fields), random.Random(11)
+        made, rng = engine("NEXTN", tmp_path / str(len(graphs)), (), cuda_graph_bs=graphs, **fields), random.Random(11)
         called.append(_calls(made.runner.drafting.drafter))
 
         def drawn(emitting: Any, most: int, rng: random.Random = rng) -> int:
@@ -310,9 +310,11 @@ def test_flashmla_attends_where_nothing_parts_ways(
     graphs: tuple[int, ...], tmp_path: Path, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trees come and go: they are attended to by own kernels, plain steps of eight rows by the library, and tokens are those of either."""
-    fields: dict[str, Any] = {"slots": 8, "tree": TreeShape(3, 3, 9), "width": 9}
+    fields: dict[str, Any] = {"max_running_requests": 8, "tree": TreeShape(3, 3, 9), "num_drafts": 9}
     greedy, called = [{"temperature": 0.0}], dict.fromkeys(("own", "library"), 0)
-    plain = answers(engine("", tmp_path / "plain", (), graphs=graphs, slots=8, width=0), greedy)
+    plain = answers(
+        engine("NONE", tmp_path / "plain", (), cuda_graph_bs=graphs, max_running_requests=8, num_drafts=0), greedy
+    )
     own, library = mla.decode, flashmla.decode
 
     def by_own(*args: Any, **kwargs: Any) -> Any:
@@ -325,7 +327,7 @@ def test_flashmla_attends_where_nothing_parts_ways(
 
     monkeypatch.setattr(mla, "decode", by_own)
     monkeypatch.setattr(flashmla, "decode", by_library)
-    made = engine("nextn", tmp_path / "made", (), graphs=graphs, kernels=choice("triton+flashmla"), **fields)
+    made = engine("NEXTN", tmp_path / "made", (), cuda_graph_bs=graphs, kernels=choice("triton+flashmla"), **fields)
     rng = random.Random(3)
     made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 9))  # type: ignore[method-assign]
     assert agreement(plain, answers(made, greedy), 10) >= 0.7

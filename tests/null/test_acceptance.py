@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from thalweg.config.args import config_parser, parse_config
+from thalweg.config.args import options_parser, parse_options
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.report import Decision
 from thalweg.launch.acceptance import Acceptance, decide_acceptance, refuse_simulated
 from thalweg.launch.ledger import Ledger
-from thalweg.launch.resolved import Decision
 
 
-def decided(drafter: str = "nextn", trees: bool = False, **wishes: Any) -> tuple[Acceptance, list[Decision]]:
+def decided(drafter: str = "NEXTN", trees: bool = False, **wishes: Any) -> tuple[Acceptance, list[Decision]]:
     ledger = Ledger()
     return decide_acceptance(SpeculativeOptions(**wishes), drafter, 3, trees, ledger), ledger.decisions
 
@@ -22,12 +22,12 @@ def decided(drafter: str = "nextn", trees: bool = False, **wishes: Any) -> tuple
 def test_no_rule_but_the_race_unless_asked_for() -> None:
     acceptance, (noted,) = decided()
     assert (acceptance.rule, noted.value, noted.source) == ("race", "race", "auto")
-    assert decided("", speculative_acceptance="standard") == (Acceptance(), []), "nothing drafts"
+    assert decided("NONE", speculative_acceptance="standard") == (Acceptance(), []), "nothing drafts"
 
 
 def test_the_standard_rule_is_for_drafts_that_are_samples() -> None:
     assert decided(speculative_acceptance="standard")[0].rule == "standard"
-    acceptance, (noted,) = decided("ngram", speculative_acceptance="standard")
+    acceptance, (noted,) = decided("NGRAM", speculative_acceptance="standard")
     assert acceptance.rule == "race" and noted.value == "standard" and "point mass" in noted.reason
     acceptance, (noted,) = decided(trees=True, speculative_acceptance="standard")
     assert acceptance.rule == "race" and noted.value == "standard" and "multi-draft" in noted.reason
@@ -45,7 +45,7 @@ def test_the_lossy_rule_is_named_so(wishes: dict[str, Any], relaxed: tuple[int, 
     acceptance, (noted,) = decided(speculative_acceptance="relaxed", **wishes)
     assert acceptance == Acceptance("relaxed", relaxed)
     assert noted.value == "relaxed" and noted.reason.startswith("LOSSY")
-    said = config_parser("t", "t").format_help()
+    said = options_parser("t", "t").format_help()
     assert said.count("LOSSY") >= 3
 
 
@@ -54,7 +54,7 @@ def test_an_acceptance_by_decree_is_for_benchmarks() -> None:
     acceptance, (rule, noted) = decided(**length)
     assert acceptance == Acceptance(imposed=2.5) and rule.value == "race"
     assert (noted.name, noted.value) == ("speculative_simulate_accept_length", 2.5) and "means nothing" in noted.reason
-    assert decided("", **length) == (Acceptance(), [])
+    assert decided("NONE", **length) == (Acceptance(), [])
     assert decided(speculative_simulate_accept_length=4.0)[0].imposed == 4, "as many as there can be"
     with pytest.raises(UnsupportedConfig, match="thalweg bench.*--allow-simulated-acceptance"):
         refuse_simulated(SpeculativeOptions(**length))
@@ -62,8 +62,8 @@ def test_an_acceptance_by_decree_is_for_benchmarks() -> None:
         refuse_simulated(wish)
     with pytest.raises(UnsupportedConfig, match="at least 1"):
         SpeculativeOptions(speculative_simulate_accept_length=0.5)
-    parsed = parse_config(config_parser("t", "t"), ["m", "--accept-length", "3"])
-    assert parsed.config.speculative.speculative_simulate_accept_length == 3
+    parsed = parse_options(options_parser("t", "t"), ["m", "--accept-length", "3"])
+    assert parsed.options.speculative.speculative_simulate_accept_length == 3
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_what_does_not_fit_is_refused(wishes: dict[str, Any], words: tuple[str, 
 @pytest.mark.parametrize("flag", ["--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"])
 def test_thresholds_of_another_engine_are_refused_where_they_lose(flag: str) -> None:
     for value in ("1", "1.0"):
-        assert "changes nothing" in parse_config(config_parser("t", "t"), [flag, value]).notices[0]
+        assert "changes nothing" in parse_options(options_parser("t", "t"), [flag, value]).notices[0]
     with pytest.raises(UnsupportedConfig, match=f"{flag}: 1.0 is all .* got 0.9: .*--speculative-acceptance relaxed"):
-        parse_config(config_parser("t", "t"), [flag, "0.9"])
+        parse_options(options_parser("t", "t"), [flag, "0.9"])

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from thalweg.config.args import HABITS, TITLES, Parsed, config_parser, parse_config
+from thalweg.config.args import HABITS, TITLES, Parsed, options_parser, parse_options
 from thalweg.config.document import document
 from thalweg.config.machine import Machine
-from thalweg.config.options import Config, ListenOptions, MemoryOptions, ModelOptions
+from thalweg.config.options import ListenOptions, MemoryOptions, ModelOptions, Options
 from thalweg.config.setting import Setting, setting, settings_of
-from thalweg.config.tree import as_tree, config_of, given, read_yaml, replace, sections, settings, spellings
+from thalweg.config.tree import as_tree, non_defaults, options_of, read_yaml, replace, sections, settings, spellings
 from thalweg.core.errors import UnsupportedConfig
 
 ROOT = Path(__file__).parents[2]
 
 
 def parse(*argv: str) -> Parsed:
-    return parse_config(config_parser("thalweg serve", "test"), argv)
+    return parse_options(options_parser("thalweg serve", "test"), argv)
 
 
 def some_value(one: Setting) -> Any:
@@ -66,20 +66,20 @@ def test_names_are_unique_over_sections_aliases_and_habits() -> None:
 def test_each_setting_by_flag_by_yaml_and_by_name(name: str, tmp_path: Path) -> None:
     one, more = settings()[name], ALONE.get(name, {})
     value = some_value(one)
-    expected = config_of(**{name: value}, **more)
+    expected = options_of(**{name: value}, **more)
     assert vars(vars(expected)[one.section])[name] == value
     shown = value[0] if one.many else value
     flag = [one.flag if value else f"--no-{one.flag[2:]}"] if one.kind is bool else [one.flag, str(shown)]
     extra = [word for key, text in more.items() for word in (settings()[key].flag, text)]
-    assert parse(*flag, *extra).config == expected
+    assert parse(*flag, *extra).options == expected
     file = tmp_path / "config.yaml"
     file.write_text("".join(f"{key.replace('_', '-')}: {_yaml(v)}\n" for key, v in ({name: shown} | more).items()))
-    assert parse("--config", str(file)).config == expected
+    assert parse("--config", str(file)).options == expected
     file.write_text(
         f"{one.section}:\n" + "".join(f"  {key}: {_yaml(v)}\n" for key, v in ({name: shown} | more).items())
     )
-    assert parse("--config", str(file)).config == expected
-    assert config_of(**given(expected)) == expected
+    assert parse("--config", str(file)).options == expected
+    assert options_of(**non_defaults(expected)) == expected
 
 
 def _yaml(value: Any) -> str:
@@ -111,7 +111,7 @@ def _yaml(value: Any) -> str:
 )
 def test_spellings_that_people_know(flags: str, name: str, value: Any) -> None:
     parsed = parse(*flags.split())
-    assert vars(vars(parsed.config)[settings()[name].section])[name] == value
+    assert vars(vars(parsed.options)[settings()[name].section])[name] == value
 
 
 def test_other_engines_spellings_bring_one_line_each() -> None:
@@ -181,7 +181,7 @@ def test_errors_in_yaml_name_file_and_field(text: str, words: tuple[str, ...], t
 def test_flags_win_over_yaml(tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
     path.write_text("port: 1\nmax-num-seqs: 7\ndisable-radix-cache: true\napi_key: [a, b]\n")
-    config = parse("--config", str(path), "--port", "2").config
+    config = parse("--config", str(path), "--port", "2").options
     assert (config.listen.port, config.schedule.max_running_requests, config.memory.radix_cache) == (2, 7, False)
     assert config.server.api_key == ("a", "b")
     assert read_yaml(path)["radix_cache"] is False
@@ -195,8 +195,8 @@ def test_flags_win_over_yaml(tmp_path: Path) -> None:
         (lambda: MemoryOptions(radix_cache=1), "radix_cache"),  # type: ignore[arg-type]
         (lambda: MemoryOptions(mem_fraction_static=float("inf")), "mem_fraction_static"),
         (lambda: ModelOptions(context_length=True), "context_length"),
-        (lambda: config_of(modle="x"), "modle: no such setting; did you mean model?"),
-        (lambda: config_of(max_model_len=4, context_length=5), "context_length: given twice"),
+        (lambda: options_of(modle="x"), "modle: no such setting; did you mean model?"),
+        (lambda: options_of(max_model_len=4, context_length=5), "context_length: given twice"),
     ],
 )
 def test_python_has_the_same_checks(make: Any, field: str) -> None:
@@ -205,26 +205,28 @@ def test_python_has_the_same_checks(make: Any, field: str) -> None:
 
 
 def test_what_is_printed_hides_secrets() -> None:
-    config = config_of(model="m", hf_token="hf_s3cret", api_key=("k3y",), ssl_certfile="c", ssl_keyfile_password="pa55")
+    config = options_of(
+        model="m", hf_token="hf_s3cret", api_key=("k3y",), ssl_certfile="c", ssl_keyfile_password="pa55"
+    )
     shown = str(as_tree(config))
     assert "m" in shown and not any(secret in shown for secret in ("hf_s3cret", "k3y", "pa55"))
 
 
 def test_replace_keeps_the_rest() -> None:
-    config = replace(config_of(model="m", port=5), max_num_seqs=3)
-    assert given(config) == {"model": "m", "port": 5, "max_running_requests": 3}
+    config = replace(options_of(model="m", port=5), max_num_seqs=3)
+    assert non_defaults(config) == {"model": "m", "port": 5, "max_running_requests": 3}
 
 
 def test_values_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().listen.port = 5  # type: ignore[misc]
+        Options().listen.port = 5  # type: ignore[misc]
 
 
 @drawn(st.text(max_size=12))
 def test_any_text_is_a_value_or_an_error_that_names_the_setting(text: str) -> None:
     for name in ("port", "mem_fraction_static", "radix_cache", "schedule_policy", "max_total_tokens"):
         try:
-            config = config_of(**{name: text})
+            config = options_of(**{name: text})
         except UnsupportedConfig as error:
             assert str(error).startswith(name)
         else:
@@ -265,7 +267,7 @@ def test_help_of_serve_teaches_every_setting_with_its_default() -> None:
 
 
 def speculative(*words: str) -> dict[str, Any]:
-    return as_tree(parse_config(config_parser("t", "t"), ["m", *words]).config).get("speculative", {})
+    return as_tree(parse_options(options_parser("t", "t"), ["m", *words]).options).get("speculative", {})
 
 
 @pytest.mark.parametrize(
@@ -282,8 +284,8 @@ def test_speculation_as_vllm_has_it(tree: dict[str, Any], wanted: tuple[str | No
     names = ("speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps")
     values = {name: value for name, value in zip(names, wanted, strict=True) if value is not None}
     assert speculative("--speculative-config", json.dumps(tree)) == values
-    assert as_tree(config_of(model="m", speculative_config=tree)).get("speculative", {}) == values, "as YAML has it"
-    notices = parse_config(config_parser("t", "t"), ["m", f"--speculative-config={json.dumps(tree)}"]).notices
+    assert as_tree(options_of(model="m", speculative_config=tree)).get("speculative", {}) == values, "as YAML has it"
+    notices = parse_options(options_parser("t", "t"), ["m", f"--speculative-config={json.dumps(tree)}"]).notices
     assert len(notices) == len([value for value in tree.values() if value is not None])
 
 
@@ -320,4 +322,4 @@ def test_what_of_it_has_no_equal_is_refused(words: list[str], told: tuple[str, .
 def test_choices_are_known_in_any_case() -> None:
     assert speculative("--speculative-algorithm", "nextn") == {"speculative_algorithm": "NEXTN"}
     assert speculative("--speculative-algo", "Eagle3")["speculative_algorithm"] == "EAGLE3"
-    assert config_of(model="m", schedule_policy="LPM").schedule.schedule_policy == "lpm"
+    assert options_of(model="m", schedule_policy="LPM").schedule.schedule_policy == "lpm"

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import GRAPH_MODES
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.kernels import DECISION_NAMES
 from thalweg.core.plan import PAGE
+from thalweg.core.report import Decision
 from thalweg.launch.decide import RULES, TYPICAL, Decided, Ledger, cpu, decide, format_bytes, gpu
 from thalweg.launch.graphs import GraphPlan, buckets, token_buckets
-from thalweg.launch.resolved import Decision, Plane, Sizes
+from thalweg.launch.resolved import Plane, Sizes
 from thalweg.models.catalog import read_config_facts
 
 GB = 10**9
@@ -59,7 +61,7 @@ def run(
     **wishes: Any,
 ) -> tuple[Decided, dict[str, Decision]]:
     ledger, here = Ledger(), on or machine()
-    found = decide(config_of(model="m", **wishes), of or facts(), here, sizes(parameters, kv), ledger, width, trees)
+    found = decide(options_of(model="m", **wishes), of or facts(), here, sizes(parameters, kv), ledger, width, trees)
     names = [one.name for one in ledger.decisions]
     assert len(names) == len(set(names)), "each choice is noted once"
     return found, {one.name: one for one in ledger.decisions}
@@ -73,7 +75,7 @@ def refusal(*args: Any, **kwargs: Any) -> str:
 
 def test_everything_left_to_the_resolver() -> None:
     found, why = run()
-    assert (found.device, found.dtype, found.threads, found.depth) == ("cpu", "float32", 7, 1)
+    assert (found.device, found.dtype, found.threads, found.overlap) == ("cpu", "float32", 7, False)
     assert (found.slots, found.budget, found.context) == (cpu(machine()).slots, cpu(machine()).budget, 8192)
     assert found.pages == cpu(machine()).slots * TYPICAL // PAGE
     assert all(one.reason for one in why.values()), "what was chosen has a reason"
@@ -96,12 +98,11 @@ def test_everything_asked_for_is_kept() -> None:
         "attention_backend": "reference",
     }
     found, why = run(**wishes)
-    assert (found.dtype, found.threads, found.depth, found.slots, found.budget) == ("bfloat16", 3, 2, 5, 77)
+    assert (found.dtype, found.threads, found.overlap, found.slots, found.budget) == ("bfloat16", 3, True, 5, 77)
     assert (found.context, found.pages, found.seed) == (1000, 100, 11)
-    assert {name for name, one in why.items() if one.source == "asked"} == (set(wishes) - {"max_total_tokens"}) | {
-        "pages",
-        "attention_decode",
-        "attention_prefill",
+    assert {name for name, one in why.items() if one.source == "user"} == set(wishes) | {
+        "decode_attention_backend",
+        "prefill_attention_backend",
     }
 
 
@@ -110,7 +111,7 @@ def test_pages_from_memory_with_the_arithmetic() -> None:
     page = 2 * 100_000 * 4 * PAGE
     assert found.dtype == "float32"
     assert found.pages == (8 * GB - 4 * GB) // page
-    assert why["pages"].reason == f"(10.0 GB free x 0.8 - 4.0 GB weights) / 51.2 MB a page = {found.pages}"
+    assert why["max_total_tokens"].reason == f"(10.0 GB free x 0.8 - 4.0 GB weights) / 51.2 MB a page = {found.pages}"
 
 
 def test_context_shrinks_to_memory_only_when_it_was_not_asked_for() -> None:
@@ -165,7 +166,7 @@ def test_more_cache_than_memory() -> None:
 
 def test_uncut_prompts() -> None:
     found, why = run(chunked_prefill_size=-1, max_running_requests=3)
-    assert found.budget == 3 * 8192 and why["chunked_prefill_size"].source == "asked"
+    assert found.budget == 3 * 8192 and why["chunked_prefill_size"].source == "user"
 
 
 def test_many_running_requests_leave_prompts_their_budget() -> None:
@@ -190,9 +191,9 @@ H100 = machine(gpus=("NVIDIA H100 80GB HBM3",), gpu_free=80 * GB)
 def test_a_gpu_is_used_where_there_is_one() -> None:
     found, why = run(on=H100)
     assert (found.device, found.kernels.decode, found.dtype) == ("cuda", "triton", "bfloat16")
-    assert (found.depth, found.slots, found.budget) == (2, gpu(H100).slots, gpu(H100).budget)
+    assert (found.overlap, found.slots, found.budget) == (True, gpu(H100).slots, gpu(H100).budget)
     assert "NVIDIA H100" in why["device"].reason
-    assert found.graphs == GraphPlan(buckets(found.slots), token_buckets(2048))
+    assert found.graphs == GraphPlan("full_and_piecewise", buckets(found.slots), token_buckets(2048))
     room = int(gpu(H100).free * gpu(H100).fraction) - 2 * GB  # weights in bfloat16
     assert found.pages == room // (2 * 2 * 1000 * 2 // 2 * PAGE)
 
@@ -201,7 +202,7 @@ def test_on_a_gpu_the_pages_are_left_to_the_engine_unless_something_was_asked_fo
     found, why = run(facts(100_000), on=H100)
     assert found.measured and found.limit == 100_000 and found.least_context == 0
     assert why["mem_fraction_static"].value == "auto" and "measures" in why["mem_fraction_static"].reason
-    assert why["pages"].reason.startswith("an estimate")
+    assert why["max_total_tokens"].reason.startswith("an estimate")
     assert run(facts(100_000), on=H100, context_length=5000)[0].least_context == 5000
     asked, why = run(on=H100, mem_fraction_static=0.5)
     page = 2 * 2 * 1000 * 2 // 2 * PAGE
@@ -279,14 +280,15 @@ def test_a_dense_model_has_its_own_libraries() -> None:
 def _attention(of: ModelFacts, on: Machine, **wishes: Any) -> tuple[str, str, tuple[str, ...]]:
     found, why = run(of, on, **wishes)
     assert (
-        why["attention_decode"].value == found.kernels.decode
-        and why["attention_prefill"].value == found.kernels.prefill
+        why["decode_attention_backend"].value == found.kernels.decode
+        and why["prefill_attention_backend"].value == found.kernels.prefill
     )
-    return found.kernels.decode, found.kernels.prefill, found.kernels.requested
+    users = tuple(role for role in ("decode", "prefill") if why[DECISION_NAMES[role]].source == "user")
+    return found.kernels.decode, found.kernels.prefill, users
 
 
 def test_what_was_passed_over_is_told() -> None:
-    reason = run(facts(**LATENT, num_attention_heads=128), H100)[1]["attention_prefill"].reason
+    reason = run(facts(**LATENT, num_attention_heads=128), H100)[1]["prefill_attention_backend"].reason
     assert reason == "not fa3: not installed"
 
 
@@ -344,10 +346,10 @@ def test_graph_modes_choose_what_is_recorded() -> None:
     plans = {mode: run(on=H100, cuda_graph_mode=mode, max_running_requests=8)[0].graphs for mode in GRAPH_MODES}
     rows, tokens = buckets(8), token_buckets(2048)
     assert plans == {
-        "full": GraphPlan(rows, (), mixed=True),
-        "full_decode_only": GraphPlan(rows),
-        "full_and_piecewise": GraphPlan(rows, tokens),
-        "piecewise": GraphPlan((), tokens),
+        "full": GraphPlan("full", rows, ()),
+        "full_decode_only": GraphPlan("full_decode_only", rows),
+        "full_and_piecewise": GraphPlan("full_and_piecewise", rows, tokens),
+        "piecewise": GraphPlan("piecewise", (), tokens),
         "none": GraphPlan(),
     }
     assert run(on=H100, max_running_requests=8)[0].graphs == plans["full_and_piecewise"]
@@ -402,7 +404,7 @@ def test_what_is_decided_fits(
 def test_a_rule_that_holds_refuses_whatever_the_rest() -> None:
     for rule in RULES:
         name = rule.why.partition(":")[0]
-        assert rule.when(config_of(**{name: 2})) and not rule.when(config_of(**{name: 1}))
+        assert rule.when(options_of(**{name: 2})) and not rule.when(options_of(**{name: 1}))
 
 
 @pytest.mark.parametrize(
@@ -417,7 +419,7 @@ def test_decisions_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.pages = 1  # type: ignore[misc]
     with pytest.raises(AttributeError):
-        why["pages"].value = 1  # type: ignore[misc]
+        why["max_total_tokens"].value = 1  # type: ignore[misc]
 
 
 def test_drafts_are_rows_of_recorded_steps_and_tokens_of_a_step() -> None:

@@ -14,18 +14,18 @@ import pytest
 
 from tests.null.sim.device import Device
 from tests.null.sim.mixes import Mix
+from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
 from thalweg.engine import recording, sentry, vigil
 from thalweg.engine.recording import Recording, Ring, fingerprint, read
-from thalweg.engine.settings import EngineSettings
 from thalweg.engine.vigil import Vigil
 
 Known = dict[int, tuple[tuple[int, ...], int, bool]]  # slot → tokens, how many have KV, whether it has ended
 
 
-def settings(folder: Path) -> EngineSettings:
-    return EngineSettings(path=str(folder), crash_dump_folder=str(folder))
+def settings(folder: Path) -> EngineConfig:
+    return EngineConfig(model_path=str(folder), crash_dump_folder=str(folder))
 
 
 @pytest.mark.parametrize("steps", [1, 4, 9])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from thalweg.config.args import config_parser, parse_config
+from thalweg.config.args import options_parser, parse_options
 from thalweg.config.drafters import read_eagle
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
@@ -36,17 +36,17 @@ def decided(nextn: int = 1, **wishes: Any) -> tuple[Speculation, Ledger]:
 @pytest.mark.parametrize(
     ("wishes", "drafter", "width"),
     [
-        ({}, "", 0),
-        ({"mtp": 1}, "", 0),
-        ({"mtp": 3}, "nextn", 2),
-        ({"speculative_algorithm": "NEXTN"}, "nextn", 3),
-        ({"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}, "nextn", 3),
-        ({"speculative_num_draft_tokens": 3}, "nextn", 2),
-        ({"speculative_num_draft_tokens": 16, "speculative_eagle_topk": 4}, "nextn", 3),
-        ({"speculative_eagle_topk": 4}, "nextn", 3),
-        ({"speculative_algorithm": "NGRAM"}, "ngram", 4),
-        ({"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}, "ngram", 2),
-        ({"speculative_algorithm": "NONE"}, "", 0),
+        ({}, "NONE", 0),
+        ({"mtp": 1}, "NONE", 0),
+        ({"mtp": 3}, "NEXTN", 2),
+        ({"speculative_algorithm": "NEXTN"}, "NEXTN", 3),
+        ({"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}, "NEXTN", 3),
+        ({"speculative_num_draft_tokens": 3}, "NEXTN", 2),
+        ({"speculative_num_draft_tokens": 16, "speculative_eagle_topk": 4}, "NEXTN", 3),
+        ({"speculative_eagle_topk": 4}, "NEXTN", 3),
+        ({"speculative_algorithm": "NGRAM"}, "NGRAM", 4),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}, "NGRAM", 2),
+        ({"speculative_algorithm": "NONE"}, "NONE", 0),
     ],
 )
 def test_wishes_become_a_drafter_and_a_width(wishes: dict[str, Any], drafter: str, width: int) -> None:
@@ -90,20 +90,20 @@ def test_an_algorithm_without_trees_is_told_of_none() -> None:
 def test_what_has_no_effect_is_told(wish: str, value: Any) -> None:
     for more in ({"speculative_algorithm": "NONE"}, {"mtp": 1}):
         made, ledger = decided(**more, **{wish: value})
-        assert made.drafter == ""
+        assert made.drafter == "NONE"
         told = ledger.decisions[-1]
-        assert (told.name, told.value, told.source) == (wish, value, "asked") and "nothing drafts" in told.reason
+        assert (told.name, told.value, told.source) == (wish, value, "user") and "nothing drafts" in told.reason
     assert all("without effect" not in one.reason for one in decided(mtp=2, **{wish: value})[1].decisions)
 
 
 def test_a_checkpoint_without_the_layer_is_named() -> None:
     with pytest.raises(UnsupportedConfig, match="num_nextn_predict_layers is 0"):
         decided(0, mtp=2)
-    assert decided(0)[0] == Speculation("", 0, False)
-    assert decided(0, speculative_algorithm="NGRAM")[0].drafter == "ngram"
+    assert decided(0)[0] == Speculation("NONE", 0, False)
+    assert decided(0, speculative_algorithm="NGRAM")[0].drafter == "NGRAM"
 
 
-def shape(drafter: str = "nextn", deepest: int = 3, **wishes: Any) -> TreeShape:
+def shape(drafter: str = "NEXTN", deepest: int = 3, **wishes: Any) -> TreeShape:
     return decide_tree(SpeculativeOptions(**wishes), drafter, deepest, Ledger())
 
 
@@ -130,9 +130,9 @@ def test_wishes_become_a_tree(wishes: dict[str, Any], wanted: TreeShape) -> None
     ("wishes", "words"),
     [
         ({"speculative_tree": "static"}, ("speculative_tree", "--speculative-eagle-topk 4")),
-        ({"speculative_eagle_topk": 2, "drafter": ""}, ("nothing drafts", "--speculative-algorithm NEXTN")),
+        ({"speculative_eagle_topk": 2, "drafter": "NONE"}, ("nothing drafts", "--speculative-algorithm NEXTN")),
         ({"speculative_eagle_topk": 10, "deepest": 8}, ("70 nodes", "63", "--speculative-num-steps 7")),
-        ({"speculative_eagle_topk": 2, "drafter": "ngram"}, ("one chain", "--speculative-eagle-topk 1")),
+        ({"speculative_eagle_topk": 2, "drafter": "NGRAM"}, ("one chain", "--speculative-eagle-topk 1")),
         (
             {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 12},
             ("10 at most", "11 or fewer", "more --speculative-num-steps"),
@@ -154,8 +154,8 @@ def test_the_tokens_of_a_tree_say_nothing_of_its_depth() -> None:
 
 def test_every_choice_is_noted() -> None:
     assert [(one.name, one.value, one.source) for one in decided(mtp=4)[1].decisions] == [
-        ("speculative_algorithm", "NEXTN", "asked"),
-        ("speculative_num_steps", 3, "asked"),
+        ("speculative_algorithm", "NEXTN", "user"),
+        ("speculative_num_steps", 3, "user"),
         ("speculative_adaptive", True, "auto"),
     ]
     assert not decided(mtp=4, speculative_adaptive=False)[0].adaptive
@@ -166,8 +166,8 @@ def test_every_choice_is_noted() -> None:
 
 def test_other_engines_flags() -> None:
     flags = "--model m --speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1"
-    parsed = parse_config(config_parser("t", "t"), [*flags.split(), "--speculative-num-draft-tokens", "4"])
-    assert parsed.config.speculative.speculative_num_steps == 3
+    parsed = parse_options(options_parser("t", "t"), [*flags.split(), "--speculative-num-draft-tokens", "4"])
+    assert parsed.options.speculative.speculative_num_steps == 3
 
 
 # ---- a drafter from its own folder
@@ -191,13 +191,13 @@ def drafting(folder: Path, config: dict[str, Any], **wishes: Any) -> tuple[Specu
 @pytest.mark.parametrize(
     ("config", "wish", "drafter", "width"),
     [
-        (EAGLE3, None, "eagle", 3),
-        (EAGLE3, "EAGLE3", "eagle", 3),
-        (EAGLE3, "EAGLE", "eagle", 3),
-        (EAGLE, None, "eagle", 3),
-        (LLAMA, "EAGLE", "eagle", 3),
-        (LLAMA, None, "small", 4),
-        (LLAMA, "STANDALONE", "small", 4),
+        (EAGLE3, None, "EAGLE", 3),
+        (EAGLE3, "EAGLE3", "EAGLE", 3),
+        (EAGLE3, "EAGLE", "EAGLE", 3),
+        (EAGLE, None, "EAGLE", 3),
+        (LLAMA, "EAGLE", "EAGLE", 3),
+        (LLAMA, None, "STANDALONE", 4),
+        (LLAMA, "STANDALONE", "STANDALONE", 4),
     ],
 )
 def test_a_folder_says_what_drafts(
@@ -206,7 +206,7 @@ def test_a_folder_says_what_drafts(
     made, ledger = drafting(tmp_path, config, speculative_algorithm=wish)
     assert made == Speculation(drafter, width, True, str(tmp_path))
     noted = ledger.decisions[0]
-    assert (noted.source, bool(noted.reason)) == (("auto", True) if wish is None else ("asked", False))
+    assert (noted.source, bool(noted.reason)) == (("auto", True) if wish is None else ("user", False))
     assert drafting(tmp_path, config, speculative_algorithm=wish, speculative_num_steps=2)[0].width == 2
 
 
@@ -240,7 +240,7 @@ def test_a_head_is_told_by_its_tensors_where_it_says_llama(name: str, indexed: b
     else:
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     made, ledger = drafting(tmp_path, LLAMA)
-    assert made.drafter == "eagle" and ledger.decisions[0].value == "EAGLE"
+    assert made.drafter == "EAGLE" and ledger.decisions[0].value == "EAGLE"
 
 
 HEADS: list[tuple[dict[str, Any], dict[str, list[int]], tuple[str, ...]]] = [
@@ -274,7 +274,7 @@ def test_a_head_is_no_model_of_its_own(config: dict[str, Any], name: str, tmp_pa
 @pytest.mark.parametrize("content", [b"", b"\xff" * 9, b"\x02\0\0\0\0\0\0\0[]"])
 def test_weights_that_cannot_be_read_say_nothing(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    assert drafting(tmp_path, LLAMA)[0].drafter == "small"
+    assert drafting(tmp_path, LLAMA)[0].drafter == "STANDALONE"
 
 
 STREAMS = "eagle_aux_hidden_state_layer_ids"
@@ -341,7 +341,7 @@ def test_a_small_model_is_compared_when_its_model_is_known(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="32000.*2048"):
         decide_speculation(SpeculativeOptions(), facts, Ledger(), tmp_path, TINY)
     (tmp_path / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
-    assert decide_speculation(SpeculativeOptions(), facts, Ledger(), tmp_path, TINY).drafter == "small"
+    assert decide_speculation(SpeculativeOptions(), facts, Ledger(), tmp_path, TINY).drafter == "STANDALONE"
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])

@@ -28,19 +28,19 @@ from thalweg.bench.eval_run import Asked, read_files
 from thalweg.bench.in_process import configuration, folder_name
 from thalweg.bench.results import ResultError, homeless, provenance
 from thalweg.bench.usage import status
-from thalweg.config.args import parse_config
+from thalweg.config.args import parse_options
 from thalweg.config.machine import Machine
-from thalweg.config.options import Config
-from thalweg.config.tree import given, settings
+from thalweg.config.options import Options
+from thalweg.config.tree import non_defaults, settings
 from thalweg.core.errors import UnsupportedConfig
 
 Result = dict[str, Any]
 OTHER_FILE = "give another --output-file, or --anew to write it over"
 
 
-def base_of(config: Config, work: Workload) -> dict[str, Any]:
+def base_of(config: Options, work: Workload) -> dict[str, Any]:
     """The settings that all cells share, with a fixed seed and as many requests at a time as the load wants where nothing else is said."""
-    wishes = given(config)
+    wishes = non_defaults(config)
     if config.schedule.max_running_requests is None:
         wishes["max_running_requests"] = max(work.concurrency)
     return {"random_seed": 0, **wishes}
@@ -197,8 +197,8 @@ def short(result: Result) -> str:
 
 def run(argv: list[str]) -> int:
     """Raises ThalwegError, DatasetError or ResultError."""
-    parsed = parse_config(make_parser(), argv)
-    args, config = parsed.rest, parsed.config
+    parsed = parse_options(make_parser(), argv)
+    args, config = parsed.args, parsed.options
     if args.mode == MATRIX and not args.columns:
         raise UnsupportedConfig("--mode matrix: every combination of every feature is too many; name --columns")
     if Path(args.output_file).suffix != ".json":
@@ -209,7 +209,7 @@ def run(argv: list[str]) -> int:
     base = base_of(config, work)
     probe = Probe(base, Machine.here())
     made = columns(args.columns, probe)
-    must_fit(work, probe.start().engine.context)
+    must_fit(work, probe.start().engine.context_length)
     read_files(asked)
     found = cells(args.mode, made, probe)
     if args.list:
@@ -241,7 +241,7 @@ def _open_words(argv: Sequence[str], base: Mapping[str, Any]) -> list[str]:
 
 
 def _head(
-    config: Config, mode: str, made: Sequence[Column], work: Workload, asked: Asked, base: Mapping[str, Any]
+    config: Options, mode: str, made: Sequence[Column], work: Workload, asked: Asked, base: Mapping[str, Any]
 ) -> Result:
     shown = {name: value for name, value in base.items() if name != "model" and not settings()[name].secret}
     listed = [

@@ -10,8 +10,8 @@ from thalweg.bench.ablate_columns import SHORT
 from thalweg.bench.ablate_load import Workload
 from thalweg.bench.eval_run import SHARES, TASKS, Asked
 from thalweg.bench.in_process import positive
-from thalweg.config.args import Parser, config_parser
-from thalweg.config.options import Config
+from thalweg.config.args import Parser, options_parser
+from thalweg.config.options import Options
 from thalweg.core.errors import UnsupportedConfig
 
 EPILOG = """\
@@ -25,7 +25,7 @@ The same command again goes on where it was ended."""
 
 
 def make_parser() -> Parser:
-    parser = config_parser(
+    parser = options_parser(
         "thalweg ablate",
         "Turns features off and on: speed and accuracy of each combination, or why it cannot run. The flags of the engine are the base.",
         EPILOG,
@@ -146,7 +146,7 @@ def workload(args: argparse.Namespace) -> Workload:
     )
 
 
-def accuracy(args: argparse.Namespace, config: Config) -> Asked:
+def accuracy(args: argparse.Namespace, config: Options) -> Asked:
     """Raises UnsupportedConfig where random weights are asked."""
     dummy = config.load.load_format == "dummy"
     asked = Asked(

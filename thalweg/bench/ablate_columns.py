@@ -13,8 +13,9 @@ import msgspec
 
 from thalweg.config.machine import Machine
 from thalweg.config.setting import Setting, nearest
-from thalweg.config.tree import config_of, settings
+from thalweg.config.tree import options_of, settings
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.report import Report
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 
@@ -76,7 +77,7 @@ class Probe:
         key = repr(sorted(wishes.items()))
         if key not in self._known:
             try:
-                self._known[key] = self._resolve(config_of(**{**self.base, **wishes}), self.machine, weights=False)
+                self._known[key] = self._resolve(options_of(**{**self.base, **wishes}), self.machine, weights=False)
             except UnsupportedConfig as error:
                 self._known[key] = str(error)
         return self._known[key]
@@ -95,9 +96,7 @@ class Probe:
 
 
 def _engine(resolved: Resolved) -> object:
-    plain = msgspec.structs.replace(resolved.engine, report="", seed=0)
-    kernels = msgspec.structs.replace(plain.kernels, requested=())
-    return msgspec.structs.replace(plain, kernels=kernels), resolved.chat.strip
+    return msgspec.structs.replace(resolved.engine, report=Report(), random_seed=0), resolved.chat.strip
 
 
 def features(base: Resolved) -> list[str]:

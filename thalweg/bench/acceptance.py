@@ -22,8 +22,8 @@ from thalweg.bench.results import provenance, write
 from thalweg.bench.shapes import CHAIN, Shape, add_shapes, resolved_for, shapes
 from thalweg.bench.tasks import MAKERS, make_items
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parser, config_parser, parse_config
-from thalweg.config.options import Config
+from thalweg.config.args import Parser, options_parser, parse_options
+from thalweg.config.options import Options
 from thalweg.config.speculative import RULES
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -46,7 +46,7 @@ class Sampled(NamedTuple):
 
 
 def _parser() -> Parser:
-    parser = config_parser(
+    parser = options_parser(
         "thalweg bench acceptance",
         "Counts accepted drafts by task and depth, and compares what is written with plain decoding's.",
         only=("model", "load", "memory", "schedule", "speculative"),
@@ -103,12 +103,17 @@ def count(engine: LocalEngine, questions: Sequence[Question], how: Sampled, plai
     return row
 
 
-def _engines(args: argparse.Namespace, config: Config) -> Iterator[tuple[str, Shape, Resolved, LocalEngine]]:
+def _engines(args: argparse.Namespace, config: Options) -> Iterator[tuple[str, Shape, Resolved, LocalEngine]]:
     """One for each rule and shape; trees are accepted by the race. Raises ThalwegError."""
     for rule in args.rules:
         for shape in shapes(args.widths, args.trees if rule == RACE else []):
             resolved = resolved_for(shape, config, speculative_acceptance=rule)
-            yield rule, shape, resolved, LocalEngine(msgspec.structs.replace(resolved.engine, times=()))
+            yield (
+                rule,
+                shape,
+                resolved,
+                LocalEngine(msgspec.structs.replace(resolved.engine, speculative_adaptive=False)),
+            )
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -151,13 +156,13 @@ def _rows(
 
 def run(argv: list[str]) -> list[Row]:
     """What there is is told and written when it ends early. Raises ThalwegError or ResultError."""
-    parsed = parse_config(_parser(), argv)
-    args: argparse.Namespace = parsed.rest
+    parsed = parse_options(_parser(), argv)
+    args: argparse.Namespace = parsed.args
     rows: list[Row] = []
     told: dict[str, object] = {"partial": True}
     plain: dict[tuple[str, Sampled], Written] = {}
     try:
-        for rule, shape, resolved, engine in _engines(args, parsed.config):
+        for rule, shape, resolved, engine in _engines(args, parsed.options):
             told |= provenance("bench acceptance", argv, configuration(resolved))
             texts = Texts(Path(resolved.path))
             asked: Texted = {

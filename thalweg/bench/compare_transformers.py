@@ -38,7 +38,7 @@ from thalweg.bench.in_process import (
 )
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status
-from thalweg.config.args import Parser, config_parser, parse_config
+from thalweg.config.args import Parser, options_parser, parse_options
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolved import Resolved
@@ -199,7 +199,7 @@ def judge(batch: int, length: int, runs: dict[str, Runs]) -> dict[str, object]:
 
 
 def _parser() -> Parser:
-    parser = config_parser(
+    parser = options_parser(
         "thalweg bench compare-transformers",
         "Tokens a second of Thalweg and of the fastest of transformers' generate, on the same prompts in the same run.",
         only=("model", "load", "memory", "schedule"),
@@ -242,9 +242,9 @@ def table(results: Sequence[dict[str, object]]) -> Table:
 
 def run(argv: list[str]) -> int:
     """Measures and prints; Ctrl-C keeps the batch sizes that are done. The exit status. Raises ThalwegError or ResultError."""
-    parsed = parse_config(_parser(), argv)
-    args: argparse.Namespace = parsed.rest
-    room = room_for(parsed.config, max(args.batch_size), args.input_len, args.output_len)
+    parsed = parse_options(_parser(), argv)
+    args: argparse.Namespace = parsed.args
+    room = room_for(parsed.options, max(args.batch_size), args.input_len, args.output_len)
     resolved, engine = start(room)
     if resolved.engine.dtype != "float32":
         raise UnsupportedConfig(

@@ -21,9 +21,9 @@ from thalweg.bench.eval_run import BLIND, CHOICE, LEAST, SHARES, TASKS, Asked, E
 from thalweg.bench.in_process import configuration, folder_name, positive
 from thalweg.bench.own_server import ServerError
 from thalweg.bench.results import ResultError, provenance, write
-from thalweg.config.args import Parsed, Parser, config_parser, parse_config
-from thalweg.config.options import Config
-from thalweg.config.tree import given
+from thalweg.config.args import Parsed, Parser, options_parser, parse_options
+from thalweg.config.options import Options
+from thalweg.config.tree import non_defaults
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 from thalweg.llm import LLM
 
@@ -31,7 +31,7 @@ BROKEN = "an error that nobody expected; it stands below"
 
 
 def _parser() -> Parser:
-    parser = config_parser(
+    parser = options_parser(
         "thalweg eval",
         "Accuracy on the bundled held-out tasks, on files of questions, and on tasks of lm-evaluation-harness.",
         only=("model", "load", "memory", "schedule"),
@@ -148,7 +148,7 @@ def table(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def _start(config: Config, args: argparse.Namespace, progress: Progress) -> tuple[Evaluation, Mapping[str, object]]:
+def _start(config: Options, args: argparse.Namespace, progress: Progress) -> tuple[Evaluation, Mapping[str, object]]:
     """The evaluation, and the configuration that its results carry."""
     model = config.model.model
     if args.base_url:
@@ -159,7 +159,7 @@ def _start(config: Config, args: argparse.Namespace, progress: Progress) -> tupl
             )
         there = There(args.base_url, args.served_model_name or model, args.api_key, args.concurrency, progress)
         return Evaluation(Texts(folder), there, args.items, args.items_seed), {"server": args.base_url}
-    wishes = {name: value for name, value in given(config).items() if name != "model"}
+    wishes = {name: value for name, value in non_defaults(config).items() if name != "model"}
     llm = LLM(model, progress=True, **wishes)
     here = Here(llm, progress=Console(stderr=True).is_terminal)
     return Evaluation(Texts(llm.texts.resolved.path), here, args.items, args.items_seed), configuration(
@@ -172,16 +172,16 @@ def run(argv: list[str]) -> int:
 
     Raises ThalwegError, HttpError, DatasetError, ServerError or ResultError where nothing was measured, or it cannot be written.
     """
-    parsed = parse_config(_parser(), argv)
-    args = parsed.rest
+    parsed = parse_options(_parser(), argv)
+    args = parsed.args
     if args.harness:
-        return 0 if harness.run(parsed.config, args, argv) else 1
+        return 0 if harness.run(parsed.options, args, argv) else 1
     if args.base_url and args.indexer != "model":
         raise UnsupportedConfig("--indexer random: needs the engine in this process; leave --base-url out")
     read_files(_asked(args, ()))  # what is wrong with them is said before a model is loaded
     console, ended, status = Console(stderr=True), BROKEN, 1
     with Progress(console=console, disable=not (console.is_terminal and args.base_url)) as progress:
-        evaluation, configured = _start(parsed.config, args, progress)
+        evaluation, configured = _start(parsed.options, args, progress)
         asked = _asked(args, _chosen(args, evaluation.answerer))
         try:
             for _ in evaluate(evaluation, asked, progress):
@@ -211,10 +211,10 @@ def _keep(
     Console().print(table(rows))
     if ended:
         print(f"thalweg eval: PARTIAL: {ended}; the rows are of what was answered until then", file=sys.stderr)
-    args = parsed.rest
+    args = parsed.args
     if args.output_file:
         told = [word for word in argv if not args.api_key or args.api_key not in word]
-        head = {"checkpoint": folder_name(Path(parsed.config.model.model)), "evaluation": msgspec.to_builtins(asked)}
+        head = {"checkpoint": folder_name(Path(parsed.options.model.model)), "evaluation": msgspec.to_builtins(asked)}
         result = {**head, "results": rows, "partial": bool(ended), "ended": ended}
         write(Path(args.output_file), {**result, **provenance("eval", told, configured)})
 

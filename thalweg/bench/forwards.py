@@ -91,7 +91,7 @@ def parts(engine: LocalEngine, width: int) -> Parts:
     verify = alone(lambda: runner.forward(plan))
     with watching(engine) as calls:
         runner.sample(replace(forwarded, graph=None), width=width)
-    made = recorded if engine.settings.device == "cuda" else together
+    made = recorded if engine.config.device == "cuda" else together
     lists: list[list[Call]] = [calls.draft, calls.learn, [*calls.draws]]
     draft, learn, draws = (alone(made(some)) if some else 0.0 for some in lists)
     if not isinstance(runner.sampling, Imposed):
@@ -111,7 +111,7 @@ def upcoming(engine: LocalEngine, width: int) -> StepPlan:
 
 def seconds(engine: LocalEngine, work: Call) -> float:
     """Of the work, done many times without a wait between them: of the device where there is one."""
-    now, cuda, times = clock(engine.settings), engine.settings.device == "cuda", TIMES[engine.settings.device]
+    now, cuda, times = clock(engine.config), engine.config.device == "cuda", TIMES[engine.config.device]
     for _ in range(WARM_UPS):
         work()
     found = []

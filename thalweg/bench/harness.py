@@ -29,8 +29,8 @@ from thalweg.bench.own_server import OwnServer
 from thalweg.bench.results import ResultError, provenance, write
 from thalweg.bench.statistics import Share
 from thalweg.config.args import Parser
-from thalweg.config.options import Config
-from thalweg.config.tree import given, settings
+from thalweg.config.options import Options
+from thalweg.config.tree import non_defaults, settings
 from thalweg.core.errors import UnsupportedConfig
 
 MODELS = {"completions": "local-completions", "chat": "local-chat-completions"}
@@ -60,7 +60,7 @@ def flags(parser: Parser) -> None:
     add("--harness-limit", type=positive, default=None, metavar="N", help="documents of a task (default: all)")
 
 
-def run(config: Config, args: argparse.Namespace, argv: Sequence[str]) -> list[Row]:
+def run(config: Options, args: argparse.Namespace, argv: Sequence[str]) -> list[Row]:
     """Evaluates and prints. Raises UnsupportedConfig, ServerError or ResultError."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UnsupportedConfig(
@@ -95,7 +95,7 @@ def _version() -> str:
         return ""
 
 
-async def _evaluate(config: Config, args: argparse.Namespace, folder: Path) -> tuple[list[Row], Mapping[str, object]]:
+async def _evaluate(config: Options, args: argparse.Namespace, folder: Path) -> tuple[list[Row], Mapping[str, object]]:
     """On the server that was named, else on one of our own."""
     if args.base_url:
         name = args.served_model_name or config.model.model
@@ -108,10 +108,10 @@ async def _evaluate(config: Config, args: argparse.Namespace, folder: Path) -> t
         return rows, told
 
 
-def _words(config: Config) -> list[str]:
+def _words(config: Options) -> list[str]:
     """The command line of these settings."""
     words = [config.model.model]
-    for name, value in given(config).items():
+    for name, value in non_defaults(config).items():
         one = settings()[name]
         if name == "model":
             continue

@@ -13,7 +13,7 @@ from statistics import median
 import msgspec
 
 from thalweg.bench.datasets import vocabulary_of
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE
@@ -75,7 +75,7 @@ def add_batches(add: Callable[..., object]) -> None:
     )
 
 
-def room_for(config: Config, batch: int, input_len: int, output_len: int) -> Config:
+def room_for(config: Options, batch: int, input_len: int, output_len: int) -> Options:
     """The settings, with room for one whole batch where the user left it open: all its prompts are computed in one step."""
     pages = -(-(input_len + output_len + 1) // PAGE) + 1
     wishes: dict[str, int] = {}
@@ -89,12 +89,12 @@ def room_for(config: Config, batch: int, input_len: int, output_len: int) -> Con
     return replace(config, **wishes)
 
 
-def start(config: Config, longest: Lengths | None = None) -> tuple[Resolved, LocalEngine]:
+def start(config: Options, longest: Lengths | None = None) -> tuple[Resolved, LocalEngine]:
     """Resolves, loads and builds. longest: what must fit. Raises UnsupportedConfig, where that is known before anything is loaded, or
     CheckpointError."""
     resolved = resolve(config, simulates=True)
     if longest is not None:
-        longest.within(resolved.engine.context)
+        longest.within(resolved.engine.context_length)
     engine = LocalEngine(resolved.engine)
     if longest is not None:
         longest.within(engine.context)  # which is less where memory holds less
@@ -104,7 +104,7 @@ def start(config: Config, longest: Lengths | None = None) -> tuple[Resolved, Loc
 def configuration(resolved: Resolved) -> dict[str, object]:
     """The full resolved configuration, as results carry it."""
     engine = msgspec.to_builtins(resolved.engine)
-    decisions = {one.name: msgspec.to_builtins(one) for one in resolved.decisions}
+    decisions = resolved.engine.report.as_tree()
     return {"engine": {name: value for name, value in engine.items() if name != "report"}, "decisions": decisions}
 
 

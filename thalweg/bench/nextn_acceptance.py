@@ -30,7 +30,7 @@ def load_nextn(engine: LocalEngine) -> NextN:
     """The NextN layer behind the engine's model, from the same checkpoint. Raises CheckpointError when it has none."""
     main = engine.runner.model
     nextn = catalog.build_nextn(main)
-    with Safetensors(Path(engine.settings.path)) as stream:
+    with Safetensors(Path(engine.config.model_path)) as stream:
         load(nextn, nextn.table(), stream, main.facts.quantization_config)
     return nextn
 
@@ -103,7 +103,7 @@ def acceptance(
     main = engine.runner.model
     hits = total = 0
     for part in passes([one for one in written if len(one[1]) > 1]):
-        share = accepted_in(main, nextn, part, torch.device(engine.settings.device))
+        share = accepted_in(main, nextn, part, torch.device(engine.config.device))
         hits, total = hits + share.hits, total + share.total
         advance(len(part))
     return Share(hits, total)

@@ -19,8 +19,8 @@ from thalweg.bench.in_process import configuration, positive
 from thalweg.bench.prompt_files import ids_of
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parser, config_parser, parse_config
-from thalweg.config.tree import given
+from thalweg.config.args import Parser, options_parser, parse_options
+from thalweg.config.tree import non_defaults
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.assemble import Assembler
 from thalweg.engine.front import check_prompt
@@ -168,7 +168,7 @@ def render(one: dict[str, object]) -> str:
 
 
 def _parser() -> Parser:
-    parser = config_parser(
+    parser = options_parser(
         "thalweg bench offline",
         "Throughput of a whole data set in this process, without HTTP: all prompts are queued at once, as `LLM.generate` does.",
         only=("model", "load", "memory", "schedule", "speculative"),
@@ -192,13 +192,13 @@ def _parser() -> Parser:
 def run(argv: list[str]) -> dict[str, object]:
     """Measures and prints each pass; Ctrl-C ends the pass that runs and keeps what it had. Raises ThalwegError, DatasetError, ResultError."""
     parser = _parser()
-    parsed = parse_config(parser, argv)
-    args: argparse.Namespace = parsed.rest
+    parsed = parse_options(parser, argv)
+    args: argparse.Namespace = parsed.args
     check_data(parser, args)
     if args.dataset_name == "conversations" or args.gsp_num_turns > 1:
         raise DatasetError("later turns wait for answers: measure conversations with `thalweg bench serve`")
     console = Console(stderr=True)
-    llm = LLM(progress=console.is_terminal, **given(parsed.config) | {"allow_simulated_acceptance": True})
+    llm = LLM(progress=console.is_terminal, **non_defaults(parsed.options) | {"allow_simulated_acceptance": True})
     words = vocabulary_of(llm.texts.resolved.path)
     passes = [requests(args, words, args.seed + 1000 * number) for number in range(args.repeat)]
     rows: list[dict[str, object]] = []

@@ -31,8 +31,8 @@ from thalweg.bench.in_process import (
 from thalweg.bench.metrics import percentile
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parser, config_parser, parse_config
-from thalweg.config.options import Config
+from thalweg.config.args import Parser, options_parser, parse_options
+from thalweg.config.options import Options
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import floors
 from thalweg.launch.planning.floors import Ceilings
@@ -47,7 +47,7 @@ Case = tuple[int, int, int]  # batch size, input length, output length
 
 
 def _parser() -> Parser:
-    parser = config_parser(
+    parser = options_parser(
         "thalweg bench one-batch",
         "Times prefill and decode of batches of random tokens: every batch size with every input and output length.",
         only=("model", "load", "memory", "schedule", "speculative"),
@@ -150,7 +150,7 @@ def lines(case: Case, timing: Timing, result: dict[str, object]) -> list[str]:
     return shown
 
 
-def ceilings_of(config: Config) -> Ceilings | None:
+def ceilings_of(config: Options) -> Ceilings | None:
     """Of the GPU that the run will use; None on a CPU, whose floor is not known."""
     if config.load.device == "cpu" or not torch.cuda.is_available():
         return None
@@ -189,10 +189,10 @@ def table(results: Sequence[dict[str, object]]) -> Table:
 def run(argv: list[str]) -> tuple[list[dict[str, object]], str]:
     """Measures every case and prints it at once; Ctrl-C or an error ends the list early, and what there is of it is written. The results, and what
     ended them early, "" if nothing did. Raises ThalwegError or ResultError."""
-    parsed = parse_config(_parser(), argv)
-    args: argparse.Namespace = parsed.rest
+    parsed = parse_options(_parser(), argv)
+    args: argparse.Namespace = parsed.args
     cases: list[Case] = list(itertools.product(args.batch_size, args.input_len, args.output_len))
-    room = room_for(parsed.config, max(args.batch_size), max(args.input_len), max(args.output_len))
+    room = room_for(parsed.options, max(args.batch_size), max(args.input_len), max(args.output_len))
     top = ceilings_of(room)
     resolved, engine = start(room, Lengths(max(args.input_len), max(args.output_len)))
     rng, results, ended = Random(args.bench_seed), list[dict[str, object]](), "an error"

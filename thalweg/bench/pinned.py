@@ -12,7 +12,7 @@ import time
 import msgspec
 
 from thalweg.bench.pace import Pace, Task
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
@@ -21,7 +21,7 @@ from thalweg.launch.resolve import resolve
 def measure(task: Task) -> Pace:
     """Runs the task to its end. Raises ThalwegError."""
     os.sched_setaffinity(0, {task.core})
-    engine = LocalEngine(resolve(config_of(**task.settings), progress=False).engine)
+    engine = LocalEngine(resolve(options_of(**task.settings), progress=False).engine)
     params = SamplingParams(temperature=0.0, max_tokens=task.output_len, ignore_eos=True)
     for prompt in task.prompts:
         engine.submit(prompt, params)

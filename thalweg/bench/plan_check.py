@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 NEAR = 0.03  # of what was measured
 SECONDS = 10.0  # that a server has to answer
 # what a start draws or measures itself, and what does not change its memory
-FREE = {"random_seed", "pages", "context_length", "step_tokens_beside", "piecewise_cuda_graph_tokens", "chat_template"}
+FREE = {
+    "random_seed",
+    "max_total_tokens",
+    "context_length",
+    "mixed_step_limits",
+    "piecewise_cuda_graph_tokens",
+    "chat_template",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ def check(made: Forecast, argv: Sequence[str], asked: argparse.Namespace, consol
         result = {
             "near": good,
             "parts": [asdict(part) | {"off": part.off} for part in parts],
-            "pages": {"forecast": made.resolved.pages, "measured": report["pages"]["value"]},
+            "pages": {"forecast": made.resolved.pages, "measured": report["max_total_tokens"]["value"] // PAGE},
             **provenance("plan", _open(argv), configuration(made.resolved)),
         }
         print(json.dumps(result, indent=2))
@@ -95,8 +102,7 @@ def _start(made: Forecast) -> dict[str, Any]:
     """The report of an engine in this process."""
     from thalweg.engine.local import LocalEngine
 
-    report: dict[str, Any] = json.loads(LocalEngine(made.resolved.engine).settings.report)
-    return report
+    return dict(LocalEngine(made.resolved.engine).config.report.as_tree())
 
 
 def _ask(url: str, key: str) -> dict[str, Any]:

@@ -101,9 +101,9 @@ def check(engine: LocalEngine, r: Request, chunk: int) -> dict[str, Any]:
 def _floor(engine: LocalEngine) -> float:
     fp8 = (
         quantized(engine.runner.model.facts.quantization_config) is not None
-        and engine.settings.kernels.decode != "reference"
+        and engine.config.kernels.decode != "reference"
     )
-    return FLOORS["fp8" if fp8 else engine.settings.dtype]
+    return FLOORS["fp8" if fp8 else engine.config.dtype]
 
 
 def _certain(engine: LocalEngine, layer: int) -> bool:

@@ -17,10 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from thalweg.bench.replayer import Replayer, Verdict
 from thalweg.bench.usage import Parser
+from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.core.kernels import KernelConfig
 from thalweg.engine.recording import Head, Recording, fingerprint, read, versions
-from thalweg.engine.settings import EngineSettings
 from thalweg.models.catalog import read_facts
 
 EPILOG = """\
@@ -60,21 +59,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if verdict.raised is None and not verdict.different else 1
 
 
-def _settings(
-    recording: Recording, model: str | None, device: str | None, progress: bool
-) -> tuple[EngineSettings, bool]:
+def _settings(recording: Recording, model: str | None, device: str | None, progress: bool) -> tuple[EngineConfig, bool]:
     """The recorded settings on this checkpoint, and whether it is the recorded one. Raises UnsupportedConfig."""
     head = recording.head
-    path = Path(model or head.settings.path)
+    path = Path(model or head.config.model_path)
     if not (path / "config.json").is_file():
         raise UnsupportedConfig(f"{path}: no config.json there; name the folder of the checkpoint with --model")
     longest, holds = max((step.plan.max_kv_len for step in recording.steps), default=0), read_facts(path).context
     if holds < longest:
         raise UnsupportedConfig(f"{path}: the recorded sequences have up to {longest} tokens; this model holds {holds}")
-    if head.settings.device == "cuda" and device is None and not torch.cuda.is_available():
+    if head.config.device == "cuda" and device is None and not torch.cuda.is_available():
         raise UnsupportedConfig("recorded on a GPU, and there is none here: use --device cpu")
     here = (
-        {"device": "cpu", "kernels": KernelConfig(), "dtype": "float32", "graphs": (), "pieces": ()} if device else {}
+        {
+            "device": "cpu",
+            "decode_attention_backend": "reference",
+            "prefill_attention_backend": "reference",
+            "moe_runner_backend": "triton",
+            "fp8_gemm_backend": "triton",
+            "mla": True,
+            "deterministic_inference": False,
+            "kv_cache_dtype": "",
+            "dtype": "float32",
+            "cuda_graph_bs": (),
+            "piecewise_cuda_graph_tokens": (),
+        }
+        if device
+        else {}
     )
     same = fingerprint(path) == head.model
     begins, ends = (recording.steps[i].plan.step if recording.steps else 0 for i in (0, -1))
@@ -85,15 +96,15 @@ def _settings(
                 f"--until {change.step - 1} runs those before; --model with another checkpoint runs all, and does not compare"
             )
     settings = msgspec.structs.replace(
-        head.settings,
-        path=str(path),
-        updates=(*head.settings.updates, *(one.path for one in recording.changed if one.step <= begins))
+        head.config,
+        model_path=str(path),
+        weight_updates=(*head.config.weight_updates, *(one.path for one in recording.changed if one.step <= begins))
         if same
         else (),
-        depth=1,
+        overlap_schedule=False,
         crash_dump_folder="",
         watchdog_timeout=0.0,
-        progress=progress,
+        show_progress=progress,
         **here,
     )
     return settings, same

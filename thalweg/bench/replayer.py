@@ -19,6 +19,7 @@ from itertools import takewhile
 
 import msgspec
 
+from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.plan import PAGE, Bind, GrammarState, Output, PageAppend, Row, StepPlan, TokenLogprob
@@ -27,7 +28,6 @@ from thalweg.engine.build import build
 from thalweg.engine.channel import LocalChannel
 from thalweg.engine.recording import Recording, Step
 from thalweg.engine.selfcheck import proven
-from thalweg.engine.settings import EngineSettings
 
 NO_MASKS: Mapping[int, GrammarState] = {}
 
@@ -107,11 +107,11 @@ class Replayer:
 
     KEPT = 20  # differences
 
-    def __init__(self, recording: Recording, settings: EngineSettings, compare: bool) -> None:
+    def __init__(self, recording: Recording, settings: EngineConfig, compare: bool) -> None:
         self.recording, self.compare = recording, compare
         self.loop, _, facts, _ = build(proven(settings), LocalChannel())
         self.worker, self.book = self.loop.worker, self.loop.scheduler.grammars
-        self.vocab, self.budget = facts.vocab, settings.budget
+        self.vocab, self.budget = facts.vocab, settings.chunked_prefill_size
         self.verdict = Verdict()
         self._grammars: dict[int, Grammar] = {line.request.uid: line.request.grammar for line in recording.asked}
         self._places: dict[int, _Place] = {}  # by slot

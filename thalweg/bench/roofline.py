@@ -31,7 +31,7 @@ from thalweg.bench.in_process import (
 from thalweg.bench.losses import Split
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parsed, Parser, config_parser, parse_config
+from thalweg.config.args import Parsed, Parser, options_parser, parse_options
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
@@ -89,7 +89,7 @@ examples:
   thalweg roofline models/tiny --trace FILE --context 4096     with the floors of that model
 
 A profiled step is slower than others, a CPU's by a tenth or more; the time of steps without a profile is told beside it."""
-    parser = config_parser(
+    parser = options_parser(
         "thalweg roofline",
         "Where a step's time goes: each operation against its floor, the gaps, and the five places where most is lost.",
         epilog,
@@ -232,9 +232,9 @@ def _steady(profile: trace.Profile, ground: Ground | None) -> list[Split]:
 
 def of_trace(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
     """Of a file. Floors need the model, and a device like the one of the profile for its ceilings. Raises ThalwegError."""
-    args, facts = parsed.rest, None
-    if parsed.config.model.model:
-        wish = parsed.config.model
+    args, facts = parsed.args, None
+    if parsed.options.model.model:
+        wish = parsed.options.model
         facts = read_facts(locate(wish.model, wish.revision, wish.hf_token).folder)
     profile = trace.read(args.trace, trace.NO_SHAPES if facts is None else shapes_of(facts))
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -242,24 +242,24 @@ def of_trace(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
         needed = f"this machine has no {profile.device or 'CPU alone'}, whose ceilings would be needed"
         print(f"without floors: {'no model was named' if facts is None else needed}", file=sys.stderr)
         return {}, iter([Run(_steady(profile, None), profile, {})])
-    load, device = parsed.config.load, "cuda" if here else "cpu"
+    load, device = parsed.options.load, "cuda" if here else "cpu"
     if load.threads is not None:
         torch.set_num_threads(load.threads)
     dtype = load.dtype or ("bfloat16" if here else "float32")
-    kernels = KernelConfig(decode="triton" if here else "reference", kv=parsed.config.memory.kv_cache_dtype or "")
+    kernels = KernelConfig(decode="triton" if here else "reference", kv=parsed.options.memory.kv_cache_dtype or "")
     under = ground(facts, ceilings.rates(torch.device(device)), device, dtype, kernels, args.context)
     return {"ceilings": asdict(under.top)}, iter([Run(_steady(profile, under), profile, {})])
 
 
 def of_model(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
     """What is known of all runs, and a run in this process for each batch size, made when it is asked for. Raises ThalwegError."""
-    args = parsed.rest
-    gpu = parsed.config.load.device != "cpu" and torch.cuda.is_available()
+    args = parsed.args
+    gpu = parsed.options.load.device != "cpu" and torch.cuda.is_available()
     rates = ceilings.rates(torch.device("cuda")) if gpu else {}  # while memory is free
-    room = room_for(parsed.config, max(args.batch_size), args.context, args.steps + 1)
+    room = room_for(parsed.options, max(args.batch_size), args.context, args.steps + 1)
     resolved, engine = start(room, Lengths(args.context, args.steps, ("--context", "--steps"), 1))
     rates = rates or ceilings.rates(torch.device("cpu"))  # with the threads that the engine has set
-    settings, middle_of = engine.settings, args.context + args.steps // 2
+    settings, middle_of = engine.config, args.context + args.steps // 2
     under = ground(read_facts(resolved.path), rates, settings.device, settings.dtype, settings.kernels, middle_of)
     rng = Random(args.bench_seed)
     told = {"model": folder_name(resolved.path), "context": args.context, "ceilings": asdict(under.top)}
@@ -304,9 +304,9 @@ def _tell(one: Run, args: Namespace) -> None:
 def run(argv: list[str]) -> tuple[list[Run], str]:
     """Measures or reads; prints each run and writes all of them, also where Ctrl-C or an error ends it. The runs, and what ended them early, "" if
     nothing did. Raises ThalwegError or ResultError."""
-    parsed = parse_config(_parser(), argv)
-    args = parsed.rest
-    if args.trace is None and not parsed.config.model.model:
+    parsed = parse_options(_parser(), argv)
+    args = parsed.args
+    if args.trace is None and not parsed.options.model.model:
         raise UnsupportedConfig("give a model to run, or --trace FILE with a profile of one; --help tells more")
     told, made = (of_model if args.trace is None else of_trace)(parsed)
     settings = told.pop("configuration", {})

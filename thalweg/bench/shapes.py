@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.resolve import resolve
@@ -57,12 +57,12 @@ def shapes(widths: Sequence[int], trees: Sequence[Shape]) -> list[Shape]:
     return [*[Shape(1, deepest, deepest, tuple(widths))] * bool(widths), *trees]
 
 
-def resolved_for(shape: Shape, config: Config, **wishes: object) -> Resolved:
+def resolved_for(shape: Shape, config: Options, **wishes: object) -> Resolved:
     """The engine that drafts this shape. Raises UnsupportedConfig where nothing drafts."""
     wishes |= {"mtp": None, "speculative_eagle_topk": shape.branches, "speculative_num_steps": shape.deepest}
     wishes["speculative_num_draft_tokens"] = None if shape.branches == 1 else shape.nodes + 1
     resolved = resolve(replace(config, **wishes), simulates=True)
-    if not resolved.engine.drafter:
+    if resolved.engine.speculative_algorithm == "NONE":
         raise UnsupportedConfig(
             "speculative_algorithm: nothing drafts here; use --speculative-algorithm NEXTN or NGRAM"
         )

@@ -25,8 +25,8 @@ from thalweg.bench.one_batch import UNKNOWN_WIDTH
 from thalweg.bench.results import provenance, write
 from thalweg.bench.shapes import Shape, add_shapes, resolved_for, shapes
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parser, config_parser, parse_config
-from thalweg.config.options import Config
+from thalweg.config.args import Parser, options_parser, parse_options
+from thalweg.config.options import Options
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.widths import clock, planning_clock
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 
 def _parser() -> Parser:
-    parser = config_parser(
+    parser = options_parser(
         "thalweg bench speculation",
         "Times decoding of batches of random tokens, for each number of drafts a step.",
         only=("model", "load", "memory", "schedule", "speculative"),
@@ -76,7 +76,7 @@ class Written(NamedTuple):
 
 def decode(engine: LocalEngine, prompts: Sequence[Sequence[int]], output: int) -> Written:
     """Computes one batch, greedy. Steps overlap as they do in a server: a step's time is that between two that have ended."""
-    params, now = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True), clock(engine.settings)
+    params, now = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True), clock(engine.config)
     waiting = {uid for prompt in prompts for uid in engine.submit(prompt, params)}
     writing, found = set(waiting), Written(0, 0.0, 0)
     while not engine.idle:
@@ -157,11 +157,11 @@ def label(row: Row) -> str:
     return shape if shape.endswith(f"x{width}") else "adaptive" if width == ADAPTIVE else str(width)
 
 
-def started(shape: Shape, config: Config, longest: Lengths) -> tuple[Resolved, LocalEngine]:
+def started(shape: Shape, config: Options, longest: Lengths) -> tuple[Resolved, LocalEngine]:
     """An engine that drafts this shape. Raises ThalwegError."""
     resolved = resolved_for(shape, config)
-    times = None if ADAPTIVE in shape.widths else ()
-    engine = LocalEngine(msgspec.structs.replace(resolved.engine, times=times))
+    adaptive = ADAPTIVE in shape.widths
+    engine = LocalEngine(msgspec.structs.replace(resolved.engine, speculative_adaptive=adaptive))
     longest.within(engine.context)
     return resolved, engine
 
@@ -170,8 +170,8 @@ def policies_of(shape: Shape, engine: LocalEngine) -> dict[int, WidthPolicy]:
     """What names each of the shape's widths."""
     found: dict[int, WidthPolicy] = {}
     for width in shape.widths:
-        times = engine.settings.times if width == ADAPTIVE else None
-        found[width] = MeasuredWidth(times, planning_clock(engine.settings)) if times else ConstantWidth(max(width, 0))
+        times = engine.config.speculative_step_times if width == ADAPTIVE else None
+        found[width] = MeasuredWidth(times, planning_clock(engine.config)) if times else ConstantWidth(max(width, 0))
     return found
 
 
@@ -217,10 +217,10 @@ def free() -> None:
 def run(argv: list[str]) -> list[Row]:
     """Measures every width and tree with every batch and context; what there is is told and written when it ends early. Raises ThalwegError or
     ResultError."""
-    parsed = parse_config(_parser(), argv)
-    args = argparse.Namespace(argv=argv, **vars(parsed.rest))
+    parsed = parse_options(_parser(), argv)
+    args = argparse.Namespace(argv=argv, **vars(parsed.args))
     most = max([1, *args.widths, *(tree.nodes for tree in args.trees)])
-    config = room_for(parsed.config, max(args.batch_size), max(args.input_len), args.output_len + most)
+    config = room_for(parsed.options, max(args.batch_size), max(args.input_len), args.output_len + most)
     rows: list[Row] = []
     told: dict[str, object] = {"partial": True}
     try:
@@ -239,7 +239,7 @@ def run(argv: list[str]) -> list[Row]:
     return rows
 
 
-def _measured(shape: Shape, config: Config, args: argparse.Namespace, told: dict[str, object]) -> Iterator[Row]:
+def _measured(shape: Shape, config: Options, args: argparse.Namespace, told: dict[str, object]) -> Iterator[Row]:
     """The shape's rows, each as it is measured. told: gets what is told of its engine. Raises ThalwegError."""
     longest = Lengths(max(args.input_len), args.output_len)
     resolved, engine = started(shape, config, longest)

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from thalweg.bench.in_process import positive
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import Parser, status
-from thalweg.config.tree import config_of
+from thalweg.config.tree import options_of
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -76,7 +76,7 @@ class Mode:
     def measure(self, args: argparse.Namespace, progress: Progress) -> None:
         """Raises ThalwegError. What is done before an interruption stays in `rounds`."""
         wishes = {"context_length": 1024, "enable_overlap_schedule": self.overlap, "max_running_requests": args.batch}
-        engine = LocalEngine(resolve(config_of(model=args.model, **wishes), progress=False).engine)
+        engine = LocalEngine(resolve(options_of(model=args.model, **wishes), progress=False).engine)
         for grammar in (NO_GRAMMAR, HELD):
             step_seconds(engine, args.batch, WARM_UP_STEPS, 0, grammar)
         task = progress.add_task(f"overlap {'on' if self.overlap else 'off'}", total=args.rounds)

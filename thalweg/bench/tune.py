@@ -27,13 +27,13 @@ from thalweg.bench.in_process import positive
 from thalweg.bench.kernels import RESIDENT, SEED, difference, failures, matches, told
 from thalweg.bench.results import ResultError, provenance, write
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parsed, Parser, config_parser, parse_config
+from thalweg.config.args import Parsed, Parser, options_parser, parse_options
+from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine import caches
 from thalweg.engine.build import layer_factory
-from thalweg.engine.settings import EngineSettings
 from thalweg.kernels.case import Inputs
 from thalweg.kernels.gemm import tuning_cpu
 from thalweg.kernels.search import Search
@@ -93,7 +93,7 @@ def searches(resolved: Resolved) -> list[Search]:
     return list(of_model(model, settings.kernels.fp8_gemm))
 
 
-def _on_cpu(settings: EngineSettings, facts: ModelFacts) -> Iterator[Search]:
+def _on_cpu(settings: EngineConfig, facts: ModelFacts) -> Iterator[Search]:
     """What an empty model asks for while it is made: its memory is never touched, so it takes none."""
     with TUNED.noted() as asked:
         catalog.assemble(facts, layer_factory(facts, "cpu", settings.kernels, settings.dtype))
@@ -275,7 +275,7 @@ examples:
 What is found lies in ~/.cache/thalweg/tuned (or --cache-dir) and is used by every start on this device with these versions of torch and Triton;
 `thalweg plan` says so. It never runs by itself. Run it alone: what else runs on the device spoils it. Ctrl-C keeps what was found, and the next
 run goes on from there."""
-    parser = config_parser(
+    parser = options_parser(
         "thalweg tune",
         "Searches faster tiles and choices for a model's shapes on this device. Reads no weights.",
         epilog,
@@ -329,8 +329,8 @@ def _search_all(tuner: Tuner, todo: Sequence[Search], shelf: Shelf, seconds: flo
 
 def run(argv: list[str]) -> Found:
     """Searches, writes, prints. Raises ThalwegError or ResultError."""
-    parsed: Parsed = parse_config(_parser(), argv)
-    args, config = parsed.rest, parsed.config
+    parsed: Parsed = parse_options(_parser(), argv)
+    args, config = parsed.args, parsed.options
     resolved = resolve(config, weights=False)
     settings, machine = resolved.engine, Machine.here()
     torch.set_num_threads(settings.threads)

@@ -9,9 +9,9 @@ from typing import Any, NoReturn, Sequence
 
 from thalweg.config.foreign import FLAG as FOREIGN
 from thalweg.config.foreign import instead_of, translated
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.config.setting import Setting, nearest
-from thalweg.config.tree import config_from, read_yaml, sections, settings, spellings
+from thalweg.config.tree import options_from, read_yaml, sections, settings, spellings
 from thalweg.core.errors import UnsupportedConfig
 
 TITLES = {
@@ -75,14 +75,14 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a command line said. notices: one line for each spelling that has another name here. rest: the command's own options."""
+    """What a command line said. notices: one line for each spelling that has another name here. args: the values of the command's own flags."""
 
-    config: Config
+    options: Options
     notices: tuple[str, ...]
-    rest: argparse.Namespace
+    args: argparse.Namespace
 
 
-def config_parser(prog: str, description: str, epilog: str = "", only: Sequence[str] = ()) -> Parser:
+def options_parser(prog: str, description: str, epilog: str = "", only: Sequence[str] = ()) -> Parser:
     """A parser with the flags of the sections in `only` (default: all), grouped; a command adds its own to it."""
     parser = Parser(
         prog=prog,
@@ -117,7 +117,7 @@ def config_parser(prog: str, description: str, epilog: str = "", only: Sequence[
     return parser
 
 
-def parse_config(parser: Parser, argv: Sequence[str]) -> Parsed:
+def parse_options(parser: Parser, argv: Sequence[str]) -> Parsed:
     """Reads a command line; a YAML file given with --config lies below the flags. Raises UnsupportedConfig naming the flag."""
     found, unknown = parser.parse_known_args([_dashes(arg) for arg in argv])
     for arg in unknown:
@@ -136,7 +136,7 @@ def parse_config(parser: Parser, argv: Sequence[str]) -> Parsed:
             raise UnsupportedConfig(f"two models are given, {found.positional_model} and {values['model']}")
         values["model"] = settings()["model"].parse(found.positional_model)
     below = read_yaml(found.config) if found.config is not None else {}
-    return Parsed(config_from(below | values), found.notices, found)
+    return Parsed(options_from(below | values), found.notices, found)
 
 
 def _dashes(arg: str) -> str:

@@ -40,10 +40,10 @@ llm = LLM("models/tiny", max_running_requests=32, mem_fraction_static=0.5, radix
 ```
 
 ```python
-from thalweg.config.options import Config, MemoryOptions, ModelOptions
+from thalweg.config.options import Options, MemoryOptions, ModelOptions
 from thalweg.launch.resolve import resolve
 
-resolved = resolve(Config(model=ModelOptions(model="models/tiny"), memory=MemoryOptions(radix_cache=False)))
+resolved = resolve(Options(model=ModelOptions(model="models/tiny"), memory=MemoryOptions(radix_cache=False)))
 ```
 """
 

@@ -319,8 +319,8 @@ class ListenOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """Everything that a user may wish. `Config.of(model=..., max_total_tokens=...)` takes the fields of all sections flat."""
+class Options:
+    """Everything that a user may wish. `Options.of(model=..., max_total_tokens=...)` takes the fields of all sections flat."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     load: LoadOptions = field(default_factory=LoadOptions)

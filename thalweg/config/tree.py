@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from thalweg.config.foreign import CONFIG, translated
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.config.setting import Setting, nearest, settings_of
 from thalweg.core.errors import UnsupportedConfig
 
 
 @functools.cache
 def sections() -> dict[str, type]:
-    """The sections of a Config by name, in order."""
-    return {name: typing.cast(type, hint) for name, hint in typing.get_type_hints(Config).items()}
+    """The sections of `Options` by name, in order."""
+    return {name: typing.cast(type, hint) for name, hint in typing.get_type_hints(Options).items()}
 
 
 @functools.cache
@@ -40,26 +40,26 @@ def spellings() -> dict[str, tuple[Setting, Any, bool]]:
     return known
 
 
-def config_of(**values: Any) -> Config:
-    """A Config from settings of all sections by name or alias; text is read as on the command line.
+def options_of(**values: Any) -> Options:
+    """`Options` from settings of all sections by name or alias; text is read as on the command line.
 
     Raises UnsupportedConfig for an unknown name (with the nearest known one), a wrong type or a value out of bounds.
     """
-    return config_from(flat(values))
+    return options_from(flat(values))
 
 
-def config_from(values: Mapping[str, Any]) -> Config:
-    """A Config from settings by their own names; what is left out has its default."""
+def options_from(values: Mapping[str, Any]) -> Options:
+    """`Options` from settings by their own names; what is left out has its default."""
     parts: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     for name, value in values.items():
         parts[settings()[name].section][name] = value
-    return Config(**{name: kind(**parts[name]) for name, kind in sections().items()})
+    return Options(**{name: kind(**parts[name]) for name, kind in sections().items()})
 
 
 def flat(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Settings by their own names, from names, aliases, and sections that hold such; dashes and underscores are one.
 
-    `where` prefixes errors. Raises UnsupportedConfig as `config_of` does, and for a setting that is given twice.
+    `where` prefixes errors. Raises UnsupportedConfig as `options_of` does, and for a setting that is given twice.
     """
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -120,23 +120,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return flat(tree, f"{path}: ")
 
 
-def given(config: Config) -> dict[str, Any]:
-    """The settings that differ from their defaults, by name: `config_of(**given(config)) == config`."""
+def non_defaults(config: Options) -> dict[str, Any]:
+    """The settings that differ from their defaults, by name: `options_of(**non_defaults(config)) == config`."""
     values = {one.name: vars(vars(config)[one.section])[one.name] for one in settings().values()}
     return {name: value for name, value in values.items() if value != settings()[name].default}
 
 
-def as_tree(config: Config) -> dict[str, dict[str, Any]]:
+def as_tree(config: Options) -> dict[str, dict[str, Any]]:
     """The settings that differ from their defaults, by section, secrets hidden: what is printed and kept beside results."""
     tree: dict[str, dict[str, Any]] = {}
-    for name, value in given(config).items():
+    for name, value in non_defaults(config).items():
         one = settings()[name]
         tree.setdefault(one.section, {})[name] = "***" if one.secret else value
     return tree
 
 
-def replace(config: Config, **values: Any) -> Config:
-    """A Config with some settings changed."""
+def replace(config: Options, **values: Any) -> Options:
+    """`Options` with some settings changed."""
     changed: dict[str, dict[str, Any]] = {}
     for name, value in flat(values).items():
         changed.setdefault(settings()[name].section, {})[name] = value

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Generic, Mapping, TypeVar
 
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.report import AUTO, USER
 
 Value = str | int | bool
 
@@ -31,12 +32,12 @@ class Selected(Generic[C]):
 
     role: str  # operation that the backend was chosen for
     name: str
-    source: str  # "asked" or "auto"
+    source: str  # USER or AUTO
     rejected: tuple[tuple[str, str], ...]  # (name, first mismatch) of the backends that were passed over
 
     @property
     def reason(self) -> str:
-        if self.source == "asked":
+        if self.source == USER:
             return "asked for"
         return (
             "; ".join(f"not {name}: {why}" for name, why in self.rejected)
@@ -68,7 +69,7 @@ def select(role: str, required: Requirements, catalog: Mapping[str, C], wish: st
     fitting = [name for name in catalog if not mismatches(required, catalog[name])]
     if wish != "auto":
         if wish in fitting:
-            return Selected(role, wish, "asked", ())
+            return Selected(role, wish, USER, ())
         instead = f"use {fitting[0]}" if fitting else "nothing else fits either"
         raise UnsupportedConfig(
             f"{role}: {wish} cannot serve this: {'; '.join(mismatches(required, catalog[wish]))}; {instead}"
@@ -78,5 +79,5 @@ def select(role: str, required: Requirements, catalog: Mapping[str, C], wish: st
         if reasons := mismatches(required, catalog[name]):
             rejected.append((name, reasons[0]))  # the other reasons often follow from the first
         else:
-            return Selected(role, name, "auto", tuple(rejected))
+            return Selected(role, name, AUTO, tuple(rejected))
     raise UnsupportedConfig(f"{role}: nothing fits. " + " | ".join(f"{name}: {why}" for name, why in rejected))

@@ -19,7 +19,6 @@ class KernelConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv: str = ""  # type of the KV cache, a key of `memory.planes.CODECS`; "": the model's dtype
     latent: bool = True  # an MLA model caches latents; False: it caches decompressed keys and values
     deterministic: bool = False  # the bits of a token depend on nothing but its own sequence
-    requested: tuple[str, ...] = ()  # fields above that the user set: no other backend may replace them
 
 
 TuningValues = tuple[int | str, ...]  # numbers and names that a tile or a shape consists of
@@ -36,8 +35,8 @@ class TunedKernel(msgspec.Struct, frozen=True):
 
 # names of the fields' decisions in the report
 DECISION_NAMES = {
-    "decode": "attention_decode",
-    "prefill": "attention_prefill",
+    "decode": "decode_attention_backend",
+    "prefill": "prefill_attention_backend",
     "moe": "moe_runner_backend",
     "fp8_gemm": "fp8_gemm_backend",
 }

@@ -6,6 +6,7 @@ import msgspec
 
 from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.report import Report
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 
@@ -180,7 +181,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     vocab: int
     pages: int
     slots: int
-    report: str  # the choices that were made, as a JSON object
+    report: Report  # the decisions about its configuration
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):

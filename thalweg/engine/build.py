@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from thalweg.batch.slots import Slots
 from thalweg.cache.books import Books
 from thalweg.cache.radix import NoTree, RadixTree
+from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
 from thalweg.core.format import format_bytes
@@ -30,7 +31,6 @@ from thalweg.engine.memory import RESERVE, Sums, free, measure, probe, provision
 from thalweg.engine.pace import paced
 from thalweg.engine.recording import Ring
 from thalweg.engine.roomless import with_or_without
-from thalweg.engine.settings import EngineSettings
 from thalweg.engine.taken import taken
 from thalweg.engine.warm import warm
 from thalweg.engine.widths import measured, planning_clock
@@ -71,12 +71,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Rank(NamedTuple):
-    """What `build` makes. settings: those it was given, with what the engine has decided itself."""
+    """What `build` makes. config: with what start-up has measured and corrected."""
 
     loop: Loop
     runner: Runner
     facts: ModelFacts
-    settings: EngineSettings
+    config: EngineConfig
 
 
 class Phases:
@@ -95,84 +95,96 @@ class Phases:
         return f"{', '.join(self.words)}; {self.last - self.begun:.1f} s in all"
 
 
-def build_runner(settings: EngineSettings, facts: ModelFacts, phases: Phases) -> tuple[EngineSettings, Runner]:
+def build_runner(config: EngineConfig, facts: ModelFacts, phases: Phases) -> tuple[EngineConfig, Runner]:
     """Loads the checkpoint and allocates planes and slots. Raises CheckpointError, UnsupportedConfig."""
-    torch.set_num_threads(settings.threads)
-    TUNED.use(settings.tuned)
-    device = torch.device(settings.device)
-    is_random = settings.load_format == "dummy"
-    schemes = None if is_random else schemes_in(Path(settings.path), facts.quantization_config)
-    factory = layer_factory(facts, settings.device, settings.kernels, settings.dtype, schemes)
+    torch.set_num_threads(config.threads)
+    TUNED.use(config.tuned_kernels)
+    device = torch.device(config.device)
+    is_random = config.load_format == "dummy"
+    schemes = None if is_random else schemes_in(Path(config.model_path), facts.quantization_config)
+    factory = layer_factory(facts, config.device, config.kernels, config.dtype, schemes)
     model = catalog.assemble(facts, factory)
     phases.done("model")
-    drawing = drawing_for(settings.acceptance, settings.width, facts.vocab, device)
-    drafter = build_drafter(settings.drafter, model, settings.drafter_path, drawing, settings.tree)
-    load_weights(model, drafter.modules(), settings)
-    load_own(drafter.own(), settings)
+    drawing = drawing_for(config.speculative_acceptance, config.num_drafts, facts.vocab, device)
+    drafter = build_drafter(
+        config.speculative_algorithm, model, config.speculative_draft_model_path, drawing, config.tree
+    )
+    load_weights(model, drafter.modules(), config)
+    load_own(drafter.own(), config)
     phases.done("weights")
-    if settings.torch_compile:
+    if config.torch_compile:
         compile_parts(model)
         phases.done("torch.compile")
-    alone = settings.kernels.deterministic and settings.kernels.decode in TORCH_ATTENTION
+    alone = config.deterministic_inference and config.decode_attention_backend in TORCH_ATTENTION
     if device.type == "cuda":
-        return _on_gpu(settings, TokenByToken(model) if alone else model, drafter, device, phases)
-    planes = _planes(model, drafter, settings, device)
-    steps = model if settings.torch_compile else traced(model, device)
+        return _on_gpu(config, TokenByToken(model) if alone else model, drafter, device, phases)
+    planes = _planes(model, drafter, config, device)
+    steps = model if config.torch_compile else traced(model, device)
     if isinstance(steps, Traced):
         steps.record(planes)
         with blamed_on_drafter():
             drafter.record(planes)
-    slots = Slots(settings.slots, settings.context, device, drafter.fields(), settings.tree)
+    slots = Slots(config.max_running_requests, config.context_length, device, drafter.fields(), config.tree)
     phases.done("recorded steps")
     whole: tuple[Model, Model] = (TokenByToken(model), TokenByToken(steps)) if alone else (model, steps)
-    runner = _ruled(Runner(*whole, planes, slots, drafter), settings)
-    return measured(taken(settings, runner), runner), runner
+    runner = _ruled(Runner(*whole, planes, slots, drafter), config)
+    return measured(taken(config, runner), runner), runner
 
 
 def _on_gpu(
-    settings: EngineSettings, model: Model, drafter: Drafter, device: torch.device, phases: Phases
-) -> tuple[EngineSettings, Runner]:
+    config: EngineConfig, model: Model, drafter: Drafter, device: torch.device, phases: Phases
+) -> tuple[EngineConfig, Runner]:
     """Compiles, measures what steps and graphs need, and gives the cache what is left. Raises UnsupportedConfig."""
     torch.cuda.synchronize(device)
     specs = *model.planes(), *drafter.planes()
-    context = provisional(settings, specs, device)
-    first = _ruled(probe(settings, model, drafter, context, device), settings)
-    if settings.warm:
-        with _bar("running every kind of step", settings.progress) as progress:
-            warm(first, settings, context, progress)
+    context = provisional(config, specs, device)
+    first = _ruled(probe(config, model, drafter, context, device), config)
+    if config.warmup:
+        with _bar("running every kind of step", config.show_progress) as progress:
+            warm(first, config, context, progress)
         phases.done("kernels")
     largest = msgspec.structs.replace(
-        settings, graphs=settings.graphs[-1:], pieces=settings.pieces[-1:], context=context, progress=False
+        config,
+        cuda_graph_bs=config.cuda_graph_bs[-1:],
+        piecewise_cuda_graph_tokens=config.piecewise_cuda_graph_tokens[-1:],
+        context_length=context,
+        show_progress=False,
     )
 
     def record_largest(runner: Runner) -> int:
         _recorded(largest, runner)
-        return max(-(-_recordings(settings) // max(_recordings(largest), 1)), len(settings.pieces))
+        return max(-(-_recordings(config) // max(_recordings(largest), 1)), len(config.piecewise_cuda_graph_tokens))
 
-    step, graphs, slots = measure(settings, first, context, record_largest)
+    step, graphs, slots = measure(config, first, context, record_largest)
     del first
     sums = Sums(free(device), step, graphs, slots, RESERVE, Planes.page_cost(specs))
-    settings = settle(settings, sums)
+    config = settle(config, sums)
     phases.done("memory")
-    planes = _planes(model, drafter, settings, device)
-    kept = Slots(settings.slots + 1, settings.context, device, drafter.fields(), settings.tree)
-    runner = _ruled(Runner(model, model, planes, kept, drafter), settings)
+    planes = _planes(model, drafter, config, device)
+    kept = Slots(config.max_running_requests + 1, config.context_length, device, drafter.fields(), config.tree)
+    runner = _ruled(Runner(model, model, planes, kept, drafter), config)
     before = free(device)
     beside = int(torch.cuda.mem_get_info(device)[1]) - before - torch.cuda.memory_reserved(device)
-    _recorded(settings, runner)
+    _recorded(config, runner)
     left = free(device)
     log.info("CUDA graphs took %s; %s were expected", format_bytes(before - left), format_bytes(graphs))
-    settings = taken(settings, runner, step=step, graphs=before - left, beside=beside)
+    config = taken(config, runner, step=step, graphs=before - left, beside=beside)
     phases.done("graphs")
-    settings = measured(paced(settings, runner), runner)
+    config = measured(paced(config, runner), runner)
     phases.done("times of steps")
-    return settings, runner
+    return config, runner
 
 
-def _ruled(runner: Runner, settings: EngineSettings) -> Runner:
-    """Drafts are judged by the rule of these settings, or accepted by decree."""
-    sampling = ruled(runner.sampling, settings.acceptance, *settings.relaxed)
-    runner.sampling = Imposed(sampling, settings.imposed) if settings.imposed else sampling
+def _ruled(runner: Runner, config: EngineConfig) -> Runner:
+    """Drafts are judged by the rule of this configuration, or accepted by decree."""
+    sampling = ruled(
+        runner.sampling,
+        config.speculative_acceptance,
+        config.speculative_relaxed_topk,
+        config.speculative_relaxed_delta,
+    )
+    imposed = config.speculative_simulate_accept_length
+    runner.sampling = Imposed(sampling, imposed) if imposed else sampling
     return runner
 
 
@@ -189,26 +201,28 @@ def layer_factory(
     return KernelLayers(DTYPES[dtype], torch.device(device), kernels, by, published=published)
 
 
-def _recorded(settings: EngineSettings, runner: Runner) -> Runner:
+def _recorded(config: EngineConfig, runner: Runner) -> Runner:
     """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises UnsupportedConfig, DrafterFails."""
-    if settings.graphs or settings.pieces:
+    if config.cuda_graph_bs or config.piecewise_cuda_graph_tokens:
         from thalweg.runner.graphs import record  # needs Triton
 
-        with _bar("recording CUDA graphs", settings.progress) as progress:
-            sizes = settings.graphs, settings.pieces, settings.mixed_graphs
-            record(runner, *sizes, settings.context, settings.slots, progress, choices(_fits(settings))[1:])
+        with _bar("recording CUDA graphs", config.show_progress) as progress:
+            mixed = config.cuda_graph_mode == "full"
+            sizes = config.cuda_graph_bs, config.piecewise_cuda_graph_tokens, mixed
+            limits = config.context_length, config.max_running_requests
+            record(runner, *sizes, *limits, progress, choices(_fits(config))[1:])
     return runner
 
 
-def _recordings(settings: EngineSettings) -> int:
+def _recordings(config: EngineConfig) -> int:
     """Whole steps that are recorded, trees too."""
-    trees = forms(settings.graphs, choices(_fits(settings)), settings.tree, settings.slots)
-    return len(settings.graphs) + len(trees)
+    trees = forms(config.cuda_graph_bs, choices(_fits(config)), config.tree, config.max_running_requests)
+    return len(config.cuda_graph_bs) + len(trees)
 
 
-def _fits(settings: EngineSettings) -> int:
+def _fits(config: EngineConfig) -> int:
     """Drafts of a sequence at most, which is verified in one step."""
-    return min(settings.width, settings.budget - 1)
+    return min(config.num_drafts, config.chunked_prefill_size - 1)
 
 
 @contextlib.contextmanager
@@ -220,91 +234,95 @@ def _bar(text: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _planes(model: Model, drafter: Drafter, settings: EngineSettings, device: torch.device) -> Planes:
+def _planes(model: Model, drafter: Drafter, config: EngineConfig, device: torch.device) -> Planes:
     """The KV cache; of an FP8 one the scales that the checkpoint has, else 1. Raises CheckpointError."""
-    planes = Planes((*model.planes(), *drafter.planes()), settings.pages + 1, device)
-    if settings.kernels.kv == "fp8_e4m3" and settings.load_format != "dummy":
-        with Safetensors(Path(settings.path)) as stream:
+    planes = Planes((*model.planes(), *drafter.planes()), config.num_pages + 1, device)
+    if config.kv_cache_dtype == "fp8_e4m3" and config.load_format != "dummy":
+        with Safetensors(Path(config.model_path)) as stream:
             read_cache_scales(model.table(), stream, planes)
     return planes
 
 
-def load_weights(model: Model, besides: Sequence[Weighted], settings: EngineSettings) -> None:
+def load_weights(model: Model, besides: Sequence[Weighted], config: EngineConfig) -> None:
     """Fills the model, and modules `besides` it, from its checkpoint, or with random numbers; shows a bar. Raises CheckpointError."""
-    facts, config = model.facts, model.facts.quantization_config
+    facts, quantization = model.facts, model.facts.quantization_config
     for module in (model, *besides):
         assert isinstance(module, torch.nn.Module), "a model is a module: its parameters are what is filled"
-        if settings.load_format == "dummy":
-            with _bar("making weights", settings.progress) as progress:
-                load_random(module, module.table(), config, settings.seed, facts.tied, progress)
+        if config.load_format == "dummy":
+            with _bar("making weights", config.show_progress) as progress:
+                load_random(module, module.table(), quantization, config.random_seed, facts.tied, progress)
         else:
-            with _bar("loading weights", settings.progress) as progress, Safetensors(Path(settings.path)) as stream:
-                load(module, module.table(), stream, config, progress)
-        for folder in map(Path, settings.updates):
+            with (
+                _bar("loading weights", config.show_progress) as progress,
+                Safetensors(Path(config.model_path)) as stream,
+            ):
+                load(module, module.table(), stream, quantization, progress)
+        for folder in map(Path, config.weight_updates):
             changed = quantization_of(folder, facts, read_facts)
-            with _bar("replacing weights", settings.progress) as progress, Safetensors(folder) as stream:
+            with _bar("replacing weights", config.show_progress) as progress, Safetensors(folder) as stream:
                 load(module, module.table(), stream, changed, progress, is_partial=True)
 
 
-def load_own(modules: Sequence[Weighted], settings: EngineSettings) -> None:
+def load_own(modules: Sequence[Weighted], config: EngineConfig) -> None:
     """Fills what a drafter has from its own folder, and reads no other; or with random numbers. Raises CheckpointError, and DrafterFails where it
     holds what is no number: what an EAGLE-3 head makes of such weights would pass for a fault of the target's states."""
     for module in modules:
         assert isinstance(module, torch.nn.Module), "a drafter's model is a module: its parameters are what is filled"
-        config = module.facts.quantization_config
-        if settings.load_format == "dummy":
-            load_random(module, module.table(), config, settings.seed, module.facts.tied)
+        quantization = module.facts.quantization_config
+        if config.load_format == "dummy":
+            load_random(module, module.table(), quantization, config.random_seed, module.facts.tied)
             continue
         with (
-            _bar("loading the drafter", settings.progress) as progress,
-            Safetensors(Path(settings.drafter_path)) as stream,
+            _bar("loading the drafter", config.show_progress) as progress,
+            Safetensors(Path(config.speculative_draft_model_path)) as stream,
         ):
             try:
-                load(module, module.table(), stream, config, progress)
+                load(module, module.table(), stream, quantization, progress)
             except CheckpointError as error:
-                raise CheckpointError(f"the drafter in {settings.drafter_path}: {error}") from error
+                raise CheckpointError(f"the drafter in {config.speculative_draft_model_path}: {error}") from error
         for name, held in module.named_parameters():
             if held.dtype.itemsize > 1 and not held.sum(dtype=torch.float32).isfinite():
-                raise DrafterFails(f"{settings.drafter_path} holds what is no finite number, in {name}")
+                raise DrafterFails(f"{config.speculative_draft_model_path} holds what is no finite number, in {name}")
 
 
-def build_loop(settings: EngineSettings, facts: ModelFacts, runner: Runner, channel: Channel) -> Loop:
+def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel: Channel) -> Loop:
     """The brain and the loop around a runner."""
-    tree = RadixTree(PAGE) if settings.radix else NoTree(PAGE)
+    tree = RadixTree(PAGE) if config.radix_cache else NoTree(PAGE)
     limits = Limits(
-        slots=settings.slots,
-        budget=settings.budget,
-        beside=settings.beside or (),
-        context=settings.context,
+        slots=config.max_running_requests,
+        budget=config.chunked_prefill_size,
+        beside=config.mixed_step_limits or (),
+        context=config.context_length,
         vocab=facts.vocab,
-        eos_ids=settings.eos_ids,
-        policy=settings.policy,
-        seed=settings.seed,
-        tree=settings.tree,
+        eos_ids=config.eos_ids,
+        policy=config.schedule_policy,
+        seed=config.random_seed,
+        tree=config.tree,
     )
     grammars = GrammarBook(
-        lambda: Compiler(Tokenizer(Path(settings.path)), facts.vocab, settings.eos_ids or facts.eos), facts.vocab
+        lambda: Compiler(Tokenizer(Path(config.model_path)), facts.vocab, config.eos_ids or facts.eos), facts.vocab
     )
-    widths = (
-        MeasuredWidth(settings.times, planning_clock(settings)) if settings.times else ConstantWidth(_fits(settings))
-    )
-    scheduler = Scheduler(limits, Books(settings.pages + 1, tree), widths=widths, grammars=grammars)
+    times = config.speculative_step_times
+    widths = MeasuredWidth(times, planning_clock(config)) if times else ConstantWidth(_fits(config))
+    scheduler = Scheduler(limits, Books(config.num_pages + 1, tree), widths=widths, grammars=grammars)
     on_gpu = runner.planes.device.type == "cuda"
-    worker = GpuWorker(runner, grammars) if on_gpu else CpuWorker(runner, stream_for(settings.depth), grammars)
-    recorder = Ring(settings, scheduler.requests) if settings.crash_dump_folder else NO_RECORDER
-    return Loop(channel, scheduler, worker, OneRank(), settings.depth, recorder, Workshop(runner, worker))
+    worker = (
+        GpuWorker(runner, grammars) if on_gpu else CpuWorker(runner, stream_for(config.max_steps_in_flight), grammars)
+    )
+    recorder = Ring(config, scheduler.requests) if config.crash_dump_folder else NO_RECORDER
+    return Loop(channel, scheduler, worker, OneRank(), config.max_steps_in_flight, recorder, Workshop(runner, worker))
 
 
-def build(settings: EngineSettings, channel: Channel) -> Rank:
+def build(config: EngineConfig, channel: Channel) -> Rank:
     """A whole rank. Raises CheckpointError, UnsupportedConfig."""
-    phases, facts = Phases(), read_facts(Path(settings.path))
-    if len(settings.eos_ids) > MAX_EOS_IDS:
+    phases, facts = Phases(), read_facts(Path(config.model_path))
+    if len(config.eos_ids) > MAX_EOS_IDS:
         raise CheckpointError(
-            f"{settings.path}: {len(settings.eos_ids)} end-of-sequence ids; at most {MAX_EOS_IDS} are kept a slot"
+            f"{config.model_path}: {len(config.eos_ids)} end-of-sequence ids; at most {MAX_EOS_IDS} are kept a slot"
         )
-    settings, runner = with_or_without(lambda wish: build_runner(wish, facts, phases), settings)
+    config, runner = with_or_without(lambda wish: build_runner(wish, facts, phases), config)
     runner.drafting.forget()
-    loop = build_loop(settings, facts, runner, channel)
-    loop.scheduler.tally.drafter_failures += settings.left_out
+    loop = build_loop(config, facts, runner, channel)
+    loop.scheduler.tally.drafter_failures += config.drafter_left_out
     log.info("started: %s", phases)
-    return Rank(loop, runner, facts, settings)
+    return Rank(loop, runner, facts, config)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
+from thalweg.config.engine import EngineConfig
 from thalweg.core import logs
 from thalweg.core.errors import EngineDead, InvalidRequest, NumericalError, Overloaded, engine_unavailable
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
@@ -43,7 +44,6 @@ from thalweg.engine.inbox import Inbox
 from thalweg.engine.local import sibling
 from thalweg.engine.nest import nest
 from thalweg.engine.sentry import SIGNAL
-from thalweg.engine.settings import EngineSettings
 from thalweg.engine.vigil import Vigil
 from thalweg.text.tokenizer import Tokenizer
 
@@ -79,12 +79,12 @@ class Front:
     """Requests in, pieces out. All methods belong to one event loop.
 
     state: "starting", "ready", "wedged" (it makes no step, and may yet), "draining" or "dead"; ready: what the engine said of itself,
-    None unless it serves; stats: its latest; weight_version: the name that came with the weights in use. settings: those of the next engine
+    None unless it serves; stats: its latest; weight_version: the name that came with the weights in use. config: that of the next engine
     too, weights that were replaced included.
     """
 
-    def __init__(self, settings: EngineSettings, tokenizer: Tokenizer) -> None:
-        self.settings, self.tokenizer = settings, tokenizer
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+        self.config, self.tokenizer = config, tokenizer
         self.ready: EngineReady | None = None
         self.stats = Stats()
         self.state = "starting"
@@ -103,7 +103,7 @@ class Front:
         self._ended: asyncio.Future[str]
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
-        self._vigil = Vigil(settings.watchdog_timeout)
+        self._vigil = Vigil(config.watchdog_timeout)
 
     @property
     def running(self) -> int:
@@ -139,10 +139,13 @@ class Front:
             self._kept -= reservation.remaining
 
     def _check_room(self, sequences: int) -> None:
-        limit, taken = self.settings.slots + self.settings.queue, len(self._by_uid) + self._kept
-        if self.settings.queue and sequences > limit:
+        limit, taken = (
+            self.config.max_running_requests + self.config.max_queued_requests,
+            len(self._by_uid) + self._kept,
+        )
+        if self.config.max_queued_requests and sequences > limit:
             raise InvalidRequest("n", f"makes {sequences} sequences; {limit} run and wait at a time, so send fewer")
-        if self.settings.queue and taken + sequences > limit:
+        if self.config.max_queued_requests and taken + sequences > limit:
             raise Overloaded(f"{taken} sequences run or wait, the limit is {limit}: try again later")
 
     async def stream(
@@ -221,7 +224,7 @@ class Front:
 
     def record(self) -> None:
         """Has the engine write its last steps down (--crash-dump-folder)."""
-        if not self.settings.crash_dump_folder:
+        if not self.config.crash_dump_folder:
             log.warning("nothing is recorded: start with --crash-dump-folder DIR")
         elif self.ready is not None:
             with contextlib.suppress(ProcessLookupError):  # it has just ended, and wrote what it ended of
@@ -283,7 +286,7 @@ class Front:
             socket = self._socket = context.socket(zmq.PAIR)
             socket.set_hwm(0)
             socket.bind(address)
-            child = SPAWN.Process(target=process.main, args=(self.settings, address), name="thalweg-engine")
+            child = SPAWN.Process(target=process.main, args=(self.config, address), name="thalweg-engine")
             child.start()
             # where nobody closes this front, multiprocessing would wait at exit for a process that waits for us
             atexit.register(child.kill)
@@ -364,9 +367,9 @@ class Front:
         if isinstance(asked, UpdateWeights) and not done.error:
             self.weight_version = asked.version or "default"
             # an engine that takes this one's place must not go back to what it began with
-            before = () if done.replaced_all else self.settings.updates
-            self.settings = msgspec.structs.replace(
-                self.settings, updates=(*(one for one in before if one != asked.path), asked.path)
+            before = () if done.replaced_all else self.config.weight_updates
+            self.config = msgspec.structs.replace(
+                self.config, weight_updates=(*(one for one in before if one != asked.path), asked.path)
             )
         if told.done():  # cancelled
             return

@@ -85,7 +85,7 @@ def prompts(tokens: int, context: int) -> list[Part]:
 
 
 def kinds(slots: int, budget: int, context: int, width: int = 0, trees: bool = False) -> Iterator[StepPlan]:
-    """See above. slots, budget, context, width: as of `engine.settings.EngineSettings`; trees: whether drafts may part ways."""
+    """See above. slots, budget, context, width: as of `config.engine.EngineConfig`; trees: whether drafts may part ways."""
     most = min(budget, slots * context)
     for tokens in ladder(most):
         yield plan(prompts(tokens, context))

@@ -6,6 +6,7 @@ from typing import Callable, Sequence
 
 import msgspec
 
+from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import EngineDead, InvalidRequest
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import Abort, Control, ControlReply, FlushCache, Rejected, StepUpdate, Submit, TokenDelta
@@ -15,16 +16,15 @@ from thalweg.engine import caches
 from thalweg.engine.build import build
 from thalweg.engine.channel import LocalChannel
 from thalweg.engine.selfcheck import proven
-from thalweg.engine.settings import EngineSettings
 
 
 class LocalEngine:
     """submit() requests, then step() until `idle`."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        caches.use(settings.cache_dir)
+    def __init__(self, config: EngineConfig) -> None:
+        caches.use(config.cache_dir)
         self.channel = LocalChannel()
-        self.loop, self.runner, facts, self.settings = build(proven(settings), self.channel)
+        self.loop, self.runner, facts, self.config = build(proven(config), self.channel)
         self.vocab, self.context = facts.vocab, self.loop.scheduler.context
         self.next_uid = 0
         self.torn = False  # a step began and did not end

@@ -4,21 +4,20 @@ the CUDA graphs take, which is measured, less a stated reserve."""
 from __future__ import annotations
 
 import gc
-import json
 import logging
 from collections.abc import Iterator
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
-import msgspec
 import torch
 
 from thalweg.batch.slots import Slots
+from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import InsufficientMemory
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION
 from thalweg.core.plan import PAGE, StepPlan
+from thalweg.core.report import START_UP, Decision
 from thalweg.engine import kinds
-from thalweg.engine.settings import EngineSettings
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.decoder import Model
 from thalweg.models.token_by_token import TokenByToken
@@ -79,72 +78,72 @@ def free(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def provisional(settings: EngineSettings, specs: tuple[PlaneSpec, ...], device: torch.device) -> int:
+def provisional(config: EngineConfig, specs: tuple[PlaneSpec, ...], device: torch.device) -> int:
     """The longest context there can be, before it is known what else needs memory."""
-    if settings.pages:
-        return settings.context
-    return max(min(settings.context, free(device) // Planes.page_cost(specs) * PAGE), 1)
+    if config.num_pages:
+        return config.context_length
+    return max(min(config.context_length, free(device) // Planes.page_cost(specs) * PAGE), 1)
 
 
-def probe(settings: EngineSettings, model: Model, drafter: Drafter, context: int, device: torch.device) -> Runner:
+def probe(config: EngineConfig, model: Model, drafter: Drafter, context: int, device: torch.device) -> Runner:
     """A runner without a cache: all its rows are padding, which needs the null page only."""
     planes = Planes((*model.planes(), *drafter.planes()), 1, device)
-    slots = Slots(settings.slots + 1, context, device, drafter.fields(), settings.tree)
+    slots = Slots(config.max_running_requests + 1, context, device, drafter.fields(), config.tree)
     return Runner(model, model, planes, slots, drafter)
 
 
 def measure(
-    settings: EngineSettings, runner: Runner, context: int, record: Callable[[Runner], int]
+    config: EngineConfig, runner: Runner, context: int, record: Callable[[Runner], int]
 ) -> tuple[int, int, int]:
     """(step, graphs, slots) of `Sums`. record: records a largest bucket on the runner, with the largest of each kind
     of tree, and returns how many times as much there will be."""
     device = runner.planes.device
-    step = _step(settings, runner, context, device)
+    step = _step(config, runner, context, device)
     return step, _graphs(runner, record, device), runner.slots.nbytes
 
 
-def _step(settings: EngineSettings, runner: Runner, context: int, device: torch.device) -> int:
+def _step(config: EngineConfig, runner: Runner, context: int, device: torch.device) -> int:
     free(device)
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        for of, plan in _largest(settings, runner, context):
-            made = of.sample(of.forward(plan), width=settings.width)
+        for of, plan in _largest(config, runner, context):
+            made = of.sample(of.forward(plan), width=config.num_drafts)
             del made
     except torch.cuda.OutOfMemoryError as error:
         raise InsufficientMemory(
-            f"memory: a step of {settings.budget} tokens and {settings.slots} requests does not fit beside the weights; use a smaller "
-            "--chunked-prefill-size or --max-running-requests"
+            f"memory: a step of {config.chunked_prefill_size} tokens and {config.max_running_requests} requests does not fit beside "
+            "the weights; use a smaller --chunked-prefill-size or --max-running-requests"
         ) from error
-    return int(torch.cuda.max_memory_reserved(device)) - before + _kept(settings, runner.model)
+    return int(torch.cuda.max_memory_reserved(device)) - before + _kept(config, runner.model)
 
 
-def _largest(settings: EngineSettings, runner: Runner, context: int) -> Iterator[tuple[Runner, StepPlan]]:
+def _largest(config: EngineConfig, runner: Runner, context: int) -> Iterator[tuple[Runner, StepPlan]]:
     """The steps that take most memory, and what runs each."""
-    slots, budget, model = settings.slots, settings.budget, runner.model
+    slots, budget, model = config.max_running_requests, config.chunked_prefill_size, runner.model
     decoding = min(slots, budget)
     if isinstance(model, TokenByToken):
         # what one token takes, by the model itself, since padding would see no context here; and the sampling of all rows
         yield Runner(model.model, model.model, runner.planes, runner.slots), kinds.plan([(context - 1, 1, True)])
         yield runner, kinds.plan([(context - 1, 1, True)] * decoding, kinds.ALL_NEEDS)
-    elif settings.kernels.decode in TORCH_ATTENTION:
+    elif config.decode_attention_backend in TORCH_ATTENTION:
         # prompts take minutes over long contexts, and tiles of their scores are as large over short ones; but what is gathered of a context is
         # as long as the context: of as many rows as decode in one span, and of a prompt, whose tiles then have few tokens
         yield from (
-            (runner, plan) for plan in kinds.largest(slots, budget, min(context, REFERENCE_CONTEXT), settings.width)
+            (runner, plan) for plan in kinds.largest(slots, budget, min(context, REFERENCE_CONTEXT), config.num_drafts)
         )
         n = min(kinds.DENSE, context, budget - decoding + 1)
         if context > REFERENCE_CONTEXT:
             yield runner, kinds.plan([(context - 1, 1, True)] * (decoding - 1) + [(context - n, n, True)])
     else:
-        for plans in (kinds.largest(slots, budget, context, settings.width), kinds.cached(slots, budget, context)):
+        for plans in (kinds.largest(slots, budget, context, config.num_drafts), kinds.cached(slots, budget, context)):
             yield from ((runner, plan) for plan in plans)
 
 
-def _kept(settings: EngineSettings, model: Model) -> int:
+def _kept(config: EngineConfig, model: Model) -> int:
     """Bytes of the hidden states of a step whose tokens are computed one by one: apart, and then together."""
     one_by_one = isinstance(model, TokenByToken)
-    return 2 * settings.budget * model.facts.hidden * model.factory.dtype.itemsize if one_by_one else 0
+    return 2 * config.chunked_prefill_size * model.facts.hidden * model.factory.dtype.itemsize if one_by_one else 0
 
 
 def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.device) -> int:
@@ -165,15 +164,15 @@ def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.devic
     return min(found, key=lambda one: one.driver).of(buckets)
 
 
-def settle(settings: EngineSettings, sums: Sums) -> EngineSettings:
-    """The settings with pages and context as the sums give them, and the report that says so. What was asked for stays, or is refused.
+def settle(config: EngineConfig, sums: Sums) -> EngineConfig:
+    """The configuration with pages and context as the sums give them. What the user set stays, or is refused.
 
     Raises InsufficientMemory.
     """
-    pages, context = settings.pages or sums.pages, settings.context
-    if settings.pages and settings.pages * sums.page > sums.left + sums.reserve:
+    pages, context = config.num_pages or sums.pages, config.context_length
+    if config.num_pages and config.num_pages * sums.page > sums.left + sums.reserve:
         raise InsufficientMemory(
-            f"memory: {settings.pages} pages do not fit: {sums}, and {(sums.left + sums.reserve) // sums.page} without a reserve; "
+            f"memory: {config.num_pages} pages do not fit: {sums}, and {(sums.left + sums.reserve) // sums.page} without a reserve; "
             f"use --max-total-tokens {max(sums.pages, 1) * PAGE}, or leave --mem-fraction-static and --max-total-tokens to the engine"
         )
     if pages < 1:
@@ -182,19 +181,14 @@ def settle(settings: EngineSettings, sums: Sums) -> EngineSettings:
             "--cuda-graph-max-bs, or a GPU with more memory"
         )
     held = pages * PAGE
-    if settings.least_context > held:
+    if config.min_context_length > held:
         raise InsufficientMemory(
-            f"context_length: {settings.least_context} is more than the KV cache holds: {sums}; use at most {held}"
+            f"context_length: {config.min_context_length} is more than the KV cache holds: {sums}; use at most {held}"
         )
-    report = json.loads(settings.report)
-    if not settings.pages:
-        report["pages"] = _decision("pages", pages, str(sums))
+    decisions = []
+    if not config.num_pages:
+        decisions.append(Decision("max_total_tokens", held, START_UP, f"{PAGE} tokens a page: {sums}"))
         if context > held:
-            report["context_length"] = _decision("context_length", held, "what the KV cache holds")
-    log.info("memory: %s%s", sums, f"; {settings.pages} were asked for" if settings.pages else "")
-    return msgspec.structs.replace(settings, pages=pages, context=min(context, held), report=json.dumps(report))
-
-
-def _decision(name: str, value: int, reason: str) -> dict[str, Any]:
-    """As `launch.resolved.Decision`, in plain values."""
-    return {"name": name, "value": value, "source": "auto", "reason": reason}
+            decisions.append(Decision("context_length", held, START_UP, "what the KV cache holds"))
+    log.info("memory: %s%s", sums, f"; {config.num_pages} were asked for" if config.num_pages else "")
+    return config.started(decisions, max_total_tokens=held, context_length=min(context, held))

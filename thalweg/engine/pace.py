@@ -12,7 +12,6 @@ far more of one with many small layers. Beyond, the device is the slower one, an
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from bisect import bisect_right
@@ -20,12 +19,12 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Protocol
 
-import msgspec
 import torch
 
+from thalweg.config.engine import EngineConfig
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
+from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.settings import EngineSettings
 from thalweg.runner.pieces import Piecewise
 from thalweg.runner.runner import Runner
 
@@ -72,29 +71,28 @@ def _within(time: Time, rows: int, totals: Sequence[int]) -> int:
     return some[max(bisect_right(some, allowed, key=lambda total: time(rows, total - rows)) - 1, 0)]
 
 
-def paced(settings: EngineSettings, runner: Runner) -> EngineSettings:
-    """The settings with the table, where it is left to the engine, and the report that says so; the runner with the pieces that are worth it.
+def paced(config: EngineConfig, runner: Runner) -> EngineConfig:
+    """The configuration with the table, where it is left to start-up; the runner with the pieces that are worth it.
     Times are of made-up requests, whose pages nobody has yet; the slots are nobody's again afterwards."""
-    rows = [count for count in ROWS if count < min(settings.slots, settings.pages, settings.budget)]
-    if not rows or not (settings.beside is None or settings.trim):
-        return settings
-    clock = Clock(runner, settings, max(rows))
+    most = min(config.max_running_requests, config.num_pages, config.chunked_prefill_size)
+    rows = [count for count in ROWS if count < most]
+    if not rows or not (config.mixed_step_limits is None or config.trim_piecewise_cuda_graphs):
+        return config
+    clock = Clock(runner, config, max(rows))
     try:
-        if settings.beside is None:
-            settings = _with_table(settings, choose(clock.time, rows, settings.budget))
-        if settings.trim and isinstance(runner.steps, Piecewise):
+        if config.mixed_step_limits is None:
+            config = _with_table(config, choose(clock.time, rows, config.chunked_prefill_size))
+        if config.trim_piecewise_cuda_graphs and isinstance(runner.steps, Piecewise):
             log.info("%s", trim(runner, runner.steps, clock))
     finally:
         runner.slots.reset()
-    return settings
+    return config
 
 
-def _with_table(settings: EngineSettings, beside: Beside) -> EngineSettings:
+def _with_table(config: EngineConfig, beside: Beside) -> EngineConfig:
     pairs = ", ".join(f"{tokens:,} from {rows} rows" for rows, tokens in beside)
     log.info("tokens of a step beside decoding rows: %s; %s", pairs, WHY)
-    report = json.loads(settings.report)
-    report["step_tokens_beside"] = {"name": "step_tokens_beside", "value": pairs, "source": "auto", "reason": WHY}
-    return msgspec.structs.replace(settings, beside=beside, report=json.dumps(report))
+    return config.started([Decision("mixed_step_limits", pairs, START_UP, WHY)], mixed_step_limits=beside)
 
 
 def trim(runner: Runner, steps: Piecewise, clock: Timer) -> str:
@@ -117,9 +115,9 @@ def trim(runner: Runner, steps: Piecewise, clock: Timer) -> str:
 class Clock:
     """Measures steps on a runner. The first slots decode, at the end of a context; in the others are prompts, of which the first goes on."""
 
-    def __init__(self, runner: Runner, settings: EngineSettings, most: int) -> None:
-        self.runner, self.settings, self.rng = runner, settings, random.Random(0)
-        self.context = min(CONTEXT, settings.context - 1)
+    def __init__(self, runner: Runner, config: EngineConfig, most: int) -> None:
+        self.runner, self.config, self.rng = runner, config, random.Random(0)
+        self.context = min(CONTEXT, config.context_length - 1)
         self.behind = min(BEHIND, self.context // 2)
         self.vocab = runner.model.facts.vocab
         for slot in range(most):
@@ -136,8 +134,8 @@ class Clock:
         made = [Row(slot, slot, self.context - 1, 1, 0, True) for slot in range(rows)]
         slot, behind = self.prompt_slot, self.behind
         while tokens:
-            last = slot + 1 == self.settings.slots
-            n = min(tokens, self.settings.context - 1 - behind if last else self.context - behind)
+            last = slot + 1 == self.config.max_running_requests
+            n = min(tokens, self.config.context_length - 1 - behind if last else self.context - behind)
             self._seat(slot, behind + n, behind)
             made.append(Row(slot, slot, behind, n, 0, True))
             slot, tokens, behind = slot + 1, 0 if last else tokens - n, 0
@@ -147,8 +145,8 @@ class Clock:
         """Slots share pages where there are too few: what lies in them does not matter."""
         ids = tuple(self.rng.randrange(self.vocab) for _ in range(tokens))
         entries = -(-tokens // PAGE)
-        pages = tuple(1 + (slot * entries + entry) % self.settings.pages for entry in range(entries))
-        self.runner.slots.bind([Bind(slot, ids, tokens, computed, self.settings.context, 0, (), GREEDY)])
+        pages = tuple(1 + (slot * entries + entry) % self.config.num_pages for entry in range(entries))
+        self.runner.slots.bind([Bind(slot, ids, tokens, computed, self.config.context_length, 0, (), GREEDY)])
         self.runner.slots.append([PageAppend(slot, 0, pages)])
 
     def _run(self, plan: StepPlan) -> float:

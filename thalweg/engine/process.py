@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 
+from thalweg.config.engine import EngineConfig
 from thalweg.core import logs
 from thalweg.core.errors import ThalwegError
 from thalweg.core.messages import EngineReady, Fatal
@@ -18,27 +19,28 @@ from thalweg.engine.channel import ZmqChannel
 from thalweg.engine.loop import Loop
 from thalweg.engine.selfcheck import proven
 from thalweg.engine.sentry import SIGNAL, watch
-from thalweg.engine.settings import EngineSettings
 
 log = logging.getLogger("thalweg.engine")
 
 
-def main(settings: EngineSettings, address: str) -> None:
+def main(config: EngineConfig, address: str) -> None:
     """Entry of the spawned process. Exit code 0 after a drain, 1 after an error (told to the front as `Fatal`)."""
-    logs.configure(settings.log_level, settings.log_format)
+    logs.configure(config.log_level, config.log_format)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when the engine ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(SIGNAL, signal.SIG_IGN)  # while there is nothing to record yet
     threading.Thread(target=_die_with_parent, daemon=True).start()
     channel = ZmqChannel(address)
     try:
-        caches.use(settings.cache_dir)
-        loop, _, facts, settings = build(proven(settings), channel)
+        caches.use(config.cache_dir)
+        loop, _, facts, config = build(proven(config), channel)
         gc.collect()
         gc.freeze()  # what is loaded stays: a full collection over it would hold up a step for hundreds of milliseconds
         context = loop.scheduler.context
-        watch(loop, settings.watchdog_timeout)
-        channel.send(EngineReady(os.getpid(), context, facts.vocab, settings.pages, settings.slots, settings.report))
+        watch(loop, config.watchdog_timeout)
+        channel.send(
+            EngineReady(os.getpid(), context, facts.vocab, config.num_pages, config.max_running_requests, config.report)
+        )
         run(loop)
     except Exception as error:
         # what computes the answer fails loudly: the front fails its requests with this text and starts a new engine

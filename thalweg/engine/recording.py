@@ -27,14 +27,14 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from thalweg import __version__
+from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.messages import Abort, FromEngine, Rejected, Submit, ToEngine, UpdateWeights
 from thalweg.core.plan import Bind, Output, StepPlan
 from thalweg.core.request import Exit, Request
-from thalweg.engine.settings import EngineSettings
 
 log = logging.getLogger("thalweg.recording")
-FORMAT, VERSION = "thalweg-recording", 1
+FORMAT, VERSION = "thalweg-recording", 2
 STEPS = 1000  # of a segment
 BYTES = 16 << 20  # of a segment, its prompts counted too
 PACKAGES = ("torch", "numpy", "msgspec", "llguidance", "tokenizers", "triton")
@@ -54,7 +54,7 @@ class Head(msgspec.Struct, tag_field="kind", tag="head", frozen=True, kw_only=Tr
     error: str
     at: float
     versions: dict[str, str]
-    settings: EngineSettings
+    config: EngineConfig
     model: str
     first: int
     whole: bool
@@ -199,9 +199,9 @@ class Ring:
     """The recorder of an engine. requests: all of them by uid, the scheduler's own. Raises UnsupportedConfig for a folder that cannot be
     written to."""
 
-    def __init__(self, settings: EngineSettings, requests: Mapping[int, Request]) -> None:
-        self.settings, self.requests = settings, requests
-        self.folder = Path(settings.crash_dump_folder)
+    def __init__(self, config: EngineConfig, requests: Mapping[int, Request]) -> None:
+        self.config, self.requests = config, requests
+        self.folder = Path(config.crash_dump_folder)
         self._changed: list[Changed] = []  # of the engine's whole life: it has no step that does not depend on them
         self._segments: tuple[_Segment, ...] = (
             _Segment(0, marks=[]),
@@ -301,8 +301,8 @@ class Ring:
             error=error,
             at=time.time(),
             versions=versions(),
-            settings=self.settings,
-            model=fingerprint(Path(self.settings.path)),
+            config=self.config,
+            model=fingerprint(Path(self.config.model_path)),
             first=first,
             whole=first == 0,
         )

@@ -1,4 +1,4 @@
-"""The self-check of a start: each library that the settings name computes a small case on this GPU before a model relies on it.
+"""The self-check of a start: each library that the configuration names computes a small case on this GPU before a model relies on it.
 
 That a library is installed says little: its binary may be built for another torch, CUDA or GPU. One that the user did not ask for is
 replaced by our own kernels, with a warning and a word in the report; one that was asked for ends the start.
@@ -6,19 +6,18 @@ replaced by our own kernels, with a warning and a word in the report; one that w
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import torch
 
+from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES, KernelConfig
-from thalweg.engine.settings import EngineSettings
+from thalweg.core.report import START_UP, Decision
 from thalweg.models.catalog import read_facts
 from thalweg.quant.catalog import quantized
 
@@ -35,13 +34,13 @@ class Probe(NamedTuple):
     check: Callable[[], None]
 
 
-def proven(settings: EngineSettings) -> EngineSettings:
-    """The settings with every library that fails its check replaced, and the report that says so. Raises UnsupportedConfig for one that was
+def proven(config: EngineConfig) -> EngineConfig:
+    """The configuration with every library that fails its check replaced. Raises UnsupportedConfig for one that was
     asked for, CheckpointError for a folder without a model."""
-    if settings.device != "cuda" or settings.kernels.decode == "reference":
-        return settings
-    facts = read_facts(Path(settings.path))
-    return settled(settings, probes(settings.kernels, facts, torch.device(settings.device)))
+    if config.device != "cuda" or config.decode_attention_backend == "reference":
+        return config
+    facts = read_facts(Path(config.model_path))
+    return settled(config, probes(config.kernels, facts, torch.device(config.device)))
 
 
 def probes(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> list[Probe]:
@@ -82,23 +81,16 @@ def probes(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> li
     return made
 
 
-def settled(settings: EngineSettings, probes: Iterable[Probe]) -> EngineSettings:
+def settled(config: EngineConfig, probes: Iterable[Probe]) -> EngineConfig:
     """See `proven`."""
-    report = json.loads(settings.report)
-    kernels = settings.kernels
     for role, backend, check in probes:
+        name = DECISION_NAMES[role]
         try:
             check()
         except RuntimeError as error:
-            if role in kernels.requested:
-                raise UnsupportedConfig(f"{DECISION_NAMES[role]}: {error}") from error
-            log.warning("%s: %s is not used, %s takes its place: %s", DECISION_NAMES[role], backend, OWN, error)
-            kernels = msgspec.structs.replace(kernels, **{role: OWN})
-            reason = f"{backend} failed its self-check: {error}"
-            report[DECISION_NAMES[role]] = {
-                "name": DECISION_NAMES[role],
-                "value": OWN,
-                "source": "auto",
-                "reason": reason,
-            }
-    return msgspec.structs.replace(settings, kernels=kernels, report=json.dumps(report))
+            if config.report.is_users(name):
+                raise UnsupportedConfig(f"{name}: {error}") from error
+            log.warning("%s: %s is not used, %s takes its place: %s", name, backend, OWN, error)
+            failed = Decision(name, OWN, START_UP, f"{backend} failed its self-check: {error}")
+            config = config.started([failed], **{name: OWN})
+    return config

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
-import msgspec
 from torch import Tensor, nn
 
-from thalweg.engine.settings import EngineSettings
+from thalweg.config.engine import EngineConfig
+from thalweg.core.report import START_UP, Decision
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Runner
 
@@ -22,8 +20,8 @@ REASONS = {
 }
 
 
-def taken(settings: EngineSettings, runner: Runner, **others: int) -> EngineSettings:
-    """The settings with a report that tells the bytes of weights, the drafter's too, KV cache and slots, and of `others`, by the names in
+def taken(config: EngineConfig, runner: Runner, **others: int) -> EngineConfig:
+    """The configuration with a report of the bytes of weights (the drafter's included), KV cache and slots, and of `others`, by the names in
     `REASONS`."""
     model, planes, slots = runner.model, runner.planes, runner.slots
     plain = model.model if isinstance(model, TokenByToken) else model
@@ -37,11 +35,7 @@ def taken(settings: EngineSettings, runner: Runner, **others: int) -> EngineSett
         ),
         **others,
     }
-    report = json.loads(settings.report)
-    for name, value in found.items():
-        said = {"name": f"memory_{name}", "value": value, "source": "auto", "reason": REASONS[name]}
-        report[f"memory_{name}"] = said
-    return msgspec.structs.replace(settings, report=json.dumps(report))
+    return config.started(Decision(f"memory_{name}", value, START_UP, REASONS[name]) for name, value in found.items())
 
 
 def _bytes(tensors: list[Tensor]) -> int:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from thalweg.config.engine import EngineConfig
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.kernels import TORCH
 from thalweg.core.plan import StepPlan
 from thalweg.engine.kinds import GREEDY, fine, kinds, samplings, scored, singles
-from thalweg.engine.settings import EngineSettings
 from thalweg.models.decoder import Model
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Forwarded, Runner
@@ -39,11 +39,11 @@ def thin(model: Model) -> Model:
     return slim
 
 
-def warm(runner: Runner, settings: EngineSettings, context: int, progress: Progress) -> None:
+def warm(runner: Runner, config: EngineConfig, context: int, progress: Progress) -> None:
     """Compiles. The runner's slots hold no requests: every row is padding, and touches the null page only."""
-    work = [*_sampling(runner, settings, context)]
-    if settings.kernels.decode != "reference":  # which has no kernels
-        work += [*_steps(runner, settings, context), *_products(runner, settings)]
+    work = [*_sampling(runner, config, context)]
+    if config.decode_attention_backend != "reference":  # which has no kernels
+        work += [*_steps(runner, config, context), *_products(runner, config)]
     with torch.inference_mode():
         for done, each in enumerate(work, 1):
             each()
@@ -51,7 +51,7 @@ def warm(runner: Runner, settings: EngineSettings, context: int, progress: Progr
     torch.cuda.synchronize()
 
 
-def _sampling(runner: Runner, settings: EngineSettings, context: int) -> Iterator[Callable[[], object]]:
+def _sampling(runner: Runner, config: EngineConfig, context: int) -> Iterator[Callable[[], object]]:
     """Draws from logits that no model made; under a grammar too, of the first row and of all."""
     vocab, slots = runner.model.facts.vocab, runner.slots
 
@@ -63,33 +63,37 @@ def _sampling(runner: Runner, settings: EngineSettings, context: int) -> Iterato
     def masks(rows: int) -> GrammarMasks:
         return GrammarMasks(tuple(range(rows)), np.full((rows, -(-vocab // 32)), -1, dtype=np.int32))
 
-    for plan in samplings(min(settings.slots, settings.budget), context):
+    for plan in samplings(min(config.max_running_requests, config.chunked_prefill_size), context):
         yield partial(lambda plan: runner.sample(forwarded(plan)), plan)
         if plan.needs == GREEDY:
             yield partial(lambda plan: runner.sample(forwarded(plan), masks(len(plan.rows))), plan)
             yield partial(lambda plan: runner.sample(forwarded(plan), masks(1)), plan)
 
 
-def _steps(runner: Runner, settings: EngineSettings, context: int) -> Iterator[Callable[[], object]]:
-    if settings.kernels.decode == TORCH:  # no kernel goes by the context, and a choice of a long one takes its time
-        context = min(context, max(PLAIN_CONTEXT, -(-settings.budget // settings.slots)))
+def _steps(runner: Runner, config: EngineConfig, context: int) -> Iterator[Callable[[], object]]:
+    if (
+        config.decode_attention_backend == TORCH
+    ):  # no kernel goes by the context, and a choice of a long one takes its time
+        context = min(context, max(PLAIN_CONTEXT, -(-config.chunked_prefill_size // config.max_running_requests)))
     model = thin(_whole(runner.model))
     narrow = Runner(model, model, runner.planes, runner.slots, runner.drafting.drafter)
     if isinstance(runner.model, TokenByToken):  # whatever the step, what is computed is one token at a time
         whole = TokenByToken(model)
         alone = Runner(whole, whole, runner.planes, runner.slots)
-        for plan in scored(min(settings.budget, context)):
+        for plan in scored(min(config.chunked_prefill_size, context)):
             yield partial(lambda plan: alone.sample(alone.forward(plan)), plan)
         plans = singles(context)
     else:
-        plans = kinds(settings.slots, settings.budget, context, settings.width, settings.tree.is_tree)
+        plans = kinds(
+            config.max_running_requests, config.chunked_prefill_size, context, config.num_drafts, config.tree.is_tree
+        )
     for plan in plans:
-        width = plan.sampled_per_row - 1 or settings.width
+        width = plan.sampled_per_row - 1 or config.num_drafts
         yield partial(lambda plan, width: narrow.sample(narrow.forward(plan), width=width), plan, width)
 
 
-def _products(runner: Runner, settings: EngineSettings) -> Iterator[Callable[[], object]]:
-    rows = [1] if isinstance(runner.model, TokenByToken) else fine(settings.budget)
+def _products(runner: Runner, config: EngineConfig) -> Iterator[Callable[[], object]]:
+    rows = [1] if isinstance(runner.model, TokenByToken) else fine(config.chunked_prefill_size)
     for part, inputs in fp8_products(_whole(runner.model)):
         for count in rows:
             x = partial(torch.zeros, count, inputs, dtype=torch.bfloat16, device=runner.planes.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import random
@@ -11,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-import msgspec
 import torch
 
+from thalweg.config.engine import EngineConfig
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
+from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.settings import EngineSettings
 from thalweg.runner.runner import Runner
 from thalweg.scheduler.times import Rung, StepTimes
 from thalweg.scheduler.widths import choices
@@ -40,47 +39,46 @@ SHARE = 0.25  # of what that took: for the long one
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def measured(settings: EngineSettings, runner: Runner) -> EngineSettings:
-    """The settings with the times, where the width is left to the engine, and the report that says so. The slots are nobody's afterwards."""
-    if settings.times is not None:
-        return settings
-    now = clock(settings)
-    begun, most = now(), settings.context - _room(settings)
+def measured(config: EngineConfig, runner: Runner) -> EngineConfig:
+    """The configuration with the times, where the number of drafts is chosen in each step. All slots are free afterwards."""
+    if not config.speculative_adaptive or config.speculative_step_times:
+        return config
+    now = clock(config)
+    begun, most = now(), config.context_length - _room(config)
     near = max(min(CONTEXT, most), 1)
     rungs = smoothed(
-        _rungs(settings, near, NEAR_LADDER, SECONDS, lambda rows: _times(runner, settings, rows, near, REPEATS))
+        _rungs(config, near, NEAR_LADDER, SECONDS, lambda rows: _times(runner, config, rows, near, REPEATS))
     )
     if rungs and most > 4 * near:  # else the difference says little
         far, short = min(FAR, most), rungs
         share = SHARE * (now() - begun)
         rungs += smoothed(
-            _rungs(settings, far, FAR_LADDER, share, lambda rows: _longer(runner, settings, rows, short, far))
+            _rungs(config, far, FAR_LADDER, share, lambda rows: _longer(runner, config, rows, short, far))
         )
     runner.slots.reset()
     if not rungs:  # not even one request can be verified within the budget of a step
-        return msgspec.structs.replace(settings, times=(), width=0)
-    report = json.loads(settings.report)
+        return config.started((), speculative_adaptive=False, speculative_num_steps=0, speculative_eagle_topk=1)
     first = ", ".join(f"{1e3 * seconds:.2f} ms with {width}" for width, seconds in enumerate(rungs[0].seconds))
     why = f"by what is accepted and how long steps take, at the start {first} for one request"
-    value = f"0 to {settings.width}"
-    report["speculative_adaptive"] = {"name": "speculative_adaptive", "value": value, "source": "auto", "reason": why}
+    value = f"0 to {config.num_drafts}"
     log.info("drafts: %s, %s", value, why)
-    return msgspec.structs.replace(settings, times=rungs, report=json.dumps(report))
+    return config.started([Decision("speculative_adaptive", value, START_UP, why)], speculative_step_times=rungs)
 
 
-def _room(settings: EngineSettings) -> int:
+def _room(config: EngineConfig) -> int:
     """Tokens that the steps which are measured compute behind a context."""
-    return 3 * (1 + settings.tree.reserved_columns(settings.width))
+    return 3 * (1 + config.tree.reserved_columns(config.num_drafts))
 
 
 def _rungs(
-    settings: EngineSettings, context: int, ladder: Ladder, seconds: float, times: Callable[[int], tuple[float, ...]]
+    config: EngineConfig, context: int, ladder: Ladder, seconds: float, times: Callable[[int], tuple[float, ...]]
 ) -> list[Rung]:
     """times: measures a number of rows behind this context."""
-    now, rungs = clock(settings), list[Rung]()
+    now, rungs = clock(config), list[Rung]()
     begun = last = now()
     for rows in ladder.rows:
-        if rows > min(settings.slots, settings.pages) or rows * (1 + settings.width) > settings.budget:
+        tokens = rows * (1 + config.num_drafts)
+        if rows > min(config.max_running_requests, config.num_pages) or tokens > config.chunked_prefill_size:
             break
         if len(rungs) >= ladder.least:
             ahead = (now() - last) * rows / rungs[-1].rows  # a row takes no longer than one of fewer
@@ -91,34 +89,32 @@ def _rungs(
     return rungs
 
 
-def _longer(
-    runner: Runner, settings: EngineSettings, rows: int, short: Sequence[Rung], context: int
-) -> tuple[float, ...]:
+def _longer(runner: Runner, config: EngineConfig, rows: int, short: Sequence[Rung], context: int) -> tuple[float, ...]:
     """Behind a longer context than those. What that adds is little beside what a machine that others use changes its pace by from one moment to the
     next, and many rows multiply it: both are measured in turns, and the difference counts."""
     near = short[0].context
-    turns = [[_times(runner, settings, rows, at, 1) for at in (near, context)] for _ in range(TURNS)]
+    turns = [[_times(runner, config, rows, at, 1) for at in (near, context)] for _ in range(TURNS)]
     below, above = (map(min, *times) for times in zip(*turns, strict=True))
     known = StepTimes(short).seconds(rows, near)
     return tuple(one + max(more - less, 0.0) for one, less, more in zip(known, below, above, strict=True))
 
 
-def _times(runner: Runner, settings: EngineSettings, rows: int, context: int, repeats: int) -> tuple[float, ...]:
+def _times(runner: Runner, config: EngineConfig, rows: int, context: int, repeats: int) -> tuple[float, ...]:
     """Of a step with so many rows, for each width: those that are chosen from are measured, between them times lie on lines. They take turns, so that
     what keeps the machine busy for a while is the same for all, and of each the least counts, since what disturbs a step only adds to it."""
-    reach = min(context + _room(settings), settings.context)
-    _bind(runner, settings, rows, context, reach)
+    reach = min(context + _room(config), config.context_length)
+    _bind(runner, config, rows, context, reach)
     bound = runner.slots.ints_SI.clone()
-    least = dict.fromkeys(choices(settings.width), math.inf)
+    least = dict.fromkeys(choices(config.num_drafts), math.inf)
     for turn in range(1 + repeats):
         for width in least:
             runner.slots.ints_SI.copy_(bound)
             plan = _plan(rows, context, width, reach)
-            _run(runner, plan, settings)  # makes the drafts that the next one verifies
-            seconds = _run(runner, plan, settings)
+            _run(runner, plan, config)  # makes the drafts that the next one verifies
+            seconds = _run(runner, plan, config)
             least[width] = min(least[width], seconds if turn else math.inf)
     runner.slots.ints_SI.copy_(bound)
-    least[0] += min(_late(runner, _plan(rows, context, 0, reach), settings) for _ in range(2))
+    least[0] += min(_late(runner, _plan(rows, context, 0, reach), config) for _ in range(2))
     return _on_lines(least)
 
 
@@ -128,9 +124,9 @@ def _plan(rows: int, context: int, width: int, reach: int) -> StepPlan:
 
 
 @torch.inference_mode()
-def _late(runner: Runner, plan: StepPlan, settings: EngineSettings) -> float:
+def _late(runner: Runner, plan: StepPlan, config: EngineConfig) -> float:
     """Seconds of each step without drafts that its drafter takes later, when it catches up with all that it may lag."""
-    drafting, rows, now = runner.drafting, len(plan.rows), clock(settings)
+    drafting, rows, now = runner.drafting, len(plan.rows), clock(config)
     forwarded = runner.forward(plan)
     if not drafting.learns or forwarded is None or forwarded.seen is None:
         return 0.0
@@ -165,20 +161,20 @@ def smoothed(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
     return tuple(reversed(found))
 
 
-def _bind(runner: Runner, settings: EngineSettings, rows: int, tokens: int, reach: int) -> None:
+def _bind(runner: Runner, config: EngineConfig, rows: int, tokens: int, reach: int) -> None:
     """Made-up requests of so many tokens. They share pages where there are too few: what lies in them does not matter."""
     rng, ids = random.Random(0), range(runner.model.facts.vocab)
     entries = -(-reach // PAGE)
     for slot in range(rows):
         made = tuple(rng.choices(ids, k=tokens))
-        pages = tuple(1 + (slot * entries + entry) % settings.pages for entry in range(entries))
-        runner.slots.bind([Bind(slot, made, tokens, tokens - 1, settings.context, 0, (), GREEDY)])
+        pages = tuple(1 + (slot * entries + entry) % config.num_pages for entry in range(entries))
+        runner.slots.bind([Bind(slot, made, tokens, tokens - 1, config.context_length, 0, (), GREEDY)])
         runner.slots.append([PageAppend(slot, 0, pages)])
 
 
-def _run(runner: Runner, plan: StepPlan, settings: EngineSettings) -> float:
+def _run(runner: Runner, plan: StepPlan, config: EngineConfig) -> float:
     """Seconds of a whole step, A and B."""
-    now = clock(settings)
+    now = clock(config)
     _wait(runner)
     begun = now()
     runner.sample(runner.forward(plan), width=plan.num_drafts)
@@ -186,14 +182,14 @@ def _run(runner: Runner, plan: StepPlan, settings: EngineSettings) -> float:
     return now() - begun
 
 
-def clock(settings: EngineSettings) -> Callable[[], float]:
+def clock(config: EngineConfig) -> Callable[[], float]:
     """What times steps that run in this thread. One thread of a CPU has a clock of its own, which others that want the CPU do not touch."""
-    return time.thread_time if settings.device == "cpu" and settings.threads == 1 else time.perf_counter
+    return time.thread_time if config.device == "cpu" and config.threads == 1 else time.perf_counter
 
 
-def planning_clock(settings: EngineSettings) -> Callable[[], float]:
+def planning_clock(config: EngineConfig) -> Callable[[], float]:
     """What times steps in the thread that plans them, where others may compute them."""
-    return clock(settings) if settings.depth == 1 else time.perf_counter
+    return clock(config) if config.max_steps_in_flight == 1 else time.perf_counter
 
 
 def _wait(runner: Runner) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from thalweg.config.speculative import RELAXED_DELTA, RELAXED_TOPK, SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.report import USER
 from thalweg.launch.ledger import Ledger, source
-from thalweg.launch.resolved import ASKED
 
-UNSAMPLED = ("ngram",)  # drafters whose drafts are no samples
+UNSAMPLED = ("NGRAM",)  # drafters whose drafts are no samples
 LOSSY = "LOSSY: answers are not distributed as the model's, and greedy ones not the model's own"
 SIMULATED = "drafts are accepted by decree, and what is written means nothing"
 POINT_MASS = "these drafts are no samples: they are judged by the rule for a point mass, which is the race"
@@ -18,7 +18,7 @@ LIST = "several drafts of one position are judged by the multi-draft rule that t
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """rule, relaxed, imposed: as `acceptance`, `relaxed` and `imposed` of `engine.settings.EngineSettings`."""
+    """rule, relaxed, imposed: as `acceptance`, `relaxed` and `imposed` of `config.engine.EngineConfig`."""
 
     rule: str = "race"
     relaxed: tuple[int, float] = (RELAXED_TOPK, RELAXED_DELTA)
@@ -35,11 +35,11 @@ def refuse_simulated(wish: SpeculativeOptions) -> None:
 
 
 def decide_acceptance(wish: SpeculativeOptions, drafter: str, deepest: int, trees: bool, ledger: Ledger) -> Acceptance:
-    """drafter: its name, "" for none. deepest: drafts one behind the other, at most. trees: whether drafts may part ways. Raises
+    """drafter: its name, "NONE" for none. deepest: drafts one behind the other, at most. trees: whether drafts may part ways. Raises
     UnsupportedConfig for
     thresholds of another rule than the one that is wished, for a rule beside a decree, and for a decree of more tokens than a verification has."""
     acceptance, length = _rule(wish, drafter, trees, ledger), wish.speculative_simulate_accept_length
-    if not drafter or length is None:
+    if drafter == "NONE" or length is None:
         return acceptance
     if length > deepest + 1:
         raise UnsupportedConfig(
@@ -51,7 +51,7 @@ def decide_acceptance(wish: SpeculativeOptions, drafter: str, deepest: int, tree
             f"speculative_acceptance: {wish.speculative_acceptance} judges no draft where they are accepted by decree; leave it out, or "
             "--speculative-simulate-accept-length"
         )
-    ledger.note("speculative_simulate_accept_length", length, ASKED, f"BENCHMARKS ONLY: {SIMULATED}")
+    ledger.note("speculative_simulate_accept_length", length, USER, f"BENCHMARKS ONLY: {SIMULATED}")
     return replace(acceptance, imposed=length)
 
 
@@ -63,20 +63,20 @@ def _rule(wish: SpeculativeOptions, drafter: str, trees: bool, ledger: Ledger) -
                 f"{name}: a threshold of the lossy rule, and drafts are judged by {rule or 'the race'}; leave it out, or use "
                 "--speculative-acceptance relaxed"
             )
-    if not drafter:
+    if drafter == "NONE":
         return Acceptance()
     if rule == "relaxed":
         relaxed = (topk or RELAXED_TOPK, RELAXED_DELTA if delta is None else delta)
         ledger.note(
             "speculative_acceptance",
             rule,
-            ASKED,
+            USER,
             f"{LOSSY}; drafts of the {relaxed[0]} most likely tokens that are at most {relaxed[1]:g} less likely than the first",
         )
         return Acceptance(rule, relaxed)
     if rule == "standard":
         why = LIST if trees else POINT_MASS if drafter in UNSAMPLED else ""
-        ledger.note("speculative_acceptance", rule, ASKED, why)
+        ledger.note("speculative_acceptance", rule, USER, why)
         return Acceptance("race" if why else rule)
     ledger.note(
         "speculative_acceptance", "race", *source(rule is not None, "tokens are plain decoding's, seed for seed")

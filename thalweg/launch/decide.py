@@ -9,15 +9,16 @@ from typing import Callable
 
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
+from thalweg.core.report import AUTO, MODEL, USER
 from thalweg.launch.graphs import GraphPlan, decide_compile, decide_graphs
 from thalweg.launch.kernels import decide_kernels
 from thalweg.launch.ledger import Ledger, source
-from thalweg.launch.resolved import ASKED, AUTO, MODEL, Sizes
+from thalweg.launch.resolved import Sizes
 
 TYPICAL = 2048  # tokens that a request keeps on average; unless asked, the cache holds no more than this for each slot
 
@@ -26,7 +27,7 @@ TYPICAL = 2048  # tokens that a request keeps on average; unless asked, the cach
 class Rule:
     """A combination that cannot be: `why` it cannot, and what to ask for `instead`. The aim is an empty table."""
 
-    when: Callable[[Config], bool]
+    when: Callable[[Options], bool]
     why: str
     instead: str
 
@@ -98,7 +99,7 @@ def gpu(machine: Machine) -> Site:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The numbers of an engine: see `engine.settings.EngineSettings`, which has the same names, but for what is
+    """The numbers of an engine: see `config.engine.EngineConfig`, which has the same names, but for what is
     recorded. measured: pages and context are estimates, which the engine puts its own in the place of. limit: the longest sequence that is
     wanted; least_context: that must fit."""
 
@@ -107,7 +108,7 @@ class Decided:
     graphs: GraphPlan
     dtype: str
     threads: int
-    depth: int
+    overlap: bool
     slots: int
     budget: int
     context: int
@@ -120,7 +121,7 @@ class Decided:
 
 
 def decide(
-    config: Config,
+    config: Options,
     facts: ModelFacts,
     machine: Machine,
     sizes_in: Callable[[str, KernelConfig, str], Sizes],
@@ -144,7 +145,6 @@ def decide(
     dtype, sizes = _dtype(config, site, lambda dtype: sizes_in(device, kernels, dtype), ledger)
     note("kv_cache_dtype", kernels.kv or dtype, *source(bool(kernels.kv), "as dtype"))
     overlap = take("overlap_schedule", schedule.overlap_schedule, site.overlap, site.overlap_why)
-    note("depth", 2 if overlap else 1, AUTO, "2 steps under way with overlap, else 1")
     slots = take("max_running_requests", schedule.max_running_requests, site.slots, site.slots_why)
     measured = site.measures and config.memory.mem_fraction_static is None and config.memory.max_total_tokens is None
     pages, context = _memory(config, facts, site, sizes, dtype, slots, measured, ledger)
@@ -167,14 +167,13 @@ def decide(
     seed = config.sampling.random_seed
     drawn = secrets.randbits(62) if seed is None else seed
     note("random_seed", drawn, *source(seed is not None, "drawn at start; give it to repeat a run"))
-    depth = 2 if overlap else 1
     return Decided(
         device=device,
         kernels=kernels,
         graphs=graphs,
         dtype=dtype,
         threads=threads,
-        depth=depth,
+        overlap=overlap,
         slots=slots,
         budget=budget,
         context=context,
@@ -187,7 +186,7 @@ def decide(
     )
 
 
-def _device(config: Config, machine: Machine, ledger: Ledger) -> str:
+def _device(config: Options, machine: Machine, ledger: Ledger) -> str:
     """The user's, else a GPU where there is one. Raises UnsupportedConfig for a GPU that is not there."""
     if config.load.device == "cuda" and not machine.gpus:
         raise UnsupportedConfig(
@@ -198,7 +197,7 @@ def _device(config: Config, machine: Machine, ledger: Ledger) -> str:
     return ledger.take("device", config.load.device, "cpu", f"{machine.cpu}, {machine.cores} cores")
 
 
-def _dtype(config: Config, site: Site, sizes_in: Callable[[str], Sizes], ledger: Ledger) -> tuple[str, Sizes]:
+def _dtype(config: Options, site: Site, sizes_in: Callable[[str], Sizes], ledger: Ledger) -> tuple[str, Sizes]:
     """The type of weights and activations, and the model's sizes in it."""
     wish = config.load.dtype
     if not site.float32:
@@ -213,7 +212,7 @@ def _dtype(config: Config, site: Site, sizes_in: Callable[[str], Sizes], ledger:
 
 
 def _memory(
-    config: Config,
+    config: Options,
     facts: ModelFacts,
     site: Site,
     sizes: Sizes,
@@ -250,17 +249,19 @@ def _memory(
             raise InsufficientMemory(
                 f"max_total_tokens: {wish.max_total_tokens} do not fit: {sums} = {most} pages; use at most {most * PAGE}"
             )
-        ledger.note("pages", pages, ASKED, f"{wish.max_total_tokens} tokens / {PAGE} a page")
+        ledger.note("max_total_tokens", pages * PAGE, USER, f"{pages} whole pages of {PAGE} tokens")
     else:
         useful = max(slots * -(-min(limit, TYPICAL) // PAGE), -(-limit // PAGE)) if site.useful else most
         pages = min(most, useful)
         enough = f"{useful} are enough for {slots} requests of {min(limit, TYPICAL)} tokens"
         about = "an estimate, which the engine replaces by what it measures: " if measured else ""
-        ledger.note("pages", pages, AUTO, f"{about}{sums} = {most}" + (f"; {enough}" if pages < most else ""))
+        ledger.note(
+            "max_total_tokens", pages * PAGE, AUTO, f"{about}{sums} = {most}" + (f"; {enough}" if pages < most else "")
+        )
     return pages, _context(config, facts, limit, pages, ledger)
 
 
-def _context_limit(config: Config, facts: ModelFacts) -> int:
+def _context_limit(config: Options, facts: ModelFacts) -> int:
     """The longest sequence that is wanted: the user's, else the model's."""
     wish = config.model.context_length
     if wish is not None and wish > facts.context:
@@ -270,14 +271,14 @@ def _context_limit(config: Config, facts: ModelFacts) -> int:
     return wish or facts.context
 
 
-def _context(config: Config, facts: ModelFacts, limit: int, pages: int, ledger: Ledger) -> int:
+def _context(config: Options, facts: ModelFacts, limit: int, pages: int, ledger: Ledger) -> int:
     held = pages * PAGE
     if config.model.context_length is not None:
         if limit > held:
             raise InsufficientMemory(
                 f"context_length: {limit} is more than the KV cache holds, {pages} pages x {PAGE}; use at most {held}"
             )
-        ledger.note("context_length", limit, ASKED, "")
+        ledger.note("context_length", limit, USER, "")
     elif limit > held:
         ledger.note("context_length", held, AUTO, f"what the KV cache holds; the model could {facts.context}")
     else:
@@ -285,11 +286,11 @@ def _context(config: Config, facts: ModelFacts, limit: int, pages: int, ledger: 
     return min(limit, held)
 
 
-def _budget(config: Config, site: Site, slots: int, context: int, ledger: Ledger) -> int:
+def _budget(config: Options, site: Site, slots: int, context: int, ledger: Ledger) -> int:
     """Tokens a step."""
     wish = config.schedule.chunked_prefill_size
     if wish == -1:
-        ledger.note("chunked_prefill_size", slots * context, ASKED, "-1: room for every running prompt in one step")
+        ledger.note("chunked_prefill_size", slots * context, USER, "-1: room for every running prompt in one step")
         return slots * context
     budget, why = site.budget, site.budget_why
     if 2 * slots > budget:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from thalweg import __version__
 from thalweg.config.machine import Machine
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.errors import ThalwegError
 from thalweg.launch.wheels import WHEELS, Wheel, within
 
@@ -83,7 +83,7 @@ class Surroundings:
         return self.machine.gpus or self.reached
 
     @staticmethod
-    def look(config: Config, online: bool = False) -> Surroundings:
+    def look(config: Options, online: bool = False) -> Surroundings:
         """Looks at this machine, for what `config` wishes of model, host and port. online: whether the hub is asked."""
         torch, error, cuda, reached = _torch()
         requires, listen = _requires(), config.listen
@@ -118,7 +118,7 @@ class Surroundings:
         )
 
 
-def doctor(config: Config, rest: argparse.Namespace) -> int:
+def doctor(config: Options, rest: argparse.Namespace) -> int:
     """The command. rest: `json` and `online`. Returns 0 when nothing stands in the way of serving, else 1."""
     findings = list(examine(Surroundings.look(config, rest.online)))
     sick = any(one.level == FAIL for one in findings)
@@ -368,7 +368,7 @@ def _ask(endpoint: str) -> str:
         return f"{endpoint} does not answer: {error}"
 
 
-def _model_error(config: Config) -> str:
+def _model_error(config: Options) -> str:
     """Why a checkpoint cannot be served here, "" where it can or none is named. Weights are looked for, not read."""
     model = config.model.model
     if not model:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Config
+from thalweg.config.options import Options
+from thalweg.core.report import AUTO
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.acceptance import Acceptance, decide_acceptance
 from thalweg.launch.ledger import Ledger
-from thalweg.launch.resolved import AUTO
-from thalweg.launch.speculation import Speculation, branching, decide_speculation
+from thalweg.launch.speculation import NO_DRAFTER, Speculation, branching, decide_speculation
 from thalweg.launch.trees import decide_tree
 
 
@@ -30,7 +30,7 @@ class Drafts:
         return self.tree.num_drafts or self.speculation.width
 
 
-def decide_drafts(config: Config, facts: ModelFacts, model: Path, folder: Path | None) -> Drafts:
+def decide_drafts(config: Options, facts: ModelFacts, model: Path, folder: Path | None) -> Drafts:
     """model: its folder; folder: of the drafter, where one was named. Raises as `decide_speculation`, `decide_acceptance` and `decide_tree`."""
     wish, ledger = config.speculative, Ledger()
     speculation = decide_speculation(wish, facts, ledger, folder, model)
@@ -43,4 +43,4 @@ def no_drafts(why: str) -> Drafts:
     """Plain decoding, although drafts were asked for."""
     ledger = Ledger()
     ledger.note("speculative_algorithm", "NONE", AUTO, why)
-    return Drafts(ledger, Speculation("", 0, False), Acceptance(), CHAIN)
+    return Drafts(ledger, Speculation(NO_DRAFTER, 0, False), Acceptance(), CHAIN)

@@ -6,7 +6,7 @@ import os
 import shutil
 from dataclasses import dataclass
 
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.launch.backends import DECODE
@@ -21,15 +21,15 @@ AUTO_WHY = "decode steps whole, up to {} tokens of others in pieces: beyond, the
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """rows: of whole steps. tokens: of the static parts of others. mixed: whether prompt tokens may be rows of a whole step."""
+    """mode: the resolved `cuda_graph_mode`. rows: of whole steps. tokens: of the static parts of others."""
 
+    mode: str = "none"
     rows: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    mixed: bool = False
 
 
 def decide_graphs(
-    config: Config, device: str, kernels: KernelConfig, slots: int, budget: int, ledger: Ledger
+    config: Options, device: str, kernels: KernelConfig, slots: int, budget: int, ledger: Ledger
 ) -> GraphPlan:
     """Decides and notes it. slots: rows of a decode step at most. budget: tokens of a step. Raises UnsupportedConfig."""
     wish = config.load
@@ -43,7 +43,7 @@ def decide_graphs(
     mode = ledger.take("cuda_graph_mode", mode, "full_and_piecewise", AUTO_WHY.format(min(budget, MOST_PIECES)))
     rows = _rows(config, slots, ledger) if mode in WHOLE else ()
     tokens = _tokens(config, budget, ledger) if mode in IN_PIECES else ()
-    return GraphPlan(rows, tokens, mixed=mode == "full")
+    return GraphPlan(mode, rows, tokens)
 
 
 def _cannot(device: str, kernels: KernelConfig) -> str:
@@ -53,7 +53,7 @@ def _cannot(device: str, kernels: KernelConfig) -> str:
     return "" if True in DECODE[kernels.decode].graphs else f"{kernels.decode} attention reads lengths on the host"
 
 
-def _rows(config: Config, slots: int, ledger: Ledger) -> tuple[int, ...]:
+def _rows(config: Options, slots: int, ledger: Ledger) -> tuple[int, ...]:
     wish = config.load
     most = min(wish.cuda_graph_max_bs or min(slots, MOST_RECORDED), slots)
     made = tuple(wish.cuda_graph_bs) or buckets(most)
@@ -66,7 +66,7 @@ def _rows(config: Config, slots: int, ledger: Ledger) -> tuple[int, ...]:
     return made
 
 
-def _tokens(config: Config, budget: int, ledger: Ledger) -> tuple[int, ...]:
+def _tokens(config: Options, budget: int, ledger: Ledger) -> tuple[int, ...]:
     wish = config.load.piecewise_cuda_graph_tokens
     made = tuple(sorted(set(wish))) or token_buckets(min(budget, MOST_PIECES))
     if any(tokens < 1 or tokens > budget for tokens in made):
@@ -78,7 +78,7 @@ def _tokens(config: Config, budget: int, ledger: Ledger) -> tuple[int, ...]:
     return made
 
 
-def decide_compile(config: Config, device: str, kernels: KernelConfig, ledger: Ledger) -> None:
+def decide_compile(config: Options, device: str, kernels: KernelConfig, ledger: Ledger) -> None:
     """Whether torch.compile is used at all, noted. Raises UnsupportedConfig."""
     wish = config.load.torch_compile
     if wish and kernels.decode != "reference":

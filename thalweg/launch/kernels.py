@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.capabilities import Selected, select
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES, KernelConfig
+from thalweg.core.report import USER
 from thalweg.launch.backends import AttentionCaps, AttentionNeed, attention_need, decode_catalog, prefill_catalog
 from thalweg.launch.ledger import Ledger, source
 from thalweg.launch.products import decide_products
@@ -19,7 +20,7 @@ WISH = "attention_backend"
 
 
 def decide_kernels(
-    config: Config, facts: ModelFacts, machine: Machine, device: str, ledger: Ledger, trees: bool = False
+    config: Options, facts: ModelFacts, machine: Machine, device: str, ledger: Ledger, trees: bool = False
 ) -> KernelConfig:
     """Decides and notes it. trees: whether drafts may part ways. Raises UnsupportedConfig."""
     load = config.load
@@ -38,12 +39,9 @@ def decide_kernels(
     ledger.note(
         WISH, load.attention_backend or "auto", *source(load.attention_backend is not None, "the fastest that fits")
     )
-    asked = []
     for role, one in (("decode", decode), ("prefill", prefill)):
-        ledger.note(DECISION_NAMES[role], one.name, one.source, "" if one.source == "asked" else one.reason)
-        asked += [role] if one.source == "asked" else []
+        ledger.note(DECISION_NAMES[role], one.name, one.source, "" if one.source == USER else one.reason)
     products = decide_products(config, facts, machine, device, decode.name, ledger)
-    asked += [role for role, one in products.items() if one.source == "asked"]
     return KernelConfig(
         **{role: one.name for role, one in products.items()},
         decode=decode.name,
@@ -51,11 +49,10 @@ def decide_kernels(
         kv=kv,
         latent=latent,
         deterministic=deterministic,
-        requested=tuple(asked),
     )
 
 
-def _kv(config: Config) -> str:
+def _kv(config: Options) -> str:
     """Type of the KV cache by our name, "" for the model's."""
     wish = config.memory.kv_cache_dtype or ""
     return KV_NAMES.get(wish, wish)

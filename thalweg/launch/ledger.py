@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from thalweg.launch.resolved import ASKED, AUTO, Decision, Value
+from thalweg.core.report import AUTO, USER, Decision, Value
 
 V = TypeVar("V", bound=Value)
 
@@ -19,10 +19,10 @@ class Ledger:
         self.decisions.append(Decision(name, value, source, reason))
 
     def take(self, name: str, wish: V | None, auto: V, reason: str) -> V:
-        self.note(name, auto if wish is None else wish, AUTO if wish is None else ASKED, reason if wish is None else "")
+        self.note(name, auto if wish is None else wish, AUTO if wish is None else USER, reason if wish is None else "")
         return auto if wish is None else wish
 
 
 def source(asked: bool, reason: str) -> tuple[str, str]:
     """The last two of what `Ledger.note` takes: what was asked for needs no reason."""
-    return (ASKED, "") if asked else (AUTO, reason)
+    return (USER, "") if asked else (AUTO, reason)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.capabilities import Capabilities, Requirements, Selected, select
 from thalweg.core.kernels import DECISION_NAMES
+from thalweg.core.report import USER
 from thalweg.launch.backends import CHIPS, NEWER, chip
 from thalweg.launch.ledger import Ledger
 from thalweg.quant.catalog import quantized
@@ -69,7 +70,7 @@ FP8 = {
 
 
 def decide_products(
-    config: Config, facts: ModelFacts, machine: Machine, device: str, attention: str, ledger: Ledger
+    config: Options, facts: ModelFacts, machine: Machine, device: str, attention: str, ledger: Ledger
 ) -> dict[str, Selected[ProductCaps]]:
     """Decides what the model needs, and notes it: by field of `KernelConfig`. What the user named is decided in any case, so that a wish which
     means nothing is refused. Raises UnsupportedConfig."""
@@ -86,7 +87,7 @@ def decide_products(
     if quantized(facts.quantization_config) is not None or load.fp8_gemm_backend is not None:
         made["fp8_gemm"] = _choose("fp8_gemm", need, FP8, load.fp8_gemm_backend, machine)
     for role, one in made.items():
-        ledger.note(DECISION_NAMES[role], one.name, one.source, "" if one.source == "asked" else one.reason)
+        ledger.note(DECISION_NAMES[role], one.name, one.source, "" if one.source == USER else one.reason)
     return made
 
 

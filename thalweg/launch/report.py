@@ -12,7 +12,8 @@ from rich.table import Table
 
 from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
-from thalweg.launch.resolved import Decision, Resolved, Sizes
+from thalweg.core.report import Decision, Value
+from thalweg.launch.resolved import Resolved, Sizes
 
 
 def as_json(resolved: Resolved) -> dict[str, Any]:
@@ -27,14 +28,14 @@ def as_json(resolved: Resolved) -> dict[str, Any]:
         "kv_bytes_per_token": sizes.kv_bytes,
         "planes": [msgspec.to_builtins(plane) for plane in sizes.planes],
         "pages": pages,
-        "pages_measured_at_start": resolved.engine.pages == 0,
+        "pages_measured_at_start": resolved.engine.num_pages == 0,
         "page_tokens": PAGE,
         "kv_tokens": pages * PAGE,
         "kv_bytes": pages * PAGE * sizes.kv_bytes,
         "concurrent_full_contexts": pages * PAGE // resolved.context,
         "eos_ids": list(resolved.engine.eos_ids),
         "sampling_defaults": msgspec.to_builtins(resolved.sampling),
-        "decisions": {one.name: msgspec.to_builtins(one) for one in resolved.decisions},
+        "decisions": resolved.engine.report.as_tree(),
     }
 
 
@@ -73,8 +74,8 @@ def sizes(of: Sizes) -> Iterator[tuple[str, str]]:
 
 
 def _cache(resolved: Resolved) -> Iterator[tuple[str, str]]:
-    slots, context, kv = resolved.engine.slots, resolved.context, resolved.sizes.kv_bytes
-    tokens, about = resolved.pages * PAGE, "" if resolved.engine.pages else "about "
+    slots, context, kv = resolved.engine.max_running_requests, resolved.context, resolved.sizes.kv_bytes
+    tokens, about = resolved.pages * PAGE, "" if resolved.engine.num_pages else "about "
     yield "kv cache", f"{about}{resolved.pages:,} pages x {PAGE} tokens x {kv:,} B = {format_bytes(tokens * kv)}"
     each = min(tokens // slots, context)
     yield (
@@ -83,5 +84,5 @@ def _cache(resolved: Resolved) -> Iterator[tuple[str, str]]:
     )
 
 
-def _shown(value: str | int | float | bool) -> str:
+def _shown(value: Value | None) -> str:
     return ("on" if value else "off") if isinstance(value, bool) else str(value)

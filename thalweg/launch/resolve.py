@@ -11,23 +11,26 @@ from pathlib import Path
 
 import msgspec
 
+from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine, libraries
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.errors import CheckpointError, InsufficientMemory, InvalidRequest, UnsupportedConfig
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
+from thalweg.core.plan import PAGE
+from thalweg.core.report import AUTO, USER, Report
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import DTYPES, layer_factory
 from thalweg.engine.roomless import LEFT_OUT
-from thalweg.engine.settings import EngineSettings
 from thalweg.launch import tuned
 from thalweg.launch.acceptance import refuse_simulated
 from thalweg.launch.decide import Decided, decide
 from thalweg.launch.drafts import Drafts, decide_drafts, no_drafts
 from thalweg.launch.hub import fetch_weights, locate
 from thalweg.launch.ledger import Ledger
-from thalweg.launch.resolved import ASKED, AUTO, Resolved, Sizes
+from thalweg.launch.resolved import Resolved, Sizes
 from thalweg.launch.sizes import Drafting, counted, measure
+from thalweg.launch.speculation import NO_DRAFTER
 from thalweg.models.catalog import read_facts
 from thalweg.text.chat import Chat, Formats, Wish, choose_chat
 from thalweg.text.history import History
@@ -51,7 +54,11 @@ GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def resolve(
-    config: Config, machine: Machine | None = None, weights: bool = True, progress: bool = True, simulates: bool = False
+    config: Options,
+    machine: Machine | None = None,
+    weights: bool = True,
+    progress: bool = True,
+    simulates: bool = False,
 ) -> Resolved:
     """Everything that an engine needs to be told. machine: default this one. weights: whether those of a model on the hub are fetched, once it
     is clear that they can be served. progress: whether loading shows a bar. simulates: whether drafts may be accepted by decree, for a
@@ -85,60 +92,71 @@ def resolve(
         for one in (checkpoint, *([] if drafting is None or not speculation.folder else [drafting])):
             fetch_weights(one, wish.hf_token)
     schedule = config.schedule
-    settings = EngineSettings(
-        path=str(checkpoint.folder),
-        dtype=found.dtype,
-        device=found.device,
-        kernels=found.kernels,
-        graphs=found.graphs.rows,
-        mixed_graphs=found.graphs.mixed,
-        pieces=found.graphs.tokens,
-        trim=bool(found.graphs.tokens) and not config.load.piecewise_cuda_graph_tokens,
-        torch_compile=config.load.torch_compile,
+    kernels, relaxed = found.kernels, acceptance.relaxed
+    engine = EngineConfig(
+        model_path=str(checkpoint.folder),
         load_format=config.load.load_format,
-        threads=found.threads,
-        depth=found.depth,
-        pages=0 if found.measured else found.pages,
-        least_context=found.least_context,
-        slots=found.slots,
-        budget=found.budget,
-        drafter=speculation.drafter,
-        drafter_path=speculation.folder,
-        left_out=drafts is not wanted,
-        width=drafts.width,
-        tree=drafts.tree,
-        times=None if speculation.adaptive else (),
-        imposed=acceptance.imposed,
-        acceptance=acceptance.rule,
-        relaxed=acceptance.relaxed,
-        beside=None if paced(found.device, found.kernels) and schedule.chunked_prefill_size is None else (),
-        context=found.limit if found.measured else found.context,
-        policy=schedule.schedule_policy,
-        radix=config.memory.radix_cache,
+        dtype=found.dtype,
         eos_ids=facts.eos if tokenizer is None else tokenizer.eos_ids,
-        seed=found.seed,
-        queue=schedule.max_queued_requests,
-        progress=progress,
+        context_length=found.limit if found.measured else found.context,
+        min_context_length=found.least_context,
+        device=found.device,
+        threads=found.threads,
+        decode_attention_backend=kernels.decode,
+        prefill_attention_backend=kernels.prefill,
+        moe_runner_backend=kernels.moe,
+        fp8_gemm_backend=kernels.fp8_gemm,
+        mla=kernels.latent,
+        deterministic_inference=kernels.deterministic,
+        tuned_kernels=choices,
+        torch_compile=config.load.torch_compile,
+        cuda_graph_mode=found.graphs.mode,
+        cuda_graph_bs=found.graphs.rows,
+        piecewise_cuda_graph_tokens=found.graphs.tokens,
+        trim_piecewise_cuda_graphs=bool(found.graphs.tokens) and not config.load.piecewise_cuda_graph_tokens,
         cache_dir=config.load.cache_dir or "",
-        warm=config.load.warmup,
-        tuned=choices,
+        warmup=config.load.warmup,
+        max_total_tokens=0 if found.measured else found.pages * PAGE,
+        kv_cache_dtype=kernels.kv or found.dtype,
+        radix_cache=config.memory.radix_cache,
+        max_running_requests=found.slots,
+        max_queued_requests=schedule.max_queued_requests,
+        chunked_prefill_size=found.budget,
+        mixed_step_limits=None if paced(found.device, kernels) and schedule.chunked_prefill_size is None else (),
+        schedule_policy=schedule.schedule_policy,
+        overlap_schedule=found.overlap,
+        random_seed=found.seed,
+        speculative_algorithm=speculation.drafter,
+        speculative_draft_model_path=speculation.folder,
+        drafter_left_out=drafts is not wanted,
+        speculative_num_steps=drafts.tree.max_depth or speculation.width,
+        speculative_eagle_topk=drafts.tree.branching,
+        speculative_num_draft_tokens=drafts.width + 1 if drafts.width else 0,
+        speculative_tree="dynamic" if drafts.tree.dynamic else "static",
+        speculative_adaptive=speculation.adaptive,
+        speculative_acceptance=acceptance.rule,
+        speculative_relaxed_topk=relaxed[0],
+        speculative_relaxed_delta=relaxed[1],
+        speculative_simulate_accept_length=acceptance.imposed,
+        show_progress=progress,
+        log_level=config.server.log_level,
+        log_format=config.server.log_format,
         crash_dump_folder=config.server.crash_dump_folder or "",
         watchdog_timeout=config.server.watchdog_timeout,
-        report=json.dumps({one.name: msgspec.to_builtins(one) for one in ledger.decisions}),
+        report=Report(tuple(ledger.decisions)),
     )
     return Resolved(
         path=checkpoint.folder,
         names=config.server.served_model_name or tuple(dict.fromkeys((checkpoint.folder.resolve().name, wish.model))),
         architecture=facts.architecture,
         vocab=facts.vocab,
-        engine=settings,
+        engine=engine,
         pages=found.pages,
         context=found.context,
         tokenizer=tokenizer,
         chat=chat,
         sampling=sampling,
         sizes=found.sizes,
-        decisions=tuple(ledger.decisions),
     )
 
 
@@ -148,7 +166,7 @@ def paced(device: str, kernels: KernelConfig) -> bool:
     return device == "cuda" and not (kernels.deterministic and kernels.decode in TORCH_ATTENTION)
 
 
-def _fitting(config: Config, facts: ModelFacts, here: Machine, drafts: Drafts) -> tuple[Drafts, Decided]:
+def _fitting(config: Options, facts: ModelFacts, here: Machine, drafts: Drafts) -> tuple[Drafts, Decided]:
     """What is decided with these drafts, or without any where memory is too small for both. Raises as `decide`."""
 
     def found(drafts: Drafts) -> Decided:
@@ -158,7 +176,7 @@ def _fitting(config: Config, facts: ModelFacts, here: Machine, drafts: Drafts) -
     try:
         return drafts, found(drafts)
     except InsufficientMemory as error:
-        if not drafts.speculation.drafter:
+        if drafts.speculation.drafter == NO_DRAFTER:
             raise
         why = str(error)
     plain = no_drafts(f"no room for it: {why}")
@@ -176,13 +194,13 @@ def _measure(facts: ModelFacts, wanted: Drafts, device: str, kernels: KernelConf
     return measure(facts, layer_factory(facts, "meta", kernels, dtype), drafts)
 
 
-def _chat(config: Config, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:
+def _chat(config: Options, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:
     """Encoder and parsers, the user's where named. Raises UnsupportedConfig for a name that is none, CheckpointError for a broken template."""
     wish = config.model
     special_tokens = {} if tokenizer is None else tokenizer.special_tokens
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     chat = choose_chat(folder, raw, Wish(wish.chat_template or "auto", special_tokens), wish.model)
-    ledger.note("chat_template", chat.encoder.name, ASKED if wish.chat_template else AUTO, chat.reason)
+    ledger.note("chat_template", chat.encoder.name, USER if wish.chat_template else AUTO, chat.reason)
     reasoning = _parser("reasoning_parser", wish.reasoning_parser, REASONING_FORMATS, chat.formats.reasoning, ledger)
     tools = _parser("tool_call_parser", wish.tool_call_parser, TOOL_FORMATS, chat.formats.tools, ledger)
     chat = replace(chat, formats=Formats(reasoning, tools), strip=config.memory.strip_thinking_cache)
@@ -199,7 +217,7 @@ def _no_mark(text: str) -> None:
 def _parser(name: str, wish: str | None, known: Collection[str], auto: str | None, ledger: Ledger) -> str | None:
     if wish in PARSER_NAMES[name]:
         ours = PARSER_NAMES[name][wish]
-        ledger.note(name, ours, ASKED, f"{wish} is called {ours} here")
+        ledger.note(name, ours, USER, f"{wish} is called {ours} here")
         return ours
     if wish is not None and wish not in (*known, "none"):
         raise UnsupportedConfig(f"{name}: unknown {wish!r}; there is {', '.join(known)}, none")

@@ -7,24 +7,12 @@ from pathlib import Path
 
 import msgspec
 
+from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import CheckpointError
+from thalweg.core.report import Decision
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.settings import EngineSettings
 from thalweg.text.chat import Chat
 from thalweg.text.tokenizer import Tokenizer
-
-ASKED, AUTO, MODEL = "asked", "auto", "model"
-
-Value = str | int | float | bool
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """One choice. source: "asked" (by the user), "auto" (the resolver's, `reason` says why) or "model" (the checkpoint's own)."""
-
-    name: str
-    value: Value
-    source: str
-    reason: str
 
 
 class Plane(msgspec.Struct, frozen=True):
@@ -55,20 +43,24 @@ class Resolved:
     """path: folder of the checkpoint. names: under which the model is served. vocab: token ids. engine: what an engine is built from.
     pages, context: the engine's, or an estimate where it measures them.
     tokenizer: None where the folder has none (a plan needs none). chat: encoder of conversations and parsers of answers.
-    sampling: what a request gets that sets nothing. decisions: every choice with its reason."""
+    sampling: what a request gets that sets nothing."""
 
     path: Path
     names: tuple[str, ...]
     architecture: str
     vocab: int
-    engine: EngineSettings
+    engine: EngineConfig
     pages: int
     context: int
     tokenizer: Tokenizer | None
     chat: Chat
     sampling: SamplingParams
     sizes: Sizes
-    decisions: tuple[Decision, ...]
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Every choice with its reason."""
+        return tuple(self.engine.report.current().values())
 
     def reader(self) -> Tokenizer:
         """The tokenizer, for those who cannot do without. Raises CheckpointError."""

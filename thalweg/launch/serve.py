@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from thalweg.config.options import Config, ListenOptions
+from thalweg.config.options import ListenOptions, Options
 from thalweg.config.server import ServerOptions
 from thalweg.core import logs
 from thalweg.core.errors import EngineDead, UnsupportedConfig
@@ -39,7 +39,7 @@ MakeApp = Callable[[Front, ServerOptions, Resolved], Any]
 MakeConnection = Callable[[ServerOptions], Any]  # what uvicorn's `http` setting takes
 
 
-def serve(config: Config, make_app: MakeApp, make_connection: MakeConnection) -> int:
+def serve(config: Options, make_app: MakeApp, make_connection: MakeConnection) -> int:
     """Serves until a signal says stop; returns the exit status. make_app: builds the ASGI application of a front; make_connection: what
     speaks HTTP on a socket.
 
@@ -89,7 +89,7 @@ class _Server(uvicorn.Server):
 
 
 async def _run(
-    config: Config,
+    config: Options,
     resolved: Resolved,
     sock: socket.socket,
     tls: dict[str, Any],
@@ -97,8 +97,7 @@ async def _run(
     make_connection: MakeConnection,
 ) -> int:
     options = dataclasses.replace(config.server, served_model_name=resolved.names)
-    engine = msgspec.structs.replace(resolved.engine, log_level=options.log_level, log_format=options.log_format)
-    front = Front(engine, resolved.reader())
+    front = Front(resolved.engine, resolved.reader())
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, front.record)
     if options.api_keys_file is not None:  # whoever rotates keys may send it, and must not end the server with it
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hangup)
@@ -131,7 +130,7 @@ def _hangup() -> None:
     log.info("SIGHUP: changes nothing, the keys file is read again whenever it changes")
 
 
-async def _start(front: Front, server: _Server, config: Config, resolved: Resolved, sock: socket.socket) -> None:
+async def _start(front: Front, server: _Server, config: Options, resolved: Resolved, sock: socket.socket) -> None:
     """Waits for the engine, then says where it is reached; /ready answers 503 meanwhile."""
     try:
         await front.start()
@@ -162,7 +161,7 @@ def _url(listen: ListenOptions, port: int) -> str:
     return f"http{'s' if listen.ssl_certfile else ''}://{host}:{port}"
 
 
-def _welcome(config: Config, resolved: Resolved, url: str) -> str:
+def _welcome(config: Options, resolved: Resolved, url: str) -> str:
     lines = [f"\nThalweg serves {resolved.names[0]} at {url}"]
     if config.server.playground:
         lines.append(f"  playground  {url}/")
@@ -170,7 +169,7 @@ def _welcome(config: Config, resolved: Resolved, url: str) -> str:
     return "\n".join(lines)
 
 
-def _curl(config: Config, resolved: Resolved, url: str) -> str:
+def _curl(config: Options, resolved: Resolved, url: str) -> str:
     """A command that works as it stands, but for the key, which is not shown."""
     words = ["curl", "-s"]
     if config.listen.ssl_certfile:

@@ -22,9 +22,9 @@ from thalweg.spec.catalog import build_drafter
 
 
 class Drafting(NamedTuple):
-    """What drafts, and how: as `drafter`, `drafter_path`, `acceptance`, `width` and `tree` of `engine.settings.EngineSettings`."""
+    """The part of `config.engine.EngineConfig` that memory depends on: drafter, its folder, acceptance rule, drafts a step, tree."""
 
-    drafter: str = ""
+    drafter: str = "NONE"
     folder: str = ""
     rule: str = "race"
     width: int = 0
@@ -66,9 +66,9 @@ def counted(facts: ModelFacts, choice: KernelConfig, dtype: torch.dtype, drafts:
     counted as if none were quantized, but those of the checkpoint's own layer as if all were. Raises CheckpointError as `measure`."""
     reference = ReferenceLayers(dtype, torch.device("meta"), choice=choice)
     like = measure(facts, reference, drafts)
-    drafting = like.parameters - measure(facts, reference).parameters if drafts.drafter else 0
+    drafting = like.parameters - measure(facts, reference).parameters if drafts.drafter != "NONE" else 0
     rotary = 4 * facts.context * facts.rope.dim
     widths = Widths.of(facts, str(dtype).removeprefix("torch."))
-    each = widths.quantized + widths.scale if drafts.drafter == "nextn" else dtype.itemsize
+    each = widths.quantized + widths.scale if drafts.drafter == "NEXTN" else dtype.itemsize
     weights = sum(held(facts, widths).values()) + drafting * each
     return Sizes(parameters(inventory(facts)) + drafting, round(weights) + rotary, like.planes, like.slot_bytes)

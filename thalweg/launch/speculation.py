@@ -10,8 +10,8 @@ from thalweg.config.drafters import algorithm_of, read_eagle
 from thalweg.config.model import ModelFacts
 from thalweg.config.speculative import DEEPEST, SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.report import AUTO, MODEL, USER, Value
 from thalweg.launch.ledger import Ledger, source
-from thalweg.launch.resolved import ASKED, AUTO, MODEL, Value
 from thalweg.launch.vocabularies import check_vocabularies
 from thalweg.spec.small import small_facts
 
@@ -24,21 +24,22 @@ class Kind(NamedTuple):
     why: str
 
 
-NEXTN = Kind("nextn", 3, "those behind the third are seldom right")
-HEAD = Kind("eagle", 3, "those behind the third are seldom right")
+NEXTN = Kind("NEXTN", 3, "those behind the third are seldom right")
+HEAD = Kind("EAGLE", 3, "those behind the third are seldom right")
 KINDS = {
     "NEXTN": NEXTN,
     "EAGLE": HEAD,
     "EAGLE3": HEAD,
-    "STANDALONE": Kind("small", 4, "a model of its own does not tire as a layer does"),
-    "NGRAM": Kind("ngram", 4, "they cost nothing but their verification"),
+    "STANDALONE": Kind("STANDALONE", 4, "a model of its own does not tire as a layer does"),
+    "NGRAM": Kind("NGRAM", 4, "they cost nothing but their verification"),
 }
+NO_DRAFTER = "NONE"
 FOLDER = "--speculative-draft-model-path"
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """drafter, folder: as `drafter` and `drafter_path` of `engine.settings.EngineSettings`; width: drafts a step at most, 0 without a drafter;
+    """drafter: the resolved algorithm, folder: of its weights; width: drafts a step at most, 0 without a drafter;
     adaptive: whether the engine chooses how many."""
 
     drafter: str
@@ -61,10 +62,10 @@ def decide_speculation(
                 "--speculative-algorithm NEXTN"
             )
         asked = wish.speculative_algorithm or wish.mtp
-        ledger.note("speculative_algorithm", "NONE", *((ASKED, "") if asked else (AUTO, why)))
+        ledger.note("speculative_algorithm", "NONE", *((USER, "") if asked else (AUTO, why)))
         for name, value in _idle(wish).items():
-            ledger.note(name, value, ASKED, "without effect: nothing drafts")
-        return Speculation("", 0, False)
+            ledger.note(name, value, USER, "without effect: nothing drafts")
+        return Speculation(NO_DRAFTER, 0, False)
     if width == 0:
         raise UnsupportedConfig(
             f"speculative_algorithm: {algorithm} with 0 drafts a step drafts nothing; use --speculative-algorithm NONE"
@@ -90,7 +91,7 @@ def decide_speculation(
     if width is None:
         ledger.note("speculative_num_steps", kind.width, AUTO, kind.why)
     else:
-        ledger.note("speculative_num_steps", width, ASKED, "")
+        ledger.note("speculative_num_steps", width, USER, "")
     adaptive = wish.speculative_adaptive
     ledger.note(
         "speculative_adaptive", adaptive, *source(not adaptive, "by measured times of steps and what was accepted")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.report import AUTO, USER
 from thalweg.core.tree import CHAIN, MAX_TREE_NODES, TreeShape
 from thalweg.launch.ledger import Ledger
-from thalweg.launch.resolved import ASKED, AUTO
 
 NODES = 15  # drafts where nobody says how many: with the root as many tokens as a tile of the kernels has rows
-CHAINS = ("ngram",)  # drafters that know of one way only
+CHAINS = ("NGRAM",)  # drafters that know of one way only
 
 
 def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, ledger: Ledger) -> TreeShape:
-    """drafter: its name, "" for none; deepest: drafts one behind the other. Raises UnsupportedConfig for what cannot branch, and for more
-    nodes than such a tree has."""
+    """drafter: the resolved algorithm; deepest: drafts one behind the other. Raises UnsupportedConfig for what cannot branch, and for more
+    nodes
+    than such a tree has."""
     branches, nodes = wish.speculative_eagle_topk, wish.speculative_num_draft_tokens
     if branches is None or branches == 1:
         if wish.speculative_tree is not None:
@@ -24,10 +25,16 @@ def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, ledger: Le
             )
         return CHAIN
     why = (
-        "nothing drafts" if not drafter else "what follows in the text itself is one chain" if drafter in CHAINS else ""
+        "nothing drafts"
+        if drafter == "NONE"
+        else "what follows in the text itself is one chain"
+        if drafter in CHAINS
+        else ""
     )
     if why:
-        instead = "--speculative-eagle-topk 1" if drafter else "--speculative-algorithm NEXTN, or leave it out"
+        instead = (
+            "--speculative-eagle-topk 1" if drafter != "NONE" else "--speculative-algorithm NEXTN, or leave it out"
+        )
         raise UnsupportedConfig(f"speculative_eagle_topk: {branches} ways at each token, but {why}; use {instead}")
     shape = TreeShape(branches, deepest, 0, wish.speculative_tree != "static")
     if shape.dynamic and shape.num_expanded() > MAX_TREE_NODES:
@@ -45,14 +52,14 @@ def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, ledger: Le
     if shape.num_drafts == 1:
         ledger.note("speculative_eagle_topk", 1, AUTO, "one draft is a chain, however many ways there might be")
         return CHAIN._replace(max_depth=1, num_drafts=1)
-    ledger.note("speculative_eagle_topk", branches, ASKED, "")
+    ledger.note("speculative_eagle_topk", branches, USER, "")
     why = "as many as a tile of the kernels, or all" if nodes is None else ""
-    ledger.note("speculative_num_draft_tokens", shape.num_drafts + 1, AUTO if nodes is None else ASKED, why)
+    ledger.note("speculative_num_draft_tokens", shape.num_drafts + 1, AUTO if nodes is None else USER, why)
     form = "dynamic" if shape.dynamic else "static"
     ledger.note(
         "speculative_tree",
         form,
-        ASKED if wish.speculative_tree else AUTO,
+        USER if wish.speculative_tree else AUTO,
         "" if wish.speculative_tree else "it grows where drafts are good",
     )
     return shape

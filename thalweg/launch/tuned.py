@@ -17,12 +17,12 @@ import msgspec
 
 import thalweg
 from thalweg.config.machine import Machine
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.kernels import TunedKernel, TuningValues
+from thalweg.core.report import AUTO, USER
 from thalweg.engine import caches
 from thalweg.kernels.tuned import SOURCES, digest
 from thalweg.launch.ledger import Ledger
-from thalweg.launch.resolved import ASKED, AUTO
 from thalweg.launch.tuned_forms import fits
 
 log = logging.getLogger("thalweg.launch")
@@ -89,10 +89,10 @@ def folders(machine: Machine, device: str, cache_dir: str) -> tuple[Path, Path]:
     return PACKAGED / name, Path(cache_dir or caches.DEFAULT).expanduser() / "tuned" / name
 
 
-def decide(config: Config, machine: Machine, device: str, ledger: Ledger) -> tuple[TunedKernel, ...]:
+def decide(config: Options, machine: Machine, device: str, ledger: Ledger) -> tuple[TunedKernel, ...]:
     """The choices to use, and a word about them in the report."""
     if not config.load.tuned_kernels:
-        ledger.note(NAME, DEFAULT, ASKED, "")
+        ledger.note(NAME, DEFAULT, USER, "")
         return ()
     rows: dict[tuple[str, TuningValues, TuningValues], TunedKernel] = {}
     used = []

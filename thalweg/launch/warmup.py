@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core import logs
 from thalweg.core.format import format_bytes
 from thalweg.engine import caches
 from thalweg.launch.resolve import resolve
 
 
-def warmup(config: Config) -> int:
+def warmup(config: Options) -> int:
     """Compiles and says what; returns the exit status. Raises UnsupportedConfig or CheckpointError as `serve` would."""
     logs.configure(config.server.log_level, config.server.log_format)
     resolved = resolve(config, weights=False)
@@ -31,7 +31,7 @@ def warmup(config: Config) -> int:
 
     with Compilations() as seen:
         # kernels depend on shapes alone, so random weights do, and none are read
-        LocalEngine(msgspec.structs.replace(resolved.engine, load_format="dummy", updates=(), warm=True))
+        LocalEngine(msgspec.structs.replace(resolved.engine, load_format="dummy", weight_updates=(), warmup=True))
     made, jit = len(seen.made), _libraries(folder) - before
     print(
         f"{made} Triton kernels compiled, {len(seen.found)} found; {jit} of DeepGEMM compiled; {time.monotonic() - begun:.0f} s.\n"

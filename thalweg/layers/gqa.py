@@ -22,7 +22,8 @@ from thalweg.parallel.axis import share_of
 class GqaProjections(Module):
     """What every kind of grouped-query attention has: projections, norms, and the published tensors that fill them.
 
-    Rotary dims are reordered from halves to pairs as they are loaded. With more ranks than key heads, neighbouring ranks have the same ones.
+    Rotary dims are reordered from halves to pairs as they are loaded. With more ranks than key heads, neighbouring
+    ranks have the same ones.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""DSA's lightning indexer (DeepSeek-V3.2 report §2.1): cheap scores of the whole past decide which tokens the attention reads."""
+"""DSA's lightning indexer (DeepSeek-V3.2 report §2.1): cheap scores of the whole past decide which tokens the attention
+reads.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ KEY_NORM_EPS = 1e-6  # nn.LayerNorm with this eps in the published code, whateve
 
 
 class Indexer(Module):
-    """Its query and key projections are rows of the attention's fused GEMMs; head weights are float32 (in bf16 they lose recall).
+    """Its query and key projections are rows of the attention's fused GEMMs; head weights are float32 (in bf16 they
+    lose recall).
 
-    Only the first dims of a head rotate. Without quantised keys a Hadamard transform of queries and keys would change nothing.
+    Only the first dims of a head rotate. Without quantised keys a Hadamard transform of queries and keys would change
+    nothing.
     """
 
     def __init__(

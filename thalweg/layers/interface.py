@@ -1,4 +1,6 @@
-"""What models are built from. A model names its layers; a `LayerFactory` makes them: in plain torch, or on a GPU's kernels."""
+"""What models are built from. A model names its layers; a `LayerFactory` makes them: in plain torch, or on a GPU's
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ class FeedForward(Protocol):
 
 
 class LayerFactory(Protocol):
-    """Makes the layers of one model. Layers declare the published tensors that fill them; `name` is a published layer's."""
+    """Makes the layers of one model. Layers declare the published tensors that fill them; `name` is a published
+    layer's.
+    """
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,7 +110,9 @@ class LayerFactory(Protocol):
     def layout(self) -> Layout: ...
 
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> LayerFactory:
-        """Layers of a model that drafts for one of these: its KV lies in the same pages, and its attention may be of another kind."""
+        """Layers of a model that drafts for one of these: its KV lies in the same pages, and its attention may be of
+        another kind.
+        """
 
     def stream(self, x_TH: Tensor, is_partial: bool = False) -> ResidualStream:
         """A residual stream that begins with x. is_partial: x is this rank's part of a sum over tensor-parallel ranks."""
@@ -116,7 +122,9 @@ class LayerFactory(Protocol):
     def packed(self, parts: Sequence[Part], inputs: int, has_bias: bool = False) -> PackedLinear: ...
 
     def row(self, name: str, shape: tuple[int, int], columns: range | None = None, has_bias: bool = False) -> Addend:
-        """A linear layer of published shape (outputs, inputs). columns: the inputs on this rank, whose result is a partial sum; None is all."""
+        """A linear layer of published shape (outputs, inputs). columns: the inputs on this rank, whose result is a
+        partial sum; None is all.
+        """
 
     def vocabulary(self, name: str, vocab: int, hidden: int) -> Vocabulary: ...
 

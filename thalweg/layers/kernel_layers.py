@@ -47,8 +47,9 @@ from thalweg.weights.table import Transform, unchanged
 
 @dataclass(frozen=True, slots=True)
 class KernelLayers:
-    """See `layers.interface.LayerFactory`. Memory holds quantized weights as the checkpoint stores them where kernels multiply by them, and dequantizes the
-    others."""
+    """See `layers.interface.LayerFactory`. Memory holds quantized weights as the checkpoint stores them where kernels
+    multiply by them, and dequantizes the others.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -175,7 +176,9 @@ class KernelLayers:
         return KernelMoe(name, moe, hidden, experts, run, self.published, self.choice.deterministic, own)
 
     def _expert_schemes(self, name: str, moe: Moe, hidden: int) -> tuple[Quantized | None, Quantized | None]:
-        """In which memory holds routed and shared experts. One expert that cannot be held as it is stored keeps all from it."""
+        """In which memory holds routed and shared experts. One expert that cannot be held as it is stored keeps all
+        from it.
+        """
         inner, width = moe.intermediate, width_of(moe.intermediate, self.layout.moe_tp)
         is_cut = self.layout.moe_tp.size > 1
         part = slice(width.start, width.stop) if is_cut else slice(0, inner) if moe.shared > 1 else None

@@ -27,7 +27,8 @@ from thalweg.weights.table import WeightRule, unchanged
 class KernelMoe(Module):
     """Σ_k w_k · expert_k(x) + shared(x).
 
-    Shared experts whose scheme is the routed ones' lie behind these in the same stacks, and every token chooses them with weight 1; others are an MLP.
+    Shared experts whose scheme is the routed ones' lie behind these in the same stacks, and every token chooses them
+    with weight 1; others are an MLP.
     """
 
     def __init__(
@@ -96,13 +97,17 @@ class KernelRouter(Module):
 
 
 class KernelExperts(Module):
-    """w13 [E, 2 I, H]: gate rows, then up rows; w2 [E, H, I]; the scales of quantized ones. Stacked shared experts lie behind the routed ones."""
+    """w13 [E, 2 I, H]: gate rows, then up rows; w2 [E, H, I]; the scales of quantized ones. Stacked shared experts lie
+    behind the routed ones.
+    """
 
     def __init__(
         self, name: str, moe: Moe, hidden: int, published: torch.dtype, dtype: torch.dtype, device: torch.device, layout: Layout,
         scheme: Quantized | None, stacked: int,
     ) -> None:  # fmt: skip
-        """name: of the block; routed experts are published as its `experts`, shared ones as its `shared_experts`. scheme: in which memory holds them."""
+        """name: of the block; routed experts are published as its `experts`, shared ones as its `shared_experts`.
+        scheme: in which memory holds them.
+        """
         super().__init__()
         self.layout, self.scheme, self.dtype = layout, scheme, dtype
         self.w13_scale: nn.Parameter | None = None

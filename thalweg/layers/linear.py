@@ -80,7 +80,8 @@ def declare_row_bias(table: WeightTable, name: str, outputs: int, dtype: torch.d
 class Linear(Module):
     """y = x Wᵀ (+ b); weight [out, in]. x and y are two-dimensional.
 
-    A packed linear has one part for each published tensor. A row-parallel one reads some of the input columns, and its result is a partial sum.
+    A packed linear has one part for each published tensor. A row-parallel one reads some of the input columns, and its
+    result is a partial sum.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Latent attention without its latents: what is kept of a token are the keys and values of all heads, many times as large."""
+"""Latent attention without its latents: what is kept of a token are the keys and values of all heads, many times as
+large.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from thalweg.layers.mla import Mla
 
 
 class Mha(Mla):
-    """See `Mla`, whose parameters these are. Each token is decompressed once, when it is stored; a chosen context is a mask. What latents save
-    is measured against this."""
+    """See `Mla`, whose parameters these are. Each token is decompressed once, when it is stored; a chosen context is a
+    mask. What latents save is measured against this.
+    """
 
     def store(self, latent_TD: Tensor, step: Step) -> None:
         key_HTd, value_HTv = ref.decompress(latent_TD, self.uk, self.uv)

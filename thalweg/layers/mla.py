@@ -1,4 +1,5 @@
-"""Multi-head latent attention, with DSA where the model has an indexer (DeepSeek-V2 report §2.1, V3.2 report §2.1), in plain torch.
+"""Multi-head latent attention, with DSA where the model has an indexer (DeepSeek-V2 report §2.1, V3.2 report §2.1), in
+plain torch.
 
 On a GPU the projections and norms around it may be kernels: `layers` makes them.
 """
@@ -187,7 +188,9 @@ class Mla(Module):
 
 
 def indexer_order(facts: ModelFacts) -> Transform:
-    """How the rows of the indexer's projections and norms are reordered: from halves to pairs, unless they are published in pairs."""
+    """How the rows of the indexer's projections and norms are reordered: from halves to pairs, unless they are
+    published in pairs.
+    """
     indexer, mla = facts.indexer, facts.mla
     assert isinstance(indexer, config.Indexer) and mla is not None
     return unchanged if indexer.interleaved else partial(pairs_from_halves, head_dim=indexer.dim, dim=mla.rope)

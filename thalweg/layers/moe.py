@@ -98,7 +98,9 @@ def declare_router(router: Module, name: str, moe: Moe, hidden: int, published: 
 
 
 class Experts(Module):
-    """w13: gate rows, then up rows of each expert here [E, 2 I, H]; w2: [E, H, I]. An expert's two weights are neighbours in memory."""
+    """w13: gate rows, then up rows of each expert here [E, 2 I, H]; w2: [E, H, I]. An expert's two weights are
+    neighbours in memory.
+    """
 
     def __init__(
         self,

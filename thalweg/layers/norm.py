@@ -40,7 +40,9 @@ class RMSNorm(Module):
 
 
 class LayerNorm(Module):
-    """(x - mean) / sqrt(var + eps) · weight + bias over the last dim, computed in float32, returned in x's dtype. Published in float32."""
+    """(x - mean) / sqrt(var + eps) · weight + bias over the last dim, computed in float32, returned in x's dtype.
+    Published in float32.
+    """
 
     def __init__(self, name: str, dim: int, eps: float, device: torch.device, reorder: Transform = unchanged) -> None:
         super().__init__()

@@ -23,8 +23,10 @@ CHUNK = 1 << 14  # tokens of cached context that are decompressed at a time
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The rows behind the decode rows, ragged. token: where they begin in the step. row: their first. starts_R1 int32: offsets of their
-    query tokens. longest: most query tokens of a row. cached: tokens of each row's context before its query tokens."""
+    """The rows behind the decode rows, ragged. token: where they begin in the step. row: their first. starts_R1 int32:
+    offsets of their query tokens. longest: most query tokens of a row. cached: tokens of each row's context before its
+    query tokens.
+    """
 
     token: int
     row: int
@@ -35,8 +37,9 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A chunk of the context of the ragged rows. first_R, starts_R1 int32: where it begins in each row, and where in the chunk the row's
-    tokens lie. tokens: of all rows. longest: of a row."""
+    """A chunk of the context of the ragged rows. first_R, starts_R1 int32: where it begins in each row, and where in
+    the chunk the row's tokens lie. tokens: of all rows. longest: of a row.
+    """
 
     first_R: Tensor
     starts_R1: Tensor
@@ -46,11 +49,13 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What the layers of a forward are given. decode: tokens of the decode rows; query: of each of them; reach: upper bound of their context.
-    prefixes: chunks of what the ragged rows have cached. whole: all of their context, this step's tokens with it, where something is cached
-    and it fits in one chunk; there are no prefixes then: one attention to what the pages hold, in place of two and a merge.
-    hides_T: of drafts that part ways what the decode rows' tokens do not see (`batch.Tree`), else None; rows_T int32: the row of each of them, where
-    these rows are not of one length. prepared: what the backend of attention made for the whole step. spans is empty: the reference's idea."""
+    """What the layers of a forward are given. decode: tokens of the decode rows; query: of each of them; reach: upper
+    bound of their context. prefixes: chunks of what the ragged rows have cached. whole: all of their context, this
+    step's tokens with it, where something is cached and it fits in one chunk; there are no prefixes then: one attention
+    to what the pages hold, in place of two and a merge. hides_T: of drafts that part ways what the decode rows' tokens
+    do not see (`batch.Tree`), else None; rows_T int32: the row of each of them, where these rows are not of one length.
+    prepared: what the backend of attention made for the whole step. spans is empty: the reference's idea.
+    """
 
     batch: Batch
     planes: Planes
@@ -69,7 +74,9 @@ class PagedStep:
 
 
 class Prepare(Protocol):
-    """Makes what a backend of attention shares among the layers of a step. tokens: of the decode rows; query: of each of them."""
+    """Makes what a backend of attention shares among the layers of a step. tokens: of the decode rows; query: of each
+    of them.
+    """
 
     def __call__(self, batch: Batch, tokens: int, query: int) -> Any: ...
 
@@ -79,8 +86,9 @@ def nothing(batch: Batch, tokens: int, query: int) -> None:
 
 
 class Ragged(NamedTuple):
-    """Decode rows as the kernel of ragged rows takes them, which deterministic mode has for all: arguments of `kernels.gqa.triton.prefill`, `longest`
-    being its max_query. paths_TD: where drafts part ways."""
+    """Decode rows as the kernel of ragged rows takes them, which deterministic mode has for all: arguments of
+    `kernels.gqa.triton.prefill`, `longest` being its max_query. paths_TD: where drafts part ways.
+    """
 
     table_RL: Tensor
     starts_R1: Tensor
@@ -109,8 +117,9 @@ def rows_of(batch: Batch) -> Tensor:
 
 
 class PagedMetadataBuilder(nn.Module):
-    """Owns the rotary table: float32 [context, dim / 2] cosines and sines. gathers: whether attention of ragged rows gathers what they have cached;
-    steps of a backend that reads pages have neither `whole` nor `prefixes`."""
+    """Owns the rotary table: float32 [context, dim / 2] cosines and sines. gathers: whether attention of ragged rows
+    gathers what they have cached; steps of a backend that reads pages have neither `whole` nor `prefixes`.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -179,7 +188,9 @@ def _rest(batch: Batch, row: int, token: int) -> Rest:
 
 
 def _prefixes(cached: tuple[int, ...], device: torch.device) -> tuple[Prefix, ...]:
-    """Cuts the rows' cached contexts into chunks of about CHUNK tokens in all, each a whole number of pages of every row."""
+    """Cuts the rows' cached contexts into chunks of about CHUNK tokens in all, each a whole number of pages of every
+    row.
+    """
     having = sum(length > 0 for length in cached)
     step, chunks = max(CHUNK // having // PAGE, 1) * PAGE, []
     for first in range(0, max(cached), step):

@@ -32,7 +32,9 @@ class Cache(NamedTuple):
 
 
 class PagedGqa(GqaProjections):
-    """Decode rows of one token go through a kernel that also norms and rotates them and stores their keys; all others are stored first."""
+    """Decode rows of one token go through a kernel that also norms and rotates them and stores their keys; all others
+    are stored first.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""Latent attention without its latents on a GPU: each token is decompressed once and attended to as any other model's. An ablation."""
+"""Latent attention without its latents on a GPU: each token is decompressed once and attended to as any other model's.
+An ablation.
+"""
 
 from __future__ import annotations
 

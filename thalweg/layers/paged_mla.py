@@ -25,8 +25,9 @@ ABSORBED = 64  # decode tokens up to which one kernel stores the latents and abs
 
 
 class PagedMla(Module, ABC):
-    """See `layers.mla.Mla`, whose parameters these are. uv is stored [H, v, r] and seen as [H, r, v]: both its uses are one GEMM. Its kinds
-    differ in `attention`."""
+    """See `layers.mla.Mla`, whose parameters these are. uv is stored [H, v, r] and seen as [H, r, v]: both its uses are
+    one GEMM. Its kinds differ in `attention`.
+    """
 
     def __init__(self, facts: ModelFacts, layer: int, name: str, layers: LayerFactory) -> None:
         super().__init__()
@@ -106,7 +107,9 @@ class PagedMla(Module, ABC):
 
 
 class LatentMla(PagedMla):
-    """Keeps latents. Decode rows attend to them as they are, by `decoder`; the others to keys and values made of them, by `prefill`."""
+    """Keeps latents. Decode rows attend to them as they are, by `decoder`; the others to keys and values made of them,
+    by `prefill`.
+    """
 
     def __init__(
         self,
@@ -179,7 +182,9 @@ class LatentMla(PagedMla):
         torch.bmm(query_THn.transpose(0, 1), self.uk, out=latent_THr.transpose(0, 1))
 
     def _ragged(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep, rest: Rest, out_THv: Tensor) -> None:
-        """Decompressed: attention to the whole context, or to the step's own tokens, merged with that to each chunk of cached context."""
+        """Decompressed: attention to the whole context, or to the step's own tokens, merged with that to each chunk of
+        cached context.
+        """
         starts, longest = rest.starts_R1, rest.longest
         if step.whole is not None:
             latents_SD, begins, most = self._gather(step, rest, step.whole), step.whole.starts_R1, step.whole.longest

@@ -125,7 +125,8 @@ def stream(layout: Layout, x_TH: Tensor, is_partial: bool) -> ResidualStream:
 def plane(name: str, layer: int, dim: int, shard: str, kv: str, dtype: torch.dtype) -> PlaneSpec:
     """A plane of one vector a token. kv: the KV cache's type, "" for the model's, `dtype`.
 
-    Index keys are never FP8: which tokens are attended to is a choice, which rounding may change altogether, and they are few.
+    Index keys are never FP8: which tokens are attended to is a choice, which rounding may change altogether, and they
+    are few.
     """
     of = kept(kv, dtype)
     return vectors(name, layer, dim, dtype if name == "index" and of == FP8 else of, shard)

@@ -1,7 +1,7 @@
 """The residual stream of a forward: what sublayers read through a norm and add to.
 
-On one rank an addition is the epilogue of the product that makes it. On several ranks a sublayer leaves a partial sum, which stays pending until the stream
-is read: then one reduction settles it.
+On one rank an addition is the epilogue of the product that makes it. On several ranks a sublayer leaves a partial sum,
+which stays pending until the stream is read: then one reduction settles it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class SingleStream:
 
 
 class ShardedStream:
-    """The stream on one of several ranks. x holds settled rows, which are equal on all tensor-parallel ranks, and `pending` what is still to be added."""
+    """The stream on one of several ranks. x holds settled rows, which are equal on all tensor-parallel ranks, and
+    `pending` what is still to be added.
+    """
 
     __slots__ = ("axis", "pending_TH", "x_TH")
 

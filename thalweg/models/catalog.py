@@ -57,7 +57,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_facts(folder: Path) -> ModelFacts:
-    """Reads `folder`/config.json. Raises CheckpointError when it is missing, no JSON object, nonsense, or of an architecture that is not in `FAMILIES`."""
+    """Reads `folder`/config.json. Raises CheckpointError when it is missing, no JSON object, nonsense, or of an
+    architecture that is not in `FAMILIES`.
+    """
     return read_config_facts(read_config(folder, "a model"), str(folder / "config.json"))
 
 
@@ -73,7 +75,9 @@ def read_config_facts(config: Mapping[str, Any], where: str) -> ModelFacts:
 
 
 def assemble(facts: ModelFacts, factory: LayerFactory, stage: Stage | None = None) -> Decoder:
-    """The empty model of these facts, or a pipeline stage of it; a loader fills it. Raises CheckpointError for an unknown architecture."""
+    """The empty model of these facts, or a pipeline stage of it; a loader fills it. Raises CheckpointError for an
+    unknown architecture.
+    """
     family = FAMILIES.get(facts.architecture)
     if family is None:
         raise CheckpointError(

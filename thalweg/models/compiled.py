@@ -1,8 +1,8 @@
 """torch.compile of a reference model's norms and MLPs: the parts whose work depends on nothing but their input.
 
-A knob for comparisons: a decode step of the bundled model took 4.2 ms of CPU with it, 3.3 without, and 1.9 recorded by `models.traced` (torch
-2.13), since what is compiled checks its input at every call. Kernels of our own are compiled already, and attention and experts choose what
-they read by values.
+A knob for comparisons: a decode step of the bundled model took 4.2 ms of CPU with it, 3.3 without, and 1.9 recorded by
+`models.traced` (torch 2.13), since what is compiled checks its input at every call. Kernels of our own are compiled
+already, and attention and experts choose what they read by values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ TOKENS = (1, 2, 16)  # one token is compiled apart from many
 
 @torch.inference_mode()
 def compile_parts(model: Model) -> None:
-    """Compiles, one program for all parts of a kind and any number of tokens, and runs each part once, so that no request waits for that."""
+    """Compiles, one program for all parts of a kind and any number of tokens, and runs each part once, so that no
+    request waits for that.
+    """
     assert isinstance(model, nn.Module)
     norm, add_mlp = torch.compile(rms_norm, dynamic=True), torch.compile(_add_mlp, dynamic=True)
 

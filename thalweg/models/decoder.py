@@ -1,6 +1,7 @@
 """A decoder: embedding, layers, final norm, head. Families differ in their layers (`models.catalog`).
 
-Pipeline stages hold some of the layers. A stage takes and gives a `StageValue`; the first embeds, the last returns hidden states.
+Pipeline stages hold some of the layers. A stage takes and gives a `StageValue`; the first embeds, the last returns
+hidden states.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Model(Protocol):
         """What it keeps of each token."""
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        """Hidden states [T, X] of every token of the step: first the H numbers that `logits` reads, then the watched streams (`Target.watch`).
+        """Hidden states [T, X] of every token of the step: first the H numbers that `logits` reads, then the watched
+        streams (`Target.watch`).
 
         Writes the step's KV into the planes.
         """
@@ -58,8 +60,9 @@ class Target(Model, Protocol):
         """[T, H]: the embeddings of tokens."""
 
     def watch(self, layers: Sequence[int]) -> None:
-        """From now on `forward` returns, behind the H numbers of the final hidden state, the residual streams that enter these layers (number
-        `facts.layers` is behind the last): [T, H · (1 + watched)]."""
+        """From now on `forward` returns, behind the H numbers of the final hidden state, the residual streams that
+        enter these layers (number `facts.layers` is behind the last): [T, H · (1 + watched)].
+        """
 
 
 class DecoderLayer(Protocol):
@@ -148,7 +151,9 @@ class Decoder(Module):
         return hidden
 
     def run(self, batch: Batch, planes: Planes, received: StageValue | None = None) -> Tensor | StageValue:
-        """The layers of this stage. received: from the stage before; None is the first. Returns hidden states from the last stage."""
+        """The layers of this stage. received: from the stage before; None is the first. Returns hidden states from the
+        last stage.
+        """
         metadata = self.metadata.build(batch, planes)
         choices: Choices = (None,) * len(metadata.spans)
         watched: list[Tensor] = []
@@ -197,7 +202,9 @@ def gathered_logits(factory: LayerFactory, head: Vocabulary, hidden_NH: Tensor, 
 
 
 def stage_borders(facts: ModelFacts, stages: int) -> tuple[Stage, ...]:
-    """Cuts the layers into stages of about equal size. A border is moved back to a layer with an indexer of its own where one is near."""
+    """Cuts the layers into stages of about equal size. A border is moved back to a layer with an indexer of its own
+    where one is near.
+    """
     full = facts.indexer.full if facts.indexer is not None else (True,) * facts.layers
     borders = [0]
     for number in range(1, stages):

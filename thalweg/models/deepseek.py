@@ -16,7 +16,9 @@ from thalweg.memory.planes import PlaneSpec
 
 
 class DeepseekLayer(Module):
-    """x += attention(norm x); x += mlp(norm x), the MLP dense in the first layers and a mixture of experts in the others."""
+    """x += attention(norm x); x += mlp(norm x), the MLP dense in the first layers and a mixture of experts in the
+    others.
+    """
 
     def __init__(self, facts: ModelFacts, layer: int, factory: LayerFactory) -> None:
         super().__init__()

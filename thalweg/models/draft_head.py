@@ -21,8 +21,9 @@ from thalweg.weights.table import WeightTable
 class DraftHead(Protocol):
     """An autoregressive draft head. It is an nn.Module too.
 
-    Its KV entry at position p is made of token p and of a state of position p - 1: from the target's hidden states there, or what the head returned there
-    itself; zeros before position 0. So an entry depends on the tokens up to p alone, like everything else in a page.
+    Its KV entry at position p is made of token p and of a state of position p - 1: from the target's hidden states
+    there, or what the head returned there itself; zeros before position 0. So an entry depends on the tokens up to p
+    alone, like everything else in a page.
     """
 
     facts: ModelFacts  # of its own layers
@@ -48,7 +49,8 @@ class DraftHead(Protocol):
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
         """The states behind the entries, [T, width]; writes their KV.
 
-        ids_T: the tokens of the entries. state_TW: of the positions before them. batch: their positions, and the context before them.
+        ids_T: the tokens of the entries. state_TW: of the positions before them. batch: their positions, and the
+        context before them.
         """
 
     def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:

@@ -1,8 +1,10 @@
-"""EAGLE heads: a layer of Llama's kind that drafts for a target of any kind, in the two formats in which they are published.
+"""EAGLE heads: a layer of Llama's kind that drafts for a target of any kind, in the two formats in which they are
+published.
 
-EAGLE-3 (arXiv 2503.01840): the state of a position is fc of three residual streams of the target, later the layer's own output. The layer's queries,
-keys and values are made of [norm of the token's embedding, norm of the state]; its residual is the state. A norm and a head over a vocabulary of its own
-follow. EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858): the state is the target's final hidden state, later the output of the layers. Their input is fc of
+EAGLE-3 (arXiv 2503.01840): the state of a position is fc of three residual streams of the target, later the layer's own
+output. The layer's queries, keys and values are made of [norm of the token's embedding, norm of the state]; its
+residual is the state. A norm and a head over a vocabulary of its own follow. EAGLE and EAGLE-2 (arXiv 2401.15077,
+2406.16858): the state is the target's final hidden state, later the output of the layers. Their input is fc of
 [embedding, state], the first layer has no norm before its attention, and only the target's head follows the last.
 """
 
@@ -39,8 +41,9 @@ class Eagle3(Module):
     def __init__(
         self, given: EagleFacts, main: Target, names: Collection[str], schemes: Schemes, folder: Path = Path()
     ) -> None:
-        """names: the folder's tensors, which say how its layer is called and whether the embedding is its own; of none it is the target's. schemes: of the
-        folder's weights. folder: for errors."""
+        """names: the folder's tensors, which say how its layer is called and whether the embedding is its own; of none
+        it is the target's. schemes: of the folder's weights. folder: for errors.
+        """
         super().__init__()
         facts, factory = given.facts, main.factory.for_drafter(given.facts, schemes)
         self.folder, self.given, self.facts, self.factory = folder, given, facts, factory
@@ -185,8 +188,9 @@ class Eagle(Module):
 
 
 def _ids(folder: Path, vocab: int, d2t_D: Tensor) -> Tensor:
-    """The target's ids. Raises CheckpointError where they are none, or one is there twice: what is drafted is verified by its embedding, and the
-    children of a tree's node are different tokens."""
+    """The target's ids. Raises CheckpointError where they are none, or one is there twice: what is drafted is verified
+    by its embedding, and the children of a tree's node are different tokens.
+    """
     if d2t_D.dim() != 1:
         return d2t_D  # whose shape is refused
     ids_D = d2t_D + torch.arange(len(d2t_D), device=d2t_D.device)

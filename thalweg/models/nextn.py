@@ -1,4 +1,6 @@
-"""The NextN (multi-token prediction) layer of DeepSeek models: model.layers.{num_hidden_layers} of the checkpoint (DeepSeek-V3 report §2.2)."""
+"""The NextN (multi-token prediction) layer of DeepSeek models: model.layers.{num_hidden_layers} of the checkpoint
+(DeepSeek-V3 report §2.2).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ from thalweg.weights.table import WeightTable, table_of
 
 
 class NextN(Module):
-    """Predicts the token after the next, from a token's hidden state (after the main model's final norm) and the next token's id.
+    """Predicts the token after the next, from a token's hidden state (after the main model's final norm) and the next
+    token's id.
 
-    Chained steps feed its own output back. It shares the main model's embedding, head and rotary table. See `models.draft_head.DraftHead`.
+    Chained steps feed its own output back. It shares the main model's embedding, head and rotary table. See
+    `models.draft_head.DraftHead`.
     """
 
     def __init__(self, main: Decoder) -> None:
@@ -59,7 +63,9 @@ class NextN(Module):
         return hidden_TX[:, : self.width]
 
     def forward(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> Tensor:
-        """ids_T: the token that follows each token of the batch. Returns [T, H] after shared_head.norm; writes the layer's KV."""
+        """ids_T: the token that follows each token of the batch. Returns [T, H] after shared_head.norm; writes the
+        layer's KV.
+        """
         metadata = self.main[0].metadata.build(batch, planes)
         h = self._joined(ids_T, hidden_TH)
         nothing: Choices = (None,) * len(metadata.spans)

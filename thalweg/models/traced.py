@@ -1,9 +1,10 @@
 """A model whose small decode steps run as recorded programs: the CPU's CUDA graphs.
 
-A decode step of a small model is some 500 operations of 1 to 3 µs each, and more than half of that is Python. TorchScript records them
-once and replays them without: the bundled model's step for one row went from 2.6 to 1.5 ms (torch 2.13, one EPYC core), bit for bit
-the same. A program is good for any context: page tables of any width enter as an input, and so do the planes, which it writes; weights that are
-changed in place are followed. Larger batches spend their time in the operations themselves and are left as they are.
+A decode step of a small model is some 500 operations of 1 to 3 µs each, and more than half of that is Python.
+TorchScript records them once and replays them without: the bundled model's step for one row went from 2.6 to 1.5 ms
+(torch 2.13, one EPYC core), bit for bit the same. A program is good for any context: page tables of any width enter as
+an input, and so do the planes, which it writes; weights that are changed in place are followed. Larger batches spend
+their time in the operations themselves and are left as they are.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def traced(model: Model, device: torch.device | str = "cpu") -> Model:
 
 
 def recordable(model: Model, device: torch.device) -> bool:
-    """Not on an accelerator, with Python ≥ 3.14, a choice of context that is not the model's own, or a cache in FP8, which TorchScript does
-    not know."""
+    """Not on an accelerator, with Python ≥ 3.14, a choice of context that is not the model's own, or a cache in FP8,
+    which TorchScript does not know.
+    """
     factory = model.factory
     own = isinstance(factory, ReferenceLayers) and (model.facts.mla is None or factory.selection is best)
     known = all(CODECS[spec.codec] != FP8 for spec in model.planes())
@@ -110,7 +112,9 @@ class Traced:
 
 
 class TracedHead:
-    """A head behind the same interface, with what it does for up to ROWS tokens recorded: drafting, and learning of a step."""
+    """A head behind the same interface, with what it does for up to ROWS tokens recorded: drafting, and learning of a
+    step.
+    """
 
     def __init__(self, head: DraftHead, planes: Planes) -> None:
         self.head, self.planes, self._memory = head, planes, planes.tensors()
@@ -161,16 +165,20 @@ def _longest(facts: ModelFacts, rows: int, chosen: bool) -> Group:
 
 
 def _recorded(work: Program, modules: Sequence[Model | DraftHead], inputs: tuple[Tensor, ...]) -> Program:
-    """`work` as a program of its own, of which nothing is left when it is dropped. modules: of these it refers to parameters and buffers, so that it
-    follows them where they change in place; other tensors become constants of it, merged where they are equal.
+    """`work` as a program of its own, of which nothing is left when it is dropped. modules: of these it refers to
+    parameters and buffers, so that it follows them where they change in place; other tensors become constants of it,
+    merged where they are equal.
 
-    `torch.jit.trace` does the same in a compilation unit that all of Python shares and that is never cleared: some 15 MB a program, for good."""
+    `torch.jit.trace` does the same in a compilation unit that all of Python shares and that is never cleared: some 15
+    MB a program, for good.
+    """
     program = torch._C.ScriptModule("Recorded", torch._C.CompilationUnit(), False)  # type: ignore[call-arg]
     for number, tensor in enumerate(tensor for module in modules for tensor in _tensors(module)):
         program._register_attribute(f"tensor{number}", torch._C.TensorType.get(), tensor)  # type: ignore[attr-defined]
     strict, outplace, names, stored = True, False, list[str](), False
     with warnings.catch_warnings():
-        # Python values that are constants of this kind of step; and torch prefers torch.compile, which needs a C++ compiler here
+        # Python values that are constants of this kind of step; and torch prefers torch.compile, which needs a C++
+        # compiler here
         warnings.simplefilter("ignore")
         program._create_method_from_trace("forward", work, inputs, lambda _: "", strict, outplace, names, stored)  # type: ignore[attr-defined]
     forward: Program = program._get_method("forward")
@@ -185,7 +193,9 @@ def _tensors(module: Model | DraftHead) -> Iterator[Tensor]:
 
 
 def singles(batch: Batch, group: Group) -> Batch:
-    """A batch of one group with each token as a row of its own: a layer stores what it keeps of all tokens before any of them attends."""
+    """A batch of one group with each token as a row of its own: a layer stores what it keeps of all tokens before any
+    of them attends.
+    """
     rows = group.rows * group.query
     return replace(
         batch,
@@ -196,7 +206,9 @@ def singles(batch: Batch, group: Group) -> Batch:
 
 
 def _step(model: Model, groups: tuple[Group, ...], planes: Planes) -> Program:
-    """A step of tensors alone. written: the sink and the planes' tensors; that they are inputs keeps TorchScript from dropping what only writes."""
+    """A step of tensors alone. written: the sink and the planes' tensors; that they are inputs keeps TorchScript from
+    dropping what only writes.
+    """
 
     def step(ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor) -> Tensor:  # fmt: skip
         return model.forward(Batch(ids_T, positions_T, write_T, table_RP, real_T, ids_T, groups), planes)

@@ -15,7 +15,9 @@ BLOCK = 128  # rows or columns that stay together where a width is cut: tiles of
 
 
 class Axis(Protocol):
-    """A group of ranks. Every rank calls the same collectives in the same order with tensors of the same shape and dtype."""
+    """A group of ranks. Every rank calls the same collectives in the same order with tensors of the same shape and
+    dtype.
+    """
 
     @property
     def size(self) -> int: ...
@@ -31,7 +33,9 @@ class Axis(Protocol):
         """[size, *x.shape]: the tensors of all ranks, in rank order."""
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
-        """partial [size, ...]: entry r is this rank's contribution to rank r. Returns the float32 sum of what is for this rank."""
+        """partial [size, ...]: entry r is this rank's contribution to rank r. Returns the float32 sum of what is for
+        this rank.
+        """
 
 
 class SingleRank:
@@ -54,9 +58,11 @@ SINGLE = SingleRank()
 
 
 def share_of(units: int, axis: Axis, what: str) -> range:
-    """The units (heads, experts) of this rank: equally many on each. With fewer units than ranks, neighbouring ranks hold the same one.
+    """The units (heads, experts) of this rank: equally many on each. With fewer units than ranks, neighbouring ranks
+    hold the same one.
 
-    Raises UnsupportedConfig, with the sizes that divide, if they cannot be shared equally. what: their name in that error.
+    Raises UnsupportedConfig, with the sizes that divide, if they cannot be shared equally. what: their name in that
+    error.
     """
     size, rank = axis.size, axis.rank
     if units >= size and units % size == 0:
@@ -70,7 +76,8 @@ def share_of(units: int, axis: Axis, what: str) -> range:
 
 
 def width_of(width: int, axis: Axis) -> range:
-    """The columns of a layer's inner width on this rank: whole blocks of 128, as even as they can be, the first ranks with one more.
+    """The columns of a layer's inner width on this rank: whole blocks of 128, as even as they can be, the first ranks
+    with one more.
 
     A width with fewer blocks than ranks is cut into smaller pieces, down to single columns.
     """

@@ -1,7 +1,8 @@
 """Which rank computes which expert, and how tokens get there and back.
 
-A physical slot holds the weights of one expert on one rank. The table maps (home rank of the token, logical expert) to a slot, so that copies of an expert
-share its tokens. A shared expert has a copy on every rank, which computes the tokens of that home rank.
+A physical slot holds the weights of one expert on one rank. The table maps (home rank of the token, logical expert) to
+a slot, so that copies of an expert share its tokens. A shared expert has a copy on every rank, which computes the
+tokens of that home rank.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ class ExpertPlacement:
         self.slot_RE = torch.cat([routed // len(here) * self.slots + routed % len(here), own_shared], 1)
 
     def local_ids(self, ids_TK: Tensor, tokens_a_rank: int) -> Tensor:
-        """The slots on this rank of the chosen logical experts, `slots` where the expert is elsewhere or the id is none.
+        """The slots on this rank of the chosen logical experts, `slots` where the expert is elsewhere or the id is
+        none.
 
-        ids_TK: of the tokens of all data-parallel ranks, `tokens_a_rank` of each in rank order; ids beyond the logical experts are none.
+        ids_TK: of the tokens of all data-parallel ranks, `tokens_a_rank` of each in rank order; ids beyond the logical
+        experts are none.
         """
         layout, logical = self.layout, self.slot_RE.shape[1]
         token_T = torch.arange(len(ids_TK), device=ids_TK.device)
@@ -47,6 +50,8 @@ class ExpertPlacement:
         return tuple(self.layout.dp.all_gather(x).flatten(0, 1) for x in of_tokens)
 
     def combine(self, partial_TH: Tensor) -> Tensor:
-        """[dp * T, H], this rank's part of the sum for all tokens → float32 [T, H] for its own tokens, still to be summed over tensor-parallel ranks."""
+        """[dp * T, H], this rank's part of the sum for all tokens → float32 [T, H] for its own tokens, still to be
+        summed over tensor-parallel ranks.
+        """
         dp = self.layout.dp
         return dp.reduce_scatter(partial_TH.view(dp.size, -1, *partial_TH.shape[1:]))

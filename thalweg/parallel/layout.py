@@ -12,8 +12,8 @@ from thalweg.parallel.axis import SINGLE, Axis
 class Layout:
     """The axes of one rank. On a single rank every axis is `SINGLE`.
 
-    The ranks of a layer are tp x dp: `tp` ranks compute the same tokens, `dp` groups of them compute different ones. The experts are divided over
-    all of these, as `ep` groups of `moe_tp` ranks.
+    The ranks of a layer are tp x dp: `tp` ranks compute the same tokens, `dp` groups of them compute different ones.
+    The experts are divided over all of these, as `ep` groups of `moe_tp` ranks.
     """
 
     tp: Axis = SINGLE  # shares attention heads, dense MLPs, vocabulary

@@ -1,7 +1,7 @@
 """Which scheme a checkpoint's weights have. To add one: a file, and a row in `METHODS`.
 
-A stored weight says itself what it is: by its dtype and by the tensors beside it. `quantization_config` says it for weights that are not there, as those
-that `make-checkpoint` and `--load-format dummy` invent.
+A stored weight says itself what it is: by its dtype and by the tensors beside it. `quantization_config` says it for
+weights that are not there, as those that `make-checkpoint` and `--load-format dummy` invent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ NEVER_QUANTIZED = re.compile(r"embed_tokens|lm_head|shared_head|norm|mlp\.gate\.
 
 
 def scheme_of(config: Mapping[str, Any], where: str = "config.json") -> Scheme:
-    """The scheme that a quantization_config declares for quantized weights; empty is none. Raises CheckpointError for an unknown method."""
+    """The scheme that a quantization_config declares for quantized weights; empty is none. Raises CheckpointError for
+    an unknown method.
+    """
     if not config:
         return UNQUANTIZED
     method = config.get("quant_method")

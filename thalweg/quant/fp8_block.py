@@ -1,4 +1,5 @@
-"""The published FP8 scheme: `X.weight` in e4m3 with `X.weight_scale_inv`, one float32 multiplier for each block of rows and columns.
+"""The published FP8 scheme: `X.weight` in e4m3 with `X.weight_scale_inv`, one float32 multiplier for each block of rows
+and columns.
 
 What a tensor is follows from its dtype, never from `scale_fmt`: V3.1 and V3.2 declare ue8m0 and store float32.
 """
@@ -33,7 +34,9 @@ class Fp8Block(Quantized):
 
     @staticmethod
     def of_config(config: Mapping[str, Any], where: str) -> Fp8Block:
-        """From the quantization_config of a config.json. Raises CheckpointError naming the field, which `where` precedes."""
+        """From the quantization_config of a config.json. Raises CheckpointError naming the field, which `where`
+        precedes.
+        """
         block = config.get("weight_block_size")
         if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
             raise CheckpointError(

@@ -1,7 +1,8 @@
 """What a quantization scheme answers.
 
-A scheme belongs to one stored weight, not to a model: neighbouring weights of a checkpoint may have different ones. The loader, `plan`, weight updates and
-`make-checkpoint` ask the same object. Names, shapes and bytes need neither Triton nor a GPU.
+A scheme belongs to one stored weight, not to a model: neighbouring weights of a checkpoint may have different ones. The
+loader, `plan`, weight updates and `make-checkpoint` ask the same object. Names, shapes and bytes need neither Triton
+nor a GPU.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class LinearProduct(Protocol):
     def __call__(
         self, x: Any, weights: Sequence[Tensor], residual_MN: Tensor | None = None, out_MN: Tensor | None = None
     ) -> Tensor:
-        """x: [M, K] or a norm of it. weights: the parameters of `Quantized.parameters`, in order. residual_MN: the result is added to it, in place. out_MN:
-        the result is stored there. Returns the tensor that holds the result."""
+        """x: [M, K] or a norm of it. weights: the parameters of `Quantized.parameters`, in order. residual_MN: the
+        result is added to it, in place. out_MN: the result is stored there. Returns the tensor that holds the result.
+        """
 
 
 class Scheme(ABC):
@@ -72,7 +74,9 @@ class Scheme(ABC):
 
     @abstractmethod
     def check(self, weight: TensorSpec, found: Mapping[str, TensorSpec]) -> None:
-        """Raises CheckpointError if the tensors found for this weight, by name, do not fit each other in shape or dtype."""
+        """Raises CheckpointError if the tensors found for this weight, by name, do not fit each other in shape or
+        dtype.
+        """
 
     @abstractmethod
     def reads(self, weight: str, take: Take) -> tuple[Read, ...]:
@@ -80,7 +84,9 @@ class Scheme(ABC):
 
     @abstractmethod
     def decode(self, weight: str, tensors: Sequence[Tensor], take: Take) -> Tensor:
-        """The numbers of the slice, from the tensors that `reads` names. Pure. Raises CheckpointError if scales do not fit."""
+        """The numbers of the slice, from the tensors that `reads` names. Pure. Raises CheckpointError if scales do not
+        fit.
+        """
 
 
 class Quantized(Scheme):
@@ -92,7 +98,9 @@ class Quantized(Scheme):
 
     @abstractmethod
     def holds(self, take: Take, shape: tuple[int, ...], is_reordered: bool) -> bool:
-        """Whether memory can hold this slice of a weight of this shape as it is stored. is_reordered: loading permutes its rows."""
+        """Whether memory can hold this slice of a weight of this shape as it is stored. is_reordered: loading permutes
+        its rows.
+        """
 
     @abstractmethod
     def parameters(self, shape: tuple[int, ...]) -> ParameterShapes:

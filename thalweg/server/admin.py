@@ -114,7 +114,7 @@ def _state(desk: Desk, good: bool) -> Response:
 
 async def resolved(desk: Desk, request: Request) -> Response:
     """Every choice that the resolver made, with its reason."""
-    return Response(_ready(desk).report, media_type="application/json")
+    return reply(_ready(desk).report.as_tree())
 
 
 async def metrics(desk: Desk, request: Request) -> Response:
@@ -129,8 +129,8 @@ FAILED = "it failed and was switched off; the log says how"
 
 def _speculative(ready: EngineReady | None, stats: Stats) -> dict[str, Any]:
     """What drafts, and whether it still does."""
-    decision = {} if ready is None else msgspec.json.decode(ready.report).get("speculative_algorithm", {})
-    drafter, reason = decision.get("value", "NONE"), decision.get("reason", "")
+    decision = None if ready is None else ready.report.current().get("speculative_algorithm")
+    drafter, reason = ("NONE", "") if decision is None else (decision.value, decision.reason)
     lost = drafter != "NONE" and stats.drafter_failures > 0
     return {"drafter": drafter, "active": drafter != "NONE" and not lost, "reason": FAILED if lost else reason}
 
@@ -140,13 +140,15 @@ def _acceptance(ready: EngineReady | None, stats: Stats) -> dict[str, Any] | Non
     tokens that a verification brings by decree."""
     if ready is None or stats.drafter_failures:
         return None
-    decisions = msgspec.json.decode(ready.report)
+    decisions = ready.report.current()
     decision, simulated = (decisions.get(f"speculative_{name}") for name in ("acceptance", "simulate_accept_length"))
-    return decision and {
-        "rule": decision["value"],
-        "lossless": decision["value"] != "relaxed" and simulated is None,
-        "reason": decision["reason"] if simulated is None else simulated["reason"],
-        "simulated": simulated and simulated["value"],
+    if decision is None:
+        return None
+    return {
+        "rule": decision.value,
+        "lossless": decision.value != "relaxed" and simulated is None,
+        "reason": decision.reason if simulated is None else simulated.reason,
+        "simulated": None if simulated is None else simulated.value,
     }
 
 

@@ -18,11 +18,12 @@ from thalweg.spec.unroll import Unrolled
 from thalweg.weights.stream import schemes_in
 
 DRAFTERS: dict[str, Callable[[Target, Path, Drawing], Drafter]] = {
-    "": lambda target, folder, drawing: NO_DRAFTER,
-    "ngram": lambda target, folder, drawing: NgramDrafter(),
-    "nextn": lambda target, folder, drawing: Unrolled(catalog.build_nextn(target), drawing),
-    "eagle": lambda target, folder, drawing: Unrolled(eagle_head(target, folder), drawing, apart=True),
-    "small": lambda target, folder, drawing: Unrolled(_small(target, folder), drawing, apart=True),
+    "NONE": lambda target, folder, drawing: NO_DRAFTER,
+    "NGRAM": lambda target, folder, drawing: NgramDrafter(),
+    "NEXTN": lambda target, folder, drawing: Unrolled(catalog.build_nextn(target), drawing),
+    "EAGLE": lambda target, folder, drawing: Unrolled(eagle_head(target, folder), drawing, apart=True),
+    "EAGLE3": lambda target, folder, drawing: Unrolled(eagle_head(target, folder), drawing, apart=True),
+    "STANDALONE": lambda target, folder, drawing: Unrolled(_small(target, folder), drawing, apart=True),
 }
 
 

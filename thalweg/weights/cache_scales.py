@@ -12,7 +12,8 @@ from thalweg.weights.table import WeightTable
 
 
 def read_cache_scales(table: WeightTable, stream: Stream, planes: Planes) -> None:
-    """Puts the published scales into the FP8 planes: a stored number times the scale is the value. Planes without a published scale keep 1.
+    """Puts the published scales into the FP8 planes: a stored number times the scale is the value. Planes without a
+    published scale keep 1.
 
     Raises CheckpointError for a scale that is not one positive number.
     """

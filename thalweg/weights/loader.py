@@ -1,7 +1,8 @@
 """Walks a table over a stream and accounts for every tensor and every parameter.
 
-Each slice of a published tensor is read once, dequantized unless memory holds it as it is stored, transformed and copied to where it belongs; nothing
-else is kept. So any subset can be rewritten into the same storage later, by the same call with `is_partial`.
+Each slice of a published tensor is read once, dequantized unless memory holds it as it is stored, transformed and
+copied to where it belongs; nothing else is kept. So any subset can be rewritten into the same storage later, by the
+same call with `is_partial`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def load(
 ) -> None:
     """Fills the parameters of `module`.
 
-    quantization_config: of the stream's config.json. is_partial: some of the tensors are enough. Slices are transformed where the parameters lie.
-    Raises CheckpointError naming tensors that are missing, unknown, of a wrong shape, or quantized in another way than `module` was built for.
+    quantization_config: of the stream's config.json. is_partial: some of the tensors are enough. Slices are transformed
+    where the parameters lie. Raises CheckpointError naming tensors that are missing, unknown, of a wrong shape, or
+    quantized in another way than `module` was built for.
     """
     parameters = dict(module.named_parameters())
     loads = plan_loads(parameters, table, stream, quantization_config, is_partial)
@@ -67,8 +69,8 @@ def count_loadable(
 ) -> tuple[int, int]:
     """Checks by headers alone that `load` with `is_partial` would accept the stream; nothing is written.
 
-    Returns how many of the model's published tensors the stream has, and how many there are. Raises CheckpointError as `load`, and if the stream has
-    none of them, unless `is_required` is False.
+    Returns how many of the model's published tensors the stream has, and how many there are. Raises CheckpointError as
+    `load`, and if the stream has none of them, unless `is_required` is False.
     """
     loads = plan_loads(dict(module.named_parameters()), table, stream, quantization_config, True)
     if is_required and not loads:
@@ -108,7 +110,9 @@ def plan_loads(
     quantization_config: Mapping[str, Any],
     is_partial: bool,
 ) -> list[Load]:
-    """What `load` reads, in the stream's order; nothing is read yet. Raises CheckpointError for names, shapes and dtypes that do not fit."""
+    """What `load` reads, in the stream's order; nothing is read yet. Raises CheckpointError for names, shapes and
+    dtypes that do not fit.
+    """
     rules, schemes = table.by_source(), Stored(stream.specs, quantization_config)
     loads: list[Load] = []
     used = {name for name in stream.specs if name in rules}
@@ -124,7 +128,9 @@ def plan_loads(
 
 
 def _loads_of(rules: list[WeightRule], scheme: Scheme, parameters: dict[str, nn.Parameter]) -> list[Load]:
-    """The slices of one published weight: one for each that memory holds as it is stored, and one for each distinct slice of the rest."""
+    """The slices of one published weight: one for each that memory holds as it is stored, and one for each distinct
+    slice of the rest.
+    """
     loads: list[Load] = []
     for rule in rules:
         name = rule.source.name

@@ -1,7 +1,8 @@
-"""From files to a GPU as fast as the page cache or the disk gives: threads read pieces into a ring of pinned memory, a side stream copies them.
+"""From files to a GPU as fast as the page cache or the disk gives: threads read pieces into a ring of pinned memory, a
+side stream copies them.
 
-The host holds the ring and nothing else. A piece's slot is read into again as soon as its copy is done, so reading, copying and what the caller
-does with the tensors run at the same time; the caller gets them in order.
+The host holds the ring and nothing else. A piece's slot is read into again as soon as its copy is done, so reading,
+copying and what the caller does with the tensors run at the same time; the caller gets them in order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Random checkpoints: the tensors that `--load-format dummy` loads and `make-checkpoint` writes.
 
-A number is a function of the seed, the tensor's name and the position in the published tensor. So any slice can be made alone, and every layout over ranks
-holds equal weights. Activations stay near 1, and tokens choose their experts about uniformly.
+A number is a function of the seed, the tensor's name and the position in the published tensor. So any slice can be made
+alone, and every layout over ranks holds equal weights. Activations stay near 1, and tokens choose their experts about
+uniformly.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def _byte_sum(x: Tensor) -> Tensor:
 
 
 def random_tensors(table: WeightTable, quantization_config: Mapping[str, object], is_tied: bool) -> list[RandomTensor]:
-    """The tensors of a random checkpoint for this table, as they are published. Integer tensors are left out. is_tied: the embedding is the head."""
+    """The tensors of a random checkpoint for this table, as they are published. Integer tensors are left out. is_tied:
+    the embedding is the head.
+    """
     schemes, made = Declared(quantization_config), list[RandomTensor]()
     for name, rules in table.by_source().items():
         source = rules[0].source
@@ -118,6 +121,8 @@ def load_random(
     is_tied: bool,
     progress: Progress = no_progress,
 ) -> None:
-    """Fills a module as a random checkpoint would. Integer parameters, which say what stands for what, stay as they were built."""
+    """Fills a module as a random checkpoint would. Integer parameters, which say what stands for what, stay as they
+    were built.
+    """
     stream = RandomStream(random_tensors(table, quantization_config, is_tied), seed)
     load(module, table, stream, quantization_config, progress, is_partial=True)

@@ -52,7 +52,8 @@ class _Slice(Protocol):
 class Safetensors:
     """A folder of *.safetensors, memory-mapped: one file, or shards with an index. A context manager.
 
-    Raises CheckpointError, naming the file, for a missing folder, index or shard, a truncated file, or an index that does not fit.
+    Raises CheckpointError, naming the file, for a missing folder, index or shard, a truncated file, or an index that
+    does not fit.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -136,7 +137,9 @@ class InMemory:
 
 
 def schemes_in(folder: Path, quantization_config: Mapping[str, Any]) -> Schemes:
-    """The schemes of the weights in a folder, by their headers; by the configuration alone where there are no files. Raises CheckpointError."""
+    """The schemes of the weights in a folder, by their headers; by the configuration alone where there are no files.
+    Raises CheckpointError.
+    """
     if not any(folder.glob("*.safetensors*")):
         return Declared(quantization_config)
     with Safetensors(folder) as stream:
@@ -144,7 +147,9 @@ def schemes_in(folder: Path, quantization_config: Mapping[str, Any]) -> Schemes:
 
 
 def _tensors_in(path: Path) -> dict[str, FileSlice]:
-    """Where each tensor of a safetensors file lies: 8 bytes of length, so much JSON, then the data that the JSON's offsets count from."""
+    """Where each tensor of a safetensors file lies: 8 bytes of length, so much JSON, then the data that the JSON's
+    offsets count from.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

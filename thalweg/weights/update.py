@@ -10,14 +10,17 @@ from typing import Any
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
 
-# facts in which another checkpoint of the model may differ: how its weights are published, and what does not depend on them
+# facts in which another checkpoint of the model may differ: how its weights are published, and what does not depend on
+# them
 FREE = {"context", "dtype", "bos", "eos", "quantization_config", "nextn"}
 
 
 def quantization_of(folder: Path, facts: ModelFacts, read: Callable[[Path], ModelFacts]) -> dict[str, Any]:
-    """The quantization_config of the tensors in `folder`: its own config.json's, or that of the model in use where it has none.
+    """The quantization_config of the tensors in `folder`: its own config.json's, or that of the model in use where it
+    has none.
 
-    read: reads a folder's config.json. Raises CheckpointError for a folder that is missing, or whose config.json is that of another model.
+    read: reads a folder's config.json. Raises CheckpointError for a folder that is missing, or whose config.json is
+    that of another model.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder on the engine's machine: name one that holds *.safetensors")

@@ -26,10 +26,10 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from thalweg.bench.tasks import make_items
+from thalweg.config.engine import EngineConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.settings import EngineSettings
 from tools.train_tiny.checkpoint import load_model
 from tools.train_tiny.data import Rows, prompt_of, stream_rows
 from tools.train_tiny.model import RMSNorm, TinyModel, rotate_halves
@@ -293,15 +293,16 @@ def save(head: Head, plan: Plan) -> None:
 def accepted(plan: Plan, tokenizer: Tokenizer, width: int, tree: TreeShape = CHAIN) -> dict[str, float]:
     """Tokens that a verification of `width` drafts brings, by task: held-out prompts, greedy, through the engine."""
     engine = LocalEngine(
-        EngineSettings(
-            path=str(plan.target),
-            drafter="eagle",
-            drafter_path=str(plan.out),
-            width=width,
-            tree=tree,
-            context=2048,
+        EngineConfig(
+            model_path=str(plan.target),
+            speculative_algorithm="EAGLE3",
+            speculative_draft_model_path=str(plan.out),
+            speculative_num_steps=tree.max_depth if tree.is_tree else width,
+            speculative_eagle_topk=tree.branching,
+            speculative_num_draft_tokens=width + 1,
+            context_length=2048,
             eos_ids=(tokenizer.token_to_id(EOS),),
-            progress=False,
+            show_progress=False,
         )
     )
     found: dict[str, float] = {}

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from thalweg.config.args import Parser, config_parser, parse_config
+from thalweg.config.args import Parser, options_parser, parse_options
 from thalweg.config.machines import CHIPS, Hardware, hardware
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.launch.planning.layouts import Layout
@@ -47,10 +47,10 @@ takes longer. docs/plan.md has the formulas."""
 def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> int:
     """Prints the plan, or what `check` makes of it; returns the exit status. Raises UnsupportedConfig, CheckpointError."""
     parser = _parser()
-    parsed = parse_config(parser, argv)
+    parsed = parse_options(parser, argv)
     for notice in parsed.notices:
         notify(notice)
-    asked = parsed.rest
+    asked = parsed.args
     console = Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH, highlight=False)
     if asked.server and not asked.check:
         raise UnsupportedConfig("--server: is the engine that --check asks; give --check too")
@@ -59,7 +59,7 @@ def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> in
     from thalweg.launch.planning.forecast import forecast
     from thalweg.launch.planning.show import as_json, show
 
-    with _in_a_folder(parsed.config) as config:
+    with _in_a_folder(parsed.options) as config:
         made = forecast(config, wanted(config, asked))
         if over := [f"{one:,}" for one in asked.contexts or () if one > made.facts.context]:
             notify(
@@ -68,14 +68,14 @@ def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> in
         if asked.check:
             return check(made, argv, asked, console)
     if asked.json:
-        print(json.dumps(as_json(made, parsed.config), indent=2))
+        print(json.dumps(as_json(made, parsed.options), indent=2))
     else:
-        show(made, parsed.config, console)
+        show(made, parsed.options, console)
     return 0
 
 
 @contextmanager
-def _in_a_folder(config: Config) -> Iterator[Config]:
+def _in_a_folder(config: Options) -> Iterator[Options]:
     """The same with a model that is a folder where it was a config.json alone. Raises UnsupportedConfig where that cannot be read."""
     path = Path(config.model.model).expanduser()
     if path.suffix != ".json" or not path.is_file():
@@ -93,7 +93,7 @@ def _in_a_folder(config: Config) -> Iterator[Config]:
 
 
 def _parser() -> Parser:
-    parser = config_parser(
+    parser = options_parser(
         "thalweg plan",
         "What would be chosen for a model and why, what it takes of memory, and what a machine could do with it at best. Loads no weights.",
         EPILOG,
@@ -130,7 +130,7 @@ def _parser() -> Parser:
     return parser
 
 
-def wanted(config: Config, asked: argparse.Namespace) -> Asked:
+def wanted(config: Options, asked: argparse.Namespace) -> Asked:
     """What the flags ask for. Raises UnsupportedConfig for a load or a layout that cannot be."""
     from thalweg.launch.planning.forecast import Asked
     from thalweg.launch.planning.search import Load
@@ -154,7 +154,7 @@ def wanted(config: Config, asked: argparse.Namespace) -> Asked:
     return Asked(load, machine, layout, tuple(asked.batches), tuple(asked.contexts or CONTEXTS))
 
 
-def _layout(config: Config, machine: Hardware) -> Layout | None:
+def _layout(config: Options, machine: Hardware) -> Layout | None:
     """The layout that the flags name, in as many copies as the machine has room for; None where they name none."""
     wish = config.parallel
     if wish == type(wish)():

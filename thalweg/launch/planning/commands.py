@@ -6,21 +6,21 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from thalweg.config.options import Config
-from thalweg.config.tree import given, settings
+from thalweg.config.options import Options
+from thalweg.config.tree import non_defaults, settings
 from thalweg.core.plan import PAGE
 from thalweg.launch.planning.search import Outcome
 
 DEFAULT_RUNNING = 256  # what the resolver gives a GPU
 
 
-def command(config: Config, one: Outcome) -> str:
+def command(config: Options, one: Outcome) -> str:
     """What starts it: one server, or one for each copy, on GPUs and ports of their own. Settings that the user gave stay."""
     layout = one.layout
     words = ["thalweg", "serve", _folder(config.model.model), *layout.flags()]
     own = {
         name: value
-        for name, value in given(config).items()
+        for name, value in non_defaults(config).items()
         if name != "model" and settings()[name].section != "parallel"
     }
     running = -(-one.requests // layout.copies)

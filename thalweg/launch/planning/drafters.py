@@ -8,11 +8,12 @@ from pathlib import Path
 
 from thalweg.config.drafters import read_eagle
 from thalweg.config.model import ModelFacts
+from thalweg.core.report import AUTO
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.planning.floors import Kept, Phase, Shape, nextn, phases, verified
 from thalweg.launch.planning.layouts import ONE, Layout
 from thalweg.launch.planning.weights import PLAIN, Widths
-from thalweg.launch.resolved import AUTO, Resolved
+from thalweg.launch.resolved import Resolved
 from thalweg.spec.small import small_facts
 
 HINTED = 3  # drafts, where nothing drafts and something could
@@ -81,18 +82,18 @@ def maker(facts: ModelFacts, resolved: Resolved, widths: Widths, kept: Kept) -> 
     widths, kept: of the model."""
     engine = resolved.engine
     dtype = engine.dtype if engine.device == "cpu" else "bfloat16"
-    most = engine.tree.max_depth if engine.tree.is_tree else engine.width
-    name, folder = engine.drafter, Path(engine.drafter_path)
-    if name == "nextn":
+    most = engine.tree.max_depth if engine.tree.is_tree else engine.num_drafts
+    name, folder = engine.speculative_algorithm, Path(engine.speculative_draft_model_path)
+    if name == "NEXTN":
         return Maker("the next-token layer", by_nextn(facts, widths, kept), most, engine.tree)
-    if name == "eagle":
+    if name in ("EAGLE", "EAGLE3"):
         return Maker("the EAGLE head", by_head(folder, facts, dtype), most, engine.tree)
-    if name == "small":
+    if name == "STANDALONE":
         return Maker("the smaller model", by_model(folder, facts, dtype), most, engine.tree)
-    if name == "ngram":
+    if name == "NGRAM":
         return Maker("looking up the text itself", None, most)
     chosen = next(one for one in resolved.decisions if one.name == "speculative_algorithm")
-    if chosen.source != AUTO or engine.left_out or not facts.nextn or facts.moe is None:
+    if chosen.source != AUTO or engine.drafter_left_out or not facts.nextn or facts.moe is None:
         return None
     return Maker("the next-token layer", by_nextn(facts, widths, kept), HINTED, asked=False)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from thalweg.config.machine import Machine
 from thalweg.config.machines import CHIPS, Hardware, hardware_of
 from thalweg.config.model import ModelFacts
-from thalweg.config.options import Config, ParallelOptions
+from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.launch.decide import RULES
@@ -100,7 +100,7 @@ class Forecast:
         if self.room is not None:
             return self.room.slots
         engine, drafts = self.resolved.engine, self.resolved.sizes.slot_bytes
-        return float(slot_bytes(engine.slots, engine.context, table_entry=8, drafts=drafts))
+        return float(slot_bytes(engine.max_running_requests, engine.context_length, table_entry=8, drafts=drafts))
 
     @property
     def best(self) -> Outcome | None:
@@ -137,10 +137,10 @@ class Asked:
 def not_yet(layout: Layout) -> str:
     """Why this version does not run such a layout; "" where it does."""
     parallel = ParallelOptions(tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep)
-    return next((rule.why for rule in RULES if rule.when(Config(parallel=parallel))), "")
+    return next((rule.why for rule in RULES if rule.when(Options(parallel=parallel))), "")
 
 
-def forecast(config: Config, asked: Asked) -> Forecast:
+def forecast(config: Options, asked: Asked) -> Forecast:
     """Loads nothing. Raises UnsupportedConfig for wishes that cannot be honoured and for a model that the whole machine has not the memory for,
     CheckpointError for a checkpoint that is not there or wrong."""
     if asked.hardware is not None and config.load.device == "cpu":
@@ -158,7 +158,7 @@ def forecast(config: Config, asked: Asked) -> Forecast:
     on_gpu = resolved.engine.device == "cuda"
     hardware = (asked.hardware or hardware_of(machine)) if on_gpu else None
     room = memory.alone(facts, resolved, machine) if on_gpu else None
-    if room is not None and not alone and not resolved.engine.pages and room.pages < 1:
+    if room is not None and not alone and not resolved.engine.num_pages and room.pages < 1:
         alone = f"memory: {format_bytes(round(room.free))} free leave no page for the KV cache beside weights, steps and graphs"
     ground = _ground(facts, resolved, hardware)
     outcomes = () if room is None else _outcomes(facts, resolved, ground, room, load, asked.layout)
@@ -205,7 +205,7 @@ def _outcomes(
     """Of all layouts of GPUs that figures are known of. alone: of one GPU without others."""
     if ground.hardware is None or ground.top is None:
         return ()
-    loaded = Widths.of(facts, resolved.engine.dtype, resolved.engine.kernels.decode == "reference")
+    loaded = Widths.of(facts, resolved.engine.dtype, resolved.engine.decode_attention_backend == "reference")
 
     def room(layout: Layout) -> Room:
         return memory.of_layout(facts, resolved, loaded, layout, alone)
@@ -226,7 +226,7 @@ def _load(wish: Load, facts: ModelFacts) -> Load:
     return load
 
 
-def _resolved(config: Config, machine: Machine, named: bool) -> tuple[Resolved, str]:
+def _resolved(config: Options, machine: Machine, named: bool) -> tuple[Resolved, str]:
     """As one device would run it, and why it cannot alone: then as if one had the memory of all, since their layouts cut the weights. named: whether
     the machine was, so that another could be."""
     try:
@@ -241,7 +241,7 @@ def _resolved(config: Config, machine: Machine, named: bool) -> tuple[Resolved, 
         raise InsufficientMemory(f"{error}{_larger(config, together.gpu_free) if named else ''}") from error
 
 
-def _larger(config: Config, free: int) -> str:
+def _larger(config: Options, free: int) -> str:
     """Which of the machines that are known would hold the weights; none is named where they fit into these bytes, and something else does not."""
     facts = read_facts(locate(config.model.model, config.model.revision, config.model.hf_token).folder)
     weights = sum(held(facts, Widths.of(facts)).values())

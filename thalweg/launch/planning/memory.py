@@ -7,11 +7,12 @@ import dataclasses
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
+from thalweg.core.report import AUTO, Decision
 from thalweg.launch.planning.floors import Kept
 from thalweg.launch.planning.layouts import Layout
 from thalweg.launch.planning.room import BESIDE, RESERVE, Extent, Room, graph_bytes, slot_bytes, step_bytes
 from thalweg.launch.planning.weights import Widths, held
-from thalweg.launch.resolved import AUTO, Decision, Resolved
+from thalweg.launch.resolved import Resolved
 
 
 def kept(facts: ModelFacts, resolved: Resolved) -> Kept:
@@ -46,7 +47,7 @@ def of_layout(facts: ModelFacts, resolved: Resolved, loaded: Widths, layout: Lay
     cut = 1 if facts.mla is not None else min(layout.attention, facts.kv_heads)
     rotary = 4 * facts.context * facts.rope.dim
     drafter = 0.0
-    if resolved.engine.drafter:  # most of whose weights are experts
+    if resolved.engine.speculative_algorithm != "NONE":  # most of whose weights are experts
         drafter = max(0.0, single.weights - rotary - sum(held(facts, loaded).values())) / layout.tp
     room = dataclasses.replace(
         single,
@@ -62,24 +63,28 @@ def of_layout(facts: ModelFacts, resolved: Resolved, loaded: Widths, layout: Lay
 def with_pages(resolved: Resolved, room: Room, layout: Layout) -> Resolved:
     """With the pages of a cache that are expected where the engine will measure them, in place of the resolver's first estimate, which knows one
     GPU or the sum of all. room: of a GPU of the layout."""
-    if resolved.engine.pages:
+    if resolved.engine.num_pages:
         return resolved
-    context = min(resolved.engine.context, max(room.tokens, 1))
+    context = min(resolved.engine.context_length, max(room.tokens, 1))
     of = "" if layout.gpus == 1 else f" of each of the {layout.caches} caches" if layout.caches > 1 else " of the cache"
     why = f"expected{of}, which the engine replaces by what it measures: see the memory above"
-    decisions = []
-    for one in resolved.decisions:
-        if one.name == "pages":
-            one = Decision("pages", room.pages, AUTO, why)
-        elif one.name == "context_length" and context < resolved.engine.context:
-            one = Decision("context_length", context, AUTO, "what the KV cache is expected to hold")
-        decisions.append(one)
-    return dataclasses.replace(resolved, pages=room.pages, context=context, decisions=tuple(decisions))
+    decisions = [Decision("max_total_tokens", room.pages * PAGE, AUTO, why)]
+    if context < resolved.engine.context_length:
+        decisions.append(Decision("context_length", context, AUTO, "what the KV cache is expected to hold"))
+    engine = resolved.engine.started(decisions)
+    return dataclasses.replace(resolved, pages=room.pages, context=context, engine=engine)
 
 
 def _extent(resolved: Resolved) -> Extent:
     engine = resolved.engine
-    return Extent(engine.slots, engine.budget, engine.context, engine.graphs, engine.pieces, resolved.sizes.slot_bytes)
+    return Extent(
+        engine.max_running_requests,
+        engine.chunked_prefill_size,
+        engine.context_length,
+        engine.cuda_graph_bs,
+        engine.piecewise_cuda_graph_tokens,
+        resolved.sizes.slot_bytes,
+    )
 
 
 def _with_slots(room: Room, extent: Extent) -> Room:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from thalweg.config.options import Config
+from thalweg.config.options import Options
 from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
 from thalweg.launch.planning.commands import command
@@ -23,10 +23,10 @@ from thalweg.launch.report import as_json as resolved_json
 from thalweg.launch.report import choices, sizes
 
 LISTED = 8  # layouts in the table
-MEASURED = ("pages", "context_length")  # decisions that go by what memory is left
+MEASURED = ("max_total_tokens", "context_length")  # decisions that go by what memory is left
 
 
-def as_json(made: Forecast, config: Config) -> dict[str, Any]:
+def as_json(made: Forecast, config: Options) -> dict[str, Any]:
     """Everything as plain values; seconds, bytes, and tokens a second."""
     report = resolved_json(made.laid or made.resolved) | {"model": config.model.model}
     if made.laid is None:
@@ -87,7 +87,7 @@ def _outcome(one: Outcome) -> dict[str, Any]:
     }
 
 
-def _advice(made: Forecast, one: Outcome, config: Config) -> dict[str, Any]:
+def _advice(made: Forecast, one: Outcome, config: Options) -> dict[str, Any]:
     return {"layout": one.layout.name, "not_yet": not_yet(one.layout), "command": command(config, one)}
 
 
@@ -109,7 +109,7 @@ def holds(made: Forecast) -> list[tuple[int, int]]:
 # ---- tables ----
 
 
-def show(made: Forecast, config: Config, console: Console) -> None:
+def show(made: Forecast, config: Options, console: Console) -> None:
     """Prints it, the advice last."""
     console.print(_facts(made, config))
     console.print(
@@ -131,7 +131,7 @@ def _decisions(made: Forecast) -> list[Any]:
     return [one for one in made.resolved.decisions if one.name not in MEASURED]
 
 
-def _facts(made: Forecast, config: Config) -> Table:
+def _facts(made: Forecast, config: Options) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -140,7 +140,7 @@ def _facts(made: Forecast, config: Config) -> Table:
     return table
 
 
-def _fact_rows(made: Forecast, config: Config) -> Iterator[tuple[str, str]]:
+def _fact_rows(made: Forecast, config: Options) -> Iterator[tuple[str, str]]:
     resolved = made.resolved
     yield "model", f"{config.model.model} ({resolved.architecture})"
     yield from sizes(resolved.sizes)
@@ -302,7 +302,7 @@ def _load(made: Forecast) -> str:
     )
 
 
-def _show_advice(made: Forecast, config: Config, console: Console) -> None:
+def _show_advice(made: Forecast, config: Options, console: Console) -> None:
     best, runs = made.best, made.runs
     if best is None:
         console.print(f"\nNo layout of {name_of(made)} serves this: {made.outcomes[0].trouble}.")

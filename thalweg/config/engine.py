@@ -1,0 +1,167 @@
+"""`EngineConfig`: everything an engine is built from. The resolver makes it; the engine's start-up replaces only what it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from thalweg.core.kernels import KernelConfig, TunedKernel
+from thalweg.core.plan import PAGE
+from thalweg.core.report import Decision, Report
+from thalweg.core.tree import CHAIN, TreeShape
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The resolved configuration of one engine: plain data, sent to the engine's process and written into recordings.
+
+    A field that a flag sets has the flag's name.
+    """
+
+    # ---- model and weights ----
+    model_path: str
+    """Folder of the checkpoint."""
+    load_format: str = "auto"
+    """Source of the weights: "auto" (safetensors) or "dummy" (random weights)."""
+    weight_updates: tuple[str, ...] = ()
+    """Folders whose tensors replace those of `model_path`, in this order."""
+    dtype: str = "float32"
+    """Type of weights and activations that are not quantized: "float32" or "bfloat16"."""
+    eos_ids: tuple[int, ...] = ()
+    """Tokens that end a sequence."""
+    context_length: int = 4096
+    """Longest sequence in tokens; start-up lowers it to what the KV cache holds."""
+    min_context_length: int = 0
+    """Tokens of one sequence that the KV cache must hold, or start-up fails: a context length that the user set."""
+
+    # ---- device and kernels ----
+    device: str = "cpu"
+    """Either "cpu" or "cuda"."""
+    threads: int = 1
+    """Threads of torch's CPU pool."""
+    decode_attention_backend: str = "reference"
+    """Attention of decode rows; "reference" runs the whole model in plain torch, "torch" runs attention alone in plain torch."""
+    prefill_attention_backend: str = "reference"
+    """Attention of all other rows."""
+    moe_runner_backend: str = "triton"
+    """What computes experts."""
+    fp8_gemm_backend: str = "triton"
+    """What multiplies by FP8 weights."""
+    mla: bool = True
+    """Whether an MLA model caches latents; else it caches decompressed keys and values."""
+    deterministic_inference: bool = False
+    """Whether a token's bits depend on its own sequence alone."""
+    tuned_kernels: tuple[TunedKernel, ...] = ()
+    """Tuned values that replace those of the kernels' tables."""
+    torch_compile: bool = False
+    cuda_graph_mode: str = "full_and_piecewise"
+    """As the flag; "full" lets whole-step graphs take prompt tokens as rows."""
+    cuda_graph_bs: tuple[int, ...] = ()
+    """Rows of the decode steps that are captured whole."""
+    piecewise_cuda_graph_tokens: tuple[int, ...] = ()
+    """Tokens of the steps whose static parts are captured."""
+    trim_piecewise_cuda_graphs: bool = False
+    """Whether start-up drops the largest of them that are slower than eager steps."""
+    cache_dir: str = ""
+    """Folder of compiled kernels; "" is the default one."""
+    warmup: bool = True
+    """Whether every kind of step runs once before the first request."""
+
+    # ---- KV cache ----
+    max_total_tokens: int = 1024 * PAGE
+    """Tokens that the KV cache holds; 0: start-up measures how many fit a GPU."""
+    kv_cache_dtype: str = ""
+    """Type of the KV cache, a name in `memory.planes.CODECS`; "" is `dtype`."""
+    radix_cache: bool = True
+
+    # ---- scheduler ----
+    max_running_requests: int = 64
+    max_queued_requests: int = 0
+    """Requests that wait at most; 0: no limit."""
+    chunked_prefill_size: int = 2048
+    """Tokens of one step at most."""
+    mixed_step_limits: tuple[tuple[int, int], ...] | None = ()
+    """(decode rows, tokens) pairs: tokens of a step with at least so many decode rows. None: start-up measures them."""
+    schedule_policy: str = "fcfs"
+    overlap_schedule: bool = False
+    """Whether the next step is planned while the device computes."""
+    random_seed: int = 0
+    """Seed of the seeds drawn for requests that name none."""
+
+    # ---- speculative decoding ----
+    speculative_algorithm: str = "NONE"
+    """A name in `spec.catalog.DRAFTERS`."""
+    speculative_draft_model_path: str = ""
+    """Folder of the drafter's own weights; "" where the checkpoint has them."""
+    drafter_left_out: bool = False
+    """Whether a drafter was requested and left out: for want of memory, or because it failed."""
+    speculative_num_steps: int = 0
+    """Depth of a draft: tokens drafted one after the other."""
+    speculative_eagle_topk: int = 1
+    """Children of a draft token at most; 1 is a chain."""
+    speculative_num_draft_tokens: int = 0
+    """Tokens of a draft tree with its root. A chain verifies `speculative_num_steps` + 1."""
+    speculative_tree: str = "dynamic"
+    """Either "dynamic" (grown where the drafter is most certain) or "static"."""
+    speculative_adaptive: bool = False
+    """Whether the number of drafts of each step is chosen from step times and measured acceptance."""
+    speculative_step_times: tuple[tuple[int, int, tuple[float, ...]], ...] = ()
+    """(rows, context, seconds by number of drafts); empty: start-up measures them where `speculative_adaptive` is on."""
+    speculative_acceptance: str = "race"
+    """The rule that accepts drafts, see `sampling.catalog`."""
+    speculative_relaxed_topk: int = 10
+    speculative_relaxed_delta: float = 0.6
+    speculative_simulate_accept_length: float = 0.0
+    """Tokens that a verification brings on average in a simulation; 0: off."""
+
+    # ---- process and logs ----
+    show_progress: bool = True
+    """Whether loading shows a progress bar."""
+    log_level: str = "info"
+    log_format: str = "text"
+    crash_dump_folder: str = ""
+    """Where recordings of the last steps are written; "" for none."""
+    watchdog_timeout: float = 300.0
+    """Seconds without a step, while requests wait, after which the engine counts as hung; 0: never."""
+
+    report: Report = Report()
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache without the null page; 0 before start-up has measured them."""
+        return self.max_total_tokens // PAGE
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """1: synchronous; 2: the next step is planned while the device computes."""
+        return 2 if self.overlap_schedule else 1
+
+    @property
+    def tree(self) -> TreeShape:
+        if self.speculative_eagle_topk == 1:
+            return CHAIN
+        is_dynamic, drafts = self.speculative_tree == "dynamic", self.speculative_num_draft_tokens - 1
+        return TreeShape(self.speculative_eagle_topk, self.speculative_num_steps, drafts, is_dynamic)
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens drafted per sequence and step at most."""
+        return self.tree.num_drafts or self.speculative_num_steps
+
+    @property
+    def kernels(self) -> KernelConfig:
+        """The kernel selection that layers are built with."""
+        return KernelConfig(
+            decode=self.decode_attention_backend,
+            prefill=self.prefill_attention_backend,
+            moe=self.moe_runner_backend,
+            fp8_gemm=self.fp8_gemm_backend,
+            kv="" if self.kv_cache_dtype == self.dtype else self.kv_cache_dtype,
+            latent=self.mla,
+            deterministic=self.deterministic_inference,
+        )
+
+    def started(self, decisions: Iterable[Decision], **fields: Any) -> EngineConfig:
+        """This configuration with what start-up measured or corrected: `fields` replaced and `decisions` appended to the report."""
+        return msgspec.structs.replace(self, report=self.report.append(decisions), **fields)
