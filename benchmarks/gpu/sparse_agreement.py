@@ -109,7 +109,7 @@ class Watch:
     def _hidden(self, layer: int) -> Any:
         def keep(module: nn.Module, given: tuple[Any, ...], result: object) -> None:
             assert self.run is not None
-            self.run.hidden.setdefault(layer, []).append(given[0].clone())
+            self.run.hidden.setdefault(layer, []).append(given[0].value().clone())
 
         return keep
 

@@ -71,5 +71,5 @@ def test_cut_or_not_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
         whole = model.logits(model.forward(given, planes[0]))
         monkeypatch.setattr(context, "TILE_ELEMENTS", 1 << 12)
         cut = model.logits(model.forward(given, planes[1]))
-    assert len(model.steps.step(given, planes[1]).spans) == 4
+    assert len(model.metadata.build(given, planes[1]).spans) == 4
     torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-4)

@@ -68,7 +68,7 @@ def test_states_and_what_is_stored_are_the_references(shape: str, third: bool, c
             got = kernels.forward(paged.ids_T, states[0].bfloat16(), paged, kept[1])
             assert error(got, exact) < 0.02, name
             assert error(kernels.logits(got), reference.logits(exact)) < 0.02, name
-            kernels.observe(paged.ids_T, states[0].bfloat16(), paged, kept[1])
+            kernels.write_kv(paged.ids_T, states[0].bfloat16(), paged, kept[1])
         for spec in kernels.planes():
             here, there = (planes.tokens(spec.name, spec.layer)[paged.write_T] for planes in (kept[1], kept[0]))
             assert error(here, there) < 0.02, f"{name}: {spec.name}"
