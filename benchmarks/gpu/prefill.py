@@ -22,10 +22,10 @@ from torch.profiler import ProfilerActivity, profile
 from thalweg.bench import ceilings
 from thalweg.bench.in_process import Tokens, random_batch, start, time_batch
 from thalweg.config.args import options_parser, parse_options
-from thalweg.config.model import read_facts
 from thalweg.config.tree import replace
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import floors
+from thalweg.models.catalog import read_facts
 
 CASES = ((1, 8192), (8, 1024), (1, 1024))
 SHOWN = 22

@@ -109,7 +109,7 @@ class Watch:
     def _hidden(self, layer: int) -> Any:
         def keep(module: nn.Module, given: tuple[Any, ...], result: object) -> None:
             assert self.run is not None
-            self.run.hidden.setdefault(layer, []).append(given[0].clone())
+            self.run.hidden.setdefault(layer, []).append(given[0].value().clone())
 
         return keep
 
@@ -298,7 +298,7 @@ def near(found: dict[str, Any], bound: float) -> bool:
 def check_choices(engine: LocalEngine, prompt: tuple[int, ...], chunk: int) -> dict[str, Any]:
     model: Any = engine.runner.model
     facts, tokens = model.facts, len(prompt)
-    fp8 = facts.fp8_block is not None and engine.config.kernels.decode != "reference"
+    fp8 = bool(facts.quantization_config) and engine.config.kernels.decode != "reference"
     watch = Watch(model, -(-tokens // PAGE) * PAGE)
     whole = computed(engine, watch, prompt, [(0, tokens)], None)
     hit = (tokens - 1) // PAGE * PAGE
@@ -423,7 +423,7 @@ def main() -> int:
     else:
         found = check_bits(engine, prompt, said.chunk, rng)
     found["seconds"] = {"start": round(ready - begin, 1), "check": round(time.perf_counter() - ready, 1)}
-    told = {"model": Path(said.model).name, "layers": facts.layers, "fp8": facts.fp8_block is not None, **found}
+    told = {"model": Path(said.model).name, "layers": facts.layers, "fp8": bool(facts.quantization_config), **found}
     command = (
         f"python benchmarks/gpu/sparse_agreement.py --model {told['model']} --check {said.check} --tokens {said.tokens}"
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from thalweg.batch.batch import Batch, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
-from thalweg.models.base import Model
+from thalweg.models.decoder import Model
 
 
 class Bench:

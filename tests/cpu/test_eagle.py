@@ -18,13 +18,13 @@ from tests.cpu.heads import Reference
 from thalweg.bench.answers import Texts
 from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.bench.tasks import make_items
-from thalweg.config.model import read_facts
 from thalweg.core.errors import CheckpointError
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models import traced
-from thalweg.models.base import Target
+from thalweg.models.catalog import read_facts
+from thalweg.models.decoder import Target
 from thalweg.models.eagle import Eagle, Eagle3
 from thalweg.spec.eagle import eagle_head
 from thalweg.spec.unroll import Unrolled
@@ -89,7 +89,7 @@ class Pass:
         with torch.inference_mode():
             self.batch = whole_batch([len(self.ids)], self.ids)
             self.hidden = self.target.forward(self.batch, self.planes)
-            before = self.head.learned(self.hidden).roll(1, 0)
+            before = self.head.draft_state(self.hidden).roll(1, 0)
             self.before = before.index_fill(0, torch.tensor([0]), 0.0)
 
 
@@ -110,7 +110,8 @@ def test_states_and_logits_are_those_of_the_formulas(family: str, third: bool, t
     target, hidden = made.target, made.target.facts.hidden
     streams = []
     hooks = [
-        layer.register_forward_pre_hook(lambda layer, args: streams.append(args[0].clone())) for layer in target.layers
+        layer.register_forward_pre_hook(lambda layer, args: streams.append(args[0].value().clone()))
+        for layer in target.layers
     ]
     with torch.inference_mode():
         target.forward(made.batch, made.planes)
@@ -152,7 +153,7 @@ def test_to_observe_stores_what_a_pass_stores(third: bool, tmp_path: Path) -> No
     other = Planes(made.planes.specs, made.planes.pages)
     with torch.inference_mode():
         made.head.forward(made.ids, made.before, made.batch, made.planes)
-        made.head.observe(made.ids, made.before, made.batch, other)
+        made.head.write_kv(made.ids, made.before, made.batch, other)
     for spec in made.head.planes():
         pages = made.planes.bytes[spec.name, spec.layer]
         assert pages[1:3].any() and torch.equal(pages[1:], other.bytes[spec.name, spec.layer][1:])
@@ -179,7 +180,7 @@ def test_what_a_folder_may_differ_in(tmp_path: Path) -> None:
     assert target.watched == (2, 1, layers) and head.ids_D is None
     with torch.inference_mode():
         hidden = target.forward(made.batch, made.planes)
-        state = head.learned(hidden)
+        state = head.draft_state(hidden)
         got = head.logits(head.forward(made.ids, state, made.batch, made.planes))
     reference = Reference(given, tensors, own, target.head.weight)
     want = reference.logits(reference.step(made.ids, state))
@@ -325,7 +326,7 @@ def test_loading_reads_the_heads_own_folder_and_nothing_twice(
     deliver = stream.Safetensors.deliver
 
     def watched(self: Safetensors, reads: Any, device: Any) -> Any:
-        read.extend((str(self._spans[one.name].path.parent), one.name) for one in reads)
+        read.extend((str(self._slices[one.name].path.parent), one.name) for one in reads)
         return deliver(self, reads, device)
 
     monkeypatch.setattr(stream.Safetensors, "deliver", watched)

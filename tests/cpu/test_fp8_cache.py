@@ -9,27 +9,28 @@ import random
 import pytest
 import torch
 
+from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from tests.cpu.zoo import draw_config
 from thalweg.config.model import facts_of
 from thalweg.core.errors import CheckpointError
 from thalweg.core.kernels import KernelConfig
-from thalweg.layers.parts import ReferenceParts
+from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
-from thalweg.models.base import Model
-from thalweg.weights.cache_scales import read_scales
-from thalweg.weights.stream import InMemory, fill_dummy
+from thalweg.models.decoder import Model
+from thalweg.weights.cache_scales import read_cache_scales
+from thalweg.weights.stream import InMemory
 
 SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 
 
 def drawn(family: str, kv: str) -> Model:
     """The same weights whatever the cache."""
-    parts = ReferenceParts(torch.float32, torch.device("cpu"), choice=KernelConfig(kv=kv))
+    parts = ReferenceLayers(torch.float32, torch.device("cpu"), choice=KernelConfig(kv=kv))
     model = catalog.assemble(facts_of(draw_config(family, SEED), family), parts)
     assert isinstance(model, torch.nn.Module)
-    fill_dummy(model, SEED)
+    zoo.fill(model, SEED)
     return model
 
 
@@ -51,11 +52,11 @@ def test_scales_of_a_checkpoint_are_used_and_needed_by_no_other_cache(published:
     model = drawn("llama", "fp8_e4m3")
     names = {kind: f"model.layers.1.{published.replace('{}', kind)}" for kind in "kv"}
     stream = InMemory({names["k"]: torch.tensor(0.5), names["v"]: torch.tensor([0.25])})
-    assert all(model.table().skipped(name) for name in names.values())
+    assert all(model.table().is_skipped(name) for name in names.values())
     for kv, expected in (("fp8_e4m3", [1.0, 1.0, 0.5, 0.25]), ("", [None] * 4)):
         planes = Planes(drawn("llama", kv).planes(), 2)
-        read_scales(model.table(), stream, planes)
+        read_cache_scales(model.table(), stream, planes)
         found = [planes.scale(name, layer) for layer in (0, 1) for name in ("key", "value")]
         assert [None if scale is None else float(scale) for scale in found] == expected
     with pytest.raises(CheckpointError, match="one positive number"):
-        read_scales(model.table(), InMemory({names["k"]: torch.tensor(0.0)}), Planes(model.planes(), 2))
+        read_cache_scales(model.table(), InMemory({names["k"]: torch.tensor(0.0)}), Planes(model.planes(), 2))

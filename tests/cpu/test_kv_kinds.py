@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,29 +18,30 @@ from tests.configs import config
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from thalweg.config.engine import EngineConfig
-from thalweg.config.model import ModelFacts, facts_of, read_facts
+from thalweg.config.model import facts_of
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.report import AUTO, USER, Decision, Report
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.selfcheck import Probe, probes, settled
-from thalweg.layers.parts import ReferenceParts
-from thalweg.layers.sparse_mla import SparseMla
+from thalweg.layers.linear import Part
+from thalweg.layers.module import Module
+from thalweg.layers.reference import ReferenceLayers
 from thalweg.llm import LLM
 from thalweg.memory.planes import FP8, FP8_MAX, decoded, encoded
 from thalweg.models import catalog
-from thalweg.models.base import Model
+from thalweg.models.catalog import read_facts
+from thalweg.models.decoder import Model
 from thalweg.models.traced import AFTER, traced
-from thalweg.weights.cache_scales import read_scales
-from thalweg.weights.loader import load
-from thalweg.weights.stream import Safetensors, fill_dummy
+from thalweg.weights.cache_scales import read_cache_scales
+from thalweg.weights.stream import InMemory
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 
 
 def model(dtype: torch.dtype = torch.float32, **choice: object) -> Model:
     """The bundled model with its plain twin's weights."""
-    plain, parts = zoo.ours(FOLDER, dtype), ReferenceParts(dtype, torch.device("cpu"), choice=KernelConfig(**choice))  # type: ignore[arg-type]
+    plain, parts = zoo.ours(FOLDER, dtype), ReferenceLayers(dtype, torch.device("cpu"), choice=KernelConfig(**choice))  # type: ignore[arg-type]
     made = catalog.assemble(read_facts(FOLDER), parts)
     assert isinstance(made, torch.nn.Module) and isinstance(plain, torch.nn.Module)
     made.load_state_dict(plain.state_dict())
@@ -71,48 +74,41 @@ def test_keys_and_values_give_what_latents_give(exact: Tensor) -> None:
     assert error(logits(kept, IDS, 40)[-110:], exact[-110:]) < 1e-4
 
 
+class OwnProducts(Module):
+    """A packed linear with a product for each part, as where their schemes differ."""
+
+    def __init__(self, layers: ReferenceLayers, parts: Sequence[Part], inputs: int) -> None:
+        super().__init__()
+        self.linears = torch.nn.ModuleList(ReferenceLayers.packed(layers, [part], inputs) for part in parts)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear(x) for linear in self.linears)
+
+
 @dataclass(frozen=True, slots=True)
-class SparseParts(ReferenceParts):
-    """The reference's, put together as on a GPU."""
+class SplitLayers(ReferenceLayers):
+    """The reference's, but for packed linears of several parts."""
 
-    own_index: bool = True
+    def packed(self, parts: Sequence[Part], inputs: int, has_bias: bool = False) -> Any:
+        return (
+            ReferenceLayers.packed(self, parts, inputs, has_bias)
+            if has_bias or len(parts) == 1 or "gate" in parts[0].name
+            else OwnProducts(self, parts, inputs)
+        )
 
-    def mla(self, facts: ModelFacts, layer: int, indexed: bool) -> SparseMla:  # type: ignore[override]
-        return SparseMla(facts, layer, indexed, self.linear, self.norm, self.dtype, self.device)
 
-
-def test_sparse_attention_beside_kernels_is_the_references(exact: Tensor) -> None:
-    """Whole, in chunks, token by token; layers that have an indexer, and such that go by another's choice."""
+@pytest.mark.parametrize("full", [(True, True, True, True), (True, False, False, True)])
+def test_parts_of_different_schemes_give_what_packed_ones_give(full: tuple[bool, ...]) -> None:
+    """Prompts whole, in chunks and token by token; layers with an indexer, and layers that use the selection of an earlier one."""
     of = read_facts(FOLDER)
-    made = catalog.assemble(of, SparseParts(torch.float32, torch.device("cpu")))
-    assert isinstance(made, torch.nn.Module)
-    with Safetensors(FOLDER) as stream:
-        load(made, made.table(), stream, of.fp8_block)
-    for whole in (120, 40, 1):
-        assert error(logits(made, IDS, whole)[-30:], exact[-30:]) < 1e-5
-
-
-def test_layers_without_an_indexer_go_by_the_one_before() -> None:
-    of = facts_of(json.loads((FOLDER / "config.json").read_text()), "shared")
     assert of.indexer is not None
-    of = replace(of, indexer=replace(of.indexer, full=(True, False, False, True)))
-    models = [catalog.assemble(of, kind(torch.float32, torch.device("cpu"))) for kind in (ReferenceParts, SparseParts)]
-    fill_dummy(models[0])
-    given = dict(models[0].named_parameters())
-    with torch.no_grad():
-        for name, parameter in models[1].named_parameters():
-            where, _, kind = name.rpartition(".attention.")
-            rank = of.mla.q_lora + of.mla.kv_lora + of.mla.rope
-            queries = of.heads * (of.mla.nope + of.mla.rope)
-            cut = {
-                "index_key.weight": ("down", slice(rank, None)),
-                "index_query.weight": ("up", slice(queries, None)),
-                "down.weight": ("down", slice(0, rank)),
-                "up.weight": ("up", slice(0, queries)),
-            }.get(kind)
-            parameter.copy_(given[name] if cut is None else given[f"{where}.attention.{cut[0]}.weight"][cut[1]])
-    plain, sparse = (logits(one, IDS, 120) for one in models)
-    assert error(sparse, plain) < 1e-5
+    of = replace(of, indexer=replace(of.indexer, full=full))
+    models = [catalog.assemble(of, kind(torch.float32, torch.device("cpu"))) for kind in (ReferenceLayers, SplitLayers)]
+    for model in models:
+        zoo.fill(model)
+    whole = logits(models[0], IDS, 120)
+    for prompt in (120, 40, 1):
+        assert error(logits(models[1], IDS, prompt)[-30:], whole[-30:]) < 1e-5
 
 
 @pytest.mark.parametrize("latent", [True, False])
@@ -161,21 +157,12 @@ def test_fp8_saturates_and_keeps_its_scale() -> None:
     assert encoded(own, torch.float32, None) is own and decoded(own, torch.float32, None) is own
 
 
-class OneScale:
-    """A checkpoint that measured the latents of one layer."""
-
-    def names(self) -> list[str]:
-        return ["model.layers.1.self_attn.attn.k_scale", "model.layers.1.self_attn.attn.v_scale"]
-
-    def read(self, name: str) -> Tensor:
-        return torch.tensor(0.25)
-
-
 def test_a_published_scale_is_the_latents(exact: Tensor) -> None:
     kept = model(kv="fp8_e4m3")
     bench, table = Bench(kept, 1, pages=8), kept.table()
-    assert table.skipped("model.layers.1.self_attn.attn.v_scale")
-    read_scales(table, OneScale(), bench.planes)  # type: ignore[arg-type]
+    assert table.is_skipped("model.layers.1.self_attn.attn.v_scale")
+    measured = {f"model.layers.1.self_attn.attn.{kind}_scale": torch.tensor(0.25) for kind in "kv"}
+    read_cache_scales(table, InMemory(measured), bench.planes)
     scales = [bench.planes.scale("latent", layer) for layer in range(kept.facts.layers)]
     assert [None if scale is None else scale.item() for scale in scales[:2]] == [1.0, 0.25]
     assert 1e-4 < error(bench.step([(0, IDS)])[0], exact) < 0.12

@@ -19,7 +19,7 @@ from thalweg.core.plan import PAGE, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
-from thalweg.models.deepseek import Deepseek
+from thalweg.models.decoder import Decoder
 from thalweg.runner import late
 from thalweg.runner.late import Late
 from thalweg.spec.drafter import Seen
@@ -71,7 +71,7 @@ def check_close(got: torch.Tensor, want: torch.Tensor) -> None:
 def check_entries(made: LocalEngine, tokens: tuple[int, ...], pages: list[int]) -> None:
     """Those of the drafter, in all full pages, which are in the prefix cache now, as one pass over the whole text makes them."""
     drafter, model = made.runner.drafting.drafter, made.runner.model
-    assert isinstance(drafter, Unrolled) and isinstance(model, Deepseek)
+    assert isinstance(drafter, Unrolled) and isinstance(model, Decoder)
     full = (len(tokens) - 1) // PAGE
     text, pages = torch.tensor(tokens[: full * PAGE]), pages[:full]
     planes = Planes((*model.planes(), *drafter.planes()), 10)
@@ -79,7 +79,7 @@ def check_entries(made: LocalEngine, tokens: tuple[int, ...], pages: list[int]) 
         batch = whole_batch([len(text)], text)
         hidden = model.forward(batch, planes)
         before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
-        drafter.head.observe(text, before, batch, planes)
+        drafter.head.write_kv(text, before, batch, planes)
     layer = drafter.head.index
     for name in {spec.name for spec in drafter.head.planes()}:
         got = made.runner.planes.paged(name, layer)[pages].flatten(0, 1)

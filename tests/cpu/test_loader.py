@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from torch import Tensor
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.config.model import Moe, facts_of, read_facts
+from thalweg.config.model import facts_of
 from thalweg.core.errors import CheckpointError
 from thalweg.kernels.fp8_block.ref import quantize
-from thalweg.models import catalog, tables
-from thalweg.quant import fp8_block
+from thalweg.models import catalog
+from thalweg.models.catalog import read_facts
+from thalweg.quant.fp8_block import SUFFIX, Fp8Block
+from thalweg.quant.scheme import Read, TensorSpec
 from thalweg.weights.loader import load
-from thalweg.weights.stream import INDEX, SINGLE, InMemory, Safetensors, fill_dummy
-from thalweg.weights.table import Rule, Table
+from thalweg.weights.stream import INDEX, SINGLE, InMemory, Safetensors
+from thalweg.weights.table import Transform, WeightRule, WeightTable, unchanged
 
 IDS = list(range(40))
 NOT_QUANTISED = ("norm", "embed_tokens", "lm_head", "mlp.gate.", "weights_proj", "eh_proj")  # as published
@@ -182,7 +185,7 @@ def test_progress_counts_every_tensor_that_is_read(published: Path) -> None:
     model = catalog.build(facts, torch.float32)
     with Safetensors(published) as stream:
         load(model, model.table(), stream, progress=lambda done, total: calls.append((done, total)))
-        total = len(list(stream.names()))
+        total = len(stream.specs)
     assert calls == [(done, total) for done in range(1, total + 1)]
 
 
@@ -198,7 +201,7 @@ def test_partial_update_in_place(published: Path) -> None:
             tensors(published)["model.layers.0.self_attn.kv_b_proj.weight"]
         ),
     }
-    load(model, model.table(), InMemory(update), partial=True)
+    load(model, model.table(), InMemory(update), is_partial=True)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name][1])}
     assert changed == {"layers.1.mlp.experts.w13", "layers.0.attention.uk", "layers.0.attention.uv"}
     assert all(p.data_ptr() == before[name][0] for name, p in model.named_parameters())
@@ -217,12 +220,14 @@ def test_only_the_wanted_slice_is_read(published: Path) -> None:
     reads: list[tuple[slice, ...]] = []
 
     class Spy(Safetensors):
-        def read(self, name: str, take: tuple[slice, ...] = ()) -> Tensor:
-            reads.append(take)
-            return super().read(name, take)
+        def deliver(self, wanted: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
+            reads.extend(read.take for read in wanted)
+            return super().deliver(wanted, device)
 
     module = torch.nn.Linear(read_facts(published).hidden, 8, bias=False)
-    table = Table([Rule("lm_head.weight", "weight", take=(slice(16, 24),))], [r"model\..*"])
+    facts = read_facts(published)
+    head = TensorSpec("lm_head.weight", (facts.vocab, facts.hidden), torch.float32)
+    table = WeightTable([WeightRule(head, "weight", take=(slice(16, 24),))], [r"model\..*"])
     with Spy(published) as stream:
         load(module, table, stream)
     assert reads == [(slice(16, 24),)]
@@ -244,8 +249,8 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
 def test_dummy_weights_are_sane_and_repeatable(family: str) -> None:
     facts = facts_of(zoo.draw_config(family, 7), "config.json")
     model, again = catalog.build(facts, torch.float32), catalog.build(facts, torch.float32)
-    fill_dummy(model, seed=1)
-    fill_dummy(again, seed=1)
+    zoo.fill(model, seed=1)
+    zoo.fill(again, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     bench = Bench(model, 1)
     hidden = bench.hidden([(0, [i % facts.vocab for i in range(60)])])[0]
@@ -272,7 +277,7 @@ def quantised(folder: Path, block: tuple[int, int], power_of_two: bool) -> None:
     change: dict[str, Tensor | None] = {}
     for name, tensor in tensors(folder).items():
         if tensor.dim() == 2 and not any(part in name for part in NOT_QUANTISED):
-            change[name], change[fp8_block.scale_name(name)] = quantize(tensor, block, power_of_two)
+            change[name], change[name + SUFFIX] = quantize(tensor, block, power_of_two)
     rewrite(folder, change)
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
     edit_config(folder, quantization_config=fp8 | ({"scale_fmt": "ue8m0"} if power_of_two else {}))
@@ -289,11 +294,11 @@ def test_fp8_checkpoint_equals_its_dequantised_self(folder: Path, power_of_two: 
     for name, tensor in held.items():
         if tensor.dtype == torch.float8_e4m3fn:
             rows, columns = tensor.shape
-            scale = held[fp8_block.scale_name(name)]
+            scale = held[name + SUFFIX]
             wide = torch.stack(
                 [torch.stack([scale[i // block[0], j // block[1]] for j in range(columns)]) for i in range(rows)]
             )
-            plain |= {name: tensor.float() * wide, fp8_block.scale_name(name): None}
+            plain |= {name: tensor.float() * wide, name + SUFFIX: None}
     rewrite(folder, plain)
     assert torch.equal(got, logits(folder))
 
@@ -316,13 +321,13 @@ def test_fp8_scales_of_a_wrong_shape(folder: Path) -> None:
     quantised(folder, (16, 16), False)
     name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
     rewrite(folder, {name: tensors(folder)[name][:1].contiguous()})
-    with pytest.raises(CheckpointError, match="do not cover"):
+    with pytest.raises(CheckpointError, match="does not cover"):
         zoo.ours(folder)
 
 
 def test_scales_beside_a_tensor_that_is_not_fp8(folder: Path) -> None:
     rewrite(folder, {"model.layers.0.self_attn.o_proj.weight_scale_inv": torch.ones(1, 1)})
-    with pytest.raises(CheckpointError, match="scales of tensors that are not FP8"):
+    with pytest.raises(CheckpointError, match=r"belong nowhere.*o_proj\.weight_scale_inv"):
         zoo.ours(folder)
 
 
@@ -340,8 +345,9 @@ def test_dtype_decides_and_not_scale_fmt(folder: Path) -> None:
 @pytest.mark.parametrize("first", [(0, 0), (16, 0), (8, 24), (5, 7)])
 def test_decoding_a_slice_is_slicing_the_decoded(first: tuple[int, int]) -> None:
     q, scale = quantize(torch.randn(40, 50), (16, 12), False)
-    whole = fp8_block.decode("w", q, scale, (16, 12))
-    part = fp8_block.decode("w", q[first[0] : first[0] + 20, first[1] : first[1] + 20], scale, (16, 12), first)
+    scheme, take = Fp8Block((16, 12)), tuple(slice(start, start + 20) for start in first)
+    whole = scheme.decode("w", [q, scale], ())
+    part = scheme.decode("w", [q[take], scale], take)
     assert torch.equal(part, whole[first[0] : first[0] + 20, first[1] : first[1] + 20])
 
 
@@ -350,10 +356,10 @@ def test_published_scale_shapes() -> None:
     kv_a, q_a = torch.randn(576, 256), torch.randn(1536, 256)
     (kv, kv_scale), (q, q_scale) = quantize(kv_a, (128, 128), False), quantize(q_a, (128, 128), False)
     assert kv_scale.shape == (5, 2) and q_scale.shape == (12, 2)
-    together = fp8_block.decode("w", torch.cat([q, kv]), torch.cat([q_scale, kv_scale]), (128, 128))
+    scheme = Fp8Block((128, 128))
+    together = scheme.decode("w", [torch.cat([q, kv]), torch.cat([q_scale, kv_scale])], ())
     assert torch.equal(
-        together,
-        torch.cat([fp8_block.decode("q", q, q_scale, (128, 128)), fp8_block.decode("kv", kv, kv_scale, (128, 128))]),
+        together, torch.cat([scheme.decode("q", [q, q_scale], ()), scheme.decode("kv", [kv, kv_scale], ())])
     )
 
 
@@ -375,66 +381,48 @@ def fp8_parts(*names: str) -> dict[str, Tensor]:
     return made
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def held_table(*rules: tuple[str, int, Transform]) -> WeightTable:
+    """Rules (source, first row, transform) of weights that memory holds as FP8 in `Held.weight`."""
+    scheme = Fp8Block((128, 128))
+    return WeightTable(
+        [
+            WeightRule(
+                TensorSpec(name, (256, 256), torch.bfloat16), "weight", (slice(row, row + 256),), (), change, scheme
+            )
+            for name, row, change in rules
+        ]
+    )
+
+
 def test_weights_that_stay_fp8_keep_codes_and_scales_in_their_slices() -> None:
-    made, module, table = fp8_parts("a", "b"), Kept(), Table()
-    table.stack({"a": 256, "b": 256}, "weight")
-    load(module, table, InMemory(made), (128, 128))
+    made, module = fp8_parts("a", "b"), Kept()
+    table = held_table(("a", 0, unchanged), ("b", 256, unchanged))
+    load(module, table, InMemory(made), FP8)
     assert torch.equal(module.weight.view(torch.uint8), torch.cat([made["a"], made["b"]]).view(torch.uint8))
     assert torch.equal(module.weight_scale, torch.cat([made["a_scale_inv"], made["b_scale_inv"]]))
     fresh = fp8_parts("b")
-    load(module, table, InMemory(fresh), (128, 128), partial=True)  # an update writes its own slice only
+    load(module, table, InMemory(fresh), FP8, is_partial=True)  # an update writes its own slice only
     assert torch.equal(module.weight_scale, torch.cat([made["a_scale_inv"], fresh["b_scale_inv"]]))
 
 
 def test_weights_that_cannot_stay_fp8_say_why() -> None:
-    made, table = fp8_parts("a"), Table()
-    table.add("a", "weight", (slice(0, 256),))
-    with pytest.raises(CheckpointError, match="blocks of"):
-        load(Kept(), table, InMemory(made), (64, 64), partial=True)
+    made, table = fp8_parts("a"), held_table(("a", 0, unchanged))
+    plain = {"a": torch.zeros(256, 256)}
+    with pytest.raises(CheckpointError, match=r"a is unquantized, and weight holds fp8_block"):
+        load(Kept(), table, InMemory(plain), FP8, is_partial=True)
     with pytest.raises(CheckpointError, match="a_scale_inv is missing"):
-        load(Kept(), table, InMemory({"a": made["a"]}), (128, 128), partial=True)
-    within, turned = Table(), Table()
-    within.add("a", "weight", (slice(64, 320),))
-    turned.add("a", "weight", (slice(0, 256),), transform=lambda weight: weight.flip(0))
-    with pytest.raises(CheckpointError, match="begins at 64"):
-        load(Kept(), within, InMemory(made), (128, 128), partial=True)
-    with pytest.raises(CheckpointError, match="rearranged"):
-        load(Kept(), turned, InMemory(made), (128, 128), partial=True)
-
-
-def test_stacked_shared_experts_are_the_shared_mlp() -> None:
-    moe = Moe(
-        experts=3, shared=2, topk=1, intermediate=8, method="greedy", groups=1, topk_groups=1, normalise=False, scale=1.0,
-        first_dense=0,
-    )  # fmt: skip
-    hidden, table = 16, Table()
-    tables.moe(table, moe, 0, "layer", stacked_shared=True)
-    names = {"mlp.gate": (3, hidden)}
-    for expert in range(3):
-        names |= {f"mlp.experts.{expert}.{kind}_proj": (8, hidden) for kind in ("gate", "up")}
-        names[f"mlp.experts.{expert}.down_proj"] = (hidden, 8)
-    names |= {f"mlp.shared_experts.{kind}_proj": (16, hidden) for kind in ("gate", "up")}
-    names["mlp.shared_experts.down_proj"] = (hidden, 16)
-    made = {f"model.layers.0.{name}.weight": torch.randn(shape) for name, shape in names.items()}
-    stack = torch.nn.Module()
-    shapes = {"router.weight": (3, hidden), "experts.w13": (5, 16, hidden), "experts.w2": (5, hidden, 8)}
-    for name, shape in shapes.items():
-        *path, leaf = f"layer.mlp.{name}".split(".")
-        owner = stack
-        for part in path:
-            if not hasattr(owner, part):
-                owner.add_module(part, torch.nn.Module())
-            owner = owner.get_submodule(part)
-        owner.register_parameter(leaf, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
-    load(stack, table, InMemory(made))
-    given, x = dict(stack.named_parameters()), torch.randn(4, hidden)
-    gate, up, down = (made[f"model.layers.0.mlp.shared_experts.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
-    exact = (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
-    total = torch.zeros_like(exact)
-    for expert in (3, 4):
-        g, u = (x @ given["layer.mlp.experts.w13"][expert].t()).chunk(2, -1)
-        total += (torch.nn.functional.silu(g) * u) @ given["layer.mlp.experts.w2"][expert].t()
-    assert torch.allclose(total, exact, atol=1e-4)
+        load(Kept(), table, InMemory({"a": made["a"]}), FP8, is_partial=True)
+    with pytest.raises(CheckpointError, match="in blocks of"):
+        load(Kept(), table, InMemory(made), FP8 | {"weight_block_size": [64, 64]}, is_partial=True)
+    scheme = Fp8Block((128, 128))
+    assert not scheme.holds((slice(64, 320),), (512, 256), False)  # cuts a block
+    assert not scheme.holds((), (256, 256), True)  # its rows are reordered
+    assert not scheme.holds((), (256, 200), False)  # its last block of columns is not whole
+    assert not Fp8Block((64, 64)).holds((), (256, 256), False)  # no kernel multiplies it
+    assert scheme.holds((slice(128, 200),), (200, 256), False)
 
 
 @pytest.mark.parametrize("place", ["../model.safetensors", "sub/model.safetensors"])

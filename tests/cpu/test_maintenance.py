@@ -151,7 +151,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "scale shape": (lambda t: {**t, f"{FP8}_scale_inv": torch.ones(7, 7)}, r"up_proj\.weight_scale_inv: .*\(7, 7\)"),
     "type": (
         lambda t: {**t, "model.norm.weight": t["model.norm.weight"].long()},
-        r"model\.norm\.weight: is torch\.int64",
+        r"model\.norm\.weight is torch\.int64",
     ),
     "nothing": (lambda t: {"model.rotary_emb.inv_freq": torch.ones(2)}, "holds none"),
 }

@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.bench.make_checkpoint import draw, main
-from thalweg.bench.published import Published, published
-from thalweg.config.model import read_facts
+from thalweg.bench.make_checkpoint import main
+from thalweg.bench.published import published
 from thalweg.models import catalog
+from thalweg.models.catalog import read_facts
+from thalweg.quant.scheme import TensorSpec
 from thalweg.weights.loader import load
+from thalweg.weights.random import RandomTensor
 from thalweg.weights.stream import INDEX, Safetensors
 
 FP8 = {
@@ -42,7 +44,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
 
 
-@pytest.mark.parametrize("family", ["v2-lite", "v3", "v32", "qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["v2-lite", "v3", "v32", "qwen2", "qwen3", "qwen3-moe", "llama"])
 def test_transformers_and_we_read_the_same_model(family: str, tmp_path: Path) -> None:
     import transformers
 
@@ -67,7 +69,7 @@ def test_names_and_shapes_are_those_that_transformers_publishes(tmp_path: Path) 
     config = zoo.draw_config("v3", 3)
     zoo.save(zoo.reference(config, 1), config, tmp_path / "theirs")
     want = {name: tuple(one.shape) for name, one in tensors(tmp_path / "theirs").items()}
-    assert {one.name: one.shape for one in published(read_facts(folder), nextn=False)} == want
+    assert {one.spec.name: one.spec.shape for one in published(read_facts(folder), nextn=False)} == want
 
 
 def test_fp8_as_published(tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_fp8_as_published(tmp_path: Path) -> None:
     assert 0.5 < float(weight.std()) * weight.shape[1] ** 0.5 < 2
     nextn = catalog.build_nextn(main_model)
     with Safetensors(out) as stream:
-        load(nextn, nextn.table(), stream, facts.fp8_block)
+        load(nextn, nextn.table(), stream, facts.quantization_config)
     there = f"model.layers.{facts.layers}"
     assert torch.equal(held[f"{there}.embed_tokens.weight"], held["model.embed_tokens.weight"])
     assert torch.equal(held[f"{there}.shared_head.head.weight"], held["lm_head.weight"])
@@ -108,10 +110,15 @@ def test_the_same_seed_gives_the_same_weights_in_any_shards(tmp_path: Path) -> N
     assert not any(".layers.3." in name or "shared_head" in name for name in a)
 
 
-def test_codes_stay_within_fp8() -> None:
-    one = Published("x", (1000, 128), torch.float8_e4m3fn, "x", 400.0)
-    drawn = draw(one, 0, 128000, 1, torch.device("cpu")).float()
-    assert torch.isfinite(drawn).all() and float(drawn.abs().max()) == 448
+def test_any_slice_is_that_of_the_whole() -> None:
+    """So ranks that read different slices hold the same weights."""
+    cpu, spec = torch.device("cpu"), TensorSpec("x", (300, 260), torch.float32)
+    whole = RandomTensor(spec, "x", 0.5, 1.0).slice((), 7, cpu)
+    take = (slice(128, 250), slice(64, 200))
+    assert torch.equal(RandomTensor(spec, "x", 0.5, 1.0).slice(take, 7, cpu), whole[take])
+    assert 0.49 < float(whole.std()) < 0.51 and 0.99 < float(whole.mean()) < 1.01
+    other = RandomTensor(spec, "y", 0.5, 1.0).slice((), 7, cpu)
+    assert abs(float(torch.corrcoef(torch.stack([whole.flatten(), other.flatten()]))[0, 1])) < 0.02
 
 
 def test_a_full_folder_or_disk_is_left_alone(

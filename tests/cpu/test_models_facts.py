@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.cpu import zoo
-from thalweg.config.model import facts_of, read_facts
+from thalweg.config.model import facts_of
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.rotary import amplitude, frequencies, softmax_scale
+from thalweg.models.catalog import read_config_facts, read_facts
 
 YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 V3: dict[str, Any] = {
@@ -37,7 +38,12 @@ K2 = V3 | {
 
 def test_v3() -> None:
     facts = facts_of(V3, "config.json")
-    assert facts.fp8_block == (128, 128) and facts.eos == (1,) and facts.bos == 0 and facts.nextn == 1
+    assert (
+        facts.quantization_config["weight_block_size"] == [128, 128]
+        and facts.eos == (1,)
+        and facts.bos == 0
+        and facts.nextn == 1
+    )
     assert facts.moe is not None and [facts.moe.in_layer(layer) for layer in range(5)] == [
         False,
         False,
@@ -50,7 +56,9 @@ def test_v3() -> None:
 
 def test_v2_lite() -> None:
     facts = facts_of(V2_LITE, "config.json")
-    assert facts.mla is not None and facts.mla.q_lora == 0 and facts.fp8_block is None and facts.eos == (100001, 5)
+    assert (
+        facts.mla is not None and facts.mla.q_lora == 0 and facts.quantization_config == {} and facts.eos == (100001, 5)
+    )
     assert facts.moe is not None and facts.moe.method == "greedy" and not facts.moe.normalise
 
 
@@ -104,7 +112,7 @@ def test_indexer_schedule() -> None:
 )  # fmt: skip
 def test_nonsense_is_named(field: str, value: object) -> None:
     with pytest.raises(CheckpointError) as caught:
-        facts_of(V3 | {field: value}, "config.json")
+        read_config_facts(V3 | {field: value}, "config.json")
     shown = {"index_topk": "index_n_heads"}.get(field, field)  # an indexer that lacks its heads
     assert shown in str(caught.value) or "rope_type" in str(caught.value) or "factor" in str(caught.value)
     assert str(caught.value).startswith("config.json")

@@ -16,7 +16,8 @@ from tests.cpu.batches import Bench
 from thalweg.attention.context import Step
 from thalweg.attention.selection import Choices
 from thalweg.kernels.indexer.ref import index_scores
-from thalweg.models.base import Model
+from thalweg.layers.residual import ResidualStream
+from thalweg.models.decoder import Model
 
 LENGTH = 60
 CONFIG: dict[str, Any] = {
@@ -63,7 +64,7 @@ def main_rope_by_halves(patch: pytest.MonkeyPatch) -> None:
 
 
 def indexer_rope_by_pairs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("thalweg.models.tables.pairs_from_halves", lambda rows, heads, dim: rows)
+    patch.setattr("thalweg.layers.mla.pairs_from_halves", lambda rows, head_dim, dim: rows)
 
 
 def indexer_rope_on_the_last_dims(patch: pytest.MonkeyPatch) -> None:
@@ -91,17 +92,17 @@ def key_norm_without_bias(patch: pytest.MonkeyPatch) -> None:
 def index_query_before_the_norm(patch: pytest.MonkeyPatch) -> None:
     from thalweg.layers.mla import Mla
 
-    original = Mla.add_
+    original = Mla.add_to
 
-    def add_(self: Mla, h_TH: Tensor, x_TH: Tensor, step: Step, earlier: Choices) -> Choices:
+    def add_to(self: Mla, h: ResidualStream, x_TH: Tensor, step: Step, earlier: Choices) -> Choices:
         assert self.indexer is not None and self.up is not None
         choose, up = type(self.indexer).choose, self.up
-        raw = up.forward(self.down.forward(x_TH)[:, : self.down_query].contiguous())[:, self.query_size :].contiguous()
+        raw = up.split(self.down.split(x_TH)[0].contiguous())[1].contiguous()
         with patch.context() as inner:
             inner.setattr(type(self.indexer), "choose", lambda indexer, x, query, step: choose(indexer, x, raw, step))
-            return original(self, h_TH, x_TH, step, earlier)
+            return original(self, h, x_TH, step, earlier)
 
-    patch.setattr(Mla, "add_", add_)
+    patch.setattr(Mla, "add_to", add_to)
 
 
 def softmax_scale_without_m(patch: pytest.MonkeyPatch) -> None:
@@ -134,15 +135,15 @@ def group_score_by_best_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
-    from thalweg.moe.experts import Experts
+    from thalweg.layers.moe import Experts
 
     original = Experts.add_
 
     def add_(self: Experts, *given: Tensor) -> None:
-        gate_up, rest = self._given[0], self._given[1:]
-        self._given = ([weight.roll(weight.shape[1] // 2, 1) for weight in gate_up], *rest)
+        gate_up, rest = self._operands[0], self._operands[1:]
+        self._operands = ([weight.roll(weight.shape[1] // 2, 1) for weight in gate_up], *rest)
         original(self, *given)
-        self._given = (gate_up, *rest)
+        self._operands = (gate_up, *rest)
 
     patch.setattr(Experts, "add_", add_)
 

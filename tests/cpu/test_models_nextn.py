@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from tests.cpu.test_models_parity import SEED, TOLERANCE, error
-from thalweg.config.model import read_facts
 from thalweg.core.errors import CheckpointError
 from thalweg.models import catalog
+from thalweg.models.catalog import read_facts
 from thalweg.models.nextn import NextN
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Safetensors
@@ -117,11 +117,11 @@ def test_whole_prompt_then_token_by_token(chain: Chain) -> None:
         assert error(nextn.logits(whole), logits) < TOLERANCE, f"TEST_SEED={SEED}"
 
 
-def test_observe_writes_what_forward_writes(chain: Chain) -> None:
+def test_write_kv_writes_what_forward_writes(chain: Chain) -> None:
     main, nextn, ids, hidden, want = prompt(chain)
     bench, half = Bench(main, 1, extra=nextn.planes()), LENGTH // 2
     with torch.inference_mode():
-        nextn.observe(torch.tensor(ids[1 : half + 1]), hidden[:half], bench.batch([(0, ids[:half])]), bench.planes)
+        nextn.write_kv(torch.tensor(ids[1 : half + 1]), hidden[:half], bench.batch([(0, ids[:half])]), bench.planes)
         bench.lengths[0] = half
         rest = nextn.forward(
             torch.tensor(ids[half + 1 :]), hidden[half:], bench.batch([(0, ids[half:-1])]), bench.planes
@@ -141,7 +141,7 @@ def test_every_tensor_of_the_layer_is_accounted_for(chain: Chain) -> None:
     nextn = catalog.build_nextn(main)
     held = {name for path in chain.folder.glob("*.safetensors") for name in load_file(path)}
     mine = {name for name in held if name.startswith(f"model.layers.{chain.layers}.")}
-    assert {rule.source for rule in nextn.table().rules} == mine - {
+    assert {rule.source.name for rule in nextn.table().rules} == mine - {
         f"model.layers.{chain.layers}.embed_tokens.weight",
         f"model.layers.{chain.layers}.shared_head.head.weight",
     }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from tests.cpu.same import SameTokens
-from thalweg.models.base import Model
+from thalweg.models.decoder import Model
 
 SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 TOLERANCE = 1e-4  # max |difference| / max |reference|

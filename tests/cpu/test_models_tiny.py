@@ -16,10 +16,11 @@ from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from tests.cpu.test_models_parity import SEED, TOLERANCE, error
 from thalweg.attention.selection import best
-from thalweg.config.model import read_facts
 from thalweg.models import catalog
+from thalweg.models.catalog import read_facts
 from thalweg.models.traced import AFTER, traced
-from thalweg.quant import fp8_block
+from thalweg.quant.catalog import quantized
+from thalweg.quant.fp8_block import Fp8Block
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Safetensors
 
@@ -50,11 +51,11 @@ def theirs() -> nn.Module:
     from transformers import DeepseekV32ForCausalLM
 
     config: dict[str, Any] = json.loads((FOLDER / "config.json").read_text())
-    block = tuple(config.pop("quantization_config")["weight_block_size"])
+    scheme = Fp8Block.of_config(config.pop("quantization_config"), "config.json")
     published = load_file(FOLDER / "model.safetensors")
     behind = f"model.layers.{config['num_hidden_layers']}."
     plain = {
-        name: fp8_block.decode(name, tensor, published[f"{name}_scale_inv"], block) if tensor.dtype == torch.float8_e4m3fn else tensor.float()
+        name: scheme.decode(name, [tensor, published[f"{name}_scale_inv"]], ()) if tensor.dtype == torch.float8_e4m3fn else tensor.float()
         for name, tensor in published.items()
         if not name.endswith("_scale_inv") and not name.startswith(behind)
     }  # fmt: skip
@@ -69,7 +70,7 @@ def test_it_is_what_the_issue_asks_for() -> None:
     assert facts.indexer is not None and all(facts.indexer.full) and facts.indexer.topk >= 64
     assert facts.moe is not None and facts.moe.experts >= 16 and facts.moe.topk == 4 and facts.moe.shared == 1
     assert facts.moe.method == "noaux_tc" and facts.moe.topk_groups < facts.moe.groups
-    assert facts.nextn == 1 and facts.rope.kind == "yarn" and facts.fp8_block == (128, 128)
+    assert facts.nextn == 1 and facts.rope.kind == "yarn" and quantized(facts.quantization_config) is not None
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 16 << 20
 
 
@@ -99,7 +100,7 @@ def test_nextn_layer_loads_and_predicts() -> None:
     main = zoo.ours(FOLDER)
     nextn = catalog.build_nextn(main)
     with Safetensors(FOLDER) as stream:
-        load(nextn, nextn.table(), stream, facts.fp8_block)
+        load(nextn, nextn.table(), stream, facts.quantization_config)
     bench = Bench(main, 1, pages=4, extra=nextn.planes())
     ids = [5 + i % 40 for i in range(120)]
     with torch.inference_mode():

@@ -76,7 +76,7 @@ def test_weights_may_change_in_place_and_planes_be_replaced(folder: Path) -> Non
     first = Bench(fast, 1)
     before = torch.cat([first.step([(0, [i])])[0] for i in ids])
     update = {"model.norm.weight": torch.rand(model.facts.hidden) + 0.5}
-    load(model, model.table(), InMemory(update), partial=True)  # type: ignore[arg-type]
+    load(model, model.table(), InMemory(update), is_partial=True)  # type: ignore[arg-type]
     again, plain = Bench(fast, 1), Bench(model, 1)
     after = torch.cat([again.step([(0, [i])])[0] for i in ids])
     assert torch.equal(after, torch.cat([plain.step([(0, [i])])[0] for i in ids]))

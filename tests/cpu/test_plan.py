@@ -25,7 +25,7 @@ from thalweg.launch.planning.layouts import Layout
 from thalweg.launch.planning.search import Outcome
 from thalweg.launch.planning.weights import inventory, parameters
 from thalweg.launch.sizes import counted, measure
-from thalweg.layers.parts import ReferenceParts
+from thalweg.layers.reference import ReferenceLayers
 from thalweg.models import traced
 
 ROOT = Path(__file__).parents[2]
@@ -418,7 +418,7 @@ PLAIN = {"quantization_config": None}
 def test_counted_sizes_are_those_of_the_model(config: dict[str, Any]) -> None:
     """In 16 bits plain torch holds the same numbers as the kernels; what differs are rotary tables and where an indexer's weights lie."""
     facts = facts_of(config | {"num_hidden_layers": 4, "eos_token_id": 1, "max_position_embeddings": 4096}, "test")
-    made = measure(facts, ReferenceParts(torch.bfloat16, torch.device("meta")))
+    made = measure(facts, ReferenceLayers(torch.bfloat16, torch.device("meta")))
     by_hand = counted(facts, KernelConfig(), torch.bfloat16)
     assert by_hand.parameters == made.parameters == parameters(inventory(facts))
     assert by_hand.weight_bytes == pytest.approx(made.weight_bytes, rel=0.005)

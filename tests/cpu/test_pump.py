@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from thalweg.core.errors import CheckpointError
 from thalweg.weights import pump as pumping
-from thalweg.weights.pump import Span, pieces, pump
+from thalweg.quant.scheme import TensorSpec
+from thalweg.weights.pump import FileSlice, pieces, pump
 from thalweg.weights.stream import SINGLE, Read, Safetensors
 
 
 def test_pieces_cover_each_span_once_and_in_order() -> None:
     a, b = Path("a"), Path("b")
-    spans = [Span(a, 100, (10,), torch.uint8), Span(b, 0, (0, 4), torch.float32), Span(a, 7, (3, 2), torch.int32)]
+    spans = [FileSlice(a, 100, (10,), torch.uint8), FileSlice(b, 0, (0, 4), torch.float32), FileSlice(a, 7, (3, 2), torch.int32)]
     found = list(pieces(spans, 10))
     assert [(one.span, str(one.path), one.offset, one.at, one.size) for one in found] == [
         (0, "a", 100, 0, 10), (1, "b", 0, 0, 0), (2, "a", 7, 0, 10), (2, "a", 17, 10, 10), (2, "a", 27, 20, 4),
@@ -27,9 +28,9 @@ def test_pieces_cover_each_span_once_and_in_order() -> None:
 
 
 def test_rows_stay_in_the_file_and_columns_do_not() -> None:
-    span = Span(Path("a"), 8, (6, 4), torch.bfloat16)
-    assert span.taken((slice(2, 5),)) == Span(Path("a"), 8 + 2 * 8, (3, 4), torch.bfloat16)
-    assert span.taken((slice(None), slice(1, 3))) == Span(
+    span = FileSlice(Path("a"), 8, (6, 4), torch.bfloat16)
+    assert span.taken((slice(2, 5),)) == FileSlice(Path("a"), 8 + 2 * 8, (3, 4), torch.bfloat16)
+    assert span.taken((slice(None), slice(1, 3))) == FileSlice(
         Path("a"), 8, (6, 4), torch.bfloat16, (slice(None), slice(1, 3))
     )
     assert span.taken(()) is span
@@ -72,7 +73,7 @@ def published(folder: Path) -> dict[str, torch.Tensor]:
 def test_everything_arrives_as_it_was(cuda: torch.device, tmp_path: Path) -> None:
     want = published(tmp_path)
     with Safetensors(tmp_path) as stream:
-        got = pump([stream._spans[name] for name in want], cuda)
+        got = pump([stream._slices[name] for name in want], cuda)
         for (name, tensor), one in zip(want.items(), got, strict=True):
             assert one.dtype == tensor.dtype and one.shape == tensor.shape, name
             assert torch.equal(one.view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else one == tensor, name
@@ -87,16 +88,17 @@ def test_slices_arrive_as_they_are_read(cuda: torch.device, tmp_path: Path) -> N
         (slice(0, 9, 2),),
     ]
     with Safetensors(tmp_path) as stream:
-        assert stream.shape("w9") == (64, 33) and stream.dtype("codes") == torch.float8_e4m3fn
+        assert stream.specs["w9"] == TensorSpec("w9", (64, 33), stream.specs["w9"].dtype)
+        assert stream.specs["codes"].dtype == torch.float8_e4m3fn
         plain = list(stream.deliver([Read("w9", take) for take in takes], cuda))
-        for one, want in zip(pump([stream._spans["w9"].taken(take) for take in takes], cuda), plain, strict=True):
+        for one, want in zip(pump([stream._slices["w9"].taken(take) for take in takes], cuda), plain, strict=True):
             assert torch.equal(one, want)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(cuda: torch.device, tmp_path: Path) -> None:
     published(tmp_path)
     with Safetensors(tmp_path) as stream:
-        span = stream._spans["w39"]
+        span = stream._slices["w39"]
     whole = (tmp_path / SINGLE).read_bytes()
     (tmp_path / SINGLE).write_bytes(whole[: span.offset + 50])
     with pytest.raises(CheckpointError, match=f"{SINGLE} ends at byte {span.offset + 50}: download it again"):

@@ -24,7 +24,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels.prepare import ref as prepare
 from thalweg.kernels.verify import ref as verify
-from thalweg.moe.experts import Experts
+from thalweg.layers.moe import Experts
 from thalweg.runner import draft_graphs
 from thalweg.runner.draft_graphs import DraftGraphs
 from thalweg.runner.drafting import NOT_RECORDED, DrafterFails

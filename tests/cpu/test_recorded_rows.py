@@ -79,7 +79,7 @@ def step(decoding: list[int], prompts: list[tuple[int, int]]) -> Batch:
 
 
 def recorded(rows: tuple[int, ...]) -> Piecewise:
-    model: Any = SimpleNamespace(steps=SimpleNamespace(step=lambda batch, planes: batch))
+    model: Any = SimpleNamespace(metadata=SimpleNamespace(build=lambda batch, planes: batch))
     planes: Any = SimpleNamespace(device=torch.device("cpu"))
     shared = Shared(TOKENS, planes.device)
     shared.out(torch.empty(TOKENS, WIDTH))

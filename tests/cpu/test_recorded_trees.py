@@ -16,7 +16,7 @@ from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
-from thalweg.moe.experts import Experts
+from thalweg.layers.moe import Experts
 from thalweg.runner import tree_graphs
 from thalweg.runner.drafting import NOT_RECORDED
 from thalweg.sampling.standard import Standard

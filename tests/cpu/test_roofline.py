@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from thalweg.bench import losses, roofline, timeline, trace
-from thalweg.config.model import read_facts
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.kernels import names
+from thalweg.models.catalog import read_facts
 
 TINY = "models/tiny"
 MLA_MOE = [

@@ -13,12 +13,12 @@ from tests.configs import changed
 from tests.cpu import zoo
 from tests.cpu.test_eagle import GREEDY, SEEDED, plain, prompts, run
 from thalweg.bench.nextn_acceptance import whole_batch
-from thalweg.config.model import read_facts
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models import traced
+from thalweg.models.catalog import read_facts
 from thalweg.runner import late
 from thalweg.spec.small import Small
 from thalweg.spec.unroll import Unrolled
@@ -85,7 +85,7 @@ def test_each_folder_is_read_for_what_is_its_own(llama: Path, monkeypatch: pytes
     deliver = stream.Safetensors.deliver
 
     def watched(self: Safetensors, reads: Any, device: Any) -> Any:
-        read.extend(str(self._spans[one.name].path.parent) for one in reads)
+        read.extend(str(self._slices[one.name].path.parent) for one in reads)
         return deliver(self, reads, device)
 
     monkeypatch.setattr(stream.Safetensors, "deliver", watched)
@@ -93,7 +93,7 @@ def test_each_folder_is_read_for_what_is_its_own(llama: Path, monkeypatch: pytes
     without = len(read)
     engine(str(llama), 1)
     with Safetensors(llama) as own:
-        assert read.count(str(llama)) == len([*own.names()])
+        assert read.count(str(llama)) == len(own.specs)
     assert read.count(MODEL) == 2 * without
 
 

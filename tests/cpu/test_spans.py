@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu import zoo
 from thalweg.attention import context
 from thalweg.attention.context import Work, counting, step_of
 from thalweg.batch.batch import Batch, Extent, Group
-from thalweg.config.model import read_facts
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
-from thalweg.weights.stream import fill_dummy
+from thalweg.models.catalog import read_facts
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 
@@ -61,7 +61,7 @@ def test_one_long_context_does_not_make_the_short_ones_long(query: int, monkeypa
 def test_cut_or_not_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = catalog.build(read_facts(TINY), torch.float32)
     assert isinstance(model, torch.nn.Module)
-    fill_dummy(model)
+    zoo.fill(model)
     given = batch([900, 30, 64, 65, 700, 3], query=2)
     planes = [Planes(model.planes(), int(given.table_RP.max()) + 1) for _ in range(2)]
     for plane in zip(*(one.tensors() for one in planes), strict=True):
@@ -71,5 +71,5 @@ def test_cut_or_not_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
         whole = model.logits(model.forward(given, planes[0]))
         monkeypatch.setattr(context, "TILE_ELEMENTS", 1 << 12)
         cut = model.logits(model.forward(given, planes[1]))
-    assert len(model.steps.step(given, planes[1]).spans) == 4
+    assert len(model.metadata.build(given, planes[1]).spans) == 4
     torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-4)

@@ -27,7 +27,7 @@ from thalweg.engine.local import LocalEngine
 from thalweg.kernels.experts import script
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models import traced
-from thalweg.models.deepseek import Deepseek
+from thalweg.models.decoder import Decoder
 from thalweg.models.traced import TracedHead
 from thalweg.spec.catalog import build_drafter
 from thalweg.spec.unroll import HIDDEN, Unrolled
@@ -140,14 +140,14 @@ def written_afresh(made: LocalEngine, prompt: tuple[int, ...]) -> Afresh:
     made.loop.scheduler._release = watched  # type: ignore[method-assign]
     run(made, [prompt])
     model, drafter = made.runner.model, made.runner.drafting.drafter
-    assert isinstance(drafter, Unrolled) and isinstance(model, Deepseek)
+    assert isinstance(drafter, Unrolled) and isinstance(model, Decoder)
     tokens = torch.tensor(seen["tokens"][:-1])
     planes = Planes((*model.planes(), *drafter.planes()), 10)
     with torch.inference_mode():
         batch = whole_batch([len(tokens)], tokens)
         hidden = model.forward(batch, planes)
         before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
-        drafter.head.observe(tokens, before, batch, planes)
+        drafter.head.write_kv(tokens, before, batch, planes)
     return Afresh(tokens, seen["pages"], planes, hidden)
 
 
@@ -213,8 +213,8 @@ def test_recorded_drafts_are_bit_for_bit_the_eager_ones(monkeypatch: pytest.Monk
             with torch.inference_mode():
                 got = recorded.forward(ids, hidden, batch, planes[0])
                 assert torch.equal(got, layer.forward(ids, hidden, batch, planes[1]))
-                recorded.observe(ids + 1, -hidden, batch, planes[0])
-                layer.observe(ids + 1, -hidden, batch, planes[1])
+                recorded.write_kv(ids + 1, -hidden, batch, planes[0])
+                layer.write_kv(ids + 1, -hidden, batch, planes[1])
     for name, index in planes[0].bytes:
         assert torch.equal(planes[0].bytes[name, index][1:], planes[1].bytes[name, index][1:])
 
@@ -296,7 +296,7 @@ def test_drafts_half_made_by_a_drafter_that_then_raises_do_no_harm(plain: list[l
 
 def test_a_checkpoint_without_the_layer_says_so() -> None:
     model = engine(0).runner.model
-    assert isinstance(model, Deepseek)
+    assert isinstance(model, Decoder)
     model.facts = replace(model.facts, nextn=0)
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers is 0"):
         build_drafter("NEXTN", model)

@@ -68,7 +68,7 @@ def test_unrolled_steps_are_those_of_the_engine(plan: eagle.Plan, monkeypatch: p
         planes = Planes((*target.planes(), *head.planes()), 3)
         with torch.inference_mode():
             batch = whole_batch([len(mine)], mine)
-            learned = head.learned(target.forward(batch, planes))
+            learned = head.draft_state(target.forward(batch, planes))
             before = torch.cat([torch.zeros(1, 256), learned[:-1]])
             state = head.forward(mine, before, batch, planes)
             close(state, states[0][0, first:last])

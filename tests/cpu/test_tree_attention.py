@@ -16,18 +16,18 @@ from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from thalweg.attention.context import Step, paths_of
 from thalweg.batch.batch import Batch, Extent, Group, Tree
-from thalweg.config.model import ModelFacts, read_facts
+from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.layers.gqa import Gqa
 from thalweg.layers.mha import Mha
 from thalweg.layers.mla import Mla
-from thalweg.layers.parts import ReferenceParts
+from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
-from thalweg.models.base import Model
+from thalweg.models.catalog import read_facts
+from thalweg.models.decoder import Model
 from thalweg.spec.tree import hides_of
-from thalweg.weights.stream import fill_dummy
 
 SEED = 11
 PLAIN = KernelConfig()
@@ -93,8 +93,8 @@ def facts(family: str, tmp_path: Path, **wished: Any) -> ModelFacts:
 
 
 def model(family: str, tmp_path: Path, choice: KernelConfig = PLAIN, **wished: Any) -> Model:
-    made = catalog.assemble(facts(family, tmp_path, **wished), ReferenceParts(torch.float32, CPU, choice=choice))
-    fill_dummy(made, SEED)
+    made = catalog.assemble(facts(family, tmp_path, **wished), ReferenceLayers(torch.float32, CPU, choice=choice))
+    zoo.fill(made, SEED)
     return made
 
 
@@ -116,7 +116,7 @@ class Scene:
             plane = self.planes.paged(spec.name, spec.layer)
             plane.copy_(torch.randn(plane.shape, generator=self.generator))
         batch = batch_of(rows, self.tables, [[0] * (1 + len(row.parents)) for row in rows])
-        self.step: Step = of.steps.step(batch, self.planes)
+        self.step: Step = of.metadata.build(batch, self.planes)
         self.seen = [
             (number, [*range(row.known), *(row.known + ancestor for ancestor in path(row.parents, node))])
             for number, row in enumerate(rows)

@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 
 from tests.configs import changed, config
+from tests.cpu import zoo
 from thalweg import cli
 from thalweg.batch.slots import Slots
 from thalweg.config.machine import Machine
-from thalweg.config.model import read_facts
 from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
@@ -41,9 +41,9 @@ from thalweg.launch.report import as_json, show
 from thalweg.launch.resolve import paced, resolve
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
-from thalweg.models.one_by_one import OneByOne
+from thalweg.models.catalog import read_facts
+from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Runner
-from thalweg.weights.stream import fill_dummy
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 GB = 10**9
@@ -106,7 +106,7 @@ SETTINGS_TINY = config(model_path="m", max_running_requests=4, chunked_prefill_s
 def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = catalog.build(read_facts(TINY), torch.float32)
     assert isinstance(model, torch.nn.Module)
-    fill_dummy(model)
+    zoo.fill(model)
     names = [name for name, _ in model.named_parameters()]
     slim = thin(model)
     assert isinstance(slim, torch.nn.Module) and isinstance(slim.layers, torch.nn.ModuleList)
@@ -132,8 +132,8 @@ def test_a_model_that_computes_one_token_at_a_time_starts(monkeypatch: pytest.Mo
     """It is no module, and what is run ahead is what it runs: single tokens. What is measured are a few of them."""
     model = catalog.build(read_facts(TINY), torch.float32)
     assert isinstance(model, torch.nn.Module)
-    fill_dummy(model)
-    alone = OneByOne(model)
+    zoo.fill(model)
+    alone = TokenByToken(model)
     runner = Runner(alone, alone, Planes(model.planes(), 1), Slots(5, 512, torch.device("cpu")))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     seen: list[torch.Size] = []

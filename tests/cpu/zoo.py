@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from thalweg.attention.selection import Selection, best
-from thalweg.config.model import read_facts
+from thalweg.layers.moe import Router
 from thalweg.models import catalog
-from thalweg.models.base import Model
-from thalweg.moe.router import Router
+from thalweg.models.catalog import read_facts
+from thalweg.models.decoder import Model
 from thalweg.weights.loader import load
+from thalweg.weights.random import load_random
 from thalweg.weights.stream import Safetensors
 
 CONTEXT = 512
@@ -154,9 +155,18 @@ def _qwen3(draw: random.Random) -> dict[str, Any]:
     return config | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": config["head_dim"] * 2}
 
 
+def _qwen3_moe(draw: random.Random) -> dict[str, Any]:
+    config = _qwen3(draw)
+    return config | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": draw.choice([8, 12]),
+        "num_experts_per_tok": draw.choice([2, 3]), "moe_intermediate_size": draw.randrange(20, 40), "num_hidden_layers": 4,
+        "norm_topk_prob": draw.random() < 0.7, "decoder_sparse_step": draw.choice([1, 2]), "mlp_only_layers": draw.choice([[], [0]]),
+    }  # fmt: skip
+
+
 FAMILIES = {
     "v2": _v2, "v2-lite": _v2_lite, "v3": _v3, "kimi-k2": _kimi, "v32": _v32, "glm-5": _glm, "llama": _llama, "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "qwen3": _qwen3, "qwen3-moe": _qwen3_moe,
 }  # fmt: skip
 
 
@@ -235,12 +245,17 @@ class Watched:
         router.forward = seen  # type: ignore[method-assign]
 
 
+def fill(module: Any, seed: int = 0) -> None:
+    """Random weights, as `--load-format dummy` makes them."""
+    load_random(module, module.table(), module.facts.quantization_config, seed, module.facts.tied)
+
+
 def ours(folder: Path, dtype: torch.dtype = torch.float32, selection: Selection = best) -> Model:
     """The checkpoint through our own reader, catalog and loader."""
     facts = read_facts(folder)
     model = catalog.build(facts, dtype, selection=selection)
     with Safetensors(folder) as stream:
-        load(model, model.table(), stream, facts.fp8_block)
+        load(model, model.table(), stream, facts.quantization_config)
     if isinstance(selection, Watched):
         for module in model.modules():
             if isinstance(module, Router):

@@ -35,7 +35,6 @@ from thalweg.kernels.grow.ref import Candidates, Grown, Level, first_of
 from thalweg.kernels.prepare import triton as preparing
 from thalweg.kernels.verify import triton as verifying
 from thalweg.kernels.wide import triton as wide
-from thalweg.layers.kernel_parts import KernelParts
 from thalweg.models import catalog
 from thalweg.sampling.launched import Launched
 
@@ -121,7 +120,7 @@ def steps(shape: str, choice: str) -> None:
     """Every step of tests/gpu/test_models, and decode steps of several sizes."""
     device, of = torch.device("cpu"), shapes.facts(shape)
     kernels = KernelConfig(decode="triton", prefill="triton", **CHOICES[choice])
-    model = catalog.assemble(of, KernelParts(torch.bfloat16, device, kernels, of.fp8_block is not None))
+    model = catalog.assemble(of, shapes.kernel_layers(of, device, kernels))
     planes = shapes.planes(model, device)
     decodes = [[(1 + row, 40, 1) for row in range(rows)] for rows in DECODES]
     with torch.inference_mode():

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from tests.cpu import zoo
 from thalweg.batch.batch import Batch, Extent, Group, Tree
-from thalweg.config.model import ModelFacts, facts_of
+from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import KernelConfig
-from thalweg.layers.kernel_parts import KernelParts
-from thalweg.layers.parts import ReferenceParts
+from thalweg.layers.kernel_layers import KernelLayers
+from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
+from thalweg.models.catalog import read_config_facts
+from thalweg.quant.catalog import Declared
 from thalweg.spec.tree import hides_of
-from thalweg.weights.stream import fill_dummy
 
 KERNELS = KernelConfig(decode="triton", prefill="triton")
 COMMON: dict[str, Any] = {
@@ -71,7 +72,7 @@ def published(shape: str) -> dict[str, Any]:
 
 
 def facts(shape: str) -> ModelFacts:
-    return facts_of(published(shape), shape)
+    return read_config_facts(published(shape), shape)
 
 
 def folder(shape: str, path: Path) -> Path:
@@ -87,40 +88,17 @@ def pair(shape: str, device: torch.device, choice: KernelConfig = KERNELS) -> tu
 
 def twins(of: ModelFacts, device: torch.device, choice: KernelConfig) -> tuple[Any, Any]:
     """See `pair`."""
-    kernels = catalog.assemble(of, KernelParts(torch.bfloat16, device, choice, of.fp8_block is not None))
+    kernels = catalog.assemble(of, kernel_layers(of, device, choice))
     kept = KernelConfig(kv=choice.kv, latent=choice.latent)
-    reference = catalog.assemble(of, ReferenceParts(torch.float32, device, choice=kept))
-    assert isinstance(kernels, torch.nn.Module) and isinstance(reference, torch.nn.Module)
-    fill_dummy(kernels)
-    weights = dict(kernels.named_parameters())
-    with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            if ".shared." in name:
-                parameter.copy_(_shared(of, weights, name))
-            elif (index := name.replace("down", "index_key").replace("up", "index_query")) != name and index in weights:
-                parameter.copy_(torch.cat([_plain(weights, name), _plain(weights, index)]))
-            else:
-                parameter.copy_(_plain(weights, name)[: len(parameter)])
+    reference = catalog.assemble(of, ReferenceLayers(torch.float32, device, choice=kept))
+    for model in (kernels, reference):
+        zoo.fill(model)  # random weights are a function of their published names
     return reference, kernels
 
 
-def _plain(given: dict[str, Tensor], name: str) -> Tensor:
-    """A weight in float32, its blocks' multipliers applied."""
-    weight = given[name].float()
-    if f"{name}_scale" not in given:
-        return weight
-    scale = given[f"{name}_scale"].repeat_interleave(128, -2).repeat_interleave(128, -1)
-    return weight * scale[..., : weight.shape[-2], : weight.shape[-1]]
-
-
-def _shared(of: ModelFacts, given: dict[str, Tensor], name: str) -> Tensor:
-    """The shared experts' MLP, out of the stack where the kernels keep it."""
-    assert of.moe is not None
-    block, first, width = name.partition(".shared.")[0], of.moe.experts, of.moe.intermediate
-    if "down" in name:
-        return _plain(given, f"{block}.experts.w2")[first:].transpose(0, 1).flatten(1)
-    w13 = _plain(given, f"{block}.experts.w13")[first:]
-    return torch.cat([w13[:, :width].flatten(0, 1), w13[:, width:].flatten(0, 1)])
+def kernel_layers(of: ModelFacts, device: torch.device, choice: KernelConfig = KERNELS) -> KernelLayers:
+    """Layers on the kernels, of weights in the schemes that the configuration declares."""
+    return KernelLayers(torch.bfloat16, device, choice, Declared(of.quantization_config))
 
 
 Part = tuple[int, int, int]  # first page of the row, tokens before this step, tokens of this step

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.shapes import KERNELS, Part, batches, facts
+from tests.gpu.shapes import KERNELS, Part, batches, facts, kernel_layers
 from thalweg.batch.batch import Attend
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.case import normal
 from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.mla import case as mla
+from thalweg.layers.residual import SingleStream
 from thalweg.memory.planes import Planes
 
 pytest.importorskip("triton")
@@ -103,12 +104,11 @@ class Sequences:
     """A layer of 28 heads over 4, and the projections of sequences' tokens; a sequence is its first page."""
 
     def __init__(self, choice: KernelConfig, device: torch.device) -> None:
-        from thalweg.layers.kernel_parts import KernelParts
-
-        of, parts = facts("qwen2"), KernelParts(torch.bfloat16, device, choice)
-        self.device, self.layer = device, parts.gqa(of, 0, qk_norm=False, out_bias=False)
-        self.steps = parts.steps(of, None)  # type: ignore[arg-type]
-        self.planes = Planes(tuple(parts.plane(name, 0, 512, "heads") for name in ("key", "value")), 64, device)
+        of = facts("qwen2")
+        layers = kernel_layers(of, device, choice)
+        self.device, self.layer = device, layers.gqa(of, 0, "attention", qk_norm=False, out_bias=False)
+        self.metadata = layers.metadata(of, None)  # type: ignore[arg-type]
+        self.planes = Planes(tuple(layers.plane(name, 0, 512, "heads") for name in ("key", "value")), 64, device)
         generator = torch.Generator(device).manual_seed(1)
         self.qkv = torch.randn(4, TOKENS, 36 * 128, generator=generator, device=device).bfloat16()
 
@@ -119,7 +119,7 @@ class Sequences:
         batch = dataclasses.replace(batch, seam=seam)
         h = torch.zeros(len(batch.ids_T), 3584, dtype=torch.bfloat16, device=self.device)
         with torch.inference_mode():
-            self.layer.add_(h, h.clone(), self.steps.step(batch, self.planes))
+            self.layer.add_to(SingleStream(h), h.clone(), self.metadata.build(batch, self.planes))
         return list(torch.split(seam.out, [n for _, _, n in rows]))
 
 

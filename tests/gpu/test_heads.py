@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu import zoo
 from tests.gpu.shapes import KERNELS, Part, batches, pair, published
 from thalweg.config.drafters import eagle_of
 from thalweg.memory.planes import Planes
 from thalweg.models.eagle import Eagle, Eagle3
-from thalweg.weights.stream import fill_dummy
 
 STEPS: dict[str, list[Part]] = {
     "two prompts": [(1, 0, 130), (4, 0, 7)],
@@ -50,7 +50,7 @@ def test_states_and_what_is_stored_are_the_references(shape: str, third: bool, c
         made.append(head)
         kept.append(Planes((*main.planes(), *head.planes()), 16, cuda))
     reference, kernels = made
-    fill_dummy(kernels)
+    zoo.fill(kernels)
     given_by_name = dict(kernels.named_parameters())
     for name, parameter in reference.named_parameters():
         parameter.data.copy_(given_by_name[name])
@@ -59,7 +59,7 @@ def test_states_and_what_is_stored_are_the_references(shape: str, third: bool, c
         plain, paged = batches(rows, cuda, generator, 1024)
         with torch.inference_mode():
             states = [
-                head.learned(head.main[0].forward(batch, planes)).float()
+                head.draft_state(head.main[0].forward(batch, planes)).float()
                 for head, batch, planes in zip(made, (plain, paged), kept, strict=True)
             ]
             assert error(states[1], states[0]) < 0.03, f"{name}: what the target says"
@@ -68,7 +68,7 @@ def test_states_and_what_is_stored_are_the_references(shape: str, third: bool, c
             got = kernels.forward(paged.ids_T, states[0].bfloat16(), paged, kept[1])
             assert error(got, exact) < 0.02, name
             assert error(kernels.logits(got), reference.logits(exact)) < 0.02, name
-            kernels.observe(paged.ids_T, states[0].bfloat16(), paged, kept[1])
+            kernels.write_kv(paged.ids_T, states[0].bfloat16(), paged, kept[1])
         for spec in kernels.planes():
             here, there = (planes.tokens(spec.name, spec.layer)[paged.write_T] for planes in (kept[1], kept[0]))
             assert error(here, there) < 0.02, f"{name}: {spec.name}"

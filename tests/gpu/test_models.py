@@ -25,7 +25,7 @@ STEPS: dict[str, list[Part]] = {
 def test_logits_are_the_references(shape: str, cuda: torch.device) -> None:
     reference, kernels = pair(shape, cuda)
     there, here = planes(reference, cuda), planes(kernels, cuda)
-    generator, bound = torch.Generator().manual_seed(1), 0.15 if facts(shape).fp8_block else 0.02
+    generator, bound = torch.Generator().manual_seed(1), 0.15 if facts(shape).quantization_config else 0.02
     for name, rows in STEPS.items():
         plain, paged = batches(rows, cuda, generator, 1024)
         with torch.inference_mode():

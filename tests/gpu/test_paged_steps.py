@@ -7,7 +7,7 @@ import torch
 
 from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.layers import paged
-from thalweg.layers.paged import PagedStep, PagedSteps
+from thalweg.layers.paged import PagedMetadataBuilder, PagedStep
 from thalweg.memory.planes import FP8, Planes, vectors
 
 ROWS = [(99, 1), (64, 9), (0, 20), (200, 7)]  # tokens before the step, tokens of it: one decodes, three are prompts'
@@ -20,7 +20,7 @@ def step(dtype: torch.dtype = torch.bfloat16, rows: list[tuple[int, int]] = ROWS
     extents = tuple(Extent(n, at + n) for at, n in rows)
     table_RP = torch.zeros(len(rows), 4, dtype=torch.int32)
     batch = Batch(zeros_T, zeros_T, zeros_T, table_RP, zeros_T == 0, zeros_T[:1], groups, extents)
-    steps = PagedSteps.__new__(PagedSteps)
+    steps = PagedMetadataBuilder.__new__(PagedMetadataBuilder)
     torch.nn.Module.__init__(steps)
     for name in ("cos", "sin"):
         steps.register_buffer(name, torch.zeros(1, 1))

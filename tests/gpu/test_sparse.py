@@ -21,10 +21,7 @@ from thalweg.core.kernels import KernelConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.layers.indexer import Indexer
-from thalweg.layers.parts import ReferenceParts
-from thalweg.models import catalog
-from thalweg.models.one_by_one import OneByOne
-from thalweg.weights.stream import fill_dummy
+from thalweg.models.token_by_token import TokenByToken
 
 TOPK, PROMPT, NEW = 2048, 3900, 12
 SHAPE: dict[str, Any] = COMMON | LATENT | {
@@ -77,7 +74,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_past_the_chosen_context_it_is_the_cpus(checkpoint: Path, cuda: torch.device, monkeypatch: Any) -> None:
-    same_weights(monkeypatch)
     on_cpu = answer(checkpoint, "cpu", 1024, load_format="dummy", threads=8, show_progress=False)
     on_gpu = answer(checkpoint, "cuda", 1024, load_format="dummy", show_progress=False)
     chunked = answer(checkpoint, "cuda", 700, load_format="dummy", show_progress=False)
@@ -146,23 +142,8 @@ def test_a_deterministic_one_starts_warm(shape: dict[str, Any], cuda: torch.devi
     """Every token is a step of its own: what runs before the first request, and what is measured, is one token's."""
     (tmp_path / "config.json").write_text(json.dumps(shape))
     of = engine(tmp_path, warmup=True, deterministic_inference=True, max_running_requests=4)
-    assert of.config.warmup and of.config.mixed_step_limits == () and isinstance(of.runner.model, OneByOne)
+    assert of.config.warmup and of.config.mixed_step_limits == () and isinstance(of.runner.model, TokenByToken)
     prompts = [tuple(range(100)), tuple(range(7, 50))]
     params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)] * 2
     together = tokens(of, prompts, params)
     assert together == [tokens(of, [prompt], params[:1])[0] for prompt in prompts]
-
-
-def same_weights(monkeypatch: Any) -> None:
-    """Both devices draw their random weights on the CPU."""
-    from thalweg.engine import build
-
-    def fill(model: torch.nn.Module, seed: int) -> None:
-        twin = catalog.assemble(facts_of(SHAPE, "sparse"), ReferenceParts(torch.float32, torch.device("cpu")))
-        assert isinstance(twin, torch.nn.Module)
-        fill_dummy(twin, seed)
-        with torch.no_grad():
-            for there, here in zip(model.parameters(), twin.parameters(), strict=True):
-                there.copy_(here)
-
-    monkeypatch.setattr(build, "fill_dummy", fill)

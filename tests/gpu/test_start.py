@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.shapes import KERNELS, SHAPES, facts, folder
+from tests.gpu.shapes import SHAPES, facts, folder, kernel_layers
 from thalweg.bench.make_checkpoint import make
 from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
@@ -21,7 +21,6 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels.compilations import Compilations
 from thalweg.launch.resolve import resolve
-from thalweg.layers.kernel_parts import KernelParts
 from thalweg.models import catalog
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Read, Safetensors
@@ -88,7 +87,7 @@ class Plain(Safetensors):
     """Reads as a CPU does, and copies what it has read."""
 
     def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
-        return (self.read(*read).to(device) for read in reads)
+        return (tensor.to(device) for tensor in super().deliver(reads, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -96,15 +95,13 @@ def test_weights_through_pinned_memory_are_those_of_the_files(shape: str, cuda: 
     (tmp_path / "shape").mkdir()
     out, of = tmp_path / "out", facts(shape)
     make(folder(shape, tmp_path / "shape"), out, 1, False, 500_000_000, cuda, False)
-    pumped, plain = (
-        catalog.assemble(of, KernelParts(torch.bfloat16, cuda, KERNELS, of.fp8_block is not None)) for _ in range(2)
-    )
+    pumped, plain = (catalog.assemble(of, kernel_layers(of, cuda)) for _ in range(2))
     for model, kind in ((pumped, Safetensors), (plain, Plain)):
         assert isinstance(model, torch.nn.Module)
         for parameter in model.parameters():
             parameter.data.view(torch.uint8).fill_(1) if parameter.is_contiguous() else parameter.data.fill_(0.5)
         with kind(out) as stream:
-            load(model, model.table(), stream, of.fp8_block)  # type: ignore[operator]
+            load(model, model.table(), stream, of.quantization_config)  # type: ignore[operator]
     given = dict(pumped.named_parameters())  # type: ignore[attr-defined]
     for name, parameter in plain.named_parameters():  # type: ignore[attr-defined]
         assert torch.equal(parameter.contiguous().view(torch.uint8), given[name].contiguous().view(torch.uint8)), name

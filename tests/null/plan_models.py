@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.config.model import ModelFacts, facts_of
+from thalweg.config.model import ModelFacts
 from thalweg.launch.planning.floors import Ceilings, Kept
 from thalweg.launch.planning.layouts import Layout
+from thalweg.models.catalog import read_config_facts
 
 H200 = Ceilings(4.8e12, 989e12, 1979e12)
 H100 = Ceilings(3.35e12, 989e12, 1979e12)
@@ -78,7 +79,7 @@ QWEN: dict[str, Any] = {
 
 
 def facts(config: dict[str, Any], **more: Any) -> ModelFacts:
-    return facts_of(config | more, "test")
+    return read_config_facts(config | more, "test")
 
 
 V3, V32, LITE_FACTS, QWEN72 = facts(DEEPSEEK), facts(DEEPSEEK | INDEXER), facts(LITE), facts(QWEN)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.null.plan_models import DEEPSEEK, LITE
-from thalweg.config.model import ModelFacts, facts_of
+from thalweg.config.model import ModelFacts
 from thalweg.launch.planning import floors
 from thalweg.launch.planning.floors import Ceilings, Phase, Shape
+from thalweg.models.catalog import read_config_facts
 
 H100 = Ceilings(read=3.1e12, bf16=800e12, fp8=1526e12)
 SLIM = DEEPSEEK | {"num_hidden_layers": 5, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
@@ -27,7 +28,7 @@ QWEN: dict[str, Any] = {
 
 
 def facts(config: dict[str, Any]) -> ModelFacts:
-    return facts_of(config, "test")
+    return read_config_facts(config, "test")
 
 
 def milliseconds(config: dict[str, Any], shape: Shape) -> float:

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from thalweg.config.machine import Machine
-from thalweg.config.model import ModelFacts, facts_of
+from thalweg.config.model import ModelFacts
 from thalweg.config.options import GRAPH_MODES
 from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
@@ -20,6 +20,7 @@ from thalweg.core.report import Decision
 from thalweg.launch.decide import RULES, TYPICAL, Decided, Ledger, cpu, decide, format_bytes, gpu
 from thalweg.launch.graphs import GraphPlan, buckets, token_buckets
 from thalweg.launch.resolved import Plane, Sizes
+from thalweg.models.catalog import read_config_facts
 
 GB = 10**9
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -36,7 +37,7 @@ def facts(context: int = 8192, **more: Any) -> ModelFacts:
         "max_position_embeddings": context,
         "eos_token_id": 2,
     }
-    return facts_of(config | more, "test")
+    return read_config_facts(config | more, "test")
 
 
 def machine(free: int = 100 * GB, cores: int = 8, gpus: tuple[str, ...] = (), gpu_free: int = 0) -> Machine:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from thalweg.config.machine import Machine
-from thalweg.config.model import facts_of
 from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.launch.ledger import Ledger
 from thalweg.launch.products import decide_products
+from thalweg.models.catalog import read_config_facts
 
 DENSE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,7 +55,7 @@ def run(
     attention, device = wishes.pop("attention", "triton"), wishes.pop("device", "cuda")
     ledger = Ledger()
     made = decide_products(
-        options_of(model="m", **wishes), facts_of(config, "test"), machine, device, attention, ledger
+        options_of(model="m", **wishes), read_config_facts(config, "test"), machine, device, attention, ledger
     )
     return {role: one.name for role, one in made.items()}, {one.name: one.reason for one in ledger.decisions}
 

@@ -12,7 +12,6 @@ import pytest
 
 from thalweg.config.args import options_parser, parse_options
 from thalweg.config.drafters import read_eagle
-from thalweg.config.model import read_facts
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.core.tree import CHAIN, TreeShape
@@ -20,6 +19,7 @@ from thalweg.launch.ledger import Ledger
 from thalweg.launch.speculation import Speculation, decide_speculation
 from thalweg.launch.trees import decide_tree
 from thalweg.launch.vocabularies import check_vocabularies
+from thalweg.models.catalog import read_facts
 
 
 @dataclass

@@ -1,7 +1,9 @@
-"""What the attention layers of one step share: for each group its pages, masks and tiles, made once and read by every layer.
+"""What the attention layers of one step share: for each group its pages, masks and tiles, made once and read by every
+layer.
 
-Letters: R rows of a group, q query tokens a row, N = R · q of them, S context tokens (whole pages), T tokens of the step. A bias is
-additive: 0 (or as good as 0, see TIE) where a context token may be seen, -inf where not; every query token sees at least one.
+Letters: R rows of a group, q query tokens a row, N = R · q of them, S context tokens (whole pages), T tokens of the
+step. A bias is additive: 0 (or as good as 0, see TIE) where a context token may be seen, -inf where not; every query
+token sees at least one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from thalweg.memory.planes import Planes
 
 TIE = 1e-20  # a position: far below any score's rounding. relu makes index scores of exactly 0 frequent; of those the latest are chosen,
 # so that a choice depends neither on how many candidates a prompt was cut to nor on the order of a top-k
-# bounds what a tile's scores, or its gathered latents, may take: 64 MiB in float32; on a GPU, where every tile costs launches, 512 MiB
+# bounds what a tile's scores, or its gathered latents, may take: 64 MiB in float32; on a GPU, where every tile costs
+# launches, 512 MiB
 TILE_ELEMENTS, TILE_ELEMENTS_ON_GPU = 1 << 24, 1 << 27
 
 
@@ -33,7 +36,9 @@ class Tile(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Elements the widest layer makes at once: for each pair of query and context token, and for each query token besides."""
+    """Elements the widest layer makes at once: for each pair of query and context token, and for each query token
+    besides.
+    """
 
     pair: int
     token: int = 0
@@ -82,7 +87,9 @@ class Span:
         return torch.cat([tile.view(self.rows, -1, *tile.shape[1:]) for tile in tiles], 1).flatten(0, 1)
 
     def bias(self, tile: Tile) -> Tensor:
-        """float32 [tokens of the tile, S]: as good as 0 up to each query token's own column, but for those that it does not see; else -inf."""
+        """float32 [tokens of the tile, S]: as good as 0 up to each query token's own column, but for those that it does
+        not see; else -inf.
+        """
         return self._biases[tile] if tile in self._biases else self._make_bias(tile)
 
     def _make_bias(self, tile: Tile) -> Tensor:
@@ -94,7 +101,9 @@ class Span:
         return torch.where(unseen, -torch.inf, counting_S * TIE)
 
     def _width(self, tile: Tile) -> int:
-        """Context tokens of a tile: of a whole row from the table, not from `pages`, since a traced step has tables of any width."""
+        """Context tokens of a tile: of a whole row from the table, not from `pages`, since a traced step has tables of
+        any width.
+        """
         return (self.table_RP.shape[1] if tile.pages == self.pages else tile.pages) * PAGE
 
     def only(self, tile: Tile, index_NK: Tensor, bias_NK: Tensor) -> Tensor:
@@ -119,14 +128,16 @@ class Span:
 
 
 def hidden(before: Tensor, hides: Tensor) -> Tensor:
-    """Whether a token does not see the column so far before its own. hides: see `batch.Tree`, whose highest bit is never set, so that it stands for
-    all columns that are further away."""
+    """Whether a token does not see the column so far before its own. hides: see `batch.Tree`, whose highest bit is
+    never set, so that it stands for all columns that are further away.
+    """
     return (hides >> before.clamp(0, 63)) & 1 == 1
 
 
 def paths_of(tree: Tree, tokens: int) -> Tensor:
-    """The columns in which the last positions of the step's first `tokens` tokens stand, int32 [tokens, D], their own first; of those before, column
-    and position are one. D: bits of what a token hides. Asks the host for nothing."""
+    """The columns in which the last positions of the step's first `tokens` tokens stand, int32 [tokens, D], their own
+    first; of those before, column and position are one. D: bits of what a token hides. Asks the host for nothing.
+    """
     column_T1, hides_T1 = (x[:tokens].unsqueeze(1) for x in tree[:2])
     before_D = torch.arange(MAX_TREE_NODES + 1, device=column_T1.device)
     hidden_TD = (hides_T1 >> before_D) & 1
@@ -139,7 +150,9 @@ def paths_of(tree: Tree, tokens: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the layers of a forward are given. cis_T1c: the rotation of each token, complex64. reach: the longest context, in tokens."""
+    """What the layers of a forward are given. cis_T1c: the rotation of each token, complex64. reach: the longest
+    context, in tokens.
+    """
 
     batch: Batch
     planes: Planes
@@ -166,8 +179,10 @@ def _most(x: Tensor) -> int:
 
 
 def _cut(batch: Batch, group: Group, work: Work) -> Iterator[Group]:
-    """Consecutive rows of a group: as many together as have one query token each within the bound, since no tile is smaller. Each part reaches as
-    far as its own rows. A step that is being recorded has no extents and stays whole: it is good for contexts of any length."""
+    """Consecutive rows of a group: as many together as have one query token each within the bound, since no tile is
+    smaller. Each part reaches as far as its own rows. A step that is being recorded has no extents and stays whole: it
+    is good for contexts of any length.
+    """
     most = _most(batch.table_RP)
     if not batch.extents or group.rows * work.pairs(group.reach) <= most:
         yield group

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class Selection(Protocol):
-    """Chooses `topk` of each row's candidates: scores float32 [N, S], -inf where there is no candidate → int64 [N, topk].
+    """Chooses `topk` of each row's candidates: scores float32 [N, S], -inf where there is no candidate → int64 [N,
+    topk].
 
     When a row has fewer candidates than topk, the rest of its choice is masked by the caller.
     """
@@ -38,7 +39,9 @@ class RandomChoice:
 
 
 class Choice(NamedTuple):
-    """The chosen context of a group, tile by tile: positions int64 [N, K] and their bias float32 [N, K]: -inf for what only fills up."""
+    """The chosen context of a group, tile by tile: positions int64 [N, K] and their bias float32 [N, K]: -inf for what
+    only fills up.
+    """
 
     positions: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 from rich.progress import Progress
+from torch import nn
 
 from thalweg.attention.selection import Selection
 from thalweg.bench.backends import Options, make_backend
@@ -26,7 +27,6 @@ from thalweg.engine.assemble import Assembler
 from thalweg.engine.front import check_prompt
 from thalweg.layers.indexer import Indexer
 from thalweg.llm import COLUMNS, LLM, Choice, Result
-from thalweg.models.deepseek import Deepseek
 from thalweg.text.chat import ChatEncoder, Wish, choose_chat
 from thalweg.text.tokenizer import Tokenizer
 
@@ -146,12 +146,14 @@ class Here:
         """Those of the model; empty where it chooses no context."""
         model = self.llm.engine.runner.model
         return (
-            [module for module in model.modules() if isinstance(module, Indexer)] if isinstance(model, Deepseek) else []
+            [module for module in model.modules() if isinstance(module, Indexer)]
+            if isinstance(model, nn.Module)
+            else []
         )
 
     def has_nextn(self) -> bool:
         model = self.llm.engine.runner.model
-        return isinstance(model, Deepseek) and model.facts.nextn > 0
+        return model.facts.nextn > 0
 
     def select(self, selection: Selection) -> None:
         """Puts another choice of context in the place of the indexer's, and forgets what was computed with the old one.

@@ -19,9 +19,9 @@ def of_decode(engine: LocalEngine, prompts: Sequence[Tokens]) -> tuple[float, ..
     model = engine.runner.model
     if engine.runner.planes.device.type != "cuda" or not isinstance(model, nn.Module):
         return ()
-    from thalweg.layers.fused import FusedMoe  # needs Triton
+    from thalweg.layers.kernel_moe import KernelMoe  # needs Triton
 
-    parts = [part for part in model.modules() if isinstance(part, FusedMoe)]
+    parts = [part for part in model.modules() if isinstance(part, KernelMoe)]
     if not parts:
         return ()
     seen: list[list[tuple[int, Tensor]]] = [[] for _ in parts]

@@ -68,7 +68,7 @@ def watching(engine: LocalEngine) -> Iterator[Calls]:
     places: list[tuple[Any, str, list[Any]]] = [(runner.sampling, "draw", calls.draws)]
     if isinstance(drafter, Unrolled):
         places += [(drafter.steps, "forward", calls.draft), (drafter.head, "logits", calls.draft)]
-        places.append((drafter.steps, "observe", calls.learn))
+        places.append((drafter.steps, "write_kv", calls.learn))
     runner.graphs = runner.groves = NoGraphs()
     for owner, name, into in places:
         setattr(owner, name, calls.watched(getattr(owner, name), into))

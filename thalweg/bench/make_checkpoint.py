@@ -8,32 +8,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from torch import Tensor
 
-from thalweg.bench.published import Published, published
+from thalweg.bench.published import published
 from thalweg.config.args import Parser
-from thalweg.config.model import read_facts
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 from thalweg.core.format import format_bytes
+from thalweg.models.catalog import read_facts
+from thalweg.weights.random import RandomTensor
 from thalweg.weights.stream import DTYPES, INDEX, SINGLE
 
 PIECE = 1 << 23  # elements drawn and written at a time
 THREADS = 8
-E4M3_MAX = 448.0
 COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.json", "merges.txt")  # fmt: skip
 SPELLED = {dtype: spelling for spelling, dtype in DTYPES.items()}
 
@@ -42,38 +40,39 @@ SPELLED = {dtype: spelling for spelling, dtype in DTYPES.items()}
 class Placed:
     """A tensor at byte `offset` of a file."""
 
-    tensor: Published
+    tensor: RandomTensor
     file: str
     offset: int
 
 
-def _bytes(tensor: Published) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
-
-
-def shards(tensors: Iterable[Published], most: int) -> list[list[Published]]:
+def shards(tensors: Iterable[RandomTensor], most: int) -> list[list[RandomTensor]]:
     """Consecutive tensors of up to `most` bytes together."""
-    made: list[list[Published]] = [[]]
+    made: list[list[RandomTensor]] = [[]]
     held = 0
     for tensor in tensors:
-        if made[-1] and held + _bytes(tensor) > most:
+        if made[-1] and held + tensor.spec.nbytes > most:
             made.append([])
             held = 0
         made[-1].append(tensor)
-        held += _bytes(tensor)
+        held += tensor.spec.nbytes
     return made
 
 
-def lay_out(tensors: Sequence[Published], folder: Path, most: int) -> list[Placed]:
+def lay_out(tensors: Sequence[RandomTensor], folder: Path, most: int) -> list[Placed]:
     """Makes the files with their headers, at their full size, and the index; says where each tensor goes."""
-    files, placed, total = shards(tensors, most), list[Placed](), sum(map(_bytes, tensors))
+    files, placed, total = shards(tensors, most), list[Placed](), sum((tensor.spec.nbytes for tensor in tensors))
     for number, shard in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        header, at = {"__metadata__": {"format": "pt"}}, 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
         starts = []
         for tensor in shard:
-            ends = [at, at + _bytes(tensor)]
-            header[tensor.name] = {"dtype": SPELLED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends}  # type: ignore[dict-item]
+            ends = [at, at + tensor.spec.nbytes]
+            header[tensor.spec.name] = {
+                "dtype": SPELLED[tensor.spec.dtype],
+                "shape": list(tensor.spec.shape),
+                "data_offsets": ends,
+            }
             starts.append(at)
             at = ends[1]
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -83,24 +82,19 @@ def lay_out(tensors: Sequence[Published], folder: Path, most: int) -> list[Place
             file.truncate(8 + len(text) + at)
         placed += (Placed(one, name, 8 + len(text) + start) for one, start in zip(shard, starts, strict=True))
     if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": {one.tensor.name: one.file for one in placed}}
+        index = {"metadata": {"total_size": total}, "weight_map": {one.tensor.spec.name: one.file for one in placed}}
         (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return placed
 
 
-def draw(tensor: Published, start: int, stop: int, seed: int, device: torch.device) -> Tensor:
-    """Elements [start, stop) of the flattened tensor, start a multiple of PIECE. The same at every call on a kind of device."""
-    own = zlib.crc32(f"{seed} {tensor.like} {start}".encode())
-    generator = torch.Generator(device).manual_seed(own)
-    noise = torch.randn(stop - start, generator=generator, device=device).mul_(tensor.spread).add_(tensor.centre)
-    return (noise.clamp_(-E4M3_MAX, E4M3_MAX) if tensor.dtype == torch.float8_e4m3fn else noise).to(tensor.dtype)
-
-
-def _pieces(placed: Iterable[Placed]) -> Iterator[tuple[Placed, int, int]]:
+def _pieces(placed: Iterable[Placed]) -> Iterator[tuple[Placed, range]]:
+    """Rows of about PIECE elements together; a vector is one row."""
     for one in placed:
-        elements = math.prod(one.tensor.shape)
-        for start in range(0, elements, PIECE):
-            yield one, start, min(start + PIECE, elements)
+        shape = one.tensor.spec.shape
+        rows, columns = (shape[0], shape[1]) if len(shape) > 1 else (1, shape[0])
+        step = max(PIECE // columns, 1)
+        for first in range(0, rows, step):
+            yield one, range(first, min(first + step, rows))
 
 
 def write(placed: Sequence[Placed], folder: Path, seed: int, device: torch.device, shown: bool) -> None:
@@ -112,7 +106,7 @@ def write(placed: Sequence[Placed], folder: Path, seed: int, device: torch.devic
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    total = sum(_bytes(one.tensor) for one in placed)
+    total = sum(one.tensor.spec.nbytes for one in placed)
     with ExitStack() as stack:
         bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), disable=not shown))
         task = bar.add_task("writing weights", total=total)
@@ -121,9 +115,12 @@ def write(placed: Sequence[Placed], folder: Path, seed: int, device: torch.devic
             stack.callback(os.close, file)
         pool = stack.enter_context(ThreadPoolExecutor(THREADS))
 
-        def fill(one: Placed, start: int, stop: int) -> int:
-            drawn = draw(one.tensor, start, stop, seed, device).view(torch.uint8).cpu().numpy().data
-            at, done = one.offset + start * one.tensor.dtype.itemsize, 0
+        def fill(one: Placed, rows: range) -> int:
+            spec = one.tensor.spec
+            take = (slice(rows.start, rows.stop),) if len(spec.shape) > 1 else ()
+            drawn = one.tensor.slice(take, seed, device).view(-1).view(torch.uint8).cpu().numpy().data
+            row_bytes = spec.nbytes // (spec.shape[0] if take else 1)
+            at, done = one.offset + rows.start * row_bytes, 0
             while done < len(drawn):
                 done += os.pwrite(files[one.file], drawn[done:], at + done)
             return done
@@ -139,7 +136,7 @@ def make(shape: Path, out: Path, seed: int, nextn: bool, shard: int, device: tor
     if out.exists() and any(out.iterdir()):
         raise UnsupportedConfig(f"{out} is not empty: give a folder that is, or does not exist")
     out.mkdir(parents=True, exist_ok=True)
-    total, free = sum(map(_bytes, tensors)), shutil.disk_usage(out).free
+    total, free = sum((tensor.spec.nbytes for tensor in tensors)), shutil.disk_usage(out).free
     if total > free:
         raise UnsupportedConfig(
             f"the checkpoint takes {format_bytes(total)}, and {format_bytes(free)} are free at {out}: give another folder"
@@ -182,6 +179,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UnsupportedConfig) else 1
     files = len({one.file for one in placed})
     print(
-        f"{args.out}: {len(placed)} tensors, {format_bytes(sum(_bytes(one.tensor) for one in placed))} in {files} files"
+        f"{args.out}: {len(placed)} tensors, {format_bytes(sum(one.tensor.spec.nbytes for one in placed))} in {files} files"
     )
     return 0

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group
 from thalweg.bench.statistics import Share
-from thalweg.core.errors import CheckpointError
 from thalweg.core.plan import PAGE
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
-from thalweg.models.deepseek import Deepseek
+from thalweg.models.decoder import Model
 from thalweg.models.nextn import NextN
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Safetensors
@@ -30,11 +29,9 @@ TOKENS_A_PASS = 2048
 def load_nextn(engine: LocalEngine) -> NextN:
     """The NextN layer behind the engine's model, from the same checkpoint. Raises CheckpointError when it has none."""
     main = engine.runner.model
-    if not isinstance(main, Deepseek):
-        raise CheckpointError("this architecture has no NextN layer: leave nextn out")
     nextn = catalog.build_nextn(main)
     with Safetensors(Path(engine.config.model_path)) as stream:
-        load(nextn, nextn.table(), stream, main.facts.fp8_block)
+        load(nextn, nextn.table(), stream, main.facts.quantization_config)
     return nextn
 
 
@@ -77,7 +74,7 @@ def whole_batch(lengths: Sequence[int], ids_T: Tensor) -> Batch:
 
 
 @torch.inference_mode()
-def accepted_in(main: Deepseek, nextn: NextN, part: Sequence[Written], device: torch.device) -> Share:
+def accepted_in(main: Model, nextn: NextN, part: Sequence[Written], device: torch.device) -> Share:
     """Drafts that came true, of all written tokens but each sequence's first, which no draft precedes."""
     lengths = [len(prompt) + len(output) for prompt, output in part]
     ids_T = torch.tensor(
@@ -104,7 +101,6 @@ def acceptance(
 ) -> Share:
     """Over greedy texts of the engine's model. advance: told how many sequences each pass did."""
     main = engine.runner.model
-    assert isinstance(main, Deepseek)
     hits = total = 0
     for part in passes([one for one in written if len(one[1]) > 1]):
         share = accepted_in(main, nextn, part, torch.device(engine.config.device))

@@ -32,12 +32,12 @@ from thalweg.bench.metrics import percentile
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parser, options_parser, parse_options
-from thalweg.config.model import read_facts
 from thalweg.config.options import Options
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import floors
 from thalweg.launch.planning.floors import Ceilings
 from thalweg.launch.resolved import Resolved
+from thalweg.models.catalog import read_facts
 
 SHOWN_STEPS = 5  # decode steps that are printed one by one, as SGLang does
 WARM_UP_TOKENS = 8

@@ -24,6 +24,7 @@ from thalweg.core.request import Request
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import CODECS
+from thalweg.quant.catalog import quantized
 from thalweg.spec.unroll import HIDDEN
 
 FLOORS = {"float32": 1e-3, "bfloat16": 0.02, "fp8": 0.15}
@@ -98,7 +99,10 @@ def check(engine: LocalEngine, r: Request, chunk: int) -> dict[str, Any]:
 
 
 def _floor(engine: LocalEngine) -> float:
-    fp8 = engine.runner.model.facts.fp8_block is not None and engine.config.kernels.decode != "reference"
+    fp8 = (
+        quantized(engine.runner.model.facts.quantization_config) is not None
+        and engine.config.kernels.decode != "reference"
+    )
     return FLOORS["fp8" if fp8 else engine.config.dtype]
 
 

@@ -18,9 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from thalweg.bench.replayer import Replayer, Verdict
 from thalweg.bench.usage import Parser
 from thalweg.config.engine import EngineConfig
-from thalweg.config.model import read_facts
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine.recording import Head, Recording, fingerprint, read, versions
+from thalweg.models.catalog import read_facts
 
 EPILOG = """\
 examples:

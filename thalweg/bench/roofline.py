@@ -32,7 +32,7 @@ from thalweg.bench.losses import Split
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parsed, Parser, options_parser, parse_options
-from thalweg.config.model import ModelFacts, read_facts
+from thalweg.config.model import ModelFacts
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.messages import StartProfile, StopProfile
@@ -44,6 +44,7 @@ from thalweg.launch.planning import floors
 from thalweg.launch.planning.floors import Ceilings, Kept
 from thalweg.launch.planning.weights import Widths
 from thalweg.launch.resolved import Resolved
+from thalweg.models.catalog import read_facts
 
 STEPS = 24  # decode steps that are profiled
 LINES = 12  # kernels of an operation that a result names

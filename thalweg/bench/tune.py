@@ -30,10 +30,10 @@ from thalweg.bench.usage import status, unless
 from thalweg.config.args import Parsed, Parser, options_parser, parse_options
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
-from thalweg.config.model import ModelFacts, read_facts
+from thalweg.config.model import ModelFacts
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine import caches
-from thalweg.engine.build import parts
+from thalweg.engine.build import layer_factory
 from thalweg.kernels.case import Inputs
 from thalweg.kernels.gemm import tuning_cpu
 from thalweg.kernels.search import Search
@@ -42,6 +42,7 @@ from thalweg.launch import tuned
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 from thalweg.models import catalog
+from thalweg.models.catalog import read_facts
 
 SHORT, LONG = 0.01, 0.03  # seconds of a candidate's first timing, and of each of the later ones
 ROUNDS = 3  # of the later ones, all candidates by turns: whatever else the device does meets them alike
@@ -82,21 +83,20 @@ def searches(resolved: Resolved) -> list[Search]:
     """Everything that can be tuned for this model on this device, what takes most time in a step first."""
     settings = resolved.engine
     facts = read_facts(resolved.path)
-    fp8 = facts.fp8_block is not None
     if settings.device == "cpu":
-        return list(_on_cpu(settings, facts, fp8))
+        return list(_on_cpu(settings, facts))
     if settings.kernels.decode == "reference":
         return []
     from thalweg.bench.tune_gpu import of_model  # needs Triton
 
-    model = catalog.assemble(facts, parts("meta", settings.kernels, settings.dtype, fp8))
+    model = catalog.assemble(facts, layer_factory(facts, "meta", settings.kernels, settings.dtype))
     return list(of_model(model, settings.kernels.fp8_gemm))
 
 
-def _on_cpu(settings: EngineConfig, facts: ModelFacts, fp8: bool) -> Iterator[Search]:
+def _on_cpu(settings: EngineConfig, facts: ModelFacts) -> Iterator[Search]:
     """What an empty model asks for while it is made: its memory is never touched, so it takes none."""
     with TUNED.noted() as asked:
-        catalog.assemble(facts, parts("cpu", settings.kernels, settings.dtype, fp8))
+        catalog.assemble(facts, layer_factory(facts, "cpu", settings.kernels, settings.dtype))
     for operation, key, default in dict.fromkeys(asked):
         if operation == "read_ahead" and (found := tuning_cpu.search(key, default)) is not None:
             yield found

@@ -10,8 +10,9 @@ from torch import nn
 from thalweg.kernels.experts import tuning as experts
 from thalweg.kernels.gemm import tuning as gemm
 from thalweg.kernels.search import Search
-from thalweg.layers.fused import FusedEmbedding, FusedFp8Linear, FusedLinear, FusedMoe
-from thalweg.models.base import Model
+from thalweg.layers.kernel_linear import KernelEmbedding, KernelLinear, QuantizedLinear
+from thalweg.layers.kernel_moe import KernelMoe
+from thalweg.models.decoder import Model
 
 
 def of_model(model: Model, fp8_gemm: str) -> Iterator[Search]:
@@ -20,11 +21,14 @@ def of_model(model: Model, fp8_gemm: str) -> Iterator[Search]:
     stacks: dict[tuple[int, int, int, int, int, bool], None] = {}
     weights: dict[tuple[int, int, int], None] = {}
     for part in model.modules():
-        if isinstance(part, FusedMoe):
+        if isinstance(part, KernelMoe):
             count, hidden, inner = part.experts.w2.shape
-            stacks[count, hidden, inner, part.rule.topk + part.rule.shared, part.rule.shared, part.fp8] = None
-        elif isinstance(part, FusedLinear | FusedFp8Linear | FusedEmbedding):
+            stacks[
+                count, hidden, inner, part.rule.topk + part.rule.shared, part.rule.shared, part.experts.reads_codes
+            ] = None
+        elif isinstance(part, KernelLinear | QuantizedLinear | KernelEmbedding):
             weight = part.weight
+            assert isinstance(weight, torch.Tensor)
             if weight.dtype in (torch.bfloat16, torch.float8_e4m3fn):
                 weights[(*weight.shape, weight.itemsize)] = None
     for stack in stacks:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thalweg.config.model import ModelFacts, facts_of, read_config, read_facts
+from thalweg.config.model import ModelFacts, facts_of, read_config
 from thalweg.core.errors import CheckpointError
 
 WATCHED = 3  # residual streams that an EAGLE-3 head reads where it names none
@@ -115,18 +115,6 @@ def _check_tensors(given: EagleFacts, shapes: Mapping[str, tuple[int, ...]], fol
 
 def _streams(count: int) -> str:
     return f"{count} residual streams" if count > 1 else "the hidden state"
-
-
-def small_facts(folder: Path, target: ModelFacts) -> ModelFacts:
-    """Of a model in this folder that drafts, with the target's context: beyond its own it drafts worse. Raises CheckpointError for a folder without
-    one."""
-    held = algorithm_of(folder)
-    if held != "STANDALONE":
-        raise CheckpointError(
-            f"{folder} holds an {held} head, which reads what the model to draft for computes and is no model of its own; use "
-            f"--speculative-algorithm {held}, or leave that flag out"
-        )
-    return replace(read_facts(folder), context=target.context)
 
 
 def _third(config: Mapping[str, Any]) -> bool:

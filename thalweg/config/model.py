@@ -10,9 +10,12 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Mapping
 
 from thalweg.core.errors import CheckpointError
+
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +77,17 @@ class Moe:
     topk_groups: int
     normalise: bool
     scale: float
-    first_dense: int
-    every: int = 1
+    sparse: tuple[bool, ...]  # which layers have experts
 
     def in_layer(self, layer: int) -> bool:
-        return layer >= self.first_dense and layer % self.every == 0
+        """NextN layers, behind the main ones, have experts."""
+        return layer >= len(self.sparse) or self.sparse[layer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """head_dim, kv_heads: of dense attention. context: the longest sequence. eos: every id that ends a generation by default.
-    nextn: NextN layers stored behind the main layers. fp8_block: (rows, columns) of a block scale, None when not FP8.
+    nextn: NextN layers stored behind the main layers. quantization_config: as published, see `quant.catalog`; empty is none.
     dtype: as published ("bfloat16"); what a model computes in is the caller's choice."""
 
     architecture: str
@@ -106,15 +109,10 @@ class ModelFacts:
     indexer: Indexer | None
     moe: Moe | None
     nextn: int
-    fp8_block: tuple[int, int] | None
+    quantization_config: dict[str, Any]
     dtype: str
     bos: int | None
     eos: tuple[int, ...]
-
-
-def read_facts(folder: Path) -> ModelFacts:
-    """Reads `folder`/config.json. Raises CheckpointError when it is missing, no JSON object, or nonsense."""
-    return facts_of(read_config(folder, "a model"), str(folder / "config.json"))
 
 
 def read_config(folder: Path, whose: str) -> dict[str, Any]:
@@ -133,17 +131,30 @@ def read_config(folder: Path, whose: str) -> dict[str, Any]:
     return config
 
 
-def facts_of(config: Mapping[str, Any], where: str) -> ModelFacts:
-    """The facts of a config.json's content. `where` names it in errors. Raises CheckpointError naming the first bad field."""
-    read = _Reader(config, where)
-    architectures = read.get("architectures", [])
+def architecture_of(config: Mapping[str, Any], where: str) -> str:
+    """The name of the class that computes the model. Raises CheckpointError."""
+    architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-        raise read.error("architectures", f"must be a list with a class name first, got {architectures!r}")
+        raise CheckpointError(f"{where}: architectures must be a list with a class name first, got {architectures!r}")
+    return architectures[0]
+
+
+def facts_of(
+    config: Mapping[str, Any],
+    where: str,
+    fields: Mapping[str, tuple[str, ...]] = NO_FIELDS,
+    defaults: Mapping[str, Any] = NO_FIELDS,
+) -> ModelFacts:
+    """The facts of a config.json's content. where: names it in errors. fields: other names of fields, by the name that is read here. defaults: of
+    fields that are absent. Raises CheckpointError naming the first bad field.
+    """
+    read = _Reader(config, where, fields, defaults)
+    architecture = architecture_of(config, where)
     heads = read.count("num_attention_heads")
     mla = _mla(read)
     head_dim = read.count("head_dim", 0) or read.count("hidden_size") // heads
     facts = ModelFacts(
-        architecture=architectures[0],
+        architecture=architecture,
         vocab=read.count("vocab_size"),
         hidden=read.count("hidden_size"),
         layers=read.count("num_hidden_layers"),
@@ -155,14 +166,14 @@ def facts_of(config: Mapping[str, Any], where: str) -> ModelFacts:
         context=read.count("max_position_embeddings"),
         rope=_rope(read, mla.rope if mla else head_dim),
         tied=read.flag("tie_word_embeddings", False),
-        qkv_bias=read.flag("attention_bias", architectures[0] == "Qwen2ForCausalLM"),
+        qkv_bias=read.flag("qkv_bias", read.flag("attention_bias", False)),
         attention_bias=read.flag("attention_bias", False),
         mlp_bias=read.flag("mlp_bias", False),
         mla=mla,
         indexer=_indexer(read),
         moe=_moe(read),
         nextn=read.count("num_nextn_predict_layers", 0),
-        fp8_block=_fp8_block(read),
+        quantization_config=_quantization(read),
         dtype=str(read.get("torch_dtype", read.get("dtype", "bfloat16"))).removeprefix("torch."),
         bos=read.token("bos_token_id"),
         eos=read.tokens("eos_token_id"),
@@ -174,15 +185,24 @@ def facts_of(config: Mapping[str, Any], where: str) -> ModelFacts:
 class _Reader:
     """Typed access to the fields, with errors that name them. JSON null counts as absent."""
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config, self.where = config, where
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        where: str,
+        fields: Mapping[str, tuple[str, ...]] = NO_FIELDS,
+        defaults: Mapping[str, Any] = NO_FIELDS,
+    ) -> None:
+        """fields, defaults: as of `facts_of`."""
+        self.config, self.where, self.fields, self.defaults = config, where, fields, defaults
 
     def error(self, field: str, message: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {field} {message}")
 
     def get(self, field: str, default: Any = None) -> Any:
-        value = self.config.get(field)
-        return default if value is None else value
+        for name in (field, *self.fields.get(field, ())):
+            if self.config.get(name) is not None:
+                return self.config[name]
+        return self.defaults.get(field, default)
 
     def count(self, field: str, default: int | None = None) -> int:
         """A non-negative integer; without a default it is required and positive."""
@@ -297,15 +317,6 @@ def _moe(read: _Reader) -> Moe | None:
         raise read.error(
             "topk_method", f"{method!r} with scoring_func {read.get('scoring_func')!r} is not a router of DeepSeek's"
         )
-    layers = read.count("num_hidden_layers")
-    first = min(read.count("first_k_dense_replace", 0), layers)
-    kinds = read.get("mlp_layer_types")
-    if kinds is not None and list(kinds) != ["dense"] * first + ["sparse"] * (layers - first):
-        first = sum(kind == "dense" for kind in kinds)
-        if list(kinds) != ["dense"] * first + ["sparse"] * (layers - first):
-            raise read.error(
-                "mlp_layer_types", f"must be dense layers first, then sparse ones, {layers} in all, got {kinds!r}"
-            )
     return Moe(
         experts=experts,
         shared=read.count("n_shared_experts", 0),
@@ -316,24 +327,34 @@ def _moe(read: _Reader) -> Moe | None:
         topk_groups=read.count("topk_group", 1) or 1,
         normalise=read.flag("norm_topk_prob", not softmax),
         scale=read.number("routed_scaling_factor", 1.0, above=0.0),
-        first_dense=first,
-        every=read.count("moe_layer_freq", 1) or 1,
+        sparse=_sparse_layers(read),
     )
 
 
-def _fp8_block(read: _Reader) -> tuple[int, int] | None:
-    quantization = read.get("quantization_config")
-    if quantization is None:
-        return None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method != "fp8":
-        raise read.error(
-            "quantization_config", f"quant_method {method!r} is not supported; there is fp8 (block scales) and none"
-        )
-    block = quantization.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
-        raise read.error("quantization_config.weight_block_size", f"must be [rows, columns], got {block!r}")
-    return block[0], block[1]
+def _sparse_layers(read: _Reader) -> tuple[bool, ...]:
+    """DeepSeek: every `moe_layer_freq`-th layer from `first_k_dense_replace` on, or `mlp_layer_types`. Qwen: every `decoder_sparse_step`-th layer, but
+    for `mlp_only_layers`."""
+    layers = read.count("num_hidden_layers")
+    kinds = read.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+            raise read.error("mlp_layer_types", f"must be dense or sparse for each of {layers} layers, got {kinds!r}")
+        return tuple(kind == "sparse" for kind in kinds)
+    first, every = read.count("first_k_dense_replace", 0), read.count("moe_layer_freq", 1) or 1
+    step, dense = read.count("decoder_sparse_step", 1) or 1, read.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in dense):
+        raise read.error("mlp_only_layers", f"must be a list of layer numbers, got {dense!r}")
+    return tuple(
+        layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
+        for layer in range(layers)
+    )
+
+
+def _quantization(read: _Reader) -> dict[str, Any]:
+    config = read.get("quantization_config", {})
+    if not isinstance(config, dict):
+        raise read.error("quantization_config", f"must be an object, got {config!r}")
+    return config
 
 
 def _check(facts: ModelFacts, read: _Reader) -> None:
@@ -368,9 +389,9 @@ def _check(facts: ModelFacts, read: _Reader) -> None:
 
 
 def _check_moe(moe: Moe, read: _Reader) -> None:
-    if moe.normalise and moe.method != "noaux_tc":
-        # DeepSeek-V2's code would then drop the scaling factor, transformers keeps it unnormalised; no published model asks
-        raise read.error("norm_topk_prob", "true with softmax scores is ambiguous and in no published checkpoint")
+    if moe.normalise and moe.method != "noaux_tc" and moe.scale != 1.0:
+        # DeepSeek-V2's code would then drop the scaling factor, transformers applies it; no published model asks
+        raise read.error("norm_topk_prob", "true with softmax scores and a routed_scaling_factor is ambiguous")
     if moe.experts % moe.groups:
         raise read.error("n_group", f"must divide n_routed_experts ({moe.experts}), got {moe.groups}")
     if moe.topk_groups > moe.groups:

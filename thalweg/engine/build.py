@@ -18,7 +18,7 @@ from thalweg.batch.slots import Slots
 from thalweg.cache.books import Books
 from thalweg.cache.radix import NoTree, RadixTree
 from thalweg.config.engine import EngineConfig
-from thalweg.config.model import ModelFacts, read_facts
+from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
 from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
@@ -37,13 +37,16 @@ from thalweg.engine.widths import measured, planning_clock
 from thalweg.engine.worker import CpuWorker, stream_for
 from thalweg.engine.workshop import Workshop
 from thalweg.kernels.tuned import TUNED
-from thalweg.layers.parts import Parts, ReferenceParts
+from thalweg.layers.interface import LayerFactory
+from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
-from thalweg.models.base import Model
+from thalweg.models.catalog import published_dtype, read_facts
 from thalweg.models.compiled import compile_parts
-from thalweg.models.one_by_one import OneByOne
+from thalweg.models.decoder import Model
+from thalweg.models.token_by_token import TokenByToken
 from thalweg.models.traced import Traced, traced
+from thalweg.quant.catalog import Declared, Schemes
 from thalweg.runner.drafting import DrafterFails, blamed_on_drafter
 from thalweg.runner.runner import Runner
 from thalweg.runner.tree_graphs import forms
@@ -56,10 +59,11 @@ from thalweg.spec.catalog import build_drafter
 from thalweg.spec.drafter import Drafter, Weighted
 from thalweg.text.grammar import Compiler
 from thalweg.text.tokenizer import Tokenizer
-from thalweg.weights.cache_scales import read_scales
+from thalweg.weights.cache_scales import read_cache_scales
 from thalweg.weights.loader import load
-from thalweg.weights.stream import Safetensors, fill_dummy
-from thalweg.weights.verify import block_of
+from thalweg.weights.random import load_random
+from thalweg.weights.stream import Safetensors, schemes_in
+from thalweg.weights.update import quantization_of
 
 log = logging.getLogger("thalweg.engine")
 
@@ -96,7 +100,10 @@ def build_runner(config: EngineConfig, facts: ModelFacts, phases: Phases) -> tup
     torch.set_num_threads(config.threads)
     TUNED.use(config.tuned_kernels)
     device = torch.device(config.device)
-    model = catalog.assemble(facts, parts(config.device, config.kernels, config.dtype, facts.fp8_block is not None))
+    is_random = config.load_format == "dummy"
+    schemes = None if is_random else schemes_in(Path(config.model_path), facts.quantization_config)
+    factory = layer_factory(facts, config.device, config.kernels, config.dtype, schemes)
+    model = catalog.assemble(facts, factory)
     phases.done("model")
     drawing = drawing_for(config.speculative_acceptance, config.num_drafts, facts.vocab, device)
     drafter = build_drafter(
@@ -110,7 +117,7 @@ def build_runner(config: EngineConfig, facts: ModelFacts, phases: Phases) -> tup
         phases.done("torch.compile")
     alone = config.deterministic_inference and config.decode_attention_backend in TORCH_ATTENTION
     if device.type == "cuda":
-        return _on_gpu(config, OneByOne(model) if alone else model, drafter, device, phases)
+        return _on_gpu(config, TokenByToken(model) if alone else model, drafter, device, phases)
     planes = _planes(model, drafter, config, device)
     steps = model if config.torch_compile else traced(model, device)
     if isinstance(steps, Traced):
@@ -119,7 +126,7 @@ def build_runner(config: EngineConfig, facts: ModelFacts, phases: Phases) -> tup
             drafter.record(planes)
     slots = Slots(config.max_running_requests, config.context_length, device, drafter.fields(), config.tree)
     phases.done("recorded steps")
-    whole: tuple[Model, Model] = (OneByOne(model), OneByOne(steps)) if alone else (model, steps)
+    whole: tuple[Model, Model] = (TokenByToken(model), TokenByToken(steps)) if alone else (model, steps)
     runner = _ruled(Runner(*whole, planes, slots, drafter), config)
     return measured(taken(config, runner), runner), runner
 
@@ -181,13 +188,17 @@ def _ruled(runner: Runner, config: EngineConfig) -> Runner:
     return runner
 
 
-def parts(device: str, kernels: KernelConfig, dtype: str, fp8: bool) -> Parts:
-    """What a model is made of. fp8: whether its weights stay in FP8 blocks, which the kernels of a GPU compute with."""
+def layer_factory(
+    facts: ModelFacts, device: str, kernels: KernelConfig, dtype: str, schemes: Schemes | None = None
+) -> LayerFactory:
+    """What makes a model's layers. schemes: of the checkpoint's weights; None goes by its configuration."""
+    published = published_dtype(facts)
     if kernels.decode == "reference":
-        return ReferenceParts(DTYPES[dtype], torch.device(device), choice=kernels)
-    from thalweg.layers.kernel_parts import KernelParts  # needs Triton, which a CPU installation does not have
+        return ReferenceLayers(DTYPES[dtype], torch.device(device), choice=kernels, published=published)
+    from thalweg.layers.kernel_layers import KernelLayers  # needs Triton, which a CPU installation does not have
 
-    return KernelParts(DTYPES[dtype], torch.device(device), kernels, fp8)
+    by = schemes or Declared(facts.quantization_config)
+    return KernelLayers(DTYPES[dtype], torch.device(device), kernels, by, published=published)
 
 
 def _recorded(config: EngineConfig, runner: Runner) -> Runner:
@@ -228,26 +239,28 @@ def _planes(model: Model, drafter: Drafter, config: EngineConfig, device: torch.
     planes = Planes((*model.planes(), *drafter.planes()), config.num_pages + 1, device)
     if config.kv_cache_dtype == "fp8_e4m3" and config.load_format != "dummy":
         with Safetensors(Path(config.model_path)) as stream:
-            read_scales(model.table(), stream, planes)
+            read_cache_scales(model.table(), stream, planes)
     return planes
 
 
 def load_weights(model: Model, besides: Sequence[Weighted], config: EngineConfig) -> None:
     """Fills the model, and modules `besides` it, from its checkpoint, or with random numbers; shows a bar. Raises CheckpointError."""
+    facts, quantization = model.facts, model.facts.quantization_config
     for module in (model, *besides):
         assert isinstance(module, torch.nn.Module), "a model is a module: its parameters are what is filled"
         if config.load_format == "dummy":
-            fill_dummy(module, config.random_seed)
+            with _bar("making weights", config.show_progress) as progress:
+                load_random(module, module.table(), quantization, config.random_seed, facts.tied, progress)
         else:
             with (
                 _bar("loading weights", config.show_progress) as progress,
                 Safetensors(Path(config.model_path)) as stream,
             ):
-                load(module, module.table(), stream, model.facts.fp8_block, progress)
+                load(module, module.table(), stream, quantization, progress)
         for folder in map(Path, config.weight_updates):
-            block = block_of(folder, model.facts)
+            changed = quantization_of(folder, facts, read_facts)
             with _bar("replacing weights", config.show_progress) as progress, Safetensors(folder) as stream:
-                load(module, module.table(), stream, block, progress, partial=True)
+                load(module, module.table(), stream, changed, progress, is_partial=True)
 
 
 def load_own(modules: Sequence[Weighted], config: EngineConfig) -> None:
@@ -255,15 +268,16 @@ def load_own(modules: Sequence[Weighted], config: EngineConfig) -> None:
     holds what is no number: what an EAGLE-3 head makes of such weights would pass for a fault of the target's states."""
     for module in modules:
         assert isinstance(module, torch.nn.Module), "a drafter's model is a module: its parameters are what is filled"
+        quantization = module.facts.quantization_config
         if config.load_format == "dummy":
-            fill_dummy(module, config.random_seed)
+            load_random(module, module.table(), quantization, config.random_seed, module.facts.tied)
             continue
         with (
             _bar("loading the drafter", config.show_progress) as progress,
             Safetensors(Path(config.speculative_draft_model_path)) as stream,
         ):
             try:
-                load(module, module.table(), stream, module.facts.fp8_block, progress)
+                load(module, module.table(), stream, quantization, progress)
             except CheckpointError as error:
                 raise CheckpointError(f"the drafter in {config.speculative_draft_model_path}: {error}") from error
         for name, held in module.named_parameters():

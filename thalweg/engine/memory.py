@@ -19,8 +19,8 @@ from thalweg.core.plan import PAGE, StepPlan
 from thalweg.core.report import START_UP, Decision
 from thalweg.engine import kinds
 from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.models.base import Model
-from thalweg.models.one_by_one import OneByOne
+from thalweg.models.decoder import Model
+from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Runner
 from thalweg.spec.drafter import Drafter
 
@@ -122,7 +122,7 @@ def _largest(config: EngineConfig, runner: Runner, context: int) -> Iterator[tup
     """The steps that take most memory, and what runs each."""
     slots, budget, model = config.max_running_requests, config.chunked_prefill_size, runner.model
     decoding = min(slots, budget)
-    if isinstance(model, OneByOne):
+    if isinstance(model, TokenByToken):
         # what one token takes, by the model itself, since padding would see no context here; and the sampling of all rows
         yield Runner(model.model, model.model, runner.planes, runner.slots), kinds.plan([(context - 1, 1, True)])
         yield runner, kinds.plan([(context - 1, 1, True)] * decoding, kinds.ALL_NEEDS)
@@ -142,8 +142,8 @@ def _largest(config: EngineConfig, runner: Runner, context: int) -> Iterator[tup
 
 def _kept(config: EngineConfig, model: Model) -> int:
     """Bytes of the hidden states of a step whose tokens are computed one by one: apart, and then together."""
-    one_by_one = isinstance(model, OneByOne)
-    return 2 * config.chunked_prefill_size * model.facts.hidden * model.parts.dtype.itemsize if one_by_one else 0
+    one_by_one = isinstance(model, TokenByToken)
+    return 2 * config.chunked_prefill_size * model.facts.hidden * model.factory.dtype.itemsize if one_by_one else 0
 
 
 def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.device) -> int:

@@ -14,10 +14,12 @@ from typing import NamedTuple
 import torch
 
 from thalweg.config.engine import EngineConfig
-from thalweg.config.model import ModelFacts, read_facts
+from thalweg.config.model import ModelFacts
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES, KernelConfig
 from thalweg.core.report import START_UP, Decision
+from thalweg.models.catalog import read_facts
+from thalweg.quant.catalog import quantized
 
 log = logging.getLogger("thalweg.engine")
 
@@ -67,7 +69,7 @@ def probes(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> li
         from thalweg.kernels.mla import flashinfer as latent
 
         made.append(Probe("decode", "flashinfer", lambda: latent.check(device, facts.heads)))
-    codes = facts.fp8_block is not None
+    codes = quantized(facts.quantization_config) is not None
     if facts.moe is not None and "deep_gemm" in kernels.moe:
         from thalweg.kernels.experts import ext as experts
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from thalweg.config.engine import EngineConfig
 from thalweg.core.report import START_UP, Decision
-from thalweg.models.one_by_one import OneByOne
+from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Runner
 
 # why each is what it is; on a CPU nothing is set aside for steps and there are no graphs
@@ -24,7 +24,7 @@ def taken(config: EngineConfig, runner: Runner, **others: int) -> EngineConfig:
     """The configuration with a report of the bytes of weights (the drafter's included), KV cache and slots, and of `others`, by the names in
     `REASONS`."""
     model, planes, slots = runner.model, runner.planes, runner.slots
-    plain = model.model if isinstance(model, OneByOne) else model
+    plain = model.model if isinstance(model, TokenByToken) else model
     drafter = runner.drafting.drafter
     modules = [one for one in (plain, *drafter.modules(), *drafter.own()) if isinstance(one, nn.Module)]
     found = {

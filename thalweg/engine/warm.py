@@ -16,8 +16,8 @@ from thalweg.core.grammar import GrammarMasks
 from thalweg.core.kernels import TORCH
 from thalweg.core.plan import StepPlan
 from thalweg.engine.kinds import GREEDY, fine, kinds, samplings, scored, singles
-from thalweg.models.base import Model
-from thalweg.models.one_by_one import OneByOne
+from thalweg.models.decoder import Model
+from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Forwarded, Runner
 
 PLAIN_CONTEXT = 1024  # tokens
@@ -77,8 +77,8 @@ def _steps(runner: Runner, config: EngineConfig, context: int) -> Iterator[Calla
         context = min(context, max(PLAIN_CONTEXT, -(-config.chunked_prefill_size // config.max_running_requests)))
     model = thin(_whole(runner.model))
     narrow = Runner(model, model, runner.planes, runner.slots, runner.drafting.drafter)
-    if isinstance(runner.model, OneByOne):  # whatever the step, what is computed is one token at a time
-        whole = OneByOne(model)
+    if isinstance(runner.model, TokenByToken):  # whatever the step, what is computed is one token at a time
+        whole = TokenByToken(model)
         alone = Runner(whole, whole, runner.planes, runner.slots)
         for plan in scored(min(config.chunked_prefill_size, context)):
             yield partial(lambda plan: alone.sample(alone.forward(plan)), plan)
@@ -93,7 +93,7 @@ def _steps(runner: Runner, config: EngineConfig, context: int) -> Iterator[Calla
 
 
 def _products(runner: Runner, config: EngineConfig) -> Iterator[Callable[[], object]]:
-    rows = [1] if isinstance(runner.model, OneByOne) else fine(config.chunked_prefill_size)
+    rows = [1] if isinstance(runner.model, TokenByToken) else fine(config.chunked_prefill_size)
     for part, inputs in fp8_products(_whole(runner.model)):
         for count in rows:
             x = partial(torch.zeros, count, inputs, dtype=torch.bfloat16, device=runner.planes.device)
@@ -102,7 +102,7 @@ def _products(runner: Runner, config: EngineConfig) -> Iterator[Callable[[], obj
 
 def _whole(model: Model) -> Model:
     """What a model that computes one token at a time computes it with."""
-    return model.model if isinstance(model, OneByOne) else model
+    return model.model if isinstance(model, TokenByToken) else model
 
 
 def fp8_products(model: Model) -> list[tuple[nn.Module, int]]:

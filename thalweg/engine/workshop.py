@@ -12,11 +12,12 @@ from torch import nn
 from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.core.messages import UpdateWeights
 from thalweg.engine.profile import Hands, Profiler
-from thalweg.models.one_by_one import OneByOne
+from thalweg.models.catalog import read_facts
+from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Runner
-from thalweg.weights.loader import load
+from thalweg.weights.loader import count_loadable, load
 from thalweg.weights.stream import Safetensors
-from thalweg.weights.verify import block_of, verify
+from thalweg.weights.update import quantization_of
 
 log = logging.getLogger("thalweg.engine")
 
@@ -27,7 +28,7 @@ class Workshop:
     def __init__(self, runner: Runner, hands: Hands) -> None:
         self.profiler = Profiler(hands, runner.planes.device.type == "cuda")
         self.facts = runner.model.facts
-        self.model = runner.model.model if isinstance(runner.model, OneByOne) else runner.model
+        self.model = runner.model.model if isinstance(runner.model, TokenByToken) else runner.model
         self.drafting = runner.drafting
 
     def weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
@@ -39,10 +40,11 @@ class Workshop:
 
         with ExitStack() as opening:
             try:
-                block = block_of(folder, self.facts)
+                quantization = quantization_of(folder, self.facts, read_facts)
                 stream = opening.enter_context(Safetensors(folder))
                 found = [
-                    verify(_module(one), one.table(), stream, block, told, needed=one is self.model) for one in modules
+                    count_loadable(_module(one), one.table(), stream, quantization, one is self.model)
+                    for one in modules
                 ]
             except (CheckpointError, OSError) as wrong:
                 raise InvalidRequest("model_path", f"{wrong}; nothing was changed") from wrong
@@ -52,7 +54,7 @@ class Workshop:
         def write() -> tuple[int, int]:
             with opened:
                 for one in modules:
-                    load(_module(one), one.table(), stream, block, told, partial=True)
+                    load(_module(one), one.table(), stream, quantization, told, is_partial=True)
             log.info("%d of %d tensors replaced, from %s", held, of, folder)
             return held, of
 

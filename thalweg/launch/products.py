@@ -13,6 +13,7 @@ from thalweg.core.kernels import DECISION_NAMES
 from thalweg.core.report import USER
 from thalweg.launch.backends import CHIPS, NEWER, chip
 from thalweg.launch.ledger import Ledger
+from thalweg.quant.catalog import quantized
 
 BOTH = frozenset({True, False})
 LIBRARY = {"deep_gemm": "deep_gemm", "triton+deep_gemm": "deep_gemm"}  # what has to be installed
@@ -77,13 +78,13 @@ def decide_products(
     need = ProductNeed(
         attention="reference" if attention == "reference" else "kernels",
         chip=chip(machine) if device == "cuda" else "",
-        weights="plain" if facts.fp8_block is None else "fp8",
+        weights="plain" if quantized(facts.quantization_config) is None else "fp8",
         deterministic=load.deterministic_inference,
     )
     made: dict[str, Selected[ProductCaps]] = {}
     if facts.moe is not None or load.moe_runner_backend is not None:
         made["moe"] = _choose("moe", need, EXPERTS, load.moe_runner_backend, machine)
-    if facts.fp8_block is not None or load.fp8_gemm_backend is not None:
+    if quantized(facts.quantization_config) is not None or load.fp8_gemm_backend is not None:
         made["fp8_gemm"] = _choose("fp8_gemm", need, FP8, load.fp8_gemm_backend, machine)
     for role, one in made.items():
         ledger.note(DECISION_NAMES[role], one.name, one.source, "" if one.source == USER else one.reason)

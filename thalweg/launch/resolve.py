@@ -13,14 +13,14 @@ import msgspec
 
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine, libraries
-from thalweg.config.model import ModelFacts, read_facts
+from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
 from thalweg.core.errors import CheckpointError, InsufficientMemory, InvalidRequest, UnsupportedConfig
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, USER, Report
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.build import DTYPES, parts
+from thalweg.engine.build import DTYPES, layer_factory
 from thalweg.engine.roomless import LEFT_OUT
 from thalweg.launch import tuned
 from thalweg.launch.acceptance import refuse_simulated
@@ -31,6 +31,7 @@ from thalweg.launch.ledger import Ledger
 from thalweg.launch.resolved import Resolved, Sizes
 from thalweg.launch.sizes import Drafting, counted, measure
 from thalweg.launch.speculation import NO_DRAFTER
+from thalweg.models.catalog import read_facts
 from thalweg.text.chat import Chat, Formats, Wish, choose_chat
 from thalweg.text.history import History
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
@@ -190,7 +191,7 @@ def _measure(facts: ModelFacts, wanted: Drafts, device: str, kernels: KernelConf
     drafts = Drafting(drafter, folder, wanted.acceptance.rule, wanted.width, wanted.tree)
     if kernels.decode != "reference" and "triton" not in libraries():  # a plan for another machine
         return counted(facts, kernels, DTYPES[dtype], drafts)
-    return measure(facts, parts("meta", kernels, dtype, facts.fp8_block is not None and device == "cuda"), drafts)
+    return measure(facts, layer_factory(facts, "meta", kernels, dtype), drafts)
 
 
 def _chat(config: Options, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:

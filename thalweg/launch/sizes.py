@@ -14,7 +14,8 @@ from thalweg.core.plan import PAGE
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.planning.weights import Widths, held, inventory, parameters
 from thalweg.launch.resolved import Plane, Sizes
-from thalweg.layers.parts import Parts, ReferenceParts
+from thalweg.layers.interface import LayerFactory
+from thalweg.layers.reference import ReferenceLayers
 from thalweg.models import catalog
 from thalweg.sampling.catalog import drawing_for
 from thalweg.spec.catalog import build_drafter
@@ -33,11 +34,11 @@ class Drafting(NamedTuple):
 NONE = Drafting()
 
 
-def measure(facts: ModelFacts, parts: Parts, drafts: Drafting = NONE) -> Sizes:
+def measure(facts: ModelFacts, factory: LayerFactory, drafts: Drafting = NONE) -> Sizes:
     """The sizes of the model that is made of these parts, on the meta device, and of what drafts for it, from its own folder where it has one.
     Raises CheckpointError for an architecture that nothing computes."""
-    model = catalog.assemble(facts, parts)
-    drawing = drawing_for(drafts.rule, drafts.width, facts.vocab, parts.device)
+    model = catalog.assemble(facts, factory)
+    drawing = drawing_for(drafts.rule, drafts.width, facts.vocab, factory.device)
     drafting = build_drafter(drafts.drafter, model, drafts.folder, drawing, drafts.tree)
     modules = [one for one in (model, *drafting.modules(), *drafting.own()) if isinstance(one, torch.nn.Module)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
@@ -63,7 +64,7 @@ def _nodes(tree: TreeShape) -> int:
 def counted(facts: ModelFacts, choice: KernelConfig, dtype: torch.dtype, drafts: Drafting = NONE) -> Sizes:
     """The same of a model on a GPU's kernels, by arithmetic: for machines without Triton, which cannot make its parts. A drafter's weights are
     counted as if none were quantized, but those of the checkpoint's own layer as if all were. Raises CheckpointError as `measure`."""
-    reference = ReferenceParts(dtype, torch.device("meta"), choice=choice)
+    reference = ReferenceLayers(dtype, torch.device("meta"), choice=choice)
     like = measure(facts, reference, drafts)
     drafting = like.parameters - measure(facts, reference).parameters if drafts.drafter != "NONE" else 0
     rotary = 4 * facts.context * facts.rope.dim

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from thalweg.config.drafters import algorithm_of, read_eagle, small_facts
+from thalweg.config.drafters import algorithm_of, read_eagle
 from thalweg.config.model import ModelFacts
 from thalweg.config.speculative import DEEPEST, SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import AUTO, MODEL, USER, Value
 from thalweg.launch.ledger import Ledger, source
 from thalweg.launch.vocabularies import check_vocabularies
+from thalweg.spec.small import small_facts
 
 
 class Kind(NamedTuple):

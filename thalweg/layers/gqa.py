@@ -1,72 +1,104 @@
-"""Grouped-query attention, with biases (Qwen2) and query and key norms (Qwen3) where the model has them."""
+"""Grouped-query attention in plain torch, with biases (Qwen2) and query and key norms (Qwen3) where the model has them."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thalweg.attention.context import Span, Step, join_groups
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.gqa import ref
 from thalweg.kernels.rope.ref import rotate_
-from thalweg.layers.linear import Linear
-from thalweg.layers.norm import RMSNorm
-from thalweg.layers.part import Part
+from thalweg.layers.interface import LayerFactory
+from thalweg.layers.linear import Part
+from thalweg.layers.module import Module
+from thalweg.layers.residual import Activation, ResidualStream
+from thalweg.layers.rotary import pairs_from_halves
+from thalweg.parallel.axis import share_of
 
 
-class Gqa(Part):
-    """qkv: rows of the query heads, then key heads, then value heads. Cached per token: rotated keys and values of all key heads. inputs: numbers
-    that queries, keys and values are made of; 0 is as many as the hidden state has."""
+class GqaProjections(Module):
+    """What every kind of grouped-query attention has: projections, norms, and the published tensors that fill them.
+
+    Rotary dims are reordered from halves to pairs as they are loaded. With more ranks than key heads, neighbouring
+    ranks have the same ones.
+    """
 
     def __init__(
         self,
         facts: ModelFacts,
         layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        name: str,
+        layers: LayerFactory,
         *,
         qk_norm: bool,
         out_bias: bool,
-        inputs: int = 0,
+        inputs: int,
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.dim, self.layer = facts.heads, facts.kv_heads, facts.head_dim, layer
-        self.qkv = Linear(
-            inputs or facts.hidden, (self.heads + 2 * self.kv_heads) * self.dim, dtype, device, facts.qkv_bias
-        )
+        tp, self.dim, self.layer, self.eps = layers.layout.tp, facts.head_dim, layer, facts.norm_eps
+        heads, kv_heads = share_of(facts.heads, tp, "attention heads"), share_of(facts.kv_heads, tp, "key heads")
+        self.heads, self.kv_heads = len(heads), len(kv_heads)
+        turn = partial(pairs_from_halves, head_dim=self.dim, dim=facts.rope.dim)
+
+        def part(letter: str, total: int, here: range) -> Part:
+            rows = None if tp.size == 1 else range(here.start * self.dim, here.stop * self.dim)
+            order = {} if letter == "v" else {"reorder": turn}
+            return Part(f"{name}.{letter}_proj", total * self.dim, rows, **order)
+
+        parts = [
+            part("q", facts.heads, heads),
+            part("k", facts.kv_heads, kv_heads),
+            part("v", facts.kv_heads, kv_heads),
+        ]
+        self.qkv = layers.packed(parts, inputs or facts.hidden, facts.qkv_bias)
         self.columns = [self.heads, self.kv_heads, self.kv_heads]
-        self.query_norm = RMSNorm(self.dim, facts.norm_eps, device) if qk_norm else None
-        self.key_norm = RMSNorm(self.dim, facts.norm_eps, device) if qk_norm else None
-        self.out = Linear(self.heads * self.dim, facts.hidden, dtype, device, out_bias)
+        self.query_norm = layers.norm(f"{name}.q_norm", self.dim, self.eps, turn) if qk_norm else None
+        self.key_norm = layers.norm(f"{name}.k_norm", self.dim, self.eps, turn) if qk_norm else None
+        columns = None if tp.size == 1 else range(heads.start * self.dim, heads.stop * self.dim)
+        out = layers.row(f"{name}.o_proj", (facts.hidden, facts.heads * self.dim), columns, out_bias)
+        assert isinstance(out, nn.Module)
+        self.out = out
+        for plane, letter in (("key", "k"), ("value", "v")):
+            names = f"{letter}_scale", f"{letter}_proj.{letter}_scale", f"attn.{letter}_scale"
+            self.weights.cache_scales[plane, layer] = tuple(f"{name}.{scale}" for scale in names)
 
-    def add_(self, h_TH: Tensor, x_TX: Tensor, step: Step) -> Tensor:
-        """h += attention(x), in place."""
-        query = self._store(x_TX, step)
-        return self.out.add_(h_TH, join_groups([self._attend(span, span.part(query), step) for span in step.spans]))
 
-    def observe(self, x_TX: Tensor, step: Step) -> None:
-        """Stores what attention would store, and computes no more than projections."""
-        self._store(x_TX, step)
+class Gqa(GqaProjections):
+    """Cached per token: rotated keys, and values, of all key heads."""
 
-    def _store(self, x_TX: Tensor, step: Step) -> Tensor:
-        """Stores the tokens' keys and values; → their queries, rotated, [T, H, d]."""
-        qkv_TX = self.qkv.forward(x_TX)
-        qkv_THd = qkv_TX.view(len(x_TX), -1, self.dim)
+    def add_to(self, h: ResidualStream, x: Activation, metadata: Step) -> None:
+        """h += attention(x)."""
+        query = self._store(x, metadata)
+        parts = [self._attend(span, span.part(query), metadata) for span in metadata.spans]
+        h.add(self.out, join_groups(parts))
+
+    def write_kv(self, x: Activation, metadata: Step) -> None:
+        """Stores what attention would store, and computes projections only."""
+        self._store(x, metadata)
+
+    def _store(self, x: Activation, metadata: Step) -> Tensor:
+        """Stores the tokens' keys and values. Returns their queries, rotated, [T, H, d]."""
+        qkv_TX = self.qkv.forward(x)
+        qkv_THd = qkv_TX.view(len(qkv_TX), -1, self.dim)
         query, key, value = torch.split(qkv_THd, self.columns, 1)
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.forward_(query)
             self.key_norm.forward_(key)
-        rotate_(qkv_TX, step.cis_T1c, 0, self.heads + self.kv_heads, self.dim)
-        step.planes.write("key", self.layer, step.batch.write_T, key.flatten(1))
-        step.planes.write("value", self.layer, step.batch.write_T, value.flatten(1))
+        rotate_(qkv_TX, metadata.cis_T1c, 0, self.heads + self.kv_heads, self.dim)
+        metadata.planes.write("key", self.layer, metadata.batch.write_T, key.flatten(1))
+        metadata.planes.write("value", self.layer, metadata.batch.write_T, value.flatten(1))
         return query
 
-    def _attend(self, span: Span, query_NHd: Tensor, step: Step) -> Tensor:
-        """One group: → [N, H * d]."""
+    def _attend(self, span: Span, query_NHd: Tensor, metadata: Step) -> Tensor:
+        """Attention of one group: [N, H * d]."""
         context = (span.rows, -1, self.kv_heads, self.dim)
+        planes = metadata.planes
         key, value = (
-            step.planes.read(
-                name, self.layer, span.gather(step.planes.paged(name, self.layer), span.pages), query_NHd.dtype
+            planes.read(
+                name, self.layer, span.gather(planes.paged(name, self.layer), span.pages), query_NHd.dtype
             ).view(context)
             for name in ("key", "value")
         )

@@ -1,4 +1,6 @@
-"""DSA's lightning indexer (DeepSeek-V3.2 report §2.1): cheap scores of the whole past decide which tokens the attention reads."""
+"""DSA's lightning indexer (DeepSeek-V3.2 report §2.1): cheap scores of the whole past decide which tokens the attention
+reads.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,19 @@ from thalweg.config import model as config
 from thalweg.core.plan import PAGE
 from thalweg.kernels.indexer.ref import index_scores
 from thalweg.kernels.rope.ref import rotate_
-from thalweg.layers.linear import parameter
+from thalweg.layers.module import Module, parameter
 from thalweg.layers.norm import LayerNorm
-from thalweg.layers.part import Part
+from thalweg.weights.table import Transform
 
 KEY_NORM_EPS = 1e-6  # nn.LayerNorm with this eps in the published code, whatever rms_norm_eps says
 
 
-class Indexer(Part):
-    """Its query and key projections are rows of the attention's fused GEMMs; head weights are float32 (in bf16 they lose recall).
+class Indexer(Module):
+    """Its query and key projections are rows of the attention's fused GEMMs; head weights are float32 (in bf16 they
+    lose recall).
 
-    Only the first dims of a head rotate. Without quantised keys a Hadamard transform of queries and keys would change nothing.
+    Only the first dims of a head rotate. Without quantised keys a Hadamard transform of queries and keys would change
+    nothing.
     """
 
     def __init__(
@@ -31,13 +35,18 @@ class Indexer(Part):
         layer: int,
         selection: Selection,
         device: torch.device,
+        name: str,
+        turn: Transform,
+        published: torch.dtype,
     ) -> None:
+        """name: of the published indexer. turn: reorders the dims of its key norm."""
         super().__init__()
         self.heads, self.dim, self.topk, self.layer = facts.heads, facts.dim, facts.topk, layer
         self.selection = selection
-        self.key_norm = LayerNorm(facts.dim, KEY_NORM_EPS, device)
-        self.weights = parameter(facts.heads, hidden, dtype=torch.float32, device=device)
-        self._turned = self.weights.data.t()
+        self.key_norm = LayerNorm(f"{name}.k_norm", facts.dim, KEY_NORM_EPS, device, turn)
+        self.head_weights = parameter(facts.heads, hidden, dtype=torch.float32, device=device)
+        self.loads("head_weights", f"{name}.weights_proj.weight", (facts.heads, hidden), published)
+        self._transposed = self.head_weights.data.t()
         self.scale = (facts.heads * facts.dim) ** -0.5
 
     def keep(self, key_TD: Tensor, step: Step) -> None:
@@ -55,7 +64,7 @@ class Indexer(Part):
             return (None,) * len(step.spans)
         rotate_(query_TX, step.cis_T1c, 0, self.heads, self.dim)
         query_THD = query_TX.view(-1, self.heads, self.dim)
-        weights_TH = torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._turned)
+        weights_TH = torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._transposed)
         return tuple(self._choose(span, query_THD, weights_TH, step) for span in step.spans)
 
     def _choose(self, span: Span, query_THD: Tensor, weights_TH: Tensor, step: Step) -> Choice | None:

@@ -18,8 +18,10 @@ PARTS = 1 << 27  # elements of partial sums at a time: 256 MiB
 
 
 class InvariantMla(PagedMla):
-    """Tokens of prompts too attend to latents, each by itself, its context cut at positions that follow from its own: bits depend on neither the
-    batch, nor chunks, nor cache hits. What that costs a prompt is the work of latents, 3.4 times that of keys and values."""
+    """Tokens of prompts too attend to latents, each by itself, its context cut at positions that follow from its own:
+    bits depend on neither the batch, nor chunks, nor cache hits. What that costs a prompt is the work of latents, 3.4
+    times that of keys and values.
+    """
 
     def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
         query_THd = query_TX.view(len(query_TX), self.heads, -1)
@@ -50,7 +52,9 @@ class InvariantMla(PagedMla):
 
 
 class OwnRows(NamedTuple):
-    """row_T int32: of each token of the step. paths_TD: of the decode rows' tokens, where drafts part ways; see `paths_of`."""
+    """row_T int32: of each token of the step. paths_TD: of the decode rows' tokens, where drafts part ways; see
+    `paths_of`.
+    """
 
     row_T: Tensor
     paths_TD: Tensor | None

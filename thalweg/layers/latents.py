@@ -12,26 +12,28 @@ from thalweg.attention.selection import Choice
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.mla import ref
 
-# elements of chosen latents gathered at once: what stays in a CPU's near cache until it is read again; on a GPU a whole tile's
+# elements of chosen latents gathered at once: what stays in a CPU's near cache until it is read again; on a GPU a whole
+# tile's
 GATHERED, GATHERED_ON_GPU = 1 << 19, 1 << 27
 
 
 class Latents:
     """Reads one layer's plane. uk [H, nope, r], uv [H, r, v]: kv_b's halves, which may be refilled in place.
 
-    Short queries multiply by uk and attend to latents; those of more than `long` tokens decompress the context once and save work on every
-    pair. A chosen context is gathered, or, while it is short, masked.
+    Short queries multiply by uk and attend to latents; those of more than `long` tokens decompress the context once and
+    save work on every pair. A chosen context is gathered, or, while it is short, masked.
     """
 
     def __init__(self, facts: ModelFacts, layer: int, scale: float, uk: Tensor, uv: Tensor) -> None:
         assert facts.mla is not None
-        mla, self.heads, self.layer, self.scale, self.uk, self.uv = facts.mla, facts.heads, layer, scale, uk, uv
+        mla, self.heads, self.layer, self.scale, self.uk, self.uv = facts.mla, len(uk), layer, scale, uk, uv
         self.rank, self.nope, self.rope, self.v = mla.kv_lora, mla.nope, mla.rope, mla.v
         absorbed, plain = 2 * self.rank + self.rope, mla.nope + mla.rope + mla.v  # work for one key by one head
         self.long = self.rank * (mla.nope + mla.v) // (absorbed - plain) if absorbed > plain else 1 << 30
         chosen = facts.indexer.topk * (self.rank + self.rope) if facts.indexer is not None else 1
         self.piece = max((GATHERED_ON_GPU if uk.is_cuda else GATHERED) // chosen, 1)
-        # up to here a mask over everything costs less than gathering the chosen latents of every query token, measured as twice the work
+        # up to here a mask over everything costs less than gathering the chosen latents of every query token, measured
+        # as twice the work
         self.masked = 2 * facts.indexer.topk * absorbed // plain if facts.indexer is not None else 0
 
     def attend(self, span: Span, query_NHd: Tensor, choice: Choice | None, step: Step) -> Tensor:
@@ -81,8 +83,9 @@ class Latents:
     def plain(
         self, span: Span, query_NHd: Tensor, choice: Choice | None, contexts: Iterable[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Plain multi-head attention, row by row, to the whole context or to what a mask leaves of it: → [N, H * v]. contexts: keys [H, S, nope +
-        rope] and values [H, S, v] of each row."""
+        """Plain multi-head attention, row by row, to the whole context or to what a mask leaves of it: → [N, H * v].
+        contexts: keys [H, S, nope + rope] and values [H, S, v] of each row.
+        """
         rows = []
         queries = query_NHd.view(span.rows, span.query, self.heads, -1)
         for row, (query_qHd, (key, value)) in enumerate(zip(queries, contexts, strict=True)):

@@ -1,4 +1,6 @@
-"""Latent attention without its latents: what is kept of a token are the keys and values of all heads, many times as large."""
+"""Latent attention without its latents: what is kept of a token are the keys and values of all heads, many times as
+large.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ from thalweg.layers.mla import Mla
 
 
 class Mha(Mla):
-    """See `Mla`, whose parameters these are. Each token is decompressed once, when it is stored; a chosen context is a mask. What latents save
-    is measured against this."""
+    """See `Mla`, whose parameters these are. Each token is decompressed once, when it is stored; a chosen context is a
+    mask. What latents save is measured against this.
+    """
 
     def store(self, latent_TD: Tensor, step: Step) -> None:
-        key_HTd, value_HTv = ref.decompress(latent_TD, self._uk, self._uv)
+        key_HTd, value_HTv = ref.decompress(latent_TD, self.uk, self.uv)
         step.planes.write("key", self.layer, step.batch.write_T, key_HTd.transpose(0, 1).flatten(1))
         step.planes.write("value", self.layer, step.batch.write_T, value_HTv.transpose(0, 1).flatten(1))
 

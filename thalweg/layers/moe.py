@@ -1,30 +1,170 @@
-"""A mixture-of-experts block: router, routed experts, shared expert."""
+"""A mixture of experts in plain torch: router, routed experts, shared experts."""
 
 from __future__ import annotations
+
+import re
 
 import torch
 from torch import Tensor
 
 from thalweg.config.model import Moe
+from thalweg.kernels.experts import script
+from thalweg.kernels.experts.ref import add_experts_
+from thalweg.kernels.gemm.warm import SINK, by_sum, warm_for
+from thalweg.kernels.router import ref
 from thalweg.layers.mlp import Mlp
-from thalweg.layers.part import Part
-from thalweg.moe.experts import Experts
-from thalweg.moe.router import Router
+from thalweg.layers.module import Module, parameter
+from thalweg.layers.residual import Activation, ResidualStream, rows_of
+from thalweg.parallel.axis import width_of
+from thalweg.parallel.experts import ExpertPlacement
+from thalweg.parallel.layout import Layout
+from thalweg.quant.scheme import Quantized, Take, TensorSpec
+from thalweg.weights.table import WeightRule, WeightTable, unchanged
 
 
-class MoeBlock(Part):
+class MoeBlock(Module):
     """Σ_k w_k · expert_k(x) + shared(x); the shared experts are one MLP, without a gate."""
 
-    def __init__(self, moe: Moe, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        moe: Moe,
+        hidden: int,
+        published: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: Layout,
+        shared: Mlp | None,
+    ) -> None:
         super().__init__()
-        self.router = Router(moe, hidden, device)
-        self.experts = Experts(moe, hidden, dtype, device)
-        self.shared = Mlp(hidden, moe.shared * moe.intermediate, dtype, device) if moe.shared else None
+        self.router = Router(f"{name}.gate", moe, hidden, published, device)
+        self.placement = None if layout.is_single else ExpertPlacement(moe.experts, 0, layout, device)
+        self.experts = Experts(f"{name}.experts", moe, hidden, published, dtype, device, layout)
+        self.shared = shared
 
-    def add_(self, h_TH: Tensor, x_TH: Tensor, real_T: Tensor | None = None) -> Tensor:
-        """h += moe(x), in place; expert outputs are summed in float32. Padding is computed, too."""
+    def add_to(self, h: ResidualStream, x: Activation, real_T: Tensor | None = None) -> None:
+        """h += moe(x). On one rank padding is computed, too."""
+        h.add_experts(self, x, real_T)
+        if self.shared is not None:
+            self.shared.add_to(h, x, real_T)
+
+    def add_(self, h_TH: Tensor, x: Activation, real_T: Tensor | None) -> None:
+        """h += routed experts(x), in place; their outputs are summed in float32."""
         total = h_TH.float()  # itself when it is float32
-        self.experts.add_(total, x_TH, *self.router.forward(x_TH))
+        self.experts.add_(total, x, *self.router.forward(x))
         if total is not h_TH:
             h_TH.copy_(total)
-        return h_TH if self.shared is None else self.shared.add_(h_TH, x_TH)
+
+    def partial(self, x: Activation, real_T: Tensor | None) -> Tensor:
+        """float32 [T, H]: this rank's part of the sum over tensor-parallel ranks."""
+        placement, x_TH = self.placement, rows_of(x)
+        assert placement is not None, "one rank adds to the stream itself"
+        weights_TK, ids_TK = self.router.forward(x_TH)
+        if real_T is not None:
+            ids_TK = ids_TK.masked_fill(~real_T.unsqueeze(1), placement.slot_RE.shape[1])
+        x_TH, weights_TK, ids_TK = placement.dispatch(x_TH, weights_TK, ids_TK)
+        ids_TK = placement.local_ids(ids_TK, len(x_TH) // placement.layout.dp.size)
+        return placement.combine(self.experts.partial(x_TH, weights_TK, ids_TK))
+
+
+class Router(Module):
+    """Weight and bias are float32 and so are the scores."""
+
+    def __init__(self, name: str, moe: Moe, hidden: int, published: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.moe = moe
+        self.weight = parameter(moe.experts, hidden, dtype=torch.float32, device=device)
+        self.bias = None
+        if moe.method == "noaux_tc":
+            self.bias = parameter(moe.experts, dtype=torch.float32, device=device)
+        declare_router(self, name, moe, hidden, published)
+        self._transposed = self.weight.data.t()
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 [T, topk] and ids int64 [T, topk]."""
+        moe, logits = self.moe, torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._transposed)
+        if self.bias is not None:
+            return ref.noaux_tc(logits, self.bias, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.normalise)
+        if moe.method == "greedy":
+            return ref.greedy(logits, moe.topk, moe.scale, moe.normalise)
+        return ref.group_limited_greedy(logits, moe.topk, moe.scale, moe.groups, moe.topk_groups)
+
+
+def declare_router(router: Module, name: str, moe: Moe, hidden: int, published: torch.dtype) -> None:
+    """The router's published tensors. The bias is published in float32."""
+    router.loads("weight", f"{name}.weight", (moe.experts, hidden), published)
+    if moe.method == "noaux_tc":
+        router.loads("bias", f"{name}.e_score_correction_bias", (moe.experts,), torch.float32)
+
+
+class Experts(Module):
+    """w13: gate rows, then up rows of each expert here [E, 2 I, H]; w2: [E, H, I]. An expert's two weights are
+    neighbours in memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        moe: Moe,
+        hidden: int,
+        published: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: Layout,
+    ) -> None:
+        super().__init__()
+        width = width_of(moe.intermediate, layout.moe_tp)
+        count, inner = moe.experts // layout.ep.size, len(width)
+        memory = torch.empty(count, 3 * inner * hidden, dtype=dtype, device=device)
+        w13, w2 = torch.split(memory, [2 * inner * hidden, inner * hidden], 1)
+        self.w13 = torch.nn.Parameter(w13.view(count, 2 * inner, hidden), requires_grad=False)
+        self.w2 = torch.nn.Parameter(w2.view(count, hidden, inner), requires_grad=False)
+        declare_experts(self.weights, name, moe, hidden, published, layout)
+        # views on the parameters, which are loaded in place
+        gate_up, down = ([weight.t() for weight in stack] for stack in (self.w13.data, self.w2.data))
+        prefetched = list(memory) if warm_for(memory[0]) is by_sum else []
+        self._operands: tuple[list[Tensor], list[Tensor], list[Tensor], Tensor] = (gate_up, down, prefetched, SINK)
+        self._run = script.compiled() if device.type == "cpu" and script.AVAILABLE else add_experts_
+
+    def add_(self, out_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
+        """out (float32) += Σ_k weights · expert(x), in place."""
+        self._run(out_TH, x_TH, ids_TK, weights_TK, *self._operands)
+
+    def partial(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        """float32 [T, H]: Σ_k weights · expert(x) of the experts here; an id of E is none."""
+        out_TH = x_TH.new_zeros(x_TH.shape, dtype=torch.float32)
+        token_N, k_N = (ids_TK < len(self.w13)).nonzero(as_tuple=True)
+        if len(token_N):
+            out_NH = x_TH.new_zeros(len(token_N), x_TH.shape[1], dtype=torch.float32)
+            ids_N1, weights_N1 = ids_TK[token_N, k_N].unsqueeze(1), weights_TK[token_N, k_N].unsqueeze(1)
+            add_experts_(out_NH, x_TH[token_N], ids_N1, weights_N1, *self._operands)
+            out_TH.index_add_(0, token_N, out_NH)
+        return out_TH
+
+
+def declare_experts(
+    table: WeightTable,
+    name: str,
+    moe: Moe,
+    hidden: int,
+    published: torch.dtype,
+    layout: Layout,
+    held: Quantized | None = None,
+) -> None:
+    """The published tensors of the routed experts on this rank fill w13 and w2, in the order of their numbers."""
+    width, inter = width_of(moe.intermediate, layout.moe_tp), moe.intermediate
+    here = layout.ep.rank * (moe.experts // layout.ep.size)
+    rows: Take = ()
+    columns: Take = ()
+    if layout.moe_tp.size > 1:
+        part = slice(width.start, width.stop)
+        rows, columns = (part,), (slice(None), part)
+    for i in range(moe.experts // layout.ep.size):
+        for half, first in (("gate", 0), ("up", len(width))):
+            spec = TensorSpec(f"{name}.{here + i}.{half}_proj.weight", (inter, hidden), published)
+            into = (i, slice(first, first + len(width)))
+            table.rules.append(WeightRule(spec, "w13", into, rows, unchanged, held))
+        spec = TensorSpec(f"{name}.{here + i}.down_proj.weight", (hidden, inter), published)
+        table.rules.append(WeightRule(spec, "w2", (i,), columns, unchanged, held))
+    if layout.ep.size > 1:
+        table.skips.append(rf"{re.escape(name)}\.\d+\..*")

@@ -1,4 +1,4 @@
-"""Norms. Weights are float32 whatever the model computes in."""
+"""Norms in plain torch. Weights are float32 whatever the model computes in."""
 
 from __future__ import annotations
 
@@ -6,36 +6,50 @@ import torch
 from torch import Tensor
 
 from thalweg.kernels.norm.ref import rms_norm, rms_norm_
-from thalweg.layers.linear import parameter
-from thalweg.layers.part import Part
+from thalweg.layers.module import Module, parameter
+from thalweg.weights.table import Transform, unchanged
 
 
-class RMSNorm(Part):
+class RMSNorm(Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dim, computed in float32, returned in x's dtype."""
 
-    def __init__(self, dim: int, eps: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        eps: float,
+        published: torch.dtype,
+        device: torch.device,
+        reorder: Transform = unchanged,
+    ) -> None:
+        """name: of the published layer. reorder: of its dims."""
         super().__init__()
         self.weight = parameter(dim, dtype=torch.float32, device=device)
+        self.loads("weight", f"{name}.weight", (dim,), published, reorder)
         floor, zero = torch.tensor((dim * eps) ** 0.5, device=device), torch.tensor(0.0, device=device)
-        self._given = (self.weight.data, floor, zero)
+        self._operands = (self.weight.data, floor, zero)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, *self._given)
+        return rms_norm(x, *self._operands)
 
-    before = forward
+    lazy = forward  # a GPU's norm is computed by its reader
 
     def forward_(self, x: Tensor) -> Tensor:
         """The same, in place."""
-        return rms_norm_(x, *self._given)
+        return rms_norm_(x, *self._operands)
 
 
-class LayerNorm(Part):
-    """(x - mean) / sqrt(var + eps) · weight + bias over the last dim, computed in float32, returned in x's dtype."""
+class LayerNorm(Module):
+    """(x - mean) / sqrt(var + eps) · weight + bias over the last dim, computed in float32, returned in x's dtype.
+    Published in float32.
+    """
 
-    def __init__(self, dim: int, eps: float, device: torch.device) -> None:
+    def __init__(self, name: str, dim: int, eps: float, device: torch.device, reorder: Transform = unchanged) -> None:
         super().__init__()
         self.weight = parameter(dim, dtype=torch.float32, device=device)
         self.bias = parameter(dim, dtype=torch.float32, device=device)
+        for parameter_name in ("weight", "bias"):
+            self.loads(parameter_name, f"{name}.{parameter_name}", (dim,), torch.float32, reorder)
         self._shape, self.eps = (dim,), eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Callable, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,7 @@ from thalweg.batch.upload import upload
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.layers import rotary
-from thalweg.layers.fused import FusedFp8Linear, FusedLinear
 from thalweg.memory.planes import Planes
-
-MakeLinear = Callable[..., FusedLinear | FusedFp8Linear]  # (inputs, outputs[, bias])
 
 DECODE_QUERY = 4  # rows of up to so many query tokens are decoded on latents; longer ones decompress their context
 CHUNK = 1 << 14  # tokens of cached context that are decompressed at a time
@@ -26,8 +23,10 @@ CHUNK = 1 << 14  # tokens of cached context that are decompressed at a time
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The rows behind the decode rows, ragged. token: where they begin in the step. row: their first. starts_R1 int32: offsets of their
-    query tokens. longest: most query tokens of a row. cached: tokens of each row's context before its query tokens."""
+    """The rows behind the decode rows, ragged. token: where they begin in the step. row: their first. starts_R1 int32:
+    offsets of their query tokens. longest: most query tokens of a row. cached: tokens of each row's context before its
+    query tokens.
+    """
 
     token: int
     row: int
@@ -38,8 +37,9 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A chunk of the context of the ragged rows. first_R, starts_R1 int32: where it begins in each row, and where in the chunk the row's
-    tokens lie. tokens: of all rows. longest: of a row."""
+    """A chunk of the context of the ragged rows. first_R, starts_R1 int32: where it begins in each row, and where in
+    the chunk the row's tokens lie. tokens: of all rows. longest: of a row.
+    """
 
     first_R: Tensor
     starts_R1: Tensor
@@ -49,11 +49,13 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What the layers of a forward are given. decode: tokens of the decode rows; query: of each of them; reach: upper bound of their context.
-    prefixes: chunks of what the ragged rows have cached. whole: all of their context, this step's tokens with it, where something is cached
-    and it fits in one chunk; there are no prefixes then: one attention to what the pages hold, in place of two and a merge.
-    hides_T: of drafts that part ways what the decode rows' tokens do not see (`batch.Tree`), else None; rows_T int32: the row of each of them, where
-    these rows are not of one length. prepared: what the backend of attention made for the whole step. spans is empty: the reference's idea."""
+    """What the layers of a forward are given. decode: tokens of the decode rows; query: of each of them; reach: upper
+    bound of their context. prefixes: chunks of what the ragged rows have cached. whole: all of their context, this
+    step's tokens with it, where something is cached and it fits in one chunk; there are no prefixes then: one attention
+    to what the pages hold, in place of two and a merge. hides_T: of drafts that part ways what the decode rows' tokens
+    do not see (`batch.Tree`), else None; rows_T int32: the row of each of them, where these rows are not of one length.
+    prepared: what the backend of attention made for the whole step. spans is empty: the reference's idea.
+    """
 
     batch: Batch
     planes: Planes
@@ -72,7 +74,9 @@ class PagedStep:
 
 
 class Prepare(Protocol):
-    """Makes what a backend of attention shares among the layers of a step. tokens: of the decode rows; query: of each of them."""
+    """Makes what a backend of attention shares among the layers of a step. tokens: of the decode rows; query: of each
+    of them.
+    """
 
     def __call__(self, batch: Batch, tokens: int, query: int) -> Any: ...
 
@@ -82,8 +86,9 @@ def nothing(batch: Batch, tokens: int, query: int) -> None:
 
 
 class Ragged(NamedTuple):
-    """Decode rows as the kernel of ragged rows takes them, which deterministic mode has for all: arguments of `kernels.gqa.triton.prefill`, `longest`
-    being its max_query. paths_TD: where drafts part ways."""
+    """Decode rows as the kernel of ragged rows takes them, which deterministic mode has for all: arguments of
+    `kernels.gqa.triton.prefill`, `longest` being its max_query. paths_TD: where drafts part ways.
+    """
 
     table_RL: Tensor
     starts_R1: Tensor
@@ -111,9 +116,10 @@ def rows_of(batch: Batch) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class PagedSteps(nn.Module):
-    """Owns the rotary table: float32 [context, dim / 2] cosines and sines. gathers: whether attention of ragged rows gathers what they have cached;
-    steps of a backend that reads pages have neither `whole` nor `prefixes`."""
+class PagedMetadataBuilder(nn.Module):
+    """Owns the rotary table: float32 [context, dim / 2] cosines and sines. gathers: whether attention of ragged rows
+    gathers what they have cached; steps of a backend that reads pages have neither `whole` nor `prefixes`.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -127,7 +133,7 @@ class PagedSteps(nn.Module):
         self.register_buffer("cos", table.real.contiguous(), persistent=False)
         self.register_buffer("sin", table.imag.contiguous(), persistent=False)
 
-    def step(self, batch: Batch, planes: Planes) -> PagedStep:
+    def build(self, batch: Batch, planes: Planes) -> PagedStep:
         rows, tokens, query, reach, rows_T = _decoded(batch)
         rest = None if rows == len(batch.extents) else _rest(batch, rows, tokens)
         prefixes: tuple[Prefix, ...] = ()
@@ -182,7 +188,9 @@ def _rest(batch: Batch, row: int, token: int) -> Rest:
 
 
 def _prefixes(cached: tuple[int, ...], device: torch.device) -> tuple[Prefix, ...]:
-    """Cuts the rows' cached contexts into chunks of about CHUNK tokens in all, each a whole number of pages of every row."""
+    """Cuts the rows' cached contexts into chunks of about CHUNK tokens in all, each a whole number of pages of every
+    row.
+    """
     having = sum(length > 0 for length in cached)
     step, chunks = max(CHUNK // having // PAGE, 1) * PAGE, []
     for first in range(0, max(cached), step):

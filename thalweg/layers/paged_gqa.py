@@ -14,11 +14,12 @@ from thalweg.kernels.attend.triton import merge_state_
 from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.gqa import flashinfer
 from thalweg.kernels.gqa import triton as gqa
-from thalweg.kernels.norm.triton import Normed
 from thalweg.kernels.rope import triton as rope
-from thalweg.layers.fused import FusedNorm
-from thalweg.layers.paged import MakeLinear, PagedStep, Prefix, Prepare, Ragged, Rest, nothing, ragged
-from thalweg.layers.part import Part
+from thalweg.layers.gqa import GqaProjections
+from thalweg.layers.interface import LayerFactory
+from thalweg.layers.kernel_linear import KernelNorm
+from thalweg.layers.paged import PagedStep, Prefix, Prepare, Ragged, Rest, nothing, ragged
+from thalweg.layers.residual import Activation, ResidualStream
 
 
 class Cache(NamedTuple):
@@ -30,38 +31,33 @@ class Cache(NamedTuple):
     value_scale: Tensor | None
 
 
-class PagedGqa(Part):
-    """See `layers.gqa.Gqa`, whose parameters these are. Decode rows of one token go through a kernel that also norms and rotates them and
-    stores their keys; all others are stored first."""
+class PagedGqa(GqaProjections):
+    """Decode rows of one token go through a kernel that also norms and rotates them and stores their keys; all others
+    are stored first.
+    """
 
     def __init__(
         self,
         facts: ModelFacts,
         layer: int,
-        linear: MakeLinear,
-        device: torch.device,
+        name: str,
+        layers: LayerFactory,
         choice: KernelConfig,
         *,
         qk_norm: bool,
         out_bias: bool,
         inputs: int = 0,
     ) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.dim, self.layer = facts.heads, facts.kv_heads, facts.head_dim, layer
-        self.scale, self.context, self.eps = self.dim**-0.5, facts.context, facts.norm_eps
-        self.choice = choice
-        self.qkv = linear(inputs or facts.hidden, (self.heads + 2 * self.kv_heads) * self.dim, facts.qkv_bias)
-        self.query_norm = FusedNorm(self.dim, facts.norm_eps, device) if qk_norm else None
-        self.key_norm = FusedNorm(self.dim, facts.norm_eps, device) if qk_norm else None
-        self.out = linear(self.heads * self.dim, facts.hidden, out_bias)
+        super().__init__(facts, layer, name, layers, qk_norm=qk_norm, out_bias=out_bias, inputs=inputs)
+        self.scale, self.context, self.choice = self.dim**-0.5, facts.context, choice
 
-    def add_(self, h_TH: Tensor, x_TH: Tensor | Normed, step: PagedStep) -> Tensor:
-        """h += attention(x), in place."""
-        return self.out.add_(h_TH, step.batch.seam(self._attention, step, self.qkv.forward(x_TH)))
+    def add_to(self, h: ResidualStream, x: Activation, step: PagedStep) -> None:
+        """h += attention(x)."""
+        h.add(self.out, step.batch.seam(self._attention, step, self.qkv.forward(x)))
 
-    def observe(self, x_TX: Tensor | Normed, step: PagedStep) -> None:
-        """Stores what attention would store, and computes no more than projections."""
-        qkv_TX = self.qkv.forward(x_TX)
+    def write_kv(self, x: Activation, step: PagedStep) -> None:
+        """Stores what attention would store, and computes projections only."""
+        qkv_TX = self.qkv.forward(x)
         self._write(qkv_TX.view(len(qkv_TX), -1, self.dim), step, 0)
 
     def _attention(self, step: PagedStep, qkv_TX: Tensor) -> Tensor:
@@ -79,11 +75,11 @@ class PagedGqa(Part):
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def _split(self, qkv_THd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = torch.split(qkv_THd, [self.heads, self.kv_heads, self.kv_heads], 1)
+        query, key, value = torch.split(qkv_THd, self.columns, 1)
         return query, key, value
 
     def _norms(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.query_norm is None or self.key_norm is None:
+        if not isinstance(self.query_norm, KernelNorm) or not isinstance(self.key_norm, KernelNorm):
             return None, None
         return self.query_norm.weight, self.key_norm.weight
 

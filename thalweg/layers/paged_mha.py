@@ -1,4 +1,6 @@
-"""Latent attention without its latents on a GPU: each token is decompressed once and attended to as any other model's. An ablation."""
+"""Latent attention without its latents on a GPU: each token is decompressed once and attended to as any other model's.
+An ablation.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,12 @@ from torch import Tensor
 
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.gqa import triton as gqa
-from thalweg.kernels.norm.triton import Normed
 from thalweg.kernels.rope import triton as rope
-from thalweg.layers.fused import Matmul
-from thalweg.layers.paged import MakeLinear, PagedStep, Ragged
+from thalweg.layers.interface import LayerFactory
+from thalweg.layers.kernel_linear import Matmul
+from thalweg.layers.paged import PagedStep, Ragged
 from thalweg.layers.paged_mla import PagedMla
+from thalweg.layers.residual import Activation
 
 WIDTH = 256  # of a head in the planes: keys of 192 and values of 128 dims, zeros behind them
 
@@ -23,13 +26,12 @@ class PagedMha(PagedMla):
         self,
         facts: ModelFacts,
         layer: int,
-        linear: MakeLinear,
-        dtype: torch.dtype,
-        device: torch.device,
+        name: str,
+        layers: LayerFactory,
         matmul: Matmul,
         deterministic: bool,
     ) -> None:
-        super().__init__(facts, layer, linear, dtype, device)
+        super().__init__(facts, layer, name, layers)
         self.matmul, self.deterministic = matmul, deterministic
 
     def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
@@ -44,8 +46,8 @@ class PagedMha(PagedMla):
         out_THw = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out_THw[..., : self.v].flatten(1)
 
-    def observe(self, x_TH: Tensor | Normed, step: PagedStep) -> None:
-        latent_TD = self.down.forward(x_TH)[:, self.down_query :]
+    def write_kv(self, x: Activation, step: PagedStep) -> None:
+        _, latent_TD = self.down.split(x)
         self._store(latent_TD.new_empty(len(latent_TD), 0, self.nope + self.rope), latent_TD, step)
 
     def _store(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep) -> Tensor:

@@ -13,48 +13,46 @@ from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.paged import Decoder, Prefill, Rows
-from thalweg.kernels.norm.triton import Normed
 from thalweg.kernels.rope import triton as rope
-from thalweg.layers import rotary
-from thalweg.layers.fused import FusedNorm
-from thalweg.layers.linear import parameter
-from thalweg.layers.mla import LATENT_NORM_EPS
-from thalweg.layers.paged import MakeLinear, PagedStep, Prefix, Prepare, Rest
-from thalweg.layers.part import Part
+from thalweg.layers.interface import LayerFactory
+from thalweg.layers.kernel_linear import KernelNorm
+from thalweg.layers.mla import LATENT_NORM_EPS, MlaShape
+from thalweg.layers.module import Module, parameter
+from thalweg.layers.paged import PagedStep, Prefix, Prepare, Rest
+from thalweg.layers.residual import Activation, ResidualStream
 
 ABSORBED = 64  # decode tokens up to which one kernel stores the latents and absorbs the queries
 
 
-class PagedMla(Part, ABC):
-    """See `layers.mla.Mla`, whose parameters these are. uv is stored [H, v, r] and seen as [H, r, v]: both its uses are one GEMM. Its kinds
-    differ in `attention`."""
+class PagedMla(Module, ABC):
+    """See `layers.mla.Mla`, whose parameters these are. uv is stored [H, v, r] and seen as [H, r, v]: both its uses are
+    one GEMM. Its kinds differ in `attention`.
+    """
 
-    def __init__(
-        self, facts: ModelFacts, layer: int, linear: MakeLinear, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, facts: ModelFacts, layer: int, name: str, layers: LayerFactory) -> None:
         super().__init__()
-        assert facts.mla is not None
-        shape, self.heads, self.layer, self.context = facts.mla, facts.heads, layer, facts.context
-        self.rank, self.nope, self.rope, self.v = shape.kv_lora, shape.nope, shape.rope, shape.v
-        self.scale = rotary.softmax_scale(shape.nope + shape.rope, facts.rope)
-        self.query_size = facts.heads * (shape.nope + shape.rope)
-        self.down_query = shape.q_lora or self.query_size
-        self.down = linear(facts.hidden, self.down_query + self.rank + self.rope)
-        self.query_norm = FusedNorm(shape.q_lora, LATENT_NORM_EPS, device) if shape.q_lora else None
-        self.up = linear(shape.q_lora, self.query_size) if shape.q_lora else None
-        self.latent_norm = FusedNorm(self.rank, LATENT_NORM_EPS, device)
-        self.uk = parameter(self.heads, self.nope, self.rank, dtype=dtype, device=device)
-        stored = torch.empty(self.heads, self.v, self.rank, dtype=dtype, device=device)
+        shape = MlaShape(facts, layers)
+        self.heads, self.layer, self.context, self.scale = shape.heads, layer, facts.context, shape.scale
+        self.rank, self.nope, self.rope, self.v = shape.rank, shape.nope, shape.rope, shape.v
+        self.down = layers.packed(shape.down(name), facts.hidden)
+        self.query_norm = layers.norm(f"{name}.q_a_layernorm", shape.q_lora, LATENT_NORM_EPS) if shape.q_lora else None
+        self.up = layers.packed([shape.queries(f"{name}.q_b_proj")], shape.q_lora) if shape.q_lora else None
+        norm = layers.norm(f"{name}.kv_a_layernorm", self.rank, LATENT_NORM_EPS)
+        assert isinstance(norm, KernelNorm)
+        self.latent_norm = norm
+        self.uk = parameter(self.heads, self.nope, self.rank, dtype=layers.dtype, device=layers.device)
+        stored = torch.empty(self.heads, self.v, self.rank, dtype=layers.dtype, device=layers.device)
         self.uv = nn.Parameter(stored.transpose(1, 2), requires_grad=False)
-        self.out = linear(self.heads * self.v, facts.hidden)
+        shape.declare_kv_b(self.weights, name, layers.published)
+        shape.declare_cache_scales(self.weights, name, layer)
+        self.out = shape.out(name, layers)
 
-    def add_(self, h_TH: Tensor, x_TH: Tensor | Normed, step: PagedStep, earlier: Choices) -> Choices:
-        """h += attention(x), in place."""
-        down_TX = self.down.forward(x_TH)
-        query_TX, latent_TD = down_TX[:, : self.down_query], down_TX[:, self.down_query :]
+    def add_to(self, h: ResidualStream, x: Activation, step: PagedStep, earlier: Choices) -> Choices:
+        """h += attention(x)."""
+        query_TX, latent_TD = self.down.split(x)
         if self.query_norm is not None and self.up is not None:
-            query_TX = self.up.forward(self.query_norm.before(query_TX))
-        self.out.add_(h_TH, self.attended(step, query_TX, latent_TD))
+            query_TX = self.up.forward(self.query_norm.lazy(query_TX))
+        h.add(self.out, self.attended(step, query_TX, latent_TD))  # type: ignore[arg-type]
         return earlier
 
     def attended(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
@@ -65,9 +63,9 @@ class PagedMla(Part, ABC):
     def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
         """Stores the tokens and attends: → [T, H * v]."""
 
-    def observe(self, x_TH: Tensor | Normed, step: PagedStep) -> None:
+    def write_kv(self, x: Activation, step: PagedStep) -> None:
         """Stores what attention would store, and computes nothing else."""
-        latent_TD = self.down.forward(x_TH)[:, self.down_query :]
+        _, latent_TD = self.down.split(x)
         nothing = latent_TD.new_empty(len(latent_TD), 0, self.rope)
         self.write(nothing, nothing, latent_TD, step, slice(None), False)
 
@@ -109,19 +107,20 @@ class PagedMla(Part, ABC):
 
 
 class LatentMla(PagedMla):
-    """Keeps latents. Decode rows attend to them as they are, by `decoder`; the others to keys and values made of them, by `prefill`."""
+    """Keeps latents. Decode rows attend to them as they are, by `decoder`; the others to keys and values made of them,
+    by `prefill`.
+    """
 
     def __init__(
         self,
         facts: ModelFacts,
         layer: int,
-        linear: MakeLinear,
-        dtype: torch.dtype,
-        device: torch.device,
+        name: str,
+        layers: LayerFactory,
         decoder: Decoder,
         prefill: Prefill,
     ) -> None:
-        super().__init__(facts, layer, linear, dtype, device)
+        super().__init__(facts, layer, name, layers)
         self.decoder, self.prefill = decoder, prefill
 
     def attended(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
@@ -183,7 +182,9 @@ class LatentMla(PagedMla):
         torch.bmm(query_THn.transpose(0, 1), self.uk, out=latent_THr.transpose(0, 1))
 
     def _ragged(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep, rest: Rest, out_THv: Tensor) -> None:
-        """Decompressed: attention to the whole context, or to the step's own tokens, merged with that to each chunk of cached context."""
+        """Decompressed: attention to the whole context, or to the step's own tokens, merged with that to each chunk of
+        cached context.
+        """
         starts, longest = rest.starts_R1, rest.longest
         if step.whole is not None:
             latents_SD, begins, most = self._gather(step, rest, step.whole), step.whole.starts_R1, step.whole.longest

@@ -1,7 +1,8 @@
 """Rotary position embedding: frequencies, the table, and the order of dims.
 
-Everything rotates neighbouring pairs, (2j, 2j+1). Checkpoints that rotate halves, (j, j + d/2), have the rows of their projections
-reordered as they are loaded (`pairs_from_halves`): dot products are the same, and rotation is one call everywhere.
+Everything rotates neighbouring pairs, (2j, 2j+1). Checkpoints that rotate halves, (j, j + d/2), have the rows of their
+projections reordered as they are loaded (`pairs_from_halves`): dot products are the same, and rotation is one call
+everywhere.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def _yarn(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Llama 3.1: wavelengths beyond original / low_freq_factor are stretched by the factor, with a ramp up to original / high_freq_factor."""
+    """Llama 3.1: wavelengths beyond original / low_freq_factor are stretched by the factor, with a ramp up to original
+    / high_freq_factor.
+    """
     wavelength = 2 * math.pi / plain
     ramp = (rope.original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     ramp = ramp.clamp(0, 1)
@@ -71,7 +74,8 @@ def amplitude(rope: Rope) -> float:
 def table(rope: Rope, context: int, device: torch.device) -> Tensor:
     """complex64 [context, dim / 2]: what the pairs of a token at each position are multiplied by.
 
-    Angles are float32 products, as in the published code: at position 10^5 a more exact angle would differ by 10^-3 from what was trained.
+    Angles are float32 products, as in the published code: at position 10^5 a more exact angle would differ by 10^-3
+    from what was trained.
     """
     angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies(rope))
     return torch.polar(torch.full_like(angles, amplitude(rope)), angles).to(device)
@@ -83,8 +87,10 @@ def softmax_scale(dim: int, rope: Rope) -> float:
     return float(dim**-0.5 * m * m)
 
 
-def pairs_from_halves(rows: Tensor, heads: int, dim: int) -> Tensor:
-    """Reorders the first `dim` rows of each of `heads` equal parts of a weight or bias: row j → 2j, row j + dim/2 → 2j + 1."""
-    parts = rows.view(heads, rows.shape[0] // heads, *rows.shape[1:])
-    turned = parts[:, :dim].reshape(heads, 2, dim // 2, *rows.shape[1:]).transpose(1, 2).flatten(1, 2)
-    return torch.cat([turned, parts[:, dim:]], 1).view_as(rows)
+def pairs_from_halves(rows: Tensor, head_dim: int, dim: int) -> Tensor:
+    """Reorders the first `dim` rows of each head of a weight, bias or norm: row j → 2j, row j + dim/2 → 2j + 1.
+    head_dim: rows of a head.
+    """
+    heads = rows.view(-1, head_dim, *rows.shape[1:])
+    pairs = heads[:, :dim].reshape(len(heads), 2, dim // 2, *rows.shape[1:]).transpose(1, 2).flatten(1, 2)
+    return torch.cat([pairs, heads[:, dim:]], 1).view_as(rows)

@@ -1,4 +1,5 @@
-"""Planes of bytes behind one page table (DESIGN §3): what a model keeps of each token, one contiguous storage per plane and layer.
+"""Planes of bytes behind one page table (DESIGN §3): what a model keeps of each token, one contiguous storage per plane
+and layer.
 
 A page is `PAGE` tokens; page 0 is the null page, where padding writes. Nothing here knows which request owns a page.
 """
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from thalweg.core.plan import PAGE
 
-# FP8 is a number of 4 bits of exponent and 3 of fraction, times the plane's scale. What lies far below or above 1 in units of the scale is lost;
-# in between the scale does not matter, since the error is relative: 6 % at most, 2.6 % in the mean square.
+# FP8 is a number of 4 bits of exponent and 3 of fraction, times the plane's scale. What lies far below or above 1 in
+# units of the scale is lost; in between the scale does not matter, since the error is relative: 6 % at most, 2.6 % in
+# the mean square.
 FP8 = torch.float8_e4m3fn
 CODECS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_e4m3": FP8}
 FP8_MAX = 448.0
@@ -22,8 +24,9 @@ FP8_MAX = 448.0
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
     """name: what it holds ("latent", "index", "key", "value"). layer: which layer's. page_bytes: size of a page.
-    shard: "replicated" on every rank of a tensor-parallel group, or split by "heads". codec: how a page's bytes are read, one of `CODECS`:
-    token-major vectors of that type."""
+    shard: "replicated" on every rank of a tensor-parallel group, or split by "heads". codec: how a page's bytes are
+    read, one of `CODECS`: token-major vectors of that type.
+    """
 
     name: str
     layer: int
@@ -60,9 +63,10 @@ def decoded(stored: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
 
 
 class Planes:
-    """Storage of `pages` pages for each spec, zeroed, so that what lies in the null page is finite. An FP8 plane's scale is 1
-    unless the checkpoint has one (`weights.cache_scales`): what is kept are normed latents, and keys and values of projections of normed
-    states, all of a size that FP8 holds."""
+    """Storage of `pages` pages for each spec, zeroed, so that what lies in the null page is finite. An FP8 plane's
+    scale is 1 unless the checkpoint has one (`weights.cache_scales`): what is kept are normed latents, and keys and
+    values of projections of normed states, all of a size that FP8 holds.
+    """
 
     def __init__(self, specs: tuple[PlaneSpec, ...], pages: int, device: torch.device | str = "cpu") -> None:
         self.specs, self.pages, self.device = specs, pages, torch.device(device)
@@ -96,8 +100,9 @@ class Planes:
         return bool(self._scales)
 
     def write(self, name: str, layer: int, rows_T: Tensor, x_TD: Tensor) -> None:
-        """Stores vectors of any floating type in these rows of `tokens`, made finite: what a masked place holds is multiplied by 0, and a NaN of one
-        request would reach the next that gets its page."""
+        """Stores vectors of any floating type in these rows of `tokens`, made finite: what a masked place holds is
+        multiplied by 0, and a NaN of one request would reach the next that gets its page.
+        """
         plane = self._tokens[name, layer]
         if plane.dtype == FP8:  # which torch does not copy by index on a CPU
             stored = encoded(torch.nan_to_num(x_TD), FP8, self.scale(name, layer)).view(torch.uint8)

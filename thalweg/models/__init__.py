@@ -1,1 +1,3 @@
-"""One file per architecture family, and the catalog. A model reads like the paper and knows nothing of requests, ranks or graphs."""
+"""One file per architecture family, and the catalog. A model reads like the paper and knows nothing of requests, ranks
+or graphs.
+"""

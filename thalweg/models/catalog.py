@@ -1,54 +1,107 @@
-"""Which class computes an architecture. To add a model: a file and a row here."""
+"""Which model computes an architecture. To add a family: a file with its layer, and rows in `FAMILIES`."""
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from thalweg.attention.context import Work
 from thalweg.attention.selection import Selection, best
-from thalweg.config.model import ModelFacts
+from thalweg.config.model import ModelFacts, architecture_of, facts_of, read_config
 from thalweg.core.errors import CheckpointError
-from thalweg.layers.parts import Parts, ReferenceParts
-from thalweg.models.base import Model, Target
-from thalweg.models.deepseek import Deepseek
-from thalweg.models.llama import Llama
+from thalweg.layers.interface import LayerFactory
+from thalweg.layers.reference import ReferenceLayers
+from thalweg.models import deepseek, dense
+from thalweg.models.decoder import Decoder, MakeLayer, Model, Stage
 from thalweg.models.nextn import NextN
-from thalweg.models.qwen2 import Qwen2
-from thalweg.models.qwen3 import Qwen3
+from thalweg.quant.catalog import scheme_of
 
-Build = Callable[[ModelFacts, Parts], Target]
 
-ARCHITECTURES: dict[str, Build] = {
-    "DeepseekV2ForCausalLM": Deepseek,
-    "DeepseekV3ForCausalLM": Deepseek,
-    "DeepseekV32ForCausalLM": Deepseek,
-    "GlmMoeDsaForCausalLM": Deepseek,
-    "KimiK2ForCausalLM": Deepseek,
-    "LlamaForCausalLM": Llama,
-    "Qwen2ForCausalLM": Qwen2,
-    "Qwen3ForCausalLM": Qwen3,
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture is computed and how its config.json is read."""
+
+    layer: MakeLayer
+    work: Callable[[ModelFacts], Work]  # what attention of a step takes
+    fields: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # DeepSeek's name of a field of config.json → the family's names
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json leaves out
+
+
+DEEPSEEK = Family(deepseek.DeepseekLayer, deepseek.work)
+LLAMA = Family(dense.DenseLayer, dense.work)
+QWEN2 = Family(dense.DenseLayer, dense.work, fields={"qkv_bias": ("attention_bias",)}, defaults={"qkv_bias": True})
+QWEN3 = Family(dense.QwenNormedLayer, dense.work)
+QWEN3_MOE = Family(
+    dense.QwenNormedLayer, dense.work,
+    fields={"n_routed_experts": ("num_experts", "num_local_experts")},
+    defaults={"scoring_func": "softmax"},
+)  # fmt: skip
+
+FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": DEEPSEEK,
+    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "DeepseekV32ForCausalLM": DEEPSEEK,
+    "GlmMoeDsaForCausalLM": DEEPSEEK,
+    "KimiK2ForCausalLM": DEEPSEEK,
+    "LlamaForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
 
 
-def assemble(facts: ModelFacts, parts: Parts) -> Target:
-    """The empty model of these facts; a loader fills it. Raises CheckpointError when no class computes `facts.architecture`."""
-    if facts.architecture not in ARCHITECTURES:
+def read_facts(folder: Path) -> ModelFacts:
+    """Reads `folder`/config.json. Raises CheckpointError when it is missing, no JSON object, nonsense, or of an
+    architecture that is not in `FAMILIES`.
+    """
+    return read_config_facts(read_config(folder, "a model"), str(folder / "config.json"))
+
+
+def read_config_facts(config: Mapping[str, Any], where: str) -> ModelFacts:
+    """The facts of a config.json's content. where: names it in errors. Raises CheckpointError as `read_facts`."""
+    architecture = architecture_of(config, where)
+    family = FAMILIES.get(architecture)
+    if family is None:
+        raise CheckpointError(f"{where}: architecture {architecture!r} is unknown; there is {', '.join(FAMILIES)}")
+    facts = facts_of(config, where, family.fields, family.defaults)
+    scheme_of(facts.quantization_config, where)  # raises for a format that is not supported
+    return facts
+
+
+def assemble(facts: ModelFacts, factory: LayerFactory, stage: Stage | None = None) -> Decoder:
+    """The empty model of these facts, or a pipeline stage of it; a loader fills it. Raises CheckpointError for an
+    unknown architecture.
+    """
+    family = FAMILIES.get(facts.architecture)
+    if family is None:
         raise CheckpointError(
-            f"config.json: architecture {facts.architecture!r} is unknown; there is {', '.join(ARCHITECTURES)}"
+            f"config.json: architecture {facts.architecture!r} is unknown; there is {', '.join(FAMILIES)}"
         )
-    return ARCHITECTURES[facts.architecture](facts, parts)
+    return Decoder(facts, factory, family.layer, family.work(facts), stage)
 
 
 def build(
     facts: ModelFacts, dtype: torch.dtype, device: torch.device | str = "cpu", selection: Selection = best
-) -> Target:
-    """The empty model in plain torch. selection: what chooses the context under DSA. Raises CheckpointError as `assemble`."""
-    return assemble(facts, ReferenceParts(dtype, torch.device(device), selection))
+) -> Decoder:
+    """The empty model in plain torch. selection: chooses the context under DSA. Raises CheckpointError as `assemble`."""
+    factory = ReferenceLayers(dtype, torch.device(device), selection, published=published_dtype(facts))
+    return assemble(facts, factory)
+
+
+def published_dtype(facts: ModelFacts) -> torch.dtype:
+    """The dtype of a checkpoint's unquantized weights."""
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    return known.get(facts.dtype, torch.bfloat16)
 
 
 def build_nextn(main: Model) -> NextN:
-    """The empty NextN layer behind `main`, of the same parts. Raises CheckpointError when the checkpoint has none."""
-    if not isinstance(main, Deepseek):
+    """The empty NextN layer behind `main`. Raises CheckpointError when the checkpoint has none."""
+    if not isinstance(main, Decoder) or FAMILIES[main.facts.architecture].layer is not deepseek.DeepseekLayer:
         raise CheckpointError(f"{main.facts.architecture} has no NextN layer")
     return NextN(main)

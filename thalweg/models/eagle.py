@@ -1,9 +1,12 @@
-"""EAGLE heads: a layer of Llama's kind that drafts for a target of any kind, in the two formats in which they are published.
+"""EAGLE heads: a layer of Llama's kind that drafts for a target of any kind, in the two formats in which they are
+published.
 
-EAGLE-3 (arXiv 2503.01840): the state of a position is fc of three residual streams of the target, later the layer's own output. The layer's queries,
-keys and values are made of [norm of the token's embedding, norm of the state], its residual is the state; a norm and a head over a vocabulary of its
-own stand behind it. EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858): the state is the target's final hidden state, later the output of the layers;
-their input is fc of [embedding, state], the first layer has no norm before its attention, and only the target's head stands behind the last."""
+EAGLE-3 (arXiv 2503.01840): the state of a position is fc of three residual streams of the target, later the layer's own
+output. The layer's queries, keys and values are made of [norm of the token's embedding, norm of the state]; its
+residual is the state. A norm and a head over a vocabulary of its own follow. EAGLE and EAGLE-2 (arXiv 2401.15077,
+2406.16858): the state is the target's final hidden state, later the output of the layers. Their input is fc of
+[embedding, state], the first layer has no norm before its attention, and only the target's head follows the last.
+"""
 
 from __future__ import annotations
 
@@ -19,192 +22,175 @@ from thalweg.batch.batch import Batch
 from thalweg.config.drafters import EagleFacts
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
-from thalweg.layers.part import Part
-from thalweg.layers.parts import Parts
+from thalweg.layers.interface import LayerFactory
+from thalweg.layers.module import Module
+from thalweg.layers.residual import Activation, ResidualStream
 from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.models import tables
-from thalweg.models.base import Target
-from thalweg.weights.table import Table
+from thalweg.models.decoder import Target, gathered_logits
+from thalweg.models.dense import dense_planes
+from thalweg.models.draft_head import DraftEmbedding, EntryProjection
+from thalweg.quant.catalog import Schemes
+from thalweg.weights.table import WeightTable, table_of
 
 EMBEDDING = "embed_tokens.weight"
 
 
-class Eagle3(Part):
-    """held: the tensors that the head's folder has, which tell how its layer is called and whether the embedding is its own; of none it is the
-    target's. folder: for errors."""
+class Eagle3(Module):
+    """See `models.draft_head.DraftHead`."""
 
-    def __init__(self, given: EagleFacts, main: Target, held: Collection[str], folder: Path = Path()) -> None:
+    def __init__(
+        self, given: EagleFacts, main: Target, names: Collection[str], schemes: Schemes, folder: Path = Path()
+    ) -> None:
+        """names: the folder's tensors, which say how its layer is called and whether the embedding is its own; of none
+        it is the target's. schemes: of the folder's weights. folder: for errors.
+        """
         super().__init__()
-        self.folder = folder
-        facts, parts = given.facts, main.parts.beside(given.facts)
-        self.given, self.facts, self.index, self.width, self.dtype = (
-            given,
-            facts,
-            main.facts.layers,
-            facts.hidden,
-            parts.dtype,
-        )
-        self.main, self.parts = (main,), parts  # a tuple: the target is no child of this module
-        self.prefix = "layers.0" if any(name.startswith("layers.0.") for name in held) else "midlayer"
-        self.owns = EMBEDDING in held or facts.hidden != main.facts.hidden
-        self.fuse = parts.linear(len(given.watched.layers) * given.target_hidden, facts.hidden)
-        self.embedding = parts.embedding(facts.vocab, facts.hidden) if self.owns else None
-        self.embed = main.embedding.forward if self.embedding is None else self.embedding.forward
-        self.embedding_norm = parts.norm(facts.hidden, facts.norm_eps)
-        self.state_norm = parts.norm(facts.hidden, facts.norm_eps)
-        self.attention = parts.gqa(
-            facts, self.index, qk_norm=False, out_bias=facts.attention_bias, inputs=2 * facts.hidden
-        )
-        self.mlp_norm = parts.norm(facts.hidden, facts.norm_eps)
-        self.mlp = parts.mlp(facts.hidden, facts.intermediate, facts.mlp_bias)
-        self.norm = parts.norm(facts.hidden, facts.norm_eps)
-        self.head = parts.embedding(given.draft_vocab, facts.hidden)
-        self.steps = parts.steps(facts, Work(pair=facts.heads))
-        # which tokens the head's are; of one without weights every so many-th
-        few = given.draft_vocab < facts.vocab
-        spread = torch.arange(given.draft_vocab, device=parts.device) * (facts.vocab // given.draft_vocab)
-        self.ids_D: Tensor | None = nn.Parameter(spread, requires_grad=False) if few else None
+        facts, factory = given.facts, main.factory.for_drafter(given.facts, schemes)
+        self.folder, self.given, self.facts, self.factory = folder, given, facts, factory
+        self.index, self.width, self.dtype = main.facts.layers, facts.hidden, factory.dtype
+        self.main = (main,)  # a tuple: the target is no child of this module
         self.attends = False
+        prefix = "layers.0" if any(name.startswith("layers.0.") for name in names) else "midlayer"
+        fused = len(given.watched.layers) * given.target_hidden
+        self.fuse = EntryProjection(factory, "fc", (facts.hidden, fused))
+        owns = EMBEDDING in names or facts.hidden != main.facts.hidden
+        self.embedding = DraftEmbedding(factory, "embed_tokens", facts, main, owns)
+        self.embedding_norm = factory.norm(f"{prefix}.input_layernorm", facts.hidden, facts.norm_eps)
+        self.state_norm = factory.norm(f"{prefix}.hidden_norm", facts.hidden, facts.norm_eps)
+        self.attention = factory.gqa(
+            facts,
+            self.index,
+            f"{prefix}.self_attn",
+            qk_norm=False,
+            out_bias=facts.attention_bias,
+            inputs=2 * facts.hidden,
+        )
+        self.mlp_norm = factory.norm(f"{prefix}.post_attention_layernorm", facts.hidden, facts.norm_eps)
+        self.mlp = factory.mlp(f"{prefix}.mlp", facts.hidden, facts.intermediate, facts.mlp_bias)
+        self.norm = factory.norm("norm", facts.hidden, facts.norm_eps)
+        self.head = factory.vocabulary("lm_head", given.draft_vocab, facts.hidden)
+        self.metadata = factory.metadata(facts, Work(pair=facts.heads))
+        self.weights.skips += ["t2d", r".*rotary_emb\.inv_freq"]  # t2d follows from d2t
+        self.ids_D: Tensor | None = None
+        if given.draft_vocab < facts.vocab:
+            # which tokens the head drafts; without weights every so many-th
+            spread = torch.arange(given.draft_vocab, device=factory.device) * (facts.vocab // given.draft_vocab)
+            self.ids_D = nn.Parameter(spread, requires_grad=False)
+            to_ids = partial(_ids, self.folder, facts.vocab)
+            self.loads("ids_D", "d2t", (given.draft_vocab,), torch.int64, to_ids)
+        else:
+            self.weights.skips.append("d2t")
 
     def planes(self) -> tuple[PlaneSpec, ...]:
-        return dense_planes(self.facts, self.index, self.parts)
+        return dense_planes(self.facts, self.index, self.factory)
 
-    def learned(self, hidden_TX: Tensor) -> Tensor:
-        """The streams that the target was told to let be watched, joined."""
-        return self.fuse.forward(hidden_TX[:, self.main[0].facts.hidden :])
+    def draft_state(self, hidden_TX: Tensor) -> Tensor:
+        """fc of the watched streams."""
+        return self.fuse.start(hidden_TX[:, self.main[0].facts.hidden :]).value()
 
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
-        """→ the layer's output, before the norm."""
-        step = self.steps.step(batch, planes)
+        """The layer's output, before the norm."""
+        metadata = self.metadata.build(batch, planes)
         normed_TW = self.state_norm.forward(state_TW)
-        h_TW = normed_TW.clone() if self.given.normed_residual else state_TW.clone()
-        self.attention.add_(h_TW, self._joined(ids_T, normed_TW), step)
-        return self.mlp.add_(h_TW, self.mlp_norm.before(h_TW))
+        h = self.factory.stream(normed_TW.clone() if self.given.normed_residual else state_TW.clone())
+        self.attention.add_to(h, self._joined(ids_T, normed_TW), metadata)
+        self.mlp.add_to(h, h.normed(self.mlp_norm))
+        return h.value()
 
-    def observe(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
+    def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         joined_TX = self._joined(ids_T, self.state_norm.forward(state_TW))
-        self.attention.observe(joined_TX, self.steps.step(batch, planes))
+        self.attention.write_kv(joined_TX, self.metadata.build(batch, planes))
 
     def logits(self, state_NW: Tensor) -> Tensor:
-        return self.head.logits(self.norm.forward(state_NW))
+        return gathered_logits(self.factory, self.head, self.norm.forward(state_NW), self.given.draft_vocab)
 
     def _joined(self, ids_T: Tensor, normed_TW: Tensor) -> Tensor:
-        return torch.cat([self.embedding_norm.forward(self.embed(ids_T)), normed_TW], -1)
+        return torch.cat([self.embedding_norm.forward(self.embedding.forward(ids_T)), normed_TW], -1)
 
-    def table(self) -> Table:
-        """t2d, which tokens there are, follows from d2t, by how much each id of the head falls short of the target's."""
-        table, facts = Table(skips=["t2d", r".*rotary_emb\.inv_freq"]), self.facts
-        table.add("fc.weight", "fuse.weight")
-        if self.owns:
-            table.add(EMBEDDING, "embedding.weight")
-        else:
-            table.skips.append(EMBEDDING)
-        table.add(f"{self.prefix}.input_layernorm.weight", "embedding_norm.weight")
-        table.add(f"{self.prefix}.hidden_norm.weight", "state_norm.weight")
-        table.add(f"{self.prefix}.post_attention_layernorm.weight", "mlp_norm.weight")
-        tables.gqa_of(table, facts, f"{self.prefix}.self_attn", "attention", out_bias=facts.attention_bias)
-        tables.mlp(table, f"{self.prefix}.mlp", "mlp", facts.intermediate, facts.mlp_bias)
-        table.add("norm.weight", "norm.weight")
-        table.add("lm_head.weight", "head.weight")
-        if self.ids_D is None:
-            table.skips.append("d2t")
-        else:
-            table.add("d2t", "ids_D", transform=partial(_ids, self.folder, facts.vocab))
-        return table
+    def table(self) -> WeightTable:
+        return table_of(self)
 
 
-class EagleLayer(Part):
-    """first: has no norm before its attention."""
+class EagleLayer(Module):
+    """One layer of an EAGLE head. The first has no norm before its attention."""
 
-    def __init__(self, facts: ModelFacts, layer: int, first: bool, parts: Parts) -> None:
+    def __init__(self, facts: ModelFacts, layer: int, name: str, is_first: bool, factory: LayerFactory) -> None:
         super().__init__()
-        self.attention_norm = None if first else parts.norm(facts.hidden, facts.norm_eps)
-        self.attention = parts.gqa(facts, layer, qk_norm=False, out_bias=facts.attention_bias)
-        self.mlp_norm = parts.norm(facts.hidden, facts.norm_eps)
-        self.mlp = parts.mlp(facts.hidden, facts.intermediate, facts.mlp_bias)
+        self.attention_norm = None
+        if not is_first:
+            self.attention_norm = factory.norm(f"{name}.input_layernorm", facts.hidden, facts.norm_eps)
+        self.attention = factory.gqa(facts, layer, f"{name}.self_attn", qk_norm=False, out_bias=facts.attention_bias)
+        self.mlp_norm = factory.norm(f"{name}.post_attention_layernorm", facts.hidden, facts.norm_eps)
+        self.mlp = factory.mlp(f"{name}.mlp", facts.hidden, facts.intermediate, facts.mlp_bias)
 
-    def forward(self, h_TH: Tensor, step: Step) -> Tensor:
-        x_TH = h_TH if self.attention_norm is None else self.attention_norm.before(h_TH)
-        h_TH = self.attention.add_(h_TH, x_TH, step)
-        return self.mlp.add_(h_TH, self.mlp_norm.before(h_TH))
+    def forward(self, h: ResidualStream, metadata: Step) -> None:
+        self.attention.add_to(h, self.attended(h), metadata)
+        self.mlp.add_to(h, h.normed(self.mlp_norm))
+
+    def attended(self, h: ResidualStream) -> Activation:
+        """What its attention reads."""
+        return h.value() if self.attention_norm is None else h.normed(self.attention_norm)
 
 
-class Eagle(Part):
-    """The head of EAGLE and EAGLE-2: one layer, or several. held: as of `Eagle3`."""
+class Eagle(Module):
+    """The head of EAGLE and EAGLE-2: one layer, or several. See `models.draft_head.DraftHead`."""
 
-    def __init__(self, given: EagleFacts, main: Target, held: Collection[str]) -> None:
+    def __init__(self, given: EagleFacts, main: Target, names: Collection[str], schemes: Schemes) -> None:
+        """names, schemes: as of `Eagle3`."""
         super().__init__()
-        facts, parts = given.facts, main.parts.beside(given.facts)
-        self.facts, self.index, self.width, self.dtype = facts, main.facts.layers, facts.hidden, parts.dtype
-        self.main, self.parts = (main,), parts  # a tuple: the target is no child of this module
+        facts, factory = given.facts, main.factory.for_drafter(given.facts, schemes)
+        self.facts, self.factory, self.index = facts, factory, main.facts.layers
+        self.width, self.dtype, self.main = facts.hidden, factory.dtype, (main,)
         self.ids_D: Tensor | None = None
         self.attends = facts.layers > 1
-        self.prefix = "model." if any(name.startswith("model.") for name in held) else ""
-        self.bias = f"{self.prefix}fc.bias" in held if held else given.bias
-        self.owns = f"{self.prefix}{EMBEDDING}" in held
-        self.embedding = parts.embedding(facts.vocab, facts.hidden) if self.owns else None
-        self.embed = main.embedding.forward if self.embedding is None else self.embedding.forward
-        self.join = parts.linear(2 * facts.hidden, facts.hidden, self.bias)
-        self.layers = nn.ModuleList(EagleLayer(facts, self.index + i, i == 0, parts) for i in range(facts.layers))
-        self.steps = parts.steps(facts, Work(pair=facts.heads))
+        prefix = "model." if any(name.startswith("model.") for name in names) else ""
+        has_bias = f"{prefix}fc.bias" in names if names else given.bias
+        self.embedding = DraftEmbedding(factory, f"{prefix}embed_tokens", facts, main, f"{prefix}{EMBEDDING}" in names)
+        self.join = EntryProjection(factory, f"{prefix}fc", (facts.hidden, 2 * facts.hidden), has_bias)
+        self.layers = nn.ModuleList(
+            EagleLayer(facts, self.index + i, f"{prefix}layers.{i}", i == 0, factory) for i in range(facts.layers)
+        )
+        self.metadata = factory.metadata(facts, Work(pair=facts.heads))
+        self.weights.skips += [r".*rotary_emb\.inv_freq", r"lm_head\.weight"]
 
     def planes(self) -> tuple[PlaneSpec, ...]:
-        return tuple(
-            spec for i in range(self.facts.layers) for spec in dense_planes(self.facts, self.index + i, self.parts)
-        )
+        layers = range(self.index, self.index + self.facts.layers)
+        return tuple(spec for layer in layers for spec in dense_planes(self.facts, layer, self.factory))
 
-    def learned(self, hidden_TX: Tensor) -> Tensor:
+    def draft_state(self, hidden_TX: Tensor) -> Tensor:
         """The target's hidden states after its final norm."""
         return hidden_TX[:, : self.width]
 
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
-        step, h_TW = self.steps.step(batch, planes), self._joined(ids_T, state_TW)
+        metadata, h = self.metadata.build(batch, planes), self._joined(ids_T, state_TW)
         for layer in self.layers:
-            h_TW = layer(h_TW, step)
-        return h_TW
+            layer(h, metadata)
+        return h.value()
 
-    def observe(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
+    def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         """What the layers behind the first store depends on all that those before them compute."""
-        step, h_TW = self.steps.step(batch, planes), self._joined(ids_T, state_TW)
+        metadata, h = self.metadata.build(batch, planes), self._joined(ids_T, state_TW)
         for layer in self.layers[:-1]:
-            h_TW = layer(h_TW, step)
+            layer(h, metadata)
         last = self.layers[-1]
         assert isinstance(last, EagleLayer)
-        last.attention.observe(h_TW if last.attention_norm is None else last.attention_norm.before(h_TW), step)
+        last.attention.write_kv(last.attended(h), metadata)
 
     def logits(self, state_NW: Tensor) -> Tensor:
-        """By the target's head, without a norm: the layers were trained to return what stands behind it."""
+        """By the target's head, without a norm: the layers were trained to return normed states."""
         return self.main[0].logits(state_NW)
 
-    def _joined(self, ids_T: Tensor, state_TW: Tensor) -> Tensor:
-        return self.join.forward(torch.cat([self.embed(ids_T), state_TW], -1))
+    def _joined(self, ids_T: Tensor, state_TW: Tensor) -> ResidualStream:
+        return self.join.start(torch.cat([self.embedding.forward(ids_T), state_TW], -1))
 
-    def table(self) -> Table:
-        here, facts = self.prefix, self.facts
-        table = Table(skips=[r".*rotary_emb\.inv_freq", r"lm_head\.weight"])
-        if self.owns:
-            table.add(f"{here}{EMBEDDING}", "embedding.weight")
-        for kind in ("weight", "bias") if self.bias else ("weight",):
-            table.add(f"{here}fc.{kind}", f"join.{kind}")
-        for i in range(facts.layers):
-            source, target = f"{here}layers.{i}", f"layers.{i}"
-            if i:
-                table.add(f"{source}.input_layernorm.weight", f"{target}.attention_norm.weight")
-            table.add(f"{source}.post_attention_layernorm.weight", f"{target}.mlp_norm.weight")
-            tables.gqa_of(table, facts, f"{source}.self_attn", f"{target}.attention", out_bias=facts.attention_bias)
-            tables.mlp(table, f"{source}.mlp", f"{target}.mlp", facts.intermediate, facts.mlp_bias)
-        return table
-
-
-def dense_planes(facts: ModelFacts, layer: int, parts: Parts) -> tuple[PlaneSpec, ...]:
-    """Keys and values of one layer of grouped-query attention."""
-    width = facts.kv_heads * facts.head_dim
-    return tuple(parts.plane(name, layer, width, shard="heads") for name in ("key", "value"))
+    def table(self) -> WeightTable:
+        return table_of(self)
 
 
 def _ids(folder: Path, vocab: int, d2t_D: Tensor) -> Tensor:
-    """The target's ids. Raises CheckpointError where they are none, or one is there twice: what is drafted is verified by its embedding, and the
-    children of a tree's node are different tokens."""
+    """The target's ids. Raises CheckpointError where they are none, or one is there twice: what is drafted is verified
+    by its embedding, and the children of a tree's node are different tokens.
+    """
     if d2t_D.dim() != 1:
         return d2t_D  # whose shape is refused
     ids_D = d2t_D + torch.arange(len(d2t_D), device=d2t_D.device)

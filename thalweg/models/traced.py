@@ -1,9 +1,10 @@
 """A model whose small decode steps run as recorded programs: the CPU's CUDA graphs.
 
-A decode step of a small model is some 500 operations of 1 to 3 µs each, and more than half of that is Python. TorchScript records them
-once and replays them without: the bundled model's step for one row went from 2.6 to 1.5 ms (torch 2.13, one EPYC core), bit for bit
-the same. A program is good for any context: page tables of any width enter as an input, and so do the planes, which it writes; weights that are
-changed in place are followed. Larger batches spend their time in the operations themselves and are left as they are.
+A decode step of a small model is some 500 operations of 1 to 3 µs each, and more than half of that is Python.
+TorchScript records them once and replays them without: the bundled model's step for one row went from 2.6 to 1.5 ms
+(torch 2.13, one EPYC core), bit for bit the same. A program is good for any context: page tables of any width enter as
+an input, and so do the planes, which it writes; weights that are changed in place are followed. Larger batches spend
+their time in the operations themselves and are left as they are.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.kernels.experts import script
 from thalweg.kernels.gemm.warm import SINK
-from thalweg.layers.parts import ReferenceParts
+from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import CODECS, FP8, Planes, PlaneSpec
-from thalweg.models.base import Model
-from thalweg.models.head import Head
-from thalweg.weights.table import Table
+from thalweg.models.decoder import Model
+from thalweg.models.draft_head import DraftHead
+from thalweg.weights.table import WeightTable
 
 ROWS = 4  # decode rows up to which a step is recorded
 AFTER = 8  # steps of a kind before it is recorded: recording costs 0.15 s
@@ -40,10 +41,11 @@ def traced(model: Model, device: torch.device | str = "cpu") -> Model:
 
 
 def recordable(model: Model, device: torch.device) -> bool:
-    """Not on an accelerator, with Python ≥ 3.14, a choice of context that is not the model's own, or a cache in FP8, which TorchScript does
-    not know."""
-    parts = model.parts
-    own = isinstance(parts, ReferenceParts) and (model.facts.mla is None or parts.selection is best)
+    """Not on an accelerator, with Python ≥ 3.14, a choice of context that is not the model's own, or a cache in FP8,
+    which TorchScript does not know.
+    """
+    factory = model.factory
+    own = isinstance(factory, ReferenceLayers) and (model.facts.mla is None or factory.selection is best)
     known = all(CODECS[spec.codec] != FP8 for spec in model.planes())
     return device.type == "cpu" and script.AVAILABLE and own and known
 
@@ -52,7 +54,7 @@ class Traced:
     """`model` behind the same interface."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.facts, self.parts, self.steps = model, model.facts, model.parts, model.steps
+        self.model, self.facts, self.factory, self.metadata = model, model.facts, model.factory, model.metadata
         self._planes: Planes | None = None
         self._memory: tuple[Tensor, ...] = ()
         self._seen: dict[tuple[int, bool], int] = {}
@@ -64,7 +66,7 @@ class Traced:
     def logits(self, hidden_NH: Tensor) -> Tensor:
         return self.model.logits(hidden_NH)
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         return self.model.table()
 
     @torch.inference_mode()
@@ -110,12 +112,14 @@ class Traced:
 
 
 class TracedHead:
-    """A head behind the same interface, with what it does for up to ROWS tokens recorded: drafting, and learning of a step."""
+    """A head behind the same interface, with what it does for up to ROWS tokens recorded: drafting, and learning of a
+    step.
+    """
 
-    def __init__(self, head: Head, planes: Planes) -> None:
+    def __init__(self, head: DraftHead, planes: Planes) -> None:
         self.head, self.planes, self._memory = head, planes, planes.tensors()
         self._drafts: dict[tuple[int, bool], Program] = {}
-        self._observed: dict[int, Program] = {}
+        self._write_kvd: dict[int, Program] = {}
         facts, weights = head.facts, (head, head.main[0])
         reaches = [1] if facts.indexer is None else [1, facts.indexer.topk + 1]
         for rows in range(1, ROWS + 1):
@@ -129,7 +133,7 @@ class TracedHead:
                 longest = (_longest(facts, rows, reach > 1),)
                 self._drafts[rows, reach > 1] = _recorded(_draft(head.forward, longest, planes), weights, inputs)
                 if reach == 1 and not head.attends:
-                    self._observed[rows] = _recorded(_draft(head.observe, longest, planes), weights, inputs)
+                    self._write_kvd[rows] = _recorded(_draft(head.write_kv, longest, planes), weights, inputs)
 
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
         group, indexer = batch.groups[0], self.head.facts.indexer
@@ -144,14 +148,14 @@ class TracedHead:
         key = group.rows, indexer is not None and group.reach > indexer.topk
         return self._drafts[key](state_TW, *_inputs(replace(batch, ids_T=ids_T), group), *self._memory)
 
-    def observe(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
+    def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         if self.head.attends or len(ids_T) > ROWS or planes is not self.planes:
-            self.head.observe(ids_T, state_TW, batch, planes)
+            self.head.write_kv(ids_T, state_TW, batch, planes)
             return
         # of the context it looks at nothing: any table does
         table_RP = batch.table_RP.new_zeros(len(ids_T), 1)
         inputs = ids_T, batch.positions_T, batch.write_T, table_RP, batch.real_T, SINK
-        self._observed[len(ids_T)](state_TW, *inputs, *self._memory)
+        self._write_kvd[len(ids_T)](state_TW, *inputs, *self._memory)
 
 
 def _longest(facts: ModelFacts, rows: int, chosen: bool) -> Group:
@@ -160,17 +164,21 @@ def _longest(facts: ModelFacts, rows: int, chosen: bool) -> Group:
     return Group(0, rows, 0, 1, facts.context if chosen or indexer is None else min(indexer.topk, facts.context))
 
 
-def _recorded(work: Program, modules: Sequence[Model | Head], inputs: tuple[Tensor, ...]) -> Program:
-    """`work` as a program of its own, of which nothing is left when it is dropped. modules: of these it refers to parameters and buffers, so that it
-    follows them where they change in place; other tensors become constants of it, merged where they are equal.
+def _recorded(work: Program, modules: Sequence[Model | DraftHead], inputs: tuple[Tensor, ...]) -> Program:
+    """`work` as a program of its own, of which nothing is left when it is dropped. modules: of these it refers to
+    parameters and buffers, so that it follows them where they change in place; other tensors become constants of it,
+    merged where they are equal.
 
-    `torch.jit.trace` does the same in a compilation unit that all of Python shares and that is never cleared: some 15 MB a program, for good."""
+    `torch.jit.trace` does the same in a compilation unit that all of Python shares and that is never cleared: some 15
+    MB a program, for good.
+    """
     program = torch._C.ScriptModule("Recorded", torch._C.CompilationUnit(), False)  # type: ignore[call-arg]
     for number, tensor in enumerate(tensor for module in modules for tensor in _tensors(module)):
         program._register_attribute(f"tensor{number}", torch._C.TensorType.get(), tensor)  # type: ignore[attr-defined]
     strict, outplace, names, stored = True, False, list[str](), False
     with warnings.catch_warnings():
-        # Python values that are constants of this kind of step; and torch prefers torch.compile, which needs a C++ compiler here
+        # Python values that are constants of this kind of step; and torch prefers torch.compile, which needs a C++
+        # compiler here
         warnings.simplefilter("ignore")
         program._create_method_from_trace("forward", work, inputs, lambda _: "", strict, outplace, names, stored)  # type: ignore[attr-defined]
     forward: Program = program._get_method("forward")
@@ -179,13 +187,15 @@ def _recorded(work: Program, modules: Sequence[Model | Head], inputs: tuple[Tens
     return forward
 
 
-def _tensors(module: Model | Head) -> Iterator[Tensor]:
+def _tensors(module: Model | DraftHead) -> Iterator[Tensor]:
     assert isinstance(module, nn.Module), "models and heads are modules"
     return chain(module.parameters(), module.buffers())
 
 
 def singles(batch: Batch, group: Group) -> Batch:
-    """A batch of one group with each token as a row of its own: a layer stores what it keeps of all tokens before any of them attends."""
+    """A batch of one group with each token as a row of its own: a layer stores what it keeps of all tokens before any
+    of them attends.
+    """
     rows = group.rows * group.query
     return replace(
         batch,
@@ -196,7 +206,9 @@ def singles(batch: Batch, group: Group) -> Batch:
 
 
 def _step(model: Model, groups: tuple[Group, ...], planes: Planes) -> Program:
-    """A step of tensors alone. written: the sink and the planes' tensors; that they are inputs keeps TorchScript from dropping what only writes."""
+    """A step of tensors alone. written: the sink and the planes' tensors; that they are inputs keeps TorchScript from
+    dropping what only writes.
+    """
 
     def step(ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor) -> Tensor:  # fmt: skip
         return model.forward(Batch(ids_T, positions_T, write_T, table_RP, real_T, ids_T, groups), planes)
@@ -205,7 +217,7 @@ def _step(model: Model, groups: tuple[Group, ...], planes: Planes) -> Program:
 
 
 def _draft(work: Callable[..., Tensor | None], groups: tuple[Group, ...], planes: Planes) -> Program:
-    """The same of a head. work: its `forward` or `observe`."""
+    """The same of a head. work: its `forward` or `write_kv`."""
 
     def draft(
         state_TW: Tensor, ids_T: Tensor, positions_T: Tensor, write_T: Tensor, table_RP: Tensor, real_T: Tensor, *written: Tensor

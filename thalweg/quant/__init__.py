@@ -1,1 +1,1 @@
-"""One quantization scheme per file: how a checkpoint's tensors become weights."""
+"""Quantization schemes, one per file: how a checkpoint stores a weight, how memory holds it, and what multiplies by it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from thalweg.batch.batch import Attend, Batch, Extent, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
-from thalweg.models.base import Model
+from thalweg.models.decoder import Model
 from thalweg.runner.tape import Tape
 
 
@@ -50,13 +50,13 @@ class RecordedRows:
         """attends: of the layers. inputs: where these will find what a piece leaves for attention. out_TX: where its result goes. Runs all eagerly
         first, in which kernels compile; what is stored goes into the null page."""
         self.attends, self.inputs = attends, inputs
-        self.step = model.steps.step(self.batch, planes)
+        self.step = model.metadata.build(self.batch, planes)
         for attend in attends:
             attend(self.step, *self.inputs)
         for layer, attend in enumerate(attends):
             tape.begin()
             if layer == 0:
-                self.step = model.steps.step(self.batch, planes)
+                self.step = model.metadata.build(self.batch, planes)
             out_TX[: self.rows] = attend(self.step, *self.inputs)
             self.graphs.append(tape.end())
 

@@ -23,7 +23,7 @@ from thalweg.core.plan import PAGE, SamplingNeeds, StepPlan
 from thalweg.kernels.prepare import triton as preparing
 from thalweg.kernels.verify import triton as verifying
 from thalweg.memory.planes import Planes
-from thalweg.models.base import Model
+from thalweg.models.decoder import Model
 from thalweg.runner.decoding import halving
 from thalweg.runner.draft_graphs import DraftGraphs, Learning, Proposing
 from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts, blamed_on_drafter

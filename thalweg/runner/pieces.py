@@ -18,7 +18,7 @@ from torch import Tensor
 from thalweg.batch.batch import Attend, Batch, Extent, Group, Seam, seamless
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
-from thalweg.models.base import Model
+from thalweg.models.decoder import Model
 from thalweg.runner.decoding import RecordedRows, behind, fitting
 from thalweg.runner.tape import Tape, borrow
 
@@ -101,7 +101,7 @@ class Pieces:
         if decoding is not None:
             rows = decoding.bind(batch)
             rest = behind(batch, rows)
-        step = None if rest is None else self.model.steps.step(rest, planes)
+        step = None if rest is None else self.model.metadata.build(rest, planes)
         for layer, (graph, attend, inputs) in enumerate(self.pieces):
             graph.replay()
             if decoding is not None:

@@ -16,7 +16,7 @@ from thalweg.batch.slots import Slots
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
-from thalweg.models.base import Model
+from thalweg.models.decoder import Model
 from thalweg.runner.drafting import NOT_RECORDED, Drafting, Either, RecordedDrafts
 from thalweg.runner.straight import mover, straightened
 from thalweg.sampling.catalog import sampling_on
@@ -55,7 +55,7 @@ class Steps(Protocol):
     """What runs a step's forward: the model itself, or one that was recorded."""
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
-        """See `models.base.Model`."""
+        """See `models.decoder.Model`."""
 
 
 class StepGraph(Protocol):

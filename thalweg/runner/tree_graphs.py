@@ -25,7 +25,7 @@ from thalweg.kernels.draft.ref import Rows
 from thalweg.kernels.grow.ref import Grown
 from thalweg.kernels.own import runs_on
 from thalweg.memory.planes import Planes
-from thalweg.models.base import Model
+from thalweg.models.decoder import Model
 from thalweg.runner.decoding import Graph, halving
 from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts, blamed_on_drafter
 from thalweg.runner.runner import Runner

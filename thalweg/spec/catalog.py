@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Callable
 
-from thalweg.config.drafters import small_facts
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.models import catalog
-from thalweg.models.base import Target
+from thalweg.models.decoder import Target
 from thalweg.sampling.drafts import COUPLED, Drawing
 from thalweg.spec.drafter import NO_DRAFTER, Drafter
 from thalweg.spec.eagle import eagle_head
 from thalweg.spec.ngram import NgramDrafter
-from thalweg.spec.small import Small
+from thalweg.spec.small import Small, small_facts
 from thalweg.spec.tree import Branching
 from thalweg.spec.unroll import Unrolled
+from thalweg.weights.stream import schemes_in
 
 DRAFTERS: dict[str, Callable[[Target, Path, Drawing], Drafter]] = {
     "NONE": lambda target, folder, drawing: NO_DRAFTER,
@@ -23,10 +23,13 @@ DRAFTERS: dict[str, Callable[[Target, Path, Drawing], Drafter]] = {
     "NEXTN": lambda target, folder, drawing: Unrolled(catalog.build_nextn(target), drawing),
     "EAGLE": lambda target, folder, drawing: Unrolled(eagle_head(target, folder), drawing, apart=True),
     "EAGLE3": lambda target, folder, drawing: Unrolled(eagle_head(target, folder), drawing, apart=True),
-    "STANDALONE": lambda target, folder, drawing: Unrolled(
-        Small(small_facts(folder, target.facts), target), drawing, apart=True
-    ),
+    "STANDALONE": lambda target, folder, drawing: Unrolled(_small(target, folder), drawing, apart=True),
 }
+
+
+def _small(target: Target, folder: Path) -> Small:
+    facts = small_facts(folder, target.facts)
+    return Small(facts, target, schemes_in(folder, facts.quantization_config))
 
 
 def build_drafter(

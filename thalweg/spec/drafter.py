@@ -17,7 +17,7 @@ from thalweg.batch.slots import Field, Slots
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import Bind, SamplingNeeds, StepPlan
 from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.weights.table import Table
+from thalweg.weights.table import WeightTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Weighted(Protocol):
 
     facts: ModelFacts
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         """How the published tensors map onto its parameters."""
 
 

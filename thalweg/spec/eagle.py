@@ -6,20 +6,21 @@ from pathlib import Path
 
 from thalweg.config.drafters import read_eagle
 from thalweg.core.errors import CheckpointError
-from thalweg.models.base import Target
+from thalweg.models.decoder import Target
+from thalweg.models.draft_head import DraftHead
 from thalweg.models.eagle import Eagle, Eagle3
-from thalweg.models.head import Head
-from thalweg.weights.stream import Safetensors
+from thalweg.weights.stream import Safetensors, schemes_in
 
 
-def eagle_head(target: Target, folder: Path) -> Head:
+def eagle_head(target: Target, folder: Path) -> DraftHead:
     """The empty head of this folder behind the target, which watches for it what it reads. Of the weights only the names are looked at; there may be
     none yet. Raises CheckpointError as `read_eagle`."""
-    given, held = read_eagle(folder, target.facts), _names(folder)
+    given, names = read_eagle(folder, target.facts), _names(folder)
+    schemes = schemes_in(folder, given.facts.quantization_config)
     if not given.third:
-        return Eagle(given, target, held)
+        return Eagle(given, target, names, schemes)
     target.watch(given.watched.layers)
-    return Eagle3(given, target, held, folder)
+    return Eagle3(given, target, names, schemes, folder)
 
 
 def _names(folder: Path) -> frozenset[str]:
@@ -32,4 +33,4 @@ def _names(folder: Path) -> frozenset[str]:
             )
         return frozenset()
     with Safetensors(folder) as stream:
-        return frozenset(stream.names())
+        return frozenset(stream.specs)

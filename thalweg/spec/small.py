@@ -9,33 +9,39 @@ its own, it reads its last."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from thalweg.batch.batch import Batch
+from thalweg.config.drafters import algorithm_of
 from thalweg.config.model import ModelFacts
-from thalweg.layers.part import Part
+from thalweg.core.errors import CheckpointError
+from thalweg.layers.module import Module
 from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.models.base import Target
-from thalweg.models.catalog import assemble
-from thalweg.weights.table import Table
+from thalweg.models.catalog import assemble, read_facts
+from thalweg.models.decoder import Target
+from thalweg.quant.catalog import Schemes
+from thalweg.weights.table import WeightTable, table_of
 
 
-class Small(Part):
+class Small(Module):
     """A state is what the model's head reads of a position; that of the position before takes no part in the next."""
 
-    def __init__(self, facts: ModelFacts, main: Target) -> None:
+    def __init__(self, facts: ModelFacts, main: Target, schemes: Schemes) -> None:
         super().__init__()
-        parts = main.parts.beside(facts)
-        self.facts, self.index, self.width, self.dtype = facts, main.facts.layers, facts.hidden, parts.dtype
+        factory = main.factory.for_drafter(facts, schemes)
+        self.facts, self.index, self.width, self.dtype = facts, main.facts.layers, facts.hidden, factory.dtype
         self.main = (main,)  # a tuple: the target is no child of this module
         fewer = facts.vocab < main.facts.vocab
         self.both = min(facts.vocab, main.facts.vocab)
         self.ids_D: Tensor | None
-        self.register_buffer("ids_D", torch.arange(self.both, device=parts.device) if fewer else None, persistent=False)
+        self.register_buffer(
+            "ids_D", torch.arange(self.both, device=factory.device) if fewer else None, persistent=False
+        )
         self.attends = True
-        self.model = assemble(facts, parts)
+        self.model = assemble(facts, factory)
         assert isinstance(self.model, nn.Module), "a model is a module: its parameters are this one's"
         self._planes: Planes | None = None
         self._own: Planes | None = None
@@ -43,7 +49,7 @@ class Small(Part):
     def planes(self) -> tuple[PlaneSpec, ...]:
         return tuple(replace(spec, layer=spec.layer + self.index) for spec in self.model.planes())
 
-    def learned(self, hidden_TX: Tensor) -> Tensor:
+    def draft_state(self, hidden_TX: Tensor) -> Tensor:
         """Nothing."""
         return hidden_TX.new_zeros(1, 1).expand(len(hidden_TX), self.width)
 
@@ -51,18 +57,28 @@ class Small(Part):
         known_T = ids_T if self.ids_D is None else ids_T.clamp(max=self.both - 1)
         return self.model.forward(replace(batch, ids_T=known_T), self._behind(planes))
 
-    def observe(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
+    def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         self.forward(ids_T, state_TW, batch, planes)
 
     def logits(self, state_NW: Tensor) -> Tensor:
         return self.model.logits(state_NW)[:, : self.both].contiguous()
 
-    def table(self) -> Table:
-        table = self.model.table()
-        rules = [replace(rule, target=f"model.{rule.target}") for rule in table.rules]
-        return Table(rules, table.skips, table.scales)
+    def table(self) -> WeightTable:
+        return table_of(self)
 
     def _behind(self, planes: Planes) -> Planes:
         if self._own is None or planes is not self._planes:
             self._planes, self._own = planes, planes.behind(self.index)
         return self._own
+
+
+def small_facts(folder: Path, target: ModelFacts) -> ModelFacts:
+    """Of a model in this folder that drafts, with the target's context: beyond its own it drafts worse. Raises CheckpointError for a folder without
+    one."""
+    held = algorithm_of(folder)
+    if held != "STANDALONE":
+        raise CheckpointError(
+            f"{folder} holds an {held} head, which reads what the model to draft for computes and is no model of its own; use "
+            f"--speculative-algorithm {held}, or leave that flag out"
+        )
+    return replace(read_facts(folder), context=target.context)

@@ -28,7 +28,7 @@ from thalweg.core.tree import TreeShape
 from thalweg.kernels.climb.ref import Fields
 from thalweg.kernels.grow.ref import Candidates, Grown, Level, Placed, first_of, hides_of, plant
 from thalweg.memory.planes import Planes
-from thalweg.models.head import Head
+from thalweg.models.draft_head import DraftHead
 from thalweg.sampling.drafts import Drawing
 from thalweg.sampling.odds import Odds
 from thalweg.spec.drafter import Asked, Proposed
@@ -81,11 +81,11 @@ class Known(NamedTuple):
 class Branching(Unrolled):
     """The `Drafter` of one head that drafts trees of up to this shape. One draft is a chain."""
 
-    def __init__(self, head: Head, drawing: Drawing, shape: TreeShape, apart: bool = False) -> None:
+    def __init__(self, head: DraftHead, drawing: Drawing, shape: TreeShape, apart: bool = False) -> None:
         super().__init__(head, drawing, apart)
         self.shape = shape
         self.order = () if shape.dynamic else static(shape)
-        self.growth = growth_on(head.main[0].parts.device)
+        self.growth = growth_on(head.main[0].factory.device)
 
     def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
         if not self.shape.is_tree_step(1 + width):

@@ -22,7 +22,7 @@ from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Bind, SamplingNeeds
 from thalweg.kernels.draft.ref import Chain, Drawn, Places, Rows, named
 from thalweg.memory.planes import Planes, PlaneSpec, vectors
-from thalweg.models.head import Head
+from thalweg.models.draft_head import DraftHead
 from thalweg.models.traced import TracedHead, recordable
 from thalweg.sampling.drafts import Drawing
 from thalweg.spec.drafter import Asked, Proposed, Seen, Weighted
@@ -36,17 +36,17 @@ class Steps(Protocol):
 
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor: ...
 
-    def observe(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None: ...
+    def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None: ...
 
 
 class Unrolled:
     """The `Drafter` of one head, which stands for any depth. apart: whether the head's weights are in a folder of their own."""
 
-    def __init__(self, head: Head, drawing: Drawing, apart: bool = False) -> None:
+    def __init__(self, head: DraftHead, drawing: Drawing, apart: bool = False) -> None:
         self.head, self.drawing, self.apart = head, drawing, apart
         self.vocab = head.main[0].facts.vocab
         self.steps: Steps = head
-        self.kernels = kernels_on(head.main[0].parts.device)
+        self.kernels = kernels_on(head.main[0].factory.device)
 
     def modules(self) -> tuple[Weighted, ...]:
         return () if self.apart else (self.head,)
@@ -84,18 +84,18 @@ class Unrolled:
     ) -> None:
         """`learn`, in few launches: of steps whose rows have few tokens."""
         places = Places(batch.positions_T, batch.write_T, batch.real_T)
-        state_TW, kept_SW = self.head.learned(hidden_TX), slots.extra[HIDDEN]
+        state_TW, kept_SW = self.head.draft_state(hidden_TX), slots.extra[HIDDEN]
         before_TW = kernels.carry(state_TW, rows, places, kept_SW, self._ends(planes), slots.ints_SI, PAGE)
-        self.steps.observe(batch.ids_T, before_TW, batch, planes)
+        self.steps.write_kv(batch.ids_T, before_TW, batch, planes)
 
     def learn(self, rows: Rows, batch: Batch, hidden_TX: Tensor, slots: Slots, planes: Planes) -> None:
         """What `observe` does, on the device alone."""
-        kept_SW, state_TW, last = slots.extra[HIDDEN], self.head.learned(hidden_TX), len(batch.ids_T) - 1
+        kept_SW, state_TW, last = slots.extra[HIDDEN], self.head.draft_state(hidden_TX), len(batch.ids_T) - 1
         before_NW = torch.cat(
             [state_TW[:1], state_TW]
         )  # N = T + 1: the last takes what is written for rows that there are not
         before_NW.index_copy_(0, rows.first_R, kept_SW.index_select(0, rows.slot_R))
-        self.steps.observe(batch.ids_T, before_NW[:-1], batch, planes)
+        self.steps.write_kv(batch.ids_T, before_NW[:-1], batch, planes)
         last_T = (batch.positions_T % PAGE == PAGE - 1) & batch.real_T
         self._ends(planes).index_copy_(0, batch.write_T // PAGE * last_T, state_TW)  # of all others into the null page
         # what the step has brought its slots forward by: a chunk, or the tokens accepted
@@ -182,7 +182,7 @@ def singles(slots: Slots, slot_E: Tensor, ints_EI: Tensor, reach: int, ahead: in
     return Batch(ids, positions, write, table, real, slot_E, groups, extents)
 
 
-def spread(logits_ND: Tensor, head: Head) -> Tensor:
+def spread(logits_ND: Tensor, head: DraftHead) -> Tensor:
     """float32 [N, V]: of the target's whole vocabulary, -inf for what the head never drafts."""
     if head.ids_D is None:
         return logits_ND

@@ -1,1 +1,1 @@
-"""From a stream of named tensors into a model's parameters, by a table, with strict accounting."""
+"""From a stream of named tensors into a model's parameters, by a table, with every tensor and parameter accounted for."""

@@ -1,206 +1,205 @@
 """Walks a table over a stream and accounts for every tensor and every parameter.
 
-Each published tensor is read once, made plain (FP8 gets its scales), transformed and copied into its slice; nothing else is kept. So any
-subset can be rewritten into the same storage later, by the same call with `partial`.
+Each slice of a published tensor is read once, dequantized unless memory holds it as it is stored, transformed and
+copied to where it belongs; nothing else is kept. So any subset can be rewritten into the same storage later, by the
+same call with `is_partial`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thalweg.core.errors import CheckpointError
-from thalweg.quant import fp8_block
-from thalweg.weights.stream import Read, Stream
-from thalweg.weights.table import Rule, Table, same
+from thalweg.quant.catalog import Stored
+from thalweg.quant.scheme import Index, Quantized, Read, Scheme, TensorSpec
+from thalweg.weights.stream import Stream
+from thalweg.weights.table import WeightRule, WeightTable
 
-FP8_DTYPES = (torch.float8_e4m3fn,)
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
-NAMED = 8  # how many names an error lists
+NAMES_SHOWN = 8  # in an error
+NOT_QUANTIZED: Mapping[str, Any] = MappingProxyType({})
+
+
+def no_progress(done: int, total: int) -> None:
+    """Shows nothing."""
 
 
 def load(
     module: nn.Module,
-    table: Table,
+    table: WeightTable,
     stream: Stream,
-    block: tuple[int, int] | None = None,
-    progress: Progress = lambda done, total: None,
-    partial: bool = False,
+    quantization_config: Mapping[str, Any] = NOT_QUANTIZED,
+    progress: Progress = no_progress,
+    is_partial: bool = False,
 ) -> None:
-    """Fills `module`'s parameters. block: the FP8 block of the checkpoint, None when it has no FP8. partial: some tensors are enough.
+    """Fills the parameters of `module`.
 
-    What is read is transformed where the parameters lie. Raises CheckpointError naming the tensors that are missing, unknown, of a wrong shape,
-    or FP8 without scales.
+    quantization_config: of the stream's config.json. is_partial: some of the tensors are enough. Slices are transformed
+    where the parameters lie. Raises CheckpointError naming tensors that are missing, unknown, of a wrong shape, or
+    quantized in another way than `module` was built for.
     """
     parameters = dict(module.named_parameters())
-    loads = plan(parameters, table, stream, block, partial)
+    loads = plan_loads(parameters, table, stream, quantization_config, is_partial)
     written = dict.fromkeys(parameters, 0)
-    arriving = stream.deliver(
-        [read for each in loads for one in each for read in one.reads()], next(iter(parameters.values())).device
-    )
+    reads = [read for load in loads for read in load.reads]
+    arriving = stream.deliver(reads, next(iter(parameters.values())).device)
+    done, total = 0, len({load.source.name for load in loads})
     with torch.inference_mode():
-        for done, each in enumerate(loads):
-            for one in each:
-                tensor = next(arriving)
-                if one.scale is not None:
-                    tensor = _scaled(one, tensor, next(arriving), block, parameters, written)
-                for rule in one.rules:
-                    written[rule.target] += _write(parameters, rule, tensor)
-            progress(done + 1, len(loads))
-    if not partial:
-        _check_whole(parameters, written)
+        for load_, after in zip(loads, [*loads[1:], None], strict=True):
+            load_.write([next(arriving) for _ in load_.reads], parameters, written)
+            if after is None or after.source.name != load_.source.name:
+                done += 1
+                progress(done, total)
+    if not is_partial:
+        _check_filled(parameters, written)
+
+
+def count_loadable(
+    module: nn.Module,
+    table: WeightTable,
+    stream: Stream,
+    quantization_config: Mapping[str, Any],
+    is_required: bool = True,
+) -> tuple[int, int]:
+    """Checks by headers alone that `load` with `is_partial` would accept the stream; nothing is written.
+
+    Returns how many of the model's published tensors the stream has, and how many there are. Raises CheckpointError as
+    `load`, and if the stream has none of them, unless `is_required` is False.
+    """
+    loads = plan_loads(dict(module.named_parameters()), table, stream, quantization_config, True)
+    if is_required and not loads:
+        raise CheckpointError("it holds none of the model's tensors")
+    return len({load.source.name for load in loads}), len(table.by_source())
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One read and what becomes of it. scale: of an FP8 weight, read next. kept: whether the weight stays FP8."""
+    """One slice of a published weight, and the rules that want it."""
 
-    weight: Read
-    rules: list[Rule]
-    scale: Read | None = None
-    kept: bool = False
+    source: TensorSpec
+    scheme: Scheme  # in which the stream stores it
+    reads: tuple[Read, ...]
+    rules: list[WeightRule]
+    destinations: list[tuple[str, Index]] = field(
+        default_factory=list
+    )  # of each read, where memory holds it as it is stored
 
-    def reads(self) -> list[Read]:
-        return [self.weight] if self.scale is None else [self.weight, self.scale]
+    def write(self, tensors: list[Tensor], parameters: dict[str, nn.Parameter], written: dict[str, int]) -> None:
+        """tensors: what `reads` names. written: how many elements of each parameter are filled; counted on."""
+        if self.destinations:
+            for (target, into), tensor in zip(self.destinations, tensors, strict=True):
+                written[target] += _copy(self.source, target, _slice_of(parameters[target], into), tensor)
+            return
+        value = self.scheme.decode(self.source.name, tensors, self.rules[0].take)
+        for rule in self.rules:
+            written[rule.target] += _copy(
+                self.source, rule.target, _slice_of(parameters[rule.target], rule.into), rule.transform(value)
+            )
 
 
-def plan(
-    parameters: dict[str, nn.Parameter], table: Table, stream: Stream, block: tuple[int, int] | None, partial: bool
-) -> list[list[Load]]:
-    """What `load` reads, for each of the stream's tensors that the model wants; nothing is read yet. Raises CheckpointError for names and
-    types that do not fit."""
-    names, rules = list(stream.names()), table.by_source()
-    scales = {fp8_block.scale_name(name) for name in rules}
-    _account(names, table, rules, scales, partial)
-    held = set(names)
-    loads = [_load(name, rules[name], stream, held, block, parameters) for name in names if name in rules]
-    read_scales = {one.scale.name for each in loads for one in each if one.scale is not None}
-    unread = sorted((scales & held) - read_scales)
-    if unread:
-        raise CheckpointError(f"scales of tensors that are not FP8: {_list(unread)}")
+def plan_loads(
+    parameters: dict[str, nn.Parameter],
+    table: WeightTable,
+    stream: Stream,
+    quantization_config: Mapping[str, Any],
+    is_partial: bool,
+) -> list[Load]:
+    """What `load` reads, in the stream's order; nothing is read yet. Raises CheckpointError for names, shapes and
+    dtypes that do not fit.
+    """
+    rules, schemes = table.by_source(), Stored(stream.specs, quantization_config)
+    loads: list[Load] = []
+    used = {name for name in stream.specs if name in rules}
+    for name in stream.specs:
+        if name in rules:
+            source = rules[name][0].source
+            _check_shape(source, stream.specs[name], rules[name][0].target)
+            scheme = schemes.of(source)
+            used |= {spec.name for spec in scheme.stored(source)}
+            loads += _loads_of(rules[name], scheme, parameters)
+    _account(stream, table, rules, used, is_partial)
     return loads
 
 
-def _load(
-    name: str,
-    rules: list[Rule],
-    stream: Stream,
-    held: set[str],
-    block: tuple[int, int] | None,
-    parameters: dict[str, nn.Parameter],
-) -> list[Load]:
-    """The reads of one published tensor: one for each slice that is taken of it, and for each way to keep it."""
-    fp8, scale, found = stream.dtype(name) in FP8_DTYPES, fp8_block.scale_name(name), list[Load]()
-    if fp8 and scale not in held:
-        raise CheckpointError(f"{name} is FP8 but {scale} is missing")
-    if fp8 and block is None:
-        raise CheckpointError(f"{name} is FP8 but config.json has no quantization_config with weight_block_size")
+def _loads_of(rules: list[WeightRule], scheme: Scheme, parameters: dict[str, nn.Parameter]) -> list[Load]:
+    """The slices of one published weight: one for each that memory holds as it is stored, and one for each distinct
+    slice of the rest.
+    """
+    loads: list[Load] = []
     for rule in rules:
-        there = parameters[rule.target].dtype
-        if stream.dtype(name).is_floating_point != there.is_floating_point or (there in FP8_DTYPES and not fp8):
-            raise CheckpointError(f"{name}: is {stream.dtype(name)}, and {rule.target} is kept as {there}")
-        kept = fp8 and there in FP8_DTYPES
-        if kept:
-            _check_kept(name, rule, block)
-        same_read = next((one for one in found if one.weight.take == rule.take and one.kept == kept), None)
-        if same_read is not None:
-            same_read.rules.append(rule)
+        name = rule.source.name
+        if rule.held is not None:
+            if not isinstance(scheme, Quantized) or (scheme.name, scheme.block) != (rule.held.name, rule.held.block):
+                raise CheckpointError(
+                    f"{name} is {scheme.name}, and {rule.target} holds {rule.held.name} in blocks of {rule.held.block}"
+                )
+            pieces = scheme.pieces(name, rule.take, rule.into)
+            destinations = [(rule.target + piece.suffix, piece.into) for piece in pieces]
+            loads.append(Load(rule.source, scheme, tuple(piece.read for piece in pieces), [rule], destinations))
             continue
-        blocks = tuple(_in_blocks(name, part) for part in rule.take) if kept else ()
-        found.append(Load(Read(name, rule.take), [rule], Read(scale, blocks) if fp8 else None, kept))
-    return found
+        if parameters[rule.target].dtype.is_floating_point != rule.source.dtype.is_floating_point:
+            raise CheckpointError(f"{name}: {rule.target} is kept as {parameters[rule.target].dtype}")
+        same = next((load for load in loads if not load.destinations and load.rules[0].take == rule.take), None)
+        if same is not None:
+            same.rules.append(rule)
+        else:
+            loads.append(Load(rule.source, scheme, scheme.reads(name, rule.take), [rule]))
+    return loads
 
 
-def _check_kept(name: str, rule: Rule, block: tuple[int, int] | None) -> None:
-    if block != fp8_block.KEPT_BLOCK:
-        raise CheckpointError(
-            f"{name} is FP8 in blocks of {block}; the kernels compute blocks of {fp8_block.KEPT_BLOCK}"
-        )
-    if rule.transform is not same:
-        raise CheckpointError(f"{name} is FP8 and has to be rearranged, which its blocks do not allow")
-
-
-def _scaled(
-    one: Load,
-    tensor: Tensor,
-    scale: Tensor,
-    block: tuple[int, int] | None,
-    parameters: dict[str, nn.Parameter],
-    written: dict[str, int],
-) -> Tensor:
-    """An FP8 weight with its multipliers: applied, or written into their own parameter where it stays FP8."""
-    if one.kept:
-        for rule in one.rules:
-            written[f"{rule.target}_scale"] += _keep_scales(one.weight.name, rule, scale, parameters)
-        return tensor
-    assert block is not None, one.weight.name
-    first = [part.start or 0 for part in one.weight.take] + [0, 0]
-    return fp8_block.decode(one.weight.name, tensor, scale, block, (first[0], first[1]))
-
-
-def _account(names: list[str], table: Table, rules: dict[str, list[Rule]], scales: set[str], partial: bool) -> None:
-    unknown = [name for name in names if name not in rules and name not in scales and not table.skipped(name)]
+def _account(
+    stream: Stream, table: WeightTable, rules: dict[str, list[WeightRule]], used: set[str], is_partial: bool
+) -> None:
+    """used: the stream's tensors that are read, scales with them."""
+    unknown = [name for name in stream.specs if name not in used and not table.is_skipped(name)]
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} tensors of the checkpoint belong nowhere in this model: {_list(unknown)}"
         )
-    held = set(names)
-    missing = [name for name in rules if name not in held]
-    if missing and not partial:
+    missing = [name for name in rules if name not in stream.specs]
+    if missing and not is_partial:
         raise CheckpointError(f"{len(missing)} tensors are missing from the checkpoint: {_list(missing)}")
 
 
-def _keep_scales(name: str, rule: Rule, value: Tensor, parameters: dict[str, nn.Parameter]) -> int:
-    """The multipliers of a weight that stays FP8, into their parameter; returns how many they are."""
-    target = parameters[f"{rule.target}_scale"].data
-    into = tuple(part if isinstance(part, int) else _in_blocks(name, part) for part in rule.into)
-    view = target[into] if into else target
-    if value.shape != view.shape:
-        raise CheckpointError(f"{fp8_block.scale_name(name)}: shape {tuple(value.shape)}, expected {tuple(view.shape)}")
-    view.copy_(value)
-    return view.numel()
-
-
-def _in_blocks(name: str, part: slice) -> slice:
-    """The blocks that these rows or columns are."""
-    if part.start is None and part.stop is None:
-        return part
-    start, size = part.start or 0, fp8_block.KEPT_BLOCK[0]
-    if start % size:
-        raise CheckpointError(f"{name}: begins at {start}, which is within a block of {size}")
-    return slice(start // size, -(-part.stop // size))
-
-
-def _write(parameters: dict[str, nn.Parameter], rule: Rule, tensor: Tensor) -> int:
-    """Copies into the rule's slice; returns how many elements that was."""
-    target = parameters[rule.target].data[rule.into] if rule.into else parameters[rule.target].data
-    try:
-        value = rule.transform(tensor)
-    except RuntimeError as error:
+def _check_shape(source: TensorSpec, found: TensorSpec, target: str) -> None:
+    if found.shape != source.shape:
         raise CheckpointError(
-            f"{rule.source}: shape {tuple(tensor.shape)} does not fit config.json ({error})"
-        ) from None
-    if value.shape != target.shape:
-        raise CheckpointError(
-            f"{rule.source}: shape {tuple(tensor.shape)} does not fit config.json: {rule.target} expects {tuple(target.shape)} of it"
+            f"{source.name}: shape {found.shape} does not fit config.json: {target} expects {source.shape}"
         )
-    target.copy_(value)
-    return target.numel()
+    if found.dtype.is_floating_point != source.dtype.is_floating_point:
+        raise CheckpointError(f"{source.name} is {found.dtype}, and {target} is kept as {source.dtype}")
 
 
-def _check_whole(parameters: dict[str, nn.Parameter], written: dict[str, int]) -> None:
+def _slice_of(parameter: nn.Parameter, into: Index) -> Tensor:
+    return parameter.data[into] if into else parameter.data
+
+
+def _copy(source: TensorSpec, target: str, into: Tensor, value: Tensor) -> int:
+    """Copies a slice of `source` into a slice of the parameter `target`. Returns how many elements that is."""
+    if value.shape != into.shape:
+        raise CheckpointError(
+            f"{source.name}: shape {source.shape} does not fit config.json: {target} expects {tuple(into.shape)} of it, got {tuple(value.shape)}"
+        )
+    into.copy_(value)
+    return into.numel()
+
+
+def _check_filled(parameters: dict[str, nn.Parameter], written: dict[str, int]) -> None:
     wrong = [
-        f"{name} ({written[name]} of {p.numel()} elements)"
-        for name, p in parameters.items()
-        if written[name] != p.numel()
+        f"{name} ({written[name]} of {parameter.numel()} elements)"
+        for name, parameter in parameters.items()
+        if written[name] != parameter.numel()
     ]
     if wrong:
         raise CheckpointError(f"parameters that the checkpoint does not fill exactly once: {_list(wrong)}")
 
 
 def _list(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more

@@ -1,7 +1,8 @@
-"""From files to a GPU as fast as the page cache or the disk gives: threads read pieces into a ring of pinned memory, a side stream copies them.
+"""From files to a GPU as fast as the page cache or the disk gives: threads read pieces into a ring of pinned memory, a
+side stream copies them.
 
-The host holds the ring and nothing else. A piece's slot is read into again as soon as its copy is done, so reading, copying and what the caller
-does with the tensors run at the same time; the caller gets them in order.
+The host holds the ring and nothing else. A piece's slot is read into again as soon as its copy is done, so reading,
+copying and what the caller does with the tensors run at the same time; the caller gets them in order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SLOTS = 2 * THREADS  # while half of the ring is read into, the other half is co
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSlice:
     """A tensor in a file: row-major at byte `offset`. rest: what is still to be cut out of it, once it is there."""
 
     path: Path
@@ -40,20 +41,20 @@ class Span:
         """In bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def taken(self, take: tuple[slice, ...]) -> Span:
+    def taken(self, take: tuple[slice, ...]) -> FileSlice:
         """A slice of it. Rows are left in the file; what is cut of the other dims is read and left out on the device."""
         if not take:
             return self
         first, stop, step = take[0].indices(self.shape[0])
         if step != 1:
-            return Span(self.path, self.offset, self.shape, self.dtype, take)
+            return FileSlice(self.path, self.offset, self.shape, self.dtype, take)
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         shape = (max(stop - first, 0), *self.shape[1:])
         rest = (slice(None), *take[1:]) if len(take) > 1 else ()
-        return Span(self.path, self.offset + first * row, shape, self.dtype, rest)
+        return FileSlice(self.path, self.offset + first * row, shape, self.dtype, rest)
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Bytes `offset` to `offset + size` of a file are bytes `at` and on of span number `span`."""
 
     span: int
@@ -63,21 +64,21 @@ class Piece(NamedTuple):
     size: int
 
 
-def pieces(spans: Sequence[Span], most: int = PIECE) -> Iterator[Piece]:
+def pieces(spans: Sequence[FileSlice], most: int = PIECE) -> Iterator[FilePiece]:
     """The spans in order, cut into pieces of up to `most` bytes; an empty one is a piece of 0."""
     for number, span in enumerate(spans):
         for at in range(0, max(span.size, 1), most):
-            yield Piece(number, span.path, span.offset + at, at, min(most, span.size - at))
+            yield FilePiece(number, span.path, span.offset + at, at, min(most, span.size - at))
 
 
-class Slot:
+class RingSlot:
     """A part of the ring. copied: when what lies in it has left."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory, self.bytes = memory, memory.numpy().data
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def fill(self, file: int, piece: Piece) -> None:
+    def fill(self, file: int, piece: FilePiece) -> None:
         """Reads a piece, in a thread of the pool. Raises CheckpointError for a file that ends before it should."""
         self.copied.synchronize()
         done = 0
@@ -93,16 +94,16 @@ def pinned(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def pump(spans: Sequence[Span], device: torch.device) -> Iterator[Tensor]:
+def pump(spans: Sequence[FileSlice], device: torch.device) -> Iterator[Tensor]:
     """The tensors of these spans, in order, each ready on the device's current stream."""
     side, own = torch.cuda.Stream(device), torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
-    ring = [Slot(part) for part in torch.split(pinned(SLOTS * PIECE), PIECE)]
+    ring = [RingSlot(part) for part in torch.split(pinned(SLOTS * PIECE), PIECE)]
     todo = pieces(spans)
-    under_way: deque[tuple[Piece, Slot, Future[None]]] = deque()
+    under_way: deque[tuple[FilePiece, RingSlot, Future[None]]] = deque()
     with ExitStack() as stack, ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as pool:
         files: dict[Path, int] = {}
 
-        def start(slot: Slot) -> None:
+        def start(slot: RingSlot) -> None:
             piece = next(todo, None)
             if piece is None:
                 return

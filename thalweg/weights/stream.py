@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Iterable, Iterator, NamedTuple, Protocol, Sequence
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thalweg.core.errors import CheckpointError
-from thalweg.weights.pump import Span, pump
+from thalweg.quant.catalog import Declared, Schemes, Stored
+from thalweg.quant.scheme import Read, Take, TensorSpec
+from thalweg.weights.pump import FileSlice, pump
 
-PIECE = 1 << 27  # elements that are drawn at a time
-FP8_BLOCK, FP8_SPREAD = 128, 64.0  # columns of a block; standard deviation of drawn codes, whose largest is 448
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {  # as a safetensors header spells them
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -25,28 +26,13 @@ DTYPES = {  # as a safetensors header spells them
 }  # fmt: skip
 
 
-class Read(NamedTuple):
-    """A tensor, or only that slice of it; an empty `take` is all of it."""
-
-    name: str
-    take: tuple[slice, ...] = ()
-
-
 class Stream(Protocol):
     """A source of checkpoint tensors."""
 
-    def names(self) -> Iterable[str]:
-        """The names it has, in the order in which they are cheapest to read."""
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def read(self, name: str, take: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor, or only that slice of it, on the CPU, as published."""
+    specs: Mapping[str, TensorSpec]  # what it has, in the order in which it is cheapest to read
 
     def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
-        """What `read` gives for each, in order, on the device. A tensor is the caller's, and is best let go before the next."""
+        """The slices in order, on the device. A tensor is the caller's, and is best let go before the next."""
 
 
 class _File(Protocol):
@@ -66,42 +52,47 @@ class _Slice(Protocol):
 class Safetensors:
     """A folder of *.safetensors, memory-mapped: one file, or shards with an index. A context manager.
 
-    Raises CheckpointError, naming the file, for a missing folder, index or shard, a truncated file, or an index that does not fit.
+    Raises CheckpointError, naming the file, for a missing folder, index or shard, a truncated file, or an index that
+    does not fit.
     """
 
     def __init__(self, folder: Path) -> None:
         self._stack = ExitStack()
-        self._where: dict[str, str] = {}
-        self._files: dict[str, _File] = {}
-        self._spans: dict[str, Span] = {}
+        self._files: dict[str, _File] = {}  # by file name
+        self._slices: dict[str, FileSlice] = {}  # by tensor
         index = folder / INDEX
         try:
             if index.exists():
-                self._open_shards(folder, _weight_map(index))
+                file_of = self._open_shards(folder, _weight_map(index))
             else:
                 self._open(folder / SINGLE)
-                self._where = dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
+                file_of = dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
         except BaseException:
             self._stack.close()
             raise
+        self._file_of = file_of
+        self.specs: Mapping[str, TensorSpec] = {
+            name: TensorSpec(name, self._slices[name].shape, self._slices[name].dtype) for name in file_of
+        }
 
-    def _open_shards(self, folder: Path, where: dict[str, str]) -> None:
-        missing = sorted({file for file in where.values() if not (folder / file).exists()})
+    def _open_shards(self, folder: Path, file_of: dict[str, str]) -> dict[str, str]:
+        """Returns the file of each tensor, sorted by file."""
+        missing = sorted({file for file in file_of.values() if not (folder / file).exists()})
         if missing:
             raise CheckpointError(
                 f"{folder}: {len(missing)} shards named in {INDEX} are missing: {', '.join(missing[:5])}; download them again"
             )
-        for file in sorted(set(where.values())):
+        for file in sorted(set(file_of.values())):
             self._open(folder / file)
         for file in self._files:
-            held = set(self._files[file].keys())
-            absent = [name for name, place in where.items() if place == file and name not in held]
+            present = set(self._files[file].keys())
+            absent = [name for name, place in file_of.items() if place == file and name not in present]
             if absent:
                 raise CheckpointError(
                     f"{folder / file}: {INDEX} puts {absent[0]} there (and {len(absent) - 1} more), but it does not hold it"
                 )
-            where |= {name: file for name in held if name not in where}
-        self._where = dict(sorted(where.items(), key=lambda item: item[1]))
+            file_of |= {name: file for name in present if name not in file_of}
+        return dict(sorted(file_of.items(), key=lambda item: item[1]))
 
     def _open(self, path: Path) -> None:
         try:
@@ -110,26 +101,17 @@ class Safetensors:
             raise CheckpointError(f"{path.parent} holds neither {SINGLE} nor {INDEX}: nothing to load") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is truncated or no safetensors file ({error}): download it again") from None
-        self._spans |= _spans(path)
-
-    def names(self) -> Iterable[str]:
-        return self._where.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._spans[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._spans[name].dtype
-
-    def read(self, name: str, take: tuple[slice, ...] = ()) -> Tensor:
-        file = self._files[self._where[name]]
-        return file.get_slice(name)[take] if take else file.get_tensor(name)
+        self._slices |= _tensors_in(path)
 
     def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
         """On the CPU they are views of the mapped files; a GPU gets them through pinned memory (`weights.pump`)."""
         if device.type == "cuda":
-            return pump([self._spans[read.name].taken(read.take) for read in reads], device)
-        return (self.read(*read) for read in reads)
+            return pump([self._slices[read.name].taken(read.take) for read in reads], device)
+        return (self._read(*read) for read in reads)
+
+    def _read(self, name: str, take: Take) -> Tensor:
+        file = self._files[self._file_of[name]]
+        return file.get_slice(name)[take] if take else file.get_tensor(name)
 
     def __enter__(self) -> Safetensors:
         return self
@@ -145,35 +127,39 @@ class InMemory:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
-
-    def names(self) -> Iterable[str]:
-        return self._tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
-    def read(self, name: str, take: tuple[slice, ...] = ()) -> Tensor:
-        return self._tensors[name][take] if take else self._tensors[name]
+        self.specs: Mapping[str, TensorSpec] = {
+            name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+        }
 
     def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
-        return (self.read(*read).to(device) for read in reads)
+        for name, take in reads:
+            yield (self._tensors[name][take] if take else self._tensors[name]).to(device)
 
 
-def _spans(path: Path) -> dict[str, Span]:
-    """Where each tensor of a safetensors file lies: 8 bytes of length, so much JSON, then the data that the JSON's offsets count from."""
+def schemes_in(folder: Path, quantization_config: Mapping[str, Any]) -> Schemes:
+    """The schemes of the weights in a folder, by their headers; by the configuration alone where there are no files.
+    Raises CheckpointError.
+    """
+    if not any(folder.glob("*.safetensors*")):
+        return Declared(quantization_config)
+    with Safetensors(folder) as stream:
+        return Stored(stream.specs, quantization_config)
+
+
+def _tensors_in(path: Path) -> dict[str, FileSlice]:
+    """Where each tensor of a safetensors file lies: 8 bytes of length, so much JSON, then the data that the JSON's
+    offsets count from.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    unknown = {one["dtype"] for name, one in header.items() if name != "__metadata__"} - DTYPES.keys()
+    header.pop("__metadata__", None)
+    unknown = {entry["dtype"] for entry in header.values()} - DTYPES.keys()
     if unknown:
         raise CheckpointError(f"{path}: tensors of type {', '.join(sorted(unknown))}; there is {', '.join(DTYPES)}")
     return {
-        name: Span(path, 8 + length + one["data_offsets"][0], tuple(one["shape"]), DTYPES[one["dtype"]])
-        for name, one in header.items()
-        if name != "__metadata__"
+        name: FileSlice(path, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        for name, entry in header.items()
     }
 
 
@@ -188,32 +174,3 @@ def _weight_map(index: Path) -> dict[str, str]:
     if elsewhere:
         raise CheckpointError(f"{index}: {elsewhere[0]!r} is no name of a file beside it")
     return dict(where)
-
-
-def fill_dummy(module: torch.nn.Module, seed: int = 0) -> None:
-    """Random parameters that keep activations near 1, the same at every call on a kind of device: norms 1 ± 0.1, biases small, weights
-    fan_in^-1/2, FP8 weights as codes of that spread with equal multipliers. Integers, which say what stands for what, stay as they are made."""
-    parameters = dict(sorted(module.named_parameters()))
-    device = next(iter(parameters.values())).device
-    generator = torch.Generator(device).manual_seed(seed)
-    tied = "head.weight" not in parameters
-    with torch.inference_mode():
-        for name, parameter in parameters.items():
-            if not parameter.is_floating_point():
-                continue
-            spread = 1.0
-            if parameter.dim() == 1:
-                spread = 0.1
-            elif tied or name != "embedding.weight":
-                # uv is stored with its inputs first, every other weight with them last
-                spread = parameter.shape[-2 if name.endswith(".uv") else -1] ** -0.5
-            if name.endswith("_scale"):
-                parameter.fill_((parameter.shape[-1] * FP8_BLOCK) ** -0.5 / FP8_SPREAD)
-                continue
-            offset = 1.0 if parameter.dim() == 1 and not name.endswith("bias") else 0.0
-            spread = FP8_SPREAD if parameter.dtype == torch.float8_e4m3fn else spread
-            # the noise is float32, so of a large one a part at a time
-            rows = max(PIECE * len(parameter) // max(parameter.numel(), 1), 1)
-            for part in torch.split(parameter.data, rows):
-                noise = torch.randn(part.shape, generator=generator, device=device)
-                part.copy_(noise.mul_(spread).add_(offset))

@@ -1,81 +1,74 @@
-"""The table that maps a checkpoint onto a model: published name → parameter, slice, transform."""
+"""The table that maps a checkpoint onto a model: published tensor → parameter, slice, transform.
+
+Nobody writes it: each layer declares the rules of its own parameters when it is built, and `table_of` collects them.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
-Index = tuple[int | slice, ...]
+from thalweg.quant.scheme import Index, Quantized, Take, TensorSpec
+
 Transform = Callable[[Tensor], Tensor]
 
 
-def same(tensor: Tensor) -> Tensor:
-    """The transform of a tensor that is stored as it is published."""
+def unchanged(tensor: Tensor) -> Tensor:
+    """The transform of a tensor that memory holds as it is published."""
     return tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """`take` of the published tensor `source`, transformed, goes to `into` of the parameter `target`. Empty take or into: all of it.
+class WeightRule:
+    """Where a slice of one published tensor goes."""
 
-    The transform is pure and sees float32 or the published dtype (FP8 weights arrive with their scales applied). `take` is what is read
-    from disk at all. shape: of the published tensor where it is not that of its slice.
-    """
-
-    source: str
-    target: str
-    into: Index = ()
-    transform: Transform = same
-    take: tuple[slice, ...] = ()
-    shape: tuple[int, ...] = ()
+    source: TensorSpec  # as an unquantized checkpoint has it
+    target: str  # the parameter's name
+    into: Index = ()  # the slice of the parameter; () is all of it
+    take: Take = ()  # the slice of the source that this rank reads; () is all of it
+    transform: Transform = unchanged  # pure; sees the published dtype, and float32 of dequantized weights
+    held: Quantized | None = None  # the scheme in which memory holds it; None is plain numbers
 
 
 @dataclass(slots=True)
-class Table:
-    """rules: several may share a source. skips: published names (regular expressions, whole name) that are left alone on purpose.
-    scales: names of which a checkpoint may have one for a plane of the KV cache, its scale where it is FP8; see `weights.cache_scales`."""
+class WeightTable:
+    """All rules of a model. Several rules may read the same tensor."""
 
-    rules: list[Rule] = field(default_factory=list)
-    skips: list[str] = field(default_factory=list)
-    scales: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+    rules: list[WeightRule] = field(default_factory=list)
+    skips: list[str] = field(
+        default_factory=list
+    )  # regular expressions of published names that are not read on purpose
+    # by plane and layer, names under which a checkpoint may have the scale of its FP8 KV cache
+    cache_scales: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
 
-    def add(
-        self,
-        source: str,
-        target: str,
-        into: Index = (),
-        transform: Transform = same,
-        take: tuple[slice, ...] = (),
-        shape: tuple[int, ...] = (),
-    ) -> None:
-        self.rules.append(Rule(source, target, into, transform, take, shape))
-
-    def stack(
-        self,
-        sources: dict[str, int],
-        target: str,
-        lead: tuple[int, ...] = (),
-        transforms: dict[str, Transform] | None = None,
-    ) -> None:
-        """Several sources below one another in one parameter; the numbers are their rows."""
-        row = 0
-        for source, rows in sources.items():
-            self.add(source, target, (*lead, slice(row, row + rows)), (transforms or {}).get(source, same))
-            row += rows
-
-    def by_source(self) -> dict[str, list[Rule]]:
-        grouped: dict[str, list[Rule]] = {}
+    def by_source(self) -> dict[str, list[WeightRule]]:
+        grouped: dict[str, list[WeightRule]] = {}
         for rule in self.rules:
-            grouped.setdefault(rule.source, []).append(rule)
+            grouped.setdefault(rule.source.name, []).append(rule)
         return grouped
 
-    def skipped(self, name: str) -> bool:
+    def is_skipped(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.skips) or any(
-            name in sources for sources in self.scales.values()
+            name in sources for sources in self.cache_scales.values()
         )
 
-    def targets(self) -> Iterator[str]:
-        return iter(dict.fromkeys(rule.target for rule in self.rules))
+    def sources(self) -> Iterator[TensorSpec]:
+        """The published tensors, each once, in the order of the model."""
+        return iter({rule.source.name: rule.source for rule in self.rules}.values())
+
+
+def table_of(module: nn.Module) -> WeightTable:
+    """The rules that the layers inside `module` declare (`layers.module.Module`), with targets as `module` names them."""
+    table = WeightTable()
+    for path, inner in module.named_modules():
+        own: WeightTable | None = inner.__dict__.get("weights")
+        if own is None:
+            continue
+        prefix = f"{path}." if path else ""
+        table.rules += [replace(rule, target=prefix + rule.target) for rule in own.rules]
+        table.skips += own.skips
+        table.cache_scales |= own.cache_scales
+    return table

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 
-def greedy(logits_TE: Tensor, topk: int, scale: float) -> tuple[Tensor, Tensor]:
-    """V2-Lite: the largest softmax scores, not renormalised. → weights [T, topk], ids [T, topk]."""
+def greedy(logits_TE: Tensor, topk: int, scale: float, normalise: bool = False) -> tuple[Tensor, Tensor]:
+    """The largest softmax scores: V2-Lite's as they are, Qwen3-MoE's normalised to sum to 1. Returns weights [T, topk] and ids [T, topk]."""
     weights, ids = logits_TE.softmax(-1).topk(topk, -1, sorted=False)
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
     return weights.mul_(scale), ids
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thalweg.config.drafters import read_eagle, small_facts
+from thalweg.config.drafters import read_eagle
 from thalweg.config.model import ModelFacts
 from thalweg.core.report import AUTO
 from thalweg.core.tree import CHAIN, TreeShape
@@ -14,6 +14,7 @@ from thalweg.launch.planning.floors import Kept, Phase, Shape, nextn, phases, ve
 from thalweg.launch.planning.layouts import ONE, Layout
 from thalweg.launch.planning.weights import PLAIN, Widths
 from thalweg.launch.resolved import Resolved
+from thalweg.spec.small import small_facts
 
 HINTED = 3  # drafts, where nothing drafts and something could
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from thalweg.config.model import Indexer, Mla, ModelFacts, Moe
 from thalweg.launch.planning.layouts import ONE, Layout
 from thalweg.launch.planning.weights import EXPERTS, Widths, inventory
+from thalweg.quant.catalog import scheme_of
+from thalweg.quant.scheme import UNQUANTIZED
 
 RECORD = 656  # bytes: 512 codes, 4 float32 multipliers, 64 rotary numbers in bf16, as kernels of sparse attention read a latent of DeepSeek's
 
@@ -130,7 +132,7 @@ def nextn(facts: ModelFacts) -> ModelFacts:
     if facts.moe is None:
         raise ValueError(f"{facts.architecture} has no NextN layer")
     indexer = None if facts.indexer is None else replace(facts.indexer, full=(True,))
-    return replace(facts, layers=1, moe=replace(facts.moe, first_dense=0), indexer=indexer)
+    return replace(facts, layers=1, moe=replace(facts.moe, sparse=(True,)), indexer=indexer)
 
 
 def verified(shape: Shape, drafts: int) -> Shape:
@@ -176,7 +178,7 @@ def _add(made: dict[str, Phase], phase: Phase) -> None:
 
 def _rates(facts: ModelFacts, widths: Widths, quantized: float, plain: float) -> tuple[float, float]:
     """FLOPs at (FP8's, bf16's) rate."""
-    if facts.fp8_block is None or widths.quantized > 1:
+    if scheme_of(facts.quantization_config) is UNQUANTIZED or widths.quantized > 1:
         return 0.0, quantized + plain
     return quantized, plain
 

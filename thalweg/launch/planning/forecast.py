@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from thalweg.config.machine import Machine
 from thalweg.config.machines import CHIPS, Hardware, hardware_of
-from thalweg.config.model import ModelFacts, read_facts
+from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
@@ -34,6 +34,7 @@ from thalweg.launch.planning.traffic import Collective, collectives
 from thalweg.launch.planning.weights import Widths, held
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
+from thalweg.models.catalog import read_facts
 
 INPUT, OUTPUT = 1024, 256  # tokens of a request, where nothing is said
 COUNTS = (1, 2, 4, 8, 16, 32)  # of GPUs that are proposed

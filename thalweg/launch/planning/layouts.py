@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thalweg.config.model import ModelFacts
+from thalweg.quant.catalog import quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,15 @@ class Layout:
 ONE = Layout()
 
 
+def block_rows(facts: ModelFacts) -> int:
+    """Rows of a weight that must stay together."""
+    scheme = quantized(facts.quantization_config)
+    return 1 if scheme is None else scheme.block[0]
+
+
 def why_not(facts: ModelFacts, layout: Layout) -> str:
     """Why the model cannot be cut so; "" where it can."""
-    cut, block = layout.attention, 1 if facts.fp8_block is None else facts.fp8_block[0]
+    cut, block = layout.attention, block_rows(facts)
     if layout.tp % layout.dp:
         return f"dp {layout.dp} must divide tp {layout.tp}"
     if facts.heads % cut:

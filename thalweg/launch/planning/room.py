@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
+from thalweg.quant.catalog import quantized
 
 RESERVE = 1 << 30  # as `engine.memory` keeps
 
@@ -102,12 +103,12 @@ def _activations(facts: ModelFacts, tokens: int, cut: int) -> float:
     if facts.moe is None:
         return dense
     inner, choices = facts.moe.intermediate / cut, tokens * (facts.moe.topk + facts.moe.shared)
-    if facts.fp8_block is not None and tokens >= GROUPED:
+    if quantized(facts.quantization_config) is not None and tokens >= GROUPED:
         # inputs as codes and sums in float32 of all tokens; of each choice codes, gates and values, codes of their product, and the result
         scales = 4 * (facts.hidden + inner) / 128
         return 9 * tokens * facts.hidden + choices * (3 * facts.hidden + 5 * inner + scales)
     sparse = 2 * wide + ACTIVATION * choices * (inner + facts.hidden)
-    return max(dense, sparse) if facts.moe.first_dense else sparse
+    return max(dense, sparse) if not all(facts.moe.sparse) else sparse
 
 
 def _around_attention(facts: ModelFacts, cut: int) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from thalweg.config.model import ModelFacts, Moe
 from thalweg.launch.planning.layouts import ONE, Layout
+from thalweg.quant.catalog import quantized
 
 HEADS, KEYS, EXPERTS, WHOLE = "heads", "keys", "experts", "whole"
 BLOCK_SCALE = 4  # bytes of the multiplier of an FP8 block
@@ -69,9 +70,10 @@ class Widths:
     def of(facts: ModelFacts, dtype: str = "bfloat16", dequantized: bool = False) -> Widths:
         """As a checkpoint of these facts has them. dtype: of what is not quantized. dequantized: FP8 weights become that, too."""
         plain = PLAIN[dtype]
-        if facts.fp8_block is None or dequantized:
+        scheme = quantized(facts.quantization_config)
+        if scheme is None or dequantized:
             return Widths(plain, plain)
-        rows, columns = facts.fp8_block
+        rows, columns = scheme.block
         return Widths(1.0, plain, BLOCK_SCALE / (rows * columns))
 
     def read(self, one: Weights) -> float:

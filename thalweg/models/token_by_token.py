@@ -1,8 +1,9 @@
 """A model that computes each token by itself: the reference's way to be deterministic.
 
-Kernels of a library round a row differently when others stand beside it, and a padded context differently from one that ends. Here every token
-of a step is a step of its own, of one row with exactly its context, in order, so that each operation's shape follows from the token's
-position alone: bits depend neither on the batch, nor on how a prompt was cut, nor on what was found in the cache, nor on what was drafted.
+Kernels of a library round a row differently when others stand beside it, and a padded context differently from one that
+ends. Here every token of a step is a step of its own, of one row with exactly its context, in order, so that each
+operation's shape follows from the token's position alone: bits depend neither on the batch, nor on how a prompt was
+cut, nor on what was found in the cache, nor on what was drafted.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from torch import Tensor
 from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes, PlaneSpec
-from thalweg.models.base import Model
-from thalweg.weights.table import Table
+from thalweg.models.decoder import Model
+from thalweg.weights.table import WeightTable
 
 
-class OneByOne:
+class TokenByToken:
     """`model` behind the same interface."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.facts, self.parts, self.steps = model, model.facts, model.parts, model.steps
+        self.model, self.facts, self.factory, self.metadata = model, model.facts, model.factory, model.metadata
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         return self.model.planes()
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         return self.model.table()
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
@@ -46,8 +47,10 @@ class OneByOne:
         return self.model.forward(_single(batch, row, token, position, write), planes)
 
     def _nodes(self, batch: Batch, planes: Planes, row: int, tokens: range, hides_Q: Tensor) -> list[Tensor]:
-        """A row whose tokens are nodes of a tree. Each is computed where it would stand without drafts: meanwhile the entries of the path before it
-        stand at the columns behind the root, and its own behind those; in the end all are where the tree has them."""
+        """A row whose tokens are nodes of a tree. Each is computed where it would stand without drafts: meanwhile the
+        entries of the path before it stand at the columns behind the root, and its own behind those; in the end all are
+        where the tree has them.
+        """
         entries = [planes.tokens(spec.name, spec.layer).view(torch.uint8) for spec in self.model.planes()]
         columns_Q = batch.write_T[tokens.start : tokens.stop]
         root, hides, hidden = int(batch.positions_T[tokens.start]), hides_Q.tolist(), list[Tensor]()

@@ -1,0 +1,217 @@
+"""Norms, linear layers and the embedding on a GPU's kernels: the parameters of the plain ones, other products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.kernels.gemm import triton as gemm
+from thalweg.kernels.invariant import triton as invariant
+from thalweg.kernels.norm import triton as norm
+from thalweg.kernels.norm.triton import Normed
+from thalweg.kernels.silu_mul import triton as silu_mul
+from thalweg.kernels.wide import triton as wide
+from thalweg.layers.linear import declare_rows, embed_some
+from thalweg.layers.module import Module, parameter
+from thalweg.quant.scheme import LinearProduct, Quantized
+from thalweg.weights.table import Transform, unchanged
+
+
+class KernelNorm(Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dim; weight float32."""
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        eps: float,
+        published: torch.dtype,
+        device: torch.device,
+        reorder: Transform = unchanged,
+    ) -> None:
+        super().__init__()
+        self.weight = parameter(dim, dtype=torch.float32, device=device)
+        self.loads("weight", f"{name}.weight", (dim,), published, reorder)
+        self.eps = eps
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return norm.rms_norm(x_TH, self.weight, self.eps)
+
+    def forward_(self, x_TH: Tensor) -> Tensor:
+        """The same, in place."""
+        return x_TH.copy_(self.forward(x_TH))
+
+    def lazy(self, x_TH: Tensor) -> Normed:
+        """The norm for a product or a mixture of experts to compute in its own way. x must not change before."""
+        return Normed(x_TH, self.weight, self.eps)
+
+
+# (x, weight, bias, residual, dtype) → x Wᵀ (+ b) (+ residual, in place) in dtype, default x's
+Matmul = Callable[[Tensor | Normed, Tensor, Tensor | None, Tensor | None, torch.dtype | None], Tensor]
+
+
+def matmul(deterministic: bool) -> Matmul:
+    """What computes bf16 products."""
+    return _invariant if deterministic else _fastest
+
+
+def _invariant(
+    x: Tensor | Normed, w: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
+) -> Tensor:
+    return invariant.linear(norm.rows_of(x), w, bias, residual, dtype)
+
+
+def _fastest(
+    x: Tensor | Normed, w: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
+) -> Tensor:
+    """Own kernels for few rows, and where a weight fills the machine for some more; cuBLAS beyond."""
+    if bias is None and residual is None and wide.head_fits(len(x), w):
+        return wide.linear(norm.rows_of(x), w, dtype or torch.bfloat16)
+    if bias is None and residual is not None and wide.cut_fits(len(x), w):
+        return wide.add_(residual, norm.rows_of(x), w)
+    if gemm.wins(len(x), *w.shape):
+        return gemm.linear(x, w, bias, residual, dtype)
+    x = norm.rows_of(x)
+    if residual is not None:
+        residual.addmm_(x, w.t())
+        return residual if bias is None else residual.add_(bias)
+    if dtype is not None and dtype != x.dtype:
+        return torch.mm(x, w.t(), out_dtype=dtype)
+    return nn.functional.linear(x, w, bias)
+
+
+class KernelLinear(Module):
+    """y = x Wᵀ (+ b), bf16. See `layers.linear.Linear`."""
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        inputs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        matmul: Matmul,
+        has_bias: bool = False,
+        is_partial: bool = False,
+    ) -> None:
+        super().__init__()
+        self.widths, self.is_partial, self.matmul = list(widths), is_partial, matmul
+        self.weight = parameter(sum(widths), inputs, dtype=dtype, device=device)
+        self.bias = parameter(sum(widths), dtype=dtype, device=device) if has_bias else None
+
+    def forward(self, x: Tensor | Normed) -> Tensor:
+        return self.matmul(x, self.weight, self.bias, None, None)
+
+    def split(self, x: Tensor | Normed) -> tuple[Tensor, ...]:
+        """The result, one view for each part."""
+        return torch.split(self.forward(x), self.widths, 1)
+
+    def add_(self, h: Tensor, x: Tensor | Normed) -> Tensor:
+        """h += x Wᵀ (+ b), in place."""
+        return self.matmul(x, self.weight, self.bias, h, None)
+
+    def swiglu(self, x: Tensor | Normed) -> Tensor:
+        """silu(gate) · up of the result, whose first half are the gates."""
+        if self.matmul is _fastest and gemm.fuses(len(x), *self.weight.shape):
+            return gemm.swiglu(x, self.weight, self.bias)
+        if self.matmul is _fastest and self.bias is None and wide.pairs_fit(len(x), self.weight):
+            return wide.swiglu(norm.rows_of(x), self.weight)
+        return silu_mul.silu_mul(self.forward(x))
+
+
+class QuantizedLinear(Module):
+    """y = x Wᵀ of a weight that memory holds as the checkpoint stores it."""
+
+    def __init__(
+        self,
+        scheme: Quantized,
+        product: LinearProduct,
+        widths: Sequence[int],
+        inputs: int,
+        device: torch.device,
+        is_partial: bool = False,
+    ) -> None:
+        super().__init__()
+        self.widths, self.is_partial, self.product = list(widths), is_partial, product
+        held = quantized_parameters(self, "weight", scheme, (sum(widths), inputs), device)
+        self._held = held
+
+    def forward(self, x: Tensor | Normed) -> Tensor:
+        return self.product(x, self._held)
+
+    def split(self, x: Tensor | Normed) -> tuple[Tensor, ...]:
+        """The result, one view for each part."""
+        return torch.split(self.forward(x), self.widths, 1)
+
+    def add_(self, h: Tensor, x: Tensor | Normed) -> Tensor:
+        """h += x Wᵀ, in place."""
+        return self.product(x, self._held, residual_MN=h)
+
+    def swiglu(self, x: Tensor | Normed) -> Tensor:
+        """silu(gate) · up of the result, whose first half are the gates."""
+        return silu_mul.silu_mul(self.forward(x))
+
+
+def quantized_parameters(
+    module: Module, name: str, scheme: Quantized, shape: tuple[int, ...], device: torch.device
+) -> tuple[nn.Parameter, ...]:
+    """Gives the module the parameters that hold a weight of this shape. Returns them in the scheme's order."""
+    made = []
+    for suffix, (size, dtype) in scheme.parameters(shape).items():
+        held = parameter(*size, dtype=dtype, device=device)
+        setattr(module, name + suffix, held)
+        made.append(held)
+    return tuple(made)
+
+
+class MixedLinear(Module):
+    """A packed linear whose parts have different schemes: one product for each scheme."""
+
+    def __init__(self, linears: Sequence[KernelLinear | QuantizedLinear], order: Sequence[tuple[int, int]]) -> None:
+        """order: of each part, which linear has it, and as which of its parts."""
+        super().__init__()
+        self.linears, self._linears, self.order = nn.ModuleList(linears), list(linears), list(order)
+
+    def split(self, x: Tensor | Normed) -> tuple[Tensor, ...]:
+        """The result of each part."""
+        rows = norm.rows_of(x)  # once for all products
+        results = [linear.split(rows) for linear in self._linears]
+        return tuple(results[linear][part] for linear, part in self.order)
+
+    def forward(self, x: Tensor | Normed) -> Tensor:
+        return torch.cat(self.split(x), 1)
+
+    def swiglu(self, x: Tensor | Normed) -> Tensor:
+        """silu(gate) · up."""
+        return silu_mul.silu_mul(self.forward(x))
+
+
+class KernelEmbedding(Module):
+    """See `layers.linear.Embedding`."""
+
+    def __init__(
+        self,
+        name: str,
+        vocab: int,
+        hidden: int,
+        here: range,
+        published: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+        matmul: Matmul,
+    ) -> None:
+        super().__init__()
+        self.weight = parameter(len(here), hidden, dtype=dtype, device=device)
+        self.here, self.is_partial, self.matmul = here, len(here) < vocab, matmul
+        declare_rows(self.weights, name, (vocab, hidden), here, published)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        """[T, hidden]; with a part of the vocabulary, zeros for tokens of the others."""
+        if not self.is_partial:
+            return self.weight.index_select(0, ids_T)
+        return embed_some(self.weight, ids_T, self.here)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """float32 [N, rows here]."""
+        return self.matmul(hidden_NH, self.weight, None, None, torch.float32)

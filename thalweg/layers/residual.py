@@ -1,0 +1,128 @@
+"""The residual stream of a forward: what sublayers read through a norm and add to.
+
+On one rank an addition is the epilogue of the product that makes it. On several ranks a sublayer leaves a partial sum,
+which stays pending until the stream is read: then one reduction settles it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from thalweg.parallel.axis import Axis
+
+Activation = Any  # a Tensor [T, H], or a norm that its readers compute (`kernels.norm.triton.Normed`)
+
+
+def rows_of(x: Activation) -> Tensor:
+    """The rows of an activation, computed if they have not been."""
+    return x if isinstance(x, Tensor) else x.rows()
+
+
+class Norm(Protocol):
+    """A norm over the last dim."""
+
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    def forward_(self, x: Tensor) -> Tensor:
+        """The same, in place."""
+
+    def lazy(self, x: Tensor) -> Activation:
+        """The norm of x for readers that may compute it themselves. x must not change before they have."""
+
+
+class Addend(Protocol):
+    """A linear layer whose result is added to the stream."""
+
+    is_partial: bool  # the result is one rank's part of a sum
+
+    def forward(self, x: Activation) -> Tensor: ...
+
+    def add_(self, h: Tensor, x: Activation) -> Tensor:
+        """h += forward(x), in place."""
+
+
+class ExpertBlock(Protocol):
+    """A mixture of experts."""
+
+    def add_(self, h_TH: Tensor, x: Activation, real_T: Tensor | None) -> None:
+        """h += moe(x), in place, with all experts on this rank. real_T: False where a token is padding."""
+
+    def partial(self, x: Activation, real_T: Tensor | None) -> Tensor:
+        """This rank's part of the sum over tensor-parallel ranks, float32 [T, H], for experts divided over ranks."""
+
+
+class ResidualStream(Protocol):
+    """The hidden state [T, H] between sublayers."""
+
+    def add(self, linear: Addend, x: Activation) -> None:
+        """stream += linear(x)."""
+
+    def add_experts(self, experts: ExpertBlock, x: Activation, real_T: Tensor | None) -> None:
+        """stream += experts(x)."""
+
+    def normed(self, norm: Norm) -> Activation:
+        """What the next sublayer reads. It must be read before the stream is added to."""
+
+    def value(self) -> Tensor:
+        """[T, H], with everything added: the memory that later additions edit."""
+
+
+class SingleStream:
+    """The stream on one rank: additions edit x in place."""
+
+    __slots__ = ("x_TH",)
+
+    def __init__(self, x_TH: Tensor) -> None:
+        self.x_TH = x_TH
+
+    def add(self, linear: Addend, x: Activation) -> None:
+        linear.add_(self.x_TH, x)
+
+    def add_experts(self, experts: ExpertBlock, x: Activation, real_T: Tensor | None) -> None:
+        experts.add_(self.x_TH, x, real_T)
+
+    def normed(self, norm: Norm) -> Activation:
+        return norm.lazy(self.x_TH)
+
+    def value(self) -> Tensor:
+        return self.x_TH
+
+
+class ShardedStream:
+    """The stream on one of several ranks. x holds settled rows, which are equal on all tensor-parallel ranks, and
+    `pending` what is still to be added.
+    """
+
+    __slots__ = ("axis", "pending_TH", "x_TH")
+
+    def __init__(self, x_TH: Tensor, axis: Axis, is_partial: bool = False) -> None:
+        """axis: the tensor-parallel ranks. is_partial: x is this rank's part of a sum, as of a vocabulary that is cut."""
+        self.axis = axis
+        self.x_TH = torch.zeros_like(x_TH) if is_partial else x_TH
+        self.pending_TH: Tensor | None = x_TH if is_partial else None
+
+    def add(self, linear: Addend, x: Activation) -> None:
+        if not linear.is_partial:
+            self.value()
+            linear.add_(self.x_TH, x)
+        elif self.pending_TH is None:
+            self.pending_TH = linear.forward(x)
+        else:
+            linear.add_(self.pending_TH, x)
+
+    def add_experts(self, experts: ExpertBlock, x: Activation, real_T: Tensor | None) -> None:
+        partial_TH = experts.partial(x, real_T)
+        self.pending_TH = partial_TH if self.pending_TH is None else self.pending_TH + partial_TH
+
+    def normed(self, norm: Norm) -> Activation:
+        return norm.lazy(self.value())
+
+    def value(self) -> Tensor:
+        if self.pending_TH is not None:
+            # summed in float32 in rank order, rounded once: equal bits on all ranks
+            self.x_TH.copy_(self.x_TH.float() + self.axis.all_reduce(self.pending_TH))
+            self.pending_TH = None
+        return self.x_TH

@@ -1,0 +1,216 @@
+"""A decoder: embedding, layers, final norm, head. Families differ in their layers (`models.catalog`).
+
+Pipeline stages hold some of the layers. A stage takes and gives a `StageValue`; the first embeds, the last returns
+hidden states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.attention.context import Work
+from thalweg.attention.selection import Choices
+from thalweg.batch.batch import Batch
+from thalweg.config.model import ModelFacts
+from thalweg.layers.interface import LayerFactory, MetadataBuilder, Vocabulary
+from thalweg.layers.module import Module
+from thalweg.layers.residual import ResidualStream
+from thalweg.memory.planes import Planes, PlaneSpec
+from thalweg.weights.table import WeightTable, table_of
+
+ROTARY_BUFFERS = (
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"  # old exports carry them; they follow from the config
+)
+
+
+class Model(Protocol):
+    """What the runner asks of a model. It is an nn.Module too; everything runs under torch.inference_mode."""
+
+    facts: ModelFacts
+    factory: LayerFactory
+    metadata: MetadataBuilder
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        """What it keeps of each token."""
+
+    def forward(self, batch: Batch, planes: Planes) -> Tensor:
+        """Hidden states [T, X] of every token of the step: first the H numbers that `logits` reads, then the watched
+        streams (`Target.watch`).
+
+        Writes the step's KV into the planes.
+        """
+
+    def logits(self, hidden_NX: Tensor) -> Tensor:
+        """float32 [N, vocabulary]."""
+
+    def table(self) -> WeightTable:
+        """How the published tensors map onto its parameters."""
+
+
+class Target(Model, Protocol):
+    """A model that others can draft for."""
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """[T, H]: the embeddings of tokens."""
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """From now on `forward` returns, behind the H numbers of the final hidden state, the residual streams that
+        enter these layers (number `facts.layers` is behind the last): [T, H · (1 + watched)].
+        """
+
+
+class DecoderLayer(Protocol):
+    """One layer of a family. `layers.factory` makes its parts."""
+
+    def __call__(self, h: ResidualStream, metadata: Any, choices: Choices) -> Choices:
+        """Adds to the stream. Returns the selection of context that later layers may share."""
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        """What its attention keeps of each token."""
+
+
+MakeLayer = Callable[[ModelFacts, int, LayerFactory], DecoderLayer]  # the layer of this number
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers `first` to `stop` - 1 of `layers`."""
+
+    first: int
+    stop: int
+    layers: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.layers
+
+
+class StageValue(NamedTuple):
+    """What one pipeline stage hands to the next."""
+
+    x_TH: Tensor  # the settled residual stream
+    choices: Choices  # the selection of context that layers without an indexer of their own share
+    watched: tuple[Tensor, ...] = ()  # streams that a drafter reads, of the stages so far
+
+
+class Decoder(Module):
+    """See `Model` and `Target`."""
+
+    def __init__(
+        self, facts: ModelFacts, factory: LayerFactory, make_layer: MakeLayer, work: Work, stage: Stage | None = None
+    ) -> None:
+        """work: what attention of a step takes, see `attention.context`. stage: None is the whole model."""
+        super().__init__()
+        self.facts, self.factory, self.watched = facts, factory, tuple[int, ...]()
+        self.stage = stage or Stage(0, facts.layers, facts.layers)
+        self.embedding: Vocabulary | None = None
+        self.head: Vocabulary | None = None
+        if self.stage.is_first or self.stage.is_last:  # drafters on the last stage embed, too
+            self.embedding = factory.vocabulary("model.embed_tokens", facts.vocab, facts.hidden)
+        self._layers = [make_layer(facts, i, factory) for i in range(self.stage.first, self.stage.stop)]
+        self.layers = nn.ModuleList(layer for layer in self._layers if isinstance(layer, nn.Module))
+        if self.stage.is_last:
+            self.norm = factory.norm("model.norm", facts.hidden, facts.norm_eps)
+            self.head = self.embedding if facts.tied else factory.vocabulary("lm_head", facts.vocab, facts.hidden)
+        self.metadata = factory.metadata(facts, work)
+        self.weights.skips += [ROTARY_BUFFERS, *([r"lm_head\.weight"] if facts.tied else [])]
+        self.weights.skips += [rf"model\.layers\.{facts.layers + depth}\..*" for depth in range(facts.nextn)]
+        if not self.stage.is_first or not self.stage.is_last:
+            elsewhere = [i for i in range(facts.layers) if not self.stage.first <= i < self.stage.stop]
+            self.weights.skips += [rf"model\.layers\.{i}\..*" for i in elsewhere]
+            self.weights.skips += [
+                re.escape(name) for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+            ]
+
+    def watch(self, layers: Sequence[int]) -> None:
+        self.watched = tuple(layers)
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        return tuple(spec for layer in self._layers for spec in layer.planes())
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        return self._embedded(ids_T).value()
+
+    def _embedded(self, ids_T: Tensor) -> ResidualStream:
+        assert self.embedding is not None, "the first stage embeds"
+        return self.factory.stream(self.embedding.forward(ids_T), self.embedding.is_partial)
+
+    def forward(self, batch: Batch, planes: Planes) -> Tensor:
+        hidden = self.run(batch, planes)
+        assert isinstance(hidden, Tensor), "a stage that is not the last returns a StageValue"
+        return hidden
+
+    def run(self, batch: Batch, planes: Planes, received: StageValue | None = None) -> Tensor | StageValue:
+        """The layers of this stage. received: from the stage before; None is the first. Returns hidden states from the
+        last stage.
+        """
+        metadata = self.metadata.build(batch, planes)
+        choices: Choices = (None,) * len(metadata.spans)
+        watched: list[Tensor] = []
+        if received is None:
+            h = self._embedded(batch.ids_T)
+        else:
+            h, choices, watched = self.factory.stream(received.x_TH), received.choices, list(received.watched)
+        for number, layer in enumerate(self._layers, self.stage.first):
+            if number in self.watched:
+                watched.append(settled_copy(h))
+            choices = layer(h, metadata, choices)
+        if not self.stage.is_last:
+            return StageValue(h.value(), choices, tuple(watched))
+        if self.stage.layers in self.watched:
+            watched.append(settled_copy(h))
+        hidden_TH: Tensor = self.norm.forward(h.value())
+        return torch.cat([hidden_TH, *self._in_order(watched)], 1) if watched else hidden_TH
+
+    def _in_order(self, watched: list[Tensor]) -> list[Tensor]:
+        """Streams as they were asked for; they were collected in the order of layers."""
+        by_layer = dict(zip(sorted(set(self.watched)), watched, strict=True))
+        return [by_layer[layer] for layer in self.watched]
+
+    def logits(self, hidden_NX: Tensor) -> Tensor:
+        assert self.head is not None, "the last stage has the head"
+        return gathered_logits(self.factory, self.head, hidden_NX[:, : self.facts.hidden], self.facts.vocab)
+
+    def table(self) -> WeightTable:
+        return table_of(self)
+
+
+def settled_copy(h: ResidualStream) -> Tensor:
+    """The stream as it enters a layer, which will edit it in place. Before it is settled a stream is one rank's part."""
+    return h.value().clone()
+
+
+def gathered_logits(factory: LayerFactory, head: Vocabulary, hidden_NH: Tensor, vocab: int) -> Tensor:
+    """float32 [N, vocab]: of a head whose rows are shared by tensor-parallel ranks, gathered from all of them."""
+    own_NV, axis = head.logits(hidden_NH), factory.layout.tp
+    if axis.size == 1:
+        return own_NV
+    each = -(-vocab // axis.size)
+    padded_NV = own_NV.new_full((len(own_NV), each), -torch.inf)
+    padded_NV[:, : own_NV.shape[1]] = own_NV
+    return axis.all_gather(padded_NV).transpose(0, 1).flatten(1)[:, :vocab].contiguous()
+
+
+def stage_borders(facts: ModelFacts, stages: int) -> tuple[Stage, ...]:
+    """Cuts the layers into stages of about equal size. A border is moved back to a layer with an indexer of its own
+    where one is near.
+    """
+    full = facts.indexer.full if facts.indexer is not None else (True,) * facts.layers
+    borders = [0]
+    for number in range(1, stages):
+        even = round(number * facts.layers / stages)
+        own = [i for i in range(borders[-1] + 1, even + 1) if full[i]]
+        borders.append(own[-1] if own else even)
+    return tuple(
+        Stage(first, stop, facts.layers) for first, stop in zip(borders, [*borders[1:], facts.layers], strict=True)
+    )

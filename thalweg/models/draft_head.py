@@ -1,0 +1,94 @@
+"""What drafts by itself, one token after the other: a layer or a few behind a target model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.batch import Batch
+from thalweg.config.model import ModelFacts
+from thalweg.layers.interface import LayerFactory
+from thalweg.layers.module import Module
+from thalweg.layers.residual import ResidualStream
+from thalweg.memory.planes import Planes, PlaneSpec
+from thalweg.models.decoder import Target
+from thalweg.parallel.axis import width_of
+from thalweg.weights.table import WeightTable
+
+
+class DraftHead(Protocol):
+    """An autoregressive draft head. It is an nn.Module too.
+
+    Its KV entry at position p is made of token p and of a state of position p - 1: from the target's hidden states
+    there, or what the head returned there itself; zeros before position 0. So an entry depends on the tokens up to p
+    alone, like everything else in a page.
+    """
+
+    facts: ModelFacts  # of its own layers
+    index: int  # of its first layer among the planes' layers
+    width: int  # numbers of a state
+    dtype: torch.dtype
+    ids_D: Tensor | None  # int64 [D], the token of each of its logits; None: they are those of the target's vocabulary
+    attends: bool  # whether `write_kv` attends to earlier entries, as a head of several layers must
+
+    @property
+    def main(self) -> tuple[Target, ...]:
+        """The target, whose embedding, rotary table or head it uses; no child of this module."""
+
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        """Of the same pages as the target's."""
+
+    def table(self) -> WeightTable:
+        """How the published tensors map onto its parameters."""
+
+    def draft_state(self, hidden_TX: Tensor) -> Tensor:
+        """[T, width]: the states of positions whose hidden states `Model.forward` has returned."""
+
+    def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
+        """The states behind the entries, [T, width]; writes their KV.
+
+        ids_T: the tokens of the entries. state_TW: of the positions before them. batch: their positions, and the
+        context before them.
+        """
+
+    def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
+        """Writes the KV that `forward` would write, and computes nothing else where that is possible."""
+
+    def logits(self, state_NW: Tensor) -> Tensor:
+        """float32 [N, D]: of the next token."""
+
+
+class EntryProjection(Module):
+    """A projection that a residual stream begins with. Each tensor-parallel rank reads some of its input columns."""
+
+    def __init__(self, factory: LayerFactory, name: str, shape: tuple[int, int], has_bias: bool = False) -> None:
+        super().__init__()
+        tp, self.factory = factory.layout.tp, factory
+        self.columns = None if tp.size == 1 else width_of(shape[1], tp)
+        self.linear = factory.row(name, shape, self.columns, has_bias)
+
+    def start(self, x_TX: Tensor) -> ResidualStream:
+        """The stream of its result."""
+        if self.columns is None:
+            return self.factory.stream(self.linear.forward(x_TX))
+        part_TX = x_TX[:, self.columns.start : self.columns.stop].contiguous()
+        return self.factory.stream(self.linear.forward(part_TX), is_partial=True)
+
+
+class DraftEmbedding(Module):
+    """The embedding that a head reads: its own, or the target's."""
+
+    def __init__(self, factory: LayerFactory, name: str, facts: ModelFacts, main: Target, is_own: bool) -> None:
+        super().__init__()
+        self.factory, self.main = factory, (main,)
+        self.own = factory.vocabulary(name, facts.vocab, facts.hidden) if is_own else None
+        if not is_own:
+            self.weights.skips.append(rf"{name}\.weight")
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        """[T, H]."""
+        if self.own is None:
+            return self.main[0].embed(ids_T)
+        return self.factory.stream(self.own.forward(ids_T), self.own.is_partial).value()

@@ -1,0 +1,96 @@
+"""An axis is a group of ranks that compute parts of the same tensors, and the collectives between them.
+
+An axis of size 1 is the identity. Every reduction adds in rank order, in float32, so that all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from thalweg.core.errors import UnsupportedConfig
+
+BLOCK = 128  # rows or columns that stay together where a width is cut: tiles of products and FP8 blocks are as wide
+
+
+class Axis(Protocol):
+    """A group of ranks. Every rank calls the same collectives in the same order with tensors of the same shape and
+    dtype.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int:
+        """This process's position in the group, from 0."""
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum over all ranks in float32."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]: the tensors of all ranks, in rank order."""
+
+    def reduce_scatter(self, partial: Tensor) -> Tensor:
+        """partial [size, ...]: entry r is this rank's contribution to rank r. Returns the float32 sum of what is for
+        this rank.
+        """
+
+
+class SingleRank:
+    """The axis of size 1."""
+
+    size = 1
+    rank = 0
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return partial.float()
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
+
+    def reduce_scatter(self, partial: Tensor) -> Tensor:
+        return partial[0].float()
+
+
+SINGLE = SingleRank()
+
+
+def share_of(units: int, axis: Axis, what: str) -> range:
+    """The units (heads, experts) of this rank: equally many on each. With fewer units than ranks, neighbouring ranks
+    hold the same one.
+
+    Raises UnsupportedConfig, with the sizes that divide, if they cannot be shared equally. what: their name in that
+    error.
+    """
+    size, rank = axis.size, axis.rank
+    if units >= size and units % size == 0:
+        each = units // size
+        return range(rank * each, (rank + 1) * each)
+    if units < size and size % units == 0:
+        unit = rank * units // size
+        return range(unit, unit + 1)
+    legal = [n for n in range(1, units + 1) if units % n == 0]
+    raise UnsupportedConfig(f"{units} {what} cannot be shared by {size} ranks: use one of {', '.join(map(str, legal))}")
+
+
+def width_of(width: int, axis: Axis) -> range:
+    """The columns of a layer's inner width on this rank: whole blocks of 128, as even as they can be, the first ranks
+    with one more.
+
+    A width with fewer blocks than ranks is cut into smaller pieces, down to single columns.
+    """
+    block = BLOCK
+    while block > 1 and (width % block or width // block < axis.size):
+        block //= 2
+    blocks, rank = width // block, axis.rank
+    each, more = divmod(blocks, axis.size)
+    first = rank * each + min(rank, more)
+    return range(first * block, (first + each + (rank < more)) * block)
+
+
+def vocabulary_of(vocab: int, axis: Axis) -> range:
+    """The token ids whose embedding or head rows are on this rank: equally many on each, but for the last ones."""
+    each = -(-vocab // axis.size)
+    return range(min(axis.rank * each, vocab), min((axis.rank + 1) * each, vocab))

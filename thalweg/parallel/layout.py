@@ -1,0 +1,38 @@
+"""How one model is laid out over ranks: which axis each kind of sublayer is cut along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thalweg.core.errors import UnsupportedConfig
+from thalweg.parallel.axis import SINGLE, Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The axes of one rank. On a single rank every axis is `SINGLE`.
+
+    The ranks of a layer are tp x dp: `tp` ranks compute the same tokens, `dp` groups of them compute different ones.
+    The experts are divided over all of these, as `ep` groups of `moe_tp` ranks.
+    """
+
+    tp: Axis = SINGLE  # shares attention heads, dense MLPs, vocabulary
+    dp: Axis = SINGLE  # has other tokens, and the same experts
+    dense: Axis = SINGLE  # shares the width of dense MLPs (--moe-dense-tp-size): `tp`, or SINGLE, where each rank computes all of it
+    ep: Axis = SINGLE  # shares experts
+    moe_tp: Axis = SINGLE  # shares the width of each expert
+
+    def __post_init__(self) -> None:
+        if self.tp.size * self.dp.size != self.ep.size * self.moe_tp.size:
+            raise UnsupportedConfig(
+                f"experts are divided over {self.ep.size} x {self.moe_tp.size} ranks, and the layer has {self.tp.size} x {self.dp.size}"
+            )
+        if self.dense.size not in (1, self.tp.size):
+            raise UnsupportedConfig(f"--moe-dense-tp-size {self.dense.size}: use 1 or the attention's {self.tp.size}")
+
+    @property
+    def is_single(self) -> bool:
+        return self.tp.size * self.dp.size == 1
+
+
+SINGLE_RANK = Layout()

@@ -1,0 +1,128 @@
+"""Random checkpoints: the tensors that `--load-format dummy` loads and `make-checkpoint` writes.
+
+A number is a function of the seed, the tensor's name and the position in the published tensor. So any slice can be made
+alone, and every layout over ranks holds equal weights. Activations stay near 1, and tokens choose their experts about
+uniformly.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.quant.catalog import Declared
+from thalweg.quant.scheme import Read, Take, TensorSpec
+from thalweg.weights.loader import Progress, load, no_progress
+from thalweg.weights.table import WeightTable
+
+AT_ONCE = 1 << 26  # numbers made at a time: what is made of them takes up to 32 bytes each
+CODE_SPREAD = 64.0  # standard deviation of FP8 codes, whose largest is 448
+ROUTER_BIAS_SPREAD = 0.02  # small beside the scores, so that routing stays about uniform
+BYTE_SUM_MEAN, BYTE_SUM_SPREAD = 510.0, math.sqrt(4 * (256**2 - 1) / 12)  # of the sum of four uniform bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RandomTensor:
+    """A tensor of a random checkpoint. Its numbers are about normally distributed."""
+
+    spec: TensorSpec
+    like: str  # the tensor whose numbers it has; itself, but for NextN's copies of embedding and head
+    spread: float  # standard deviation
+    centre: float = 0.0  # mean
+
+    def slice(self, take: Take, seed: int, device: torch.device) -> Tensor:
+        """The numbers of a slice, on the device, in the tensor's dtype."""
+        shape = self.spec.shape if len(self.spec.shape) > 1 else (1, *self.spec.shape)
+        parts = take if len(self.spec.shape) > 1 else (slice(None), *take)
+        rows, columns = (
+            range(*part.indices(size)) for part, size in zip((*parts, slice(None), slice(None)), shape, strict=False)
+        )
+        made = torch.empty(len(rows), len(columns), dtype=self.spec.dtype, device=device)
+        at_once = max(AT_ONCE // max(len(columns), 1), 1)
+        key = zlib.crc32(f"{seed} {self.like}".encode())
+        column_C = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=device)
+        for first in range(0, len(rows), at_once):
+            some = rows[first : first + at_once]
+            row_R1 = torch.arange(some.start, some.stop, dtype=torch.int64, device=device).unsqueeze(1)
+            place_RC = (row_R1 * shape[1]).to(torch.int32) + column_C  # wraps beyond 2^32 numbers
+            noise_RC = _byte_sum(_mixed(place_RC, key)).to(torch.float32)
+            noise_RC.sub_(BYTE_SUM_MEAN).mul_(self.spread / BYTE_SUM_SPREAD).add_(self.centre)
+            made[first : first + len(some)] = noise_RC
+        return made if len(self.spec.shape) > 1 else made.view(-1)
+
+
+def _mixed(x: Tensor, key: int) -> Tensor:
+    """A 32-bit integer hash with two rounds of multiply and shift (Wellons 2018, "lowbias32"), of int32, in place."""
+    x ^= key - (1 << 32) if key >= 1 << 31 else key
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 0)):
+        x ^= (x >> shift) & ((1 << 32 - shift) - 1)
+        if factor:
+            x *= factor
+    return x
+
+
+def _byte_sum(x: Tensor) -> Tensor:
+    """The sum of an integer's four bytes, in place."""
+    total = x & 0xFF
+    for _ in range(3):
+        x >>= 8
+        total += x & 0xFF
+    return total
+
+
+def random_tensors(table: WeightTable, quantization_config: Mapping[str, object], is_tied: bool) -> list[RandomTensor]:
+    """The tensors of a random checkpoint for this table, as they are published. Integer tensors are left out. is_tied:
+    the embedding is the head.
+    """
+    schemes, made = Declared(quantization_config), list[RandomTensor]()
+    for name, rules in table.by_source().items():
+        source = rules[0].source
+        if not source.dtype.is_floating_point:
+            continue
+        if len(source.shape) == 1:
+            spread = ROUTER_BIAS_SPREAD if "e_score_correction" in name else 0.1
+            made.append(RandomTensor(source, name, spread, 0.0 if name.endswith("bias") else 1.0))
+        elif re.search(r"embed_tokens\.weight$", name) and not is_tied:
+            made.append(RandomTensor(source, name, 1.0))
+        else:
+            spread = source.shape[-1] ** -0.5  # of inputs of variance 1, outputs of variance 1
+            held = next((rule.held for rule in rules if rule.held is not None), None)
+            codes, *scales = (held or schemes.of(source)).stored(source)
+            made.append(RandomTensor(codes, name, spread if codes.dtype == source.dtype else CODE_SPREAD))
+            step = spread / CODE_SPREAD
+            # scales unlike one another, so that a wrong one shows
+            made += [RandomTensor(scale, scale.name, step / 10, step) for scale in scales]
+    return made
+
+
+class RandomStream:
+    """A stream of such tensors."""
+
+    def __init__(self, tensors: Sequence[RandomTensor], seed: int) -> None:
+        self._tensors, self._seed = {tensor.spec.name: tensor for tensor in tensors}, seed
+        self.specs: Mapping[str, TensorSpec] = {name: tensor.spec for name, tensor in self._tensors.items()}
+
+    def deliver(self, reads: Sequence[Read], device: torch.device) -> Iterator[Tensor]:
+        for name, take in reads:
+            yield self._tensors[name].slice(take, self._seed, device)
+
+
+def load_random(
+    module: nn.Module,
+    table: WeightTable,
+    quantization_config: Mapping[str, object],
+    seed: int,
+    is_tied: bool,
+    progress: Progress = no_progress,
+) -> None:
+    """Fills a module as a random checkpoint would. Integer parameters, which say what stands for what, stay as they
+    were built.
+    """
+    stream = RandomStream(random_tensors(table, quantization_config, is_tied), seed)
+    load(module, table, stream, quantization_config, progress, is_partial=True)
