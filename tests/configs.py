@@ -21,7 +21,9 @@ def fields(
     kernels: KernelConfig | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """The fields of an `EngineConfig` by which its properties of these names have these values, and `others` as they are."""
+    """The fields of an `EngineConfig` by which its properties of these names have these values, and `others` as they
+    are.
+    """
     made = dict(others)
     if num_pages is not None:
         made["max_total_tokens"] = num_pages * PAGE

@@ -1,4 +1,6 @@
-"""The tiers: `null` runs without torch, `cpu` and `compose` anywhere, `gpu` where there is one, `soak` when asked for."""
+"""The tiers: `null` runs without torch, `cpu` and `compose` anywhere, `gpu` where there is one, `soak` when asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ if WORKER:  # one thread each; torch reads it when it is loaded
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Files are run as a whole, since their fixtures are made once a file; all of tests/gpu in one process, which has the GPU alone."""
+    """Files are run as a whole, since their fixtures are made once a file; all of tests/gpu in one process, which has
+    the GPU alone.
+    """
     from xdist.scheduler import LoadFileScheduling  # only `make test` has it
 
     class Files(LoadFileScheduling):
@@ -32,14 +36,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 
 def pytest_sessionstart() -> None:
-    """A shell that starts the tests in the background has Ctrl-C ignored, also in what they start; many tests press it."""
+    """A shell that starts the tests in the background has Ctrl-C ignored, also in what they start; many tests press
+    it.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:
-    """A thread or a child that a failed test has left behind must not hold the process: then it says where each thread stands, and ends.
-    A worker waits for the others and is ended by the process that started it."""
+    """A thread or a child that a failed test has left behind must not hold the process: then it says where each thread
+    stands, and ends. A worker waits for the others and is ended by the process that started it.
+    """
     if not WORKER:
         faulthandler.dump_traceback_later(EXIT, exit=True, file=sys.__stderr__)
 

@@ -33,7 +33,9 @@ ENGINE = (
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """summary: one line for `thalweg --help`. run: takes the arguments behind the command's name, returns the exit status."""
+    """summary: one line for `thalweg --help`. run: takes the arguments behind the command's name, returns the exit
+    status.
+    """
 
     summary: str
     run: Callable[[Sequence[str]], int]
@@ -301,7 +303,9 @@ COMMANDS = {
 
 
 def _sampling_flags(parser: Parser) -> argparse._ArgumentGroup:
-    """The group of a command's own flags, with those of sampling in it; what is not given is left to the model's defaults."""
+    """The group of a command's own flags, with those of sampling in it; what is not given is left to the model's
+    defaults.
+    """
     group = parser.add_argument_group("This command")
     group.add_argument(
         "--max-tokens", type=int, metavar="N", help="tokens an answer may have (default: 256)", default=256

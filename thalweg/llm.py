@@ -35,8 +35,9 @@ COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), T
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence of a result. logprobs: one for each of ids, when asked. finish: "stop", "length", or "error" where the model computed no numbers
-    (NaN), and there is no next token."""
+    """One sequence of a result. logprobs: one for each of ids, when asked. finish: "stop", "length", or "error" where
+    the model computed no numbers (NaN), and there is no next token.
+    """
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -53,7 +54,9 @@ class Choice:
 
 @dataclass(slots=True)
 class Result:
-    """A prompt's n outputs. prompt_logprobs: of prompt tokens 1 to the last, when asked. cached_tokens: prompt tokens not computed."""
+    """A prompt's n outputs. prompt_logprobs: of prompt tokens 1 to the last, when asked. cached_tokens: prompt tokens
+    not computed.
+    """
 
     prompt_ids: tuple[int, ...]
     outputs: list[Choice]
@@ -87,7 +90,9 @@ class _Texts:
 
 
 class LLM:
-    """An engine in the calling thread. `config`: the fields of the command line's settings, by name (`thalweg serve --help`)."""
+    """An engine in the calling thread. `config`: the fields of the command line's settings, by name (`thalweg serve
+    --help`).
+    """
 
     def __init__(self, model: str, *, progress: bool = False, **config: Any) -> None:
         self.texts = _Texts(model, config, progress)
@@ -101,8 +106,8 @@ class LLM:
         grammar: Grammar | Sequence[Grammar] = NO_GRAMMAR,
         keep: CacheRetention | Sequence[CacheRetention] = RETAIN_ALL,
     ) -> list[Result]:
-        """Completes each prompt (text or token ids). grammar: what the output must match, e.g. `Grammar("json_object")`. keep: what of
-        prompt and output the prefix cache keeps.
+        """Completes each prompt (text or token ids). grammar: what the output must match, e.g.
+        `Grammar("json_object")`. keep: what of prompt and output the prefix cache keeps.
 
         Raises InvalidRequest before anything runs if one cannot be served.
         """
@@ -131,7 +136,9 @@ class LLM:
         grammar: Grammar | Sequence[Grammar] = NO_GRAMMAR,
         **template: Any,
     ) -> list[Result]:
-        """Answers each conversation (OpenAI messages); `template` goes to the chat encoder, e.g. tools=..., thinking=True."""
+        """Answers each conversation (OpenAI messages); `template` goes to the chat encoder, e.g. tools=...,
+        thinking=True.
+        """
         asked = [self.texts.chat_ids(messages, **template) for messages in _conversations(conversations)]
         return self.generate([ids for ids, _ in asked], params, progress, grammar, [keep for _, keep in asked])
 
@@ -143,12 +150,16 @@ class LLM:
         return [result.prompt_logprobs for result in self.generate(prompts, params, progress)]
 
     def update_weights_from_disk(self, path: str, flush_cache: bool = True) -> str:
-        """Replaces the tensors that the checkpoint in this folder has, all of them or a few; says how many. flush_cache: also forget
-        what the old ones computed. Raises InvalidRequest for a folder that does not fit, and has changed nothing then."""
+        """Replaces the tensors that the checkpoint in this folder has, all of them or a few; says how many.
+        flush_cache: also forget what the old ones computed. Raises InvalidRequest for a folder that does not fit, and
+        has changed nothing then.
+        """
         return self.engine.control(UpdateWeights(0, path, flush_cache))
 
     def start_profile(self, folder: str, steps: int = 0, shapes: bool = False, stacks: bool = False) -> str:
-        """Profiles what runs from here on, for so many steps or until `stop_profile`. Raises InvalidRequest where one runs already."""
+        """Profiles what runs from here on, for so many steps or until `stop_profile`. Raises InvalidRequest where one
+        runs already.
+        """
         return self.engine.control(StartProfile(0, folder, steps, shapes=shapes, stacks=stacks))
 
     def stop_profile(self) -> str:

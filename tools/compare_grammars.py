@@ -1,4 +1,5 @@
-"""llguidance against xgrammar on the same schemas: compile time, time of a mask, what each lets through, and hostile schemas.
+"""llguidance against xgrammar on the same schemas: compile time, time of a mask, what each lets through, and hostile
+schemas.
 
 xgrammar is no dependency of ours: install it in an environment of its own that sees this
 one, `pip install --no-deps xgrammar apache-tvm-ffi`, and run there
@@ -34,7 +35,8 @@ from thalweg.text.tokenizer import Tokenizer
 
 PATIENCE = 10.0  # seconds for a hostile grammar
 REFUSED = "refused"
-# A schema a line, with outputs that it allows (members in its own order: neither library writes them in another) and outputs that it does not.
+# A schema a line, with outputs that it allows (members in its own order: neither library writes them in another) and
+# outputs that it does not.
 FEATURES = Path(__file__).with_name("grammar_features.json")
 
 
@@ -127,7 +129,9 @@ Backend = Guidance | XGrammar
 
 
 def accepts(backend: Backend, compiled: Any, ids: list[int], spent: list[int]) -> bool:
-    """Whether this is an output: every token allowed, and the end after the last. spent: gets the time of each mask, ns."""
+    """Whether this is an output: every token allowed, and the end after the last. spent: gets the time of each mask,
+    ns.
+    """
     walk = backend.start(compiled)
     for token in [*ids, backend.eos]:
         begun = time.thread_time_ns()
@@ -165,7 +169,9 @@ def speed(backend: Backend, tokenizer: Tokenizer) -> list[dict[str, object]]:
 
 
 def features(backend: Backend, tokenizer: Tokenizer) -> list[dict[str, object]]:
-    """What becomes of each keyword: `exact`, `refused` (at compile time), or which outputs it wrongly takes or rejects."""
+    """What becomes of each keyword: `exact`, `refused` (at compile time), or which outputs it wrongly takes or
+    rejects.
+    """
     rows: list[dict[str, object]] = []
     for case in json.loads(FEATURES.read_text(encoding="utf-8")):
         row: dict[str, object] = {"feature": case["feature"]}

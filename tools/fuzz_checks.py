@@ -1,6 +1,8 @@
-"""What must hold of every answer that a parser reads and every prompt that an encoder writes, on requests made of bytes.
+"""What must hold of every answer that a parser reads and every prompt that an encoder writes, on requests made of
+bytes.
 
-`tools.fuzz_parsers` runs it under a fuzzer, the tests on a few random inputs. Both checks raise AssertionError with the reason.
+`tools.fuzz_parsers` runs it under a fuzzer, the tests on a few random inputs. Both checks raise AssertionError with the
+reason.
 """
 
 from __future__ import annotations
@@ -160,7 +162,9 @@ def same(a: Any, b: Any) -> bool:
 def read(
     pieces: Iterable[str], reasoning: str | None, form: str, hold: bool, options: dict[str, Any]
 ) -> tuple[Parsed, list[ParsedCall]]:
-    """The message, and its calls that were whole. Checks the order of the events and that arguments are JSON objects."""
+    """The message, and its calls that were whole. Checks the order of the events and that arguments are JSON
+    objects.
+    """
     ids = itertools.count()
     parser = Parser(reasoning, form, hold=hold, new_id=lambda: f"call_{next(ids)}", **options)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
@@ -189,7 +193,9 @@ def _no_constant(name: str) -> None:
 
 
 def check_prompt(data: bytes) -> None:
-    """A conversation through each of our encoders: one BOS, and what the assistant said is read back from the prompt."""
+    """A conversation through each of our encoders: one BOS, and what the assistant said is read back from the
+    prompt.
+    """
     source = Bytes(data)
     name, thinking = source.pick(list(OWN)), source.pick([None, True, False])
     messages: list[dict[str, Any]] = [_message(source) for _ in range(source.byte() % 5)]

@@ -1,9 +1,11 @@
-"""Fuzzes the parsers of answers and the prompt encoders: coverage-guided, with atheris (`pip install atheris`), outside CI.
+"""Fuzzes the parsers of answers and the prompt encoders: coverage-guided, with atheris (`pip install atheris`), outside
+CI.
 
     python -m tools.fuzz_parsers fuzz --seconds 3600 --corpus DIR --log benchmarks/fuzz/parsers.log
     python -m tools.fuzz_parsers replay DIR      # needs no atheris: runs inputs again; the first that fails ends it
 
-The first byte of an input chooses the check of `tools.fuzz_checks`, the rest is its request. An input that fails stands in DIR as `crash-*`.
+The first byte of an input chooses the check of `tools.fuzz_checks`, the rest is its request. An input that fails stands
+in DIR as `crash-*`.
 """
 
 from __future__ import annotations
@@ -66,7 +68,10 @@ def _report(output: str, status: int, took: float, seconds: int, crashes: list[s
     )
     head = [
         f"date      {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC",
-        f"versions  Python {platform.python_version()}, atheris {importlib.metadata.version('atheris')}, {platform.system()} {platform.machine()}",
+        (
+            f"versions  Python {platform.python_version()}, atheris {importlib.metadata.version('atheris')},"
+            f" {platform.system()} {platform.machine()}"
+        ),
         f"commit    {commit.stdout.strip()}; machine {source} (sha256 of thalweg/text/{{{','.join(MACHINE)}}}.py)",
         f"command   python -m tools.fuzz_parsers fuzz --seconds {seconds}",
         f"ran       {took:.0f} s, exit status {status}",

@@ -1,6 +1,7 @@
 """The bundled tasks as task files of lm-evaluation-harness: `python -m tools.harness_tasks models/tiny FOLDER`.
 
-Prompts are in the checkpoint's own chat format, thinking included, so they go to `local-completions`, and nothing is downloaded:
+Prompts are in the checkpoint's own chat format, thinking included, so they go to `local-completions`, and nothing is
+downloaded:
 
     thalweg eval models/tiny --harness thalweg_sums thalweg_recall thalweg_recall_choice --harness-include FOLDER
 """

@@ -1,9 +1,10 @@
-"""Attention on one GPU: every case against float64, then the shapes that matter, timed inside a CUDA graph over buffers that no cache holds.
+"""Attention on one GPU: every case against float64, then the shapes that matter, timed inside a CUDA graph over buffers
+that no cache holds.
 
     python benchmarks/gpu/attention.py [--quick] [--only write,mla,prefill,ext,gqa] [--no-check]
 
-Prints a table and writes $OUT/attention.json (or ./attention.json): microseconds, GB/s of the bytes that must be read, TFLOP/s, and the share of
-the floor max(bytes / read rate, FLOPs / bf16 rate), both rates measured in the same run.
+Prints a table and writes $OUT/attention.json (or ./attention.json): microseconds, GB/s of the bytes that must be read,
+TFLOP/s, and the share of the floor max(bytes / read rate, FLOPs / bf16 rate), both rates measured in the same run.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ Rows = list[dict[str, Any]]
 
 
 def microseconds(calls: list[Callable[[], object]], seconds: float = 0.06) -> float:
-    """Median time of one call, of a graph that makes all of them one after another, at least 8, so that the launch of the graph is
-    shared by several."""
+    """Median time of one call, of a graph that makes all of them one after another, at least 8, so that the launch of
+    the graph is shared by several.
+    """
     calls = calls * -(-8 // len(calls))
     for call in calls[:2]:
         call()
@@ -295,7 +297,9 @@ def gqa_write(table: Table, quick: bool, tokens: int) -> None:
 
 
 def flashmla(table: Table, quick: bool, heads: int, context: int, rows: int) -> None:
-    """The library beside the own kernel; its scheduler runs once a step, so it is timed apart from the layers that share it."""
+    """The library beside the own kernel; its scheduler runs once a step, so it is timed apart from the layers that
+    share it.
+    """
     if not mla_ext.available():
         print("flash_mla is not installed")
         return

@@ -1,9 +1,11 @@
-"""Kernels of a decode step, each alone, over tiles: `python benchmarks/gpu/decode_kernels.py [s] [linear|experts|head ...]`.
+"""Kernels of a decode step, each alone, over tiles: `python benchmarks/gpu/decode_kernels.py [s] [linear|experts|head
+...]`.
 
-Writes $OUT/decode_kernels.json (OUT: the current folder if unset). Times: CUDA-graph replays of calls in a row, each with weights of its own (of
-as many layers as exceed L2 several times), so that weights come from memory and what lies between two kernels counts: a kernel that has its
-weights under way before its predecessor ends shows it here, as it does in a model. A norm stands before each product that has one in a model.
-Floor: the weights read once at the read bandwidth of the same run. Every result is compared with float64.
+Writes $OUT/decode_kernels.json (OUT: the current folder if unset). Times: CUDA-graph replays of calls in a row, each
+with weights of its own (of as many layers as exceed L2 several times), so that weights come from memory and what lies
+between two kernels counts: a kernel that has its weights under way before its predecessor ends shows it here, as it
+does in a model. A norm stands before each product that has one in a model. Floor: the weights read once at the read
+bandwidth of the same run. Every result is compared with float64.
 """
 
 from __future__ import annotations
@@ -190,7 +192,8 @@ def best(log: Log, top: dict[str, float], shape: Product, rows: int, compare: in
     floor = shape.bytes / top["read"] * 1e6
     shown = [f"{name} {took[name]:.2f}" for name in order[:compare]]
     print(
-        f"{shape.name} M={rows} floor {floor:.2f} us: {', '.join(shown)} | chosen {took.get('chosen', 0):.2f} library {took.get('library', 0):.2f}",
+        f"{shape.name} M={rows} floor {floor:.2f} us: {', '.join(shown)} | chosen {took.get('chosen', 0):.2f} library"
+        f" {took.get('library', 0):.2f}",
         flush=True,
     )
     if wrong:

@@ -1,15 +1,15 @@
 """Where a decode step's time goes, kernel by kernel: `python benchmarks/gpu/kernel_budget.py MODEL_FOLDER ROWS...`;
 `... again TRACE...` computes the same from what a run has kept, and `... table FILE...` prints results in Markdown.
 
-Runs the real engine with random weights (recorded steps, depth 2) under torch.profiler at a context of about 1,024 tokens, and writes
-$OUT/kernel_budget_<model>_<rows>.json (OUT: the current folder if unset) for each number of rows, beside a trace of all that it saw.
-Of each kernel: `us`, how long it was on the device, waiting for its predecessor included; `adds`, how much later its end was than all ends
-before, so that the adds of a step are its time; and the floor: the bytes that it must read or write over the read bandwidth of the same run,
-or its products at the rate of that run, whichever takes longer. Medians over steps, and for a layer over the layers. Copies and memsets are
-kernels here.
+Runs the real engine with random weights (recorded steps, depth 2) under torch.profiler at a context of about 1,024
+tokens, and writes $OUT/kernel_budget_<model>_<rows>.json (OUT: the current folder if unset) for each number of rows,
+beside a trace of all that it saw. Of each kernel: `us`, how long it was on the device, waiting for its predecessor
+included; `adds`, how much later its end was than all ends before, so that the adds of a step are its time; and the
+floor: the bytes that it must read or write over the read bandwidth of the same run, or its products at the rate of that
+run, whichever takes longer. Medians over steps, and for a layer over the layers. Copies and memsets are kernels here.
 
-All kernels of one replay of a graph have its correlation number. A step is everything that was launched from one replay of the graph with most
-kernels to the next; a layer is what repeats in it.
+All kernels of one replay of a graph have its correlation number. A step is everything that was launched from one replay
+of the graph with most kernels to the next; a layer is what repeats in it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ def layers(names: Sequence[str], count: int) -> tuple[int, int, int]:
 def works(
     config: dict[str, Any], rows: int, covered: float, kernels: Sequence[str]
 ) -> tuple[list[Work], dict[str, Work]]:
-    """A layer's products in their order, and its other kernels by name. covered: experts that are read, with the shared ones."""
+    """A layer's products in their order, and its other kernels by name. covered: experts that are read, with the shared
+    ones.
+    """
     wide = 1 if config.get("quantization_config") else 2
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
 
@@ -209,7 +211,9 @@ def works(
 def budgeted(
     layer: Sequence[Line], config: dict[str, Any], rows: int, covered: float, top: Ceilings
 ) -> list[dict[str, Any]]:
-    """The layer's kernels with what they do and their floor in µs. What is called `_up` ahead of the router is attention's."""
+    """The layer's kernels with what they do and their floor in µs. What is called `_up` ahead of the router is
+    attention's.
+    """
     products, others = works(config, rows, covered, names(layer))
     rate = top.fp8 if config.get("quantization_config") else top.bf16
     told, left = [], list(products)
@@ -244,7 +248,9 @@ def record(engine: Any, prompts: list[list[int]]) -> list[Seen]:
 
 
 def budget(seen: Sequence[Seen], known: dict[str, Any]) -> dict[str, Any]:
-    """The result: `known` with what the kernels show. known: model, rows, step_ms, experts_read, config, ceilings and what else is to be kept."""
+    """The result: `known` with what the kernels show. known: model, rows, step_ms, experts_read, config, ceilings and
+    what else is to be kept.
+    """
     cut = steps(seen)
     whole = lines(cut)
     config, rows, covered = known["config"], known["rows"], known["experts_read"]
@@ -269,7 +275,9 @@ def _end(step: Sequence[Seen]) -> float:
 
 
 def measure(engine: Any, prompts: list[list[int]], known: dict[str, Any]) -> dict[str, Any]:
-    """Times a batch, writes down its kernels and what they add up to. Raises ValueError where the steps cannot be told apart."""
+    """Times a batch, writes down its kernels and what they add up to. Raises ValueError where the steps cannot be told
+    apart.
+    """
     time_batch(engine, prompts, 4)  # what it leaves in the prefix cache lets all rows begin to decode at once
     alone = time_batch(engine, prompts, STEPS).decode
     seen = record(engine, prompts)
@@ -291,14 +299,15 @@ def save(told: dict[str, Any]) -> None:
 
 def show(told: dict[str, Any]) -> None:
     print(
-        f"## {told['model']} rows {told['rows']}: step {told['step_ms']:.3f} ms, {told['kernels_a_step']} kernels, {told['kernels_a_layer']} a "
-        f"layer x {told['equal_layers']}, layer {told['layer_us']:.1f} us, pause {told['pause_between_steps_us']}, "
-        f"experts {told['experts_read']:.1f}",
+        f"## {told['model']} rows {told['rows']}: step {told['step_ms']:.3f} ms, {told['kernels_a_step']} kernels,"
+        f" {told['kernels_a_layer']} a layer x {told['equal_layers']}, layer {told['layer_us']:.1f} us, pause"
+        f" {told['pause_between_steps_us']}, experts {told['experts_read']:.1f}",
         flush=True,
     )
     for one in told["layer"]:
         print(
-            f"  {one['adds']:8.2f} adds {one['us']:8.2f} us {one['floor']:7.2f} floor  {one['kernel']:34s} {one['what']}"
+            f"  {one['adds']:8.2f} adds {one['us']:8.2f} us {one['floor']:7.2f} floor  {one['kernel']:34s}"
+            f" {one['what']}"
         )
     for one in sorted(told["outside"], key=lambda one: -one["adds"])[:14]:
         print(f"  {one['adds']:8.2f} adds {one['us']:8.2f} us outside  {one['name']}")

@@ -1,9 +1,10 @@
-"""Mixture of experts on one GPU: every kernel against plain torch, then times against the floor: `python benchmarks/gpu/moe.py [s]`.
+"""Mixture of experts on one GPU: every kernel against plain torch, then times against the floor: `python
+benchmarks/gpu/moe.py [s]`.
 
-Writes $OUT/moe.json (OUT: the current folder if unset). Times: CUDA-graph replays of eight calls with other tokens each, so that
-weights come from memory. Floor: the weights of the experts that are chosen (counted, not assumed) read once, or the products, whichever
-takes longer at the ceilings that the same run measures. Checks come first; then the table of tiles as it is; then other tiles while time
-is left (90 seconds in all unless told).
+Writes $OUT/moe.json (OUT: the current folder if unset). Times: CUDA-graph replays of eight calls with other tokens
+each, so that weights come from memory. Floor: the weights of the experts that are chosen (counted, not assumed) read
+once, or the products, whichever takes longer at the ceilings that the same run measures. Checks come first; then the
+table of tiles as it is; then other tiles while time is left (90 seconds in all unless told).
 """
 
 from __future__ import annotations
@@ -167,8 +168,9 @@ def drawn_weights(n: int, hidden: int, inner: int, fp8: bool) -> tuple[Weights, 
 
 
 def seen_as(x: Tensor, fp8: bool) -> Tensor:
-    """float64 of what a product sees. Rounded to FP8 on the CPU: on a GPU torch multiplies by 1 / 448, and values half-way between two codes,
-    of which bf16 has many, then go the other way."""
+    """float64 of what a product sees. Rounded to FP8 on the CPU: on a GPU torch multiplies by 1 / 448, and values
+    half-way between two codes, of which bf16 has many, then go the other way.
+    """
     return rounded(x.cpu()).to(x.device).double() if fp8 else x.double()
 
 

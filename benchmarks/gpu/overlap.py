@@ -1,11 +1,13 @@
 """How long the GPU idles between decode steps while the server really runs.
 
-    python benchmarks/gpu/overlap.py --model FOLDER [--batch 1 256] [--steps 200] [--out overlap.json] [--keep FOLDER] [-- flags of `thalweg serve`]
+    python benchmarks/gpu/overlap.py --model FOLDER [--batch 1 256] [--steps 200] [--out overlap.json] [--keep FOLDER]
+    [-- flags of `thalweg serve`]
 
-Starts `thalweg serve` with dummy weights, keeps as many streams decoding as asked for, profiles the engine over /start_profile (kernels and
-copies only), and measures the gap at each end of a step: from the end of its last kernel, which settles the sampled tokens, to the start of
-the next kernel; and to the next copy or kernel, whichever comes first. With --keep a profile of a few steps more is left in that folder, for
-Perfetto. The aim is a gap under 30 us in the median and 100 us in 99 of 100.
+Starts `thalweg serve` with dummy weights, keeps as many streams decoding as asked for, profiles the engine over
+/start_profile (kernels and copies only), and measures the gap at each end of a step: from the end of its last kernel,
+which settles the sampled tokens, to the start of the next kernel; and to the next copy or kernel, whichever comes
+first. With --keep a profile of a few steps more is left in that folder, for Perfetto. The aim is a gap under 30 us in
+the median and 100 us in 99 of 100.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Prefill on one GPU, by kernel: `python benchmarks/gpu/prefill.py FOLDER [flags of thalweg serve]`.
 
-8,192 tokens as one prompt and as 8 of 1,024, random weights, through the engine's own loop: the best of three steps against the floor of
-`thalweg.launch.planning.floors` with the ceilings of the same run, then where one step's time goes, from torch's profiler. Writes
-$OUT/prefill_FOLDER.json (OUT: the current folder if unset).
+8,192 tokens as one prompt and as 8 of 1,024, random weights, through the engine's own loop: the best of three steps
+against the floor of `thalweg.launch.planning.floors` with the ceilings of the same run, then where one step's time
+goes, from torch's profiler. Writes $OUT/prefill_FOLDER.json (OUT: the current folder if unset).
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ SHOWN = 22
 
 
 def kernels(engine: LocalEngine, prompts: list[Tokens]) -> tuple[dict[str, list[float]], list[tuple[float, str]]]:
-    """Of one prefill: name → launches and µs; and how long the device did nothing, with the kernel that it waited for, the longest first."""
+    """Of one prefill: name → launches and µs; and how long the device did nothing, with the kernel that it waited for,
+    the longest first.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         time_batch(engine, prompts, 1)
         torch.cuda.synchronize()

@@ -1,9 +1,9 @@
 """Sampling on one GPU: times of every kind of draw, edit and log-probability: `python benchmarks/gpu/sampling.py [s]`.
 
-1 to 256 rows of 129,280 logits; writes $OUT/sampling.json (OUT: the current folder if unset). Times in µs: CUDA-graph replays, each call on
-other logits, together beyond L2 (66 MB at one row). of_floor: the logits read once, at the rate that a sum of the same tensor reaches in the
-same run. eager_us: calls from Python without a graph, one after the other, host time included. What comes last is left out when time is
-short (100 seconds unless told).
+1 to 256 rows of 129,280 logits; writes $OUT/sampling.json (OUT: the current folder if unset). Times in µs: CUDA-graph
+replays, each call on other logits, together beyond L2 (66 MB at one row). of_floor: the logits read once, at the rate
+that a sum of the same tensor reaches in the same run. eager_us: calls from Python without a graph, one after the other,
+host time included. What comes last is left out when time is short (100 seconds unless told).
 """
 
 from __future__ import annotations

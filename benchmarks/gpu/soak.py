@@ -1,12 +1,15 @@
 """Minutes of mixed lengths at saturation: the engine with the memory that it gives itself must never run out of it.
 
-    python benchmarks/gpu/soak.py MODEL [--seconds 300] [--load-format dummy] [--result-filename FILE] [--flags of thalweg serve]
+    python benchmarks/gpu/soak.py MODEL [--seconds 300] [--load-format dummy] [--result-filename FILE] [--flags of
+    thalweg serve]
 
-Requests of random lengths wait all the time; their sampling asks for everything that takes memory (truncation, penalties, log-probabilities of
-outputs and prompts), and now and then one is as long as the context. Reported are the least memory that was free beside the stated reserve,
-torch's peaks, how often its allocator had to give back and try again, preemptions, and tokens. At the end all requests are aborted, and what is
-left of them is reported: pages, slots, and what torch has allocated beyond the start. Ends with 1 where memory ran out, even if the
-allocator found some at the second try, or anything is left."""
+Requests of random lengths wait all the time; their sampling asks for everything that takes memory (truncation,
+penalties, log-probabilities of outputs and prompts), and now and then one is as long as the context. Reported are the
+least memory that was free beside the stated reserve, torch's peaks, how often its allocator had to give back and try
+again, preemptions, and tokens. At the end all requests are aborted, and what is left of them is reported: pages, slots,
+and what torch has allocated beyond the start. Ends with 1 where memory ran out, even if the allocator found some at the
+second try, or anything is left.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ SAMPLING: list[dict[str, Any]] = [
 
 
 def request(rng: random.Random, draw: Any, context: int) -> tuple[tuple[int, ...], SamplingParams]:
-    """Lengths from a few tokens to the context: most short, as of a chat, some long, one in two hundred the whole context."""
+    """Lengths from a few tokens to the context: most short, as of a chat, some long, one in two hundred the whole
+    context.
+    """
     longest = context - 1 if rng.random() < 0.005 else min(context // 2, 16384)
     length = max(1, min(int(rng.lognormvariate(6.5, 1.3)) if longest < context - 1 else longest - 8, longest))
     output = max(1, min(int(rng.lognormvariate(5.0, 1.0)), 2048, context - length))
@@ -108,7 +113,9 @@ def soak(engine: LocalEngine, draw: Any, seconds: float, seed: int) -> dict[str,
 
 
 def left(engine: LocalEngine, uids: set[int], held: int) -> dict[str, int]:
-    """What is left of all requests once these, the running and waiting ones, are aborted. held: bytes that were allocated before the first."""
+    """What is left of all requests once these, the running and waiting ones, are aborted. held: bytes that were
+    allocated before the first.
+    """
     engine.abort(tuple(uids))
     while not engine.idle:
         engine.step()

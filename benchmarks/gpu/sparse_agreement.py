@@ -1,30 +1,36 @@
 """Whether a model with sparse attention (DSA) and experts computes the same however a prompt is cut.
 
-    python benchmarks/gpu/sparse_agreement.py --model FOLDER [--check choices|bits] [--tokens 3000] [--out sparse_agreement.json]
+    python benchmarks/gpu/sparse_agreement.py --model FOLDER [--check choices|bits] [--tokens 3000] [--out
+    sparse_agreement.json]
 
-Both kinds of choice, context tokens by an indexer and experts by a router, are top-k of scores that are rounded. Steps of other sizes round
-otherwise, so candidates that are nearly equal at the k-th place change places, and after one that does, everything is other. Of random weights
-there are many: 2,048 of 3,000 tokens are chosen where their density is largest.
+Both kinds of choice, context tokens by an indexer and experts by a router, are top-k of scores that are rounded. Steps
+of other sizes round otherwise, so candidates that are nearly equal at the k-th place change places, and after one that
+does, everything is other. Of random weights there are many: 2,048 of 3,000 tokens are chosen where their density is
+largest.
 
-choices: one prompt whole, in chunks, and behind a prefix hit, by the plain (fast) kernels; twice each: with its own choices, and with those of the
-whole run imposed. If no more than rounding differs then
-  - with imposed choices the logits agree to rounding. In bf16 each product rounds its result to 2^-9, and a handful of them follow one another in
-    a layer: 2 %. With FP8 weights activations are quantised, too: where rounding takes a number over the border between two codes, it moves by a
-    sixteenth, so that 0.4 % becomes the root of 0.4 % · 6 %, 1.5 % a product, and five products follow one another in a layer: 15 %. (The bounds
-    of tests/gpu/test_models.py. Results that have nothing to do with each other are 141 % apart.)
-  - choices that would be other (what a layer would have chosen by itself, from its own, hardly different input) are about as many as normal noise
-    of the measured size makes of the whole run's scores ("expected"), and lie within it: two candidates that change places have a gap of no
-    more than NEAR times the noise of a difference of two scores. The noise is rounding's, too: of the spread of a token's scores, each a
-    product of a query, a key and a weight, no more than twice the bound of the logits. (Of the median token; of each three times as much.)
-  - experts are what the router's formula gives for its input, but for ties.
-bits: with --enable-deterministic-inference tokens and log-probabilities, bit for bit: whole; behind a prefix hit; in chunks beside other requests;
-behind a hit beside others.
+choices: one prompt whole, in chunks, and behind a prefix hit, by the plain (fast) kernels; twice each: with its own
+choices, and with those of the whole run imposed. If no more than rounding differs then
+  - with imposed choices the logits agree to rounding. In bf16 each product rounds its result to 2^-9, and a handful of
+    them follow one another in a layer: 2 %. With FP8 weights activations are quantised, too: where rounding takes a
+    number over the border between two codes, it moves by a sixteenth, so that 0.4 % becomes the root of 0.4 % · 6 %,
+    1.5 % a product, and five products follow one another in a layer: 15 %. (The bounds of tests/gpu/test_models.py.
+    Results that have nothing to do with each other are 141 % apart.)
+  - choices that would be other (what a layer would have chosen by itself, from its own, hardly different input) are
+    about as many as normal noise of the measured size makes of the whole run's scores ("expected"), and lie within it:
+    two candidates that change places have a gap of no more than NEAR times the noise of a difference of two scores. The
+    noise is rounding's, too: of the spread of a token's scores, each a product of a query, a key and a weight, no more
+    than twice the bound of the logits. (Of the median token; of each three times as much.)
+  - experts are what the router's formula gives for its input, but for ties. bits: with --enable-deterministic-inference
+tokens and log-probabilities, bit for bit: whole; behind a prefix hit; in chunks beside other requests; behind a hit
+beside others.
 
-The exit status is 1 if any of this does not hold. Wants a FOLDER of DeepSeek V3.2's kind, random weights unless --load-format says otherwise.
+The exit status is 1 if any of this does not hold. Wants a FOLDER of DeepSeek V3.2's kind, random weights unless
+--load-format says otherwise.
 
-H100, deepseek-v32-slim, chunks of 512: the logits behind the last of 3,000 tokens are 30 % apart, with imposed choices 7.7 % (no token 8.3 %, after
-any layer); in bf16 (a config.json without quantization_config, 3 layers) 1.5 % and 0.9 %. Layer 0's index scores differ by 0.07 % of their spread,
-and 92 of 1.9 million choices do. A deterministic token of a prompt takes 12 ms. (benchmarks/gpu/h100/sparse_agreement_*.json)
+H100, deepseek-v32-slim, chunks of 512: the logits behind the last of 3,000 tokens are 30 % apart, with imposed choices
+7.7 % (no token 8.3 %, after any layer); in bf16 (a config.json without quantization_config, 3 layers) 1.5 % and 0.9 %.
+Layer 0's index scores differ by 0.07 % of their spread, and 92 of 1.9 million choices do. A deterministic token of a
+prompt takes 12 ms. (benchmarks/gpu/h100/sparse_agreement_*.json)
 """
 
 from __future__ import annotations
@@ -53,7 +59,8 @@ from thalweg.layers.moe import MoeBlock
 SEED, BF16 = 3, 2.0**-9
 BOUNDS = {False: 0.02, True: 0.15}  # by whether weights are FP8
 NEAR = 8.0
-FORMULA = 1e-4  # of scores near 1: what a tensor core's sum of thousands of products in float32 is off; bf16 would be off by more
+# of scores near 1: what a tensor core's sum of thousands of products in float32 is off; bf16 would be off by more
+FORMULA = 1e-4
 NEW, OTHERS = 8, (40, 75, 130)  # tokens generated, and the lengths of the prompts beside
 KINDS = ("context", "groups", "experts")
 
@@ -61,7 +68,9 @@ Cut = tuple[int, int]
 
 
 class Picks(NamedTuple):
-    """What one layer chose among, and what, by position: scores float32 [T, C], -inf where there is no candidate; chosen bool [T, C]."""
+    """What one layer chose among, and what, by position: scores float32 [T, C], -inf where there is no candidate;
+    chosen bool [T, C].
+    """
 
     scores: Tensor
     chosen: Tensor
@@ -72,7 +81,9 @@ class Picks(NamedTuple):
 
 
 class Run:
-    """What a run computed of positions from `first` on: hidden states after each layer, logits of the last ones, picks by kind and layer."""
+    """What a run computed of positions from `first` on: hidden states after each layer, logits of the last ones, picks
+    by kind and layer.
+    """
 
     def __init__(self, first: int, tokens: int, device: torch.device) -> None:
         self.first, self.tokens, self.device = first, tokens, device
@@ -223,7 +234,9 @@ def apart(there_ND: Tensor, here_ND: Tensor) -> Tensor:
 
 
 def flips(there: Picks, here: Picks, rows: Tensor) -> dict[str, float]:
-    """How the choices of these tokens differ, and what the scores say of it. noise: of a score, root mean square of a token's differences."""
+    """How the choices of these tokens differ, and what the scores say of it. noise: of a score, root mean square of a
+    token's differences.
+    """
     s0, c0, s1, c1 = (x[rows] for x in (*there, *here))
     both, lost, won = (s0 > -torch.inf) & (s1 > -torch.inf), c0 & ~c1, c1 & ~c0
     count, moved = both.sum(1).clamp(min=2), torch.where(both, s1 - s0, 0.0)
@@ -335,14 +348,16 @@ def show(name: str, found: dict[str, Any]) -> None:
             for what in ("noise_over_spread", "largest_gap_over_noise", "largest_gap_over_spread")
         )
         print(
-            f"    {kind:8} {flipped:8.0f} of {chosen:9.0f} flipped, {expected:9.0f} expected of noise {noise:.2%} of the spread; "
-            f"largest gap {wide:.2%} of it, {gap:.1f} of noise",
+            f"    {kind:8} {flipped:8.0f} of {chosen:9.0f} flipped, {expected:9.0f} expected of noise {noise:.2%} of"
+            f" the spread; largest gap {wide:.2%} of it, {gap:.1f} of noise",
             flush=True,
         )
 
 
 def served(engine: LocalEngine, prompts: list[tuple[int, ...]]) -> tuple[dict[str, Any], int]:
-    """The first prompt's tokens and log-probabilities, and how many of its tokens came from the cache; the others run beside it."""
+    """The first prompt's tokens and log-probabilities, and how many of its tokens came from the cache; the others run
+    beside it.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=NEW, logprobs=4, ignore_eos=True)
     uids = [engine.submit(prompt, params)[0] for prompt in prompts]
     tokens: list[int] = []

@@ -1,20 +1,22 @@
-"""Speculation on one GPU: what steps with drafts take, what of them is overhead, whether a long generation stays what it should be, and how
-many drafts of a trained head are accepted.
+"""Speculation on one GPU: what steps with drafts take, what of them is overhead, whether a long generation stays what
+it should be, and how many drafts of a trained head are accepted.
 
     python benchmarks/gpu/speculation.py plan
     python benchmarks/gpu/speculation.py PART ... --models FOLDER --out FOLDER [--again]
 
-Each part starts one engine and writes one JSON when it is done; one that is there is left alone (--again: measured anew). `plan` lists them with the
-seconds that they take on an H100. FOLDER has deepseek-v3-slim, deepseek-v2-lite and qwen2.5-7b, of which config.json and the tokenizer are
-enough: weights are random. So no draft would be right, and as many are accepted by decree as make 2.5 tokens of each verification on average, 2 with
-one draft. EAGLE-3 heads have the published shape, and random weights, too.
+Each part starts one engine and writes one JSON when it is done; one that is there is left alone (--again: measured
+anew). `plan` lists them with the seconds that they take on an H100. FOLDER has deepseek-v3-slim, deepseek-v2-lite and
+qwen2.5-7b, of which config.json and the tokenizer are enough: weights are random. So no draft would be right, and as
+many are accepted by decree as make 2.5 tokens of each verification on average, 2 with one draft. EAGLE-3 heads have the
+published shape, and random weights, too.
 
-v3-slim, v2-lite, qwen: chains of 0 to 4 drafts, 1 to 128 requests of 1,024 tokens; of one request also how long the forwards take by themselves, and
-    what else there is in a step. For v3-slim as many drafts as the engine chooses, too. NAME-tree: trees of 16 nodes with the root, 4 deep, and in
-    the same engine smaller ones, no drafts, and as many as it chooses. NAME-32k: 1 to 32 requests of 32,768 tokens.
-long: 32,768 tokens of v3-slim, in verifications of its next-token layer's drafts; see thalweg/bench/recompute.py. Ends with 1 where it is not fine.
-head: trains an EAGLE-3 head for the bundled model, with the corpus that --corpus names, for --minutes. accepted: how many of its drafts are right on
-    held-out items, as chains and as a tree; on the CPU, whose tokens are exactly plain decoding's.
+v3-slim, v2-lite, qwen: chains of 0 to 4 drafts, 1 to 128 requests of 1,024 tokens; of one request also how long the
+    forwards take by themselves, and what else there is in a step. For v3-slim as many drafts as the engine chooses,
+    too. NAME-tree: trees of 16 nodes with the root, 4 deep, and in the same engine smaller ones, no drafts, and as many
+    as it chooses. NAME-32k: 1 to 32 requests of 32,768 tokens. long: 32,768 tokens of v3-slim, in verifications of its
+    next-token layer's drafts; see thalweg/bench/recompute.py. Ends with 1 where it is not fine. head: trains an EAGLE-3
+    head for the bundled model, with the corpus that --corpus names, for --minutes. accepted: how many of its drafts are
+    right on held-out items, as chains and as a tree; on the CPU, whose tokens are exactly plain decoding's.
 
 To try a part on a CPU: --model models/tiny --batches 1 2 --input 60 --output 24.
 """
@@ -88,8 +90,9 @@ WIDTHS, TREES = "1 3 5", "4x5x15"  # of the trained head
 
 @dataclass(frozen=True)
 class Part:
-    """seconds: on an H100. shape: what drafts, None for a part that times nothing. eagle: whether an EAGLE-3 head drafts, else the model's own
-    next-token layer."""
+    """seconds: on an H100. shape: what drafts, None for a part that times nothing. eagle: whether an EAGLE-3 head
+    drafts, else the model's own next-token layer.
+    """
 
     seconds: int
     what: str
@@ -129,7 +132,9 @@ def path_of(out: Path, name: str) -> Path:
 
 @contextmanager
 def head_of(model: Path) -> Iterator[Path]:
-    """A folder that describes an EAGLE-3 head of the published shape: one layer as wide as the target's, with its number of heads."""
+    """A folder that describes an EAGLE-3 head of the published shape: one layer as wide as the target's, with its
+    number of heads.
+    """
     target = json.loads((model / "config.json").read_text())
     heads = target["num_attention_heads"]
     latent = "kv_lora_rank" in target  # a head keeps keys and values of each of its heads
@@ -260,9 +265,10 @@ def long(name: str, part: Part, said: argparse.Namespace) -> int:
     found["fine"] = found["fine"] and not stats.drafter_failures
     for one in found["parts"]:
         print(
-            f"{one['name']:>8} {one['layer']:>3}: median {one['error_median']:.2e} (again {one['noise_median']:.2e}, bound "
-            f"{one['bound_median']:.2e}), 99 % {one['error_p99']:.2e} ({one['noise_p99']:.2e}, {one['bound_p99']:.2e}), most "
-            f"{one['error_max']:.2e}, others {one['others']}, broken {one['broken']}, fine {one['fine']}"
+            f"{one['name']:>8} {one['layer']:>3}: median {one['error_median']:.2e} (again {one['noise_median']:.2e},"
+            f" bound {one['bound_median']:.2e}), 99 % {one['error_p99']:.2e} ({one['noise_p99']:.2e},"
+            f" {one['bound_p99']:.2e}), most {one['error_max']:.2e}, others {one['others']}, broken {one['broken']},"
+            f" fine {one['fine']}"
         )
     told = {key: value for key, value in found.items() if key != "parts"}
     print(f"{name}: {json.dumps(told)}", flush=True)

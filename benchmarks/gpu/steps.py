@@ -2,8 +2,9 @@
 
     python benchmarks/gpu/steps.py --model FOLDER [--rows 0 1 32 128] [--tokens 16 ... 4096] [--out steps.json]
 
-For each number of decoding rows, with 1,024 tokens behind them, and of prompt tokens beside them: milliseconds until Python has launched the
-step, and until the device has computed it. Dummy weights, in process, A alone (`prepare`, forward, logits).
+For each number of decoding rows, with 1,024 tokens behind them, and of prompt tokens beside them: milliseconds until
+Python has launched the step, and until the device has computed it. Dummy weights, in process, A alone (`prepare`,
+forward, logits).
 """
 
 from __future__ import annotations

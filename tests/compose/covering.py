@@ -11,7 +11,9 @@ Pair = tuple[int, int, int, int]  # column, value index, column, value index
 
 
 def covering(columns: Mapping[str, Sequence[Any]], seed: int, tries: int = 40) -> list[dict[str, Any]]:
-    """Cases (column → value) that cover all pairs. Each case is the best of `tries` random ones, steered by an uncovered pair."""
+    """Cases (column → value) that cover all pairs. Each case is the best of `tries` random ones, steered by an
+    uncovered pair.
+    """
     rng, names = random.Random(seed), list(columns)
     sizes = [len(columns[name]) for name in names]
     missing: set[Pair] = {

@@ -1,4 +1,6 @@
-"""Deterministic inference: bit for bit the same log-probabilities, whatever the batch, the chunks, what the cache held, and overlap."""
+"""Deterministic inference: bit for bit the same log-probabilities, whatever the batch, the chunks, what the cache held,
+and overlap.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ DRAFTING: dict[str, dict[str, Any]] = {
     "nextn-3": {"speculative_algorithm": "NEXTN", "num_drafts": 3},
     "ngram-4": {"speculative_algorithm": "NGRAM", "num_drafts": 4},
     "nextn-tree": {"speculative_algorithm": "NEXTN", "num_drafts": 9, "tree": TreeShape(3, 3, 9)},
-    # a fixed tree, or what is left of it: one token, or none; times that make every width the best for some number of requests and some odds
+    # a fixed tree, or what is left of it: one token, or none; times that make every width the best for some number of
+    # requests and some odds
     "adaptive": {
         "speculative_algorithm": "NEXTN",
         "num_drafts": 5,
@@ -64,7 +65,8 @@ SEED = 7
 CASES = covering(COLUMNS, SEED)
 
 
-# kinds of drafters and rules of acceptance that are no columns above, each with what asks most of it; all else as it comes
+# kinds of drafters and rules of acceptance that are no columns above, each with what asks most of it; all else as it
+# comes
 MORE: list[dict[str, Any]] = [
     case | {"kind": kind, "n": n, "drafts": drafts, "rule": rule}
     for case, (kind, n, drafts, rule) in zip(
@@ -113,8 +115,9 @@ def per_sequence(asks: list[Ask]) -> list[tuple[Ask, SamplingParams]]:
 
 
 def check(case: dict[str, Any], device: str = "cpu", heads: Path | None = None) -> None:
-    """Asserts that this engine gives the plain one's tokens, and that all its pages come home. Rules that sample other tokens give as many as were
-    asked for. heads: has the drafters' folders by their names."""
+    """Asserts that this engine gives the plain one's tokens, and that all its pages come home. Rules that sample other
+    tokens give as many as were asked for. heads: has the drafters' folders by their names.
+    """
     kind, n, rule = case["kind"], case["n"], case.get("rule", "race")
     drafting = DRAFTING[case["drafts"]] | (
         {} if heads is None else {"speculative_draft_model_path": str(heads / case["drafts"])}

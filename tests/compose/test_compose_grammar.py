@@ -1,4 +1,6 @@
-"""Grammars with every other feature: half of a crowd is under one, each case gives the plain engine's tokens, and what ends is valid."""
+"""Grammars with every other feature: half of a crowd is under one, each case gives the plain engine's tokens, and what
+ends is valid.
+"""
 
 from __future__ import annotations
 

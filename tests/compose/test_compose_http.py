@@ -1,4 +1,6 @@
-"""The same over HTTP: a server with small chunks, scarce pages and overlap, asked in every pair of ways at once, gives the plain engine's tokens."""
+"""The same over HTTP: a server with small chunks, scarce pages and overlap, asked in every pair of ways at once, gives
+the plain engine's tokens.
+"""
 
 from __future__ import annotations
 

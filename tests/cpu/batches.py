@@ -1,4 +1,6 @@
-"""Builds `Batch`es as `prepare` would, for tests of models: sequences with scattered pages, chunks, decode rows and padding."""
+"""Builds `Batch`es as `prepare` would, for tests of models: sequences with scattered pages, chunks, decode rows and
+padding.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from thalweg.models.decoder import Model
 
 
 class Bench:
-    """A model with planes and some sequences. `step` computes rows and returns float32 logits of every token of each row."""
+    """A model with planes and some sequences. `step` computes rows and returns float32 logits of every token of each
+    row.
+    """
 
     def __init__(self, model: Model, sequences: int, pages: int = 0, seed: int = 0, extra: tuple = ()) -> None:
         self.model = model
@@ -26,7 +30,9 @@ class Bench:
         self.planes = Planes((*model.planes(), *extra), sequences * per + 1)
 
     def batch(self, rows: list[tuple[int, list[int]]], padding: int = 0) -> Batch:
-        """rows: (sequence, new tokens), equal lengths consecutive form one group. padding: padding tokens behind the last group's rows."""
+        """rows: (sequence, new tokens), equal lengths consecutive form one group. padding: padding tokens behind the
+        last group's rows.
+        """
         ids, positions, write, real = [], [], [], []
         groups: list[Group] = []
         for number, (sequence, tokens) in enumerate(rows):

@@ -20,8 +20,8 @@ Send = Callable[[bytes], None]
 class Fake:
     """A server of the OpenAI and native streams. first and gap: seconds before the first token and between tokens.
 
-    plan: how to treat the i-th generation request: "ok", "429", "400", "drop" (closes half-way), "error" (an error event), "cut" (no [DONE]),
-    "noise".
+    plan: how to treat the i-th generation request: "ok", "429", "400", "drop" (closes half-way), "error" (an error
+    event), "cut" (no [DONE]), "noise".
     """
 
     first: float = 0.02

@@ -81,10 +81,11 @@ def default_script(prompt: str, choice: int) -> str:
 
 
 class FakeFront:
-    """The contract of `thalweg.engine.front.Front` with `script` as the model. gap: seconds a token; chunk: tokens a piece.
+    """The contract of `thalweg.engine.front.Front` with `script` as the model. gap: seconds a token; chunk: tokens a
+    piece.
 
-    `live` holds what runs; `pages` what it occupies. `die()` ends the engine under running requests. full: the queue takes no more.
-    refusal: what the engine says to a request that `check` let through.
+    `live` holds what runs; `pages` what it occupies. `die()` ends the engine under running requests. full: the queue
+    takes no more. refusal: what the engine says to a request that `check` let through.
     """
 
     def __init__(self, script: Script = default_script, gap: float = 0.0, chunk: int = 1) -> None:
@@ -263,7 +264,9 @@ class _Voice:
 
 
 def logprob(token: int, top: int) -> TokenLogprob:
-    """What the scripted model thinks of a token: a function of the token alone, the token itself being the most likely."""
+    """What the scripted model thinks of a token: a function of the token alone, the token itself being the most
+    likely.
+    """
     best = -0.5 - token / 1000
     return TokenLogprob(best, tuple((token + i) % EOS for i in range(top)), tuple(best - i for i in range(top)))
 

@@ -1,5 +1,6 @@
-"""EAGLE heads with random weights, in the published formats, and what they compute by the published formulas in plain torch: one function of the
-whole sequence, without a cache, from the tensors as they are in the file."""
+"""EAGLE heads with random weights, in the published formats, and what they compute by the published formulas in plain
+torch: one function of the whole sequence, without a cache, from the tensors as they are in the file.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ def publish(folder: Path, given: dict[str, Any], made: dict[str, Tensor]) -> Pat
 
 
 class Reference:
-    """`step` is one pass over all entries: the states behind them. Entry i is made of token i and of the state of position i - 1."""
+    """`step` is one pass over all entries: the states behind them. Entry i is made of token i and of the state of
+    position i - 1.
+    """
 
     def __init__(self, given: dict[str, Any], made: dict[str, Tensor], embedding: Tensor, head: Tensor) -> None:
         """embedding, head: the target's."""
@@ -119,7 +122,9 @@ class Reference:
         return found
 
     def chain(self, ids: list[int], before: Tensor, count: int) -> tuple[list[int], float]:
-        """Greedy drafts behind these tokens, and how close two candidates came. before: of each token the state of the position before it."""
+        """Greedy drafts behind these tokens, and how close two candidates came. before: of each token the state of the
+        position before it.
+        """
         close, drafts = float("inf"), list[int]()
         states = before
         for _ in range(count):

@@ -1,7 +1,8 @@
-"""Kernels of sampling under Triton's interpreter, which needs no GPU, against their references; a process of its own, since Triton looks once whether
-it interprets.
+"""Kernels of sampling under Triton's interpreter, which needs no GPU, against their references; a process of its own,
+since Triton looks once whether it interprets.
 
-    TRITON_INTERPRET=1 python -m tests.cpu.interpreted"""
+    TRITON_INTERPRET=1 python -m tests.cpu.interpreted
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A server that does nothing: it answers every completion with one token at once and remembers when each request came.
 
-A process of its own (`python -m tests.cpu.null_sink`), so that a client's timing is the client's: it prints its URL and serves until its
-stdin closes. GET /arrivals tells the times, of CLOCK_MONOTONIC, which all processes share."""
+A process of its own (`python -m tests.cpu.null_sink`), so that a client's timing is the client's: it prints its URL and
+serves until its stdin closes. GET /arrivals tells the times, of CLOCK_MONOTONIC, which all processes share.
+"""
 
 from __future__ import annotations
 

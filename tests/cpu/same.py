@@ -1,8 +1,9 @@
 """What "the same tokens" means, for every comparison of two greedy outputs.
 
-Two outputs are the same when they are equal up to the first position at which the reference's own choice was a near-tie: its largest logit led
-the second by less than epsilon. What follows a differing near-tie answers another question and is not compared. Near-ties that did
-change the output are counted, and have to stay rare: otherwise "near" would hide an error.
+Two outputs are the same when they are equal up to the first position at which the reference's own choice was a
+near-tie: its largest logit led the second by less than epsilon. What follows a differing near-tie answers another
+question and is not compared. Near-ties that did change the output are counted, and have to stay rare: otherwise "near"
+would hide an error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class SameTokens:
     excused: int = 0
 
     def difference(self, reference: Sequence[int], margins: Sequence[float], tokens: Sequence[int]) -> str:
-        """Why `tokens` is not the same as `reference`, or "". margins: the reference's top-two logit margin at each position."""
+        """Why `tokens` is not the same as `reference`, or "". margins: the reference's top-two logit margin at each
+        position.
+        """
         if len(margins) != len(reference):
             raise ValueError(f"{len(reference)} reference tokens need as many margins, got {len(margins)}")
         for position, (want, got) in enumerate(zip(reference, tokens, strict=False)):

@@ -1,4 +1,5 @@
-"""What the official OpenAI SDK must see of any Thalweg server: each check takes a client and the model's name, and assumes no model.
+"""What the official OpenAI SDK must see of any Thalweg server: each check takes a client and the model's name, and
+assumes no model.
 
 `test_server_sdk.py` runs them against a scripted model; a test with a real engine runs them by its own address.
 """

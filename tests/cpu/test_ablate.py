@@ -1,4 +1,6 @@
-"""`thalweg ablate`: its columns come from the resolver, its cells run in processes of their own, and what was measured is kept."""
+"""`thalweg ablate`: its columns come from the resolver, its cells run in processes of their own, and what was measured
+is kept.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""Agents against the bundled model: tools and thinking through the OpenAI SDK (both APIs), the Anthropic SDK and LangChain's client.
+"""Agents against the bundled model: tools and thinking through the OpenAI SDK (both APIs), the Anthropic SDK and
+LangChain's client.
 
-The bundled model is trained to call tools and to add, not to read results: the loops check its first call and that every turn is served."""
+The bundled model is trained to call tools and to add, not to read results: the loops check its first call and that
+every turn is served.
+"""
 
 from __future__ import annotations
 

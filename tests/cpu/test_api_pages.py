@@ -16,9 +16,8 @@ from tests.cpu.fakes import FakeFront, fake_app, serving
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("anthropic", "responses")}
 CALL = (
-    "I see.</think>\n\n<｜DSML｜function_calls>\n"
-    '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="place" string="true">Ulm</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-    "</｜DSML｜function_calls>"
+    'I see.</think>\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="place"'
+    ' string="true">Ulm</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
 )
 
 

@@ -1,4 +1,6 @@
-"""`thalweg bench kernels`: every operation of the catalog is timed, what fails is told, and sizes agree with their references."""
+"""`thalweg bench kernels`: every operation of the catalog is timed, what fails is told, and sizes agree with their
+references.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Requests leave when they are due: a real trace against a server that does nothing, and while the client has much to read."""
+"""Requests leave when they are due: a real trace against a server that does nothing, and while the client has much to
+read.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def replay(url: str) -> tuple[dict[str, Any], list[float]]:
 
 @contextmanager
 def sleeper(late: list[float]) -> Iterator[None]:
-    """Beside it runs a process that only sleeps; by how many ms it is woken late (99th percentile) is what the machine allows at all."""
+    """Beside it runs a process that only sleeps; by how many ms it is woken late (99th percentile) is what the machine
+    allows at all.
+    """
     words = [sys.executable, "-c", SLEEPER, "180"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         yield
@@ -69,8 +73,10 @@ def sleeper(late: list[float]) -> Iterator[None]:
 
 
 def test_a_trace_is_sent_at_its_times() -> None:
-    """The 99th percentile of what a request is late, at 50 a second, bursts of ten included, is within 5 ms. Two busy cores may take the
-    client's processor away for longer than that: it has failed when it was late twice while the machine was not."""
+    """The 99th percentile of what a request is late, at 50 a second, bursts of ten included, is within 5 ms. Two busy
+    cores may take the client's processor away for longer than that: it has failed when it was late twice while the
+    machine was not.
+    """
     late, machine = list[float](), list[float]()
     with null_sink() as (url, _):
         for _ in range(TRIES):

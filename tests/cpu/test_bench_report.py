@@ -1,4 +1,6 @@
-"""Tables and plots from results, the same bytes from the same numbers, and words where there is nothing to draw or to draw with."""
+"""Tables and plots from results, the same bytes from the same numbers, and words where there is nothing to draw or to
+draw with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A drafter never costs a request or a token: what raises, makes no numbers or finds no room is gone, with one line and one count."""
+"""A drafter never costs a request or a token: what raises, makes no numbers or finds no room is gone, with one line and
+one count.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ from thalweg.runner.tape import Tape
 from thalweg.spec.unroll import Unrolled
 
 assert unrecorded  # a fixture of this module, too
-FULL = "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes\nmore"
+FULL = (
+    "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+    " bytes\nmore"
+)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +206,9 @@ def test_one_that_cannot_be_recorded_is_left_out(
 def test_one_whose_weights_are_no_numbers_is_left_out(
     plain: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What an EAGLE-3 head makes of the target's states is no number then, and nothing at run time tells it from states that are none."""
+    """What an EAGLE-3 head makes of the target's states is no number then, and nothing at run time tells it from states
+    that are none.
+    """
     folder = Path(shutil.copytree(Path(MODEL).parent / "tiny-eagle3", tmp_path / "head"))
     held = load_file(folder / "model.safetensors")
     held["fc.weight"][0] = torch.nan

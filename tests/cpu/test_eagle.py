@@ -163,7 +163,9 @@ def test_to_observe_stores_what_a_pass_stores(third: bool, tmp_path: Path) -> No
 
 
 def test_what_a_folder_may_differ_in(tmp_path: Path) -> None:
-    """The layer under its other name, an embedding of its own, a whole vocabulary, streams that are named by layers whose output they are."""
+    """The layer under its other name, an embedding of its own, a whole vocabulary, streams that are named by layers
+    whose output they are.
+    """
     made = Pass("qwen2", True, tmp_path)
     target = made.target
     vocab, layers = made.given["vocab_size"], target.facts.layers
@@ -271,7 +273,9 @@ SEEDED = SamplingParams(temperature=0.8, seed=7, top_p=0.9, max_tokens=24, ignor
 
 
 def test_drafts_are_those_of_the_formulas(bundled: Bundled) -> None:
-    """Whatever was accepted and refused before: each chain is what the formulas draft behind the known tokens, from the target's true states."""
+    """Whatever was accepted and refused before: each chain is what the formulas draft behind the known tokens, from the
+    target's true states.
+    """
     made = bundled.engine(3)
     drafter, slots, model = made.runner.drafting.drafter, made.runner.slots, made.runner.model
     assert isinstance(drafter, Unrolled)

@@ -59,7 +59,9 @@ def test_an_engine_begins_with_nothing_late() -> None:
 
 
 def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as that is cheap beside the measuring of short ones; and what a drafter does later counts where nothing is drafted."""
+    """As long as that is cheap beside the measuring of short ones; and what a drafter does later counts where nothing
+    is drafted.
+    """
     made, spent = engine(3, max_running_requests=8, context_length=4096), 0.0
 
     def run(runner: Any, plan: Any, settings: Any) -> float:

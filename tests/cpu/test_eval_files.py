@@ -1,4 +1,6 @@
-"""`thalweg eval` on files and through lm-evaluation-harness: what is asked, what counts as right, and what is said when it cannot be."""
+"""`thalweg eval` on files and through lm-evaluation-harness: what is asked, what counts as right, and what is said when
+it cannot be.
+"""
 
 from __future__ import annotations
 

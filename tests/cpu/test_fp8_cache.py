@@ -1,4 +1,6 @@
-"""Dense models with keys and values in FP8, by the reference: near what they are without, the same however a prompt is cut."""
+"""Dense models with keys and values in FP8, by the reference: near what they are without, the same however a prompt is
+cut.
+"""
 
 from __future__ import annotations
 

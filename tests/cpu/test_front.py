@@ -1,4 +1,6 @@
-"""The front with a real engine process on the bundled model: streaming, aborts, refusals, death and restart, draining."""
+"""The front with a real engine process on the bundled model: streaming, aborts, refusals, death and restart,
+draining.
+"""
 
 from __future__ import annotations
 

@@ -35,8 +35,9 @@ FILES = {
 
 @dataclass
 class Hub:
-    """What the stand-in serves and has seen. cut: the connection breaks once, after so many bytes of the first shard. stalled: the
-    second shard stops half-way, until `go` is set."""
+    """What the stand-in serves and has seen. cut: the connection breaks once, after so many bytes of the first shard.
+    stalled: the second shard stops half-way, until `go` is set.
+    """
 
     files: dict[str, dict[str, bytes]] = field(
         default_factory=lambda: {MAIN: dict(FILES), OLD: {**FILES, "config.json": b'{"old": 1}'}}
@@ -54,7 +55,9 @@ class Hub:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The parts of the hub's protocol that a download asks: repository info, its tree, and `resolve` with ETag and Range."""
+    """The parts of the hub's protocol that a download asks: repository info, its tree, and `resolve` with ETag and
+    Range.
+    """
 
     protocol_version = "HTTP/1.1"
     hub: Hub

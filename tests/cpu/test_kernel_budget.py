@@ -48,8 +48,9 @@ def script() -> ModuleType:
 
 
 def trace(script: ModuleType, first: list[str], layer: list[str], count: int, steps: int = 12) -> list[Any]:
-    """Steps of two replays of 10 µs a kernel, the last 3 of which overlap their successor's first; an output copy on another stream at any
-    time, and in some steps an upload."""
+    """Steps of two replays of 10 µs a kernel, the last 3 of which overlap their successor's first; an output copy on
+    another stream at any time, and in some steps an upload.
+    """
     rng, seen, now, launch = Random(1), [], 0.0, 7
     for step in range(steps):
         for kernels in (["_prepare", *first, *layer * count, "_rms_norm"], ["head", "_draw"]):

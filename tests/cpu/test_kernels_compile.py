@@ -1,4 +1,6 @@
-"""Every kernel of a step compiles for a Hopper, and those of sampling compute what their references do. Neither needs a GPU, but Triton."""
+"""Every kernel of a step compiles for a Hopper, and those of sampling compute what their references do. Neither needs a
+GPU, but Triton.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,9 @@ class SplitLayers(ReferenceLayers):
 
 @pytest.mark.parametrize("full", [(True, True, True, True), (True, False, False, True)])
 def test_parts_of_different_schemes_give_what_packed_ones_give(full: tuple[bool, ...]) -> None:
-    """Prompts whole, in chunks and token by token; layers with an indexer, and layers that use the selection of an earlier one."""
+    """Prompts whole, in chunks and token by token; layers with an indexer, and layers that use the selection of an
+    earlier one.
+    """
     of = read_facts(FOLDER)
     assert of.indexer is not None
     of = replace(of, indexer=replace(of.indexer, full=full))

@@ -1,4 +1,6 @@
-"""A drafter whose state lags while nothing is drafted: what it has caught up with is what it would have learned at once."""
+"""A drafter whose state lags while nothing is drafted: what it has caught up with is what it would have learned at
+once.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def released(made: LocalEngine) -> list[tuple[tuple[int, ...], list[int]]]:
 
 
 def check_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """But for a position or two where the model's choice of an expert is a near-tie, which steps of other shapes decide otherwise."""
+    """But for a position or two where the model's choice of an expert is a near-tie, which steps of other shapes decide
+    otherwise.
+    """
     off = (got - want).abs().flatten(1).amax(1)
     assert (off > 2e-3).sum() <= 2 and off.max() < 0.3, (
         f"{(off > 2e-3).nonzero().flatten().tolist()} differ, by up to {off.max():.2f}"
@@ -69,7 +73,9 @@ def check_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def check_entries(made: LocalEngine, tokens: tuple[int, ...], pages: list[int]) -> None:
-    """Those of the drafter, in all full pages, which are in the prefix cache now, as one pass over the whole text makes them."""
+    """Those of the drafter, in all full pages, which are in the prefix cache now, as one pass over the whole text makes
+    them.
+    """
     drafter, model = made.runner.drafting.drafter, made.runner.model
     assert isinstance(drafter, Unrolled) and isinstance(model, Decoder)
     full = (len(tokens) - 1) // PAGE
@@ -91,7 +97,9 @@ def check_entries(made: LocalEngine, tokens: tuple[int, ...], pages: list[int]) 
 
 @pytest.mark.parametrize(("depth", "passing"), [(1, False), (2, True)])
 def test_entries_are_those_of_a_drafter_that_never_lagged(depth: int, passing: bool, monkeypatch: Any) -> None:
-    """Requests that come and go, of drafts now and then: also of those whose slots were bound anew before it had caught up."""
+    """Requests that come and go, of drafts now and then: also of those whose slots were bound anew before it had caught
+    up.
+    """
     monkeypatch.setattr(late, "TOKENS", 40)
     made, rng, until = engine(3, max_steps_in_flight=depth, max_running_requests=2), random.Random(3), 0
     made.runner.drafting.late.passing = passing

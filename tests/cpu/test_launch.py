@@ -1,4 +1,6 @@
-"""The commands with a real engine behind them: plan, generate, chat, and a server that is started, asked, and told to stop."""
+"""The commands with a real engine behind them: plan, generate, chat, and a server that is started, asked, and told to
+stop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Offline use on the bundled model: what a user asks of `LLM` and `AsyncLLM`, checked against the model's own statements."""
+"""Offline use on the bundled model: what a user asks of `LLM` and `AsyncLLM`, checked against the model's own
+statements.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.llm import LLM, AsyncLLM
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
-TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a wife."
+TEXT = (
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a"
+    " wife."
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 

@@ -190,7 +190,9 @@ def test_progress_counts_every_tensor_that_is_read(published: Path) -> None:
 
 
 def test_partial_update_in_place(published: Path) -> None:
-    """Some tensors again, later, from another stream: the same storage, nothing else touched, the same as a checkpoint with them."""
+    """Some tensors again, later, from another stream: the same storage, nothing else touched, the same as a checkpoint
+    with them.
+    """
     model = zoo.ours(published)
     before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
     update = {

@@ -1,4 +1,6 @@
-"""Other weights and profiles, on a running server with the bundled model and in the calling thread: what changes, and what does not."""
+"""Other weights and profiles, on a running server with the bundled model and in the calling thread: what changes, and
+what does not.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some tensors of the model: one of them FP8 with its scales, and all norms before attention, which are equal here."""
+    """Some tensors of the model: one of them FP8 with its scales, and all norms before attention, which are equal
+    here.
+    """
     held = tensors()
     chosen = {name: torch.ones_like(value) for name, value in held.items() if name.endswith(".input_layernorm.weight")}
     chosen |= {FP8: held[FP8].float().flip(0).to(held[FP8].dtype), f"{FP8}_scale_inv": held[f"{FP8}_scale_inv"]}
@@ -99,7 +103,9 @@ def want(tiny: LLM, other: Path) -> dict[str, list[int]]:
 def test_replaced_weights_compute_what_their_checkpoint_does(
     other: Path, some: Path, want: dict[str, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All tensors, and two tensors: the recorded steps of a CPU follow, on their own thread. A recording of it knows."""
+    """All tensors, and two tensors: the recorded steps of a CPU follow, on their own thread. A recording of it
+    knows.
+    """
     llm = LLM(str(MODEL), overlap_schedule=True, crash_dump_folder=str(tmp_path))
     assert answer(llm) == want["tiny"] != want["other"]
     at = llm.engine.loop.scheduler.step
@@ -125,7 +131,9 @@ def test_replaced_weights_compute_what_their_checkpoint_does(
 
 
 def test_nothing_of_broken_weights_stays(tmp_path: Path, want: dict[str, list[int]]) -> None:
-    """NaN in the pages of one request would reach the next that gets them: a masked place counts 0 times what it holds."""
+    """NaN in the pages of one request would reach the next that gets them: a masked place counts 0 times what it
+    holds.
+    """
     broken = {"model.embed_tokens.weight": torch.full_like(tensors()["model.embed_tokens.weight"], torch.nan)}
     llm = LLM(str(MODEL), radix_cache=False, deterministic_inference=True)
     llm.update_weights_from_disk(str(save(tmp_path / "broken", broken)))
@@ -283,7 +291,9 @@ def test_only_the_admin_key_opens_them_and_they_are_off_by_default(server: Targe
 
 
 def test_weights_over_http(server: Target, other: Path, tmp_path: Path, want: dict[str, list[int]]) -> None:
-    """A stream that runs goes on, what it computed under the old weights is not found later; a refusal changes nothing."""
+    """A stream that runs goes on, what it computed under the old weights is not found later; a refusal changes
+    nothing.
+    """
     assert server.generate()["output_ids"] == want["tiny"] and server.generate()["meta_info"]["cached_tokens"] == 128
     refused = server.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
     assert refused.status_code == 400 and error(refused)["param"] == "model_path"

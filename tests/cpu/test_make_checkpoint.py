@@ -1,4 +1,6 @@
-"""`thalweg bench make-checkpoint`: what it writes is a published checkpoint to transformers and to us, and the numbers are sane."""
+"""`thalweg bench make-checkpoint`: what it writes is a published checkpoint to transformers and to us, and the numbers
+are sane.
+"""
 
 from __future__ import annotations
 

@@ -212,7 +212,9 @@ def test_hadamard_on_both_sides_changes_nothing(
 
 
 def test_equal_scores_choose_the_later_token_in_any_shape(checkpoint: tuple[Path, list[int], Tensor]) -> None:
-    """With every index weight 0 all scores are equal: the choice is then the last topk tokens, alone or beside longer rows, in chunks or not."""
+    """With every index weight 0 all scores are equal: the choice is then the last topk tokens, alone or beside longer
+    rows, in chunks or not.
+    """
     folder, ids, _ = checkpoint
     model = zoo.ours(folder)
     with torch.inference_mode():

@@ -1,4 +1,6 @@
-"""Every family against transformers, in float32, on configurations drawn anew at each run (set TEST_SEED to repeat one)."""
+"""Every family against transformers, in float32, on configurations drawn anew at each run (set TEST_SEED to repeat
+one).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ LENGTH = 150  # far past every index_topk that the zoo draws, and past two pages
 
 
 class Pair:
-    """One drawn configuration: transformers' model, ours from its checkpoint, a prompt and transformers' logits of it."""
+    """One drawn configuration: transformers' model, ours from its checkpoint, a prompt and transformers' logits of
+    it.
+    """
 
     def __init__(self, family: str, folder: Path) -> None:
         print(f"{family}: TEST_SEED={SEED}")
@@ -36,7 +40,9 @@ class Pair:
         self.want = self.logits(self.ids)
 
     def draw(self, use: Callable[[list[int]], object]) -> list[int]:
-        """LENGTH random tokens in whose use no choice of context or experts is a near-tie: there two right programs may differ."""
+        """LENGTH random tokens in whose use no choice of context or experts is a near-tie: there two right programs may
+        differ.
+        """
         for attempt in range(20):
             draw, self.watched.near = random.Random(f"{SEED} {attempt}"), False
             ids = [draw.randrange(self.config["vocab_size"]) for _ in range(LENGTH)]
@@ -81,7 +87,9 @@ def test_token_by_token(pair: Pair) -> None:
 
 
 def test_rows_of_different_lengths_in_one_step_with_padding(pair: Pair) -> None:
-    """Decode rows before, at and past index_topk, two equal chunks and a long one, and padding, in one step: none disturbs another."""
+    """Decode rows before, at and past index_topk, two equal chunks and a long one, and padding, in one step: none
+    disturbs another.
+    """
     bench = Bench(pair.ours, 6)
     lengths = [3, 64, 130, 40, 10, 0]
     for row, length in enumerate(lengths):

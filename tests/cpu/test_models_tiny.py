@@ -75,7 +75,9 @@ def test_it_is_what_the_issue_asks_for() -> None:
 
 
 def test_transformers_agrees_on_the_dequantised_weights(theirs: nn.Module) -> None:
-    """Up to the first near-tie among index scores, on enough tokens far past index_topk; whole, and one by one from the cache."""
+    """Up to the first near-tie among index scores, on enough tokens far past index_topk; whole, and one by one from the
+    cache.
+    """
     draw, compared = random.Random(SEED), 0
     for _ in range(12):
         nearest = Nearest()

@@ -1,4 +1,6 @@
-"""A request for which the model computes NaN ends with an error; others go on, and nothing that it computed is found again."""
+"""A request for which the model computes NaN ends with an error; others go on, and nothing that it computed is found
+again.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def answered(made: LocalEngine, asked: list[list[int]], params: SamplingParams) 
     ],
 )
 def test_it_fails_alone(kind: str, width: int, depth: int, fields: dict[str, Any]) -> None:
-    """In the middle of its output: the token at which the model breaks is one that this request writes, and no other has."""
+    """In the middle of its output: the token at which the model breaks is one that this request writes, and no other
+    has.
+    """
     params = SamplingParams(max_tokens=NEW, ignore_eos=True, **KINDS[kind])
     made = engine(width, max_steps_in_flight=depth, max_running_requests=3, **fields)
     asked = prompts(4, 100)
@@ -101,7 +105,9 @@ def test_it_fails_alone(kind: str, width: int, depth: int, fields: dict[str, Any
 
 @pytest.mark.parametrize(("width", "tree"), [(0, CHAIN), (2, CHAIN), (4, TREE)])
 def test_nothing_of_it_is_found_again(width: int, tree: TreeShape) -> None:
-    """Not its prompt's pages either, which others could find while it was computed; what they had computed before stays."""
+    """Not its prompt's pages either, which others could find while it was computed; what they had computed before
+    stays.
+    """
     made = engine(width, tree=tree, max_running_requests=2, max_steps_in_flight=2)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     shared = [0, *range(30, 30 + PAGE)]

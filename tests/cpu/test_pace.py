@@ -1,4 +1,6 @@
-"""What is chosen from the times of steps: tokens beside decoding rows, and what runs in pieces. The times are made up."""
+"""What is chosen from the times of steps: tokens beside decoding rows, and what runs in pieces. The times are made
+up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`thalweg plan` as a command: machines that are not here, layouts, loads, what it refuses, and its forecast against an engine that starts."""
+"""`thalweg plan` as a command: machines that are not here, layouts, loads, what it refuses, and its forecast against an
+engine that starts.
+"""
 
 from __future__ import annotations
 
@@ -416,7 +418,9 @@ PLAIN = {"quantization_config": None}
 
 @pytest.mark.parametrize("config", [LITE, QWEN, DEEPSEEK | PLAIN, DEEPSEEK | INDEXER | PLAIN])
 def test_counted_sizes_are_those_of_the_model(config: dict[str, Any]) -> None:
-    """In 16 bits plain torch holds the same numbers as the kernels; what differs are rotary tables and where an indexer's weights lie."""
+    """In 16 bits plain torch holds the same numbers as the kernels; what differs are rotary tables and where an
+    indexer's weights lie.
+    """
     facts = facts_of(config | {"num_hidden_layers": 4, "eos_token_id": 1, "max_position_embeddings": 4096}, "test")
     made = measure(facts, ReferenceLayers(torch.bfloat16, torch.device("meta")))
     by_hand = counted(facts, KernelConfig(), torch.bfloat16)

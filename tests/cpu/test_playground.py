@@ -52,7 +52,9 @@ def visit(
     expect_errors: bool = False,
     **context: Any,
 ) -> Iterator[tuple[Page, FakeFront]]:
-    """A fresh visit to the page; it may ask nobody but its server, and the console stays empty unless errors are part of the test."""
+    """A fresh visit to the page; it may ask nobody but its server, and the console stays empty unless errors are part
+    of the test.
+    """
     front = FakeFront(script, gap=gap, chunk=chunk)
     with serving(fake_app(front, options)) as url:
         visitor = browser.new_context(viewport={"width": 1280, "height": 800}, **context)

@@ -86,7 +86,9 @@ def test_tokens_at_or_past_the_end_are_padding() -> None:
 
 
 def test_sampled_tokens_of_rows_with_different_numbers_of_drafts() -> None:
-    """A chunk, two verifications and a prompt's end: of each emitting row as many positions, the last one again where there are fewer drafts."""
+    """A chunk, two verifications and a prompt's end: of each emitting row as many positions, the last one again where
+    there are fewer drafts.
+    """
     rows = (Row(0, 0, 5, 3, 2, True), Row(1, 1, 5, 2, 1, True), Row(2, 2, 0, 4, 0, False), Row(3, 3, 0, 2, 0, True))
     made = StepPlan(0, -1, rows, max_kv_len=8)
     assert made.sampled_per_row == 3 and not made.is_verify and StepPlan(0, -1, rows[:2]).is_verify

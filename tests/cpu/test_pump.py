@@ -1,4 +1,6 @@
-"""Weights from files to a device: what is read, in which pieces, and that all of it arrives; streams and events are stand-ins here."""
+"""Weights from files to a device: what is read, in which pieces, and that all of it arrives; streams and events are
+stand-ins here.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from thalweg.core.errors import CheckpointError
-from thalweg.weights import pump as pumping
 from thalweg.quant.scheme import TensorSpec
+from thalweg.weights import pump as pumping
 from thalweg.weights.pump import FileSlice, pieces, pump
 from thalweg.weights.stream import SINGLE, Read, Safetensors
 
 
 def test_pieces_cover_each_span_once_and_in_order() -> None:
     a, b = Path("a"), Path("b")
-    spans = [FileSlice(a, 100, (10,), torch.uint8), FileSlice(b, 0, (0, 4), torch.float32), FileSlice(a, 7, (3, 2), torch.int32)]
+    spans = [
+        FileSlice(a, 100, (10,), torch.uint8),
+        FileSlice(b, 0, (0, 4), torch.float32),
+        FileSlice(a, 7, (3, 2), torch.int32),
+    ]
     found = list(pieces(spans, 10))
     assert [(one.span, str(one.path), one.offset, one.at, one.size) for one in found] == [
         (0, "a", 100, 0, 10), (1, "b", 0, 0, 0), (2, "a", 7, 0, 10), (2, "a", 17, 10, 10), (2, "a", 27, 20, 4),

@@ -1,5 +1,7 @@
-"""Steps with drafts that were recorded, A and all of B: what eager ones do, whatever widths, rows and requests come. CUDA graphs are played by a
-recorder of torch's operations, kernels by their references; who asks the device, or takes numbers of the host along, fails."""
+"""Steps with drafts that were recorded, A and all of B: what eager ones do, whatever widths, rows and requests come.
+CUDA graphs are played by a recorder of torch's operations, kernels by their references; who asks the device, or takes
+numbers of the host along, fails.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ KINDS: list[dict[str, Any]] = [
 
 
 class Strict(Recording):
-    """As of a CUDA graph: nothing may wait for the device, and no number of the host may come along that another replay would need to be another."""
+    """As of a CUDA graph: nothing may wait for the device, and no number of the host may come along that another replay
+    would need to be another.
+    """
 
     def __init__(self, block: str = "") -> None:
         super().__init__()
@@ -285,7 +289,9 @@ def recorded(graphs: Any) -> Any:
 
 
 def test_no_recording_reads_what_another_may_have_written_over(recorded: Any) -> None:
-    """The memory of the pool: a graph finds there what A of its own step has left, drafts find nothing; and what is published lies elsewhere."""
+    """The memory of the pool: a graph finds there what A of its own step has left, drafts find nothing; and what is
+    published lies elsewhere.
+    """
     recordings = TAPES[-1].recordings
     pool = set[int]().union(*(one.made for one in recordings))
     first: dict[str, Strict] = {}

@@ -1,5 +1,6 @@
-"""Attention of decode rows that was recorded, beside a prompt's that was not: the same as all of it at once. CUDA graphs are played by a recorder of
-torch's operations."""
+"""Attention of decode rows that was recorded, beside a prompt's that was not: the same as all of it at once. CUDA
+graphs are played by a recorder of torch's operations.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class FakeTape:
 
 
 class Layer:
-    """Attention of which one sees whose it is: a number of the layer, the token's position, its row's last page, what it was given."""
+    """Attention of which one sees whose it is: a number of the layer, the token's position, its row's last page, what
+    it was given.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number

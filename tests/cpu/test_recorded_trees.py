@@ -1,5 +1,7 @@
-"""Trees that were recorded: steps that verify them, accepting their paths, learning from these, and growing the next ones, publish what eager ones
-do. CUDA graphs are played by a recorder of torch's operations; who asks the device, or takes numbers of the host along, fails."""
+"""Trees that were recorded: steps that verify them, accepting their paths, learning from these, and growing the next
+ones, publish what eager ones do. CUDA graphs are played by a recorder of torch's operations; who asks the device, or
+takes numbers of the host along, fails.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,9 @@ def _plan(rows: int) -> StepPlan:
 
 
 def test_no_recording_reads_what_another_may_have_written_over(whole: tuple[LocalEngine, dict[str, int]]) -> None:
-    """The memory of the pool: accept finds there what A of its own step has left, others find nothing; and what is published lies elsewhere."""
+    """The memory of the pool: accept finds there what A of its own step has left, others find nothing; and what is
+    published lies elsewhere.
+    """
     recordings = TAPE.recordings
     pool = set[int]().union(*(one.made for one in recordings))
     first: dict[str, Strict] = {}
@@ -139,7 +143,9 @@ def test_no_recording_reads_what_another_may_have_written_over(whole: tuple[Loca
 
 
 def test_one_draft_is_a_chains_graphs_among_trees(graphs: Any) -> None:
-    """Whatever the steps before and behind it had: the drafter proposes none by itself, and what is published is what an eager B publishes."""
+    """Whatever the steps before and behind it had: the drafter proposes none by itself, and what is published is what
+    an eager B publishes.
+    """
     recorded, eager = among_trees(graphs), among_trees(graphs)
     runner: Any = recorded.runner
     chains, trees, alone = counted(recorded), dict.fromkeys(("observe", "propose"), 0), {"propose": 0}

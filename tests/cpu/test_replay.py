@@ -1,4 +1,6 @@
-"""Recordings of a real engine, run again: whole ones bit for bit, rolled ones from the middle, tampered ones to the very token."""
+"""Recordings of a real engine, run again: whole ones bit for bit, rolled ones from the middle, tampered ones to the
+very token.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,9 @@ def model() -> tuple[Any, Any]:
 
 @pytest.fixture(autouse=True)
 def loaded_once(model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each engine has a brain of its own around the same weights; its KV and slots hold nonsense at first, so that nothing is found in
-    them but what is put there."""
+    """Each engine has a brain of its own around the same weights; its KV and slots hold nonsense at first, so that
+    nothing is found in them but what is put there.
+    """
 
     def around(settings: EngineConfig, channel: LocalChannel) -> Rank:
         runner, facts = model
@@ -66,7 +69,9 @@ def engine(folder: Path, **changes: Any) -> LocalEngine:
 
 
 def ask(one: LocalEngine) -> None:
-    """Prompts in chunks, a shared beginning, n > 1, a grammar, log-probabilities, and outputs for which there are too few pages."""
+    """Prompts in chunks, a shared beginning, n > 1, a grammar, log-probabilities, and outputs for which there are too
+    few pages.
+    """
     sampled = SamplingParams(temperature=1.0, max_tokens=190, ignore_eos=True)
     one.submit(SHARED, msgspec.structs.replace(sampled, n=2, logprobs=1))
     one.submit([*SHARED, 30, 31], msgspec.structs.replace(sampled, frequency_penalty=1.0))
@@ -119,7 +124,9 @@ def test_a_whole_recording_is_bit_for_bit_the_run(tmp_path: Path) -> None:
 def test_a_rolled_recording_begins_in_the_middle_wherever_that_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Segments of a few steps begin in prompts, at preemptions, with requests that have just ended and with steps in flight."""
+    """Segments of a few steps begin in prompts, at preemptions, with requests that have just ended and with steps in
+    flight.
+    """
     monkeypatch.setattr(recording, "STEPS", 7)
     one = engine(tmp_path)
     ask(one)

@@ -1,4 +1,6 @@
-"""`thalweg roofline`: names to operations, a GPU's trace taken apart, a CPU's profile of the bundled model, and files that are none."""
+"""`thalweg roofline`: names to operations, a GPU's trace taken apart, a CPU's profile of the bundled model, and files
+that are none.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""Rules of acceptance: whatever drafts, and whichever lossless rule judges, sequences are distributed as the target's own.
+"""Rules of acceptance: whatever drafts, and whichever lossless rule judges, sequences are distributed as the target's
+own.
 
-The target here is a Markov chain: its logits follow from the token before. What comes out is compared with its distribution over the first two
-tokens. Every biased rule, and every mistake that is planted in a right one, must fail the same comparison, or it would show nothing."""
+The target here is a Markov chain: its logits follow from the token before. What comes out is compared with its
+distribution over the first two tokens. Every biased rule, and every mistake that is planted in a right one, must fail
+the same comparison, or it would show nothing.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,9 @@ def known() -> World:
 
 
 class Found(NamedTuple):
-    """The first two tokens of each sequence, how far they are from the target's, and the share of the first drafts that was accepted."""
+    """The first two tokens of each sequence, how far they are from the target's, and the share of the first drafts that
+    was accepted.
+    """
 
     first_N: Tensor
     second_N: Tensor
@@ -275,8 +280,9 @@ def test_an_easier_verdict_is_noticed(known: World, monkeypatch: pytest.MonkeyPa
 
 
 def lists(world: World, count: int, raced: bool) -> Found:
-    """DRAWS sequences, two tokens of each, by accept itself: of the first one `count` drafts, the best of the race that the drafter's distribution
-    runs with the target's coins, or its most likely ones."""
+    """DRAWS sequences, two tokens of each, by accept itself: of the first one `count` drafts, the best of the race that
+    the drafter's distribution runs with the target's coins, or its most likely ones.
+    """
     slots, index = world.bound(TreeShape(branching=count, max_depth=1, num_drafts=count)), torch.arange(ROWS)
     pairs: list[Tensor] = []
     accepted = 0
@@ -336,7 +342,9 @@ def residual(p_NV: Tensor, q_NV: Tensor) -> Tensor:
 
 
 def several(p_NV: Tensor, q_NV: Tensor, *, replaced: bool) -> Tensor:
-    """SpecInfer's multi-draft rule (Miao et al. 2024): each draft in turn by the standard rule, from what those before it left of p."""
+    """SpecInfer's multi-draft rule (Miao et al. 2024): each draft in turn by the standard rule, from what those before
+    it left of p.
+    """
     token_N, open_N = torch.full((len(p_NV),), -1), torch.ones(len(p_NV), dtype=torch.bool)
     for _ in range(2):
         draft_N = pick(q_NV)
@@ -347,7 +355,9 @@ def several(p_NV: Tensor, q_NV: Tensor, *, replaced: bool) -> Tensor:
 
 
 def masses(p_NV: Tensor, q_NV: Tensor, *, threshold: float = 1.0, fresh: bool = True) -> Tensor:
-    """One coin for the most likely two drafts together, as SGLang's kernel has it; what remains is drawn with a fresh one, or with the same."""
+    """One coin for the most likely two drafts together, as SGLang's kernel has it; what remains is drawn with a fresh
+    one, or with the same.
+    """
     drafts_NC, coin_N = q_NV.topk(2, -1).indices, torch.rand(len(p_NV))
     sums_NC = p_NV.gather(1, drafts_NC).cumsum(1) / threshold
     left_NV = p_NV.scatter(1, drafts_NC, 0.0)
@@ -359,14 +369,18 @@ def masses(p_NV: Tensor, q_NV: Tensor, *, threshold: float = 1.0, fresh: bool = 
 
 
 def ratio(p_NV: Tensor, q_NV: Tensor, *, sampled: bool = True, left: bool = True) -> Tensor:
-    """The standard rule: of a sampled draft, or wrongly of the most likely token; what remains is drawn from the residual, or wrongly from p."""
+    """The standard rule: of a sampled draft, or wrongly of the most likely token; what remains is drawn from the
+    residual, or wrongly from p.
+    """
     draft_N = pick(q_NV) if sampled else q_NV.argmax(-1)
     right_N = torch.rand(len(p_NV)) * at(q_NV, draft_N) < at(p_NV, draft_N)
     return torch.where(right_N, draft_N, pick(residual(p_NV, q_NV) if left else p_NV))
 
 
 def likely(p_NV: Tensor, q_NV: Tensor, *, threshold_V: Tensor) -> Tensor:
-    """Whatever is likely enough is accepted, as by SGLang's threshold for single tokens and Medusa's typical acceptance."""
+    """Whatever is likely enough is accepted, as by SGLang's threshold for single tokens and Medusa's typical
+    acceptance.
+    """
     draft_N = pick(q_NV)
     return torch.where(at(p_NV, draft_N) > threshold_V, draft_N, pick(p_NV))
 

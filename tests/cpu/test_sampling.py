@@ -81,7 +81,9 @@ def test_frequency_and_presence_count_the_output_only() -> None:
     ],
 )
 def test_draws_follow_the_distribution(params: SamplingParams) -> None:
-    """Total variation between 2e5 draws (one per position) and the explicit distribution, under three times multinomial noise."""
+    """Total variation between 2e5 draws (one per position) and the explicit distribution, under three times multinomial
+    noise.
+    """
     draws = 200_000
     logits = torch.randn(1, VOCAB) * 1.5
     ids = torch.zeros(1, 1, dtype=torch.int64)

@@ -90,7 +90,9 @@ COUNTED = re.compile(r"\b(?:rate|increase|resets)\(\s*([a-z0-9_]+)(?:\{[^}]*\})?
 
 
 def check_promql(expr: str, scraped: Types) -> None:
-    """Names exist; what only grows is read through its growth, and nothing else is; quantiles are of buckets, kept apart by `le`."""
+    """Names exist; what only grows is read through its growth, and nothing else is; quantiles are of buckets, kept
+    apart by `le`.
+    """
     used, grown = NAME.findall(expr), COUNTED.findall(expr)
     assert used, f"reads nothing of ours: {expr}"
     for name in used:

@@ -1,4 +1,6 @@
-"""`suffix` of /v1/completions, and the chat extensions that shape a prompt: what the model reads, and what comes back."""
+"""`suffix` of /v1/completions, and the chat extensions that shape a prompt: what the model reads, and what comes
+back.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Keys, their limits and the admin routes, as SECURITY.md promises them: against a real server, and where time is needed without one."""
+"""Keys, their limits and the admin routes, as SECURITY.md promises them: against a real server, and where time is
+needed without one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A hundred streams at once on the bundled model, more than it has slots, while others hang up: nothing is lost, mixed up or left behind."""
+"""A hundred streams at once on the bundled model, more than it has slots, while others hang up: nothing is lost, mixed
+up or left behind.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ def test_streams_equal_their_twins_while_others_hang_up() -> None:
 
 
 def test_a_burst_begins_a_few_at_a_time_and_in_order() -> None:
-    """What runs beside it gets its turn between them; a probe waits for nobody; who gives up meanwhile blocks nobody."""
+    """What runs beside it gets its turn between them; a probe waits for nobody; who gives up meanwhile blocks
+    nobody.
+    """
 
     async def body() -> None:
         begun: list[int] = []
@@ -186,7 +190,10 @@ def test_a_server_that_cannot_start_says_why_and_leaves_nothing() -> None:
 
 
 def test_usage_counts_the_time_and_memory_of_a_process() -> None:
-    code = "import sys,time\nx=bytearray(64<<20)\nwhile time.process_time()<0.5: pass\nprint('up',flush=True); sys.stdin.read()"
+    code = (
+        "import sys,time\nx=bytearray(64<<20)\nwhile time.process_time()<0.5: pass\nprint('up',flush=True);"
+        " sys.stdin.read()"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdin is not None and child.stdout.readline()
         seen = usage(child.pid)

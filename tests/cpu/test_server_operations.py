@@ -240,7 +240,9 @@ def test_thousands_of_prompts_do_not_fill_the_log() -> None:
 
 
 def test_what_befalls_a_request_in_the_engine_carries_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real engine with too little cache for two, behind the whole application: preempted, aborted, and the engine killed."""
+    """A real engine with too little cache for two, behind the whole application: preempted, aborted, and the engine
+    killed.
+    """
     exporter = InMemorySpanExporter()
     monkeypatch.setattr("thalweg.server.app.traces_to", lambda endpoint: Traces(SimpleSpanProcessor(exporter)))
     keys = ServerOptions(api_key=("k",), log_requests=True, otlp_traces_endpoint="http://nowhere")

@@ -1,4 +1,6 @@
-"""What both APIs of typed parts must do alike: any cut of the text, clients that leave, aborts, and how many may come in."""
+"""What both APIs of typed parts must do alike: any cut of the text, clients that leave, aborts, and how many may come
+in.
+"""
 
 from __future__ import annotations
 

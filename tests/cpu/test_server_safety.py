@@ -1,4 +1,6 @@
-"""What SECURITY.md promises, tried as an attacker would: real sockets against a real server with the bundled model, one for the whole file."""
+"""What SECURITY.md promises, tried as an attacker would: real sockets against a real server with the bundled model, one
+for the whole file.
+"""
 
 from __future__ import annotations
 
@@ -408,7 +410,10 @@ def test_pages_of_other_sites_may_not_send(server: Target) -> None:
 
 def test_what_a_killed_front_leaves_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = "import sys, time\nfrom thalweg.engine.nest import nest\nwith nest() as folder:\n print(folder, flush=True)\n time.sleep(60)"
+    code = (
+        "import sys, time\nfrom thalweg.engine.nest import nest\nwith nest() as folder:\n print(folder, flush=True)\n"
+        " time.sleep(60)"
+    )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     held = []
     for _ in range(2):

@@ -24,11 +24,10 @@ TOOLS = [
     }
 ]
 CALLS = (
-    "I will look.\n\n<｜DSML｜function_calls>\n"
-    '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="place" string="true">Köln</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-    '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="place" string="true">Ulm</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-    "</｜DSML｜function_calls>"
+    'I will look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="place"'
+    ' string="true">Köln</｜DSML｜parameter>\n<｜DSML｜parameter name="days"'
+    ' string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter'
+    ' name="place" string="true">Ulm</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
 )
 
 

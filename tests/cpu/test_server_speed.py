@@ -84,7 +84,9 @@ def client(port: int, path: str) -> None:
 
 
 async def measure(path: str) -> tuple[float, float, float]:
-    """CPU seconds a chunk of this process, and what `thalweg_emit_seconds` says: the shares of tokens within 3 ms and within 8 ms."""
+    """CPU seconds a chunk of this process, and what `thalweg_emit_seconds` says: the shares of tokens within 3 ms and
+    within 8 ms.
+    """
     front = Stepping()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(fake_app(front), log_level="warning", access_log=False))
@@ -119,8 +121,9 @@ async def measure(path: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_64_streams(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The server's CPU time is asserted, the better of two runs: 64 chunks must fit in 8 ms of one core. The delays are printed
-    only, since whatever else runs on the machine is in them."""
+    """The server's CPU time is asserted, the better of two runs: 64 chunks must fit in 8 ms of one core. The delays are
+    printed only, since whatever else runs on the machine is in them.
+    """
     best = 1.0
     for _ in range(2):
         cpu, soon, late = asyncio.run(measure(path))
@@ -134,7 +137,9 @@ def test_64_streams(path: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_chunk_waits_for_an_acknowledgement() -> None:
-    """On a connection that has been used, a client acknowledges late: the chunk behind the header would wait 40 ms for that."""
+    """On a connection that has been used, a client acknowledges late: the chunk behind the header would wait 40 ms for
+    that.
+    """
     options, made = ServerOptions(), []
 
     def noted(**uvicorn: Any) -> Any:

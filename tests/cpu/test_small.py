@@ -47,7 +47,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_model_itself_drafts_what_it_then_writes() -> None:
-    """Behind chunks, refusals by a seed's coins and prefixes that were found: what it knows of the tokens is all that it needs."""
+    """Behind chunks, refusals by a seed's coins and prefixes that were found: what it knows of the tokens is all that
+    it needs.
+    """
     made = engine(MODEL, 3, max_steps_in_flight=2)
     for params, want in zip((GREEDY, SEEDED), plain(), strict=True):
         before = made.loop.stats()
@@ -98,7 +100,9 @@ def test_each_folder_is_read_for_what_is_its_own(llama: Path, monkeypatch: pytes
 
 
 def test_it_catches_up_with_a_long_text_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind 280 tokens for which nothing was drafted its drafts are as good as ever; it never computes more at once than a head does."""
+    """Behind 280 tokens for which nothing was drafted its drafts are as good as ever; it never computes more at once
+    than a head does.
+    """
     monkeypatch.setattr(traced, "ROWS", 0)
     monkeypatch.setattr(late, "ROW", 100)
     made, prompt = engine(MODEL, 3, chunked_prefill_size=512), prompts(1)[0]

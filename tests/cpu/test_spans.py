@@ -1,4 +1,6 @@
-"""Attention in plain torch over rows of very different contexts: cut so that no tile is larger than its bound, and the same numbers."""
+"""Attention in plain torch over rows of very different contexts: cut so that no tile is larger than its bound, and the
+same numbers.
+"""
 
 from __future__ import annotations
 

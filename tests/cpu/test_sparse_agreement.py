@@ -1,4 +1,6 @@
-"""benchmarks/gpu/sparse_agreement.py finds the bundled model's chunks and prefix hits right, and what is wrong with them wrong."""
+"""benchmarks/gpu/sparse_agreement.py finds the bundled model's chunks and prefix hits right, and what is wrong with
+them wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Speculation in a whole engine, with the bundled model's NextN layer: the drafter's state, what fails, and what it may not change."""
+"""Speculation in a whole engine, with the bundled model's NextN layer: the drafter's state, what fails, and what it may
+not change.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,10 @@ def test_under_a_grammar(depth: int) -> None:
 
 
 class Afresh(NamedTuple):
-    """A sequence that was written, computed anew as one prompt: its tokens but the last, whose entry comes with a step that there is none of; the
-    pages it lay in; and their planes and the target's hidden states as one step makes them."""
+    """A sequence that was written, computed anew as one prompt: its tokens but the last, whose entry comes with a step
+    that there is none of; the pages it lay in; and their planes and the target's hidden states as one step makes
+    them.
+    """
 
     tokens: Tensor
     pages: list[int]
@@ -129,7 +133,9 @@ class Afresh(NamedTuple):
 
 
 def written_afresh(made: LocalEngine, prompt: tuple[int, ...]) -> Afresh:
-    """Lets the engine write, and computes what it and its drafter then keep: of each position its token and the state of the one before."""
+    """Lets the engine write, and computes what it and its drafter then keep: of each position its token and the state
+    of the one before.
+    """
     seen: dict[str, Any] = {}
     release = made.loop.scheduler._release
 

@@ -1,4 +1,6 @@
-"""Structured output on the bundled model: whatever it samples at temperature 1 is valid, and who runs beside it never notices."""
+"""Structured output on the bundled model: whatever it samples at temperature 1 is valid, and who runs beside it never
+notices.
+"""
 
 from __future__ import annotations
 
@@ -228,7 +230,10 @@ def test_a_thought_comes_first(llm: LLM) -> None:
     asked = [{"role": "user", "content": "What is 12 + 34?"}]
     ids, _ = llm.texts.chat_ids(asked, thinking=True)
     params = SamplingParams(temperature=0.0, max_tokens=200, skip_special_tokens=False)
-    shape = '{"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"], "additionalProperties": false}'
+    shape = (
+        '{"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"], "additionalProperties":'
+        " false}"
+    )
     grammar = Grammar("json_schema", shape, starts_in_thought=True, think_end_id=closes)
     text = llm.generate(ids, params, grammar=grammar)[0].outputs[0].text
     thought, _, answer = text.removesuffix("<｜end▁of▁sentence｜>").partition("</think>")
@@ -249,7 +254,9 @@ HEAVY = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "integer"
 
 
 def test_a_heavy_schema_holds_up_nobody() -> None:
-    """Straight to the engine's process, past the server's door: it takes long to compile, then is refused; a stream beside it flows."""
+    """Straight to the engine's process, past the server's door: it takes long to compile, then is refused; a stream
+    beside it flows.
+    """
 
     async def run() -> tuple[list[float], Exception | None, Choice]:
         async with AsyncLLM(MODEL, context_length=512, enable_overlap_schedule=True) as served:

@@ -1,4 +1,6 @@
-"""Structured output over HTTP on a real server: the examples of docs/structured-output.md, every name, tools, thoughts, and hostile requests."""
+"""Structured output over HTTP on a real server: the examples of docs/structured-output.md, every name, tools, thoughts,
+and hostile requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tool calls that others got wrong, by the number of their issue; calls nobody offered; what a fuzzer checks, on a few random inputs."""
+"""Tool calls that others got wrong, by the number of their issue; calls nobody offered; what a fuzzer checks, on a few
+random inputs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Conversations that think, with the bundled model: what the second turn finds in the cache equals what its token ids say it can find."""
+"""Conversations that think, with the bundled model: what the second turn finds in the cache equals what its token ids
+say it can find.
+"""
 
 from __future__ import annotations
 

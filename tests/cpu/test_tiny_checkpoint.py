@@ -1,4 +1,5 @@
-"""The bundled checkpoint is what it says it is: published layout, FP8 blocks, tokenizer, and a model that does its tasks.
+"""The bundled checkpoint is what it says it is: published layout, FP8 blocks, tokenizer, and a model that does its
+tasks.
 
 transformers' `deepseek_v32` is the independent judge: it gets the same weights, multiplied out to fp32.
 """

@@ -1,4 +1,6 @@
-"""Forced tool calls without a model: whatever a grammar lets through, written at random, is a call that the parser reads and the schema allows."""
+"""Forced tool calls without a model: whatever a grammar lets through, written at random, is a call that the parser
+reads and the schema allows.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def parameters(rng: random.Random) -> dict[str, Any]:
 
 
 def write(matcher: Matcher, rng: random.Random, most: int = 400) -> str | None:
-    """An output, each token at random among those that the mask allows; None when it is not complete after `most` tokens."""
+    """An output, each token at random among those that the mask allows; None when it is not complete after `most`
+    tokens.
+    """
     ids: list[int] = []
     bits = np.zeros((1, (TOKENIZER.vocab_size + 31) // 32), np.int32)
     for _ in range(most):

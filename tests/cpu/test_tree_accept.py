@@ -151,7 +151,9 @@ def test_the_minimum_length_turns_along_the_path() -> None:
 
 
 def test_penalties_of_a_node_are_those_of_its_sequence() -> None:
-    """Of each as a slot of its own that knows its path; of several rows, and drafts that are known, repeated or not made."""
+    """Of each as a slot of its own that knows its path; of several rows, and drafts that are known, repeated or not
+    made.
+    """
     fields = {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": -0.2}
     slots = Slots(4, 64, torch.device("cpu"), tree=SHAPE)
     for slot, known in ((1, (1, 2, 3)), (3, (4, 4, 5, 6, 7))):

@@ -1,4 +1,6 @@
-"""Attention to trees of drafts: each kind against a softmax over what a node may see, and models against the path of each node by itself."""
+"""Attention to trees of drafts: each kind against a softmax over what a node may see, and models against the path of
+each node by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Drafts that part ways, in a whole engine with the bundled model's NextN layer: plain decoding's tokens, and the entries of a chain in the pages."""
+"""Drafts that part ways, in a whole engine with the bundled model's NextN layer: plain decoding's tokens, and the
+entries of a chain in the pages.
+"""
 
 from __future__ import annotations
 

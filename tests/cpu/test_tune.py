@@ -1,4 +1,6 @@
-"""`thalweg tune`: what is searched, what is refused, what is written and read again, and that a start uses it and stays correct."""
+"""`thalweg tune`: what is searched, what is refused, what is written and read again, and that a start uses it and stays
+correct.
+"""
 
 from __future__ import annotations
 

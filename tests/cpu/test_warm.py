@@ -1,4 +1,6 @@
-"""The start of an engine on a GPU, as far as it can be told without one: kinds of steps, one layer of each kind, sums of memory."""
+"""The start of an engine on a GPU, as far as it can be told without one: kinds of steps, one layer of each kind, sums
+of memory.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +180,9 @@ def test_what_gathers_most_context_is_measured(slots: int, budget: int, context:
 
 
 def test_chunks_of_cached_context_are_run_within_any_budget() -> None:
-    """Where as many prompts of five tokens as fill a chunk do not fit in a step, those of two do, behind a decoding row."""
+    """Where as many prompts of five tokens as fill a chunk do not fit in a step, those of two do, behind a decoding
+    row.
+    """
     for slots, budget, context in ((256, 100, 512), (256, 8192, 512)):
         cached_of = []
         for plan in kinds(slots, budget, context):

@@ -27,7 +27,9 @@ TIMEOUT = 1.0
 
 
 def test_health_says_when_an_engine_makes_no_step_and_when_it_goes_on(tmp_path: Path) -> None:
-    """One engine, four fates: idle for longer than the timeout, stopped, asked for a recording, dead of what it was sent."""
+    """One engine, four fates: idle for longer than the timeout, stopped, asked for a recording, dead of what it was
+    sent.
+    """
     folder = tmp_path / "new" / "dumps"
     settings = msgspec.structs.replace(SETTINGS, crash_dump_folder=str(folder), watchdog_timeout=TIMEOUT)
 

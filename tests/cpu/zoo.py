@@ -1,4 +1,6 @@
-"""Random tiny configurations of every architecture, their transformers models, and checkpoints in the published layout."""
+"""Random tiny configurations of every architecture, their transformers models, and checkpoints in the published
+layout.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,9 @@ FAMILIES = {
 
 
 def reference(config: dict[str, Any], seed: int) -> nn.Module:
-    """transformers' model of a config: fp32, eager, random weights of fan_in^-1/2, norms unlike 1 and biases unlike 0."""
+    """transformers' model of a config: fp32, eager, random weights of fan_in^-1/2, norms unlike 1 and biases unlike
+    0.
+    """
     import transformers
 
     kind = getattr(transformers, config["architectures"][0])

@@ -1,4 +1,6 @@
-"""Growing a dynamic tree of made-up logits by kernels and by their reference, level by level: on a GPU, and as Triton's interpreter does it."""
+"""Growing a dynamic tree of made-up logits by kernels and by their reference, level by level: on a GPU, and as Triton's
+interpreter does it.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def impossible(of: ModuleType, device: torch.device) -> bool:
-    """Whether of logits that are no numbers, or all but two of which are impossible, different tokens come, none of which may be."""
+    """Whether of logits that are no numbers, or all but two of which are impossible, different tokens come, none of
+    which may be.
+    """
     logits_TD = torch.randn(3, 5000, device=device)
     logits_TD[0, 4999] = torch.nan
     logits_TD[1] = -torch.inf
@@ -94,8 +98,9 @@ def impossible(of: ModuleType, device: torch.device) -> bool:
 
 
 def sound(of: ModuleType, device: torch.device) -> list[bool]:
-    """Of trees of three ways and two levels: numbers everywhere; none behind the root; none behind its best child; its last child impossible, and so
-    what is behind that."""
+    """Of trees of three ways and two levels: numbers everywhere; none behind the root; none behind its best child; its
+    last child impossible, and so what is behind that.
+    """
     branches, width = 3, 5
     parents = [0] * branches + [1 + i // branches for i in range(branches**2)]
     score_EC = -torch.arange(1.0, 1.0 + len(parents)).repeat(4, 1)

@@ -2,8 +2,10 @@
 
     python -m tests.gpu.offline [SHAPE[:CHOICE] …]
 
-The steps run on the CPU with a driver that stands for an H100: a launch compiles down to machine code and returns. It finds what would end the
-start of an engine on a GPU: code that does not compile, and more shared memory than a block may have. It needs Triton, but no CUDA."""
+The steps run on the CPU with a driver that stands for an H100: a launch compiles down to machine code and returns. It
+finds what would end the start of an engine on a GPU: code that does not compile, and more shared memory than a block
+may have. It needs Triton, but no CUDA.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,9 @@ def steps(shape: str, choice: str) -> None:
 
 
 def drafts(rows: int, query: int, width: int) -> None:
-    """What surrounds the forwards of a verification with a chain's drafter of a state so wide, whose vocabulary is the target's."""
+    """What surrounds the forwards of a verification with a chain's drafter of a state so wide, whose vocabulary is the
+    target's.
+    """
     slots, tokens, vocab = Slots(rows + 1, 256, torch.device("cpu")), rows * query, 129280
     slots.table_SP = slots.table_SP.to(torch.int32)
     slot_T, ahead_T = torch.zeros(2, tokens, dtype=torch.int64)

@@ -60,7 +60,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     },
 }  # fmt: skip
-# V3's attention without its experts and in bf16: nothing in it turns rounding into another expert, so that its tokens can be compared
+# V3's attention without its experts and in bf16: nothing in it turns rounding into another expert, so that its tokens
+# can be compared
 DENSE = {
     "v3-dense": {k: v for k, v in SHAPES["v3"].items() if k != "quantization_config"} | {"first_k_dense_replace": 2}
 }
@@ -128,7 +129,9 @@ def batches(rows: list[Part], device: torch.device, generator: torch.Generator, 
 
 
 def branched(batch: Batch, rows: list[Part], trees: int) -> tuple[Batch, list[list[int]]]:
-    """The step with the tokens of its first `trees` rows as trees, whose shapes follow from their sizes; and the columns that each token sees."""
+    """The step with the tokens of its first `trees` rows as trees, whose shapes follow from their sizes; and the
+    columns that each token sees.
+    """
     rng, device = random.Random(len(batch.ids_T)), batch.ids_T.device
     positions: list[int] = []
     hides: list[int] = []

@@ -1,4 +1,6 @@
-"""Own attention kernels on their cases, the fused writes into the cache, and what a serving engine needs of them besides: graphs, equal bits."""
+"""Own attention kernels on their cases, the fused writes into the cache, and what a serving engine needs of them
+besides: graphs, equal bits.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_fixed_splits_give_the_same_bits_alone_and_in_a_batch(heads: int, cuda: 
 
 
 def test_ragged_tokens_have_the_bits_of_single_ones(cuda: torch.device) -> None:
-    """With rows_T, prompt tokens go through the same splits as decode tokens: one formula for the deterministic mode."""
+    """With rows_T, prompt tokens go through the same splits as decode tokens: one formula for the deterministic
+    mode.
+    """
     from thalweg.kernels.mla import triton
 
     generator = torch.Generator().manual_seed(SEED)
@@ -85,7 +89,9 @@ def test_ragged_tokens_have_the_bits_of_single_ones(cuda: torch.device) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_prompt_in_chunks_has_the_same_bits(dim: int, cuda: torch.device) -> None:
-    """Keys are taken 64 at a time from position 0 on, and masked tiles are computed like others: chunks and batches change nothing."""
+    """Keys are taken 64 at a time from position 0 on, and masked tiles are computed like others: chunks and batches
+    change nothing.
+    """
     from thalweg.kernels.gqa import triton
 
     generator = torch.Generator().manual_seed(SEED)
@@ -142,9 +148,10 @@ def near(got: Tensor, exact: Tensor, tolerance: float) -> None:
 
 
 def kept(stored: Tensor, exact: Tensor, scale: float) -> None:
-    """Each number of a plane is the nearest that its type has, of what float32 makes of it (some 2^-21 of the largest, which a rotation may subtract
-    from). e4m3 has 3 bits of fraction: half a step is 1/16 of a number at most, or 2^-10 of the scale below its smallest normal
-    number; evenly spread that is 2.6 % in the mean square. bf16 has 7: 2^-8."""
+    """Each number of a plane is the nearest that its type has, of what float32 makes of it (some 2^-21 of the largest,
+    which a rotation may subtract from). e4m3 has 3 bits of fraction: half a step is 1/16 of a number at most, or 2^-10
+    of the scale below its smallest normal number; evenly spread that is 2.6 % in the mean square. bf16 has 7: 2^-8.
+    """
     fp8 = stored.dtype == torch.float8_e4m3fn
     exact = exact.clamp(-448 * scale, 448 * scale) if fp8 else exact
     apart = (stored.double() * scale - exact).abs()
@@ -303,7 +310,9 @@ def test_what_is_stored_is_finite(fp8: bool, cuda: torch.device) -> None:
 
 
 def test_prefix_chunks_join_to_the_whole(cuda: torch.device) -> None:
-    """Causal attention to a row's own tokens, joined with attention to a prefix gathered from pages, is attention to all of it."""
+    """Causal attention to a row's own tokens, joined with attention to a prefix gathered from pages, is attention to
+    all of it.
+    """
     from thalweg.kernels.mla import triton
 
     generator, heads, prefix, own = torch.Generator().manual_seed(SEED), 4, 200, 130

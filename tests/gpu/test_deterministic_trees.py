@@ -38,7 +38,9 @@ CACHES = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "e4m3"])
 
 
 class Scene:
-    """A step of trees over pages of random numbers, and pages in which each token's path stands alone, one entry behind the other."""
+    """A step of trees over pages of random numbers, and pages in which each token's path stands alone, one entry behind
+    the other.
+    """
 
     def __init__(self, rows: list[Part], device: torch.device) -> None:
         self.generator = torch.Generator().manual_seed(len(rows))
@@ -142,8 +144,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_are_those_of_plain_decoding(name: str, cuda: torch.device, tmp_path: Path) -> None:
-    """Recorded, with all prompts found in the cache in a second round; where the width comes and goes, recorded and eagerly; and of one form, without
-    a cache."""
+    """Recorded, with all prompts found in the cache in a second round; where the width comes and goes, recorded and
+    eagerly; and of one form, without a cache.
+    """
     shape, choice = MODELS[name][0], msgspec.structs.replace(EXACT, **MODELS[name][1])
     path = folder(shape, tmp_path)
     plain = all_kinds(on_kernels(path, kernels=choice, **deterministic.PLAIN), alone=True)
@@ -183,7 +186,9 @@ def counted(made: LocalEngine) -> list[tuple[int, int]]:
 
 
 def test_bits_of_sparse_attention(cuda: torch.device) -> None:
-    """The bundled model with its own layer, where each token is computed by itself; contexts longer than what an indexer chooses."""
+    """The bundled model with its own layer, where each token is computed by itself; contexts longer than what an
+    indexer chooses.
+    """
     rng = random.Random(2)
     prompts = [tuple(rng.randrange(20, 500) for _ in range(n)) for n in (70, 9)]
     asked = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)

@@ -1,5 +1,6 @@
-"""Recorded drafting does what the drafter itself does: the same drafts, the same entries, the same states. And verifications that were recorded
-accept what eager ones do."""
+"""Recorded drafting does what the drafter itself does: the same drafts, the same entries, the same states. And
+verifications that were recorded accept what eager ones do.
+"""
 
 from __future__ import annotations
 

@@ -37,8 +37,10 @@ def tokens(of: LocalEngine, prompts: list[tuple[int, ...]], params: list[Samplin
 
 
 def agreement(left: list[list[int]], right: list[list[int]], first: int) -> float:
-    """Share of the sequences whose first tokens are equal. Random weights have many near-ties, and a row's rounding depends on how many
-    rows share its step: a few of a hundred tokens part (more in FP8), so sequences that were batched otherwise are compared in few."""
+    """Share of the sequences whose first tokens are equal. Random weights have many near-ties, and a row's rounding
+    depends on how many rows share its step: a few of a hundred tokens part (more in FP8), so sequences that were
+    batched otherwise are compared in few.
+    """
     return sum(a[:first] == b[:first] for a, b in zip(left, right, strict=True)) / len(left)
 
 

@@ -1,4 +1,6 @@
-"""FlashInfer where it is installed: its self-checks, and whole models on it against the reference. It compiles for minutes when first used."""
+"""FlashInfer where it is installed: its self-checks, and whole models on it against the reference. It compiles for
+minutes when first used.
+"""
 
 from __future__ import annotations
 

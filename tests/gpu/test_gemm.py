@@ -56,7 +56,8 @@ def test_triton_meets_the_definition(case: Case) -> None:
     assert max(errors) <= case.tolerance, f"TEST_SEED={SEED}"
 
 
-# rows 1, 8, 16: one of each BLOCK_M; K: all loaded ahead, a loop over it, an odd number of steps; N: not a multiple of the tile, and many rows
+# rows 1, 8, 16: one of each BLOCK_M; K: all loaded ahead, a loop over it, an odd number of steps; N: not a multiple of
+# the tile, and many rows
 @pytest.mark.parametrize("rows", [1, 2, 8, 11, 16, 40])
 @pytest.mark.parametrize(("n", "k"), [(1000, 2048), (520, 1024), (72, 3584), (16400, 2048), (16392, 3072)])
 def test_bf16_products_meet_float64(rows: int, n: int, k: int) -> None:

@@ -84,12 +84,14 @@ class Routes:
 @pytest.mark.parametrize("shape", ["v2-lite", "v3"])
 @pytest.mark.parametrize("name", CHOICES)
 def test_logits_are_the_references(name: str, shape: str, cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reasoned as in test_models.py, of the median token: 2 % with bf16 weights (seen: 0.9), 10 % with FP8 (seen: 6). A cache in FP8 rounds latents
-    to 4 bits, 2.6 % in the mean square, in both models, each from its own latents; FlashMLA also rounds queries and weights of keys.
+    """Reasoned as in test_models.py, of the median token: 2 % with bf16 weights (seen: 0.9), 10 % with FP8 (seen: 6). A
+    cache in FP8 rounds latents to 4 bits, 2.6 % in the mean square, in both models, each from its own latents; FlashMLA
+    also rounds queries and weights of keys.
 
-    The bounds are of rounding, and hold for tokens that go to the same experts. Where two experts nearly tie, rounding decides which one
-    computes, and that token's logits are some 0.3 apart: behind FP8's 5 % of error a router of 16 experts so turns 9 % of random tokens, and
-    in a step of three it may be two."""
+    The bounds are of rounding, and hold for tokens that go to the same experts. Where two experts nearly tie, rounding
+    decides which one computes, and that token's logits are some 0.3 apart: behind FP8's 5 % of error a router of 16
+    experts so turns 9 % of random tokens, and in a step of three it may be two.
+    """
     own, routes, same, seen = choice(name), Routes(monkeypatch), 0, 0
     reference, kernels = pair(shape, cuda, own)
     there, here = planes(reference, cuda), planes(kernels, cuda)
@@ -166,7 +168,9 @@ def test_deterministic_bits_depend_on_the_sequence_alone(name: str, shape: str, 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("backend", ["triton", "flashmla"])
 def test_a_recorded_decode_is_scheduled_anew(backend: str, fp8: bool, cuda: torch.device) -> None:
-    """What a backend prepares for a step is part of the recording: a replay with longer contexts is a step of its own."""
+    """What a backend prepares for a step is part of the recording: a replay with longer contexts is a step of its
+    own.
+    """
     if backend not in libraries():
         pytest.skip(f"{backend} is not installed")
     from thalweg.kernels.mla.paged import Rows, decoder
@@ -205,8 +209,10 @@ def test_a_recorded_decode_is_scheduled_anew(backend: str, fp8: bool, cuda: torc
 def test_nobody_reads_what_is_still_to_be_written(
     contexts: tuple[int, int], fp8: bool, heads: int, cuda: torch.device
 ) -> None:
-    """Own kernels let the next one start early, and FlashMLA's neither wait for that nor, where nothing is split, for one another. Seen only
-    while the device is behind the host: each step is queued behind a long one, and must be what it is by itself."""
+    """Own kernels let the next one start early, and FlashMLA's neither wait for that nor, where nothing is split, for
+    one another. Seen only while the device is behind the host: each step is queued behind a long one, and must be what
+    it is by itself.
+    """
     if "flashmla" not in libraries():
         pytest.skip("flashmla is not installed")
     from thalweg.kernels.mla.paged import Rows, decoder
@@ -358,7 +364,9 @@ def test_fixed_tiles_absorb_the_same_bits(cuda: torch.device) -> None:
     ids=str,
 )
 def test_the_engine_runs_on_it(wishes: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
-    """Recorded decode steps, overlap and mixed steps; the first token, which no batch has rounded otherwise yet, is mostly that of own kernels."""
+    """Recorded decode steps, overlap and mixed steps; the first token, which no batch has rounded otherwise yet, is
+    mostly that of own kernels.
+    """
     if wishes.get("attention_backend", "triton") not in libraries():
         pytest.skip("not installed")
     rng, path = random.Random(1), folder("v2-lite", tmp_path)
@@ -383,7 +391,9 @@ def told(of: LocalEngine, prompts: list[tuple[int, ...]]) -> list[tuple[Any, ...
 
 @pytest.mark.parametrize("wishes", [{}, {"kv_cache_dtype": "fp8"}, {"mla": False}], ids=str)
 def test_a_deterministic_engine_repeats_every_bit(wishes: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
-    """Alone without a cache, against all at once in small chunks, with prefix hits, recorded decode steps and overlap."""
+    """Alone without a cache, against all at once in small chunks, with prefix hits, recorded decode steps and
+    overlap.
+    """
     rng, path = random.Random(1), folder("v2-lite", tmp_path)
     head = tuple(rng.randrange(1024) for _ in range(200))
     prompts = [head + tuple(rng.randrange(1024) for _ in range(rng.randrange(1, 300))) for _ in range(12)]

@@ -1,4 +1,6 @@
-"""Mixture of experts on the GPU: the cases of every operation, the sort, padding, and that a token's bits do not depend on the others."""
+"""Mixture of experts on the GPU: the cases of every operation, the sort, padding, and that a token's bits do not depend
+on the others.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def test_sort_is_stable_and_covers_every_pair_once(pairs: int, experts: int, blo
 @pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 40, 300])
 def test_padding_changes_nothing_and_reads_nothing(tokens: int, codes: bool) -> None:
-    """A token of padding keeps its residual, even where its activations are no numbers, and the others do not notice."""
+    """A token of padding keeps its residual, even where its activations are no numbers, and the others do not
+    notice.
+    """
     rule = Rule(6, 2, 1.0, 1, 1, "greedy", False, 1)
     weights, gate = drawn(7, 256, 128, codes), normal(draw(), 6, 256).cuda()
     x, out = tokens_of(tokens, 256)

@@ -1,5 +1,6 @@
-"""Kernels that start before their predecessor has ended compute what they compute alone, bit for bit: a chain of layers at a few tokens,
-recorded and replayed at full speed, against the same kernels launched plainly, one after the other."""
+"""Kernels that start before their predecessor has ended compute what they compute alone, bit for bit: a chain of layers
+at a few tokens, recorded and replayed at full speed, against the same kernels launched plainly, one after the other.
+"""
 
 from __future__ import annotations
 

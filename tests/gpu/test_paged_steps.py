@@ -1,4 +1,6 @@
-"""What attention on pages is told of a step: its rows' contexts in one piece where they fit, in chunks beside the step's own tokens where not."""
+"""What attention on pages is told of a step: its rows' contexts in one piece where they fit, in chunks beside the
+step's own tokens where not.
+"""
 
 from __future__ import annotations
 

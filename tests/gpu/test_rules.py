@@ -1,4 +1,6 @@
-"""Rules of acceptance on a GPU: the same drafts, the same verdicts and the same tokens as on the CPU, and a whole engine under each."""
+"""Rules of acceptance on a GPU: the same drafts, the same verdicts and the same tokens as on the CPU, and a whole
+engine under each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Accept by kernels against the reference: the same token for the same seed, the right distribution, and nothing of it depends on the batch."""
+"""Accept by kernels against the reference: the same token for the same seed, the right distribution, and nothing of it
+depends on the batch.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,9 @@ def drawn(logits: Tensor, slots: Slots, slot_E: Tensor, needs: SamplingNeeds = D
 
 
 def exact(logits_V: Tensor, params: SamplingParams, seed: int, length: int) -> tuple[int, float, float]:
-    """In float64: the token, by how much it won, and how near (relative to all mass) an id of the front lies to top-p's border: where either
-    is within rounding, another token is as right."""
+    """In float64: the token, by how much it won, and how near (relative to all mass) an id of the front lies to top-p's
+    border: where either is within rounding, another token is as right.
+    """
     if params.is_greedy:
         return int(logits_V.argmax()), 1.0, 1.0
     y = logits_V.double() / torch.tensor(params.temperature, dtype=torch.float32).double().item()
@@ -107,7 +110,9 @@ def exact(logits_V: Tensor, params: SamplingParams, seed: int, length: int) -> t
 
 @pytest.mark.parametrize("shape", ["flat", "peaked", "narrow", "equal", "rounded", "sorted", "masked"])
 def test_the_same_token_as_by_the_definition(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, but for rows whose border is within 1e-5 of the mass; and every place that the kernels read was written by them."""
+    """In float64, but for rows whose border is within 1e-5 of the mass; and every place that the kernels read was
+    written by them.
+    """
     make = truncating.room
 
     def poisoned(*shapes: Any) -> truncating.Room:
@@ -151,7 +156,9 @@ def test_settles_as_the_reference_does() -> None:
     "kind", [{"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.02}, {"top_k": 30, "top_p": 0.8, "min_p": 0.05}, {"top_k": 2900}]
 )
 def test_draws_follow_the_distribution(kind: dict[str, Any], vocab: int) -> None:
-    """Total variation of 2e5 draws, one a position, under three times multinomial noise. Rows that list few ids, and rows of many."""
+    """Total variation of 2e5 draws, one a position, under three times multinomial noise. Rows that list few ids, and
+    rows of many.
+    """
     rows, rounds = 2000, 100
     generator = torch.Generator("cuda").manual_seed(SEED)
     logits_V = torch.randn(vocab, generator=generator, device="cuda") * 1.5
@@ -244,7 +251,9 @@ def test_a_row_with_a_nan_has_no_token(vocab: int) -> None:
 @pytest.mark.parametrize("shape", ["flat", "peaked", "equal", "rounded", "masked"])
 @pytest.mark.parametrize("vocab", [VOCAB, 300])
 def test_what_is_drawn_from_is_the_references(shape: str, vocab: int) -> None:
-    """But for ids at a border, where a sum may round to either side of it; and its race is the one that draws tokens."""
+    """But for ids at a border, where a sum may round to either side of it; and its race is the one that draws
+    tokens.
+    """
     generator = torch.Generator("cuda").manual_seed(SEED)
     kinds = KINDS[1:]
     logits, slots, slot_E = (

@@ -1,5 +1,6 @@
-"""Sparse attention on a GPU: well past index_topk tokens the reference gives what the CPU gives, which transformers proves there, and in plain torch
-beside kernels it gives what the reference gives."""
+"""Sparse attention on a GPU: well past index_topk tokens the reference gives what the CPU gives, which transformers
+proves there, and in plain torch beside kernels it gives what the reference gives.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ STEPS: dict[str, list[Part]] = {
 
 
 def answer(path: Path, device: str, budget: int, **more: Any) -> list[tuple[float, ...]]:
-    """Log-probabilities: of prompt positions past index_topk, then of the tokens that follow; all forced to the CPU's own choice by greed."""
+    """Log-probabilities: of prompt positions past index_topk, then of the tokens that follow; all forced to the CPU's
+    own choice by greed.
+    """
     settings = config(
         model_path=str(path),
         device=device,
@@ -87,8 +90,10 @@ def test_past_the_chosen_context_it_is_the_cpus(checkpoint: Path, cuda: torch.de
 
 @pytest.mark.parametrize("shape", [SHAPE, FP8], ids=["bf16", "fp8"])
 def test_beside_kernels_it_is_the_references(shape: dict[str, Any], cuda: torch.device) -> None:
-    """The bounds of test_models.py, for the median token. What the indexer chooses is compared apart from what becomes of a choice: a near tie
-    that rounding decides moves a tenth of what attention to 256 tokens of random weights gives."""
+    """The bounds of test_models.py, for the median token. What the indexer chooses is compared apart from what becomes
+    of a choice: a near tie that rounding decides moves a tenth of what attention to 256 tokens of random weights
+    gives.
+    """
 
     def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
         """A choice of any candidates, the same for the same context."""
@@ -115,7 +120,9 @@ def test_beside_kernels_it_is_the_references(shape: dict[str, Any], cuda: torch.
 
 @pytest.mark.parametrize("shape", [SHAPE, FP8], ids=["bf16", "fp8"])
 def test_chunks_and_prefix_hits_change_few_tokens(shape: dict[str, Any], cuda: torch.device, tmp_path: Path) -> None:
-    """Past index_topk tokens. Rounding differs between steps of other sizes, and decides near ties of choice, experts and tokens."""
+    """Past index_topk tokens. Rounding differs between steps of other sizes, and decides near ties of choice, experts
+    and tokens.
+    """
     (tmp_path / "config.json").write_text(json.dumps(shape))
     rng = random.Random(3)
     prompts = [tuple(rng.randrange(1024) for _ in range(3000)) for _ in range(8)]

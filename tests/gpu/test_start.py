@@ -1,4 +1,6 @@
-"""The start of an engine on a GPU: weights through pinned memory, nothing compiled within a request, pages from what is really free."""
+"""The start of an engine on a GPU: weights through pinned memory, nothing compiled within a request, pages from what is
+really free.
+"""
 
 from __future__ import annotations
 

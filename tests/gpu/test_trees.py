@@ -1,4 +1,6 @@
-"""Trees of drafts on kernels: decode with masks against a softmax over what each node sees, and whole models against the reference."""
+"""Trees of drafts on kernels: decode with masks against a softmax over what each node sees, and whole models against
+the reference.
+"""
 
 from __future__ import annotations
 
@@ -153,8 +155,9 @@ def test_logits_are_the_references(shape: str, name: str, cuda: torch.device) ->
 
 @ON_MODELS
 def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> None:
-    """Two rows in a recording of four; it splits contexts as those of the longest, so bits of A may differ. Of the same logits accept makes the same,
-    in the slots, in the pages, and for a drafter."""
+    """Two rows in a recording of four; it splits contexts as those of the longest, so bits of A may differ. Of the same
+    logits accept makes the same, in the slots, in the pages, and for a drafter.
+    """
     _, kernels = twins(shape, cuda)
     here, tree = planes(kernels, cuda), TreeShape(3, 5, 15)
     for name, layer in here.bytes:
@@ -196,7 +199,9 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
 def same_accept(
     grove: Any, needs: SamplingNeeds, given: tuple[Tensor, Tensor, Tensor], seen: Seen, of: tuple[Any, ...]
 ) -> bool:
-    """Whether the recording leaves what accepting eagerly does: of the rows that are real, and of all pages but the null page."""
+    """Whether the recording leaves what accepting eagerly does: of the rows that are real, and of all pages but the
+    null page.
+    """
     slots, planes, sampling, move = of
     rows, held = len(given[1]), [slots.ints_SI, slots.tokens_SL, *planes.bytes.values()]
     found = [one.clone() for one in held]
@@ -266,7 +271,9 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
 
 
 def test_drafts_of_any_number_are_recorded(tmp_path: Path, cuda: torch.device) -> None:
-    """Of one, which is a chain, of some, and of all that there may be: nothing is proposed by the drafter itself, and little learned."""
+    """Of one, which is a chain, of some, and of all that there may be: nothing is proposed by the drafter itself, and
+    little learned.
+    """
     fields: dict[str, Any] = {"tree": TreeShape(3, 3, 9), "num_drafts": 9, "speculative_simulate_accept_length": 2.5}
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "seed": 4}]
     found, called = list[list[list[int]]](), list[dict[str, int]]()
@@ -309,7 +316,9 @@ def _calls(drafter: Any) -> dict[str, int]:
 def test_flashmla_attends_where_nothing_parts_ways(
     graphs: tuple[int, ...], tmp_path: Path, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trees come and go: they are attended to by own kernels, plain steps of eight rows by the library, and tokens are those of either."""
+    """Trees come and go: they are attended to by own kernels, plain steps of eight rows by the library, and tokens are
+    those of either.
+    """
     fields: dict[str, Any] = {"max_running_requests": 8, "tree": TreeShape(3, 3, 9), "num_drafts": 9}
     greedy, called = [{"temperature": 0.0}], dict.fromkeys(("own", "library"), 0)
     plain = answers(

@@ -1,4 +1,6 @@
-"""Tiles that `thalweg tune` finds: used in place of the tables', and right; and sized cases agree with their references on this device."""
+"""Tiles that `thalweg tune` finds: used in place of the tables', and right; and sized cases agree with their references
+on this device.
+"""
 
 from __future__ import annotations
 

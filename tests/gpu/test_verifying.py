@@ -1,5 +1,6 @@
-"""Drafts that are verified in any kind of step, eagerly, in pieces or recorded, beside prompts and at the end of sequences: the tokens of plain
-decoding, up to near ties."""
+"""Drafts that are verified in any kind of step, eagerly, in pieces or recorded, beside prompts and at the end of
+sequences: the tokens of plain decoding, up to near ties.
+"""
 
 from __future__ import annotations
 

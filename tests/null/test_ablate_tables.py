@@ -1,4 +1,6 @@
-"""What an ablation's tables say: rates with their range over the rounds, ratios with their interval, and which of them may be noise."""
+"""What an ablation's tables say: rates with their range over the rounds, ratios with their interval, and which of them
+may be noise.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The floors of a step against hand-made arithmetic and against the figures that were worked out for these shapes elsewhere."""
+"""The floors of a step against hand-made arithmetic and against the figures that were worked out for these shapes
+elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,10 @@ def test_help_of_a_command_teaches(command: str, capsys: pytest.CaptureFixture[s
 
 def test_help_is_there_at_once() -> None:
     """Best of three: nothing heavy is imported. Measured 0.05 s of processor time on an idle core."""
-    script = "import sys, time; from thalweg.cli import main; main(['--help']); print(time.process_time(), 'torch' in sys.modules)"
+    script = (
+        "import sys, time; from thalweg.cli import main; main(['--help']); print(time.process_time(), 'torch' in"
+        " sys.modules)"
+    )
     runs = [
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
         for _ in range(3)

@@ -1,4 +1,6 @@
-"""The resolver's decisions, with made-up models and machines: arithmetic, reasons, and refusals that name the nearest."""
+"""The resolver's decisions, with made-up models and machines: arithmetic, reasons, and refusals that name the
+nearest.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Grammars without a model: the value on the wire, compiling and its cache, thoughts, what breaks, and what is refused how quickly."""
+"""Grammars without a model: the value on the wire, compiling and its cache, thoughts, what breaks, and what is refused
+how quickly.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class FakeCompiler:
 
 
 class Bench:
-    """A scheduler and its book, turned by hand; the device samples the lowest token that the mask allows, 7 without one."""
+    """A scheduler and its book, turned by hand; the device samples the lowest token that the mask allows, 7 without
+    one.
+    """
 
     def __init__(self, cached: int = 128) -> None:
         self.compiler = FakeCompiler()
@@ -199,7 +203,9 @@ def test_a_grammar_that_breaks_on_the_way_ends_its_request_alone() -> None:
 
 
 def test_a_broken_grammar_is_one_ending_and_not_an_abort_besides() -> None:
-    """The front takes the first ending it hears: an abort's news might overtake the error, and the client would get half an answer."""
+    """The front takes the first ending it hears: an abort's news might overtake the error, and the client would get
+    half an answer.
+    """
     bench = Bench()
     bench.turn(submit(0, "46", field="ebnf"), submit(1, "20"))
     bench.until_idle()

@@ -1,4 +1,6 @@
-"""What the cache keeps of an answer, against what the next turn's prompt really begins with, for each encoder and way to end a turn."""
+"""What the cache keeps of an answer, against what the next turn's prompt really begins with, for each encoder and way
+to end a turn.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds."
 CALLS = [{"id": "call1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
 THOUGHT, ANSWER = "I must think about this.", "The answer is 42."
 
-# As Qwen3's: thoughts since the last question are rendered, and an answer without thinking follows an empty thought that is left out later.
+# As Qwen3's: thoughts since the last question are rendered, and an answer without thinking follows an empty thought
+# that is left out later.
 QWENISH = """\
 {%- set ns = namespace(last=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -71,7 +74,9 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 def test_what_is_kept_is_what_the_next_turn_begins_with(
     name: str, thinking: bool, turns: int, after_tool: bool, calls: bool
 ) -> None:
-    """The output is written as the model would write it; the next prompt is rendered, and both are compared token by token."""
+    """The output is written as the model would write it; the next prompt is rendered, and both are compared token by
+    token.
+    """
     found = chat(name)
     tools = TOOLS if found.encoder.renders_tools or name not in OWN else None
     arguments = {"thinking": thinking}
@@ -176,6 +181,9 @@ def counted(real: Any, calls: list[int]) -> Any:
 
 
 def test_a_template_that_refuses_results_is_never_asked_to_render_one() -> None:
-    refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}<think>"
+    refuses = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor"
+        " %}<think>"
+    )
     found = Chat(TemplateEncoder({"default": Template(refuses, {})}), Formats("deepseek-r1", "deepseekv31"), "")
     assert History(found, TOKENIZER.mark_id).keep("q<think>", {}, True) == CacheRetention(False)

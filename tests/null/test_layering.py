@@ -1,4 +1,6 @@
-"""DESIGN §7 as data: imports run down this table, lazy and type-only ones included, and rooms on one floor do not know each other."""
+"""DESIGN §7 as data: imports run down this table, lazy and type-only ones included, and rooms on one floor do not know
+each other.
+"""
 
 from __future__ import annotations
 

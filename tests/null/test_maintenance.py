@@ -1,4 +1,6 @@
-"""Weights and profiles in the loop: between which steps, with what in flight, and what becomes of requests and cache."""
+"""Weights and profiles in the loop: between which steps, with what in flight, and what becomes of requests and
+cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The arithmetic of `thalweg plan` against the worked values for these shapes: totals to 1 %, components to the last digit that was printed."""
+"""The arithmetic of `thalweg plan` against the worked values for these shapes: totals to 1 %, components to the last
+digit that was printed.
+"""
 
 from __future__ import annotations
 
@@ -280,7 +282,9 @@ def prompt_flops(of: ModelFacts, tokens: int, **kept: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize(("tokens", "products", "attention"), [(8192, 38, 21), (32768, 152, 339), (131072, 606, 5428)])
 def test_prompts_of_v3(tokens: int, products: int, attention: int) -> None:
-    """All products at FP8's rate, as the worked values have them: the plan's floor has the head once and 16-bit products at their own."""
+    """All products at FP8's rate, as the worked values have them: the plan's floor has the head once and 16-bit
+    products at their own.
+    """
     found = prompt_flops(V3, tokens)
     scores = found.pop("attention")
     assert round(1e3 * sum(found.values()) / (8 * 1979e12)) == pytest.approx(products, abs=1)
@@ -302,7 +306,9 @@ def test_prompts_of_v32(tokens: int, scores: float, chosen: float) -> None:
 
 
 def test_where_sparse_attention_begins_to_pay() -> None:
-    """34.8 GFLOPs of 2,048 latents and 1.0 MFLOPs of index scores against 5.0 MFLOPs of keys, for each position: at 8.7 k of them."""
+    """34.8 GFLOPs of 2,048 latents and 1.0 MFLOPs of index scores against 5.0 MFLOPs of keys, for each position: at 8.7
+    k of them.
+    """
     assert V32.mla is not None and V32.indexer is not None
     flat = 61 * absorbed(V32.mla, 128, 2048)
     assert flat == pytest.approx(34.8e9, rel=1e-3)

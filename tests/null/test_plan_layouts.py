@@ -70,7 +70,9 @@ def test_stages_and_copies_divide_what_they_should() -> None:
 
 
 def test_traffic_of_expert_parallelism() -> None:
-    """64 requests on each of 8: 9.74 MB a layer and GPU, 1.26 ms a step over 58 layers without what each collective costs anyway."""
+    """64 requests on each of 8: 9.74 MB a layer and GPU, 1.26 ms a step over 58 layers without what each collective
+    costs anyway.
+    """
     found = collectives(V3, Shape(64, 1, 4096), DP8)
     sent = {one.name: one for one in found}
     dispatch, combine = sent["dispatch to experts"], sent["combine"]
@@ -89,7 +91,9 @@ def test_traffic_of_tensor_parallelism() -> None:
 
 
 def test_traffic_of_data_parallel_attention() -> None:
-    """Two attentions of four GPUs: each receives the other's tokens, adds up a part of all, and shares it with its three."""
+    """Two attentions of four GPUs: each receives the other's tokens, adds up a part of all, and shares it with its
+    three.
+    """
     found = {one.name: one for one in collectives(V3, Shape(16, 1, 4096), Layout(tp=8, dp=2))}
     row = 14_336
     assert found["all-gather of tokens"].sent == 16 * row, "the other attention's"
@@ -221,8 +225,8 @@ QWEN_7B = QWEN | {
     "num_key_value_heads": 4,
 }
 
-# (config, slots, tokens of a step, rows and tokens of the largest recordings, and how many: bytes that starts on an H100 took for the largest step
-# and for recordings)
+# (config, slots, tokens of a step, rows and tokens of the largest recordings, and how many: bytes that starts on an
+# H100 took for the largest step and for recordings)
 STARTS = [
     (LITE, 256, 8192, 256, 35, 1_021_313_024, 471_859_200),
     (QWEN_7B, 256, 8192, 256, 35, 1_130_364_928, 624_951_296),

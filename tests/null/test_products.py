@@ -1,4 +1,6 @@
-"""Which backends the experts and the FP8 products get, with made-up machines: reasons, and refusals that name the nearest."""
+"""Which backends the experts and the FP8 products get, with made-up machines: reasons, and refusals that name the
+nearest.
+"""
 
 from __future__ import annotations
 

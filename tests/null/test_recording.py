@@ -1,4 +1,6 @@
-"""The recorder over the simulated device, the thread that watches a loop, and the front's vigil. Running again: `tests/cpu/test_replay.py`."""
+"""The recorder over the simulated device, the thread that watches a loop, and the front's vigil. Running again:
+`tests/cpu/test_replay.py`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def settings(folder: Path) -> EngineConfig:
 def test_a_recording_begins_with_what_the_device_knows_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """Any depth, pipelines, preemption, aborts, drafts: seats equal the slots of the simulated device before the first recorded step."""
+    """Any depth, pipelines, preemption, aborts, drafts: seats equal the slots of the simulated device before the first
+    recorded step.
+    """
     monkeypatch.setattr(recording, "STEPS", steps)
     truth: dict[tuple[int, int], Known] = {}
     real = Device._forward
@@ -72,7 +76,9 @@ def writing(mix: Mix, real: Callable[[int], bool], written: list[tuple[int, Path
 
 
 def check(found: Recording, known: Known | None) -> int:
-    """How many seats were compared. known: the slots before its first step; None where the device had not come so far."""
+    """How many seats were compared. known: the slots before its first step; None where the device had not come so
+    far.
+    """
     seated = {seat.bind.slot for seat in found.seats}
     for step in found.steps:
         seated |= {bind.slot for bind in step.plan.binds}

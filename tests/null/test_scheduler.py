@@ -1,4 +1,6 @@
-"""The scheduler by hand: the door, the order of the queue, what a plan says, what the news say. Its proof is `test_simulated_device.py`."""
+"""The scheduler by hand: the door, the order of the queue, what a plan says, what the news say. Its proof is
+`test_simulated_device.py`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def submit(uid: int, prompt: tuple[int, ...] | int = 5, **changes: Any) -> Submi
 
 
 def step(b: Scheduler, say: Callable[[Row], int] = lambda row: 7, ends: dict[int, int] | None = None) -> StepPlan:
-    """One synchronous step; every emitting row says `say(row)`, which ends it at EOS or at the length that was bound."""
+    """One synchronous step; every emitting row says `say(row)`, which ends it at EOS or at the length that was
+    bound.
+    """
     plan = b.plan(0)
     if plan.rows:
         b.launched()

@@ -1,4 +1,6 @@
-"""The brain and the loop on the simulated device: random mixes equal a sequential decoder, and planted bugs are caught."""
+"""The brain and the loop on the simulated device: random mixes equal a sequential decoder, and planted bugs are
+caught.
+"""
 
 from __future__ import annotations
 

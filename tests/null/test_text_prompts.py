@@ -193,10 +193,10 @@ def test_errors_name_the_tool(tools: Any, field: str) -> None:
 
 
 QWENISH = (
-    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}"
-    "{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{%- endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}{%- for c in m.tool_calls or []"
+    " %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{%- endfor %}<|im_end|>\n{% endfor %}{% if"
+    " add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking"
+    " %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 
 
@@ -219,7 +219,10 @@ def test_the_checkpoints_template_wins(tmp_path: Path) -> None:
 
 
 def test_arguments_are_a_string_where_the_template_concatenates_them(tmp_path: Path) -> None:
-    source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ 'A' + c.function.arguments }}{% endfor %}{% endfor %}"
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ 'A' + c.function.arguments }}{% endfor %}{%"
+        " endfor %}"
+    )
     history = [USER, {"role": "assistant", "tool_calls": [call('{"k":1}')]}]
     assert chat_of(tmp_path, source).encoder.encode(history) == 'A{"k":1}'
     tilde = source.replace("'A' +", "'A' ~")
@@ -227,7 +230,10 @@ def test_arguments_are_a_string_where_the_template_concatenates_them(tmp_path: P
 
 
 def test_templates_have_what_transformers_gives_them(tmp_path: Path) -> None:
-    source = "{% generation %}{{ bos_token }}{% endgeneration %}{{ strftime_now('%Y') | length }}{% for m in messages %}{% continue %}{% endfor %}"
+    source = (
+        "{% generation %}{{ bos_token }}{% endgeneration %}{{ strftime_now('%Y') | length }}{% for m in messages %}{%"
+        " continue %}{% endfor %}"
+    )
     assert chat_of(tmp_path, source).encoder.encode([USER]) == BOS + "4"
     refusing = "{{ raise_exception('Only one user!') }}"
     with pytest.raises(InvalidRequest, match="Only one user!"):

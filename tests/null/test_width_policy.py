@@ -1,5 +1,6 @@
-"""The choice of a width on machines of all kinds: never much slower than plain decoding, never much slower than the best fixed width, with what
-trying costs, what lagging costs, and times that were measured a little wrong."""
+"""The choice of a width on machines of all kinds: never much slower than plain decoding, never much slower than the
+best fixed width, with what trying costs, what lagging costs, and times that were measured a little wrong.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ class Machine(Protocol):
 
 @dataclass(frozen=True)
 class Made:
-    """fixed: weights are read once; token: each adds to that; experts: read by few tokens in part, by many all; draft: each, and of each row.
-    Of 1,024 tokens of context, which are read: in each row once, pair: by each token that is verified, drafting: in each row by each draft."""
+    """fixed: weights are read once; token: each adds to that; experts: read by few tokens in part, by many all; draft:
+    each, and of each row. Of 1,024 tokens of context, which are read: in each row once, pair: by each token that is
+    verified, drafting: in each row by each draft.
+    """
 
     widest: int
     token: float
@@ -100,7 +103,9 @@ def measured(machine: Machine, rng: random.Random, rows: Sequence[int] = ROWS, f
 
 
 def fixed(machine: Machine, rows: int, phases: Sequence[Odds], context: int = SHORT) -> list[float]:
-    """Tokens a second of each width, on average over phases of equally many tokens; width 0 without any drafter is plain decoding."""
+    """Tokens a second of each width, on average over phases of equally many tokens; width 0 without any drafter is
+    plain decoding.
+    """
     found = []
     for width in range(machine.widest + 1):
         late = LATE * machine.step(rows, 0, 0) / (1 + LATE) * (not width)
@@ -126,8 +131,10 @@ def chosen(
     context: int = SHORT,
     seen: Machine | None = None,
 ) -> float:
-    """Tokens a second of the policy's choice, over phases of `each` tokens, behind a round of all of them where it is warm. Requests are some 150
-    tokens long. What is named is verified a step later, and heard of two later. seen: what the machine was taken for at the start."""
+    """Tokens a second of the policy's choice, over phases of `each` tokens, behind a round of all of them where it is
+    warm. Requests are some 150 tokens long. What is named is verified a step later, and heard of two later. seen: what
+    the machine was taken for at the start.
+    """
     rng = random.Random(seed)
     seen = seen or machine
     numbers = tuple(seen.seconds) if isinstance(seen, Table) else ROWS
@@ -206,8 +213,9 @@ def test_acceptance_that_drifts(rows: int, seed: int) -> None:
 @pytest.mark.parametrize("context", [60, 4096, 32768, 65536])
 @pytest.mark.parametrize("seed", range(5))
 def test_times_that_change_with_the_context(seed: int, context: int) -> None:
-    """Attention to a long context is as long as the weights take, or much longer: where it only reads, verification is nearly free; where each
-    token computes as much again, it never pays."""
+    """Attention to a long context is as long as the weights take, or much longer: where it only reads, verification is
+    nearly free; where each token computes as much again, it never pays.
+    """
     rng = random.Random(seed)
     machine, rows = any_machine(rng), rng.choice((1, 3, 8, 32, 100, 256))
     most = rng.choice((0.03, 0.3, 3.0)) / rows  # for 1,024 tokens, of the weights' time
@@ -244,7 +252,9 @@ def test_one_context_says_nothing_of_another() -> None:
 def test_times_that_were_measured_wrong(
     rows: int, taken_for: tuple[float, ...], is_: tuple[float, ...], odds: Odds, seed: int
 ) -> None:
-    """On a machine that others use, or of made-up requests: what steps take is learned from them. The first are what the bundled model showed."""
+    """On a machine that others use, or of made-up requests: what steps take is learned from them. The first are what
+    the bundled model showed.
+    """
     real, seen = Table({rows: is_}), Table({rows: taken_for})
     best = fixed(real, rows, [odds])
     got = chosen(real, rows, [odds], max(6000, 2000 * rows), seed, seen=seen)
@@ -261,7 +271,9 @@ def test_tries_that_take_longer_than_they_were_thought_to_become_fewer(rows: int
 
 
 def test_a_choice_is_good_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making it takes a hundredth of a short step. What was learned is considered at once, and others who sample, too."""
+    """Making it takes a hundredth of a short step. What was learned is considered at once, and others who sample,
+    too.
+    """
     policy, asked = MeasuredWidth([Rung(n, SHORT, (1.0, 2.2, 3.4)) for n in (1, 2)]), list[int]()
     seconds = policy.times.seconds
     monkeypatch.setattr(policy.times, "seconds", lambda rows, context: asked.append(rows) or seconds(rows, context))
@@ -324,7 +336,9 @@ class Recovering:
 
 
 def test_plain_decoding_is_timed_again_where_it_may_be_the_best() -> None:
-    """Steps with drafts show nothing of it, and one that something disturbed for a while would be thought slow for ever."""
+    """Steps with drafts show nothing of it, and one that something disturbed for a while would be thought slow for
+    ever.
+    """
     odds, seen = (0.86, 0.6, 0.5), list[float]()
     for seed in range(3):
         seen.append(chosen(Recovering(400), 1, [odds], 8000, seed, seen=TINY) / fixed(TINY, 1, [odds])[0])

@@ -46,8 +46,9 @@ def request(uid: int) -> Request:
 
 
 def rate(policy: Any, cost: Cost, odds: float, rows: int, steps: int, seed: int = 1) -> float:
-    """Tokens a second of a batch that goes on and on, each of whose requests lives for some 60 tokens. What is named is verified one step later,
-    and heard of two later."""
+    """Tokens a second of a batch that goes on and on, each of whose requests lives for some 60 tokens. What is named is
+    verified one step later, and heard of two later.
+    """
     rng = random.Random(seed)
     batch, uid, made, seconds, tokens = [request(i) for i in range(rows)], rows, 0, 0.0, 0
     heard: list[Verdict] = []

@@ -20,7 +20,9 @@ from thalweg.core.plan import PAGE
 from thalweg.core.tree import MAX_TREE_NODES
 from thalweg.memory.planes import Planes
 
-TIE = 1e-20  # a position: far below any score's rounding. relu makes index scores of exactly 0 frequent; of those the latest are chosen,
+# a position: far below any score's rounding. relu makes index scores of exactly 0 frequent; of those the latest are
+# chosen,
+TIE = 1e-20
 # so that a choice depends neither on how many candidates a prompt was cut to nor on the order of a top-k
 # bounds what a tile's scores, or its gathered latents, may take: 64 MiB in float32; on a GPU, where every tile costs
 # launches, 512 MiB

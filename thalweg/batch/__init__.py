@@ -1,1 +1,3 @@
-"""Request state on the device (`Slots`), what a model is given (`Batch`), and `prepare`, which makes the one from the other."""
+"""Request state on the device (`Slots`), what a model is given (`Batch`), and `prepare`, which makes the one from the
+other.
+"""

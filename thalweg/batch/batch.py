@@ -1,6 +1,9 @@
-"""What a model sees of a step: tokens, positions, where their KV goes and where the context lies. Frozen; no requests, no modes.
+"""What a model sees of a step: tokens, positions, where their KV goes and where the context lies. Frozen; no requests,
+no modes.
 
-Letters: T tokens of the step, R rows, P pages of the longest row, E emitting rows, N = E × positions sampled of each."""
+Letters: T tokens of the step, R rows, P pages of the longest row, E emitting rows, N = E × positions sampled of
+each.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from torch import Tensor
 class Group:
     """Consecutive rows with the same number of query tokens: a rectangle of rows × query tokens, in row order.
 
-    Decode rows are one group, ragged rows one each. `reach` is an upper bound (host's) of the longest context in it, in tokens,
-    this step's tokens included; the truth is in `Batch.positions_T`.
+    Decode rows are one group, ragged rows one each. `reach` is an upper bound (host's) of the longest context in it, in
+    tokens, this step's tokens included; the truth is in `Batch.positions_T`.
     """
 
     row_start: int
@@ -40,8 +43,8 @@ class Extent(NamedTuple):
     reach: int
 
 
-# The part of an attention layer whose work depends on lengths and pages, all between its projections: (what the layers of a forward share,
-# projected inputs [T, ...], ...) → [T, ...] for the output projection
+# The part of an attention layer whose work depends on lengths and pages, all between its projections: (what the layers
+# of a forward share, projected inputs [T, ...], ...) → [T, ...] for the output projection
 Attend = Callable[..., Tensor]
 
 
@@ -57,9 +60,11 @@ def seamless(attend: Attend, step: Any, *inputs: Tensor) -> Tensor:
 
 
 class Tree(NamedTuple):
-    """Of a step whose drafts part ways. columns_T int64: where a token's KV stands in the context of its row, which is its position but for drafts,
-    that stand one behind the other whatever their depth; padding is 0. hides_T int64: bit i is set where a token does not see the i-th column before
-    its own, which is another path's. rows: the leading rows of the step that may have such tokens; the tokens of all others hide nothing."""
+    """Of a step whose drafts part ways. columns_T int64: where a token's KV stands in the context of its row, which is
+    its position but for drafts, that stand one behind the other whatever their depth; padding is 0. hides_T int64: bit
+    i is set where a token does not see the i-th column before its own, which is another path's. rows: the leading rows
+    of the step that may have such tokens; the tokens of all others hide nothing.
+    """
 
     columns_T: Tensor
     hides_T: Tensor
@@ -70,12 +75,14 @@ class Tree(NamedTuple):
 class Batch:
     """The device's inputs of one forward.
 
-    ids_T int64: token ids; padding is 0. positions_T int64: absolute positions; a token attends to the positions of its row up to its own (but see
-    `tree`); padding is 0. write_T int64: flat index page * PAGE + offset where the token's KV goes; padding goes into the null page. table_RP: the
-    page of each 64 positions of a row (0 beyond its end), in the type of the slots' table. real_T bool: False where a token is padding. emit_N int64:
-    token indices whose logits are sampled, of each emitting row equally many. groups: rectangles that cover all tokens in order. extents: of each
-    row. seam: through which layers that can be recorded in pieces call their attention. tree: None where columns are positions and all before is
-    seen. verifies: the first group's rows have drafts, so that its extents are upper bounds. apart: no two rows are of one sequence.
+    ids_T int64: token ids; padding is 0. positions_T int64: absolute positions; a token attends to the positions of its
+    row up to its own (but see `tree`); padding is 0. write_T int64: flat index page * PAGE + offset where the token's
+    KV goes; padding goes into the null page. table_RP: the page of each 64 positions of a row (0 beyond its end), in
+    the type of the slots' table. real_T bool: False where a token is padding. emit_N int64: token indices whose logits
+    are sampled, of each emitting row equally many. groups: rectangles that cover all tokens in order. extents: of each
+    row. seam: through which layers that can be recorded in pieces call their attention. tree: None where columns are
+    positions and all before is seen. verifies: the first group's rows have drafts, so that its extents are upper
+    bounds. apart: no two rows are of one sequence.
     """
 
     ids_T: Tensor
@@ -97,5 +104,7 @@ class Batch:
         return self.positions_T if self.tree is None else self.tree.columns_T
 
     def hides(self, tokens: int) -> Tensor | None:
-        """int64: what the first so many tokens do not see of their rows' contexts, where drafts part ways; else None."""
+        """int64: what the first so many tokens do not see of their rows' contexts, where drafts part ways; else
+        None.
+        """
         return None if self.tree is None else self.tree.hides_T[:tokens]

@@ -1,5 +1,6 @@
-"""`prepare`: a plan (host, upper bounds) and `Slots` (device, truth) make a `Batch`. Bounds become truth here: tokens at or past a
-slot's end, which is 0 for one that has ended, turn into padding, which touches the null page only."""
+"""`prepare`: a plan (host, upper bounds) and `Slots` (device, truth) make a `Batch`. Bounds become truth here: tokens
+at or past a slot's end, which is 0 for one that has ended, turn into padding, which touches the null page only.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ PAGE_BITS = PAGE.bit_length() - 1
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """batch: for the model. Of the emitting rows: slot_E int64, their slots; ints_EI int64, the slots' integers as this step finds them. all_emitted:
-    whether every token's logits are sampled, in order."""
+    """batch: for the model. Of the emitting rows: slot_E int64, their slots; ints_EI int64, the slots' integers as this
+    step finds them. all_emitted: whether every token's logits are sampled, in order.
+    """
 
     batch: Batch
     slot_E: Tensor
@@ -30,7 +32,9 @@ class Prepared:
 
 
 def prepare(plan: StepPlan, slots: Slots) -> Prepared:
-    """Gathers the step's tokens; its binds and appends have been made. A prefill chunk that does not emit moves its slot's `at` here."""
+    """Gathers the step's tokens; its binds and appends have been made. A prefill chunk that does not emit moves its
+    slot's `at` here.
+    """
     rows, device = plan.rows, slots.ints_SI.device
     slot_R = upload([row.slot for row in rows], torch.int64, device)
     ints_RI = slots.ints_SI.index_select(0, slot_R)
@@ -74,8 +78,9 @@ def prepare(plan: StepPlan, slots: Slots) -> Prepared:
 
 
 def verification(slots: Slots, slot_R: Tensor, query: int, reach: int) -> Prepared:
-    """What `prepare` makes of rows that each verify a tree, of `query` tokens with its root, and nothing else. It asks the host for nothing, so that
-    it can be recorded. reach: upper bound of every row's context."""
+    """What `prepare` makes of rows that each verify a tree, of `query` tokens with its root, and nothing else. It asks
+    the host for nothing, so that it can be recorded. reach: upper bound of every row's context.
+    """
     rows, device = len(slot_R), slot_R.device
     slot_T, ints_RI = slot_R.repeat_interleave(query), slots.ints_SI.index_select(0, slot_R)
     ints_TI, node_T = ints_RI.repeat_interleave(query, 0), torch.arange(query, device=device).repeat(rows)
@@ -97,8 +102,9 @@ def verification(slots: Slots, slot_R: Tensor, query: int, reach: int) -> Prepar
 
 
 def sampled_tokens(plan: StepPlan, device: torch.device) -> Tensor:
-    """Which of the step's tokens have their logits sampled, int64 [E * plan.query]: of each emitting row the last one and those before its drafts,
-    and of one with fewer drafts than `plan.query` has room for the last one again."""
+    """Which of the step's tokens have their logits sampled, int64 [E * plan.query]: of each emitting row the last one
+    and those before its drafts, and of one with fewer drafts than `plan.query` has room for the last one again.
+    """
     ends = accumulate(row.n for row in plan.rows)
     emitting = [
         (end - 1 - row.num_drafts, row.num_drafts) for end, row in zip(ends, plan.rows, strict=True) if row.emit
@@ -113,7 +119,9 @@ def sampled_tokens(plan: StepPlan, device: torch.device) -> Tensor:
 def gather(
     slot_T: Tensor, position_T: Tensor, ints_TI: Tensor, tokens_SL: Tensor, table_SP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Token, position, write index and reality of each token; what is padding is 0 in all of them. Of a tree positions are columns here."""
+    """Token, position, write index and reality of each token; what is padding is 0 in all of them. Of a tree positions
+    are columns here.
+    """
     real_T = position_T < ints_TI[:, 2]
     position_T = position_T * real_T
     page_T = table_SP.view(-1).index_select(0, slot_T * table_SP.size(1) + (position_T >> PAGE_BITS))

@@ -1,7 +1,8 @@
 """Request state on the device: the truth about every running request, written only on the compute stream.
 
-The host plans with upper bounds; lengths, tokens and `done` are here. A `Bind` rebuilds every field of a slot from tokens alone, and
-penalties are computed from the tokens plane, so nothing here is ever rolled back."""
+The host plans with upper bounds; lengths, tokens and `done` are here. A `Bind` rebuilds every field of a slot from
+tokens alone, and penalties are computed from the tokens plane, so nothing here is ever rolled back.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +30,17 @@ class Field(NamedTuple):
 
 
 class Slots:
-    """Device fields of S slots; letters: S slots, L context + 1, P pages of a context, I integers, F floats, K stop ids, B biased ids, N
-    nodes of a tree with its root.
+    """Device fields of S slots; letters: S slots, L context + 1, P pages of a context, I integers, F floats, K stop
+    ids, B biased ids, N nodes of a tree with its root.
 
-    tokens_SL int32: prompt and output; column L - 1 takes what is written for ended slots. table_SP: the page table, int64, on a GPU int32 as
-    its kernels want it. ints_SI int64 and
-    floats_SF float32 hold the columns named in INTS and FLOATS, so that a bind, a gather or an update is one operation. length: known tokens; at:
-    positions whose KV is computed; end: length at which the sequence is full, and 0 once it has ended; min_len: length before which no stop id
-    may be sampled; made: drafts, which stand in the tokens plane behind the known ones. extra: the fields that were declared, by name. tree: the
-    shape of the drafts. nodes_SN3 int64: of each draft of a tree (`core.tree`) its parent, its depth and what it hides (`batch.Tree`), 0 for the
-    root; of those behind `made` anything that such nodes may have. A chain has none.
+    tokens_SL int32: prompt and output; column L - 1 takes what is written for ended slots. table_SP: the page table,
+    int64, on a GPU int32 as its kernels want it. ints_SI int64 and floats_SF float32 hold the columns named in INTS and
+    FLOATS, so that a bind, a gather or an update is one operation. length: known tokens; at: positions whose KV is
+    computed; end: length at which the sequence is full, and 0 once it has ended; min_len: length before which no stop
+    id may be sampled; made: drafts, which stand in the tokens plane behind the known ones. extra: the fields that were
+    declared, by name. tree: the shape of the drafts. nodes_SN3 int64: of each draft of a tree (`core.tree`) its parent,
+    its depth and what it hides (`batch.Tree`), 0 for the root; of those behind `made` anything that such nodes may
+    have. A chain has none.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Slots:
         self.extra = {name: torch.zeros(slots, *shape, dtype=dtype, device=device) for name, shape, dtype in fields}
 
     def reset(self) -> None:
-        """Nobody's slots: one that was never bound has ended, like one that was, so that its positions stay valid indices."""
+        """Nobody's slots: one that was never bound has ended, like one that was, so that its positions stay valid
+        indices.
+        """
         self.ints_SI.zero_()
         self.ints_SI[:, 0] = 1
 

@@ -11,8 +11,9 @@ Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[S
 
 
 def upload(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of these numbers. To a GPU the copy goes through pinned memory in stream order; torch's allocator keeps the pinned block
-    until the copy is done."""
+    """A tensor of these numbers. To a GPU the copy goes through pinned memory in stream order; torch's allocator keeps
+    the pinned block until the copy is done.
+    """
     made = torch.tensor(values, dtype=dtype)
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 

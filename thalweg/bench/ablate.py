@@ -1,4 +1,6 @@
-"""`thalweg ablate`: what each feature is worth. SGLang's published DeepSeek ablation as a command, for any checkpoint on any machine."""
+"""`thalweg ablate`: what each feature is worth. SGLang's published DeepSeek ablation as a command, for any checkpoint
+on any machine.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ OTHER_FILE = "give another --output-file, or --anew to write it over"
 
 
 def base_of(config: Options, work: Workload) -> dict[str, Any]:
-    """The settings that all cells share, with a fixed seed and as many requests at a time as the load wants where nothing else is said."""
+    """The settings that all cells share, with a fixed seed and as many requests at a time as the load wants where
+    nothing else is said.
+    """
     wishes = non_defaults(config)
     if config.schedule.max_running_requests is None:
         wishes["max_running_requests"] = max(work.concurrency)
@@ -65,7 +69,9 @@ class Table:
         return 1 + len(result.get("again", ())) if "status" in result else 0
 
     def add(self, cell: Cell, turn: int, result: Result) -> None:
-        """A run of it. Of a later round, what was measured goes beside the first round's; one that failed leaves nothing."""
+        """A run of it. Of a later round, what was measured goes beside the first round's; one that failed leaves
+        nothing.
+        """
         if not turn:
             self.results[cell.key] = result
         elif result["status"] == DONE:
@@ -86,7 +92,9 @@ class Table:
         return {**self.head, "cells": rows, **told}
 
     def save(self, told: Mapping[str, object]) -> None:
-        """Writes the JSON, and the table and the plot beside it; the file is whole at any moment. Raises ResultError."""
+        """Writes the JSON, and the table and the plot beside it; the file is whole at any moment. Raises
+        ResultError.
+        """
         made = self.as_json(told)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,11 +111,11 @@ class Table:
 
 
 def kept(table: Table, told: Mapping[str, object], limit: float, any_commit: bool) -> dict[str, Result]:
-    """Results of an earlier run that still hold, by key: of the same commit unless any_commit. What failed or was interrupted is
-    measured again, and what ran out of time where it has more of it now.
+    """Results of an earlier run that still hold, by key: of the same commit unless any_commit. What failed or was
+    interrupted is measured again, and what ran out of time where it has more of it now.
 
-    Raises ResultError for a file that is no ablation, or one whose results would be lost: of another load, base, device or versions, or
-    with cells that this table does not have.
+    Raises ResultError for a file that is no ablation, or one whose results would be lost: of another load, base, device
+    or versions, or with cells that this table does not have.
     """
     if not table.path.is_file():
         return {}
@@ -266,5 +274,7 @@ def _head(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not run, no cell could, or one failed or ran out of time, 2: it was asked for wrongly, 130: interrupted."""
+    """0: done, 1: it could not run, no cell could, or one failed or ran out of time, 2: it was asked for wrongly, 130:
+    interrupted.
+    """
     return status("thalweg ablate", run, argv)

@@ -27,7 +27,8 @@ The same command again goes on where it was ended."""
 def make_parser() -> Parser:
     parser = options_parser(
         "thalweg ablate",
-        "Turns features off and on: speed and accuracy of each combination, or why it cannot run. The flags of the engine are the base.",
+        "Turns features off and on: speed and accuracy of each combination, or why it cannot run. The flags of the"
+        " engine are the base.",
         EPILOG,
         only=("model", "load", "memory", "schedule", "sampling", "speculative", "parallel"),
     )
@@ -59,7 +60,10 @@ def _add_cells(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="NAME[=VALUE,VALUE]",
-        help=f"settings to turn off and on, or to give these values; short names: {', '.join(SHORT)} (default: every feature)",
+        help=(
+            f"settings to turn off and on, or to give these values; short names: {', '.join(SHORT)} (default: every"
+            " feature)"
+        ),
     )
     add(
         "--rounds", type=positive, default=1, metavar="N",

@@ -1,7 +1,9 @@
 """One cell of an ablation, in a process of its own: `python -m thalweg.bench.ablate_cell ORDER NEWS`.
 
-ORDER is a JSON file (`Order`). NEWS gets a JSON line as soon as something is known, so that a cell that is ended keeps what it has:
-{"started": seconds}, {"single": ...}, {"batch": ...}, {"accuracy": rows}, and at last {"done": true} or {"refused": reason}."""
+ORDER is a JSON file (`Order`). NEWS gets a JSON line as soon as something is known, so that a cell that is ended keeps
+what it has: {"started": seconds}, {"single": ...}, {"batch": ...}, {"accuracy": rows}, and at last {"done": true} or
+{"refused": reason}.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The rows of an ablation: which combinations of levels are measured, and which cannot be, with the resolver's reason."""
+"""The rows of an ablation: which combinations of levels are measured, and which cannot be, with the resolver's
+reason.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ MODES = (ONE, LADDER, MATRIX)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """labels: of each column's level. wishes: settings on top of the base's. reason: why it cannot run, "" where it can.
-    decisions: what the resolver made of it, by name."""
+    """labels: of each column's level. wishes: settings on top of the base's. reason: why it cannot run, "" where it
+    can. decisions: what the resolver made of it, by name.
+    """
 
     labels: Mapping[str, str]
     wishes: Mapping[str, Any]
@@ -31,8 +34,9 @@ class Cell:
 
 
 def cells(mode: str, columns: Sequence[Column], probe: Probe) -> list[Cell]:
-    """The cells of a mode, each once. See `MODES`: the base and each column changed alone; everything off and then one after the other on;
-    every combination."""
+    """The cells of a mode, each once. See `MODES`: the base and each column changed alone; everything off and then one
+    after the other on; every combination.
+    """
     makers = {ONE: _one_at_a_time, LADDER: _ladder, MATRIX: _matrix}
     found: dict[str, Cell] = {}
     for cell in makers[mode](columns, probe):

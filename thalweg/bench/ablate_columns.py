@@ -1,7 +1,9 @@
-"""What `thalweg ablate` turns off and on: columns, made from what the resolver decides, and the levels that each of them can have.
+"""What `thalweg ablate` turns off and on: columns, made from what the resolver decides, and the levels that each of
+them can have.
 
-A setting is a feature where it declares an `off` value, or where it is a switch that the resolver decides. So a new feature has its
-column as soon as it has its setting."""
+A setting is a feature where it declares an `off` value, or where it is a switch that the resolver decides. So a new
+feature has its column as soon as it has its setting.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ OFF, ON = "off", "on"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One state of a column. wish: the setting's value, AS_IT_IS where the base has it already. value: what it comes to, in words."""
+    """One state of a column. wish: the setting's value, AS_IT_IS where the base has it already. value: what it comes
+    to, in words.
+    """
 
     label: str
     wish: Any
@@ -54,7 +58,9 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """name: its heading. setting: which it sets. levels: the first is the one without. base: label of what the base has."""
+    """name: its heading. setting: which it sets. levels: the first is the one without. base: label of what the base
+    has.
+    """
 
     name: str
     setting: str
@@ -66,7 +72,9 @@ class Column:
 
 
 class Probe:
-    """Asks the resolver what becomes of wishes on top of the base's. machine: one look at it for all, so that they differ by wishes alone."""
+    """Asks the resolver what becomes of wishes on top of the base's. machine: one look at it for all, so that they
+    differ by wishes alone.
+    """
 
     def __init__(self, base: Mapping[str, Any], machine: Machine, found: Callable[..., Resolved] = resolve) -> None:
         self.base, self.machine, self._resolve = dict(base), machine, found
@@ -100,7 +108,9 @@ def _engine(resolved: Resolved) -> object:
 
 
 def features(base: Resolved) -> list[str]:
-    """Settings that are features: those that the resolver decided for this base, in its order, then the others that declare an off value."""
+    """Settings that are features: those that the resolver decided for this base, in its order, then the others that
+    declare an off value.
+    """
     known = settings()
     decided = [one.name for one in base.decisions if one.name in known]
     named = [*decided, *known]
@@ -114,10 +124,11 @@ def _off(one: Setting, decided: bool) -> Any:
 
 
 def columns(asked: Sequence[str], probe: Probe) -> list[Column]:
-    """The columns of a table. asked: short names or settings, each alone or as name=value,value; none is every feature that there is.
+    """The columns of a table. asked: short names or settings, each alone or as name=value,value; none is every feature
+    that there is.
 
-    Raises UnsupportedConfig for a base that cannot be served, an unknown name, one that is given twice, and a setting that is no feature and has
-    no values given.
+    Raises UnsupportedConfig for a base that cannot be served, an unknown name, one that is given twice, and a setting
+    that is no feature and has no values given.
     """
     base = probe.start()
     long = {setting: name for name, setting in SHORT.items()}

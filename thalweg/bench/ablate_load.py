@@ -1,6 +1,8 @@
-"""The load of an ablation's cell: one request alone, then so many at a time, with lengths that are the same in every cell.
+"""The load of an ablation's cell: one request alone, then so many at a time, with lengths that are the same in every
+cell.
 
-The engine is in this process and HTTP is not measured, so a column shows what it does to the engine."""
+The engine is in this process and HTTP is not measured, so a column shows what it does to the engine.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ Tokens = list[int]
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of each cell. input_len, output_len: tokens on average. spread: lengths are uniform within ± this share of them.
-    shared_prefix: first tokens that all prompts of a run have in common. concurrency: requests at a time, a run each. waves: requests of
-    a run for each of them. repeat: runs of each kind, of which the fastest counts."""
+    """What is asked of each cell. input_len, output_len: tokens on average. spread: lengths are uniform within ± this
+    share of them. shared_prefix: first tokens that all prompts of a run have in common. concurrency: requests at a
+    time, a run each. waves: requests of a run for each of them. repeat: runs of each kind, of which the fastest
+    counts.
+    """
 
     input_len: int = 760
     output_len: int = 460
@@ -74,7 +78,9 @@ def draw(work: Workload, count: int, vocabulary: Vocabulary, name: str) -> list[
 
 
 def closed_loop(engine: LocalEngine, asks: Sequence[Ask], concurrency: int) -> list[Seen]:
-    """Keeps `concurrency` of them under way until all have written exactly their tokens, greedily. In the order of `asks`."""
+    """Keeps `concurrency` of them under way until all have written exactly their tokens, greedily. In the order of
+    `asks`.
+    """
     waiting, seen = list(reversed(list(enumerate(asks)))), [Seen(0.0) for _ in asks]
     running: dict[int, int] = {}
 
@@ -107,7 +113,9 @@ def closed_loop(engine: LocalEngine, asks: Sequence[Ask], concurrency: int) -> l
 
 
 def single(engine: LocalEngine, work: Workload, vocabulary: Vocabulary) -> dict[str, float]:
-    """One request of the mean lengths, alone: seconds to its first token, and the rate of those after it (wall and CPU time)."""
+    """One request of the mean lengths, alone: seconds to its first token, and the rate of those after it (wall and CPU
+    time).
+    """
     alone = msgspec.structs.replace(work, spread=0.0, shared_prefix=0)
     closed_loop(engine, [_short(ask) for ask in draw(alone, 1, vocabulary, "warm-up")], 1)
     found = []
@@ -130,8 +138,9 @@ def single(engine: LocalEngine, work: Workload, vocabulary: Vocabulary) -> dict[
 
 
 def batch(engine: LocalEngine, work: Workload, vocabulary: Vocabulary, concurrency: int) -> dict[str, float]:
-    """A closed loop. throughput: (prompt + output tokens) / seconds of the run. decode_per_request: mean over the requests of output tokens /
-    seconds from sending to the last token."""
+    """A closed loop. throughput: (prompt + output tokens) / seconds of the run. decode_per_request: mean over the
+    requests of output tokens / seconds from sending to the last token.
+    """
     count = concurrency * work.waves
     closed_loop(engine, [_short(ask) for ask in draw(work, concurrency, vocabulary, "warm-up")], concurrency)
     found = []
@@ -167,6 +176,6 @@ def must_fit(work: Workload, context: int) -> None:
     """Raises UnsupportedConfig where the longest sequence is longer than the context."""
     if work.longest > context:
         raise UnsupportedConfig(
-            f"--input-len {work.input_len} and --output-len {work.output_len} with --spread {work.spread:g} make up to {work.longest} tokens, and a "
-            f"sequence has at most {context} here: ask for less"
+            f"--input-len {work.input_len} and --output-len {work.output_len} with --spread {work.spread:g} make up to"
+            f" {work.longest} tokens, and a sequence has at most {context} here: ask for less"
         )

@@ -1,5 +1,6 @@
-"""An ablation as a picture: SVG, a bar for each cell and rate, with a line from the least to the most of its rounds. No library draws it, so it
-is there wherever Thalweg is."""
+"""An ablation as a picture: SVG, a bar for each cell and rate, with a line from the least to the most of its rounds. No
+library draws it, so it is there wherever Thalweg is.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ INK, PALE, FILL, SLOW = "#1c2733", "#8a97a5", "#2f7fb8", "#b8cfe0"
 
 
 def plot(result: Mapping[str, Any]) -> str:
-    """The picture as SVG. The fastest cell of each rate is dark; cells of which nothing was measured are counted below."""
+    """The picture as SVG. The fastest cell of each rate is dark; cells of which nothing was measured are counted
+    below.
+    """
     rows: Sequence[Row] = [row for row in result["cells"] if rounds(row)]
     without = len(result["cells"]) - len(rows)
     panels = [
@@ -78,4 +81,7 @@ def _middle(i: int) -> float:
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", fill: str = INK, weight: str = "normal") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" font-weight="{weight}">{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"'
+        f' font-weight="{weight}">{escape(text)}</text>'
+    )

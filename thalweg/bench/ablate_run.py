@@ -1,4 +1,6 @@
-"""Runs the cells of an ablation one after the other, each in a fresh process with a time limit, and keeps what each has told."""
+"""Runs the cells of an ablation one after the other, each in a fresh process with a time limit, and keeps what each has
+told.
+"""
 
 from __future__ import annotations
 

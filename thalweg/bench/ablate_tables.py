@@ -1,4 +1,6 @@
-"""An ablation as Markdown: the table of its cells, and what each column is worth. Made from the result's JSON alone, so that the docs can be."""
+"""An ablation as Markdown: the table of its cells, and what each column is worth. Made from the result's JSON alone, so
+that the docs can be.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ Row = Mapping[str, Any]
 
 CONFIDENCE = 0.95
 SURE = 5  # rounds from which on Student's t makes intervals of a sensible width
-UNKNOWN = "**One round: nothing tells the noise, and two runs of the very same cell may differ as much as these do**; `--rounds 5` tells it."
+UNKNOWN = (
+    "**One round: nothing tells the noise, and two runs of the very same cell may differ as much as these do**;"
+    " `--rounds 5` tells it."
+)
 
 Measure = Callable[[Row], float | None]  # of one round of a cell
 
@@ -58,8 +63,9 @@ def _rounds(result: Result) -> int:
 
 
 def cell_table(result: Result) -> list[str]:
-    """A line for each cell that was measured, with its levels, in a table for each group of rates and one of accuracies; then why others were
-    not. What was changed one at a time has one column for all."""
+    """A line for each cell that was measured, with its levels, in a table for each group of rates and one of
+    accuracies; then why others were not. What was changed one at a time has one column for all.
+    """
     columns, cells = result["columns"], result["cells"]
     measured = [row for row in cells if rounds(row)]
     lines: list[str] = []
@@ -189,8 +195,10 @@ def _a_cpu_second(one: Row) -> float:
 
 
 def effects(result: Result) -> list[str]:
-    """A table for each group of rates, with a line for each column and level beside its first: the ratio of the rates with it and without it,
-    over all pairs of cells that differ in nothing else and were both measured. Empty where no pair was."""
+    """A table for each group of rates, with a line for each column and level beside its first: the ratio of the rates
+    with it and without it, over all pairs of cells that differ in nothing else and were both measured. Empty where no
+    pair was.
+    """
     pairs = {
         name: found for name, *which in _beside(result["columns"]) if (found := list(_pairs(result["cells"], *which)))
     }
@@ -217,7 +225,10 @@ def _noise(many: int) -> str:
         f"In brackets the {100 * CONFIDENCE:.0f} % interval over {many} rounds, each round's cells against each other"
     )
     few = f" Of {many} rounds they are wide: `--rounds {SURE}` makes them narrower." if many < SURE else ""
-    return f"{interval}; **~ has 1 in its interval: it may be noise**. About one in twenty of the others is noise too.{few}"
+    return (
+        f"{interval}; **~ has 1 in its interval: it may be noise**. About one in twenty of the others is noise"
+        f" too.{few}"
+    )
 
 
 def _beside(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str, str]]:
@@ -256,8 +267,10 @@ def _ratios(pairs: Sequence[tuple[Row, Row]], measure: Measure) -> list[list[flo
 
 
 def worth(pairs: Sequence[tuple[Row, Row]], measure: Measure) -> str:
-    """The ratio, the geometric mean over the pairs, with its interval over the rounds, and "~" before one that may be 1. Of a single round
-    the ratio alone, with least and most of the pairs where there are several. "" where nothing was measured."""
+    """The ratio, the geometric mean over the pairs, with its interval over the rounds, and "~" before one that may be
+    1. Of a single round the ratio alone, with least and most of the pairs where there are several. "" where nothing was
+    measured.
+    """
     found = _ratios(pairs, measure)
     means = [exp(fmean(map(log, ratios))) for ratios in found]
     if not means:

@@ -1,5 +1,7 @@
-"""`thalweg bench acceptance`: how many drafts are accepted, by task, rule and place behind the known tokens; and whether what is written is what
-plain decoding writes, token for token, which under every rule but the race is asked of greedy answers only."""
+"""`thalweg bench acceptance`: how many drafts are accepted, by task, rule and place behind the known tokens; and
+whether what is written is what plain decoding writes, token for token, which under every rule but the race is asked of
+greedy answers only.
+"""
 
 from __future__ import annotations
 
@@ -192,6 +194,7 @@ def _status(words: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, and what had to be plain decoding's was; 1: it was not, or nothing was measured; 2: it was asked for wrongly; 130: Ctrl-C, what was
-    measured is written."""
+    """0: done, and what had to be plain decoding's was; 1: it was not, or nothing was measured; 2: it was asked for
+    wrongly; 130: Ctrl-C, what was measured is written.
+    """
     return status("thalweg bench acceptance", _status, argv)

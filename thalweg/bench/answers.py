@@ -1,4 +1,6 @@
-"""Who answers an evaluation's questions: an engine in this process, or a server over HTTP. Both get the same token ids."""
+"""Who answers an evaluation's questions: an engine in this process, or a server over HTTP. Both get the same token
+ids.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,9 @@ class Continued:
 
 
 class Answerer(Protocol):
-    """Answers greedily, and weighs what might be answered. What is done goes into `into`, by its place among what was asked, as soon as it
-    is: that is what stays when Ctrl-C or an error ends it."""
+    """Answers greedily, and weighs what might be answered. What is done goes into `into`, by its place among what was
+    asked, as soon as it is: that is what stays when Ctrl-C or an error ends it.
+    """
 
     def answer(self, questions: Sequence[Question], label: str, into: dict[int, Answer]) -> None: ...
 

@@ -1,7 +1,8 @@
 """The APIs that the load generator speaks: what a request looks like in each, and what its stream says.
 
-A backend turns a `Prompt` into a body and a stream into a `Record`. Events are decoded into typed structs (unknown fields are skipped
-in C), because the client shares its cores with the server it measures."""
+A backend turns a `Prompt` into a body and a stream into a `Record`. Events are decoded into typed structs (unknown
+fields are skipped in C), because the client shares its cores with the server it measures.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +116,9 @@ class Backend(Protocol):
         """The request. Raises ValueError when the API cannot carry such a prompt."""
 
     def event(self, data: bytes, now: float, watch: Watch) -> None:
-        """One event of the stream, or the whole of an unstreamed answer. Raises msgspec.DecodeError on what is no event."""
+        """One event of the stream, or the whole of an unstreamed answer. Raises msgspec.DecodeError on what is no
+        event.
+        """
 
 
 def _usage(usage: Usage, record: Record) -> None:
@@ -273,11 +276,11 @@ def _event(backend: Backend, data: bytes, now: float, watch: Watch) -> None:
 async def ask(
     client: Client, backend: Backend, prompt: Prompt, options: Options, record: Record, due: float = 0.0
 ) -> None:
-    """Sends one request at `due` (time.perf_counter(); one that has passed means at once) and fills its record; whatever goes wrong is
-    the record's error. Only a cancellation comes out.
+    """Sends one request at `due` (time.perf_counter(); one that has passed means at once) and fills its record;
+    whatever goes wrong is the record's error. Only a cancellation comes out.
 
-    Body and connection are made before. Where they are ready in time, latencies count from the moment of sending; where not, from the
-    moment at which the request could have been sent, so that a connection that takes its time shows.
+    Body and connection are made before. Where they are ready in time, latencies count from the moment of sending; where
+    not, from the moment at which the request could have been sent, so that a connection that takes its time shows.
     """
     body = msgspec.json.encode(backend.body(prompt, options))
     watch = Watch(record)

@@ -15,7 +15,9 @@ PLAIN_SIDE = 4096  # of products in float32
 
 
 def measure() -> Ceilings:
-    """A read-only sum, a bf16 product and, where the GPU has it, an FP8 one with a scale a tensor, all of random numbers. Frees what it takes."""
+    """A read-only sum, a bf16 product and, where the GPU has it, an FP8 one with a scale a tensor, all of random
+    numbers. Frees what it takes.
+    """
     read, bf16 = _read(), _bf16()
     fp8 = _fp8() if torch.cuda.get_device_capability() >= (8, 9) else bf16
     torch.cuda.empty_cache()
@@ -23,8 +25,9 @@ def measure() -> Ceilings:
 
 
 def rates(device: torch.device) -> dict[str, float]:
-    """By name: "read" in bytes a second; "float32" (without tf32), "bf16" and, on a GPU, "fp8" products in FLOP/s. Of a CPU with the threads that
-    torch has."""
+    """By name: "read" in bytes a second; "float32" (without tf32), "bf16" and, on a GPU, "fp8" products in FLOP/s. Of a
+    CPU with the threads that torch has.
+    """
     if device.type != "cuda":
         types = {"float32": torch.float32, "bf16": torch.bfloat16}
         return {"read": processor.read()} | {name: processor.product(dtype) for name, dtype in types.items()}

@@ -1,4 +1,6 @@
-"""`thalweg bench COMMAND`: finds the command's module and imports that one only, so that `bench serve` never waits for torch."""
+"""`thalweg bench COMMAND`: finds the command's module and imports that one only, so that `bench serve` never waits for
+torch.
+"""
 
 from __future__ import annotations
 

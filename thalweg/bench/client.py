@@ -1,7 +1,8 @@
 """A small HTTP/1.1 client for load: raw asyncio, httptools' parser, connections kept alive.
 
-General clients spend more time on a streamed token than the server does. Here a chunk from the socket goes through a C parser
-straight into a callback, with the time at which the kernel handed it over."""
+General clients spend more time on a streamed token than the server does. Here a chunk from the socket goes through a C
+parser straight into a callback, with the time at which the kernel handed it over.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ class CannotConnect(HttpError):
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """When a request leaves, and who hears of it. due: time.perf_counter(); one that has passed means at once. on_sent: gets the moment at
-    which the request was given to the kernel, just before its first byte; again where it had to be sent again."""
+    """When a request leaves, and who hears of it. due: time.perf_counter(); one that has passed means at once. on_sent:
+    gets the moment at which the request was given to the kernel, just before its first byte; again where it had to be
+    sent again.
+    """
 
     due: float = 0.0
     on_sent: OnSent | None = None
@@ -57,7 +60,9 @@ class Reply:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one exchange at a time. `start` sends at its time; what it returns is done with the last byte of the response."""
+    """One connection, one exchange at a time. `start` sends at its time; what it returns is done with the last byte of
+    the response.
+    """
 
     def __init__(self, pacer: Pacer) -> None:
         self.pacer = pacer
@@ -159,11 +164,11 @@ class Client:
     async def request(
         self, method: str, path: str, body: bytes = b"", on_body: OnBody | None = None, sending: Sending = NOW
     ) -> Reply:
-        """One exchange. With `on_body`, the body of a 200 goes there piece by piece with the time of its arrival; any other is in the reply.
-        The connection is made at once, and the request leaves when `sending` says.
+        """One exchange. With `on_body`, the body of a 200 goes there piece by piece with the time of its arrival; any
+        other is in the reply. The connection is made at once, and the request leaves when `sending` says.
 
-        Raises:
-            HttpError: no connection, a connection lost, or nonsense. A kept-alive connection that the server had closed is not an error.
+        Raises: HttpError: no connection, a connection lost, or nonsense. A kept-alive connection that the server had
+            closed is not an error.
         """
         head = f"{method} {self.prefix}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n"
         if body:
@@ -185,7 +190,8 @@ class Client:
         except OSError as error:
             if error.errno in OURS:
                 raise HttpError(
-                    f"this machine cannot open another connection ({error.strerror}): lower --max-concurrency, or raise `ulimit -n`"
+                    f"this machine cannot open another connection ({error.strerror}): lower --max-concurrency, or raise"
+                    " `ulimit -n`"
                 ) from error
             raise CannotConnect(f"cannot connect to {self.base_url}: {error.strerror or error}") from error
         return connection

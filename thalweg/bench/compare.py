@@ -41,15 +41,17 @@ REPEATS_DIFFER = {
     "client.max_concurrency",
 }  # of files that are repeats of one, or points of a sweep
 REPEAT = (
-    "repeat it: an interval from within one run (its requests, its seconds) does not hold what differs from run to run (a busy machine, another "
-    "placement in memory), so what has no other is called higher or lower, not better or worse; measure both with --repeat 5, or give several "
-    "files of each with commas"
+    "repeat it: an interval from within one run (its requests, its seconds) does not hold what differs from run to run"
+    " (a busy machine, another placement in memory), so what has no other is called higher or lower, not better or"
+    " worse; measure both with --repeat 5, or give several files of each with commas"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One measurement in both. a, b: means over the repeats. change: B / A - 1, low and high its interval. verdict: see VERDICTS."""
+    """One measurement in both. a, b: means over the repeats. change: B / A - 1, low and high its interval. verdict: see
+    VERDICTS.
+    """
 
     point: str
     name: str
@@ -97,8 +99,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def verdict(found: Ratio, higher: bool, threshold: float) -> str:
-    """better or worse: the interval lies on one side of no change, and the change is at least the threshold; higher or lower: it does, and is
-    from within one run each, which is no proof. same: all of it is within the threshold. unclear: neither. unknown: there is no interval."""
+    """better or worse: the interval lies on one side of no change, and the change is at least the threshold; higher or
+    lower: it does, and is from within one run each, which is no proof. same: all of it is within the threshold.
+    unclear: neither. unknown: there is no interval.
+    """
     if found.low is None or found.high is None:
         return "unknown"
     if (found.low > 1 or found.high < 1) and abs(found.value - 1) >= threshold:
@@ -208,7 +212,9 @@ def _warnings(a: Sequence[Json], b: Sequence[Json], left: Points, right: Points)
 def compare(
     a: Sequence[Json], b: Sequence[Json], confidence: float, threshold: float
 ) -> tuple[list[Change], list[tuple[str, str, str]], list[str]]:
-    """The changes, the differences of the settings, and warnings. Raises ReadError where the two have nothing in common."""
+    """The changes, the differences of the settings, and warnings. Raises ReadError where the two have nothing in
+    common.
+    """
     kinds = [", ".join(dict.fromkeys(f"`{kind(one)}`" for one in side)) for side in (a, b)]
     if "," in kinds[0] or kinds[0] != kinds[1]:
         raise ReadError(f"A is of {kinds[0]} and B of {kinds[1]}: nothing to compare")
@@ -222,8 +228,10 @@ def compare(
 def _parser() -> Parser:
     parser = Parser(
         prog="thalweg bench compare",
-        description="Says what changed from A to B beyond noise. Each is a result of bench serve, offline, one-batch, startup or kernels, of eval "
-        "or ablate; several files with commas between them are repeats of one.",
+        description=(
+            "Says what changed from A to B beyond noise. Each is a result of bench serve, offline, one-batch, startup"
+            " or kernels, of eval or ablate; several files with commas between them are repeats of one."
+        ),
     )
     add = parser.add_argument
     add("a", metavar="A", help="the result before")

@@ -1,7 +1,10 @@
-"""`thalweg bench compare-transformers`: the same prompts through Thalweg and through transformers' `generate`, in one process.
+"""`thalweg bench compare-transformers`: the same prompts through Thalweg and through transformers' `generate`, in one
+process.
 
-Both have the same weights (FP8 blocks decoded to float32), dtype, threads and lengths, both are warm, and they take turns, so that a
-busy moment of the machine hits both. transformers runs with every cache it has; the fastest is what is compared with."""
+Both have the same weights (FP8 blocks decoded to float32), dtype, threads and lengths, both are warm, and they take
+turns, so that a busy moment of the machine hits both. transformers runs with every cache it has; the fastest is what is
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +172,9 @@ def compete(contestants: dict[str, Generator], prompts: Sequence[Tokens], length
 
 
 def agreement(ours: Sequence[Tokens], theirs: Sequence[Tokens]) -> float:
-    """Share of positions up to which both write the same tokens; after a first difference two texts are different questions."""
+    """Share of positions up to which both write the same tokens; after a first difference two texts are different
+    questions.
+    """
     same = total = 0
     for a, b in zip(ours, theirs, strict=True):
         total += len(a)
@@ -178,7 +183,9 @@ def agreement(ours: Sequence[Tokens], theirs: Sequence[Tokens]) -> float:
 
 
 def judge(batch: int, length: int, runs: dict[str, Runs]) -> dict[str, object]:
-    """Median tokens a second of each, and Thalweg's over the fastest other's. Raises UnsupportedConfig when no other ran."""
+    """Median tokens a second of each, and Thalweg's over the fastest other's. Raises UnsupportedConfig when no other
+    ran.
+    """
     rates = {name: batch * length / middle(r.seconds) for name, r in runs.items() if r.seconds}
     others = {name: rate for name, rate in rates.items() if name != "thalweg"}
     if not others:
@@ -241,7 +248,9 @@ def table(results: Sequence[dict[str, object]]) -> Table:
 
 
 def run(argv: list[str]) -> int:
-    """Measures and prints; Ctrl-C keeps the batch sizes that are done. The exit status. Raises ThalwegError or ResultError."""
+    """Measures and prints; Ctrl-C keeps the batch sizes that are done. The exit status. Raises ThalwegError or
+    ResultError.
+    """
     parsed = parse_options(_parser(), argv)
     args: argparse.Namespace = parsed.args
     room = room_for(parsed.options, max(args.batch_size), args.input_len, args.output_len)

@@ -1,7 +1,9 @@
-"""Prompts that share: groups with one system prompt (SGLang's generated-shared-prefix), and conversations of several turns.
+"""Prompts that share: groups with one system prompt (SGLang's generated-shared-prefix), and conversations of several
+turns.
 
-A later turn's prompt is all that was said before it, the server's own answers included, and its new tokens. So it is made while the load
-runs; here is only what is new in it."""
+A later turn's prompt is all that was said before it, the server's own answers included, and its new tokens. So it is
+made while the load runs; here is only what is new in it.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from thalweg.bench.datasets import DatasetError, Prompt, Span, Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """groups x each prompts (or conversations, with turns above 1); those of a group begin with the same `system` tokens.
+    """groups x each prompts (or conversations, with turns above 1); those of a group begin with the same `system`
+    tokens.
 
-    question, output: lengths of each turn. pause: mean seconds from an answer to the next turn, exponential. ordered: group by group, else in
-    random order.
+    question, output: lengths of each turn. pause: mean seconds from an answer to the next turn, exponential. ordered:
+    group by group, else in random order.
     """
 
     groups: int
@@ -43,7 +46,9 @@ class Groups:
 
 
 def shared_prompts(vocabulary: Vocabulary, wish: Groups, seed: int) -> list[Prompt]:
-    """All turns of all conversations; `after` links the turns of one, which stand one behind the other. Raises DatasetError."""
+    """All turns of all conversations; `after` links the turns of one, which stand one behind the other. Raises
+    DatasetError.
+    """
     rng = Random(seed)
     chains: list[list[Prompt]] = []
     for _ in range(wish.groups):
@@ -74,8 +79,9 @@ def flatten(chains: Sequence[Sequence[Prompt]]) -> list[Prompt]:
 
 
 def file_conversations(prompts: Sequence[Prompt], pause: float, seed: int) -> list[Prompt]:
-    """Conversations of a file, played again: each user message is a turn, and what the file's assistant said is left out, because the server
-    under test answers itself. Raises DatasetError for what are no messages."""
+    """Conversations of a file, played again: each user message is a turn, and what the file's assistant said is left
+    out, because the server under test answers itself. Raises DatasetError for what are no messages.
+    """
     rng, chains = Random(seed), list[list[Prompt]]()
     for number, prompt in enumerate(prompts, 1):
         if not prompt.messages:

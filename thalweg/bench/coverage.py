@@ -1,4 +1,6 @@
-"""How many distinct experts a decode step reads in each layer: what random weights and random tokens really chose, not what they should have."""
+"""How many distinct experts a decode step reads in each layer: what random weights and random tokens really chose, not
+what they should have.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ STEPS = 4  # decode steps that are looked at
 
 
 def of_decode(engine: LocalEngine, prompts: Sequence[Tokens]) -> tuple[float, ...]:
-    """Distinct routed experts of each layer with experts, the mean of some decode steps of this batch, run eagerly. () where nothing routes on
-    a GPU."""
+    """Distinct routed experts of each layer with experts, the mean of some decode steps of this batch, run eagerly. ()
+    where nothing routes on a GPU.
+    """
     model = engine.runner.model
     if engine.runner.planes.device.type != "cuda" or not isinstance(model, nn.Module):
         return ()

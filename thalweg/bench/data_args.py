@@ -51,7 +51,9 @@ def add_data(group: argparse._ArgumentGroup) -> None:
     add(
         "--dataset-path",
         default="",
-        help="the trace (Mooncake JSONL, Azure CSV, .gz too; ServeGen .tar.gz), or the file of prompts or conversations",
+        help=(
+            "the trace (Mooncake JSONL, Azure CSV, .gz too; ServeGen .tar.gz), or the file of prompts or conversations"
+        ),
     )
     add(
         "--num-prompts",
@@ -160,7 +162,9 @@ def _add_trace(group: argparse._ArgumentGroup) -> None:
 
 
 def check_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Fills in how many prompts where that depends on the data set. Exits with a message (status 2) as argparse does."""
+    """Fills in how many prompts where that depends on the data set. Exits with a message (status 2) as argparse
+    does.
+    """
     counts = {"random": 1000, "conversations": 0 if args.dataset_path else 64}
     args.num_prompts = counts.get(args.dataset_name, 0) if args.num_prompts is None else args.num_prompts
     if args.dataset_name == "random" and args.num_prompts < 1:
@@ -218,8 +222,9 @@ def _of_a_file(args: argparse.Namespace, words: Vocabulary, seed: int) -> list[P
 
 
 def load_prompts(args: argparse.Namespace, vocabulary: Vocabulary | None, seed: int) -> list[Prompt]:
-    """The prompts that the flags ask for. vocabulary: None where there is no tokenizer, which texts from files do without.
-    Raises DatasetError."""
+    """The prompts that the flags ask for. vocabulary: None where there is no tokenizer, which texts from files do
+    without. Raises DatasetError.
+    """
     if args.dataset_name in ("sharegpt", "file") or (args.dataset_name == "conversations" and args.dataset_path):
         return _of_a_file(args, vocabulary or Vocabulary(()), seed)
     if vocabulary is None:

@@ -1,7 +1,8 @@
 """What the load generator sends: prompts of exact lengths, and when each is due.
 
-A prompt is token ids wherever the length must be exact, because text of n tokens need not come back as n tokens. For an API that
-takes only text (chat) the ids are decoded, and the server's own count is what is reported."""
+A prompt is token ids wherever the length must be exact, because text of n tokens need not come back as n tokens. For an
+API that takes only text (chat) the ids are decoded, and the server's own count is what is reported.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +35,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request to send. Exactly one of ids, text and messages is not empty. input_len: 0 where only the server can count.
+    """One request to send. Exactly one of ids, text and messages is not empty. input_len: 0 where only the server can
+    count.
 
-    at: seconds after the start of the trace, 0 where there is no trace. decode: turns ids into text for an API that takes none; encode:
-    the other way, for answers that come without ids. after: place in the data set of the turn that this one continues, -1 for the
-    first turn of a conversation (turn 0). pause: seconds from that turn's answer until this one is sent. history: earlier turns with
-    their answers, filled in when they are known.
+    at: seconds after the start of the trace, 0 where there is no trace. decode: turns ids into text for an API that
+    takes none; encode: the other way, for answers that come without ids. after: place in the data set of the turn that
+    this one continues, -1 for the first turn of a conversation (turn 0). pause: seconds from that turn's answer until
+    this one is sent. history: earlier turns with their answers, filled in when they are known.
     """
 
     output_len: int
@@ -80,7 +82,8 @@ class Prompt:
     def _encoded(self, text: str) -> Sequence[int]:
         if self.encode is None:
             raise DatasetError(
-                "this API gives answers as text and later turns are token ids: give --tokenizer, the folder of tokenizer.json"
+                "this API gives answers as text and later turns are token ids: give --tokenizer, the folder of"
+                " tokenizer.json"
             )
         return self.encode(text)
 
@@ -104,7 +107,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The token ids that random prompts draw from (no special ones, which would end or steer a prompt). decode, encode: see `Prompt`."""
+    """The token ids that random prompts draw from (no special ones, which would end or steer a prompt). decode, encode:
+    see `Prompt`.
+    """
 
     ids: Sequence[int]
     decode: Decode | None = None
@@ -135,12 +140,15 @@ def vocabulary_of(tokenizer: Path) -> Vocabulary:
     return Vocabulary(ids, loaded.decode, encode)
 
 
-# --- lengths -----------------------------------------------------------------------------------------------------------
+# --- lengths
+# -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Lengths uniform in [max(1, ratio x most), most]: SGLang's meaning of its range ratios (1.0 is fixed, 0.0 halves the mean)."""
+    """Lengths uniform in [max(1, ratio x most), most]: SGLang's meaning of its range ratios (1.0 is fixed, 0.0 halves
+    the mean).
+    """
 
     most: int
     ratio: float
@@ -159,7 +167,9 @@ class Span:
 def random_prompts(
     vocabulary: Vocabulary, count: int, input_len: int, output_len: int, range_ratio: float, seed: int
 ) -> list[Prompt]:
-    """Random tokens, lengths as `Span` says (vLLM's flag of the same name means something else). Raises DatasetError."""
+    """Random tokens, lengths as `Span` says (vLLM's flag of the same name means something else). Raises
+    DatasetError.
+    """
     inputs, outputs = Span(input_len, range_ratio), Span(output_len, range_ratio)
     inputs.check("--random-input-len", "--random-range-ratio")
     outputs.check("--random-output-len", "--random-range-ratio")
@@ -168,7 +178,8 @@ def random_prompts(
     return [vocabulary.prompt(vocabulary.draw(rng, size), output) for size, output in lengths]
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading
+# -----------------------------------------------------------------------------------------------------------
 
 
 def lines_of(path: Path) -> Iterator[str]:
@@ -196,7 +207,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
         yield number, value
 
 
-# --- when they are sent ------------------------------------------------------------------------------------------------
+# --- when they are sent
+# ------------------------------------------------------------------------------------------------
 
 
 def schedule(
@@ -204,8 +216,9 @@ def schedule(
 ) -> list[float]:
     """Seconds after the start at which each prompt is due; for later turns of a conversation the pauses count instead.
 
-    timestamps: the trace's own times from its first one on. Else a renewal process of `rate` a second: gaps are Gamma of shape
-    `burstiness` (1: Poisson, below 1: bursts, above 1: more regular), or all at once (inf). Raises DatasetError.
+    timestamps: the trace's own times from its first one on. Else a renewal process of `rate` a second: gaps are Gamma
+    of shape `burstiness` (1: Poisson, below 1: bursts, above 1: more regular), or all at once (inf). Raises
+    DatasetError.
     """
     if timestamps:
         first = min(prompt.at for prompt in prompts)

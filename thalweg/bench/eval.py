@@ -1,4 +1,6 @@
-"""`thalweg eval`: how good a model's answers are: on held-out tasks, on files, through lm-evaluation-harness; each share with its interval."""
+"""`thalweg eval`: how good a model's answers are: on held-out tasks, on files, through lm-evaluation-harness; each
+share with its interval.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +172,8 @@ def _start(config: Options, args: argparse.Namespace, progress: Progress) -> tup
 def run(argv: list[str]) -> int:
     """Evaluates, prints and writes; what is done is kept when Ctrl-C or an error ends it. The exit status.
 
-    Raises ThalwegError, HttpError, DatasetError, ServerError or ResultError where nothing was measured, or it cannot be written.
+    Raises ThalwegError, HttpError, DatasetError, ServerError or ResultError where nothing was measured, or it cannot be
+    written.
     """
     parsed = parse_options(_parser(), argv)
     args = parsed.args
@@ -220,7 +223,9 @@ def _keep(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: it could not run, or an error ended it; 2: it was asked for wrongly; 130: Ctrl-C. What was measured is told and written."""
+    """0: done; 1: it could not run, or an error ended it; 2: it was asked for wrongly; 130: Ctrl-C. What was measured
+    is told and written.
+    """
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
     except UnsupportedConfig as error:

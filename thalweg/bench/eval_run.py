@@ -1,6 +1,8 @@
 """An evaluation: questions, answers, and rows of results, each share with its confidence interval.
 
-The bundled tasks give every shortcut (quantization, sparse attention, speculation, a cache format) an accuracy beside its speed."""
+The bundled tasks give every shortcut (quantization, sparse attention, speculation, a cache format) an accuracy beside
+its speed.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ Row = dict[str, object]
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What is evaluated. tasks: of TASKS. items: at most, of each. seed: which. indexer: "model", or "random" for every task. gsm8k, choices:
-    files, "" for none. shots: worked examples before each question of gsm8k, from gsm8k_shots. max_new_tokens, thinking: of gsm8k."""
+    """What is evaluated. tasks: of TASKS. items: at most, of each. seed: which. indexer: "model", or "random" for every
+    task. gsm8k, choices: files, "" for none. shots: worked examples before each question of gsm8k, from gsm8k_shots.
+    max_new_tokens, thinking: of gsm8k.
+    """
 
     tasks: tuple[str, ...] = ()
     items: int = LEAST
@@ -62,11 +66,13 @@ class Files(msgspec.Struct, frozen=True):
 
 
 def read_files(asked: Asked) -> Files:
-    """Raises DatasetError for a file that cannot be read, has a broken line or too few worked examples; UnsupportedConfig for flags that
-    lack another."""
+    """Raises DatasetError for a file that cannot be read, has a broken line or too few worked examples;
+    UnsupportedConfig for flags that lack another.
+    """
     if asked.shots and not (asked.gsm8k and asked.gsm8k_shots):
         raise UnsupportedConfig(
-            f"--shots {asked.shots}: needs --gsm8k FILE and --gsm8k-shots FILE, from which the worked examples are taken"
+            f"--shots {asked.shots}: needs --gsm8k FILE and --gsm8k-shots FILE, from which the worked examples are"
+            " taken"
         )
     if asked.gsm8k_shots and not asked.shots:
         raise UnsupportedConfig(f"--gsm8k-shots {asked.gsm8k_shots}: say how many of them with --shots N")
@@ -79,8 +85,9 @@ def read_files(asked: Asked) -> Files:
 
 
 class Evaluation:
-    """Items → rows of results. `rows` grows task by task, so that what is done survives an interruption; a task that is broken off has a row of
-    what it had by then, with `asked`, how many it should have been."""
+    """Items → rows of results. `rows` grows task by task, so that what is done survives an interruption; a task that is
+    broken off has a row of what it had by then, with `asked`, how many it should have been.
+    """
 
     def __init__(self, texts: Texts, answerer: Answerer, items: int, seed: int) -> None:
         self.texts, self.answerer, self.items, self.seed = texts, answerer, items, seed
@@ -113,7 +120,9 @@ class Evaluation:
             self.rows.append(row if share.total == asked else {**row, "asked": asked})
 
     def choices(self, name: str, questions: Sequence[multiple_choice.Question], a_byte: bool) -> None:
-        """Multiple choice by the log-probability of each choice's text: a row, and one for that a byte where it is asked for."""
+        """Multiple choice by the log-probability of each choice's text: a row, and one for that a byte where it is
+        asked for.
+        """
         begin = time.perf_counter()
         picks: dict[int, multiple_choice.Pick] = {}
         try:
@@ -163,7 +172,9 @@ class Evaluation:
 
 
 def evaluate(run: Evaluation, asked: Asked, progress: Progress | None = None) -> Iterator[Row]:
-    """Fills run.rows, and gives each as soon as its task is done. The files are read first. Raises ThalwegError, HttpError or DatasetError."""
+    """Fills run.rows, and gives each as soon as its task is done. The files are read first. Raises ThalwegError,
+    HttpError or DatasetError.
+    """
     files, told = read_files(asked), 0
     for _ in _tasks(run, asked, files, progress or Progress(disable=True)):
         yield from run.rows[told:]

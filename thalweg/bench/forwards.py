@@ -1,5 +1,7 @@
-"""How much of a step of verified drafts its forwards are: the target's over the known token and the drafts behind it, the drafter's own, and what it
-writes of the tokens that the target has seen. What is left of a step is overhead: gathering, accepting, drawing, publishing."""
+"""How much of a step of verified drafts its forwards are: the target's over the known token and the drafts behind it,
+the drafter's own, and what it writes of the tokens that the target has seen. What is left of a step is overhead:
+gathering, accepting, drawing, publishing.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ Call = Callable[[], object]
 
 
 class Parts(NamedTuple):
-    """Seconds of each in one step. verify: of A, as it runs in this engine, which gathers its tokens first. draft: of all forwards of the drafter by
-    which it proposes, its head included; learn: of what it writes of the step's tokens. decree: what it takes longer to draw tokens where drafts are
-    accepted by decree, which is no part of a step that means something."""
+    """Seconds of each in one step. verify: of A, as it runs in this engine, which gathers its tokens first. draft: of
+    all forwards of the drafter by which it proposes, its head included; learn: of what it writes of the step's tokens.
+    decree: what it takes longer to draw tokens where drafts are accepted by decree, which is no part of a step that
+    means something.
+    """
 
     verify: float
     draft: float
@@ -38,7 +42,9 @@ class Parts(NamedTuple):
 
 
 class Calls:
-    """The drafter's forwards, and what drew the step's tokens, in the order in which they were made, with what they were given."""
+    """The drafter's forwards, and what drew the step's tokens, in the order in which they were made, with what they
+    were given.
+    """
 
     def __init__(self) -> None:
         self.draft: list[Call] = []
@@ -62,7 +68,9 @@ class Calls:
 
 @contextmanager
 def watching(engine: LocalEngine) -> Iterator[Calls]:
-    """Keeps what is drawn meanwhile, and what the engine's drafter computes, eagerly; of one that has no head, nothing."""
+    """Keeps what is drawn meanwhile, and what the engine's drafter computes, eagerly; of one that has no head,
+    nothing.
+    """
     runner, calls = engine.runner, Calls()
     drafter, graphs = runner.drafting.drafter, (runner.graphs, runner.groves)
     places: list[tuple[Any, str, list[Any]]] = [(runner.sampling, "draw", calls.draws)]
@@ -82,8 +90,10 @@ def watching(engine: LocalEngine) -> Iterator[Calls]:
 
 @torch.inference_mode()
 def parts(engine: LocalEngine, width: int) -> Parts:
-    """Of the next step of all running requests, who decode, were it one with so many drafts: as many were made in the last one. Nothing is in flight.
-    The requests go on in it, of which the scheduler does not hear: they are to be aborted."""
+    """Of the next step of all running requests, who decode, were it one with so many drafts: as many were made in the
+    last one. Nothing is in flight. The requests go on in it, of which the scheduler does not hear: they are to be
+    aborted.
+    """
     runner, plan = engine.runner, upcoming(engine, width)
     alone = partial(seconds, engine)
     forwarded = runner.forward(plan)
@@ -138,7 +148,9 @@ def together(calls: list[Call]) -> Call:
 
 
 def recorded(calls: list[Call]) -> Call:
-    """The same as one CUDA graph; as they are where they cannot be recorded, since they upload lengths, as those of trees do."""
+    """The same as one CUDA graph; as they are where they cannot be recorded, since they upload lengths, as those of
+    trees do.
+    """
     work, tape = together(calls), Tape()
     try:
         with tape.running("forwards alone"):

@@ -1,4 +1,6 @@
-"""Files of the GSM8K shape: JSON lines with `question` and `answer`, whose last line is `#### ` and a number (arXiv 2110.14168)."""
+"""Files of the GSM8K shape: JSON lines with `question` and `answer`, whose last line is `#### ` and a number (arXiv
+2110.14168).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _CALCULATION = re.compile(r"<<[^>]*>>")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """question; reasoning: the worked solution without its calculator notes; answer: the number in plain form, e.g. 1234 or 2.5."""
+    """question; reasoning: the worked solution without its calculator notes; answer: the number in plain form, e.g.
+    1234 or 2.5.
+    """
 
     question: str
     reasoning: str
@@ -82,7 +86,9 @@ def items(problems: Sequence[Problem], shots: Sequence[Problem], thinking: bool,
 
 
 def score(item: Item, output: str) -> bool:
-    """Whether the output's last number is the answer; thinking does not count as output, and an output that never ends it has none."""
+    """Whether the output's last number is the answer; thinking does not count as output, and an output that never ends
+    it has none.
+    """
     if item.thinking:
         _, found, output = output.rpartition("</think>")
         if not found:

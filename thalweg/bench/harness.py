@@ -1,7 +1,9 @@
-"""lm-evaluation-harness through the OpenAI API: starts or targets a server, runs the installed `lm_eval`, and reads its results.
+"""lm-evaluation-harness through the OpenAI API: starts or targets a server, runs the installed `lm_eval`, and reads its
+results.
 
-The harness is no dependency: `pip install 'lm_eval[api]'` brings it. It runs as a process of its own and sees nothing but HTTP, so its tasks
-(what they download, how they prompt) and its numbers are its own; shares get our interval."""
+The harness is no dependency: `pip install 'lm_eval[api]'` brings it. It runs as a process of its own and sees nothing
+but HTTP, so its tasks (what they download, how they prompt) and its numbers are its own; shares get our interval.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +165,8 @@ def _ask(args: argparse.Namespace, folder: Path, base_url: str, name: str) -> li
 def rows_of(result: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of the harness's own result: "results" by task and "metric,filter", "n-samples" by task.
 
-    A mean of right and wrong answers becomes a share with our interval; other metrics stand with the harness's standard error.
+    A mean of right and wrong answers becomes a share with our interval; other metrics stand with the harness's standard
+    error.
     """
     for task, values in result["results"].items():
         total = int(result.get("n-samples", {}).get(task, {}).get("effective", 0))

@@ -50,8 +50,8 @@ class Lengths:
         total = self.input + self.output + self.more
         if total > context:
             raise UnsupportedConfig(
-                f"{self.flags[0]} {self.input} and {self.flags[1]} {self.output} make {total} tokens, and a sequence has at most {context} "
-                "here: ask for less"
+                f"{self.flags[0]} {self.input} and {self.flags[1]} {self.output} make {total} tokens, and a sequence"
+                f" has at most {context} here: ask for less"
             )
 
 
@@ -76,7 +76,9 @@ def add_batches(add: Callable[..., object]) -> None:
 
 
 def room_for(config: Options, batch: int, input_len: int, output_len: int) -> Options:
-    """The settings, with room for one whole batch where the user left it open: all its prompts are computed in one step."""
+    """The settings, with room for one whole batch where the user left it open: all its prompts are computed in one
+    step.
+    """
     pages = -(-(input_len + output_len + 1) // PAGE) + 1
     wishes: dict[str, int] = {}
     if config.schedule.max_running_requests is None:
@@ -90,8 +92,9 @@ def room_for(config: Options, batch: int, input_len: int, output_len: int) -> Op
 
 
 def start(config: Options, longest: Lengths | None = None) -> tuple[Resolved, LocalEngine]:
-    """Resolves, loads and builds. longest: what must fit. Raises UnsupportedConfig, where that is known before anything is loaded, or
-    CheckpointError."""
+    """Resolves, loads and builds. longest: what must fit. Raises UnsupportedConfig, where that is known before anything
+    is loaded, or CheckpointError.
+    """
     resolved = resolve(config, simulates=True)
     if longest is not None:
         longest.within(resolved.engine.context_length)

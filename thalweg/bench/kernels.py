@@ -1,4 +1,6 @@
-"""`thalweg bench kernels`: every operation of the catalog in models' sizes, by every backend that runs here, beside what the device can do."""
+"""`thalweg bench kernels`: every operation of the catalog in models' sizes, by every backend that runs here, beside
+what the device can do.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,11 @@ UNKNOWN_WIDTH = 160  # columns, where no terminal and no COLUMNS say how many th
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One backend of one case. us: of a call, measured as `how` says; rounds_us: of each round, from which `bench compare` knows the noise.
-    floor_us: the longer of bytes / read bandwidth and FLOPs / rate of products. share: floor / time. error: of the reference, relative to its
-    largest value; of a small case of the exact result. failed: why there is no time, "" where there is one."""
+    """One backend of one case. us: of a call, measured as `how` says; rounds_us: of each round, from which `bench
+    compare` knows the noise. floor_us: the longer of bytes / read bandwidth and FLOPs / rate of products. share: floor
+    / time. error: of the reference, relative to its largest value; of a small case of the exact result. failed: why
+    there is no time, "" where there is one.
+    """
 
     operation: str
     case: str
@@ -55,7 +59,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A case with its backends. small: whether it is one of the correctness cases, of an operation without sizes on this device."""
+    """A case with its backends. small: whether it is one of the correctness cases, of an operation without sizes on
+    this device.
+    """
 
     operation: str
     case: Sized
@@ -87,7 +93,9 @@ def told(failure: Exception) -> str:
 
 
 def works(device: torch.device) -> Iterator[Work]:
-    """Everything that can be timed here: the sizes of each operation, or its correctness cases where it has none on this device."""
+    """Everything that can be timed here: the sizes of each operation, or its correctness cases where it has none on
+    this device.
+    """
     for name, operation in OPERATIONS.items():
         sized = [Work(name, case, False) for case in operation.sizes(device)]
         if sized:
@@ -110,8 +118,9 @@ def _small(case: Case, backends: dict[str, Run], device: torch.device) -> Sized:
 
 
 def matches(text: str, wanted: Sequence[str]) -> bool:
-    """Whether all the words of one of `wanted` are in the text: numbers as they are, other words from their beginning. Everything does where nothing
-    is wanted."""
+    """Whether all the words of one of `wanted` are in the text: numbers as they are, other words from their beginning.
+    Everything does where nothing is wanted.
+    """
     words = re.split(r"[\s,]+", text.lower())
     asked = [one.lower().split() for one in wanted]
     return not asked or any(all(any(_is(word, one) for word in words) for one in each) for each in asked)
@@ -192,7 +201,9 @@ def cloned(inputs: Inputs) -> Inputs:
 
 
 def difference(got: Any, expected: Any) -> float:
-    """max |difference| / max |expected| over all results; infinite where something is not a number or has another shape."""
+    """max |difference| / max |expected| over all results; infinite where something is not a number or has another
+    shape.
+    """
     worst = 0.0
     for mine, other in zip(got, expected, strict=True):
         case = Case("", {}, (other.double(),), 0.0, 0, 0)
@@ -223,7 +234,10 @@ def table(rows: Sequence[Row]) -> Table:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="thalweg bench kernels",
-        description="Times every operation's kernels in models' sizes by every backend that runs here, beside the device's own limits.",
+        description=(
+            "Times every operation's kernels in models' sizes by every backend that runs here, beside the device's own"
+            " limits."
+        ),
     )
     add = parser.add_argument
     add(
@@ -246,7 +260,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> tuple[list[Row], bool]:
-    """Measures and prints. What was measured, and whether Ctrl-C ended it early. Raises ResultError, UnsupportedConfig for what is not here."""
+    """Measures and prints. What was measured, and whether Ctrl-C ended it early. Raises ResultError, UnsupportedConfig
+    for what is not here.
+    """
     args = _parser().parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UnsupportedConfig("--device cuda: torch sees no GPU here; use --device cpu")
@@ -300,5 +316,7 @@ def _status(words: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all done, 1: something failed or could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and written."""
+    """0: all done, 1: something failed or could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was
+    measured is told and written.
+    """
     return status("thalweg bench kernels", _status, argv)

@@ -43,7 +43,9 @@ def interruptible(stop: asyncio.Event) -> Iterator[None]:
 
 
 def allow_files(count: int) -> None:
-    """Lets this process have so many connections open, as far as it may: 1,024 files are all that many systems give at first."""
+    """Lets this process have so many connections open, as far as it may: 1,024 files are all that many systems give at
+    first.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + SPARE_FILES if hard == resource.RLIM_INFINITY else min(count + SPARE_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -52,7 +54,9 @@ def allow_files(count: int) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection in here, and this thread first: a pass over a long run's records would show up as a server's latency."""
+    """No garbage collection in here, and this thread first: a pass over a long run's records would show up as a
+    server's latency.
+    """
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -65,8 +69,9 @@ def no_collection() -> Iterator[None]:
 
 
 class Load:
-    """One run. `records` has one entry for each prompt, in order; those never sent, or cut off by a stop, are not `done`. `asked`: the prompts in
-    the order in which they were sent, later turns with what was said before them."""
+    """One run. `records` has one entry for each prompt, in order; those never sent, or cut off by a stop, are not
+    `done`. `asked`: the prompts in the order in which they were sent, later turns with what was said before them.
+    """
 
     def __init__(self, client: Client, backend: Backend, options: Options, prompts: Sequence[Prompt]) -> None:
         self.client, self.backend, self.options, self.prompts = client, backend, options, prompts
@@ -76,10 +81,11 @@ class Load:
         self._next = {prompt.after: place for place, prompt in enumerate(prompts) if prompt.after >= 0}
 
     async def run(self, due: Sequence[float], concurrency: int, stop: asyncio.Event, on_done: OnDone) -> None:
-        """Sends prompt i `due[i]` seconds from now, or as soon after it as fewer than `concurrency` (0: any number) are under way.
+        """Sends prompt i `due[i]` seconds from now, or as soon after it as fewer than `concurrency` (0: any number) are
+        under way.
 
-        A conversation takes one place from its first turn to its last, as a user does; its later turns come when the one before has
-        been answered and their pause is over.
+        A conversation takes one place from its first turn to its last, as a user does; its later turns come when the
+        one before has been answered and their pause is over.
         """
         places = asyncio.Semaphore(concurrency or len(self.prompts))
         start = time.perf_counter()

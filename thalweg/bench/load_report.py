@@ -20,8 +20,9 @@ LATENCIES = ("ttft_ms", "itl_ms", "delay_ms")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One load. samples: the first was taken before it and the last after it. client_cpu: seconds of the client's process. overhead: ms from
-    the engine's step to the socket."""
+    """One load. samples: the first was taken before it and the last after it. client_cpu: seconds of the client's
+    process. overhead: ms from the engine's step to the socket.
+    """
 
     records: list[Record]
     duration: float
@@ -35,7 +36,9 @@ class Round:
 
     @property
     def server_us(self) -> float:
-        """CPU microseconds of the server's process for each output token: connections, requests and everything else included."""
+        """CPU microseconds of the server's process for each output token: connections, requests and everything else
+        included.
+        """
         return self._us(self.samples[-1].server.cpu - self.samples[0].server.cpu)
 
     @property

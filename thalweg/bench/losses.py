@@ -1,4 +1,6 @@
-"""Where the time of a step goes: by operation, against the floor of each, with the gaps between; and in words where most of it is lost."""
+"""Where the time of a step goes: by operation, against the floor of each, with the gaps between; and in words where
+most of it is lost.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One operation of a step. us: by how much later it made the step end. floor_us: None where nothing must be read or computed. lines: its
-    kernels, the longest first."""
+    """One operation of a step. us: by how much later it made the step end. floor_us: None where nothing must be read or
+    computed. lines: its kernels, the longest first.
+    """
 
     operation: str
     count: float
@@ -52,7 +55,9 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Steps of one kind. us: of a step, the mean; median_us. parts: by operation, the longest first; with the gaps they are the step."""
+    """Steps of one kind. us: of a step, the mean; median_us. parts: by operation, the longest first; with the gaps they
+    are the step.
+    """
 
     rows: int
     tokens: int
@@ -70,7 +75,9 @@ class Split:
 
 
 def additions(step: Step) -> Iterator[tuple[Span, float, float]]:
-    """(span, gap before it, by how much it moved the end): all gaps and moves together are the time up to the last end. Kernels overlap."""
+    """(span, gap before it, by how much it moved the end): all gaps and moves together are the time up to the last end.
+    Kernels overlap.
+    """
     latest = step.begin
     for span in step.spans:
         yield span, max(0.0, span.begin - latest), max(0.0, span.end - max(span.begin, latest))
@@ -78,8 +85,9 @@ def additions(step: Step) -> Iterator[tuple[Span, float, float]]:
 
 
 def kinds(steps: Sequence[Step]) -> dict[tuple[int, int], list[Step]]:
-    """Steps by (rows, tokens), the most frequent kind first. Where some are followed at once by another, only those count: of the last one
-    it is not known when it ended for the engine."""
+    """Steps by (rows, tokens), the most frequent kind first. Where some are followed at once by another, only those
+    count: of the last one it is not known when it ended for the engine.
+    """
     found: dict[tuple[int, int], list[Step]] = defaultdict(list)
     for step in steps:
         found[step.kind].append(step)
@@ -88,7 +96,9 @@ def kinds(steps: Sequence[Step]) -> dict[tuple[int, int], list[Step]]:
 
 
 def typical(steps: Sequence[Step]) -> list[Step]:
-    """Of steps of one kind the middle half by their time, without the first, when caches were cold: what interrupts one would stand for all."""
+    """Of steps of one kind the middle half by their time, without the first, when caches were cold: what interrupts one
+    would stand for all.
+    """
     rest = sorted(steps[1:] if len(steps) > 2 else steps, key=lambda step: step.end - step.begin)
     return rest[len(rest) // 4 : len(rest) - len(rest) // 4]
 
@@ -156,10 +166,13 @@ def _of_part(part: Part, split: Split) -> str:
     place = f"{_times(most.count)} `{most.name}` {_us(most.us)}"
     if part.floor_us is None:
         kinds = f", {len(part.lines)} kinds" if len(part.lines) > 1 else ""
-        return f"{part.operation}: {_us(part.us)} ({share:.0%} of the step) that no floor asks for, {_times(part.count)}{kinds}; most in {place}"
+        return (
+            f"{part.operation}: {_us(part.us)} ({share:.0%} of the step) that no floor asks for,"
+            f" {_times(part.count)}{kinds}; most in {place}"
+        )
     return (
-        f"{part.operation}: {_us(part.lost_us)} ({share:.0%} of the step) above the floor of {_us(part.floor_us)}: it takes {_us(part.us)}, "
-        f"{part.us / max(part.floor_us, 1e-9):.1f} times as long; most in {place}"
+        f"{part.operation}: {_us(part.lost_us)} ({share:.0%} of the step) above the floor of {_us(part.floor_us)}: it"
+        f" takes {_us(part.us)}, {part.us / max(part.floor_us, 1e-9):.1f} times as long; most in {place}"
     )
 
 
@@ -167,8 +180,8 @@ def _of_gaps(split: Split) -> str:
     gaps = split.gaps
     before = ", ".join(f"`{line.name}` {_us(line.us)}" for line in gaps.before[:3])
     return (
-        f"gaps: nothing runs for {_us(gaps.us)} ({gaps.us / split.us:.0%} of the step), {_times(gaps.count)}, the longest {_us(gaps.longest_us)}; "
-        f"most before {before}"
+        f"gaps: nothing runs for {_us(gaps.us)} ({gaps.us / split.us:.0%} of the step), {_times(gaps.count)}, the"
+        f" longest {_us(gaps.longest_us)}; most before {before}"
     )
 
 

@@ -1,7 +1,8 @@
-"""`thalweg bench make-checkpoint`: a checkpoint of random weights in the published layout, so that any engine is measured on the same ones.
+"""`thalweg bench make-checkpoint`: a checkpoint of random weights in the published layout, so that any engine is
+measured on the same ones.
 
-Weights are scaled as `--load-format dummy` does it: activations stay near 1 and tokens choose their experts about uniformly. The files are
-written piece by piece; nothing larger than a few pieces is ever in memory.
+Weights are scaled as `--load-format dummy` does it: activations stay near 1 and tokens choose their experts about
+uniformly. The files are written piece by piece; nothing larger than a few pieces is ever in memory.
 """
 
 from __future__ import annotations
@@ -131,7 +132,9 @@ def write(placed: Sequence[Placed], folder: Path, seed: int, device: torch.devic
 
 
 def make(shape: Path, out: Path, seed: int, nextn: bool, shard: int, device: torch.device, shown: bool) -> list[Placed]:
-    """The checkpoint of the model whose config.json lies in `shape`, in the folder `out`. Raises CheckpointError, UnsupportedConfig, OSError."""
+    """The checkpoint of the model whose config.json lies in `shape`, in the folder `out`. Raises CheckpointError,
+    UnsupportedConfig, OSError.
+    """
     tensors = published(read_facts(shape), nextn)
     if out.exists() and any(out.iterdir()):
         raise UnsupportedConfig(f"{out} is not empty: give a folder that is, or does not exist")
@@ -139,7 +142,8 @@ def make(shape: Path, out: Path, seed: int, nextn: bool, shard: int, device: tor
     total, free = sum((tensor.spec.nbytes for tensor in tensors)), shutil.disk_usage(out).free
     if total > free:
         raise UnsupportedConfig(
-            f"the checkpoint takes {format_bytes(total)}, and {format_bytes(free)} are free at {out}: give another folder"
+            f"the checkpoint takes {format_bytes(total)}, and {format_bytes(free)} are free at {out}: give another"
+            " folder"
         )
     for pattern in COPIED:
         for file in shape.glob(pattern):
@@ -152,8 +156,10 @@ def make(shape: Path, out: Path, seed: int, nextn: bool, shard: int, device: tor
 def _parser() -> Parser:
     parser = Parser(
         prog="thalweg bench make-checkpoint",
-        description="Writes a checkpoint of random weights in the published layout: sharded safetensors with their index, FP8 weights with "
-        "their scales, config.json and the tokenizer of the shape's folder.",
+        description=(
+            "Writes a checkpoint of random weights in the published layout: sharded safetensors with their index, FP8"
+            " weights with their scales, config.json and the tokenizer of the shape's folder."
+        ),
         usage="thalweg bench make-checkpoint SHAPE OUT [--seed N]",
     )
     add = parser.add_argument
@@ -179,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UnsupportedConfig) else 1
     files = len({one.file for one in placed})
     print(
-        f"{args.out}: {len(placed)} tensors, {format_bytes(sum(one.tensor.spec.nbytes for one in placed))} in {files} files"
+        f"{args.out}: {len(placed)} tensors, {format_bytes(sum(one.tensor.spec.nbytes for one in placed))} in {files}"
+        " files"
     )
     return 0

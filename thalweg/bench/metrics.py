@@ -1,6 +1,9 @@
-"""From what the load generator saw to the numbers that it reports: SGLang's names and labels, numpy's percentiles, no numpy.
+"""From what the load generator saw to the numbers that it reports: SGLang's names and labels, numpy's percentiles, no
+numpy.
 
-A `Record` is what one request was to its client. All times are seconds of `time.perf_counter`; reported times are milliseconds."""
+A `Record` is what one request was to its client. All times are seconds of `time.perf_counter`; reported times are
+milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ _WIDTH = 50
 class Record:
     """One request as its client saw it.
 
-    due: when it should have been sent (open loop), sent: when it was given to the kernel (0: never); start: from when on latencies count,
-    which is `sent`, or a little before it where a connection had to be made first; latency: start to the end of the stream; ttft: start to
-    the first token, or -1 where none came; itl: the gaps between tokens (a gap that brought k tokens counts k times a k-th of it).
-    prompt_tokens and output_tokens as the server counts them where it says, else as sent and seen. ids: output tokens where the API tells
-    them. thought: leading characters of text that were reasoning. error: "" is success. refused: nobody listened. turn: of its conversation.
+    due: when it should have been sent (open loop), sent: when it was given to the kernel (0: never); start: from when
+    on latencies count, which is `sent`, or a little before it where a connection had to be made first; latency: start
+    to the end of the stream; ttft: start to the first token, or -1 where none came; itl: the gaps between tokens (a gap
+    that brought k tokens counts k times a k-th of it). prompt_tokens and output_tokens as the server counts them where
+    it says, else as sent and seen. ids: output tokens where the API tells them. thought: leading characters of text
+    that were reasoning. error: "" is success. refused: nobody listened. turn: of its conversation.
     """
 
     prompt_tokens: int = 0
@@ -65,7 +69,9 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 
 
 def describe(name: str, seconds: Iterable[float]) -> dict[str, float]:
-    """mean, median, std (of the population) and percentiles in ms, under SGLang's keys; 0 where there is nothing to measure."""
+    """mean, median, std (of the population) and percentiles in ms, under SGLang's keys; 0 where there is nothing to
+    measure.
+    """
     ordered = sorted(1000 * s for s in seconds) or [0.0]
     mean = math.fsum(ordered) / len(ordered)
     result = {
@@ -87,7 +93,9 @@ def peak_concurrency(records: Iterable[Record]) -> int:
 
 
 def arrivals(records: Iterable[Record], start: float) -> Iterator[tuple[float, int]]:
-    """(seconds after `start`, tokens) of everything that arrived, of requests that failed later too; in the order of the requests."""
+    """(seconds after `start`, tokens) of everything that arrived, of requests that failed later too; in the order of
+    the requests.
+    """
     for record in records:
         if record.ttft < 0:
             continue
@@ -99,8 +107,9 @@ def arrivals(records: Iterable[Record], start: float) -> Iterator[tuple[float, i
 
 
 def peak_tokens_per_second(records: Iterable[Record], duration: float) -> float:
-    """Most tokens that arrived within any second of a run, wherever that second begins. duration: of the run; one of less than a second has
-    its mean for a peak."""
+    """Most tokens that arrived within any second of a run, wherever that second begins. duration: of the run; one of
+    less than a second has its mean for a peak.
+    """
     ordered = sorted(arrivals(records, 0.0))
     if duration < 1.0:
         return sum(count for _, count in ordered) / duration
@@ -149,7 +158,8 @@ def failures(records: Iterable[Record]) -> dict[str, int]:
     return dict(Counter(r.error for r in records if r.error).most_common())
 
 
-# --- the block that is printed -----------------------------------------------------------------------------------------
+# --- the block that is printed
+# -----------------------------------------------------------------------------------------
 
 _TITLES = {
     "e2e_latency": ("End-to-End Latency", "E2E Latency"),

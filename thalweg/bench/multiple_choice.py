@@ -1,12 +1,14 @@
 """Multiple choice by log-probabilities: the choice whose text the model finds likeliest, in all or a byte of it.
 
-A file is JSON lines. Each has `choices` (texts) and `answer` (which is right: its index from 0, its letter A, B, ..., or its text), and one of
+A file is JSON lines. Each has `choices` (texts) and `answer` (which is right: its index from 0, its letter A, B, ...,
+or its text), and one of
 
 - `question`: the prompt is "Question: ...\\nAnswer:", and a choice follows behind a space;
 - `prompt`: the prompt as it stands, and the choices as they stand, so a space between them is yours to write;
 - `messages`: a conversation in the model's chat format, whose answer is the choice.
 
-Both ways of choosing are those of lm-evaluation-harness (`acc`, and `acc_norm`, which divides by characters)."""
+Both ways of choosing are those of lm-evaluation-harness (`acc`, and `acc_norm`, which divides by characters).
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ def read_questions(path: Path) -> list[Question]:
             questions.append(_question(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise DatasetError(
-                f'{path}, line {number}: needs "question", "prompt" or "messages", "choices" (a list of two texts or more) and "answer" '
-                f"(index, letter or text of one of them): {error}"
+                f'{path}, line {number}: needs "question", "prompt" or "messages", "choices" (a list of two texts or'
+                f' more) and "answer" (index, letter or text of one of them): {error}'
             ) from error
     if not questions:
         raise DatasetError(f"{path}: no questions in it")
@@ -89,7 +91,9 @@ def _index(answer: object, choices: Sequence[str]) -> int:
 
 
 def of_recall(items: Sequence[Item]) -> list[Question]:
-    """The bundled recall as multiple choice: its right answer, and the same with three other words. The same for the same item."""
+    """The bundled recall as multiple choice: its right answer, and the same with three other words. The same for the
+    same item.
+    """
     questions = []
     for item in items:
         rng = Random(item.identity)
@@ -116,7 +120,8 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def answer(questions: Sequence[Question], texts: Texts, answerer: Answerer, label: str, into: dict[int, Pick]) -> None:
-    """Puts into `into` what the model chooses, by the question's place, of those whose choices all have been weighed when it ends or is ended.
+    """Puts into `into` what the model chooses, by the question's place, of those whose choices all have been weighed
+    when it ends or is ended.
 
     Raises InvalidRequest for a conversation where the checkpoint has no chat format, NoAnswer when a request fails.
     """

@@ -1,7 +1,10 @@
-"""How often the NextN layer's greedy draft is the token that the main model then wrote: acceptance at depth 1 (DeepSeek-V3 §5.4.3).
+"""How often the NextN layer's greedy draft is the token that the main model then wrote: acceptance at depth 1
+(DeepSeek-V3 §5.4.3).
 
-Given a prompt and what the model wrote greedily after it, one pass of the main model gives the hidden states, and one pass of the NextN
-layer over them gives at each position p, from the hidden state of p and token p + 1, its draft of token p + 2."""
+Given a prompt and what the model wrote greedily after it, one pass of the main model gives the hidden states, and one
+pass of the NextN layer over them gives at each position p, from the hidden state of p and token p + 1, its draft of
+token p + 2.
+"""
 
 from __future__ import annotations
 

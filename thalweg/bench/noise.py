@@ -18,7 +18,9 @@ SLICES = 2000  # of the integral under Student's t
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """value: B / A. low, high: the interval that holds it with the confidence asked for; None where nothing tells the noise. how: it was found."""
+    """value: B / A. low, high: the interval that holds it with the confidence asked for; None where nothing tells the
+    noise. how: it was found.
+    """
 
     value: float
     low: float | None = None
@@ -29,7 +31,8 @@ class Ratio:
 def student(confidence: float, freedom: float) -> float:
     """The t below which |t| lies with this confidence, for any degrees of freedom from 1 on.
 
-    The density in θ with t = sqrt(f) tan θ is proportional to cos^(f - 1) θ, smooth on a bounded range: summed, then inverted.
+    The density in θ with t = sqrt(f) tan θ is proportional to cos^(f - 1) θ, smooth on a bounded range: summed, then
+    inverted.
     """
     if freedom > 1e4:
         return NormalDist().inv_cdf((1 + confidence) / 2)
@@ -53,7 +56,9 @@ def welch(a: Sequence[float], b: Sequence[float], confidence: float, how: str) -
 
 
 def paired(a: Sequence[float], b: Sequence[float], confidence: float, how: str) -> Ratio:
-    """From repeats of which the i-th of A and the i-th of B were given the same work: what differs between the repeats falls out."""
+    """From repeats of which the i-th of A and the i-th of B were given the same work: what differs between the repeats
+    falls out.
+    """
     logs = np.log(np.asarray(b, dtype=np.float64)) - np.log(np.asarray(a, dtype=np.float64))
     middle, error = float(logs.mean()), float(logs.std(ddof=1)) / math.sqrt(len(logs))
     half = student(confidence, len(logs) - 1) * error
@@ -63,7 +68,9 @@ def paired(a: Sequence[float], b: Sequence[float], confidence: float, how: str) 
 def bootstrap(
     a: Sequence[float], b: Sequence[float], statistic: Callable[[Floats], Floats], confidence: float, how: str
 ) -> Ratio:
-    """From samples of one run each. statistic: of each row of a matrix. Percentile interval of RESAMPLES resamplings, the same at every call."""
+    """From samples of one run each. statistic: of each row of a matrix. Percentile interval of RESAMPLES resamplings,
+    the same at every call.
+    """
     rng = np.random.default_rng(1)
     drawn = []
     for values in (a, b):
@@ -77,7 +84,9 @@ def bootstrap(
 
 
 def shares(a: tuple[int, int], b: tuple[int, int], confidence: float) -> Ratio:
-    """From (hits, total) of both: the ratio of two shares, each with half a hit added (Katz, with Walter's correction)."""
+    """From (hits, total) of both: the ratio of two shares, each with half a hit added (Katz, with Walter's
+    correction).
+    """
     (hits_a, all_a), (hits_b, all_b) = a, b
     value = (hits_b / all_b) / max(hits_a / all_a, 1e-12)
     middle = math.log((hits_b + 0.5) / (all_b + 0.5)) - math.log((hits_a + 0.5) / (all_a + 0.5))

@@ -1,4 +1,6 @@
-"""`thalweg bench offline`: a whole data set through an engine in this process, as `LLM.generate` does it, detokenizing included."""
+"""`thalweg bench offline`: a whole data set through an engine in this process, as `LLM.generate` does it, detokenizing
+included.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,10 @@ class Request:
 
 @dataclass(slots=True)
 class Run:
-    """One pass. seconds: from the first to the last token's step, submitting included; cpu: seconds of this process's processor time, all
-    threads. by_second: output tokens in each second. accept_length: tokens of a verification, None without any. done, inputs, outputs:
-    sequences that ended, their prompt tokens, and all tokens written."""
+    """One pass. seconds: from the first to the last token's step, submitting included; cpu: seconds of this process's
+    processor time, all threads. by_second: output tokens in each second. accept_length: tokens of a verification, None
+    without any. done, inputs, outputs: sequences that ended, their prompt tokens, and all tokens written.
+    """
 
     seconds: float = 0.0
     cpu: float = 0.0
@@ -55,8 +58,9 @@ class Run:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is noted in here, for a look between two steps: a step that is torn leaves an engine that cannot go on. A second one ends the
-    program as usual."""
+    """Ctrl-C is noted in here, for a look between two steps: a step that is torn leaves an engine that cannot go on. A
+    second one ends the program as usual.
+    """
     asked: list[bool] = []
 
     def on_signal(*_: object) -> None:
@@ -170,7 +174,8 @@ def render(one: dict[str, object]) -> str:
 def _parser() -> Parser:
     parser = options_parser(
         "thalweg bench offline",
-        "Throughput of a whole data set in this process, without HTTP: all prompts are queued at once, as `LLM.generate` does.",
+        "Throughput of a whole data set in this process, without HTTP: all prompts are queued at once, as"
+        " `LLM.generate` does.",
         only=("model", "load", "memory", "schedule", "speculative"),
     )
     add_data(parser.add_argument_group("What is computed"))
@@ -190,7 +195,9 @@ def _parser() -> Parser:
 
 
 def run(argv: list[str]) -> dict[str, object]:
-    """Measures and prints each pass; Ctrl-C ends the pass that runs and keeps what it had. Raises ThalwegError, DatasetError, ResultError."""
+    """Measures and prints each pass; Ctrl-C ends the pass that runs and keeps what it had. Raises ThalwegError,
+    DatasetError, ResultError.
+    """
     parser = _parser()
     parsed = parse_options(parser, argv)
     args: argparse.Namespace = parsed.args
@@ -232,5 +239,7 @@ def _status(words: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: it could not start or nothing was measured; 2: it was asked for wrongly; 130: Ctrl-C, what was measured is told and written."""
+    """0: done; 1: it could not start or nothing was measured; 2: it was asked for wrongly; 130: Ctrl-C, what was
+    measured is told and written.
+    """
     return status("thalweg bench offline", _status, argv)

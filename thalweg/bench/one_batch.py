@@ -72,7 +72,9 @@ def _parser() -> Parser:
 def shares(
     resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covered: tuple[float, ...]
 ) -> dict[str, object]:
-    """Floors in seconds, and what share of them was reached. covered: distinct experts of each layer in a decode step, () without experts."""
+    """Floors in seconds, and what share of them was reached. covered: distinct experts of each layer in a decode step,
+    () without experts.
+    """
     batch, input_len, output_len = case
     facts = read_facts(resolved.path)
     prefill = floors.phases(facts, floors.Shape(batch, input_len, input_len))
@@ -187,8 +189,9 @@ def table(results: Sequence[dict[str, object]]) -> Table:
 
 
 def run(argv: list[str]) -> tuple[list[dict[str, object]], str]:
-    """Measures every case and prints it at once; Ctrl-C or an error ends the list early, and what there is of it is written. The results, and what
-    ended them early, "" if nothing did. Raises ThalwegError or ResultError."""
+    """Measures every case and prints it at once; Ctrl-C or an error ends the list early, and what there is of it is
+    written. The results, and what ended them early, "" if nothing did. Raises ThalwegError or ResultError.
+    """
     parsed = parse_options(_parser(), argv)
     args: argparse.Namespace = parsed.args
     cases: list[Case] = list(itertools.product(args.batch_size, args.input_len, args.output_len))
@@ -226,6 +229,7 @@ def run(argv: list[str]) -> tuple[list[dict[str, object]], str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not run or a result could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and
-    written."""
+    """0: done, 1: it could not run or a result could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was
+    measured is told and written.
+    """
     return status("thalweg bench one-batch", lambda words: unless(run(words)[1], 0), argv)

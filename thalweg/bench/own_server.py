@@ -1,4 +1,6 @@
-"""A `thalweg serve` of our own to measure: started on a free port, pinned to cores, metered through /proc, and stopped."""
+"""A `thalweg serve` of our own to measure: started on a free port, pinned to cores, metered through /proc, and
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """cpu: seconds of user and system time since its start, all threads. rss: bytes of memory that it holds. files: open descriptors."""
+    """cpu: seconds of user and system time since its start, all threads. rss: bytes of memory that it holds. files:
+    open descriptors.
+    """
 
     cpu: float
     rss: int
@@ -65,19 +69,23 @@ def pin(pid: int, cores: Collection[int]) -> None:
 
 
 def raise_file_limit(needed: int) -> None:
-    """Lets this process, and those that it starts, open `needed` files. Raises ServerError when the hard limit is lower."""
+    """Lets this process, and those that it starts, open `needed` files. Raises ServerError when the hard limit is
+    lower.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise ServerError(
-                f"{needed} open files are needed and this user may have {hard}: ask for fewer --streams, or raise the hard limit "
-                "(`ulimit -Hn` shows it; /etc/security/limits.conf, or LimitNOFILE= of a systemd unit)"
+                f"{needed} open files are needed and this user may have {hard}: ask for fewer --streams, or raise the"
+                " hard limit (`ulimit -Hn` shows it; /etc/security/limits.conf, or LimitNOFILE= of a systemd unit)"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class OwnServer:
-    """`async with OwnServer(words) as server:` runs `thalweg serve WORDS --port 0` in there. url, pid and engine are known inside."""
+    """`async with OwnServer(words) as server:` runs `thalweg serve WORDS --port 0` in there. url, pid and engine are
+    known inside.
+    """
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = (sys.executable, "-m", "thalweg", "serve", *words, "--port", "0")

@@ -1,7 +1,9 @@
-"""Sends at their times: a queue of moments that is looked at whenever the client has read a piece, not only between turns of the event loop.
+"""Sends at their times: a queue of moments that is looked at whenever the client has read a piece, not only between
+turns of the event loop.
 
-A turn of the loop handles all sockets that are ready, and with many streams that takes longer than a send may be late. So each piece
-that arrives first asks `poll`, which is one comparison unless something is due."""
+A turn of the loop handles all sockets that are ready, and with many streams that takes longer than a send may be late.
+So each piece that arrives first asks `poll`, which is one comparison unless something is due.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,10 @@ class Pacer:
 
 @contextmanager
 def punctual() -> Iterator[None]:
-    """In here threads of this process (progress bars) hold up this one for half a millisecond at most, and other processes less than
-    usual, where this user may raise a priority; one that was lowered on purpose (`nice`) stays as it is."""
+    """In here threads of this process (progress bars) hold up this one for half a millisecond at most, and other
+    processes less than usual, where this user may raise a priority; one that was lowered on purpose (`nice`) stays as
+    it is.
+    """
     before, nice = sys.getswitchinterval(), os.getpriority(os.PRIO_PROCESS, 0)
     sys.setswitchinterval(SWITCH_SECONDS)
     if nice <= 0:  # who started it under `nice` wants it to step back

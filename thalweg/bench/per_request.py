@@ -1,4 +1,6 @@
-"""What a run's requests say one by one: which met their limits, how turns of a conversation differ, samples for later comparisons."""
+"""What a run's requests say one by one: which met their limits, how turns of a conversation differ, samples for later
+comparisons.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ LIMITS: Mapping[str, Callable[[Record], float | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in ms that a request has to keep, all of them, to count as good: `ttft`, `tpot`, `itl` (its longest gap), `e2el`."""
+    """Limits in ms that a request has to keep, all of them, to count as good: `ttft`, `tpot`, `itl` (its longest gap),
+    `e2el`.
+    """
 
     limits: Mapping[str, float]
 
@@ -29,7 +33,9 @@ class Slo:
 
 
 def goodput(records: Sequence[Record], duration: float, slo: Slo) -> dict[str, object]:
-    """Requests a second that kept every limit, and their share of all that were answered or failed; {} without limits."""
+    """Requests a second that kept every limit, and their share of all that were answered or failed; {} without
+    limits.
+    """
     if not slo.limits:
         return {}
     good = sum(slo.met(record) for record in records)
@@ -38,7 +44,9 @@ def goodput(records: Sequence[Record], duration: float, slo: Slo) -> dict[str, o
 
 
 def samples(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Each successful request's latencies in ms, to the microsecond: what `bench compare` and `bench report` work with."""
+    """Each successful request's latencies in ms, to the microsecond: what `bench compare` and `bench report` work
+    with.
+    """
     good = [record for record in records if record.ok]
     tpots = [tpot for record in good if (tpot := record.tpot) is not None]
     each = {"e2e_latency": [r.latency for r in good], "ttft": [r.ttft for r in good if r.ttft >= 0], "tpot": tpots}
@@ -54,8 +62,9 @@ def tokens_by_second(records: Sequence[Record], start: float) -> list[int]:
 
 
 def by_turn(records: Sequence[Record]) -> list[dict[str, object]]:
-    """For each turn of the conversations: how many were answered, their prompts, what the cache had of them, their latencies; [] where
-    all have one turn."""
+    """For each turn of the conversations: how many were answered, their prompts, what the cache had of them, their
+    latencies; [] where all have one turn.
+    """
     turns = sorted({record.turn for record in records})
     if len(turns) < 2:
         return []

@@ -1,7 +1,8 @@
 """What the engine does alone on one core, with no server in front of it: the rate that a server is measured against.
 
-A program of its own (`python -m thalweg.bench.pinned`), so that the measured engine has a process to itself: a JSON object with the
-fields of `Task` comes on stdin, one with those of `Pace` goes to stdout."""
+A program of its own (`python -m thalweg.bench.pinned`), so that the measured engine has a process to itself: a JSON
+object with the fields of `Task` comes on stdin, one with those of `Pace` goes to stdout.
+"""
 
 from __future__ import annotations
 

@@ -48,8 +48,9 @@ class Part:
 
 
 def check(made: Forecast, argv: Sequence[str], asked: argparse.Namespace, console: Console) -> int:
-    """Starts an engine, or asks the server that `asked` names; prints each part. Exit status: 0 where the total and each part that matters to
-    it are within 3 %, else 1. Raises UnsupportedConfig, CheckpointError."""
+    """Starts an engine, or asks the server that `asked` names; prints each part. Exit status: 0 where the total and
+    each part that matters to it are within 3 %, else 1. Raises UnsupportedConfig, CheckpointError.
+    """
     report = _ask(asked.server, asked.api_key) if asked.server else _start(made)
     if asked.server:
         _same(made, report)
@@ -88,7 +89,9 @@ def compare(made: Forecast, measured: Mapping[str, Any]) -> list[Part]:
 
 
 def near(parts: Sequence[Part]) -> bool:
-    """Whether the total, weights and KV cache are within 3 %, and no other part is off by more than 3 % of the total."""
+    """Whether the total, weights and KV cache are within 3 %, and no other part is off by more than 3 % of the
+    total.
+    """
     total = parts[-1].measured
     return all(
         abs(part.off) <= NEAR
@@ -114,7 +117,8 @@ def _ask(url: str, key: str) -> dict[str, Any]:
             found = json.loads(answer.read())
     except (OSError, ValueError, urllib.error.HTTPError) as error:
         raise UnsupportedConfig(
-            f"--server {url}: {where} gives no report ({error}); is it a server of Thalweg that is ready, and does it want --api-key?"
+            f"--server {url}: {where} gives no report ({error}); is it a server of Thalweg that is ready, and does it"
+            " want --api-key?"
         ) from error
     if not isinstance(found, dict) or not all(isinstance(one, dict) and "value" in one for one in found.values()):
         raise UnsupportedConfig(f"--server {url}: {where} is no report of a server of Thalweg")
@@ -131,7 +135,8 @@ def _same(made: Forecast, report: Mapping[str, Any]) -> None:
     ]
     if other:
         raise UnsupportedConfig(
-            f"--server: was started with other settings: {'; '.join(other[:4])}; give --check the flags that it was given"
+            f"--server: was started with other settings: {'; '.join(other[:4])}; give --check the flags that it was"
+            " given"
         )
 
 

@@ -1,5 +1,6 @@
-"""The plots of results, with matplotlib, which only this file imports. The same numbers give the same bytes, so committed pictures do not
-change by themselves."""
+"""The plots of results, with matplotlib, which only this file imports. The same numbers give the same bytes, so
+committed pictures do not change by themselves.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class PlotError(Exception):
 
 
 def save(draw: Draw, panels: int, place: Path, formats: Sequence[str], height: float = HEIGHT) -> list[Path]:
-    """Draws `panels` panels side by side and writes `place` with each ending of `formats`. Raises PlotError, OSError."""
+    """Draws `panels` panels side by side and writes `place` with each ending of `formats`. Raises PlotError,
+    OSError.
+    """
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -100,7 +103,9 @@ SWEEPS = (
 
 
 def sweep(result: Json) -> Draw:
-    """Throughput and latencies over the request rate, or over the concurrency where that is what changes. Repeats are dots, their mean a line."""
+    """Throughput and latencies over the request rate, or over the concurrency where that is what changes. Repeats are
+    dots, their mean a line.
+    """
     rows = rows_of(result)
     axis_name = sweep_axis(rows)
 

@@ -36,8 +36,10 @@ def _message(given: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def file_prompts(path: Path, count: int, output_len: int, words: Vocabulary) -> list[Prompt]:
-    """The first `count` prompts (0: all) of a file: JSON lines with `prompt` or `messages` (and `output_len` where it differs from
-    the given one), or plain text with one prompt a line. Fewer lines than prompts are gone through again. Raises DatasetError."""
+    """The first `count` prompts (0: all) of a file: JSON lines with `prompt` or `messages` (and `output_len` where it
+    differs from the given one), or plain text with one prompt a line. Fewer lines than prompts are gone through again.
+    Raises DatasetError.
+    """
     start = next(lines_of(path), "")
     if start.lstrip().startswith("{"):
         prompts = [_from_object(path, number, row, output_len, words) for number, row in json_lines(path)]
@@ -59,10 +61,11 @@ def _first_exchange(path: Path, number: int, row: object) -> tuple[str, str] | N
 
 
 def sharegpt_prompts(path: Path, count: int, lengths: tuple[int, int], words: Vocabulary, seed: int) -> list[Prompt]:
-    """The first question of each conversation of a ShareGPT file (a JSON list), in random order, with the length of its first answer.
+    """The first question of each conversation of a ShareGPT file (a JSON list), in random order, with the length of its
+    first answer.
 
-    count: how many, 0 is all. lengths: tokens of every answer (0: as in the file), and of question and answer together at most (0: no
-    limit). Raises DatasetError.
+    count: how many, 0 is all. lengths: tokens of every answer (0: as in the file), and of question and answer together
+    at most (0: no limit). Raises DatasetError.
     """
     if words.encode is None:
         raise DatasetError("ShareGPT has text, and lengths are counted in tokens: give --tokenizer")

@@ -1,4 +1,6 @@
-"""What a checkpoint of a model looks like as it is published: the tensors that the model's layers declare, with random numbers."""
+"""What a checkpoint of a model looks like as it is published: the tensors that the model's layers declare, with random
+numbers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a result file says, whatever command wrote it: points with named measurements, each with its repeats or samples."""
+"""What a result file says, whatever command wrote it: points with named measurements, each with its repeats or
+samples.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ class ReadError(Exception):
 class Reading:
     """One measurement at one point.
 
-    unit: of the values. higher: whether more is better. values: one for each repeat. samples: of a single run, of each request or whatever
-    `what` says (`of` says what is taken of them: mean, median, p99) or of each second (`of` is rate). hits: (hits, total) of a share.
-    seeded: the i-th repeat had the same work in every run with these settings.
+    unit: of the values. higher: whether more is better. values: one for each repeat. samples: of a single run, of each
+    request or whatever `what` says (`of` says what is taken of them: mean, median, p99) or of each second (`of` is
+    rate). hits: (hits, total) of a share. seeded: the i-th repeat had the same work in every run with these settings.
     """
 
     unit: str
@@ -76,7 +78,9 @@ def kind(result: Json) -> str:
 
 
 def points(results: Sequence[Json]) -> Points:
-    """All points of the results, repeats of one point brought together. Raises ReadError for what no reader knows or can read."""
+    """All points of the results, repeats of one point brought together. Raises ReadError for what no reader knows or
+    can read.
+    """
     found: Points = {}
     for result in results:
         reader = READERS.get(kind(result))

@@ -1,15 +1,18 @@
-"""Whether a long generation stays what it should be: everything that the cache holds of it, and the logits behind its last tokens, against the same
-tokens computed anew as a prompt.
+"""Whether a long generation stays what it should be: everything that the cache holds of it, and the logits behind its
+last tokens, against the same tokens computed anew as a prompt.
 
-A step of few tokens itself computes other numbers than a large one: it rounds otherwise, and where two experts, or two tokens of a sparse
-context, are all but equally good, another one is taken, after which much is other. So the last pages of the prompt are computed a second time, one
-page a step, and the generation may be as far from the prompt as twice these are, or as rounding (`FLOORS`: of a handful of products behind each
-other in a layer, see benchmarks/gpu/sparse_agreement.py). Where nothing was chosen before, in layer 0 and up to the first experts, every single
-position must agree to rounding; elsewhere no more than one in a thousand may be so far off that it might be another's: unrelated vectors are 141 %
-apart, one choice that is other costs 20 to 60 %.
+A step of few tokens itself computes other numbers than a large one: it rounds otherwise, and where two experts, or two
+tokens of a sparse context, are all but equally good, another one is taken, after which much is other. So the last pages
+of the prompt are computed a second time, one page a step, and the generation may be as far from the prompt as twice
+these are, or as rounding (`FLOORS`: of a handful of products behind each other in a layer, see
+benchmarks/gpu/sparse_agreement.py). Where nothing was chosen before, in layer 0 and up to the first experts, every
+single position must agree to rounding; elsewhere no more than one in a thousand may be so far off that it might be
+another's: unrelated vectors are 141 % apart, one choice that is other costs 20 to 60 %.
 
-What is no number is written into the cache as 0 or as the largest number: so a vector of zeros, and what is not finite, count as broken. Of hidden
-states behind the last layer the entries of a next-token layer are made, which are compared and counted, too."""
+What is no number is written into the cache as 0 or as the largest number: so a vector of zeros, and what is not finite,
+count as broken. Of hidden states behind the last layer the entries of a next-token layer are made, which are compared
+and counted, too.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,9 @@ class Apart(NamedTuple):
 
 
 def generated(engine: LocalEngine, prompt: Sequence[int], tokens: int, seed: int) -> Request:
-    """A request that has come to know at least so many tokens and goes on, at temperature 1: greedy tokens of random weights soon repeat themselves.
-    Nothing is in flight. Its context must have room for two more steps."""
+    """A request that has come to know at least so many tokens and goes on, at temperature 1: greedy tokens of random
+    weights soon repeat themselves. Nothing is in flight. Its context must have room for two more steps.
+    """
     most = engine.context - len(prompt)
     params = SamplingParams(temperature=1.0, seed=seed, max_tokens=most, ignore_eos=True)
     (uid,) = engine.submit(prompt, params)
@@ -68,8 +72,9 @@ def generated(engine: LocalEngine, prompt: Sequence[int], tokens: int, seed: int
 
 @torch.inference_mode()
 def check(engine: LocalEngine, r: Request, chunk: int) -> dict[str, Any]:
-    """What generated this request against its tokens computed as a prompt in steps of `chunk` tokens, and the last pages of that one page a step. Its
-    pages are written anew, and the engine serves nothing afterwards."""
+    """What generated this request against its tokens computed as a prompt in steps of `chunk` tokens, and the last
+    pages of that one page a step. Its pages are written anew, and the engine serves nothing afterwards.
+    """
     tokens, pages = r.tokens, tuple(r.pages)
     stop = (len(tokens) - 1) // PAGE * PAGE
     grown = _planes(engine, pages, stop)
@@ -116,7 +121,9 @@ def _certain(engine: LocalEngine, layer: int) -> bool:
 def computed(
     engine: LocalEngine, slot: int, tokens: tuple[int, ...], pages: tuple[int, ...], cuts: Sequence[Cut]
 ) -> Tensor:
-    """float32 [N, V]: logits of the positions of the last of these steps. What stands before the first of them is found on the pages."""
+    """float32 [N, V]: logits of the positions of the last of these steps. What stands before the first of them is found
+    on the pages.
+    """
     runner = engine.runner
     greedy = SamplingParams(temperature=0.0)
     binds: tuple[Bind, ...] = (Bind(slot, tokens, len(tokens), cuts[0][0], engine.context, 0, (), greedy),)
@@ -146,8 +153,9 @@ def _planes(engine: LocalEngine, pages: Sequence[int], stop: int) -> dict[Where,
 
 
 def judged(made: Apart, again: Apart, floor: float, certain: bool) -> dict[str, Any]:
-    """Whether the generation is as near to the prompt as it must be. again: how near a part of that is to itself. certain: whether nothing was chosen
-    before."""
+    """Whether the generation is as near to the prompt as it must be. again: how near a part of that is to itself.
+    certain: whether nothing was chosen before.
+    """
     middle, rare = (float(made.error_P.quantile(share)) for share in (0.5, RARE))
     noise, rare_noise = (float(again.error_P.quantile(share)) for share in (0.5, RARE))
     bound, rare_bound = min(max(TWICE * noise, floor), RELATED), min(max(TWICE * rare_noise, 3 * floor), OTHERS)

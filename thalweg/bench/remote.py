@@ -29,7 +29,9 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """One look at `/metrics`. emit: seconds from an engine's step to the socket (Thalweg only). totals: by the names in COUNTERS."""
+    """One look at `/metrics`. emit: seconds from an engine's step to the socket (Thalweg only). totals: by the names in
+    COUNTERS.
+    """
 
     emit: Histogram | None = None
     totals: Mapping[str, float] = field(default_factory=dict)
@@ -79,7 +81,9 @@ class Server:
         return {}
 
     async def settings(self) -> dict[str, object]:
-        """`info`, with the full resolved configuration where the server tells it in a page of its own (Thalweg's `/resolved`)."""
+        """`info`, with the full resolved configuration where the server tells it in a page of its own (Thalweg's
+        `/resolved`).
+        """
         info, reply = await self.info(), await self.get("/resolved")
         resolved = _object(reply.text) if reply is not None else {}
         return info | ({"resolved": resolved} if resolved else {})
@@ -102,7 +106,9 @@ class Server:
         await self._post("/flush_cache", b"", "--flush-cache")
 
     async def start_profile(self, folder: str, steps: int) -> None:
-        """folder: where the server writes it, "" is its own choice. steps: after which it ends by itself, 0 is never. Raises BenchError."""
+        """folder: where the server writes it, "" is its own choice. steps: after which it ends by itself, 0 is never.
+        Raises BenchError.
+        """
         wish: dict[str, object] = {"output_dir": folder} if folder else {}
         body = json.dumps(wish | ({"num_steps": steps} if steps else {})).encode()
         await self._post("/start_profile", body, "--profile")
@@ -128,7 +134,9 @@ def _object(text: str) -> dict[str, object]:
 
 
 def accept_length(info: Mapping[str, object], before: Counters, after: Counters) -> float | None:
-    """Mean tokens a verification gave, where the server speculates and says so: by its counters, else since its start."""
+    """Mean tokens a verification gave, where the server speculates and says so: by its counters, else since its
+    start.
+    """
     drafts, accepted = after.since(before, "drafts"), after.since(before, "accepted")
     if drafts and accepted is not None:
         return 1 + accepted / drafts
@@ -139,8 +147,9 @@ def accept_length(info: Mapping[str, object], before: Counters, after: Counters)
 
 
 def cache_hits(cached: float, prompt: float, before: Counters, after: Counters) -> dict[str, object]:
-    """Share of the prompt tokens that the server had in its prefix cache. cached, prompt: as the answers' `usage` says; where that has
-    none, the server's own counters tell, which know of all its clients."""
+    """Share of the prompt tokens that the server had in its prefix cache. cached, prompt: as the answers' `usage` says;
+    where that has none, the server's own counters tell, which know of all its clients.
+    """
     counted, asked = after.since(before, "cached_tokens"), after.since(before, "prompt_tokens")
     if not cached and counted and asked:
         return {"cache_hit_rate": counted / asked, "cache_hit_source": "metrics"}
@@ -148,7 +157,9 @@ def cache_hits(cached: float, prompt: float, before: Counters, after: Counters) 
 
 
 def overhead(before: Histogram | None, after: Histogram | None) -> dict[str, float] | None:
-    """mean, p50 and p99 in ms of what the server took from the engine's step to the socket, or None where it does not tell."""
+    """mean, p50 and p99 in ms of what the server took from the engine's step to the socket, or None where it does not
+    tell.
+    """
     if before is None or after is None:
         return None
     new = after.since(before)

@@ -1,4 +1,6 @@
-"""`thalweg replay FILE`: runs the last steps of an engine again, from the recording that it left, and says where they come out differently."""
+"""`thalweg replay FILE`: runs the last steps of an engine again, from the recording that it left, and says where they
+come out differently.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ exit status: 0 every output equals the recorded one; 1 one does not, or a step r
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Raises UnsupportedConfig for what is no recording or cannot be run here, CheckpointError for a checkpoint that is not there."""
+    """Raises UnsupportedConfig for what is no recording or cannot be run here, CheckpointError for a checkpoint that is
+    not there.
+    """
     parser = Parser(
         "thalweg replay",
         description="Runs the steps of a recording (--crash-dump-folder) again and compares what comes of them.",
@@ -92,8 +96,9 @@ def _settings(recording: Recording, model: str | None, device: str | None, progr
     for change in recording.changed:
         if same and begins < change.step <= ends:
             raise UnsupportedConfig(
-                f"the weights were replaced at step {change.step}, from {change.path}: steps from there on cannot be run again. "
-                f"--until {change.step - 1} runs those before; --model with another checkpoint runs all, and does not compare"
+                f"the weights were replaced at step {change.step}, from {change.path}: steps from there on cannot be"
+                f" run again. --until {change.step - 1} runs those before; --model with another checkpoint runs all,"
+                " and does not compare"
             )
     settings = msgspec.structs.replace(
         head.config,
@@ -170,8 +175,8 @@ def _tell(console: Console, recording: Recording, verdict: Verdict, same: bool) 
     else:
         first = verdict.differences[0]
         console.print(
-            f"{verdict.different} of {verdict.rows} rows differ, the first in step {first.step}, slot {first.slot}, request {first.uid}, "
-            f"output token {first.at}: recorded {list(first.recorded)}, now {list(first.now)}",
+            f"{verdict.different} of {verdict.rows} rows differ, the first in step {first.step}, slot {first.slot},"
+            f" request {first.uid}, output token {first.at}: recorded {list(first.recorded)}, now {list(first.now)}",
             markup=False,
         )
     if verdict.logprobs:

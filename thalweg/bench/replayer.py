@@ -1,12 +1,14 @@
 """Runs recorded steps again: the very plans, one after the other, on a worker built from the recorded settings.
 
-Equality of the steps is by construction: the plans are the recorded ones, so each step computes the same rows in the same slots and pages as
-it did then, and nothing is scheduled anew. What the first recorded step found in the device is put there first: requests that ran already
-are seated again, and the pages that a plan takes from the prefix cache are filled from their tokens. Where the recording is whole, i.e. begins
-with the engine, nothing has to be put there, and on the same machine the replay is bit for bit the run; otherwise the KV that is made anew may
-differ in its last bits, as it was cut into other chunks then.
+Equality of the steps is by construction: the plans are the recorded ones, so each step computes the same rows in the
+same slots and pages as it did then, and nothing is scheduled anew. What the first recorded step found in the device is
+put there first: requests that ran already are seated again, and the pages that a plan takes from the prefix cache are
+filled from their tokens. Where the recording is whole, i.e. begins with the engine, nothing has to be put there, and on
+the same machine the replay is bit for bit the run; otherwise the KV that is made anew may differ in its last bits, as
+it was cut into other chunks then.
 
-A token that comes out differently is noted, and the slot goes on with the recorded one: what follows is that run's, not another one.
+A token that comes out differently is noted, and the slot goes on with the recorded one: what follows is that run's, not
+another one.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ NO_MASKS: Mapping[int, GrammarState] = {}
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An output that is not the recorded one. at: which output token of its request, from 0; recorded and now: what came of the row."""
+    """An output that is not the recorded one. at: which output token of its request, from 0; recorded and now: what
+    came of the row.
+    """
 
     step: int
     slot: int
@@ -55,8 +59,10 @@ class Raised:
 
 @dataclass(slots=True)
 class Verdict:
-    """steps, rows, tokens: run again; compared: tokens that the recording has too. differences: the first ones; different: how many in all.
-    logprobs: log-probabilities compared, logprob_gap: their largest difference. filled: tokens whose KV was put there first."""
+    """steps, rows, tokens: run again; compared: tokens that the recording has too. differences: the first ones;
+    different: how many in all. logprobs: log-probabilities compared, logprob_gap: their largest difference. filled:
+    tokens whose KV was put there first.
+    """
 
     steps: int = 0
     rows: int = 0
@@ -72,8 +78,9 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Place:
-    """A slot, as the device knows it. keys[i]: stands for all tokens up to the end of page i. at: tokens that have KV. drafts: behind the tokens,
-    parents: of each of them, as of `Output`."""
+    """A slot, as the device knows it. keys[i]: stands for all tokens up to the end of page i. at: tokens that have KV.
+    drafts: behind the tokens, parents: of each of them, as of `Output`.
+    """
 
     uid: int
     bind: Bind
@@ -102,8 +109,10 @@ class _Died(Exception):
 
 
 class Replayer:
-    """Runs a recording on an engine built from `settings`. compare: whether the model is the recorded one, so that outputs can be compared;
-    on another one token ids are folded into its vocabulary, and grammars are left out. Raises CheckpointError."""
+    """Runs a recording on an engine built from `settings`. compare: whether the model is the recorded one, so that
+    outputs can be compared; on another one token ids are folded into its vocabulary, and grammars are left out. Raises
+    CheckpointError.
+    """
 
     KEPT = 20  # differences
 
@@ -194,7 +203,9 @@ class Replayer:
             self._took(step.plan.step, row, now, None if step.outputs is None else step.outputs[i])
 
     def _correct(self, plan: StepPlan) -> StepPlan:
-        """The plan, and binds for the slots that stand otherwise than they did: a bind says all of a slot but its page table."""
+        """The plan, and binds for the slots that stand otherwise than they did: a bind says all of a slot but its page
+        table.
+        """
         binds = tuple(self._corrected.values())
         tables = tuple(PageAppend(bind.slot, 0, tuple(self._place(bind.slot).pages)) for bind in binds)
         self._corrected.clear()

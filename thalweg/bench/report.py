@@ -193,7 +193,8 @@ def section(result: Json) -> Section:
     reader = READERS.get(kind(result))
     if reader is None:
         raise ReadError(
-            f"nothing is drawn of {result.get('command', 'a result without a command')!r}; of {', '.join(READERS)}, it is"
+            f"nothing is drawn of {result.get('command', 'a result without a command')!r}; of {', '.join(READERS)},"
+            " it is"
         )
     try:
         return reader(result)
@@ -206,7 +207,8 @@ def source(name: str, result: Json) -> list[str]:
     device, found = result.get("device", {}), result.get("versions", {})
     machine = ", ".join(device.get("gpus") or [f"{device.get('cpu', 'unknown')}, {device.get('cores', '?')} cores"])
     lines = [
-        f"`{name}`: {machine}; Thalweg {found.get('thalweg', '?')} at `{str(result.get('commit', ''))[:12]}`, {result.get('date', '')}"
+        f"`{name}`: {machine}; Thalweg {found.get('thalweg', '?')} at `{str(result.get('commit', ''))[:12]}`,"
+        f" {result.get('date', '')}"
     ]
     lines += ["", f"```sh\n{result.get('command', '')}\n```"]
     if result.get("partial"):
@@ -215,7 +217,9 @@ def source(name: str, result: Json) -> list[str]:
 
 
 def report(files: Sequence[Path], out: Path, formats: Sequence[str]) -> list[Path]:
-    """Writes `report.md` and the plots of all results into `out`; what was written. Raises ReadError, PlotError, OSError."""
+    """Writes `report.md` and the plots of all results into `out`; what was written. Raises ReadError, PlotError,
+    OSError.
+    """
     out.mkdir(parents=True, exist_ok=True)
     lines, written = ["# Results", ""], list[Path]()
     for file in files:
@@ -233,7 +237,9 @@ def report(files: Sequence[Path], out: Path, formats: Sequence[str]) -> list[Pat
 
 
 def _told(name: str, stem: str, result: Json, out: Path, formats: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """The lines of one result, and the plots that were written. Raises ReadError for one that misses what its plots show."""
+    """The lines of one result, and the plots that were written. Raises ReadError for one that misses what its plots
+    show.
+    """
     shown, written = section(result), list[Path]()
     try:
         lines = [f"## {result.get('tag') or stem}", "", *source(name, result), "", *shown.table, ""]
@@ -249,7 +255,10 @@ def _told(name: str, stem: str, result: Json, out: Path, formats: Sequence[str])
 def _parser() -> Parser:
     parser = Parser(
         prog="thalweg bench report",
-        description="Tables and plots of results of bench serve, offline, one-batch, startup, compare, kernels, of eval and ablate.",
+        description=(
+            "Tables and plots of results of bench serve, offline, one-batch, startup, compare, kernels, of eval and"
+            " ablate."
+        ),
     )
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="results; .jsonl has one in each line")

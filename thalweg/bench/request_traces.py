@@ -1,7 +1,8 @@
 """Recorded traces as prompts: Mooncake's (JSON lines with prefix hashes) and Azure's (CSV of lengths), gzipped or not.
 
-A Mooncake hash id becomes the same tokens wherever it stands, so prefixes are shared as they were when it was recorded. An Azure
-trace has no contents: its prompts share nothing."""
+A Mooncake hash id becomes the same tokens wherever it stands, so prefixes are shared as they were when it was recorded.
+An Azure trace has no contents: its prompts share nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ AZURE = "an Azure trace has TIMESTAMP, ContextTokens, GeneratedTokens"
 class TraceLimits:
     """How a trace is cut and scaled.
 
-    max_input, max_output: lengths are cut to these, 0 is no limit. slowdown: times are multiplied by it. begin, end: seconds of the
-    recording; rows at begin <= time < end are taken. scale: lengths are multiplied by it, and so is what a hash id stands for, which
-    keeps the prefixes' share of the prompts. jitter: seconds of the recording, times move by up to that (Mooncake's stand on a grid of 3 s).
+    max_input, max_output: lengths are cut to these, 0 is no limit. slowdown: times are multiplied by it. begin, end:
+    seconds of the recording; rows at begin <= time < end are taken. scale: lengths are multiplied by it, and so is what
+    a hash id stands for, which keeps the prefixes' share of the prompts. jitter: seconds of the recording, times move
+    by up to that (Mooncake's stand on a grid of 3 s).
     """
 
     max_input: int = 0
@@ -155,8 +157,10 @@ def prompts_of(rows: Sequence[Row], vocabulary: Vocabulary, limits: TraceLimits,
 
 
 def trace_prompts(path: Path, vocabulary: Vocabulary, count: int, limits: TraceLimits, seed: int) -> list[Prompt]:
-    """The first `count` rows (0: all) of what the limits leave of a trace, in the order of the file. Every row is read and checked, so a
-    broken line is found before anything is sent. Raises DatasetError that names file, line and field."""
+    """The first `count` rows (0: all) of what the limits leave of a trace, in the order of the file. Every row is read
+    and checked, so a broken line is found before anything is sent. Raises DatasetError that names file, line and
+    field.
+    """
     limits.check()
     rows = [row for row in _reader(path)(path) if limits.begin <= row.at < limits.end]
     if not rows:

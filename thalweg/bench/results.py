@@ -1,4 +1,6 @@
-"""A result is one JSON object: the numbers, and all that is needed to get them again (device, versions, commit, configuration, command)."""
+"""A result is one JSON object: the numbers, and all that is needed to get them again (device, versions, commit,
+configuration, command).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class ResultError(Exception):
 
 
 def device() -> dict[str, object]:
-    """The machine of this process: processor, cores that it may use, memory in GiB, and GPUs where the driver names some."""
+    """The machine of this process: processor, cores that it may use, memory in GiB, and GPUs where the driver names
+    some.
+    """
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

@@ -1,4 +1,6 @@
-"""`thalweg roofline`: a step's time by operation, each against its floor, what lies between them, and where most is lost."""
+"""`thalweg roofline`: a step's time by operation, each against its floor, what lies between them, and where most is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ UNKNOWN_WIDTH = 140  # columns, where no terminal and no COLUMNS say how many th
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What floors are computed from. context: of a decode step, in tokens. prompt: tokens of each row in a step that computes prompts."""
+    """What floors are computed from. context: of a decode step, in tokens. prompt: tokens of each row in a step that
+    computes prompts.
+    """
 
     facts: ModelFacts
     widths: Widths
@@ -231,7 +235,9 @@ def _steady(profile: trace.Profile, ground: Ground | None) -> list[Split]:
 
 
 def of_trace(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
-    """Of a file. Floors need the model, and a device like the one of the profile for its ceilings. Raises ThalwegError."""
+    """Of a file. Floors need the model, and a device like the one of the profile for its ceilings. Raises
+    ThalwegError.
+    """
     args, facts = parsed.args, None
     if parsed.options.model.model:
         wish = parsed.options.model
@@ -252,7 +258,9 @@ def of_trace(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
 
 
 def of_model(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
-    """What is known of all runs, and a run in this process for each batch size, made when it is asked for. Raises ThalwegError."""
+    """What is known of all runs, and a run in this process for each batch size, made when it is asked for. Raises
+    ThalwegError.
+    """
     args = parsed.args
     gpu = parsed.options.load.device != "cpu" and torch.cuda.is_available()
     rates = ceilings.rates(torch.device("cuda")) if gpu else {}  # while memory is free
@@ -268,7 +276,9 @@ def of_model(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
 
 
 def _of_batch(resolved: Resolved, engine: LocalEngine, under: Ground, case: tuple[int, int, int], rng: Random) -> Run:
-    """case: sequences, tokens of each before the first decode step, decode steps. Without a profile first, which warms up too."""
+    """case: sequences, tokens of each before the first decode step, decode steps. Without a profile first, which warms
+    up too.
+    """
     count, context, steps = case
 
     def batch() -> list[Tokens]:
@@ -302,8 +312,9 @@ def _tell(one: Run, args: Namespace) -> None:
 
 
 def run(argv: list[str]) -> tuple[list[Run], str]:
-    """Measures or reads; prints each run and writes all of them, also where Ctrl-C or an error ends it. The runs, and what ended them early, "" if
-    nothing did. Raises ThalwegError or ResultError."""
+    """Measures or reads; prints each run and writes all of them, also where Ctrl-C or an error ends it. The runs, and
+    what ended them early, "" if nothing did. Raises ThalwegError or ResultError.
+    """
     parsed = parse_options(_parser(), argv)
     args = parsed.args
     if args.trace is None and not parsed.options.model.model:
@@ -330,6 +341,7 @@ def run(argv: list[str]) -> tuple[list[Run], str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not run or a result could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and
-    written."""
+    """0: done, 1: it could not run or a result could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was
+    measured is told and written.
+    """
     return status("thalweg roofline", lambda words: unless(run(words)[1], 0), argv)

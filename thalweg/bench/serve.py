@@ -1,4 +1,6 @@
-"""`thalweg bench serve`: a load generator for any OpenAI-compatible server, with the flags, labels and JSON keys of SGLang's."""
+"""`thalweg bench serve`: a load generator for any OpenAI-compatible server, with the flags, labels and JSON keys of
+SGLang's.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,9 @@ def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> Vocabul
 
 
 async def warm_up(load: Load, words: Vocabulary | None, count: int, shorten: str) -> None:
-    """Sends a prompt like the first one, of other tokens where it has tokens, `count` times at once: the load finds nothing of it in the cache.
-    shorten: the flags that do. Raises BenchError with the server's words when one fails."""
+    """Sends a prompt like the first one, of other tokens where it has tokens, `count` times at once: the load finds
+    nothing of it in the cache. shorten: the flags that do. Raises BenchError with the server's words when one fails.
+    """
     records, prompt = [Record() for _ in range(count)], load.prompts[0]
     if prompt.ids and words is not None:
         prompt = replace(prompt, ids=words.draw(Random("warm-up"), len(prompt.ids)))
@@ -78,7 +81,9 @@ async def warm_up(load: Load, words: Vocabulary | None, count: int, shorten: str
 
 
 async def drive(load: Load, due: Sequence[float], concurrency: int, label: str, quiet: bool) -> str:
-    """Runs the load behind a progress bar. Why it ended early, "" where it did not: Ctrl-C, or a server that is gone."""
+    """Runs the load behind a progress bar. Why it ended early, "" where it did not: Ctrl-C, or a server that is
+    gone.
+    """
     stop, reason = asyncio.Event(), [""]
     console = Console(stderr=True)
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -120,7 +125,9 @@ def _details(records: Sequence[Record]) -> dict[str, object]:
 
 
 class Bench:
-    """One server, and the points that it is measured at. `rows` has those that were measured, `ended` why it stopped early."""
+    """One server, and the points that it is measured at. `rows` has those that were measured, `ended` why it stopped
+    early.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         headers = dict(args.header)
@@ -134,7 +141,9 @@ class Bench:
         self.ended = ""
 
     async def run(self) -> None:
-        """Raises BenchError, DatasetError and HttpError before anything was measured, never after: then it is in `ended`."""
+        """Raises BenchError, DatasetError and HttpError before anything was measured, never after: then it is in
+        `ended`.
+        """
         args = self.args
         self.info = await self.server.settings()
         words = _vocabulary(args, self.info)
@@ -248,7 +257,8 @@ def _told(args: argparse.Namespace, argv: Sequence[str], info: Mapping[str, obje
 
 
 async def run(args: argparse.Namespace, argv: list[str]) -> dict[str, object]:
-    """One run from the flags to its result: the keys of SGLang's where one point was asked for, else `points`, a list of such objects.
+    """One run from the flags to its result: the keys of SGLang's where one point was asked for, else `points`, a list
+    of such objects.
 
     Raises BenchError, DatasetError and HttpError before the first load starts, never after.
     """
@@ -282,7 +292,8 @@ def show(result: Mapping[str, object]) -> str:
         late = row["p99_send_delay_ms"]
         if row["request_rate"] != "inf" and not row["max_concurrency"] and isinstance(late, float) and late > LATE_MS:
             shown.append(
-                f"NOTE: 1 % of the requests left more than {late:.0f} ms after their time: this machine is too busy for this load"
+                f"NOTE: 1 % of the requests left more than {late:.0f} ms after their time: this machine is too busy for"
+                " this load"
             )
         reasons = row["failures"]
         if isinstance(reasons, dict) and reasons:
@@ -309,7 +320,9 @@ def _save(path: Path, result: Mapping[str, object]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: the run could not start, ended early, or not one request succeeded; 130: Ctrl-C. What was measured is told and written."""
+    """0: done; 1: the run could not start, ended early, or not one request succeeded; 130: Ctrl-C. What was measured is
+    told and written.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     args = parse(words)
     try:

@@ -106,7 +106,10 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=1.0,
         metavar="K",
-        help="gaps between requests are Gamma of this shape: 1 is Poisson (default), 0.5 comes in bursts, 4 is more regular",
+        help=(
+            "gaps between requests are Gamma of this shape: 1 is Poisson (default), 0.5 comes in bursts, 4 is more"
+            " regular"
+        ),
     )
     add(
         "--max-concurrency",
@@ -114,22 +117,29 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[0],
         metavar="N",
-        help="most requests (conversations) under way; later ones wait their turn. 0: no limit (default). Several are measured "
-        "one after another",
+        help=(
+            "most requests (conversations) under way; later ones wait their turn. 0: no limit (default). Several are"
+            " measured one after another"
+        ),
     )
     add(
         "--repeat",
         type=_count,
         default=1,
         metavar="N",
-        help="measure everything so often, with other random tokens each time: `bench compare` then knows the noise (default: 1)",
+        help=(
+            "measure everything so often, with other random tokens each time: `bench compare` then knows the noise"
+            " (default: 1)"
+        ),
     )
     add("--use-trace-timestamps", action="store_true", help="send each request of a trace at its recorded time")
     add("--warmup-requests", type=_count, default=1, help="requests before the clock starts (default: %(default)s)")
     add(
         "--flush-cache",
         action="store_true",
-        help="empty the server's prefix cache after the warm-up; Thalweg wants its --admin-api-key as --api-key for that",
+        help=(
+            "empty the server's prefix cache after the warm-up; Thalweg wants its --admin-api-key as --api-key for that"
+        ),
     )
 
 

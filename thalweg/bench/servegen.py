@@ -1,9 +1,12 @@
-"""Requests drawn from ServeGen's statistics of a service: for each client its rate, burstiness and lengths over a day (arXiv 2505.09999).
+"""Requests drawn from ServeGen's statistics of a service: for each client its rate, burstiness and lengths over a day
+(arXiv 2505.09999).
 
-The archive has `chunk-N-trace.csv` (window start in s, requests/s, CV, Gamma or Weibull, its shape and scale; nothing when idle) and
-`chunk-N-dataset.json` (from a second of the day on, densities of input and output tokens, each a Python dict literal in a string). Gaps have the
-fitted shape and the mean of the window's rate: the fitted scale alone would give a fifth more requests than there were. Lengths are drawn
-apart from one another, and contents are random: the data say nothing of either. Shares of reasoning are not used."""
+The archive has `chunk-N-trace.csv` (window start in s, requests/s, CV, Gamma or Weibull, its shape and scale; nothing
+when idle) and `chunk-N-dataset.json` (from a second of the day on, densities of input and output tokens, each a Python
+dict literal in a string). Gaps have the fitted shape and the mean of the window's rate: the fitted scale alone would
+give a fifth more requests than there were. Lengths are drawn apart from one another, and contents are random: the data
+say nothing of either. Shares of reasoning are not used.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ DRAWS: Mapping[str, Callable[[Random, float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """A window in which a client sends. begin: second of the day; rate: requests a second; pattern, shape: of the gaps between them."""
+    """A window in which a client sends. begin: second of the day; rate: requests a second; pattern, shape: of the gaps
+    between them.
+    """
 
     begin: float
     rate: float

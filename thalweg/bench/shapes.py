@@ -17,8 +17,9 @@ CHAIN = "chain"
 
 
 class Shape(NamedTuple):
-    """branches, deepest, nodes: see `core.tree.TreeShape`; 1 branch is a chain. widths: drafts a step that are measured, -1 for as many as the engine
-    chooses."""
+    """branches, deepest, nodes: see `core.tree.TreeShape`; 1 branch is a chain. widths: drafts a step that are
+    measured, -1 for as many as the engine chooses.
+    """
 
     branches: int
     deepest: int

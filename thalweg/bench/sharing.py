@@ -1,4 +1,6 @@
-"""What of a load's prompts a prefix cache could have had at best: what the load offers, beside what the server made of it."""
+"""What of a load's prompts a prefix cache could have had at best: what the load offers, beside what the server made of
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ PAGE = 64  # tokens: Thalweg's page; servers with smaller ones can find a little
 
 
 def possible_hits(prompts: Sequence[Prompt]) -> float | None:
-    """Share of all prompt tokens, with a cache that never evicts and has every earlier prompt (and, for a later turn, the answers before it)
-    in pages of PAGE tokens. prompts: as they were sent, in that order. None where token ids are not known: texts, chats, an API without ids."""
+    """Share of all prompt tokens, with a cache that never evicts and has every earlier prompt (and, for a later turn,
+    the answers before it) in pages of PAGE tokens. prompts: as they were sent, in that order. None where token ids are
+    not known: texts, chats, an API without ids.
+    """
     seen: set[int] = set()
     found = total = 0
     for prompt in prompts:

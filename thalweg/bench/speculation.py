@@ -1,6 +1,9 @@
-"""`thalweg bench speculation`: speed of decoding by batch, context and drafts a step, with an acceptance that is measured or imposed.
+"""`thalweg bench speculation`: speed of decoding by batch, context and drafts a step, with an acceptance that is
+measured or imposed.
 
-With random weights no draft is right; imposed, the speed is what it would be if as many were. What is written then means nothing."""
+With random weights no draft is right; imposed, the speed is what it would be if as many were. What is written then
+means nothing.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,9 @@ class Written(NamedTuple):
 
 
 def decode(engine: LocalEngine, prompts: Sequence[Sequence[int]], output: int) -> Written:
-    """Computes one batch, greedy. Steps overlap as they do in a server: a step's time is that between two that have ended."""
+    """Computes one batch, greedy. Steps overlap as they do in a server: a step's time is that between two that have
+    ended.
+    """
     params, now = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True), clock(engine.config)
     waiting = {uid for prompt in prompts for uid in engine.submit(prompt, params)}
     writing, found = set(waiting), Written(0, 0.0, 0)
@@ -120,7 +125,9 @@ def measure(engine: LocalEngine, prompts: Sequence[Sequence[int]], case: Case, o
 
 
 def overhead(engine: LocalEngine, prompts: Sequence[Sequence[int]], case: Case, width: int, step: float) -> Row:
-    """Seconds of a step in the target's forward, in the drafter's, in what it learns, and in none of them. step: seconds of a whole one."""
+    """Seconds of a step in the target's forward, in the drafter's, in what it learns, and in none of them. step:
+    seconds of a whole one.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=engine.context - case.input, ignore_eos=True)
     waiting = {uid for prompt in prompts for uid in engine.submit(prompt, params)}
     uids, further = tuple(waiting), SETTLED
@@ -176,7 +183,9 @@ def policies_of(shape: Shape, engine: LocalEngine) -> dict[int, WidthPolicy]:
 
 
 def rows_of(shape: Shape, resolved: Resolved, engine: LocalEngine, cases: Sequence[Case], repeat: int) -> Iterator[Row]:
-    """Widths take turns, so that a machine that is busy for a while is so for all of them; of each the fastest run counts."""
+    """Widths take turns, so that a machine that is busy for a while is so for all of them; of each the fastest run
+    counts.
+    """
     policies = policies_of(shape, engine)
     for case in cases:
         prompts = prompts_of(resolved, case)
@@ -215,8 +224,9 @@ def free() -> None:
 
 
 def run(argv: list[str]) -> list[Row]:
-    """Measures every width and tree with every batch and context; what there is is told and written when it ends early. Raises ThalwegError or
-    ResultError."""
+    """Measures every width and tree with every batch and context; what there is is told and written when it ends early.
+    Raises ThalwegError or ResultError.
+    """
     parsed = parse_options(_parser(), argv)
     args = argparse.Namespace(argv=argv, **vars(parsed.args))
     most = max([1, *args.widths, *(tree.nodes for tree in args.trees)])
@@ -261,5 +271,7 @@ def _status(words: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not start or nothing was measured, 2: it was asked for wrongly, 130: Ctrl-C, what was measured is told and written."""
+    """0: done, 1: it could not start or nothing was measured, 2: it was asked for wrongly, 130: Ctrl-C, what was
+    measured is told and written.
+    """
     return status("thalweg bench speculation", _status, argv)

@@ -49,8 +49,9 @@ class Phase:
 
 @dataclass(slots=True)
 class Start:
-    """One start. cold: with empty caches. ready, first_token: seconds from the command on. cpu: seconds of processor time of all its
-    processes, from start to stop."""
+    """One start. cold: with empty caches. ready, first_token: seconds from the command on. cpu: seconds of processor
+    time of all its processes, from start to stop.
+    """
 
     cold: bool
     phases: list[Phase] = field(default_factory=list)
@@ -70,7 +71,9 @@ class Start:
 
 
 def forget(folder: Path) -> None:
-    """Has the kernel drop the pages of the checkpoint's files that it keeps in memory, so that the next start reads the disk."""
+    """Has the kernel drop the pages of the checkpoint's files that it keeps in memory, so that the next start reads the
+    disk.
+    """
     for path in sorted(folder.iterdir()):
         if path.is_file():
             file = os.open(path, os.O_RDONLY)
@@ -81,8 +84,9 @@ def forget(folder: Path) -> None:
 
 
 def phases_of(marks: dict[str, float], told: str, first_token: float) -> list[Phase]:
-    """The parts of a start, which add up to `first_token`. marks: seconds at which the server said "resolved", "started" and "ready"; told:
-    its engine's line of what took how long."""
+    """The parts of a start, which add up to `first_token`. marks: seconds at which the server said "resolved",
+    "started" and "ready"; told: its engine's line of what took how long.
+    """
     inner = [Phase(name, float(seconds)) for name, seconds in PHASE.findall(told.partition(":")[2])]
     engine = marks["started"] - marks["resolved"]
     return [
@@ -199,16 +203,19 @@ def line(start: Start) -> str:
     """A start in one line."""
     parts = ", ".join(f"{one.name} {one.seconds:.2f}" for one in start.phases)
     return (
-        f"{'cold' if start.cold else 'warm'}: ready after {start.ready:.2f} s, first token after {start.first_token:.2f} s "
-        f"({parts}), {start.cpu:.2f} s of CPU"
+        f"{'cold' if start.cold else 'warm'}: ready after {start.ready:.2f} s, first token after"
+        f" {start.first_token:.2f} s ({parts}), {start.cpu:.2f} s of CPU"
     )
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="thalweg bench startup",
-        description="Starts `thalweg serve` so many times and measures each until its first token. A cold start reads the checkpoint from the disk "
-        "and finds no compiled kernels; a warm one finds what the cold one left. Flags that are not known here go to the server.",
+        description=(
+            "Starts `thalweg serve` so many times and measures each until its first token. A cold start reads the"
+            " checkpoint from the disk and finds no compiled kernels; a warm one finds what the cold one left. Flags"
+            " that are not known here go to the server."
+        ),
     )
     add = parser.add_argument
     add("--model", "--model-path", default="models/tiny", help="folder of the checkpoint (default: %(default)s)")

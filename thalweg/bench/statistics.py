@@ -10,7 +10,9 @@ Z_95 = 1.959964  # of the standard normal distribution: 95 % lie within ± this
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """`hits` of `total`, with its 95 % confidence interval after Wilson (JASA 22, 1927), which holds near 0 and 1 too."""
+    """`hits` of `total`, with its 95 % confidence interval after Wilson (JASA 22, 1927), which holds near 0 and 1
+    too.
+    """
 
     hits: int
     total: int

@@ -1,4 +1,6 @@
-"""How long a call takes on a device: calls in a row, each with inputs of its own, so that none finds what it reads in a cache."""
+"""How long a call takes on a device: calls in a row, each with inputs of its own, so that none finds what it reads in a
+cache.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ MOST_ROUNDS = 40  # that are kept, and that a GPU's time is cut into
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """seconds of one call: on a GPU the mean, on a CPU the fastest round's, since others may use the machine meanwhile. rounds: the same of each
-    round, at most MOST_ROUNDS of them. how: "graph" (replays of a CUDA graph of all calls), "events" (launched one by one, between CUDA
-    events: what cannot be recorded) or "clock" (a CPU's)."""
+    """seconds of one call: on a GPU the mean, on a CPU the fastest round's, since others may use the machine meanwhile.
+    rounds: the same of each round, at most MOST_ROUNDS of them. how: "graph" (replays of a CUDA graph of all calls),
+    "events" (launched one by one, between CUDA events: what cannot be recorded) or "clock" (a CPU's).
+    """
 
     seconds: float
     rounds: tuple[float, ...]

@@ -1,6 +1,8 @@
-"""`thalweg bench structured`: the step rate of a batch whose rows are all under a grammar, against that of the same batch without.
+"""`thalweg bench structured`: the step rate of a batch whose rows are all under a grammar, against that of the same
+batch without.
 
-The two take turns, so that a machine that does other things too slows down both."""
+The two take turns, so that a machine that does other things too slows down both.
+"""
 
 from __future__ import annotations
 
@@ -143,5 +145,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: something is wrong with the model or the file; 2: it was asked for wrongly; 130: Ctrl-C, what was measured is told and written."""
+    """0: done; 1: something is wrong with the model or the file; 2: it was asked for wrongly; 130: Ctrl-C, what was
+    measured is told and written.
+    """
     return status("thalweg bench structured", run, argv)

@@ -1,4 +1,6 @@
-"""Words, names and tools from which `thalweg.bench.tasks` draws its items. Pure data; changing any of it changes every item."""
+"""Words, names and tools from which `thalweg.bench.tasks` draws its items. Pure data; changing any of it changes every
+item.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ToolKind:
-    """A tool in two spellings of its name, and sentences that ask for it (`{0}`, `{1}` … are its arguments in order)."""
+    """A tool in two spellings of its name, and sentences that ask for it (`{0}`, `{1}` … are its arguments in
+    order).
+    """
 
     names: tuple[str, str]
     description: str

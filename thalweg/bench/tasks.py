@@ -1,14 +1,14 @@
 """The bundled model's tasks: the same deterministic items for training (`tools/train_tiny`) and for `thalweg eval`.
 
-An item is a value: a conversation, the answer that is right, and one text that says it. Every item has an identity, whose
-hash puts it either into the training or into the held-out split, so the two are disjoint by construction whatever the seed.
+An item is a value: a conversation, the answer that is right, and one text that says it. Every item has an identity,
+whose hash puts it either into the training or into the held-out split, so the two are disjoint by construction whatever
+the seed.
 
-| task | asks | right means |
-| --- | --- | --- |
-| `sums` | the sum of two numbers of 2 or 3 digits, thinking on | the last number after `</think>` is the sum |
-| `recall` | the partner of one word out of about 200 pairs, at least `RECALL_DISTANCE` tokens back | the partner is named |
-| `tools` | one or two tool calls in DSML | the block parses strictly; names, arguments and JSON types are equal |
-| `dialogue` | the next speech of a play or novel | nothing: it is scored by perplexity, `score` refuses it |
+| task | asks | right means | | --- | --- | --- | | `sums` | the sum of two numbers of 2 or 3 digits, thinking on | the
+last number after `</think>` is the sum | | `recall` | the partner of one word out of about 200 pairs, at least
+`RECALL_DISTANCE` tokens back | the partner is named | | `tools` | one or two tool calls in DSML | the block parses
+strictly; names, arguments and JSON types are equal | | `dialogue` | the next speech of a play or novel | nothing: it is
+scored by perplexity, `score` refuses it |
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _END_OF_THINKING = "</think>"
 class Item:
     """One exercise.
 
-    `messages` and `tools` are what a client sends (OpenAI form); `target` is a right output in full: with `thinking`, the
-    reasoning and `</think>` before the answer. `answer` is what scoring compares: a number, a word, or the calls as JSON.
-    `max_new_tokens` is ample for the target under the bundled tokenizer.
+    `messages` and `tools` are what a client sends (OpenAI form); `target` is a right output in full: with `thinking`,
+    the reasoning and `</think>` before the answer. `answer` is what scoring compares: a number, a word, or the calls as
+    JSON. `max_new_tokens` is ample for the target under the bundled tokenizer.
     """
 
     task: str

@@ -1,4 +1,6 @@
-"""A profile as one time line for Perfetto: what the engine's thread did, the device's kernels, the operations they add up to, and the gaps."""
+"""A profile as one time line for Perfetto: what the engine's thread did, the device's kernels, the operations they add
+up to, and the gaps.
+"""
 
 from __future__ import annotations
 

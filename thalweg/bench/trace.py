@@ -1,8 +1,10 @@
-"""Reads a profile (torch's Chrome trace, as `/start_profile` writes it): its steps, and in each what the device did, by operation.
+"""Reads a profile (torch's Chrome trace, as `/start_profile` writes it): its steps, and in each what the device did, by
+operation.
 
-On a GPU a span is a kernel or a copy. It belongs to the step whose A or B launched it, found by the correlation id of its launch, so that replays
-of CUDA graphs are told apart too; what was launched in neither belongs to the step during which it began. On a CPU a span is an outermost operator
-of torch on the thread of the steps. Times are µs of the trace's own clock.
+On a GPU a span is a kernel or a copy. It belongs to the step whose A or B launched it, found by the correlation id of
+its launch, so that replays of CUDA graphs are told apart too; what was launched in neither belongs to the step during
+which it began. On a CPU a span is an outermost operator of torch on the thread of the steps. Times are µs of the
+trace's own clock.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ class Half:
 
 @dataclass(slots=True)
 class Step:
-    """rows, tokens: of its plan. spans: in the order in which they began. begin: of the first; end: where the next step's first begins, or
-    of its own last where none follows at once."""
+    """rows, tokens: of its plan. spans: in the order in which they began. begin: of the first; end: where the next
+    step's first begins, or of its own last where none follows at once.
+    """
 
     number: int
     rows: int
@@ -80,8 +83,9 @@ class Profile:
 
 
 class Shapes:
-    """Tells a CPU's products apart by the shapes of the weights they multiply by. by_weight: operation by (inputs, outputs), or by a head's [inner,
-    outer]; by_size: by numbers that are read ahead at once."""
+    """Tells a CPU's products apart by the shapes of the weights they multiply by. by_weight: operation by (inputs,
+    outputs), or by a head's [inner, outer]; by_size: by numbers that are read ahead at once.
+    """
 
     def __init__(self, by_weight: Mapping[tuple[int, int], str], by_size: Mapping[int, str]) -> None:
         self.by_weight, self.by_size = by_weight, by_size
@@ -127,7 +131,8 @@ def read(path: Path, shapes: Shapes = NO_SHAPES) -> Profile:
     halves = sorted(_halves(events), key=lambda half: half.begin)
     if not halves:
         raise UnsupportedConfig(
-            f"{path} has no steps in it: a profile of Thalweg's engine with its CPU activities is needed, see POST /start_profile"
+            f"{path} has no steps in it: a profile of Thalweg's engine with its CPU activities is needed, see POST"
+            " /start_profile"
         )
     gpu = any(event.get("cat") in ON_GPU for event in events)
     steps = _on_gpu(events, halves) if gpu else _on_cpu(events, halves, shapes)

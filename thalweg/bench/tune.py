@@ -1,7 +1,9 @@
-"""`thalweg tune`: tries tiles and choices for a model's shapes on this device, and writes down those that are faster than the kernels' own tables.
+"""`thalweg tune`: tries tiles and choices for a model's shapes on this device, and writes down those that are faster
+than the kernels' own tables.
 
-Every candidate is held against the reference first; one that is wrong, does not compile or needs more memory than there is drops out. All are timed
-shortly, the best few again and longer, and the table's own choice stays unless another is faster by more than timing errs.
+Every candidate is held against the reference first; one that is wrong, does not compile or needs more memory than there
+is drops out. All are timed shortly, the best few again and longer, and the table's own choice stays unless another is
+faster by more than timing errs.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ GAIN = 0.02  # share of the time by which a candidate must be faster
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one search. us, default_us: of the chosen candidate and of the table's. tried: candidates that were timed. wrong: those that dropped out,
-    the first for this reason."""
+    """Of one search. us, default_us: of the chosen candidate and of the table's. tried: candidates that were timed.
+    wrong: those that dropped out, the first for this reason.
+    """
 
     search: Search
     choice: Any
@@ -103,8 +106,10 @@ def _on_cpu(settings: EngineConfig, facts: ModelFacts) -> Iterator[Search]:
 
 
 class Tuner:
-    """Runs searches on one device. most: candidates of each. resident: bytes that calls in a row read together: as many as a step of the model
-    reads, so that a weight is as cold as it is there, or a few times the last cache where that is less."""
+    """Runs searches on one device. most: candidates of each. resident: bytes that calls in a row read together: as many
+    as a step of the model reads, so that a weight is as cold as it is there, or a few times the last cache where that
+    is less.
+    """
 
     def __init__(self, device: torch.device, most: int, weights: int) -> None:
         self.device, self.most = device, most
@@ -179,7 +184,9 @@ class Tuner:
         return best
 
     def _compile(self, search: Search, tried: Sequence[Any], given: Inputs) -> None:
-        """All at once: a compiler takes seconds, and the others' cores stand idle. What fails here fails again where it counts."""
+        """All at once: a compiler takes seconds, and the others' cores stand idle. What fails here fails again where it
+        counts.
+        """
 
         @torch.inference_mode()
         def one(candidate: Any) -> None:
@@ -344,14 +351,16 @@ def run(argv: list[str]) -> Found:
     wanted = [one for one in every if matches(f"{one.operation} {one.label}", args.only)]
     if every and not wanted:
         raise UnsupportedConfig(
-            f"--only: nothing here has {' or '.join(map(repr, args.only))} in its name; --list without it says what there is"
+            f"--only: nothing here has {' or '.join(map(repr, args.only))} in its name; --list without it says what"
+            " there is"
         )
     todo = [search for search in wanted if args.again or not shelf.done(search)]
     print(f"{len(wanted)} cases, {len(wanted) - len(todo)} of them searched before; results go to {folder}")
     if args.list:
         for search in wanted:
             print(
-                f"  {'todo' if search in todo else 'done'}  {search.operation} {search.label}: {len(search.candidates)} candidates"
+                f"  {'todo' if search in todo else 'done'}  {search.operation} {search.label}: {len(search.candidates)}"
+                " candidates"
             )
         return Found()
     if wanted and not todo:
@@ -376,6 +385,7 @@ def _status(words: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, or as much as --seconds allowed, 1: it could not run, a search failed or a result could not be written, 2: it was asked for
-    wrongly, 130: Ctrl-C, what was found is kept."""
+    """0: done, or as much as --seconds allowed, 1: it could not run, a search failed or a result could not be written,
+    2: it was asked for wrongly, 130: Ctrl-C, what was found is kept.
+    """
     return status("thalweg tune", _status, argv)

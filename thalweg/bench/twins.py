@@ -1,7 +1,9 @@
 """Is the text of each stream that of its twin, the same request answered in one piece?
 
-A lost, doubled or reordered token would change the text. Where two texts differ, the model is asked once more with log-probabilities:
-only where its own choice was a near-tie at that place (EPSILON, a rounding of another batch) may they go apart."""
+A lost, doubled or reordered token would change the text. Where two texts differ, the model is asked once more with
+log-probabilities: only where its own choice was a near-tie at that place (EPSILON, a rounding of another batch) may
+they go apart.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ class _Answer(msgspec.Struct):
 
 @dataclass(slots=True)
 class Verdict:
-    """compared: pairs. equal: of them, with the same text. excused: went apart at a near-tie. wrong: a line for each other pair.
-    asked_tokens: output tokens of the requests that found that out."""
+    """compared: pairs. equal: of them, with the same text. excused: went apart at a near-tie. wrong: a line for each
+    other pair. asked_tokens: output tokens of the requests that found that out.
+    """
 
     compared: int = 0
     equal: int = 0
@@ -50,8 +53,10 @@ def parting(one: str, other: str) -> int:
 
 
 def margin_at(answer: bytes, place: int) -> float:
-    """How far, in logits, the two best tokens were apart where the character `place` of an answer was decided: the least of the tokens that
-    begin there or are the last to begin before it. inf where the answer does not reach that far."""
+    """How far, in logits, the two best tokens were apart where the character `place` of an answer was decided: the
+    least of the tokens that begin there or are the last to begin before it. inf where the answer does not reach that
+    far.
+    """
     choice = msgspec.json.decode(answer, type=_Answer).choices[0]
     log = choice.logprobs
     if place > len(choice.text) or not log.text_offset:
@@ -68,7 +73,9 @@ def margin_at(answer: bytes, place: int) -> float:
 async def compare(
     client: Client, options: Options, prompts: Sequence[Prompt], streams: Sequence[Record], twins: Sequence[Record]
 ) -> Verdict:
-    """Compares the texts pair by pair. options: those of the requests. Failed requests are not compared: they are counted as failures."""
+    """Compares the texts pair by pair. options: those of the requests. Failed requests are not compared: they are
+    counted as failures.
+    """
     verdict = Verdict()
     for i, (prompt, stream, twin) in enumerate(zip(prompts, streams, twins, strict=True)):
         if not (stream.ok and twin.ok):

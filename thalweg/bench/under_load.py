@@ -1,7 +1,10 @@
-"""`thalweg bench load`: a server of our own under many streams at once, the client in a process of its own, the engine on one core.
+"""`thalweg bench load`: a server of our own under many streams at once, the client in a process of its own, the engine
+on one core.
 
-It answers four questions: is each stream's text that of its twin that was not streamed, what does a token cost the server's process, does
-the memory stay where it is, and how much of its pace does the engine lose to the server beside it."""
+It answers four questions: is each stream's text that of its twin that was not streamed, what does a token cost the
+server's process, does the memory stay where it is, and how much of its pace does the engine lose to the server beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ class LoadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """prompts: of the streams that run at once. few: of the smaller load, longer outputs. settings: of the engine, with a server or alone."""
+    """prompts: of the streams that run at once. few: of the smaller load, longer outputs. settings: of the engine, with
+    a server or alone.
+    """
 
     prompts: list[Prompt]
     few: list[Prompt]
@@ -121,7 +126,9 @@ class Bench:
 
 
 async def alone(plan: Plan, prompts: Sequence[Prompt]) -> Pace:
-    """What the engine does with the prompts in a process of its own, on its core, while nothing else runs. Raises LoadError."""
+    """What the engine does with the prompts in a process of its own, on its core, while nothing else runs. Raises
+    LoadError.
+    """
     task = Task([list(p.ids) for p in prompts], prompts[0].output_len, min(plan.engine_cores), plan.settings)
     pipe = asyncio.subprocess.PIPE
     words = (sys.executable, "-m", "thalweg.bench.pinned")
@@ -177,8 +184,10 @@ async def run(args: argparse.Namespace, argv: list[str], say: Say) -> tuple[dict
 def _parser() -> Parser:
     parser = Parser(
         prog="thalweg bench load",
-        description="Starts a server with its engine on one core, puts it under many streams at once, and checks what it does: texts, "
-        "CPU time of a token, memory, and the engine's pace.",
+        description=(
+            "Starts a server with its engine on one core, puts it under many streams at once, and checks what it does:"
+            " texts, CPU time of a token, memory, and the engine's pace."
+        ),
     )
     add = parser.add_argument
     add("--model", default="models/tiny", help="folder of the checkpoint (default: %(default)s)")

@@ -1,4 +1,6 @@
-"""A command line whose errors are a line or two: what is wrong, and which flag may have been meant; and the status that a command ends with."""
+"""A command line whose errors are a line or two: what is wrong, and which flag may have been meant; and the status that
+a command ends with.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def status(command: str, run: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
-    """The status of `run`, or 2 where it was asked for wrongly, 1 for another error, which is said, and 130 for Ctrl-C."""
+    """The status of `run`, or 2 where it was asked for wrongly, 1 for another error, which is said, and 130 for
+    Ctrl-C.
+    """
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
     except (ThalwegError, DatasetError, ResultError) as error:

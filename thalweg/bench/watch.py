@@ -68,8 +68,9 @@ class Watcher:
 
 
 def pace(samples: Sequence[Sample], running: int) -> Pace | None:
-    """The engine's pace while `running` sequences decoded and nothing else was computed, from the first to the last such look; None where
-    there were not two with steps between them."""
+    """The engine's pace while `running` sequences decoded and nothing else was computed, from the first to the last
+    such look; None where there were not two with steps between them.
+    """
     most = max((s.stats.prefill_tokens for s in samples), default=0)
     steady = [
         s for s in samples if s.stats.running == running and not s.stats.waiting and s.stats.prefill_tokens == most

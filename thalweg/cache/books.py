@@ -1,8 +1,9 @@
-"""The page books: every page but the null page is free, leased, or idle (cached by the prefix tree and leased by nobody).
+"""The page books: every page but the null page is free, leased, or idle (cached by the prefix tree and leased by
+nobody).
 
-A page is free only when its lease count is zero. The count is the number of its holders: the requests that read or write it until their
-last step in flight has retired, and transfers under way. `spare()` pages can be had at once: the free ones, then the idle ones, which
-the tree gives up in order of last use and only when nothing is free.
+A page is free only when its lease count is zero. The count is the number of its holders: the requests that read or
+write it until their last step in flight has retired, and transfers under way. `spare()` pages can be had at once: the
+free ones, then the idle ones, which the tree gives up in order of last use and only when nothing is free.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from thalweg.core.plan import NULL_PAGE
 
 
 class Books:
-    """Leases of `pages` pages, of which page 0 is the null page and is never handed out. `tree` caches the contents of full ones."""
+    """Leases of `pages` pages, of which page 0 is the null page and is never handed out. `tree` caches the contents of
+    full ones.
+    """
 
     def __init__(self, pages: int, tree: PrefixTree) -> None:
         if pages < 2:

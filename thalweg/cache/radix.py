@@ -1,14 +1,16 @@
 """The prefix cache: a tree with one full page an edge.
 
-An edge is keyed by the page's actual tokens (packed int32, so equality is exact and a hash collision costs time only), a root by
-(epoch, salt). A node is one cached page; its path from the root is the whole prefix that the page's contents depend on, so a match of
-the path is a hit and anything else is not.
+An edge is keyed by the page's actual tokens (packed int32, so equality is exact and a hash collision costs time only),
+a root by (epoch, salt). A node is one cached page; its path from the root is the whole prefix that the page's contents
+depend on, so a match of the path is a hit and anything else is not.
 
-Matching and inserting go on from where a sequence stands (`Path`), so that a step costs what it adds and not what is there already.
+Matching and inserting go on from where a sequence stands (`Path`), so that a step costs what it adds and not what is
+there already.
 
-Eviction takes the idle page that was used least recently. A node whose lease has ended is younger than every idle node below it, so this
-is a leaf, except below pages that others lease. Then the whole subtree leaves the tree: its leased pages stay with their holders and are
-merely cached no more. So every idle page can be had at any moment, and the number of idle pages is exact.
+Eviction takes the idle page that was used least recently. A node whose lease has ended is younger than every idle node
+below it, so this is a leaf, except below pages that others lease. Then the whole subtree leaves the tree: its leased
+pages stay with their holders and are merely cached no more. So every idle page can be had at any moment, and the number
+of idle pages is exact.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class Node:
 class Path:
     """Where one sequence stands in the tree: its first `depth` full pages are cached, and `node` is the last of them.
 
-    tokens: all its known tokens; whoever learns more appends them. epoch: that of its last match; what it computes is cached in that
-    epoch only.
+    tokens: all its known tokens; whoever learns more appends them. epoch: that of its last match; what it computes is
+    cached in that epoch only.
     """
 
     __slots__ = ("depth", "epoch", "node", "salt", "tokens")
@@ -56,7 +58,9 @@ class Path:
 
 
 class PrefixTree(Protocol):
-    """What the books and the scheduler ask of a prefix cache. Pages are counted in full pages from a sequence's start."""
+    """What the books and the scheduler ask of a prefix cache. Pages are counted in full pages from a sequence's
+    start.
+    """
 
     page_size: int
 
@@ -69,14 +73,17 @@ class PrefixTree(Protocol):
         """Pages that are cached, leased or not."""
 
     def match(self, path: Path, most: int) -> int:
-        """How many of the first `most` pages of the path's tokens are cached; `path` then stands there, in the present epoch. For
-        sequences that have not begun to compute."""
+        """How many of the first `most` pages of the path's tokens are cached; `path` then stands there, in the present
+        epoch. For sequences that have not begun to compute.
+        """
 
     def pages(self, path: Path) -> list[int]:
         """The cached pages up to where `path` stands."""
 
     def insert(self, path: Path, pages: Sequence[int], count: int) -> None:
-        """Caches the first `count` pages of the path's tokens, which `pages` hold and the caller leases, where they are not yet."""
+        """Caches the first `count` pages of the path's tokens, which `pages` hold and the caller leases, where they are
+        not yet.
+        """
 
     def frontier(self, path: Path) -> Frontier | None:
         """What `path` would match or insert next; None where its next page is not full, or nothing is ever cached."""
@@ -91,8 +98,9 @@ class PrefixTree(Protocol):
         """Gives up at least `count` idle pages, which are then free."""
 
     def trim(self, path: Path, count: int) -> list[int]:
-        """Gives up the cached pages of the path's tokens beyond the first `count`, from the last one on, as far as they are idle and
-        nothing stands behind them; they are then free. For sequences that compute no more."""
+        """Gives up the cached pages of the path's tokens beyond the first `count`, from the last one on, as far as they
+        are idle and nothing stands behind them; they are then free. For sequences that compute no more.
+        """
 
     def flush(self) -> list[int]:
         """Forgets everything and begins a new epoch; returns the idle pages, which are then free."""

@@ -1,1 +1,3 @@
-"""What the user wishes (one tree of frozen dataclasses, which is also the command line), what the model is, what the machine has. No torch."""
+"""What the user wishes (one tree of frozen dataclasses, which is also the command line), what the model is, what the
+machine has. No torch.
+"""

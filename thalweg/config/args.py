@@ -1,4 +1,6 @@
-"""The command line of the settings, made from the tree of options: names, aliases, other engines' spellings, help with defaults."""
+"""The command line of the settings, made from the tree of options: names, aliases, other engines' spellings, help with
+defaults.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Habit:
-    """A flag of other engines that changes nothing here. value: the one it may have, None for a flag without. otherwise: what to do instead of giving
-    another."""
+    """A flag of other engines that changes nothing here. value: the one it may have, None for a flag without.
+    otherwise: what to do instead of giving another.
+    """
 
     flag: str
     value: str | None
@@ -67,7 +70,9 @@ class Given:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that says which known flag is nearest to an unknown one, and raises UnsupportedConfig instead of leaving the process."""
+    """argparse that says which known flag is nearest to an unknown one, and raises UnsupportedConfig instead of leaving
+    the process.
+    """
 
     def error(self, message: str) -> NoReturn:
         raise UnsupportedConfig(message)
@@ -75,7 +80,9 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a command line said. notices: one line for each spelling that has another name here. args: the values of the command's own flags."""
+    """What a command line said. notices: one line for each spelling that has another name here. args: the values of the
+    command's own flags.
+    """
 
     options: Options
     notices: tuple[str, ...]
@@ -118,7 +125,9 @@ def options_parser(prog: str, description: str, epilog: str = "", only: Sequence
 
 
 def parse_options(parser: Parser, argv: Sequence[str]) -> Parsed:
-    """Reads a command line; a YAML file given with --config lies below the flags. Raises UnsupportedConfig naming the flag."""
+    """Reads a command line; a YAML file given with --config lies below the flags. Raises UnsupportedConfig naming the
+    flag.
+    """
     found, unknown = parser.parse_known_args([_dashes(arg) for arg in argv])
     for arg in unknown:
         if not arg.startswith("-"):
@@ -148,7 +157,9 @@ def _dashes(arg: str) -> str:
 
 
 def _add(group: argparse._ArgumentGroup, one: Setting) -> None:
-    """One setting's flags. Shown are its own name and the aliases; other engines' spellings are known but not listed."""
+    """One setting's flags. Shown are its own name and the aliases; other engines' spellings are known but not
+    listed.
+    """
     flags: list[tuple[str, Any, bool]] = []
     others: list[tuple[str, Any, bool]] = []
     for name, (owner, fixed, foreign) in spellings().items():

@@ -1,4 +1,6 @@
-"""`docs/configuration.md`, made from the settings: `python -m thalweg.config.document > docs/configuration.md` (`make docs`)."""
+"""`docs/configuration.md`, made from the settings: `python -m thalweg.config.document > docs/configuration.md` (`make
+docs`).
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,10 @@ def _other_spellings() -> str:
                     continue
                 meant = f"`{one.flag}`" if value is ... else f"`{one.flag if value else '--no-' + one.flag[2:]}`"
                 rows.append(f"| `--{name}` | {meant} |{' yes' if key == 'foreign' else ''} |\n")
-    head = "\n## Other spellings\n\nUnderstood too; those of other engines with a line that says what the flag is called here.\n\n"
+    head = (
+        "\n## Other spellings\n\nUnderstood too; those of other engines with a line that says what the flag is called"
+        " here.\n\n"
+    )
     return head + "| flag | means | with a notice |\n| --- | --- | --- |\n" + "".join(rows)
 
 

@@ -1,7 +1,8 @@
 """What the config.json in the folder of a drafter says. No torch.
 
-EAGLE heads are published in two formats: EAGLE-3 (a layer on three residual streams of the target, with a vocabulary of its own), and that of EAGLE
-and EAGLE-2, which differ in how drafts are searched for and not in their weights."""
+EAGLE heads are published in two formats: EAGLE-3 (a layer on three residual streams of the target, with a vocabulary of
+its own), and that of EAGLE and EAGLE-2, which differ in how drafts are searched for and not in their weights.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +29,11 @@ class Watched(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleFacts:
-    """facts: of the head's layers; its context is the target's. third: whether the format is EAGLE-3's. Of that format: target_hidden: numbers of a
-    stream; draft_vocab: tokens that it can draft; watched: its streams; normed_residual: whether the layer adds
-    to the norm of its state, not to the state. Of the other: bias: whether the projection that joins embedding and hidden state has one."""
+    """facts: of the head's layers; its context is the target's. third: whether the format is EAGLE-3's. Of that format:
+    target_hidden: numbers of a stream; draft_vocab: tokens that it can draft; watched: its streams; normed_residual:
+    whether the layer adds to the norm of its state, not to the state. Of the other: bias: whether the projection that
+    joins embedding and hidden state has one.
+    """
 
     facts: ModelFacts
     third: bool
@@ -42,20 +45,24 @@ class EagleFacts:
 
 
 def read_eagle(folder: Path, target: ModelFacts) -> EagleFacts:
-    """Reads `folder`/config.json, and the shapes of the tensors beside it if there are any. Raises CheckpointError when it is missing, nonsense, or
-    not of a head for this target."""
+    """Reads `folder`/config.json, and the shapes of the tensors beside it if there are any. Raises CheckpointError when
+    it is missing, nonsense, or not of a head for this target.
+    """
     given = eagle_of(read_config(folder, "a drafter"), str(folder / "config.json"), target)
     _check_tensors(given, tensor_shapes(folder), folder, target)
     return given
 
 
 def algorithm_of(folder: Path) -> str:
-    """What `folder` holds: EAGLE3, EAGLE or, where nothing speaks of a head, STANDALONE. Heads of the format before EAGLE-3 are often published as
-    plain Llamas: they are told by the names of their tensors, where these are there. Raises CheckpointError, also for Medusa's several heads."""
+    """What `folder` holds: EAGLE3, EAGLE or, where nothing speaks of a head, STANDALONE. Heads of the format before
+    EAGLE-3 are often published as plain Llamas: they are told by the names of their tensors, where these are there.
+    Raises CheckpointError, also for Medusa's several heads.
+    """
     config = read_config(folder, "a drafter")
     if any("medusa" in str(config.get(key)).lower() for key in ("architectures", "model_type")):
         raise CheckpointError(
-            f"{folder / 'config.json'} is of a Medusa drafter, which is not here; use an EAGLE head or a smaller model of the same family"
+            f"{folder / 'config.json'} is of a Medusa drafter, which is not here; use an EAGLE head or a smaller model"
+            " of the same family"
         )
     if _third(config):
         return "EAGLE3"
@@ -65,7 +72,9 @@ def algorithm_of(folder: Path) -> str:
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
-    """Of the safetensors in this folder, by its index or else their headers; what cannot be read is left to who loads it."""
+    """Of the safetensors in this folder, by its index or else their headers; what cannot be read is left to who loads
+    it.
+    """
     try:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
@@ -97,19 +106,19 @@ def _check_tensors(given: EagleFacts, shapes: Mapping[str, tuple[int, ...]], fol
     if len(fuse) == 2 and fuse[1] != reads:
         of = (fuse[1] - (0 if given.third else own)) / streams
         raise CheckpointError(
-            f"{folder}: fc.weight reads {fuse[1]} numbers: {_streams(streams)} of a model whose hidden_size is {of:g}; that of the model to "
-            f"draft for is {target.hidden}: this head is another model's"
+            f"{folder}: fc.weight reads {fuse[1]} numbers: {_streams(streams)} of a model whose hidden_size is {of:g};"
+            f" that of the model to draft for is {target.hidden}: this head is another model's"
         )
     if given.third and shapes and own != target.hidden and "embed_tokens.weight" not in shapes:
         raise CheckpointError(
-            f"{folder}: its hidden_size is {own} and that of the model to draft for {target.hidden}, whose embedding it therefore cannot share, and "
-            "it has none of its own (embed_tokens.weight): this head is another model's"
+            f"{folder}: its hidden_size is {own} and that of the model to draft for {target.hidden}, whose embedding it"
+            " therefore cannot share, and it has none of its own (embed_tokens.weight): this head is another model's"
         )
     if given.third and shapes and given.draft_vocab < target.vocab and "d2t" not in shapes:
         raise CheckpointError(
-            f"{folder}: there is no tensor d2t, which says what tokens the {given.draft_vocab} are that the head drafts of the model's "
-            f"{target.vocab} (draft_vocab_size and vocab_size in its config.json), so what it drafts cannot be read; take the file as it was "
-            "published"
+            f"{folder}: there is no tensor d2t, which says what tokens the {given.draft_vocab} are that the head drafts"
+            f" of the model's {target.vocab} (draft_vocab_size and vocab_size in its config.json), so what it drafts"
+            " cannot be read; take the file as it was published"
         )
 
 
@@ -122,7 +131,9 @@ def _third(config: Mapping[str, Any]) -> bool:
 
 
 def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> EagleFacts:
-    """The facts of a head's config.json's content. `where` names it in errors. Raises CheckpointError as `read_eagle`."""
+    """The facts of a head's config.json's content. `where` names it in errors. Raises CheckpointError as
+    `read_eagle`.
+    """
     layer = config.get("transformer_layer_config")
     speculators = isinstance(layer, dict)  # that tool writes the fields of the layer apart
     architectures = config.get("architectures") or ["LlamaForCausalLM"]
@@ -148,7 +159,8 @@ def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> Eagle
         )
     if not third and facts.hidden != target.hidden:
         raise CheckpointError(
-            f"{where}: hidden_size {facts.hidden} is not that of the model to draft for, {target.hidden}: this head is another model's"
+            f"{where}: hidden_size {facts.hidden} is not that of the model to draft for, {target.hidden}: this head is"
+            " another model's"
         )
     if third and facts.layers != 1:
         raise CheckpointError(f"{where}: an EAGLE-3 head has one layer; num_hidden_layers is {facts.layers}")
@@ -164,9 +176,10 @@ def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> Eagle
 
 
 def _watched(config: Mapping[str, Any], where: str, layers: int) -> Watched:
-    """Published ids are of two kinds: those in `eagle_config` are layers whose OUTPUT is read (SGLang's set_eagle3_layers_to_capture adds 1 to
-    each); those beside it are layers whose input is (vLLM, speculators), unless they begin with 1, which as an input nobody chooses. An
-    empty list is none."""
+    """Published ids are of two kinds: those in `eagle_config` are layers whose OUTPUT is read (SGLang's
+    set_eagle3_layers_to_capture adds 1 to each); those beside it are layers whose input is (vLLM, speculators), unless
+    they begin with 1, which as an input nobody chooses. An empty list is none.
+    """
     eagle = config.get("eagle_config")
     inside = eagle.get(STREAMS) if isinstance(eagle, dict) else None
     beside = config.get(STREAMS)

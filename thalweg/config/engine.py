@@ -1,4 +1,6 @@
-"""`EngineConfig`: everything an engine is built from. The resolver makes it; the engine's start-up replaces only what it measures."""
+"""`EngineConfig`: everything an engine is built from. The resolver makes it; the engine's start-up replaces only what
+it measures.
+"""
 
 from __future__ import annotations
 
@@ -163,5 +165,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def started(self, decisions: Iterable[Decision], **fields: Any) -> EngineConfig:
-        """This configuration with what start-up measured or corrected: `fields` replaced and `decisions` appended to the report."""
+        """This configuration with what start-up measured or corrected: `fields` replaced and `decisions` appended to
+        the report.
+        """
         return msgspec.structs.replace(self, report=self.report.append(decisions), **fields)

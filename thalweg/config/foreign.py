@@ -1,4 +1,6 @@
-"""Flags of other engines that have no equal here: what to do instead, and those of one that stands for several settings."""
+"""Flags of other engines that have no equal here: what to do instead, and those of one that stands for several
+settings.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ ABSENT = (
     Absent("disaggregation-mode disaggregation-transfer-backend", "not in this version"),
     Absent(
         "speculative-token-map",
-        "not needed: a head's own vocabulary (d2t in its file) is read with it, and a next-token layer drafts from the whole one",
+        "not needed: a head's own vocabulary (d2t in its file) is read with it, and a next-token layer drafts from the"
+        " whole one",
     ),
     Absent(
         "speculative-attention-mode",
@@ -45,7 +48,8 @@ ABSENT = (
     ),
     Absent(
         "speculative-draft-attention-backend speculative-moe-runner-backend speculative-moe-a2a-backend",
-        "not needed: a drafter computes with the model's backends, which --attention-backend and --moe-runner-backend choose",
+        "not needed: a drafter computes with the model's backends, which --attention-backend and --moe-runner-backend"
+        " choose",
     ),
     Absent(
         "speculative-draft-model-revision",
@@ -70,8 +74,8 @@ ABSENT = (
         "not needed: the longest of 2 to 5 last tokens that stood there before counts",
     ),
     Absent(
-        "speculative-ngram-min-match-window-size speculative-ngram-max-match-window-size speculative-ngram-max-trie-depth "
-        "speculative-ngram-branch-length",
+        "speculative-ngram-min-match-window-size speculative-ngram-max-match-window-size"
+        " speculative-ngram-max-trie-depth speculative-ngram-branch-length",
         "not needed: the longest of 2 to 5 last tokens that stood there before counts",
     ),
     Absent(
@@ -197,8 +201,8 @@ def _object(value: object) -> Mapping[str, Any]:
             value = json.loads(value)
         except ValueError as error:
             raise UnsupportedConfig(
-                f"{CONFIG}: not JSON ({error}); give an object in single quotes, such as "
-                '\'{"method": "mtp", "num_speculative_tokens": 3}\', or use --speculative-algorithm and --speculative-num-steps'
+                f'{CONFIG}: not JSON ({error}); give an object in single quotes, such as \'{{"method": "mtp",'
+                ' "num_speculative_tokens": 3}\', or use --speculative-algorithm and --speculative-num-steps'
             ) from None
     if not isinstance(value, Mapping):
         raise UnsupportedConfig(f"{CONFIG}: expected an object of settings, got {value!r}")

@@ -1,4 +1,6 @@
-"""What this machine has, asked of the operating system without torch, and within the limits of the container it may be."""
+"""What this machine has, asked of the operating system without torch, and within the limits of the container it may
+be.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pathlib import Path
 
 NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 
-# What computes on a GPU and is not required: (module, a file beside it without which it is another package of that name)
+# What computes on a GPU and is not required: (module, a file beside it without which it is another package of that
+# name)
 LIBRARIES = {
     "triton": ("triton", ""),
     "flashmla": ("flash_mla", "_C_legacy.*.so"),
@@ -24,9 +27,11 @@ LIBRARIES = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """cores: that this process may use. memory, free: bytes; free counts what the page cache would give back. gpus: names of
-    NVIDIA GPUs that the driver shows; gpu_free: bytes that are free on the first; capability: of the first, such as "9.0". libraries: those of
-    `LIBRARIES` that are installed; whether they run, the engine checks when it starts."""
+    """cores: that this process may use. memory, free: bytes; free counts what the page cache would give back. gpus:
+    names of NVIDIA GPUs that the driver shows; gpu_free: bytes that are free on the first; capability: of the first,
+    such as "9.0". libraries: those of `LIBRARIES` that are installed; whether they run, the engine checks when it
+    starts.
+    """
 
     cpu: str
     cores: int
@@ -99,7 +104,9 @@ def _cpu_name() -> str:
 
 
 def _gpus() -> tuple[tuple[str, ...], int, str]:
-    """Names, and the free bytes and compute capability of the first, as the driver's own tool tells them; none where there is no driver."""
+    """Names, and the free bytes and compute capability of the first, as the driver's own tool tells them; none where
+    there is no driver.
+    """
     query = ["nvidia-smi", "--query-gpu=memory.free,compute_cap,name", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

@@ -1,7 +1,9 @@
-"""Machines by name, such as `h200x8`: what one GPU has and does at best, and how GPUs reach each other. No torch, and no GPU is asked.
+"""Machines by name, such as `h200x8`: what one GPU has and does at best, and how GPUs reach each other. No torch, and
+no GPU is asked.
 
-Rates are those of the makers' data sheets without sparsity: no program reaches them, which is what makes them a floor. Memory is what the
-driver gives away of an idle card. Every figure has its source."""
+Rates are those of the makers' data sheets without sparsity: no program reaches them, which is what makes them a floor.
+Memory is what the driver gives away of an idle card. Every figure has its source.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ LIBRARIES = {  # assumed installed: what `thalweg doctor` asks for on such a car
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A kind of GPU. driver: a part of the name under which the driver shows it. memory: bytes. read: bytes/s of its memory. bf16, fp8: FLOP/s of
-    dense products (fp8 as bf16 where the card has none). link: NVLink bytes/s in one direction. sources: of each figure."""
+    """A kind of GPU. driver: a part of the name under which the driver shows it. memory: bytes. read: bytes/s of its
+    memory. bf16, fp8: FLOP/s of dense products (fp8 as bf16 where the card has none). link: NVLink bytes/s in one
+    direction. sources: of each figure.
+    """
 
     name: str
     driver: str
@@ -158,7 +162,8 @@ def hardware(name: str) -> Hardware:
         raise UnsupportedConfig(
             f"--machine {name}: unknown"
             + (f"; did you mean {guess}?" if guess else ".")
-            + f" There is {known}, each with x and a number of GPUs behind it, such as h200x8. Without --machine the plan is for this machine"
+            + f" There is {known}, each with x and a number of GPUs behind it, such as h200x8. Without --machine the"
+            " plan is for this machine"
         )
     gpus = int(found[2] or 1)
     if not 1 <= gpus <= MOST_GPUS or (gpus > A_NODE and gpus % A_NODE):
@@ -169,7 +174,9 @@ def hardware(name: str) -> Hardware:
 
 
 def hardware_of(machine: Machine) -> Hardware | None:
-    """What is known of a real machine's GPUs by the name that the driver gives; None for one without, or of an unknown kind."""
+    """What is known of a real machine's GPUs by the name that the driver gives; None for one without, or of an unknown
+    kind.
+    """
     for chip in CHIPS.values():
         if machine.gpus and chip.driver in machine.gpus[0]:
             return Hardware(chip, len(machine.gpus))

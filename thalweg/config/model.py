@@ -1,7 +1,8 @@
 """What a checkpoint's config.json says, as one frozen value: `ModelFacts`. No torch.
 
-Field names follow Thalweg, not the file: every family is read into the same record. Both spellings of the rotary fields are understood
-(`rope_scaling` + `rope_theta`, and transformers ≥ 5's `rope_parameters`). Nonsense is a CheckpointError that names the field.
+Field names follow Thalweg, not the file: every family is read into the same record. Both spellings of the rotary fields
+are understood (`rope_scaling` + `rope_theta`, and transformers ≥ 5's `rope_parameters`). Nonsense is a CheckpointError
+that names the field.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary embedding. dim: how many dims of a head rotate; theta: base. kind: "default", "linear", "yarn" or "llama3".
+    """Rotary embedding. dim: how many dims of a head rotate; theta: base. kind: "default", "linear", "yarn" or
+    "llama3".
 
-    YaRN (arXiv 2309.00071): factor, beta_fast, beta_slow, original (the context of pre-training), mscale and mscale_all_dim (0 is
-    absent). attention_factor multiplies cos and sin; 0 is "derive it". llama3: low_freq_factor and high_freq_factor.
+    YaRN (arXiv 2309.00071): factor, beta_fast, beta_slow, original (the context of pre-training), mscale and
+    mscale_all_dim (0 is absent). attention_factor multiplies cos and sin; 0 is "derive it". llama3: low_freq_factor and
+    high_freq_factor.
     """
 
     dim: int
@@ -66,7 +69,9 @@ class Indexer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moe:
-    """Mixture of experts. method: "greedy", "group_limited_greedy" (softmax scores) or "noaux_tc" (sigmoid scores and a bias)."""
+    """Mixture of experts. method: "greedy", "group_limited_greedy" (softmax scores) or "noaux_tc" (sigmoid scores and a
+    bias).
+    """
 
     experts: int
     shared: int
@@ -86,9 +91,10 @@ class Moe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """head_dim, kv_heads: of dense attention. context: the longest sequence. eos: every id that ends a generation by default.
-    nextn: NextN layers stored behind the main layers. quantization_config: as published, see `quant.catalog`; empty is none.
-    dtype: as published ("bfloat16"); what a model computes in is the caller's choice."""
+    """head_dim, kv_heads: of dense attention. context: the longest sequence. eos: every id that ends a generation by
+    default. nextn: NextN layers stored behind the main layers. quantization_config: as published, see `quant.catalog`;
+    empty is none. dtype: as published ("bfloat16"); what a model computes in is the caller's choice.
+    """
 
     architecture: str
     vocab: int
@@ -116,7 +122,9 @@ class ModelFacts:
 
 
 def read_config(folder: Path, whose: str) -> dict[str, Any]:
-    """The content of `folder`/config.json. whose: folder it is, for errors. Raises CheckpointError when it is missing or no JSON object."""
+    """The content of `folder`/config.json. whose: folder it is, for errors. Raises CheckpointError when it is missing
+    or no JSON object.
+    """
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -145,8 +153,8 @@ def facts_of(
     fields: Mapping[str, tuple[str, ...]] = NO_FIELDS,
     defaults: Mapping[str, Any] = NO_FIELDS,
 ) -> ModelFacts:
-    """The facts of a config.json's content. where: names it in errors. fields: other names of fields, by the name that is read here. defaults: of
-    fields that are absent. Raises CheckpointError naming the first bad field.
+    """The facts of a config.json's content. where: names it in errors. fields: other names of fields, by the name that
+    is read here. defaults: of fields that are absent. Raises CheckpointError naming the first bad field.
     """
     read = _Reader(config, where, fields, defaults)
     architecture = architecture_of(config, where)
@@ -294,7 +302,9 @@ def _indexer(read: _Reader) -> Indexer | None:
 
 
 def _indexer_layers(read: _Reader, layers: int) -> tuple[bool, ...]:
-    """IndexCache's schedule (arXiv 2603.12201): an explicit list or pattern, else every `freq`-th layer from `offset` on."""
+    """IndexCache's schedule (arXiv 2603.12201): an explicit list or pattern, else every `freq`-th layer from `offset`
+    on.
+    """
     given = read.get("indexer_types") or read.get("index_topk_pattern")
     if given is not None:
         full = tuple(kind in ("full", "F") for kind in given)
@@ -332,8 +342,9 @@ def _moe(read: _Reader) -> Moe | None:
 
 
 def _sparse_layers(read: _Reader) -> tuple[bool, ...]:
-    """DeepSeek: every `moe_layer_freq`-th layer from `first_k_dense_replace` on, or `mlp_layer_types`. Qwen: every `decoder_sparse_step`-th layer, but
-    for `mlp_only_layers`."""
+    """DeepSeek: every `moe_layer_freq`-th layer from `first_k_dense_replace` on, or `mlp_layer_types`. Qwen: every
+    `decoder_sparse_step`-th layer, but for `mlp_only_layers`.
+    """
     layers = read.count("num_hidden_layers")
     kinds = read.get("mlp_layer_types")
     if kinds is not None:

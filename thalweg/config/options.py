@@ -1,7 +1,9 @@
-"""The user's wishes: one tree of frozen dataclasses. The command line, YAML and keyword arguments are made from its fields.
+"""The user's wishes: one tree of frozen dataclasses. The command line, YAML and keyword arguments are made from its
+fields.
 
-`None` is "auto": the resolver chooses and says why. A value that stands here is never changed by anything: what cannot be honoured is
-an error (`UnsupportedConfig`) that names the nearest that can. To add a flag, add a field."""
+`None` is "auto": the resolver chooses and says why. A value that stands here is never changed by anything: what cannot
+be honoured is an error (`UnsupportedConfig`) that names the nearest that can. To add a flag, add a field.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,8 @@ class LoadOptions:
     )
     attention_backend: str | None = setting(
         None,
-        "what computes attention: triton, reference, flashinfer, or for what it has: flashmla (decode), fa3 (prefill), torch (sparse attention)",
+        "what computes attention: triton, reference, flashinfer, or for what it has: flashmla (decode), fa3 (prefill),"
+        " torch (sparse attention)",
         auto="the fastest that fits",
         off="reference",
         on="triton",
@@ -124,8 +127,8 @@ class LoadOptions:
     )
     cuda_graph_mode: str | None = setting(
         None,
-        "what is recorded as CUDA graphs: decode steps and small mixed ones; only decode steps; these, and the static parts of others; only "
-        "static parts; nothing",
+        "what is recorded as CUDA graphs: decode steps and small mixed ones; only decode steps; these, and the static"
+        " parts of others; only static parts; nothing",
         choices=GRAPH_MODES,
         aliases=("disable-cuda-graph=none",),
         foreign=("enforce-eager=none", "enable-piecewise-cuda-graph=full_and_piecewise"),
@@ -166,7 +169,10 @@ class MemoryOptions:
         foreign=("gpu-memory-utilization",),
         least=0.01,
         most=0.99,
-        auto="on a CPU 0.8, and no more cache than all running requests can fill; on a GPU what is free beside all else, which is measured",
+        auto=(
+            "on a CPU 0.8, and no more cache than all running requests can fill; on a GPU what is free beside all else,"
+            " which is measured"
+        ),
     )
     max_total_tokens: int | None = setting(
         None, "tokens that the KV cache holds, whatever memory there is", least=64, auto="from memory"
@@ -246,7 +252,8 @@ class SamplingOptions:
     )
     sampling_defaults: str = setting(
         "model",
-        "temperature, top_p, top_k, min_p and repetition_penalty of requests that set none: the model's recommendation, or OpenAI's",
+        "temperature, top_p, top_k, min_p and repetition_penalty of requests that set none: the model's recommendation,"
+        " or OpenAI's",
         choices=("model", "openai"),
     )
 
@@ -320,7 +327,9 @@ class ListenOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything that a user may wish. `Options.of(model=..., max_total_tokens=...)` takes the fields of all sections flat."""
+    """Everything that a user may wish. `Options.of(model=..., max_total_tokens=...)` takes the fields of all sections
+    flat.
+    """
 
     model: ModelOptions = field(default_factory=ModelOptions)
     load: LoadOptions = field(default_factory=LoadOptions)

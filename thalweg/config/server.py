@@ -22,14 +22,15 @@ class ServerOptions:
     )
     api_keys_file: str | None = setting(
         None,
-        "keys with limits of their own: a YAML or JSON list of name, key or sha256, max_concurrency, tokens_per_minute, private_cache. "
-        "Read again when it changes",
+        "keys with limits of their own: a YAML or JSON list of name, key or sha256, max_concurrency, tokens_per_minute,"
+        " private_cache. Read again when it changes",
         metavar="FILE",
         auto="none",
     )
     admin_api_key: str | None = setting(
         None,
-        "key of the admin routes, which change what others get (/flush_cache, abort_all, weights, profiles). It opens the other routes too",
+        "key of the admin routes, which change what others get (/flush_cache, abort_all, weights, profiles). It opens"
+        " the other routes too",
         auto="the admin routes are off",
         secret=True,
     )
@@ -38,7 +39,8 @@ class ServerOptions:
     max_connections: int = setting(8192, "open connections; beyond it they are closed with a 503", least=1)
     client_timeout: float = setting(
         60.0,
-        "seconds in which a client must send its request, and must read what waits for it (64 KiB at most); after that it is cut off",
+        "seconds in which a client must send its request, and must read what waits for it (64 KiB at most); after that"
+        " it is cut off",
         least=0.1,
         most=86400.0,
     )
@@ -62,7 +64,8 @@ class ServerOptions:
     metrics: bool = setting(True, "serve Prometheus metrics at /metrics", aliases=("enable-metrics=true",))
     metrics_names: tuple[str, ...] = setting(
         (),
-        "other engines' names under which the metrics are given too, for their dashboards; may be given twice. Default: only ours",
+        "other engines' names under which the metrics are given too, for their dashboards; may be given twice. Default:"
+        " only ours",
         choices=("sglang", "vllm"),
     )
     log_level: str = setting(
@@ -84,19 +87,21 @@ class ServerOptions:
     )
     log_requests_level: int = setting(
         0,
-        "what that line tells besides. 1: sampling parameters; 2: the first 2,048 characters of prompts and outputs too; 3: all of them",
+        "what that line tells besides. 1: sampling parameters; 2: the first 2,048 characters of prompts and outputs"
+        " too; 3: all of them",
         choices=(0, 1, 2, 3),
     )
     otlp_traces_endpoint: str | None = setting(
         None,
-        "OTLP/HTTP address of an OpenTelemetry collector that gets a trace of each request, such as http://localhost:4318",
+        "OTLP/HTTP address of an OpenTelemetry collector that gets a trace of each request, such as"
+        " http://localhost:4318",
         auto="no traces",
     )
 
     crash_dump_folder: str | None = setting(
         None,
-        "folder for recordings of the engine's last steps: written when it dies or hangs and on SIGUSR1, run again by thalweg replay. "
-        "They hold the token ids of prompts and outputs",
+        "folder for recordings of the engine's last steps: written when it dies or hangs and on SIGUSR1, run again by"
+        " thalweg replay. They hold the token ids of prompts and outputs",
         metavar="DIR",
         auto="nothing is recorded",
     )
@@ -108,7 +113,8 @@ class ServerOptions:
     )
     watchdog_timeout: float = setting(
         300.0,
-        "seconds in which the engine must make a step while requests wait; beyond it /health answers 503 until it does. 0: no limit",
+        "seconds in which the engine must make a step while requests wait; beyond it /health answers 503 until it does."
+        " 0: no limit",
         least=0.0,
         most=86400.0,
     )
@@ -132,8 +138,8 @@ class ServerOptions:
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise UnsupportedConfig(
-                f"otlp_traces_endpoint: must begin with http:// or https://, got {endpoint!r}; collectors listen for it on port 4318 "
-                "(4317 is gRPC, which is not spoken here)"
+                f"otlp_traces_endpoint: must begin with http:// or https://, got {endpoint!r}; collectors listen for it"
+                " on port 4318 (4317 is gRPC, which is not spoken here)"
             )
         header = self.request_id_header
         if not header.isascii() or not header.replace("-", "").isalnum():

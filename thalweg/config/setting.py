@@ -1,16 +1,12 @@
-"""One setting: a dataclass field that carries its help, its other spellings and its limits, so that the command line, YAML, Python and
-the documentation are all made from it.
+"""One setting: a dataclass field that carries its help, its other spellings and its limits, so that the command line,
+YAML, Python and the documentation are all made from it.
 
-Metadata of a field:
-    help      what it does, one line
-    aliases   other spellings of its flag, without the dashes; "name=value" is a flag without an argument that sets this value
-    foreign   spellings of other engines: the same, but a notice says what the flag is called here
-    choices   the values it may have
-    least, most   inclusive bounds of a number
-    metavar   what stands for the value in the help
-    auto      in words, what `None` lets the resolver choose
-    secret    True: never printed
-    off       the value without what the setting brings, for `thalweg ablate`; a switch's is False. `on`: one that brings it
+Metadata of a field: help      what it does, one line aliases   other spellings of its flag, without the dashes;
+    "name=value" is a flag without an argument that sets this value foreign   spellings of other engines: the same, but
+    a notice says what the flag is called here choices   the values it may have least, most   inclusive bounds of a
+    number metavar   what stands for the value in the help auto      in words, what `None` lets the resolver choose
+    secret    True: never printed off       the value without what the setting brings, for `thalweg ablate`; a switch's
+    is False. `on`: one that brings it
 """
 
 from __future__ import annotations
@@ -51,8 +47,9 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting as the command line, YAML and the documentation see it. kind: bool, int, float or str; many: a tuple of these;
-    optional: None ("auto") is a value."""
+    """A setting as the command line, YAML and the documentation see it. kind: bool, int, float or str; many: a tuple of
+    these; optional: None ("auto") is a value.
+    """
 
     name: str
     section: str
@@ -96,7 +93,9 @@ class Setting:
         return pairs
 
     def parse(self, value: object) -> Any:
-        """The value that text from a command line, or a scalar or list from YAML, stands for. Raises UnsupportedConfig naming the setting."""
+        """The value that text from a command line, or a scalar or list from YAML, stands for. Raises UnsupportedConfig
+        naming the setting.
+        """
         if self.optional and (value is None or value == "auto"):
             return None
         if self.many:
@@ -120,7 +119,9 @@ class Setting:
         return value
 
     def check(self, value: Any) -> None:
-        """Raises UnsupportedConfig naming the setting when the value has the wrong type, is no choice or lies outside the bounds."""
+        """Raises UnsupportedConfig naming the setting when the value has the wrong type, is no choice or lies outside
+        the bounds.
+        """
         if value is None and self.optional:
             return
         if self.many and not isinstance(value, tuple):
@@ -150,7 +151,9 @@ def settings_of(section_type: type, section: str) -> tuple[Setting, ...]:
 
 
 def check_section(section: Any) -> None:
-    """For the `__post_init__` of a section: checks every field. Raises UnsupportedConfig naming the first that is wrong."""
+    """For the `__post_init__` of a section: checks every field. Raises UnsupportedConfig naming the first that is
+    wrong.
+    """
     for one in settings_of(type(section), ""):
         one.check(vars(section)[one.name])
 

@@ -16,13 +16,15 @@ RELAXED_TOPK, RELAXED_DELTA = 10, 0.6  # what TensorRT-LLM's guide for DeepSeek-
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeOptions:
-    """Tokens that are drafted, and verified several in a step. By default they are those of plain decoding, seed for seed, whatever is drafted."""
+    """Tokens that are drafted, and verified several in a step. By default they are those of plain decoding, seed for
+    seed, whatever is drafted.
+    """
 
     speculative_algorithm: str | None = setting(
         None,
-        "what drafts tokens. NEXTN: the checkpoint's own next-token layer; EAGLE3, EAGLE: a head from its own folder (EAGLE without a folder is "
-        "NEXTN, as other engines call it); STANDALONE: a smaller model from its own folder; NGRAM: what followed the last tokens when they stood "
-        "in the sequence before; NONE: nothing",
+        "what drafts tokens. NEXTN: the checkpoint's own next-token layer; EAGLE3, EAGLE: a head from its own folder"
+        " (EAGLE without a folder is NEXTN, as other engines call it); STANDALONE: a smaller model from its own folder;"
+        " NGRAM: what followed the last tokens when they stood in the sequence before; NONE: nothing",
         foreign=("speculative-algo",),
         choices=ALGORITHMS,
         auto="what the drafter's folder holds, NEXTN where a number of drafts is given, else NONE",
@@ -31,7 +33,8 @@ class SpeculativeOptions:
     )
     speculative_draft_model_path: str | None = setting(
         None,
-        "folder of the drafter's own weights, or org/name on the hub: an EAGLE head for this model, or a smaller model with the same vocabulary",
+        "folder of the drafter's own weights, or org/name on the hub: an EAGLE head for this model, or a smaller model"
+        " with the same vocabulary",
         aliases=("speculative-model",),
         foreign=("speculative-draft",),
         metavar="DIR",
@@ -39,7 +42,8 @@ class SpeculativeOptions:
     )
     speculative_adaptive: bool = setting(
         True,
-        "draft as many of these in each step as bring most tokens a second, by measured times and what was accepted lately; off: always all",
+        "draft as many of these in each step as bring most tokens a second, by measured times and what was accepted"
+        " lately; off: always all",
     )
     speculative_num_steps: int | None = setting(
         None,
@@ -71,9 +75,10 @@ class SpeculativeOptions:
     )
     speculative_acceptance: str | None = setting(
         None,
-        "which drafts are accepted. race: those that the model draws itself, so that tokens are plain decoding's, seed for seed; standard: by the "
-        "odds min(1, p/q), which are better where requests sample: tokens are distributed as the model's, but not those of plain decoding; relaxed, "
-        "LOSSY: also those nearly as likely as the model's best token. Only by the race does a seed repeat an answer",
+        "which drafts are accepted. race: those that the model draws itself, so that tokens are plain decoding's, seed"
+        " for seed; standard: by the odds min(1, p/q), which are better where requests sample: tokens are distributed"
+        " as the model's, but not those of plain decoding; relaxed, LOSSY: also those nearly as likely as the model's"
+        " best token. Only by the race does a seed repeat an answer",
         choices=RULES,
         auto="race",
     )
@@ -93,8 +98,8 @@ class SpeculativeOptions:
     )
     speculative_simulate_accept_length: float | None = setting(
         None,
-        "BENCHMARKS ONLY: tokens that a verification brings on average, whatever the model says of the drafts; what is written then means nothing. "
-        "For `thalweg bench one-batch`, `offline` and `speculation`; refused elsewhere",
+        "BENCHMARKS ONLY: tokens that a verification brings on average, whatever the model says of the drafts; what is"
+        " written then means nothing. For `thalweg bench one-batch`, `offline` and `speculation`; refused elsewhere",
         aliases=("accept-length",),
         least=1.0,
         auto="what is really accepted",

@@ -28,7 +28,9 @@ def settings() -> dict[str, Setting]:
 
 @functools.cache
 def spellings() -> dict[str, tuple[Setting, Any, bool]]:
-    """Every name (with underscores) that means a setting: (setting, the value it sets or `...`, is it another engine's spelling)."""
+    """Every name (with underscores) that means a setting: (setting, the value it sets or `...`, is it another engine's
+    spelling).
+    """
     known: dict[str, tuple[Setting, Any, bool]] = {}
     for one in settings().values():
         found = [(one.name, ..., False)]
@@ -106,7 +108,9 @@ def _entry(name: str, value: Any, where: str) -> tuple[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file, flat or in sections. Raises UnsupportedConfig naming the file and what is wrong in it."""
+    """The settings in a YAML file, flat or in sections. Raises UnsupportedConfig naming the file and what is wrong in
+    it.
+    """
     import yaml
 
     try:
@@ -127,7 +131,9 @@ def non_defaults(config: Options) -> dict[str, Any]:
 
 
 def as_tree(config: Options) -> dict[str, dict[str, Any]]:
-    """The settings that differ from their defaults, by section, secrets hidden: what is printed and kept beside results."""
+    """The settings that differ from their defaults, by section, secrets hidden: what is printed and kept beside
+    results.
+    """
     tree: dict[str, dict[str, Any]] = {}
     for name, value in non_defaults(config).items():
         one = settings()[name]

@@ -53,7 +53,9 @@ class AcceptanceCounts(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class AcceptanceCounter:
-    """Mutable counter behind `AcceptanceCounts`. Adding a verification takes constant time, however many drafts it has."""
+    """Mutable counter behind `AcceptanceCounts`. Adding a verification takes constant time, however many drafts it
+    has.
+    """
 
     verifications: int = 0
     drafted: int = 0

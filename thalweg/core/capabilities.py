@@ -1,7 +1,9 @@
-"""Capability matching: backends declare what they support, and `select` picks the first one that meets the requirements.
+"""Capability matching: backends declare what they support, and `select` picks the first one that meets the
+requirements.
 
-A `Capabilities` field is the set of supported values; the `Requirements` field of the same name is the one value that is needed. Refusals are
-derived from the field names, so a new capability costs one field. Fields have no defaults: every backend must state its answer.
+A `Capabilities` field is the set of supported values; the `Requirements` field of the same name is the one value that
+is needed. Refusals are derived from the field names, so a new capability costs one field. Fields have no defaults:
+every backend must state its answer.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ class Capabilities:
 
 
 class Requirements:
-    """Base of the requirement records of one operation: frozen dataclasses with the same field names, one value each."""
+    """Base of the requirement records of one operation: frozen dataclasses with the same field names, one value
+    each.
+    """
 
 
 C = TypeVar("C", bound=Capabilities)
@@ -62,7 +66,8 @@ def mismatches(required: Requirements, supported: Capabilities) -> list[str]:
 def select(role: str, required: Requirements, catalog: Mapping[str, C], wish: str = "auto") -> Selected[C]:
     """Returns the wished backend, or for "auto" the first one of `catalog` (its order is the preference) that fits.
 
-    Raises UnsupportedConfig if the wish is unknown or does not fit (the message names one that does), and if nothing fits.
+    Raises UnsupportedConfig if the wish is unknown or does not fit (the message names one that does), and if nothing
+    fits.
     """
     if wish != "auto" and wish not in catalog:
         raise UnsupportedConfig(f"{role}: unknown backend {wish!r}; there is {', '.join(catalog)}")

@@ -1,4 +1,6 @@
-"""Structured output: the grammar of a sequence as a value, and what the scheduler needs from the component that compiles and tracks grammars."""
+"""Structured output: the grammar of a sequence as a value, and what the scheduler needs from the component that
+compiles and tracks grammars.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class GrammarTracker(Protocol):
         """Forgets the sequence, which may never have been opened."""
 
     def pop_failed(self) -> list[tuple[int, str]]:
-        """(uid, reason) of the sequences whose grammar exceeded its limits since the last call: they cannot continue."""
+        """(uid, reason) of the sequences whose grammar exceeded its limits since the last call: they cannot
+        continue.
+        """
 
 
 class NoGrammarTracker:

@@ -1,6 +1,7 @@
 """Log formats of every process: text for people, or one JSON object a line for machines.
 
-Values from outside cannot start a line of their own or write to a terminal: control characters are escaped, and the lines of a traceback indented.
+Values from outside cannot start a line of their own or write to a terminal: control characters are escaped, and the
+lines of a traceback indented.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One ASCII object a line: time (UTC), level, logger, message, the line's own fields, and with an error `trace`, a list of lines."""
+    """One ASCII object a line: time (UTC), level, logger, message, the line's own fields, and with an error `trace`, a
+    list of lines.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

@@ -28,7 +28,9 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """Ends these sequences in whatever state they are. A `TokenDelta` with finish "abort" answers each that had not ended."""
+    """Ends these sequences in whatever state they are. A `TokenDelta` with finish "abort" answers each that had not
+    ended.
+    """
 
     uids: tuple[int, ...]
 
@@ -40,7 +42,9 @@ class FlushCache(msgspec.Struct, tag=True, frozen=True):
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
-    """Replaces weights between two steps; running requests continue with the new ones. A `ControlReply` with the same id answers."""
+    """Replaces weights between two steps; running requests continue with the new ones. A `ControlReply` with the same
+    id answers.
+    """
 
     id: int
     path: str  # folder with the tensors to replace, some or all of a checkpoint's

@@ -1,9 +1,10 @@
 """The values of a step, in the order in which they flow: `Bind` and `Row` → `StepPlan` → `Output`.
 
-There is one kind of row: compute n tokens of a slot, of which the last `num_drafts` are unverified, and sample at the end or not. A prefill chunk, a
-decode and a verification differ in numbers only.
+There is one kind of row: compute n tokens of a slot, of which the last `num_drafts` are unverified, and sample at the
+end or not. A prefill chunk, a decode and a verification differ in numbers only.
 
-The host plans with UPPER BOUNDS, because it does not know the results of up to `depth` steps in flight. The device's `Slots` have the true lengths.
+The host plans with UPPER BOUNDS, because it does not know the results of up to `depth` steps in flight. The device's
+`Slots` have the true lengths.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Row(NamedTuple):
     n: int
     num_drafts: int  # upper bound: the true count is in `Slots`
     emit: bool  # sample at the end
-    # positions in [score_from, score_to): the log-probability of the token after each is wanted (prompt log-probabilities)
+    # positions in [score_from, score_to): the log-probability of the token after each is wanted (prompt
+    # log-probabilities)
     score_from: int = 0
     score_to: int = 0
     score_top: int = 0  # alternatives to return with each
@@ -58,7 +60,9 @@ class SamplingNeeds(NamedTuple):
 
 
 class PageAppend(NamedTuple):
-    """Pages to write into a slot's page table from entry `at` on. A plan that binds the slot gives the whole table, with at = 0."""
+    """Pages to write into a slot's page table from entry `at` on. A plan that binds the slot gives the whole table,
+    with at = 0.
+    """
 
     slot: int
     at: int
@@ -78,7 +82,8 @@ class StepPlan:
     """One step of one rank."""
 
     step: int  # common to all ranks
-    seen: int  # every pipeline stage receives the published tokens of the steps up to this one before it prepares its inputs
+    # every pipeline stage receives the published tokens of the steps up to this one before it prepares its inputs
+    seen: int
     rows: tuple[Row, ...] = ()  # decode rows first, all with the same n, then prefill rows
     binds: tuple[Bind, ...] = ()
     appends: tuple[PageAppend, ...] = ()
@@ -98,7 +103,9 @@ class StepPlan:
 
     @property
     def is_verify(self) -> bool:
-        """Every row computes its last known token and its drafts, and emits. A decode step is the case without drafts."""
+        """Every row computes its last known token and its drafts, and emits. A decode step is the case without
+        drafts.
+        """
         return all(row.n == 1 + row.num_drafts and row.emit and row.score_from == row.score_to for row in self.rows)
 
     @property
@@ -120,7 +127,9 @@ class TokenLogprob(NamedTuple):
 
 
 def requested_logprobs(logprobs: tuple[TokenLogprob, ...], top: int) -> tuple[TokenLogprob, ...]:
-    """Cuts the alternatives to the `top` that one row asked for; -1 is none at all. A step computes the most that any row asked for."""
+    """Cuts the alternatives to the `top` that one row asked for; -1 is none at all. A step computes the most that any
+    row asked for.
+    """
     if top < 0:
         return ()
     return tuple(TokenLogprob(entry.logprob, entry.top_ids[:top], entry.top_logprobs[:top]) for entry in logprobs)

@@ -29,7 +29,9 @@ class RequestState(enum.Enum):
 
 
 class Exit(enum.Enum):
-    """Why a request gives up its slot. A mark only: slot and pages are released when its last step in flight retires."""
+    """Why a request gives up its slot. A mark only: slot and pages are released when its last step in flight
+    retires.
+    """
 
     NONE = ""
     PREEMPT = "preempt"

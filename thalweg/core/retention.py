@@ -13,11 +13,13 @@ import msgspec
 class CacheRetention(msgspec.Struct, frozen=True):
     """Retention policy of one sequence."""
 
-    # True: the whole sequence stays. False: the next turn's prompt leaves out the thought and every token after it, so only the prompt stays.
+    # True: the whole sequence stays. False: the next turn's prompt leaves out the thought and every token after it, so
+    # only the prompt stays.
     keeps_thoughts: bool = True
     # Token that starts a thought, or -1. An output that does not begin with it has no thought and stays.
     think_start_id: int = -1
-    # Token that starts a tool call, or -1. An output with it stays: the template renders the thought again in front of the tool results.
+    # Token that starts a tool call, or -1. An output with it stays: the template renders the thought again in front of
+    # the tool results.
     tool_call_id: int = -1
 
     def drops_output(self, out: Sequence[int], ended: bool) -> bool:

@@ -20,7 +20,9 @@ GREEDY_BELOW = 1e-5  # dividing by a smaller temperature would overflow float32
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of one sequence. Log-probabilities are the model's own: before temperature, penalties, bias and truncation."""
+    """Sampling parameters of one sequence. Log-probabilities are the model's own: before temperature, penalties, bias
+    and truncation.
+    """
 
     temperature: float = 1.0  # below GREEDY_BELOW is greedy
     top_k: int = 0  # 0 or -1: off

@@ -15,7 +15,9 @@ class TicketState(enum.Enum):
 
 @dataclass(slots=True)
 class Ticket:
-    """State of one transfer. The transferring side sets `state` once; it must time out to FAILED, because the pages stay acquired until then."""
+    """State of one transfer. The transferring side sets `state` once; it must time out to FAILED, because the pages
+    stay acquired until then.
+    """
 
     pages: int  # full pages to transfer
     state: TicketState = TicketState.PENDING
@@ -30,7 +32,9 @@ class Tier(Protocol):
     """A store outside the device that may hold pages of a prefix."""
 
     def load(self, tokens: Sequence[int], salt: int, first: int, pages: Sequence[int]) -> Ticket:
-        """Fetches full pages of `tokens` from page index `first` on into the device pages `pages`; the ticket says how many."""
+        """Fetches full pages of `tokens` from page index `first` on into the device pages `pages`; the ticket says how
+        many.
+        """
 
     def store(self, tokens: Sequence[int], salt: int, pages: Sequence[int]) -> Ticket:
         """Copies the device pages that hold the full pages of `tokens`."""

@@ -1,7 +1,7 @@
 """Shape of the drafts of a step: a chain, or a tree of which the target model accepts one path.
 
-Node 0 is the root, the last known token. Drafts are nodes 1, 2, ... in order of their likelihood, parents before children, so the first n drafts are
-the best tree of n drafts.
+Node 0 is the root, the last known token. Drafts are nodes 1, 2, ... in order of their likelihood, parents before
+children, so the first n drafts are the best tree of n drafts.
 """
 
 from __future__ import annotations

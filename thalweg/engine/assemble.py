@@ -1,7 +1,9 @@
-"""From the engine's token deltas to text pieces: detokenising and stop strings, one `Assembler` a sequence. Pure: no I/O.
+"""From the engine's token deltas to text pieces: detokenising and stop strings, one `Assembler` a sequence. Pure: no
+I/O.
 
-Stop STRINGS belong to the front: it cuts text, tokens and log-probabilities at the match, and its finish reason wins; the engine is
-told to abort what it may still be computing beyond it."""
+Stop STRINGS belong to the front: it cuts text, tokens and log-probabilities at the match, and its finish reason wins;
+the engine is told to abort what it may still be computing beyond it.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ from thalweg.text.tokenizer import Tokenizer
 class Piece(msgspec.Struct, frozen=True, gc=False):  # made for every token: 0.1 us; a frozen dataclass takes 2
     """News of one sequence of a request.
 
-    index: which of the n choices. text: new text, cut at stop strings. ids: new tokens, the token that ended the sequence included (its text is not).
-    finish: None while it runs, else "stop", "length", "abort", or "error" (`core.messages.Delta`); stop: the stop string or stop token id that ended
-    it (None for an end-of-sequence token). The counts are running totals of this sequence. prompt_logprobs: with the first piece, of prompt positions
-    1 to the last. at: the engine's time.time() when the step retired. admitted: its time.time() when the sequence left the queue, 0.0 while that is
-    not known. preempted: how often it went back into it. drafted: with the last piece, what became of its drafts, None where there were none.
+    index: which of the n choices. text: new text, cut at stop strings. ids: new tokens, the token that ended the
+    sequence included (its text is not). finish: None while it runs, else "stop", "length", "abort", or "error"
+    (`core.messages.Delta`); stop: the stop string or stop token id that ended it (None for an end-of-sequence token).
+    The counts are running totals of this sequence. prompt_logprobs: with the first piece, of prompt positions 1 to the
+    last. at: the engine's time.time() when the step retired. admitted: its time.time() when the sequence left the
+    queue, 0.0 while that is not known. preempted: how often it went back into it. drafted: with the last piece, what
+    became of its drafts, None where there were none.
     """
 
     index: int
@@ -44,7 +48,9 @@ class Piece(msgspec.Struct, frozen=True, gc=False):  # made for every token: 0.1
 
 
 class Assembler:
-    """Turns the deltas of one sequence into pieces. `ended` once a piece with a finish was made; feed nothing after that."""
+    """Turns the deltas of one sequence into pieces. `ended` once a piece with a finish was made; feed nothing after
+    that.
+    """
 
     def __init__(self, index: int, prompt: tuple[int, ...], params: SamplingParams, tokenizer: Tokenizer) -> None:
         self.index, self.params, self.prompt_tokens = index, params, len(prompt)

@@ -202,7 +202,9 @@ def layer_factory(
 
 
 def _recorded(config: EngineConfig, runner: Runner) -> Runner:
-    """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises UnsupportedConfig, DrafterFails."""
+    """The runner with its steps recorded as CUDA graphs; the last slot is nobody's. Raises UnsupportedConfig,
+    DrafterFails.
+    """
     if config.cuda_graph_bs or config.piecewise_cuda_graph_tokens:
         from thalweg.runner.graphs import record  # needs Triton
 
@@ -244,7 +246,9 @@ def _planes(model: Model, drafter: Drafter, config: EngineConfig, device: torch.
 
 
 def load_weights(model: Model, besides: Sequence[Weighted], config: EngineConfig) -> None:
-    """Fills the model, and modules `besides` it, from its checkpoint, or with random numbers; shows a bar. Raises CheckpointError."""
+    """Fills the model, and modules `besides` it, from its checkpoint, or with random numbers; shows a bar. Raises
+    CheckpointError.
+    """
     facts, quantization = model.facts, model.facts.quantization_config
     for module in (model, *besides):
         assert isinstance(module, torch.nn.Module), "a model is a module: its parameters are what is filled"
@@ -264,8 +268,10 @@ def load_weights(model: Model, besides: Sequence[Weighted], config: EngineConfig
 
 
 def load_own(modules: Sequence[Weighted], config: EngineConfig) -> None:
-    """Fills what a drafter has from its own folder, and reads no other; or with random numbers. Raises CheckpointError, and DrafterFails where it
-    holds what is no number: what an EAGLE-3 head makes of such weights would pass for a fault of the target's states."""
+    """Fills what a drafter has from its own folder, and reads no other; or with random numbers. Raises CheckpointError,
+    and DrafterFails where it holds what is no number: what an EAGLE-3 head makes of such weights would pass for a fault
+    of the target's states.
+    """
     for module in modules:
         assert isinstance(module, torch.nn.Module), "a drafter's model is a module: its parameters are what is filled"
         quantization = module.facts.quantization_config

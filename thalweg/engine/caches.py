@@ -10,9 +10,11 @@ FOLDERS = {"TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm", "TORCH
 
 
 def use(folder: str) -> Path:
-    """Has the compilers of this process keep theirs in `folder`, or, where it is "", in DEFAULT unless their own variables say otherwise.
+    """Has the compilers of this process keep theirs in `folder`, or, where it is "", in DEFAULT unless their own
+    variables say otherwise.
 
-    The compilers read these variables, and nothing else tells them; so it must come before the first kernel. Returns the folder.
+    The compilers read these variables, and nothing else tells them; so it must come before the first kernel. Returns
+    the folder.
     """
     root = Path(folder or DEFAULT).expanduser()
     for variable, name in FOLDERS.items():

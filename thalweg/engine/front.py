@@ -1,4 +1,6 @@
-"""The front's side of an engine: spawns its process, sends requests, hands out pieces, and starts a new engine when one dies."""
+"""The front's side of an engine: spawns its process, sends requests, hands out pieces, and starts a new engine when one
+dies.
+"""
 
 from __future__ import annotations
 
@@ -78,9 +80,9 @@ class _Live:
 class Front:
     """Requests in, pieces out. All methods belong to one event loop.
 
-    state: "starting", "ready", "wedged" (it makes no step, and may yet), "draining" or "dead"; ready: what the engine said of itself,
-    None unless it serves; stats: its latest; weight_version: the name that came with the weights in use. config: that of the next engine
-    too, weights that were replaced included.
+    state: "starting", "ready", "wedged" (it makes no step, and may yet), "draining" or "dead"; ready: what the engine
+    said of itself, None unless it serves; stats: its latest; weight_version: the name that came with the weights in
+    use. config: that of the next engine too, weights that were replaced included.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
@@ -111,7 +113,9 @@ class Front:
         return len(self._live)
 
     async def start(self) -> None:
-        """Starts the engine and waits until it serves. Raises EngineDead with the engine's own words if it cannot start."""
+        """Starts the engine and waits until it serves. Raises EngineDead with the engine's own words if it cannot
+        start.
+        """
         self._keeper = asyncio.create_task(self._keep())
         waiter = asyncio.create_task(self._serving.wait())
         await asyncio.wait({waiter, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +124,9 @@ class Front:
             raise EngineDead(self.reason)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raises InvalidRequest for what the engine would refuse, EngineDead when there is none, Overloaded when its queue is full."""
+        """Raises InvalidRequest for what the engine would refuse, EngineDead when there is none, Overloaded when its
+        queue is full.
+        """
         if self.ready is None or self.state != "ready":
             raise engine_unavailable(self.state, self.reason)
         check_prompt(prompt, params, self.ready.context, self.ready.vocab)
@@ -129,7 +135,9 @@ class Front:
 
     @contextlib.contextmanager
     def reserve(self, sequences: int) -> Iterator[QueueReservation]:
-        """Keeps places of the queue for requests that belong together: all of them find one, or Overloaded is raised now."""
+        """Keeps places of the queue for requests that belong together: all of them find one, or Overloaded is raised
+        now.
+        """
         self._check_room(sequences)
         reservation = QueueReservation(sequences)
         self._kept += sequences
@@ -160,8 +168,8 @@ class Front:
         retention: CacheRetention = RETAIN_ALL,
         reservation: QueueReservation | None = None,
     ) -> AsyncGenerator[Piece, None]:
-        """Submits params.n sequences and yields their pieces as they come. Closing the iterator aborts what is left. keep: what of
-        them the prefix cache keeps. room: it takes its places from there.
+        """Submits params.n sequences and yields their pieces as they come. Closing the iterator aborts what is left.
+        keep: what of them the prefix cache keeps. room: it takes its places from there.
 
         Raises InvalidRequest, Overloaded, NumericalError, and EngineDead when the engine ends meanwhile.
         """
@@ -251,7 +259,9 @@ class Front:
     # ---- the engine's life ----
 
     async def _keep(self) -> None:
-        """Runs engines one after the other until one cannot be started or the front closes; whatever still waits then ends."""
+        """Runs engines one after the other until one cannot be started or the front closes; whatever still waits then
+        ends.
+        """
         try:
             await self._run_engines()
         finally:
@@ -325,8 +335,8 @@ class Front:
             if self._vigil.overdue and self.state == "ready":
                 self.state = "wedged"
                 self.reason = (
-                    f"the engine has made no step for {self._vigil.timeout:g} s while {self._vigil.owed} sequences wait; "
-                    "/health says when it goes on"
+                    f"the engine has made no step for {self._vigil.timeout:g} s while {self._vigil.owed} sequences"
+                    " wait; /health says when it goes on"
                 )
                 log.error("%s", self.reason)
 
@@ -337,7 +347,9 @@ class Front:
             self._ended.set_result(reason)
 
     def _pump(self) -> None:
-        """Hands out everything the engine has sent. ZeroMQ's descriptor signals changes only, so this runs after every send too."""
+        """Hands out everything the engine has sent. ZeroMQ's descriptor signals changes only, so this runs after every
+        send too.
+        """
         while self._socket is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._hear(self._decode(self._socket.recv(zmq.NOBLOCK)))
 
@@ -439,7 +451,9 @@ class Front:
 
 
 def check_prompt(prompt: Sequence[int], params: SamplingParams, context: int, vocab: int) -> None:
-    """Raises InvalidRequest for a prompt that is empty, too long, or has ids outside the vocabulary, as the scheduler's door does."""
+    """Raises InvalidRequest for a prompt that is empty, too long, or has ids outside the vocabulary, as the scheduler's
+    door does.
+    """
     if not prompt:
         raise InvalidRequest("prompt", "is empty: at least one token is needed")
     room = context if params.max_tokens == 0 else context - 1

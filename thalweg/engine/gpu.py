@@ -18,8 +18,9 @@ Made = TypeVar("Made", Sampled | None, Proposed | None)
 
 
 class GpuWorker:
-    """Drives one Runner on the current CUDA stream. A step's output is copied to pinned memory on a side stream behind B, and B of the next
-    step, which may write the same buffers, waits for that copy."""
+    """Drives one Runner on the current CUDA stream. A step's output is copied to pinned memory on a side stream behind
+    B, and B of the next step, which may write the same buffers, waits for that copy.
+    """
 
     def __init__(self, runner: Halves, masker: Masker) -> None:
         self.runner, self.masker = runner, masker

@@ -1,6 +1,8 @@
-"""The grammars of an engine: compiled in a thread of their own and cached, followed as tokens are committed, turned into the masks of a step.
+"""The grammars of an engine: compiled in a thread of their own and cached, followed as tokens are committed, turned
+into the masks of a step.
 
-A step's masks are made between the commit that they need and B, while A of the same step runs on the device stream."""
+A step's masks are made between the commit that they need and B, while A of the same step runs on the device stream.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Compiler(Protocol[M]):
 
 @dataclass(slots=True)
 class _Sequence(Generic[M]):
-    """thinks: the grammar waits for the end of a thought. begun: a token of it is committed. matcher: None until the first mask."""
+    """thinks: the grammar waits for the end of a thought. begun: a token of it is committed. matcher: None until the
+    first mask.
+    """
 
     grammar: Grammar
     compiled: Future[M]
@@ -53,7 +57,8 @@ class _Sequence(Generic[M]):
 
 
 class GrammarBook(Generic[M]):
-    """The `Grammars` of one engine. make: builds the compiler (it reads the tokenizer), called once, off the caller's thread.
+    """The `Grammars` of one engine. make: builds the compiler (it reads the tokenizer), called once, off the caller's
+    thread.
 
     Everything but the compiling itself happens on the thread of the loop.
     """
@@ -100,8 +105,9 @@ class GrammarBook(Generic[M]):
         return list(broken.items())
 
     def fill(self, plan: StepPlan, states: Mapping[int, GrammarState]) -> GrammarMasks | None:
-        """The masks of the rows under a grammar, of each sampled position one; None where there is none. Who has ended has no state, and no mask
-        that matters."""
+        """The masks of the rows under a grammar, of each sampled position one; None where there is none. Who has ended
+        has no state, and no mask that matters.
+        """
         if not states:
             return None
         emitting = [row.uid for row in plan.rows if row.emit]
@@ -135,8 +141,9 @@ class GrammarBook(Generic[M]):
         return GrammarMasks(tuple(rows), bits)
 
     def _along(self, s: _Sequence[M], state: GrammarState) -> Iterator[tuple[int, _Sequence[M]]]:
-        """The sequence as it is, and behind each draft that the grammar lets it have; each with the number of its node. Behind one that is forbidden
-        nothing is accepted."""
+        """The sequence as it is, and behind each draft that the grammar lets it have; each with the number of its node.
+        Behind one that is forbidden nothing is accepted.
+        """
         found = {0: s}
         for node, draft in enumerate(state.drafts, 1):
             before = found.get(state.parents[node - 1] if state.parents else node - 1)

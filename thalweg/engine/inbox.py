@@ -8,8 +8,10 @@ from thalweg.core.messages import TokenDelta
 
 
 class Inbox:
-    """What the engine said of one request and its stream has not taken yet: for each sequence one delta, so that a stream which falls behind
-    gets more tokens at once, not more wake-ups, and a reader that never reads costs one delta a sequence."""
+    """What the engine said of one request and its stream has not taken yet: for each sequence one delta, so that a
+    stream which falls behind gets more tokens at once, not more wake-ups, and a reader that never reads costs one delta
+    a sequence.
+    """
 
     __slots__ = ("deltas", "error", "waiter")
 
@@ -28,7 +30,9 @@ class Inbox:
         self._wake()
 
     async def take(self) -> list[tuple[TokenDelta, float]]:
-        """All there is, in order of arrival; waits for the first. Raises the error with which the engine failed the request."""
+        """All there is, in order of arrival; waits for the first. Raises the error with which the engine failed the
+        request.
+        """
         while not self.deltas:
             if self.error is not None:
                 raise self.error

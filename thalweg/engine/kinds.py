@@ -1,9 +1,9 @@
-"""Every kind of step that an engine with these limits may run, each once: what is run before the first request so that none of them compiles
-within one. Plans only; no request stands behind their slots, so all their rows are padding.
+"""Every kind of step that an engine with these limits may run, each once: what is run before the first request so that
+none of them compiles within one. Plans only; no request stands behind their slots, so all their rows are padding.
 
-A kernel is compiled for ranges of a few numbers: tokens of a step, rows, longest context. The ladders below have a step in each range, and
-where numbers count by their divisibility too, one that is a multiple of 16 and one that is not. Nothing here knows a kernel; a test on a GPU counts
-what is compiled after the start.
+A kernel is compiled for ranges of a few numbers: tokens of a step, rows, longest context. The ladders below have a step
+in each range, and where numbers count by their divisibility too, one that is a multiple of 16 and one that is not.
+Nothing here knows a kernel; a test on a GPU counts what is compiled after the start.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ Part = tuple[int, int, bool]  # tokens before the step, tokens of the step, whet
 
 
 def plan(parts: Sequence[Part], needs: SamplingNeeds = GREEDY, scored: bool = False, drafts: int = 0) -> StepPlan:
-    """A step of these rows, each of a slot of its own. scored: with the log-probabilities of the last row's prompt tokens. drafts: of each row that
-    emits and has so many tokens besides its own."""
+    """A step of these rows, each of a slot of its own. scored: with the log-probabilities of the last row's prompt
+    tokens. drafts: of each row that emits and has so many tokens besides its own.
+    """
     rows = [
         Row(0, slot, start, n, drafts if emit and n == 1 + drafts else 0, emit)
         for slot, (start, n, emit) in enumerate(parts)
@@ -48,7 +49,9 @@ def plan(parts: Sequence[Part], needs: SamplingNeeds = GREEDY, scored: bool = Fa
 
 
 def ladder(most: int) -> list[int]:
-    """Numbers of tokens up to `most`: all at first, then every sixteenth, sixty-fourth, 256th, and fourth part more, each with the next odd one."""
+    """Numbers of tokens up to `most`: all at first, then every sixteenth, sixty-fourth, 256th, and fourth part more,
+    each with the next odd one.
+    """
     return _rungs(most, [*range(96, 257, 16), *range(320, 1025, 64), *range(1280, 8193, 256)])
 
 
@@ -85,7 +88,9 @@ def prompts(tokens: int, context: int) -> list[Part]:
 
 
 def kinds(slots: int, budget: int, context: int, width: int = 0, trees: bool = False) -> Iterator[StepPlan]:
-    """See above. slots, budget, context, width: as of `config.engine.EngineConfig`; trees: whether drafts may part ways."""
+    """See above. slots, budget, context, width: as of `config.engine.EngineConfig`; trees: whether drafts may part
+    ways.
+    """
     most = min(budget, slots * context)
     for tokens in ladder(most):
         yield plan(prompts(tokens, context))
@@ -124,7 +129,9 @@ def _verification(contexts: Sequence[int], n: int, most: int) -> Iterator[StepPl
 
 
 def _trees(decoding: Sequence[int], most: int, context: int, width: int) -> Iterator[StepPlan]:
-    """With every number of drafts that is chosen from, of all rows or of some: other kernels than those of the widest."""
+    """With every number of drafts that is chosen from, of all rows or of some: other kernels than those of the
+    widest.
+    """
     for rows, reach, drafts in product({1, 2, decoding[-1]}, reaches(context), choices(width)[1:]):
         yield from _verification([reach] * rows, 1 + drafts, most)
         if rows == 2 and 3 + drafts <= min(most, reach):
@@ -150,8 +157,10 @@ def samplings(rows: int, context: int) -> Iterator[StepPlan]:
 
 
 def largest(slots: int, budget: int, context: int, width: int = 0) -> Iterator[StepPlan]:
-    """The steps that take most memory: a whole budget of fresh prompts, and one of a prompt's end beside as many decoding requests as there
-    are, with their drafts, where every row asks for everything that can be asked of sampling. What gathers most context: `cached`."""
+    """The steps that take most memory: a whole budget of fresh prompts, and one of a prompt's end beside as many
+    decoding requests as there are, with their drafts, where every row asks for everything that can be asked of
+    sampling. What gathers most context: `cached`.
+    """
     most = min(budget, slots * context)
     yield plan(prompts(most, context))
     each = min(1 + width, context)
@@ -161,7 +170,9 @@ def largest(slots: int, budget: int, context: int, width: int = 0) -> Iterator[S
 
 
 def cached(slots: int, budget: int, context: int) -> Iterator[StepPlan]:
-    """A budget of prompts' tokens that found at least as many computed: of as much context as is gathered in one piece, and a row more."""
+    """A budget of prompts' tokens that found at least as many computed: of as much context as is gathered in one piece,
+    and a row more.
+    """
     reach = min(context, CHUNK)
     for rows in (CHUNK // reach, CHUNK // reach + 1):
         rows = min(rows, slots, budget)

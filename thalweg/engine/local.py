@@ -58,8 +58,9 @@ class LocalEngine:
         self.channel.inbox.append(FlushCache(-1))
 
     def step(self) -> list[TokenDelta]:
-        """One turn of the loop; the news of the step that retired. Raises InvalidRequest for a request the engine refuses, EngineDead
-        after a step that failed or was interrupted: its requests would never end."""
+        """One turn of the loop; the news of the step that retired. Raises InvalidRequest for a request the engine
+        refuses, EngineDead after a step that failed or was interrupted: its requests would never end.
+        """
         self._run(self.loop.turn)
         sent, self.channel.outbox = self.channel.outbox, []
         deltas: list[TokenDelta] = []
@@ -71,7 +72,9 @@ class LocalEngine:
         return deltas
 
     def control(self, message: Control) -> str:
-        """Has this done between two steps; what came of it. Requests that run go on at the next `step`. Raises InvalidRequest."""
+        """Has this done between two steps; what came of it. Requests that run go on at the next `step`. Raises
+        InvalidRequest.
+        """
         self.channel.inbox.append(message)
         self._run(self.loop.take)
         done = next(one for one in self.channel.outbox if isinstance(one, ControlReply) and one.id == message.id)
@@ -93,7 +96,9 @@ class LocalEngine:
 
 
 def sibling(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of choice `index` of n: a given seed is moved on, so that the choices differ and each can be repeated."""
+    """The parameters of choice `index` of n: a given seed is moved on, so that the choices differ and each can be
+    repeated.
+    """
     if params.n == 1:
         return params
     seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63

@@ -1,5 +1,7 @@
-"""THE loop: the only one. Its depth is how many steps may be unknown to the host: 1 is synchronous, 2 is overlap, p + 1 a pipeline of
-p stages. A step is always A (`worker.forward`: prepare → forward → logits) and B (`worker.sample`: mask → accept → propose → publish)."""
+"""THE loop: the only one. Its depth is how many steps may be unknown to the host: 1 is synchronous, 2 is overlap, p + 1
+a pipeline of p stages. A step is always A (`worker.forward`: prepare → forward → logits) and B (`worker.sample`: mask →
+accept → propose → publish).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Channel(Protocol):
     """The engine's end of the line to its fronts."""
 
     def receive(self, timeout: float | None) -> list[ToEngine]:
-        """Everything that has come. Waits for the first up to `timeout` seconds: 0 does not wait, None waits for ever."""
+        """Everything that has come. Waits for the first up to `timeout` seconds: 0 does not wait, None waits for
+        ever.
+        """
 
     def send(self, message: FromEngine) -> None:
         """Returns at once."""
@@ -74,8 +78,9 @@ class Workshop(Protocol):
     def profiler(self) -> Profiler: ...
 
     def weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
-        """Looks other weights through and changes nothing; what it returns writes them, and says how many tensors of how many. alive: to be
-        called every now and then. Raises InvalidRequest for weights that do not fit."""
+        """Looks other weights through and changes nothing; what it returns writes them, and says how many tensors of
+        how many. alive: to be called every now and then. Raises InvalidRequest for weights that do not fit.
+        """
 
 
 class Layout(Protocol):
@@ -93,8 +98,9 @@ class OneRank:
 
 
 class Loop:
-    """Drives one rank: receive → plan → agree → A → B → retire what is older than the depth. turns: how many, so that others see it live.
-    workshop: None where the rank stays as it was built."""
+    """Drives one rank: receive → plan → agree → A → B → retire what is older than the depth. turns: how many, so that
+    others see it live. workshop: None where the rank stays as it was built.
+    """
 
     def __init__(
         self,
@@ -206,8 +212,10 @@ class Loop:
         return [ControlReply(message.id, told)]
 
     def _update(self, message: UpdateWeights, workshop: Workshop) -> list[Rejected | ControlReply]:
-        """Running requests go on with the new weights, on what the old ones computed of them. After a flush that is never cached: the tree has
-        another epoch then, and they stand in the old one. Raises InvalidRequest before anything is changed."""
+        """Running requests go on with the new weights, on what the old ones computed of them. After a flush that is
+        never cached: the tree has another epoch then, and they stand in the old one. Raises InvalidRequest before
+        anything is changed.
+        """
         write = workshop.weights(message, self.alive)
         self.retire(0)
         replies: list[Rejected | ControlReply] = []

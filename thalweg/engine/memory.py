@@ -1,5 +1,6 @@
-"""How many pages the KV cache gets on a GPU: what is really free once weights, compiled kernels and libraries are there, less what a step and
-the CUDA graphs take, which is measured, less a stated reserve."""
+"""How many pages the KV cache gets on a GPU: what is really free once weights, compiled kernels and libraries are
+there, less what a step and the CUDA graphs take, which is measured, less a stated reserve.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ LOOKS = 3  # at a bucket that seems to take more: free memory is the device's, a
 
 
 class Sums(NamedTuple):
-    """Bytes. free: beside the weights. step: what the largest step takes while it runs. graphs: what the CUDA graphs are expected to take.
-    slots: state of the requests. page: of a page in all planes."""
+    """Bytes. free: beside the weights. step: what the largest step takes while it runs. graphs: what the CUDA graphs
+    are expected to take. slots: state of the requests. page: of a page in all planes.
+    """
 
     free: int
     step: int
@@ -56,11 +58,16 @@ class Sums(NamedTuple):
     def __str__(self) -> str:
         taken = (self.step, "a step"), (self.graphs, "graphs"), (self.slots, "slots"), (self.reserve, "reserve")
         parts = " - ".join(f"{format_bytes(count)} {name}" for count, name in taken)
-        return f"({format_bytes(self.free)} free beside the weights - {parts}) / {format_bytes(self.page)} a page = {self.pages}"
+        return (
+            f"({format_bytes(self.free)} free beside the weights - {parts}) / {format_bytes(self.page)} a page ="
+            f" {self.pages}"
+        )
 
 
 class Graphs(NamedTuple):
-    """What recording one of the largest bucket took. pool: bytes of torch's, which all buckets share. driver: beside it, each bucket anew."""
+    """What recording one of the largest bucket took. pool: bytes of torch's, which all buckets share. driver: beside
+    it, each bucket anew.
+    """
 
     pool: int
     driver: int
@@ -112,8 +119,8 @@ def _step(config: EngineConfig, runner: Runner, context: int, device: torch.devi
             del made
     except torch.cuda.OutOfMemoryError as error:
         raise InsufficientMemory(
-            f"memory: a step of {config.chunked_prefill_size} tokens and {config.max_running_requests} requests does not fit beside "
-            "the weights; use a smaller --chunked-prefill-size or --max-running-requests"
+            f"memory: a step of {config.chunked_prefill_size} tokens and {config.max_running_requests} requests does"
+            " not fit beside the weights; use a smaller --chunked-prefill-size or --max-running-requests"
         ) from error
     return int(torch.cuda.max_memory_reserved(device)) - before + _kept(config, runner.model)
 
@@ -123,12 +130,14 @@ def _largest(config: EngineConfig, runner: Runner, context: int) -> Iterator[tup
     slots, budget, model = config.max_running_requests, config.chunked_prefill_size, runner.model
     decoding = min(slots, budget)
     if isinstance(model, TokenByToken):
-        # what one token takes, by the model itself, since padding would see no context here; and the sampling of all rows
+        # what one token takes, by the model itself, since padding would see no context here; and the sampling of all
+        # rows
         yield Runner(model.model, model.model, runner.planes, runner.slots), kinds.plan([(context - 1, 1, True)])
         yield runner, kinds.plan([(context - 1, 1, True)] * decoding, kinds.ALL_NEEDS)
     elif config.decode_attention_backend in TORCH_ATTENTION:
-        # prompts take minutes over long contexts, and tiles of their scores are as large over short ones; but what is gathered of a context is
-        # as long as the context: of as many rows as decode in one span, and of a prompt, whose tiles then have few tokens
+        # prompts take minutes over long contexts, and tiles of their scores are as large over short ones; but what is
+        # gathered of a context is as long as the context: of as many rows as decode in one span, and of a prompt, whose
+        # tiles then have few tokens
         yield from (
             (runner, plan) for plan in kinds.largest(slots, budget, min(context, REFERENCE_CONTEXT), config.num_drafts)
         )
@@ -150,8 +159,8 @@ def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.devic
     buckets = record(runner)
     if not buckets:
         return 0
-    # the first recording brings what recordings need once, and is not what one more takes; it is kept, as the others are, since the driver gives
-    # what was an earlier one's to the next
+    # the first recording brings what recordings need once, and is not what one more takes; it is kept, as the others
+    # are, since the driver gives what was an earlier one's to the next
     kept = [(runner.steps, runner.graphs, runner.groves)]
     found: list[Graphs] = []
     while not found or (found[-1].driver > LIKELY and len(found) < LOOKS):
@@ -172,13 +181,14 @@ def settle(config: EngineConfig, sums: Sums) -> EngineConfig:
     pages, context = config.num_pages or sums.pages, config.context_length
     if config.num_pages and config.num_pages * sums.page > sums.left + sums.reserve:
         raise InsufficientMemory(
-            f"memory: {config.num_pages} pages do not fit: {sums}, and {(sums.left + sums.reserve) // sums.page} without a reserve; "
-            f"use --max-total-tokens {max(sums.pages, 1) * PAGE}, or leave --mem-fraction-static and --max-total-tokens to the engine"
+            f"memory: {config.num_pages} pages do not fit: {sums}, and {(sums.left + sums.reserve) // sums.page}"
+            f" without a reserve; use --max-total-tokens {max(sums.pages, 1) * PAGE}, or leave --mem-fraction-static"
+            " and --max-total-tokens to the engine"
         )
     if pages < 1:
         raise InsufficientMemory(
-            f"memory: {sums}: no page is left for the KV cache; use a smaller --chunked-prefill-size, --max-running-requests or "
-            "--cuda-graph-max-bs, or a GPU with more memory"
+            f"memory: {sums}: no page is left for the KV cache; use a smaller --chunked-prefill-size,"
+            " --max-running-requests or --cuda-graph-max-bs, or a GPU with more memory"
         )
     held = pages * PAGE
     if config.min_context_length > held:

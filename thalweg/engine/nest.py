@@ -1,4 +1,6 @@
-"""The folder in which a front meets its engine's process. Whoever is killed leaves his behind; the next one that starts clears it away."""
+"""The folder in which a front meets its engine's process. Whoever is killed leaves his behind; the next one that starts
+clears it away.
+"""
 
 from __future__ import annotations
 

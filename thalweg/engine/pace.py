@@ -1,13 +1,16 @@
-"""Up to how many tokens prompts may fill a step beside decoding rows, and which steps run in pieces: chosen from times measured at the start.
+"""Up to how many tokens prompts may fill a step beside decoding rows, and which steps run in pieces: chosen from times
+measured at the start.
 
-A decoding request waits for the whole step it is in. So that the time between two of its tokens at most doubles while others' prompts are
-computed, a step has as many tokens as keep it well within twice the time of the same rows alone; the rest is for what varies. But a step has
-at least as many as make it hardly longer than one with the fewest: what any prompt costs (launching its attention layer by layer, which a slow host
-takes longer for; reading all experts) is paid anyhow. And at least so many that prompts are computed at half of the best rate, beside many
-rows a quarter: below it they starve, and more rows wait longer in all.
+A decoding request waits for the whole step it is in. So that the time between two of its tokens at most doubles while
+others' prompts are computed, a step has as many tokens as keep it well within twice the time of the same rows alone;
+the rest is for what varies. But a step has at least as many as make it hardly longer than one with the fewest: what any
+prompt costs (launching its attention layer by layer, which a slow host takes longer for; reading all experts) is paid
+anyhow. And at least so many that prompts are computed at half of the best rate, beside many rows a quarter: below it
+they starve, and more rows wait longer in all.
 
-Steps run in pieces while that is faster than launching them eagerly, which is bound by Python up to some hundred tokens of a large model, and
-far more of one with many small layers. Beyond, the device is the slower one, and would compute the padding.
+Steps run in pieces while that is faster than launching them eagerly, which is bound by Python up to some hundred tokens
+of a large model, and far more of one with many small layers. Beyond, the device is the slower one, and would compute
+the padding.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from thalweg.runner.runner import Runner
 
 log = logging.getLogger("thalweg.engine")
 
-SLOWER = 1.6  # how much longer a step with prompts may take: 2 is the aim, and host and network were seen to add a fifth at the 99th percentile
+# how much longer a step with prompts may take: 2 is the aim, and host and network were seen to add a fifth at the 99th
+# percentile
+SLOWER = 1.6
 FLAT = 1.15  # a step is hardly longer than another
 MANY = 32  # decoding rows from which on theirs is the first concern
 ROWS = (1, 8, 32, 64, 128, 256)  # decoding rows that are measured
@@ -65,7 +70,9 @@ def choose(time: Time, rows: Sequence[int], budget: int) -> Beside:
 
 
 def _within(time: Time, rows: int, totals: Sequence[int]) -> int:
-    """The most tokens of a step that takes not much longer than the rows alone, or than the least that there are beside so many rows."""
+    """The most tokens of a step that takes not much longer than the rows alone, or than the least that there are beside
+    so many rows.
+    """
     some = [total for total in totals if total >= 2 * rows] or [totals[-1]]
     allowed = max(SLOWER * time(rows, 0), FLAT * time(rows, some[0] - rows))
     return some[max(bisect_right(some, allowed, key=lambda total: time(rows, total - rows)) - 1, 0)]
@@ -96,7 +103,9 @@ def _with_table(config: EngineConfig, beside: Beside) -> EngineConfig:
 
 
 def trim(runner: Runner, steps: Piecewise, clock: Timer) -> str:
-    """Drops the largest pieces that are not faster than eager steps of as many tokens as fill their bucket on average. What it did, in words."""
+    """Drops the largest pieces that are not faster than eager steps of as many tokens as fill their bucket on average.
+    What it did, in words.
+    """
     while steps.recorded:
         largest = steps.recorded[-1].tokens
         smaller = steps.recorded[-2].tokens if len(steps.recorded) > 1 else 0
@@ -113,7 +122,9 @@ def trim(runner: Runner, steps: Piecewise, clock: Timer) -> str:
 
 
 class Clock:
-    """Measures steps on a runner. The first slots decode, at the end of a context; in the others are prompts, of which the first goes on."""
+    """Measures steps on a runner. The first slots decode, at the end of a context; in the others are prompts, of which
+    the first goes on.
+    """
 
     def __init__(self, runner: Runner, config: EngineConfig, most: int) -> None:
         self.runner, self.config, self.rng = runner, config, random.Random(0)

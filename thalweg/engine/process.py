@@ -1,4 +1,6 @@
-"""The engine's own process: builds a rank, says `Ready`, runs the loop until it is drained, says `Fatal` if it breaks."""
+"""The engine's own process: builds a rank, says `Ready`, runs the loop until it is drained, says `Fatal` if it
+breaks.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A profile of some steps: torch's profiler over the whole engine process, written as a Chrome trace.
 
-In it every step stands twice under its name: "A step 17 rows 8 tokens 8" is prepare → forward → logits, "B step 17 …" accept → publish. Without a
-profile nothing of this is there: the worker calls its runner itself.
+In it every step stands twice under its name: "A step 17 rows 8 tokens 8" is prepare → forward → logits, "B step 17 …"
+accept → publish. Without a profile nothing of this is there: the worker calls its runner itself.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Profiler:
         self._running: _Running | None = None
 
     def start(self, wish: StartProfile) -> str:
-        """Says what is watched. Raises InvalidRequest where one runs, and for a folder or an activity that is not there."""
+        """Says what is watched. Raises InvalidRequest where one runs, and for a folder or an activity that is not
+        there.
+        """
         if self._running is not None:
             raise InvalidRequest("", f"a profile runs already, into {self._running.folder}: POST /stop_profile ends it")
         if not wish.cpu and not (wish.gpu and self.gpu):

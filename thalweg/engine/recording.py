@@ -1,10 +1,13 @@
-"""A recording of the last steps of an engine: what it was asked, what it planned, what came of it. `thalweg replay` runs it again.
+"""A recording of the last steps of an engine: what it was asked, what it planned, what came of it. `thalweg replay`
+runs it again.
 
-In memory it is two segments of at most STEPS steps or BYTES bytes: when the later one is full the earlier one is forgotten. A step costs two
-encodings of flat values (0.5 µs and 0.08 µs a row on one core of an EPYC); a segment begins with the seats, the running requests as the
-device knows them there, noted as lengths into lists that only grow. All else is done when it is written.
+In memory it is two segments of at most STEPS steps or BYTES bytes: when the later one is full the earlier one is
+forgotten. A step costs two encodings of flat values (0.5 µs and 0.08 µs a row on one core of an EPYC); a segment begins
+with the seats, the running requests as the device knows them there, noted as lengths into lists that only grow. All
+else is done when it is written.
 
-The file is JSON lines; docs/replay.md describes them. It holds the token ids of users' prompts and answers: its mode is 0600.
+The file is JSON lines; docs/replay.md describes them. It holds the token ids of users' prompts and answers: its mode is
+0600.
 """
 
 from __future__ import annotations
@@ -45,8 +48,10 @@ _outputs = msgspec.msgpack.Decoder(tuple[Output, ...]).decode
 
 
 class Head(msgspec.Struct, tag_field="kind", tag="head", frozen=True, kw_only=True):
-    """The first line. reason: why it was written; error: the traceback that the engine died of, or "". at: time.time(). first: the first
-    step. whole: this is the engine's first step, so that nothing precedes the recording. model: a fingerprint of the checkpoint."""
+    """The first line. reason: why it was written; error: the traceback that the engine died of, or "". at: time.time().
+    first: the first step. whole: this is the engine's first step, so that nothing precedes the recording. model: a
+    fingerprint of the checkpoint.
+    """
 
     format: str = FORMAT
     version: int = VERSION
@@ -75,14 +80,18 @@ class Ended(msgspec.Struct, tag_field="kind", tag="ended", frozen=True):
 
 
 class Changed(msgspec.Struct, tag_field="kind", tag="weights", frozen=True):
-    """From this step on the weights that lie in `path` took the place of their like, for good: a folder, as the engine saw it."""
+    """From this step on the weights that lie in `path` took the place of their like, for good: a folder, as the engine
+    saw it.
+    """
 
     step: int
     path: str
 
 
 class Seat(msgspec.Struct, tag_field="kind", tag="seat", frozen=True):
-    """A request that ran before the first step, as the device knows it then. bind: what puts it there; an end of 0 means that it is over."""
+    """A request that ran before the first step, as the device knows it then. bind: what puts it there; an end of 0
+    means that it is over.
+    """
 
     uid: int
     bind: Bind
@@ -128,7 +137,9 @@ class Recorder(Protocol):
     """What the loop tells."""
 
     def took(self, step: int, messages: Sequence[ToEngine], replies: Sequence[FromEngine]) -> None:
-        """These messages came, and were answered so, before `step` was planned. An `UpdateWeights` among them was carried out."""
+        """These messages came, and were answered so, before `step` was planned. An `UpdateWeights` among them was
+        carried out.
+        """
 
     def launches(self, plan: StepPlan) -> None:
         """The plan is about to be launched."""
@@ -157,7 +168,9 @@ class NoRecorder:
 
 
 class _Mark(NamedTuple):
-    """A running request at the beginning of a segment: its lists, and how long they are then. computed: tokens that have KV."""
+    """A running request at the beginning of a segment: its lists, and how long they are then. computed: tokens that
+    have KV.
+    """
 
     request: Request
     slot: int
@@ -179,8 +192,10 @@ class _Mark(NamedTuple):
 
 @dataclass(slots=True)
 class _Segment:
-    """first: its first step. outputs[i] belongs to plans[i]; those of the last plans may be missing. asked, ended: (step, request or uid).
-    marks: None until the step before the first is committed. size: bytes that came since the first step."""
+    """first: its first step. outputs[i] belongs to plans[i]; those of the last plans may be missing. asked, ended:
+    (step, request or uid). marks: None until the step before the first is committed. size: bytes that came since the
+    first step.
+    """
 
     first: int
     plans: list[bytes] = field(default_factory=list)
@@ -196,8 +211,9 @@ class _Segment:
 
 
 class Ring:
-    """The recorder of an engine. requests: all of them by uid, the scheduler's own. Raises UnsupportedConfig for a folder that cannot be
-    written to."""
+    """The recorder of an engine. requests: all of them by uid, the scheduler's own. Raises UnsupportedConfig for a
+    folder that cannot be written to.
+    """
 
     def __init__(self, config: EngineConfig, requests: Mapping[int, Request]) -> None:
         self.config, self.requests = config, requests
@@ -252,8 +268,9 @@ class Ring:
         self._segments = old, now
 
     def _marks(self, plans: Sequence[StepPlan]) -> list[_Mark]:
-        """The running requests as the device knows them just before the first of `plans`, which are made already; all that precedes them is
-        committed."""
+        """The running requests as the device knows them just before the first of `plans`, which are made already; all
+        that precedes them is committed.
+        """
         bound = {bind.slot for plan in plans for bind in plan.binds}
         start = {row.uid: row.start for plan in reversed(plans) for row in plan.rows}
         marks = []
@@ -329,7 +346,9 @@ def _finite(output: Output) -> Output:
 
 
 def fingerprint(folder: Path) -> str:
-    """Tells checkpoints apart by their configuration and the sizes of their weights, wherever they lie. "" for a folder that is not there."""
+    """Tells checkpoints apart by their configuration and the sizes of their weights, wherever they lie. "" for a folder
+    that is not there.
+    """
     config = folder / "config.json"
     if not config.is_file():
         return ""
@@ -391,7 +410,8 @@ def _head(path: Path, line: bytes) -> Head:
         )
     if kind.version != VERSION:
         raise UnsupportedConfig(
-            f"{path}: a recording of version {kind.version}; this Thalweg ({__version__}) reads version {VERSION}: use the one that wrote it"
+            f"{path}: a recording of version {kind.version}; this Thalweg ({__version__}) reads version {VERSION}: use"
+            " the one that wrote it"
         )
     try:
         head = _line(line)

@@ -1,4 +1,6 @@
-"""A drafter that finds no room, cannot be recorded or holds no numbers is left out: it only accelerates, so the engine starts without it."""
+"""A drafter that finds no room, cannot be recorded or holds no numbers is left out: it only accelerates, so the engine
+starts without it.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ T = TypeVar("T")
 
 
 def with_or_without(build: Callable[[EngineConfig], T], config: EngineConfig) -> T:
-    """What `build` makes of this configuration, or of the same without the drafter where memory is too small for it, or where it fails. Raises what
-    `build` does."""
+    """What `build` makes of this configuration, or of the same without the drafter where memory is too small for it, or
+    where it fails. Raises what `build` does.
+    """
     try:
         return build(config)
     except DrafterFails as error:

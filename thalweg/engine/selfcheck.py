@@ -1,7 +1,9 @@
-"""The self-check of a start: each library that the configuration names computes a small case on this GPU before a model relies on it.
+"""The self-check of a start: each library that the configuration names computes a small case on this GPU before a model
+relies on it.
 
-That a library is installed says little: its binary may be built for another torch, CUDA or GPU. One that the user did not ask for is
-replaced by our own kernels, with a warning and a word in the report; one that was asked for ends the start.
+That a library is installed says little: its binary may be built for another torch, CUDA or GPU. One that the user did
+not ask for is replaced by our own kernels, with a warning and a word in the report; one that was asked for ends the
+start.
 """
 
 from __future__ import annotations

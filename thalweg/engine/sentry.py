@@ -1,6 +1,9 @@
-"""Watches an engine's loop from a thread of its own: writes the recording when the loop makes no step any more, and when it is asked to.
+"""Watches an engine's loop from a thread of its own: writes the recording when the loop makes no step any more, and
+when it is asked to.
 
-The signal's byte comes through the wakeup descriptor, which is written to even while the loop's thread does not come back from a library."""
+The signal's byte comes through the wakeup descriptor, which is written to even while the loop's thread does not come
+back from a library.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,10 @@ TICK = 0.5  # seconds between two looks at the loop, and no more than a quarter 
 
 
 def watch(loop: Loop, timeout: float) -> None:
-    """Called on the main thread, before the loop runs. timeout: seconds without a turn, while there is work, after which it counts as
-    wedged; 0 is never. Where nothing is recorded there is nothing to write: the signal is ignored."""
+    """Called on the main thread, before the loop runs. timeout: seconds without a turn, while there is work, after
+    which it counts as wedged; 0 is never. Where nothing is recorded there is nothing to write: the signal is
+    ignored.
+    """
     ring = loop.recorder
     if not isinstance(ring, Ring):
         signal.signal(SIGNAL, signal.SIG_IGN)

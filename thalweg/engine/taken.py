@@ -1,4 +1,6 @@
-"""How much memory an engine has really taken, written into its report: what `thalweg plan --check` compares its prediction with."""
+"""How much memory an engine has really taken, written into its report: what `thalweg plan --check` compares its
+prediction with.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,17 @@ REASONS = {
     "slots": "measured: state of the requests",
     "step": "measured: what the largest step took while it ran",
     "graphs": "measured: what recording all CUDA graphs took",
-    "beside": "measured: of the GPU, what neither the above nor anything free accounts for: the driver's context, compiled kernels, libraries",
+    "beside": (
+        "measured: of the GPU, what neither the above nor anything free accounts for: the driver's context, compiled"
+        " kernels, libraries"
+    ),
 }
 
 
 def taken(config: EngineConfig, runner: Runner, **others: int) -> EngineConfig:
-    """The configuration with a report of the bytes of weights (the drafter's included), KV cache and slots, and of `others`, by the names in
-    `REASONS`."""
+    """The configuration with a report of the bytes of weights (the drafter's included), KV cache and slots, and of
+    `others`, by the names in `REASONS`.
+    """
     model, planes, slots = runner.model, runner.planes, runner.slots
     plain = model.model if isinstance(model, TokenByToken) else model
     drafter = runner.drafting.drafter

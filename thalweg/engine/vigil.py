@@ -1,4 +1,6 @@
-"""Whether an engine that owes answers gives signs of life. It speaks at least every quarter of a second while it has work."""
+"""Whether an engine that owes answers gives signs of life. It speaks at least every quarter of a second while it has
+work.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import time
 
 
 class Vigil:
-    """timeout: seconds of silence, while something is owed, after which the engine counts as wedged; 0 is never. tick: how often to look."""
+    """timeout: seconds of silence, while something is owed, after which the engine counts as wedged; 0 is never. tick:
+    how often to look.
+    """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout

@@ -1,4 +1,6 @@
-"""Runs every kind of step once before the first request, on one layer of each kind, so that no kernel is compiled or loaded within one."""
+"""Runs every kind of step once before the first request, on one layer of each kind, so that no kernel is compiled or
+loaded within one.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ Progress = Callable[[int, int], None]  # steps done, of how many
 
 
 def thin(model: Model) -> Model:
-    """The same model with one layer of each kind, the parameters shared: what it runs is compiled as what the whole model runs."""
+    """The same model with one layer of each kind, the parameters shared: what it runs is compiled as what the whole
+    model runs.
+    """
     assert isinstance(model, nn.Module) and isinstance(model.layers, nn.ModuleList)
     by_kind = {
         tuple((name, parameter.shape, parameter.dtype) for name, parameter in layer.named_parameters()): layer
@@ -106,7 +110,9 @@ def _whole(model: Model) -> Model:
 
 
 def fp8_products(model: Model) -> list[tuple[nn.Module, int]]:
-    """One of each shape of the layers that multiply by an FP8 weight, and their inputs: a library may have a kernel for every few rows more."""
+    """One of each shape of the layers that multiply by an FP8 weight, and their inputs: a library may have a kernel for
+    every few rows more.
+    """
     assert isinstance(model, nn.Module)
     found: dict[torch.Size, tuple[nn.Module, int]] = {}
     for part in model.modules():

@@ -1,4 +1,6 @@
-"""How long steps take by the number of drafts, measured at the start on made-up requests: what the choice of a width goes by."""
+"""How long steps take by the number of drafts, measured at the start on made-up requests: what the choice of a width
+goes by.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def measured(config: EngineConfig, runner: Runner) -> EngineConfig:
-    """The configuration with the times, where the number of drafts is chosen in each step. All slots are free afterwards."""
+    """The configuration with the times, where the number of drafts is chosen in each step. All slots are free
+    afterwards.
+    """
     if not config.speculative_adaptive or config.speculative_step_times:
         return config
     now = clock(config)
@@ -90,8 +94,10 @@ def _rungs(
 
 
 def _longer(runner: Runner, config: EngineConfig, rows: int, short: Sequence[Rung], context: int) -> tuple[float, ...]:
-    """Behind a longer context than those. What that adds is little beside what a machine that others use changes its pace by from one moment to the
-    next, and many rows multiply it: both are measured in turns, and the difference counts."""
+    """Behind a longer context than those. What that adds is little beside what a machine that others use changes its
+    pace by from one moment to the next, and many rows multiply it: both are measured in turns, and the difference
+    counts.
+    """
     near = short[0].context
     turns = [[_times(runner, config, rows, at, 1) for at in (near, context)] for _ in range(TURNS)]
     below, above = (map(min, *times) for times in zip(*turns, strict=True))
@@ -100,8 +106,10 @@ def _longer(runner: Runner, config: EngineConfig, rows: int, short: Sequence[Run
 
 
 def _times(runner: Runner, config: EngineConfig, rows: int, context: int, repeats: int) -> tuple[float, ...]:
-    """Of a step with so many rows, for each width: those that are chosen from are measured, between them times lie on lines. They take turns, so that
-    what keeps the machine busy for a while is the same for all, and of each the least counts, since what disturbs a step only adds to it."""
+    """Of a step with so many rows, for each width: those that are chosen from are measured, between them times lie on
+    lines. They take turns, so that what keeps the machine busy for a while is the same for all, and of each the least
+    counts, since what disturbs a step only adds to it.
+    """
     reach = min(context + _room(config), config.context_length)
     _bind(runner, config, rows, context, reach)
     bound = runner.slots.ints_SI.clone()
@@ -152,7 +160,9 @@ def _on_lines(times: Mapping[int, float]) -> tuple[float, ...]:
 
 
 def smoothed(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
-    """No step takes longer than one of more rows or more drafts: where it seemed to, something disturbed it. All are of one context."""
+    """No step takes longer than one of more rows or more drafts: where it seemed to, something disturbed it. All are of
+    one context.
+    """
     found: list[Rung] = []
     for rung in reversed(rungs):
         above = found[-1].seconds if found else (math.inf,) * len(rung.seconds)
@@ -162,7 +172,9 @@ def smoothed(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
 
 
 def _bind(runner: Runner, config: EngineConfig, rows: int, tokens: int, reach: int) -> None:
-    """Made-up requests of so many tokens. They share pages where there are too few: what lies in them does not matter."""
+    """Made-up requests of so many tokens. They share pages where there are too few: what lies in them does not
+    matter.
+    """
     rng, ids = random.Random(0), range(runner.model.facts.vocab)
     entries = -(-reach // PAGE)
     for slot in range(rows):
@@ -183,7 +195,9 @@ def _run(runner: Runner, plan: StepPlan, config: EngineConfig) -> float:
 
 
 def clock(config: EngineConfig) -> Callable[[], float]:
-    """What times steps that run in this thread. One thread of a CPU has a clock of its own, which others that want the CPU do not touch."""
+    """What times steps that run in this thread. One thread of a CPU has a clock of its own, which others that want the
+    CPU do not touch.
+    """
     return time.thread_time if config.device == "cpu" and config.threads == 1 else time.perf_counter
 
 

@@ -1,4 +1,6 @@
-"""The hands of a rank: runs A and B of each step in order on its stream, and keeps their outputs until the loop asks."""
+"""The hands of a rank: runs A and B of each step in order on its stream, and keeps their outputs until the loop
+asks.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def stream_for(depth: int) -> Stream:
 
 
 class CpuWorker:
-    """Drives one runner. `forward` and `sample` return at once (depth 2 and more); `output` waits. masker: makes the masks of a step."""
+    """Drives one runner. `forward` and `sample` return at once (depth 2 and more); `output` waits. masker: makes the
+    masks of a step.
+    """
 
     def __init__(self, runner: Halves, stream: Stream, masker: Masker) -> None:
         self.runner, self.stream, self.masker = runner, stream, masker

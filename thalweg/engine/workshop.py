@@ -23,7 +23,9 @@ log = logging.getLogger("thalweg.engine")
 
 
 class Workshop:
-    """The `loop.Workshop` of a rank. Weights are replaced in place, which recorded steps follow, a CPU's and CUDA graphs."""
+    """The `loop.Workshop` of a rank. Weights are replaced in place, which recorded steps follow, a CPU's and CUDA
+    graphs.
+    """
 
     def __init__(self, runner: Runner, hands: Hands) -> None:
         self.profiler = Profiler(hands, runner.planes.device.type == "cuda")
@@ -32,7 +34,9 @@ class Workshop:
         self.drafting = runner.drafting
 
     def weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
-        """Reads all headers; what it returns writes, and says how many tensors of how many. alive: called for every tensor. Raises InvalidRequest."""
+        """Reads all headers; what it returns writes, and says how many tensors of how many. alive: called for every
+        tensor. Raises InvalidRequest.
+        """
         modules, folder = (self.model, *self.drafting.drafter.modules()), Path(wish.path)
 
         def told(done: int, total: int) -> None:

@@ -1,4 +1,6 @@
-"""A case of a kernel: inputs, the exact result, how near one has to come, and what it costs. Tests, benchmarks and rooflines read it."""
+"""A case of a kernel: inputs, the exact result, how near one has to come, and what it costs. Tests, benchmarks and
+rooflines read it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ Run = Callable[..., Any]  # keyword arguments → tensors
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """inputs: keyword arguments of every backend; a backend may edit tensors among them, so it is given clones.
-    exact: in float64, by the definition and not by any backend. tolerance: of max |difference| / max |exact|; 0 is equality.
-    flops, bytes: what an ideal implementation computes and moves."""
+    """inputs: keyword arguments of every backend; a backend may edit tensors among them, so it is given clones. exact:
+    in float64, by the definition and not by any backend. tolerance: of max |difference| / max |exact|; 0 is equality.
+    flops, bytes: what an ideal implementation computes and moves.
+    """
 
     name: str
     inputs: dict[str, Any]
@@ -47,13 +50,15 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A case of a size that models have, to be timed on one device: held against the reference there, since float64 would take too long.
+    """A case of a size that models have, to be timed on one device: held against the reference there, since float64
+    would take too long.
 
-    draw: keyword arguments of every backend, on the generator's device, new each time, so that calls in a row do not find theirs in a cache. It is
-    given those drawn before, of which it may keep what no cache holds. backends: by name, the reference first; they may write into what they are
-    given. cost: FLOPs and bytes of an ideal implementation with these inputs. math: which ceiling FLOPs are held against, "float32", "bf16"
-    or "fp8". tolerance: of max |difference from the reference| / max |reference|. seen: what of the results is compared, where they
-    are codes."""
+    draw: keyword arguments of every backend, on the generator's device, new each time, so that calls in a row do not
+    find theirs in a cache. It is given those drawn before, of which it may keep what no cache holds. backends: by name,
+    the reference first; they may write into what they are given. cost: FLOPs and bytes of an ideal implementation with
+    these inputs. math: which ceiling FLOPs are held against, "float32", "bf16" or "fp8". tolerance: of max |difference
+    from the reference| / max |reference|. seen: what of the results is compared, where they are codes.
+    """
 
     name: str
     draw: Callable[[torch.Generator, Inputs | None], Inputs]
@@ -74,8 +79,9 @@ def no_sizes(device: torch.device) -> Iterator[Sized]:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a folder of kernels offers: its cases, drawn from a generator; its backends by name, the reference first; and its cases of models' sizes
-    on a device."""
+    """What a folder of kernels offers: its cases, drawn from a generator; its backends by name, the reference first;
+    and its cases of models' sizes on a device.
+    """
 
     cases: Callable[[torch.Generator], Iterator[Case]]
     backends: dict[str, Run]

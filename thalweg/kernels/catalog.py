@@ -1,4 +1,6 @@
-"""Every operation that has kernels. To add one: a folder with ref.py and case.py, and a row here; a backend is a row of its case.py."""
+"""Every operation that has kernels. To add one: a folder with ref.py and case.py, and a row here; a backend is a row of
+its case.py.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ from triton import knobs
 
 
 class Compilations:
-    """A context manager. made: names of the kernels that were compiled; found: of those whose compiled form lay in the cache folder. A kernel
-    that this process has run before is in neither."""
+    """A context manager. made: names of the kernels that were compiled; found: of those whose compiled form lay in the
+    cache folder. A kernel that this process has run before is in neither.
+    """
 
     def __init__(self) -> None:
         self.made: list[str] = []

@@ -1,7 +1,9 @@
-"""What the names in a profile stand for: kernels on a GPU, operators of torch on a CPU. The one table of it; no kernel is imported.
+"""What the names in a profile stand for: kernels on a GPU, operators of torch on a CPU. The one table of it; no kernel
+is imported.
 
-A name is read from the top of the table down. Some names stand for different things in different places (`_up` of attention and of the experts,
-`_choose` of the router and of a truncated draw): `places` tells them apart by what stands before and behind them in a step.
+A name is read from the top of the table down. Some names stand for different things in different places (`_up` of
+attention and of the experts, `_choose` of the router and of a truncated draw): `places` tells them apart by what stands
+before and behind them in a step.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ _OPERATORS = [(re.compile(pattern), what) for pattern, what in OPERATORS]
 
 
 def short(name: str) -> str:
-    """A kernel's name without templates, arguments and namespaces, but with what tells FlashAttention's from other kernels of CUTLASS."""
+    """A kernel's name without templates, arguments and namespaces, but with what tells FlashAttention's from other
+    kernels of CUTLASS.
+    """
     if "flash" in name.lower() and "<" in name:
         return "flash::" + re.sub(r"<.*", "", name).split("::")[-1]
     return re.sub(r"^void |<.*|\(.*", "", name.replace("(anonymous namespace)::", "")).split("::")[-1].strip()
@@ -80,10 +84,12 @@ def operator(name: str) -> str:
 
 
 def places(names: Sequence[str]) -> list[str]:
-    """What each kernel of A of one step does, in the order in which the device ran them: the words above, products told apart.
+    """What each kernel of A of one step does, in the order in which the device ran them: the words above, products told
+    apart.
 
-    A layer is projections, attention, one product (output), then either a router with its experts or two products (MLP), which what follows
-    of the next layer's projections end. So attentions with fewer than four products between them, and no router, are of one layer.
+    A layer is projections, attention, one product (output), then either a router with its experts or two products
+    (MLP), which what follows of the next layer's projections end. So attentions with fewer than four products between
+    them, and no router, are of one layer.
     """
     found = _decided(names)
     groups = _groups(found, names)
@@ -99,8 +105,9 @@ def places(names: Sequence[str]) -> list[str]:
 
 
 def after(found: Sequence[str]) -> list[str]:
-    """What each kernel or operator of B of one step does, from what its name stands for: sampling, or drafting from the first product to the
-    last. What a name stands for elsewhere does not count here."""
+    """What each kernel or operator of B of one step does, from what its name stands for: sampling, or drafting from the
+    first product to the last. What a name stands for elsewhere does not count here.
+    """
     drafting = [i for i, what in enumerate(found) if what in (PRODUCT, LATENT)]
     begin, end = (drafting[0], drafting[-1]) if drafting else (0, -1)
     return [COPIES if what == COPIES else DRAFTING if begin <= i <= end else SAMPLING for i, what in enumerate(found)]

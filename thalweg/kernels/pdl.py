@@ -1,4 +1,6 @@
-"""Programmatic dependent launch: on Hopper a kernel may start while the one before it ends, and waits for its results itself."""
+"""Programmatic dependent launch: on Hopper a kernel may start while the one before it ends, and waits for its results
+itself.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def _overlaps(device: torch.device) -> bool:
 
 
 def launch_options(tensor: Tensor) -> dict[str, bool]:
-    """Keyword arguments of a Triton launch on this tensor's device: the constexpr flag PDL, and the launch attribute where it is true."""
+    """Keyword arguments of a Triton launch on this tensor's device: the constexpr flag PDL, and the launch attribute
+    where it is true.
+    """
     if tensor.is_cuda and _overlaps(tensor.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

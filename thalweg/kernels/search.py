@@ -27,11 +27,13 @@ def nothing(timed: Sequence[Any]) -> Sequence[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """operation, key: of the choice, as `tuned` has them. label: of the case that is timed. default: what the operation's table says.
-    candidates: others of its type. draw: inputs, as `case.Sized` draws them. run: of a candidate, results. reference: what they must come to, within
-    `tolerance` of the largest. bytes: that a call reads, so that calls in a row read more than a cache holds. further: more candidates, from
-    those that were timed, the fastest first. alike: candidates run the same kernels, so that there is nothing to
-    compile for each. uses: the other ways in which a candidate that is chosen will be used, and what each must come to; held against it too."""
+    """operation, key: of the choice, as `tuned` has them. label: of the case that is timed. default: what the
+    operation's table says. candidates: others of its type. draw: inputs, as `case.Sized` draws them. run: of a
+    candidate, results. reference: what they must come to, within `tolerance` of the largest. bytes: that a call reads,
+    so that calls in a row read more than a cache holds. further: more candidates, from those that were timed, the
+    fastest first. alike: candidates run the same kernels, so that there is nothing to compile for each. uses: the other
+    ways in which a candidate that is chosen will be used, and what each must come to; held against it too.
+    """
 
     operation: str
     key: TuningValues

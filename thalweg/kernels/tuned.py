@@ -1,7 +1,8 @@
 """What `thalweg tune` has found for this device, in place of what the kernels' own tables say.
 
-A choice is found for one operation, one key (the shape of a weight) and one default: what the operation's table says. So it replaces that tile
-wherever the table would use it with such a weight, and the numbers of rows at which other compiled kernels begin stay where they are.
+A choice is found for one operation, one key (the shape of a weight) and one default: what the operation's table says.
+So it replaces that tile wherever the table would use it with such a weight, and the numbers of rows at which other
+compiled kernels begin stay where they are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ SOURCES = {
 
 
 class Tuned:
-    """The choices that a process uses. Filled by `use` before the first model is made, and left alone while kernels run."""
+    """The choices that a process uses. Filled by `use` before the first model is made, and left alone while kernels
+    run.
+    """
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, TuningValues], dict[TuningValues, TuningValues]] = {}
@@ -95,5 +98,7 @@ def _taken(like: Any, numbers: TuningValues) -> tuple[Any, TuningValues]:
 
 @cache
 def digest(operation: str) -> str:
-    """Of the code that the operation's choices were measured with; another one's choices may be slower, or not compile."""
+    """Of the code that the operation's choices were measured with; another one's choices may be slower, or not
+    compile.
+    """
     return hashlib.sha256((Path(__file__).parent / SOURCES[operation]).read_bytes()).hexdigest()[:16]

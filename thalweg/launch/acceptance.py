@@ -29,27 +29,28 @@ def refuse_simulated(wish: SpeculativeOptions) -> None:
     """Of what answers somebody. Raises UnsupportedConfig."""
     if wish.speculative_simulate_accept_length is not None and not wish.allow_simulated_acceptance:
         raise UnsupportedConfig(
-            f"speculative_simulate_accept_length: {SIMULATED}: it is for `thalweg bench one-batch`, `offline` and `speculation`; leave it out, or "
-            "add --allow-simulated-acceptance"
+            f"speculative_simulate_accept_length: {SIMULATED}: it is for `thalweg bench one-batch`, `offline` and"
+            " `speculation`; leave it out, or add --allow-simulated-acceptance"
         )
 
 
 def decide_acceptance(wish: SpeculativeOptions, drafter: str, deepest: int, trees: bool, ledger: Ledger) -> Acceptance:
-    """drafter: its name, "NONE" for none. deepest: drafts one behind the other, at most. trees: whether drafts may part ways. Raises
-    UnsupportedConfig for
-    thresholds of another rule than the one that is wished, for a rule beside a decree, and for a decree of more tokens than a verification has."""
+    """drafter: its name, "NONE" for none. deepest: drafts one behind the other, at most. trees: whether drafts may part
+    ways. Raises UnsupportedConfig for thresholds of another rule than the one that is wished, for a rule beside a
+    decree, and for a decree of more tokens than a verification has.
+    """
     acceptance, length = _rule(wish, drafter, trees, ledger), wish.speculative_simulate_accept_length
     if drafter == "NONE" or length is None:
         return acceptance
     if length > deepest + 1:
         raise UnsupportedConfig(
-            f"speculative_simulate_accept_length: {length:g} tokens of each verification, and {deepest} drafts one behind the other bring "
-            f"{deepest + 1} at most; give less, or more --speculative-num-steps"
+            f"speculative_simulate_accept_length: {length:g} tokens of each verification, and {deepest} drafts one"
+            f" behind the other bring {deepest + 1} at most; give less, or more --speculative-num-steps"
         )
     if wish.speculative_acceptance not in (None, "race"):
         raise UnsupportedConfig(
-            f"speculative_acceptance: {wish.speculative_acceptance} judges no draft where they are accepted by decree; leave it out, or "
-            "--speculative-simulate-accept-length"
+            f"speculative_acceptance: {wish.speculative_acceptance} judges no draft where they are accepted by decree;"
+            " leave it out, or --speculative-simulate-accept-length"
         )
     ledger.note("speculative_simulate_accept_length", length, USER, f"BENCHMARKS ONLY: {SIMULATED}")
     return replace(acceptance, imposed=length)
@@ -60,8 +61,8 @@ def _rule(wish: SpeculativeOptions, drafter: str, trees: bool, ledger: Ledger) -
     for name, value in (("speculative_relaxed_topk", topk), ("speculative_relaxed_delta", delta)):
         if value is not None and rule != "relaxed":
             raise UnsupportedConfig(
-                f"{name}: a threshold of the lossy rule, and drafts are judged by {rule or 'the race'}; leave it out, or use "
-                "--speculative-acceptance relaxed"
+                f"{name}: a threshold of the lossy rule, and drafts are judged by {rule or 'the race'}; leave it out,"
+                " or use --speculative-acceptance relaxed"
             )
     if drafter == "NONE":
         return Acceptance()
@@ -71,7 +72,8 @@ def _rule(wish: SpeculativeOptions, drafter: str, trees: bool, ledger: Ledger) -
             "speculative_acceptance",
             rule,
             USER,
-            f"{LOSSY}; drafts of the {relaxed[0]} most likely tokens that are at most {relaxed[1]:g} less likely than the first",
+            f"{LOSSY}; drafts of the {relaxed[0]} most likely tokens that are at most {relaxed[1]:g} less likely than"
+            " the first",
         )
         return Acceptance(rule, relaxed)
     if rule == "standard":

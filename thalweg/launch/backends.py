@@ -15,10 +15,12 @@ BOTH = frozenset({True, False})
 
 @dataclass(frozen=True)
 class AttentionCaps(Capabilities):
-    """device: "cpu" or "cuda". chip: of the GPU, "" on a CPU. heads: "mla" (latents), "mha" (an MLA model's decompressed keys and values) or
-    "gqa". sparse: DSA's chosen context. kv: type of the KV cache. dtype: of activations. installed: whether it is. deterministic: whether bits
-    may have to be independent of the batch. trees: whether drafts may part ways, so that tokens do not see all before them. graphs: whether a CUDA
-    graph can hold it; no need, a reason to do without graphs."""
+    """device: "cpu" or "cuda". chip: of the GPU, "" on a CPU. heads: "mla" (latents), "mha" (an MLA model's
+    decompressed keys and values) or "gqa". sparse: DSA's chosen context. kv: type of the KV cache. dtype: of
+    activations. installed: whether it is. deterministic: whether bits may have to be independent of the batch. trees:
+    whether drafts may part ways, so that tokens do not see all before them. graphs: whether a CUDA graph can hold it;
+    no need, a reason to do without graphs.
+    """
 
     device: frozenset[str]
     chip: frozenset[str]
@@ -120,15 +122,19 @@ PREFILL = {
 
 
 def decode_catalog(machine: Machine, heads: int) -> dict[str, AttentionCaps]:
-    """Backends of decode rows, in order of measured preference. FlashMLA is faster where many heads make attention bound by the tensor cores (H100,
-    us a layer with its share of a schedule for 27, FlashMLA / ours: 128 heads, 8 x 1,024 tokens 29 / 38, 128 x 1,024 95 / 156, 64 x 4,096
-    135 / 270; 64 heads 23 / 29, 72 / 86, 133 / 173; in FP8 from 32 rows on), and no faster with 16."""
+    """Backends of decode rows, in order of measured preference. FlashMLA is faster where many heads make attention
+    bound by the tensor cores (H100, us a layer with its share of a schedule for 27, FlashMLA / ours: 128 heads, 8 x
+    1,024 tokens 29 / 38, 128 x 1,024 95 / 156, 64 x 4,096 135 / 270; 64 heads 23 / 29, 72 / 86, 133 / 173; in FP8 from
+    32 rows on), and no faster with 16.
+    """
     found = _present(DECODE, machine)
     return {FEW_AND_MANY: found[FEW_AND_MANY]} | found if heads >= MANY_HEADS else found
 
 
 def prefill_catalog(machine: Machine) -> dict[str, AttentionCaps]:
-    """Backends of the other rows, in order of measured preference. H100, TFLOP/s, fa3 / ours: 8,192 tokens of 16 heads 751 / 459."""
+    """Backends of the other rows, in order of measured preference. H100, TFLOP/s, fa3 / ours: 8,192 tokens of 16 heads
+    751 / 459.
+    """
     return _present(PREFILL, machine)
 
 

@@ -1,5 +1,7 @@
-"""The resolver's mind: the user's wishes, the model's facts and the machine become the settings of an engine, or an error. The only place that
-may say no: nothing that the user set is changed, and whatever was left to the resolver is decided here, with its reason."""
+"""The resolver's mind: the user's wishes, the model's facts and the machine become the settings of an engine, or an
+error. The only place that may say no: nothing that the user set is changed, and whatever was left to the resolver is
+decided here, with its reason.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,11 @@ RULES = (
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What differs between kinds of device. free: bytes of its memory. fraction: of them, for weights and KV; measures: where nothing was asked
-    for, the engine measures what there is room for, and the fraction is an estimate. useful: whether the cache holds no more than the running
-    requests can fill. float32: whether that type is considered. slots, budget, overlap: the defaults, the
-    latter two with their reasons."""
+    """What differs between kinds of device. free: bytes of its memory. fraction: of them, for weights and KV; measures:
+    where nothing was asked for, the engine measures what there is room for, and the fraction is an estimate. useful:
+    whether the cache holds no more than the running requests can fill. float32: whether that type is considered. slots,
+    budget, overlap: the defaults, the latter two with their reasons.
+    """
 
     free: int
     fraction: float
@@ -84,7 +87,10 @@ def gpu(machine: Machine) -> Site:
     return Site(
         free=machine.gpu_free,
         fraction=0.92,
-        fraction_why="the engine measures what weights, compiled kernels, the largest step and CUDA graphs leave, and keeps a reserve",
+        fraction_why=(
+            "the engine measures what weights, compiled kernels, the largest step and CUDA graphs leave, and keeps a"
+            " reserve"
+        ),
         measures=True,
         useful=False,
         float32=False,
@@ -99,9 +105,10 @@ def gpu(machine: Machine) -> Site:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The numbers of an engine: see `config.engine.EngineConfig`, which has the same names, but for what is
-    recorded. measured: pages and context are estimates, which the engine puts its own in the place of. limit: the longest sequence that is
-    wanted; least_context: that must fit."""
+    """The numbers of an engine: see `config.engine.EngineConfig`, which has the same names, but for what is recorded.
+    measured: pages and context are estimates, which the engine puts its own in the place of. limit: the longest
+    sequence that is wanted; least_context: that must fit.
+    """
 
     device: str
     kernels: KernelConfig
@@ -129,9 +136,11 @@ def decide(
     width: int = 0,
     trees: bool = False,
 ) -> Decided:
-    """Decides, and notes each decision in the ledger. `sizes_in(device, kernels, dtype)` measures the model as it would be loaded. width:
-    tokens that are drafted a step, at most; trees: whether they may part ways. Raises UnsupportedConfig; InsufficientMemory where weights
-    and one page of KV cache, or what was asked for, are more than the device has memory for."""
+    """Decides, and notes each decision in the ledger. `sizes_in(device, kernels, dtype)` measures the model as it would
+    be loaded. width: tokens that are drafted a step, at most; trees: whether they may part ways. Raises
+    UnsupportedConfig; InsufficientMemory where weights and one page of KV cache, or what was asked for, are more than
+    the device has memory for.
+    """
     for rule in RULES:
         if rule.when(config):
             raise UnsupportedConfig(f"{rule.why}; {rule.instead}")
@@ -151,8 +160,8 @@ def decide(
     budget = _budget(config, site, slots, context, ledger)
     if budget <= width:
         raise UnsupportedConfig(
-            f"chunked_prefill_size: a step of {budget} tokens has no room to verify {width} drafts of one request; use at least "
-            f"--chunked-prefill-size {width + 1}"
+            f"chunked_prefill_size: a step of {budget} tokens has no room to verify {width} drafts of one request; use"
+            f" at least --chunked-prefill-size {width + 1}"
         )
     graphs = decide_graphs(
         config, device, kernels, slots * (1 + (min(width, 1) if trees else width)), budget, ledger
@@ -206,7 +215,10 @@ def _dtype(config: Options, site: Site, sizes_in: Callable[[str], Sizes], ledger
     room = int(site.free * (config.memory.mem_fraction_static or site.fraction))
     plain = sizes_in(wish or "float32")
     fits = plain.weight_bytes <= room // 2
-    reason = f"float32 weights take {format_bytes(plain.weight_bytes)}, {'not ' if not fits else ''}within half of {format_bytes(room)}"
+    reason = (
+        f"float32 weights take {format_bytes(plain.weight_bytes)}, {'not ' if not fits else ''}within half of"
+        f" {format_bytes(room)}"
+    )
     dtype = ledger.take("dtype", wish, "float32" if fits else "bfloat16", reason)
     return dtype, plain if dtype == (wish or "float32") else sizes_in(dtype)
 
@@ -221,7 +233,9 @@ def _memory(
     measured: bool,
     ledger: Ledger,
 ) -> tuple[int, int]:
-    """Pages of the KV cache and the longest sequence, from the free memory: (pages, context). measured: see `Decided`."""
+    """Pages of the KV cache and the longest sequence, from the free memory: (pages, context). measured: see
+    `Decided`.
+    """
     wish = config.memory
     fraction = wish.mem_fraction_static or site.fraction
     if measured:
@@ -234,7 +248,10 @@ def _memory(
     room = int(site.free * fraction)
     page = sizes.kv_bytes * PAGE
     most = (room - sizes.weight_bytes) // page
-    sums = f"({format_bytes(site.free)} free x {fraction:g} - {format_bytes(sizes.weight_bytes)} weights) / {format_bytes(page)} a page"
+    sums = (
+        f"({format_bytes(site.free)} free x {fraction:g} - {format_bytes(sizes.weight_bytes)} weights) /"
+        f" {format_bytes(page)} a page"
+    )
     if most < 1:
         needed = (sizes.weight_bytes + page) / site.free if site.free else 1.0
         smaller = ", or --dtype bfloat16" if dtype == "float32" else ""
@@ -247,7 +264,8 @@ def _memory(
         pages = wish.max_total_tokens // PAGE
         if pages > most:
             raise InsufficientMemory(
-                f"max_total_tokens: {wish.max_total_tokens} do not fit: {sums} = {most} pages; use at most {most * PAGE}"
+                f"max_total_tokens: {wish.max_total_tokens} do not fit: {sums} = {most} pages; use at most"
+                f" {most * PAGE}"
             )
         ledger.note("max_total_tokens", pages * PAGE, USER, f"{pages} whole pages of {PAGE} tokens")
     else:

@@ -1,6 +1,8 @@
 """`thalweg doctor`: looks at the machine and says what is missing and the command that mends it.
 
-Two halves: `Surroundings.look` asks the system, `examine` judges what was found and asks nobody, so that every judgement can be tested."""
+Two halves: `Surroundings.look` asks the system, `examine` judges what was found and asks nobody, so that every
+judgement can be tested.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ WAIT = 5.0  # seconds for the hub to answer
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """level: ok; note: good to know; warn: works, but not as it should; fail: serving would not start. mend: a command, or ""."""
+    """level: ok; note: good to know; warn: works, but not as it should; fail: serving would not start. mend: a command,
+    or "".
+    """
 
     check: str
     level: str
@@ -48,10 +52,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the doctor looks at. torch: its version, "" where it is missing; torch_error: why it does not import. cuda: that torch was built
-    for, "" for a CPU build; reached: names of the GPUs that torch can use. driver: version of NVIDIA's, "". packages: distribution → version, of what
-    is required or known. shm, room: free bytes, -1 where there is no such place. port_error: why host:port cannot be bound, "". free_port:
-    one that can, 0 for none. hub: what the hub answered, None where it was not asked. model_error: why `model` cannot be served, ""."""
+    """What the doctor looks at. torch: its version, "" where it is missing; torch_error: why it does not import. cuda:
+    that torch was built for, "" for a CPU build; reached: names of the GPUs that torch can use. driver: version of
+    NVIDIA's, "". packages: distribution → version, of what is required or known. shm, room: free bytes, -1 where there
+    is no such place. port_error: why host:port cannot be bound, "". free_port: one that can, 0 for none. hub: what the
+    hub answered, None where it was not asked. model_error: why `model` cannot be served, "".
+    """
 
     python: str
     machine: Machine

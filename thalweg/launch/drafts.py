@@ -31,7 +31,9 @@ class Drafts:
 
 
 def decide_drafts(config: Options, facts: ModelFacts, model: Path, folder: Path | None) -> Drafts:
-    """model: its folder; folder: of the drafter, where one was named. Raises as `decide_speculation`, `decide_acceptance` and `decide_tree`."""
+    """model: its folder; folder: of the drafter, where one was named. Raises as `decide_speculation`,
+    `decide_acceptance` and `decide_tree`.
+    """
     wish, ledger = config.speculative, Ledger()
     speculation = decide_speculation(wish, facts, ledger, folder, model)
     acceptance = decide_acceptance(wish, speculation.drafter, speculation.width, branching(wish), ledger)

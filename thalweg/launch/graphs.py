@@ -31,7 +31,9 @@ class GraphPlan:
 def decide_graphs(
     config: Options, device: str, kernels: KernelConfig, slots: int, budget: int, ledger: Ledger
 ) -> GraphPlan:
-    """Decides and notes it. slots: rows of a decode step at most. budget: tokens of a step. Raises UnsupportedConfig."""
+    """Decides and notes it. slots: rows of a decode step at most. budget: tokens of a step. Raises
+    UnsupportedConfig.
+    """
     wish = config.load
     mode = wish.cuda_graph_mode
     cannot = _cannot(device, kernels)
@@ -59,7 +61,8 @@ def _rows(config: Options, slots: int, ledger: Ledger) -> tuple[int, ...]:
     made = tuple(wish.cuda_graph_bs) or buckets(most)
     if any(rows < 1 or rows > slots for rows in made):
         raise UnsupportedConfig(
-            f"cuda_graph_bs: {list(made)} must lie between 1 and --max-running-requests (with drafts, their rows too), {slots}"
+            f"cuda_graph_bs: {list(made)} must lie between 1 and --max-running-requests (with drafts, their rows too),"
+            f" {slots}"
         )
     made = tuple(sorted(set(made)))
     ledger.note("cuda_graph_bs", _listed(made), *source(bool(wish.cuda_graph_bs), "rows of recorded decode steps"))
@@ -88,7 +91,8 @@ def decide_compile(config: Options, device: str, kernels: KernelConfig, ledger: 
         )
     if wish and device == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise UnsupportedConfig(
-            "torch_compile: on a CPU it needs a C++ compiler, and there is no g++; install one, name it in CXX, or leave it off"
+            "torch_compile: on a CPU it needs a C++ compiler, and there is no g++; install one, name it in CXX, or"
+            " leave it off"
         )
     ledger.note("torch_compile", wish, *source(wish, "recorded steps are faster"))
 
@@ -98,14 +102,16 @@ def _listed(counts: tuple[int, ...]) -> str:
 
 
 def buckets(most: int) -> tuple[int, ...]:
-    """Numbers of rows that graphs are made for: 1, 2, 4, then every eighth up to 256, then every thirty-second. Over 1 to 256 rows the
-    mean of (bucket - rows) / bucket is 4.9 %."""
+    """Numbers of rows that graphs are made for: 1, 2, 4, then every eighth up to 256, then every thirty-second. Over 1
+    to 256 rows the mean of (bucket - rows) / bucket is 4.9 %.
+    """
     steps = [1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(288, most + 1, 32)]
     return tuple(sorted({min(step, most) for step in steps} | {most}))
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
-    """Numbers of tokens that pieces are made for: up to 256 in small steps, then every 128th, since matrix products compute tiles of 128 rows
-    anyway; and `most` itself."""
+    """Numbers of tokens that pieces are made for: up to 256 in small steps, then every 128th, since matrix products
+    compute tiles of 128 rows anyway; and `most` itself.
+    """
     steps = [16, 32, 48, 64, 96, 128, 192, *range(256, most + 1, 128)]
     return tuple(sorted({step for step in steps if step < most} | {most}))

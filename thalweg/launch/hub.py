@@ -1,8 +1,10 @@
 """Finds a checkpoint: a folder on this machine, or `org/name` on the model hub, fetched into the hub's cache.
 
-Two steps, so that a model that cannot be served is refused before its weights are fetched: `locate` brings configuration and tokenizer,
-`fetch_weights` the safetensors files that the index names. The hub's own variables count: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
-A connection that breaks is resumed where it broke; an interrupted fetch, called again, skips the files that were complete."""
+Two steps, so that a model that cannot be served is refused before its weights are fetched: `locate` brings
+configuration and tokenizer, `fetch_weights` the safetensors files that the index names. The hub's own variables count:
+HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE. A connection that breaks is resumed where it broke; an interrupted
+fetch, called again, skips the files that were complete.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """folder: where its files lie. repo: its name on the hub, "" for a local folder; commit: the hub's, "" for a local folder."""
+    """folder: where its files lie. repo: its name on the hub, "" for a local folder; commit: the hub's, "" for a local
+    folder.
+    """
 
     folder: Path
     repo: str = ""
@@ -28,7 +32,9 @@ class Checkpoint:
 
 
 def locate(model: str, revision: str | None = None, token: str | None = None) -> Checkpoint:
-    """The folder of `model`, with its configuration and tokenizer but perhaps without weights. Raises CheckpointError."""
+    """The folder of `model`, with its configuration and tokenizer but perhaps without weights. Raises
+    CheckpointError.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         if revision is not None:
@@ -49,7 +55,9 @@ def locate(model: str, revision: str | None = None, token: str | None = None) ->
 
 
 def fetch_weights(checkpoint: Checkpoint, token: str | None = None) -> None:
-    """Brings the safetensors files of a checkpoint from the hub into its folder; nothing to do for a local one. Raises CheckpointError."""
+    """Brings the safetensors files of a checkpoint from the hub into its folder; nothing to do for a local one. Raises
+    CheckpointError.
+    """
     if not checkpoint.repo:
         return
     wanted = _weight_files(checkpoint.folder)
@@ -75,7 +83,9 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
 
 
 def _fetch(repo: str, revision: str | None, token: str | None, patterns: tuple[str, ...]) -> Path:
-    """Downloads what matches of a revision, no subfolders; returns the snapshot's folder, which is named by its commit."""
+    """Downloads what matches of a revision, no subfolders; returns the snapshot's folder, which is named by its
+    commit.
+    """
     import httpx2  # what the hub library speaks HTTP with: its connection errors pass through
     from huggingface_hub import errors, snapshot_download
 
@@ -91,7 +101,8 @@ def _fetch(repo: str, revision: str | None, token: str | None, patterns: tuple[s
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"{here}the hub has no such model, or it is private: check the name, and give --hf-token or HF_TOKEN if it needs one"
+            f"{here}the hub has no such model, or it is private: check the name, and give --hf-token or HF_TOKEN if it"
+            " needs one"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(

@@ -61,7 +61,9 @@ def _kv(config: Options) -> str:
 def _attention(
     wish: str | None, need: AttentionNeed, machine: Machine, heads: int
 ) -> tuple[Selected[AttentionCaps], Selected[AttentionCaps]]:
-    """Decode and prefill. A wish fills the operations that its backend has; the others are chosen. The reference does both or none."""
+    """Decode and prefill. A wish fills the operations that its backend has; the others are chosen. The reference does
+    both or none.
+    """
     decoding, filling = decode_catalog(machine, heads), prefill_catalog(machine)
     known = list(dict.fromkeys((*decoding, *filling)))
     if wish is not None and wish not in known:
@@ -79,5 +81,7 @@ def _has(wish: str | None, catalog: Mapping[str, AttentionCaps], need: Attention
 
 
 def _of(wish: str | None, catalog: Mapping[str, AttentionCaps], need: AttentionNeed, fits: bool) -> str:
-    """The wish where its backend has the operation for this kind of heads; where it has none for them at all, `choose` will say so."""
+    """The wish where its backend has the operation for this kind of heads; where it has none for them at all, `choose`
+    will say so.
+    """
     return wish if wish is not None and (_has(wish, catalog, need) or (wish in catalog and not fits)) else "auto"

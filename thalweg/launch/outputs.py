@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_case(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A case in each of its modes and splits. Raises UnsupportedConfig for an unknown format or split, InvalidRequest for a wrong tool."""
+    """A case in each of its modes and splits. Raises UnsupportedConfig for an unknown format or split, InvalidRequest
+    for a wrong tool.
+    """
     splits, chunks = case.get("splits") or {"must": SPLITS}, _shown(case.get("chunks"))
     functions = read_tools(case.get("tools"))
     for mode in case.get("modes") or MODES:
@@ -91,7 +93,9 @@ def _shown(chunks: Any) -> list[str]:
 
 
 def split(chunks: Sequence[str], how: str) -> list[str]:
-    """The same text cut in another way: `as_is`, `whole`, `char`, `atomic` (special tokens whole, else characters), `size:N`."""
+    """The same text cut in another way: `as_is`, `whole`, `char`, `atomic` (special tokens whole, else characters),
+    `size:N`.
+    """
     text = "".join(chunks)
     name, _, size = how.partition(":")
     if how == "as_is":

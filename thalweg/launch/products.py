@@ -21,8 +21,10 @@ LIBRARY = {"deep_gemm": "deep_gemm", "triton+deep_gemm": "deep_gemm"}  # what ha
 
 @dataclass(frozen=True)
 class ProductCaps(Capabilities):
-    """attention: "reference" or "kernels": who computes attention computes the rest. chip: of the GPU, "" on a CPU. weights: "plain" or "fp8".
-    installed: whether its library is. deterministic: whether bits may have to be independent of the batch."""
+    """attention: "reference" or "kernels": who computes attention computes the rest. chip: of the GPU, "" on a CPU.
+    weights: "plain" or "fp8". installed: whether its library is. deterministic: whether bits may have to be independent
+    of the batch.
+    """
 
     attention: frozenset[str]
     chip: frozenset[str]
@@ -58,7 +60,8 @@ HOPPER = replace(TRITON, chip=frozenset({"hopper"}), deterministic=frozenset({Fa
 
 ONLY_FP8 = replace(HOPPER, weights=frozenset({"fp8"}))
 
-# of bf16 experts our own are as fast at any number of tokens (8,192 of V2-Lite on an H100: 2.27 ms a layer, DeepGEMM 2.32)
+# of bf16 experts our own are as fast at any number of tokens (8,192 of V2-Lite on an H100: 2.27 ms a layer, DeepGEMM
+# 2.32)
 EXPERTS = {"triton+deep_gemm": ONLY_FP8, "triton": TRITON, "deep_gemm": HOPPER, "reference": REFERENCE}
 FP8 = {
     "triton+deep_gemm": ONLY_FP8,
@@ -72,8 +75,9 @@ FP8 = {
 def decide_products(
     config: Options, facts: ModelFacts, machine: Machine, device: str, attention: str, ledger: Ledger
 ) -> dict[str, Selected[ProductCaps]]:
-    """Decides what the model needs, and notes it: by field of `KernelConfig`. What the user named is decided in any case, so that a wish which
-    means nothing is refused. Raises UnsupportedConfig."""
+    """Decides what the model needs, and notes it: by field of `KernelConfig`. What the user named is decided in any
+    case, so that a wish which means nothing is refused. Raises UnsupportedConfig.
+    """
     load = config.load
     need = ProductNeed(
         attention="reference" if attention == "reference" else "kernels",

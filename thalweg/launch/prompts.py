@@ -46,7 +46,9 @@ class Reader:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 done, 1 when a case failed. Raises UnsupportedConfig, CheckpointError, InvalidRequest naming the message."""
+    """Exit status: 0 done, 1 when a case failed. Raises UnsupportedConfig, CheckpointError, InvalidRequest naming the
+    message.
+    """
     found = _parser().parse_args(list(argv))
     if found.cases is not None:
         return _render_cases(found)
@@ -73,7 +75,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def render(encoder: ChatEncoder, conversation: Mapping[str, Any]) -> str:
-    """The prompt of a conversation as JSON has it; null is "not given". Raises InvalidRequest naming message and field."""
+    """The prompt of a conversation as JSON has it; null is "not given". Raises InvalidRequest naming message and
+    field.
+    """
     if "messages" not in conversation:
         raise InvalidRequest("messages", "is required")
     said = {name: conversation[name] for name in _FIELDS if conversation.get(name) is not None}

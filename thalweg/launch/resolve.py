@@ -1,4 +1,6 @@
-"""`resolve`: a `Config` becomes a `Resolved`. Finds the checkpoint, reads its facts, measures it without its weights, decides."""
+"""`resolve`: a `Config` becomes a `Resolved`. Finds the checkpoint, reads its facts, measures it without its weights,
+decides.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +62,12 @@ def resolve(
     progress: bool = True,
     simulates: bool = False,
 ) -> Resolved:
-    """Everything that an engine needs to be told. machine: default this one. weights: whether those of a model on the hub are fetched, once it
-    is clear that they can be served. progress: whether loading shows a bar. simulates: whether drafts may be accepted by decree, for a
-    benchmark.
+    """Everything that an engine needs to be told. machine: default this one. weights: whether those of a model on the
+    hub are fetched, once it is clear that they can be served. progress: whether loading shows a bar. simulates: whether
+    drafts may be accepted by decree, for a benchmark.
 
-    Raises UnsupportedConfig for wishes that cannot be honoured, CheckpointError for a checkpoint that is not there or wrong.
+    Raises UnsupportedConfig for wishes that cannot be honoured, CheckpointError for a checkpoint that is not there or
+    wrong.
     """
     wish = config.model
     if not wish.model:
@@ -161,8 +164,9 @@ def resolve(
 
 
 def paced(device: str, kernels: KernelConfig) -> bool:
-    """Whether the engine measures how many tokens prompts may have beside decoding rows. Where every token is a step of its own that would take
-    minutes, and any other number would have a row wait, too."""
+    """Whether the engine measures how many tokens prompts may have beside decoding rows. Where every token is a step of
+    its own that would take minutes, and any other number would have a row wait, too.
+    """
     return device == "cuda" and not (kernels.deterministic and kernels.decode in TORCH_ATTENTION)
 
 
@@ -195,7 +199,9 @@ def _measure(facts: ModelFacts, wanted: Drafts, device: str, kernels: KernelConf
 
 
 def _chat(config: Options, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:
-    """Encoder and parsers, the user's where named. Raises UnsupportedConfig for a name that is none, CheckpointError for a broken template."""
+    """Encoder and parsers, the user's where named. Raises UnsupportedConfig for a name that is none, CheckpointError
+    for a broken template.
+    """
     wish = config.model
     special_tokens = {} if tokenizer is None else tokenizer.special_tokens
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))

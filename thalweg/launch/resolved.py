@@ -1,4 +1,6 @@
-"""What the resolver says: the settings of an engine, and for each choice its source and reason. Plain data; printed, logged, served."""
+"""What the resolver says: the settings of an engine, and for each choice its source and reason. Plain data; printed,
+logged, served.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ class Plane(msgspec.Struct, frozen=True):
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """parameters: how many numbers the weights are. weight_bytes: what they take in memory as loaded. planes: the KV cache's parts. slot_bytes: what
-    drafts add to the state of a running request."""
+    """parameters: how many numbers the weights are. weight_bytes: what they take in memory as loaded. planes: the KV
+    cache's parts. slot_bytes: what drafts add to the state of a running request.
+    """
 
     parameters: int
     weight_bytes: int
@@ -40,10 +43,11 @@ class Sizes(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """path: folder of the checkpoint. names: under which the model is served. vocab: token ids. engine: what an engine is built from.
-    pages, context: the engine's, or an estimate where it measures them.
-    tokenizer: None where the folder has none (a plan needs none). chat: encoder of conversations and parsers of answers.
-    sampling: what a request gets that sets nothing."""
+    """path: folder of the checkpoint. names: under which the model is served. vocab: token ids. engine: what an engine
+    is built from. pages, context: the engine's, or an estimate where it measures them. tokenizer: None where the folder
+    has none (a plan needs none). chat: encoder of conversations and parsers of answers. sampling: what a request gets
+    that sets nothing.
+    """
 
     path: Path
     names: tuple[str, ...]

@@ -1,6 +1,8 @@
-"""`thalweg serve`: binds the port, starts the engine, speaks HTTP, says how to reach it, and drains on SIGTERM or Ctrl-C.
+"""`thalweg serve`: binds the port, starts the engine, speaks HTTP, says how to reach it, and drains on SIGTERM or
+Ctrl-C.
 
-The server is on this floor too, so the application comes as an argument: `cli.py` brings the two together."""
+The server is on this floor too, so the application comes as an argument: `cli.py` brings the two together.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,11 @@ MakeConnection = Callable[[ServerOptions], Any]  # what uvicorn's `http` setting
 
 
 def serve(config: Options, make_app: MakeApp, make_connection: MakeConnection) -> int:
-    """Serves until a signal says stop; returns the exit status. make_app: builds the ASGI application of a front; make_connection: what
-    speaks HTTP on a socket.
+    """Serves until a signal says stop; returns the exit status. make_app: builds the ASGI application of a front;
+    make_connection: what speaks HTTP on a socket.
 
-    Raises UnsupportedConfig when the port is taken or a setting cannot be honoured, CheckpointError, and EngineDead when it cannot start.
+    Raises UnsupportedConfig when the port is taken or a setting cannot be honoured, CheckpointError, and EngineDead
+    when it cannot start.
     """
     logs.configure(config.server.log_level, config.server.log_format)
     if config.server.log_level != "debug":
@@ -185,7 +188,9 @@ def _curl(config: Options, resolved: Resolved, url: str) -> str:
 
 
 def _allow_files(needed: int) -> None:
-    """Lets this process open so many files, as far as it may: a connection is one, and 1,024 is all that many systems give at first."""
+    """Lets this process open so many files, as far as it may: a connection is one, and 1,024 is all that many systems
+    give at first.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

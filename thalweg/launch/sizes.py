@@ -1,4 +1,6 @@
-"""How large a model is, measured on an empty copy of it: shapes without storage, so that it takes no weights and no memory."""
+"""How large a model is, measured on an empty copy of it: shapes without storage, so that it takes no weights and no
+memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from thalweg.spec.catalog import build_drafter
 
 
 class Drafting(NamedTuple):
-    """The part of `config.engine.EngineConfig` that memory depends on: drafter, its folder, acceptance rule, drafts a step, tree."""
+    """The part of `config.engine.EngineConfig` that memory depends on: drafter, its folder, acceptance rule, drafts a
+    step, tree.
+    """
 
     drafter: str = "NONE"
     folder: str = ""
@@ -35,8 +39,9 @@ NONE = Drafting()
 
 
 def measure(facts: ModelFacts, factory: LayerFactory, drafts: Drafting = NONE) -> Sizes:
-    """The sizes of the model that is made of these parts, on the meta device, and of what drafts for it, from its own folder where it has one.
-    Raises CheckpointError for an architecture that nothing computes."""
+    """The sizes of the model that is made of these parts, on the meta device, and of what drafts for it, from its own
+    folder where it has one. Raises CheckpointError for an architecture that nothing computes.
+    """
     model = catalog.assemble(facts, factory)
     drawing = drawing_for(drafts.rule, drafts.width, facts.vocab, factory.device)
     drafting = build_drafter(drafts.drafter, model, drafts.folder, drawing, drafts.tree)
@@ -62,8 +67,10 @@ def _nodes(tree: TreeShape) -> int:
 
 
 def counted(facts: ModelFacts, choice: KernelConfig, dtype: torch.dtype, drafts: Drafting = NONE) -> Sizes:
-    """The same of a model on a GPU's kernels, by arithmetic: for machines without Triton, which cannot make its parts. A drafter's weights are
-    counted as if none were quantized, but those of the checkpoint's own layer as if all were. Raises CheckpointError as `measure`."""
+    """The same of a model on a GPU's kernels, by arithmetic: for machines without Triton, which cannot make its parts.
+    A drafter's weights are counted as if none were quantized, but those of the checkpoint's own layer as if all were.
+    Raises CheckpointError as `measure`.
+    """
     reference = ReferenceLayers(dtype, torch.device("meta"), choice=choice)
     like = measure(facts, reference, drafts)
     drafting = like.parameters - measure(facts, reference).parameters if drafts.drafter != "NONE" else 0

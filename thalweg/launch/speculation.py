@@ -1,4 +1,6 @@
-"""What drafts tokens, and how many: decided from the user's wishes, what the checkpoint has, and what the folder of a drafter holds."""
+"""What drafts tokens, and how many: decided from the user's wishes, what the checkpoint has, and what the folder of a
+drafter holds.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +53,17 @@ class Speculation:
 def decide_speculation(
     wish: SpeculativeOptions, facts: ModelFacts, ledger: Ledger, folder: Path | None = None, model: Path | None = None
 ) -> Speculation:
-    """folder: of the drafter, where one was named; model: of what it drafts for. Raises UnsupportedConfig for wishes that contradict each other, and
-    for a drafter that the checkpoint has not; CheckpointError for a folder that holds none, or one of another model."""
+    """folder: of the drafter, where one was named; model: of what it drafts for. Raises UnsupportedConfig for wishes
+    that contradict each other, and for a drafter that the checkpoint has not; CheckpointError for a folder that holds
+    none, or one of another model.
+    """
     width = _width(wish)
     algorithm, why = _algorithm(wish, folder, width)
     if algorithm == "NONE":
         if width:
             raise UnsupportedConfig(
-                f"speculative_algorithm: NONE drafts nothing, but {width} drafts a step were asked for; leave the number out, or use "
-                "--speculative-algorithm NEXTN"
+                f"speculative_algorithm: NONE drafts nothing, but {width} drafts a step were asked for; leave the"
+                " number out, or use --speculative-algorithm NEXTN"
             )
         asked = wish.speculative_algorithm or wish.mtp
         ledger.note("speculative_algorithm", "NONE", *((USER, "") if asked else (AUTO, why)))
@@ -75,12 +79,13 @@ def decide_speculation(
         check_vocabularies(folder, small_facts(folder, facts).vocab, model, facts.vocab)
     if kind is not NEXTN and wish.mtp:
         raise UnsupportedConfig(
-            f"mtp: counts tokens of the checkpoint's own next-token layer, and {algorithm} is another drafter; use --speculative-num-steps"
+            f"mtp: counts tokens of the checkpoint's own next-token layer, and {algorithm} is another drafter; use"
+            " --speculative-num-steps"
         )
     if branching(wish) and wish.mtp:
         raise UnsupportedConfig(
-            f"mtp: counts tokens of a chain, and --speculative-eagle-topk {wish.speculative_eagle_topk} makes drafts a tree; use "
-            f"--speculative-num-steps {wish.mtp - 1} in its place, or leave one of them out"
+            f"mtp: counts tokens of a chain, and --speculative-eagle-topk {wish.speculative_eagle_topk} makes drafts a"
+            f" tree; use --speculative-num-steps {wish.mtp - 1} in its place, or leave one of them out"
         )
     ledger.note("speculative_algorithm", algorithm, *source(not why, why))
     if kind is HEAD and folder is not None:
@@ -130,13 +135,14 @@ def _kind(algorithm: str, folder: Path | None, facts: ModelFacts) -> Kind:
         kind = NEXTN
     if kind in (NEXTN, KINDS["NGRAM"]) and folder is not None:
         raise UnsupportedConfig(
-            f"speculative_draft_model_path: {algorithm} has no folder of its own; leave one of them out, or use --speculative-algorithm EAGLE3 for a "
-            "head and STANDALONE for a model"
+            f"speculative_draft_model_path: {algorithm} has no folder of its own; leave one of them out, or use"
+            " --speculative-algorithm EAGLE3 for a head and STANDALONE for a model"
         )
     if kind is NEXTN and not facts.nextn:
         raise UnsupportedConfig(
-            f"speculative_algorithm: {algorithm} needs a next-token layer, and this checkpoint has none (num_nextn_predict_layers is 0 in its "
-            f"config.json); name the folder of a head by {FOLDER}, or use --speculative-algorithm NGRAM or NONE"
+            f"speculative_algorithm: {algorithm} needs a next-token layer, and this checkpoint has none"
+            f" (num_nextn_predict_layers is 0 in its config.json); name the folder of a head by {FOLDER}, or use"
+            " --speculative-algorithm NGRAM or NONE"
         )
     if kind is NEXTN or kind is KINDS["NGRAM"]:
         return kind
@@ -148,8 +154,8 @@ def _kind(algorithm: str, folder: Path | None, facts: ModelFacts) -> Kind:
         third = read_eagle(folder, facts).third
         if algorithm == "EAGLE3" and not third:
             raise UnsupportedConfig(
-                f"speculative_algorithm: {folder} holds a head of the format before EAGLE-3 (its config.json has no draft_vocab_size); use "
-                "--speculative-algorithm EAGLE"
+                f"speculative_algorithm: {folder} holds a head of the format before EAGLE-3 (its config.json has no"
+                " draft_vocab_size); use --speculative-algorithm EAGLE"
             )
         return kind
     small_facts(folder, facts)

@@ -18,7 +18,9 @@ from thalweg.text.parser import Parser, opens_thought
 
 
 def talk(resolved: Resolved, params: SamplingParams, system: str, thinking: bool | None) -> int:
-    """Reads lines and streams answers until the input ends. Raises EngineDead, and CheckpointError when there is no tokenizer."""
+    """Reads lines and streams answers until the input ends. Raises EngineDead, and CheckpointError when there is no
+    tokenizer.
+    """
     return asyncio.run(_talk(resolved, params, system, thinking))
 
 

@@ -13,15 +13,15 @@ CHAINS = ("NGRAM",)  # drafters that know of one way only
 
 
 def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, ledger: Ledger) -> TreeShape:
-    """drafter: the resolved algorithm; deepest: drafts one behind the other. Raises UnsupportedConfig for what cannot branch, and for more
-    nodes
-    than such a tree has."""
+    """drafter: the resolved algorithm; deepest: drafts one behind the other. Raises UnsupportedConfig for what cannot
+    branch, and for more nodes than such a tree has.
+    """
     branches, nodes = wish.speculative_eagle_topk, wish.speculative_num_draft_tokens
     if branches is None or branches == 1:
         if wish.speculative_tree is not None:
             raise UnsupportedConfig(
-                f"speculative_tree: {wish.speculative_tree} is a form of trees, and drafts are a chain; leave it out, or use "
-                "--speculative-eagle-topk 4"
+                f"speculative_tree: {wish.speculative_tree} is a form of trees, and drafts are a chain; leave it out,"
+                " or use --speculative-eagle-topk 4"
             )
         return CHAIN
     why = (
@@ -39,14 +39,15 @@ def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, ledger: Le
     shape = TreeShape(branches, deepest, 0, wish.speculative_tree != "static")
     if shape.dynamic and shape.num_expanded() > MAX_TREE_NODES:
         raise UnsupportedConfig(
-            f"speculative_eagle_topk: {branches} ways at each of {deepest} tokens behind each other are grown from {shape.num_expanded()} nodes, "
-            f"and {MAX_TREE_NODES} can be; use --speculative-num-steps {1 + MAX_TREE_NODES // branches}, or --speculative-tree static"
+            f"speculative_eagle_topk: {branches} ways at each of {deepest} tokens behind each other are grown from"
+            f" {shape.num_expanded()} nodes, and {MAX_TREE_NODES} can be; use --speculative-num-steps"
+            f" {1 + MAX_TREE_NODES // branches}, or --speculative-tree static"
         )
     if nodes is not None and nodes - 1 > shape.num_candidates():
         raise UnsupportedConfig(
-            f"speculative_num_draft_tokens: {nodes}, but {deepest} tokens behind each other with {branches} ways at each are a tree of "
-            f"{shape.num_candidates()} at most; use {shape.num_candidates() + 1} or fewer, "
-            "or more --speculative-num-steps or --speculative-eagle-topk"
+            f"speculative_num_draft_tokens: {nodes}, but {deepest} tokens behind each other with {branches} ways at"
+            f" each are a tree of {shape.num_candidates()} at most; use {shape.num_candidates() + 1} or fewer, or more"
+            " --speculative-num-steps or --speculative-eagle-topk"
         )
     shape = shape._replace(num_drafts=min(NODES, shape.num_candidates()) if nodes is None else nodes - 1)
     if shape.num_drafts == 1:

@@ -1,5 +1,6 @@
-"""What a choice of `thalweg tune` must look like to be used: as one that its tuner tries. A file that was damaged or edited might else hold a tile
-with which a kernel runs, and computes something else."""
+"""What a choice of `thalweg tune` must look like to be used: as one that its tuner tries. A file that was damaged or
+edited might else hold a tile with which a kernel runs, and computes something else.
+"""
 
 from __future__ import annotations
 

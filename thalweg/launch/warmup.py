@@ -1,5 +1,6 @@
-"""`thalweg warmup`: starts an engine as `serve` would with the same flags, without a front and without the checkpoint's weights, so that all that
-is compiled lies in the cache folder when a server starts."""
+"""`thalweg warmup`: starts an engine as `serve` would with the same flags, without a front and without the checkpoint's
+weights, so that all that is compiled lies in the cache folder when a server starts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def warmup(config: Options) -> int:
     resolved = resolve(config, weights=False)
     if resolved.engine.device != "cuda":
         print(
-            "nothing to compile: kernels are compiled for a GPU only, and this machine has none or was told --device cpu"
+            "nothing to compile: kernels are compiled for a GPU only, and this machine has none or was told"
+            " --device cpu"
         )
         return 0
     begun, folder = time.monotonic(), caches.use(resolved.engine.cache_dir)
@@ -34,8 +36,9 @@ def warmup(config: Options) -> int:
         LocalEngine(msgspec.structs.replace(resolved.engine, load_format="dummy", weight_updates=(), warmup=True))
     made, jit = len(seen.made), _libraries(folder) - before
     print(
-        f"{made} Triton kernels compiled, {len(seen.found)} found; {jit} of DeepGEMM compiled; {time.monotonic() - begun:.0f} s.\n"
-        f"{folder} holds {format_bytes(caches.size_of(folder))}: give `thalweg serve` the same flags and it starts warm."
+        f"{made} Triton kernels compiled, {len(seen.found)} found; {jit} of DeepGEMM compiled;"
+        f" {time.monotonic() - begun:.0f} s.\n{folder} holds {format_bytes(caches.size_of(folder))}: give `thalweg"
+        " serve` the same flags and it starts warm."
     )
     return 0
 

@@ -1,4 +1,6 @@
-"""Libraries that `thalweg doctor` knows: what they are for, and which release loads on which torch. pip's markers cannot say the latter."""
+"""Libraries that `thalweg doctor` knows: what they are for, and which release loads on which torch. pip's markers
+cannot say the latter.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ _PART = re.compile(r"(>=|<|==)\s*([\w.*+!-]+)")
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A library that is never required. title: what it is called here. names: the distributions that bring it, the one to install first.
-    pins: (torch versions, requirement), the first that fits counts. gpu: it is of use on an NVIDIA GPU only. cuda: CUDA major that its
-    binary needs, 0 for any. loose_below: below this torch its metadata asks for more than it needs, so that pip must not look."""
+    """A library that is never required. title: what it is called here. names: the distributions that bring it, the one
+    to install first. pins: (torch versions, requirement), the first that fits counts. gpu: it is of use on an NVIDIA
+    GPU only. cuda: CUDA major that its binary needs, 0 for any. loose_below: below this torch its metadata asks for
+    more than it needs, so that pip must not look.
+    """
 
     title: str
     names: tuple[str, ...]
@@ -73,7 +77,9 @@ WHEELS = (
 
 
 def within(version: str, wanted: str) -> bool:
-    """Whether a release lies in `wanted`, such as ">=2.11,<2.14". Local parts (+cpu) do not count; 1.0.post1 is later than 1.0."""
+    """Whether a release lies in `wanted`, such as ">=2.11,<2.14". Local parts (+cpu) do not count; 1.0.post1 is later
+    than 1.0.
+    """
     have = _release(version)
     for sign, bound in _PART.findall(wanted):
         limit = _release(bound)

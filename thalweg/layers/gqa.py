@@ -1,4 +1,6 @@
-"""Grouped-query attention in plain torch, with biases (Qwen2) and query and key norms (Qwen3) where the model has them."""
+"""Grouped-query attention in plain torch, with biases (Qwen2) and query and key norms (Qwen3) where the model has
+them.
+"""
 
 from __future__ import annotations
 

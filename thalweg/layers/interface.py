@@ -115,7 +115,9 @@ class LayerFactory(Protocol):
         """
 
     def stream(self, x_TH: Tensor, is_partial: bool = False) -> ResidualStream:
-        """A residual stream that begins with x. is_partial: x is this rank's part of a sum over tensor-parallel ranks."""
+        """A residual stream that begins with x. is_partial: x is this rank's part of a sum over tensor-parallel
+        ranks.
+        """
 
     def norm(self, name: str, dim: int, eps: float, reorder: Transform = unchanged) -> Norm: ...
 

@@ -113,7 +113,8 @@ class KernelLayers:
             return scheme
         if not is_reordered:
             self.notes.append(
-                f"{weight.name} is dequantized: its blocks of {scheme.block} are cut, or are not what the kernels multiply by"
+                f"{weight.name} is dequantized: its blocks of {scheme.block} are cut, or are not what the kernels"
+                " multiply by"
             )
         return None
 

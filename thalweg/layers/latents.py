@@ -1,4 +1,6 @@
-"""Attention of a step's spans to latents on pages, in plain torch: to the whole context, or under DSA to a chosen one."""
+"""Attention of a step's spans to latents on pages, in plain torch: to the whole context, or under DSA to a chosen
+one.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,9 @@ class MlaShape:
         return Part(name, self.facts.heads * width, self.of_heads(width))
 
     def down(self, name: str) -> list[Part]:
-        """What reads the hidden state: the query latent, or all queries without one; the KV latent with its rotary key."""
+        """What reads the hidden state: the query latent, or all queries without one; the KV latent with its rotary
+        key.
+        """
         query = Part(f"{name}.q_a_proj", self.q_lora) if self.q_lora else self.queries(f"{name}.q_proj")
         return [query, Part(f"{name}.kv_a_proj_with_mqa", self.rank + self.rope)]
 

@@ -90,7 +90,9 @@ class PagedGqa(GqaProjections):
         return Cache(key.view(heads), value.view(heads), *scales)
 
     def _write(self, qkv_THd: Tensor, step: PagedStep, first: int) -> None:
-        """Norms and rotates queries and keys in place, from the first of these tokens on, and stores keys and values."""
+        """Norms and rotates queries and keys in place, from the first of these tokens on, and stores keys and
+        values.
+        """
         (query, key, value), cache, batch = self._split(qkv_THd[first:]), self._cache(step), step.batch
         query_norm, key_norm = self._norms()
         rope.gqa_write(
@@ -186,7 +188,9 @@ class PagedGqa(GqaProjections):
         )
 
     def _paged(self, query_THd: Tensor, cache: Cache, positions_T: Tensor, rows: Ragged) -> Tensor:
-        """Own kernel, which takes keys by the page from position 0 on: a token's bits depend on its own sequence alone."""
+        """Own kernel, which takes keys by the page from position 0 on: a token's bits depend on its own sequence
+        alone.
+        """
         return gqa.prefill(
             query_THd,
             cache.key_PSKd,

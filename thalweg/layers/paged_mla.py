@@ -124,7 +124,9 @@ class LatentMla(PagedMla):
         self.decoder, self.prefill = decoder, prefill
 
     def attended(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
-        """Where there are more than decode rows tokens are stored ahead of the seam, since that depends on no length."""
+        """Where there are more than decode rows tokens are stored ahead of the seam, since that depends on no
+        length.
+        """
         if step.rest is None:
             return super().attended(step, query_TX, latent_TD)
         self._store(query_TX, latent_TD, step)

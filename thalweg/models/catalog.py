@@ -89,7 +89,9 @@ def assemble(facts: ModelFacts, factory: LayerFactory, stage: Stage | None = Non
 def build(
     facts: ModelFacts, dtype: torch.dtype, device: torch.device | str = "cpu", selection: Selection = best
 ) -> Decoder:
-    """The empty model in plain torch. selection: chooses the context under DSA. Raises CheckpointError as `assemble`."""
+    """The empty model in plain torch. selection: chooses the context under DSA. Raises CheckpointError as
+    `assemble`.
+    """
     factory = ReferenceLayers(dtype, torch.device(device), selection, published=published_dtype(facts))
     return assemble(facts, factory)
 

@@ -186,7 +186,9 @@ class Decoder(Module):
 
 
 def settled_copy(h: ResidualStream) -> Tensor:
-    """The stream as it enters a layer, which will edit it in place. Before it is settled a stream is one rank's part."""
+    """The stream as it enters a layer, which will edit it in place. Before it is settled a stream is one rank's
+    part.
+    """
     return h.value().clone()
 
 

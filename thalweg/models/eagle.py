@@ -208,6 +208,7 @@ def _ids(folder: Path, vocab: int, d2t_D: Tensor) -> Tensor:
         else "take the file as it was published"
     )
     raise CheckpointError(
-        f"{folder}: d2t holds by how much each of the head's ids falls short of the model's; the value {int(d2t_D[place])} at {place} makes that "
-        f"{id}, {what} ({len(wrong)} of {len(d2t_D)} values are such): {cause}"
+        f"{folder}: d2t holds by how much each of the head's ids falls short of the model's; the value"
+        f" {int(d2t_D[place])} at {place} makes that {id}, {what} ({len(wrong)} of {len(d2t_D)} values are such):"
+        f" {cause}"
     )

@@ -18,14 +18,16 @@ class Layout:
 
     tp: Axis = SINGLE  # shares attention heads, dense MLPs, vocabulary
     dp: Axis = SINGLE  # has other tokens, and the same experts
-    dense: Axis = SINGLE  # shares the width of dense MLPs (--moe-dense-tp-size): `tp`, or SINGLE, where each rank computes all of it
+    # shares the width of dense MLPs (--moe-dense-tp-size): `tp`, or SINGLE, where each rank computes all of it
+    dense: Axis = SINGLE
     ep: Axis = SINGLE  # shares experts
     moe_tp: Axis = SINGLE  # shares the width of each expert
 
     def __post_init__(self) -> None:
         if self.tp.size * self.dp.size != self.ep.size * self.moe_tp.size:
             raise UnsupportedConfig(
-                f"experts are divided over {self.ep.size} x {self.moe_tp.size} ranks, and the layer has {self.tp.size} x {self.dp.size}"
+                f"experts are divided over {self.ep.size} x {self.moe_tp.size} ranks, and the layer has {self.tp.size}"
+                f" x {self.dp.size}"
             )
         if self.dense.size not in (1, self.tp.size):
             raise UnsupportedConfig(f"--moe-dense-tp-size {self.dense.size}: use 1 or the attention's {self.tp.size}")

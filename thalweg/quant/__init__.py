@@ -1,1 +1,3 @@
-"""Quantization schemes, one per file: how a checkpoint stores a weight, how memory holds it, and what multiplies by it."""
+"""Quantization schemes, one per file: how a checkpoint stores a weight, how memory holds it, and what multiplies by
+it.
+"""

@@ -33,8 +33,8 @@ def scheme_of(config: Mapping[str, Any], where: str = "config.json") -> Scheme:
     method = config.get("quant_method")
     if method not in METHODS:
         raise CheckpointError(
-            f"{where}: quantization_config.quant_method {method!r} is not supported; there is {', '.join(METHODS)}. Take the unquantized checkpoint, or "
-            "one in a format named here"
+            f"{where}: quantization_config.quant_method {method!r} is not supported; there is {', '.join(METHODS)}."
+            " Take the unquantized checkpoint, or one in a format named here"
         )
     return METHODS[str(method)](config, where)
 
@@ -76,7 +76,8 @@ class Stored:
         if held.dtype not in PLAIN_DTYPES and weight.dtype.is_floating_point:
             if self.scheme is UNQUANTIZED:
                 raise CheckpointError(
-                    f"{weight.name} is {held.dtype}, and config.json has no quantization_config that says how it is scaled"
+                    f"{weight.name} is {held.dtype}, and config.json has no quantization_config that says how it is"
+                    " scaled"
                 )
             scheme = self.scheme
         scheme.check(weight, self.found)

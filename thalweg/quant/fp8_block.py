@@ -57,7 +57,8 @@ class Fp8Block(Quantized):
             raise CheckpointError(f"{weight.name} is FP8 but {wanted.name} is missing")
         if scale.shape != self._blocks(found[codes.name].shape) or scale.dtype not in SCALE_DTYPES:
             raise CheckpointError(
-                f"{scale.name}: {scale.dtype} {scale.shape} does not cover {weight.name} in blocks of {self.block}, which needs float32 {wanted.shape}"
+                f"{scale.name}: {scale.dtype} {scale.shape} does not cover {weight.name} in blocks of {self.block},"
+                f" which needs float32 {wanted.shape}"
             )
 
     def reads(self, weight: str, take: Take) -> tuple[Read, ...]:
@@ -71,7 +72,8 @@ class Fp8Block(Quantized):
             size * step < end for size, step, end in zip(scale.shape, self.block, ends, strict=True)
         ):
             raise CheckpointError(
-                f"{weight}{SUFFIX}: scales {tuple(scale.shape)} do not cover {weight} up to {tuple(ends)} in blocks of {self.block}"
+                f"{weight}{SUFFIX}: scales {tuple(scale.shape)} do not cover {weight} up to {tuple(ends)} in blocks of"
+                f" {self.block}"
             )
         near = [start // step for start, step in zip(first, self.block, strict=True)]
         inner = [start % step for start, step in zip(first, self.block, strict=True)]

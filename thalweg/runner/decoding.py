@@ -1,8 +1,10 @@
 """The attention of decode rows beside prompts, as CUDA graphs, one for each layer.
 
-A step in pieces calls attention eagerly, since its kernels are launched by lengths. For prompts that has to be so. For decode rows it need not: as in
-a whole recorded step their kernels are launched for the longest context, and read lengths and pages from memory that stays where it is. What took
-Python as long as the rest of a layer becomes one launch, and a step with few prompt tokens no longer waits for the host."""
+A step in pieces calls attention eagerly, since its kernels are launched by lengths. For prompts that has to be so. For
+decode rows it need not: as in a whole recorded step their kernels are launched for the longest context, and read
+lengths and pages from memory that stays where it is. What took Python as long as the rest of a layer becomes one
+launch, and a step with few prompt tokens no longer waits for the host.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ class RecordedRows:
     def record(
         self, attends: tuple[Attend, ...], inputs: tuple[Tensor, ...], out_TX: Tensor, model: Model, planes: Planes, tape: Tape
     ) -> None:  # fmt: skip
-        """attends: of the layers. inputs: where these will find what a piece leaves for attention. out_TX: where its result goes. Runs all eagerly
-        first, in which kernels compile; what is stored goes into the null page."""
+        """attends: of the layers. inputs: where these will find what a piece leaves for attention. out_TX: where its
+        result goes. Runs all eagerly first, in which kernels compile; what is stored goes into the null page.
+        """
         self.attends, self.inputs = attends, inputs
         self.step = model.metadata.build(self.batch, planes)
         for attend in attends:
@@ -61,7 +64,9 @@ class RecordedRows:
             self.graphs.append(tape.end())
 
     def bind(self, batch: Batch) -> int:
-        """Takes the step's first rows, up to as many as are recorded. → how many. Those behind them are padding: they write into the null page."""
+        """Takes the step's first rows, up to as many as are recorded. → how many. Those behind them are padding: they
+        write into the null page.
+        """
         rows = batch.groups[0].rows
         self.places_2R.zero_()
         self.places_2R[:, :rows] = torch.stack((batch.positions_T[:rows], batch.write_T[:rows]))
@@ -76,7 +81,9 @@ class RecordedRows:
 
 
 def halving(rows: Sequence[int]) -> list[int]:
-    """Of these numbers of rows the largest, and each that is half of the one before or less: rows of padding attend to one token, and cost little."""
+    """Of these numbers of rows the largest, and each that is half of the one before or less: rows of padding attend to
+    one token, and cost little.
+    """
     chosen: list[int] = []
     for many in sorted(rows, reverse=True):
         if not chosen or 2 * many <= chosen[-1]:
@@ -87,8 +94,10 @@ def halving(rows: Sequence[int]) -> list[int]:
 def fitting(
     recorded: Sequence[RecordedRows], batch: Batch, tokens: int, attends: tuple[Attend, ...]
 ) -> RecordedRows | None:
-    """The smallest that holds the step's decode rows and goes with its pieces, of `tokens` tokens, which leave it to `attends` to attend. None where
-    there is none, and for a step that does not begin with rows of one token, each of which sees all that is before it."""
+    """The smallest that holds the step's decode rows and goes with its pieces, of `tokens` tokens, which leave it to
+    `attends` to attend. None where there is none, and for a step that does not begin with rows of one token, each of
+    which sees all that is before it.
+    """
     first = batch.groups[0]
     if not recorded or first.query != 1 or batch.tree is not None:
         return None

@@ -1,8 +1,10 @@
 """Drafting as CUDA graphs: what a chain's drafter learns of a recorded step, and what it does for one more draft.
 
-Both read slots, planes and what A left, and write slots, planes and buffers of their own outside the tape's pool. Only drafters of one head are
-recorded, of one that drafts trees what it does for a single draft: all that they do is on the device, and depends on shapes alone. A draft knows by
-itself how many are before it, so that one graph is for all widths."""
+Both read slots, planes and what A left, and write slots, planes and buffers of their own outside the tape's pool. Only
+drafters of one head are recorded, of one that drafts trees what it does for a single draft: all that they do is on the
+device, and depends on shapes alone. A draft knows by itself how many are before it, so that one graph is for all
+widths.
+"""
 
 from __future__ import annotations
 

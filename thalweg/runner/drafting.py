@@ -1,4 +1,6 @@
-"""A drafter in its place behind accept. It only accelerates: whatever it does wrong costs speed, and neither a request nor a token."""
+"""A drafter in its place behind accept. It only accelerates: whatever it does wrong costs speed, and neither a request
+nor a token.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ class Drafting:
         self.late.drop()
 
     def leave(self, plan: StepPlan) -> None:
-        """Slots and pages may change hands in this step: of those who have left nothing may be late, nor in pages that a prompt may have found."""
+        """Slots and pages may change hands in this step: of those who have left nothing may be late, nor in pages that
+        a prompt may have found.
+        """
         if self.late.behind and (plan.binds or plan.appends):
             stay = {row.slot for row in plan.rows} - {bind.slot for bind in plan.binds}
             if any(bind.computed for bind in plan.binds):
@@ -106,8 +110,9 @@ class Drafting:
     def draft(
         self, seen: Seen | None, asked: Asked | None, width: int, recorded: RecordedDrafts = NOT_RECORDED
     ) -> Proposed | None:
-        """Learns from a step, and proposes for its emitting rows. seen: None for a step that nothing can be learned from. Where nothing is drafted,
-        single tokens are looked at later, of many steps at once."""
+        """Learns from a step, and proposes for its emitting rows. seen: None for a step that nothing can be learned
+        from. Where nothing is drafted, single tokens are looked at later, of many steps at once.
+        """
         if seen is not None and self.learns:
             self._trying(lambda: self._learn(seen, width, recorded))
         if asked is None:

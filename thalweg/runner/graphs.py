@@ -1,8 +1,8 @@
 """Whole steps as CUDA graphs: A and B of DESIGN §1, one graph each for every bucket of rows of one token.
 
-A reads which slots it computes from a persistent buffer and everything else from `Slots`, so a replay needs one small copy. Rows that fill a
-bucket up are those of a spare slot that has ended: they are padding, and touch the null page only. All graphs share one memory pool;
-the largest is recorded first, so that the others fit into what it took.
+A reads which slots it computes from a persistent buffer and everything else from `Slots`, so a replay needs one small
+copy. Rows that fill a bucket up are those of a spare slot that has ended: they are padding, and touch the null page
+only. All graphs share one memory pool; the largest is recorded first, so that the others fit into what it took.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class Recorded:
         self.batch: Batch | None = None
 
     def record(self, tape: Tape, verified: Sequence[Verified] = (), learning: Sequence[Learning] = ()) -> None:
-        """Runs each half eagerly, then records it, B also of rows with drafts, and what a drafter learns of it. What is computed goes to the spare
-        slot and the null page."""
+        """Runs each half eagerly, then records it, B also of rows with drafts, and what a drafter learns of it. What is
+        computed goes to the spare slot and the null page.
+        """
         self.a, left = recorded(tape, self._a)
         self.batch, self.hidden_RH, self.logits_RV, self.ints_RI = left
         self.a.replay()  # B's eager runs read what A left
@@ -99,7 +100,9 @@ class Recorded:
         choose_into(self.out, self.logits_RV, self.slots, self.slot_R, self.ints_RI, needs, self.slots.ints_SI)
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, Seen]:
-        """A of this plan, each of whose tokens becomes a row: logits, slots and the slots' integers of its emitting rows; what a drafter sees."""
+        """A of this plan, each of whose tokens becomes a row: logits, slots and the slots' integers of its emitting
+        rows; what a drafter sees.
+        """
         tokens, device = plan.tokens, self.slot_R.device
         slot_T = [row.slot for row in plan.rows for _ in range(row.n)]
         self.run(slot_T, [ahead for row in plan.rows for ahead in range(row.n)])
@@ -143,8 +146,9 @@ class Recorded:
 
 
 class CudaGraphs:
-    """The recorded steps of a runner, by bucket. Drafts are rows like others; mixed: prompt tokens too. verified: those whose rows have drafts.
-    drafts: what its drafter does."""
+    """The recorded steps of a runner, by bucket. Drafts are rows like others; mixed: prompt tokens too. verified: those
+    whose rows have drafts. drafts: what its drafter does.
+    """
 
     def __init__(
         self,
@@ -181,9 +185,11 @@ def record(
     progress: Progress,
     widths: Sequence[int] = (),
 ) -> None:
-    """Records whole steps for these numbers of rows, and the static parts of other steps for these numbers of tokens; the runner runs them
-    from now on. mixed: see `CudaGraphs`. context: the longest, in tokens. spare: a slot that no request gets. widths: drafts that the rows of
-    a step may have. Raises UnsupportedConfig, and DrafterFails where it is what a drafter needs."""
+    """Records whole steps for these numbers of rows, and the static parts of other steps for these numbers of tokens;
+    the runner runs them from now on. mixed: see `CudaGraphs`. context: the longest, in tokens. spare: a slot that no
+    request gets. widths: drafts that the rows of a step may have. Raises UnsupportedConfig, and DrafterFails where it
+    is what a drafter needs.
+    """
     tape, done = Tape(), itertools.count(1)
     beside = halving([many for many in rows if many <= max(tokens)]) if tokens else []
     tree = runner.slots.tree
@@ -226,7 +232,9 @@ def _chains(runner: Runner) -> list[tuple[Unrolled, Kernels]]:
 def _in_pieces(
     runner: Runner, tokens: Sequence[int], beside: Sequence[int], context: int, tape: Tape, told: Callable[[], None]
 ) -> None:
-    """Has the runner's steps go in pieces, of so many tokens, and of decode rows beside prompts attention in graphs, of so many rows."""
+    """Has the runner's steps go in pieces, of so many tokens, and of decode rows beside prompts attention in graphs, of
+    so many rows.
+    """
     model, planes = runner.model, runner.planes
     shared, pieces, other = Shared(max(tokens), planes.device), list[Pieces](), Tape()
     for many in sorted(tokens, reverse=True):

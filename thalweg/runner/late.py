@@ -1,7 +1,10 @@
-"""What a drafter has not looked at yet: while nothing is drafted, its state lags behind, and catches up with many steps at once.
+"""What a drafter has not looked at yet: while nothing is drafted, its state lags behind, and catches up with many steps
+at once.
 
-To learn from one token costs a drafter nearly what it costs to learn from sixty (the bundled model's layer, one EPYC core: 0.38 ms, a fifth of a
-step; 2.7 ms for 512 of them at once), so of sequences for which nothing is drafted the tokens are only kept, with the target's hidden states."""
+To learn from one token costs a drafter nearly what it costs to learn from sixty (the bundled model's layer, one EPYC
+core: 0.38 ms, a fifth of a step; 2.7 ms for 512 of them at once), so of sequences for which nothing is drafted the
+tokens are only kept, with the target's hidden states.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,9 @@ class Late:
         self.reach = max(self.reach, seen.plan.max_kv_len)
 
     def joined(self, wanted: Iterable[int] | None = None) -> Seen | None:
-        """What these slots have done meanwhile, or all, as one step with a row of each; None where that is nothing. It is kept no longer."""
+        """What these slots have done meanwhile, or all, as one step with a row of each; None where that is nothing. It
+        is kept no longer.
+        """
         found = self.behind if wanted is None else {slot: self.behind[slot] for slot in wanted if slot in self.behind}
         if not found:
             return None
@@ -129,7 +134,9 @@ class Late:
         return Seen(StepPlan(0, 0, rows, max_kv_len=reach), batch, hidden_TX)
 
     def _parts(self, ordered: list[Place]) -> list[Kept]:
-        """What is kept of the tokens at these places, and of no others: of each step the rows that stand together, mostly all of it."""
+        """What is kept of the tokens at these places, and of no others: of each step the rows that stand together,
+        mostly all of it.
+        """
         parts: list[Kept] = []
         for (step, _), together in groupby(enumerate(ordered), lambda one: (one[1].step, one[1].row - one[0])):
             rows, kept = [place.row for _, place in together], self.steps[step]

@@ -1,9 +1,11 @@
-"""Prefill and mixed steps as CUDA graphs in pieces: for each bucket of tokens one graph of everything between two attentions.
+"""Prefill and mixed steps as CUDA graphs in pieces: for each bucket of tokens one graph of everything between two
+attentions.
 
-Lengths and pages differ from step to step, so attention runs between the graphs, eagerly, but for that of decode rows (`decoding`); all else depends
-on the number of tokens alone, storing the latents of latent attention with it. That is filled up to a bucket: padding is token 0 in no expert,
-attention does not see it, and where the recording stores tokens it is stored in the null page. A layer's projections, experts and norms, which
-took Python a launch each, become one launch.
+Lengths and pages differ from step to step, so attention runs between the graphs, eagerly, but for that of decode rows
+(`decoding`); all else depends on the number of tokens alone, storing the latents of latent attention with it. That is
+filled up to a bucket: padding is token 0 in no expert, attention does not see it, and where the recording stores tokens
+it is stored in the null page. A layer's projections, experts and norms, which took Python a launch each, become one
+launch.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ class Piece(NamedTuple):
 
 
 class Shared:
-    """What the graphs of all buckets read and write: ids, positions, places and reality of the tokens, and what attention returns. All buckets
-    use its first rows, so the largest is recorded first."""
+    """What the graphs of all buckets read and write: ids, positions, places and reality of the tokens, and what
+    attention returns. All buckets use its first rows, so the largest is recorded first.
+    """
 
     def __init__(self, most: int, device: torch.device) -> None:
         self.ids_T, self.positions_T, self.write_T = torch.zeros(3, most, dtype=torch.int64, device=device)
@@ -72,7 +75,9 @@ class Pieces:
         self.attends: tuple[Attend, ...] = ()
 
     def record(self, planes: Planes, context: int, tape: Tape) -> None:
-        """One eager run, in which kernels compile and libraries make their handles, then the recording. All is padding."""
+        """One eager run, in which kernels compile and libraries make their handles, then the recording. All is
+        padding.
+        """
         self.model.forward(_padding(self.shared, self.tokens, context), planes)
         cutter = Cutter(tape, self.shared)
         batch = _padding(self.shared, self.tokens, context, cutter)
@@ -120,8 +125,10 @@ class Piecewise:
         self.decoding: list[RecordedRows] = []
 
     def record(self, rows: int, context: int, planes: Planes, tape: Tape) -> None:
-        """Attention of up to `rows` decode rows, which has inputs of its own: those of a piece lie elsewhere for each bucket. tape: another than
-        the pieces'; what lies in their pool is still to be read by others when this replays."""
+        """Attention of up to `rows` decode rows, which has inputs of its own: those of a piece lie elsewhere for each
+        bucket. tape: another than the pieces'; what lies in their pool is still to be read by others when this
+        replays.
+        """
         largest, made = self.recorded[-1], RecordedRows(rows, context, planes)
         inputs = tuple(x.new_zeros(rows, *x.shape[1:]) for x in largest.pieces[0].inputs)
         assert largest.shared.out_TX is not None, "the recording made it"

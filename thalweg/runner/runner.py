@@ -1,4 +1,6 @@
-"""A and B, the two halves of every step, on the device stream. A: prepare → forward → logits. B: mask → accept → observe → propose → publish."""
+"""A and B, the two halves of every step, on the device stream. A: prepare → forward → logits. B: mask → accept →
+observe → propose → publish.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,10 @@ SCORE_CHUNK = 256  # positions a scoring pass of the head; bounds the logits it 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What A leaves for B: logits, of each emitting row as many as `plan.query`; slots and the slots' integers of the emitting rows. scores: row
-    index → log-probabilities of its next tokens. seen: for the drafter. graph: what replayed A, where B's recording can follow it."""
+    """What A leaves for B: logits, of each emitting row as many as `plan.query`; slots and the slots' integers of the
+    emitting rows. scores: row index → log-probabilities of its next tokens. seen: for the drafter. graph: what replayed
+    A, where B's recording can follow it.
+    """
 
     plan: StepPlan
     logits_NV: Tensor | None
@@ -43,7 +47,9 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What B leaves on the device. sampled: None where no row emits. proposed: None where nothing was drafted. lost: the drafter has failed."""
+    """What B leaves on the device. sampled: None where no row emits. proposed: None where nothing was drafted. lost:
+    the drafter has failed.
+    """
 
     forwarded: Forwarded
     sampled: Sampled | None
@@ -68,7 +74,9 @@ class StepGraph(Protocol):
         """Whether its B can follow its A of this plan."""
 
     def sample(self, rows: int, needs: SamplingNeeds, sampling: Sampling) -> Sampled | None:
-        """Replays B, of the first `rows`; None where these needs, or drafts accepted by this sampling, were not recorded."""
+        """Replays B, of the first `rows`; None where these needs, or drafts accepted by this sampling, were not
+        recorded.
+        """
 
 
 class Graphs(Protocol):
@@ -90,8 +98,9 @@ class NoGraphs:
 
 
 class Runner:
-    """One model on one device with its planes and slots, which are the drafter's too. steps: what runs its steps, the model itself or its recorded
-    ones."""
+    """One model on one device with its planes and slots, which are the drafter's too. steps: what runs its steps, the
+    model itself or its recorded ones.
+    """
 
     def __init__(self, model: Model, steps: Steps, planes: Planes, slots: Slots, drafter: Drafter = NO_DRAFTER) -> None:
         self.model, self.steps, self.planes, self.slots = model, steps, planes, slots
@@ -166,7 +175,9 @@ class Runner:
         return found
 
     def outputs(self, published: Published | None) -> tuple[Output, ...]:
-        """One Output a row of the plan. Waits for what is still on a device; a drafter that turns out to have computed rubbish there is off then."""
+        """One Output a row of the plan. Waits for what is still on a device; a drafter that turns out to have computed
+        rubbish there is off then.
+        """
         if published is None:
             return ()
         if published.proposed is not None and not published.proposed.sound.all():

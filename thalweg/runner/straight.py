@@ -1,6 +1,8 @@
-"""What is left of a tree of drafts once its path is known: its entries are moved to where a chain's would stand, and a drafter sees a chain's step.
+"""What is left of a tree of drafts once its path is known: its entries are moved to where a chain's would stand, and a
+drafter sees a chain's step.
 
-Letters: T tokens of the step, E emitting rows, D tokens of a path at most."""
+Letters: T tokens of the step, E emitting rows, D tokens of a path at most.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,11 @@ def mover(planes: Planes, specs: Sequence[PlaneSpec]) -> Move:
 def straightened(
     seen: Seen, slot_E: Tensor, ints_EI: Tensor, nodes_ED: Tensor, count_E: Tensor, slots: Slots, move: Move
 ) -> Seen:
-    """Moves the entries that the model has made of the tokens of each path to the columns behind each other; → the step as it would have been with
-    these tokens alone. slot_E, ints_EI: of the emitting rows, as the step found them; nodes_ED, count_E: see
-    `sampling.Sampled`. Of a row with drafts there are as many tokens as its path may have; those that it has not are padding."""
+    """Moves the entries that the model has made of the tokens of each path to the columns behind each other; → the step
+    as it would have been with these tokens alone. slot_E, ints_EI: of the emitting rows, as the step found them;
+    nodes_ED, count_E: see `sampling.Sampled`. Of a row with drafts there are as many tokens as its path may have; those
+    that it has not are padding.
+    """
     deepest = nodes_ED.shape[1]
     ahead_D = torch.arange(deepest, device=nodes_ED.device)
     on_N = (ahead_D < count_E.unsqueeze(1)).flatten()
@@ -82,8 +86,9 @@ def _kept(row: Row, deepest: int) -> Row:
 
 
 def _tokens(rows: Sequence[Row], deepest: int) -> list[list[int]]:
-    """Of each token of the straightened step: the token of the step where it is that one, or the root of its row; and where it is of a path,
-    its place in all paths, else -1."""
+    """Of each token of the straightened step: the token of the step where it is that one, or the root of its row; and
+    where it is of a path, its place in all paths, else -1.
+    """
     tokens: list[int] = []
     paths: list[int] = []
     path = 0

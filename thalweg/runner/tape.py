@@ -25,8 +25,10 @@ T = TypeVar("T")
 
 
 class Tape:
-    """A pool and a stream on which everything is recorded. `torch.cuda.graph` would empty the allocator's cache at each of the hundreds of
-    graphs. A graph that is replayed finds in the pool what its own kernels left there, and nothing else."""
+    """A pool and a stream on which everything is recorded. `torch.cuda.graph` would empty the allocator's cache at each
+    of the hundreds of graphs. A graph that is replayed finds in the pool what its own kernels left there, and nothing
+    else.
+    """
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -35,8 +37,9 @@ class Tape:
 
     @contextmanager
     def running(self, what: str) -> Iterator[None]:
-        """Everything inside runs on the tape's stream. what: is recorded, for the error. Raises UnsupportedConfig where CUDA says no,
-        InsufficientMemory where its memory does."""
+        """Everything inside runs on the tape's stream. what: is recorded, for the error. Raises UnsupportedConfig where
+        CUDA says no, InsufficientMemory where its memory does.
+        """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             try:
@@ -44,8 +47,8 @@ class Tape:
             except RuntimeError as error:  # of CUDA, its allocator, cuBLAS
                 kind = InsufficientMemory if is_out_of_memory(error) else UnsupportedConfig
                 raise kind(
-                    f"recording CUDA graphs of {what} failed ({_first_line(error)}); record fewer with --cuda-graph-max-bs, leave more "
-                    "memory with --mem-fraction-static, or use --cuda-graph-mode none"
+                    f"recording CUDA graphs of {what} failed ({_first_line(error)}); record fewer with"
+                    " --cuda-graph-max-bs, leave more memory with --mem-fraction-static, or use --cuda-graph-mode none"
                 ) from error
             finally:
                 self._drop()  # also for an error of Python's in what was to be recorded
@@ -81,8 +84,9 @@ class Tape:
 def recorded(
     tape: Tape, work: Callable[[], T], before: Callable[[], None] = lambda: None, warm_ups: int = WARM_UPS
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """`work` as the tape's next graph, and what it leaves at every replay. It runs eagerly so often first. before: ahead of each run, and not
-    recorded."""
+    """`work` as the tape's next graph, and what it leaves at every replay. It runs eagerly so often first. before:
+    ahead of each run, and not recorded.
+    """
     for _ in range(warm_ups):
         before()
         work()
@@ -93,8 +97,9 @@ def recorded(
 
 
 def borrow(x: Tensor) -> Tensor:
-    """The same memory without a share in it. What a graph leaves in its pool for the next stays there at every replay, but a tensor that
-    owned it would keep later graphs of the tape from using its memory."""
+    """The same memory without a share in it. What a graph leaves in its pool for the next stays there at every replay,
+    but a tensor that owned it would keep later graphs of the tape from using its memory.
+    """
     size = x.element_size()
     lent = _Lent()
     lent.__cuda_array_interface__ = {

@@ -1,8 +1,10 @@
-"""Steps whose drafts part ways as CUDA graphs, for a few numbers of rows, all with trees of as many nodes: A, accepting a path, what is learned of
-it, and growing the next trees.
+"""Steps whose drafts part ways as CUDA graphs, for a few numbers of rows, all with trees of as many nodes: A, accepting
+a path, what is learned of it, and growing the next trees.
 
-Everything is read from `Slots` by the slot numbers in a persistent buffer, trees too, so a replay needs one small copy at most. Between the forwards
-there are kernels of one launch: what the slots give and what becomes of them (`kernels.climb`), and the move of the paths' entries."""
+Everything is read from `Slots` by the slot numbers in a persistent buffer, trees too, so a replay needs one small copy
+at most. Between the forwards there are kernels of one launch: what the slots give and what becomes of them
+(`kernels.climb`), and the move of the paths' entries.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,9 @@ def climbs_on(device: torch.device) -> Climbs:
 
 
 class Held(NamedTuple):
-    """What all recordings of trees share. reach: the longest context. spare: a slot that no request gets. sampling: what draws. move: see `straight`.
-    attends: whether what the drafter learns by attends to what stands before."""
+    """What all recordings of trees share. reach: the longest context. spare: a slot that no request gets. sampling:
+    what draws. move: see `straight`. attends: whether what the drafter learns by attends to what stands before.
+    """
 
     model: Model
     planes: Planes
@@ -80,7 +83,9 @@ FEW = 8  # rows for which trees are recorded, however few rows steps are recorde
 
 
 class Grove:
-    """A, and accepting, of up to `rows` rows of `query` tokens. The paths are left as a step in which each token is a row, `straight`."""
+    """A, and accepting, of up to `rows` rows of `query` tokens. The paths are left as a step in which each token is a
+    row, `straight`.
+    """
 
     def __init__(self, rows: int, query: int, held: Held) -> None:
         self.rows, self.query, self.held = rows, query, held
@@ -173,7 +178,9 @@ class Grove:
 
 
 class Learning:
-    """What `drafter` does with the paths of a recorded step. Rows that fill it up are of the spare slot, and all padding."""
+    """What `drafter` does with the paths of a recorded step. Rows that fill it up are of the spare slot, and all
+    padding.
+    """
 
     def __init__(self, drafter: Branching, kernels: Kernels, of: Grove) -> None:
         self.drafter, self.kernels, self.of = drafter, kernels, of
@@ -238,7 +245,9 @@ class TreeDrafts:
 
 
 class Groves:
-    """What was recorded, by nodes and numbers of rows. drafts: what is learned of them, and how the next trees are grown."""
+    """What was recorded, by nodes and numbers of rows. drafts: what is learned of them, and how the next trees are
+    grown.
+    """
 
     def __init__(self, groves: Sequence[Grove], drafts: RecordedDrafts) -> None:
         self.groves, self.drafts = sorted(groves, key=lambda one: one.rows), drafts
@@ -253,9 +262,11 @@ class Groves:
 
 
 def forms(steps: Sequence[int], widths: Sequence[int], tree: TreeShape, requests: int) -> list[tuple[int, int]]:
-    """Rows, and tokens of each with the root, of the steps that are recorded where steps of so many rows of one token are, and rows may have so many
-    drafts that part ways; the largest first. Of each width as many rows as have no more tokens than the largest of those steps, or FEW, but no more
-    than there may be requests; and each number of them that is half of the one before or less."""
+    """Rows, and tokens of each with the root, of the steps that are recorded where steps of so many rows of one token
+    are, and rows may have so many drafts that part ways; the largest first. Of each width as many rows as have no more
+    tokens than the largest of those steps, or FEW, but no more than there may be requests; and each number of them that
+    is half of the one before or less.
+    """
     found, largest = list[tuple[int, int]](), max(steps, default=0)
     for query in sorted(1 + width for width in widths if tree.is_tree_step(1 + width)):
         most = min(max(largest // query, min(largest, FEW)), requests)
@@ -271,8 +282,9 @@ def groves(
     tape: Tape,
     told: Callable[[], None] = lambda: None,
 ) -> Groves:
-    """Records trees of so many drafts where steps of these numbers of rows are recorded. bounds: the longest context, and the spare slot, the
-    last one. Raises DrafterFails, InsufficientMemory."""
+    """Records trees of so many drafts where steps of these numbers of rows are recorded. bounds: the longest context,
+    and the spare slot, the last one. Raises DrafterFails, InsufficientMemory.
+    """
     drafter, storage = runner.drafting.drafter, (runner.planes, runner.slots)
     branching = drafter if isinstance(drafter, Branching) else None
     attends, climbs = branching is not None and branching.head.attends, climbs_on(runner.planes.device)

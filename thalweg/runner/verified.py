@@ -1,7 +1,8 @@
 """Verifications as CUDA graphs: accept of a recorded step whose rows have drafts.
 
-Its graph of A has a row for each token. Here they stand row by row, each with as many tokens as the one with most drafts, those that it has not
-being padding; so logits lie as accept wants them, and nothing has to be gathered."""
+Its graph of A has a row for each token. Here they stand row by row, each with as many tokens as the one with most
+drafts, those that it has not being padding; so logits lie as accept wants them, and nothing has to be gathered.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ Follow = Callable[..., None]
 
 
 class Computed(Protocol):
-    """What A of `rows` rows leaves at every replay: the step's batch, and of each of its tokens what the names say. slot_R: their slots."""
+    """What A of `rows` rows leaves at every replay: the step's batch, and of each of its tokens what the names say.
+    slot_R: their slots.
+    """
 
     rows: int
     slots: Slots
@@ -92,8 +95,10 @@ class Verified:
 
 
 def verifications(steps: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int]]:
-    """Rows and tokens of each for which accept is recorded, where whole steps of so many tokens are, and steps may have so many drafts: of each width
-    as many numbers of rows as there are such steps up to MOST, and as many rows as the largest step has room for."""
+    """Rows and tokens of each for which accept is recorded, where whole steps of so many tokens are, and steps may have
+    so many drafts: of each width as many numbers of rows as there are such steps up to MOST, and as many rows as the
+    largest step has room for.
+    """
     largest = max(steps)
     made = {
         (rows, 1 + width)

@@ -1,13 +1,15 @@
 """Verifying a chain of drafts: which of them are what the target draws.
 
-The target draws a token at every position of the path, each with the coins of its position; drafts are accepted as far as they are the tokens
-drawn, and the first token that is not, or the one behind the last draft, comes with them. So the tokens are those of plain decoding, whoever
-drafted, and nothing can be biased. For a draft that is no sample this is the point-mass rule: it is accepted with its probability p(d), and what
-is drawn instead is distributed as p without d. A drafter that samples races with the same coins (`random.exponential`), so that both choose the
-same token with a probability of at least (1 - D) / (1 + D), D being their distributions' total variation distance (Daliri, Musco, Suresh
+The target draws a token at every position of the path, each with the coins of its position; drafts are accepted as far
+as they are the tokens drawn, and the first token that is not, or the one behind the last draft, comes with them. So the
+tokens are those of plain decoding, whoever drafted, and nothing can be biased. For a draft that is no sample this is
+the point-mass rule: it is accepted with its probability p(d), and what is drawn instead is distributed as p without d.
+A drafter that samples races with the same coins (`random.exponential`), so that both choose the same token with a
+probability of at least (1 - D) / (1 + D), D being their distributions' total variation distance (Daliri, Musco, Suresh
 2024, "Coupling without communication and drafter-invariant speculative decoding", theorem 1).
 
-Letters: E rows, Q positions of each, K = Q - 1 drafts, N = E · Q, V vocabulary, I integers of a slot."""
+Letters: E rows, Q positions of each, K = Q - 1 drafts, N = E · Q, V vocabulary, I integers of a slot.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ from thalweg.kernels.verify import ref
 
 
 class Path(NamedTuple):
-    """What each position of each row is sampled by. slot_N int64; ints_NI int64: its slot's integers as if the drafts before it were known, and
-    ended where they reach the end; `at` is its own draft's column. drafts_EK int64."""
+    """What each position of each row is sampled by. slot_N int64; ints_NI int64: its slot's integers as if the drafts
+    before it were known, and ended where they reach the end; `at` is its own draft's column. drafts_EK int64.
+    """
 
     slot_N: Tensor
     ints_NI: Tensor
@@ -43,8 +46,9 @@ def path(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
 
 
 def follow(tokens_EQ: Tensor, along: Path, slots: Slots) -> tuple[Tensor, Tensor]:
-    """Appends the tokens drawn, as far as drafts agree, to their slots, and ends those that reached a stop id or their end. → how many of each row
-    (0 where the slot had ended before), int64 [E]; whether it has ended, bool [E]."""
+    """Appends the tokens drawn, as far as drafts agree, to their slots, and ends those that reached a stop id or their
+    end. → how many of each row (0 where the slot had ended before), int64 [E]; whether it has ended, bool [E].
+    """
     count_E, done_E = (tokens_EQ.new_empty(len(tokens_EQ), dtype=kind) for kind in (torch.int64, torch.bool))
     ids_N = torch.cat((tokens_EQ[:, :1], along.drafts_EK), 1).flatten()  # in the place of the known token any
     fields, out = (slots.stop_SK, slots.tokens_SL, slots.ints_SI), (torch.empty_like(tokens_EQ), count_E, done_E)

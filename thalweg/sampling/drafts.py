@@ -1,6 +1,8 @@
-"""How a drafter that has a distribution of the next token makes a draft of it: in the way that the rule of acceptance wants.
+"""How a drafter that has a distribution of the next token makes a draft of it: in the way that the rule of acceptance
+wants.
 
-Letters: E rows, V vocabulary of the target, K drafts of a row at most, S slots."""
+Letters: E rows, V vocabulary of the target, K drafts of a row at most, S slots.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ DRAFTS = 1  # the purpose of the coins that draw drafts, where these must not be
 
 
 class Drawing(Protocol):
-    """Of rows of which some sample: where none does, a draft is the most likely token. odds: for drafters that need several of a row."""
+    """Of rows of which some sample: where none does, a draft is the most likely token. odds: for drafters that need
+    several of a row.
+    """
 
     @property
     def odds(self) -> Odds: ...
@@ -31,14 +35,17 @@ class Drawing(Protocol):
     def draw(
         self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, ahead: int | Tensor, truncated: bool
     ) -> Tensor:
-        """int64 [E]: a draft of the token that stands `ahead` tokens behind the known ones of each slot, the most likely one for who is greedy; of
-        logits that are no numbers it may be below 0. logits_EV float32: the drafter's, -inf for tokens that it does not know. ints_EI: the slots'
-        integers as if all before it were known; ahead may be int64 [E]. truncated: see `Needs`."""
+        """int64 [E]: a draft of the token that stands `ahead` tokens behind the known ones of each slot, the most
+        likely one for who is greedy; of logits that are no numbers it may be below 0. logits_EV float32: the drafter's,
+        -inf for tokens that it does not know. ints_EI: the slots' integers as if all before it were known; ahead may be
+        int64 [E]. truncated: see `Needs`.
+        """
 
 
 class Coupled:
-    """Drafts race with the target's own coins, so that both draw the same token as often as they can without knowing each other (`chain`).
-    sampling: what draws the target's tokens."""
+    """Drafts race with the target's own coins, so that both draw the same token as often as they can without knowing
+    each other (`chain`). sampling: what draws the target's tokens.
+    """
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling, self.odds = sampling, sampling.odds
@@ -56,7 +63,9 @@ COUPLED = Coupled(REFERENCE)
 
 
 class Independent:
-    """Drafts are drawn with coins of their own, by temperature and truncation as the target is, and what they were drawn from is kept. width: K."""
+    """Drafts are drawn with coins of their own, by temperature and truncation as the target is, and what they were
+    drawn from is kept. width: K.
+    """
 
     def __init__(self, width: int, vocab: int, odds: Odds = REFERENCE_ODDS) -> None:
         self.width, self.vocab, self.odds = width, vocab, odds

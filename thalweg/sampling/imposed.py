@@ -1,4 +1,6 @@
-"""Drafts that are accepted by decree, for measuring speed with weights that mean nothing: what comes out is not the model's."""
+"""Drafts that are accepted by decree, for measuring speed with weights that mean nothing: what comes out is not the
+model's.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from thalweg.sampling.sample import Logprobs, Sampled, Sampling
 
 
 class Imposed:
-    """`Sampling` that draws the drafts themselves, so many that a verification brings `length` tokens on average, if there are enough."""
+    """`Sampling` that draws the drafts themselves, so many that a verification brings `length` tokens on average, if
+    there are enough.
+    """
 
     def __init__(self, sampling: Sampling, length: float) -> None:
         self.sampling, self.odds, self.right = sampling, sampling.odds, length - 1
@@ -47,7 +51,9 @@ class Imposed:
 
 
 class Ahead(NamedTuple):
-    """The drafts behind each position. first_N int64: the first of them, or only one; any_NK: which tokens int64 [N, K] are others, too."""
+    """The drafts behind each position. first_N int64: the first of them, or only one; any_NK: which tokens int64 [N, K]
+    are others, too.
+    """
 
     first_N: Tensor
     token_NK: Tensor

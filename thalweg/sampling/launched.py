@@ -1,4 +1,6 @@
-"""Accept by kernels of a GPU: what `sample.Reference` says, without waiting for the device and without a sort of the vocabulary."""
+"""Accept by kernels of a GPU: what `sample.Reference` says, without waiting for the device and without a sort of the
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class LaunchedOdds:
 
 
 class Launched:
-    """Of a step that asks for nothing but a draw, `choose_into` is all: what CUDA graphs record. The others precede and follow it."""
+    """Of a step that asks for nothing but a draw, `choose_into` is all: what CUDA graphs record. The others precede and
+    follow it.
+    """
 
     odds = LaunchedOdds()
 
@@ -74,8 +78,9 @@ def sampled(out: Out) -> Sampled:
 def choose_into(
     out: Out, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds, ints_SI: Tensor
 ) -> None:
-    """Draws into `out`, and writes tokens into the slots and what becomes of these into `ints_SI`. Launches depend on the shapes and on `needs`
-    alone."""
+    """Draws into `out`, and writes tokens into the slots and what becomes of these into `ints_SI`. Launches depend on
+    the shapes and on `needs` alone.
+    """
     if needs.truncated:
         state = ints_SI, slots.stop_SK, slots.tokens_SL
         truncating.draw(logits_EV, _wishes(slots, slot_E, ints_EI), *state, slots.context, out)

@@ -8,7 +8,8 @@ from torch import Tensor
 from thalweg.batch.upload import upload
 from thalweg.core.grammar import GrammarMasks
 
-# What eight token ids get for a byte of a mask: 0 where the bit is set, else -inf. Adding is cheaper than filling by a condition.
+# What eight token ids get for a byte of a mask: 0 where the bit is set, else -inf. Adding is cheaper than filling by a
+# condition.
 BYTE_BIAS = torch.where((torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1, 0.0, -torch.inf)
 
 

@@ -1,6 +1,8 @@
-"""What tokens are drawn from, and the race that draws them, for rules of acceptance that need more of them than the token.
+"""What tokens are drawn from, and the race that draws them, for rules of acceptance that need more of them than the
+token.
 
-Letters: N positions, E rows with equally many of them, V vocabulary, I integers of a slot."""
+Letters: N positions, E rows with equally many of them, V vocabulary, I integers of a slot.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ class Odds(Protocol):
     """On one kind of device."""
 
     def tempered(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, truncated: bool) -> Tensor:
-        """float32 [N, V]: logits by the temperature of each position, -inf for what its truncation removes; a greedy one's by no temperature, and
-        truncated or not. truncated: see `Needs`."""
+        """float32 [N, V]: logits by the temperature of each position, -inf for what its truncation removes; a greedy
+        one's by no temperature, and truncated or not. truncated: see `Needs`.
+        """
 
     def raced(self, score_NV: Tensor, seed_E: Tensor, position_E: Tensor) -> Tensor:
-        """float32 [N, V]: scores less the logarithms of the coins of (seed, position, id): with log-probabilities as scores the largest is a sample.
-        The rows of each seed stand behind each other."""
+        """float32 [N, V]: scores less the logarithms of the coins of (seed, position, id): with log-probabilities as
+        scores the largest is a sample. The rows of each seed stand behind each other.
+        """
 
 
 class ReferenceOdds:

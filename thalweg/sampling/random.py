@@ -1,6 +1,9 @@
-"""Random numbers as a pure function of (seed, position, token id): a seeded request gives the same tokens whatever runs beside it.
+"""Random numbers as a pure function of (seed, position, token id): a seeded request gives the same tokens whatever runs
+beside it.
 
-The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", figure 15)."""
+The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", figure
+15).
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def mix(x: Tensor) -> Tensor:
 def exponential(seed_E: Tensor, position_E: Tensor, vocab: int) -> Tensor:
     """Exp(1) variates, float32 [E, vocab]: entry v depends on (seed, position, v) only.
 
-    32 random bits each, used as v = (bits + 0.5) / 2^32 and -log1p(-v), which keeps its relative precision near 0, where the
-    smallest of many variates (the one that wins a race) lies.
+    32 random bits each, used as v = (bits + 0.5) / 2^32 and -log1p(-v), which keeps its relative precision near 0,
+    where the smallest of many variates (the one that wins a race) lies.
     """
     key_E = mix(mix(seed_E * _GOLDEN + position_E) + _GOLDEN)
     bits_EV = mix(key_E[:, None] + torch.arange(vocab, device=seed_E.device) * _GOLDEN)
@@ -36,7 +39,9 @@ def exponential(seed_E: Tensor, position_E: Tensor, vocab: int) -> Tensor:
 
 
 def apart(seed_E: Tensor, purpose: int) -> Tensor:
-    """Seeds for another purpose: their random numbers are independent of those of `seed_E`, and of those for other purposes."""
+    """Seeds for another purpose: their random numbers are independent of those of `seed_E`, and of those for other
+    purposes.
+    """
     return mix(seed_E + purpose * _PURPOSE)
 
 

@@ -1,11 +1,13 @@
-"""LOSSY. Relaxed acceptance, as TensorRT-LLM has it for thoughts: a draft among the target's most likely tokens is accepted where the target finds
-it nearly as likely as the most likely one, whatever the target would have drawn itself. What comes out is not the model's distribution any more,
-nor its greedy tokens: only who measures what that does to answers should turn it on.
+"""LOSSY. Relaxed acceptance, as TensorRT-LLM has it for thoughts: a draft among the target's most likely tokens is
+accepted where the target finds it nearly as likely as the most likely one, whatever the target would have drawn itself.
+What comes out is not the model's distribution any more, nor its greedy tokens: only who measures what that does to
+answers should turn it on.
 
-Probabilities are those after penalties, bias and grammar, before temperature and truncation, so that greedy requests and sampled ones are judged
-alike. What the grammar or a minimum length forbids is never accepted.
+Probabilities are those after penalties, bias and grammar, before temperature and truncation, so that greedy requests
+and sampled ones are judged alike. What the grammar or a minimum length forbids is never accepted.
 
-Letters: N positions, V vocabulary, C candidates, K drafts, I integers of a slot."""
+Letters: N positions, V vocabulary, C candidates, K drafts, I integers of a slot.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from thalweg.sampling.sample import Logprobs, Sampled, Sampling
 
 
 class Relaxed:
-    """`Sampling` that accepts a draft of the `candidates` most likely tokens whose probability is at least the largest one less `delta`, of several
-    the most likely one, and beside those what `sampling` accepts."""
+    """`Sampling` that accepts a draft of the `candidates` most likely tokens whose probability is at least the largest
+    one less `delta`, of several the most likely one, and beside those what `sampling` accepts.
+    """
 
     def __init__(self, sampling: Sampling, candidates: int, delta: float) -> None:
         self.sampling, self.odds, self.candidates, self.delta = sampling, sampling.odds, candidates, delta

@@ -1,8 +1,9 @@
-"""Accept: logits and `Slots` give the next tokens of each emitting row: one, and one more for each draft that is what would have been drawn
-anyway (`chain`). With no drafts, accepting IS sampling.
+"""Accept: logits and `Slots` give the next tokens of each emitting row: one, and one more for each draft that is what
+would have been drawn anyway (`chain`). With no drafts, accepting IS sampling.
 
-Order: penalties → bias → minimum length → grammar → temperature → top-k → top-p (of what top-k left) → min-p (relative to the largest)
-→ draw. Letters: E emitting rows, Q positions of each that are sampled, N = E · Q, V vocabulary."""
+Order: penalties → bias → minimum length → grammar → temperature → top-k → top-p (of what top-k left) → min-p (relative
+to the largest) → draw. Letters: E emitting rows, Q positions of each that are sampled, N = E · Q, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ Logprobs = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens_EQ int64, of which the first count_E (int64, or bool) are the row's: none where the slot had ended before; done_E bool: the slot ended
-    with them. The last may be NO_TOKEN: the model computed no numbers there, which ended the slot. logprob_N, top_ids_NK, top_logprobs_NK: the
-    model's own log-probabilities of tokens_EQ, None unless asked for. nodes_EQ int64: of drafts that part ways, the node of the tree at which each
-    was drawn, the root behind the last; None for a chain."""
+    """tokens_EQ int64, of which the first count_E (int64, or bool) are the row's: none where the slot had ended before;
+    done_E bool: the slot ended with them. The last may be NO_TOKEN: the model computed no numbers there, which ended
+    the slot. logprob_N, top_ids_NK, top_logprobs_NK: the model's own log-probabilities of tokens_EQ, None unless asked
+    for. nodes_EQ int64: of drafts that part ways, the node of the tree at which each was drawn, the root behind the
+    last; None for a chain.
+    """
 
     tokens_EQ: Tensor
     count_E: Tensor
@@ -61,12 +64,15 @@ class Sampling(Protocol):
         self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, reach: int, masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Penalties, bias, minimum length and grammar, in place. behind_EQD int64, of positions that are nodes of trees: which drafts are on the path
-        to each behind the known tokens, -1 where there are no more; None where what is before a position stands in the tokens plane."""
+        """Penalties, bias, minimum length and grammar, in place. behind_EQD int64, of positions that are nodes of
+        trees: which drafts are on the path to each behind the known tokens, -1 where there are no more; None where what
+        is before a position stands in the tokens plane.
+        """
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
-        """int64 [N]: a token for each, NO_TOKEN for logits with a NaN; what stands in the slots is left, but for the tokens plane behind what is
-        known."""
+        """int64 [N]: a token for each, NO_TOKEN for logits with a NaN; what stands in the slots is left, but for the
+        tokens plane behind what is known.
+        """
 
     def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds) -> Sampled:
         """Draws a token of each row and writes it into the slots."""
@@ -128,9 +134,10 @@ def accept(
 ) -> Sampled:
     """Draws the next tokens of each row, writes them into `slots`, and ends those that reached a stop id or their end.
 
-    logits_NV float32 is the model's and may be overwritten: of each row equally many positions, the last known token's and those of the drafts behind
-    it, which are nodes of a tree where these part ways. ints_EI: the slots' integers, as `prepare` found them in this step. reach: upper bound of
-    every row's length, drafts included. recorded: draws from these very logits by a recording, None of needs that have none.
+    logits_NV float32 is the model's and may be overwritten: of each row equally many positions, the last known token's
+    and those of the drafts behind it, which are nodes of a tree where these part ways. ints_EI: the slots' integers, as
+    `prepare` found them in this step. reach: upper bound of every row's length, drafts included. recorded: draws from
+    these very logits by a recording, None of needs that have none.
     """
     query = len(logits_NV) // len(slot_E)
     apart, own_NV = slots.tree.is_tree_step(query), logits_NV
@@ -177,7 +184,9 @@ def _settle(
     state_S3: Tensor,
     context: int,
 ) -> tuple[Tensor, Tensor]:
-    """Appends the tokens to their slots, token 0 for NO_TOKEN; says which slots have ended, and which had not before."""
+    """Appends the tokens to their slots, token 0 for NO_TOKEN; says which slots have ended, and which had not
+    before.
+    """
     length_E, end_E = ints_EI[:, 0], ints_EI[:, 2]
     live_E = end_E > 0
     new_E = length_E + live_E
@@ -191,10 +200,12 @@ def _settle(
 def penalise(
     logits_NV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, prompt_len_E: Tensor, reach: int, behind_EQD: Tensor | None = None
 ) -> None:  # fmt: skip
-    """Repetition penalty over prompt and output (divides positive, multiplies negative logits), frequency and presence over the output.
+    """Repetition penalty over prompt and output (divides positive, multiplies negative logits), frequency and presence
+    over the output.
 
-    Counts are taken from the tokens plane each step: a pure function of the truth, so there is nothing to roll back. What all nodes of a tree have
-    before them is counted once. behind_EQD: see `Sampling.edit`; without it a row is one position, N = E.
+    Counts are taken from the tokens plane each step: a pure function of the truth, so there is nothing to roll back.
+    What all nodes of a tree have before them is counted once. behind_EQD: see `Sampling.edit`; without it a row is one
+    position, N = E.
     """
     vocab = logits_NV.shape[1]
     tokens_EL = slots.tokens_SL[slot_E, :reach].to(torch.int64)
@@ -224,8 +235,8 @@ def draw(
 ) -> Tensor:
     """One token of each row: the arg max where the temperature is 0, else a sample of the truncated distribution.
 
-    An exponential race (arg min of Exp(1) / p) needs neither normalisation nor a cumulative sum, and its coins are per token id, so
-    that the draw does not depend on the order of equal probabilities.
+    An exponential race (arg min of Exp(1) / p) needs neither normalisation nor a cumulative sum, and its coins are per
+    token id, so that the draw does not depend on the order of equal probabilities.
     """
     scaled_EV = tempered(logits_EV, floats_EF, top_k_E, truncated)
     race_EV = scaled_EV - exponential(seed_E, position_E, logits_EV.shape[1]).log_()

@@ -1,14 +1,18 @@
-"""The standard rule of speculative sampling: a draft d that was drawn from q is accepted with the probability min(1, p(d) / q(d)), and the token in
-the place of one that is not is drawn from what q leaves of p, norm(max(p - q, 0)) (Leviathan, Kalman, Matias 2023, algorithm 1; Chen et al. 2023).
+"""The standard rule of speculative sampling: a draft d that was drawn from q is accepted with the probability min(1,
+p(d) / q(d)), and the token in the place of one that is not is drawn from what q leaves of p, norm(max(p - q, 0))
+(Leviathan, Kalman, Matias 2023, algorithm 1; Chen et al. 2023).
 
-Drafts are accepted as often as any rule can that changes no distribution, 1 - D at D total variation distance between p and q, where the race
-of `chain` has (1 - D) / (1 + D) at least. The price: q is kept for every draft, and which tokens a seed gives depends on what was drafted; how
-they are distributed does not. Greedy rows stay with the arg max, and have plain decoding's tokens.
+Drafts are accepted as often as any rule can that changes no distribution, 1 - D at D total variation distance between p
+and q, where the race of `chain` has (1 - D) / (1 + D) at least. The price: q is kept for every draft, and which tokens
+a seed gives depends on what was drafted; how they are distributed does not. Greedy rows stay with the arg max, and have
+plain decoding's tokens.
 
-p is what the target draws from: after penalties, bias, grammar, temperature and truncation. A position's coins for the draft, for the verdict on
-it and for the token in its place are independent of each other, and none has a say in what comes before that position.
+p is what the target draws from: after penalties, bias, grammar, temperature and truncation. A position's coins for the
+draft, for the verdict on it and for the token in its place are independent of each other, and none has a say in what
+comes before that position.
 
-Letters: N positions, V vocabulary, K drafts, I integers of a slot."""
+Letters: N positions, V vocabulary, K drafts, I integers of a slot.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,9 @@ class Standard:
 
 
 def _judge(odds: Odds, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, truncated: bool) -> Tensor:
-    """The draft of each position, or what is drawn in its place; behind the last draft, and for who is greedy, what plain decoding draws."""
+    """The draft of each position, or what is drawn in its place; behind the last draft, and for who is greedy, what
+    plain decoding draws.
+    """
     position_N, seed_N, sampled_N = ints_NI[:, 0], ints_NI[:, 3], slots.floats_SF[:, 0].index_select(0, slot_N) > 0
     kept_SKV = slots.extra[PROBABILITIES]
     width, vocab = kept_SKV.shape[1:]

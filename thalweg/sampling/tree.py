@@ -1,12 +1,15 @@
 """Verifying a tree of drafts: the path through it that the target draws.
 
-The rule is that of a chain: the target draws a token at every node, each with the coins of its position, and the path goes on to the child that is
-the token drawn, until there is none. So the tokens are plain decoding's, whatever the tree. Of children that are no samples one is accepted with the
-sum of their probabilities, more than which no rule can have (Hu et al. 2024, "Towards optimal multi-draft speculative decoding"); a drafter that
-samples takes the best few of its own race with the target's coins (`spec.tree`). Children of a node are different tokens; of equal ones the last is
+The rule is that of a chain: the target draws a token at every node, each with the coins of its position, and the path
+goes on to the child that is the token drawn, until there is none. So the tokens are plain decoding's, whatever the
+tree. Of children that are no samples one is accepted with the sum of their probabilities, more than which no rule can
+have (Hu et al. 2024, "Towards optimal multi-draft speculative decoding"); a drafter that samples takes the best few of
+its own race with the target's coins (`spec.tree`). Children of a node are different tokens; of equal ones the last is
 taken.
 
-Letters: E rows, Q nodes of each with the root, K = Q - 1, N = E · Q, D tokens of a path at most, I integers of a slot."""
+Letters: E rows, Q nodes of each with the root, K = Q - 1, N = E · Q, D tokens of a path at most, I integers of a
+slot.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,10 @@ def paths(slots: Slots, along: Path, query: int) -> Tensor:
 def climb(
     tokens_EQ: Tensor, drafts_EK: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Appends the tokens drawn along the path to their slots, and ends those that reached a stop id or their end. → tokens of the path int64 [E, D],
-    how many of them, and whether the slot has ended, as `chain.follow`; the nodes at which they were drawn, int64 [E, D], the root where there are
-    no more."""
+    """Appends the tokens drawn along the path to their slots, and ends those that reached a stop id or their end. →
+    tokens of the path int64 [E, D], how many of them, and whether the slot has ended, as `chain.follow`; the nodes at
+    which they were drawn, int64 [E, D], the root where there are no more.
+    """
     length_E, end_E, made_E = ints_EI[:, 0], ints_EI[:, 2], ints_EI[:, 7]
     query = tokens_EQ.shape[1]
     node_K = torch.arange(1, query, device=slot_E.device)

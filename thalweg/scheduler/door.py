@@ -13,7 +13,8 @@ from thalweg.scheduler.limits import Limits
 
 
 def enter(message: Submit, limits: Limits, context: int, seeds: random.Random, first: Request | None) -> Request:
-    """The request that `message` asks for. context: the longest sequence that model and page pool can hold. first: its n > 1 sibling.
+    """The request that `message` asks for. context: the longest sequence that model and page pool can hold. first: its
+    n > 1 sibling.
 
     Raises InvalidRequest. The front has checked the same; the engine survives a front that did not.
     """

@@ -11,7 +11,9 @@ from thalweg.core.ticket import Ticket, Tier
 
 
 class Holdings:
-    """Slots and pages of one rank. Every request between `enter` and `leave` has a `Path`; a seated one has a slot and pages too."""
+    """Slots and pages of one rank. Every request between `enter` and `leave` has a `Path`; a seated one has a slot and
+    pages too.
+    """
 
     def __init__(self, slots: int, books: Books, tier: Tier) -> None:
         self.books, self.tree, self.tier = books, books.tree, tier
@@ -25,7 +27,9 @@ class Holdings:
         self.paths[r.uid] = Path(r.tokens, r.salt)
 
     def leave(self, r: Request) -> None:
-        """`r` holds nothing any more. What it left in the cache for itself alone, when it was preempted, or computed wrong, goes."""
+        """`r` holds nothing any more. What it left in the cache for itself alone, when it was preempted, or computed
+        wrong, goes.
+        """
         path = self.paths.pop(r.uid)
         if r.uid in self.parked:
             self.parked.remove(r.uid)
@@ -41,8 +45,9 @@ class Holdings:
         return self.tree.match(self.paths[r.uid], self.useful(r))
 
     def useful(self, r: Request) -> int:
-        """The most pages that a hit of `r` may have: the last token must be computed, as its logits make the next one, and so must the
-        token before each prompt token whose logprob is still wanted."""
+        """The most pages that a hit of `r` may have: the last token must be computed, as its logits make the next one,
+        and so must the token before each prompt token whose logprob is still wanted.
+        """
         unscored = r.score_from - 1 + len(r.scores)
         most = r.known - 1
         if unscored < len(r.prompt) - 1:
@@ -53,7 +58,8 @@ class Holdings:
         return self.tree.frontier(self.paths[r.uid])
 
     def seat(self, r: Request, upto: int, reserve: int) -> Ticket | None:
-        """Gives `r` a slot, its cached pages and more for `upto` tokens in all, and asks the tier for what is not cached.
+        """Gives `r` a slot, its cached pages and more for `upto` tokens in all, and asks the tier for what is not
+        cached.
 
         None, and nothing happens, if fewer than `reserve` pages would be left to those that run.
         """
@@ -83,14 +89,17 @@ class Holdings:
         return tuple(new)
 
     def share(self, r: Request, positions: int) -> None:
-        """Caches the full pages among the first `positions` of `r`, as far as they last: their contents are in the stream, or final."""
+        """Caches the full pages among the first `positions` of `r`, as far as they last: their contents are in the
+        stream, or final.
+        """
         if r.exit is Exit.PREEMPT or r.finish == "error":
             self.parked.add(r.uid)
         self.tree.insert(self.paths[r.uid], r.pages, min(positions, self.lasting(r)) // self.page)
 
     def lasting(self, r: Request) -> int:
-        """How many leading tokens of `r` may be cached now. Who is preempted leaves all it has there, to find it again; of who was computed wrong
-        stays what others had computed before."""
+        """How many leading tokens of `r` may be cached now. Who is preempted leaves all it has there, to find it again;
+        of who was computed wrong stays what others had computed before.
+        """
         if r.finish == "error":
             return r.cached
         if r.exit is not Exit.PREEMPT and r.retention.drops_output(r.out, r.exit is Exit.FINISH):

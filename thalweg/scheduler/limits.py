@@ -9,12 +9,12 @@ from thalweg.core.tree import CHAIN, TreeShape
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """slots: requests that run at once. budget: tokens a step may compute, prefill chunks included (there are no others). beside: pairs of
-    (rows, tokens), rows rising: up to how many tokens prompts may fill a step beside at least so many decoding rows, which wait for them; without
-    pairs, up to the budget.
-    context: the model's longest sequence, in tokens. vocab: number of token ids. eos_ids: they end a sequence unless it ignores EOS.
-    stages: pipeline stages. policy: the order of the queue, a key of `queue.POLICIES`. seed: of the seeds drawn for requests without one.
-    tree: the shape of what is drafted.
+    """slots: requests that run at once. budget: tokens a step may compute, prefill chunks included (there are no
+    others). beside: pairs of (rows, tokens), rows rising: up to how many tokens prompts may fill a step beside at least
+    so many decoding rows, which wait for them; without pairs, up to the budget. context: the model's longest sequence,
+    in tokens. vocab: number of token ids. eos_ids: they end a sequence unless it ignores EOS. stages: pipeline stages.
+    policy: the order of the queue, a key of `queue.POLICIES`. seed: of the seeds drawn for requests without one. tree:
+    the shape of what is drafted.
     """
 
     slots: int
@@ -44,7 +44,9 @@ class Limits:
             raise ValueError(f"beside must have rising rows, and at least 1 token for each, got {self.beside}")
 
     def prompt_tokens(self, decoding: int, left: int) -> int:
-        """How many of the `left` tokens of a step prompts may have beside so many decoding rows: half a chunk at least, however many there are."""
+        """How many of the `left` tokens of a step prompts may have beside so many decoding rows: half a chunk at least,
+        however many there are.
+        """
         allowed = left
         for rows, tokens in self.beside:
             if rows <= decoding:

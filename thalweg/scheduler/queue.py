@@ -25,15 +25,17 @@ def _longest_prefix(request: Request, hit: Hit) -> Key:
 
 POLICIES: dict[str, Callable[[Request, Hit], Key]] = {
     "fcfs": _fcfs,  # in order of arrival
-    "lpm": _longest_prefix,  # the longest prefix in the cache first, so that what is cached is used before it is evicted
+    # the longest prefix in the cache first, so that what is cached is used before it is evicted
+    "lpm": _longest_prefix,
     "priority": _priority,  # the larger priority first
 }
 CHANGING = frozenset({"lpm"})  # policies whose keys change while requests wait
 
 
 class Queue:
-    """Waiting requests in the order of a policy; ties and preempted requests in order of arrival. hit: pages of a request's prefix that
-    are in the cache now."""
+    """Waiting requests in the order of a policy; ties and preempted requests in order of arrival. hit: pages of a
+    request's prefix that are in the cache now.
+    """
 
     def __init__(self, policy: str, hit: Hit) -> None:
         if policy not in POLICIES:

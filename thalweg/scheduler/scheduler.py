@@ -1,10 +1,12 @@
-"""The brain of one rank: each step it deals a budget of tokens to requests, and later commits what the device made of it.
+"""The brain of one rank: each step it deals a budget of tokens to requests, and later commits what the device made of
+it.
 
-There is one rule. A request has `computed` tokens and wants all it knows and its drafts; running requests are served first, so that the
-time between two tokens stays flat, then new ones are admitted. The host does not know the last `depth` steps yet, so lengths are
-UPPER BOUNDS here; the device has the truth and turns what is over into padding.
+There is one rule. A request has `computed` tokens and wants all it knows and its drafts; running requests are served
+first, so that the time between two tokens stays flat, then new ones are admitted. The host does not know the last
+`depth` steps yet, so lengths are UPPER BOUNDS here; the device has the truth and turns what is over into padding.
 
-`take` → `plan` → (`masks`) → `launched` → `commit` of an EARLIER step → `news`: the order in which `engine/loop.py` calls.
+`take` → `plan` → (`masks`) → `launched` → `commit` of an EARLIER step → `news`: the order in which `engine/loop.py`
+calls.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class Scheduler:
         self._marks: list[tuple[int, str]] = []  # (uid, what befell it)
         self._restless = False  # since the last plan there was a message, a commit, or somebody left
 
-    # ---- messages ------------------------------------------------------------------------------------------------------------
+    # ---- messages
+    # ------------------------------------------------------------------------------------------------------------
 
     def take(self, messages: Sequence[ToEngine]) -> list[Rejected | ControlReply]:
         """Does what the fronts ask. Never raises for what a front sent: the answer is a `Rejected`."""
@@ -116,7 +119,9 @@ class Scheduler:
         return []
 
     def _refused(self) -> list[Rejected | ControlReply]:
-        """Lets in the requests whose grammar has been compiled; refuses those where that failed, and ends those whose grammar broke."""
+        """Lets in the requests whose grammar has been compiled; refuses those where that failed, and ends those whose
+        grammar broke.
+        """
         refused: list[Rejected | ControlReply] = []
         for r in [r for r in self._compiling.values() if _landed(r)]:
             del self._compiling[r.uid]
@@ -150,11 +155,13 @@ class Scheduler:
         else:
             self._leave(r, Exit.ABORT)
 
-    # ---- planning ------------------------------------------------------------------------------------------------------------
+    # ---- planning
+    # ------------------------------------------------------------------------------------------------------------
 
     def plan(self, width: int) -> StepPlan:
-        """The next step; it has no rows where there is nothing to do. width: the draft width that the last launched step was told to
-        make: a row verifies what its slot's LAST sampling step made."""
+        """The next step; it has no rows where there is nothing to do. width: the draft width that the last launched
+        step was told to make: a row verifies what its slot's LAST sampling step made.
+        """
         if self._emitted:
             self.verdicts.made(self._emitted, width)
             if self.widths.widest or self.tally.drafter_failures:
@@ -176,13 +183,17 @@ class Scheduler:
         return sheet.plan(self.step, seen, self.widths.draft(sheet.emitting, self._widest()))
 
     def _widest(self) -> int:
-        """Drafts that decoding requests may have verified together in a step, and leave a share of it to prompts that wait."""
+        """Drafts that decoding requests may have verified together in a step, and leave a share of it to prompts that
+        wait.
+        """
         prompts = bool(self._prefilling or self._waiting or self.queue)
         tokens = self.limits.budget - self.limits.budget // PROMPTS * prompts
         return max(tokens // max(len(self._decoding), 1) - 1, 0)
 
     def _plan_decoding(self, sheet: Sheet) -> None:
-        """One row for each decoding request that may sample in this step. The cap balances them over the cohorts of a pipeline."""
+        """One row for each decoding request that may sample in this step. The cap balances them over the cohorts of a
+        pipeline.
+        """
         step, retired, stages, size = self.step, self.retired, self.stages, self.page
         unheard = step - stages  # who sampled after this is not heard of on every stage, until it has retired
         cap = -(-len(self._decoding) // stages)
@@ -199,7 +210,9 @@ class Scheduler:
             if r.last > unheard and r.last > retired or known + r.emits >= end or len(served) >= cap or n > sheet.left:
                 continue  # known + emits: all is sampled, await the truth
             if rows and n != rows[0].n:
-                continue  # rows with drafts are one rectangle, in which attention reads lengths on the device; it is their turn next
+                # rows with drafts are one rectangle, in which attention reads lengths on the device; it is their turn
+                # next
+                continue
             start = known + r.slack - 1
             upto = min(start + n, end)
             # what is drafted behind them has its entries in the drafter's planes before the next plan
@@ -230,16 +243,21 @@ class Scheduler:
         self._prefilling = still
 
     def _chunk(self, r: Request, sheet: Sheet) -> None:
-        """As many of the tokens that `r` knew when it was admitted as the budget has left. Its pages are reserved since then."""
+        """As many of the tokens that `r` knew when it was admitted as the budget has left. Its pages are reserved since
+        then.
+        """
         n = min(r.base - r.computed, sheet.left)
         if n:
             sheet.chunk(r, n, self.step)
             self.tally.prefill_tokens += n
 
-    # ---- admission -----------------------------------------------------------------------------------------------------------
+    # ---- admission
+    # -----------------------------------------------------------------------------------------------------------
 
     def _plan_admissions(self, sheet: Sheet) -> None:
-        """Admits in the order of the policy until one does not fit. Who is held is passed over and does not block those behind."""
+        """Admits in the order of the policy until one does not fit. Who is held is passed over and does not block those
+        behind.
+        """
         if not self.queue or not self.holdings.slots or not sheet.left:
             return
         loading = (r for r in self._waiting if r.state is RequestState.LOADING and r.exit is STAYS)
@@ -258,8 +276,9 @@ class Scheduler:
             fronts.add(self.holdings.frontier(r))
 
     def _held(self, r: Request, sheet: Sheet, fronts: set[Frontier | None]) -> bool:
-        """True while another request is about to compute the very pages that `r` needs next (they are computed once and hit after), and
-        while its grammar is being compiled."""
+        """True while another request is about to compute the very pages that `r` needs next (they are computed once and
+        hit after), and while its grammar is being compiled.
+        """
         if r.ticket is not None:
             return True
         first = r.sibling
@@ -275,7 +294,9 @@ class Scheduler:
         return front is not None and front in fronts
 
     def _admit(self, r: Request) -> bool:
-        """Seats `r` if there are pages for all it knows and a step's tokens, beside one for each running request to grow on."""
+        """Seats `r` if there are pages for all it knows and a step's tokens, beside one for each running request to
+        grow on.
+        """
         upto = min(r.known + 1 + self.tree.reserved_columns(self.widths.widest), r.end)
         ticket = self.holdings.seat(r, upto, reserve=len(self.live) - len(self._waiting))
         if ticket is None:
@@ -318,10 +339,13 @@ class Scheduler:
         if r.exit is not STAYS:
             self._release(r)
 
-    # ---- leaving -------------------------------------------------------------------------------------------------------------
+    # ---- leaving
+    # -------------------------------------------------------------------------------------------------------------
 
     def _squeeze(self) -> bool:
-        """A running request lacks pages. Those on their way home come first; then the youngest gives its own, one at a time."""
+        """A running request lacks pages. Those on their way home come first; then the youngest gives its own, one at a
+        time.
+        """
         if self._waiting or any(r.exit is not STAYS for r in self.live.values()):
             return False
         youngest = max(self.live.values(), key=_arrival)
@@ -371,7 +395,8 @@ class Scheduler:
         del self.requests[r.uid]
         self.holdings.leave(r)
 
-    # ---- what became of it ---------------------------------------------------------------------------------------------------
+    # ---- what became of it
+    # ---------------------------------------------------------------------------------------------------
 
     def masks(self, plan: StepPlan) -> Mapping[int, GrammarState]:
         """What the grammars of this plan's rows go by. Who has ended since has no mask, and nobody reads its tokens."""

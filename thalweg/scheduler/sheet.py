@@ -68,8 +68,10 @@ class Sheet:
 
 
 def _scored(r: Request, start: int, n: int) -> tuple[int, int, int]:
-    """score_from, score_to and score_top of a row: positions whose next prompt token's logprob is wanted and not yet known. In
-    flight are only positions before `start`, and a preempted request waits until it has them, so each comes once."""
+    """score_from, score_to and score_top of a row: positions whose next prompt token's logprob is wanted and not yet
+    known. In flight are only positions before `start`, and a preempted request waits until it has them, so each comes
+    once.
+    """
     first = max(start, r.score_from - 1 + len(r.scores))
     last = min(start + n, len(r.prompt) - 1)
     return (first, last, r.params.prompt_logprobs or 0) if first < last else (0, 0, 0)

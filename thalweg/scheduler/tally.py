@@ -10,10 +10,12 @@ from thalweg.core.messages import Stats
 
 @dataclass(slots=True)
 class Tally:
-    """prefill_tokens: computed in chunks, recomputed ones too. decode_tokens: sampled and committed. prompt_tokens: admitted for the first
-    time; cached_tokens: of these, found in a cache. finished, aborted, preemptions: requests. drafts: of all requests; wasted: drafts that were
-    never verified. broken: requests for which the model computed no numbers. widths: steps that sampled, by the draft width agreed in them.
-    drafter_failures: drafters that were switched off."""
+    """prefill_tokens: computed in chunks, recomputed ones too. decode_tokens: sampled and committed. prompt_tokens:
+    admitted for the first time; cached_tokens: of these, found in a cache. finished, aborted, preemptions: requests.
+    drafts: of all requests; wasted: drafts that were never verified. broken: requests for which the model computed no
+    numbers. widths: steps that sampled, by the draft width agreed in them. drafter_failures: drafters that were
+    switched off.
+    """
 
     prefill_tokens: int = 0
     decode_tokens: int = 0

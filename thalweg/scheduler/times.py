@@ -1,10 +1,14 @@
-"""How long a step takes by its rows, their context and its drafts, between and beyond a few that were measured, and by those that were made since.
+"""How long a step takes by its rows, their context and its drafts, between and beyond a few that were measured, and by
+those that were made since.
 
-Weights are read once for all rows and experts by few tokens in part, so time is no line in rows: it is measured for many numbers of them, behind a
-short context. What a longer one adds is attention, which reads it row by row: two numbers of rows are enough.
+Weights are read once for all rows and experts by few tokens in part, so time is no line in rows: it is measured for
+many numbers of them, behind a short context. What a longer one adds is attention, which reads it row by row: two
+numbers of rows are enough.
 
-What was measured is of made-up requests, at one moment, and on a machine that others use it is some percent wrong, of one width more than of another.
-So real steps are timed, too, and what they took longer or shorter than expected is expected of the next ones."""
+What was measured is of made-up requests, at one moment, and on a machine that others use it is some percent wrong, of
+one width more than of another. So real steps are timed, too, and what they took longer or shorter than expected is
+expected of the next ones.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 LEAST = 0.1  # of the time behind the short context that is believed of a shorter one
-LAPS = 3  # plans in a row for the same rows and drafts: between the last two passed the time of such a step, also where steps overlap
+# plans in a row for the same rows and drafts: between the last two passed the time of such a step, also where steps
+# overlap
+LAPS = 3
 MEMORY = 20  # steps whose times count
 ENOUGH = 2  # steps of its own after which a width's time is known
 CACHED = 256  # numbers of rows and contexts
@@ -32,7 +38,9 @@ class Rung(NamedTuple):
 
 @dataclass(slots=True)
 class Lived:
-    """factor: what steps took, of what was measured for them, on average over the last ones. steps: how many these are, `MEMORY` at most."""
+    """factor: what steps took, of what was measured for them, on average over the last ones. steps: how many these are,
+    `MEMORY` at most.
+    """
 
     factor: float = 1.0
     steps: int = 0
@@ -57,8 +65,9 @@ class Laps:
         self.kind, self.alike, self.paused = (0, 0), 0, True
 
     def lap(self, rows: int, drafts: int, steps: int) -> float:
-        """A step is planned that verifies so many drafts of each row, so many steps behind the last one that was told; those between verify as many.
-        → seconds of such a step; 0.0 where those before were of another kind."""
+        """A step is planned that verifies so many drafts of each row, so many steps behind the last one that was told;
+        those between verify as many. → seconds of such a step; 0.0 where those before were of another kind.
+        """
         if self.clock is None:
             return 0.0
         before, self.now = self.now, self.clock()
@@ -137,7 +146,9 @@ def _less(these: Sequence[float], those: Sequence[float]) -> list[float]:
 
 
 def _on(line: Line, rows: int) -> Sequence[float]:
-    """Between two numbers of rows on the line through them, beyond the last on the last line, below the first as that."""
+    """Between two numbers of rows on the line through them, beyond the last on the last line, below the first as
+    that.
+    """
     i = min(max(bisect_left(line, rows, key=lambda rung: rung[0]), 1), len(line) - 1)
     if len(line) == 1 or rows <= line[0][0]:
         return line[0][1]

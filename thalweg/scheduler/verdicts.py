@@ -28,7 +28,9 @@ class Verdicts:
             r.made = width
 
     def hear(self, r: Request, row: Row, output: Output) -> None:
-        """The drafts that its last sampling step left. Of a sequence that ended among them, those behind say nothing about their quality."""
+        """The drafts that its last sampling step left. Of a sequence that ended among them, those behind say nothing
+        about their quality.
+        """
         accepted, made, r.drafts = len(output.tokens) - 1, len(r.drafts), ()
         if made:  # a row that may have had drafts had some
             deepest = self._depth(r.parents) if r.parents else made

@@ -1,13 +1,16 @@
-"""How many tokens to draft: the number that brings most tokens a second, by measured times of steps and by what was accepted lately.
+"""How many tokens to draft: the number that brings most tokens a second, by measured times of steps and by what was
+accepted lately.
 
-A wider verification takes longer, the more so the more rows there are, and brings more tokens, the more so the better the drafts. Both are known:
-times from the engine's start and from the steps since, odds from every verification. Odds of wider drafts than are made are learned from tries, steps
-that make a few more, or as many as there may be (where one more is never worth its time, many may be), so seldom that they cost less than a hundredth
-of the time. Times of any width that might be the best are learned so, too, a few steps at once: the first waits for a drafter that lags.
+A wider verification takes longer, the more so the more rows there are, and brings more tokens, the more so the better
+the drafts. Both are known: times from the engine's start and from the steps since, odds from every verification. Odds
+of wider drafts than are made are learned from tries, steps that make a few more, or as many as there may be (where one
+more is never worth its time, many may be), so seldom that they cost less than a hundredth of the time. Times of any
+width that might be the best are learned so, too, a few steps at once: the first waits for a drafter that lags.
 
-The odds of a draft are its chance to be accepted, those before it with it. So drafts of a chain and nodes of a tree are the same here: the first n of
-them bring the sum of their odds. Odds are kept of the drafts between two widths that are chosen from, together: a step of many rows and nodes costs a
-few numbers of each row."""
+The odds of a draft are its chance to be accepted, those before it with it. So drafts of a chain and nodes of a tree are
+the same here: the first n of them bring the sum of their odds. Odds are kept of the drafts between two widths that are
+chosen from, together: a step of many rows and nodes costs a few numbers of each row.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ SETTLED = 3  # plans behind its last step, by which it is over, also where steps
 
 
 class Verdict(NamedTuple):
-    """So many drafts of a request, one at least, were verified, and accepted were those whose bits are set in `path`."""
+    """So many drafts of a request, one at least, were verified, and accepted were those whose bits are set in
+    `path`.
+    """
 
     request: Request
     drafts: int
@@ -65,8 +70,10 @@ class WidthPolicy(Protocol):
 
 @dataclass(slots=True)
 class Try:
-    """Some steps of another width than the best. begun: when; usual, worth: seconds of a step of the best width, and of what a step of this one is
-    expected to bring beyond that; price: seconds that it was thought to lose; planned: steps since it began."""
+    """Some steps of another width than the best. begun: when; usual, worth: seconds of a step of the best width, and of
+    what a step of this one is expected to bring beyond that; price: seconds that it was thought to lose; planned: steps
+    since it began.
+    """
 
     width: int
     steps: int
@@ -82,7 +89,9 @@ class Try:
 
 
 class ConstantWidth:
-    """Always the same width, or where there is no room for it the next one that steps were recorded with; 0 is no speculation."""
+    """Always the same width, or where there is no room for it the next one that steps were recorded with; 0 is no
+    speculation.
+    """
 
     def __init__(self, width: int) -> None:
         self.widest = width
@@ -101,8 +110,10 @@ class ConstantWidth:
 
 
 class MeasuredWidth:
-    """The best width up to those that `times`, `Rung`s, has. odds: of the drafts between each two choices, how many are accepted on average, of all
-    requests; each request has its own. clock: by which steps are timed, in seconds; None is none."""
+    """The best width up to those that `times`, `Rung`s, has. odds: of the drafts between each two choices, how many are
+    accepted on average, of all requests; each request has its own. clock: by which steps are timed, in seconds; None is
+    none.
+    """
 
     def __init__(
         self, times: Sequence[tuple[int, int, tuple[float, ...]]], clock: Callable[[], float] | None = None
@@ -158,7 +169,8 @@ class MeasuredWidth:
         fewer = [width for width in allowed if timed and width < best and (not width or width in close)]
         wider = allowed[allowed.index(best) + 1 :]
         if unknown or fewer and (not wider or self.tries % AGAIN == 0):
-            # steps with drafts show nothing of those with fewer, and plain decoding is what this is to be no slower than
+            # steps with drafts show nothing of those with fewer, and plain decoding is what this is to be no slower
+            # than
             other, steps = max(unknown or fewer, key=lambda width: rate[width]), BURST
             self.times.doubt(rows, other)
         elif wider:
@@ -223,7 +235,9 @@ class MeasuredWidth:
         return [float((path & mask).bit_count()) for mask in self.masks[:whole]]
 
     def _moved(self, odds: Sequence[float], seen: Sequence[float], weight: float) -> tuple[float, ...]:
-        """Towards what was seen. Those of drafts that were not made keep their proportion to the last ones that were."""
+        """Towards what was seen. Those of drafts that were not made keep their proportion to the last ones that
+        were.
+        """
         kept = 1 - weight
         moved = [kept * before + weight * (now + LEAST) for before, now in zip(odds, seen, strict=False)]
         made = len(moved)
@@ -240,8 +254,9 @@ class MeasuredWidth:
 
 
 def choices(widest: int) -> tuple[int, ...]:
-    """Widths to choose from: all of them where they are few, else those that with the last known token are as many tokens as tiles have rows, and
-    the widest."""
+    """Widths to choose from: all of them where they are few, else those that with the last known token are as many
+    tokens as tiles have rows, and the widest.
+    """
     if widest <= FEW:
         return tuple(range(widest + 1))
     tiles = (rows - 1 for rows in (1, 2, 4, 8, 16, 32) if rows <= widest)

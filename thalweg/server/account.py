@@ -1,6 +1,9 @@
-"""The account of one HTTP request: filled in by whoever learns something of it, and told once, at its end, to the log and the traces.
+"""The account of one HTTP request: filled in by whoever learns something of it, and told once, at its end, to the log
+and the traces.
 
-Nothing here is touched for each token; what becomes of the tokens is the `Timer`'s, which closes its books into the account."""
+Nothing here is touched for each token; what becomes of the tokens is the `Timer`'s, which closes its books into the
+account.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ from thalweg.core.sampling import SamplingParams
 
 @dataclass(slots=True)
 class Account:
-    """path: as it came. headers: by name in lower case. id: of the request. key: name of the API key that it came with. model: its name here.
+    """path: as it came. headers: by name in lower case. id: of the request. key: name of the API key that it came with.
+    model: its name here.
 
-    Times are time.time() of this host, 0.0 where it did not come to that: began (the headers were read), submitted (the prompts were
-    ready for the engine), admitted (the first sequence left the engine's queue), first and last (tokens), ended (the answer was written, or
-    could not be). status: of HTTP, 499 for a client that went away before it had one. error: the kind of what went wrong, its `code` or
-    `type`; a running stream fails after its 200. gone: the client went away. rids: the ids that the engine's events carry.
+    Times are time.time() of this host, 0.0 where it did not come to that: began (the headers were read), submitted (the
+    prompts were ready for the engine), admitted (the first sequence left the engine's queue), first and last (tokens),
+    ended (the answer was written, or could not be). status: of HTTP, 499 for a client that went away before it had one.
+    error: the kind of what went wrong, its `code` or `type`; a running stream fails after its 200. gone: the client
+    went away. rids: the ids that the engine's events carry.
     """
 
     method: str

@@ -95,7 +95,9 @@ def _ready(desk: Desk) -> EngineReady:
 
 
 async def health(desk: Desk, request: Request) -> Response:
-    """200 while the engine lives, draining included; 503 with the reason while it starts, makes no step although requests wait, or is dead."""
+    """200 while the engine lives, draining included; 503 with the reason while it starts, makes no step although
+    requests wait, or is dead.
+    """
     return _state(desk, desk.front.state in ("ready", "draining"))
 
 
@@ -136,8 +138,9 @@ def _speculative(ready: EngineReady | None, stats: Stats) -> dict[str, Any]:
 
 
 def _acceptance(ready: EngineReady | None, stats: Stats) -> dict[str, Any] | None:
-    """The rule that judges drafts, and whether answers are the model's under it all the same; None where nothing is drafted, or no more. simulated:
-    tokens that a verification brings by decree."""
+    """The rule that judges drafts, and whether answers are the model's under it all the same; None where nothing is
+    drafted, or no more. simulated: tokens that a verification brings by decree.
+    """
     if ready is None or stats.drafter_failures:
         return None
     decisions = ready.report.current()

@@ -50,8 +50,9 @@ Handler = Callable[[Desk, Request], Awaitable[Response]]
 
 
 class Route(NamedTuple):
-    """body: the struct of the request, None for none. answer: what a 200 holds. many: a list of answers, where a list was asked.
-    admin: it needs the admin key. optional: an empty body is {}."""
+    """body: the struct of the request, None for none. answer: what a 200 holds. many: a list of answers, where a list
+    was asked. admin: it needs the admin key. optional: an empty body is {}.
+    """
 
     path: str
     method: str
@@ -123,8 +124,8 @@ def build(
 ) -> FastAPI:
     """The HTTP application of one front. Starting and ending the front is the caller's business.
 
-    chat: encoder and parsers of the model. path: of its checkpoint, as the user gave it; its last part names the model when
-    options.served_model_name does not. defaults: sampling parameters of requests that do not say.
+    chat: encoder and parsers of the model. path: of its checkpoint, as the user gave it; its last part names the model
+    when options.served_model_name does not. defaults: sampling parameters of requests that do not say.
     """
     names = options.served_model_name or (path.rstrip("/").rpartition("/")[2] or "default",)
     shelf = Shelf(options.max_stored_responses, options.max_stored_response_bytes)

@@ -204,7 +204,9 @@ def _encode(desk: Desk, body: ChatRequest, tools: Sequence[dict[str, Any]]) -> s
 
 
 def _parser(desk: Desk, body: ChatRequest, text: str, tools: Sequence[dict[str, Any]]) -> Callable[[], Parser]:
-    """Makes the parsers of the answers to a prompt. Where no tools were offered a call is text, without its special tokens."""
+    """Makes the parsers of the answers to a prompt. Where no tools were offered a call is text, without its special
+    tokens.
+    """
     formats = desk.chat.formats
     return partial(
         Parser,

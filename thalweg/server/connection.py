@@ -1,10 +1,13 @@
-"""One TCP connection: uvicorn's HTTP/1.1, with a deadline for everything that a client may be slow at and a bound for all that it may send.
+"""One TCP connection: uvicorn's HTTP/1.1, with a deadline for everything that a client may be slow at and a bound for
+all that it may send.
 
-    opened, or the first byte of a further request  → the whole request, its body too, must be there within `client_timeout`
-    answering  → what was written must leave: LEAST bytes, or all that waits, in every `client_timeout`. Who takes less loses the connection, and
-                 with it the request, so that a client which never reads costs what it has been given for that long
+    opened, or the first byte of a further request  → the whole request, its body too, must be there within
+    `client_timeout` answering  → what was written must leave: LEAST bytes, or all that waits, in every
+    `client_timeout`. Who takes less loses the connection, and with it the request, so that a client which never reads
+    costs what it has been given for that long
 
-A header, its trailers and the framing of a chunked body are bounded in bytes, a header in fields, a connection in requests that wait.
+A header, its trailers and the framing of a chunked body are bounded in bytes, a header in fields, a connection in
+requests that wait.
 """
 
 from __future__ import annotations
@@ -50,8 +53,9 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         if (raw := transport.get_extra_info("socket")) is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a peer that lost its power never says so
-            # asyncio sets it only where the listening socket names its protocol, and ours does not: without it the first token of every
-            # further request on a connection waits 40 ms for the client's delayed acknowledgement of the header
+            # asyncio sets it only where the listening socket names its protocol, and ours does not: without it the
+            # first token of every further request on a connection waits 40 ms for the client's delayed acknowledgement
+            # of the header
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if sys.platform == "linux":  # else the kernel would take in 4 MiB that nobody reads
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)

@@ -1,4 +1,5 @@
-"""What the server needs of the rest of Thalweg, as protocols: any front that fits serves, a scripted one in the tests too.
+"""What the server needs of the rest of Thalweg, as protocols: any front that fits serves, a scripted one in the tests
+too.
 
 The real ones are `thalweg.engine.front.Front`, `thalweg.engine.assemble.Piece` and what `thalweg.text` makes.
 """

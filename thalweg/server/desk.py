@@ -67,8 +67,10 @@ def gone() -> Response:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Desk:
-    """names: of the model, the first one shown. path: of its checkpoint, as the user gave it. defaults: what requests that do not say
-    get. started: time.time(). shelf: the responses that are kept. history: what the next turn of a conversation renders again."""
+    """names: of the model, the first one shown. path: of its checkpoint, as the user gave it. defaults: what requests
+    that do not say get. started: time.time(). shelf: the responses that are kept. history: what the next turn of a
+    conversation renders again.
+    """
 
     front: Front
     chat: Chat
@@ -94,7 +96,9 @@ class Desk:
         return asked
 
     def rid(self, asked: str | None, request: Request) -> str:
-        """The id of a request: the body's own, or else the one that its header brought or the server made. Raises InvalidRequest."""
+        """The id of a request: the body's own, or else the one that its header brought or the server made. Raises
+        InvalidRequest.
+        """
         if asked is None:
             return str(request.scope["request_id"])
         if clean_rid(asked) is None:
@@ -102,7 +106,9 @@ class Desk:
         return asked
 
     async def prompt(self, text: str, field: str) -> list[int]:
-        """Token ids of a prompt. Raises InvalidRequest, for an empty one too: a lone BOS is not what its sender meant."""
+        """Token ids of a prompt. Raises InvalidRequest, for an empty one too: a lone BOS is not what its sender
+        meant.
+        """
         if not text:
             raise InvalidRequest(field, "is empty: give at least one character")
         return await self.tokens(text, True, field, self.context)
@@ -115,8 +121,9 @@ class Desk:
         return self.front.ready.context
 
     async def tokens(self, text: str, add_special: bool, field: str, limit: int) -> list[int]:
-        """Token ids of a text. Raises InvalidRequest when it cannot be written as UTF-8, and before much work is done on a text that is far
-        longer than `limit` tokens."""
+        """Token ids of a text. Raises InvalidRequest when it cannot be written as UTF-8, and before much work is done
+        on a text that is far longer than `limit` tokens.
+        """
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -126,7 +133,10 @@ class Desk:
             return self.front.tokenizer.encode(text, add_special)
         ids = await self.aside(partial(_tokens, self.front.tokenizer, text, add_special, limit))
         if ids is None or len(ids) > limit:
-            message = f"has {len(text)} characters, which make more than the {limit} tokens that there is room for: shorten it"
+            message = (
+                f"has {len(text)} characters, which make more than the {limit} tokens that there is room for:"
+                " shorten it"
+            )
             raise InvalidRequest(field, message)
         return ids
 
@@ -137,10 +147,11 @@ class Desk:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one HTTP request asks of the front: prompts (token ids), each with its parameters, its id and the field it stands in.
+    """What one HTTP request asks of the front: prompts (token ids), each with its parameters, its id and the field it
+    stands in.
 
-    Choice numbers run through all of them: those of prompt i begin at the sum of n before it. keep: what of the sequences the prefix cache
-    keeps.
+    Choice numbers run through all of them: those of prompt i begin at the sum of n before it. keep: what of the
+    sequences the prefix cache keeps.
     """
 
     prompts: tuple[Sequence[int], ...]
@@ -170,7 +181,9 @@ class Job:
 
 
 def check(desk: Desk, job: Job) -> None:
-    """Refuses before anything is streamed. Raises InvalidRequest, Overloaded, EngineDead (while the server drains, too)."""
+    """Refuses before anything is streamed. Raises InvalidRequest, Overloaded, EngineDead (while the server drains,
+    too).
+    """
     if desk.front.state == "draining":
         raise EngineDead(desk.front.reason)
     if not -(2**31) <= job.priority < 2**31:
@@ -203,7 +216,9 @@ def _most(desk: Desk, job: Job) -> int:
 
 
 async def run(desk: Desk, job: Job, take: Take) -> None:
-    """Runs all prompts of a job at once; `take(choice, piece)` gets every piece. Cancelling it aborts what still runs."""
+    """Runs all prompts of a job at once; `take(choice, piece)` gets every piece. Cancelling it aborts what still
+    runs.
+    """
     account, left = job.account, "error"
     account.model, account.rids = desk.names[0], job.rids
     timer = Timer(desk.meters, account)
@@ -335,7 +350,9 @@ def salt_of(request: Request, text: str | None) -> int:
 
 
 def clean_rid(text: str | None) -> str | None:
-    """A request id as a client may choose it, or None: it goes into headers, logs and ids, so only plain characters, and few."""
+    """A request id as a client may choose it, or None: it goes into headers, logs and ids, so only plain characters,
+    and few.
+    """
     if text and len(text) <= MAX_RID and text.isascii() and all(c.isalnum() or c in "-_.:/" for c in text):
         return text
     return None

@@ -1,4 +1,6 @@
-"""A conversation of another API on its way to the messages that every encoder reads, with the fields that errors must name."""
+"""A conversation of another API on its way to the messages that every encoder reads, with the fields that errors must
+name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from thalweg.core.errors import InvalidRequest
 class Draft:
     """The messages as they are written, each with the field that it comes from.
 
-    parameters: what the API calls the schema of a tool, which has no `function` around it. names: of the chat request's other fields.
+    parameters: what the API calls the schema of a tool, which has no `function` around it. names: of the chat request's
+    other fields.
     """
 
     def __init__(self, parameters: str, names: Mapping[str, str]) -> None:

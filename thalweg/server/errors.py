@@ -1,5 +1,6 @@
-"""Every error as OpenAI's JSON: {"error": {"message", "type", "param", "code"}}; `param` is the path of the field as the client wrote it.
-Under /v1/messages it is Anthropic's: {"type": "error", "error": {"type", "message"}}."""
+"""Every error as OpenAI's JSON: {"error": {"message", "type", "param", "code"}}; `param` is the path of the field as
+the client wrote it. Under /v1/messages it is Anthropic's: {"type": "error", "error": {"type", "message"}}.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +98,9 @@ class ApiError(Exception):
 
 
 def problem_of(error: Exception) -> Problem:
-    """What a client is told of an error. Errors that Thalweg does not raise on purpose are a 500 that gives nothing away."""
+    """What a client is told of an error. Errors that Thalweg does not raise on purpose are a 500 that gives nothing
+    away.
+    """
     if isinstance(error, ApiError):
         return error.problem
     if isinstance(error, InvalidRequest):

@@ -1,4 +1,6 @@
-"""Looks at grammars before they reach the engine: what cannot be compiled is refused at the door, and nobody waits meanwhile."""
+"""Looks at grammars before they reach the engine: what cannot be compiled is refused at the door, and nobody waits
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Examiner:
         self._looking: dict[bytes, asyncio.Future[str]] = {}
 
     async def check(self, grammar: Grammar) -> None:
-        """Raises InvalidRequest naming the grammar's field if it cannot be compiled within the bounds, Overloaded if too many wait for that."""
+        """Raises InvalidRequest naming the grammar's field if it cannot be compiled within the bounds, Overloaded if
+        too many wait for that.
+        """
         if not grammar.is_set:
             return
         key = _digest(grammar)

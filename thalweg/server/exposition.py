@@ -1,5 +1,7 @@
-"""`/metrics` in Prometheus' text format: our own names, and on wish those that the dashboards of SGLang and vLLM read. A name of theirs stands
-here only where its number is measured, with their type and labels; docs/operations.md lists what is missing."""
+"""`/metrics` in Prometheus' text format: our own names, and on wish those that the dashboards of SGLang and vLLM read.
+A name of theirs stands here only where its number is measured, with their type and labels; docs/operations.md lists
+what is missing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What is exposed: serving: the engine takes requests. ready: what it said of itself, None while there is none. model: its first name."""
+    """What is exposed: serving: the engine takes requests. ready: what it said of itself, None while there is none.
+    model: its first name.
+    """
 
     meters: Meters
     stats: Stats
@@ -123,7 +127,9 @@ def _drafts(stats: Stats) -> Iterator[Family]:
 
 
 def sglang(sight: Sight) -> Iterator[Family]:
-    """SGLang's names (`sglang.srt.observability.metrics_collector` of 0.5.23), as its published dashboard and its documentation have them."""
+    """SGLang's names (`sglang.srt.observability.metrics_collector` of 0.5.23), as its published dashboard and its
+    documentation have them.
+    """
     meters, stats = sight.meters, sight.stats
     free = stats.pages - stats.pages_used - stats.pages_cached
     yield _gauge("sglang:num_running_reqs", "running requests", stats.running)
@@ -151,7 +157,9 @@ def sglang(sight: Sight) -> Iterator[Family]:
 
 
 def vllm(sight: Sight) -> Iterator[Family]:
-    """vLLM's names (`vllm.v1.metrics.loggers` of 0.33), as its published dashboards have them; those that it has renamed under both."""
+    """vLLM's names (`vllm.v1.metrics.loggers` of 0.33), as its published dashboards have them; those that it has
+    renamed under both.
+    """
     meters, stats = sight.meters, sight.stats
     yield _gauge("vllm:num_requests_running", "running requests", stats.running)
     yield _gauge("vllm:num_requests_waiting", "waiting requests", stats.waiting)
@@ -222,7 +230,9 @@ def _escaped(text: str) -> str:
 
 
 def _processes(ready: EngineReady | None) -> str:
-    """CPU, memory and descriptors of this process (`process_*`) and of the engine's (`thalweg_engine_process_*`), where /proc tells."""
+    """CPU, memory and descriptors of this process (`process_*`) and of the engine's (`thalweg_engine_process_*`), where
+    /proc tells.
+    """
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     if ready is not None:

@@ -1,4 +1,6 @@
-"""`suffix` of /v1/completions: the model writes what stands between prompt and suffix (FIM, DeepSeek's prefix-suffix-middle order)."""
+"""`suffix` of /v1/completions: the model writes what stands between prompt and suffix (FIM, DeepSeek's
+prefix-suffix-middle order).
+"""
 
 from __future__ import annotations
 

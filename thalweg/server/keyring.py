@@ -9,8 +9,9 @@ The keys file is a list, in YAML or JSON:
       tokens_per_minute: 60000  # prompt and output together, see Tenant
       private_cache: true       # its cached prompts are found by this key only
 
-Only digests of keys are kept, and they are looked up under a second digest that is keyed with a secret of this process: no client can aim
-at its bytes, so the time of a look-up says nothing about any key, and does not grow with their number.
+Only digests of keys are kept, and they are looked up under a second digest that is keyed with a secret of this process:
+no client can aim at its bytes, so the time of a look-up says nothing about any key, and does not grow with their
+number.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Tenant:
     """The holder of one key, or everyone where there are none (not `named`).
 
-    A request is charged when it is admitted, with the most that it can use (its prompts once each, and max_tokens for each output), and
-    the charge becomes what it really used when it ends. The requests admitted within any 60 seconds are never charged more than
-    `tokens_per_minute` together, so they never use more either.
+    A request is charged when it is admitted, with the most that it can use (its prompts once each, and max_tokens for
+    each output), and the charge becomes what it really used when it ends. The requests admitted within any 60 seconds
+    are never charged more than `tokens_per_minute` together, so they never use more either.
     """
 
     def __init__(self, terms: Terms, admin: bool = False, named: bool = True) -> None:
@@ -93,7 +94,9 @@ class Tenant:
         return self.terms.name
 
     def charge(self, tokens: int, now: float) -> Charge:
-        """now: time.monotonic(). Raises InvalidRequest for more than a minute ever has, ApiError (429) while the minute has too little left."""
+        """now: time.monotonic(). Raises InvalidRequest for more than a minute ever has, ApiError (429) while the minute
+        has too little left.
+        """
         limit = self.terms.tokens_per_minute
         while self._charges and self._charges[0].at <= now - MINUTE:
             self._charged -= self._charges.popleft().close()
@@ -102,7 +105,10 @@ class Tenant:
             raise InvalidRequest("max_tokens", why)
         if limit is not None and self._charged + tokens > limit:
             wait = self._wait(self._charged + tokens - limit, now)
-            message = f"up to {tokens} tokens are asked for; of tokens_per_minute {limit}, this key has used or reserved {self._charged}"
+            message = (
+                f"up to {tokens} tokens are asked for; of tokens_per_minute {limit}, this key has used or reserved"
+                f" {self._charged}"
+            )
             raise _limited(message, "tokens_per_minute", wait)
         charge = Charge(self, tokens, now)
         if limit is None:
@@ -123,7 +129,9 @@ class Tenant:
 
     @property
     def salt_key(self) -> bytes:
-        """What its cache salts are hashed with: a secret, so that no other key's salt can be the same; nothing where it shares its cache."""
+        """What its cache salts are hashed with: a secret, so that no other key's salt can be the same; nothing where it
+        shares its cache.
+        """
         return self._secret if self.terms.private_cache else b""
 
     def enter(self) -> None:
@@ -220,7 +228,9 @@ class Keyring:
             self._take(read_keys(self._path))
 
     def find(self, headers: Headers) -> Tenant | None:
-        """The tenant of the key that a request brings; without a right one, that of everyone, or None where a key is needed."""
+        """The tenant of the key that a request brings; without a right one, that of everyone, or None where a key is
+        needed.
+        """
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         given = (
             bearer.strip() if kind.lower() == "bearer" else "",
@@ -253,7 +263,9 @@ class Keyring:
             log.error("%s; the keys that were read before stay", error)
 
     def _take(self, entries: list[Terms]) -> None:
-        """Accounts go on under their names: what runs and was used is not forgotten. Raises UnsupportedConfig for what contradicts itself."""
+        """Accounts go on under their names: what runs and was used is not forgotten. Raises UnsupportedConfig for what
+        contradicts itself.
+        """
         before = {tenant.name: tenant for tenant in self._tenants.values()}
         names = {tenant.name for tenant in self._fixed.values()}
         tenants: dict[bytes, Tenant] = {}

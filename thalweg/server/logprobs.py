@@ -18,7 +18,9 @@ def finite(logprob: float) -> float:
 
 
 def show(raw: bytes) -> str:
-    """A token as text; half a character is written `bytes:\\xe4\\xb8`, so that different tokens keep different names."""
+    """A token as text; half a character is written `bytes:\\xe4\\xb8`, so that different tokens keep different
+    names.
+    """
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -26,7 +28,9 @@ def show(raw: bytes) -> str:
 
 
 class LegacyLog:
-    """logprobs of one choice of /v1/completions, piece by piece. top: alternatives wanted; 0 gives no `top_logprobs`."""
+    """logprobs of one choice of /v1/completions, piece by piece. top: alternatives wanted; 0 gives no
+    `top_logprobs`.
+    """
 
     def __init__(self, tokenizer: Tokenizer, top: int) -> None:
         self._tokenizer, self._top = tokenizer, top
@@ -36,7 +40,9 @@ class LegacyLog:
     def feed(
         self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], hidden: Collection[int]
     ) -> LegacyLogprobs:
-        """hidden: ids that are not in the text. None as a logprob: the first token of a prompt, which nothing precedes."""
+        """hidden: ids that are not in the text. None as a logprob: the first token of a prompt, which nothing
+        precedes.
+        """
         out = LegacyLogprobs([], [], [] if self._top else None, [])
         for token, entry in zip(ids, logprobs, strict=True):
             raw = self._tokenizer.token_bytes(token)
@@ -69,14 +75,18 @@ def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[T
 
 
 def scores_of(prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[TokenLogprob | None]:
-    """One entry a prompt token; nothing precedes the first. All None where the request was aborted before its prompt was scored."""
+    """One entry a prompt token; nothing precedes the first. All None where the request was aborted before its prompt
+    was scored.
+    """
     return [None, *logprobs] if logprobs else [None] * len(prompt)
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], top: int
 ) -> PromptLogprobs:
-    """vLLM's shape: null for the first token, then {token id: {logprob, decoded_token}}, the prompt's own token first."""
+    """vLLM's shape: null for the first token, then {token id: {logprob, decoded_token}}, the prompt's own token
+    first.
+    """
     out: PromptLogprobs = []
     for token, entry in zip(prompt, scores_of(prompt, logprobs), strict=True):
         if entry is None:

@@ -1,4 +1,6 @@
-"""One line in the log for each request, when it has ended: `--log-requests`. What was asked and answered is in it on wish only."""
+"""One line in the log for each request, when it has ended: `--log-requests`. What was asked and answered is in it on
+wish only.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ log = logging.getLogger("thalweg.requests")
 LONGEST_PATH = 200  # characters of a path that are logged
 SOME_TEXT = 2048  # characters of a prompt and of an output that level 2 logs
 ALL_TEXT = 1 << 62
-SOME = 16  # ids, parameters and texts of one request that are logged below level 3: who sends thousands of prompts fills no disk
+# ids, parameters and texts of one request that are logged below level 3: who sends thousands of prompts fills no disk
+SOME = 16
 
 Take = Callable[[int, Piece], Awaitable[None]]
 
@@ -32,8 +35,10 @@ class NoLog:
 
 
 class RequestLog:
-    """Writes the lines. level, as SGLang counts: 0 ids, times and counts; 1 the sampling parameters too; 2 the first 2,048 characters of
-    the first 16 prompts and outputs too; 3 all of them. quiet: paths whose good answers are logged as "debug" only."""
+    """Writes the lines. level, as SGLang counts: 0 ids, times and counts; 1 the sampling parameters too; 2 the first
+    2,048 characters of the first 16 prompts and outputs too; 3 all of them. quiet: paths whose good answers are logged
+    as "debug" only.
+    """
 
     def __init__(self, level: int, tokenizer: Tokenizer, quiet: frozenset[str]) -> None:
         self._tokenizer, self._quiet = tokenizer, quiet

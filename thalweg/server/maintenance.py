@@ -22,7 +22,9 @@ MAX_STEPS = 2**31 - 1  # of a profile
 
 
 async def update_weights_from_disk(desk: Desk, request: Request) -> Response:
-    """Replaces the weights that a folder holds, between two steps; a 400 has changed nothing. Running requests go on."""
+    """Replaces the weights that a folder holds, between two steps; a 400 has changed nothing. Running requests go
+    on.
+    """
     body = read(await request.body(), _update)
     body.refuse()
     if not body.model_path or "\0" in body.model_path:
@@ -78,7 +80,9 @@ def _root(desk: Desk) -> Path:
 
 
 def _within(root: Path, wish: str) -> Path:
-    """The folder `wish`, absolute or from `root` on. Raises InvalidRequest where it does not lie in `root`, links followed."""
+    """The folder `wish`, absolute or from `root` on. Raises InvalidRequest where it does not lie in `root`, links
+    followed.
+    """
     if "\0" in wish:
         raise InvalidRequest("output_dir", "must be a path")
     try:

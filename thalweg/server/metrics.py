@@ -1,4 +1,6 @@
-"""What the server counts and times, on one event loop: no locks, about half a microsecond an observation. `exposition` writes it down."""
+"""What the server counts and times, on one event loop: no locks, about half a microsecond an observation. `exposition`
+writes it down.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,9 @@ class Timer:
                 meters.per_token.observe(decode / (piece.completion_tokens - 1))
 
     def close(self, choices: int, left: str) -> None:
-        """Nothing more will come. left: what became of those of `choices` that did not end by themselves: "abort" or "error"."""
+        """Nothing more will come. left: what became of those of `choices` that did not end by themselves: "abort" or
+        "error".
+        """
         account, meters = self._account, self._meters
         if lost := choices - len(account.finishes):
             account.finishes += [left] * lost

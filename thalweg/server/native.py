@@ -180,8 +180,9 @@ class _Maker:
             self._log(piece)
 
     def due(self, piece: Piece) -> bool:
-        """Whether to make an event. As each says everything again, a long answer says it only when it has grown by a 256th: the bytes of a
-        stream grow as its length, not as the square of it."""
+        """Whether to make an event. As each says everything again, a long answer says it only when it has grown by a
+        256th: the bytes of a stream grow as its length, not as the square of it.
+        """
         said = len(self._ids) + len(self._logs.get("input_token_logprobs", ()))
         return piece.finish is not None or said <= SHORT or self._unsaid * 256 >= said
 

@@ -156,8 +156,9 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A route as the page shows it. body: what is sent, None for nothing; answer: of a 200. many: a list of answers answers a list. optional: the
-    body may be left out."""
+    """A route as the page shows it. body: what is sent, None for nothing; answer: of a 200. many: a list of answers
+    answers a list. optional: the body may be left out.
+    """
 
     path: str
     method: str
@@ -263,7 +264,9 @@ def _operation(route: Described, schema_of: Callable[[Type], Mapping[str, Any]])
     error = schema_of(AnthropicBody if route.path.startswith(ANTHROPIC) else ErrorBody)
     operation: dict[str, Any] = {
         "summary": route.summary,
-        "operationId": f"{route.name}_{route.method.lower()}_{re.sub('[^a-z0-9]+', '_', route.path.lower()).strip('_')}",
+        "operationId": (
+            f"{route.name}_{route.method.lower()}_{re.sub('[^a-z0-9]+', '_', route.path.lower()).strip('_')}"
+        ),
         "responses": {"200": {"description": "It is done.", "content": _content(route, schema_of)}},
     }
     names = re.findall(r"{(\w+)", route.path)

@@ -1,4 +1,6 @@
-"""One answer as its parts in order: thoughts, texts, tool calls. What the APIs that send typed parts (Anthropic's, Responses) write down."""
+"""One answer as its parts in order: thoughts, texts, tool calls. What the APIs that send typed parts (Anthropic's,
+Responses) write down.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ Change = Opened | Grew | Closed
 
 
 class Composer:
-    """Composes the parts of one choice from its pieces; one part is open at a time. parser: fresh, for this choice alone."""
+    """Composes the parts of one choice from its pieces; one part is open at a time. parser: fresh, for this choice
+    alone.
+    """
 
     def __init__(self, parser: Parser) -> None:
         self.parts: list[Part] = []

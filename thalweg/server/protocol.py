@@ -1,4 +1,5 @@
-"""Request bodies of every route, as msgspec structs: what is not declared here is ignored, what cannot be honoured is refused.
+"""Request bodies of every route, as msgspec structs: what is not declared here is ignored, what cannot be honoured is
+refused.
 
 A null means "not given", as OpenAI's clients send it.
 """
@@ -17,7 +18,9 @@ _QUIET = {"modalities": ["text"], "function_call": "none"}
 
 
 class Refusable(msgspec.Struct, kw_only=True):
-    """Fields that other servers have and that change the result: decoded so that they can be refused, never honoured."""
+    """Fields that other servers have and that change the result: decoded so that they can be refused, never
+    honoured.
+    """
 
     HONOURED: ClassVar[frozenset[str]] = frozenset()  # those of them that this body's route can do
 
@@ -59,7 +62,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """type: "text", "json_object", "json_schema" (json_schema: {"name", "schema", "strict"}) or "structural_tag" (structures, triggers)."""
+    """type: "text", "json_object", "json_schema" (json_schema: {"name", "schema", "strict"}) or "structural_tag"
+    (structures, triggers).
+    """
 
     type: str
     json_schema: dict[str, Any] | None = None
@@ -79,7 +84,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 class Structured(Refusable, kw_only=True):
-    """What the output must match: one of these at most. A schema or structural tag may be given as an object or as its JSON text."""
+    """What the output must match: one of these at most. A schema or structural tag may be given as an object or as its
+    JSON text.
+    """
 
     json_schema: Any = None
     regex: str | None = None
@@ -94,7 +101,9 @@ class Structured(Refusable, kw_only=True):
 
 
 class Common(Structured, kw_only=True):
-    """What both OpenAI routes understand; from `top_k` on they are extensions. rid: the request's id, in place of the header's."""
+    """What both OpenAI routes understand; from `top_k` on they are extensions. rid: the request's id, in place of the
+    header's.
+    """
 
     model: str | None = None
     stream: bool | None = None
@@ -130,8 +139,9 @@ class Common(Structured, kw_only=True):
 
 
 class CompletionRequest(Common, kw_only=True):
-    """POST /v1/completions. prompt: a text, texts, token ids, or lists of token ids. logprobs: the legacy number of alternatives.
-    suffix: what stands behind the text that is asked for."""
+    """POST /v1/completions. prompt: a text, texts, token ids, or lists of token ids. logprobs: the legacy number of
+    alternatives. suffix: what stands behind the text that is asked for.
+    """
 
     HONOURED: ClassVar[frozenset[str]] = frozenset({"suffix"})
 
@@ -144,7 +154,9 @@ class CompletionRequest(Common, kw_only=True):
 
 
 class ChatRequest(Common, kw_only=True):
-    """POST /v1/chat/completions. messages and tools are checked by the chat encoder, which names what is wrong in them."""
+    """POST /v1/chat/completions. messages and tools are checked by the chat encoder, which names what is wrong in
+    them.
+    """
 
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
@@ -208,7 +220,9 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
 
 class Maintenance(msgspec.Struct, kw_only=True):
-    """Fields that SGLang's admin routes have and that would change what is done: decoded so that they can be refused."""
+    """Fields that SGLang's admin routes have and that would change what is done: decoded so that they can be
+    refused.
+    """
 
     keep_pause: Any = None
     is_async: Any = None
@@ -227,7 +241,9 @@ class Maintenance(msgspec.Struct, kw_only=True):
 
 
 class UpdateWeightsRequest(Maintenance, kw_only=True):
-    """POST /update_weights_from_disk. model_path: a folder on the engine's machine with all or some of the model's tensors."""
+    """POST /update_weights_from_disk. model_path: a folder on the engine's machine with all or some of the model's
+    tensors.
+    """
 
     model_path: str
     load_format: Literal["auto", "safetensors"] | None = None
@@ -237,8 +253,9 @@ class UpdateWeightsRequest(Maintenance, kw_only=True):
 
 
 class StartProfileRequest(Maintenance, kw_only=True):
-    """POST /start_profile. output_dir: within the server's --profile-folder, and that itself where it is not given. num_steps: after which it
-    ends by itself. activities: "CPU", "GPU" (both)."""
+    """POST /start_profile. output_dir: within the server's --profile-folder, and that itself where it is not given.
+    num_steps: after which it ends by itself. activities: "CPU", "GPU" (both).
+    """
 
     output_dir: str | None = None
     num_steps: int | None = None

@@ -15,8 +15,8 @@ from thalweg.core.errors import InvalidRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_DEPTH = 128  # of objects and lists in each other: everything behind reads them by recursion
-# What a body may hold at most, by the marks that it takes to write it: decoding happens between two tokens of every stream, and with
-# these a body of any size is decoded in 0.4 s at most, where one of 32 MiB could take 2.
+# What a body may hold at most, by the marks that it takes to write it: decoding happens between two tokens of every
+# stream, and with these a body of any size is decoded in 0.4 s at most, where one of 32 MiB could take 2.
 BOUNDS = ((b"[{", 1 << 20, "objects and lists"), (b'"', 1 << 21, "quotation marks"), (b",", 1 << 22, "commas"))
 _STRING = re.compile(b'"[^"]*"')
 _NOT_FRAME = bytes(set(range(256)) - set(b'"[]{}'))
@@ -38,7 +38,9 @@ def read(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def _deep(body: bytes) -> bool:
-    """Whether brackets stand in more than MAX_DEPTH others. Each turn takes the innermost pairs away, so it ends after MAX_DEPTH of them."""
+    """Whether brackets stand in more than MAX_DEPTH others. Each turn takes the innermost pairs away, so it ends after
+    MAX_DEPTH of them.
+    """
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return False
     frame = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_FRAME).replace(b'""', b"")
@@ -60,7 +62,9 @@ def convert(value: Any, kind: type[T], field: str) -> T:
 
 
 def _invalid(text: str) -> InvalidRequest:
-    """From "Expected `int`, got `str` - at `$.prompt[2]`" (or "… - at `key` in `$.logit_bias`") to field and message."""
+    """From "Expected `int`, got `str` - at `$.prompt[2]`" (or "… - at `key` in `$.logit_bias`") to field and
+    message.
+    """
     message, _, where = text.rpartition(" - at ")
     if not message:
         message, where = text, ""
@@ -75,7 +79,9 @@ def _between(text: str, start: str, end: str) -> str:
 
 
 def _malformed(body: bytes, why: str) -> InvalidRequest:
-    """Python's clients write NaN and Infinity, and half surrogates, which are not JSON: name the field that holds one."""
+    """Python's clients write NaN and Infinity, and half surrogates, which are not JSON: name the field that holds
+    one.
+    """
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -101,7 +107,9 @@ def _unspeakable(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def named(**names: str) -> Iterator[None]:
-    """Inside, an InvalidRequest about a field of the engine's names the field that the client wrote: named(max_tokens="max_new_tokens")."""
+    """Inside, an InvalidRequest about a field of the engine's names the field that the client wrote:
+    named(max_tokens="max_new_tokens").
+    """
     try:
         yield
     except InvalidRequest as error:

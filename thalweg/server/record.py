@@ -1,4 +1,6 @@
-"""The layer around the gate: opens the account of each request, and tells it to the log and the traces when the request has ended."""
+"""The layer around the gate: opens the account of each request, and tells it to the log and the traces when the request
+has ended.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ GONE = 499  # nginx's status for a client that went away
 
 
 class Record:
-    """Everything inside finds `account` in the scope. It stands beside the path of an answer's chunks, not on it. tellers: in order."""
+    """Everything inside finds `account` in the scope. It stands beside the path of an answer's chunks, not on it.
+    tellers: in order.
+    """
 
     def __init__(self, app: ASGIApp, tellers: Iterable[Teller]) -> None:
         self.app, self._tellers = app, tuple(tellers)

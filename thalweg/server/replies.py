@@ -16,7 +16,9 @@ class PromptDetails(msgspec.Struct):
 
 
 class CompletionDetails(msgspec.Struct):
-    """Drafts that were verified, under OpenAI's names for predicted tokens; the number of verifications under SGLang's."""
+    """Drafts that were verified, under OpenAI's names for predicted tokens; the number of verifications under
+    SGLang's.
+    """
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
@@ -143,14 +145,18 @@ class Answer(msgspec.Struct):
 
 
 class Tally:
-    """Adds up the usage of a request as its choices end. n: choices of each prompt. drafts: whether it tells what became of drafts."""
+    """Adds up the usage of a request as its choices end. n: choices of each prompt. drafts: whether it tells what
+    became of drafts.
+    """
 
     def __init__(self, n: int, drafts: bool | None) -> None:
         self.usage = Usage(completion_tokens_details=CompletionDetails() if drafts else UNSET)
         self._n = n
 
     def ended(self, choice: int, piece: Piece) -> None:
-        """The last piece of a choice came. A prompt's first choice stands for the prompt: the others find it in the cache."""
+        """The last piece of a choice came. A prompt's first choice stands for the prompt: the others find it in the
+        cache.
+        """
         if choice % self._n == 0:
             self.usage.prompt_tokens += piece.prompt_tokens
             self.usage.prompt_tokens_details.cached_tokens += piece.cached_tokens

@@ -1,4 +1,6 @@
-"""From request bodies to `SamplingParams`; ranges are checked by the front, which knows the vocabulary and the context."""
+"""From request bodies to `SamplingParams`; ranges are checked by the front, which knows the vocabulary and the
+context.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Server-sent events straight onto ASGI's `send`: one task a request, no task, queue or pydantic model a token.
 
-A client that goes away is noticed while its request waits as well as while it streams: `Hangup` listens beside the work.
+A client that goes away is noticed while its request waits as well as while it streams: `Hangup` listens beside the
+work.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Hangup:
-    """`async with Hangup(receive) as hangup:` cancels the block when the client goes away; `hangup.gone` says so afterwards.
+    """`async with Hangup(receive) as hangup:` cancels the block when the client goes away; `hangup.gone` says so
+    afterwards.
 
     The request's body must have been read: whatever else comes from `receive` is dropped.
     """
@@ -59,7 +61,8 @@ class Hangup:
 
 
 class Writer:
-    """Writes the chunks of one answer. The response starts with the first chunk, so what fails before it still has a status of its own.
+    """Writes the chunks of one answer. The response starts with the first chunk, so what fails before it still has a
+    status of its own.
 
     start: ASGI's send with all layers, for the status and headers; send: the one without, for the chunks.
     """
@@ -90,8 +93,9 @@ class Writer:
         self._emit.observe(time.time() - at)
 
     def hold(self, payload: bytes, at: float | None = None) -> None:
-        """Keeps whole events for whoever writes next. For what comes right before `end`: so a stream ends in one packet, not in three.
-        at: as for `write`; None for what the engine did not say."""
+        """Keeps whole events for whoever writes next. For what comes right before `end`: so a stream ends in one
+        packet, not in three. at: as for `write`; None for what the engine did not say.
+        """
         self._held.append(payload)
         if at is not None:
             self._ages.append(at)
@@ -119,7 +123,8 @@ def openai_error(problem: Problem) -> bytes:
 
 
 class EventStream(Response):
-    """Runs `work`, which writes events, until it ends, fails or the client goes away. An error on a running stream becomes its last event.
+    """Runs `work`, which writes events, until it ends, fails or the client goes away. An error on a running stream
+    becomes its last event.
 
     done: the stream's last words. failed: writes an error's event.
     """

@@ -21,7 +21,9 @@ MarkId = Callable[[str], int | None]
 
 
 def grammar_of(body: Structured, response_format: ResponseFormat | None = None, where: str = "") -> Grammar:
-    """The one structure that a body asks for, FREE where it asks for none. Raises InvalidRequest, also for more than one."""
+    """The one structure that a body asks for, FREE where it asks for none. Raises InvalidRequest, also for more than
+    one.
+    """
     outputs = body.structured_outputs or StructuredOutputs()
     asked = [
         ("json_schema", "json_schema", body.json_schema),
@@ -49,7 +51,9 @@ def grammar_of(body: Structured, response_format: ResponseFormat | None = None, 
 
 
 def chat_grammar(body: ChatRequest, formats: Formats, mark_id: MarkId, prompt: str) -> Grammar:
-    """What the answer to `prompt` must match, behind its thought: a structure, or tool calls that are forced or strict. Raises InvalidRequest."""
+    """What the answer to `prompt` must match, behind its thought: a structure, or tool calls that are forced or strict.
+    Raises InvalidRequest.
+    """
     content = grammar_of(body, body.response_format)
     functions = read_tools(body.tools) if body.tools and body.tool_choice != "none" else ()
     name = forced_name(body)
@@ -68,7 +72,9 @@ def chat_grammar(body: ChatRequest, formats: Formats, mark_id: MarkId, prompt: s
 
 
 def forced_name(body: ChatRequest) -> str | None:
-    """The function that must be called, "" for any, None where none must. Raises InvalidRequest for a tool_choice that means nothing."""
+    """The function that must be called, "" for any, None where none must. Raises InvalidRequest for a tool_choice that
+    means nothing.
+    """
     choice = body.tool_choice
     if choice in (None, "auto", "none"):
         return None

@@ -1,11 +1,13 @@
-"""OpenTelemetry traces, sent over OTLP/HTTP: `--otlp-traces-endpoint`. Each request for text becomes one trace, or a part of the trace whose
-`traceparent` (W3C) it brought. Its spans are made when it has ended, with the times that its account holds, so nothing is traced while it runs:
+"""OpenTelemetry traces, sent over OTLP/HTTP: `--otlp-traces-endpoint`. Each request for text becomes one trace, or a
+part of the trace whose `traceparent` (W3C) it brought. Its spans are made when it has ended, with the times that its
+account holds, so nothing is traced while it runs:
 
     POST /v1/chat/completions          server; from the headers to the end of the answer
       chat tiny                        OpenTelemetry's conventions for generative AI; events first_token, last_token
         queue, prefill, decode         what its time went into
 
-This is the only file that knows OpenTelemetry, which is installed by `pip install 'thalweg[otel]'`."""
+This is the only file that knows OpenTelemetry, which is installed by `pip install 'thalweg[otel]'`.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,8 @@ def traces_to(endpoint: str) -> Traces:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as missing:
         raise UnsupportedConfig(
-            f"otlp_traces_endpoint: needs OpenTelemetry, and {missing.name} is not installed: pip install 'thalweg[otel]'"
+            f"otlp_traces_endpoint: needs OpenTelemetry, and {missing.name} is not installed: pip install"
+            " 'thalweg[otel]'"
         ) from missing
     path = urlsplit(endpoint).path
     address = endpoint if path.strip("/") else endpoint.rstrip("/") + "/v1/traces"

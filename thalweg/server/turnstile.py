@@ -1,7 +1,9 @@
 """The outermost layer: when many requests come at the same moment, a few of them begin in each turn of the event loop.
 
-Reading, rendering and tokenizing a request takes some 0.3 ms. All of a burst in one turn would hold up the tokens of whoever streams for as
-many times that; like this, a token waits for PER_TURN requests at most, and the burst takes hardly longer as a whole."""
+Reading, rendering and tokenizing a request takes some 0.3 ms. All of a burst in one turn would hold up the tokens of
+whoever streams for as many times that; like this, a token waits for PER_TURN requests at most, and the burst takes
+hardly longer as a whole.
+"""
 
 from __future__ import annotations
 

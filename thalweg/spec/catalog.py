@@ -35,7 +35,9 @@ def _small(target: Target, folder: Path) -> Small:
 def build_drafter(
     name: str, target: Target, folder: str = "", drawing: Drawing = COUPLED, tree: TreeShape = CHAIN
 ) -> Drafter:
-    """The empty drafter behind this model; a loader fills it. folder: its own, of one that has such. drawing: how drafts are made of what it knows of
-    the next token. tree: how drafts part ways, of a head. Raises CheckpointError where the checkpoint or the folder has not what it needs."""
+    """The empty drafter behind this model; a loader fills it. folder: its own, of one that has such. drawing: how
+    drafts are made of what it knows of the next token. tree: how drafts part ways, of a head. Raises CheckpointError
+    where the checkpoint or the folder has not what it needs.
+    """
     made = DRAFTERS[name](target, Path(folder), drawing)
     return Branching(made.head, drawing, tree, made.apart) if tree.is_tree and isinstance(made, Unrolled) else made

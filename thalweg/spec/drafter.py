@@ -1,9 +1,11 @@
 """What the runner asks of a drafter.
 
-Whatever it drafts, tokens are those of plain decoding: accept draws each of them from the target with the coins of its position, and drafts say only
-how many can be drawn in one step (`sampling.chain`). So a drafter may be wrong, late, or gone; it can cost time, never a token.
+Whatever it drafts, tokens are those of plain decoding: accept draws each of them from the target with the coins of its
+position, and drafts say only how many can be drawn in one step (`sampling.chain`). So a drafter may be wrong, late, or
+gone; it can cost time, never a token.
 
-Letters: T tokens of the step, R rows, E emitting rows, K drafts of each, V vocabulary."""
+Letters: T tokens of the step, R rows, E emitting rows, K drafts of each, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ from thalweg.weights.table import WeightTable
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A step behind its accept, as a drafter learns from it. batch: the plan's tokens, and maybe padding behind them, in the plan's order. hidden_TH:
-    of the target, after its final norm. Some of the tokens may have been drafts that were not accepted. straight: of trees whose accept moves their
-    paths by itself, the step with these alone."""
+    """A step behind its accept, as a drafter learns from it. batch: the plan's tokens, and maybe padding behind them,
+    in the plan's order. hidden_TH: of the target, after its final norm. Some of the tokens may have been drafts that
+    were not accepted. straight: of trees whose accept moves their paths by itself, the step with these alone.
+    """
 
     plan: StepPlan
     batch: Batch
@@ -34,7 +37,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Whom to draft for: slot_E int64, and an upper bound of their lengths in tokens. needs: what they ask of sampling."""
+    """Whom to draft for: slot_E int64, and an upper bound of their lengths in tokens. needs: what they ask of
+    sampling.
+    """
 
     slot_E: Tensor
     reach: int
@@ -43,8 +48,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """drafts_EK int64; the first `made_E` int64 of each row are drafts. sound: bool, of each row or of all, False where the drafter computed
-    rubbish. parents_EK int64: of each draft the node before it (`core.tree`); None for chains."""
+    """drafts_EK int64; the first `made_E` int64 of each row are drafts. sound: bool, of each row or of all, False where
+    the drafter computed rubbish. parents_EK int64: of each draft the node before it (`core.tree`); None for chains.
+    """
 
     drafts_EK: Tensor
     made_E: Tensor
@@ -62,7 +68,9 @@ class Weighted(Protocol):
 
 
 class Drafter(Protocol):
-    """Its state lies in planes of the same pages as the target's, and in fields of the slots. Everything is called on the compute stream."""
+    """Its state lies in planes of the same pages as the target's, and in fields of the slots. Everything is called on
+    the compute stream.
+    """
 
     def modules(self) -> tuple[Weighted, ...]:
         """What has weights in the target's checkpoint."""
@@ -77,7 +85,9 @@ class Drafter(Protocol):
         """What it keeps of each slot."""
 
     def record(self, planes: Planes) -> None:
-        """Before the first request: what it does often may be recorded. What is computed meanwhile touches the null page only."""
+        """Before the first request: what it does often may be recorded. What is computed meanwhile touches the null
+        page only.
+        """
 
     def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
         """These slots were bound, and have their pages."""
@@ -86,8 +96,10 @@ class Drafter(Protocol):
         """Learns from a step, whose accepted tokens are in the slots."""
 
     def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
-        """Puts up to `width` drafts, which may be 0, behind the known tokens of each slot, and their number into `made`. None: there are none.
-        Whatever was computed, what is put there are ids of the target, whose embeddings the next step reads."""
+        """Puts up to `width` drafts, which may be 0, behind the known tokens of each slot, and their number into
+        `made`. None: there are none. Whatever was computed, what is put there are ids of the target, whose embeddings
+        the next step reads.
+        """
 
 
 class Stateless:

@@ -13,8 +13,9 @@ from thalweg.weights.stream import Safetensors, schemes_in
 
 
 def eagle_head(target: Target, folder: Path) -> DraftHead:
-    """The empty head of this folder behind the target, which watches for it what it reads. Of the weights only the names are looked at; there may be
-    none yet. Raises CheckpointError as `read_eagle`."""
+    """The empty head of this folder behind the target, which watches for it what it reads. Of the weights only the
+    names are looked at; there may be none yet. Raises CheckpointError as `read_eagle`.
+    """
     given, names = read_eagle(folder, target.facts), _names(folder)
     schemes = schemes_in(folder, given.facts.quantization_config)
     if not given.third:
@@ -29,7 +30,8 @@ def _names(folder: Path) -> frozenset[str]:
         pickled = next(folder.glob("*.bin"), None)
         if pickled is not None:
             raise CheckpointError(
-                f"{pickled} is a pickle, which is not read; save its tensors as {folder / 'model.safetensors'} with safetensors.torch.save_file"
+                f"{pickled} is a pickle, which is not read; save its tensors as {folder / 'model.safetensors'} with"
+                " safetensors.torch.save_file"
             )
         return frozenset()
     with Safetensors(folder) as stream:

@@ -1,9 +1,11 @@
-"""Drafts by looking up the sequence in itself: what followed the last tokens when they stood there before (prompt lookup; Saxena 2023).
+"""Drafts by looking up the sequence in itself: what followed the last tokens when they stood there before (prompt
+lookup; Saxena 2023).
 
-It has no weights and no state. Texts that repeat themselves, as answers about a given text, code and records do, are drafted many tokens at a time;
-where nothing is found there are no drafts.
+It has no weights and no state. Texts that repeat themselves, as answers about a given text, code and records do, are
+drafted many tokens at a time; where nothing is found there are no drafts.
 
-Letters: E rows, C columns of the longest sequence, K drafts."""
+Letters: E rows, C columns of the longest sequence, K drafts.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class NgramDrafter(Stateless):
 
 
 def lookup(tokens_EC: Tensor, length_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the sequence went on, int64 [E], the last time that its last tokens stood in it; and whether they did, bool [E]."""
+    """Where the sequence went on, int64 [E], the last time that its last tokens stood in it; and whether they did, bool
+    [E].
+    """
     rows, columns = tokens_EC.shape
     column_C = torch.arange(columns, dtype=torch.int32, device=tokens_EC.device)
     run_EC = column_C < length_E.unsqueeze(1) - 1  # where the sequence has gone on

@@ -1,10 +1,13 @@
-"""A smaller model of the same vocabulary that drafts, from a folder of its own: a `Head` that needs nothing of the target but its tokens.
+"""A smaller model of the same vocabulary that drafts, from a folder of its own: a `Head` that needs nothing of the
+target but its tokens.
 
-Its keys and values lie in planes of the same pages, as those of layers behind the target's, so that a prefix that is found in the cache is there for
-both. To observe a step it computes the step's tokens as the target did: of what it stores in a layer all layers before are part.
+Its keys and values lie in planes of the same pages, as those of layers behind the target's, so that a prefix that is
+found in the cache is there for both. To observe a step it computes the step's tokens as the target did: of what it
+stores in a layer all layers before are part.
 
-Models of one family often differ in how far their vocabularies are padded. It drafts of the ids that both have; where the target writes one beyond
-its own, it reads its last."""
+Models of one family often differ in how far their vocabularies are padded. It drafts of the ids that both have; where
+the target writes one beyond its own, it reads its last.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +76,13 @@ class Small(Module):
 
 
 def small_facts(folder: Path, target: ModelFacts) -> ModelFacts:
-    """Of a model in this folder that drafts, with the target's context: beyond its own it drafts worse. Raises CheckpointError for a folder without
-    one."""
+    """Of a model in this folder that drafts, with the target's context: beyond its own it drafts worse. Raises
+    CheckpointError for a folder without one.
+    """
     held = algorithm_of(folder)
     if held != "STANDALONE":
         raise CheckpointError(
-            f"{folder} holds an {held} head, which reads what the model to draft for computes and is no model of its own; use "
-            f"--speculative-algorithm {held}, or leave that flag out"
+            f"{folder} holds an {held} head, which reads what the model to draft for computes and is no model of its"
+            f" own; use --speculative-algorithm {held}, or leave that flag out"
         )
     return replace(read_facts(folder), context=target.context)

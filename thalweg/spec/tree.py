@@ -1,15 +1,17 @@
 """Drafts by a head that part ways: trees whose nodes are the head's best guesses behind each other.
 
-A dynamic tree (EAGLE-2; Li et al. 2024, arXiv 2406.16858, §4) grows where the head is most certain: of each level the few nodes with the best
-cumulative score are expanded, and of all that were made the best become the tree, by the same score. A static one has the same form in every step. A
-score is the log-probability of a path under the head; for a row that samples, under its distribution with the coins that the target will draw with
-(`sampling.random`), so that the children of a node are the best few of the race that the target runs.
+A dynamic tree (EAGLE-2; Li et al. 2024, arXiv 2406.16858, §4) grows where the head is most certain: of each level the
+few nodes with the best cumulative score are expanded, and of all that were made the best become the tree, by the same
+score. A static one has the same form in every step. A score is the log-probability of a path under the head; for a row
+that samples, under its distribution with the coins that the target will draw with (`sampling.random`), so that the
+children of a node are the best few of the race that the target runs.
 
-The head's entries of what it expands lie behind the known tokens of its slot, in an order of their own, and are written again when tokens are
-accepted.
+The head's entries of what it expands lie behind the known tokens of its slot, in an order of their own, and are written
+again when tokens are accepted.
 
-Letters: E rows, M nodes of a level that are expanded, B children of each, T = E · M, C candidates, K nodes of the tree, W of a state, V vocabulary,
-D of the head."""
+Letters: E rows, M nodes of a level that are expanded, B children of each, T = E · M, C candidates, K nodes of the tree,
+W of a state, V vocabulary, D of the head.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,10 @@ class Node(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What a static tree gets by expanding the nodes of one depth. nodes: their numbers, and before: where their parents stand among those of the
-    stage before. children: numbers of what they get, with behind: where their parents stand among `nodes`, and rank: which children they are."""
+    """What a static tree gets by expanding the nodes of one depth. nodes: their numbers, and before: where their
+    parents stand among those of the stage before. children: numbers of what they get, with behind: where their parents
+    stand among `nodes`, and rank: which children they are.
+    """
 
     nodes: tuple[int, ...]
     before: tuple[int, ...]
@@ -68,8 +72,9 @@ class Rows(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Nodes of a static tree that are expanded together. ahead_EM: columns between the root's and theirs; hides_EM: see `batch.Tree`; depth: of
-    all."""
+    """Nodes of a static tree that are expanded together. ahead_EM: columns between the root's and theirs; hides_EM: see
+    `batch.Tree`; depth: of all.
+    """
 
     ids_EM: Tensor
     state_EMW: Tensor
@@ -157,7 +162,9 @@ class Branching(Unrolled):
         self.growth.settle(*settled, out)
 
     def _best(self, state_TW: Tensor, rows: Rows, depth: int, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens [T, B] of the likeliest children of nodes of one depth, equally many of each row."""
+        """Log-probabilities and tokens [T, B] of the likeliest children of nodes of one depth, equally many of each
+        row.
+        """
         nodes = len(state_TW) // len(rows.slot_E)
         at_once = max(AT_ONCE // nodes, 1)
         by_row = state_TW.view(-1, nodes, state_TW.shape[1]), rows.slot_E, rows.ints_EI
@@ -220,7 +227,9 @@ def fields_of(slots: Slots) -> Fields:
 def _raced(
     odds: Odds, logits_TV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, depth: int, truncated: bool
 ) -> Tensor:
-    """Logits of the rows that sample, as they stand in the race that draws the token behind each node; its coins are the target's."""
+    """Logits of the rows that sample, as they stand in the race that draws the token behind each node; its coins are
+    the target's.
+    """
     nodes = len(logits_TV) // len(slot_E)
     slot_T, ints_TI = slot_E.repeat_interleave(nodes), ints_EI.repeat_interleave(nodes, 0)
     scaled_TV = odds.tempered(logits_TV, slots, slot_T, ints_TI, truncated)

@@ -1,11 +1,13 @@
 """Drafts by a head, chained: each draft is fed back with what the head itself returned at it.
 
-The head's state at a position of the sequence comes from the target's hidden states: from the step itself, at the border of two steps from the
-slot, and behind a prefix that was found in the cache from the page that ends there, which keeps the one of its last position. What was drafted is
-entered with the head's own states, and written again with those of the target when it is accepted.
+The head's state at a position of the sequence comes from the target's hidden states: from the step itself, at the
+border of two steps from the slot, and behind a prefix that was found in the cache from the page that ends there, which
+keeps the one of its last position. What was drafted is entered with the head's own states, and written again with those
+of the target when it is accepted.
 
-Letters: T tokens of the step, X numbers of the target's hidden state, W of a state, R rows, E emitting rows, K drafts, D vocabulary of the head,
-P pages."""
+Letters: T tokens of the step, X numbers of the target's hidden state, W of a state, R rows, E emitting rows, K drafts,
+D vocabulary of the head, P pages.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Steps(Protocol):
 
 
 class Unrolled:
-    """The `Drafter` of one head, which stands for any depth. apart: whether the head's weights are in a folder of their own."""
+    """The `Drafter` of one head, which stands for any depth. apart: whether the head's weights are in a folder of their
+    own.
+    """
 
     def __init__(self, head: DraftHead, drawing: Drawing, apart: bool = False) -> None:
         self.head, self.drawing, self.apart = head, drawing, apart
@@ -148,8 +152,9 @@ class Unrolled:
     def draft(
         self, kernels: Kernels, chain: Chain, needs: SamplingNeeds, reach: int, slots: Slots, planes: Planes
     ) -> None:
-        """One more draft of each row. reach: an upper bound of the tokens that then are before the next one. Nothing in it depends on how many there
-        are."""
+        """One more draft of each row. reach: an upper bound of the tokens that then are before the next one. Nothing in
+        it depends on how many there are.
+        """
         slot_E, rows, reach = chain.slot_E, len(chain.slot_E), min(reach, slots.context)
         held = slots.ints_SI, slots.tokens_SL, slots.table_SP
         ids, positions, write, real, table, there_EI = kernels.decode(

@@ -1,1 +1,3 @@
-"""Text in and out of the model: tokenizer, chat prompts, detokenizing, stop strings, reasoning and tool parsers. No torch."""
+"""Text in and out of the model: tokenizer, chat prompts, detokenizing, stop strings, reasoning and tool parsers. No
+torch.
+"""

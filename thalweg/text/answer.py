@@ -1,4 +1,6 @@
-"""Where the layers of a parser put what they understood; it becomes events here, and markup that means nothing becomes text."""
+"""Where the layers of a parser put what they understood; it becomes events here, and markup that means nothing becomes
+text.
+"""
 
 from __future__ import annotations
 
@@ -142,8 +144,8 @@ class Call:
     def fail(self, closing: str, raw: str, left: str) -> None:
         """The call is malformed or broken off.
 
-        Not started: `raw`, all its text, is content. Started: the arguments end with `closing`, and `left`, the text not passed on, is
-        content.
+        Not started: `raw`, all its text, is content. Started: the arguments end with `closing`, and `left`, the text
+        not passed on, is content.
         """
         if self._index is None:
             self._answer.text(raw)

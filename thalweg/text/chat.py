@@ -1,4 +1,6 @@
-"""Chooses how a model's conversations become prompts, and reads its answers: encoder and parser names for a checkpoint."""
+"""Chooses how a model's conversations become prompts, and reads its answers: encoder and parser names for a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from thalweg.text.template import Template, read_templates
 
 @dataclass(frozen=True)
 class Ask:
-    """How a prompt is wanted. thinks None: the model's default. generation: it ends with the opening of the assistant's turn."""
+    """How a prompt is wanted. thinks None: the model's default. generation: it ends with the opening of the assistant's
+    turn.
+    """
 
     thinks: bool | None
     drop_thinking: bool
@@ -28,14 +32,18 @@ class Ask:
 
 @dataclass(frozen=True)
 class ChatEncoder(ABC):
-    """Conversation → prompt text, BOS included (`Tokenizer.encode` never doubles it). name: what `thalweg plan` prints."""
+    """Conversation → prompt text, BOS included (`Tokenizer.encode` never doubles it). name: what `thalweg plan`
+    prints.
+    """
 
     name: str
 
     @property
     @abstractmethod
     def renders_tools(self) -> bool:
-        """Whether tool schemas reach the prompt; where not (V3, R1 as published), a request with tools is worth a warning."""
+        """Whether tool schemas reach the prompt; where not (V3, R1 as published), a request with tools is worth a
+        warning.
+        """
 
     def encode(
         self,
@@ -49,9 +57,11 @@ class ChatEncoder(ABC):
         response_format: Mapping[str, Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. thinking None: the model's default. continue_final_message: the prompt ends inside the last message, which must
-        be the assistant's (no generation prompt then). template_kwargs: `chat_template_kwargs` of the request; `thinking` and
-        `enable_thinking` in it count when `thinking` is None. Raises InvalidRequest naming message and field."""
+        """The prompt. thinking None: the model's default. continue_final_message: the prompt ends inside the last
+        message, which must be the assistant's (no generation prompt then). template_kwargs: `chat_template_kwargs` of
+        the request; `thinking` and `enable_thinking` in it count when `thinking` is None. Raises InvalidRequest naming
+        message and field.
+        """
         read, functions = read_messages(messages), read_tools(tools)
         if continue_final_message:
             _check_continues(read)
@@ -72,7 +82,9 @@ class ChatEncoder(ABC):
 
 @dataclass(frozen=True)
 class Formats:
-    """The parsers that read what a model writes (names of `thalweg.text.parser`); None: its text is content as it stands."""
+    """The parsers that read what a model writes (names of `thalweg.text.parser`); None: its text is content as it
+    stands.
+    """
 
     reasoning: str | None
     tools: str | None
@@ -160,8 +172,10 @@ class NoEncoder(ChatEncoder):
 
 @dataclass(frozen=True)
 class Chat:
-    """The text side of one model: its encoder and the parsers of its answers, and why they were chosen. strip: the user's wish that
-    thoughts stay out of the prefix cache, None for where the template drops them (see `thalweg.text.history`)."""
+    """The text side of one model: its encoder and the parsers of its answers, and why they were chosen. strip: the
+    user's wish that thoughts stay out of the prefix cache, None for where the template drops them (see
+    `thalweg.text.history`).
+    """
 
     encoder: ChatEncoder
     formats: Formats
@@ -180,9 +194,9 @@ class Wish:
 def choose_chat(folder: Path, config: Mapping[str, Any], wish: Wish = Wish(), name: str = "") -> Chat:
     """The encoder of a checkpoint: the user's wish, else its own template, else ours by config and name.
 
-    folder: the checkpoint. config: its config.json. name: what the user called the model (`deepseek-ai/DeepSeek-R1`); the folder's name
-    counts too, because V3, R1 and V3.1 share one architecture. wish.special_tokens: `bos_token`, `eos_token` … for the template.
-    Raises UnsupportedConfig for an unknown name, CheckpointError for a broken template.
+    folder: the checkpoint. config: its config.json. name: what the user called the model (`deepseek-ai/DeepSeek-R1`);
+    the folder's name counts too, because V3, R1 and V3.1 share one architecture. wish.special_tokens: `bos_token`,
+    `eos_token` … for the template. Raises UnsupportedConfig for an unknown name, CheckpointError for a broken template.
     """
     if wish.template in OWN:
         return _own(wish.template, "set by the user")
@@ -225,7 +239,9 @@ def own_encoder(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def wants_thinking(thinking: bool | None, template_kwargs: Mapping[str, Any] | None) -> bool | None:
-    """The request's wish: `thinking` itself, else `thinking` or `enable_thinking` of chat_template_kwargs, else None."""
+    """The request's wish: `thinking` itself, else `thinking` or `enable_thinking` of chat_template_kwargs, else
+    None.
+    """
     if thinking is not None:
         return thinking
     given = template_kwargs or {}

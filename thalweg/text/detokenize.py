@@ -8,7 +8,9 @@ from typing import Protocol
 
 
 class Detokenizer(Protocol):
-    """`feed` returns the text that the new ids complete; `finish` whatever is still held. The pieces join to the whole decode."""
+    """`feed` returns the text that the new ids complete; `finish` whatever is still held. The pieces join to the whole
+    decode.
+    """
 
     def feed(self, ids: Sequence[int]) -> str: ...
 
@@ -16,7 +18,8 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level BPE: an id is a string of bytes, so text is an incremental UTF-8 decoding; at most three bytes are held.
+    """For byte-level BPE: an id is a string of bytes, so text is an incremental UTF-8 decoding; at most three bytes are
+    held.
 
     pieces: id → bytes; ids that are not there (special tokens that are hidden, padding of the vocabulary) are nothing.
     """
@@ -38,8 +41,9 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For any other tokenizer (SentencePiece): decodes a short window of ids twice and gives the difference.
 
-    decode: ids → text. The window is the piece given last, for decoders that look at a token's neighbours (a leading space), and what
-    came since: a call costs O(new ids). Ids at the end that make no whole character yet are held, four at most.
+    decode: ids → text. The window is the piece given last, for decoders that look at a token's neighbours (a leading
+    space), and what came since: a call costs O(new ids). Ids at the end that make no whole character yet are held, four
+    at most.
     """
 
     __slots__ = ("_decode", "_given", "_hidden", "_ids", "_vocab_size")
@@ -74,14 +78,17 @@ class WindowDetokenizer:
 def byte_pieces(tokens: Mapping[int, str], added: Mapping[int, str]) -> dict[int, bytes]:
     """id → bytes of a byte-level BPE vocabulary: the decoder's own rule.
 
-    A token spells bytes in GPT-2's alphabet; one with any character outside that alphabet (an added token) is its own UTF-8.
+    A token spells bytes in GPT-2's alphabet; one with any character outside that alphabet (an added token) is its own
+    UTF-8.
     """
     alphabet = byte_alphabet()
     return {i: _piece(added.get(i, token), alphabet) for i, token in tokens.items()}
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: character → byte. Printable Latin-1 stands for itself, the other bytes are U+0100 and on, in order."""
+    """GPT-2's alphabet: character → byte. Printable Latin-1 stands for itself, the other bytes are U+0100 and on, in
+    order.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}

@@ -1,7 +1,7 @@
 """The DeepSeek-V3.2 prompt, which ships as a program and not as a Jinja template.
 
-Source: DeepSeek's published V3.2 encoding (MIT), pinned by golden prompts in the tests. DSML is its markup for tool calls: tags that begin with
-`｜DSML｜`, parameters flagged as string (the text as it stands) or not (JSON).
+Source: DeepSeek's published V3.2 encoding (MIT), pinned by golden prompts in the tests. DSML is its markup for tool
+calls: tags that begin with `｜DSML｜`, parameters flagged as string (the text as it stands) or not (JSON).
 """
 
 from __future__ import annotations
@@ -67,11 +67,10 @@ def encode_deepseek_v32(
     """The prompt of a conversation, BOS included.
 
     thinking: the next answer begins inside `<think>`; without it `</think>` closes the empty thought at once.
-    drop_thinking: accepted as the published encoder accepts it; there too the reasoning before the last user or developer message
-    is never rendered, whichever way it is set.
-    add_generation_prompt=False leaves out the opening of the assistant's turn. response_format: a schema the answer must follow.
-    `tools` and `response_format` go to the first system message (an empty one when there is none).
-    Raises InvalidRequest naming the message and field.
+    drop_thinking: accepted as the published encoder accepts it; there too the reasoning before the last user or
+    developer message is never rendered, whichever way it is set. add_generation_prompt=False leaves out the opening of
+    the assistant's turn. response_format: a schema the answer must follow. `tools` and `response_format` go to the
+    first system message (an empty one when there is none). Raises InvalidRequest naming the message and field.
     """
     return encode_v32(read_messages(messages), read_tools(tools), thinking, add_generation_prompt, response_format)
 
@@ -139,7 +138,9 @@ def _parameter(name: str, value: Any) -> str:
 
 
 def _results(messages: Sequence[Message], first: int) -> str:
-    """The whole run of tool results that begins at message `first`: the markup has no ids, so they stand in the order of the calls."""
+    """The whole run of tool results that begins at message `first`: the markup has no ids, so they stand in the order
+    of the calls.
+    """
     end = first
     while end < len(messages) and messages[end].role == "tool":
         end += 1

@@ -1,8 +1,8 @@
 """The prompts of DeepSeek V3, R1, R1-0528, V3.1, V3.1-Terminus and V3.2-Exp for checkpoints without a chat template.
 
-Each follows the Jinja template published with its model (MIT). Faults of the first V3 and R1 templates are not repeated: they forget to close a
-lone tool call and close three of them twice, and of R1's, a message with text loses its calls, one system message of two is lost, and a
-thought behind tool results is kept.
+Each follows the Jinja template published with its model (MIT). Faults of the first V3 and R1 templates are not
+repeated: they forget to close a lone tool call and close three of them twice, and of R1's, a message with text loses
+its calls, one system message of two is lost, and a thought behind tool results is kept.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ OUTPUT_BEGIN, OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output�
 class Style:
     """Where the V3, R1 and R1-0528 templates differ.
 
-    opens: which message writes `<｜Assistant｜>`: "user" (after every user turn), "next" (after a user turn that is not the last
-    message) or "assistant" (before its own text). generation: the generation prompt. strip_thoughts: history keeps only the text after
-    the last `</think>`. tools: the template has a place for tool schemas.
+    opens: which message writes `<｜Assistant｜>`: "user" (after every user turn), "next" (after a user turn that is not
+    the last message) or "assistant" (before its own text). generation: the generation prompt. strip_thoughts: history
+    keeps only the text after the last `</think>`. tools: the template has a place for tool schemas.
     """
 
     opens: str
@@ -40,7 +40,8 @@ R1 = Style(opens="assistant", generation=f"{ASSISTANT}{THINK}\n", strip_thoughts
 R1_0528 = Style(opens="next", generation=ASSISTANT, strip_thoughts=True, tools=True)
 
 _R1_TOOLS = (
-    "You are a helpful assistant with tool calling capabilities. When a tool call is needed, you MUST use the following format to "
+    "You are a helpful assistant with tool calling capabilities. When a tool call is needed, you MUST use the following"
+    " format to "
     f"issue the call:\n{CALLS_BEGIN}{CALL_BEGIN}function{SEP}FUNCTION_NAME\n"
     f'```json\n{{"param1": "value1", "param2": "value2"}}\n```{CALL_END}{CALLS_END}\n\n'
     "Make sure the JSON is valid.## Tools\n\n### Function\n\nYou have the following functions available:\n\n"
@@ -48,12 +49,11 @@ _R1_TOOLS = (
 
 _V31_TOOLS_HEAD = "## Tools\nYou have access to the following tools:\n"
 _V31_TOOLS_TAIL = (
-    "\nIMPORTANT: ALWAYS adhere to this exact format for tool use:\n"
-    f"{CALLS_BEGIN}{CALL_BEGIN}tool_call_name{SEP}tool_call_arguments{CALL_END}{{{{additional_tool_calls}}}}{CALLS_END}\n\n"
-    "Where:\n\n"
-    "- `tool_call_name` must be an exact match to one of the available tools\n"
-    "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema\n"
-    "- For multiple tool calls, chain them directly without separators or spaces\n"
+    "\nIMPORTANT: ALWAYS adhere to this exact format for tool"
+    f" use:\n{CALLS_BEGIN}{CALL_BEGIN}tool_call_name{SEP}tool_call_arguments{CALL_END}{{{{additional_tool_calls}}}}{CALLS_END}\n\nWhere:\n\n-"
+    " `tool_call_name` must be an exact match to one of the available tools\n- `tool_call_arguments` must be valid"
+    " JSON that strictly follows the tool's Parameters Schema\n- For multiple tool calls, chain them directly without"
+    " separators or spaces\n"
 )
 
 
@@ -90,7 +90,9 @@ def encode_v31(
     *,
     terminus: bool,
 ) -> str:
-    """The prompt of V3.1, or of V3.1-Terminus and V3.2-Exp (`terminus`: they also open a turn that no user message precedes)."""
+    """The prompt of V3.1, or of V3.1-Terminus and V3.2-Exp (`terminus`: they also open a turn that no user message
+    precedes).
+    """
     parts = [BOS, _system(messages, _v31_tools(functions), always_apart=True)]
     previous = "none"
     for message in messages:
@@ -103,7 +105,8 @@ def encode_v31(
             if previous == "user" or (terminus and previous == "system" and message.tool_calls):
                 parts.append(ASSISTANT + END_THINK)
             parts.append(_v31_turn(message, after_tool=previous == "tool") + EOS)
-        # A system message moves to the front: it does not end the user's turn, and counts as a turn of its own only before all others.
+        # A system message moves to the front: it does not end the user's turn, and counts as a turn of its own only
+        # before all others.
         if role != "system" or previous == "none":
             previous = role
     if add_generation_prompt and (previous == "user" or (terminus and previous != "tool")):
@@ -112,7 +115,8 @@ def encode_v31(
 
 
 def _system(messages: Sequence[Message], tools: str, *, always_apart: bool) -> str:
-    """All system text (developer messages too: OpenAI's newer name for it) joined by blank lines, then the tools section.
+    """All system text (developer messages too: OpenAI's newer name for it) joined by blank lines, then the tools
+    section.
 
     `always_apart`: a blank line precedes the tools even when there is no other text.
     """
@@ -135,7 +139,10 @@ def _v31_tools(functions: Sequence[Mapping[str, Any]]) -> str:
 
 def _v31_tool(function: Mapping[str, Any]) -> str:
     description = function.get("description") or ""
-    return f"\n### {function['name']}\nDescription: {description}\n\nParameters: {to_json(function.get('parameters') or {})}\n"
+    return (
+        f"\n### {function['name']}\nDescription: {description}\n\nParameters:"
+        f" {to_json(function.get('parameters') or {})}\n"
+    )
 
 
 def _v3_calls(calls: Sequence[ToolCall]) -> str:

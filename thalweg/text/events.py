@@ -33,7 +33,9 @@ class ArgumentDelta:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The call's arguments are complete. whole=False: the model broke off or wrote nonsense, and the arguments were only closed."""
+    """The call's arguments are complete. whole=False: the model broke off or wrote nonsense, and the arguments were
+    only closed.
+    """
 
     index: int
     whole: bool = True

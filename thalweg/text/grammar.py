@@ -1,7 +1,9 @@
-"""Grammars: from what a user asked for to a matcher that says which tokens may come next. The one wrapper of llguidance.
+"""Grammars: from what a user asked for to a matcher that says which tokens may come next. The one wrapper of
+llguidance.
 
-Why llguidance: it needs nothing but itself (xgrammar brings transformers and Triton, and imports torch), it bounds its own work in states
-and fuel, so a hostile schema ends with an error and not with a minute of compiling, and it refuses the schema keywords that it would not honour.
+Why llguidance: it needs nothing but itself (xgrammar brings transformers and Triton, and imports torch), it bounds its
+own work in states and fuel, so a hostile schema ends with an error and not with a minute of compiling, and it refuses
+the schema keywords that it would not honour.
 """
 
 from __future__ import annotations
@@ -36,12 +38,15 @@ LIMITS = LLParserLimits(
     max_grammar_size=15_000,
     verbose_errors=False,
 )
-# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Models left free here may write space for ever.
+# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Models left free here may
+# write space for ever.
 JSON_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,24})", "lenient": False}
 
 
 def check(grammar: Grammar) -> None:
-    """Raises InvalidRequest naming the grammar's field if it cannot be compiled within the bounds. Takes milliseconds, at most some hundreds."""
+    """Raises InvalidRequest naming the grammar's field if it cannot be compiled within the bounds. Takes milliseconds,
+    at most some hundreds.
+    """
     failed, messages = LLMatcher.validate_grammar_with_warnings(lower(grammar), limits=LIMITS)
     if failed:
         raise InvalidRequest(grammar.field, _reason(messages[0]))
@@ -89,7 +94,9 @@ def _choice(grammar: Grammar) -> str:
 
 
 def _structural_tag(grammar: Grammar) -> str:
-    """{"structures": [{"begin", "schema", "end"}], "triggers": [text]}: free text until a trigger; what follows it is one of the structures."""
+    """{"structures": [{"begin", "schema", "end"}], "triggers": [text]}: free text until a trigger; what follows it is
+    one of the structures.
+    """
     tags = _json(grammar.source, grammar.field)
     structures, triggers = (tags.get("structures"), tags.get("triggers")) if isinstance(tags, dict) else (None, None)
     if not isinstance(structures, list) or not isinstance(triggers, list) or not structures or not triggers:
@@ -161,7 +168,9 @@ def _reason(message: str) -> str:
 
 
 class _Vocabulary:
-    """What the library wants to know of a tokenizer. Added tokens are special: no text is ever made of them, only a mark in a grammar."""
+    """What the library wants to know of a tokenizer. Added tokens are special: no text is ever made of them, only a
+    mark in a grammar.
+    """
 
     is_tokenizer_wrapper = True
 
@@ -175,7 +184,9 @@ class _Vocabulary:
         self._added = re.compile("|".join(map(re.escape, filter(None, added))) or r"(?!)")
 
     def __call__(self, text: str) -> list[int]:
-        """How a text that must come is written. One that holds a mark (a value of an enum may) is cut there, or the mark would become its token."""
+        """How a text that must come is written. One that holds a mark (a value of an enum may) is cut there, or the
+        mark would become its token.
+        """
         ids: list[int] = []
         begin, found = 0, self._added.search(text)
         while found:
@@ -204,7 +215,9 @@ class Matcher:
 
 
 class Compiler:
-    """Compiles grammars for one tokenizer. vocab: width of the logits. eos_ids: what ends a complete output, at least one."""
+    """Compiles grammars for one tokenizer. vocab: width of the logits. eos_ids: what ends a complete output, at least
+    one.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos_ids: Sequence[int]) -> None:
         vocabulary: Any = _Vocabulary(tokenizer, vocab, eos_ids)

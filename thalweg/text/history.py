@@ -1,8 +1,10 @@
-"""Which answers the next turn's prompt renders again, token for token, and which it cuts short: what of them is worth caching.
+"""Which answers the next turn's prompt renders again, token for token, and which it cuts short: what of them is worth
+caching.
 
-Templates differ (V3.1 and R1 drop every earlier thought; V3.2 and Qwen3 keep those since the user's last message, so that the thought
-before a tool call stands before its results; some keep all; Qwen3 writes an empty thought before an answer and leaves it out later), and
-by the request's template arguments. So they are asked: a small conversation is rendered one turn further, with marked words in it.
+Templates differ (V3.1 and R1 drop every earlier thought; V3.2 and Qwen3 keep those since the user's last message, so
+that the thought before a tool call stands before its results; some keep all; Qwen3 writes an empty thought before an
+answer and leaves it out later), and by the request's template arguments. So they are asked: a small conversation is
+rendered one turn further, with marked words in it.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "para
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What a template renders again in the next turn. thoughts: an answer's; called: the thought before a call, with the call's result
-    next. plain, plain_called: the prompt itself and what follows it, where it leaves the model outside a thought."""
+    """What a template renders again in the next turn. thoughts: an answer's; called: the thought before a call, with
+    the call's result next. plain, plain_called: the prompt itself and what follows it, where it leaves the model
+    outside a thought.
+    """
 
     thoughts: bool
     called: bool
@@ -45,8 +49,10 @@ class Habits:
 
 
 class History:
-    """Says of each prompt what the cache should keep of its answers. strip of the chat: False keeps all, None drops what the template
-    drops, True drops thoughts even where it does not. mark_id: the id of an added token by its text, or None."""
+    """Says of each prompt what the cache should keep of its answers. strip of the chat: False keeps all, None drops
+    what the template drops, True drops thoughts even where it does not. mark_id: the id of an added token by its text,
+    or None.
+    """
 
     def __init__(self, chat: Chat, mark_id: Callable[[str], int | None]) -> None:
         self._chat = chat
@@ -58,11 +64,15 @@ class History:
 
     @property
     def strips(self) -> bool:
-        """Whether any thoughts are left out of the cache, of requests that think and give no other template arguments."""
+        """Whether any thoughts are left out of the cache, of requests that think and give no other template
+        arguments.
+        """
         return self._thinks and (bool(self._chat.strip) or not self._of({"thinking": True}).thoughts)
 
     def keep(self, prompt: str, arguments: Mapping[str, Any] | None, tools: bool) -> CacheRetention:
-        """For the answers to `prompt`, which was rendered with these template arguments. tools: whether it offers some."""
+        """For the answers to `prompt`, which was rendered with these template arguments. tools: whether it offers
+        some.
+        """
         if not self._thinks:
             return RETAIN_ALL
         habits = self._of(arguments or {})

@@ -1,7 +1,7 @@
 """A JSON object that arrives in pieces: passes on only text that can still be closed into valid JSON.
 
-Whatever the split and wherever the stream ends, what was passed on plus `closing()` parses. Keys, commas and numbers wait until the
-value that needs them has begun (or ended); the text of strings passes at once.
+Whatever the split and wherever the stream ends, what was passed on plus `closing()` parses. Keys, commas and numbers
+wait until the value that needs them has begun (or ended); the text of strings passes at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _OBJECT, _KEY_OR_END, _KEY, _IN_KEY, _COLON, _VALUE, _VALUE_OR_END, _IN_STRING, 
 
 
 class JsonObject:
-    """`feed` text until `done` or `bad`; both return what may be passed on. `rest` is what follows the object, or what was bad."""
+    """`feed` text until `done` or `bad`; both return what may be passed on. `rest` is what follows the object, or what
+    was bad.
+    """
 
     __slots__ = ("_pending", "_scalar", "_stack", "_state", "_text", "bad", "rest")
 

@@ -24,9 +24,9 @@ Read = Callable[[str, int], tuple[Tag, int] | None]
 class Marks:
     """What a format's tags look like.
 
-    openers: what every tag begins with (or is), after `fold`; their beginnings are held back at the end of a piece of text.
-    read: (text, position of an opener) → the tag and where it ends, or None while it may go on in text still to come.
-    fold: characters that count as another (ASCII bars for full-width ones), code point → code point.
+    openers: what every tag begins with (or is), after `fold`; their beginnings are held back at the end of a piece of
+    text. read: (text, position of an opener) → the tag and where it ends, or None while it may go on in text still to
+    come. fold: characters that count as another (ASCII bars for full-width ones), code point → code point.
     """
 
     openers: tuple[str, ...]
@@ -81,7 +81,9 @@ class Lexer:
             tokens.append(tag)
 
     def finish(self) -> Token:
-        """What was held back, if anything: text that only looked like a tag, or a tag that never ended (kind `partial`)."""
+        """What was held back, if anything: text that only looked like a tag, or a tag that never ended (kind
+        `partial`).
+        """
         held, self._buffer = self._buffer, ""
         return Tag("partial", held) if self._pattern.match(held.translate(self._fold)) else held
 

@@ -1,7 +1,8 @@
 """Reads a model's answer as it comes: reasoning, content and tool calls, as events.
 
-One machine for all formats. The lexer cuts the text into tags and text; the reasoning layer takes tokens until the thought has ended (by
-its end tag, or by a tool call); the tool layer takes the rest. So how the two play together is written once, here.
+One machine for all formats. The lexer cuts the text into tags and text; the reasoning layer takes tokens until the
+thought has ended (by its end tag, or by a tool call); the tool layer takes the rest. So how the two play together is
+written once, here.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class ToolLayer(Protocol):
 class ToolFormat:
     """A row of the catalog: the tags, and the layer that reads them.
 
-    layer: (answer, function name → parameter schema) → layer. plain: what is left of a tag where no tools were offered; the marks that are
-    special tokens go, as they do from any answer, what a text may hold stays.
+    layer: (answer, function name → parameter schema) → layer. plain: what is left of a tag where no tools were offered;
+    the marks that are special tokens go, as they do from any answer, what a text may hold stays.
     """
 
     marks: Marks
@@ -49,8 +50,8 @@ class ToolFormat:
 class ReasoningFormat:
     """begins: where an answer starts, by the request's `thinking` (None: the request does not say).
 
-    `inside`: in the thought, the prompt has opened it; `maybe`: in the thought if the text begins with `<think>`; `outside`: in the
-    content.
+    `inside`: in the thought, the prompt has opened it; `maybe`: in the thought if the text begins with `<think>`;
+    `outside`: in the content.
     """
 
     begins: Mapping[bool | None, str]
@@ -85,14 +86,15 @@ _THINK = literal_marks({"<think>": "think", "</think>": "/think"})
 
 
 class Parser:
-    """One answer. `feed` text deltas and get events; `finish` when the text has ended. Never raises, whatever the text is.
+    """One answer. `feed` text deltas and get events; `finish` when the text has ended. Never raises, whatever the text
+    is.
 
-    reasoning, tools: names of the catalogs, None for none. thinking: the request's wish. inside: overrides where the answer begins
-    (`opens_thought(prompt)` knows it when the prompt is at hand). functions: the request's functions, for parameter types.
-    offered: the request let the model call functions; without that nothing is a call, and its text is text.
-    hold: show a call only once it is complete (what a reply in one piece wants: a malformed call is then content); otherwise arguments
-    stream, and a call that breaks off midway is closed into valid JSON and marked `whole=False`.
-    Raises UnsupportedConfig for an unknown format.
+    reasoning, tools: names of the catalogs, None for none. thinking: the request's wish. inside: overrides where the
+    answer begins (`opens_thought(prompt)` knows it when the prompt is at hand). functions: the request's functions, for
+    parameter types. offered: the request let the model call functions; without that nothing is a call, and its text is
+    text. hold: show a call only once it is complete (what a reply in one piece wants: a malformed call is then
+    content); otherwise arguments stream, and a call that breaks off midway is closed into valid JSON and marked
+    `whole=False`. Raises UnsupportedConfig for an unknown format.
     """
 
     def __init__(

@@ -16,7 +16,8 @@ class Cut:
 
 
 class StopMatcher:
-    """One per sequence. "First" is the stop string that is complete first, the longest of those: so no split of the text matters.
+    """One per sequence. "First" is the stop string that is complete first, the longest of those: so no split of the
+    text matters.
 
     A Knuth–Morris–Pratt state per stop string makes a call O(new characters), whatever the strings are.
     """

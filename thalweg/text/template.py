@@ -56,8 +56,9 @@ class Template:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """The prompt. Raises InvalidRequest when the template refuses the conversation, CheckpointError when it does what the
-        sandbox forbids."""
+        """The prompt. Raises InvalidRequest when the template refuses the conversation, CheckpointError when it does
+        what the sandbox forbids.
+        """
         values: dict[str, Any] = {"documents": None, **self._special_tokens, **variables}
         values["messages"] = [_as_dict(message, self._arguments) for message in messages]
         values["tools"] = [{"type": "function", "function": dict(function)} for function in functions] or None
@@ -72,7 +73,8 @@ class Template:
             raise InvalidRequest("messages", f"the model's chat template fails on them: {error}") from error
 
     def _how_arguments(self) -> Callable[[ToolCall], Any]:
-        """Templates disagree on whether `arguments` is an object (Qwen, Llama: `| tojson`) or a string (DeepSeek: concatenated).
+        """Templates disagree on whether `arguments` is an object (Qwen, Llama: `| tojson`) or a string (DeepSeek:
+        concatenated).
 
         A probe tells: rendered as an object it must come out as JSON.
         """
@@ -93,8 +95,8 @@ class Template:
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The templates of a checkpoint by name (`default`, `tool_use`, …); empty when it has none.
 
-    Looks at chat_template.jinja and additional_chat_templates/*.jinja, then chat_template.json, then `config` (tokenizer_config.json):
-    transformers' order. Raises CheckpointError for a broken one.
+    Looks at chat_template.jinja and additional_chat_templates/*.jinja, then chat_template.json, then `config`
+    (tokenizer_config.json): transformers' order. Raises CheckpointError for a broken one.
     """
     found = _named(config.get("chat_template"), "tokenizer_config.json")
     single = folder / "chat_template.json"

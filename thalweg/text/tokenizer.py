@@ -21,11 +21,10 @@ MARGIN = 64  # tokens that the cut end of a beginning may have too many, beside 
 class Tokenizer:
     """The tokenizer of a checkpoint folder.
 
-    bos_id: None when the model has none. eos_ids: every id that ends an answer (tokenizer, config and generation config together,
-    ascending). added_ids: ids of added tokens, markup mostly. special_ids: those of them that skip_special_tokens hides.
-    vocab_size: largest id + 1 (the model's logits may be wider: padding).
-    special_tokens: `bos_token`, `eos_token` … → text, for chat templates.
-    Raises CheckpointError when a file is missing or broken.
+    bos_id: None when the model has none. eos_ids: every id that ends an answer (tokenizer, config and generation config
+    together, ascending). added_ids: ids of added tokens, markup mostly. special_ids: those of them that
+    skip_special_tokens hides. vocab_size: largest id + 1 (the model's logits may be wider: padding). special_tokens:
+    `bos_token`, `eos_token` … → text, for chat templates. Raises CheckpointError when a file is missing or broken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,14 +56,17 @@ class Tokenizer:
         }
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids. add_special: BOS in front where the model wants one and the text does not begin with it already."""
+        """Token ids. add_special: BOS in front where the model wants one and the text does not begin with it
+        already.
+        """
         # the library's batch call alone lets other threads run meanwhile; "fast" makes no offsets
         ids: list[int] = self._library.encode_batch_fast([_checked(text)], add_special_tokens=False)[0].ids
         return self._with_bos(ids) if add_special else ids
 
     def exceeds(self, text: str, limit: int) -> bool:
-        """Whether a text surely has more than `limit` tokens, told from its size or from the beginning of it, at most half: what is far too
-        long costs no more than what is just too long. False says nothing."""
+        """Whether a text surely has more than `limit` tokens, told from its size or from the beginning of it, at most
+        half: what is far too long costs no more than what is just too long. False says nothing.
+        """
         if self._longest and len(text) > self._longest * limit:
             return True
         size = max(PROBE, 8 * limit)
@@ -80,7 +82,9 @@ class Tokenizer:
         return [self._with_bos(encoding.ids) if add_special else encoding.ids for encoding in found]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of whole sequences; ids outside the vocabulary are nothing. Equal to what a detokenizer gives in pieces."""
+        """The text of whole sequences; ids outside the vocabulary are nothing. Equal to what a detokenizer gives in
+        pieces.
+        """
         detokenizer = self.detokenizer(skip_special_tokens)
         return detokenizer.feed(list(ids)) + detokenizer.finish()
 
@@ -89,8 +93,8 @@ class Tokenizer:
     ) -> Detokenizer:
         """A fresh incremental detokenizer for one sequence.
 
-        markup: special tokens that are neither BOS, EOS nor padding stay (what reasoning and tool parsers read), those are hidden.
-        keep: further special ids that stay although they would be hidden.
+        markup: special tokens that are neither BOS, EOS nor padding stay (what reasoning and tool parsers read), those
+        are hidden. keep: further special ids that stay although they would be hidden.
         """
         hidden = self.end_ids if markup else self.special_ids if skip_special_tokens else frozenset[int]()
         wanted = hidden - frozenset(keep)
@@ -115,7 +119,9 @@ class Tokenizer:
         return found
 
     def mark_id(self, text: str) -> int | None:
-        """The id of exactly this added token, or None: markup that is one token, which ordinary text is never cut into."""
+        """The id of exactly this added token, or None: markup that is one token, which ordinary text is never cut
+        into.
+        """
         found = self.token_id(text)
         return found if found in self.added_ids else None
 
@@ -134,7 +140,9 @@ class Tokenizer:
         return flag if isinstance(flag, bool) else self.bos_id in self._library.encode("", add_special_tokens=True).ids
 
     def _add_declared(self, config: Mapping[str, Any]) -> None:
-        """Tokens that only tokenizer_config.json declares (transformers adds them too), lowest id first: ids are given in order."""
+        """Tokens that only tokenizer_config.json declares (transformers adds them too), lowest id first: ids are given
+        in order.
+        """
         declared = config.get("added_tokens_decoder") or {}
         for key in sorted(declared, key=int):
             token = declared[key]
@@ -184,7 +192,8 @@ def vocabulary(folder: Path) -> dict[str, int]:
 def _load(path: Path) -> Library:
     if not path.is_file():
         raise CheckpointError(
-            f"{path}: missing; a checkpoint needs tokenizer.json beside its weights (save_pretrained of a fast tokenizer)"
+            f"{path}: missing; a checkpoint needs tokenizer.json beside its weights (save_pretrained of a fast"
+            " tokenizer)"
         )
     try:
         return Library.from_str(path.read_text(encoding="utf-8"))

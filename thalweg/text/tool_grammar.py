@@ -1,4 +1,5 @@
-"""Grammars of tool calls: the markup of each format around arguments that match the function's schema. What they let through, the parser reads.
+"""Grammars of tool calls: the markup of each format around arguments that match the function's schema. What they let
+through, the parser reads.
 
 Marks that are single tokens stand in a grammar as tokens, so that text never contains one; the others are text.
 """
@@ -21,15 +22,18 @@ _MARK = re.compile("(<｜[^<>]*｜>|｜DSML｜|</?tool_call>)")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _KEY = re.compile(r'[^"<>\s]{1,128}')
 _NOTES = {"description", "title", "default", "examples", "deprecated"}
-# What an object may say for its members to stand apart as DSML parameters; with anything else the call holds one JSON object.
+# What an object may say for its members to stand apart as DSML parameters; with anything else the call holds one JSON
+# object.
 _APART = _NOTES | {"type", "properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions"}
 _TEXT = r"(.|\n)*"
 
 
 @dataclass(frozen=True)
 class Tools:
-    """functions: as OpenAI's clients give them (name, parameters). forced: the answer is calls and nothing else; otherwise it may be
-    text, or what the grammar `content` says ("" is any text), too. single: at most one call. mark_id: the token that a mark is, if it is one."""
+    """functions: as OpenAI's clients give them (name, parameters). forced: the answer is calls and nothing else;
+    otherwise it may be text, or what the grammar `content` says ("" is any text), too. single: at most one call.
+    mark_id: the token that a mark is, if it is one.
+    """
 
     functions: Sequence[Function]
     forced: bool
@@ -48,7 +52,9 @@ class Tools:
 
 
 def tool_grammar(form: str, tools: Tools) -> str:
-    """The Lark grammar of an answer in a format of `thalweg.text.parser.TOOL_FORMATS`. Raises InvalidRequest naming the tool."""
+    """The Lark grammar of an answer in a format of `thalweg.text.parser.TOOL_FORMATS`. Raises InvalidRequest naming the
+    tool.
+    """
     for i, function in enumerate(tools.functions):
         if not _NAME.fullmatch(function["name"]):
             raise InvalidRequest(f"tools[{i}].function.name", "may have letters, digits and _.:/- only, at most 128")
@@ -56,7 +62,9 @@ def tool_grammar(form: str, tools: Tools) -> str:
 
 
 def _sep(tools: Tools, before: str, after: str, opening: str) -> list[str]:
-    """DeepSeek V3 to V3.1: special tokens around each call. before, after: what stands around the name; opening: before the JSON's end mark."""
+    """DeepSeek V3 to V3.1: special tokens around each call. before, after: what stands around the name; opening: before
+    the JSON's end mark.
+    """
     begin, end = tools.mark("<｜tool▁calls▁begin｜>"), tools.mark("<｜tool▁calls▁end｜>")
     rules = [_block(tools, begin, f"calls {end}", '"\\n"?')]
     for i, function in enumerate(tools.functions):
@@ -74,7 +82,9 @@ def _hermes(tools: Tools) -> list[str]:
 
 
 def _block(tools: Tools, begin: str, rest: str, between: str) -> str:
-    """The rules `start` and `calls`. A format whose block is nothing but its calls (rest "") repeats `begin` before each of them."""
+    """The rules `start` and `calls`. A format whose block is nothing but its calls (rest "") repeats `begin` before
+    each of them.
+    """
     one = "(" + " | ".join(f"call{i}" for i in range(len(tools.functions))) + ")"
     again = f"({between} {one})*" if rest else f"({between} {begin} {one})*"
     calls = f"calls: {one}" if tools.single else f"calls: {one} {again}"

@@ -6,12 +6,13 @@
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-string="true": v is the string as it stands. string="false": v is JSON, or a string where it is not. An invoke may hold one JSON object
-instead of parameters; without parameters it may close itself, `<｜DSML｜invoke name="F"/>`. `｜DSML｜` is one token inside the tags: nothing here
-looks at ids.
+string="true": v is the string as it stands. string="false": v is JSON, or a string where it is not. An invoke may hold
+one JSON object instead of parameters; without parameters it may close itself, `<｜DSML｜invoke name="F"/>`. `｜DSML｜` is
+one token inside the tags: nothing here looks at ids.
 
-An invoke may stand without the outer tags: models forget them far into a long context, and write such a tag in prose, too. So it counts only
-when it was closed, calls a function that was offered, and has the arguments that the schema requires; until then nothing of it is shown.
+An invoke may stand without the outer tags: models forget them far into a long context, and write such a tag in prose,
+too. So it counts only when it was closed, calls a function that was offered, and has the arguments that the schema
+requires; until then nothing of it is shown.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _ENDS_VALUE = ("parameter", "/parameter", *_ENDS_CALL)
 
 
 def _read(text: str, at: int) -> tuple[Tag, int] | None:
-    """A tag ends at `>` outside quotes; a broken one at a newline, at the next `<`, or when it is too long to be one."""
+    """A tag ends at `>` outside quotes; a broken one at a newline, at the next `<`, or when it is too long to be
+    one.
+    """
     mark = _MARK.search(text, at)
     assert mark is not None, "the lexer found an opener here"
     limit = min(len(text), at + _LONGEST)

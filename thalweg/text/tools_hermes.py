@@ -4,7 +4,8 @@
     {"name": "F", "arguments": {…}}
     </tool_call>
 
-Written in this order the arguments stream; in any other the call waits for its end tag. Arguments may be a string that holds JSON.
+Written in this order the arguments stream; in any other the call waits for its end tag. Arguments may be a string that
+holds JSON.
 """
 
 from __future__ import annotations
@@ -150,7 +151,9 @@ def _members(text: str) -> dict[str, str]:
 
 
 def _mark(text: str, at: int, wanted: str) -> tuple[str, int]:
-    """The mark of JSON that stands here, and where the space behind it ends. Raises ValueError when it is none of those wanted."""
+    """The mark of JSON that stands here, and where the space behind it ends. Raises ValueError when it is none of those
+    wanted.
+    """
     found = _MARK.match(text, at)
     if found is None or found[1] not in wanted:
         raise ValueError(f"none of {wanted} at {at}")

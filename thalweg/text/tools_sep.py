@@ -131,7 +131,9 @@ class _Call:
 
 
 def _name(header: str, before: str) -> str | None:
-    """The function's name: V3.1 puts it before the separator, V3 writes `function` there and the name on the next line."""
+    """The function's name: V3.1 puts it before the separator, V3 writes `function` there and the name on the next
+    line.
+    """
     found = _BEFORE_JSON.fullmatch(before)
     header = header.strip()
     if found is None or (found[1] and header not in ("function", "")):

@@ -184,7 +184,8 @@ def _copy(source: TensorSpec, target: str, into: Tensor, value: Tensor) -> int:
     """Copies a slice of `source` into a slice of the parameter `target`. Returns how many elements that is."""
     if value.shape != into.shape:
         raise CheckpointError(
-            f"{source.name}: shape {source.shape} does not fit config.json: {target} expects {tuple(into.shape)} of it, got {tuple(value.shape)}"
+            f"{source.name}: shape {source.shape} does not fit config.json: {target} expects {tuple(into.shape)} of it,"
+            f" got {tuple(value.shape)}"
         )
     into.copy_(value)
     return into.numel()

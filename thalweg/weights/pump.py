@@ -42,7 +42,9 @@ class FileSlice:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def taken(self, take: tuple[slice, ...]) -> FileSlice:
-        """A slice of it. Rows are left in the file; what is cut of the other dims is read and left out on the device."""
+        """A slice of it. Rows are left in the file; what is cut of the other dims is read and left out on the
+        device.
+        """
         if not take:
             return self
         first, stop, step = take[0].indices(self.shape[0])

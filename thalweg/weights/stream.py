@@ -80,7 +80,8 @@ class Safetensors:
         missing = sorted({file for file in file_of.values() if not (folder / file).exists()})
         if missing:
             raise CheckpointError(
-                f"{folder}: {len(missing)} shards named in {INDEX} are missing: {', '.join(missing[:5])}; download them again"
+                f"{folder}: {len(missing)} shards named in {INDEX} are missing: {', '.join(missing[:5])}; download them"
+                " again"
             )
         for file in sorted(set(file_of.values())):
             self._open(folder / file)
@@ -89,7 +90,8 @@ class Safetensors:
             absent = [name for name, place in file_of.items() if place == file and name not in present]
             if absent:
                 raise CheckpointError(
-                    f"{folder / file}: {INDEX} puts {absent[0]} there (and {len(absent) - 1} more), but it does not hold it"
+                    f"{folder / file}: {INDEX} puts {absent[0]} there (and {len(absent) - 1} more), but it does not"
+                    " hold it"
                 )
             file_of |= {name: file for name in present if name not in file_of}
         return dict(sorted(file_of.items(), key=lambda item: item[1]))

@@ -61,7 +61,9 @@ class WeightTable:
 
 
 def table_of(module: nn.Module) -> WeightTable:
-    """The rules that the layers inside `module` declare (`layers.module.Module`), with targets as `module` names them."""
+    """The rules that the layers inside `module` declare (`layers.module.Module`), with targets as `module` names
+    them.
+    """
     table = WeightTable()
     for path, inner in module.named_modules():
         own: WeightTable | None = inner.__dict__.get("weights")

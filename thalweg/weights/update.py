@@ -31,6 +31,7 @@ def quantization_of(folder: Path, facts: ModelFacts, read: Callable[[Path], Mode
     differing = [name for name in ours if name not in FREE and ours[name] != other[name]]
     if differing:
         raise CheckpointError(
-            f"{folder / 'config.json'} is of another model: {', '.join(differing)} differ. Weights are replaced, a model is not: start a server for it"
+            f"{folder / 'config.json'} is of another model: {', '.join(differing)} differ. Weights are replaced, a"
+            " model is not: start a server for it"
         )
     return theirs.quantization_config

@@ -27,8 +27,9 @@ def git(root: Path, *words: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Age:
-    """commits: (hash, title) of those since, the newest first. files: changed and not committed. unsure: the measured tree had changes that no
-    commit holds, or the result does not name its commit."""
+    """commits: (hash, title) of those since, the newest first. files: changed and not committed. unsure: the measured
+    tree had changes that no commit holds, or the result does not name its commit.
+    """
 
     measured: str
     commits: tuple[tuple[str, str], ...]
@@ -41,8 +42,9 @@ class Age:
 
 
 def measured_at(root: Path, path: str, result: Mapping[str, Any]) -> tuple[str, str]:
-    """(commit that the result was measured at, why that is unsure). A result that does not say counts from the commit that brought its file.
-    Raises NoHistory."""
+    """(commit that the result was measured at, why that is unsure). A result that does not say counts from the commit
+    that brought its file. Raises NoHistory.
+    """
     told = str(result.get("commit") or "")
     if told:
         dirty = "the tree had changes when it was measured" if told.endswith(CHANGED) else ""
@@ -52,8 +54,9 @@ def measured_at(root: Path, path: str, result: Mapping[str, Any]) -> tuple[str, 
 
 
 def age(root: Path, path: str, result: Mapping[str, Any], code: Sequence[str]) -> Age:
-    """Of one result. path: of its file, from root; code: the paths that it measures. One that does not name its commit and is not committed
-    as it stands was measured just now. Raises NoHistory."""
+    """Of one result. path: of its file, from root; code: the paths that it measures. One that does not name its commit
+    and is not committed as it stands was measured just now. Raises NoHistory.
+    """
     if not result.get("commit") and git(root, "status", "--porcelain", "--", path):
         return Age(git(root, "rev-parse", "HEAD"), (), (), "it is not committed yet, and counts as measured now")
     commit, unsure = measured_at(root, path, result)
@@ -77,4 +80,7 @@ def words(path: str, one: Age, again: str) -> str:
         )
     if one.files:
         since.append(f"{len(one.files)} of its files have changes that are not committed, {one.files[0]} among them")
-    return f"{path} is older than the code that it measures: of commit {one.measured[:7]}{doubt}, and {'; '.join(since)}. Measure again: {again}"
+    return (
+        f"{path} is older than the code that it measures: of commit {one.measured[:7]}{doubt}, and {'; '.join(since)}."
+        f" Measure again: {again}"
+    )

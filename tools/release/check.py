@@ -1,4 +1,5 @@
-"""The gate before a release: `python -m tools.release.check` (`make release-check`). Every part runs, whatever the others say.
+"""The gate before a release: `python -m tools.release.check` (`make release-check`). Every part runs, whatever the
+others say.
 
 | part | passes when |
 | --- | --- |
@@ -87,7 +88,8 @@ def same_answers(committed: dict[str, Any], now: dict[str, Any]) -> Verdict:
         worse = row["high_95"] < was["low_95"]
         ok = ok and not worse
         said.append(
-            f"{row['task']}: {row['share']:.1%} of {row['total']}, committed {was['share']:.1%} of {was['total']}{': worse' if worse else ''}"
+            f"{row['task']}: {row['share']:.1%} of {row['total']}, committed {was['share']:.1%} of"
+            f" {was['total']}{': worse' if worse else ''}"
         )
     return Verdict(ok, tuple(said))
 

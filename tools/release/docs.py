@@ -1,8 +1,10 @@
-"""Tables in the docs, made from committed results: `python -m tools.release.docs` writes them anew (`make docs`), `--check` only looks.
+"""Tables in the docs, made from committed results: `python -m tools.release.docs` writes them anew (`make docs`),
+`--check` only looks.
 
-In a page, what stands between `<!-- table: KIND FILE -->` and `<!-- end -->` is made here: KIND is one of `tables.KINDS`, FILE a path under
-benchmarks/; `tables.SEVERAL` are of several files. `<!-- table: support -->` makes the lines of `benchmarks/index.yaml`. All other text is written
-by hand."""
+In a page, what stands between `<!-- table: KIND FILE -->` and `<!-- end -->` is made here: KIND is one of
+`tables.KINDS`, FILE a path under benchmarks/; `tables.SEVERAL` are of several files. `<!-- table: support -->` makes
+the lines of `benchmarks/index.yaml`. All other text is written by hand.
+"""
 
 from __future__ import annotations
 

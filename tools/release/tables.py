@@ -1,4 +1,6 @@
-"""Markdown tables from committed results: a kind of result is a function from its JSON to lines, and `say` puts any of them in a few words."""
+"""Markdown tables from committed results: a kind of result is a function from its JSON to lines, and `say` puts any of
+them in a few words.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,10 @@ def roofline(result: Result) -> Lines:
         ]
         lines += [
             "",
-            f"A step of {step['rows']} rows and {step['tokens']} tokens, {step['us'] / 1e3:,.2f} ms under the profiler:",
+            (
+                f"A step of {step['rows']} rows and {step['tokens']} tokens, {step['us'] / 1e3:,.2f} ms under the"
+                " profiler:"
+            ),
             "",
         ]
         lines += table(["operation", "µs", "of the step", "floor µs"], rows)
@@ -153,7 +158,9 @@ def plan_check(result: Result) -> Lines:
 
 
 def acceptance(result: Result) -> Lines:
-    """A row for each task and way of drawing; for each rule and number of drafts tokens of a verification, and the share accepted by depth."""
+    """A row for each task and way of drawing; for each rule and number of drafts tokens of a verification, and the
+    share accepted by depth.
+    """
     rows = result["acceptance"]
     sampled = any(one["temperature"] for one in rows)
     rules = len({one["rule"] for one in rows}) > 1
@@ -182,8 +189,9 @@ def speculation(result: Result) -> Lines:
 
 
 def speculation_steps(result: Result) -> Lines:
-    """Milliseconds of a step by drafts a step, and how many tokens it must bring to be as fast as plain decoding; tokens a second by what was
-    accepted; and where a step's time goes."""
+    """Milliseconds of a step by drafts a step, and how many tokens it must bring to be as fast as plain decoding;
+    tokens a second by what was accepted; and where a step's time goes.
+    """
     rows = result["speculation"]
     plain = {(one["input_len"], one["batch_size"]): one["step_latency"] for one in rows if not one["width"]}
     cells = [_step(one, plain[one["input_len"], one["batch_size"]]) for one in rows]
@@ -193,7 +201,9 @@ def speculation_steps(result: Result) -> Lines:
 
 
 def _step(row: Result, plain: float) -> str:
-    """plain: seconds of a step without drafts. What the engine chooses has steps of several kinds: of those also what they brought."""
+    """plain: seconds of a step without drafts. What the engine chooses has steps of several kinds: of those also what
+    they brought.
+    """
     ms, needed = f"{1e3 * row['step_latency']:.2f}", f"{row['step_latency'] / plain:.2f}"
     if not row["width"]:
         return ms
@@ -248,7 +258,9 @@ def _best(rows: Sequence[Result], batch: int) -> str:
 
 
 def _by_drafts(result: Result, cells: Sequence[str]) -> Lines:
-    """A column for each width and tree, a row for each context and number of requests. cells: of each row of the result."""
+    """A column for each width and tree, a row for each context and number of requests. cells: of each row of the
+    result.
+    """
     rows = result["speculation"]
     heads = list(dict.fromkeys(map(_drafts, rows)))
     found: dict[tuple[int, int], dict[str, str]] = {}
@@ -298,7 +310,9 @@ def soak(result: Result) -> Lines:
 
 
 def recomputed(result: Result) -> Lines:
-    """A long generation beside its tokens as a prompt, and pages of that computed once more: what is kept of each layer, and logits."""
+    """A long generation beside its tokens as a prompt, and pages of that computed once more: what is kept of each
+    layer, and logits.
+    """
     rows = [
         [one["name"], one["layer"] if one["name"] != "logits" else "",
          f"{one['error_median']:.2%}", f"{one['error_p99']:.2%}", f"{one['error_max']:.2%}",

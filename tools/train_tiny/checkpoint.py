@@ -1,4 +1,6 @@
-"""Between the training model and the published layout: FP8 blocks, per-expert names, the NextN layer as one layer more."""
+"""Between the training model and the published layout: FP8 blocks, per-expert names, the NextN layer as one layer
+more.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The public-domain texts as paragraphs, dialogues and plain text, split by position.
 
-A text is cut into sections of 40 paragraphs; the hash of (text, section number) puts a section into training or holds it
-out, so a held-out speech never shares a page with training text. `python -m tools.train_tiny.corpus FOLDER` writes the
-held-out dialogues that `thalweg eval` uses to `thalweg/bench/dialogue_held_out.json`.
+A text is cut into sections of 40 paragraphs; the hash of (text, section number) puts a section into training or holds
+it out, so a held-out speech never shares a page with training text. `python -m tools.train_tiny.corpus FOLDER` writes
+the held-out dialogues that `thalweg eval` uses to `thalweg/bench/dialogue_held_out.json`.
 """
 
 from __future__ import annotations

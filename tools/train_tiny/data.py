@@ -1,4 +1,6 @@
-"""Training documents: conversations drawn from the tasks, from the corpus and from small talk, packed into rows of tokens."""
+"""Training documents: conversations drawn from the tasks, from the corpus and from small talk, packed into rows of
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ from tools.train_tiny.tokenizer import ASSISTANT, BOS, END_THINK, EOS, THINK, US
 
 Turn = dict[str, object]
 
-# Share of the training tokens; a document's usual length in tokens, which turns the share into a probability; and the weight
-# of each learned token: few tokens of a long recall or tool document are learned, so they count more.
+# Share of the training tokens; a document's usual length in tokens, which turns the share into a probability; and the
+# weight of each learned token: few tokens of a long recall or tool document are learned, so they count more.
 MIX: Mapping[str, tuple[float, int, float]] = {
     "recall": (0.24, 810, 4.0),
     "recall_short": (0.08, 200, 3.0),
@@ -60,7 +62,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Rows:
-    """Packed documents, all [B, T]: token ids, loss weight of each token, document number (-1: padding), dropout or not."""
+    """Packed documents, all [B, T]: token ids, loss weight of each token, document number (-1: padding), dropout or
+    not.
+    """
 
     tokens: np.ndarray
     weight: np.ndarray

@@ -1,11 +1,13 @@
-"""Trains an EAGLE-3 head for the bundled model, writes it in the published format, and measures through the engine how many drafts are accepted.
+"""Trains an EAGLE-3 head for the bundled model, writes it in the published format, and measures through the engine how
+many drafts are accepted.
 
     python -m tools.train_tiny.eagle --corpus FOLDER --out HEAD --minutes 3
 
-The head reads the residual streams behind layers 1, 2 and 3, and is trained as it will be used: a few steps unrolled, the first on the target's
-states, each other on what the one before returned, where the entries behind it are those that drafting would have made (EAGLE-3's training-time
-test). It learns the target's own distribution, over the tokens that are most frequent in what it is shown. The course follows the clock. On a
-CPU the same command works with `--rows 2 --length 256 --workers 1`; rows so short hold sums and talk only.
+The head reads the residual streams behind layers 1, 2 and 3, and is trained as it will be used: a few steps unrolled,
+the first on the target's states, each other on what the one before returned, where the entries behind it are those that
+drafting would have made (EAGLE-3's training-time test). It learns the target's own distribution, over the tokens that
+are most frequent in what it is shown. The course follows the clock. On a CPU the same command works with `--rows 2
+--length 256 --workers 1`; rows so short hold sums and talk only.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the target says of packed rows. document: of each token, -1 for padding. learned: whether what is said of the token behind it counts."""
+    """What the target says of packed rows. document: of each token, -1 for padding. learned: whether what is said of
+    the token behind it counts.
+    """
 
     tokens_BT: Tensor
     streams_BTX: Tensor
@@ -75,8 +79,9 @@ class Seen:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one step of the unrolled head to its first step's entries, and to the one entry of each later step that a draft
-    at its place has behind it."""
+    """Grouped-query attention of one step of the unrolled head to its first step's entries, and to the one entry of
+    each later step that a draft at its place has behind it.
+    """
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -86,8 +91,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(HEADS * WIDTH, hidden, bias=False)
 
     def forward(self, x_BTX: Tensor, allowed_BTS: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """[B, T, C]. allowed: which of the first step's entries each place has, were it of the first step. past: keys and values of the steps before,
-        to which this one's are added."""
+        """[B, T, C]. allowed: which of the first step's entries each place has, were it of the first step. past: keys
+        and values of the steps before, to which this one's are added.
+        """
         length = x_BTX.shape[1]
         frequency = THETA ** (-torch.arange(0, WIDTH, 2, device=x_BTX.device) / WIDTH)
         angle = torch.arange(length, device=x_BTX.device)[:, None] * frequency

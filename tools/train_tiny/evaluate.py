@@ -1,7 +1,9 @@
-"""Held-out results of a checkpoint with the training model's own code (`thalweg eval` measures the same through the engine).
+"""Held-out results of a checkpoint with the training model's own code (`thalweg eval` measures the same through the
+engine).
 
-Every target is the only greedy text that the task's format allows, so "the model would write it" is read off one pass: each
-next token of the target must be the most likely one. Where another wording would be right too, this counts it as wrong.
+Every target is the only greedy text that the task's format allows, so "the model would write it" is read off one pass:
+each next token of the target must be the most likely one. Where another wording would be right too, this counts it as
+wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Result:
-    """Counts of one task: items written right, tokens drafted right, and the targets' negative log-likelihood in nats."""
+    """Counts of one task: items written right, tokens drafted right, and the targets' negative log-likelihood in
+    nats.
+    """
 
     items: int
     right: int
@@ -202,7 +206,8 @@ def table(results: dict[str, dict[str, float]]) -> str:
         exact = "–" if task == "dialogue" else f"{r['exact']:.1%} ({r['exact_low']:.1%}–{r['exact_high']:.1%})"
         draft = f"{r['nextn_acceptance']:.1%} ({r['nextn_low']:.1%}–{r['nextn_high']:.1%})"
         lines.append(
-            f"| {task} | {r['items']:.0f} | {exact} | {draft} | {r['perplexity_per_token']:.3f} | {r['bits_per_byte']:.3f} |"
+            f"| {task} | {r['items']:.0f} | {exact} | {draft} | {r['perplexity_per_token']:.3f} |"
+            f" {r['bits_per_byte']:.3f} |"
         )
     return "\n".join(lines)
 

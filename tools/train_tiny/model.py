@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 as a model that can be trained: plain PyTorch, whole sequences, no cache.
 
-Written from the published description of the architecture; the tests compare it with transformers' `deepseek_v32`.
-It computes what inference computes, in the form that suits training: all routed experts run as one wide MLP whose channels
+Written from the published description of the architecture; the tests compare it with transformers' `deepseek_v32`. It
+computes what inference computes, in the form that suits training: all routed experts run as one wide MLP whose channels
 are scaled by the router, attention is masked instead of gathered, and FP8 weights are rounded in the forward pass only.
 
 Letters in names: B rows, T tokens of a row, S keys, H heads, D head width, E experts, N chosen rows.
@@ -107,7 +107,8 @@ class View:
     """What the layers of one forward pass share.
 
     `allowed_BTS`: key at or before the query and of the same document. `rows_N`: the queries on which the indexers are
-    trained, empty when they are not. `keep_BT1`: dropout's multiplier is drawn per token with this probability of keeping.
+    trained, empty when they are not. `keep_BT1`: dropout's multiplier is drawn per token with this probability of
+    keeping.
     """
 
     allowed_BTS: Tensor

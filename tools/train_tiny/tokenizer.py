@@ -1,4 +1,6 @@
-"""Trains the bundled model's tokenizer: byte-level BPE with DeepSeek-V3's special tokens, every digit a token of its own."""
+"""Trains the bundled model's tokenizer: byte-level BPE with DeepSeek-V3's special tokens, every digit a token of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", 
 THINK, END_THINK = "<think>", "</think>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 
-# In the order of the published vocabulary, where they also come after all merges. Not "special": text that is decoded with
-# the special tokens skipped must still show thinking and tool calls to the parsers.
+# In the order of the published vocabulary, where they also come after all merges. Not "special": text that is decoded
+# with the special tokens skipped must still show thinking and tool calls to the parsers.
 _MARKUP = (
     *(THINK, END_THINK, "<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>", USER, ASSISTANT, "<|EOT|>"),
     *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),

@@ -2,11 +2,11 @@
 
     python -m tools.train_tiny.train --corpus FOLDER --out models/tiny
 
-The course follows DeepSeek-V3.2's: dense attention while the indexer learns its distribution (KL divergence), then sparse
-attention over the indexer's choice, on which the indexer goes on learning; the NextN layer is trained all along, on the text
-and on the main model's own distribution; experts are balanced by their bias alone. Towards the end the FP8 weights are
-rounded in the forward pass, so the model learns to live with the checkpoint's precision. Phases and learning rate follow the
-clock, not the step number: the same command makes use of whatever GPU it finds.
+The course follows DeepSeek-V3.2's: dense attention while the indexer learns its distribution (KL divergence), then
+sparse attention over the indexer's choice, on which the indexer goes on learning; the NextN layer is trained all along,
+on the text and on the main model's own distribution; experts are balanced by their bias alone. Towards the end the FP8
+weights are rounded in the forward pass, so the model learns to live with the checkpoint's precision. Phases and
+learning rate follow the clock, not the step number: the same command makes use of whatever GPU it finds.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def make_tokenizer(plan: Plan) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Losses:
-    """Scalars of one step; `total` is what is minimized. Of every learned token: its weight, and whether it was foreseen."""
+    """Scalars of one step; `total` is what is minimized. Of every learned token: its weight, and whether it was
+    foreseen.
+    """
 
     total: Tensor
     main: Tensor
@@ -191,7 +193,8 @@ def train(plan: Plan, tokenizer: Tokenizer) -> TinyModel:
         if step <= 3 or step % 100 == 0:
             now = time.monotonic()
             print(
-                f"step {step} {now - began:.0f} s (+{now - logged:.1f}) {share:.2f} {loss.report()} norm {float(norm):.2f}",
+                f"step {step} {now - began:.0f} s (+{now - logged:.1f}) {share:.2f} {loss.report()} norm"
+                f" {float(norm):.2f}",
                 flush=True,
             )
             logged = now

@@ -24,7 +24,9 @@ class Holder:
 
 
 class Driver:
-    """Operations drawn from `seed`. After each one the counts must be exact, and after every `audit` of them everything is."""
+    """Operations drawn from `seed`. After each one the counts must be exact, and after every `audit` of them everything
+    is.
+    """
 
     def __init__(self, seed: int, pages: int = 40, page_size: int = 2, audit: int = 20) -> None:
         self.rng, self.audit_every = random.Random(seed), audit
@@ -134,7 +136,9 @@ class Driver:
             self._trim(h.path)
 
     def _trim(self, path: Path) -> None:
-        """Who has ended takes its own end of the tree with it: only pages that nobody leases or stands behind, and not its beginning."""
+        """Who has ended takes its own end of the tree with it: only pages that nobody leases or stands behind, and not
+        its beginning.
+        """
         before, count = set(self.tree._nodes), self.rng.randint(0, len(path.tokens) // self.size)
         leased = {page for page in before if self.books.lease[page]}
         self.books.trim(path, count)

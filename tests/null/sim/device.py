@@ -1,4 +1,6 @@
-"""The simulated device of one rank: p stages, each a stream in order, with latencies; the truth in slots; outputs come late."""
+"""The simulated device of one rank: p stages, each a stream in order, with latencies; the truth in slots; outputs come
+late.
+"""
 
 from __future__ import annotations
 
@@ -269,8 +271,9 @@ class Device:
         return Output(got, x.drafts, x.done, logprobs, work.scores, parents=told, accepted_mask=path)
 
     def _propose(self, x: Slot, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """A drafter is right most of the time, and may make fewer than asked. It makes its own entries of the last token and of its drafts; of a
-        dynamic tree, of what it grows from. → drafts and their parents."""
+        """A drafter is right most of the time, and may make fewer than asked. It makes its own entries of the last
+        token and of its drafts; of a dynamic tree, of what it grows from. → drafts and their parents.
+        """
         bind, parents = x.bind, list[int]()
         paths: list[tuple[int, ...]] = [()]
         if self.lost:

@@ -73,8 +73,9 @@ class CountingTree(RadixTree):
 
 
 class SimChannel:
-    """The engine's end of the line to a front that lives in the same turn. inbox: messages, and calls that stand for what no message of
-    today carries (grammars, transfers); they are carried out in order."""
+    """The engine's end of the line to a front that lives in the same turn. inbox: messages, and calls that stand for
+    what no message of today carries (grammars, transfers); they are carried out in order.
+    """
 
     def __init__(self) -> None:
         self.inbox: list[ToEngine | Callable[[], None]] = []
@@ -204,7 +205,9 @@ def agree(plans: Sequence[StepPlan]) -> tuple[Shape | None, int]:
 
 
 def serve(ranks: Sequence[Rank], receive: Callable[[int], bool], clock: Clock, rng: random.Random) -> int:
-    """Turns until the front has nothing more and every rank is idle. `receive(turn)` fills the inboxes; True: more will come."""
+    """Turns until the front has nothing more and every rank is idle. `receive(turn)` fills the inboxes; True: more will
+    come.
+    """
     turn = 0
     while receive(turn) or any(r.loop.inflight or not r.brain.idle or r.channel.inbox for r in ranks):
         turn += 1

@@ -11,8 +11,10 @@ from thalweg.core.plan import TokenLogprob
 
 @dataclass(eq=False)
 class Case:
-    """One sequence, and its news. masked: under a grammar. send: its pages are copied away at the end. cut: the token at which the front
-    stops it (a stop string), or -1. hurt: an abort was drawn for it, so any prefix of its tokens is right."""
+    """One sequence, and its news. masked: under a grammar. send: its pages are copied away at the end. cut: the token
+    at which the front stops it (a stop string), or -1. hurt: an abort was drawn for it, so any prefix of its tokens is
+    right.
+    """
 
     submit: Submit
     context: int

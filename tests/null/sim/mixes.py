@@ -1,4 +1,6 @@
-"""Random mixes: what can meet, meets. Every sequence must equal the sequential decoder's, and everything must come home."""
+"""Random mixes: what can meet, meets. Every sequence must equal the sequential decoder's, and everything must come
+home.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ class Result(NamedTuple):
 
 
 class Mix:
-    """One random mix, drawn from `seed`. tight: long outputs, few pages, small chunks, so that prompts are preempted half way; None draws
-    that too."""
+    """One random mix, drawn from `seed`. tight: long outputs, few pages, small chunks, so that prompts are preempted
+    half way; None draws that too.
+    """
 
     def __init__(self, seed: int, tight: bool | None = None) -> None:
         self.rng, self.clock = random.Random(seed), Clock()
@@ -202,8 +205,9 @@ class Mix:
         assert aborted or sum(one.verifications for one in ended if one) == drafts.verifications
 
     def _check_kept(self, rank: Rank) -> None:
-        """What the cache holds is the beginning of a prompt, or of a sequence whose output may stay; where nothing was evicted, flushed
-        or trimmed, all of it."""
+        """What the cache holds is the beginning of a prompt, or of a sequence whose output may stay; where nothing was
+        evicted, flushed or trimmed, all of it.
+        """
         tree = rank.books.tree
         if not isinstance(tree, CountingTree):
             return

@@ -16,7 +16,9 @@ def chain(salt: int, tokens: Sequence[int]) -> list[int]:
 
 
 def sample(h: int, seed: int, last: int | None, banned: Sequence[int]) -> int:
-    """The token after hash `h`. last: under a grammar the token's parity must differ from the last one's, EOS excepted."""
+    """The token after hash `h`. last: under a grammar the token's parity must differ from the last one's, EOS
+    excepted.
+    """
     drawn = (hash((h, seed)) >> 7) % VOCAB
     for token in (*range(drawn, VOCAB), *range(drawn)):
         if token not in banned and (last is None or token == EOS or (token + last) % 2):

@@ -1,12 +1,13 @@
 """Edits of the logits in place: penalties, biases and minimum lengths in one launch, grammars in another.
 
-Of a vocabulary of 129,280 a sequence has seen some thousand ids and a bias names some: one program a row edits those and reads nothing else.
-Tokens are counted in a plane of integers of which only the places of the row's own tokens are ever written or read, so that nothing of the
-size of the vocabulary is cleared: first these places become 0, then every token of the output adds 1, then whichever token takes the count
-first makes the edit. Counts do not depend on the order of additions, so neither does the result. Of nodes of a tree, what is before the root is
-counted in a launch of its own, once for all of them, and where each id stands there first, which is who edits it; a node adds its path's drafts.
-Floor: 4 bytes a known token and a few sectors an id, which up to some 100,000 tokens is less than the time of a launch. A forbidden id costs a
-write of 4 bytes: 517 KB a row, 0.17 µs on an H100.
+Of a vocabulary of 129,280 a sequence has seen some thousand ids and a bias names some: one program a row edits those
+and reads nothing else. Tokens are counted in a plane of integers of which only the places of the row's own tokens are
+ever written or read, so that nothing of the size of the vocabulary is cleared: first these places become 0, then every
+token of the output adds 1, then whichever token takes the count first makes the edit. Counts do not depend on the order
+of additions, so neither does the result. Of nodes of a tree, what is before the root is counted in a launch of its own,
+once for all of them, and where each id stands there first, which is who edits it; a node adds its path's drafts. Floor:
+4 bytes a known token and a few sectors an id, which up to some 100,000 tokens is less than the time of a launch. A
+forbidden id costs a write of 4 bytes: 517 KB a row, 0.17 µs on an H100.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ def _count(
     count_EV, first_EV, behind_ED, slot_E, ints_EI, tokens_SL, V, L, query, drafts,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tree's: how often each id stands in the output before the root, and where in all that is before it each stands first; of drafts that stand
-    nowhere there 0 and NOWHERE."""
+    """A tree's: how often each id stands in the output before the root, and where in all that is before it each stands
+    first; of drafts that stand nowhere there 0 and NOWHERE.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -175,11 +177,13 @@ def adjust(
     banned: float,
     behind_EQD: Tensor | None = None,
 ) -> None:
-    """Repetition, frequency and presence penalty, then biases, then `banned` for stop ids before the minimum length; in place.
+    """Repetition, frequency and presence penalty, then biases, then `banned` for stop ids before the minimum length; in
+    place.
 
-    logits float32, contiguous rows. slot_E int64; ints_EI int64: length, …, the prompt's in column 4, the minimum length in 5. floats_SF float32: the
-    three penalties in columns 3 to 5. tokens_SL int32; stop_SK int64, -1 is none. biases: int64 and float32 [S, B], B a power of two, ids
-    distinct where the bias is not 0. penalised, biased: whether any row is. behind_EQD: see `sampling.sample.Sampling.edit`; rows are then nodes.
+    logits float32, contiguous rows. slot_E int64; ints_EI int64: length, …, the prompt's in column 4, the minimum
+    length in 5. floats_SF float32: the three penalties in columns 3 to 5. tokens_SL int32; stop_SK int64, -1 is none.
+    biases: int64 and float32 [S, B], B a power of two, ids distinct where the bias is not 0. penalised, biased: whether
+    any row is. behind_EQD: see `sampling.sample.Sampling.edit`; rows are then nodes.
     """
     (rows, vocab), (ids, values), options = logits_EV.shape, biases, launch_options(logits_EV)
     _, query, drafts = (rows, 1, 0) if behind_EQD is None else behind_EQD.shape
@@ -200,7 +204,9 @@ def adjust(
 
 
 def forbid(logits_EV: Tensor, row_G: Tensor, bits_GW: Tensor) -> None:
-    """-inf, in place, for every token whose bit is 0. row_G int64: the rows meant. bits_GW int32: a bit an id, the lowest first."""
+    """-inf, in place, for every token whose bit is 0. row_G int64: the rows meant. bits_GW int32: a bit an id, the
+    lowest first.
+    """
     vocab = logits_EV.shape[1]
     _forbid[len(row_G), triton.cdiv(vocab, PART)](
         logits_EV, row_G, bits_GW, logits_EV.stride(0), vocab, bits_GW.shape[1], PART, num_warps=8, **launch_options(logits_EV)

@@ -1,6 +1,8 @@
-"""What both attentions on pages are made of: the running softmax, how a context is split, and the joining of parts by their log-sum-exp.
+"""What both attentions on pages are made of: the running softmax, how a context is split, and the joining of parts by
+their log-sum-exp.
 
-Joining is small: at batch 1, 16 heads of 512 dims in 16 splits are 256 KiB in the second-level cache, and a launch is the floor.
+Joining is small: at batch 1, 16 heads of 512 dims in 16 splits are 256 KiB in the second-level cache, and a launch is
+the floor.
 
 Letters: T query tokens, H heads, s splits. LSE: natural logarithm, float32; -inf where nothing was seen.
 """
@@ -28,8 +30,9 @@ PATH = tl.constexpr(64)  # positions of a token whose columns are told: as many 
 
 
 class Tiles(NamedTuple):
-    """Rows of M and keys of a program, warps, stages of its loads, and registers of a thread where two programs are to share a
-    multiprocessor."""
+    """Rows of M and keys of a program, warps, stages of its loads, and registers of a thread where two programs are to
+    share a multiprocessor.
+    """
 
     rows: int
     keys: int
@@ -39,9 +42,11 @@ class Tiles(NamedTuple):
 
 
 def waves(programs: int, context: int) -> int:
-    """Splits that end soonest: whole waves of one program a multiprocessor, each of its pages and some two pages of start and merge. A bound
-    beyond LONG counts as that: with thousands of pages the best waves are ahead by 6 % at most, and may have many times the splits, which a
-    graph that is recorded for the longest context would pay for at every short one."""
+    """Splits that end soonest: whole waves of one program a multiprocessor, each of its pages and some two pages of
+    start and merge. A bound beyond LONG counts as that: with thousands of pages the best waves are ahead by 6 % at
+    most, and may have many times the splits, which a graph that is recorded for the longest context would pay for at
+    every short one.
+    """
     return _waves(programs, -(-min(context, LONG) // PAGE))
 
 
@@ -56,8 +61,10 @@ def _waves(programs: int, pages: int) -> int:
 
 @triton.jit
 def weigh(scores, strength, top):
-    """One tile of the running softmax: weights of the tile, factor of what was summed before, new maximum, all in powers of two.
-    scores: -inf where a key is not seen; strength: what each row's scores are multiplied by. The same arithmetic masked or not."""
+    """One tile of the running softmax: weights of the tile, factor of what was summed before, new maximum, all in
+    powers of two. scores: -inf where a key is not seen; strength: what each row's scores are multiplied by. The same
+    arithmetic masked or not.
+    """
     higher = tl.maximum(top, tl.max(scores, 1) * strength)
     base = tl.where(higher == -float("inf"), 0.0, higher)  # a row that has seen nothing yet
     return tl.exp2(scores * strength[:, None] - base[:, None]), tl.exp2(top - base), higher
@@ -74,8 +81,9 @@ def cleared(out, begin, end, head, heads, DIM: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def share_of(split, splits, pages, FIXED: tl.constexpr):
-    """First page, step and number of pages of a split: every `splits`-th page, so that the first is known before the length is; or neighbours,
-    at least FIXED, so that few splits have work."""
+    """First page, step and number of pages of a split: every `splits`-th page, so that the first is known before the
+    length is; or neighbours, at least FIXED, so that few splits have work.
+    """
     if FIXED:
         own = tl.maximum(tl.cdiv(pages, splits), FIXED)
         first, step, count = split * own, 1, tl.minimum(own, pages - split * own)
@@ -86,14 +94,17 @@ def share_of(split, splits, pages, FIXED: tl.constexpr):
 
 @triton.jit
 def unhidden(hides, before):
-    """Whether rows see the columns so many places before their own. hides: see `batch.Tree`; its highest bit is never set."""
+    """Whether rows see the columns so many places before their own. hides: see `batch.Tree`; its highest bit is never
+    set.
+    """
     return ((hides[:, None] >> tl.minimum(tl.maximum(before, 0), 63).to(tl.int64)) & 1) == 0
 
 
 @triton.jit
 def places(paths, pages, token, position, keys):
-    """int64: the rows of a plane in which these positions of a token's context stand, `position` being its own. paths: see `decode`. What lies behind
-    the token in its page is not seen, and any row will do."""
+    """int64: the rows of a plane in which these positions of a token's context stand, `position` being its own. paths:
+    see `decode`. What lies behind the token in its page is not seen, and any row will do.
+    """
     back = position - keys
     told = (back >= 0) & (back < PATH)
     column = tl.where(told, tl.load(paths + token * PATH + back, mask=told, other=0), keys)
@@ -102,15 +113,17 @@ def places(paths, pages, token, position, keys):
 
 @triton.jit
 def largest_of(q):
-    """Of each row. Keys of one byte are multiplied in float16, to which e4m3 turns in one instruction (to bfloat16 in several); queries are
-    divided by this so that they fit."""
+    """Of each row. Keys of one byte are multiplied in float16, to which e4m3 turns in one instruction (to bfloat16 in
+    several); queries are divided by this so that they fit.
+    """
     return tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1e-20)
 
 
 @triton.jit
 def merged(partial, lse, pair, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """The splits of one token and head joined: [DIM] float32. A few are fetched beside their LSE, and what a split that saw nothing has is
-    dropped; of many, most are empty and not fetched at all."""
+    """The splits of one token and head joined: [DIM] float32. A few are fetched beside their LSE, and what a split that
+    saw nothing has is dropped; of many, most are empty and not fetched at all.
+    """
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
     own = tl.load(lse + pair * splits + split, mask=split < splits, other=-float("inf"))
     at = partial + (pair * splits + split[:, None]) * DIM + dim[None, :]
@@ -171,8 +184,9 @@ def _merge_state(
 
 
 def merge_state_(out_THv: Tensor, lse_TH: Tensor, other_THv: Tensor, other_lse_TH: Tensor) -> None:
-    """Attention to two disjoint parts of a context joined, into the first pair. LSE: float32 [T, H]; strides of all may be any. An output
-    beside an LSE of -inf counts for nothing, but must be finite."""
+    """Attention to two disjoint parts of a context joined, into the first pair. LSE: float32 [T, H]; strides of all may
+    be any. An output beside an LSE of -inf counts for nothing, but must be finite.
+    """
     tokens, heads, dim = out_THv.shape
     _merge_state[(tokens * heads,)](
         out_THv, lse_TH, other_THv, other_lse_TH, heads, *out_THv.stride()[:2], *lse_TH.stride(), *other_THv.stride()[:2],

@@ -1,8 +1,10 @@
-"""The ids of a row above a border, found without a sort of the vocabulary: what `truncate`, `temper` and `logprobs` share.
+"""The ids of a row above a border, found without a sort of the vocabulary: what `truncate`, `temper` and `logprobs`
+share.
 
-`scan` reads the row once, a part of it a program, and leaves the maxima of groups of 64 ids. The k largest group maxima are k values, so the k-th
-largest is a value that the border cannot lie below (`narrow`); the groups that reach it, and nothing else, are read again, and their ids
-at or above it listed (`listed`) under keys whose order is (value, then the smaller id).
+`scan` reads the row once, a part of it a program, and leaves the maxima of groups of 64 ids. The k largest group maxima
+are k values, so the k-th largest is a value that the border cannot lie below (`narrow`); the groups that reach it, and
+nothing else, are read again, and their ids at or above it listed (`listed`) under keys whose order is (value, then the
+smaller id).
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # below every key
 
 @triton.jit
 def id_at(i, part, parts, BLOCK: tl.constexpr, RUNS: tl.constexpr):
-    """The i-th id of a part: it holds RUNS stretches of the vocabulary, and of each of them a group holds a run. They ascend."""
+    """The i-th id of a part: it holds RUNS stretches of the vocabulary, and of each of them a group holds a run. They
+    ascend.
+    """
     return (i // (BLOCK // RUNS) * parts + part) * (BLOCK // RUNS) + i % (BLOCK // RUNS)
 
 
@@ -38,7 +42,9 @@ def asked(row, slot_E, floats_SF, ints_EI, F: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit
 def key_of(y, v_B):
-    """int64 whose order is (value, then the smaller id): the bits of a float, with those of a negative one flipped, are ordered as it is."""
+    """int64 whose order is (value, then the smaller id): the bits of a float, with those of a negative one flipped, are
+    ordered as it is.
+    """
     bits = tl.where(y == 0, 0.0, y).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - v_B).to(tl.int64)
@@ -61,7 +67,9 @@ def scan(
     F: tl.constexpr, COLUMNS: tl.constexpr, SEED: tl.constexpr, TOP_K: tl.constexpr, RAW: tl.constexpr, BLOCK: tl.constexpr,
     RUN: tl.constexpr, RUNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """RAW: the logits themselves, whatever the row wishes; else a row with a NaN has a largest value of +inf, and no other has."""
+    """RAW: the logits themselves, whatever the row wishes; else a row with a NaN has a largest value of +inf, and no
+    other has.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -106,8 +114,10 @@ def overall(top_EC, sum_EC, row, parts, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def narrow(group_G, low, k, enough, largest):
-    """A larger value than `low`, where there is one, that k group maxima reach, or ones of mass `enough`: the border cannot lie below it either. By
-    bisection, until few group maxima lie between what is known to do and what is known not to."""
+    """A larger value than `low`, where there is one, that k group maxima reach, or ones of mass `enough`: the border
+    cannot lie below it either. By bisection, until few group maxima lie between what is known to do and what is known
+    not to.
+    """
     possible_G = group_G > float("-inf")
     mass_G = tl.exp(group_G - largest)
     lowest = tl.min(tl.where(possible_G, group_G, largest))
@@ -135,7 +145,9 @@ def listed(
     logits_V, group_G, low, temperature, chosen_G, keys, V, groups,
     RUN: tl.constexpr, RUNS: tl.constexpr, TILE: tl.constexpr, LIST: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Writes the keys of the ids at or above `low`, of the groups that reach it. → how many there are; more than LIST are not all written."""
+    """Writes the keys of the ids at or above `low`, of the groups that reach it. → how many there are; more than LIST
+    are not all written.
+    """
     reach_G = (group_G >= low) & (group_G > float("-inf"))
     count_G = reach_G.to(tl.int32)
     tl.store(chosen_G + tl.cumsum(count_G, 0) - 1, tl.arange(0, BLOCK_G), mask=reach_G)
@@ -166,7 +178,9 @@ def limit(p, total):
 
 @triton.jit
 def least_of(group_G, V, k, p, m, largest, total):
-    """A value that the border does not lie below. Together with top-p, top-k's is the only one: all of its mass counts."""
+    """A value that the border does not lie below. Together with top-p, top-k's is the only one: all of its mass
+    counts.
+    """
     low = largest * 0 - float("inf")
     enough = low * 0 + float("inf")
     if (p < 1) & (k >= V):
@@ -180,7 +194,9 @@ def least_of(group_G, V, k, p, m, largest, total):
 
 @triton.jit
 def kth(logits_V, V, temperature, k, least, largest, BLOCK: tl.constexpr):
-    """The key of the k-th id of a row, whose value is `least` at least, by bisection; ends early at any key with k ids up to it."""
+    """The key of the k-th id of a row, whose value is `least` at least, by bisection; ends early at any key with k ids
+    up to it.
+    """
     i_B = tl.arange(0, BLOCK)
     low, high = key_of(least, tl.full((), 0x7FFFFFFF, tl.int32)), key_of(largest, tl.zeros([], tl.int32))
     while low < high:

@@ -1,5 +1,7 @@
-"""Cases of steps that verify trees: trees of every form, drawn to their leaves or anywhere before, stop ids, ends and what is no token on the way,
-nodes that were not made, and some that were and are not verified, equal children, slots that had ended."""
+"""Cases of steps that verify trees: trees of every form, drawn to their leaves or anywhere before, stop ids, ends and
+what is no token on the way, nodes that were not made, and some that were and are not verified, equal children, slots
+that had ended.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ BEYOND = 3  # nodes that a slot has behind those of a step
 
 
 class Tree(NamedTuple):
-    """Of each node its parent, its depth and its token, the root's any; and what is drawn there: mostly the token of a child."""
+    """Of each node its parent, its depth and its token, the root's any; and what is drawn there: mostly the token of a
+    child.
+    """
 
     parents: list[int]
     depths: list[int]

@@ -1,7 +1,8 @@
 """Reference of a step whose rows each verify a tree: its inputs out of the slots, and the path that the target draws.
 
-Letters: R rows, Q nodes of each with the root, N = R · Q, D tokens of a path at most, M = R · D, I integers of a slot, P pages of a context, S slots,
-L columns of the tokens plane, K stop ids."""
+Letters: R rows, Q nodes of each with the root, N = R · Q, D tokens of a path at most, M = R · D, I integers of a slot,
+P pages of a context, S slots, L columns of the tokens plane, K stop ids.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from thalweg.kernels.verify.ref import append, stops
 
 
 class Fields(NamedTuple):
-    """Of the slots, see `batch.slots`: stop ids int64, tokens int32, integers int64, page tables, and of each node of a tree its parent, its depth
-    and what it hides, int64."""
+    """Of the slots, see `batch.slots`: stop ids int64, tokens int32, integers int64, page tables, and of each node of a
+    tree its parent, its depth and what it hides, int64.
+    """
 
     stop_SK: Tensor
     tokens_SL: Tensor
@@ -25,9 +27,11 @@ class Fields(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The nodes of a step, row by row: ids, positions, columns, what is hidden and where KV goes, int64; bool, False where one is padding, which is 0
-    in all of them. table_RP: the first columns of the rows' page tables. slot_N; ints_NI: the slots' integers as if the path before the node were
-    known, longer by its depth, at most the context, and ended where that is the end or behind it; `at` is its own column."""
+    """The nodes of a step, row by row: ids, positions, columns, what is hidden and where KV goes, int64; bool, False
+    where one is padding, which is 0 in all of them. table_RP: the first columns of the rows' page tables. slot_N;
+    ints_NI: the slots' integers as if the path before the node were known, longer by its depth, at most the context,
+    and ended where that is the end or behind it; `at` is its own column.
+    """
 
     ids_N: Tensor
     positions_N: Tensor
@@ -41,8 +45,10 @@ class Spread(NamedTuple):
 
 
 class Climbed(NamedTuple):
-    """What was drawn along each path: tokens and the nodes at which they were drawn, int64 [R, D], the root's behind the last; how many are the row's
-    (0 where the slot had ended before), int64 [R]; whether the slot has ended, bool [R]."""
+    """What was drawn along each path: tokens and the nodes at which they were drawn, int64 [R, D], the root's behind
+    the last; how many are the row's (0 where the slot had ended before), int64 [R]; whether the slot has ended, bool
+    [R].
+    """
 
     tokens_RD: Tensor
     nodes_RD: Tensor
@@ -51,8 +57,10 @@ class Climbed(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """The paths as a step of their own, int64 [M], real_M bool; padding behind their ends, which is 0 in all but the first. token_M: which token of
-    the step each is. from_M, to_M: where the KV of it stands, and where that of a chain would."""
+    """The paths as a step of their own, int64 [M], real_M bool; padding behind their ends, which is 0 in all but the
+    first. token_M: which token of the step each is. from_M, to_M: where the KV of it stands, and where that of a chain
+    would.
+    """
 
     token_M: Tensor
     ids_M: Tensor
@@ -63,7 +71,9 @@ class Paths(NamedTuple):
 
 
 def spread(slot_R: Tensor, fields: Fields, query: int, pages: int, page: int) -> Spread:
-    """slot_R int64: whose trees. query: nodes with the root; those that were not made are padding. pages: columns of the tables. page: its tokens."""
+    """slot_R int64: whose trees. query: nodes with the root; those that were not made are padding. pages: columns of
+    the tables. page: its tokens.
+    """
     rows, context = len(slot_R), fields.tokens_SL.shape[1] - 1
     slot_N, node_N = slot_R.repeat_interleave(query), torch.arange(query, device=slot_R.device).repeat(rows)
     ints_NI = fields.ints_SI.index_select(0, slot_N)
@@ -84,8 +94,10 @@ def spread(slot_R: Tensor, fields: Fields, query: int, pages: int, page: int) ->
 
 
 def walk(right_RQ: Tensor, parent_RQ: Tensor, deepest: int) -> Tensor:
-    """int64 [R, D]: the nodes of each row's path, D = deepest, the root first, and the root again behind the last. right_RQ bool: whether a
-    node is the token that was drawn at its parent; parent_RQ: that one's number, int64. Of equal children the path goes on to the last."""
+    """int64 [R, D]: the nodes of each row's path, D = deepest, the root first, and the root again behind the last.
+    right_RQ bool: whether a node is the token that was drawn at its parent; parent_RQ: that one's number, int64. Of
+    equal children the path goes on to the last.
+    """
     node_R1, nodes = torch.zeros_like(parent_RQ[:, :1]), list[Tensor]()
     number_Q = torch.arange(parent_RQ.shape[1], device=parent_RQ.device)
     for depth in range(deepest):
@@ -96,10 +108,12 @@ def walk(right_RQ: Tensor, parent_RQ: Tensor, deepest: int) -> Tensor:
 
 
 def climb(drawn_N: Tensor, step: Spread, fields: Fields, page: int, out: Climbed, paths: Paths) -> None:
-    """Appends the tokens drawn along the path of each row to its slot, and ends those that reached a stop id or their end.
+    """Appends the tokens drawn along the path of each row to its slot, and ends those that reached a stop id or their
+    end.
 
-    drawn_N int64: what was drawn at each node, below 0 where no token could be, which ends a slot, too. Writes the tokens and the first three columns
-    of the slots' integers, `out` and `paths`."""
+    drawn_N int64: what was drawn at each node, below 0 where no token could be, which ends a slot, too. Writes the
+    tokens and the first three columns of the slots' integers, `out` and `paths`.
+    """
     rows, deepest = out.tokens_RD.shape
     slot_R, query = step.slot_N[:: len(drawn_N) // rows], len(drawn_N) // rows
     ints_RI, drawn_RQ, ids_RQ = step.ints_NI[::query], drawn_N.view(rows, query), step.ids_N.view(rows, query)

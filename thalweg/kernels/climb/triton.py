@@ -1,5 +1,6 @@
-"""What `ref` says, in a launch each, a program a row; torch takes some thirty for the inputs and some sixty for the path. They move a few kB; the
-launch is all that it takes."""
+"""What `ref` says, in a launch each, a program a row; torch takes some thirty for the inputs and some sixty for the
+path. They move a few kB; the launch is all that it takes.
+"""
 
 from __future__ import annotations
 

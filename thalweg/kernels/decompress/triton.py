@@ -1,10 +1,11 @@
-"""Keys and values made of latents, for an attention that wants each head's key in one piece: key[s, h] = (W_UK[h] · latent[s], rotated key[s]),
-value[s, h] = W_UV[h] · latent[s].
+"""Keys and values made of latents, for an attention that wants each head's key in one piece: key[s, h] = (W_UK[h] ·
+latent[s], rotated key[s]), value[s, h] = W_UV[h] · latent[s].
 
-S context tokens, H heads, r latent rank, c rope dims, D = r + c, n nope dims, v value dims. Floor: 2 · S · H · (n + v) · r FLOPs, for 1,024 tokens
-of V2-Lite 4.3 GFLOP, 5.4 µs at 800 TFLOP/s bf16, and 10 MB written, 3.4 µs at 3.1 TB/s. A program makes 128 tokens of one head, of keys or of
-values: 256 of them for 1,024 tokens, two on each multiprocessor at a time: 10.6 µs on an H100, where two products of cuBLAS and a copy take 15.4.
-Of many heads cuBLAS's products are faster: 81 µs against 115 for 1,024 tokens and 128 heads.
+S context tokens, H heads, r latent rank, c rope dims, D = r + c, n nope dims, v value dims. Floor: 2 · S · H · (n + v)
+· r FLOPs, for 1,024 tokens of V2-Lite 4.3 GFLOP, 5.4 µs at 800 TFLOP/s bf16, and 10 MB written, 3.4 µs at 3.1 TB/s. A
+program makes 128 tokens of one head, of keys or of values: 256 of them for 1,024 tokens, two on each multiprocessor at
+a time: 10.6 µs on an H100, where two products of cuBLAS and a copy take 15.4. Of many heads cuBLAS's products are
+faster: 81 µs against 115 for 1,024 tokens and 128 heads.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def fits(heads: int, *dims: int) -> bool:
 
 
 def decompress(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, Tensor]:
-    """→ keys [S, H, n + c], values [S, H, v], bf16. latents_SD: [S, r + c], normed and rotated, rows of neighbours; uk_HnR, uv_HvR: contiguous
-    but for their heads. Where `fits`."""
+    """→ keys [S, H, n + c], values [S, H, v], bf16. latents_SD: [S, r + c], normed and rotated, rows of neighbours;
+    uk_HnR, uv_HvR: contiguous but for their heads. Where `fits`.
+    """
     (tokens, width), (heads, nope, rank), v = latents_SD.shape, uk_HnR.shape, uv_HvR.shape[1]
     key = torch.empty(tokens, heads, nope + width - rank, dtype=latents_SD.dtype, device=latents_SD.device)
     value = torch.empty(tokens, heads, v, dtype=latents_SD.dtype, device=latents_SD.device)
@@ -48,7 +50,9 @@ def _decompress(
     NOPE: tl.constexpr, V: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, b): block b of tokens, keys of head p or values of head p - heads. The heads of a block of tokens run together."""
+    """Program (p, b): block b of tokens, keys of head p or values of head p - heads. The heads of a block of tokens run
+    together.
+    """
     head = tl.program_id(0) % heads
     s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     row = latents_SD + s[:, None].to(tl.int64) * latent_row

@@ -1,7 +1,8 @@
 """Reference of what lies between a head's computations: which states a step leaves, and what a draft leaves behind.
 
-Letters: R rows, T tokens, E emitting rows, W numbers of a state, S slots, P pages, I integers of a slot, K drafts of a row at most, L columns of the
-tokens plane, D entries of a head's vocabulary."""
+Letters: R rows, T tokens, E emitting rows, W numbers of a state, S slots, P pages, I integers of a slot, K drafts of a
+row at most, L columns of the tokens plane, D entries of a head's vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Rows of a step, int64 [R]: their slots, tokens, and first tokens; that of a row that there is not is the number of all tokens."""
+    """Rows of a step, int64 [R]: their slots, tokens, and first tokens; that of a row that there is not is the number
+    of all tokens.
+    """
 
     slot_R: Tensor
     n_R: Tensor
@@ -20,7 +23,9 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a step's tokens stand, [T] each: positions, and where their KV goes, int64; bool, False where one is padding."""
+    """Where a step's tokens stand, [T] each: positions, and where their KV goes, int64; bool, False where one is
+    padding.
+    """
 
     position_T: Tensor
     write_T: Tensor
@@ -28,8 +33,10 @@ class Places(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What was drawn of each row of a head's logits float32 [E, D]: entry_E int64, below 0 where it could be none. ids_D int64: which tokens the
-    entries are, if not those of the same numbers. vocab: of the target, whose ids are 0 to vocab - 1."""
+    """What was drawn of each row of a head's logits float32 [E, D]: entry_E int64, below 0 where it could be none.
+    ids_D int64: which tokens the entries are, if not those of the same numbers. vocab: of the target, whose ids are 0
+    to vocab - 1.
+    """
 
     entry_E: Tensor
     logits_ED: Tensor
@@ -38,8 +45,9 @@ class Drawn(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Rows that are drafted for, one draft behind the other. slot_E int64. ahead_E int64: drafts that each has. state_EW: behind the last of them. Of
-    all drafts: drafts_EK int64; sound_E bool, see `spec.drafter.Proposed`."""
+    """Rows that are drafted for, one draft behind the other. slot_E int64. ahead_E int64: drafts that each has.
+    state_EW: behind the last of them. Of all drafts: drafts_EK int64; sound_E bool, see `spec.drafter.Proposed`.
+    """
 
     slot_E: Tensor
     ahead_E: Tensor
@@ -51,10 +59,12 @@ class Chain(NamedTuple):
 def carry(
     state_TW: Tensor, rows: Rows, places: Places, kept_SW: Tensor, ends_PW: Tensor, ints_SI: Tensor, page: int
 ) -> Tensor:
-    """→ [T, W]: of each token of a row the state of the position before it, of its first the one that its slot has kept; of tokens of no row 0.
-    Then the slots keep the state of the last token by which the step has moved them on (that of a row that there is not may keep any), and
-    pages that of their last position. ints_SI: see `batch.slots`, whose second column is the next position. page: its tokens. Page 0, which nobody
-    reads, takes what is written for all others."""
+    """→ [T, W]: of each token of a row the state of the position before it, of its first the one that its slot has
+    kept; of tokens of no row 0. Then the slots keep the state of the last token by which the step has moved them on
+    (that of a row that there is not may keep any), and pages that of their last position. ints_SI: see `batch.slots`,
+    whose second column is the next position. page: its tokens. Page 0, which nobody reads, takes what is written for
+    all others.
+    """
     last = len(state_TW) - 1
     behind_RT = torch.arange(1 + last, device=state_TW.device) - rows.first_R.unsqueeze(1)
     inside_T = ((behind_RT >= 0) & (behind_RT < rows.n_R.unsqueeze(1))).any(0)
@@ -70,8 +80,9 @@ def carry(
 
 
 def named(drawn: Drawn) -> tuple[Tensor, Tensor]:
-    """→ the tokens drawn, int64 [E]; bool [E], False, and token 0, where there is none: no entry, a logit that is no finite number, or no id of the
-    target, which would be asked for its embedding."""
+    """→ the tokens drawn, int64 [E]; bool [E], False, and token 0, where there is none: no entry, a logit that is no
+    finite number, or no id of the target, which would be asked for its embedding.
+    """
     entry_E = drawn.entry_E.clamp(0, drawn.logits_ED.shape[1] - 1)
     token_E = entry_E if drawn.ids_D is None else drawn.ids_D[entry_E]
     logit_E = drawn.logits_ED.gather(1, entry_E.unsqueeze(1)).squeeze(1)
@@ -80,8 +91,10 @@ def named(drawn: Drawn) -> tuple[Tensor, Tensor]:
 
 
 def conclude(drawn: Drawn, state_EW: Tensor, ints_EI: Tensor, chain: Chain, tokens_SL: Tensor, ints_SI: Tensor) -> None:
-    """One more draft of each row, with the state behind it. ints_EI: the slots' integers, at the draft's position (`prepare.ref`). Writes the tokens
-    plane, the slots' number of drafts, which is column 7 of ints_SI, and what `chain` holds."""
+    """One more draft of each row, with the state behind it. ints_EI: the slots' integers, at the draft's position
+    (`prepare.ref`). Writes the tokens plane, the slots' number of drafts, which is column 7 of ints_SI, and what
+    `chain` holds.
+    """
     slot_E, ahead_E = chain.slot_E, chain.ahead_E
     columns, most = tokens_SL.shape[1], chain.drafts_EK.shape[1]
     token_E, is_one_E = named(drawn)

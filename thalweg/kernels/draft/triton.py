@@ -1,4 +1,6 @@
-"""What ref.py says, in a launch each: of the state of a step each number is read once and written once, about 30 kB a token of 7,168 in bfloat16."""
+"""What ref.py says, in a launch each: of the state of a step each number is read once and written once, about 30 kB a
+token of 7,168 in bfloat16.
+"""
 
 from __future__ import annotations
 

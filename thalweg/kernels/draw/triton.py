@@ -1,9 +1,10 @@
-"""The next token of each row, and what it does to its slot, in two launches: what `sampling.sample` says, where nothing but temperature is asked.
+"""The next token of each row, and what it does to its slot, in two launches: what `sampling.sample` says, where nothing
+but temperature is asked.
 
-First every block finds the best entry of its part of a row: of the logits where the temperature is 0, else of the exponential race,
-whose coins are computed on the way (`sampling.random`). Then one block a row takes the best of the parts, appends it and ends the slot at a
-stop id or its end. Floor: 4 · E · V bytes read once, 0.17 µs a row of 129,280 on an H100. Of equal entries the lowest id wins. A row that has a NaN
-has no token: -1 is drawn, and ends its slot.
+First every block finds the best entry of its part of a row: of the logits where the temperature is 0, else of the
+exponential race, whose coins are computed on the way (`sampling.random`). Then one block a row takes the best of the
+parts, appends it and ends the slot at a stop id or its end. Floor: 4 · E · V bytes read once, 0.17 µs a row of 129,280
+on an H100. Of equal entries the lowest id wins. A row that has a NaN has no token: -1 is drawn, and ends its slot.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def _mix(x):
 
 @triton.jit
 def scaled(x, temperature):
-    """x / temperature, rounded as IEEE does by one correction of the product with the reciprocal (Markstein); infinities stay."""
+    """x / temperature, rounded as IEEE does by one correction of the product with the reciprocal (Markstein);
+    infinities stay.
+    """
     one = temperature * 0 + 1.0
     inverse = tl.div_rn(one, temperature)
     y = x * inverse
@@ -40,8 +43,9 @@ def scaled(x, temperature):
 
 @triton.jit
 def race(y, seed, length, v_B):
-    """The exponential race's scores of these token ids: y minus the logarithm of a coin that (seed, length, id) decide alone. The coin is
-    -log1p(-u), by its series where u is small: exact to 6e-7."""
+    """The exponential race's scores of these token ids: y minus the logarithm of a coin that (seed, length, id) decide
+    alone. The coin is -log1p(-u), by its series where u is small: exact to 6e-7.
+    """
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     key = _mix(_mix(seed.to(tl.uint64, bitcast=True) * golden + length.to(tl.uint64, bitcast=True)) + golden)
     bits = _mix(key + v_B.to(tl.uint64) * golden) >> 32
@@ -62,8 +66,9 @@ def settle(
     row, token, slot_E, ints_EI, stop_SK, tokens_SL, state_SI, token_E, done_E, live_E, context, L,
     COLUMNS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Appends the row's token (int64) to its slot and ends that at a stop id or its end, or where the token is none (-1), for which 0 is appended;
-    of a slot that had ended nothing changes."""
+    """Appends the row's token (int64) to its slot and ends that at a stop id or its end, or where the token is none
+    (-1), for which 0 is appended; of a slot that had ended nothing changes.
+    """
     k_B = tl.arange(0, BLOCK_K)
     slot = tl.load(slot_E + row)
     length, end = tl.load(ints_EI + row * COLUMNS), tl.load(ints_EI + row * COLUMNS + 2)
@@ -132,11 +137,11 @@ def draw(
     random: bool,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Writes token int64 [E], done bool [E], live bool [E] into `out`, as `sampling.sample.Sampled` has them; tokens_SL; and the first three
-    columns of ints_SI.
+    """Writes token int64 [E], done bool [E], live bool [E] into `out`, as `sampling.sample.Sampled` has them;
+    tokens_SL; and the first three columns of ints_SI.
 
-    logits float32. slot_E int64: the rows' slots; ints_EI int64: their integers as the step found them (length, at, end, … the seed in
-    column `seed`). floats_SF float32: the temperature in column 0. random: whether any row samples.
+    logits float32. slot_E int64: the rows' slots; ints_EI int64: their integers as the step found them (length, at,
+    end, … the seed in column `seed`). floats_SF float32: the temperature in column 0. random: whether any row samples.
     """
     rows, vocab = logits_EV.shape
     device, parts = logits_EV.device, triton.cdiv(vocab, PART)

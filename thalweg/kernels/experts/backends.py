@@ -1,4 +1,6 @@
-"""The experts by backend: our own kernels, DeepGEMM's grouped products, or what measured fastest for a number of tokens."""
+"""The experts by backend: our own kernels, DeepGEMM's grouped products, or what measured fastest for a number of
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ MOST_TOKENS = 16384  # at a time: what lies between the products takes 0.4 MB a 
 
 
 class AddExperts(Protocol):
-    """out[t] += Σ_k weight_k · expert_k(x[t]), in place. out, x: bf16 [T, H], or x a norm of such; routed: of `route` on the same x."""
+    """out[t] += Σ_k weight_k · expert_k(x[t]), in place. out, x: bf16 [T, H], or x a norm of such; routed: of `route`
+    on the same x.
+    """
 
     def __call__(self, out_TH: Tensor, x: Tensor | Normed, routed: Routed, weights: Weights) -> None: ...
 
 
 def runner(backend: str, deterministic: bool = False) -> AddExperts:
-    """What computes experts: "triton", "deep_gemm", or "triton+deep_gemm". deterministic: a token's bits depend on nothing but the token, which
-    no library promises."""
+    """What computes experts: "triton", "deep_gemm", or "triton+deep_gemm". deterministic: a token's bits depend on
+    nothing but the token, which no library promises.
+    """
     return partial(_in_pieces, partial(own.add_experts_, deterministic=True) if deterministic else RUNNERS[backend])
 
 

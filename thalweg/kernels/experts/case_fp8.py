@@ -1,5 +1,6 @@
-"""Cases of experts in FP8. The exact result rounds activations to e4m3 as the definition says, then computes in float64: a tolerance on the
-unrounded result would have to allow 5 % and would hide any mistake in a scale."""
+"""Cases of experts in FP8. The exact result rounds activations to e4m3 as the definition says, then computes in
+float64: a tolerance on the unrounded result would have to allow 5 % and would hide any mistake in a scale.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +134,9 @@ def _by(module: str, shared: int) -> Run:
 
 
 def stacks(generator: torch.Generator, hidden: int, inner: int, experts: int) -> Inputs:
-    """Random codes with multipliers that keep what comes out near 1: beside the residual it must show when it is wrong."""
+    """Random codes with multipliers that keep what comes out near 1: beside the residual it must show when it is
+    wrong.
+    """
 
     def scales(rows: int, columns: int) -> Tensor:
         shape = experts, rows // 128, columns // 128

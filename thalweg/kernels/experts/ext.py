@@ -1,10 +1,12 @@
-"""Experts through DeepGEMM's grouped GEMM on contiguous segments (`deep_gemm`, tested with sgl-deep-gemm 0.1.5.post1), for prefill; FP8 or bf16.
+"""Experts through DeepGEMM's grouped GEMM on contiguous segments (`deep_gemm`, tested with sgl-deep-gemm 0.1.5.post1),
+for prefill; FP8 or bf16.
 
-Pairs are sorted into segments of whole 128-row tiles, one expert each, on the device; DeepGEMM is given where each segment ends ("psum layout") and
-goes through it expert by expert, so that the tiles of an expert run together and its weights cross the memory once: 4.4 and 2.6 ms for the
-products of 8,192 tokens of V3 on an H100, 5.2 and 2.9 with an expert id a row (and 5.5 and 3.3 with tiles of 64 rows). Room is taken for
-the worst case, tokens · K + 127 · N rows: 3.4 GB for 8,192 tokens of V3 while it runs. Its kernels are compiled at their first call for a
-weight shape, with NVRTC if DG_JIT_USE_NVRTC is 1, else with nvcc: warm up before serving.
+Pairs are sorted into segments of whole 128-row tiles, one expert each, on the device; DeepGEMM is given where each
+segment ends ("psum layout") and goes through it expert by expert, so that the tiles of an expert run together and its
+weights cross the memory once: 4.4 and 2.6 ms for the products of 8,192 tokens of V3 on an H100, 5.2 and 2.9 with an
+expert id a row (and 5.5 and 3.3 with tiles of 64 rows). Room is taken for the worst case, tokens · K + 127 · N rows:
+3.4 GB for 8,192 tokens of V3 while it runs. Its kernels are compiled at their first call for a weight shape, with NVRTC
+if DG_JIT_USE_NVRTC is 1, else with nvcc: warm up before serving.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ LAYOUT = {"use_psum_layout": True, "ensure_zero_padding": False}
 
 
 def check(device: torch.device, codes: bool) -> None:
-    """Compares a small case with the reference, with FP8 weights or bf16 ones; RuntimeError if DeepGEMM cannot run here or is wrong."""
+    """Compares a small case with the reference, with FP8 weights or bf16 ones; RuntimeError if DeepGEMM cannot run here
+    or is wrong.
+    """
     generator = torch.Generator(device).manual_seed(1)
     tokens, experts, hidden, inner = 5, 3, 512, 256
     w13 = torch.randn(experts, 2 * inner, hidden, generator=generator, device=device) * hidden**-0.5
@@ -59,8 +63,8 @@ def check(device: torch.device, codes: bool) -> None:
         add_experts_(out, x, routed, weights)
     except (RuntimeError, AttributeError, TypeError, OSError, AssertionError, ImportError) as error:
         raise RuntimeError(
-            f"DeepGEMM does not run here ({error}): install the sgl-deep-gemm that fits this torch, or nvcc ≥ 12.9, or set "
-            "DG_JIT_USE_NVRTC=1; or use --moe-runner-backend triton"
+            f"DeepGEMM does not run here ({error}): install the sgl-deep-gemm that fits this torch, or nvcc ≥ 12.9, or"
+            " set DG_JIT_USE_NVRTC=1; or use --moe-runner-backend triton"
         ) from error
     error_is = float((out.float() - exact).norm() / exact.norm())
     if not error_is < 0.05:  # bf16 between the product and silu moves one code in twenty

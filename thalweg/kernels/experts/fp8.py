@@ -1,5 +1,6 @@
-"""Experts with FP8 block weights in plain torch: the oracle of the kernels that compute in FP8. Activations are rounded to e4m3 in groups of
-128, before each product; what lies between the products is rounded to bf16 first."""
+"""Experts with FP8 block weights in plain torch: the oracle of the kernels that compute in FP8. Activations are rounded
+to e4m3 in groups of 128, before each product; what lies between the products is rounded to bf16 first.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ def add_experts_(
     w13: tuple[Tensor, Tensor],
     w2: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """out[t] += Σ_k weights[t, k] · expert ids[t, k] of x[t]; in place, returns out. w13, w2: codes e4m3 [N, 2 I, H], [N, H, I] with scales
-    float32 [N, 2 I / 128, H / 128], [N, H / 128, I / 128]. ids of N or more are none. Sums in out's dtype."""
+    """out[t] += Σ_k weights[t, k] · expert ids[t, k] of x[t]; in place, returns out. w13, w2: codes e4m3 [N, 2 I, H],
+    [N, H, I] with scales float32 [N, 2 I / 128, H / 128], [N, H / 128, I / 128]. ids of N or more are none. Sums in
+    out's dtype.
+    """
     seen = rounded(x_TH).to(out_TH.dtype)
     for expert in range(w13[0].shape[0]):
         token, k = (ids_TK == expert).nonzero(as_tuple=True)

@@ -1,4 +1,6 @@
-"""The reference through TorchScript: the loop over experts runs without Python, and inside a traced step (`models/traced.py`)."""
+"""The reference through TorchScript: the loop over experts runs without Python, and inside a traced step
+(`models/traced.py`).
+"""
 
 from __future__ import annotations
 

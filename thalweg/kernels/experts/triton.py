@@ -1,23 +1,28 @@
-"""SwiGLU experts, shared ones too, added into the residual: out[t] += Σ_k weight[t, k] · down(silu(gate(x[t])) · up(x[t])) (as `ref.py`).
+"""SwiGLU experts, shared ones too, added into the residual: out[t] += Σ_k weight[t, k] · down(silu(gate(x[t])) ·
+up(x[t])) (as `ref.py`).
 
-T tokens, K experts a token (topk + shared), P = T · K pairs, N experts in the stack, H hidden, I inner. Shared experts are the last of the stack and
-chosen by every token with weight 1; expert N is none (padding).
+T tokens, K experts a token (topk + shared), P = T · K pairs, N experts in the stack, H hidden, I inner. Shared experts
+are the last of the stack and chosen by every token with weight 1; expert N is none (padding).
 
-Floor: the weights of the experts that are chosen, 3 · H · I each, read once: 17.3 MB in bf16 for V2-Lite, 44.0 MB in FP8 for V3, so for one
-token (8 and 9 experts) 138 MB, 45 µs, and 396 MB, 128 µs at 3.1 TB/s; for 1,024 tokens of V2-Lite all 66, 1.14 GB, 368 µs.
+Floor: the weights of the experts that are chosen, 3 · H · I each, read once: 17.3 MB in bf16 for V2-Lite, 44.0 MB in
+FP8 for V3, so for one token (8 and 9 experts) 138 MB, 45 µs, and 396 MB, 128 µs at 3.1 TB/s; for 1,024 tokens of
+V2-Lite all 66, 1.14 GB, 368 µs.
 
-- One or two tokens in bf16: no sorting. `_up_pairs` is a matrix-vector product for each pair; `_down_tokens` takes all of the token's K experts in
-  one program for each block of H, which sums them in float32 and adds the residual. Two launches of programs that only stream weights, and the
-  norm before them costs none: 51 µs with norm and router for one token of V2-Lite on an H100, whose weights take 44.
-- Up to four tokens in FP8: `_up` and `_down` with a tile for each pair, then `combine`. A tile of 16 rows is mostly empty, but unpacking e4m3 for
-  FMAs takes four instructions an element, of which a multiprocessor has no more than the memory wants (measured: 0.41 of the floor).
-- More: pairs are sorted by expert (`permute/`), and `_up`, `_down` are grouped GEMMs over tiles of BLOCK_M pairs of one expert, on a grid for
-  the worst case whose idle programs leave at once; `combine` sums each token's rows. No atomics: bitwise repeatable. Up to SHARED_FIRST tokens
-  the shared experts, whose tokens are known, are under way while router and sort are at work. Beyond, their many tiles, which compute, are spread
-  among those of the others, which wait for weights (`_spread`): 640 tokens of V2-Lite take 302 and 157 µs so, else 320 and 163.
+- One or two tokens in bf16: no sorting. `_up_pairs` is a matrix-vector product for each pair; `_down_tokens` takes all
+  of the token's K experts in one program for each block of H, which sums them in float32 and adds the residual. Two
+  launches of programs that only stream weights, and the norm before them costs none: 51 µs with norm and router for one
+  token of V2-Lite on an H100, whose weights take 44.
+- Up to four tokens in FP8: `_up` and `_down` with a tile for each pair, then `combine`. A tile of 16 rows is mostly
+  empty, but unpacking e4m3 for FMAs takes four instructions an element, of which a multiprocessor has no more than the
+  memory wants (measured: 0.41 of the floor).
+- More: pairs are sorted by expert (`permute/`), and `_up`, `_down` are grouped GEMMs over tiles of BLOCK_M pairs of one
+  expert, on a grid for the worst case whose idle programs leave at once; `combine` sums each token's rows. No atomics:
+  bitwise repeatable. Up to SHARED_FIRST tokens the shared experts, whose tokens are known, are under way while router
+  and sort are at work. Beyond, their many tiles, which compute, are spread among those of the others, which wait for
+  weights (`_spread`): 640 tokens of V2-Lite take 302 and 157 µs so, else 320 and 163.
 
-FP8: weights are e4m3 with a scale for each 128 × 128 block; x comes quantised (the router does it), the inner activations are rounded to bf16 and
-quantised in the kernel that makes or reads them.
+FP8: weights are e4m3 with a scale for each 128 × 128 block; x comes quantised (the router does it), the inner
+activations are rounded to bf16 and quantised in the kernel that makes or reads them.
 """
 
 from __future__ import annotations
@@ -41,8 +46,9 @@ SHARED_FIRST = 256  # tokens up to which the shared experts of sorted pairs star
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """w13: gate rows, then up rows [N, 2 I, H]; w2 [N, H, I]; bf16, or e4m3 with float32 scales s13 [N, 2 I / 128, H / 128] and
-    s2 [N, ceil(H / 128), I / 128], H and I multiples of 128. All contiguous."""
+    """w13: gate rows, then up rows [N, 2 I, H]; w2 [N, H, I]; bf16, or e4m3 with float32 scales s13 [N, 2 I / 128, H /
+    128] and s2 [N, ceil(H / 128), I / 128], H and I multiples of 128. All contiguous.
+    """
 
     w13_NIH: Tensor
     w2_NHI: Tensor
@@ -56,7 +62,9 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile shape: M rows of pairs, N columns (of gate and of up each, or of H), K of the summed axis; pipeline stages; warps."""
+    """A tile shape: M rows of pairs, N columns (of gate and of up each, or of H), K of the summed axis; pipeline
+    stages; warps.
+    """
 
     m: int
     n: int
@@ -67,7 +75,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """ahead: steps of the down projection whose weights are loaded before its kernel waits (matrix-vector products only)."""
+    """ahead: steps of the down projection whose weights are loaded before its kernel waits (matrix-vector products
+    only).
+    """
 
     up: Tile
     down: Tile
@@ -80,7 +90,9 @@ def pair_tiles() -> Tiles:
 
 
 def direct_tiles() -> Tiles:
-    """Of a tile a pair, FP8: three stages leave room for a second program on each multiprocessor, without which 144 programs take two turns."""
+    """Of a tile a pair, FP8: three stages leave room for a second program on each multiprocessor, without which 144
+    programs take two turns.
+    """
     return Tiles(Tile(16, 128, 128, 3, 4), Tile(16, 128, 128, 3, 4))
 
 
@@ -94,11 +106,14 @@ def path(tokens: int, fp8: bool, deterministic: bool) -> str:
 
 
 def tiles(tokens: int, topk: int, experts: int, fp8: bool, deterministic: bool) -> Tiles:
-    """Of grouped GEMMs, by the expected rows of an expert. FP8: n is one block of scales, because `_up` quantises what it makes."""
+    """Of grouped GEMMs, by the expected rows of an expert. FP8: n is one block of scales, because `_up` quantises what
+    it makes.
+    """
     rows = tokens * topk / experts
     m = 64 if deterministic else 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 72 else 128
     if fp8:
-        # products of 32 rows would be in float16; 512 tokens of V3 take 4,178 µs so, and 4,048 in tiles of 64 that wait for weights
+        # products of 32 rows would be in float16; 512 tokens of V3 take 4,178 µs so, and 4,048 in tiles of 64 that wait
+        # for weights
         stages = 3 if m == 32 else 4
         m = 16 if m == 16 else 64
         return Tiles(Tile(m, 128, 128, stages, 8 if m == 64 else 4), Tile(m, 128, 128, stages, 4))
@@ -110,7 +125,9 @@ def tiles(tokens: int, topk: int, experts: int, fp8: bool, deterministic: bool) 
 
 
 def starts(topk: int, experts: int, fp8: bool, most: int) -> list[int]:
-    """Numbers of tokens, up to `most`, at which other compiled kernels begin: running each once compiles all. topk, experts: with the shared ones."""
+    """Numbers of tokens, up to `most`, at which other compiled kernels begin: running each once compiles all. topk,
+    experts: with the shared ones.
+    """
     keys = []
     for tokens in range(1, most + 1):
         by, pairs = path(tokens, fp8, False), tokens * topk
@@ -123,8 +140,10 @@ def add_experts_(
     out_TH: Tensor, x: Tensor | Normed, routed: Routed, weights: Weights, deterministic: bool = False, given: Tiles | None = None,
     by: str | None = None,
 ) -> None:  # fmt: skip
-    """Adds into out_TH (bf16 residual), in place. x: bf16 [T, H], contiguous, or a norm of such. FP8 weights read routed.codes_TH, or quantise
-    x themselves. deterministic: a token's result does not depend on the others. given, by: tiles and path in place of the tables', for tuning."""
+    """Adds into out_TH (bf16 residual), in place. x: bf16 [T, H], contiguous, or a norm of such. FP8 weights read
+    routed.codes_TH, or quantise x themselves. deterministic: a token's result does not depend on the others. given, by:
+    tiles and path in place of the tables', for tuning.
+    """
     tokens, columns = routed.ids_TK.shape
     if not tokens:
         return
@@ -152,7 +171,9 @@ def _tuned(by: str, weights: Weights, tabled: Tiles, deterministic: bool) -> Til
 
 
 def coverage(ids_TK: Tensor, experts: int) -> Tensor:
-    """Distinct routed experts (0 … experts - 1) among these ids, as an int64 scalar on their device: what the floor of a step counts."""
+    """Distinct routed experts (0 … experts - 1) among these ids, as an int64 scalar on their device: what the floor of
+    a step counts.
+    """
     return torch.bincount(ids_TK.flatten().clamp(max=experts), minlength=experts + 1)[:experts].count_nonzero()
 
 
@@ -216,9 +237,10 @@ def _up_pairs(
     N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner[pair] = silu(gate · x) · (up · x) for BLOCK_I rows of the pair's expert; with norm_H of the normed x. Shared experts come first and
-    do not wait for the choice: x was there before the kernel that chooses began. Tokens run fastest over the grid, so that a second one finds
-    the shared experts' rows in L2."""
+    """inner[pair] = silu(gate · x) · (up · x) for BLOCK_I rows of the pair's expert; with norm_H of the normed x.
+    Shared experts come first and do not wait for the choice: x was there before the kernel that chooses began. Tokens
+    run fastest over the grid, so that a second one finds the shared experts' rows in L2.
+    """
     token, block, k = tl.program_id(0), tl.program_id(1), K - 1 - tl.program_id(2)
     i, h = block * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_H)
     expert = (N - K + k).to(tl.int32)
@@ -256,9 +278,10 @@ def _down_tokens(
     N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[token] += Σ_k weight_k · (w2 of expert k) · inner_k for BLOCK_H of H, in steps of BLOCK_I columns of all the token's experts. The
-    choice was there when the kernel before this one passed its wait and let this one start: so the last AHEAD steps' weights are loaded before
-    the wait for that kernel's results."""
+    """out[token] += Σ_k weight_k · (w2 of expert k) · inner_k for BLOCK_H of H, in steps of BLOCK_I columns of all the
+    token's experts. The choice was there when the kernel before this one passed its wait and let this one start: so the
+    last AHEAD steps' weights are loaded before the wait for that kernel's results.
+    """
     token, k = tl.program_id(0), tl.arange(0, BLOCK_K)
     h, i = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I)
     STEPS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
@@ -298,10 +321,12 @@ def _up(
     N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
     DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner[position] = silu(gate(x)) · up(x) of one tile, BLOCK_I columns of gate and the same of up; columns run fastest, so that an expert's
-    weights are read by programs that run together. Direct: a tile is a pair, its position the pair's number, tile_expert the ids. The SHARED
-    experts come first and do not wait for the choice, as in `_up_pairs`; where pairs are sorted, their rows stand behind all positions, one for
-    each token, and the tiles that the sort gives them stay idle."""
+    """inner[position] = silu(gate(x)) · up(x) of one tile, BLOCK_I columns of gate and the same of up; columns run
+    fastest, so that an expert's weights are read by programs that run together. Direct: a tile is a pair, its position
+    the pair's number, tile_expert the ids. The SHARED experts come first and do not wait for the choice, as in
+    `_up_pairs`; where pairs are sorted, their rows stand behind all positions, one for each token, and the tiles that
+    the sort gives them stay idle.
+    """
     BLOCKS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
     EVEN: tl.constexpr = HIDDEN % BLOCK_H == 0 and INNER % BLOCK_I == 0
     tile, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
@@ -372,8 +397,10 @@ def _up(
 
 @triton.jit
 def _spread(total, end_N, N: tl.constexpr, SPREAD: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """→ tile and block of this program: behind every so many programs of the routed experts, tile by tile, stand those of one block of columns of
-    a shared expert, of which every token has made `each` tiles, the last in use: they read its weights together."""
+    """→ tile and block of this program: behind every so many programs of the routed experts, tile by tile, stand those
+    of one block of columns of a shared expert, of which every token has made `each` tiles, the last in use: they read
+    its weights together.
+    """
     each = tl.cdiv(tl.load(end_N + N - 1) - tl.load(end_N + N - 2), BLOCK_M)
     units: tl.constexpr = SPREAD * BLOCKS
     every = (total * BLOCKS - units * each) // units
@@ -387,7 +414,9 @@ def _spread(total, end_N, N: tl.constexpr, SPREAD: tl.constexpr, BLOCKS: tl.cons
 
 @triton.jit
 def _load(at, rows, columns, EVEN: tl.constexpr):
-    """A tile of an operand, masked unless its blocks divide the array: of x rows past the end read row 0, but where there may be many of them."""
+    """A tile of an operand, masked unless its blocks divide the array: of x rows past the end read row 0, but where
+    there may be many of them.
+    """
     if EVEN:
         return tl.load(at)
     return tl.load(at, mask=rows & columns, other=0.0)

@@ -1,4 +1,6 @@
-"""The tiles of experts that `thalweg tune` tries, for one stack of experts and each number of tokens at which the tables have others."""
+"""The tiles of experts that `thalweg tune` tries, for one stack of experts and each number of tokens at which the
+tables have others.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def searches(experts: int, hidden: int, inner: int, topk: int, shared: int, code
 
 
 def candidates(default: Tiles, by: str, codes: bool) -> Iterator[Tiles]:
-    """The table's first; then with one side varied, the nearest first. The rows of a tile stay, so that pairs are sorted as before."""
+    """The table's first; then with one side varied, the nearest first. The rows of a tile stay, so that pairs are
+    sorted as before.
+    """
     yield default
     ups = [(_distance(up, default.up), replace(default, up=up)) for up in _sides(default.up, by, codes, gated=True)]
     downs = [
@@ -47,7 +51,9 @@ def candidates(default: Tiles, by: str, codes: bool) -> Iterator[Tiles]:
 
 
 def combined(default: Tiles, timed: Sequence[Tiles]) -> list[Tiles]:
-    """The best of each side together: what one side gains does not depend on the other, since they are kernels behind each other."""
+    """The best of each side together: what one side gains does not depend on the other, since they are kernels behind
+    each other.
+    """
     up = next(one.up for one in timed if (one.down, one.ahead) == (default.down, default.ahead))
     down = next(one for one in timed if one.up == default.up)
     both = Tiles(up, down.down, down.ahead)

@@ -1,4 +1,6 @@
-"""FP8 weights with one multiplier for each block (DeepSeek-V3 report §3.3): w = q · scale. The tensor is called `weight_scale_inv` nevertheless."""
+"""FP8 weights with one multiplier for each block (DeepSeek-V3 report §3.3): w = q · scale. The tensor is called
+`weight_scale_inv` nevertheless.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def dequantize(q_NK: Tensor, scale_nk: Tensor, block: tuple[int, int], dtype: to
 
 
 def quantize(w_NK: Tensor, block: tuple[int, int], power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """→ float8_e4m3fn [N, K] and float32 scales [ceil(N/rows), ceil(K/columns)]. power_of_two rounds scales up to 2^n (ue8m0)."""
+    """→ float8_e4m3fn [N, K] and float32 scales [ceil(N/rows), ceil(K/columns)]. power_of_two rounds scales up to 2^n
+    (ue8m0).
+    """
     rows, columns = w_NK.shape
     padded = torch.nn.functional.pad(w_NK.float(), (0, -columns % block[1], 0, -rows % block[0]))
     tiles = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
@@ -27,13 +31,17 @@ def quantize(w_NK: Tensor, block: tuple[int, int], power_of_two: bool) -> tuple[
 
 
 def quantize_rows(x_TK: Tensor, group: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Activations: float8_e4m3fn [T, K] and float32 scales [T, K / group], dynamic, one scale for each token and `group` channels."""
+    """Activations: float8_e4m3fn [T, K] and float32 scales [T, K / group], dynamic, one scale for each token and
+    `group` channels.
+    """
     q, scale = quantize(x_TK, (1, group), power_of_two)
     return q, scale
 
 
 def scales_of(amax: Tensor, power_of_two: bool) -> Tensor:
-    """float32 multipliers for these largest magnitudes. An exact power of two stays itself: rounding is on the exponent's bits."""
+    """float32 multipliers for these largest magnitudes. An exact power of two stays itself: rounding is on the
+    exponent's bits.
+    """
     scale = amax.clamp_min(AMAX_FLOOR) / E4M3_MAX
     if not power_of_two:
         return scale

@@ -1,4 +1,6 @@
-"""Cases of y = x Wᵀ with few rows: one row, a whole and a partial tile of rows, weights that no tile divides, all that may be added."""
+"""Cases of y = x Wᵀ with few rows: one row, a whole and a partial tile of rows, weights that no tile divides, all that
+may be added.
+"""
 
 from __future__ import annotations
 

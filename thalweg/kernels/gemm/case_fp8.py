@@ -1,4 +1,6 @@
-"""Cases of y = x Wᵀ with FP8 block weights. The exact result leaves activations as they are: rounding them to e4m3 is a backend's own error."""
+"""Cases of y = x Wᵀ with FP8 block weights. The exact result leaves activations as they are: rounding them to e4m3 is a
+backend's own error.
+"""
 
 from __future__ import annotations
 

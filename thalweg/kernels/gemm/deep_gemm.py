@@ -1,4 +1,6 @@
-"""The library `deep_gemm` (tested with sgl-deep-gemm 0.1.5.post1): whether it can be used, and how it finds a compiler."""
+"""The library `deep_gemm` (tested with sgl-deep-gemm 0.1.5.post1): whether it can be used, and how it finds a
+compiler.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""FP8 block GEMM, y = x Wᵀ (+ residual), by backend: our own kernels, DeepGEMM, cuBLASLt's block scaling, or what measured fastest for a size.
+"""FP8 block GEMM, y = x Wᵀ (+ residual), by backend: our own kernels, DeepGEMM, cuBLASLt's block scaling, or what
+measured fastest for a size.
 
-The own kernel for few rows reads the weight as it is beside activations in bf16; all others quantise x by row and group of 128 columns first.
+The own kernel for few rows reads the weight as it is beside activations in bf16; all others quantise x by row and group
+of 128 columns first.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from thalweg.kernels.tuned import TUNED
 
 BLOCK = (128, 128)
 FEW = 8  # rows up to which the own kernel is faster than DeepGEMM with its launch for the codes (H100)
-# columns of K and rows up to which cuBLAS is faster with weights of many rows, where it serves (128 rows with 24,576 x 1,536: 22 us against 45)
+# columns of K and rows up to which cuBLAS is faster with weights of many rows, where it serves (128 rows with 24,576 x
+# 1,536: 22 us against 45)
 FLAT, FLAT_ROWS = 2048, 128
 WRONG = 0.05  # of the norm: e4m3 activations alone differ by 2.6 %
 # of a library that is not the one we know
@@ -30,8 +33,9 @@ FAILURES = RuntimeError, AttributeError, TypeError, ValueError, OSError, Asserti
 
 
 class Product(Protocol):
-    """y [M, N] bf16 = x Wᵀ. x bf16, or a norm of such; w e4m3 [N, K], K a multiple of 128; scale float32 [ceil(N / 128), K / 128].
-    residual_MN: added, and written: the result is then the residual itself."""
+    """y [M, N] bf16 = x Wᵀ. x bf16, or a norm of such; w e4m3 [N, K], K a multiple of 128; scale float32 [ceil(N /
+    128), K / 128]. residual_MN: added, and written: the result is then the residual itself.
+    """
 
     def __call__(
         self, x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None
@@ -39,8 +43,9 @@ class Product(Protocol):
 
 
 def product(backend: str, deterministic: bool = False) -> Product:
-    """What computes these products: "triton", "deep_gemm", "cublas", or "triton+deep_gemm". deterministic: a row's bits depend on nothing
-    but the row, which no library promises."""
+    """What computes these products: "triton", "deep_gemm", "cublas", or "triton+deep_gemm". deterministic: a row's bits
+    depend on nothing but the row, which no library promises.
+    """
     return _invariant if deterministic else PRODUCTS[backend]
 
 
@@ -85,7 +90,9 @@ def _by_size(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Te
 
 @cache
 def _flat(device: torch.device) -> bool:
-    """Whether cuBLAS has block scaling here and is right with a weight of many rows: tried once, by `check`, before there are requests."""
+    """Whether cuBLAS has block scaling here and is right with a weight of many rows: tried once, by `check`, before
+    there are requests.
+    """
     try:
         return _error(_cublas, device, own.MANY) < WRONG
     except FAILURES:
@@ -105,8 +112,10 @@ def _added(y_MN: Tensor, residual_MN: Tensor | None) -> Tensor:
 
 
 def check(device: torch.device, backend: str) -> None:
-    """Compares a small case with the reference; RuntimeError if the backend's library cannot run here or is wrong. Where a backend has cuBLAS beside
-    its library, whether that serves is settled here, too; without it the library does all."""
+    """Compares a small case with the reference; RuntimeError if the backend's library cannot run here or is wrong.
+    Where a backend has cuBLAS beside its library, whether that serves is settled here, too; without it the library does
+    all.
+    """
     try:
         error_is = _error(product(backend), device, 384)
     except FAILURES as error:

@@ -30,7 +30,9 @@ def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 def linear_fp8(
     x_MK: Tensor, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None, quantized: bool = True
 ) -> Tensor:
-    """w e4m3 [N, K] with float32 multipliers [ceil(N / 128), K / 128]; x is quantized per token and group of 128, or is not."""
+    """w e4m3 [N, K] with float32 multipliers [ceil(N / 128), K / 128]; x is quantized per token and group of 128, or is
+    not.
+    """
     x = x_MK.float()
     if quantized:
         codes, scale = quantize(x_MK)

@@ -1,16 +1,16 @@
 """Few-row GEMM for decode: y = x Wᵀ, the weight read once at the speed of memory.
 
-Floor: N · K bytes (FP8) or 2 · N · K (bf16) over the read bandwidth; V2-Lite's fused projection (3648 × 2048 bf16, 15 MB) 4.8 µs on an
-H100, V3's (2112 × 7168 FP8, 15 MB) the same. A block owns BLOCK_N rows of the weight and all of K, so that nothing is summed across blocks and
-a row's result depends on nothing but the row.
+Floor: N · K bytes (FP8) or 2 · N · K (bf16) over the read bandwidth; V2-Lite's fused projection (3648 × 2048 bf16, 15
+MB) 4.8 µs on an H100, V3's (2112 × 7168 FP8, 15 MB) the same. A block owns BLOCK_N rows of the weight and all of K, so
+that nothing is summed across blocks and a row's result depends on nothing but the row.
 
-`thin`, up to 16 rows: weights depend on no kernel, so a block has its first ones, for small K all of them, under way before it waits for its
-predecessor; what is left on the critical path is x. A chain of dependent products over K would take longer than the weights (K = 2048: 128 of
-33 cycles): K is cut into parts, one or more a warp, whose sums are added at the end. One row is multiplied without tensor cores, and then nothing
-passes through shared memory. RMSNorm costs a pass over x that each block makes anyway: x times the norm's weight is multiplied, the sum scaled
-at the end.
-`linear` beyond: a pipeline over K. FP8: codes become bf16 in registers and activations stay bf16: quantizing them would cost each block more than it
-saves where the weight's bytes are all that counts, and precision besides.
+`thin`, up to 16 rows: weights depend on no kernel, so a block has its first ones, for small K all of them, under way
+before it waits for its predecessor; what is left on the critical path is x. A chain of dependent products over K would
+take longer than the weights (K = 2048: 128 of 33 cycles): K is cut into parts, one or more a warp, whose sums are added
+at the end. One row is multiplied without tensor cores, and then nothing passes through shared memory. RMSNorm costs a
+pass over x that each block makes anyway: x times the norm's weight is multiplied, the sum scaled at the end. `linear`
+beyond: a pipeline over K. FP8: codes become bf16 in registers and activations stay bf16: quantizing them would cost
+each block more than it saves where the weight's bytes are all that counts, and precision besides.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ def _thin(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr,
     AHEAD: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y = norm(x) Wᵀ (+ bias) (+ residual) for BLOCK_N rows of the weight and all of K. GATED: half of them are gate rows, the others the up
-    rows N / 2 further on, and y is silu(gate) · up of half as many columns."""
+    """y = norm(x) Wᵀ (+ bias) (+ residual) for BLOCK_N rows of the weight and all of K. GATED: half of them are gate
+    rows, the others the up rows N / 2 further on, and y is silu(gate) · up of half as many columns.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     CHUNK: tl.constexpr = PARTS * BLOCK_C
@@ -163,8 +164,10 @@ def _thin(
 
 @dataclass(frozen=True, slots=True)
 class Thin:
-    """Tile of `thin`: m rows of x and n of the weight a program; a step of K is `parts` pieces of `columns`, one or more a warp; the last `ahead`
-    steps' weights are loaded before the kernel waits for its predecessor, the others in a pipeline of `stages`."""
+    """Tile of `thin`: m rows of x and n of the weight a program; a step of K is `parts` pieces of `columns`, one or
+    more a warp; the last `ahead` steps' weights are loaded before the kernel waits for its predecessor, the others in a
+    pipeline of `stages`.
+    """
 
     m: int
     n: int
@@ -239,7 +242,9 @@ def linear(
     residual_MN: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y [M, N] in `dtype` (default x's), M ≤ 64. x, w: bf16. residual_MN: added, and written: the result is then the residual itself."""
+    """y [M, N] in `dtype` (default x's), M ≤ 64. x, w: bf16. residual_MN: added, and written: the result is then the
+    residual itself.
+    """
     n, k = w_NK.shape
     x = _given(x, n)
     if (shape := thin_tile(len(x), n, k, 2, isinstance(x, Normed))) is not None:
@@ -266,7 +271,9 @@ def fuses(m: int, n: int, k: int) -> bool:
 
 
 def swiglu(x: Tensor | Normed, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """silu(gate) · up [M, N / 2] of x Wᵀ (+ b) whose first N / 2 columns are the gates, the others up, in one launch. Where `fuses`."""
+    """silu(gate) · up [M, N / 2] of x Wᵀ (+ b) whose first N / 2 columns are the gates, the others up, in one launch.
+    Where `fuses`.
+    """
     x = _given(x, len(w_NK))
     shape = thin_tile(len(x), len(w_NK), w_NK.shape[1], 2, isinstance(x, Normed))
     assert shape is not None, "asked only where `fuses` says so"
@@ -274,7 +281,9 @@ def swiglu(x: Tensor | Normed, w_NK: Tensor, bias_N: Tensor | None = None) -> Te
 
 
 def linear_fp8(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
-    """y [M, N] bf16, M ≤ 32. w: e4m3 [N, K], K a multiple of 128, scale float32 [ceil(N / 128), K / 128]. residual_MN: as in `linear`."""
+    """y [M, N] bf16, M ≤ 32. w: e4m3 [N, K], K a multiple of 128, scale float32 [ceil(N / 128), K / 128]. residual_MN:
+    as in `linear`.
+    """
     x = _given(x, len(w_NK))
     shape = thin_tile(len(x), len(w_NK), w_NK.shape[1], 1, isinstance(x, Normed))
     if shape is None:
@@ -294,9 +303,11 @@ def thin(
     dtype: torch.dtype | None = None,
     swiglu: bool = False,
 ) -> Tensor:
-    """y [M, N] in `dtype` (default x's) = x Wᵀ. x: bf16, or a norm of such, which is computed as it is read. w: bf16, or e4m3 with scale float32
-    [ceil(N / 128), K / 128]; K a multiple of parts · columns. residual_MN: added, and written: the result is then the residual itself. swiglu: w,
-    bf16, has gate rows, then as many up rows, and y [M, N / 2] is silu(gate) · up, as `silu_mul` computes it from bf16."""
+    """y [M, N] in `dtype` (default x's) = x Wᵀ. x: bf16, or a norm of such, which is computed as it is read. w: bf16,
+    or e4m3 with scale float32 [ceil(N / 128), K / 128]; K a multiple of parts · columns. residual_MN: added, and
+    written: the result is then the residual itself. swiglu: w, bf16, has gate rows, then as many up rows, and y [M, N /
+    2] is silu(gate) · up, as `silu_mul` computes it from bf16.
+    """
     assert scale_BB is None or not swiglu, "SwiGLU is fused with bf16 weights only"
     norm = x if isinstance(x, Normed) else None
     x_MK = x.x_TH if isinstance(x, Normed) else x
@@ -342,7 +353,9 @@ def _matmul_fp8(
 
 
 def matmul_fp8(codes_MK: Tensor, scales_MG: Tensor, w_NK: Tensor, scale_BB: Tensor, y_MN: Tensor) -> Tensor:
-    """y = x Wᵀ for many rows. codes e4m3 [M, K] with multipliers float32 [M, K / 128] of strides (1, any); w, scale: as in `linear_fp8`."""
+    """y = x Wᵀ for many rows. codes e4m3 [M, K] with multipliers float32 [M, K / 128] of strides (1, any); w, scale: as
+    in `linear_fp8`.
+    """
     (m, k), n = codes_MK.shape, len(w_NK)
     block_m, block_n = (64, 128) if m <= 256 else (128, 128)
     _matmul_fp8[(triton.cdiv(n, block_n) * triton.cdiv(m, block_m),)](

@@ -1,5 +1,6 @@
-"""What `thalweg tune` tries of few-row products: their tiles, for one weight and each number of rows at which the table has another tile; and up to
-how many rows the own kernel is faster than DeepGEMM."""
+"""What `thalweg tune` tries of few-row products: their tiles, for one weight and each number of rows at which the table
+has another tile; and up to how many rows the own kernel is faster than DeepGEMM.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ def searches(n: int, k: int, itemsize: int) -> Iterator[Search]:
 
 
 def threshold(n: int, k: int) -> Search:
-    """Of "triton+deep_gemm", for a weight [n, k] of e4m3. Each candidate computes products of every number of rows in LADDER, one behind
-    another: the sum is least where every one has the faster of both."""
+    """Of "triton+deep_gemm", for a weight [n, k] of e4m3. Each candidate computes products of every number of rows in
+    LADDER, one behind another: the sum is least where every one has the faster of both.
+    """
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         scale = torch.rand(-(-n // 128), k // 128, generator=generator, device=generator.device) * 0.02
@@ -111,7 +113,9 @@ def _search(rows: int, n: int, k: int, itemsize: int, normed: bool, tile: Thin) 
         return (x @ wide.t(),)
 
     def uses(tile: Thin, given: Inputs) -> list[Pair]:
-        """With a residual; and, in bf16, as the first half of a SwiGLU, which pairs rows of the weight in another way."""
+        """With a residual; and, in bf16, as the first half of a SwiGLU, which pairs rows of the weight in another
+        way.
+        """
         x = Normed(given["x"], given["norm"], EPS) if normed else given["x"]
         (whole,) = reference(given)
         pairs: list[Pair] = [

@@ -1,9 +1,9 @@
 """Reading a weight before it is multiplied.
 
-MKL's products with few rows walk a weight in an order that the prefetchers of a server CPU cannot follow: from L3 or memory they read 7 GB/s,
-while a plain sum reads 38 GB/s and leaves the weight in the near caches. Measured for one row and 24 MB of weights in 256 × 256 pieces on
-one EPYC core (torch 2.13): product alone 32 µs, sum and product 14 µs; for a 2048 × 256 head 509 against 121 µs. A decode step reads every
-weight once, so none is warm.
+MKL's products with few rows walk a weight in an order that the prefetchers of a server CPU cannot follow: from L3 or
+memory they read 7 GB/s, while a plain sum reads 38 GB/s and leaves the weight in the near caches. Measured for one row
+and 24 MB of weights in 256 × 256 pieces on one EPYC core (torch 2.13): product alone 32 µs, sum and product 14 µs; for
+a 2048 × 256 head 509 against 121 µs. A decode step reads every weight once, so none is warm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def nothing(weight: Tensor) -> None:
 
 
 def warm_for(weight: Tensor) -> Warm:
-    """Off for what no near cache holds: it would be read twice from memory. Which sizes those are is the processor's affair, so it can be tuned."""
+    """Off for what no near cache holds: it would be read twice from memory. Which sizes those are is the processor's
+    affair, so it can be tuned.
+    """
     if weight.device.type != "cpu":
         return nothing
     key = weight.numel(), weight.itemsize

@@ -1,4 +1,6 @@
-"""Cases of grouped-query attention: one and several query heads for a key head, decode and prefill; gathered, and over pages."""
+"""Cases of grouped-query attention: one and several query heads for a key head, decode and prefill; gathered, and over
+pages.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,10 @@ def paged_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16)
             inputs |= {"starts_R1": starts, "max_query": max(queries)}
         kind = f"{splits} splits" if splits else "prefill"
         yield Case(
-            name=f"{kind}, {heads}/{kv_heads} heads of {dim}, {queries} of {contexts} tokens{', e4m3' * fp8}{', fixed' * fixed}",
+            name=(
+                f"{kind}, {heads}/{kv_heads} heads of {dim}, {queries} of {contexts}"
+                f" tokens{', e4m3' * fp8}{', fixed' * fixed}"
+            ),
             inputs={"query_THd": q, "table_RL": table, "positions_T": positions, "scale": dim**-0.5, **inputs},
             exact=(out, lse) if splits else (out,),
             tolerance=precision(dtype),

@@ -1,7 +1,9 @@
-"""FlashAttention 3's forward pass for prefill (`fa3_fwd_interface`, tested with fa3-fwd 0.0.3): ragged rows, keys side by side, no pages.
+"""FlashAttention 3's forward pass for prefill (`fa3_fwd_interface`, tested with fa3-fwd 0.0.3): ragged rows, keys side
+by side, no pages.
 
-Of that wheel paged keys, local attention and float16 are compiled out; head sizes 64 to 256 and 192 with values of 128 are in. It needs Hopper,
-torch ≥ 2.10 and CUDA 13. Measured on an H100 (bf16, causal, 192/128): 666 TFLOP/s at 4,096 tokens, 751 at 8,192.
+Of that wheel paged keys, local attention and float16 are compiled out; head sizes 64 to 256 and 192 with values of 128
+are in. It needs Hopper, torch ≥ 2.10 and CUDA 13. Measured on an H100 (bf16, causal, 192/128): 666 TFLOP/s at 4,096
+tokens, 751 at 8,192.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def available() -> bool:
 
 @cache
 def _operation() -> Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """What the library's own function calls: that one takes Python ten times as long, for autograd and torch.compile."""
+    """What the library's own function calls: that one takes Python ten times as long, for autograd and
+    torch.compile.
+    """
     importlib.import_module("fa3_fwd_interface")  # registers it
     return torch.ops.fa3_fwd.fwd.default
 
@@ -45,11 +49,13 @@ def prefill(
     causal: bool = True,
     out_THv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of ragged rows: → (out [T, H, v], out_THv if it is given; LSE float32 [T, H], a view of [H, T]; natural logarithm).
+    """Attention of ragged rows: → (out [T, H, v], out_THv if it is given; LSE float32 [T, H], a view of [H, T]; natural
+    logarithm).
 
-    Row i's query tokens are query_starts[i] … query_starts[i + 1] and, if causal, the last of its context, context_starts[i] …
-    context_starts[i + 1]; starts: int32 [R + 1]. bfloat16; views are fine, last stride 1. max_query, max_context: upper bounds of a row.
-    Tokens behind the last row are left undefined. Use with query heads a multiple of key heads.
+    Row i's query tokens are query_starts[i] … query_starts[i + 1] and, if causal, the last of its context,
+    context_starts[i] … context_starts[i + 1]; starts: int32 [R + 1]. bfloat16; views are fine, last stride 1.
+    max_query, max_context: upper bounds of a row. Tokens behind the last row are left undefined. Use with query heads a
+    multiple of key heads.
     """
     made_THv, lse_HT, *_ = _operation()(
         query_THd, key_SKd, value_SKv,
@@ -87,7 +93,8 @@ def check(device: torch.device, heads: int = 4, kv_heads: int = 2, dim: int = 12
         torch.cuda.synchronize(device)
     except (RuntimeError, AttributeError, TypeError, OSError, ImportError) as error:
         raise RuntimeError(
-            f"fa3-fwd does not run here ({error}): it needs Hopper, torch ≥ 2.10 and CUDA 13; or use --attention-backend triton"
+            f"fa3-fwd does not run here ({error}): it needs Hopper, torch ≥ 2.10 and CUDA 13; or use"
+            " --attention-backend triton"
         ) from error
     token = context = 0
     for query, length in zip(queries, contexts, strict=True):

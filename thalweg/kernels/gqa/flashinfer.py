@@ -1,8 +1,9 @@
-"""FlashInfer's attention over pages (`flashinfer`, tested with flashinfer-python 0.6.14): decode rows by BatchDecodeWithPagedKVCacheWrapper on
-tensor cores, the others by BatchPrefillWithPagedKVCacheWrapper.
+"""FlashInfer's attention over pages (`flashinfer`, tested with flashinfer-python 0.6.14): decode rows by
+BatchDecodeWithPagedKVCacheWrapper on tensor cores, the others by BatchPrefillWithPagedKVCacheWrapper.
 
-It compiles with nvcc and ninja when first used (minutes; then it lies in ~/.cache/flashinfer), and plans every step on the host, from lengths
-that are copied there: the device is waited for once a step, and no CUDA graph can hold it. An alternative to compare with, never needed.
+It compiles with nvcc and ninja when first used (minutes; then it lies in ~/.cache/flashinfer), and plans every step on
+the host, from lengths that are copied there: the device is waited for once a step, and no CUDA graph can hold it. An
+alternative to compare with, never needed.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def library() -> ModuleType:
 
 
 class Pages(NamedTuple):
-    """The pages of some rows in FlashInfer's form, int32. starts_R1, on the host: where each row's begin in indices_N, on the device.
-    lengths_R, on the host: of each context, in tokens."""
+    """The pages of some rows in FlashInfer's form, int32. starts_R1, on the host: where each row's begin in indices_N,
+    on the device. lengths_R, on the host: of each context, in tokens.
+    """
 
     starts_R1: Tensor
     indices_N: Tensor
@@ -69,8 +71,9 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What all layers of a model share. decode, several, ragged: FlashInfer's wrappers, for decode rows of one query token, of several, and for
-    other rows."""
+    """What all layers of a model share. decode, several, ragged: FlashInfer's wrappers, for decode rows of one query
+    token, of several, and for other rows.
+    """
 
     heads: int
     kv_heads: int
@@ -81,9 +84,11 @@ class Attention:
     ragged: Any
 
     def plan(self, table_RL: Tensor, lengths_R: Tensor, queries: list[int], decoding: int) -> Planned:
-        """A step of rows with so many query tokens each, the last of their contexts; the first `decoding` rows have equally many.
+        """A step of rows with so many query tokens each, the last of their contexts; the first `decoding` rows have
+        equally many.
 
-        table_RL: their pages; lengths_R: int32 on the host. Copies to the device, and waits for it."""
+        table_RL: their pages; lengths_R: int32 on the host. Copies to the device, and waits for it.
+        """
         decode = ragged = None
         if decoding and queries[0] == 1:
             held, decode = pages(table_RL, lengths_R[:decoding]), self.decode
@@ -123,7 +128,9 @@ def run(wrapper: Any, query_THd: Tensor, key_PSKd: Tensor, value_PSKd: Tensor) -
 
 
 def check(device: torch.device, heads: int = 28, kv_heads: int = 4, dim: int = 128) -> None:
-    """Compares a small case with its definition, compiling what is not yet compiled; RuntimeError if the library cannot run here or is wrong."""
+    """Compares a small case with its definition, compiling what is not yet compiled; RuntimeError if the library cannot
+    run here or is wrong.
+    """
     generator = torch.Generator(device).manual_seed(1)
     queries, contexts, scale = [1, 1, 70], (1, 130, 200), dim**-0.5
 

@@ -1,13 +1,14 @@
 """Grouped-query attention over pages on a GPU: split-KV decode and causal prefill of ragged rows.
 
-Decode: the query heads of a key head (times the query tokens of its row) are the M of the products, so each key and value is read once:
-4 * d bytes a context token and key head in bfloat16, half in e4m3, against 4 * d * group FLOPs. Memory is the floor (Qwen2.5-7B, 256 rows of
-1,024 tokens: 537 MB, 173 µs at 3.1 TB/s).
-Prefill: 4 * d FLOPs for each pair of tokens and query head; 8,192 tokens of 28 heads of 128 dims are 481 GFLOP with a causal mask, 0.6 ms at
-800 TFLOP/s. A tile is 64 query tokens by one page, so that two programs fit a multiprocessor and one multiplies while the other exponentiates.
+Decode: the query heads of a key head (times the query tokens of its row) are the M of the products, so each key and
+value is read once: 4 * d bytes a context token and key head in bfloat16, half in e4m3, against 4 * d * group FLOPs.
+Memory is the floor (Qwen2.5-7B, 256 rows of 1,024 tokens: 537 MB, 173 µs at 3.1 TB/s). Prefill: 4 * d FLOPs for each
+pair of tokens and query head; 8,192 tokens of 28 heads of 128 dims are 481 GFLOP with a causal mask, 0.6 ms at 800
+TFLOP/s. A tile is 64 query tokens by one page, so that two programs fit a multiprocessor and one multiplies while the
+other exponentiates.
 
-Letters: T query tokens, R rows, H query heads, K key heads, d head dim, P pages of 64, L columns of the page table, s splits.
-LSE: natural logarithm, float32; -inf where nothing was seen.
+Letters: T query tokens, R rows, H query heads, K key heads, d head dim, P pages of 64, L columns of the page table, s
+splits. LSE: natural logarithm, float32; -inf where nothing was seen.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 def decode_tiles(rows: int, dim: int, programs: int = 1) -> Tiles:
-    """rows: query tokens times query heads that share a key head. programs: of the whole step with one split. Three that share a multiprocessor
-    read more steadily than one with a longer pipeline (H100, Qwen2.5-7B, 256 rows of 1,024 tokens: 185 us against 190; 64 rows: 50 against 51)."""
+    """rows: query tokens times query heads that share a key head. programs: of the whole step with one split. Three
+    that share a multiprocessor read more steadily than one with a longer pipeline (H100, Qwen2.5-7B, 256 rows of 1,024
+    tokens: 185 us against 190; 64 rows: 50 against 51).
+    """
     stages = 2 if programs > SMS else 4 if dim <= 128 else 3
     if rows <= 16:
         return Tiles(16, 64, 4, stages)
@@ -85,9 +88,11 @@ def _decode(
     QUERY: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, FIXED: tl.constexpr, FRESH: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (k * blocks + b, s, u): split s of the context of TOGETHER query tokens from u * TOGETHER on, for key head k and block b of
-    the rows that those tokens and the GROUP query heads of k make. FRESH: queries and the token's key are still to be normed and rotated,
-    and the split that has the token's page writes its key and value, and starts from them instead of reading them."""
+    """Program (k * blocks + b, s, u): split s of the context of TOGETHER query tokens from u * TOGETHER on, for key
+    head k and block b of the rows that those tokens and the GROUP query heads of k make. FRESH: queries and the token's
+    key are still to be normed and rotated, and the split that has the token's page writes its key and value, and starts
+    from them instead of reading them.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -161,8 +166,10 @@ def _decode(
 
 
 class Fresh(NamedTuple):
-    """What `decode` stores first. key_TKd, value_TKd: views of a projection's output, neither normed nor rotated, and so are the queries then.
-    write_T int64: rows of the planes. cos_SC, sin_SC: float32 [context, d / 2]. norms float32 [d], both or none."""
+    """What `decode` stores first. key_TKd, value_TKd: views of a projection's output, neither normed nor rotated, and
+    so are the queries then. write_T int64: rows of the planes. cos_SC, sin_SC: float32 [context, d / 2]. norms float32
+    [d], both or none.
+    """
 
     key_TKd: Tensor
     value_TKd: Tensor
@@ -193,10 +200,11 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Queries over the pages of their rows: → (partial [T, H, splits, d], LSE [T, H, splits]), for `merge`.
 
-    The row of token t is t // query, or rows_T[t] (int32), and its context positions 0 … positions_T[t]. Planes: [P, 64, K, d] bfloat16, or
-    e4m3 with scales float32 [1]. partial is bfloat16; with one split it is final. fixed: the splits of a token depend on its own position
-    alone, given the same `splits` (DETERMINISTIC_SPLITS). hides_T int64: of drafts that part ways what each token does not see, see `batch.Tree`;
-    positions are columns then. fresh: does what `rope.gqa_write` does, too; one query token a row, not fixed.
+    The row of token t is t // query, or rows_T[t] (int32), and its context positions 0 … positions_T[t]. Planes: [P,
+    64, K, d] bfloat16, or e4m3 with scales float32 [1]. partial is bfloat16; with one split it is final. fixed: the
+    splits of a token depend on its own position alone, given the same `splits` (DETERMINISTIC_SPLITS). hides_T int64:
+    of drafts that part ways what each token does not see, see `batch.Tree`; positions are columns then. fresh: does
+    what `rope.gqa_write` does, too; one query token a row, not fixed.
     """
     tokens, heads, dim = query_THd.shape
     kv_heads, together = key_PSKd.shape[2], 1 if fixed or rows_T is not None else query
@@ -235,7 +243,9 @@ def _prefill(
     GROUP: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, h, i): the b-th block from the end of row i's query tokens, for head h; row `rows` is the padding behind all rows."""
+    """Program (b, h, i): the b-th block from the end of row i's query tokens, for head h; row `rows` is the padding
+    behind all rows.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -282,7 +292,8 @@ def _prefill(
             total = total * factor + tl.sum(weights, 1)
             sums = tl.dot(weights.to(q.dtype), values.load([at, column]).to(q.dtype), sums * factor[:, None])
     else:
-        # behind the first token each has keys of its own; a tile of which a token sees nothing leaves its sums as they are
+        # behind the first token each has keys of its own; a tile of which a token sees nothing leaves its sums as they
+        # are
         for node in range(block, tl.minimum(block + M, end)):
             own = tl.load(positions + node).to(tl.int32)
             for start in range(plain // N * N, own + 1, N):
@@ -315,10 +326,11 @@ def prefill(
 ) -> Tensor:
     """Causal attention of ragged rows to their pages, this step's keys among them: → [T, H, d].
 
-    Row i's query tokens are starts[i] … starts[i + 1], at consecutive positions; starts: int32 [R + 1]. max_query: an upper bound of a row's
-    query tokens. Tokens behind starts[R] are padding: their result is 0. Planes: [P, 64, K, d] bfloat16, or e4m3 with scales float32 [1].
-    paths_TD: as of `mla.triton.decode`, of rows whose tokens are nodes of a tree, its root first, and no more than a block has: they share what is
-    before the root. A token's result is then what it would be if its path stood alone, bit for bit.
+    Row i's query tokens are starts[i] … starts[i + 1], at consecutive positions; starts: int32 [R + 1]. max_query: an
+    upper bound of a row's query tokens. Tokens behind starts[R] are padding: their result is 0. Planes: [P, 64, K, d]
+    bfloat16, or e4m3 with scales float32 [1]. paths_TD: as of `mla.triton.decode`, of rows whose tokens are nodes of a
+    tree, its root first, and no more than a block has: they share what is before the root. A token's result is then
+    what it would be if its path stood alone, bit for bit.
     """
     tokens, heads, dim = query_THd.shape
     tiles, rows = prefill_tiles(dim), len(starts_R1) - 1
@@ -369,10 +381,11 @@ def gather(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cached keys and values of ragged rows, side by side: → bfloat16 views [tokens, K, d]; row i's lie from starts[i] to starts[i + 1] and
-    are its context positions from first[i] on. Beyond the last row the result is undefined.
+    """Cached keys and values of ragged rows, side by side: → bfloat16 views [tokens, K, d]; row i's lie from starts[i]
+    to starts[i + 1] and are its context positions from first[i] on. Beyond the last row the result is undefined.
 
-    starts_R1, first_R: int32. max_context: an upper bound of a row's part. K * d is a power of two. e4m3 planes are multiplied by their scales.
+    starts_R1, first_R: int32. max_context: an upper bound of a row's part. K * d is a power of two. e4m3 planes are
+    multiplied by their scales.
     """
     kv_heads, dim = key_PSKd.shape[2:]
     dtype = torch.bfloat16 if key_scale is not None else key_PSKd.dtype

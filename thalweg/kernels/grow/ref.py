@@ -1,10 +1,12 @@
-"""Reference of growing dynamic trees: the likeliest children of a level's nodes, the next level, and the tree that is left of all candidates.
+"""Reference of growing dynamic trees: the likeliest children of a level's nodes, the next level, and the tree that is
+left of all candidates.
 
-Candidates of a row are numbered as they are made, from 1 on, so that parents have smaller numbers; 0 is the root. Of the first level there are B,
-of each behind it B · B.
+Candidates of a row are numbered as they are made, from 1 on, so that parents have smaller numbers; 0 is the root. Of
+the first level there are B, of each behind it B · B.
 
-Letters: E rows, M nodes of a level that are expanded (1, then B), B children of each, T = E · M, C candidates, K nodes of the tree, D entries of a
-head's vocabulary, W of a state, I integers of a slot, S slots."""
+Letters: E rows, M nodes of a level that are expanded (1, then B), B children of each, T = E · M, C candidates, K nodes
+of the tree, D entries of a head's vocabulary, W of a state, I integers of a slot, S slots.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ class Candidates(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Nodes that are expanded together, [E, M] each: their numbers, columns between the root's and theirs, and what they hide (`batch.Tree`), int64;
-    their scores float32."""
+    """Nodes that are expanded together, [E, M] each: their numbers, columns between the root's and theirs, and what
+    they hide (`batch.Tree`), int64; their scores float32.
+    """
 
     number_EM: Tensor
     ahead_EM: Tensor
@@ -35,7 +38,9 @@ class Level(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The same nodes as tokens of a step, [T] each: see `batch.Batch`; which node of the level before each is a child of, counted over all rows."""
+    """The same nodes as tokens of a step, [T] each: see `batch.Batch`; which node of the level before each is a child
+    of, counted over all rows.
+    """
 
     ids_T: Tensor
     positions_T: Tensor
@@ -55,8 +60,10 @@ class Grown(NamedTuple):
 
 
 def best(logits_TD: Tensor, branches: int, ids_D: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities float32 and tokens int64 [T, B] of the likeliest children. What is no number counts as impossible: a tree must be one
-    whatever a drafter computes. ids_D: which tokens the logits are of, if not in order."""
+    """Log-probabilities float32 and tokens int64 [T, B] of the likeliest children. What is no number counts as
+    impossible: a tree must be one whatever a drafter computes. ids_D: which tokens the logits are of, if not in
+    order.
+    """
     score_TD = logits_TD.log_softmax(-1)
     score_TD.masked_fill_(score_TD.isnan(), -torch.inf)
     score_TB, token_TB = score_TD.topk(branches, -1)
@@ -71,8 +78,10 @@ def first_of(level: int, branches: int) -> int:
 def advance(
     score_TB: Tensor, token_TB: Tensor, level: Level, depth: int, slot_E: Tensor, ints_EI: Tensor, table_SP: Tensor, page: int, made: Candidates
 ) -> tuple[Level, Placed]:  # fmt: skip
-    """Notes the children of a level, of this depth, as candidates, and makes the next level of the best of them. Each is entered behind all that were
-    expanded before. Nodes at or past their slot's end are padding. ints_EI: the slots' integers; page: its tokens."""
+    """Notes the children of a level, of this depth, as candidates, and makes the next level of the best of them. Each
+    is entered behind all that were expanded before. Nodes at or past their slot's end are padding. ints_EI: the slots'
+    integers; page: its tokens.
+    """
     many, nodes = level.number_EM.shape
     branches, first = score_TB.shape[1], first_of(depth, score_TB.shape[1])
     score_EC = (score_TB.view(many, nodes, branches) + level.score_EM.unsqueeze(2)).flatten(1)
@@ -99,9 +108,10 @@ def advance(
 def settle(
     made: Candidates, branches: int, state_TW: Tensor, given_EW: Tensor, slot_E: Tensor, ints_EI: Tensor, fields: Fields, out: Grown
 ) -> None:  # fmt: skip
-    """Puts the tree of each row into its slot and into `out`: the best K candidates, best first; a parent is never worse than its children, and comes
-    first where they are equal. state_TW: of what was expanded last; given_EW: behind the token before the root. Where even a node's first child is
-    impossible, its logits were no numbers."""
+    """Puts the tree of each row into its slot and into `out`: the best K candidates, best first; a parent is never
+    worse than its children, and comes first where they are equal. state_TW: of what was expanded last; given_EW: behind
+    the token before the root. Where even a node's first child is impossible, its logits were no numbers.
+    """
     (many, count), width = made.score_EC.shape, out.token_EK.shape[1]
     deepest = 1 + (count // branches - 1) // branches
     order_EC = made.score_EC.sort(dim=1, descending=True, stable=True).indices
@@ -124,7 +134,9 @@ def settle(
 def plant(
     token_EK: Tensor, parent_EK: Tensor, depth_EK: Tensor, hides_EK: Tensor, slot_E: Tensor, ints_EI: Tensor, fields: Fields
 ) -> None:  # fmt: skip
-    """Puts trees into their slots: their tokens behind the known ones, and how many they are into column 7 of the integers."""
+    """Puts trees into their slots: their tokens behind the known ones, and how many they are into column 7 of the
+    integers.
+    """
     nodes, columns = token_EK.shape[1], fields.tokens_SL.shape[1]
     fields.ints_SI[:, 7].index_fill_(0, slot_E, nodes)
     form_EK3 = torch.stack((parent_EK, depth_EK, hides_EK), 2)
@@ -145,5 +157,7 @@ def hides_of(parent_EK: Tensor, depth_EK: Tensor, deepest: int) -> Tensor:
 
 
 def hidden_behind(hides: Tensor, further: Tensor) -> Tensor:
-    """What a child hides that stands so many columns further than its parent, which hides this: that, and all between them."""
+    """What a child hides that stands so many columns further than its parent, which hides this: that, and all between
+    them.
+    """
     return (hides << further) | ((1 << further) - 2)

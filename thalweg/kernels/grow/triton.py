@@ -1,7 +1,9 @@
-"""What `ref` says, the best children in two launches, the next level and the tree in one each, where torch takes some sixty a level.
+"""What `ref` says, the best children in two launches, the next level and the tree in one each, where torch takes some
+sixty a level.
 
-Floor of the best children: 4 · T · D bytes read once, 0.7 µs for the four nodes of a level of DeepSeek's vocabulary on an H100; all else is launches.
-Of equal scores the first wins."""
+Floor of the best children: 4 · T · D bytes read once, 0.7 µs for the four nodes of a level of DeepSeek's vocabulary on
+an H100; all else is launches. Of equal scores the first wins.
+"""
 
 from __future__ import annotations
 

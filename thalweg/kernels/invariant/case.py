@@ -1,4 +1,6 @@
-"""Cases of products in deterministic mode: one row and more than a tile, widths that no block divides, with bias and residual, float32 out."""
+"""Cases of products in deterministic mode: one row and more than a tile, widths that no block divides, with bias and
+residual, float32 out.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ def linear(
     residual_MN: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y [M, N] in `dtype` (default x's), summed in float32. residual_MN: added, and written: the result is then the residual itself."""
+    """y [M, N] in `dtype` (default x's), summed in float32. residual_MN: added, and written: the result is then the
+    residual itself.
+    """
     rows = [torch.mv(w_NK.float(), x_K.float()) for x_K in x_MK]
     y = torch.stack(rows) if rows else x_MK.new_zeros(0, len(w_NK), dtype=torch.float32)
     if bias_N is not None:

@@ -1,10 +1,11 @@
 """GEMM for deterministic mode: y = x Wᵀ, bit for bit the same for a row whatever stands beside it.
 
-What a row's bits depend on is the order in which K is summed and the instruction that sums a step of it. Both are fixed: all of K in one block, in
-steps of BLOCK_K, nothing split, by `wgmma`, whose 64 rows are computed whether one of them is real or all. How many rows and columns a
-tile has changes neither, so tiles grow with the number of rows (tests/gpu/test_moe.py compares the bits over 1 … 300 and 4,096 rows). cuBLAS and the
-kernels for few rows choose splits and instructions by it. The price: at one row each block multiplies 63 rows of nothing, which the tensor
-cores do while the weight arrives (64 FLOP a byte of it, a fifth of what they could).
+What a row's bits depend on is the order in which K is summed and the instruction that sums a step of it. Both are
+fixed: all of K in one block, in steps of BLOCK_K, nothing split, by `wgmma`, whose 64 rows are computed whether one of
+them is real or all. How many rows and columns a tile has changes neither, so tiles grow with the number of rows
+(tests/gpu/test_moe.py compares the bits over 1 … 300 and 4,096 rows). cuBLAS and the kernels for few rows choose splits
+and instructions by it. The price: at one row each block multiplies 63 rows of nothing, which the tensor cores do while
+the weight arrives (64 FLOP a byte of it, a fifth of what they could).
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ BAND = 16  # row blocks that run together, so that both operands stay in L2
 
 
 def tiles(m: int, n: int, fp8: bool) -> tuple[int, int, int, int, int]:
-    """→ BLOCK_M (64, or of many rows 128: multiples of what a warp group multiplies at once), BLOCK_N, BLOCK_K, stages, warps. Narrow weights are
-    cut finer, so that a single row still reads with many blocks."""
+    """→ BLOCK_M (64, or of many rows 128: multiples of what a warp group multiplies at once), BLOCK_N, BLOCK_K, stages,
+    warps. Narrow weights are cut finer, so that a single row still reads with many blocks.
+    """
     block_k = 128 if fp8 else 64
     if m > 256:
         return 128, 128, block_k, 4, 8
@@ -36,7 +38,9 @@ def linear(
     residual_MN: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y [M, N] in `dtype` (default x's). x, w: bf16, rows of neighbours. residual_MN: added, and written: the result is then the residual."""
+    """y [M, N] in `dtype` (default x's). x, w: bf16, rows of neighbours. residual_MN: added, and written: the result is
+    then the residual.
+    """
     (m, k), n = x_MK.shape, len(w_NK)
     y = torch.empty(m, n, dtype=dtype or x_MK.dtype, device=x_MK.device) if residual_MN is None else residual_MN
     if m:
@@ -49,7 +53,9 @@ def linear(
 
 
 def linear_fp8(x_MK: Tensor, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
-    """y [M, N] in x's dtype. w: e4m3 [N, K], scale float32 [ceil(N / 128), K / 128]; x is quantised here, row by row. residual_MN: as in `linear`."""
+    """y [M, N] in x's dtype. w: e4m3 [N, K], scale float32 [ceil(N / 128), K / 128]; x is quantised here, row by row.
+    residual_MN: as in `linear`.
+    """
     (m, k), n = x_MK.shape, len(w_NK)
     y = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device) if residual_MN is None else residual_MN
     if m:

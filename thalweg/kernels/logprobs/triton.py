@@ -1,8 +1,8 @@
 """log_softmax at some ids and at the most likely ones, without writing anything of the size of the vocabulary.
 
-The first launch is `border.scan`, on the logits themselves; the second finds a value that the N-th largest group maximum reaches, lists the ids at or
-above it, of their groups alone, and sorts the list. Where thousands of logits equal the N-th it takes one after the other from the row
-instead. Floor: 4 · E · V bytes read once.
+The first launch is `border.scan`, on the logits themselves; the second finds a value that the N-th largest group
+maximum reaches, lists the ids at or above it, of their groups alone, and sorts the list. Where thousands of logits
+equal the N-th it takes one after the other from the row instead. Floor: 4 · E · V bytes read once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from thalweg.kernels.pdl import launch_options
 
 
 def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """log_softmax at `tokens_N` (int64): float32 [N]; and of each row the `top` most likely ids, int64 [N, top], with theirs, float32. Equal
-    ones by id."""
+    """log_softmax at `tokens_N` (int64): float32 [N]; and of each row the `top` most likely ids, int64 [N, top], with
+    theirs, float32. Equal ones by id.
+    """
     rows, vocab = logits_NV.shape
     parts, top, options = triton.cdiv(vocab, PART), min(top, vocab), launch_options(logits_NV)
 

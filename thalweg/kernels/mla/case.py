@@ -1,7 +1,7 @@
 """Cases of latent attention: absorbed and decompressed from the same inputs must agree, masked keys must not count.
 
-`cases` have gathered keys; `decode_cases` and `prefill_cases` have a model's dims and the layouts that a GPU's kernels read: pages in any order,
-rows of unequal length, poison in everything that must not be read.
+`cases` have gathered keys; `decode_cases` and `prefill_cases` have a model's dims and the layouts that a GPU's kernels
+read: pages in any order, rows of unequal length, poison in everything that must not be read.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ BACKENDS = {"ref": run}
 
 
 def pages_of(generator: torch.Generator, contexts: Sequence[int]) -> tuple[Tensor, int]:
-    """A page table int32 [R, L] of rows of these lengths, pages in random order and 0 beyond a row's end; and how many pages there are."""
+    """A page table int32 [R, L] of rows of these lengths, pages in random order and 0 beyond a row's end; and how many
+    pages there are.
+    """
     counts = [-(-context // PAGE) for context in contexts]
     order = torch.randperm(sum(counts), generator=generator).to(torch.int32) + 1
     table = torch.zeros(len(contexts), max(counts), dtype=torch.int32)
@@ -80,7 +82,9 @@ def pages_of(generator: torch.Generator, contexts: Sequence[int]) -> tuple[Tenso
 
 
 def poisoned(plane_PSX: Tensor, table_RL: Tensor, contexts: Sequence[int]) -> Tensor:
-    """The same plane with large finite values in tokens that no row may read: a page may be recycled, so it holds anything finite."""
+    """The same plane with large finite values in tokens that no row may read: a page may be recycled, so it holds
+    anything finite.
+    """
     allowed = torch.zeros(plane_PSX.shape[:2], dtype=torch.bool)
     for table_L, context in zip(table_RL.long(), contexts, strict=True):
         index = torch.arange(context)
@@ -129,7 +133,10 @@ def decode_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16
             exact[token], lse[token] = scores.softmax(-1) @ kv[:, :rank], scores.logsumexp(-1)
         pairs = heads * int(positions.sum() + len(positions))
         yield Case(
-            name=f"{heads} heads, contexts {contexts}, {query} queries, {splits} splits{', e4m3' * fp8}{', fixed' * fixed}",
+            name=(
+                f"{heads} heads, contexts {contexts}, {query} queries, {splits}"
+                f" splits{', e4m3' * fp8}{', fixed' * fixed}"
+            ),
             inputs={
                 "query_THD": q,
                 "plane_PSD": stored,

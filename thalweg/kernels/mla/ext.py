@@ -1,10 +1,13 @@
-"""FlashMLA's dense decode for Hopper (`flash_mla`, tested with sgl-flash-mla 1.0.0), and FlashAttention 3 for the decompressed prefill.
+"""FlashMLA's dense decode for Hopper (`flash_mla`, tested with sgl-flash-mla 1.0.0), and FlashAttention 3 for the
+decompressed prefill.
 
-FlashMLA's own releases dropped Hopper; sgl-flash-mla keeps those kernels as "legacy". Pages of 64, 512 + 64 dims, bfloat16, or e4m3 queries and keys
-with one scale each. A scheduler kernel (12-20 µs) cuts contexts to even parts once a step: a `Schedule` is made for a step and given to all its
-layers, the first of which fills it; under a CUDA graph make a new one inside the capture, so that every replay schedules anew.
-Its bf16 kernel is launched to start as soon as the one before it lets others start, and does not wait for what that still writes; `paged.py` puts a
-kernel between. Measured on an H100, 128 heads: 64 x 4,096 tokens 124 µs (591 TFLOP/s); 16 heads, 128 x 16,384: 819 µs (2.95 TB/s), e4m3 456 µs.
+FlashMLA's own releases dropped Hopper; sgl-flash-mla keeps those kernels as "legacy". Pages of 64, 512 + 64 dims,
+bfloat16, or e4m3 queries and keys with one scale each. A scheduler kernel (12-20 µs) cuts contexts to even parts once a
+step: a `Schedule` is made for a step and given to all its layers, the first of which fills it; under a CUDA graph make
+a new one inside the capture, so that every replay schedules anew. Its bf16 kernel is launched to start as soon as the
+one before it lets others start, and does not wait for what that still writes; `paged.py` puts a kernel between.
+Measured on an H100, 128 heads: 64 x 4,096 tokens 124 µs (591 TFLOP/s); 16 heads, 128 x 16,384: 819 µs (2.95 TB/s), e4m3
+456 µs.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ def schedule() -> Schedule:
 
 
 def schedule_fp8(lengths_R: Tensor, rows: int) -> Schedule:
-    """The schedule of an e4m3 step: launches its kernel. lengths_R: int32 context lengths. rows: query tokens of a row times heads."""
+    """The schedule of an e4m3 step: launches its kernel. lengths_R: int32 context lengths. rows: query tokens of a row
+    times heads.
+    """
     empty = _library().get_mla_metadata()[0]
     parts, splits = _library().get_mla_decoding_metadata(lengths_R, rows, 1, is_fp8_kvcache=True, use_legacy=True)
     empty.tile_scheduler_metadata, empty.num_splits = parts, splits
@@ -69,8 +74,9 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Absorbed queries over pages: → (sums bfloat16 [T, H, r], LSE float32 [T, H]; natural logarithm).
 
-    query_THD: [R * query, H, 576], contiguous; the row of token t is t // query, and its tokens are the last of its context. lengths_R: int32
-    context lengths, these tokens included. table_RL: int32. e4m3: queries too are e4m3 of value / query_scale, scales float32 [1].
+    query_THD: [R * query, H, 576], contiguous; the row of token t is t // query, and its tokens are the last of its
+    context. lengths_R: int32 context lengths, these tokens included. table_RL: int32. e4m3: queries too are e4m3 of
+    value / query_scale, scales float32 [1].
     """
     rows, heads = table_RL.shape[0], query_THD.shape[1]
     fp8 = plane_PSD.dtype == torch.float8_e4m3fn
@@ -92,7 +98,9 @@ def decode(
 
 
 def check(device: torch.device, heads: int, fp8: bool = False) -> None:
-    """Compares a small case with its definition; RuntimeError if the library cannot run here or is wrong. fp8: queries and keys are e4m3."""
+    """Compares a small case with its definition; RuntimeError if the library cannot run here or is wrong. fp8: queries
+    and keys are e4m3.
+    """
     generator = torch.Generator(device).manual_seed(1)
     contexts, scale = (1, 200), 192**-0.5
     kept = torch.float8_e4m3fn if fp8 else torch.bfloat16
@@ -107,7 +115,8 @@ def check(device: torch.device, heads: int, fp8: bool = False) -> None:
         torch.cuda.synchronize(device)
     except (RuntimeError, AttributeError, TypeError, OSError, ImportError, AssertionError) as error:
         raise RuntimeError(
-            f"FlashMLA does not run here ({error}): it needs Hopper, torch ≥ 2.10 and CUDA 13; or use --attention-backend triton"
+            f"FlashMLA does not run here ({error}): it needs Hopper, torch ≥ 2.10 and CUDA 13; or use"
+            " --attention-backend triton"
         ) from error
     for row, context in enumerate(contexts):
         kv = plane[table[row].long()].flatten(0, 1)[:context].float()
@@ -120,5 +129,7 @@ def check(device: torch.device, heads: int, fp8: bool = False) -> None:
 
 
 def check_prefill(device: torch.device) -> None:
-    """Compares a small case of 192-dim keys and 128-dim values with its definition; RuntimeError if it cannot run here or is wrong."""
+    """Compares a small case of 192-dim keys and 128-dim values with its definition; RuntimeError if it cannot run here
+    or is wrong.
+    """
     fa3.check(device, 4, 4, 192, 128)

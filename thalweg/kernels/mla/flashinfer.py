@@ -1,6 +1,8 @@
-"""FlashInfer's latent decode for Hopper (`flashinfer`, tested with flashinfer-python 0.6.14): BatchMLAPagedAttentionWrapper of its fa3 kernels.
+"""FlashInfer's latent decode for Hopper (`flashinfer`, tested with flashinfer-python 0.6.14):
+BatchMLAPagedAttentionWrapper of its fa3 kernels.
 
-See `kernels.gqa.flashinfer` for what it needs and costs. Measured on an H100, 128 heads: 64 x 4,096 tokens 135 µs, 16 heads 113 µs.
+See `kernels.gqa.flashinfer` for what it needs and costs. Measured on an H100, 128 heads: 64 x 4,096 tokens 135 µs, 16
+heads 113 µs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ ROPE = 64
 
 @dataclass(frozen=True, slots=True)
 class FlashInferDecoder:
-    """See `paged.Decoder`. Planned on the host, once a step, from lengths that are copied there: not for CUDA graphs. bfloat16 latents only."""
+    """See `paged.Decoder`. Planned on the host, once a step, from lengths that are copied there: not for CUDA graphs.
+    bfloat16 latents only.
+    """
 
     heads: int
     rank: int
@@ -56,7 +60,9 @@ def _wrapper(device: torch.device) -> Any:
 
 
 def check(device: torch.device, heads: int) -> None:
-    """Compares a small case with its definition, compiling what is not yet compiled; RuntimeError if the library cannot run here or is wrong."""
+    """Compares a small case with its definition, compiling what is not yet compiled; RuntimeError if the library cannot
+    run here or is wrong.
+    """
     generator = torch.Generator(device).manual_seed(1)
     contexts, scale = (1, 200), 192**-0.5
     plane = torch.randn(6, PAGE, 576, generator=generator, device=device).bfloat16()

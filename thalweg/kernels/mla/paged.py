@@ -21,8 +21,10 @@ FLASHMLA_TOKENS, FLASHMLA_TOKENS_FP8 = 8, 32  # from so many decode tokens on Fl
 
 
 class Rows(NamedTuple):
-    """Decode rows. table_RL int32: pages of each row (more rows may follow). positions_T int64: of their `query` tokens each, the last of their
-    contexts. reach: upper bound of a context, in tokens. rows_T, hides_T: of drafts that part ways, see `layers.paged.PagedStep`."""
+    """Decode rows. table_RL int32: pages of each row (more rows may follow). positions_T int64: of their `query` tokens
+    each, the last of their contexts. reach: upper bound of a context, in tokens. rows_T, hides_T: of drafts that part
+    ways, see `layers.paged.PagedStep`.
+    """
 
     table_RL: Tensor
     positions_T: Tensor
@@ -47,7 +49,9 @@ class Decoder(Protocol):
         rows: Rows,
         prepared: Any,
     ) -> Tensor:
-        """Absorbed queries [T, H, r + c] over pages [P, 64, r + c], times W_UV: → bfloat16 [T, H * v]. plane_scale: of an e4m3 plane."""
+        """Absorbed queries [T, H, r + c] over pages [P, 64, r + c], times W_UV: → bfloat16 [T, H * v]. plane_scale: of
+        an e4m3 plane.
+        """
 
 
 class Prefill(Protocol):
@@ -68,10 +72,11 @@ class Prefill(Protocol):
         causal: bool,
         out_THv: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """→ (out [T, H, v], LSE [T, H]). Row i's query tokens are query_starts[i] … query_starts[i + 1], its context tokens context_starts[i] …
-        context_starts[i + 1]: latents with their rotated keys, [S, r + c]. causal: its queries are the last of its context; else every query
-        sees all of it. uv_HRv: a view of [H, v, r]. max_query, max_context: upper bounds of a row. out_THv: where the result is put if it is
-        given, contiguous."""
+        """→ (out [T, H, v], LSE [T, H]). Row i's query tokens are query_starts[i] … query_starts[i + 1], its context
+        tokens context_starts[i] … context_starts[i + 1]: latents with their rotated keys, [S, r + c]. causal: its
+        queries are the last of its context; else every query sees all of it. uv_HRv: a view of [H, v, r]. max_query,
+        max_context: upper bounds of a row. out_THv: where the result is put if it is given, contiguous.
+        """
 
 
 def raised(u_THr: Tensor, uv_HRv: Tensor) -> Tensor:
@@ -132,8 +137,9 @@ class FlashSchedule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlashMlaDecoder:
-    """FlashMLA. Of an e4m3 plane it takes e4m3 queries too: they are scaled by their largest number. Each token is a row of its own: of a longer
-    row it wants the length at its last token, which is padding where a sequence ends."""
+    """FlashMLA. Of an e4m3 plane it takes e4m3 queries too: they are scaled by their largest number. Each token is a
+    row of its own: of a longer row it wants the length at its last token, which is padding where a sequence ends.
+    """
 
     heads: int
     rank: int
@@ -156,8 +162,8 @@ class FlashMlaDecoder:
     ) -> Tensor:
         query_scale = None
         if plane_scale is None:
-            # its bf16 kernel starts when the one before it lets others start, and does not wait for what that still writes, queries and latents:
-            # a kernel that does wait, and lets nobody start, must stand between
+            # its bf16 kernel starts when the one before it lets others start, and does not wait for what that still
+            # writes, queries and latents: a kernel that does wait, and lets nobody start, must stand between
             prepared.lengths_T.add_(0)
         else:
             query_scale = (query_THD.abs().amax().float() / FP8_MAX).clamp_min(1e-12).view(1)
@@ -177,15 +183,16 @@ class FlashMlaDecoder:
             query_scale=query_scale,
             plane_scale=plane_scale,
         )
-        # its last kernel joins splits; where there are none it ends at once, before the one that attends does. Who overlaps with it, as cuBLAS
-        # does too, waits for nothing: so what comes next must not
+        # its last kernel joins splits; where there are none it ends at once, before the one that attends does. Who
+        # overlaps with it, as cuBLAS does too, waits for nothing: so what comes next must not
         return triton.up(u_THr, uv_HRv, overlap=False)
 
 
 @dataclass(frozen=True, slots=True)
 class BySizeDecoder:
-    """Own kernels for few tokens, where FlashMLA's schedule and its joining of splits cost more than they save, and for drafts that part ways,
-    since it sees all that stands before a token; FlashMLA beyond."""
+    """Own kernels for few tokens, where FlashMLA's schedule and its joining of splits cost more than they save, and for
+    drafts that part ways, since it sees all that stands before a token; FlashMLA beyond.
+    """
 
     own: TritonDecoder
     library: FlashMlaDecoder

@@ -1,7 +1,7 @@
 """Multi-head latent attention over gathered latents (DeepSeek-V2 report §2.1).
 
-Letters: N independent query blocks, Q queries of a block over all heads, K keys, r latent dims, D = r + rope, H heads, q and k tokens.
-A bias is additive: 0 where a key may be seen, -inf where not; every query sees at least one key.
+Letters: N independent query blocks, Q queries of a block over all heads, K keys, r latent dims, D = r + rope, H heads,
+q and k tokens. A bias is additive: 0 where a key may be seen, -inf where not; every query sees at least one key.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Latent attention on a GPU: absorbed split-KV decode over pages, its merges, and the decompressed prefill.
 
-Decode reads each latent once: of a tile of keys the first `rank` columns are also the values. Bytes are 1,152 a context token and row
-in bfloat16, 576 in e4m3; work is 2 * H * (576 + 512) FLOPs, so up to 16 heads the memory is the floor (V2-Lite, batch 128 of 1,024 tokens:
-151 MB, 49 µs at 3.1 TB/s) and at 128 heads the tensor cores are (V3, the same batch: 36 GFLOP, 46 µs at 800 TFLOP/s).
-Heads are the M of the products: 16 rows (mma) or 64 (wgmma; the sums are 64 x 512 floats, half of the registers of a multiprocessor, and
-queries and two tiles of 64 keys fill its shared memory: one program each).
-Prefill (Dk = 192, Dv = 128) costs 640 * H FLOPs for each pair of tokens and is bound by the tensor cores: 8,192 tokens of 128 heads are
-2.75 TFLOP with a causal mask, 3.4 ms at 800 TFLOP/s.
+Decode reads each latent once: of a tile of keys the first `rank` columns are also the values. Bytes are 1,152 a context
+token and row in bfloat16, 576 in e4m3; work is 2 * H * (576 + 512) FLOPs, so up to 16 heads the memory is the floor
+(V2-Lite, batch 128 of 1,024 tokens: 151 MB, 49 µs at 3.1 TB/s) and at 128 heads the tensor cores are (V3, the same
+batch: 36 GFLOP, 46 µs at 800 TFLOP/s). Heads are the M of the products: 16 rows (mma) or 64 (wgmma; the sums are 64 x
+512 floats, half of the registers of a multiprocessor, and queries and two tiles of 64 keys fill its shared memory: one
+program each). Prefill (Dk = 192, Dv = 128) costs 640 * H FLOPs for each pair of tokens and is bound by the tensor
+cores: 8,192 tokens of 128 heads are 2.75 TFLOP with a causal mask, 3.4 ms at 800 TFLOP/s.
 
-Letters: T query tokens, R rows, H heads, r latent rank, c rope dims, D = r + c, n nope dims, q = n + c, v value dims, P pages of 64, S context
-tokens of ragged rows, L columns of the page table, s splits. LSE: natural logarithm, float32; -inf where nothing was seen.
+Letters: T query tokens, R rows, H heads, r latent rank, c rope dims, D = r + c, n nope dims, q = n + c, v value dims, P
+pages of 64, S context tokens of ragged rows, L columns of the page table, s splits. LSE: natural logarithm, float32;
+-inf where nothing was seen.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ def splits_for(tokens: int, heads: int, context: int, query: int = 1) -> int:
 
 @triton.jit
 def fetched(block, plane, place, column, width, DIM: tl.constexpr):
-    """Columns from `column` on of a tile of keys. place: the row of the first, which the others follow, for the descriptor `block`; or of each, for
-    `plane`, whose rows are so wide."""
+    """Columns from `column` on of a tile of keys. place: the row of the first, which the others follow, for the
+    descriptor `block`; or of each, for `plane`, whose rows are so wide.
+    """
     if plane is None:
         tile = block.load([place, column])
     else:
@@ -97,7 +99,9 @@ def _decode(
     QUERY: tl.constexpr, TOGETHER: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, FIXED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, s, u): split s of the context of TOGETHER query tokens from u * TOGETHER on, for the b-th block of their heads."""
+    """Program (b, s, u): split s of the context of TOGETHER query tokens from u * TOGETHER on, for the b-th block of
+    their heads.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -172,15 +176,16 @@ def decode(
     paths_TD: Tensor | None = None,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Absorbed queries over the pages of their rows: → (partial [T, H, splits, r], LSE [T, H, splits]), for `merge` or `merge_up`.
+    """Absorbed queries over the pages of their rows: → (partial [T, H, splits, r], LSE [T, H, splits]), for `merge` or
+    `merge_up`.
 
-    query_THD: bfloat16, already multiplied by W_UK and rotated; the row of token t is t // query, or rows_T[t] (int32), and its
-    context positions 0 … positions_T[t].
-    plane_PSD: [P, 64, D] bfloat16, or e4m3 with plane_scale float32 [1]. table_RL: int32. partial is bfloat16; with one split it is
-    final. fixed: the splits of a token depend on its own position alone, given the same `splits` (DETERMINISTIC_SPLITS). hides_T int64: of drafts
-    that part ways what each token does not see, see `batch.Tree`; positions are columns then. paths_TD, in its place and with `fixed`: in which
-    columns their last positions stand, int32 [T, PATH], their own first; of those before column and position are one. Keys have then the same lanes
-    of the same tiles as if the path stood alone.
+    query_THD: bfloat16, already multiplied by W_UK and rotated; the row of token t is t // query, or rows_T[t] (int32),
+    and its context positions 0 … positions_T[t]. plane_PSD: [P, 64, D] bfloat16, or e4m3 with plane_scale float32 [1].
+    table_RL: int32. partial is bfloat16; with one split it is final. fixed: the splits of a token depend on its own
+    position alone, given the same `splits` (DETERMINISTIC_SPLITS). hides_T int64: of drafts that part ways what each
+    token does not see, see `batch.Tree`; positions are columns then. paths_TD, in its place and with `fixed`: in which
+    columns their last positions stand, int32 [T, PATH], their own first; of those before column and position are one.
+    Keys have then the same lanes of the same tiles as if the path stood alone.
     """
     assert paths_TD is None or (fixed and hides_T is None), "paths: with fixed splits, in place of hides"
     tokens, heads, dim = query_THD.shape
@@ -206,7 +211,9 @@ def _merge_up(
     partial, lse, up, out, heads, splits, width, up_head, up_rank, up_value,
     RANK: tl.constexpr, V: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, b, t): V columns of head h's values of token t. Its part of W_UV is on the way before the wait for `decode`."""
+    """Program (h, b, t): V columns of head h's values of token t. Its part of W_UV is on the way before the wait for
+    `decode`.
+    """
     head, value = tl.program_id(0), tl.program_id(1) * V + tl.arange(0, V)
     dim, real = tl.arange(0, RANK), value < width
     at = up + head.to(tl.int64) * up_head + dim[:, None] * up_rank + value[None, :] * up_value
@@ -221,8 +228,9 @@ def _merge_up(
 
 
 def merge_up(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
-    """The splits of `decode` joined and multiplied by W_UV in one launch: → [T, H * v]. For up to MERGE_UP_TOKENS tokens: every token
-    reads all of W_UV again. uv_HRv: bfloat16, a view [H, r, v] of any strides."""
+    """The splits of `decode` joined and multiplied by W_UV in one launch: → [T, H * v]. For up to MERGE_UP_TOKENS
+    tokens: every token reads all of W_UV again. uv_HRv: bfloat16, a view [H, r, v] of any strides.
+    """
     tokens, heads, splits, rank = partial.shape
     width = uv_HRv.shape[2]
     columns = 16 if heads <= 32 else 32
@@ -239,7 +247,9 @@ def _merge_up_many(
     partial, lse, up, out, tokens, heads, splits, width, up_head, up_rank, up_value,
     RANK: tl.constexpr, V: tl.constexpr, M: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, b, i): V columns of head h's values of the i-th M tokens, whose splits are joined as the product reads them."""
+    """Program (h, b, i): V columns of head h's values of the i-th M tokens, whose splits are joined as the product
+    reads them.
+    """
     head, value = tl.program_id(0).to(tl.int64), tl.program_id(1) * V + tl.arange(0, V)
     lane, dim, split = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, K), tl.arange(0, SPLITS)
     weights = up + head * up_head + dim[None, :] * up_rank + value[:, None] * up_value
@@ -267,8 +277,9 @@ def _merge_up_many(
 
 
 def merges_many(tokens: int, heads: int, splits: int, rank: int) -> bool:
-    """Whether `merge_up_many` serves and is faster than `merge` and a library's batched product (H100, 32 tokens of 128 heads in 2 splits: 9.6 us,
-    29.9)."""
+    """Whether `merge_up_many` serves and is faster than `merge` and a library's batched product (H100, 32 tokens of 128
+    heads in 2 splits: 9.6 us, 29.9).
+    """
     return MERGE_UP_TOKENS < tokens <= 64 and 1 < splits <= 4 and heads >= 64 and rank % MERGE_UP_RANKS == 0
 
 
@@ -308,9 +319,10 @@ def _up(
 
 
 def up(u_THr: Tensor, uv_HRv: Tensor, *, overlap: bool = True) -> Tensor:
-    """Sums of latents times W_UV: → [T, H * v]. The tiles do not depend on the number of tokens, so that a token's bits do not either; where
-    they may, a library's batched product is faster. uv_HRv: bfloat16, a view [H, r, v] of any strides. overlap: whether it may start while the
-    kernel before it ends."""
+    """Sums of latents times W_UV: → [T, H * v]. The tiles do not depend on the number of tokens, so that a token's bits
+    do not either; where they may, a library's batched product is faster. uv_HRv: bfloat16, a view [H, r, v] of any
+    strides. overlap: whether it may start while the kernel before it ends.
+    """
     tokens, heads, rank = u_THr.shape
     width, columns = uv_HRv.shape[2], min(triton.next_power_of_2(uv_HRv.shape[2]), 64)
     out = torch.empty(tokens, heads * width, dtype=u_THr.dtype, device=u_THr.device)
@@ -328,7 +340,9 @@ def _gather(
     plane, table, starts, firsts, out, plane_scale, tokens, rows, table_row,
     RANK: tl.constexpr, ROPE: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, i): N tokens of row i; row `rows` is what lies behind all rows, shared among the programs of axis 0."""
+    """Program (b, i): N tokens of row i; row `rows` is what lies behind all rows, shared among the programs of axis
+    0.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -370,8 +384,9 @@ def gather(
     first_R: Tensor | None = None,
     plane_scale: Tensor | None = None,
 ) -> Tensor:
-    """Cached latents of ragged rows, side by side: → bfloat16 [tokens, D]; row i's lie from starts[i] to starts[i + 1] and are its context
-    positions from first[i] (0 without first_R) on. Beyond the last row the result is zero, so that padded products stay finite.
+    """Cached latents of ragged rows, side by side: → bfloat16 [tokens, D]; row i's lie from starts[i] to starts[i + 1]
+    and are its context positions from first[i] (0 without first_R) on. Beyond the last row the result is zero, so that
+    padded products stay finite.
 
     starts_R1, first_R: int32. max_context: an upper bound of a row's part. e4m3 planes are multiplied by plane_scale.
     """
@@ -393,8 +408,9 @@ def _prefill(
     NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, h, i): the b-th block from the end of row i's query tokens, for head h; row `rows` is the padding behind all
-    rows. The last blocks have the most to do, so they come first."""
+    """Program (b, h, i): the b-th block from the end of row i's query tokens, for head h; row `rows` is the padding
+    behind all rows. The last blocks have the most to do, so they come first.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -458,11 +474,12 @@ def prefill(
 ) -> tuple[Tensor, Tensor]:
     """Attention of ragged rows to decompressed keys and values: → (out [T, H, v], LSE [T, H]).
 
-    Row i's query tokens are query_starts[i] … query_starts[i + 1], its context tokens context_starts[i] … context_starts[i + 1]; causal:
-    its queries are the last of its context; else every query sees all of it. starts: int32 [R + 1]. max_query: an upper bound of a row's
-    query tokens. Keys and values are token-major views [S, H, n] and [S, H, v], rope_Sc [S, c] the rotated key that all heads share.
-    A query that sees nothing gets 0 and -inf; tokens behind the last row are padding: their result is 0, and their LSE undefined.
-    out_THv: where the result is put if it is given, contiguous.
+    Row i's query tokens are query_starts[i] … query_starts[i + 1], its context tokens context_starts[i] …
+    context_starts[i + 1]; causal: its queries are the last of its context; else every query sees all of it. starts:
+    int32 [R + 1]. max_query: an upper bound of a row's query tokens. Keys and values are token-major views [S, H, n]
+    and [S, H, v], rope_Sc [S, c] the rotated key that all heads share. A query that sees nothing gets 0 and -inf;
+    tokens behind the last row are padding: their result is 0, and their LSE undefined. out_THv: where the result is put
+    if it is given, contiguous.
     """
     tokens, heads, _ = query_THq.shape
     nope, rope, width = key_SHn.shape[2], rope_Sc.shape[1], value_SHv.shape[2]

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 def move(planes: Sequence[Tensor], from_N: Tensor, to_N: Tensor) -> None:
-    """Of each plane, any type [rows, dim], row `to[i]` becomes what row `from[i]` was; int64. All are read before any is written."""
+    """Of each plane, any type [rows, dim], row `to[i]` becomes what row `from[i]` was; int64. All are read before any
+    is written.
+    """
     for plane in planes:
         stored = plane.view(torch.uint8)  # FP8 is no type that torch copies by index on a CPU
         stored.index_copy_(0, to_N, stored.index_select(0, from_N))

@@ -35,7 +35,9 @@ def _move(planes, froms, tos, places, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def table(planes: Sequence[Tensor]) -> Tensor:
-    """Where planes [rows, dim] lie, and how many words their rows have: int64 [planes, 2], on their device. They must stay there."""
+    """Where planes [rows, dim] lie, and how many words their rows have: int64 [planes, 2], on their device. They must
+    stay there.
+    """
     lines = []
     for plane in planes:
         size = plane.shape[1] * plane.element_size()
@@ -45,7 +47,8 @@ def table(planes: Sequence[Tensor]) -> Tensor:
 
 
 def move(table_P2: Tensor, from_ED: Tensor, to_ED: Tensor) -> None:
-    """Rows `from` to rows `to` (int64 [E, D], contiguous) in every plane of the table. A row's places are moved in order: what is read must not be
-    written before, nor by another row, but for what is moved onto itself."""
+    """Rows `from` to rows `to` (int64 [E, D], contiguous) in every plane of the table. A row's places are moved in
+    order: what is read must not be written before, nor by another row, but for what is moved onto itself.
+    """
     rows, places = from_ED.shape
     _move[(len(table_P2), rows)](table_P2, from_ED, to_ED, places, BLOCK=512, num_warps=4, **launch_options(from_ED))

@@ -1,6 +1,7 @@
 """RMSNorm, one block a row; alone, or with its result in e4m3 for a product that takes such.
 
-Floor: 2 · T · H bytes read, and as many or, of codes, half as many written; at decode it is one launch, and quantising in it saves another.
+Floor: 2 · T · H bytes read, and as many or, of codes, half as many written; at decode it is one launch, and quantising
+in it saves another.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def _rms_norm(x_TH, weight_H, y_TH, stride_x, stride_y, eps, H: tl.constexpr, BL
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """RMSNorm of rows that is yet to be computed: a product with few rows computes it as it reads them, at no launch of its own. x_TH: bf16,
-    rows with any stride, not to change before they are read. weight_H: float32."""
+    """RMSNorm of rows that is yet to be computed: a product with few rows computes it as it reads them, at no launch of
+    its own. x_TH: bf16, rows with any stride, not to change before they are read. weight_H: float32.
+    """
 
     x_TH: Tensor
     weight_H: Tensor
@@ -91,7 +93,9 @@ def _rms_norm_quantize(
 
 
 def rms_norm_quantize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`quantize` of `rms_norm`, bit by bit, in one launch: → e4m3 [T, H] and float32 scales [T, H / 128], MN-major. H: a multiple of 128."""
+    """`quantize` of `rms_norm`, bit by bit, in one launch: → e4m3 [T, H] and float32 scales [T, H / 128], MN-major. H:
+    a multiple of 128.
+    """
     rows, width = x_TH.shape
     if width % GROUP:
         raise ValueError(f"rms_norm_quantize takes rows of a multiple of {GROUP}, not {width}")

@@ -1,4 +1,6 @@
-"""Cases of the sort and of the sum: pairs in one chunk and in several, experts without pairs, tokens without experts."""
+"""Cases of the sort and of the sum: pairs in one chunk and in several, experts without pairs, tokens without
+experts.
+"""
 
 from __future__ import annotations
 

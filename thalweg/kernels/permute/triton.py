@@ -1,9 +1,10 @@
-"""Between tokens and experts: pairs of (token, chosen expert) sorted by expert, rows gathered in that order, results summed by token.
+"""Between tokens and experts: pairs of (token, chosen expert) sorted by expert, rows gathered in that order, results
+summed by token.
 
-T tokens, K experts a token, P = T · K pairs numbered t · K + k, N experts; the id N is none. Everything stays on the device and every grid
-depends on shapes only. Floors: the sort moves 12 bytes a pair, which is launch time (many pairs take three launches: counts of each chunk, their
-sums over the chunks, places); `combine` reads P · H bf16 and rewrites the residual,
-8,192 tokens of V2-Lite in 109 µs at 3.1 TB/s.
+T tokens, K experts a token, P = T · K pairs numbered t · K + k, N experts; the id N is none. Everything stays on the
+device and every grid depends on shapes only. Floors: the sort moves 12 bytes a pair, which is launch time (many pairs
+take three launches: counts of each chunk, their sums over the chunks, places); `combine` reads P · H bf16 and rewrites
+the residual, 8,192 tokens of V2-Lite in 109 µs at 3.1 TB/s.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ CHUNK = 128  # pairs of one program of the sort, which compares them with one an
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Pairs sorted by expert. order: position → pair. slot: pair → position. expert and row: of each tile of BLOCK_M positions, its expert and its
-    first position. end_N: the position after an expert's last one. total: tiles in use. All int32, on the device, each with a little more room
-    than it needs. tiles: the most that can be in use, which is the grid. block: BLOCK_M."""
+    """Pairs sorted by expert. order: position → pair. slot: pair → position. expert and row: of each tile of BLOCK_M
+    positions, its expert and its first position. end_N: the position after an expert's last one. total: tiles in use.
+    All int32, on the device, each with a little more room than it needs. tiles: the most that can be in use, which is
+    the grid. block: BLOCK_M.
+    """
 
     order: Tensor
     slot_P: Tensor
@@ -37,14 +40,16 @@ class Order:
 
 
 def way_of(pairs: int) -> str:
-    """How programs of the sort learn of each other's pairs: "alone" there is one; the counts of "few" each program adds up itself; of "many" a
-    kernel of its own does. (288 pairs on an H100: 6.9 us, by one program 32.9.)"""
+    """How programs of the sort learn of each other's pairs: "alone" there is one; the counts of "few" each program adds
+    up itself; of "many" a kernel of its own does. (288 pairs on an H100: 6.9 us, by one program 32.9.)
+    """
     return "alone" if pairs <= CHUNK else "few" if pairs <= 16 * CHUNK else "many"
 
 
 def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> Order:
-    """Sorts pairs by expert, stably; expert `experts` comes last and gets no tile. aligned: each expert's first position is a multiple of block_m
-    (what lies between is undefined), else experts are packed."""
+    """Sorts pairs by expert, stably; expert `experts` comes last and gets no tile. aligned: each expert's first
+    position is a multiple of block_m (what lies between is undefined), else experts are packed.
+    """
     pairs = ids_TK.numel()
     way = way_of(pairs)
     chunks, bins = triton.cdiv(pairs, CHUNK), triton.next_power_of_2(experts + 1)
@@ -71,8 +76,9 @@ def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> O
 
 
 def gather(x_TH: Tensor, scales_TG: Tensor | None, by: Order, columns: int) -> tuple[Tensor, Tensor | None]:
-    """→ rows [R, H], and their scales [R, H / 128] (MN-major) where x is e4m3, of every position of an aligned order in tiles of a multiple of 16;
-    undefined where there is no pair."""
+    """→ rows [R, H], and their scales [R, H / 128] (MN-major) where x is e4m3, of every position of an aligned order in
+    tiles of a multiple of 16; undefined where there is no pair.
+    """
     rows, hidden, device = by.tiles * by.block, x_TH.shape[1], x_TH.device
     a_RH = torch.empty(rows, hidden, dtype=x_TH.dtype, device=device)
     a_scales = None if scales_TG is None else scales_like(rows, hidden, device)
@@ -131,7 +137,9 @@ def _place(
     N: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr,
     WAY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A pair's position: where its expert starts, plus the expert's pairs in the chunks before, plus those before it in its own chunk."""
+    """A pair's position: where its expert starts, plus the expert's pairs in the chunks before, plus those before it in
+    its own chunk.
+    """
     chunk, bins = tl.program_id(0), tl.arange(0, BINS)
     i = tl.arange(0, CHUNK)
     inside = chunk * CHUNK + i < pairs
@@ -197,7 +205,9 @@ def _gather(
     a_RH, a_scales_GR, x_TH, scales_GT, order, tile_expert, end_N, total_tiles, a_stride, scales_stride,
     HIDDEN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """16 rows with their scales. The way to a row is four loads long, so a program copies all of it, some blocks ahead."""
+    """16 rows with their scales. The way to a row is four loads long, so a program copies all of it, some blocks
+    ahead.
+    """
     row, tile = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(0) * 16 // TILE
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,4 +1,6 @@
-"""The inputs of a step out of its slots, in one launch: what `batch.prepare` makes of rows that compute one token each. See ref.py."""
+"""The inputs of a step out of its slots, in one launch: what `batch.prepare` makes of rows that compute one token each.
+See ref.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Cases of quantising rows, as what the codes say: rows of zeros and of one large value, row counts that 4 does not divide."""
+"""Cases of quantising rows, as what the codes say: rows of zeros and of one large value, row counts that 4 does not
+divide.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def _sized(rows: int, columns: int, device: torch.device) -> Sized:
 
 
 def seen(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Codes by their number in their order, -126 to 126, so that neighbours are 1 apart wherever they lie; and the scales."""
+    """Codes by their number in their order, -126 to 126, so that neighbours are 1 apart wherever they lie; and the
+    scales.
+    """
     codes, scale = results
     bits = codes.view(torch.uint8).to(torch.int16)
     return torch.where(bits > 127, 128 - bits, bits), scale

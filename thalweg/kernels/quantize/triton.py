@@ -1,7 +1,8 @@
-"""Rows to e4m3 with one float32 scale for each row and 128 channels (DeepSeek-V3 report §3.3.2): q = x / s, s = max(|x|, 1e-4) / 448.
+"""Rows to e4m3 with one float32 scale for each row and 128 channels (DeepSeek-V3 report §3.3.2): q = x / s, s =
+max(|x|, 1e-4) / 448.
 
-Scales are MN-major: shape [M, K / 128], strides (1, M rounded up to 4), which is what DeepGEMM takes without a kernel of its own.
-Floor: 3.03 bytes an element; [8192, 7168] moves 178 MB, 57 µs at 3.1 TB/s.
+Scales are MN-major: shape [M, K / 128], strides (1, M rounded up to 4), which is what DeepGEMM takes without a kernel
+of its own. Floor: 3.03 bytes an element; [8192, 7168] moves 178 MB, 57 µs at 3.1 TB/s.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ def scales_like(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """→ e4m3 [M, K] and float32 scales [M, K / 128], MN-major. x_MK: bf16 (or float16, float32), contiguous rows; K a multiple of 128."""
+    """→ e4m3 [M, K] and float32 scales [M, K / 128], MN-major. x_MK: bf16 (or float16, float32), contiguous rows; K a
+    multiple of 128.
+    """
     rows, columns = x_MK.shape
     if columns % GROUP or x_MK.stride(1) != 1:
         raise ValueError(
-            f"quantize takes rows of a multiple of {GROUP} neighbours, not {tuple(x_MK.shape)} with strides {x_MK.stride()}"
+            f"quantize takes rows of a multiple of {GROUP} neighbours, not {tuple(x_MK.shape)} with strides"
+            f" {x_MK.stride()}"
         )
     codes, scales = torch.empty_like(x_MK, dtype=torch.float8_e4m3fn), scales_like(rows, columns, x_MK.device)
     if rows:
@@ -47,8 +51,10 @@ def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def encode(x_R128):
-    """float32 [R, 128] → e4m3 [R, 128] and scales [R]. Both quotients are rounded as IEEE does, by a reciprocal and one correction (Markstein), so
-    that codes are the reference's at a third of a division's instructions: kernels that quantise what they read do it in their inner loop."""
+    """float32 [R, 128] → e4m3 [R, 128] and scales [R]. Both quotients are rounded as IEEE does, by a reciprocal and one
+    correction (Markstein), so that codes are the reference's at a third of a division's instructions: kernels that
+    quantise what they read do it in their inner loop.
+    """
     largest_R = tl.maximum(tl.max(tl.abs(x_R128), 1), FLOOR)
     scale_R = quotient(largest_R, 1.0 / LARGEST, LARGEST)
     about_R = 1.0 / scale_R

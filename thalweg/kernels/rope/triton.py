@@ -1,10 +1,13 @@
-"""Rotary embedding, norms and the write into the cache in one launch, for latent attention and for grouped-query attention.
+"""Rotary embedding, norms and the write into the cache in one launch, for latent attention and for grouped-query
+attention.
 
-Neighbouring pairs (2j, 2j+1) turn by the angle of the token's position, in float32. All of it is small: a token of DeepSeek-V3 moves
-33 KB (128 heads of 64 dims read and written, a latent of 576 written), so 128 tokens are 1.4 µs at 3.1 TB/s and a launch is the floor;
-what counts is that norm, rotation, quantisation and scatter are one kernel and not seven.
+Neighbouring pairs (2j, 2j+1) turn by the angle of the token's position, in float32. All of it is small: a token of
+DeepSeek-V3 moves 33 KB (128 heads of 64 dims read and written, a latent of 576 written), so 128 tokens are 1.4 µs at
+3.1 TB/s and a launch is the floor; what counts is that norm, rotation, quantisation and scatter are one kernel and not
+seven.
 
-Letters: T tokens, H query heads, K key heads, r latent rank, c rope dims, D = r + c, d head dim, S = pages * 64 rows of a plane.
+Letters: T tokens, H query heads, K key heads, r latent rank, c rope dims, D = r + c, d head dim, S = pages * 64 rows of
+a plane.
 """
 
 from __future__ import annotations
@@ -32,10 +35,12 @@ def turned(x_NC, cos_P, sin_P, ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def stored(x, scale_pointer, SCALED: tl.constexpr, dtype: tl.constexpr):
-    """What a plane holds: the value, or e4m3 of value / scale; saturated, and 0 for what is not a number. What a masked place holds is multiplied
-    by 0, and a NaN of one request would reach the next that gets its page. What is only attended to may be bf16's largest number, since 0 times
-    that is 0. A latent, which is multiplied before (`decompress`), is never near it: a norm gives at most sqrt(r) times its weight, and of what holds
-    an infinity, or is so large that its squares overflow, NaN or 0."""
+    """What a plane holds: the value, or e4m3 of value / scale; saturated, and 0 for what is not a number. What a masked
+    place holds is multiplied by 0, and a NaN of one request would reach the next that gets its page. What is only
+    attended to may be bf16's largest number, since 0 times that is 0. A latent, which is multiplied before
+    (`decompress`), is never near it: a norm gives at most sqrt(r) times its weight, and of what holds an infinity, or
+    is so large that its squares overflow, NaN or 0.
+    """
     x = tl.where(x == x, x, 0.0)
     if SCALED:
         x = tl.minimum(tl.maximum(x / tl.load(scale_pointer), -E4M3_MAX), E4M3_MAX)
@@ -119,12 +124,14 @@ def mla_write(
     eps: float = 1e-6,
     in_place: bool = False,
 ) -> None:
-    """Norms each token's latent, rotates its key and its queries, and stores latent and key in row write_T[t] of the plane.
+    """Norms each token's latent, rotates its key and its queries, and stores latent and key in row write_T[t] of the
+    plane.
 
-    query_THc: the rope part of the queries, a view [T, H, c]; rotated_THc: the view that receives it, which may be the same memory; H may
-    be 0. latent_TD: a view [T, r + c] of a projection's output, bfloat16; with `in_place` it receives what the plane does. norm_r: float32.
-    cos_SC, sin_SC: float32 [context, c / 2]. positions_T, write_T: int64. plane_SD: [S, r + c], bfloat16, or e4m3 of value / scale with
-    scale float32 [1]. The norm is x / sqrt(mean(x²) + eps) * weight (DeepSeek-V2's kv_a_layernorm, whose eps is 1e-6).
+    query_THc: the rope part of the queries, a view [T, H, c]; rotated_THc: the view that receives it, which may be the
+    same memory; H may be 0. latent_TD: a view [T, r + c] of a projection's output, bfloat16; with `in_place` it
+    receives what the plane does. norm_r: float32. cos_SC, sin_SC: float32 [context, c / 2]. positions_T, write_T:
+    int64. plane_SD: [S, r + c], bfloat16, or e4m3 of value / scale with scale float32 [1]. The norm is x /
+    sqrt(mean(x²) + eps) * weight (DeepSeek-V2's kv_a_layernorm, whose eps is 1e-6).
     """
     tokens, heads, rope = query_THc.shape
     rank = norm_r.shape[0]
@@ -145,8 +152,9 @@ def _mla_absorb(
     NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """First the programs of `_mla_write`, token by token; then those that multiply: a head, a block of latent dims, M tokens each. The
-    weights of these are on the way before the wait for the queries."""
+    """First the programs of `_mla_write`, token by token; then those that multiply: a head, a block of latent dims, M
+    tokens each. The weights of these are on the way before the wait for the queries.
+    """
     parts = 1 + tl.cdiv(heads, HEADS)
     program = tl.program_id(0)
     if program < tokens * parts:
@@ -197,11 +205,12 @@ def mla_absorb(
     eps: float = 1e-6,
     fixed: bool = False,
 ) -> Tensor:
-    """`mla_write` and the product of the queries with W_UK in one launch, for few tokens: → absorbed queries [T, H, r + c].
+    """`mla_write` and the product of the queries with W_UK in one launch, for few tokens: → absorbed queries [T, H, r +
+    c].
 
-    query_THq: a view [T, H, n + c]. uk_HnR: bfloat16 [H, n, r], last stride 1. The rest as in `mla_write`. For up to some 64 tokens:
-    every 16 (32, 64) of them read all weights again, from the second-level cache. fixed: the tiles do not depend on the number of tokens, so
-    that a token's bits do not either.
+    query_THq: a view [T, H, n + c]. uk_HnR: bfloat16 [H, n, r], last stride 1. The rest as in `mla_write`. For up to
+    some 64 tokens: every 16 (32, 64) of them read all weights again, from the second-level cache. fixed: the tiles do
+    not depend on the number of tokens, so that a token's bits do not either.
     """
     tokens, heads, _ = query_THq.shape
     _, nope, rank = uk_HnR.shape
@@ -275,11 +284,12 @@ def mha_write(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Stores decompressed keys and values in row write_T[t] of their planes, the one rotated key of a token behind each head's own: → the queries,
-    rotated, [T, H, w].
+    """Stores decompressed keys and values in row write_T[t] of their planes, the one rotated key of a token behind each
+    head's own: → the queries, rotated, [T, H, w].
 
-    query_THq: a view [T, H, n + c], H may be 0. key_THn, value_THv: contiguous. turning_Tc: a view [T, c], the key that is yet to be rotated.
-    Planes: [S, H, w], bfloat16, or e4m3 of value / scale with scales float32 [1]; what lies behind a key or value there is left as it is: 0.
+    query_THq: a view [T, H, n + c], H may be 0. key_THn, value_THv: contiguous. turning_Tc: a view [T, c], the key that
+    is yet to be rotated. Planes: [S, H, w], bfloat16, or e4m3 of value / scale with scales float32 [1]; what lies
+    behind a key or value there is left as it is: 0.
     """
     tokens, heads, nope = key_THn.shape
     queries, rope, width = query_THq.shape[1], turning_Tc.shape[1], key_SHw.shape[2]
@@ -322,7 +332,8 @@ def _gqa_write(
         x_k = tl.load(key + token * key_token + at, mask=held, other=0.0).to(tl.float32)
         x_v = tl.load(value + token * value_token + at, mask=held, other=0.0).to(tl.float32)
         x_k = turned(normed(x_k, key_norm, eps, NORM, DIM), cos_P, sin_P, KV_HEADS, DIM)
-        # back in place, too: an attention to the step's own tokens reads those of the next row beside the last of one, and multiplies them by 0
+        # back in place, too: an attention to the step's own tokens reads those of the next row beside the last of one,
+        # and multiplies them by 0
         tl.store(key + token * key_token + at, stored(x_k, key_scale, False, key.dtype.element_ty), mask=held)
         tl.store(value + token * value_token + at, stored(x_v, value_scale, False, value.dtype.element_ty), mask=held)
         tl.store(key_plane + row * key_row + at, stored(x_k, key_scale, SCALED, key_plane.dtype.element_ty), mask=held)
@@ -356,11 +367,12 @@ def gqa_write(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> None:
-    """Norms (where there are weights) and rotates queries and keys in place, and stores keys and values in row write_T[t] of their planes;
-    both are finite then, in place as in the planes.
+    """Norms (where there are weights) and rotates queries and keys in place, and stores keys and values in row
+    write_T[t] of their planes; both are finite then, in place as in the planes.
 
-    query, key, value: views of a projection's output, heads side by side; d is a power of two, all of it rotated. norms: float32 [d], both
-    or none. key_SKd, value_SKd: planes [S, K, d], bfloat16, or e4m3 of value / scale with scales float32 [1].
+    query, key, value: views of a projection's output, heads side by side; d is a power of two, all of it rotated.
+    norms: float32 [d], both or none. key_SKd, value_SKd: planes [S, K, d], bfloat16, or e4m3 of value / scale with
+    scales float32 [1].
     """
     tokens, heads, dim = query_THd.shape
     kv_heads, fp8 = key_TKd.shape[1], key_SKd.dtype == torch.float8_e4m3fn

@@ -1,4 +1,6 @@
-"""Cases of the three routers. Results are scattered over all experts: which order the chosen ones come in does not matter."""
+"""Cases of the three routers. Results are scattered over all experts: which order the chosen ones come in does not
+matter.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def run(
 def run_triton(
     method: str, logits_TE: Tensor, bias_E: Tensor, topk: int, scale: float, groups: int, topk_groups: int
 ) -> tuple[Tensor, ...]:
-    """The kernel makes its logits itself: given the logits as activations and the identity as weights, it makes these."""
+    """The kernel makes its logits itself: given the logits as activations and the identity as weights, it makes
+    these.
+    """
     from thalweg.kernels.router import triton
 
     rule = triton.Rule(logits_TE.shape[1], topk, scale, groups, topk_groups, method, True, 0)
@@ -88,7 +92,9 @@ def sizes(device: torch.device) -> Iterator[Sized]:
 
 
 def _sized(name: str, tokens: int, hidden: int, experts: int, fixed: Inputs, device: torch.device) -> Sized:
-    """Logits and choice, as a layer has them. A near tie may go either way, so results are the weights in their order, the mean over tokens."""
+    """Logits and choice, as a layer has them. A near tie may go either way, so results are the weights in their order,
+    the mean over tokens.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:

@@ -1,4 +1,6 @@
-"""Which experts a token goes to, and with which weights (DeepSeek-V2 report §2.2, V3 report §2.1.2). All in float32; ids int64."""
+"""Which experts a token goes to, and with which weights (DeepSeek-V2 report §2.2, V3 report §2.1.2). All in float32;
+ids int64.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from torch import Tensor
 
 
 def greedy(logits_TE: Tensor, topk: int, scale: float, normalise: bool = False) -> tuple[Tensor, Tensor]:
-    """The largest softmax scores: V2-Lite's as they are, Qwen3-MoE's normalised to sum to 1. Returns weights [T, topk] and ids [T, topk]."""
+    """The largest softmax scores: V2-Lite's as they are, Qwen3-MoE's normalised to sum to 1. Returns weights [T, topk]
+    and ids [T, topk].
+    """
     weights, ids = logits_TE.softmax(-1).topk(topk, -1, sorted=False)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -27,7 +31,9 @@ def group_limited_greedy(
 def noaux_tc(
     logits_TE: Tensor, bias_E: Tensor, topk: int, scale: float, groups: int, topk_groups: int, normalise: bool
 ) -> tuple[Tensor, Tensor]:
-    """V3: chosen by sigmoid score + bias, within the groups whose two best sum highest; weighted by the score without the bias."""
+    """V3: chosen by sigmoid score + bias, within the groups whose two best sum highest; weighted by the score without
+    the bias.
+    """
     scores = logits_TE.sigmoid()
     biased = scores + bias_E
     if topk_groups < groups:

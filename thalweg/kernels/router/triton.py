@@ -1,12 +1,12 @@
 """Router: logits in float32 without tf32, then the choice, in two launches (semantics: `ref.py`).
 
-Logits: a float32 weight is the sum of three bf16 numbers (24 bits of mantissa), and activations are bf16, so three bf16 products with float32
-accumulation are as exact as float32 FMAs at a tenth of their time; a weight stored in bf16 needs one. H is cut into splits, whose partial
-logits the choice adds up, so that a single token still fills the machine: V3's 256 × 7168 float32 are 7.3 MB, 2.4 µs at 3.1 TB/s.
-One more block of programs writes the activations as e4m3, which FP8 experts want, at no launch of its own.
-Few tokens are multiplied by FMAs: all of a program's weights are under way before it waits for its predecessor, and a norm before the router
-costs a second look at the token.
-From MANY tokens on it is a product like any other, for a library where the weight is bf16: 8,192 tokens of V3 are 30 GFLOP and 117 MB.
+Logits: a float32 weight is the sum of three bf16 numbers (24 bits of mantissa), and activations are bf16, so three bf16
+products with float32 accumulation are as exact as float32 FMAs at a tenth of their time; a weight stored in bf16 needs
+one. H is cut into splits, whose partial logits the choice adds up, so that a single token still fills the machine: V3's
+256 × 7168 float32 are 7.3 MB, 2.4 µs at 3.1 TB/s. One more block of programs writes the activations as e4m3, which FP8
+experts want, at no launch of its own. Few tokens are multiplied by FMAs: all of a program's weights are under way
+before it waits for its predecessor, and a norm before the router costs a second look at the token. From MANY tokens on
+it is a product like any other, for a library where the weight is bf16: 8,192 tokens of V3 are 30 GFLOP and 117 MB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ PROGRAMS = 264  # two for each of an H100's multiprocessors: what the splits are
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a router chooses: `topk` of `experts`, method greedy, group_limited_greedy or noaux_tc, then `shared` more, always."""
+    """How a router chooses: `topk` of `experts`, method greedy, group_limited_greedy or noaux_tc, then `shared` more,
+    always.
+    """
 
     experts: int
     topk: int
@@ -41,9 +43,11 @@ class Rule:
 
 
 class Routed(NamedTuple):
-    """weights float32 [T, K] and ids int32 [T, K], K = topk + shared: ids experts … experts + shared - 1 are the shared ones, experts + shared
-    (weight 0) is none, of a padding token. codes e4m3 [T, H], scales float32 [T, H / 128] MN-major: x quantised, if asked for. shared: as far as a
-    kernel may rely on the last columns without waiting for the choice."""
+    """weights float32 [T, K] and ids int32 [T, K], K = topk + shared: ids experts … experts + shared - 1 are the shared
+    ones, experts + shared (weight 0) is none, of a padding token. codes e4m3 [T, H], scales float32 [T, H / 128]
+    MN-major: x quantised, if asked for. shared: as far as a kernel may rely on the last columns without waiting for the
+    choice.
+    """
 
     weights_TK: Tensor
     ids_TK: Tensor
@@ -53,7 +57,9 @@ class Routed(NamedTuple):
 
 
 def tiles(tokens: int, experts: int, hidden: int, deterministic: bool) -> tuple[int, int, int]:
-    """→ tokens and experts of a program, splits of H (a power of two). Deterministic: nothing depends on the number of tokens."""
+    """→ tokens and experts of a program, splits of H (a power of two). Deterministic: nothing depends on the number of
+    tokens.
+    """
     block_T, block_E = 64, 64
     if deterministic or tokens <= 16:
         block_T, block_E = 16, 16
@@ -87,9 +93,10 @@ def route(
     quantise: bool = False,
     deterministic: bool = False,
 ) -> Routed:
-    """Chooses experts for each token. x: bf16 [T, H], contiguous, or a norm of such. weight_EH: float32, or bf16 as stored. bias_E: float32,
-    of noaux_tc. real_T: bool, False of padding. quantise: also x in e4m3 (H a multiple of 128). deterministic: a token's result does not depend
-    on the others."""
+    """Chooses experts for each token. x: bf16 [T, H], contiguous, or a norm of such. weight_EH: float32, or bf16 as
+    stored. bias_E: float32, of noaux_tc. real_T: bool, False of padding. quantise: also x in e4m3 (H a multiple of
+    128). deterministic: a token's result does not depend on the others.
+    """
     tokens, columns, device = len(x), rule.topk + rule.shared, weight_EH.device
     weights_TK = torch.empty(tokens, columns, dtype=torch.float32, device=device)
     ids_TK = torch.empty(tokens, columns, dtype=torch.int32, device=device)
@@ -157,8 +164,9 @@ def _logits(
     logits_STE, codes_TH, scales_GT, x_TH, weight_EH, tokens, scales_stride, steps,
     E: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Experts are the rows of the product: a weight is split in registers, where a product may take its left side from. The block of programs
-    after the last experts encodes x."""
+    """Experts are the rows of the product: a weight is split in registers, where a product may take its left side from.
+    The block of programs after the last experts encodes x.
+    """
     block_E, split = tl.program_id(0), tl.program_id(2)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     k, some_T = tl.arange(0, 128), token < tokens
@@ -202,8 +210,9 @@ def _logits_few(
     logits_STE, codes_TH, scales_GT, x_TH, norm_H, weight_EH, tokens, scales_stride, eps,
     E: tl.constexpr, H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, WHOLE_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_E experts, one token, BLOCK_H columns a program; the last block of programs encodes x. With norm_H of the normed x, rounded as
-    the norm's own kernel does."""
+    """BLOCK_E experts, one token, BLOCK_H columns a program; the last block of programs encodes x. With norm_H of the
+    normed x, rounded as the norm's own kernel does.
+    """
     block_E, token, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = x_TH + token.to(tl.int64) * H
     expert, h = block_E * BLOCK_E + tl.arange(0, BLOCK_E), split * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -237,9 +246,11 @@ def _choose(
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token a program: the whole row lies in the registers of a warp, and each of the chosen is one reduction over it. Groups and their members
-    are padded to powers of two, so that a place is group · BLOCK_M + member, in the order of the ids: ties go to the lower id. EARLY: the
-    experts' kernel may start as soon as x is there; it may not where the kernel of the logits makes x's codes."""
+    """One token a program: the whole row lies in the registers of a warp, and each of the chosen is one reduction over
+    it. Groups and their members are padded to powers of two, so that a place is group · BLOCK_M + member, in the order
+    of the ids: ties go to the lower id. EARLY: the experts' kernel may start as soon as x is there; it may not where
+    the kernel of the logits makes x's codes.
+    """
     token = tl.program_id(0).to(tl.int64)
     place, column = tl.arange(0, BLOCK_G * BLOCK_M), tl.arange(0, BLOCK_K)
     expert = place // BLOCK_M * (E // GROUPS) + place % BLOCK_M

@@ -1,4 +1,5 @@
-"""silu(gate) · up of [M, 2 I], gate columns first, computed in float32; optionally quantised as `quantize/triton.py` does, from the bf16 result.
+"""silu(gate) · up of [M, 2 I], gate columns first, computed in float32; optionally quantised as `quantize/triton.py`
+does, from the bf16 result.
 
 Floor: 6 bytes an element of the result (5.03 with codes); [8192, 18432] moves 906 MB, 292 µs at 3.1 TB/s.
 """
@@ -28,8 +29,9 @@ def silu_mul(gate_up_MI: Tensor, used: Tensor | None = None) -> Tensor:
 
 
 def silu_mul_quantize(gate_up_MI: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """→ e4m3 [M, I] and float32 scales [M, I / 128], MN-major. gate_up_MI: [M, 2 I], contiguous; I a multiple of 128. used: int32 [1] on the
-    device: only the first 128 · used rows count, and the rest of the result is undefined."""
+    """→ e4m3 [M, I] and float32 scales [M, I / 128], MN-major. gate_up_MI: [M, 2 I], contiguous; I a multiple of 128.
+    used: int32 [1] on the device: only the first 128 · used rows count, and the rest of the result is undefined.
+    """
     rows, inner = _shape(gate_up_MI)
     if inner % GROUP:
         raise ValueError(f"silu_mul_quantize takes a width of a multiple of {GROUP}, not {inner}")

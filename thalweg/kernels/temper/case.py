@@ -1,4 +1,6 @@
-"""Cases of a tempered distribution and of who wins its race, with which score: the wishes and rows of `truncate`. Coins that lose may be rounded."""
+"""Cases of a tempered distribution and of who wins its race, with which score: the wishes and rows of `truncate`. Coins
+that lose may be rounded.
+"""
 
 from __future__ import annotations
 

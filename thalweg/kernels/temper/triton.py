@@ -1,15 +1,15 @@
-"""Logits by temperature, -inf for what top-k, top-p and min-p remove (`ref.tempered`), without a sort of the vocabulary; and scores of a race
-whose coins are computed on the way. For rules that need the distribution itself, where `truncate` and `draw` need but one token of it.
+"""Logits by temperature, -inf for what top-k, top-p and min-p remove (`ref.tempered`), without a sort of the
+vocabulary; and scores of a race whose coins are computed on the way. For rules that need the distribution itself, where
+`truncate` and `draw` need but one token of it.
 
-    scan      a part of a row: its largest value, Σ exp, the maxima of groups of ids (`border.scan`)
-    _border   a row: the key of the last id that is kept. What is kept is a prefix of the order (value descending, id ascending), so one number
-              says it. Where only some thousand ids may be kept these are listed and sorted; else it is searched by bisection over keys, with a
-              sum over the row at each step, until no two ids lie between what is known to be kept and what is known not to: some thirty
-              steps of one multiprocessor
-    _keep     a part: the result
+    scan      a part of a row: its largest value, Σ exp, the maxima of groups of ids (`border.scan`) _border   a row:
+    the key of the last id that is kept. What is kept is a prefix of the order (value descending, id ascending), so one
+    number says it. Where only some thousand ids may be kept these are listed and sorted; else it is searched by
+    bisection over keys, with a sum over the row at each step, until no two ids lie between what is known to be kept and
+    what is known not to: some thirty steps of one multiprocessor _keep     a part: the result
 
-Floor: 12 · E · V bytes, the logits read twice and the result written once: 32 µs for 64 rows of 129,280 on an H100. All sums have a fixed order, and
-nothing depends on the number of rows.
+Floor: 12 · E · V bytes, the logits read twice and the result written once: 32 µs for 64 rows of 129,280 on an H100. All
+sums have a fixed order, and nothing depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -81,8 +81,10 @@ def tempered(logits_EV: Tensor, wishes: Wishes, truncated: bool) -> Tensor:
 
 
 def raced(score_NV: Tensor, seed_E: Tensor, position_E: Tensor) -> Tensor:
-    """float32 [N, V]: the scores less the logarithms of the coins that (seed, position, id) decide (`sampling.random.exponential`). score float32,
-    rows of stride 1, equally many of each seed, one behind the other. seed, position int64, which may be columns."""
+    """float32 [N, V]: the scores less the logarithms of the coins that (seed, position, id) decide
+    (`sampling.random.exponential`). score float32, rows of stride 1, equally many of each seed, one behind the other.
+    seed, position int64, which may be columns.
+    """
     rows, vocab = score_NV.shape
     out_NV = torch.empty(rows, vocab, device=score_NV.device)
     _raced[rows, triton.cdiv(vocab, PART)](

@@ -1,4 +1,6 @@
-"""Cases of a truncated draw: one row of each kind of wish, over few and many likely ids, equal ids, and ids that a grammar forbids."""
+"""Cases of a truncated draw: one row of each kind of wish, over few and many likely ids, equal ids, and ids that a
+grammar forbids.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
 
 
 def coins(seed: int, position: int, vocab: int) -> Tensor:
-    """Exp(1) variates, float64, of the token ids: SplitMix64's finaliser of (seed, position, id), its upper 32 bits in the middle of their steps."""
+    """Exp(1) variates, float64, of the token ids: SplitMix64's finaliser of (seed, position, id), its upper 32 bits in
+    the middle of their steps.
+    """
     golden, word = 0x9E3779B97F4A7C15, 2**64
 
     def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -72,7 +76,9 @@ def coins_of(seed_E: Tensor, position_E: Tensor, vocab: int) -> Tensor:
 
 
 def _exact(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int) -> int:
-    """Id by id, as the definition reads. Quotients are rounded to float32 before they are compared, so that the same ones are equal."""
+    """Id by id, as the definition reads. Quotients are rounded to float32 before they are compared, so that the same
+    ones are equal.
+    """
     value = (logits.double() / temperature).float().double()
     ids = kept(value, top_k, top_p, min_p)
     race = value - coins(seed, position, len(value)).log()

@@ -1,26 +1,29 @@
-"""A token of each row after top-k, top-p and min-p, without a sort of the vocabulary and, but for rows of many likely tokens, in one read of it.
+"""A token of each row after top-k, top-p and min-p, without a sort of the vocabulary and, but for rows of many likely
+tokens, in one read of it.
 
-What the three leave is a prefix of the row in the order (value descending, id ascending): `ref.truncate`. Six launches draw from it:
+What the three leave is a prefix of the row in the order (value descending, id ascending): `ref.truncate`. Six launches
+draw from it:
 
-    scan      a part of a row: its largest value, Σ exp, the maxima of 64 groups of 64 ids. Rows that only want the arg max or an untruncated
-              draw have it here and are skipped below
-    _choose   a row: a value that the border cannot lie below. The k largest group maxima are k values, so the k-th largest is one such value for
-              top-k; top-p's comes from the mass of the group maxima, or of what must be dropped; min-p's is its definition. Where only some
-              thousand ids lie above, it lists them (their groups are read, nothing else), sorts them and does what the reference does
-    _race     a part, of rows of MANY likely ids: the exponential race among them, and of it the part's front (below)
-    _merge    a row: its front out of its parts'
-    _verify   a part: how many ids, and how much mass, lie before each of the row's front
-    _finish   a row: of MANY the first of its front that is kept; then `draw.settle`
+    scan      a part of a row: its largest value, Σ exp, the maxima of 64 groups of 64 ids. Rows that only want the arg
+              max or an untruncated draw have it here and are skipped below _choose   a row: a value that the border
+              cannot lie below. The k largest group maxima are k values, so the k-th largest is one such value for
+              top-k; top-p's comes from the mass of the group maxima, or of what must be dropped; min-p's is its
+              definition. Where only some thousand ids lie above, it lists them (their groups are read, nothing else),
+              sorts them and does what the reference does _race     a part, of rows of MANY likely ids: the exponential
+              race among them, and of it the part's front (below) _merge    a row: its front out of its parts' _verify
+              a part: how many ids, and how much mass, lie before each of the row's front _finish   a row: of MANY the
+              first of its front that is kept; then `draw.settle`
 
-A front needs no border: an id that is dropped says that all ids behind it are dropped, so after the winner of the race only ids BEFORE it
-(in the order above) can matter, of these the best again, and so on up to the first id of all, which is always kept. Fronts have about
-ln(1 / kept mass) ids. Where one is cut off (8 ids a part, 16 a row) before an id is kept, where a list overflows (thousands of equal
-logits), and for top-k above a thousand together with top-p, `_finish` walks through the row by itself: as exact, and some hundred microseconds.
+A front needs no border: an id that is dropped says that all ids behind it are dropped, so after the winner of the race
+only ids BEFORE it (in the order above) can matter, of these the best again, and so on up to the first id of all, which
+is always kept. Fronts have about ln(1 / kept mass) ids. Where one is cut off (8 ids a part, 16 a row) before an id is
+kept, where a list overflows (thousands of equal logits), and for top-k above a thousand together with top-p, `_finish`
+walks through the row by itself: as exact, and some hundred microseconds.
 
-Floor: 4 · E · V bytes read once: 10.7 µs for 64 rows of 129,280 on an H100, 42.7 µs for 256. Parts of rows that hold nothing above the border are
-not read again. All sums have a fixed order, and nothing depends on the number of rows: a row's token is the same in every batch. The mass
-before the border is a sum in float32 (relative error below 1e-5), as it is in the reference: ids whose cumulative mass is nearer to top-p
-than that may be on either side of it.
+Floor: 4 · E · V bytes read once: 10.7 µs for 64 rows of 129,280 on an H100, 42.7 µs for 256. Parts of rows that hold
+nothing above the border are not read again. All sums have a fixed order, and nothing depends on the number of rows: a
+row's token is the same in every batch. The mass before the border is a sum in float32 (relative error below 1e-5), as
+it is in the reference: ids whose cumulative mass is nearer to top-p than that may be on either side of it.
 """
 
 from __future__ import annotations
@@ -64,8 +67,9 @@ DRAWN, MANY, WALK, CHOSEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), t
 
 
 class Wishes(NamedTuple):
-    """slot_E int64: the rows' slots. floats_SF float32: temperature, top_p, min_p, … of each slot. ints_EI int64: the rows' integers, length first;
-    the columns of the seed and of top_k."""
+    """slot_E int64: the rows' slots. floats_SF float32: temperature, top_p, min_p, … of each slot. ints_EI int64: the
+    rows' integers, length first; the columns of the seed and of top_k.
+    """
 
     slot_E: Tensor
     floats_SF: Tensor
@@ -75,10 +79,13 @@ class Wishes(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What passes between the launches; letters: E rows, C parts, G groups, N places of a list, F and R ids of a part's and a row's front.
+    """What passes between the launches; letters: E rows, C parts, G groups, N places of a list, F and R ids of a part's
+    and a row's front.
 
-    bounds_E4: a value below which no kept id lies, largest value, Σ exp(value - largest), score of the best id that the fronts do not show.
-    state_E4 int32: which kind of row, its token, ids in its front. chosen_EG: groups that hold listed ids. Fronts are (score, value) and id."""
+    bounds_E4: a value below which no kept id lies, largest value, Σ exp(value - largest), score of the best id that the
+    fronts do not show. state_E4 int32: which kind of row, its token, ids in its front. chosen_EG: groups that hold
+    listed ids. Fronts are (score, value) and id.
+    """
 
     top_EC: Tensor
     sum_EC: Tensor
@@ -120,8 +127,9 @@ def draw(
     context: int,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Writes token int64 [E], done bool [E], live bool [E] into `out`, as `sampling.sample.Sampled` has them; tokens_SL; and the first three
-    columns of ints_SI. logits float32, contiguous rows, unchanged."""
+    """Writes token int64 [E], done bool [E], live bool [E] into `out`, as `sampling.sample.Sampled` has them;
+    tokens_SL; and the first three columns of ints_SI. logits float32, contiguous rows, unchanged.
+    """
     rows, vocab = logits_EV.shape
     parts, r, options = triton.cdiv(vocab, PART), room(rows, vocab, logits_EV.device), launch_options(logits_EV)
     slot, floats, ints, seed, top_k = wishes
@@ -218,8 +226,9 @@ def _race(
     F: tl.constexpr, COLUMNS: tl.constexpr, SEED: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr,
     FRONT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The front of a part: the best score, the best of the ids before that one, and so on. A longer one than FRONT is said to have FRONT + 1: what is
-    not shown is worse than the last that is."""
+    """The front of a part: the best score, the best of the ids before that one, and so on. A longer one than FRONT is
+    said to have FRONT + 1: what is not shown is worse than the last that is.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -368,8 +377,9 @@ def _finish(
 
 @triton.jit
 def _walk(logits_V, V, temperature, k, p, m, seed, length, low, largest, total, BLOCK: tl.constexpr):
-    """The front of a row one by one, by one program, up to the first id that is kept. Top-p of what top-k leaves needs the mass of all that, so
-    the last of the k is searched before."""
+    """The front of a row one by one, by one program, up to the first id that is kept. Top-p of what top-k leaves needs
+    the mass of all that, so the last of the k is searched before.
+    """
     i_B = tl.arange(0, BLOCK)
     last_k = tl.full((), LEAST, tl.int64)
     if (k < V) & (p < 1):

@@ -1,5 +1,6 @@
-"""Cases of following drafts: chains of every length, right up to anywhere, stop ids, ends and what is no token among them, slots that had ended,
-made-up rows."""
+"""Cases of following drafts: chains of every length, right up to anywhere, stop ids, ends and what is no token among
+them, slots that had ended, made-up rows.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What becomes of the slots of rows whose drafts are a chain; rows stand in a step token by token.
 
-Letters: E rows, Q positions of each, N = E · Q, I integers of a slot, K stop ids, S slots, L columns of the tokens plane."""
+Letters: E rows, Q positions of each, N = E · Q, I integers of a slot, K stop ids, S slots, L columns of the tokens
+plane.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ Out = tuple[Tensor, Tensor, Tensor]
 def follow(
     drawn_N: Tensor, ids_N: Tensor, slot_N: Tensor, ints_NI: Tensor, stop_SK: Tensor, tokens_SL: Tensor, ints_SI: Tensor, out: Out
 ) -> None:  # fmt: skip
-    """Appends the tokens drawn, as far as drafts agree, to their slots, and ends those that reached a stop id or their end.
+    """Appends the tokens drawn, as far as drafts agree, to their slots, and ends those that reached a stop id or their
+    end.
 
-    drawn_N int64: what was drawn at each position, below 0 where no token could be, which ends a slot, too. ids_N int64: the step's tokens, which
-    behind the first of a row are its drafts. slot_N int64 and ints_NI int64: see `prepare.ref.decode`; those of a row's first position are its slot's
-    own, and padding has ended. stop_SK int64, -1 where there is none. Writes tokens_SL and the first three columns of ints_SI; into `out`: the tokens
-    int64 [E, Q], how many of them are the row's int64 [E] (0 where the slot had ended before), whether the slot has ended bool [E]."""
+    drawn_N int64: what was drawn at each position, below 0 where no token could be, which ends a slot, too. ids_N
+    int64: the step's tokens, which behind the first of a row are its drafts. slot_N int64 and ints_NI int64: see
+    `prepare.ref.decode`; those of a row's first position are its slot's own, and padding has ended. stop_SK int64, -1
+    where there is none. Writes tokens_SL and the first three columns of ints_SI; into `out`: the tokens int64 [E, Q],
+    how many of them are the row's int64 [E] (0 where the slot had ended before), whether the slot has ended bool
+    [E].
+    """
     tokens_EQ, count_E, done_E = out
     rows, query = tokens_EQ.shape
     ints_EI, slot_E = ints_NI.view(rows, query, -1)[:, 0], slot_N.view(rows, query)[:, 0]
@@ -42,8 +48,9 @@ def stops(tokens_EQ: Tensor, stop_EK: Tensor) -> Tensor:
 def append(
     tokens_EQ: Tensor, stop_EQ: Tensor, right_E: Tensor, slot_E: Tensor, ints_EI: Tensor, tokens_SL: Tensor, ints_SI: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Appends as many tokens as there are right drafts, and one more, but none at or past the end, token 0 for what is none. → how many, int64 [E];
-    whether the slot has ended, bool [E]."""
+    """Appends as many tokens as there are right drafts, and one more, but none at or past the end, token 0 for what is
+    none. → how many, int64 [E]; whether the slot has ended, bool [E].
+    """
     length_E, end_E = ints_EI[:, 0], ints_EI[:, 2]
     taken_E = torch.minimum(1 + right_E, end_E - length_E).clamp_(min=0) * (end_E > 0)
     new_E = length_E + taken_E

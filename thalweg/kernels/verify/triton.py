@@ -1,4 +1,6 @@
-"""What `ref.follow` says, in one launch: a program a row. It moves a few hundred bytes of each; the launch is all that it takes."""
+"""What `ref.follow` says, in one launch: a program a row. It moves a few hundred bytes of each; the launch is all that
+it takes.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""bf16 products of 9 to 128 rows that read a weight at the speed of memory, on a Hopper's tensor cores: SwiGLU's gate and up projection with what
-follows it in one launch, heads, and projections back from a wide layer, whose K is cut.
+"""bf16 products of 9 to 128 rows that read a weight at the speed of memory, on a Hopper's tensor cores: SwiGLU's gate
+and up projection with what follows it in one launch, heads, and projections back from a wide layer, whose K is cut.
 
-Floor: 2 · N · K bytes of weights over the read bandwidth. Qwen2.5-7B on an H100, 64 rows: gate and up (37,888 × 3,584, 272 MB, floor 87 µs) 96 µs,
-cuBLAS with `silu_mul` 107; the head (152,064 × 3,584, floor 350) 387, cuBLAS 410; down (3,584 × 18,944, floor 44) 53, cuBLAS 55.
-A program owns `big + small` columns of the result, or as many pairs of gate and up, and all of K. TMA brings gate and up rows as one box of three
-dims, [2, columns, K], which is one operand of one product. The multiprocessors take a program each, and the last wave should be full: so a
-program's width is a sum of two powers of two (18,944 = 263 · 72 + 8: two waves). Steps of 128 columns of K read 256 neighbouring bytes of a row.
-From some 128 rows on x comes from the second-level cache so often that a library wins, whose multiprocessors share what they read.
+Floor: 2 · N · K bytes of weights over the read bandwidth. Qwen2.5-7B on an H100, 64 rows: gate and up (37,888 × 3,584,
+272 MB, floor 87 µs) 96 µs, cuBLAS with `silu_mul` 107; the head (152,064 × 3,584, floor 350) 387, cuBLAS 410; down
+(3,584 × 18,944, floor 44) 53, cuBLAS 55. A program owns `big + small` columns of the result, or as many pairs of gate
+and up, and all of K. TMA brings gate and up rows as one box of three dims, [2, columns, K], which is one operand of one
+product. The multiprocessors take a program each, and the last wave should be full: so a program's width is a sum of two
+powers of two (18,944 = 263 · 72 + 8: two waves). Steps of 128 columns of K read 256 neighbouring bytes of a row. From
+some 128 rows on x comes from the second-level cache so often that a library wins, whose multiprocessors share what they
+read.
 """
 
 from __future__ import annotations
@@ -115,14 +117,18 @@ def head_fits(m: int, w_NK: Tensor) -> bool:
 
 
 def cut_fits(m: int, w_NK: Tensor) -> bool:
-    """Whether `add_` is faster than a library's product: few columns, K so long that a part of it is long, and a wave of programs."""
+    """Whether `add_` is faster than a library's product: few columns, K so long that a part of it is long, and a wave
+    of programs.
+    """
     n, k = w_NK.shape
     wave = 100 <= CUT * triton.cdiv(n, 112) <= SMS
     return FEWEST <= m <= FEW and wave and k >= 4 * n and k % 128 == 0 and _hopper(w_NK)
 
 
 def _hopper(w: Tensor) -> bool:
-    """Whether its device has what they are made for: TMA, and shared memory for deep pipelines, which consumer cards (12.x) have not."""
+    """Whether its device has what they are made for: TMA, and shared memory for deep pipelines, which consumer cards
+    (12.x) have not.
+    """
     return w.is_cuda and _roomy(w.device)
 
 
@@ -132,8 +138,9 @@ def _roomy(device: torch.device) -> bool:
 
 
 def swiglu(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """silu(gate) · up → [M, N / 2] bf16. x: bf16, its address and stride multiples of 16 bytes. w: bf16, contiguous, N / 2 gate rows, then as many
-    up rows. Where `pairs_fit`."""
+    """silu(gate) · up → [M, N / 2] bf16. x: bf16, its address and stride multiples of 16 bytes. w: bf16, contiguous, N
+    / 2 gate rows, then as many up rows. Where `pairs_fit`.
+    """
     inner = len(w_NK) // 2
     y = torch.empty(len(x_MK), inner, dtype=x_MK.dtype, device=x_MK.device)
     return _launched(x_MK, w_NK.view(2, inner, -1), y, True)

@@ -1,1 +1,3 @@
-"""`thalweg plan`: what a model needs, what a machine could do with it at best, and which layout suits a load. Nothing is loaded."""
+"""`thalweg plan`: what a model needs, what a machine could do with it at best, and which layout suits a load. Nothing
+is loaded.
+"""

@@ -45,7 +45,9 @@ takes longer. docs/plan.md has the formulas."""
 
 
 def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> int:
-    """Prints the plan, or what `check` makes of it; returns the exit status. Raises UnsupportedConfig, CheckpointError."""
+    """Prints the plan, or what `check` makes of it; returns the exit status. Raises UnsupportedConfig,
+    CheckpointError.
+    """
     parser = _parser()
     parsed = parse_options(parser, argv)
     for notice in parsed.notices:
@@ -76,7 +78,9 @@ def main(argv: Sequence[str], notify: Callable[[str], None], check: Check) -> in
 
 @contextmanager
 def _in_a_folder(config: Options) -> Iterator[Options]:
-    """The same with a model that is a folder where it was a config.json alone. Raises UnsupportedConfig where that cannot be read."""
+    """The same with a model that is a folder where it was a config.json alone. Raises UnsupportedConfig where that
+    cannot be read.
+    """
     path = Path(config.model.model).expanduser()
     if path.suffix != ".json" or not path.is_file():
         yield config
@@ -95,7 +99,8 @@ def _in_a_folder(config: Options) -> Iterator[Options]:
 def _parser() -> Parser:
     parser = options_parser(
         "thalweg plan",
-        "What would be chosen for a model and why, what it takes of memory, and what a machine could do with it at best. Loads no weights.",
+        "What would be chosen for a model and why, what it takes of memory, and what a machine could do with it at"
+        " best. Loads no weights.",
         EPILOG,
         SECTIONS,
     )
@@ -162,8 +167,8 @@ def _layout(config: Options, machine: Hardware) -> Layout | None:
     one = Layout(wish.tp_size, wish.dp_size, wish.ep_size, wish.pp_size)
     if machine.gpus % one.gpus:
         raise UnsupportedConfig(
-            f"--tp-size {one.tp}, --pp-size {one.pp}: {one.gpus} GPUs a copy, of which {machine.name} has no whole number; use a divisor "
-            f"of {machine.gpus}"
+            f"--tp-size {one.tp}, --pp-size {one.pp}: {one.gpus} GPUs a copy, of which {machine.name} has no whole"
+            f" number; use a divisor of {machine.gpus}"
         )
     return Layout(one.tp, one.dp, one.ep, one.pp, machine.gpus // one.gpus)
 

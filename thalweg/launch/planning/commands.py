@@ -15,7 +15,9 @@ DEFAULT_RUNNING = 256  # what the resolver gives a GPU
 
 
 def command(config: Options, one: Outcome) -> str:
-    """What starts it: one server, or one for each copy, on GPUs and ports of their own. Settings that the user gave stay."""
+    """What starts it: one server, or one for each copy, on GPUs and ports of their own. Settings that the user gave
+    stay.
+    """
     layout = one.layout
     words = ["thalweg", "serve", _folder(config.model.model), *layout.flags()]
     own = {

@@ -1,5 +1,6 @@
-"""What drafts cost at best, by what makes them: the step verifies them, and each is a forward of the drafter's own weights, where it has any. No
-torch."""
+"""What drafts cost at best, by what makes them: the step verifies them, and each is a forward of the drafter's own
+weights, where it has any. No torch.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ HINTED = 3  # drafts, where nothing drafts and something could
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """That makes a draft of each row. facts: as of a model with its layers and its head. each, once: numbers of the matrices before its layers, which
-    every draft is multiplied by, and which the states of a step are; in 16 bits. widths, kept: of the weights, and of what it keeps of a token.
-    cut: whether a layout cuts it as it does the model, else each GPU has all of it."""
+    """That makes a draft of each row. facts: as of a model with its layers and its head. each, once: numbers of the
+    matrices before its layers, which every draft is multiplied by, and which the states of a step are; in 16 bits.
+    widths, kept: of the weights, and of what it keeps of a token. cut: whether a layout cuts it as it does the model,
+    else each GPU has all of it.
+    """
 
     facts: ModelFacts
     each: int
@@ -41,8 +44,9 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """name: in words. forward: None where drafts are looked up, and cost nothing. most: drafts of a chain; tree: their form. asked: whether anything
-    drafts; else it is what could."""
+    """name: in words. forward: None where drafts are looked up, and cost nothing. most: drafts of a chain; tree: their
+    form. asked: whether anything drafts; else it is what could.
+    """
 
     name: str
     forward: Forward | None
@@ -62,8 +66,9 @@ def by_nextn(facts: ModelFacts, widths: Widths, kept: Kept) -> Forward:
 
 
 def by_head(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> Forward:
-    """An EAGLE head: one of EAGLE-3 joins the streams of the target once a step, and its layer reads two vectors side by side. Raises
-    CheckpointError."""
+    """An EAGLE head: one of EAGLE-3 joins the streams of the target once a step, and its layer reads two vectors side
+    by side. Raises CheckpointError.
+    """
     eagle = read_eagle(folder, target)
     facts = replace(eagle.facts, vocab=eagle.draft_vocab)
     if not eagle.third:
@@ -78,8 +83,9 @@ def by_model(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> Forwa
 
 
 def maker(facts: ModelFacts, resolved: Resolved, widths: Widths, kept: Kept) -> Maker | None:
-    """What drafts in this engine. Where nobody said whether anything should, and the checkpoint has a layer for it, what could; else None.
-    widths, kept: of the model."""
+    """What drafts in this engine. Where nobody said whether anything should, and the checkpoint has a layer for it,
+    what could; else None. widths, kept: of the model.
+    """
     engine = resolved.engine
     dtype = engine.dtype if engine.device == "cpu" else "bfloat16"
     most = engine.tree.max_depth if engine.tree.is_tree else engine.num_drafts

@@ -1,8 +1,10 @@
-"""The least time that a step can take on a device: each phase reads its weights and its context once, or computes, whichever takes longer.
+"""The least time that a step can take on a device: each phase reads its weights and its context once, or computes,
+whichever takes longer.
 
-Counted as `max(bytes / read bandwidth, FLOPs / matmul rate)` for each phase, summed over projections, attention, index scores, MLPs,
-experts and the head; what GPUs of a layout send each other comes on top (`traffic`). Activations are not counted. Weights have the checkpoint's type.
-Of experts only those count that a token chose: measured, or what routing is expected to reach. No torch.
+Counted as `max(bytes / read bandwidth, FLOPs / matmul rate)` for each phase, summed over projections, attention, index
+scores, MLPs, experts and the head; what GPUs of a layout send each other comes on top (`traffic`). Activations are not
+counted. Weights have the checkpoint's type. Of experts only those count that a token chose: measured, or what routing
+is expected to reach. No torch.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from thalweg.launch.planning.weights import EXPERTS, Widths, inventory
 from thalweg.quant.catalog import scheme_of
 from thalweg.quant.scheme import UNQUANTIZED
 
-RECORD = 656  # bytes: 512 codes, 4 float32 multipliers, 64 rotary numbers in bf16, as kernels of sparse attention read a latent of DeepSeek's
+# bytes: 512 codes, 4 float32 multipliers, 64 rotary numbers in bf16, as kernels of sparse attention read a latent of
+# DeepSeek's
+RECORD = 656
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device does at best: bytes read a second, FLOP/s of large bf16 and FP8 products. Of a CPU both are those of float32."""
+    """What a device does at best: bytes read a second, FLOP/s of large bf16 and FP8 products. Of a CPU both are those
+    of float32.
+    """
 
     read: float
     bf16: float
@@ -46,9 +52,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A step of one attention: rows that each compute `new` tokens, the last of `context`, and sample one, or all of them (`scored`). covered:
-    distinct routed experts of each layer with experts, () for what routing is expected to reach; skew: see `expected`. attentions: how many of a
-    layout's have such rows, 0 for all."""
+    """A step of one attention: rows that each compute `new` tokens, the last of `context`, and sample one, or all of
+    them (`scored`). covered: distinct routed experts of each layer with experts, () for what routing is expected to
+    reach; skew: see `expected`. attentions: how many of a layout's have such rows, 0 for all.
+    """
 
     rows: int
     new: int
@@ -77,7 +84,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes that a token leaves in the KV cache of one layer: attended to (latent, or all keys and values), and an indexer's key."""
+    """Bytes that a token leaves in the KV cache of one layer: attended to (latent, or all keys and values), and an
+    indexer's key.
+    """
 
     attended: float
     index: float = 0.0
@@ -108,8 +117,9 @@ def phases(
     widths: Widths | None = None,
     kept: Kept | None = None,
 ) -> list[Phase]:
-    """All of a step on one GPU of each stage, the stages behind each other. shape: of each attention of the layout, all alike. widths, kept:
-    default as published, and bf16."""
+    """All of a step on one GPU of each stage, the stages behind each other. shape: of each attention of the layout, all
+    alike. widths, kept: default as published, and bf16.
+    """
     widths, kept = widths or Widths.of(facts), kept or Kept.of(facts)
     made: dict[str, Phase] = {}
     for one in inventory(facts):
@@ -128,7 +138,9 @@ def phases(
 
 
 def nextn(facts: ModelFacts) -> ModelFacts:
-    """Of a model that is one layer with experts, as a NextN layer is. Raises ValueError for a model without experts, which has none."""
+    """Of a model that is one layer with experts, as a NextN layer is. Raises ValueError for a model without experts,
+    which has none.
+    """
     if facts.moe is None:
         raise ValueError(f"{facts.architecture} has no NextN layer")
     indexer = None if facts.indexer is None else replace(facts.indexer, full=(True,))
@@ -158,8 +170,9 @@ def uniform(moe: Moe, tokens: int) -> float:
 
 
 def expected(moe: Moe, tokens: int, skew: float = 0.0) -> float:
-    """Distinct routed experts that tokens are expected to reach where the popularity of the i-th expert goes by i to the power of -skew (0:
-    uniform): an expert is among a token's with topk times its popularity, or surely."""
+    """Distinct routed experts that tokens are expected to reach where the popularity of the i-th expert goes by i to
+    the power of -skew (0: uniform): an expert is among a token's with topk times its popularity, or surely.
+    """
     if not skew:
         return uniform(moe, tokens)
     popularity = [rank**-skew for rank in range(1, moe.experts + 1)]
@@ -184,7 +197,9 @@ def _rates(facts: ModelFacts, widths: Widths, quantized: float, plain: float) ->
 
 
 def _experts(facts: ModelFacts, moe: Moe, shape: Shape, layout: Layout, widths: Widths, rest: Phase) -> list[Phase]:
-    """Routed experts, with `rest` of shared experts and router in all layers; one for each coverage that was measured."""
+    """Routed experts, with `rest` of shared experts and router in all layers; one for each coverage that was
+    measured.
+    """
     layers = sum(moe.in_layer(layer) for layer in range(facts.layers))
     tokens, each = shape.tokens * (shape.attentions or layout.dp), 3 * facts.hidden * moe.intermediate
     flops = 2.0 * tokens * moe.topk * each / layout.tp
@@ -224,14 +239,18 @@ def absorbed(mla: Mla, heads: float, pairs: float) -> float:
 
 
 def decompressed(mla: Mla, heads: float, shape: Shape) -> float:
-    """FLOPs of a layer that attends to keys and values; those of the cached context are made anew, the others' count as projections."""
+    """FLOPs of a layer that attends to keys and values; those of the cached context are made anew, the others' count as
+    projections.
+    """
     cached = shape.rows * (shape.context - shape.new)
     again = 2.0 * cached * heads * mla.kv_lora * (mla.nope + mla.v)
     return again + 2.0 * shape.pairs * heads * (mla.nope + mla.rope + mla.v)
 
 
 def _index(index: Indexer, shape: Shape, kept: Kept) -> Phase:
-    """Scores of every position, in FP8 where the keys are; nothing is scored where every token sees its whole context anyway."""
+    """Scores of every position, in FP8 where the keys are; nothing is scored where every token sees its whole context
+    anyway.
+    """
     if shape.context <= index.topk:
         return Phase("index", 0.0)
     flops = 2.0 * shape.pairs * index.heads * index.dim

@@ -1,4 +1,6 @@
-"""The whole forecast of `thalweg plan`: the resolver's choices, memory, floors by batch and context, and layouts under a load."""
+"""The whole forecast of `thalweg plan`: the resolver's choices, memory, floors by batch and context, and layouts under
+a load.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,10 @@ HELD = 0.85  # of all memory, that weights may be of a machine that is proposed
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """A step at best. batch: requests on the whole machine; new: tokens that each computes; experts: distinct ones that a layer reads. phases:
-    seconds by kind, what GPUs send each other among them. work, sends: bytes and FLOPs of one GPU, and what it sends. rate: tokens/s of the
-    machine."""
+    """A step at best. batch: requests on the whole machine; new: tokens that each computes; experts: distinct ones that
+    a layer reads. phases: seconds by kind, what GPUs send each other among them. work, sends: bytes and FLOPs of one
+    GPU, and what it sends. rate: tokens/s of the machine.
+    """
 
     batch: int
     new: int
@@ -60,8 +63,9 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """A decode step with so many drafts of each request, at best. ratio: of its time to that of a step without, which is how many tokens
-    of a request it must bring to pay."""
+    """A decode step with so many drafts of each request, at best. ratio: of its time to that of a step without, which
+    is how many tokens of a request it must bring to pay.
+    """
 
     drafts: int
     seconds: float
@@ -70,11 +74,13 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """facts, resolved: of the model, as one device would run it; where that has not the memory, `alone` says so. hardware: None on a CPU, and
-    for GPUs that no figures are known of. top: what a device does at best, None where that is not known. room: of one GPU alone, None
-    on a CPU. layout: that the floors are of. laid, gpu: the same as `resolved` and `room` of a cache and a GPU of that layout; laid is None where
-    no layout has the memory. contexts: lengths that were asked for. outcomes: layouts under the load, the best first. maker: of the
-    drafts, None for none."""
+    """facts, resolved: of the model, as one device would run it; where that has not the memory, `alone` says so.
+    hardware: None on a CPU, and for GPUs that no figures are known of. top: what a device does at best, None where that
+    is not known. room: of one GPU alone, None on a CPU. layout: that the floors are of. laid, gpu: the same as
+    `resolved` and `room` of a cache and a GPU of that layout; laid is None where no layout has the memory. contexts:
+    lengths that were asked for. outcomes: layouts under the load, the best first. maker: of the drafts, None for
+    none.
+    """
 
     facts: ModelFacts
     resolved: Resolved
@@ -115,7 +121,9 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What floors are computed from. hardware: None on a CPU, and for GPUs that no figures are known of; top is None there."""
+    """What floors are computed from. hardware: None on a CPU, and for GPUs that no figures are known of; top is None
+    there.
+    """
 
     hardware: Hardware | None
     top: Ceilings | None
@@ -125,7 +133,9 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a plan is made for. hardware: None is this machine. layout: None is the one that suits the load best. batches, contexts: of the floors."""
+    """What a plan is made for. hardware: None is this machine. layout: None is the one that suits the load best.
+    batches, contexts: of the floors.
+    """
 
     load: Load
     hardware: Hardware | None = None
@@ -141,14 +151,17 @@ def not_yet(layout: Layout) -> str:
 
 
 def forecast(config: Options, asked: Asked) -> Forecast:
-    """Loads nothing. Raises UnsupportedConfig for wishes that cannot be honoured and for a model that the whole machine has not the memory for,
-    CheckpointError for a checkpoint that is not there or wrong."""
+    """Loads nothing. Raises UnsupportedConfig for wishes that cannot be honoured and for a model that the whole machine
+    has not the memory for, CheckpointError for a checkpoint that is not there or wrong.
+    """
     if asked.hardware is not None and config.load.device == "cpu":
         raise UnsupportedConfig(
-            f"--device cpu: of {asked.hardware.name} only the GPUs are known; leave it out, or --machine to plan for this machine"
+            f"--device cpu: of {asked.hardware.name} only the GPUs are known; leave it out, or --machine to plan for"
+            " this machine"
         )
     machine = asked.hardware.machine() if asked.hardware is not None else Machine.here()
-    # for a machine that is named, layouts are predicted whether this version runs them or not; here, what cannot run is refused
+    # for a machine that is named, layouts are predicted whether this version runs them or not; here, what cannot run is
+    # refused
     single = config if asked.hardware is None else dataclasses.replace(config, parallel=ParallelOptions())
     resolved, alone = _resolved(single, machine, asked.hardware is not None)
     facts = read_facts(resolved.path)
@@ -159,7 +172,10 @@ def forecast(config: Options, asked: Asked) -> Forecast:
     hardware = (asked.hardware or hardware_of(machine)) if on_gpu else None
     room = memory.alone(facts, resolved, machine) if on_gpu else None
     if room is not None and not alone and not resolved.engine.num_pages and room.pages < 1:
-        alone = f"memory: {format_bytes(round(room.free))} free leave no page for the KV cache beside weights, steps and graphs"
+        alone = (
+            f"memory: {format_bytes(round(room.free))} free leave no page for the KV cache beside weights, steps and"
+            " graphs"
+        )
     ground = _ground(facts, resolved, hardware)
     outcomes = () if room is None else _outcomes(facts, resolved, ground, room, load, asked.layout)
     best = next((one for one in outcomes if one.fits), None)
@@ -220,15 +236,16 @@ def _load(wish: Load, facts: ModelFacts) -> Load:
     load = dataclasses.replace(wish, input=wish.input or min(INPUT, facts.context - output), output=output)
     if load.input + load.output > facts.context:
         raise UnsupportedConfig(
-            f"--input-len {load.input} and --output-len {load.output}: {load.input + load.output} tokens, and the model has "
-            f"{facts.context}; use shorter ones"
+            f"--input-len {load.input} and --output-len {load.output}: {load.input + load.output} tokens, and the model"
+            f" has {facts.context}; use shorter ones"
         )
     return load
 
 
 def _resolved(config: Options, machine: Machine, named: bool) -> tuple[Resolved, str]:
-    """As one device would run it, and why it cannot alone: then as if one had the memory of all, since their layouts cut the weights. named: whether
-    the machine was, so that another could be."""
+    """As one device would run it, and why it cannot alone: then as if one had the memory of all, since their layouts
+    cut the weights. named: whether the machine was, so that another could be.
+    """
     try:
         return resolve(config, machine, weights=False), ""
     except InsufficientMemory as error:
@@ -242,7 +259,9 @@ def _resolved(config: Options, machine: Machine, named: bool) -> tuple[Resolved,
 
 
 def _larger(config: Options, free: int) -> str:
-    """Which of the machines that are known would hold the weights; none is named where they fit into these bytes, and something else does not."""
+    """Which of the machines that are known would hold the weights; none is named where they fit into these bytes, and
+    something else does not.
+    """
     facts = read_facts(locate(config.model.model, config.model.revision, config.model.hf_token).folder)
     weights = sum(held(facts, Widths.of(facts)).values())
     if free * HELD > weights:

@@ -11,9 +11,11 @@ from thalweg.quant.catalog import quantized
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """tp: GPUs that share each layer of a stage. dp: groups among them, each with an attention, requests and KV of its own (data-parallel
-    attention); tp / dp of them share an attention by its heads. ep: how many of them the experts are dealt out to; 1 cuts each
-    expert instead. pp: stages of consecutive layers. copies: whole engines beside each other, behind one balancer."""
+    """tp: GPUs that share each layer of a stage. dp: groups among them, each with an attention, requests and KV of its
+    own (data-parallel attention); tp / dp of them share an attention by its heads. ep: how many of them the experts are
+    dealt out to; 1 cuts each expert instead. pp: stages of consecutive layers. copies: whole engines beside each other,
+    behind one balancer.
+    """
 
     tp: int = 1
     dp: int = 1

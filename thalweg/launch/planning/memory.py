@@ -1,4 +1,6 @@
-"""What a GPU of a layout holds once an engine has started there: from what the resolver chose, the model's facts, and sums of `room`."""
+"""What a GPU of a layout holds once an engine has started there: from what the resolver chose, the model's facts, and
+sums of `room`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def alone(facts: ModelFacts, resolved: Resolved, machine: Machine) -> Room:
 
 
 def of_layout(facts: ModelFacts, resolved: Resolved, loaded: Widths, layout: Layout, single: Room) -> Room:
-    """Of one GPU of a layout: its part of weights and cache, and what an engine takes anyway. single: of one GPU alone."""
+    """Of one GPU of a layout: its part of weights and cache, and what an engine takes anyway. single: of one GPU
+    alone.
+    """
     if layout.tp == layout.pp == 1:
         return single
     extent = _extent(resolved)
@@ -61,8 +65,9 @@ def of_layout(facts: ModelFacts, resolved: Resolved, loaded: Widths, layout: Lay
 
 
 def with_pages(resolved: Resolved, room: Room, layout: Layout) -> Resolved:
-    """With the pages of a cache that are expected where the engine will measure them, in place of the resolver's first estimate, which knows one
-    GPU or the sum of all. room: of a GPU of the layout."""
+    """With the pages of a cache that are expected where the engine will measure them, in place of the resolver's first
+    estimate, which knows one GPU or the sum of all. room: of a GPU of the layout.
+    """
     if resolved.engine.num_pages:
         return resolved
     context = min(resolved.engine.context_length, max(room.tokens, 1))

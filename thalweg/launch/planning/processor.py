@@ -1,4 +1,6 @@
-"""What this machine's processor does at best, measured in a moment: a floor of a CPU has no data sheet. The one place where it is measured."""
+"""What this machine's processor does at best, measured in a moment: a floor of a CPU has no data sheet. The one place
+where it is measured.
+"""
 
 from __future__ import annotations
 

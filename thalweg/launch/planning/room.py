@@ -11,8 +11,8 @@ from thalweg.quant.catalog import quantized
 
 RESERVE = 1 << 30  # as `engine.memory` keeps
 
-# Fitted to starts on an H100 (torch 2.11) of V2-Lite in bf16, Qwen2.5-7B in bf16 and five layers of V3 in FP8; each sum below came out within 3 %
-# of what the engine measured, with the settings that the resolver chooses.
+# Fitted to starts on an H100 (torch 2.11) of V2-Lite in bf16, Qwen2.5-7B in bf16 and five layers of V3 in FP8; each sum
+# below came out within 3 % of what the engine measured, with the settings that the resolver chooses.
 BESIDE = 808e6  # bytes of the driver's context, loaded kernels and libraries
 HELD_DENSE, HELD_SPARSE = (
     1.14,
@@ -28,8 +28,9 @@ GROUPED = 3072  # tokens from which FP8 experts run as DeepGEMM's grouped produc
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes of one GPU. free: before anything starts. beside: of the driver and libraries. step: of the largest one while it runs. slots: state of
-    the running requests. page: of 64 tokens in all planes."""
+    """Bytes of one GPU. free: before anything starts. beside: of the driver and libraries. step: of the largest one
+    while it runs. slots: state of the running requests. page: of 64 tokens in all planes.
+    """
 
     free: float
     beside: float
@@ -57,8 +58,10 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What an engine prepares for. slots: running requests; budget: tokens of a step; context: longest sequence. rows, tokens: of the steps that are
-    recorded whole, and in parts. drafts: bytes that drafts add to a running request's state."""
+    """What an engine prepares for. slots: running requests; budget: tokens of a step; context: longest sequence. rows,
+    tokens: of the steps that are recorded whole, and in parts. drafts: bytes that drafts add to a running request's
+    state.
+    """
 
     slots: int
     budget: int
@@ -69,14 +72,18 @@ class Extent:
 
 
 def slot_bytes(slots: int, context: int, table_entry: int = 4, drafts: int = 0) -> int:
-    """State of the requests as `batch.slots` keeps it: tokens, page table, eight integers, six numbers of sampling, stop ids, biases, the root of a
-    tree of drafts. table_entry: bytes, 8 on a CPU. drafts: bytes that drafts add to each."""
+    """State of the requests as `batch.slots` keeps it: tokens, page table, eight integers, six numbers of sampling,
+    stop ids, biases, the root of a tree of drafts. table_entry: bytes, 8 on a CPU. drafts: bytes that drafts add to
+    each.
+    """
     lists = 8 * (MAX_STOP_IDS + MAX_EOS_IDS) + 12 * MAX_LOGIT_BIAS + 8 * 3
     return slots * (4 * (context + 1) + table_entry * -(-context // PAGE) + 8 * 8 + 6 * 4 + lists + drafts)
 
 
 def step_bytes(facts: ModelFacts, extent: Extent, cut: int = 1) -> float:
-    """Of the largest step: activations of a whole budget of prompt tokens, or sampling for every running request. cut: GPUs that share a layer."""
+    """Of the largest step: activations of a whole budget of prompt tokens, or sampling for every running request. cut:
+    GPUs that share a layer.
+    """
     sampling = 3 * LOGIT * extent.slots * facts.vocab  # logits, a copy for log-probabilities, and what sorts them
     held = HELD_DENSE if facts.moe is None else HELD_SPARSE
     return max(held * _activations(facts, extent.budget, cut), sampling)
@@ -97,14 +104,17 @@ def graph_bytes(facts: ModelFacts, extent: Extent, cut: int = 1) -> float:
 
 
 def _activations(facts: ModelFacts, tokens: int, cut: int) -> float:
-    """Bytes that a layer uses at its peak: a dense MLP's gates, values and their product, or what experts take and give for each choice."""
+    """Bytes that a layer uses at its peak: a dense MLP's gates, values and their product, or what experts take and give
+    for each choice.
+    """
     wide = ACTIVATION * tokens * facts.hidden
     dense = wide + ACTIVATION * tokens * 3 * facts.intermediate / cut
     if facts.moe is None:
         return dense
     inner, choices = facts.moe.intermediate / cut, tokens * (facts.moe.topk + facts.moe.shared)
     if quantized(facts.quantization_config) is not None and tokens >= GROUPED:
-        # inputs as codes and sums in float32 of all tokens; of each choice codes, gates and values, codes of their product, and the result
+        # inputs as codes and sums in float32 of all tokens; of each choice codes, gates and values, codes of their
+        # product, and the result
         scales = 4 * (facts.hidden + inner) / 128
         return 9 * tokens * facts.hidden + choices * (3 * facts.hidden + 5 * inner + scales)
     sparse = 2 * wide + ACTIVATION * choices * (inner + facts.hidden)

@@ -20,8 +20,10 @@ MOST = 1 << 20  # requests at a time that are looked at
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is to be served: requests of so many tokens in and out, 0 for usual ones. concurrency: at a time; rate: a second; with neither, as many as
-    the targets and the memory allow. tpot, ttft: seconds that a token and a first token may take, 0 for any."""
+    """What is to be served: requests of so many tokens in and out, 0 for usual ones. concurrency: at a time; rate: a
+    second; with neither, as many as the targets and the memory allow. tpot, ttft: seconds that a token and a first
+    token may take, 0 for any.
+    """
 
     input: int = 0
     output: int = 0
@@ -45,9 +47,10 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A layout under a load, at best. requests: at a time on the whole machine. tpot: seconds between tokens of a request, with the prompts of others
-    between them; ttft: of a prompt on an idle machine. output, total: tokens/s of the whole machine. holds: tokens that each KV cache holds.
-    trouble: why it does not do, "" where it does."""
+    """A layout under a load, at best. requests: at a time on the whole machine. tpot: seconds between tokens of a
+    request, with the prompts of others between them; ttft: of a prompt on an idle machine. output, total: tokens/s of
+    the whole machine. holds: tokens that each KV cache holds. trouble: why it does not do, "" where it does.
+    """
 
     layout: Layout
     room: Room
@@ -84,8 +87,9 @@ class Served:
         return min(self.holds // each * self.layout.caches, MOST)
 
     def step(self, requests: int) -> tuple[float, float]:
-        """Seconds of a decode step of so many requests on each copy, and those of them for sending. A pipeline has its rows in as many cohorts as
-        stages, and its slowest stage counts."""
+        """Seconds of a decode step of so many requests on each copy, and those of them for sending. A pipeline has its
+        rows in as many cohorts as stages, and its slowest stage counts.
+        """
         active = min(requests, self.layout.dp)
         cohort = -(-requests // (self.layout.dp * self.layout.pp))
         context = self.load.input + self.load.output // 2
@@ -133,8 +137,9 @@ def outcomes(facts: ModelFacts, site: Site, load: Load, gpus: int, only: Layout 
 
 
 def _rank(one: Outcome, load: Load) -> tuple[bool, bool, float, float]:
-    """What does not fit comes last, before it what misses a target. Of those that keep up with a rate, the one whose tokens come fastest is the
-    best, else the one that makes most of them."""
+    """What does not fit comes last, before it what misses a target. Of those that keep up with a rate, the one whose
+    tokens come fastest is the best, else the one that makes most of them.
+    """
     keeps_up = bool(load.rate) and not one.trouble
     return not one.fits, bool(one.trouble), one.tpot if keeps_up else -one.output, one.ttft
 

@@ -181,9 +181,15 @@ def _about(made: Forecast) -> str:
     if top is None:
         return f"{name_of(made)}: its rates are not known, so there are no floors; --machine plans for one that is"
     if hardware is None:
-        return f"{name_of(made)}: reads {top.read / 1e9:.0f} GB/s, multiplies {top.bf16 / 1e9:.0f} GFLOP/s of float32 (measured just now)"
+        return (
+            f"{name_of(made)}: reads {top.read / 1e9:.0f} GB/s, multiplies {top.bf16 / 1e9:.0f} GFLOP/s of float32"
+            " (measured just now)"
+        )
     chip = hardware.chip
-    told = f"{chip.memory / 2**30:.0f} GiB, reads {top.read / 1e12:.2f} TB/s, {top.bf16 / 1e12:,.0f} TFLOP/s bf16, {top.fp8 / 1e12:,.0f} FP8"
+    told = (
+        f"{chip.memory / 2**30:.0f} GiB, reads {top.read / 1e12:.2f} TB/s, {top.bf16 / 1e12:,.0f} TFLOP/s bf16,"
+        f" {top.fp8 / 1e12:,.0f} FP8"
+    )
     return f"{hardware.gpus} x {chip.driver}: {told}, NVLink {chip.link / 1e9:.0f} GB/s a way"
 
 
@@ -197,7 +203,8 @@ def _show_floors(made: Forecast, console: Console) -> None:
         console.print(_drafted(made, made.maker))
         console.print(_drafts(made, made.maker))
     console.print(
-        "[dim]No program is faster than a floor: each phase reads its weights and context once, or computes at the machine's rate.[/]"
+        "[dim]No program is faster than a floor: each phase reads its weights and context once, or computes at the"
+        " machine's rate.[/]"
     )
 
 
@@ -235,7 +242,10 @@ def _drafted(made: Forecast, maker: Maker) -> str:
         return f"\n[bold]Drafts[/] by {maker.name}, under {load}: they cost no more than that a step verifies them"
     told = f"by {maker.name}, under {load}: a step verifies them and makes as many anew"
     if maker.tree.is_tree:
-        told = f"by {maker.name}, a tree of {maker.tree.num_drafts}, under {load}: a step verifies them and grows them anew"
+        told = (
+            f"by {maker.name}, a tree of {maker.tree.num_drafts}, under {load}: a step verifies them and grows them"
+            " anew"
+        )
     unasked = "" if maker.asked else " (--speculative-algorithm NEXTN, which was not asked for)"
     return f"\n[bold]Drafts[/] {told}{unasked}"
 

@@ -1,4 +1,6 @@
-"""What the GPUs of a layout send each other in a step, and the least time that it takes when nothing else hides it. No torch."""
+"""What the GPUs of a layout send each other in a step, and the least time that it takes when nothing else hides it. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from thalweg.config.model import ModelFacts
 from thalweg.launch.planning.floors import Shape
 from thalweg.launch.planning.layouts import Layout
 
-# the least that one costs however little it carries; eight H200s were measured at 11.5 us with the kernels there are, 14 KiB cross in under 5
+# the least that one costs however little it carries; eight H200s were measured at 11.5 us with the kernels there are,
+# 14 KiB cross in under 5
 LATENCY = 5e-6
 ACTIVATION = 2  # bytes of a number between layers
 HEADER = 16  # bytes before a token that is dispatched
@@ -17,7 +20,9 @@ HEADER = 16  # bytes before a token that is dispatched
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """`count` of a kind in a step. ranks: that take part. sent: bytes that one GPU sends in each. latency: seconds that each costs at least."""
+    """`count` of a kind in a step. ranks: that take part. sent: bytes that one GPU sends in each. latency: seconds that
+    each costs at least.
+    """
 
     name: str
     count: int
@@ -49,8 +54,9 @@ def collectives(facts: ModelFacts, shape: Shape, layout: Layout) -> list[Collect
 
 
 def _around_experts(facts: ModelFacts, shape: Shape, layout: Layout, layers: int, row: float) -> list[Collective]:
-    """Tokens of all attentions meet at the experts: dealt out in FP8 and brought back, or gathered and reduced. Then each GPU of an attention
-    has a part of its tokens, and gathers the others'."""
+    """Tokens of all attentions meet at the experts: dealt out in FP8 and brought back, or gathered and reduced. Then
+    each GPU of an attention has a part of its tokens, and gathers the others'.
+    """
     assert facts.moe is not None
     inner, others = layout.attention, (layout.tp - 1) / layout.tp
     if layout.ep > 1:

@@ -1,7 +1,9 @@
-"""A model's weights by kind, from its facts alone: how many numbers, in which type, and how a layout cuts them. No torch.
+"""A model's weights by kind, from its facts alone: how many numbers, in which type, and how a layout cuts them. No
+torch.
 
-Names of the cuts: HEADS (of queries; the vocabulary and the width of dense MLPs, too) goes by the GPUs that share an attention, KEYS by at most as
-many as there are key heads, EXPERTS by all GPUs of a stage, WHOLE is on each of them."""
+Names of the cuts: HEADS (of queries; the vocabulary and the width of dense MLPs, too) goes by the GPUs that share an
+attention, KEYS by at most as many as there are key heads, EXPERTS by all GPUs of a stage, WHOLE is on each of them.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ PLAIN = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of one kind in `layers` layers; the numbers are those of one layer. quantized: in the checkpoint's type; plain: in its 16-bit type; exact:
-    float32; biases: in its 16-bit type, multiplied by nothing. phase: of a step that reads them, "" where none does.
-    kept_plain: of the quantized ones, those that this engine keeps in its own type."""
+    """Of one kind in `layers` layers; the numbers are those of one layer. quantized: in the checkpoint's type; plain:
+    in its 16-bit type; exact: float32; biases: in its 16-bit type, multiplied by nothing. phase: of a step that reads
+    them, "" where none does. kept_plain: of the quantized ones, those that this engine keeps in its own type.
+    """
 
     name: str
     phase: str
@@ -68,7 +71,9 @@ class Widths:
 
     @staticmethod
     def of(facts: ModelFacts, dtype: str = "bfloat16", dequantized: bool = False) -> Widths:
-        """As a checkpoint of these facts has them. dtype: of what is not quantized. dequantized: FP8 weights become that, too."""
+        """As a checkpoint of these facts has them. dtype: of what is not quantized. dequantized: FP8 weights become
+        that, too.
+        """
         plain = PLAIN[dtype]
         scheme = quantized(facts.quantization_config)
         if scheme is None or dequantized:
@@ -77,7 +82,9 @@ class Widths:
         return Widths(1.0, plain, BLOCK_SCALE / (rows * columns))
 
     def read(self, one: Weights) -> float:
-        """Bytes of one layer's numbers that a step reads: as published, norms and the blocks' multipliers not counted."""
+        """Bytes of one layer's numbers that a step reads: as published, norms and the blocks' multipliers not
+        counted.
+        """
         return one.quantized * self.quantized + (one.plain + one.biases) * self.plain
 
     def published(self, one: Weights) -> float:
@@ -151,8 +158,9 @@ def parameters(kinds: Sequence[Weights]) -> int:
 
 
 def held(facts: ModelFacts, widths: Widths, layout: Layout = ONE, published: bool = False) -> dict[str, float]:
-    """Bytes of each kind on one GPU, the fullest of a pipeline. published: as the checkpoint has them, multipliers not counted, and not as this
-    engine keeps them."""
+    """Bytes of each kind on one GPU, the fullest of a pipeline. published: as the checkpoint has them, multipliers not
+    counted, and not as this engine keeps them.
+    """
     stage = -(-facts.layers // layout.pp) / facts.layers
     found = {}
     for one in inventory(facts):

@@ -1,4 +1,6 @@
-"""Bodies and answers of Anthropic's Messages API. Fields that are not declared are ignored; a null means "not given"."""
+"""Bodies and answers of Anthropic's Messages API. Fields that are not declared are ignored; a null means "not
+given".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Items of the Responses API → the messages that every encoder reads, and back. An error names the field as the client wrote it."""
+"""Items of the Responses API → the messages that every encoder reads, and back. An error names the field as the client
+wrote it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _NO_THOUGHT = ("none", "minimal")
 
 
 def chat_of(body: ResponsesRequest, before: Sequence[dict[str, Any]], draft: Draft) -> ChatRequest:
-    """The same as a chat request; its messages are those of `draft`. before: the conversation so far. Raises InvalidRequest."""
+    """The same as a chat request; its messages are those of `draft`. before: the conversation so far. Raises
+    InvalidRequest.
+    """
     _refuse(body)
     if body.instructions:
         draft.add("instructions", "system", content=body.instructions)

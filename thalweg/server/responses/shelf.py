@@ -1,4 +1,6 @@
-"""Responses that are kept so that a later request can go on from them, or fetch them: as many as fit, the latest used stay."""
+"""Responses that are kept so that a later request can go on from them, or fetch them: as many as fit, the latest used
+stay.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Kept:
 
 
 class Shelf:
-    """At most `count` responses that together take at most `limit` bytes of JSON, conversations included. 0 keeps none."""
+    """At most `count` responses that together take at most `limit` bytes of JSON, conversations included. 0 keeps
+    none.
+    """
 
     def __init__(self, count: int, limit: int) -> None:
         self.count, self.limit = count, limit
