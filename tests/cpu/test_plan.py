@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.null.plan_models import DEEPSEEK, INDEXER, LITE, QWEN
+from tests.cpu.plan_models import DEEPSEEK, INDEXER, LITE, QWEN
 from thalweg.bench.plan_check import Part, near
 from thalweg.cli import main
 from thalweg.config.args import options_parser, parse_options

@@ -19,10 +19,10 @@ from thalweg.config.machines import CHIPS, Hardware, hardware
 from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
-from thalweg.launch.planning.layouts import Layout
 
 if TYPE_CHECKING:
     from thalweg.launch.planning.forecast import Asked, Forecast
+    from thalweg.launch.planning.layouts import Layout
 
 Check = Callable[["Forecast", Sequence[str], argparse.Namespace, Console], int]
 
@@ -164,6 +164,8 @@ def _layout(config: Options, machine: Hardware) -> Layout | None:
     wish = config.parallel
     if wish == type(wish)():
         return None
+    from thalweg.launch.planning.layouts import Layout  # loads torch, which --help need not
+
     one = Layout(wish.tp_size, wish.dp_size, wish.ep_size, wish.pp_size)
     if machine.gpus % one.gpus:
         raise UnsupportedConfig(

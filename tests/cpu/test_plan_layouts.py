@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.null.plan_models import (
+from tests.cpu.plan_models import (
     DEEPSEEK,
     DP8,
     H200,

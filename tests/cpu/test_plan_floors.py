@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.null.plan_models import (
+from tests.cpu.plan_models import (
     DP8,
     FP8_BOTH,
     FP8_INDEX,

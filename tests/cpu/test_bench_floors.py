@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.null.plan_models import DEEPSEEK, LITE
+from tests.cpu.plan_models import DEEPSEEK, LITE
 from thalweg.config.model import ModelFacts
 from thalweg.launch.planning import floors
 from thalweg.launch.planning.floors import Ceilings, Phase, Shape
