@@ -29,7 +29,7 @@ SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 
 def drawn(family: str, kv: str) -> Model:
     """The same weights whatever the cache."""
-    parts = ReferenceLayers(torch.float32, torch.device("cpu"), choice=KernelConfig(kv=kv))
+    parts = ReferenceLayers(torch.float32, torch.device("cpu"), kernels=KernelConfig(kv=kv))
     model = catalog.assemble(facts_of(draw_config(family, SEED), family), parts)
     assert isinstance(model, torch.nn.Module)
     zoo.fill(model, SEED)

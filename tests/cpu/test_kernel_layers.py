@@ -75,7 +75,9 @@ def check(folder: Path, *, nextn: bool, latent: bool = True) -> dict[str, bool]:
     facts, published = read_facts(folder), dequantized(folder)
     by = "torch" if facts.indexer is not None else "triton"
     kernels = KernelConfig(decode=by, prefill=by, latent=latent)
-    layers = KernelLayers(torch.bfloat16, torch.device("cpu"), kernels, schemes_in(folder, facts.quantization_config))
+    layers = KernelLayers(
+        torch.bfloat16, torch.device("cpu"), kernels, schemes=schemes_in(folder, facts.quantization_config)
+    )
     model = catalog.assemble(facts, layers)
     modules: list[Any] = [model, catalog.build_nextn(model)] if nextn else [model]
     quantized: dict[str, bool] = {}
@@ -186,7 +188,9 @@ def test_blocks_of_another_size_are_dequantized(tmp_path: Path) -> None:
         save_file(stored, path)
     facts = read_facts(folder)
     kernels = KernelConfig(decode="triton", prefill="triton")
-    layers = KernelLayers(torch.bfloat16, torch.device("cpu"), kernels, schemes_in(folder, facts.quantization_config))
+    layers = KernelLayers(
+        torch.bfloat16, torch.device("cpu"), kernels, schemes=schemes_in(folder, facts.quantization_config)
+    )
     model = catalog.assemble(facts, layers)
     with Safetensors(folder) as stream:
         load(model, model.table(), stream, facts.quantization_config)
@@ -209,7 +213,9 @@ def test_random_weights_are_those_of_a_written_checkpoint(tmp_path: Path) -> Non
     folder = written(tmp_path, "v3", **WIDE)
     facts = read_facts(folder)
     kernels = KernelConfig(decode="triton", prefill="triton")
-    layers = KernelLayers(torch.bfloat16, torch.device("cpu"), kernels, schemes_in(folder, facts.quantization_config))
+    layers = KernelLayers(
+        torch.bfloat16, torch.device("cpu"), kernels, schemes=schemes_in(folder, facts.quantization_config)
+    )
     files, invented = catalog.assemble(facts, layers), catalog.assemble(facts, layers)
     with Safetensors(folder) as stream:
         load(files, files.table(), stream, facts.quantization_config)

@@ -41,7 +41,7 @@ FOLDER = Path(__file__).parents[2] / "models" / "tiny"
 
 def model(dtype: torch.dtype = torch.float32, **choice: object) -> Model:
     """The bundled model with its plain twin's weights."""
-    plain, parts = zoo.ours(FOLDER, dtype), ReferenceLayers(dtype, torch.device("cpu"), choice=KernelConfig(**choice))  # type: ignore[arg-type]
+    plain, parts = zoo.ours(FOLDER, dtype), ReferenceLayers(dtype, torch.device("cpu"), kernels=KernelConfig(**choice))  # type: ignore[arg-type]
     made = catalog.assemble(read_facts(FOLDER), parts)
     assert isinstance(made, torch.nn.Module) and isinstance(plain, torch.nn.Module)
     made.load_state_dict(plain.state_dict())

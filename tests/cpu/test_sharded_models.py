@@ -18,11 +18,12 @@ from tests.cpu.batches import Bench
 from tests.cpu.ranks import layouts, on_ranks
 from thalweg.batch.batch import Batch, Group
 from thalweg.bench.make_checkpoint import main as make_checkpoint
+from thalweg.config.model import Moe
 from thalweg.core.plan import PAGE
-from thalweg.layers import reference
-from thalweg.layers.linear import Linear, Part
+from thalweg.layers.linear import Part
 from thalweg.layers.mlp import Mlp
 from thalweg.layers.reference import ReferenceLayers
+from thalweg.layers.reference_linear import Linear
 from thalweg.layers.residual import ShardedStream
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
@@ -283,15 +284,12 @@ def watched_stream_unsettled(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_expert_on_every_rank(patch: pytest.MonkeyPatch) -> None:
-    make = reference.make_mlp
-
-    def whole(layers: Any, name: str, hidden: int, intermediate: int, has_bias: bool, axis: Any) -> Mlp:
-        made = make(layers, name, hidden, intermediate, has_bias, SINGLE if "shared" in name else axis)
-        if "shared" in name:
-            made.down.is_partial = True
+    def whole(layers: ReferenceLayers, name: str, moe: Moe, hidden: int) -> Mlp:
+        made = layers.mlp(f"{name}.shared_experts", hidden, moe.shared * moe.intermediate, axis=SINGLE)
+        made.down.is_partial = True
         return made
 
-    patch.setattr(reference, "make_mlp", whole)
+    patch.setattr(ReferenceLayers, "shared_experts", whole)
 
 
 def packed_gate_and_up_cut_across_the_middle(patch: pytest.MonkeyPatch) -> None:

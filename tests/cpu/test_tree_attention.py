@@ -95,7 +95,7 @@ def facts(family: str, tmp_path: Path, **wished: Any) -> ModelFacts:
 
 
 def model(family: str, tmp_path: Path, choice: KernelConfig = PLAIN, **wished: Any) -> Model:
-    made = catalog.assemble(facts(family, tmp_path, **wished), ReferenceLayers(torch.float32, CPU, choice=choice))
+    made = catalog.assemble(facts(family, tmp_path, **wished), ReferenceLayers(torch.float32, CPU, kernels=choice))
     zoo.fill(made, SEED)
     return made
 

@@ -91,7 +91,7 @@ def twins(of: ModelFacts, device: torch.device, choice: KernelConfig) -> tuple[A
     """See `pair`."""
     kernels = catalog.assemble(of, kernel_layers(of, device, choice))
     kept = KernelConfig(kv=choice.kv, latent=choice.latent)
-    reference = catalog.assemble(of, ReferenceLayers(torch.float32, device, choice=kept))
+    reference = catalog.assemble(of, ReferenceLayers(torch.float32, device, kernels=kept))
     for model in (kernels, reference):
         zoo.fill(model)  # random weights are a function of their published names
     return reference, kernels
@@ -99,7 +99,7 @@ def twins(of: ModelFacts, device: torch.device, choice: KernelConfig) -> tuple[A
 
 def kernel_layers(of: ModelFacts, device: torch.device, choice: KernelConfig = KERNELS) -> KernelLayers:
     """Layers on the kernels, of weights in the schemes that the configuration declares."""
-    return KernelLayers(torch.bfloat16, device, choice, Declared(of.quantization_config))
+    return KernelLayers(torch.bfloat16, device, choice, schemes=Declared(of.quantization_config))
 
 
 Part = tuple[int, int, int]  # first page of the row, tokens before this step, tokens of this step

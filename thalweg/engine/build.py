@@ -37,7 +37,7 @@ from thalweg.engine.widths import measured, planning_clock
 from thalweg.engine.worker import CpuWorker, stream_for
 from thalweg.engine.workshop import Workshop
 from thalweg.kernels.tuned import TUNED
-from thalweg.layers.interface import LayerFactory
+from thalweg.layers.factory import LayerFactory
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
@@ -194,11 +194,11 @@ def layer_factory(
     """What makes a model's layers. schemes: of the checkpoint's weights; None goes by its configuration."""
     published = published_dtype(facts)
     if kernels.decode == "reference":
-        return ReferenceLayers(DTYPES[dtype], torch.device(device), choice=kernels, published=published)
+        return ReferenceLayers(DTYPES[dtype], torch.device(device), kernels=kernels, published=published)
     from thalweg.layers.kernel_layers import KernelLayers  # needs Triton, which a CPU installation does not have
 
     by = schemes or Declared(facts.quantization_config)
-    return KernelLayers(DTYPES[dtype], torch.device(device), kernels, by, published=published)
+    return KernelLayers(DTYPES[dtype], torch.device(device), kernels, published=published, schemes=by)
 
 
 def _recorded(config: EngineConfig, runner: Runner) -> Runner:

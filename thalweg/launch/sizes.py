@@ -16,7 +16,7 @@ from thalweg.core.plan import PAGE
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.planning.weights import Widths, held, inventory, parameters
 from thalweg.launch.resolved import Plane, Sizes
-from thalweg.layers.interface import LayerFactory
+from thalweg.layers.factory import LayerFactory
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.models import catalog
 from thalweg.sampling.catalog import drawing_for
@@ -71,7 +71,7 @@ def counted(facts: ModelFacts, choice: KernelConfig, dtype: torch.dtype, drafts:
     A drafter's weights are counted as if none were quantized, but those of the checkpoint's own layer as if all were.
     Raises CheckpointError as `measure`.
     """
-    reference = ReferenceLayers(dtype, torch.device("meta"), choice=choice)
+    reference = ReferenceLayers(dtype, torch.device("meta"), kernels=choice)
     like = measure(facts, reference, drafts)
     drafting = like.parameters - measure(facts, reference).parameters if drafts.drafter != "NONE" else 0
     rotary = 4 * facts.context * facts.rope.dim

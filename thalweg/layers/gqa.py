@@ -7,13 +7,13 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thalweg.attention.context import Span, Step, join_groups
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.gqa import ref
 from thalweg.kernels.rope.ref import rotate_
-from thalweg.layers.interface import LayerFactory
+from thalweg.layers.factory import LayerFactory
 from thalweg.layers.linear import Part
 from thalweg.layers.module import Module
 from thalweg.layers.residual import Activation, ResidualStream
@@ -30,14 +30,14 @@ class GqaProjections(Module):
 
     def __init__(
         self,
+        layers: LayerFactory,
         facts: ModelFacts,
         layer: int,
         name: str,
-        layers: LayerFactory,
         *,
         qk_norm: bool,
         out_bias: bool,
-        inputs: int,
+        inputs: int = 0,
     ) -> None:
         super().__init__()
         tp, self.dim, self.layer, self.eps = layers.layout.tp, facts.head_dim, layer, facts.norm_eps
@@ -60,9 +60,7 @@ class GqaProjections(Module):
         self.query_norm = layers.norm(f"{name}.q_norm", self.dim, self.eps, turn) if qk_norm else None
         self.key_norm = layers.norm(f"{name}.k_norm", self.dim, self.eps, turn) if qk_norm else None
         columns = None if tp.size == 1 else range(heads.start * self.dim, heads.stop * self.dim)
-        out = layers.row(f"{name}.o_proj", (facts.hidden, facts.heads * self.dim), columns, out_bias)
-        assert isinstance(out, nn.Module)
-        self.out = out
+        self.out = layers.row(f"{name}.o_proj", (facts.hidden, facts.heads * self.dim), columns, out_bias)
         for plane, letter in (("key", "k"), ("value", "v")):
             names = f"{letter}_scale", f"{letter}_proj.{letter}_scale", f"attn.{letter}_scale"
             self.weights.cache_scales[plane, layer] = tuple(f"{name}.{scale}" for scale in names)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from thalweg.attention.context import Span, Step, Tile
 from thalweg.attention.selection import Choice, Choices, Selection
-from thalweg.config import model as config
+from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.kernels.indexer.ref import index_scores
 from thalweg.kernels.rope.ref import rotate_
+from thalweg.layers.factory import LayerFactory
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.norm import LayerNorm
 from thalweg.weights.table import Transform
@@ -29,25 +30,19 @@ class Indexer(Module):
     """
 
     def __init__(
-        self,
-        facts: config.Indexer,
-        hidden: int,
-        layer: int,
-        selection: Selection,
-        device: torch.device,
-        name: str,
-        turn: Transform,
-        published: torch.dtype,
+        self, layers: LayerFactory, facts: ModelFacts, layer: int, name: str, selection: Selection, turn: Transform
     ) -> None:
-        """name: of the published indexer. turn: reorders the dims of its key norm."""
+        """turn: reorders the dims of its key norm."""
         super().__init__()
-        self.heads, self.dim, self.topk, self.layer = facts.heads, facts.dim, facts.topk, layer
+        index, hidden = facts.indexer, facts.hidden
+        assert index is not None
+        self.heads, self.dim, self.topk, self.layer = index.heads, index.dim, index.topk, layer
         self.selection = selection
-        self.key_norm = LayerNorm(f"{name}.k_norm", facts.dim, KEY_NORM_EPS, device, turn)
-        self.head_weights = parameter(facts.heads, hidden, dtype=torch.float32, device=device)
-        self.loads("head_weights", f"{name}.weights_proj.weight", (facts.heads, hidden), published)
+        self.key_norm = LayerNorm(layers, f"{name}.k_norm", index.dim, KEY_NORM_EPS, turn)
+        self.head_weights = parameter(index.heads, hidden, dtype=torch.float32, device=layers.device)
+        self.loads("head_weights", f"{name}.weights_proj.weight", (index.heads, hidden), layers.published)
         self._transposed = self.head_weights.data.t()
-        self.scale = (facts.heads * facts.dim) ** -0.5
+        self.scale = (index.heads * index.dim) ** -0.5
 
     def keep(self, key_TD: Tensor, step: Step) -> None:
         """Norms, rotates and stores the keys of this step's tokens: always, also where every token will be read."""

@@ -13,27 +13,21 @@ from thalweg.kernels.norm import triton as norm
 from thalweg.kernels.norm.triton import Normed
 from thalweg.kernels.silu_mul import triton as silu_mul
 from thalweg.kernels.wide import triton as wide
-from thalweg.layers.linear import declare_rows, embed_some
+from thalweg.layers.factory import LayerFactory
+from thalweg.layers.linear import LinearLayer
 from thalweg.layers.module import Module, parameter
-from thalweg.quant.scheme import LinearProduct, Quantized
+from thalweg.layers.reference_linear import Embedding
+from thalweg.quant.scheme import Quantized
 from thalweg.weights.table import Transform, unchanged
 
 
 class KernelNorm(Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dim; weight float32."""
 
-    def __init__(
-        self,
-        name: str,
-        dim: int,
-        eps: float,
-        published: torch.dtype,
-        device: torch.device,
-        reorder: Transform = unchanged,
-    ) -> None:
+    def __init__(self, layers: LayerFactory, name: str, dim: int, eps: float, reorder: Transform = unchanged) -> None:
         super().__init__()
-        self.weight = parameter(dim, dtype=torch.float32, device=device)
-        self.loads("weight", f"{name}.weight", (dim,), published, reorder)
+        self.weight = parameter(dim, dtype=torch.float32, device=layers.device)
+        self.loads("weight", f"{name}.weight", (dim,), layers.published, reorder)
         self.eps = eps
 
     def forward(self, x_TH: Tensor) -> Tensor:
@@ -82,37 +76,24 @@ def _fastest(
     return nn.functional.linear(x, w, bias)
 
 
-class KernelLinear(Module):
-    """y = x Wᵀ (+ b), bf16. See `layers.linear.Linear`."""
+class KernelLinear(LinearLayer):
+    """bf16."""
 
     def __init__(
-        self,
-        widths: Sequence[int],
-        inputs: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        matmul: Matmul,
-        has_bias: bool = False,
-        is_partial: bool = False,
+        self, layers: LayerFactory, widths: Sequence[int], inputs: int, has_bias: bool = False, is_partial: bool = False
     ) -> None:
-        super().__init__()
-        self.widths, self.is_partial, self.matmul = list(widths), is_partial, matmul
-        self.weight = parameter(sum(widths), inputs, dtype=dtype, device=device)
-        self.bias = parameter(sum(widths), dtype=dtype, device=device) if has_bias else None
+        super().__init__(widths, is_partial)
+        self.matmul = matmul(layers.kernels.deterministic)
+        self.weight = parameter(sum(widths), inputs, dtype=layers.dtype, device=layers.device)
+        self.bias = parameter(sum(widths), dtype=layers.dtype, device=layers.device) if has_bias else None
 
     def forward(self, x: Tensor | Normed) -> Tensor:
         return self.matmul(x, self.weight, self.bias, None, None)
 
-    def split(self, x: Tensor | Normed) -> tuple[Tensor, ...]:
-        """The result, one view for each part."""
-        return torch.split(self.forward(x), self.widths, 1)
-
     def add_(self, h: Tensor, x: Tensor | Normed) -> Tensor:
-        """h += x Wᵀ (+ b), in place."""
         return self.matmul(x, self.weight, self.bias, h, None)
 
     def swiglu(self, x: Tensor | Normed) -> Tensor:
-        """silu(gate) · up of the result, whose first half are the gates."""
         if self.matmul is _fastest and gemm.fuses(len(x), *self.weight.shape):
             return gemm.swiglu(x, self.weight, self.bias)
         if self.matmul is _fastest and self.bias is None and wide.pairs_fit(len(x), self.weight):
@@ -120,36 +101,23 @@ class KernelLinear(Module):
         return silu_mul.silu_mul(self.forward(x))
 
 
-class QuantizedLinear(Module):
-    """y = x Wᵀ of a weight that memory holds as the checkpoint stores it."""
+class QuantizedLinear(LinearLayer):
+    """A weight that memory holds as the checkpoint stores it."""
 
     def __init__(
-        self,
-        scheme: Quantized,
-        product: LinearProduct,
-        widths: Sequence[int],
-        inputs: int,
-        device: torch.device,
-        is_partial: bool = False,
+        self, layers: LayerFactory, scheme: Quantized, widths: Sequence[int], inputs: int, is_partial: bool = False
     ) -> None:
-        super().__init__()
-        self.widths, self.is_partial, self.product = list(widths), is_partial, product
-        held = quantized_parameters(self, "weight", scheme, (sum(widths), inputs), device)
-        self._held = held
+        super().__init__(widths, is_partial)
+        self.product = scheme.product(layers.kernels)
+        self._held = quantized_parameters(self, "weight", scheme, (sum(widths), inputs), layers.device)
 
     def forward(self, x: Tensor | Normed) -> Tensor:
         return self.product(x, self._held)
 
-    def split(self, x: Tensor | Normed) -> tuple[Tensor, ...]:
-        """The result, one view for each part."""
-        return torch.split(self.forward(x), self.widths, 1)
-
     def add_(self, h: Tensor, x: Tensor | Normed) -> Tensor:
-        """h += x Wᵀ, in place."""
         return self.product(x, self._held, residual_MN=h)
 
     def swiglu(self, x: Tensor | Normed) -> Tensor:
-        """silu(gate) · up of the result, whose first half are the gates."""
         return silu_mul.silu_mul(self.forward(x))
 
 
@@ -157,24 +125,20 @@ def quantized_parameters(
     module: Module, name: str, scheme: Quantized, shape: tuple[int, ...], device: torch.device
 ) -> tuple[nn.Parameter, ...]:
     """Gives the module the parameters that hold a weight of this shape. Returns them in the scheme's order."""
-    made = []
     for suffix, (size, dtype) in scheme.parameters(shape).items():
-        held = parameter(*size, dtype=dtype, device=device)
-        setattr(module, name + suffix, held)
-        made.append(held)
-    return tuple(made)
+        setattr(module, name + suffix, parameter(*size, dtype=dtype, device=device))
+    return tuple(getattr(module, name + suffix) for suffix in scheme.parameters(shape))
 
 
-class MixedLinear(Module):
+class MixedLinear(LinearLayer):
     """A packed linear whose parts have different schemes: one product for each scheme."""
 
-    def __init__(self, linears: Sequence[KernelLinear | QuantizedLinear], order: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, linears: Sequence[LinearLayer], order: Sequence[tuple[int, int]]) -> None:
         """order: of each part, which linear has it, and as which of its parts."""
-        super().__init__()
+        super().__init__([linears[linear].widths[part] for linear, part in order])
         self.linears, self._linears, self.order = nn.ModuleList(linears), list(linears), list(order)
 
     def split(self, x: Tensor | Normed) -> tuple[Tensor, ...]:
-        """The result of each part."""
         rows = norm.rows_of(x)  # once for all products
         results = [linear.split(rows) for linear in self._linears]
         return tuple(results[linear][part] for linear, part in self.order)
@@ -182,36 +146,19 @@ class MixedLinear(Module):
     def forward(self, x: Tensor | Normed) -> Tensor:
         return torch.cat(self.split(x), 1)
 
+    def add_(self, h: Tensor, x: Tensor | Normed) -> Tensor:
+        return h.add_(self.forward(x))
+
     def swiglu(self, x: Tensor | Normed) -> Tensor:
-        """silu(gate) · up."""
         return silu_mul.silu_mul(self.forward(x))
 
 
-class KernelEmbedding(Module):
-    """See `layers.linear.Embedding`."""
+class KernelEmbedding(Embedding):
+    """See `Embedding`."""
 
-    def __init__(
-        self,
-        name: str,
-        vocab: int,
-        hidden: int,
-        here: range,
-        published: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device,
-        matmul: Matmul,
-    ) -> None:
-        super().__init__()
-        self.weight = parameter(len(here), hidden, dtype=dtype, device=device)
-        self.here, self.is_partial, self.matmul = here, len(here) < vocab, matmul
-        declare_rows(self.weights, name, (vocab, hidden), here, published)
-
-    def forward(self, ids_T: Tensor) -> Tensor:
-        """[T, hidden]; with a part of the vocabulary, zeros for tokens of the others."""
-        if not self.is_partial:
-            return self.weight.index_select(0, ids_T)
-        return embed_some(self.weight, ids_T, self.here)
+    def __init__(self, layers: LayerFactory, name: str, vocab: int, hidden: int) -> None:
+        super().__init__(layers, name, vocab, hidden)
+        self.matmul = matmul(layers.kernels.deterministic)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """float32 [N, rows here]."""
         return self.matmul(hidden_NH, self.weight, None, None, torch.float32)

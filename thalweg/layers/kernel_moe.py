@@ -6,22 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.config.model import Moe
-from thalweg.kernels.experts.backends import AddExperts
+from thalweg.kernels.experts.backends import runner
 from thalweg.kernels.experts.triton import Weights
 from thalweg.kernels.gemm import triton as gemm
 from thalweg.kernels.norm import triton as norm
 from thalweg.kernels.norm.triton import Normed
 from thalweg.kernels.router import triton as routing
+from thalweg.layers.factory import LayerFactory
 from thalweg.layers.kernel_linear import quantized_parameters
-from thalweg.layers.mlp import Mlp
 from thalweg.layers.module import Module, parameter
-from thalweg.layers.moe import declare_experts, declare_router
+from thalweg.layers.moe import RouterWeights, load_expert, load_experts
 from thalweg.layers.residual import Activation, ResidualStream
 from thalweg.parallel.axis import width_of
 from thalweg.parallel.experts import ExpertPlacement
-from thalweg.parallel.layout import Layout
-from thalweg.quant.scheme import Quantized, TensorSpec
-from thalweg.weights.table import WeightRule, unchanged
+from thalweg.quant.scheme import Quantized
 
 
 class KernelMoe(Module):
@@ -32,25 +30,21 @@ class KernelMoe(Module):
     """
 
     def __init__(
-        self,
-        name: str,
-        moe: Moe,
-        hidden: int,
-        experts: KernelExperts,
-        run: AddExperts,
-        published: torch.dtype,
-        is_deterministic: bool,
-        shared: Mlp | None,
+        self, layers: LayerFactory, name: str, moe: Moe, hidden: int, scheme: Quantized | None, is_stacked: bool
     ) -> None:
+        """scheme: of the stacks. is_stacked: whether they hold the shared experts too."""
         super().__init__()
-        self.router = KernelRouter(f"{name}.gate", moe, hidden, published, experts.dtype, experts.w13.device)
-        self.experts, self.shared, self.run, self.is_deterministic = experts, shared, run, is_deterministic
-        stacked = 0 if shared is not None else moe.shared
+        self.is_deterministic = layers.kernels.deterministic
+        self.run = runner(layers.kernels.moe, self.is_deterministic)
+        stacked = moe.shared if is_stacked else 0
+        self.router = RouterWeights(layers, f"{name}.gate", moe, hidden, layers.dtype)  # the gate as published
+        self.experts = KernelExperts(layers, name, moe, hidden, scheme, stacked)
+        self.shared = layers.shared_experts(name, moe, hidden) if moe.shared and not is_stacked else None
         self.rule = routing.Rule(
             moe.experts, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.method, moe.normalise, stacked
         )
-        layout = experts.layout
-        self.placement = None if layout.is_single else ExpertPlacement(moe.experts, stacked, layout, experts.w13.device)
+        layout, device = layers.layout, layers.device
+        self.placement = None if layout.is_single else ExpertPlacement(moe.experts, stacked, layout, device)
 
     def add_to(self, h: ResidualStream, x: Activation, real_T: Tensor | None = None) -> None:
         """h += moe(x). real_T: False of padding, for which no expert is read."""
@@ -82,65 +76,36 @@ class KernelMoe(Module):
         )
 
 
-class KernelRouter(Module):
-    """The gate's weight as published; scores are float32."""
-
-    def __init__(
-        self, name: str, moe: Moe, hidden: int, published: torch.dtype, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        self.weight = parameter(moe.experts, hidden, dtype=dtype, device=device)
-        self.bias = None
-        if moe.method == "noaux_tc":
-            self.bias = parameter(moe.experts, dtype=torch.float32, device=device)
-        declare_router(self, name, moe, hidden, published)
-
-
 class KernelExperts(Module):
     """w13 [E, 2 I, H]: gate rows, then up rows; w2 [E, H, I]; the scales of quantized ones. Stacked shared experts lie
     behind the routed ones.
     """
 
     def __init__(
-        self, name: str, moe: Moe, hidden: int, published: torch.dtype, dtype: torch.dtype, device: torch.device, layout: Layout,
-        scheme: Quantized | None, stacked: int,
-    ) -> None:  # fmt: skip
-        """name: of the block; routed experts are published as its `experts`, shared ones as its `shared_experts`.
-        scheme: in which memory holds them.
-        """
+        self, layers: LayerFactory, name: str, moe: Moe, hidden: int, scheme: Quantized | None, stacked: int
+    ) -> None:
+        """name: of the block; routed experts are published as its `experts`, shared ones as its `shared_experts`."""
         super().__init__()
-        self.layout, self.scheme, self.dtype = layout, scheme, dtype
+        self.scheme = scheme
         self.w13_scale: nn.Parameter | None = None
         self.w2_scale: nn.Parameter | None = None
-        routed, inner = moe.experts // layout.ep.size, len(width_of(moe.intermediate, layout.moe_tp))
-        for weight, shape in (("w13", (2 * inner, hidden)), ("w2", (hidden, inner))):
+        layout, inter = layers.layout, moe.intermediate
+        routed, width = moe.experts // layout.ep.size, width_of(inter, layout.moe_tp)
+        for weight, shape in (("w13", (2 * len(width), hidden)), ("w2", (hidden, len(width)))):
             stack = (routed + stacked, *shape)
             if scheme is None:
-                setattr(self, weight, parameter(*stack, dtype=dtype, device=device))
+                setattr(self, weight, parameter(*stack, dtype=layers.dtype, device=layers.device))
             else:
-                quantized_parameters(self, weight, scheme, stack, device)
-        declare_experts(self.weights, f"{name}.experts", moe, hidden, published, layout, scheme)
-        self._declare_shared(f"{name}.shared_experts", moe, hidden, published, routed, stacked)
+                quantized_parameters(self, weight, scheme, stack, layers.device)
+        load_experts(self, layers, f"{name}.experts", moe, hidden, scheme)
+        # a SwiGLU of width s · I is the sum of s SwiGLUs of width I: each becomes an expert of the stack
+        shared, full = f"{name}.shared_experts", (moe.shared * inter, hidden)
+        for i in range(stacked):
+            part = range(i * inter + width.start, i * inter + width.stop)
+            load_expert(self, shared, routed + i, full, layers.published, part, scheme)
 
     w13: nn.Parameter
     w2: nn.Parameter
-
-    def _declare_shared(
-        self, name: str, moe: Moe, hidden: int, published: torch.dtype, routed: int, stacked: int
-    ) -> None:
-        """A SwiGLU of width s · I is the sum of s SwiGLUs of width I: each becomes an expert of the stack."""
-        width = width_of(moe.intermediate, self.layout.moe_tp)
-        full = moe.shared * moe.intermediate
-        for i in range(stacked):
-            start = i * moe.intermediate + width.start
-            part = slice(start, start + len(width))
-            for half, first in (("gate", 0), ("up", len(width))):
-                spec = TensorSpec(f"{name}.{half}_proj.weight", (full, hidden), published)
-                into = (routed + i, slice(first, first + len(width)))
-                self.weights.rules.append(WeightRule(spec, "w13", into, (part,), unchanged, self.scheme))
-            spec = TensorSpec(f"{name}.down_proj.weight", (hidden, full), published)
-            take = (slice(None), part)
-            self.weights.rules.append(WeightRule(spec, "w2", (routed + i,), take, unchanged, self.scheme))
 
     def stacks(self) -> Weights:
         return Weights(self.w13, self.w2, self.w13_scale, self.w2_scale)

@@ -1,19 +1,19 @@
-"""Linear layers and the token embedding in plain torch. Parameters are empty: a loader fills them."""
+"""What linear layers have in common: their parts, and the published tensors that fill them."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from thalweg.kernels.gemm.warm import nothing, warm_for
-from thalweg.layers.module import Module, parameter
-from thalweg.quant.scheme import Quantized, TensorSpec
-from thalweg.weights.table import Transform, WeightRule, WeightTable, unchanged
+from thalweg.layers.module import Module
+from thalweg.layers.residual import Activation
+from thalweg.quant.scheme import Quantized, Take
+from thalweg.weights.table import Transform, unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,154 +30,67 @@ class Part:
         """Rows on this rank."""
         return self.rows if self.here is None else len(self.here)
 
-    @property
-    def take(self) -> slice:
-        return slice(None) if self.here is None else slice(self.here.start, self.here.stop)
+
+def taken(rows: range | None = None, columns: range | None = None) -> Take:
+    """The slice of a published matrix with these rows and columns; None is all of them."""
+    row_slice, column_slice = (slice(None) if x is None else slice(x.start, x.stop) for x in (rows, columns))
+    if columns is not None:
+        return row_slice, column_slice
+    return () if rows is None else (row_slice,)
 
 
-def declare_packed(
-    table: WeightTable,
-    parts: Sequence[Part],
-    inputs: int,
-    dtype: torch.dtype,
-    has_bias: bool,
-    held: Quantized | None = None,
-) -> None:
-    """The published tensors of the parts fill `weight` (and `bias`), below one another. dtype: as published."""
-    row = 0
-    for part in parts:
-        into = (slice(row, row + part.width),)
-        take = () if part.here is None else (part.take,)
-        weight = TensorSpec(f"{part.name}.weight", (part.rows, inputs), dtype)
-        table.rules.append(WeightRule(weight, "weight", into, take, part.reorder, held))
-        if has_bias:
-            bias = TensorSpec(f"{part.name}.bias", (part.rows,), dtype)
-            table.rules.append(WeightRule(bias, "bias", into, take, part.reorder))
-        row += part.width
+class LinearLayer(Module, ABC):
+    """y = x Wᵀ (+ b) of two-dimensional x. A packed layer has one part for each published tensor, below one another.
 
-
-def declare_row(
-    table: WeightTable,
-    name: str,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    columns: range | None,
-    held: Quantized | None = None,
-) -> None:
-    """The published tensor fills `weight`, cut by its columns."""
-    take = () if columns is None else (slice(None), slice(columns.start, columns.stop))
-    table.rules.append(WeightRule(TensorSpec(f"{name}.weight", shape, dtype), "weight", (), take, unchanged, held))
-
-
-def declare_row_bias(table: WeightTable, name: str, outputs: int, dtype: torch.dtype, is_here: bool) -> None:
-    """The bias of a linear that several ranks compute a part of is on one of them."""
-    if is_here:
-        table.rules.append(WeightRule(TensorSpec(f"{name}.bias", (outputs,), dtype), "bias"))
-    else:
-        table.skips.append(re.escape(f"{name}.bias"))
-
-
-class Linear(Module):
-    """y = x Wᵀ (+ b); weight [out, in]. x and y are two-dimensional.
-
-    A packed linear has one part for each published tensor. A row-parallel one reads some of the input columns, and its
-    result is a partial sum.
+    A row-parallel layer reads some of the input columns, and its result is a partial sum.
     """
 
-    def __init__(
-        self,
-        widths: Sequence[int],
-        inputs: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        has_bias: bool,
-        is_partial: bool = False,
-    ) -> None:
+    def __init__(self, widths: Sequence[int], is_partial: bool = False) -> None:
         super().__init__()
         self.widths, self.is_partial = list(widths), is_partial
-        self.weight = parameter(sum(widths), inputs, dtype=dtype, device=device)
-        self.bias = parameter(sum(widths), dtype=dtype, device=device) if has_bias else None
-        self._prefetch = warm_for(self.weight)
-        self.refresh()
 
-    def refresh(self) -> None:
-        """The weight lies elsewhere now."""
-        self._transposed = self.weight.data.t()  # a view: loading is in place
+    @abstractmethod
+    def forward(self, x: Activation) -> Tensor: ...
 
-    def prefetched(self) -> None:
-        """Somebody else reads the weight ahead, with its neighbours in memory."""
-        self._prefetch = nothing
-        self.refresh()
+    @abstractmethod
+    def add_(self, h: Tensor, x: Activation) -> Tensor:
+        """h += x Wᵀ (+ b), in place."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self._prefetch(self._transposed)
-        y = torch.mm(x, self._transposed)
-        return y if self.bias is None else y.add_(self.bias)
+    @abstractmethod
+    def swiglu(self, x: Activation) -> Tensor:
+        """silu(gate) · up of the result, whose first half are the gates."""
 
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+    def split(self, x: Activation) -> tuple[Tensor, ...]:
         """The result, one view for each part."""
         return torch.split(self.forward(x), self.widths, 1)
 
-    def add_(self, h: Tensor, x: Tensor) -> Tensor:
-        """h += x Wᵀ (+ b), in place: the residual sum costs no pass of its own."""
-        self._prefetch(self._transposed)
-        h.addmm_(x, self._transposed)
-        return h if self.bias is None else h.add_(self.bias)
+    def load_parts(
+        self, parts: Sequence[Part], inputs: int, published: torch.dtype, has_bias: bool, held: Quantized | None = None
+    ) -> None:
+        """The published tensors of the parts fill `weight` (and `bias`)."""
+        row = 0
+        for part in parts:
+            into, take = (slice(row, row + part.width),), taken(part.here)
+            shape = (part.rows, inputs)
+            self.loads("weight", f"{part.name}.weight", shape, published, part.reorder, into, take, held)
+            if has_bias:
+                self.loads("bias", f"{part.name}.bias", (part.rows,), published, part.reorder, into, take)
+            row += part.width
 
-    def swiglu(self, x: Tensor) -> Tensor:
-        """silu(gate) · up of the result, whose first half are the gates."""
-        gate, up = self.forward(x).chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-
-class Embedding(Module):
-    """Rows of a [vocabulary, hidden] table; as a head, its scores. `here`: the rows on this rank."""
-
-    def __init__(
+    def load_row(
         self,
         name: str,
-        vocab: int,
-        hidden: int,
-        here: range,
+        shape: tuple[int, int],
         published: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device,
+        columns: range | None,
+        held: Quantized | None = None,
     ) -> None:
-        super().__init__()
-        self.weight = parameter(len(here), hidden, dtype=dtype, device=device)
-        self.here, self.is_partial = here, len(here) < vocab
-        declare_rows(self.weights, name, (vocab, hidden), here, published)
-        self._transposed = self.weight.data.t()
-        self._prefetch = warm_for(self.weight)
+        """The published tensor fills `weight`, cut by its columns."""
+        self.loads("weight", f"{name}.weight", shape, published, take=taken(columns=columns), held=held)
 
-    def forward(self, ids_T: Tensor) -> Tensor:
-        """[T, hidden]; with a part of the vocabulary, zeros for tokens of the others."""
-        if not self.is_partial:
-            return self.weight.index_select(0, ids_T)
-        return embed_some(self.weight, ids_T, self.here)
-
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        """float32 [N, rows here]."""
-        self._prefetch(self._transposed)
-        return torch.mm(hidden_NH, self._transposed).float()
-
-
-def declare_rows(table: WeightTable, name: str, shape: tuple[int, int], here: range, dtype: torch.dtype) -> None:
-    """The rows `here` of the published tensor fill `weight`."""
-    take = () if len(here) == shape[0] else (slice(here.start, here.stop),)
-    table.rules.append(WeightRule(TensorSpec(f"{name}.weight", shape, dtype), "weight", (), take))
-
-
-def embed_some(weight_VH: Tensor, ids_T: Tensor, here: range) -> Tensor:
-    """The rows of tokens in this part of the vocabulary, zeros for others."""
-    row_T = ids_T - here.start
-    inside_T = (row_T >= 0) & (row_T < len(here))
-    return weight_VH.index_select(0, row_T * inside_T) * inside_T.unsqueeze(1)
-
-
-def place_together(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Moves parameters side by side into one memory, to be read ahead at once. Returns that memory."""
-    memory = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-    for part, p in zip(torch.split(memory, [p.numel() for p in parameters]), parameters, strict=True):
-        p.data = part.view(p.shape)
-    return memory
+    def load_bias(self, name: str, outputs: int, published: torch.dtype, is_here: bool) -> None:
+        """One rank holds the bias of a linear that several ranks compute parts of."""
+        if is_here:
+            self.loads("bias", f"{name}.bias", (outputs,), published)
+        else:
+            self.weights.skips.append(re.escape(f"{name}.bias"))

@@ -7,6 +7,7 @@ On a GPU the projections and norms around it may be kernels: `layers` makes them
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,130 +15,116 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.attention.context import Span, Step, join_groups
-from thalweg.attention.selection import Choice, Choices, Selection
-from thalweg.config import model as config
+from thalweg.attention.selection import Choice, Choices, Selection, best
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.gemm.warm import Warm, nothing, warm_for
 from thalweg.kernels.rope.ref import rotate_
+from thalweg.layers.factory import LayerFactory
 from thalweg.layers.indexer import Indexer
-from thalweg.layers.interface import LayerFactory
 from thalweg.layers.latents import Latents
-from thalweg.layers.linear import Linear, Part, place_together
+from thalweg.layers.linear import Part, taken
 from thalweg.layers.module import Module, parameter
+from thalweg.layers.reference_linear import Linear, place_together
 from thalweg.layers.residual import Activation, ResidualStream, rows_of
 from thalweg.layers.rotary import pairs_from_halves, softmax_scale
 from thalweg.parallel.axis import share_of
-from thalweg.quant.scheme import TensorSpec
-from thalweg.weights.table import Transform, WeightRule, WeightTable, unchanged
+from thalweg.weights.table import Transform, unchanged
 
 LATENT_NORM_EPS = 1e-6  # the class default in the published code, not rms_norm_eps
 CACHE_SCALE_PREFIXES = ("", "attn.", "mla_attn.", "k_proj.")  # where tools put the scales of a cache in FP8
 
 
-class MlaShape:
-    """Sizes of one rank's part of the attention, and the published tensors of its projections."""
+class MlaProjections(Module):
+    """What every kind of latent attention has: projections, norms, and the published tensors that fill them.
 
-    def __init__(self, facts: ModelFacts, layers: LayerFactory) -> None:
-        assert facts.mla is not None
-        mla, self.facts = facts.mla, facts
-        self.all_heads = share_of(facts.heads, layers.layout.tp, "attention heads")
-        self.heads = len(self.all_heads)
-        self.q_lora, self.rank, self.nope, self.rope, self.v = mla.q_lora, mla.kv_lora, mla.nope, mla.rope, mla.v
-        self.is_cut = layers.layout.tp.size > 1
-        self.scale = softmax_scale(mla.nope + mla.rope, facts.rope)
-
-    def of_heads(self, width: int) -> range | None:
-        """Rows or columns of this rank's heads, of `width` each; None is all."""
-        return range(self.all_heads.start * width, self.all_heads.stop * width) if self.is_cut else None
-
-    def queries(self, name: str) -> Part:
-        width = self.nope + self.rope
-        return Part(name, self.facts.heads * width, self.of_heads(width))
-
-    def down(self, name: str) -> list[Part]:
-        """What reads the hidden state: the query latent, or all queries without one; the KV latent with its rotary
-        key.
-        """
-        query = Part(f"{name}.q_a_proj", self.q_lora) if self.q_lora else self.queries(f"{name}.q_proj")
-        return [query, Part(f"{name}.kv_a_proj_with_mqa", self.rank + self.rope)]
-
-    def declare_kv_b(self, table: WeightTable, name: str, published: torch.dtype) -> None:
-        """uk [H, nope, r] and uv [H, r, v] are the halves of kv_b, which is dequantized for absorption."""
-        here = self.of_heads(self.nope + self.v)
-        source = TensorSpec(f"{name}.kv_b_proj.weight", (self.facts.heads * (self.nope + self.v), self.rank), published)
-        take = () if here is None else (slice(here.start, here.stop),)
-        for target, half in (("uk", _key_half), ("uv", _value_half)):
-            table.rules.append(WeightRule(source, target, (), take, partial(half, nope=self.nope, v=self.v)))
-
-    def declare_cache_scales(self, table: WeightTable, name: str, layer: int) -> None:
-        """A latent is key and value at once, and the key's scale is its."""
-        table.cache_scales["latent", layer] = tuple(f"{name}.{prefix}k_scale" for prefix in CACHE_SCALE_PREFIXES)
-        table.skips += [re.escape(f"{name}.{prefix}v_scale") for prefix in CACHE_SCALE_PREFIXES]
-
-    def out(self, name: str, layers: LayerFactory) -> nn.Module:
-        made = layers.row(f"{name}.o_proj", (self.facts.hidden, self.facts.heads * self.v), self.of_heads(self.v))
-        assert isinstance(made, nn.Module)
-        return made
-
-
-class Mla(Module):
-    """Cached per token: the normed latent and the rotated key, side by side. Output heads are summed into the residual.
-
-    down: q_a (or all queries, without q_lora), latent with key, index key. up: queries, index queries.
+    down: reads the hidden state: the query latent (or all queries, without one), the KV latent with its rotary key,
+    and the index key. up: queries and index queries, of the query latent.
     """
 
     def __init__(
         self,
+        layers: LayerFactory,
+        facts: ModelFacts,
+        layer: int,
+        name: str,
+        index_key: Sequence[Part] = (),
+        index_query: Sequence[Part] = (),
+    ) -> None:
+        super().__init__()
+        assert facts.mla is not None
+        mla, tp, self.layer = facts.mla, layers.layout.tp, layer
+        own_heads = share_of(facts.heads, tp, "attention heads")
+        self.heads, self.rank, self.nope, self.rope, self.v = len(own_heads), mla.kv_lora, mla.nope, mla.rope, mla.v
+        self.scale = softmax_scale(mla.nope + mla.rope, facts.rope)
+
+        def of_heads(width: int) -> range | None:
+            return range(own_heads.start * width, own_heads.stop * width) if tp.size > 1 else None
+
+        width = mla.nope + mla.rope
+        queries = Part(f"{name}.{'q_b' if mla.q_lora else 'q'}_proj", facts.heads * width, of_heads(width))
+        query = Part(f"{name}.q_a_proj", mla.q_lora) if mla.q_lora else queries
+        latent = Part(f"{name}.kv_a_proj_with_mqa", self.rank + self.rope)
+        self.down = layers.packed([query, latent, *index_key], facts.hidden)
+        self.query_norm = layers.norm(f"{name}.q_a_layernorm", mla.q_lora, LATENT_NORM_EPS) if mla.q_lora else None
+        self.up = layers.packed([queries, *index_query], mla.q_lora) if mla.q_lora else None
+        self.latent_norm = layers.norm(f"{name}.kv_a_layernorm", self.rank, LATENT_NORM_EPS)
+        self.uk = parameter(self.heads, self.nope, self.rank, dtype=layers.dtype, device=layers.device)
+        self.uv = self._value_weight(layers)
+        kv_b, shape = f"{name}.kv_b_proj.weight", (facts.heads * (mla.nope + mla.v), self.rank)
+        for target, half in (("uk", _key_half), ("uv", _value_half)):  # kv_b is dequantized for absorption
+            transform, take = partial(half, nope=mla.nope, v=mla.v), taken(of_heads(mla.nope + mla.v))
+            self.loads(target, kv_b, shape, layers.published, transform, take=take)
+        self.out = layers.row(f"{name}.o_proj", (facts.hidden, facts.heads * self.v), of_heads(self.v))
+        # a latent is key and value at once, and the key's scale is its
+        scales = [tuple(f"{name}.{prefix}{kv}_scale" for prefix in CACHE_SCALE_PREFIXES) for kv in "kv"]
+        self.weights.cache_scales["latent", layer] = scales[0]
+        self.weights.skips += map(re.escape, scales[1])
+
+    def _value_weight(self, layers: LayerFactory) -> nn.Parameter:
+        """W_UV [H, r, v]."""
+        return parameter(self.heads, self.rank, self.v, dtype=layers.dtype, device=layers.device)
+
+
+class Mla(MlaProjections):
+    """Cached per token: the normed latent and the rotated key, side by side. Output heads are summed into the
+    residual.
+    """
+
+    def __init__(
+        self,
+        layers: LayerFactory,
         facts: ModelFacts,
         layer: int,
         name: str,
         is_indexed: bool,
-        selection: Selection,
-        published: torch.dtype,
-        layers: LayerFactory,
+        selection: Selection = best,
     ) -> None:
-        super().__init__()
-        shape = MlaShape(facts, layers)
-        self.layer, self.heads, self.rank, self.nope, self.rope = layer, shape.heads, shape.rank, shape.nope, shape.rope
-        down, up = shape.down(name), [shape.queries(f"{name}.q_b_proj")]
+        index, key, query = facts.indexer, list[Part](), list[Part]()
+        if is_indexed:
+            assert index is not None
+            turn = indexer_order(facts)
+            key = [Part(f"{name}.indexer.wk", index.dim, None, turn)]
+            query = [Part(f"{name}.indexer.wq_b", index.heads * index.dim, None, turn)]
+        super().__init__(layers, facts, layer, name, key, query)
         self.indexer = None
         if is_indexed:
-            assert facts.indexer is not None
-            index, turn = facts.indexer, indexer_order(facts)
-            self.indexer = Indexer(
-                index, facts.hidden, layer, selection, layers.device, f"{name}.indexer", turn, published
-            )
-            down.append(Part(f"{name}.indexer.wk", index.dim, None, turn))
-            up.append(Part(f"{name}.indexer.wq_b", index.heads * index.dim, None, turn))
-        elif (
-            facts.indexer is not None
-        ):  # it uses the selection of an earlier layer, and its own indexer is published all the same
+            self.indexer = Indexer(layers, facts, layer, f"{name}.indexer", selection, turn)
+        elif index is not None:  # it uses the selection of an earlier layer; its own indexer may be published too
             self.weights.skips.append(re.escape(f"{name}.indexer.") + ".*")
-        self.down = layers.packed(down, facts.hidden)
-        self.query_norm = layers.norm(f"{name}.q_a_layernorm", shape.q_lora, LATENT_NORM_EPS) if shape.q_lora else None
-        self.up = layers.packed(up, shape.q_lora) if shape.q_lora else None
-        self.latent_norm = layers.norm(f"{name}.kv_a_layernorm", self.rank, LATENT_NORM_EPS)
-        self.uk = parameter(self.heads, self.nope, self.rank, dtype=layers.dtype, device=layers.device)
-        self.uv = parameter(self.heads, self.rank, shape.v, dtype=layers.dtype, device=layers.device)
-        shape.declare_kv_b(self.weights, name, published)
-        shape.declare_cache_scales(self.weights, name, layer)
-        self.out = shape.out(name, layers)
         self._prefetch_before: Warm = nothing
         self._prefetch_after: Warm = nothing
         self._before = self._after = self.uk.data
         if isinstance(self.down, Linear):
             self._place()
-        self.latents = Latents(facts, layer, shape.scale, self.uk.data, self.uv.data)
+        self.latents = Latents(facts, layer, self.scale, self.uk.data, self.uv.data)
 
     def _place(self) -> None:
         """What a step reads one behind the other lies side by side, and is read ahead at once (`kernels.gemm.warm`)."""
-        before = [linear for linear in (self.down, self.up) if linear is not None]
-        assert isinstance(self.out, Linear)
-        self._before = place_together([linear.weight for linear in before if isinstance(linear, Linear)])
-        self._after = place_together([self.uk, self.uv, self.out.weight])
+        *before, out = [linear for linear in (self.down, self.up, self.out) if isinstance(linear, Linear)]
+        self._before = place_together([linear.weight for linear in before])
+        self._after = place_together([self.uk, self.uv, out.weight])
         self._prefetch_before, self._prefetch_after = warm_for(self._before), warm_for(self._after)
-        for linear in (*before, self.out):
-            assert isinstance(linear, Linear)
+        for linear in (*before, out):
             linear.prefetched()
 
     def write_kv(self, x: Activation, metadata: Step) -> None:
@@ -169,7 +156,7 @@ class Mla(Module):
             self.attend(span, span.part(query_THd), choice, metadata)
             for span, choice in zip(metadata.spans, choices, strict=True)
         ]
-        h.add(self.out, join_groups(parts))  # type: ignore[arg-type]
+        h.add(self.out, join_groups(parts))
         return choices
 
     def _store(self, latent_TD: Tensor, index_key: list[Tensor], metadata: Step) -> None:
@@ -194,7 +181,7 @@ def indexer_order(facts: ModelFacts) -> Transform:
     published in pairs.
     """
     indexer, mla = facts.indexer, facts.mla
-    assert isinstance(indexer, config.Indexer) and mla is not None
+    assert indexer is not None and mla is not None
     return unchanged if indexer.interleaved else partial(pairs_from_halves, head_dim=indexer.dim, dim=mla.rope)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thalweg.quant.scheme import TensorSpec
+from thalweg.quant.scheme import Index, Quantized, Take, TensorSpec
 from thalweg.weights.table import Transform, WeightRule, WeightTable, unchanged
 
 
@@ -28,10 +28,19 @@ class Module(nn.Module):
             self.__dict__[name] = value
 
     def loads(
-        self, parameter: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, transform: Transform = unchanged
+        self,
+        parameter: str,
+        name: str,
+        shape: tuple[int, ...],
+        published: torch.dtype,
+        transform: Transform = unchanged,
+        into: Index = (),
+        take: Take = (),
+        held: Quantized | None = None,
     ) -> None:
-        """The whole published tensor `name` fills `parameter`. dtype: as it is published."""
-        self.weights.rules.append(WeightRule(TensorSpec(name, shape, dtype), parameter, transform=transform))
+        """The published tensor `name` fills `parameter`; see `weights.table.WeightRule`."""
+        source = TensorSpec(name, shape, published)
+        self.weights.rules.append(WeightRule(source, parameter, into, take, transform, held))
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -12,35 +12,25 @@ from thalweg.kernels.experts import script
 from thalweg.kernels.experts.ref import add_experts_
 from thalweg.kernels.gemm.warm import SINK, by_sum, warm_for
 from thalweg.kernels.router import ref
-from thalweg.layers.mlp import Mlp
+from thalweg.layers.factory import LayerFactory
+from thalweg.layers.linear import taken
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.residual import Activation, ResidualStream, rows_of
 from thalweg.parallel.axis import width_of
 from thalweg.parallel.experts import ExpertPlacement
-from thalweg.parallel.layout import Layout
-from thalweg.quant.scheme import Quantized, Take, TensorSpec
-from thalweg.weights.table import WeightRule, WeightTable, unchanged
+from thalweg.quant.scheme import Quantized
 
 
 class MoeBlock(Module):
     """Σ_k w_k · expert_k(x) + shared(x); the shared experts are one MLP, without a gate."""
 
-    def __init__(
-        self,
-        name: str,
-        moe: Moe,
-        hidden: int,
-        published: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: Layout,
-        shared: Mlp | None,
-    ) -> None:
+    def __init__(self, layers: LayerFactory, name: str, moe: Moe, hidden: int) -> None:
         super().__init__()
-        self.router = Router(f"{name}.gate", moe, hidden, published, device)
-        self.placement = None if layout.is_single else ExpertPlacement(moe.experts, 0, layout, device)
-        self.experts = Experts(f"{name}.experts", moe, hidden, published, dtype, device, layout)
-        self.shared = shared
+        layout = layers.layout
+        self.router = Router(layers, f"{name}.gate", moe, hidden)
+        self.placement = None if layout.is_single else ExpertPlacement(moe.experts, 0, layout, layers.device)
+        self.experts = Experts(layers, f"{name}.experts", moe, hidden)
+        self.shared = layers.shared_experts(name, moe, hidden) if moe.shared else None
 
     def add_to(self, h: ResidualStream, x: Activation, real_T: Tensor | None = None) -> None:
         """h += moe(x). On one rank padding is computed, too."""
@@ -67,18 +57,25 @@ class MoeBlock(Module):
         return placement.combine(self.experts.partial(x_TH, weights_TK, ids_TK))
 
 
-class Router(Module):
-    """Weight and bias are float32 and so are the scores."""
+class RouterWeights(Module):
+    """weight [E, H] and, where the model has one, a float32 bias [E]."""
 
-    def __init__(self, name: str, moe: Moe, hidden: int, published: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layers: LayerFactory, name: str, moe: Moe, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.moe = moe
-        self.weight = parameter(moe.experts, hidden, dtype=torch.float32, device=device)
+        self.weight = parameter(moe.experts, hidden, dtype=dtype, device=layers.device)
+        self.loads("weight", f"{name}.weight", (moe.experts, hidden), layers.published)
         self.bias = None
         if moe.method == "noaux_tc":
-            self.bias = parameter(moe.experts, dtype=torch.float32, device=device)
-        declare_router(self, name, moe, hidden, published)
-        self._transposed = self.weight.data.t()
+            self.bias = parameter(moe.experts, dtype=torch.float32, device=layers.device)
+            self.loads("bias", f"{name}.e_score_correction_bias", (moe.experts,), torch.float32)
+
+
+class Router(RouterWeights):
+    """Weight and bias are float32 and so are the scores."""
+
+    def __init__(self, layers: LayerFactory, name: str, moe: Moe, hidden: int) -> None:
+        super().__init__(layers, name, moe, hidden, torch.float32)
+        self.moe, self._transposed = moe, self.weight.data.t()
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, topk] and ids int64 [T, topk]."""
@@ -90,36 +87,20 @@ class Router(Module):
         return ref.group_limited_greedy(logits, moe.topk, moe.scale, moe.groups, moe.topk_groups)
 
 
-def declare_router(router: Module, name: str, moe: Moe, hidden: int, published: torch.dtype) -> None:
-    """The router's published tensors. The bias is published in float32."""
-    router.loads("weight", f"{name}.weight", (moe.experts, hidden), published)
-    if moe.method == "noaux_tc":
-        router.loads("bias", f"{name}.e_score_correction_bias", (moe.experts,), torch.float32)
-
-
 class Experts(Module):
     """w13: gate rows, then up rows of each expert here [E, 2 I, H]; w2: [E, H, I]. An expert's two weights are
     neighbours in memory.
     """
 
-    def __init__(
-        self,
-        name: str,
-        moe: Moe,
-        hidden: int,
-        published: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: Layout,
-    ) -> None:
+    def __init__(self, layers: LayerFactory, name: str, moe: Moe, hidden: int) -> None:
         super().__init__()
-        width = width_of(moe.intermediate, layout.moe_tp)
-        count, inner = moe.experts // layout.ep.size, len(width)
-        memory = torch.empty(count, 3 * inner * hidden, dtype=dtype, device=device)
+        layout, device = layers.layout, layers.device
+        count, inner = moe.experts // layout.ep.size, len(width_of(moe.intermediate, layout.moe_tp))
+        memory = torch.empty(count, 3 * inner * hidden, dtype=layers.dtype, device=device)
         w13, w2 = torch.split(memory, [2 * inner * hidden, inner * hidden], 1)
         self.w13 = torch.nn.Parameter(w13.view(count, 2 * inner, hidden), requires_grad=False)
         self.w2 = torch.nn.Parameter(w2.view(count, hidden, inner), requires_grad=False)
-        declare_experts(self.weights, name, moe, hidden, published, layout)
+        load_experts(self, layers, name, moe, hidden)
         # views on the parameters, which are loaded in place
         gate_up, down = ([weight.t() for weight in stack] for stack in (self.w13.data, self.w2.data))
         prefetched = list(memory) if warm_for(memory[0]) is by_sum else []
@@ -142,29 +123,35 @@ class Experts(Module):
         return out_TH
 
 
-def declare_experts(
-    table: WeightTable,
-    name: str,
-    moe: Moe,
-    hidden: int,
-    published: torch.dtype,
-    layout: Layout,
-    held: Quantized | None = None,
+def load_experts(
+    experts: Module, layers: LayerFactory, name: str, moe: Moe, hidden: int, held: Quantized | None = None
 ) -> None:
     """The published tensors of the routed experts on this rank fill w13 and w2, in the order of their numbers."""
-    width, inter = width_of(moe.intermediate, layout.moe_tp), moe.intermediate
-    here = layout.ep.rank * (moe.experts // layout.ep.size)
-    rows: Take = ()
-    columns: Take = ()
-    if layout.moe_tp.size > 1:
-        part = slice(width.start, width.stop)
-        rows, columns = (part,), (slice(None), part)
-    for i in range(moe.experts // layout.ep.size):
-        for half, first in (("gate", 0), ("up", len(width))):
-            spec = TensorSpec(f"{name}.{here + i}.{half}_proj.weight", (inter, hidden), published)
-            into = (i, slice(first, first + len(width)))
-            table.rules.append(WeightRule(spec, "w13", into, rows, unchanged, held))
-        spec = TensorSpec(f"{name}.{here + i}.down_proj.weight", (hidden, inter), published)
-        table.rules.append(WeightRule(spec, "w2", (i,), columns, unchanged, held))
+    layout, inter = layers.layout, moe.intermediate
+    width = width_of(inter, layout.moe_tp)
+    cut = width if layout.moe_tp.size > 1 else None
+    count = moe.experts // layout.ep.size
+    for i in range(count):
+        load_expert(experts, f"{name}.{layout.ep.rank * count + i}", i, (inter, hidden), layers.published, cut, held)
     if layout.ep.size > 1:
-        table.skips.append(rf"{re.escape(name)}\.\d+\..*")
+        experts.weights.skips.append(rf"{re.escape(name)}\.\d+\..*")
+
+
+def load_expert(
+    experts: Module,
+    name: str,
+    slot: int,
+    shape: tuple[int, int],
+    published: torch.dtype,
+    width: range | None,
+    held: Quantized | None,
+) -> None:
+    """The published MLP `name` of this shape (inner width, hidden) fills slot `slot` of w13 and w2. width: the inner
+    columns that go there; None is all.
+    """
+    inner = shape[0] if width is None else len(width)
+    for first, half in ((0, "gate"), (inner, "up")):
+        into = (slot, slice(first, first + inner))
+        experts.loads("w13", f"{name}.{half}_proj.weight", shape, published, into=into, take=taken(width), held=held)
+    down, take = f"{name}.down_proj.weight", taken(columns=width)
+    experts.loads("w2", down, shape[::-1], published, into=(slot,), take=take, held=held)

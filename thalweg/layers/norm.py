@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from thalweg.kernels.norm.ref import rms_norm, rms_norm_
+from thalweg.layers.factory import LayerFactory
 from thalweg.layers.module import Module, parameter
 from thalweg.weights.table import Transform, unchanged
 
@@ -13,19 +14,12 @@ from thalweg.weights.table import Transform, unchanged
 class RMSNorm(Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dim, computed in float32, returned in x's dtype."""
 
-    def __init__(
-        self,
-        name: str,
-        dim: int,
-        eps: float,
-        published: torch.dtype,
-        device: torch.device,
-        reorder: Transform = unchanged,
-    ) -> None:
-        """name: of the published layer. reorder: of its dims."""
+    def __init__(self, layers: LayerFactory, name: str, dim: int, eps: float, reorder: Transform = unchanged) -> None:
+        """reorder: of its dims."""
         super().__init__()
+        device = layers.device
         self.weight = parameter(dim, dtype=torch.float32, device=device)
-        self.loads("weight", f"{name}.weight", (dim,), published, reorder)
+        self.loads("weight", f"{name}.weight", (dim,), layers.published, reorder)
         floor, zero = torch.tensor((dim * eps) ** 0.5, device=device), torch.tensor(0.0, device=device)
         self._operands = (self.weight.data, floor, zero)
 
@@ -44,8 +38,9 @@ class LayerNorm(Module):
     Published in float32.
     """
 
-    def __init__(self, name: str, dim: int, eps: float, device: torch.device, reorder: Transform = unchanged) -> None:
+    def __init__(self, layers: LayerFactory, name: str, dim: int, eps: float, reorder: Transform = unchanged) -> None:
         super().__init__()
+        device = layers.device
         self.weight = parameter(dim, dtype=torch.float32, device=device)
         self.bias = parameter(dim, dtype=torch.float32, device=device)
         for parameter_name in ("weight", "bias"):

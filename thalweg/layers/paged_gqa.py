@@ -15,9 +15,8 @@ from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.gqa import flashinfer
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.rope import triton as rope
+from thalweg.layers.factory import LayerFactory
 from thalweg.layers.gqa import GqaProjections
-from thalweg.layers.interface import LayerFactory
-from thalweg.layers.kernel_linear import KernelNorm
 from thalweg.layers.paged import PagedStep, Prefix, Prepare, Ragged, Rest, nothing, ragged
 from thalweg.layers.residual import Activation, ResidualStream
 
@@ -38,18 +37,17 @@ class PagedGqa(GqaProjections):
 
     def __init__(
         self,
+        layers: LayerFactory,
         facts: ModelFacts,
         layer: int,
         name: str,
-        layers: LayerFactory,
-        choice: KernelConfig,
         *,
         qk_norm: bool,
         out_bias: bool,
         inputs: int = 0,
     ) -> None:
-        super().__init__(facts, layer, name, layers, qk_norm=qk_norm, out_bias=out_bias, inputs=inputs)
-        self.scale, self.context, self.choice = self.dim**-0.5, facts.context, choice
+        super().__init__(layers, facts, layer, name, qk_norm=qk_norm, out_bias=out_bias, inputs=inputs)
+        self.scale, self.kernels = self.dim**-0.5, layers.kernels
 
     def add_to(self, h: ResidualStream, x: Activation, step: PagedStep) -> None:
         """h += attention(x)."""
@@ -63,7 +61,7 @@ class PagedGqa(GqaProjections):
     def _attention(self, step: PagedStep, qkv_TX: Tensor) -> Tensor:
         """Stores the tokens' keys and values and attends: → [T, H * d]."""
         qkv_THd = qkv_TX.view(len(qkv_TX), -1, self.dim)
-        own = self.choice.decode == "triton" and not self.choice.deterministic
+        own = self.kernels.decode == "triton" and not self.kernels.deterministic
         fresh = step.decode if own and step.query == 1 and step.hides_T is None else 0
         if fresh < len(qkv_THd):
             self._write(qkv_THd, step, fresh)
@@ -79,7 +77,7 @@ class PagedGqa(GqaProjections):
         return query, key, value
 
     def _norms(self) -> tuple[Tensor | None, Tensor | None]:
-        if not isinstance(self.query_norm, KernelNorm) or not isinstance(self.key_norm, KernelNorm):
+        if self.query_norm is None or self.key_norm is None:
             return None, None
         return self.query_norm.weight, self.key_norm.weight
 
@@ -115,9 +113,9 @@ class PagedGqa(GqaProjections):
     def _decode(self, qkv_THd: Tensor, step: PagedStep, fresh: bool) -> Tensor:
         """Rows of one length, split: → [T, H, d]. fresh: their keys are not stored yet."""
         (query, key, value), cache = self._split(qkv_THd), self._cache(step)
-        if self.choice.decode == "flashinfer":
+        if self.kernels.decode == "flashinfer":
             return flashinfer.run(step.prepared.decode, query, cache.key_PSKd, cache.value_PSKd)
-        if self.choice.deterministic:
+        if self.kernels.deterministic:
             return self._paged(query, cache, step.batch.positions_T[: step.decode], step.prepared)
         made = None
         if fresh:
@@ -143,9 +141,9 @@ class PagedGqa(GqaProjections):
     def _ragged(self, qkv_THd: Tensor, step: PagedStep, rest: Rest) -> Tensor:
         """Rows of any length: → [T, H, d]."""
         (query, key, value), cache, table = self._split(qkv_THd), self._cache(step), step.batch.table_RP[rest.row :]
-        if self.choice.prefill == "flashinfer":
+        if self.kernels.prefill == "flashinfer":
             return flashinfer.run(step.prepared.ragged, query, cache.key_PSKd, cache.value_PSKd)
-        if self.choice.prefill == "triton":
+        if self.kernels.prefill == "triton":
             positions = step.batch.positions_T[rest.token :]
             return self._paged(query, cache, positions, Ragged(table, rest.starts_R1, rest.longest))
         starts, whole = rest.starts_R1, step.whole

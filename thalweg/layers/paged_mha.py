@@ -10,8 +10,8 @@ from torch import Tensor
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.rope import triton as rope
-from thalweg.layers.interface import LayerFactory
-from thalweg.layers.kernel_linear import Matmul
+from thalweg.layers.factory import LayerFactory
+from thalweg.layers.kernel_linear import matmul
 from thalweg.layers.paged import PagedStep, Ragged
 from thalweg.layers.paged_mla import PagedMla
 from thalweg.layers.residual import Activation
@@ -22,17 +22,10 @@ WIDTH = 256  # of a head in the planes: keys of 192 and values of 128 dims, zero
 class PagedMha(PagedMla):
     """See `PagedMla`, whose parameters these are. Keeps a key and a value of `WIDTH` dims for each head."""
 
-    def __init__(
-        self,
-        facts: ModelFacts,
-        layer: int,
-        name: str,
-        layers: LayerFactory,
-        matmul: Matmul,
-        deterministic: bool,
-    ) -> None:
-        super().__init__(facts, layer, name, layers)
-        self.matmul, self.deterministic = matmul, deterministic
+    def __init__(self, layers: LayerFactory, facts: ModelFacts, layer: int, name: str) -> None:
+        super().__init__(layers, facts, layer, name)
+        self.deterministic = layers.kernels.deterministic
+        self.matmul = matmul(self.deterministic)
 
     def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
         query_THd = query_TX.view(len(query_TX), self.heads, -1)

@@ -14,45 +14,29 @@ from thalweg.config.model import ModelFacts
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.paged import Decoder, Prefill, Rows
 from thalweg.kernels.rope import triton as rope
-from thalweg.layers.interface import LayerFactory
-from thalweg.layers.kernel_linear import KernelNorm
-from thalweg.layers.mla import LATENT_NORM_EPS, MlaShape
-from thalweg.layers.module import Module, parameter
+from thalweg.layers.factory import LayerFactory
+from thalweg.layers.mla import LATENT_NORM_EPS, MlaProjections
 from thalweg.layers.paged import PagedStep, Prefix, Prepare, Rest
 from thalweg.layers.residual import Activation, ResidualStream
 
 ABSORBED = 64  # decode tokens up to which one kernel stores the latents and absorbs the queries
 
 
-class PagedMla(Module, ABC):
+class PagedMla(MlaProjections, ABC):
     """See `layers.mla.Mla`, whose parameters these are. uv is stored [H, v, r] and seen as [H, r, v]: both its uses are
     one GEMM. Its kinds differ in `attention`.
     """
 
-    def __init__(self, facts: ModelFacts, layer: int, name: str, layers: LayerFactory) -> None:
-        super().__init__()
-        shape = MlaShape(facts, layers)
-        self.heads, self.layer, self.context, self.scale = shape.heads, layer, facts.context, shape.scale
-        self.rank, self.nope, self.rope, self.v = shape.rank, shape.nope, shape.rope, shape.v
-        self.down = layers.packed(shape.down(name), facts.hidden)
-        self.query_norm = layers.norm(f"{name}.q_a_layernorm", shape.q_lora, LATENT_NORM_EPS) if shape.q_lora else None
-        self.up = layers.packed([shape.queries(f"{name}.q_b_proj")], shape.q_lora) if shape.q_lora else None
-        norm = layers.norm(f"{name}.kv_a_layernorm", self.rank, LATENT_NORM_EPS)
-        assert isinstance(norm, KernelNorm)
-        self.latent_norm = norm
-        self.uk = parameter(self.heads, self.nope, self.rank, dtype=layers.dtype, device=layers.device)
+    def _value_weight(self, layers: LayerFactory) -> nn.Parameter:
         stored = torch.empty(self.heads, self.v, self.rank, dtype=layers.dtype, device=layers.device)
-        self.uv = nn.Parameter(stored.transpose(1, 2), requires_grad=False)
-        shape.declare_kv_b(self.weights, name, layers.published)
-        shape.declare_cache_scales(self.weights, name, layer)
-        self.out = shape.out(name, layers)
+        return nn.Parameter(stored.transpose(1, 2), requires_grad=False)
 
     def add_to(self, h: ResidualStream, x: Activation, step: PagedStep, earlier: Choices) -> Choices:
         """h += attention(x)."""
         query_TX, latent_TD = self.down.split(x)
         if self.query_norm is not None and self.up is not None:
             query_TX = self.up.forward(self.query_norm.lazy(query_TX))
-        h.add(self.out, self.attended(step, query_TX, latent_TD))  # type: ignore[arg-type]
+        h.add(self.out, self.attended(step, query_TX, latent_TD))
         return earlier
 
     def attended(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
@@ -113,14 +97,14 @@ class LatentMla(PagedMla):
 
     def __init__(
         self,
+        layers: LayerFactory,
         facts: ModelFacts,
         layer: int,
         name: str,
-        layers: LayerFactory,
         decoder: Decoder,
         prefill: Prefill,
     ) -> None:
-        super().__init__(facts, layer, name, layers)
+        super().__init__(layers, facts, layer, name)
         self.decoder, self.prefill = decoder, prefill
 
     def attended(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:

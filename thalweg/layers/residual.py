@@ -24,6 +24,9 @@ def rows_of(x: Activation) -> Tensor:
 class Norm(Protocol):
     """A norm over the last dim."""
 
+    @property
+    def weight(self) -> Tensor: ...
+
     def forward(self, x: Tensor) -> Tensor: ...
 
     def forward_(self, x: Tensor) -> Tensor:

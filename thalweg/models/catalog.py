@@ -13,7 +13,7 @@ from thalweg.attention.context import Work
 from thalweg.attention.selection import Selection, best
 from thalweg.config.model import ModelFacts, architecture_of, facts_of, read_config
 from thalweg.core.errors import CheckpointError
-from thalweg.layers.interface import LayerFactory
+from thalweg.layers.factory import LayerFactory
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.models import deepseek, dense
 from thalweg.models.decoder import Decoder, MakeLayer, Model, Stage
@@ -92,7 +92,7 @@ def build(
     """The empty model in plain torch. selection: chooses the context under DSA. Raises CheckpointError as
     `assemble`.
     """
-    factory = ReferenceLayers(dtype, torch.device(device), selection, published=published_dtype(facts))
+    factory = ReferenceLayers(dtype, torch.device(device), selection=selection, published=published_dtype(facts))
     return assemble(facts, factory)
 
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.kernels.norm.ref import rms_norm
-from thalweg.layers.linear import Linear
 from thalweg.layers.mlp import Mlp
 from thalweg.layers.norm import RMSNorm
+from thalweg.layers.reference_linear import Linear
 from thalweg.layers.residual import ResidualStream, SingleStream
 from thalweg.models.decoder import Model
 

@@ -18,7 +18,8 @@ from thalweg.attention.context import Work
 from thalweg.attention.selection import Choices
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
-from thalweg.layers.interface import LayerFactory, MetadataBuilder, Vocabulary
+from thalweg.layers.factory import LayerFactory
+from thalweg.layers.interface import MetadataBuilder, Vocabulary
 from thalweg.layers.module import Module
 from thalweg.layers.residual import ResidualStream
 from thalweg.memory.planes import Planes, PlaneSpec

@@ -9,7 +9,8 @@ from thalweg.attention.context import Work
 from thalweg.attention.selection import Choices
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
-from thalweg.layers.interface import ForwardMetadata, LayerFactory
+from thalweg.layers.factory import LayerFactory
+from thalweg.layers.interface import ForwardMetadata
 from thalweg.layers.module import Module
 from thalweg.layers.residual import ResidualStream
 from thalweg.memory.planes import PlaneSpec

@@ -10,7 +10,8 @@ from functools import partial
 from thalweg.attention.context import Work
 from thalweg.attention.selection import Choices
 from thalweg.config.model import ModelFacts
-from thalweg.layers.interface import ForwardMetadata, LayerFactory
+from thalweg.layers.factory import LayerFactory
+from thalweg.layers.interface import ForwardMetadata
 from thalweg.layers.module import Module
 from thalweg.layers.residual import ResidualStream
 from thalweg.memory.planes import PlaneSpec

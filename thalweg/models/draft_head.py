@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
-from thalweg.layers.interface import LayerFactory
+from thalweg.layers.factory import LayerFactory
 from thalweg.layers.module import Module
 from thalweg.layers.residual import ResidualStream
 from thalweg.memory.planes import Planes, PlaneSpec

@@ -22,7 +22,7 @@ from thalweg.batch.batch import Batch
 from thalweg.config.drafters import EagleFacts
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
-from thalweg.layers.interface import LayerFactory
+from thalweg.layers.factory import LayerFactory
 from thalweg.layers.module import Module
 from thalweg.layers.residual import Activation, ResidualStream
 from thalweg.memory.planes import Planes, PlaneSpec

@@ -1,0 +1,148 @@
+"""What models are built from. A model names its layers; a `LayerFactory` makes them: in plain torch
+(`layers.reference`), or on a GPU's kernels (`layers.kernel_layers`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thalweg.attention.context import Work
+from thalweg.config.model import ModelFacts, Moe
+from thalweg.core.kernels import KernelConfig
+from thalweg.layers.interface import FeedForward, GroupedAttention, LatentAttention, MetadataBuilder, Vocabulary
+from thalweg.layers.linear import LinearLayer, Part, taken
+from thalweg.layers.mlp import Mlp
+from thalweg.layers.residual import Norm, ResidualStream, ShardedStream, SingleStream
+from thalweg.memory.planes import FP8, PlaneSpec, kept, vectors
+from thalweg.parallel.axis import Axis, share_of, width_of
+from thalweg.parallel.layout import SINGLE_RANK, Layout
+from thalweg.quant.catalog import Schemes
+from thalweg.quant.scheme import Quantized, Take, TensorSpec
+from thalweg.weights.table import Transform, unchanged
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFactory(ABC):
+    """Makes the layers of one model. A layer declares the published tensors that fill it; `name` is the published
+    layer's.
+    """
+
+    dtype: torch.dtype  # in which the model computes
+    device: torch.device
+    kernels: KernelConfig = KernelConfig()
+    layout: Layout = SINGLE_RANK
+    published: torch.dtype = torch.bfloat16  # of an unquantized checkpoint's tensors
+    notes: list[str] = field(default_factory=list)  # what a user should know of how weights are held
+
+    @abstractmethod
+    def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> LayerFactory:
+        """Makes the layers of a model that drafts for one of these: its KV lies in the same pages, and its attention
+        may be of another kind.
+        """
+
+    @abstractmethod
+    def norm(self, name: str, dim: int, eps: float, reorder: Transform = unchanged) -> Norm: ...
+
+    @abstractmethod
+    def linear(
+        self,
+        widths: Sequence[int],
+        inputs: int,
+        has_bias: bool,
+        is_partial: bool = False,
+        held: Quantized | None = None,
+    ) -> LinearLayer:
+        """A linear layer that declares no tensors yet. held: the scheme in which memory holds its weight."""
+
+    @abstractmethod
+    def vocabulary(self, name: str, vocab: int, hidden: int) -> Vocabulary: ...
+
+    @abstractmethod
+    def mla(self, facts: ModelFacts, layer: int, name: str, is_indexed: bool) -> LatentAttention: ...
+
+    @abstractmethod
+    def gqa(
+        self, facts: ModelFacts, layer: int, name: str, *, qk_norm: bool, out_bias: bool, inputs: int = 0
+    ) -> GroupedAttention:
+        """inputs: width of what queries, keys and values are made of; 0 is the hidden size."""
+
+    @abstractmethod
+    def moe(self, name: str, moe: Moe, hidden: int) -> FeedForward: ...
+
+    @abstractmethod
+    def metadata(self, facts: ModelFacts, work: Work) -> MetadataBuilder: ...
+
+    def stream(self, x_TH: Tensor, is_partial: bool = False) -> ResidualStream:
+        """A residual stream that begins with x. is_partial: x is this rank's part of a sum over tensor-parallel
+        ranks.
+        """
+        return SingleStream(x_TH) if self.layout.is_single else ShardedStream(x_TH, self.layout.tp, is_partial)
+
+    def held(self, weight: TensorSpec, take: Take, is_reordered: bool = False) -> Quantized | None:
+        """The scheme in which memory holds this slice of a weight; None is plain numbers in the model's dtype."""
+        return None
+
+    def packed(self, parts: Sequence[Part], inputs: int, has_bias: bool = False) -> LinearLayer:
+        """A linear layer whose weight is that of several published ones, below one another."""
+        linear = self.linear([part.width for part in parts], inputs, has_bias)
+        linear.load_parts(parts, inputs, self.published, has_bias)
+        return linear
+
+    def row(
+        self, name: str, shape: tuple[int, int], columns: range | None = None, has_bias: bool = False
+    ) -> LinearLayer:
+        """A linear layer of published shape (outputs, inputs). columns: the inputs on this rank, whose result is a
+        partial sum; None is all.
+        """
+        is_here = columns is None or columns.start == 0  # of several ranks, the first adds the bias
+        inputs = shape[1] if columns is None else len(columns)
+        weight = TensorSpec(f"{name}.weight", shape, self.published)
+        held = None if has_bias else self.held(weight, taken(columns=columns))
+        linear = self.linear([shape[0]], inputs, has_bias and is_here, columns is not None, held)
+        linear.load_row(name, shape, self.published, columns, held)
+        if has_bias:
+            linear.load_bias(name, shape[0], self.published, is_here)
+        return linear
+
+    def mlp(self, name: str, hidden: int, intermediate: int, has_bias: bool = False, axis: Axis | None = None) -> Mlp:
+        """An MLP of the published names gate_proj, up_proj and down_proj. axis: the ranks that share its width; None
+        is the layout's.
+        """
+        axis = self.layout.dense if axis is None else axis
+        here = None if axis.size == 1 else width_of(intermediate, axis)
+        gate_up = [Part(f"{name}.{half}_proj", intermediate, here) for half in ("gate", "up")]
+        return Mlp(
+            self.packed(gate_up, hidden, has_bias),
+            self.row(f"{name}.down_proj", (hidden, intermediate), here, has_bias),
+        )
+
+    def shared_experts(self, name: str, moe: Moe, hidden: int) -> Mlp:
+        """The shared experts of a mixture, as one MLP."""
+        return self.mlp(f"{name}.shared_experts", hidden, moe.shared * moe.intermediate, axis=self.layout.tp)
+
+    def plane(self, name: str, layer: int, dim: int, shard: str = "replicated") -> PlaneSpec:
+        """A plane of one vector a token, in the KV cache's type.
+
+        Index keys are never FP8: which tokens are attended to is a choice, which rounding may change altogether, and
+        they are few.
+        """
+        codec = kept(self.kernels.kv, self.dtype)
+        return vectors(name, layer, dim, self.dtype if name == "index" and codec == FP8 else codec, shard)
+
+    def mla_planes(self, facts: ModelFacts, layer: int) -> tuple[PlaneSpec, ...]:
+        """What `mla` keeps of each token, without the indexer's key."""
+        assert facts.mla is not None
+        if self.kernels.latent:
+            return (self.plane("latent", layer, facts.mla.kv_lora + facts.mla.rope),)
+        heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
+        key, value = self.head_widths(facts)
+        return self.plane("key", layer, heads * key, "heads"), self.plane("value", layer, heads * value, "heads")
+
+    @abstractmethod
+    def head_widths(self, facts: ModelFacts) -> tuple[int, int]:
+        """Numbers of a head's key and value where latents are not kept."""

@@ -1,0 +1,87 @@
+"""Linear layers and the token embedding in plain torch. Parameters are empty: a loader fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thalweg.kernels.gemm.warm import nothing, warm_for
+from thalweg.layers.factory import LayerFactory
+from thalweg.layers.linear import LinearLayer, taken
+from thalweg.layers.module import Module, parameter
+from thalweg.parallel.axis import vocabulary_of
+
+
+class Linear(LinearLayer):
+    """weight [out, in], and a bias where the model has one."""
+
+    def __init__(
+        self, layers: LayerFactory, widths: Sequence[int], inputs: int, has_bias: bool, is_partial: bool = False
+    ) -> None:
+        super().__init__(widths, is_partial)
+        self.weight = parameter(sum(widths), inputs, dtype=layers.dtype, device=layers.device)
+        self.bias = parameter(sum(widths), dtype=layers.dtype, device=layers.device) if has_bias else None
+        self._prefetch = warm_for(self.weight)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The weight lies elsewhere now."""
+        self._transposed = self.weight.data.t()  # a view: loading is in place
+
+    def prefetched(self) -> None:
+        """Another layer reads the weight ahead, with its neighbours in memory."""
+        self._prefetch = nothing
+        self.refresh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._prefetch(self._transposed)
+        y = torch.mm(x, self._transposed)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def add_(self, h: Tensor, x: Tensor) -> Tensor:
+        """The residual sum costs no pass of its own."""
+        self._prefetch(self._transposed)
+        h.addmm_(x, self._transposed)
+        return h if self.bias is None else h.add_(self.bias)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        gate, up = self.forward(x).chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+
+class Embedding(Module):
+    """Rows of a [vocabulary, hidden] table; as a head, its scores. A rank may hold some of the rows."""
+
+    def __init__(self, layers: LayerFactory, name: str, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.here = here = vocabulary_of(vocab, layers.layout.tp)  # the rows on this rank
+        self.is_partial = len(here) < vocab
+        self.weight = parameter(len(here), hidden, dtype=layers.dtype, device=layers.device)
+        take = taken(here) if self.is_partial else ()
+        self.loads("weight", f"{name}.weight", (vocab, hidden), layers.published, take=take)
+        self._transposed = self.weight.data.t()
+        self._prefetch = warm_for(self.weight)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        """[T, hidden]; with a part of the vocabulary, zeros for tokens of the others."""
+        if not self.is_partial:
+            return self.weight.index_select(0, ids_T)
+        row_T = ids_T - self.here.start
+        inside_T = (row_T >= 0) & (row_T < len(self.here))
+        return self.weight.index_select(0, row_T * inside_T) * inside_T.unsqueeze(1)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """float32 [N, rows here]."""
+        self._prefetch(self._transposed)
+        return torch.mm(hidden_NH, self._transposed).float()
+
+
+def place_together(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Moves parameters side by side into one memory, to be read ahead at once. Returns that memory."""
+    memory = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+    for part, p in zip(torch.split(memory, [p.numel() for p in parameters]), parameters, strict=True):
+        p.data = part.view(p.shape)
+    return memory
