@@ -26,7 +26,7 @@ from thalweg.engine.front import Front, check_prompt
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
 from thalweg.text.grammar import check as check_grammar
-from thalweg.text.history import History
+from thalweg.text.retention import ThinkingRetention
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -34,7 +34,7 @@ COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), T
 
 
 @dataclass(slots=True)
-class Choice:
+class CompletionOutput:
     """One sequence of a result. logprobs: one for each of ids, when asked. finish: "stop", "length", or "error" where
     the model computed no numbers (NaN), and there is no next token.
     """
@@ -53,13 +53,13 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Result:
+class RequestOutput:
     """A prompt's n outputs. prompt_logprobs: of prompt tokens 1 to the last, when asked. cached_tokens: prompt tokens
     not computed.
     """
 
     prompt_ids: tuple[int, ...]
-    outputs: list[Choice]
+    outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int = 0
 
@@ -70,13 +70,13 @@ class Result:
             self.prompt_logprobs = list(piece.prompt_logprobs)
 
 
-class _Texts:
+class _TextFrontend:
     """What both faces share: the tokenizer, the chat encoder, and the resolved settings."""
 
     def __init__(self, model: str, config: Mapping[str, Any], progress: bool) -> None:
         self.resolved = resolve(options_of(model=model, **config), progress=progress)
         self.tokenizer, self.talk = self.resolved.reader(), self.resolved.chat
-        self.history = History(self.talk, self.tokenizer.mark_id)
+        self.history = ThinkingRetention(self.talk, self.tokenizer.mark_id)
 
     def ids(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
@@ -95,7 +95,7 @@ class LLM:
     """
 
     def __init__(self, model: str, *, progress: bool = False, **config: Any) -> None:
-        self.texts = _Texts(model, config, progress)
+        self.texts = _TextFrontend(model, config, progress)
         self.engine = LocalEngine(self.texts.resolved.engine)
 
     def generate(
@@ -105,7 +105,7 @@ class LLM:
         progress: bool = False,
         grammar: Grammar | Sequence[Grammar] = NO_GRAMMAR,
         keep: CacheRetention | Sequence[CacheRetention] = RETAIN_ALL,
-    ) -> list[Result]:
+    ) -> list[RequestOutput]:
         """Completes each prompt (text or token ids). grammar: what the output must match, e.g.
         `Grammar("json_object")`. keep: what of prompt and output the prefix cache keeps.
 
@@ -135,7 +135,7 @@ class LLM:
         progress: bool = False,
         grammar: Grammar | Sequence[Grammar] = NO_GRAMMAR,
         **template: Any,
-    ) -> list[Result]:
+    ) -> list[RequestOutput]:
         """Answers each conversation (OpenAI messages); `template` goes to the chat encoder, e.g. tools=...,
         thinking=True.
         """
@@ -168,9 +168,9 @@ class LLM:
 
     def _run(
         self, requests: Sequence[tuple[tuple[int, ...], SamplingParams, Grammar, CacheRetention]], progress: bool
-    ) -> list[Result]:
-        results = [Result(ids, [Choice() for _ in range(p.n)]) for ids, p, _, _ in requests]
-        owners: dict[int, tuple[Result, Assembler]] = {}
+    ) -> list[RequestOutput]:
+        results = [RequestOutput(ids, [CompletionOutput() for _ in range(p.n)]) for ids, p, _, _ in requests]
+        owners: dict[int, tuple[RequestOutput, Assembler]] = {}
         for (ids, p, grammar, keep), result in zip(requests, results, strict=True):
             for index, uid in enumerate(self.engine.submit(ids, p, grammar=grammar, retention=keep)):
                 owners[uid] = result, Assembler(index, ids, p, self.texts.tokenizer)
@@ -182,7 +182,7 @@ class LLM:
             self.engine.step()
         return results
 
-    def _finish(self, owners: dict[int, tuple[Result, Assembler]], progress: bool) -> None:
+    def _finish(self, owners: dict[int, tuple[RequestOutput, Assembler]], progress: bool) -> None:
         """Turns the engine until nobody is left. Raises InvalidRequest for what the engine refuses."""
         with Progress(*COLUMNS, disable=not progress) as bar:
             task = bar.add_task("sequences", total=len(owners))
@@ -203,7 +203,7 @@ class AsyncLLM:
     """An engine in its own process, used from asyncio. `async with AsyncLLM(model) as llm: await llm.generate(...)`."""
 
     def __init__(self, model: str, *, progress: bool = False, **config: Any) -> None:
-        self.texts = _Texts(model, config, progress)
+        self.texts = _TextFrontend(model, config, progress)
         self.front = Front(self.texts.resolved.engine, self.texts.tokenizer)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -229,22 +229,22 @@ class AsyncLLM:
         params: SamplingParams = SamplingParams(),
         grammar: Grammar = NO_GRAMMAR,
         keep: CacheRetention = RETAIN_ALL,
-    ) -> Result:
+    ) -> RequestOutput:
         """Completes one prompt; `generate_all` or asyncio.gather batch several."""
         ids = await asyncio.to_thread(self.texts.ids, prompt)
-        result = Result(ids, [Choice() for _ in range(params.n)])
+        result = RequestOutput(ids, [CompletionOutput() for _ in range(params.n)])
         async for piece in self.front.stream(ids, params, grammar=grammar, retention=keep):
             result.add(piece)
         return result
 
     async def generate_all(
         self, prompts: Sequence[Prompt], params: SamplingParams = SamplingParams(), progress: bool = False
-    ) -> list[Result]:
+    ) -> list[RequestOutput]:
         """Completes all prompts at once, with a progress bar if asked; the first error ends the others."""
         with Progress(*COLUMNS, disable=not progress) as bar:
             task = bar.add_task("prompts", total=len(prompts))
 
-            async def one(prompt: Prompt) -> Result:
+            async def one(prompt: Prompt) -> RequestOutput:
                 result = await self.generate(prompt, params)
                 bar.advance(task)
                 return result
@@ -259,7 +259,7 @@ class AsyncLLM:
         params: SamplingParams = SamplingParams(),
         grammar: Grammar = NO_GRAMMAR,
         **template: Any,
-    ) -> Result:
+    ) -> RequestOutput:
         """Answers one conversation."""
         ids, keep = self.texts.chat_ids(messages, **template)
         return await self.generate(ids, params, grammar, keep)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammar
-from thalweg.text.grammar import Compiler, check
+from thalweg.text.grammar import GrammarCompiler, check
 from thalweg.text.tokenizer import Tokenizer
 
 PATIENCE = 10.0  # seconds for a hostile grammar
@@ -59,7 +59,7 @@ class Guidance:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos = tokenizer.eos_ids[0]
         self.vocab = tokenizer.vocab_size
-        self.compiler = Compiler(tokenizer, self.vocab, [self.eos])
+        self.compiler = GrammarCompiler(tokenizer, self.vocab, [self.eos])
 
     def compile(self, grammar: Grammar) -> Any:
         check(grammar)

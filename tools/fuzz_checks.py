@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.text.chat import OWN, OwnEncoder
-from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, Parsed, ParsedCall, collect
-from thalweg.text.parser import Parser, parse
+from thalweg.text.chat import BUILTIN_ENCODERS, BuiltinEncoder
+from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, ParsedAnswer, ParsedCall, collect
+from thalweg.text.parser import AnswerParser, parse
 
 SEP = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
        "function", "\n```json\n", "\n```", "<|tool_sep|>", "<|tool▁call_begin|>", "<｜tool▁", "f", "g"]  # fmt: skip
@@ -161,12 +161,12 @@ def same(a: Any, b: Any) -> bool:
 
 def read(
     pieces: Iterable[str], reasoning: str | None, form: str, hold: bool, options: dict[str, Any]
-) -> tuple[Parsed, list[ParsedCall]]:
+) -> tuple[ParsedAnswer, list[ParsedCall]]:
     """The message, and its calls that were whole. Checks the order of the events and that arguments are JSON
     objects.
     """
     ids = itertools.count()
-    parser = Parser(reasoning, form, hold=hold, new_id=lambda: f"call_{next(ids)}", **options)
+    parser = AnswerParser(reasoning, form, hold=hold, new_id=lambda: f"call_{next(ids)}", **options)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     whole: list[bool] = []
     is_open = False
@@ -197,12 +197,12 @@ def check_prompt(data: bytes) -> None:
     prompt.
     """
     source = Bytes(data)
-    name, thinking = source.pick(list(OWN)), source.pick([None, True, False])
+    name, thinking = source.pick(list(BUILTIN_ENCODERS)), source.pick([None, True, False])
     messages: list[dict[str, Any]] = [_message(source) for _ in range(source.byte() % 5)]
     tools = source.pick(
         [None, [], [{"type": "function", "function": {"name": "f", "parameters": source.pick(SCHEMAS)}}]]
     )
-    encoder = OwnEncoder(name)
+    encoder = BuiltinEncoder(name)
     options = {"thinking": thinking, "add_generation_prompt": source.byte() % 2 == 0}
     try:
         prompt = encoder.encode(messages, tools, **options)
@@ -220,7 +220,7 @@ def check_prompt(data: bytes) -> None:
     ]
     written = encoder.encode(turn, thinking=False, add_generation_prompt=False)
     written = written.rpartition("<｜Assistant｜>")[2].removeprefix("</think>").removesuffix(EOS)
-    message = parse(written, None, OWN[name].formats.tools)
+    message = parse(written, None, BUILTIN_ENCODERS[name].formats.tools)
     assert [json.loads(call.arguments) for call in message.calls] == [arguments, {}], (
         f"the calls are not read back: {name} {written!r} {message}"
     )

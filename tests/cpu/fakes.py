@@ -9,14 +9,12 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from thalweg.config.server import ServerOptions
-from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import Control, EngineReady, Stats
@@ -25,12 +23,13 @@ from thalweg.core.report import AUTO, Decision, Report
 from thalweg.core.request import QueueReservation
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine.assemble import Piece
 from thalweg.server.app import build
-from thalweg.text.chat import Chat, Formats, OwnEncoder
+from thalweg.text.chat import BuiltinEncoder, ChatFormat, ParserNames
 
 EOS, VOCAB, CONTEXT = 256, 260, 4096
 FIM = {"<｜fim▁begin｜>": 257, "<｜fim▁hole｜>": 258, "<｜fim▁end｜>": 259}
-DEEPSEEK_V32 = Chat(OwnEncoder("deepseek-v32"), Formats("deepseek-v3", "deepseekv32"), "scripted")
+DEEPSEEK_V32 = ChatFormat(BuiltinEncoder("deepseek-v32"), ParserNames("deepseek-v3", "deepseekv32"), "scripted")
 Script = Callable[[str, int], str]  # prompt text, choice → what the model says
 
 
@@ -56,24 +55,6 @@ class ByteTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < EOS else b"<eos>"
-
-
-@dataclass(frozen=True, slots=True)
-class FakePiece:
-    index: int
-    text: str
-    ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish: str | None
-    stop: str | int | None
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    prompt_logprobs: tuple[TokenLogprob, ...]
-    at: float
-    admitted: float = 0.0
-    preempted: int = 0
-    drafted: AcceptanceCounts | None = None
 
 
 def default_script(prompt: str, choice: int) -> str:
@@ -166,7 +147,7 @@ class FakeFront:
         grammar: Grammar = NO_GRAMMAR,
         retention: CacheRetention = RETAIN_ALL,
         reservation: QueueReservation | None = None,
-    ) -> AsyncGenerator[FakePiece, None]:
+    ) -> AsyncGenerator[Piece, None]:
         if self.refusal is not None:
             raise self.refusal
         key = object()
@@ -241,14 +222,14 @@ class _Voice:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.at = 0
 
-    def step(self, aborted: bool) -> FakePiece:
+    def step(self, aborted: bool) -> Piece:
         ids = () if aborted else self.tokens[self.at : self.at + self.chunk]
         first = self.at == 0 and not aborted
         self.at += len(ids)
         finish = "abort" if aborted else self.finish if self.at >= len(self.tokens) else None
         shown = [i for i in ids if i < EOS and i != self.stop]
         want, scores = self.params.logprobs, self.params.prompt_logprobs
-        return FakePiece(
+        return Piece(
             self.index,
             self.decoder.decode(bytes(shown), final=finish is not None),
             tuple(ids),
@@ -290,7 +271,7 @@ def serving(app: FastAPI, http: Any = "auto") -> Iterator[str]:
             thread.join(10)
 
 
-def fake_app(front: FakeFront, options: ServerOptions = ServerOptions(), chat: Chat = DEEPSEEK_V32) -> FastAPI:  # noqa: B008  frozen
+def fake_app(front: FakeFront, options: ServerOptions = ServerOptions(), chat: ChatFormat = DEEPSEEK_V32) -> FastAPI:  # noqa: B008  frozen
     return build(front, options, chat, path="models/scripted")
 
 

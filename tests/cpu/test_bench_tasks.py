@@ -20,7 +20,7 @@ from thalweg.bench.tasks import (
     split_of,
     sum_reasoning,
 )
-from thalweg.text.encoding import encode_deepseek_v32
+from thalweg.text.encode_v32 import encode_deepseek_v32
 
 TASKS = sorted(MAKERS)
 

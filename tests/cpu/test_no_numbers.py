@@ -28,7 +28,7 @@ from thalweg.engine.front import Front
 from thalweg.engine.local import LocalEngine
 from thalweg.llm import LLM
 from thalweg.memory.planes import Planes
-from thalweg.server.errors import problem_of
+from thalweg.server.errors import error_info
 from thalweg.text.tokenizer import Tokenizer
 
 assert unrecorded  # a fixture of this module, too
@@ -163,5 +163,5 @@ def test_a_front_raises_behind_what_came_before(caplog: pytest.LogCaptureFixture
         and not front.running
         and sum(one.name == "thalweg.front" for one in caplog.records) == 1
     )
-    problem = problem_of(raised.value)
+    problem = error_info(raised.value)
     assert (problem.status, problem.code) == (500, "no_numbers") and "NaN" in problem.message

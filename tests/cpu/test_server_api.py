@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cpu.fakes import CONTEXT, EOS, FakeFront, FakePiece, Script, eventually, fake_app, serving
+from tests.cpu.fakes import CONTEXT, EOS, FakeFront, Piece, Script, eventually, fake_app, serving
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead, InvalidRequest, NumericalError, UnsupportedConfig
 
@@ -542,7 +542,7 @@ def test_engine_death() -> None:
 class Breaking(FakeFront):
     """Whose model computes no numbers behind some tokens."""
 
-    async def stream(self, *args: Any, **options: Any) -> AsyncGenerator[FakePiece, None]:
+    async def stream(self, *args: Any, **options: Any) -> AsyncGenerator[Piece, None]:
         async for piece in super().stream(*args, **options):
             yield piece
             if piece.completion_tokens >= 3:

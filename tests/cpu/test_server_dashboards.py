@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.cpu.operations import APIS, talk
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.server.exposition import PEERS
+from thalweg.server.prometheus import PEERS
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "grafana"
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import msgspec
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cpu.fakes import FakeFront, FakePiece, fake_app, serving
+from tests.cpu.fakes import FakeFront, Piece, fake_app, serving
 from tests.cpu.test_speculation import GREEDY, engine, prompts, unrecorded
 from thalweg.bench.remote import Counters, accept_length, read_counters
 from thalweg.config.server import ServerOptions
@@ -25,7 +25,7 @@ TOLD = AcceptanceCounts(4, 8, 5, (4, 4), (3, 2))
 class Drafting(FakeFront):
     """Every choice had the same drafts."""
 
-    async def stream(self, *args: Any, **more: Any) -> AsyncGenerator[FakePiece, None]:
+    async def stream(self, *args: Any, **more: Any) -> AsyncGenerator[Piece, None]:
         async for piece in super().stream(*args, **more):
             yield piece if piece.finish is None else replace(piece, drafted=TOLD)
 

@@ -18,8 +18,8 @@ from tests.cpu.test_server_safety import ALICE, BOB, CAROL, FREE, KEYS, LONG, RO
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.server.admin import PREFIXES
+from thalweg.server.api_keys import MINUTE, ApiKey, ApiKeyEntry, ApiKeys
 from thalweg.server.errors import ApiError
-from thalweg.server.keyring import MINUTE, Keyring, Tenant, Terms
 
 server, unharmed = test_server_safety.server, test_server_safety.unharmed  # fixtures
 
@@ -128,7 +128,7 @@ def test_no_minute_has_more_than_its_tokens() -> None:
 
     for seed in range(20):
         rng = random.Random(seed)
-        tenant, now, admitted, running = Tenant(Terms(name="t", key="k", tokens_per_minute=1000)), 0.0, [], []
+        tenant, now, admitted, running = ApiKey(ApiKeyEntry(name="t", key="k", tokens_per_minute=1000)), 0.0, [], []
         for _ in range(400):
             now += rng.choice((0.0, 0.1, 3.0, 30.0))
             if running and rng.random() < 0.5:
@@ -179,6 +179,6 @@ def test_a_keys_file_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(UnsupportedConfig, match=why):
-            Keyring(ServerOptions(api_keys_file=str(path)))
+            ApiKeys(ServerOptions(api_keys_file=str(path)))
     with pytest.raises(UnsupportedConfig, match="No such file"):
-        Keyring(ServerOptions(api_keys_file=str(tmp_path / "none")))
+        ApiKeys(ServerOptions(api_keys_file=str(tmp_path / "none")))

@@ -31,7 +31,7 @@ from thalweg.bench.twins import Verdict, compare, margin_at, parting
 from thalweg.bench.under_load import main
 from thalweg.bench.watch import Sample, Watcher, pace
 from thalweg.core.messages import Stats
-from thalweg.server.turnstile import PER_TURN, Turnstile
+from thalweg.server.concurrency import PER_TURN, ConcurrencyLimit
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 FLAGS = ("--max-running-requests", "48", "--max-total-tokens", "8192", "--context-length", "256", "--threads", "1")
@@ -156,7 +156,7 @@ def test_a_burst_begins_a_few_at_a_time_and_in_order() -> None:
         async def unused(*_: object) -> Any:
             raise AssertionError("the turnstile reads and writes nothing")
 
-        door = Turnstile(app)
+        door = ConcurrencyLimit(app)
         for burst in range(2):  # the second finds it as the first did
             begun.clear()
             tasks = [asyncio.create_task(come(n)) for n in range(10 * PER_TURN)]

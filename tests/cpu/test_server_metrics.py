@@ -6,13 +6,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cpu.fakes import FakeFront, FakePiece, fake_app, serving
+from tests.cpu.fakes import FakeFront, Piece, fake_app, serving
 from thalweg.config.server import ServerOptions
 from thalweg.core.messages import Stats
 from thalweg.core.sampling import SamplingParams
-from thalweg.server.account import Account
-from thalweg.server.exposition import Sight, exposition
-from thalweg.server.metrics import Histogram, Meters, Timer
+from thalweg.server.accounting import RequestAccounting
+from thalweg.server.metrics import BucketHistogram, RequestTimer, ServerMetrics
+from thalweg.server.prometheus import MetricsSnapshot, prometheus_text
 
 
 def families(text: str) -> dict[str, tuple[str, dict[str, float]]]:
@@ -55,18 +55,18 @@ def test_the_route_can_be_turned_off() -> None:
 
 def test_gauges_come_from_the_engine_and_names_are_escaped() -> None:
     stats = Stats(running=3, waiting=2, pages=50, pages_used=20, pages_cached=5, prompt_tokens=200, cached_tokens=50)
-    sight = Sight(Meters(), stats, True, None, 'odd "name"\\with\nall')
-    got = families(exposition(sight, ("sglang",)))
+    sight = MetricsSnapshot(ServerMetrics(), stats, True, None, 'odd "name"\\with\nall')
+    got = families(prometheus_text(sight, ("sglang",)))
     values = {name: next(iter(samples.values())) for name, (_, samples) in got.items() if samples}
     assert (values["sglang:num_running_reqs"], values["sglang:num_queue_reqs"]) == (3, 2)
     assert (values["sglang:token_usage"], values["sglang:cache_hit_rate"]) == (0.4, 0.25)
     assert values["sglang:kv_available_tokens"] == 25 * 64
-    family = next(f for f in text_string_to_metric_families(exposition(sight)) if f.samples)
+    family = next(f for f in text_string_to_metric_families(prometheus_text(sight)) if f.samples)
     assert family.samples[0].labels["model_name"] == 'odd "name"\\with\nall'
 
 
 def test_histogram_bounds_are_inclusive() -> None:
-    histogram = Histogram((1.0, 2.0))
+    histogram = BucketHistogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
         histogram.observe(value)
     histogram.observe(1.5, times=3)
@@ -79,13 +79,13 @@ def test_histogram_bounds_are_inclusive() -> None:
     ]
 
 
-def piece(tokens: int, total: int, finish: str | None = None, index: int = 0, admitted: float = 10.2) -> FakePiece:
-    return FakePiece(index, "x" * tokens, (5,) * tokens, (), finish, None, 7, 3, total, (), 0.0, admitted, 1)
+def piece(tokens: int, total: int, finish: str | None = None, index: int = 0, admitted: float = 10.2) -> Piece:
+    return Piece(index, "x" * tokens, (5,) * tokens, (), finish, None, 7, 3, total, (), 0.0, admitted, 1)
 
 
 def test_a_piece_of_several_tokens_is_several_gaps() -> None:
-    meters, account = Meters(), Account("POST", "/generate", {}, 10.0)
-    timer = Timer(meters, account)
+    meters, account = ServerMetrics(), RequestAccounting("POST", "/generate", {}, 10.0)
+    timer = RequestTimer(meters, account)
     timer.submit([[1] * 7], [SamplingParams(max_tokens=9)], 10.1)
     timer.piece(0, piece(1, 1), 10.5)
     timer.piece(0, piece(0, 1), 10.6)
@@ -104,8 +104,8 @@ def test_a_piece_of_several_tokens_is_several_gaps() -> None:
 
 
 def test_what_did_not_end_by_itself_is_counted_too() -> None:
-    meters, account = Meters(), Account("POST", "/generate", {}, 10.0)
-    timer = Timer(meters, account)
+    meters, account = ServerMetrics(), RequestAccounting("POST", "/generate", {}, 10.0)
+    timer = RequestTimer(meters, account)
     timer.submit([[1], [2]], [SamplingParams(n=2)] * 2, 10.0)
     timer.piece(1, piece(2, 2, index=1, admitted=0.0), 11.0)
     timer.ended(1, piece(0, 2, "stop", 1), 11.0)
@@ -119,7 +119,7 @@ def test_what_did_not_end_by_itself_is_counted_too() -> None:
 
 
 def test_rates_are_those_of_the_last_seconds_and_survive_a_new_engine() -> None:
-    meters = Meters()
+    meters = ServerMetrics()
     for second in range(20):
         meters.sample(float(second), Stats(steps=second, decode_tokens=100 * second, prefill_tokens=7 * second))
     assert (meters.rates().decode, meters.rates().prefill) == (100, 7)

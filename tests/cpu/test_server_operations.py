@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.configs import config
-from tests.cpu.fakes import DEEPSEEK_V32, FakeFront, FakePiece, eventually, fake_app, serving
+from tests.cpu.fakes import DEEPSEEK_V32, FakeFront, Piece, eventually, fake_app, serving
 from tests.cpu.operations import APIS, CHAT, lines, logged, talk
 from thalweg.config.server import ServerOptions
 from thalweg.core import logs
@@ -197,7 +197,7 @@ def test_a_stream_that_fails_and_one_that_nobody_reads() -> None:
 class Breaking(FakeFront):
     """Breaks by accident behind the first piece of a stream."""
 
-    async def stream(self, *args: Any, **more: Any) -> AsyncGenerator[FakePiece, None]:
+    async def stream(self, *args: Any, **more: Any) -> AsyncGenerator[Piece, None]:
         async for piece in super().stream(*args, **more):
             yield piece
             raise RuntimeError("by accident")

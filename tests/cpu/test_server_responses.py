@@ -14,7 +14,7 @@ import pytest
 from tests.cpu.fakes import FakeFront, Script, default_script, fake_app, serving
 from tests.cpu.test_server_anthropic import CALLS
 from thalweg.config.server import ServerOptions
-from thalweg.server.responses.shelf import Shelf
+from thalweg.server.responses.store import ResponseStore
 
 TOOLS = [
     {
@@ -203,7 +203,7 @@ def test_what_is_not_stored_is_not_there() -> None:
 
 
 def test_the_shelf_is_bounded_by_bytes() -> None:
-    shelf = Shelf(100, 1000)
+    shelf = ResponseStore(100, 1000)
     messages = [{"role": "user", "content": "x" * 200}]
     for i in range(10):
         shelf.put(str(i), messages, b"y" * 100)

@@ -28,11 +28,11 @@ from thalweg.config.server import ServerOptions
 from thalweg.core.errors import InvalidRequest, Overloaded
 from thalweg.core.grammar import Grammar
 from thalweg.engine import nest
-from thalweg.server import examiner, native
+from thalweg.server import generate, grammar_check
 from thalweg.server.connection import bounded
-from thalweg.server.examiner import Examiner
+from thalweg.server.grammar_check import GrammarChecker
+from thalweg.server.parsing import MAX_DEPTH
 from thalweg.server.protocol import GenerateRequest
-from thalweg.server.reading import MAX_DEPTH
 from thalweg.text.tokenizer import Tokenizer
 
 PATIENCE = 1.5  # seconds that the server waits for a client
@@ -446,13 +446,13 @@ def test_grammars_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
         go.wait(10)
         return "is wrong" if grammar.source == "0" else ""
 
-    monkeypatch.setattr(examiner, "_verdict", verdict)
+    monkeypatch.setattr(grammar_check, "_verdict", verdict)
 
     async def crowd() -> None:
-        desk = Examiner()
+        desk = GrammarChecker()
         tasks = [
-            asyncio.create_task(desk.check(Grammar("regex", str(i % examiner.WAITING))))
-            for i in range(2 * examiner.WAITING)
+            asyncio.create_task(desk.check(Grammar("regex", str(i % grammar_check.WAITING))))
+            for i in range(2 * grammar_check.WAITING)
         ]
         await asyncio.sleep(0.05)
         with pytest.raises(Overloaded):
@@ -469,7 +469,7 @@ def test_grammars_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
             await desk.check(Grammar("regex", "0"))
 
     asyncio.run(crowd())
-    assert len(seen) == examiner.WAITING, "each is looked at once"
+    assert len(seen) == grammar_check.WAITING, "each is looked at once"
 
 
 def test_a_long_native_stream_does_not_grow_as_the_square_of_its_length() -> None:
@@ -477,18 +477,18 @@ def test_a_long_native_stream_does_not_grow_as_the_square_of_its_length() -> Non
         text, ids, finish, stop, logprobs, prompt_logprobs, drafted = " a", (5,), None, None, (), (), None
         prompt_tokens = cached_tokens = completion_tokens = 1
 
-    class Job:
+    class GenerationJob:
         prompts, rids, started = ([5],), ("r",), 0.0
 
-    class Desk:
+    class AppContext:
         front = FakeFront()
 
-    maker: Any = native._Maker(Desk, GenerateRequest(text="x"), Job, 0)  # type: ignore[arg-type]
+    maker: Any = generate._Maker(AppContext, GenerateRequest(text="x"), GenerationJob, 0)  # type: ignore[arg-type]
     entries = events = 0
     for _ in range(50_000):
         maker.add(Piece)
         if maker.due(Piece):
             events += 1
             entries += len(maker.event(Piece)["output_ids"])
-    assert native.SHORT < events < native.SHORT + 1000
+    assert generate.SHORT < events < generate.SHORT + 1000
     assert entries < 30_000_000, "an event a token would make 1,250,000,000"

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cpu.fakes import FakeFront, FakePiece, fake_app, serving
+from tests.cpu.fakes import FakeFront, Piece, fake_app, serving
 from thalweg.config.server import ServerOptions
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.request import QueueReservation
@@ -45,12 +45,12 @@ class Stepping(FakeFront):
         grammar: Grammar = NO_GRAMMAR,
         retention: CacheRetention = RETAIN_ALL,
         reservation: QueueReservation | None = None,
-    ) -> AsyncGenerator[FakePiece, None]:
+    ) -> AsyncGenerator[Piece, None]:
         queue: asyncio.Queue[float] = asyncio.Queue()
         self.queues.append(queue)
         for i in range(STEPS):
             at = await queue.get()
-            yield FakePiece(0, " token", (5,), (), "length" if i == STEPS - 1 else None, None, 5, 0, i + 1, (), at)
+            yield Piece(0, " token", (5,), (), "length" if i == STEPS - 1 else None, None, 5, 0, i + 1, (), at)
 
     async def steps(self) -> None:
         while len(self.queues) < STREAMS:

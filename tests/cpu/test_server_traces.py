@@ -21,7 +21,7 @@ from tests.cpu.operations import APIS, CHAT, lines, logged, talk
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.sampling import SamplingParams
-from thalweg.server.account import Account
+from thalweg.server.accounting import RequestAccounting
 from thalweg.server.tracing import Traces, traces_to
 
 
@@ -163,7 +163,9 @@ def test_what_the_caller_does_not_sample_makes_no_spans() -> None:
 
 def test_phases_are_spans() -> None:
     exporter = InMemorySpanExporter()
-    account = Account("POST", "/generate", {}, 10.0, submitted=10.1, admitted=10.2, first=10.5, last=11.0, ended=11.1)
+    account = RequestAccounting(
+        "POST", "/generate", {}, 10.0, submitted=10.1, admitted=10.2, first=10.5, last=11.0, ended=11.1
+    )
     account.params, account.rids, account.status, account.preemptions = (SamplingParams(),), ("r",), 200, 2
     Traces(SimpleSpanProcessor(exporter)).tell(account)
     got = {}

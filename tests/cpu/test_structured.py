@@ -20,10 +20,10 @@ import pytest
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.sampling import SamplingParams
-from thalweg.llm import LLM, AsyncLLM, Choice
-from thalweg.text.grammar import Compiler
+from thalweg.llm import LLM, AsyncLLM, CompletionOutput
+from thalweg.text.grammar import GrammarCompiler
 from thalweg.text.parser import TOOL_FORMATS, parse
-from thalweg.text.tool_grammar import Tools, tool_grammar
+from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 HOT = SamplingParams(temperature=1.0, max_tokens=600, skip_special_tokens=False)
@@ -190,7 +190,7 @@ TOOLS = [
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 @pytest.mark.parametrize("single", [True, False], ids=["one call", "calls"])
 def test_a_forced_call_is_valid_in_every_format(llm: LLM, form: str, single: bool) -> None:
-    source = tool_grammar(form, Tools(TOOLS, True, single, llm.texts.tokenizer.mark_id))
+    source = tool_grammar(form, ToolGrammarSpec(TOOLS, True, single, llm.texts.tokenizer.mark_id))
     params = [msgspec.structs.replace(HOT, seed=seed, max_tokens=200) for seed in range(8)]
     schemas = {tool["name"]: tool.get("parameters", {"maxProperties": 0}) for tool in TOOLS}
     seen: set[str] = set()
@@ -211,9 +211,9 @@ def test_a_forced_call_is_valid_in_every_format(llm: LLM, form: str, single: boo
 def test_a_call_that_the_model_chooses_is_held_to_its_schema(llm: LLM, form: str) -> None:
     """Text is free until a call begins; from there on it must be a good one."""
     tokenizer = llm.texts.tokenizer
-    grammar = Grammar("lark", tool_grammar(form, Tools(TOOLS, False, False, tokenizer.mark_id)))
+    grammar = Grammar("lark", tool_grammar(form, ToolGrammarSpec(TOOLS, False, False, tokenizer.mark_id)))
     begin = {"deepseekv32": "<｜DSML｜function_calls>", "qwen25": "<tool_call>"}.get(form, "<｜tool▁calls▁begin｜>")
-    matcher = Compiler(tokenizer, llm.engine.vocab, tokenizer.eos_ids).compile(grammar)
+    matcher = GrammarCompiler(tokenizer, llm.engine.vocab, tokenizer.eos_ids).compile(grammar)
     matcher.accept(tokenizer.encode("Well < then: " + begin, False))
     assert not matcher.error
     matcher.accept(tokenizer.encode("nonsense", False))
@@ -258,7 +258,7 @@ def test_a_heavy_schema_holds_up_nobody() -> None:
     beside it flows.
     """
 
-    async def run() -> tuple[list[float], Exception | None, Choice]:
+    async def run() -> tuple[list[float], Exception | None, CompletionOutput]:
         async with AsyncLLM(MODEL, context_length=512, enable_overlap_schedule=True) as served:
             await served.generate("warm", SamplingParams(max_tokens=2), Grammar("choice", '["a"]'))
             gaps: list[float] = []

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.text.chat import OWN, OwnEncoder
-from thalweg.text.encoding import EOS
-from thalweg.text.events import ArgumentDelta, Parsed, collect
-from thalweg.text.parser import TOOL_FORMATS, Parser, parse
+from thalweg.text.chat import BUILTIN_ENCODERS, BuiltinEncoder
+from thalweg.text.encode_v32 import EOS
+from thalweg.text.events import ArgumentDelta, ParsedAnswer, collect
+from thalweg.text.parser import TOOL_FORMATS, AnswerParser, parse
 from tools.fuzz_checks import FRAMES, MARKS, check_answer, check_prompt, cut
 
 F: dict[str, Any] = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
@@ -43,20 +43,20 @@ def hermes(call: str) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
-def messages(text: str, *formats: str | None, **options: Any) -> list[Parsed]:
+def messages(text: str, *formats: str | None, **options: Any) -> list[ParsedAnswer]:
     """Held and streamed, each in one piece and in characters, which must agree."""
     found = []
     for hold in (True, False):
         both = []
         for pieces in ([text], list(text)):
-            parser = Parser(*formats, hold=hold, new_id=lambda: "id", **({"functions": FUNCTIONS} | options))
+            parser = AnswerParser(*formats, hold=hold, new_id=lambda: "id", **({"functions": FUNCTIONS} | options))
             both.append(collect([event for piece in pieces for event in parser.feed(piece)] + parser.finish()))
         assert both[0] == both[1]
         found.append(both[0])
     return found
 
 
-def calls(message: Parsed) -> list[tuple[str, Any]]:
+def calls(message: ParsedAnswer) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in message.calls]
 
 
@@ -225,13 +225,13 @@ def test_calls(case: tuple[str, str, str, str | None, list[tuple[str, Any]]]) ->
 
 def test_a_bare_call_is_shown_when_it_is_one_and_no_sooner() -> None:
     """In a stream, too: nothing can be taken back (vllm 48931)."""
-    parser = Parser(None, "deepseekv32", functions=FUNCTIONS)
+    parser = AnswerParser(None, "deepseekv32", functions=FUNCTIONS)
     text = invoke("f", ("q", "true", "long text")).strip()
     assert not parser.feed(text[:-1])
     assert [(call.name, call.arguments) for call in collect(parser.feed(text[-1:])).calls] == [
         ("f", '{"q": "long text"}')
     ]
-    cut = Parser(None, "deepseekv32", functions=FUNCTIONS)
+    cut = AnswerParser(None, "deepseekv32", functions=FUNCTIONS)
     message = collect([*cut.feed(text[:-20]), *cut.finish()])
     assert not message.calls and message.content is not None and "long text" in message.content
 
@@ -240,7 +240,7 @@ def test_the_end_tag_never_leaks_into_arguments() -> None:
     """Wherever the stream is cut (vllm 45877)."""
     text = block(invoke("f", ("q", "true", "value")))
     for at in range(len(text)):
-        parser = Parser(None, "deepseekv32")
+        parser = AnswerParser(None, "deepseekv32")
         events = parser.feed(text[:at])
         shown = "".join(event.text for event in events if isinstance(event, ArgumentDelta))
         assert not set("<｜/>") & set(shown)
@@ -314,11 +314,11 @@ def test_any_arguments_come_back_from_what_the_encoder_writes(
     turn = [{"id": str(i), "function": {"name": "f", "arguments": one}} for i, one in enumerate(arguments)]
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "So:", "tool_calls": turn}]
     for name in ("deepseek-v3", "deepseek-v31", "deepseek-v32"):
-        prompt = OwnEncoder(name).encode(messages, add_generation_prompt=False)
+        prompt = BuiltinEncoder(name).encode(messages, add_generation_prompt=False)
         text = prompt.rpartition("<｜Assistant｜>")[2].removeprefix("</think>").removesuffix(EOS)
         for pieces in ([text], list(text), cut(text, rng)):
             for hold in (True, False):
-                parser = Parser(None, OWN[name].formats.tools, hold=hold)
+                parser = AnswerParser(None, BUILTIN_ENCODERS[name].formats.tools, hold=hold)
                 message = collect([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
                 assert message.content == "So:" and calls(message) == [("f", one) for one in arguments]
 

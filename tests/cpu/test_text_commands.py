@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from thalweg.cli import main
-from thalweg.text.parser import TOOL_FORMATS, Parser
+from thalweg.text.parser import TOOL_FORMATS, AnswerParser
 from thalweg.text.tokenizer import Tokenizer
 from tools.fuzz_checks import FRAMES
 
@@ -204,7 +204,7 @@ def test_the_work_grows_with_the_text_and_no_faster(form: str) -> None:
     ):
         times = []
         for size in (5_000, 40_000):
-            parser, pieces = Parser(reasoning, form), [unit] * (size // len(unit))
+            parser, pieces = AnswerParser(reasoning, form), [unit] * (size // len(unit))
             begun = time.process_time()
             parser.feed(start)
             for piece in pieces:

@@ -15,9 +15,9 @@ from tests.cpu.fakes import FakeFront, fake_app, serving
 from thalweg.core.plan import PAGE
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
-from thalweg.llm import LLM, Result, _Texts
+from thalweg.llm import LLM, RequestOutput, _TextFrontend
 from thalweg.text.events import collect
-from thalweg.text.parser import Parser
+from thalweg.text.parser import AnswerParser
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=200, skip_special_tokens=False)
@@ -32,9 +32,9 @@ def padded(messages: Sequence[dict[str, str]], words: int) -> list[dict[str, str
     return [{"role": "system", "content": "a " * words}, *messages]
 
 
-def message(result: Result, thinking: bool, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def message(result: RequestOutput, thinking: bool, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The answer as a client sends it back."""
-    parser = Parser("deepseek-v3", "deepseekv32", inside=thinking, offered=bool(tools), hold=True)
+    parser = AnswerParser("deepseek-v3", "deepseekv32", inside=thinking, offered=bool(tools), hold=True)
     found = collect([*parser.feed(result.outputs[0].text), *parser.finish()])
     calls = [
         {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in found.calls
@@ -55,7 +55,7 @@ def loaded() -> LLM:
 @pytest.fixture(scope="module", params=[None, True, False], ids=["auto", "on", "off"])
 def llm(loaded: LLM, request: pytest.FixtureRequest) -> LLM:
     """One engine; the option is the business of those who ask it."""
-    loaded.texts = _Texts(MODEL, {"strip_thinking_cache": request.param}, progress=False)
+    loaded.texts = _TextFrontend(MODEL, {"strip_thinking_cache": request.param}, progress=False)
     return loaded
 
 

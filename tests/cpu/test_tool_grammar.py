@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from thalweg.core.grammar import Grammar
-from thalweg.text.grammar import Compiler, Matcher
+from thalweg.text.grammar import GrammarCompiler, GrammarMatcher
 from thalweg.text.parser import TOOL_FORMATS, parse
 from thalweg.text.tokenizer import Tokenizer
-from thalweg.text.tool_grammar import Tools, tool_grammar
+from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
 
 TOKENIZER = Tokenizer(Path(__file__).resolve().parents[2] / "models" / "tiny")
-COMPILER = Compiler(TOKENIZER, TOKENIZER.vocab_size, TOKENIZER.eos_ids)
+COMPILER = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, TOKENIZER.eos_ids)
 MEMBERS: list[dict[str, Any]] = [
     {"type": "string"},
     {"type": "string", "maxLength": 3},
@@ -45,7 +45,7 @@ def parameters(rng: random.Random) -> dict[str, Any]:
     return schema | rng.choice([{}, {"additionalProperties": False}, {"additionalProperties": {"type": "boolean"}}])
 
 
-def write(matcher: Matcher, rng: random.Random, most: int = 400) -> str | None:
+def write(matcher: GrammarMatcher, rng: random.Random, most: int = 400) -> str | None:
     """An output, each token at random among those that the mask allows; None when it is not complete after `most`
     tokens.
     """
@@ -73,7 +73,7 @@ def test_whatever_a_grammar_lets_through_is_a_valid_call(form: str, mark_id: Cal
     complete = 0
     for i in range(25):
         tools = [{"name": "f", "parameters": parameters(rng)}, {"name": "ns.g-1"}]
-        source = tool_grammar(form, Tools(tools, True, i % 3 > 0, mark_id))
+        source = tool_grammar(form, ToolGrammarSpec(tools, True, i % 3 > 0, mark_id))
         text = write(COMPILER.compile(Grammar("lark", source)), rng)
         if text is None:
             continue

@@ -27,7 +27,7 @@ from thalweg.engine.grammars import GrammarBook
 from thalweg.scheduler.limits import Limits
 from thalweg.scheduler.scheduler import Scheduler
 from thalweg.text.grammar import MAX_SOURCE, check
-from thalweg.text.tool_grammar import Tools, tool_grammar
+from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
 
 VOCAB, EOS, OPENS, CLOSES = 100, 1, 90, 91
 PARAMS = SamplingParams(max_tokens=8)
@@ -306,8 +306,8 @@ def test_tool_grammars_compile_in_every_format(form: str, tokens: bool, forced: 
     ]
     for single in (True, False):
         source = tool_grammar(
-            form, Tools(functions, forced, single, (lambda text: 91) if tokens else (lambda text: None))
+            form, ToolGrammarSpec(functions, forced, single, (lambda text: 91) if tokens else (lambda text: None))
         )
         check(Grammar("lark", source))
     with pytest.raises(InvalidRequest, match="tools"):
-        tool_grammar(form, Tools([{"name": 'a"b'}], forced, False, lambda text: None))
+        tool_grammar(form, ToolGrammarSpec([{"name": 'a"b'}], forced, False, lambda text: None))

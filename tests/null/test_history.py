@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
-from thalweg.text import history
-from thalweg.text.chat import OWN, Chat, Formats, OwnEncoder, TemplateEncoder
-from thalweg.text.history import CALL_MARKS, History
+from thalweg.text import retention
+from thalweg.text.chat import BUILTIN_ENCODERS, BuiltinEncoder, ChatFormat, ParserNames, TemplateEncoder
 from thalweg.text.parser import TOOL_FORMATS, opens_thought
+from thalweg.text.retention import TOOL_CALL_TOKENS, ThinkingRetention
 from thalweg.text.template import Template
 from thalweg.text.tokenizer import Tokenizer
 
@@ -43,11 +43,13 @@ QWENISH = """\
 KEEPS_ALL = QWENISH.replace("loop.index0 > ns.last and ", "")
 
 
-def chat(name: str, strip: bool | None = None) -> Chat:
-    if name in OWN:
-        return Chat(OwnEncoder(name), OWN[name].formats, "", strip)
+def chat(name: str, strip: bool | None = None) -> ChatFormat:
+    if name in BUILTIN_ENCODERS:
+        return ChatFormat(BuiltinEncoder(name), BUILTIN_ENCODERS[name].formats, "", strip)
     source = {"qwenish": QWENISH, "keeps-all": KEEPS_ALL}[name]
-    return Chat(TemplateEncoder({"default": Template(source, {})}), Formats("qwen3", "deepseekv31"), "", strip)
+    return ChatFormat(
+        TemplateEncoder({"default": Template(source, {})}), ParserNames("qwen3", "deepseekv31"), "", strip
+    )
 
 
 def talk(turns: int) -> list[dict[str, Any]]:
@@ -70,7 +72,7 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 @pytest.mark.parametrize("after_tool", [False, True])
 @pytest.mark.parametrize("turns", [0, 2])
 @pytest.mark.parametrize("thinking", [True, False])
-@pytest.mark.parametrize("name", [*OWN, "qwenish", "keeps-all"])
+@pytest.mark.parametrize("name", [*BUILTIN_ENCODERS, "qwenish", "keeps-all"])
 def test_what_is_kept_is_what_the_next_turn_begins_with(
     name: str, thinking: bool, turns: int, after_tool: bool, calls: bool
 ) -> None:
@@ -78,11 +80,11 @@ def test_what_is_kept_is_what_the_next_turn_begins_with(
     token.
     """
     found = chat(name)
-    tools = TOOLS if found.encoder.renders_tools or name not in OWN else None
+    tools = TOOLS if found.encoder.renders_tools or name not in BUILTIN_ENCODERS else None
     arguments = {"thinking": thinking}
     messages = called(talk(turns)) if after_tool else talk(turns)
     prompt = found.encoder.encode(messages, tools, template_kwargs=arguments)
-    keep = History(found, TOKENIZER.mark_id).keep(prompt, arguments, bool(tools))
+    keep = ThinkingRetention(found, TOKENIZER.mark_id).keep(prompt, arguments, bool(tools))
     inside = opens_thought(prompt)
     thinks = inside or (found.formats.reasoning is not None and thinking and not prompt.rstrip().endswith("</think>"))
     thought = THOUGHT if thinks else ""
@@ -108,11 +110,11 @@ def test_what_is_kept_is_what_the_next_turn_begins_with(
 
 
 def mark(name: str) -> str:
-    return CALL_MARKS[chat(name).formats.tools or ""].replace("｜DSML｜", "\n\n<｜DSML｜function_calls")
+    return TOOL_CALL_TOKENS[chat(name).formats.tools or ""].replace("｜DSML｜", "\n\n<｜DSML｜function_calls")
 
 
 def test_every_tool_format_has_its_mark() -> None:
-    assert set(CALL_MARKS) == set(TOOL_FORMATS)
+    assert set(TOOL_CALL_TOKENS) == set(TOOL_FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_every_tool_format_has_its_mark() -> None:
 )
 def test_the_wish_and_the_template(name: str, strip: bool | None, strips: bool, keep: CacheRetention) -> None:
     found = chat(name, strip)
-    memory = History(found, TOKENIZER.mark_id)
+    memory = ThinkingRetention(found, TOKENIZER.mark_id)
     prompt = found.encoder.encode(talk(0), template_kwargs={"thinking": True})
     assert (memory.strips, memory.keep(prompt, {"thinking": True}, True)) == (strips, keep)
     assert memory.keep(prompt, {"thinking": True}, False).tool_call_id == -1, "without tools nothing is called"
@@ -142,10 +144,13 @@ def test_the_wish_and_the_template(name: str, strip: bool | None, strips: bool, 
 def test_an_answer_without_a_thought_stays_where_the_template_keeps_its_prompt() -> None:
     found = chat("deepseek-v32")
     prompt = found.encoder.encode(talk(0), template_kwargs={})
-    assert History(found, TOKENIZER.mark_id).keep(prompt, {}, True) == RETAIN_ALL
+    assert ThinkingRetention(found, TOKENIZER.mark_id).keep(prompt, {}, True) == RETAIN_ALL
     found = chat("qwenish")
     prompt = found.encoder.encode(talk(0), template_kwargs={"enable_thinking": False})
-    assert History(found, TOKENIZER.mark_id).keep(prompt, {"enable_thinking": False}, True).keeps_thoughts is False
+    assert (
+        ThinkingRetention(found, TOKENIZER.mark_id).keep(prompt, {"enable_thinking": False}, True).keeps_thoughts
+        is False
+    )
 
 
 def test_what_drops() -> None:
@@ -161,10 +166,10 @@ def test_what_drops() -> None:
 
 
 def test_a_template_is_asked_once_for_each_set_of_arguments_and_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "KNOWN", 2)
+    monkeypatch.setattr(retention, "KNOWN", 2)
     found, renders = chat("qwenish"), []
     monkeypatch.setattr(Template, "render", counted(Template.render, renders))
-    memory = History(found, TOKENIZER.mark_id)
+    memory = ThinkingRetention(found, TOKENIZER.mark_id)
     for arguments, new in (({}, True), ({}, False), ({"x": [1]}, True), ({"x": object}, True), ({}, True)):
         before = len(renders)
         memory.keep("<｜Assistant｜>", arguments, True)
@@ -185,5 +190,7 @@ def test_a_template_that_refuses_results_is_never_asked_to_render_one() -> None:
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor"
         " %}<think>"
     )
-    found = Chat(TemplateEncoder({"default": Template(refuses, {})}), Formats("deepseek-r1", "deepseekv31"), "")
-    assert History(found, TOKENIZER.mark_id).keep("q<think>", {}, True) == CacheRetention(False)
+    found = ChatFormat(
+        TemplateEncoder({"default": Template(refuses, {})}), ParserNames("deepseek-r1", "deepseekv31"), ""
+    )
+    assert ThinkingRetention(found, TOKENIZER.mark_id).keep("q<think>", {}, True) == CacheRetention(False)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, ContentDelta, Event, Parsed, collect
-from thalweg.text.parser import Parser, opens_thought, parse
+from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, ContentDelta, Event, ParsedAnswer, collect
+from thalweg.text.parser import AnswerParser, opens_thought, parse
 
 CASES = json.loads((Path(__file__).parent / "data" / "parser_cases.json").read_text(encoding="utf-8"))["cases"]
 SPECIAL = re.compile(r"<｜[^｜]*｜>|｜DSML｜|</?think>")
@@ -24,7 +24,7 @@ SPECIAL = re.compile(r"<｜[^｜]*｜>|｜DSML｜|</?think>")
 
 def run(pieces: Iterable[str], *formats: str | None, **options: Any) -> list[Event]:
     ids = (f"call_{i}" for i in itertools.count())
-    parser = Parser(*formats, new_id=lambda: next(ids), **options)
+    parser = AnswerParser(*formats, new_id=lambda: next(ids), **options)
     events: list[Event] = []
     for piece in pieces:
         events += parser.feed(piece)
@@ -52,7 +52,7 @@ def random_split(text: str, rng: random.Random) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def calls_of(message: Parsed) -> list[tuple[str, Any]]:
+def calls_of(message: ParsedAnswer) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in message.calls]
 
 
@@ -267,19 +267,19 @@ def test_a_truncated_call_is_content_whole_and_valid_json_streamed(form: str, te
 
 
 def test_arguments_stream_before_the_call_ends() -> None:
-    parser = Parser(None, "deepseekv32")
+    parser = AnswerParser(None, "deepseekv32")
     parser.feed('<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n')
     first = parser.feed('<｜DSML｜parameter name="q" string="true">Long ')
     assert [type(event) for event in first] == [CallStart, ArgumentDelta, ArgumentDelta]
     assert parser.feed("text") == [ArgumentDelta(0, "text")]
-    parser = Parser(None, "deepseekv31")
+    parser = AnswerParser(None, "deepseekv31")
     parser.feed("<｜tool▁call▁begin｜>f<｜tool▁sep｜>")
     assert collect(parser.feed('{"q": "Lo')).calls[0].arguments == '{"q": "Lo'
     assert parser.feed('ng"}') == [ArgumentDelta(0, 'ng"}')]
 
 
 def test_content_is_not_held_longer_than_needed() -> None:
-    parser = Parser("deepseek-v3", "deepseekv32", thinking=False)
+    parser = AnswerParser("deepseek-v3", "deepseekv32", thinking=False)
     assert parser.feed("Hello") == [ContentDelta("Hello")]
     assert parser.feed(" a <") == [ContentDelta(" a ")]
     assert parser.feed("b>\n\n\n") == [ContentDelta("<b>\n")]
@@ -323,7 +323,7 @@ def test_where_the_thought_begins_can_be_told_by_the_prompt() -> None:
 
 def test_an_unknown_format_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedConfig, match="deepseekv9.*deepseekv32"):
-        Parser(None, "deepseekv9")
+        AnswerParser(None, "deepseekv9")
 
 
 SEP_PIECES = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",

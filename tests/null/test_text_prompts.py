@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 from thalweg.core.errors import CheckpointError, InvalidRequest, UnsupportedConfig
-from thalweg.text.chat import OWN, Formats, OwnEncoder, Wish, choose_chat, formats_of, own_encoder
-from thalweg.text.encoding import BOS, EOS, encode_deepseek_v32
+from thalweg.text.chat import (
+    BUILTIN_ENCODERS,
+    BuiltinEncoder,
+    ChatOptions,
+    ParserNames,
+    builtin_encoder,
+    choose_chat,
+    formats_of,
+)
+from thalweg.text.encode_v32 import BOS, EOS, encode_deepseek_v32
 from thalweg.text.messages import read_messages, read_tools
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "chat_golden.json").read_text(encoding="utf-8"))["cases"]
@@ -25,7 +33,7 @@ def call(arguments: str, name: str = "f", id: str = "c1") -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["id"])
 def test_golden_prompt(case: dict[str, Any]) -> None:
-    encoder = OwnEncoder(ENCODERS[case["model"]])
+    encoder = BuiltinEncoder(ENCODERS[case["model"]])
     prompt = encoder.encode(
         case["messages"],
         case["tools"],
@@ -98,14 +106,14 @@ def test_v3_tool_turns() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "R1"},
         {"role": "tool", "tool_call_id": "c2", "content": "R2"},
     ]
-    assert OwnEncoder("deepseek-v3").encode(history) == (
+    assert BuiltinEncoder("deepseek-v3").encode(history) == (
         BOS
         + "<｜User｜>hi<｜Assistant｜>t<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
         '{"a":1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜>'
         "<｜tool▁calls▁end｜>" + EOS + "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>R1<｜tool▁output▁end｜>\n"
         "<｜tool▁output▁begin｜>R2<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
     )
-    assert OwnEncoder("deepseek-v31").encode(history) == (
+    assert BuiltinEncoder("deepseek-v31").encode(history) == (
         BOS + "<｜User｜>hi<｜Assistant｜></think>t<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
         '{"a":1}<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>' + EOS
         + "<｜tool▁output▁begin｜>R1<｜tool▁output▁end｜><｜tool▁output▁begin｜>R2<｜tool▁output▁end｜>"
@@ -115,22 +123,22 @@ def test_v3_tool_turns() -> None:
 def test_r1_history_drops_thoughts() -> None:
     history = [USER, {"role": "assistant", "content": "a</think>b</think>c"}, USER]
     head = BOS + "<｜User｜>hi<｜Assistant｜>c" + EOS + "<｜User｜>hi"
-    assert OwnEncoder("deepseek-r1").encode(history) == head + "<｜Assistant｜><think>\n"
-    assert OwnEncoder("deepseek-r1-0528").encode(history) == head + "<｜Assistant｜>"
-    assert OwnEncoder("deepseek-r1").encode(history, add_generation_prompt=False) == head
-    assert '```json\n{"type": "function"' in OwnEncoder("deepseek-r1-0528").encode([USER], [TOOL])
-    assert not OwnEncoder("deepseek-r1").renders_tools
+    assert BuiltinEncoder("deepseek-r1").encode(history) == head + "<｜Assistant｜><think>\n"
+    assert BuiltinEncoder("deepseek-r1-0528").encode(history) == head + "<｜Assistant｜>"
+    assert BuiltinEncoder("deepseek-r1").encode(history, add_generation_prompt=False) == head
+    assert '```json\n{"type": "function"' in BuiltinEncoder("deepseek-r1-0528").encode([USER], [TOOL])
+    assert not BuiltinEncoder("deepseek-r1").renders_tools
 
 
 def test_v31_and_terminus_differ_in_a_turn_that_no_user_opened() -> None:
     system = [{"role": "system", "content": "S"}]
-    assert OwnEncoder("deepseek-v31").encode(system, thinking=True) == BOS + "S"
-    assert OwnEncoder("deepseek-v31-terminus").encode(system, thinking=True) == BOS + "S<｜Assistant｜><think>"
+    assert BuiltinEncoder("deepseek-v31").encode(system, thinking=True) == BOS + "S"
+    assert BuiltinEncoder("deepseek-v31-terminus").encode(system, thinking=True) == BOS + "S<｜Assistant｜><think>"
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", BUILTIN_ENCODERS)
 def test_a_final_message_can_be_continued(name: str) -> None:
-    encoder = OwnEncoder(name)
+    encoder = BuiltinEncoder(name)
     prompt = encoder.encode([USER, {"role": "assistant", "content": "The ans"}], continue_final_message=True)
     assert prompt.endswith("The ans") and prompt.startswith(BOS) and prompt.count(BOS) == 1
     with pytest.raises(InvalidRequest, match="continue_final_message"):
@@ -138,7 +146,7 @@ def test_a_final_message_can_be_continued(name: str) -> None:
 
 
 def test_thinking_may_come_in_the_template_kwargs() -> None:
-    encoder = OwnEncoder("deepseek-v32")
+    encoder = BuiltinEncoder("deepseek-v32")
     for kwargs in ({"thinking": True}, {"enable_thinking": True}):
         assert encoder.encode([USER], template_kwargs=kwargs).endswith("<think>")
         assert encoder.encode([USER], thinking=False, template_kwargs=kwargs).endswith("</think>")
@@ -203,12 +211,12 @@ QWENISH = (
 def chat_of(folder: Path, template: str | None, wish: str = "auto", **config: Any) -> Any:
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return choose_chat(folder, config, Wish(wish, {"bos_token": BOS, "eos_token": EOS}))
+    return choose_chat(folder, config, ChatOptions(wish, {"bos_token": BOS, "eos_token": EOS}))
 
 
 def test_the_checkpoints_template_wins(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, QWENISH, architectures=["DeepseekV32ForCausalLM"])
-    assert chat.encoder.name == "jinja" and chat.formats == Formats("qwen3", "qwen25")
+    assert chat.encoder.name == "jinja" and chat.formats == ParserNames("qwen3", "qwen25")
     prompt = chat.encoder.encode([USER], thinking=False)
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert chat.encoder.encode([USER]).endswith("<|im_start|>assistant\n")
@@ -270,16 +278,16 @@ def test_broken_templates_are_named(tmp_path: Path) -> None:
 
 def test_choice_without_a_template(tmp_path: Path) -> None:
     v3, v32 = {"architectures": ["DeepseekV3ForCausalLM"]}, {"model_type": "deepseek_v32"}
-    assert own_encoder(v3, "deepseek-ai/DeepSeek-V3") == "deepseek-v3"
-    assert own_encoder(v3, "DeepSeek-R1") == "deepseek-r1"
-    assert own_encoder(v3, "DeepSeek-R1-0528") == "deepseek-r1-0528"
-    assert own_encoder(v3, "DeepSeek-V3.1") == "deepseek-v31"
-    assert own_encoder(v3, "DeepSeek-V3.1-Terminus") == "deepseek-v31-terminus"
-    assert own_encoder(v32, "tiny") == "deepseek-v32"
-    assert own_encoder(v32, "DeepSeek-V3.2-Exp") == "deepseek-v31-terminus"
-    assert own_encoder({"architectures": ["LlamaForCausalLM"]}, "r1") is None
+    assert builtin_encoder(v3, "deepseek-ai/DeepSeek-V3") == "deepseek-v3"
+    assert builtin_encoder(v3, "DeepSeek-R1") == "deepseek-r1"
+    assert builtin_encoder(v3, "DeepSeek-R1-0528") == "deepseek-r1-0528"
+    assert builtin_encoder(v3, "DeepSeek-V3.1") == "deepseek-v31"
+    assert builtin_encoder(v3, "DeepSeek-V3.1-Terminus") == "deepseek-v31-terminus"
+    assert builtin_encoder(v32, "tiny") == "deepseek-v32"
+    assert builtin_encoder(v32, "DeepSeek-V3.2-Exp") == "deepseek-v31-terminus"
+    assert builtin_encoder({"architectures": ["LlamaForCausalLM"]}, "r1") is None
     chat = choose_chat(tmp_path, v32)
-    assert chat.encoder == OwnEncoder("deepseek-v32") and chat.formats == Formats("deepseek-v3", "deepseekv32")
+    assert chat.encoder == BuiltinEncoder("deepseek-v32") and chat.formats == ParserNames("deepseek-v3", "deepseekv32")
     assert chat_of(tmp_path, None, "deepseek-r1", **v32).encoder.name == "deepseek-r1"
     base = choose_chat(tmp_path, {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(InvalidRequest, match="no chat template"):
@@ -289,6 +297,8 @@ def test_choice_without_a_template(tmp_path: Path) -> None:
 
 
 def test_parsers_are_chosen_by_the_markup_of_the_template() -> None:
-    assert formats_of("{% if not thinking is defined %}</think><｜tool▁sep｜>") == Formats("deepseek-v3", "deepseekv31")
-    assert formats_of("<｜tool▁sep｜>\n```json\n") == Formats(None, "deepseekv3")
-    assert formats_of("split('</think>')<｜tool▁sep｜>```json<think>\\n") == Formats("deepseek-r1", "deepseekv3")
+    assert formats_of("{% if not thinking is defined %}</think><｜tool▁sep｜>") == ParserNames(
+        "deepseek-v3", "deepseekv31"
+    )
+    assert formats_of("<｜tool▁sep｜>\n```json\n") == ParserNames(None, "deepseekv3")
+    assert formats_of("split('</think>')<｜tool▁sep｜>```json<think>\\n") == ParserNames("deepseek-r1", "deepseekv3")

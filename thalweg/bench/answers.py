@@ -28,8 +28,8 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.assemble import Assembler
 from thalweg.engine.front import check_prompt
 from thalweg.layers.indexer import Indexer
-from thalweg.llm import COLUMNS, LLM, Choice, Result
-from thalweg.text.chat import ChatEncoder, Wish, choose_chat
+from thalweg.llm import COLUMNS, LLM, CompletionOutput, RequestOutput
+from thalweg.text.chat import ChatEncoder, ChatOptions, choose_chat
 from thalweg.text.tokenizer import Tokenizer
 
 GREEDY = 0.0
@@ -53,7 +53,7 @@ class Texts:
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer(folder)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        wish = Wish(special_tokens=self.tokenizer.special_tokens)
+        wish = ChatOptions(special_tokens=self.tokenizer.special_tokens)
         self.encoder: ChatEncoder = choose_chat(folder, config, wish).encoder
 
     def question(self, item: Item) -> Question:
@@ -118,15 +118,15 @@ class Here:
 
     def _results(
         self, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], label: str
-    ) -> Iterator[tuple[int, Result]]:
+    ) -> Iterator[tuple[int, RequestOutput]]:
         """(place, result) of each request as it ends; all are queued at once."""
-        engine, owners = self.llm.engine, dict[int, tuple[int, Result, Assembler]]()
+        engine, owners = self.llm.engine, dict[int, tuple[int, RequestOutput, Assembler]]()
         for ids, params in asked:
             check_prompt(ids, params, engine.context, engine.vocab)
         for place, (ids, params) in enumerate(asked):
             (uid,) = engine.submit(ids, params)
             assembler = Assembler(0, ids, params, self.llm.texts.tokenizer)
-            owners[uid] = place, Result(ids, [Choice()]), assembler
+            owners[uid] = place, RequestOutput(ids, [CompletionOutput()]), assembler
         try:
             with Progress(*COLUMNS, disable=not self.progress) as bar:
                 task = bar.add_task(label, total=len(owners))

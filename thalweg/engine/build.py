@@ -57,7 +57,7 @@ from thalweg.scheduler.scheduler import Scheduler
 from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, choices
 from thalweg.spec.catalog import build_drafter
 from thalweg.spec.drafter import Drafter, Weighted
-from thalweg.text.grammar import Compiler
+from thalweg.text.grammar import GrammarCompiler
 from thalweg.text.tokenizer import Tokenizer
 from thalweg.weights.cache_scales import read_cache_scales
 from thalweg.weights.loader import load
@@ -306,7 +306,8 @@ def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel:
         tree=config.tree,
     )
     grammars = GrammarBook(
-        lambda: Compiler(Tokenizer(Path(config.model_path)), facts.vocab, config.eos_ids or facts.eos), facts.vocab
+        lambda: GrammarCompiler(Tokenizer(Path(config.model_path)), facts.vocab, config.eos_ids or facts.eos),
+        facts.vocab,
     )
     times = config.speculative_step_times
     widths = MeasuredWidth(times, planning_clock(config)) if times else ConstantWidth(_fits(config))

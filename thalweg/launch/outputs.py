@@ -12,9 +12,9 @@ from typing import Any
 from thalweg.config.args import Parser as Arguments
 from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 from thalweg.launch.jsonfile import read_cases, read_json, read_text, write_line
-from thalweg.text.events import Event, Parsed, collect
+from thalweg.text.events import Event, ParsedAnswer, collect
 from thalweg.text.messages import read_tools
-from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS, Parser
+from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS, AnswerParser
 
 EPILOG = """\
 FILE holds one raw output as the model wrote it, special tokens included (the one that ended it is dropped); - is standard input. Where it
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if reasoning is None and "</think>" in text:
         reasoning, inside = "deepseek-v3", True
     functions = None if found.tools is None else read_tools(read_json(found.tools))
-    parser = Parser(
+    parser = AnswerParser(
         reasoning,
         None if found.format == "none" else found.format,
         thinking=found.thinking or None,
@@ -68,7 +68,7 @@ def parse_case(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if mode not in MODES:
             raise UnsupportedConfig(f"unknown mode {mode!r}; there is {', '.join(MODES)}")
         for how in dict.fromkeys((*splits.get("must", ()), *splits.get("should", ()))):
-            parser = Parser(
+            parser = AnswerParser(
                 case.get("reasoning_parser"),
                 case.get("format"),
                 thinking=case.get("thinking"),
@@ -125,12 +125,12 @@ def _parse_cases(path: str) -> int:
     return failed
 
 
-def _feed(parser: Parser, deltas: Iterable[str]) -> list[Event]:
+def _feed(parser: AnswerParser, deltas: Iterable[str]) -> list[Event]:
     events = [event for delta in deltas for event in parser.feed(delta)]
     return events + parser.finish()
 
 
-def _message(parsed: Parsed) -> dict[str, Any]:
+def _message(parsed: ParsedAnswer) -> dict[str, Any]:
     return {
         "content": parsed.content,
         "reasoning_content": parsed.reasoning,

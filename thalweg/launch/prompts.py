@@ -13,13 +13,21 @@ from thalweg.config.args import Parser
 from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 from thalweg.launch.hub import locate
 from thalweg.launch.jsonfile import read_cases, read_json, write_line
-from thalweg.text.chat import OWN, Chat, ChatEncoder, OwnEncoder, Wish, choose_chat, own_encoder
+from thalweg.text.chat import (
+    BUILTIN_ENCODERS,
+    BuiltinEncoder,
+    ChatEncoder,
+    ChatFormat,
+    ChatOptions,
+    builtin_encoder,
+    choose_chat,
+)
 from thalweg.text.tokenizer import Tokenizer
 
 EPILOG = f"""\
 FILE is JSON, - is standard input: a list of messages, or an object with messages and, as it likes, tools, thinking, drop_thinking,
 add_generation_prompt, continue_final_message, response_format, chat_template_kwargs. MODEL is a folder or org/name on the hub; without
-one there are no token ids, and --chat-template names the encoder: {", ".join(OWN)}, or a Jinja file.
+one there are no token ids, and --chat-template names the encoder: {", ".join(BUILTIN_ENCODERS)}, or a Jinja file.
 
 examples:
   thalweg render models/tiny conversation.json
@@ -41,7 +49,7 @@ _FIELDS = {
 class Reader:
     """tokenizer: None when no model was given."""
 
-    chat: Chat
+    chat: ChatFormat
     tokenizer: Tokenizer | None
 
 
@@ -56,7 +64,9 @@ def main(argv: Sequence[str]) -> int:
         raise UnsupportedConfig("give [MODEL] and a FILE of messages, or --cases FILE; thalweg render --help shows how")
     model = found.words[0] if len(found.words) == 2 else None
     if model is None and found.chat_template is None:
-        raise UnsupportedConfig("give the model before the file, or --chat-template with one of " + ", ".join(OWN))
+        raise UnsupportedConfig(
+            "give the model before the file, or --chat-template with one of " + ", ".join(BUILTIN_ENCODERS)
+        )
     reader = _reader(model, found.chat_template, found.revision)
     given = read_json(found.words[-1])
     conversation = given if isinstance(given, dict) else {"messages": given}
@@ -94,7 +104,7 @@ def encoder_of(release: str) -> str:
     if not any(mark in lower for mark in ("v3", "r1")):
         raise UnsupportedConfig(f"no encoder of ours is for {release!r}: give the model, or --chat-template")
     architecture = "DeepseekV32ForCausalLM" if "v3.2" in lower else "DeepseekV3ForCausalLM"
-    name = own_encoder({"architectures": [architecture]}, release)
+    name = builtin_encoder({"architectures": [architecture]}, release)
     assert name is not None, "both architectures have encoders"
     return name
 
@@ -109,7 +119,7 @@ def _render_cases(found: argparse.Namespace) -> int:
     failed = 0
     for case in read_cases(found.cases):
         try:
-            encoder = reader.chat.encoder if reader else OwnEncoder(encoder_of(str(case.get("model"))))
+            encoder = reader.chat.encoder if reader else BuiltinEncoder(encoder_of(str(case.get("model"))))
             write_line({"id": case["id"], "prompt": render(encoder, case)})
         except (InvalidRequest, UnsupportedConfig) as error:
             failed = 1
@@ -119,11 +129,13 @@ def _render_cases(found: argparse.Namespace) -> int:
 
 def _reader(model: str | None, template: str | None, revision: str | None) -> Reader:
     if model is None:
-        return Reader(choose_chat(Path(), {}, Wish(template or "")), None)
+        return Reader(choose_chat(Path(), {}, ChatOptions(template or "")), None)
     folder = locate(model, revision).folder
     tokenizer = Tokenizer(folder)
     config = read_json(str(folder / "config.json"))
-    return Reader(choose_chat(folder, config, Wish(template or "auto", tokenizer.special_tokens), model), tokenizer)
+    return Reader(
+        choose_chat(folder, config, ChatOptions(template or "auto", tokenizer.special_tokens), model), tokenizer
+    )
 
 
 def _parser() -> Parser:

@@ -34,9 +34,9 @@ from thalweg.launch.resolved import Resolved, Sizes
 from thalweg.launch.sizes import Drafting, counted, measure
 from thalweg.launch.speculation import NO_DRAFTER
 from thalweg.models.catalog import read_facts
-from thalweg.text.chat import Chat, Formats, Wish, choose_chat
-from thalweg.text.history import History
+from thalweg.text.chat import ChatFormat, ChatOptions, ParserNames, choose_chat
 from thalweg.text.parser import REASONING_FORMATS, TOOL_FORMATS
+from thalweg.text.retention import ThinkingRetention
 from thalweg.text.tokenizer import Tokenizer
 
 log = logging.getLogger("thalweg.launch")
@@ -198,19 +198,19 @@ def _measure(facts: ModelFacts, wanted: Drafts, device: str, kernels: KernelConf
     return measure(facts, layer_factory(facts, "meta", kernels, dtype), drafts)
 
 
-def _chat(config: Options, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> Chat:
+def _chat(config: Options, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> ChatFormat:
     """Encoder and parsers, the user's where named. Raises UnsupportedConfig for a name that is none, CheckpointError
     for a broken template.
     """
     wish = config.model
     special_tokens = {} if tokenizer is None else tokenizer.special_tokens
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    chat = choose_chat(folder, raw, Wish(wish.chat_template or "auto", special_tokens), wish.model)
+    chat = choose_chat(folder, raw, ChatOptions(wish.chat_template or "auto", special_tokens), wish.model)
     ledger.note("chat_template", chat.encoder.name, USER if wish.chat_template else AUTO, chat.reason)
     reasoning = _parser("reasoning_parser", wish.reasoning_parser, REASONING_FORMATS, chat.formats.reasoning, ledger)
     tools = _parser("tool_call_parser", wish.tool_call_parser, TOOL_FORMATS, chat.formats.tools, ledger)
-    chat = replace(chat, formats=Formats(reasoning, tools), strip=config.memory.strip_thinking_cache)
-    strips = History(chat, _no_mark if tokenizer is None else tokenizer.mark_id).strips
+    chat = replace(chat, formats=ParserNames(reasoning, tools), strip=config.memory.strip_thinking_cache)
+    strips = ThinkingRetention(chat, _no_mark if tokenizer is None else tokenizer.mark_id).strips
     drops = "drops the thoughts of earlier turns" if strips else "has no thoughts that it drops later"
     ledger.take("strip_thinking_cache", chat.strip, strips, f"the chat template {drops}")
     return chat

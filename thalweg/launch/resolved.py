@@ -13,7 +13,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import CheckpointError
 from thalweg.core.report import Decision
 from thalweg.core.sampling import SamplingParams
-from thalweg.text.chat import Chat
+from thalweg.text.chat import ChatFormat
 from thalweg.text.tokenizer import Tokenizer
 
 
@@ -57,7 +57,7 @@ class Resolved:
     pages: int
     context: int
     tokenizer: Tokenizer | None
-    chat: Chat
+    chat: ChatFormat
     sampling: SamplingParams
     sizes: Sizes
 

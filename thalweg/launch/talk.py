@@ -13,8 +13,8 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.front import Front
 from thalweg.launch.resolved import Resolved
 from thalweg.text.events import ContentDelta, Event, ReasoningDelta
-from thalweg.text.history import History
-from thalweg.text.parser import Parser, opens_thought
+from thalweg.text.parser import AnswerParser, opens_thought
+from thalweg.text.retention import ThinkingRetention
 
 
 def talk(resolved: Resolved, params: SamplingParams, system: str, thinking: bool | None) -> int:
@@ -31,7 +31,7 @@ async def _talk(resolved: Resolved, params: SamplingParams, system: str, thinkin
     console.print(
         f"[dim]{resolved.names[0]}: /new forgets the conversation, Ctrl-D leaves, Ctrl-C stops an answer[/dim]"
     )
-    memory = History(resolved.chat, resolved.reader().mark_id)
+    memory = ThinkingRetention(resolved.chat, resolved.reader().mark_id)
     opening = [{"role": "system", "content": system}] if system else []
     history = list(opening)
     try:
@@ -62,12 +62,12 @@ async def _answer(
     history: list[dict[str, str]],
     thinking: bool | None,
     console: Console,
-    memory: History,
+    memory: ThinkingRetention,
 ) -> str:
     """Streams one answer; returns its content, thought left out."""
     prompt = resolved.chat.encoder.encode(history, thinking=thinking)
     formats = resolved.chat.formats
-    parser = Parser(formats.reasoning, thinking=thinking, inside=opens_thought(prompt) or None)
+    parser = AnswerParser(formats.reasoning, thinking=thinking, inside=opens_thought(prompt) or None)
     if formats.reasoning:  # the parser reads the markup, which is made of special tokens
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     keep = memory.keep(prompt, {} if thinking is None else {"thinking": thinking}, tools=False)

@@ -14,12 +14,12 @@ from thalweg import __version__
 from thalweg.core.errors import InvalidRequest, engine_unavailable
 from thalweg.core.messages import EngineReady, Stats
 from thalweg.server.chat import MAX_TOKENIZED
-from thalweg.server.desk import Desk, allowance_of, reply
-from thalweg.server.errors import ApiError, Problem
-from thalweg.server.exposition import Sight, exposition
+from thalweg.server.context import AppContext, quota_of, reply
+from thalweg.server.errors import ApiError, ErrorInfo
 from thalweg.server.metrics import hit_rate, token_usage
+from thalweg.server.parsing import read
+from thalweg.server.prometheus import MetricsSnapshot, prometheus_text
 from thalweg.server.protocol import AbortRequest, DetokenizeRequest
-from thalweg.server.reading import read
 
 _abort = msgspec.json.Decoder(AbortRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
@@ -27,102 +27,102 @@ MANY_TOKENS = 8192  # from which they are decoded on a thread
 PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
 
 
-async def models(desk: Desk, request: Request) -> Response:
-    return reply({"object": "list", "data": [_card(desk, name) for name in desk.names]})
+async def models(ctx: AppContext, request: Request) -> Response:
+    return reply({"object": "list", "data": [_card(ctx, name) for name in ctx.names]})
 
 
-async def model(desk: Desk, request: Request) -> Response:
+async def model(ctx: AppContext, request: Request) -> Response:
     name = request.path_params["name"]
-    if name not in desk.names:
+    if name not in ctx.names:
         raise ApiError(
-            Problem(404, f"model {name!r} does not exist here", "not_found_error", "model", "model_not_found")
+            ErrorInfo(404, f"model {name!r} does not exist here", "not_found_error", "model", "model_not_found")
         )
-    return reply(_card(desk, name))
+    return reply(_card(ctx, name))
 
 
-def _card(desk: Desk, name: str) -> dict[str, Any]:
-    ready = desk.front.ready
+def _card(ctx: AppContext, name: str) -> dict[str, Any]:
+    ready = ctx.front.ready
     return {
         "id": name,
         "object": "model",
-        "created": int(desk.started),
+        "created": int(ctx.started),
         "owned_by": "thalweg",
-        "root": desk.path,
+        "root": ctx.path,
         "max_model_len": None if ready is None else ready.context,
     }
 
 
-async def detokenize(desk: Desk, request: Request) -> Response:
+async def detokenize(ctx: AppContext, request: Request) -> Response:
     body = read(await request.body(), _detokenize)
-    desk.model(body.model)
-    vocab = _ready(desk).vocab
+    ctx.model(body.model)
+    vocab = _ready(ctx).vocab
     if len(body.tokens) > MAX_TOKENIZED:
         raise InvalidRequest("tokens", f"are {len(body.tokens)}: at most {MAX_TOKENIZED} in one request")
     bad = next((i for i, token in enumerate(body.tokens) if not 0 <= token < vocab), None)
     if bad is not None:
         raise InvalidRequest(f"tokens[{bad}]", f"{body.tokens[bad]} is outside the vocabulary of {vocab}")
-    decode = partial(desk.front.tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
-    text = await desk.aside(decode) if len(body.tokens) > MANY_TOKENS else decode()
+    decode = partial(ctx.front.tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
+    text = await ctx.aside(decode) if len(body.tokens) > MANY_TOKENS else decode()
     return reply({"prompt": text, "text": text})
 
 
-async def abort(desk: Desk, request: Request) -> Response:
+async def abort(ctx: AppContext, request: Request) -> Response:
     body = read(await request.body(), _abort)
-    tenant = allowance_of(request).tenant
+    api_key = quota_of(request).api_key
     if body.abort_all == bool(body.rid):
         raise InvalidRequest("rid", "give the id of a request, or abort_all: true, and not both")
     if body.abort_all:
-        if not tenant.admin:
+        if not api_key.admin:
             message = "abort_all ends the requests of others too: it needs the server's --admin-api-key"
-            raise ApiError(Problem(403, message, "permission_error", "abort_all", "admin_only"))
-        return reply({"aborted": await desk.front.abort("")})
+            raise ApiError(ErrorInfo(403, message, "permission_error", "abort_all", "admin_only"))
+        return reply({"aborted": await ctx.front.abort("")})
     # the id of an answer names its request too
     rids = {body.rid, *(body.rid.removeprefix(prefix) for prefix in PREFIXES)} - {""}
-    told = [await desk.front.abort(rid if tenant.admin else tenant.mark(rid)) for rid in rids]
+    told = [await ctx.front.abort(rid if api_key.admin else api_key.mark(rid)) for rid in rids]
     return reply({"aborted": sum(told)})
 
 
-async def flush_cache(desk: Desk, request: Request) -> Response:
+async def flush_cache(ctx: AppContext, request: Request) -> Response:
     """Empties the prefix cache; what running requests hold stays with them."""
-    await desk.front.flush_cache()
+    await ctx.front.flush_cache()
     return reply({"flushed": True})
 
 
-def _ready(desk: Desk) -> EngineReady:
-    if desk.front.ready is None:
-        raise engine_unavailable(desk.front.state, desk.front.reason)
-    return desk.front.ready
+def _ready(ctx: AppContext) -> EngineReady:
+    if ctx.front.ready is None:
+        raise engine_unavailable(ctx.front.state, ctx.front.reason)
+    return ctx.front.ready
 
 
-async def health(desk: Desk, request: Request) -> Response:
+async def health(ctx: AppContext, request: Request) -> Response:
     """200 while the engine lives, draining included; 503 with the reason while it starts, makes no step although
     requests wait, or is dead.
     """
-    return _state(desk, desk.front.state in ("ready", "draining"))
+    return _state(ctx, ctx.front.state in ("ready", "draining"))
 
 
-async def ready(desk: Desk, request: Request) -> Response:
+async def ready(ctx: AppContext, request: Request) -> Response:
     """200 while new requests are welcome; 503 while the engine starts, drains or is dead."""
-    return _state(desk, desk.front.state == "ready")
+    return _state(ctx, ctx.front.state == "ready")
 
 
-def _state(desk: Desk, good: bool) -> Response:
-    front = desk.front
+def _state(ctx: AppContext, good: bool) -> Response:
+    front = ctx.front
     response = reply({"status": front.state, "reason": front.reason}, 200 if good else 503)
     if not good:
-        response.headers["Retry-After"] = str(desk.options.retry_after)
+        response.headers["Retry-After"] = str(ctx.options.retry_after)
     return response
 
 
-async def resolved(desk: Desk, request: Request) -> Response:
+async def resolved(ctx: AppContext, request: Request) -> Response:
     """Every choice that the resolver made, with its reason."""
-    return reply(_ready(desk).report.as_tree())
+    return reply(_ready(ctx).report.as_tree())
 
 
-async def metrics(desk: Desk, request: Request) -> Response:
-    front = desk.front
-    sight = Sight(desk.meters, front.stats, front.state == "ready", front.ready, desk.names[0])
-    text = exposition(sight, desk.options.metrics_names)
+async def metrics(ctx: AppContext, request: Request) -> Response:
+    front = ctx.front
+    snapshot = MetricsSnapshot(ctx.metrics, front.stats, front.state == "ready", front.ready, ctx.names[0])
+    text = prometheus_text(snapshot, ctx.options.metrics_names)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
@@ -155,9 +155,9 @@ def _acceptance(ready: EngineReady | None, stats: Stats) -> dict[str, Any] | Non
     }
 
 
-async def server_info(desk: Desk, request: Request) -> Response:
+async def server_info(ctx: AppContext, request: Request) -> Response:
     """What runs here and how it fares; `internal_states` is where SGLang's tools look."""
-    front, stats, lately, now = desk.front, desk.front.stats, desk.meters.rates(1.0), desk.meters.rates()
+    front, stats, lately, now = ctx.front, ctx.front.stats, ctx.metrics.rates(1.0), ctx.metrics.rates()
     context = None if front.ready is None else front.ready.context
     state = {
         "running": stats.running,
@@ -182,15 +182,15 @@ async def server_info(desk: Desk, request: Request) -> Response:
             "version": __version__,
             "status": front.state,
             "reason": front.reason,
-            "model_path": desk.path,
-            "served_model_name": desk.names[0],
+            "model_path": ctx.path,
+            "served_model_name": ctx.names[0],
             "context_length": context,
             "weight_version": front.weight_version,
-            "strip_thinking_cache": desk.history.strips,
+            "strip_thinking_cache": ctx.history.strips,
             "speculative_acceptance": _acceptance(front.ready, stats),
             "slots": None if front.ready is None else front.ready.slots,
             "requests": front.running,
-            "uptime_seconds": time.time() - desk.started,
+            "uptime_seconds": time.time() - ctx.started,
             "internal_states": [state],
         }
     )

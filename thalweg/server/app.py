@@ -20,33 +20,33 @@ from thalweg.config.server import ServerOptions
 from thalweg.core.errors import ThalwegError
 from thalweg.core.logs import fields
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine.front import Front
 from thalweg.server import admin, maintenance, openapi, playground, protocol
-from thalweg.server.account import account_of
+from thalweg.server.access_log import AccessLogMiddleware
+from thalweg.server.accounting import accounting_of
 from thalweg.server.anthropic import protocol as anthropic
 from thalweg.server.anthropic.routes import count_tokens, messages
+from thalweg.server.api_keys import ApiKeys
+from thalweg.server.auth import PROBES, WORK, AuthMiddleware
 from thalweg.server.chat import chat_completions, tokenize
 from thalweg.server.completions import completions
-from thalweg.server.contract import Front
-from thalweg.server.desk import Desk, allowance_of
-from thalweg.server.errors import ApiError, Problem, problem_of
-from thalweg.server.gate import PROBES, WORK, Gate
-from thalweg.server.keyring import Keyring
+from thalweg.server.concurrency import ConcurrencyLimit
+from thalweg.server.context import AppContext, quota_of
+from thalweg.server.errors import ApiError, ErrorInfo, error_info
+from thalweg.server.generate import generate
 from thalweg.server.logs import NoLog, RequestLog
-from thalweg.server.metrics import Meters
-from thalweg.server.native import generate
-from thalweg.server.record import Record
+from thalweg.server.metrics import ServerMetrics
 from thalweg.server.responses import protocol as responses
 from thalweg.server.responses.routes import forget_response, kept_response, respond
-from thalweg.server.responses.shelf import Shelf
+from thalweg.server.responses.store import ResponseStore
 from thalweg.server.tracing import NoTraces, traces_to
-from thalweg.server.turnstile import Turnstile
-from thalweg.text.chat import Chat
-from thalweg.text.history import History
+from thalweg.text.chat import ChatFormat
+from thalweg.text.retention import ThinkingRetention
 
 log = logging.getLogger("thalweg.server")
 SAMPLE_SECONDS = 1.0
 
-Handler = Callable[[Desk, Request], Awaitable[Response]]
+Handler = Callable[[AppContext, Request], Awaitable[Response]]
 
 
 class Route(NamedTuple):
@@ -64,11 +64,11 @@ class Route(NamedTuple):
     optional: bool = False
 
     @property
-    def described(self) -> openapi.Described:
+    def described(self) -> openapi.RouteDoc:
         name = self.handler.__name__
         summary = " ".join((self.handler.__doc__ or name.replace("_", " ")).split())
         flags = self.many, self.admin, self.optional
-        return openapi.Described(self.path, self.method, name, summary, self.body, self.answer, *flags)
+        return openapi.RouteDoc(self.path, self.method, name, summary, self.body, self.answer, *flags)
 
 
 ROUTES = (
@@ -77,7 +77,7 @@ ROUTES = (
     Route("/v1/responses", "POST", respond, responses.ResponsesRequest, responses.ResponseAnswer),
     Route("/v1/responses/{id}", "GET", kept_response, None, responses.ResponseAnswer),
     Route("/v1/responses/{id}", "DELETE", forget_response, None, responses.Deleted),
-    Route("/v1/messages", "POST", messages, anthropic.MessagesRequest, anthropic.MessageAnswer),
+    Route("/v1/messages", "POST", messages, anthropic.MessagesRequest, anthropic.MessagesResponse),
     Route("/v1/messages/count_tokens", "POST", count_tokens, anthropic.Conversation, anthropic.TokenCount),
     Route("/v1/models", "GET", admin.models, None, openapi.ModelList),
     Route("/v1/models/{name:path}", "GET", admin.model, None, openapi.ModelCard),
@@ -100,11 +100,11 @@ ROUTES = (
         "POST",
         maintenance.start_profile,
         protocol.StartProfileRequest,
-        openapi.Outcome,
+        openapi.OperationResult,
         admin=True,
         optional=True,
     ),
-    Route("/stop_profile", "POST", maintenance.stop_profile, None, openapi.Outcome, admin=True),
+    Route("/stop_profile", "POST", maintenance.stop_profile, None, openapi.OperationResult, admin=True),
     Route("/server_info", "GET", admin.server_info, None, openapi.ServerInfo),
     Route("/get_server_info", "GET", admin.server_info, None, openapi.ServerInfo),
     Route("/health", "GET", admin.health, None, openapi.State),
@@ -117,7 +117,7 @@ METRICS = Route("/metrics", "GET", admin.metrics, None, openapi.PlainText)
 def build(
     front: Front,
     options: ServerOptions,
-    chat: Chat,
+    chat: ChatFormat,
     *,
     path: str = "",
     defaults: SamplingParams = SamplingParams(),
@@ -128,18 +128,28 @@ def build(
     when options.served_model_name does not. defaults: sampling parameters of requests that do not say.
     """
     names = options.served_model_name or (path.rstrip("/").rpartition("/")[2] or "default",)
-    shelf = Shelf(options.max_stored_responses, options.max_stored_response_bytes)
+    store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
     requests = RequestLog(options.log_requests_level, front.tokenizer, PROBES) if options.log_requests else NoLog()
     traces = NoTraces() if options.otlp_traces_endpoint is None else traces_to(options.otlp_traces_endpoint)
-    history = History(chat, front.tokenizer.mark_id)
-    desk = Desk(
-        front, chat, options, names, path, defaults, Meters(), time.time(), shelf, history, listen=requests.listen
+    history = ThinkingRetention(chat, front.tokenizer.mark_id)
+    ctx = AppContext(
+        front,
+        chat,
+        options,
+        names,
+        path,
+        defaults,
+        ServerMetrics(),
+        time.time(),
+        store,
+        history,
+        listen=requests.listen,
     )
-    keyring = Keyring(options)
+    api_keys = ApiKeys(options)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        sampler = asyncio.create_task(_sample(desk, keyring))
+        sampler = asyncio.create_task(_sample(ctx, api_keys))
         yield
         sampler.cancel()
         with suppress(asyncio.CancelledError):
@@ -149,22 +159,22 @@ def build(
     app = FastAPI(openapi_url=None, lifespan=lifespan, redirect_slashes=False)
     routes = ROUTES + ((METRICS,) if options.metrics else ())
     for place in dict.fromkeys(route.path for route in routes):
-        _add(app, desk, place, {route.method: _guarded(route, keyring) for route in routes if route.path == place})
-    document = openapi.document((route.described for route in routes), keyring.asks, options.open_probes)
+        _add(app, ctx, place, {route.method: _guarded(route, api_keys) for route in routes if route.path == place})
+    document = openapi.document((route.described for route in routes), api_keys.asks, options.open_probes)
     app.add_route("/openapi.json", lambda request: Response(document, media_type="application/json"), methods=["GET"])
     pages = playground.PAGES if options.playground else {}
     for name, page in pages.items():
         app.add_route(name, page.respond, methods=["GET"], include_in_schema=False)
-    _add_error_answers(app, options, desk.meters)
+    _add_error_answers(app, options, ctx.metrics)
     app.add_middleware(
-        Gate,
+        AuthMiddleware,
         options=options,
-        meters=desk.meters,
-        keyring=keyring,
+        metrics=ctx.metrics,
+        api_keys=api_keys,
         open_paths=frozenset(pages),
     )
-    app.add_middleware(Turnstile)
-    app.add_middleware(Record, tellers=(traces.tell, requests.tell))
+    app.add_middleware(ConcurrencyLimit)
+    app.add_middleware(AccessLogMiddleware, tellers=(traces.tell, requests.tell))
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -176,55 +186,55 @@ def build(
     return app
 
 
-async def _sample(desk: Desk, keyring: Keyring) -> None:
+async def _sample(ctx: AppContext, api_keys: ApiKeys) -> None:
     while True:
-        await keyring.refresh()
-        desk.meters.sample(time.time(), desk.front.stats)
+        await api_keys.refresh()
+        ctx.metrics.sample(time.time(), ctx.front.stats)
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
-def _guarded(route: Route, keyring: Keyring) -> Handler:
+def _guarded(route: Route, api_keys: ApiKeys) -> Handler:
     if not route.admin:
         return route.handler
 
-    async def guarded(desk: Desk, request: Request) -> Response:
-        keyring.check_admin(allowance_of(request).tenant, route.path)
-        return await route.handler(desk, request)
+    async def guarded(ctx: AppContext, request: Request) -> Response:
+        api_keys.check_admin(quota_of(request).api_key, route.path)
+        return await route.handler(ctx, request)
 
     return guarded
 
 
-def _add(app: FastAPI, desk: Desk, path: str, handlers: dict[str, Handler]) -> None:
+def _add(app: FastAPI, ctx: AppContext, path: str, handlers: dict[str, Handler]) -> None:
     """One route for all methods of a path: a 405 lists them."""
 
     async def endpoint(request: Request) -> Response:
-        return await handlers[request.method](desk, request)
+        return await handlers[request.method](ctx, request)
 
     app.add_api_route(path, endpoint, methods=list(handlers), response_model=None)
 
 
-def _add_error_answers(app: FastAPI, options: ServerOptions, meters: Meters) -> None:
+def _add_error_answers(app: FastAPI, options: ServerOptions, metrics: ServerMetrics) -> None:
     async def on_purpose(request: Request, error: Exception) -> Response:
-        problem = problem_of(error)
-        account_of(request).error = problem.kind
+        problem = error_info(error)
+        accounting_of(request).error = problem.kind
         return problem.response(options.retry_after, request.url.path)
 
     async def by_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        problem = Problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
-        account_of(request).error = problem.kind
+        problem = ErrorInfo(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
+        accounting_of(request).error = problem.kind
         response = problem.response(options.retry_after, request.url.path)
         response.headers.update(error.headers or {})
         return response
 
     async def by_accident(request: Request, error: Exception) -> Response:
-        account = account_of(request)
-        log.error("failed", exc_info=error, extra=fields(id=account.id))
-        if account.status == 500:  # else it has begun to answer, which was counted
-            meters.answered(request.url.path if request.url.path in WORK else "other", 500)
-        response = problem_of(error).response(options.retry_after, request.url.path)
-        response.headers[options.request_id_header] = account.id
+        accounting = accounting_of(request)
+        log.error("failed", exc_info=error, extra=fields(id=accounting.id))
+        if accounting.status == 500:  # else it has begun to answer, which was counted
+            metrics.answered(request.url.path if request.url.path in WORK else "other", 500)
+        response = error_info(error).response(options.retry_after, request.url.path)
+        response.headers[options.request_id_header] = accounting.id
         return response
 
     app.add_exception_handler(ApiError, on_purpose)

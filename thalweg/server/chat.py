@@ -14,19 +14,30 @@ from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
-from thalweg.server.account import account_of
-from thalweg.server.contract import Piece
-from thalweg.server.desk import Desk, Job, allowance_of, check, collect, gone, prompt_fields, reply, run, salt_of
+from thalweg.engine.assemble import Piece
+from thalweg.server.accounting import accounting_of
+from thalweg.server.chat_stream import ChatStreamEncoder
+from thalweg.server.context import (
+    AppContext,
+    GenerationJob,
+    check,
+    collect,
+    gone,
+    prompt_fields,
+    quota_of,
+    reply,
+    run,
+    salt_of,
+)
+from thalweg.server.openai_responses import ChunkEnvelope, OpenAIResponse, UsageCounter
+from thalweg.server.parsing import named, read
 from thalweg.server.protocol import ChatRequest, TokenizeRequest
-from thalweg.server.reading import named, read
-from thalweg.server.replies import Answer, Envelope, Tally
 from thalweg.server.sampling import given, openai_params
-from thalweg.server.speaker import Speaker
-from thalweg.server.stream import EventStream, Writer
-from thalweg.server.structure import chat_grammar, forced_name, schema_of
+from thalweg.server.stream import EventStream, EventWriter
+from thalweg.server.structured_output import chat_grammar, forced_name, schema_of
 from thalweg.text.chat import wants_thinking
 from thalweg.text.messages import read_tools
-from thalweg.text.parser import Parser, opens_thought
+from thalweg.text.parser import AnswerParser, opens_thought
 
 MAX_MESSAGES = 16384
 MAX_TOOLS = 1024
@@ -36,18 +47,18 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 
 
-async def chat_completions(desk: Desk, request: Request) -> Response:
+async def chat_completions(ctx: AppContext, request: Request) -> Response:
     started = time.time()
     body = read(await request.body(), _decoder)
-    model = desk.model(body.model)
-    turn = await prepare(desk, body, request, started)
+    model = ctx.model(body.model)
+    turn = await prepare(ctx, body, request, started)
     rid, prompt, n = turn.rid, turn.prompt, turn.params.n
-    speakers = [Speaker(desk.front.tokenizer, body, i, prompt, turn.parser()) for i in range(n)]
-    tally = Tally(n, body.return_draft_usage)
+    speakers = [ChatStreamEncoder(ctx.front.tokenizer, body, i, prompt, turn.parser()) for i in range(n)]
+    tally = UsageCounter(n, body.return_draft_usage)
     id, created, include_usage = f"chatcmpl-{rid}", int(started), body.usage_wanted
 
-    async def stream(writer: Writer) -> None:
-        envelope = Envelope(id, "chat.completion.chunk", created, model, include_usage)
+    async def stream(writer: EventWriter) -> None:
+        envelope = ChunkEnvelope(id, "chat.completion.chunk", created, model, include_usage)
 
         async def take(choice: int, piece: Piece) -> None:
             if piece.finish is not None:
@@ -61,44 +72,44 @@ async def chat_completions(desk: Desk, request: Request) -> Response:
             else:
                 await writer.write(events, piece.at)
 
-        await run(desk, turn.job, take)
+        await run(ctx, turn.job, take)
         if include_usage:
             writer.hold(envelope.usage(tally.usage))
 
     if body.stream:
-        return EventStream(desk.meters, stream)
-    ended = await collect(desk, turn.job, request.receive)
+        return EventStream(ctx.metrics, stream)
+    ended = await collect(ctx, turn.job, request.receive)
     if ended is None:
         return gone()
     for i, piece in enumerate(ended):
         tally.ended(i, piece)
     choices = [speaker.whole(piece) for speaker, piece in zip(speakers, ended, strict=True)]
-    answer = Answer(id, "chat.completion", created, model, choices, tally.usage)
+    answer = OpenAIResponse(id, "chat.completion", created, model, choices, tally.usage)
     if body.return_token_ids:
         answer.prompt_token_ids = list(prompt)
     return reply(answer)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatJob:
     """An answer that a conversation asks for, checked. prompt: token ids. parser: makes the parser of each choice."""
 
-    job: Job
+    job: GenerationJob
     rid: str
     prompt: Sequence[int]
     params: SamplingParams
-    parser: Callable[[], Parser]
+    parser: Callable[[], AnswerParser]
 
 
-async def prepare(desk: Desk, body: ChatRequest, request: Request, started: float) -> Turn:
+async def prepare(ctx: AppContext, body: ChatRequest, request: Request, started: float) -> ChatJob:
     """What every API that talks in messages asks of the front. Raises InvalidRequest, Overloaded, EngineDead."""
-    params = _params(desk, body)
-    text, prompt, tools = await render(desk, body)
-    rid = desk.rid(body.rid, request)
-    grammar = chat_grammar(body, desk.chat.formats, desk.front.tokenizer.mark_id, text)
-    await desk.examiner.check(grammar)
+    params = _params(ctx, body)
+    text, prompt, tools = await render(ctx, body)
+    rid = ctx.rid(body.rid, request)
+    grammar = chat_grammar(body, ctx.chat.formats, ctx.front.tokenizer.mark_id, text)
+    await ctx.grammar_checker.check(grammar)
     salt = salt_of(request, body.cache_salt)
-    job = Job(
+    job = GenerationJob(
         (prompt,),
         (params,),
         (rid,),
@@ -107,38 +118,38 @@ async def prepare(desk: Desk, body: ChatRequest, request: Request, started: floa
         salt,
         started,
         (grammar,),
-        allowance_of(request),
-        account_of(request),
-        desk.history.keep(text, body.chat_template_kwargs, bool(tools)),
+        quota_of(request),
+        accounting_of(request),
+        ctx.history.keep(text, body.chat_template_kwargs, bool(tools)),
     )
     with named(
         max_tokens="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         logprobs="top_logprobs",
     ):
-        check(desk, job)
-    return Turn(job, rid, prompt, params, _parser(desk, body, text, tools))
+        check(ctx, job)
+    return ChatJob(job, rid, prompt, params, _parser(ctx, body, text, tools))
 
 
-async def render(desk: Desk, body: ChatRequest) -> tuple[str, list[int], Sequence[dict[str, Any]]]:
+async def render(ctx: AppContext, body: ChatRequest) -> tuple[str, list[int], Sequence[dict[str, Any]]]:
     """The prompt as text and as token ids, and the tools that it offers. Raises InvalidRequest."""
-    tools = _tools(desk, body)
+    tools = _tools(ctx, body)
     _check_many(body.messages, body.tools)
-    text = await _aside_if_long(desk, body.messages, partial(_encode, desk, body, tools))
-    return text, await desk.tokens(text, True, "messages", desk.context), tools
+    text = await _aside_if_long(ctx, body.messages, partial(_encode, ctx, body, tools))
+    return text, await ctx.tokens(text, True, "messages", ctx.context), tools
 
 
-async def tokenize(desk: Desk, request: Request) -> Response:
+async def tokenize(ctx: AppContext, request: Request) -> Response:
     body = read(await request.body(), _tokenize)
-    desk.model(body.model)
+    ctx.model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt", "give either prompt or messages, and not both")
-    context = None if desk.front.ready is None else desk.front.ready.context
+    context = None if ctx.front.ready is None else ctx.front.ready.context
     special = body.add_special_tokens is not False
     if isinstance(body.prompt, list):
         fields, room = prompt_fields("prompt", len(body.prompt)), MAX_TOKENIZED
         lists: list[list[int]] = []
         for one, field in zip(body.prompt, fields, strict=True):
-            lists.append(await desk.tokens(one, special, field, room))
+            lists.append(await ctx.tokens(one, special, field, room))
             room = max(room - len(lists[-1]), 0)
         return reply({"tokens": lists, "count": [len(ids) for ids in lists], "max_model_len": context})
     text, field = body.prompt, "prompt"
@@ -146,14 +157,14 @@ async def tokenize(desk: Desk, request: Request) -> Response:
         messages, field = given(body.messages, []), "messages"
         _check_many(messages, body.tools)
         rendering = partial(
-            desk.chat.encoder.encode,
+            ctx.chat.encoder.encode,
             messages,
             body.tools,
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs,
         )
-        text = await _aside_if_long(desk, messages, rendering)
-    ids = await desk.tokens(text, special, field, MAX_TOKENIZED)
+        text = await _aside_if_long(ctx, messages, rendering)
+    ids = await ctx.tokens(text, special, field, MAX_TOKENIZED)
     return reply({"tokens": ids, "count": len(ids), "max_model_len": context})
 
 
@@ -163,28 +174,28 @@ def _check_many(messages: Sequence[Any], tools: Sequence[Any] | None) -> None:
             raise InvalidRequest(name, f"are {len(values)}: at most {most} in one request")
 
 
-async def _aside_if_long(desk: Desk, messages: Sequence[Any], rendering: Callable[[], str]) -> str:
-    return await desk.aside(rendering) if len(messages) > MANY_MESSAGES else rendering()
+async def _aside_if_long(ctx: AppContext, messages: Sequence[Any], rendering: Callable[[], str]) -> str:
+    return await ctx.aside(rendering) if len(messages) > MANY_MESSAGES else rendering()
 
 
-def _params(desk: Desk, body: ChatRequest) -> SamplingParams:
+def _params(ctx: AppContext, body: ChatRequest) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
     max_tokens = given(body.max_completion_tokens, body.max_tokens)
     logprobs = given(body.top_logprobs, 0) if body.logprobs else None
-    params = openai_params(body, desk.defaults, max_tokens, logprobs, body.prompt_logprobs)
-    formats = desk.chat.formats
+    params = openai_params(body, ctx.defaults, max_tokens, logprobs, body.prompt_logprobs)
+    formats = ctx.chat.formats
     if formats.reasoning or formats.tools:  # the parsers read the markup, which is made of special tokens
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     return params
 
 
-def _tools(desk: Desk, body: ChatRequest) -> Sequence[dict[str, Any]]:
+def _tools(ctx: AppContext, body: ChatRequest) -> Sequence[dict[str, Any]]:
     """The tools that the model may call. Raises InvalidRequest for what would not be honoured."""
     forced_name(body)
     if not body.tools or body.tool_choice == "none":
         return ()
-    if not desk.chat.encoder.renders_tools:
+    if not ctx.chat.encoder.renders_tools:
         raise InvalidRequest(
             "tools",
             "this model's chat template has no place for tools: leave them out, or give another --chat-template",
@@ -192,8 +203,8 @@ def _tools(desk: Desk, body: ChatRequest) -> Sequence[dict[str, Any]]:
     return body.tools
 
 
-def _encode(desk: Desk, body: ChatRequest, tools: Sequence[dict[str, Any]]) -> str:
-    return desk.chat.encoder.encode(
+def _encode(ctx: AppContext, body: ChatRequest, tools: Sequence[dict[str, Any]]) -> str:
+    return ctx.chat.encoder.encode(
         body.messages,
         tools or None,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -203,13 +214,15 @@ def _encode(desk: Desk, body: ChatRequest, tools: Sequence[dict[str, Any]]) -> s
     )
 
 
-def _parser(desk: Desk, body: ChatRequest, text: str, tools: Sequence[dict[str, Any]]) -> Callable[[], Parser]:
+def _parser(
+    ctx: AppContext, body: ChatRequest, text: str, tools: Sequence[dict[str, Any]]
+) -> Callable[[], AnswerParser]:
     """Makes the parsers of the answers to a prompt. Where no tools were offered a call is text, without its special
     tokens.
     """
-    formats = desk.chat.formats
+    formats = ctx.chat.formats
     return partial(
-        Parser,
+        AnswerParser,
         None if body.separate_reasoning is False else formats.reasoning,
         formats.tools,
         thinking=wants_thinking(None, body.chat_template_kwargs),

@@ -12,37 +12,54 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.server.account import account_of
-from thalweg.server.contract import Piece
-from thalweg.server.desk import Desk, Job, allowance_of, check, collect, gone, prompt_fields, reply, run, salt_of
+from thalweg.engine.assemble import Piece
+from thalweg.server.accounting import accounting_of
+from thalweg.server.context import (
+    AppContext,
+    GenerationJob,
+    check,
+    collect,
+    gone,
+    prompt_fields,
+    quota_of,
+    reply,
+    run,
+    salt_of,
+)
 from thalweg.server.infill import prompt_of
 from thalweg.server.logprobs import LegacyLog, prompt_logprobs, scores_of
+from thalweg.server.openai_responses import (
+    ChunkEnvelope,
+    CompletionChoice,
+    LegacyLogprobs,
+    OpenAIResponse,
+    UsageCounter,
+)
+from thalweg.server.parsing import read
 from thalweg.server.protocol import CompletionRequest, Prompt
-from thalweg.server.reading import read
-from thalweg.server.replies import Answer, CompletionChoice, Envelope, LegacyLogprobs, Tally
 from thalweg.server.sampling import given, openai_params
-from thalweg.server.stream import EventStream, Writer
-from thalweg.server.structure import grammar_of
+from thalweg.server.stream import EventStream, EventWriter
+from thalweg.server.structured_output import grammar_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this route only
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-async def completions(desk: Desk, request: Request) -> Response:
+async def completions(ctx: AppContext, request: Request) -> Response:
     started = time.time()
     body = read(await request.body(), _decoder)
-    model = desk.model(body.model)
+    model = ctx.model(body.model)
     if body.best_of is not None and body.best_of not in (1, body.n):
         raise InvalidRequest("best_of", f"is not supported here beyond n: leave it out, got {body.best_of}")
     echoed = body.logprobs if body.echo else None
     scored = max((k for k in (body.prompt_logprobs, echoed) if k is not None), default=None)
-    params = openai_params(body, desk.defaults, given(body.max_tokens, DEFAULT_MAX_TOKENS), body.logprobs, scored)
+    params = openai_params(body, ctx.defaults, given(body.max_tokens, DEFAULT_MAX_TOKENS), body.logprobs, scored)
     grammar = grammar_of(body, body.response_format)
-    await desk.examiner.check(grammar)
-    texts, prompts = await _prompts(desk, prompt_of(body, desk.front.tokenizer))
-    rid, many = desk.rid(body.rid, request), len(prompts)
+    await ctx.grammar_checker.check(grammar)
+    texts, prompts = await _prompts(ctx, prompt_of(body, ctx.front.tokenizer))
+    rid, many = ctx.rid(body.rid, request), len(prompts)
     fields = prompt_fields("prompt", many)
-    job = Job(
+    job = GenerationJob(
         prompts,
         (params,) * many,
         (rid,) * many,
@@ -51,16 +68,16 @@ async def completions(desk: Desk, request: Request) -> Response:
         salt_of(request, body.cache_salt),
         started,
         (grammar,) * many,
-        allowance_of(request),
-        account_of(request),
+        quota_of(request),
+        accounting_of(request),
     )
-    check(desk, job)
-    makers = [_Maker(desk, body, i, prompts[i // params.n], texts[i // params.n]) for i in range(job.choices)]
-    tally = Tally(params.n, body.return_draft_usage)
+    check(ctx, job)
+    makers = [_Maker(ctx, body, i, prompts[i // params.n], texts[i // params.n]) for i in range(job.choices)]
+    tally = UsageCounter(params.n, body.return_draft_usage)
     id, created, include_usage = f"cmpl-{rid}", int(started), body.usage_wanted
 
-    async def stream(writer: Writer) -> None:
-        envelope = Envelope(id, "text_completion", created, model, include_usage)
+    async def stream(writer: EventWriter) -> None:
+        envelope = ChunkEnvelope(id, "text_completion", created, model, include_usage)
 
         async def take(choice: int, piece: Piece) -> None:
             new = makers[choice].feed(piece)
@@ -73,22 +90,22 @@ async def completions(desk: Desk, request: Request) -> Response:
             else:
                 await writer.write(envelope.chunk(new), piece.at)
 
-        await run(desk, job, take)
+        await run(ctx, job, take)
         if include_usage:
             writer.hold(envelope.usage(tally.usage))
 
     if body.stream:
-        return EventStream(desk.meters, stream)
-    ended = await collect(desk, job, request.receive)
+        return EventStream(ctx.metrics, stream)
+    ended = await collect(ctx, job, request.receive)
     if ended is None:
         return gone()
     for i, piece in enumerate(ended):
         tally.ended(i, piece)
     choices = [choice for maker, piece in zip(makers, ended, strict=True) if (choice := maker.feed(piece)) is not None]
-    return reply(Answer(id, "text_completion", created, model, choices, tally.usage))
+    return reply(OpenAIResponse(id, "text_completion", created, model, choices, tally.usage))
 
 
-async def _prompts(desk: Desk, prompt: Prompt) -> tuple[list[str | None], tuple[Sequence[int], ...]]:
+async def _prompts(ctx: AppContext, prompt: Prompt) -> tuple[list[str | None], tuple[Sequence[int], ...]]:
     """The texts (None where ids were given) and the token ids of all prompts. Raises InvalidRequest."""
     entries: list[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
     if not entries:
@@ -105,7 +122,7 @@ async def _prompts(desk: Desk, prompt: Prompt) -> tuple[list[str | None], tuple[
     for entry, where in zip(entries, prompt_fields("prompt", len(entries)), strict=True):
         if isinstance(entry, str):
             texts.append(entry)
-            prompts.append(await desk.prompt(entry, where))
+            prompts.append(await ctx.prompt(entry, where))
         else:
             texts.append(None)
             prompts.append(entry)
@@ -116,9 +133,9 @@ class _Maker:
     """Makes the chunks of one choice from its pieces; the first one brings what belongs to the prompt."""
 
     def __init__(
-        self, desk: Desk, body: CompletionRequest, index: int, prompt: Sequence[int], text: str | None
+        self, ctx: AppContext, body: CompletionRequest, index: int, prompt: Sequence[int], text: str | None
     ) -> None:
-        self._tokenizer, self._body, self._index, self._prompt = desk.front.tokenizer, body, index, prompt
+        self._tokenizer, self._body, self._index, self._prompt = ctx.front.tokenizer, body, index, prompt
         self._text = text
         self._first = True
         self._log = None if body.logprobs is None else LegacyLog(self._tokenizer, body.logprobs)

@@ -23,7 +23,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from thalweg.config.server import ServerOptions
-from thalweg.server.errors import Problem
+from thalweg.server.errors import ErrorInfo
 
 MAX_HEAD = 1 << 16  # bytes of a request line and its header fields
 MAX_FIELDS = 100
@@ -33,7 +33,7 @@ MAX_PIPELINED = 8  # requests that wait behind the one that is being answered
 FRAMING = 8  # bytes of chunk framing that a byte of a body may cost: a chunk of one byte takes six
 
 
-class Connection(HttpToolsProtocol):
+class BoundedConnection(HttpToolsProtocol):
     """What uvicorn makes of every accepted socket."""
 
     def __init__(self, bounds: ServerOptions, **uvicorn: Any) -> None:
@@ -187,13 +187,13 @@ class Connection(HttpToolsProtocol):
         if not self._idle:
             self.cycle.disconnected = True  # whoever waits for the rest of its body waits in vain
             self.cycle.message_event.set()
-        body = Problem(status, message, code=code).body
+        body = ErrorInfo(status, message, code=code).body
         fields = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + fields + body)
         self.transport.close()
         self._write_within()
 
 
-def bounded(options: ServerOptions) -> Callable[..., Connection]:
+def bounded(options: ServerOptions) -> Callable[..., BoundedConnection]:
     """What uvicorn's `http` setting takes."""
-    return partial(Connection, options)
+    return partial(BoundedConnection, options)

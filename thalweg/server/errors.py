@@ -47,7 +47,7 @@ _ANTHROPIC_TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ErrorInfo:
     """status: of HTTP; retry: tell the client when to try again; wait: in so many seconds, where that is known."""
 
     status: int
@@ -92,29 +92,29 @@ def _short(text: str) -> str:
 class ApiError(Exception):
     """Ends a request with this problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ErrorInfo) -> None:
         super().__init__(problem.message)
         self.problem = problem
 
 
-def problem_of(error: Exception) -> Problem:
+def error_info(error: Exception) -> ErrorInfo:
     """What a client is told of an error. Errors that Thalweg does not raise on purpose are a 500 that gives nothing
     away.
     """
     if isinstance(error, ApiError):
         return error.problem
     if isinstance(error, InvalidRequest):
-        return Problem(400, str(error), param=error.field or None, code="invalid_value")
+        return ErrorInfo(400, str(error), param=error.field or None, code="invalid_value")
     if isinstance(error, Overloaded):
-        return Problem(429, f"the queue is full: {error}", "rate_limit_error", code="overloaded", retry=True)
+        return ErrorInfo(429, f"the queue is full: {error}", "rate_limit_error", code="overloaded", retry=True)
     if isinstance(error, EngineDead):
         message = f"the engine is not serving: {error}; try again when /ready answers 200"
         code = "engine_starting" if isinstance(error, EngineStarting) else "engine_dead"
-        return Problem(503, message, "service_unavailable_error", code=code, retry=True)
+        return ErrorInfo(503, message, "service_unavailable_error", code=code, retry=True)
     if isinstance(error, NumericalError):
-        return Problem(500, str(error), "server_error", code="no_numbers")
+        return ErrorInfo(500, str(error), "server_error", code="no_numbers")
     if isinstance(error, RecursionError):
-        return Problem(400, "the body is nested too deeply", code="invalid_value")
+        return ErrorInfo(400, "the body is nested too deeply", code="invalid_value")
     if isinstance(error, ThalwegError):
-        return Problem(500, str(error), "server_error")
-    return Problem(500, "internal error: the server's log has the details under this request's id", "server_error")
+        return ErrorInfo(500, str(error), "server_error")
+    return ErrorInfo(500, "internal error: the server's log has the details under this request's id", "server_error")

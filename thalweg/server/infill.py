@@ -5,8 +5,8 @@ prefix-suffix-middle order).
 from __future__ import annotations
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.server.contract import Tokenizer
 from thalweg.server.protocol import CompletionRequest, Prompt
+from thalweg.text.tokenizer import Tokenizer
 
 BEGIN, HOLE, END = "<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from thalweg.core.plan import TokenLogprob
-from thalweg.server.contract import Tokenizer
-from thalweg.server.replies import ChatLogprob, ChatLogprobs, LegacyLogprobs, PromptLogprobs, TopLogprob
+from thalweg.server.openai_responses import ChatLogprob, ChatLogprobs, LegacyLogprobs, PromptLogprobs, TopLogprob
+from thalweg.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
 

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from thalweg.core.logs import fields
-from thalweg.server.account import Account
-from thalweg.server.contract import Piece, Tokenizer
+from thalweg.engine.assemble import Piece
+from thalweg.server.accounting import RequestAccounting
+from thalweg.text.tokenizer import Tokenizer
 
 log = logging.getLogger("thalweg.requests")
 LONGEST_PATH = 200  # characters of a path that are logged
@@ -27,10 +28,10 @@ Take = Callable[[int, Piece], Awaitable[None]]
 class NoLog:
     """Without `--log-requests`."""
 
-    def listen(self, account: Account, take: Take) -> Take:
+    def listen(self, accounting: RequestAccounting, take: Take) -> Take:
         return take
 
-    def tell(self, account: Account) -> None:
+    def tell(self, accounting: RequestAccounting) -> None:
         """Says nothing."""
 
 
@@ -45,65 +46,67 @@ class RequestLog:
         self._shows_params, self._text = level >= 1, (0, 0, SOME_TEXT, ALL_TEXT)[level]
         self._many = SOME if level < 3 else None
 
-    def listen(self, account: Account, take: Take) -> Take:
+    def listen(self, accounting: RequestAccounting, take: Take) -> Take:
         """`take`, which keeps the text that it is given, where text is logged."""
         if not self._text:
             return take
-        choices = range(sum(params.n for params in account.params))
+        choices = range(sum(params.n for params in accounting.params))
         room = dict.fromkeys(choices[: self._many], self._text)
 
         async def heard(choice: int, piece: Piece) -> None:
             if piece.text and room.get(choice):
                 part = piece.text[: room[choice]]
                 room[choice] -= len(part)
-                account.outputs.setdefault(choice, []).append(part)
+                accounting.outputs.setdefault(choice, []).append(part)
             await take(choice, piece)
 
         return heard
 
-    def tell(self, account: Account) -> None:
-        level = logging.DEBUG if account.path in self._quiet and account.status < 400 else logging.INFO
+    def tell(self, accounting: RequestAccounting) -> None:
+        level = logging.DEBUG if accounting.path in self._quiet and accounting.status < 400 else logging.INFO
         if log.isEnabledFor(level):
-            log.log(level, "request", extra=fields(**self._facts(account)))
+            log.log(level, "request", extra=fields(**self._facts(accounting)))
 
-    def _facts(self, account: Account) -> dict[str, Any]:
+    def _facts(self, accounting: RequestAccounting) -> dict[str, Any]:
         facts: dict[str, Any] = {
-            "id": account.id,
-            "key": account.key or None,
-            "method": account.method[:16],
-            "path": account.path[:LONGEST_PATH],
-            "status": account.status,
-            "error": account.error or None,
-            "gone": account.gone or None,
-            "trace": account.trace or None,
+            "id": accounting.id,
+            "key": accounting.key or None,
+            "method": accounting.method[:16],
+            "path": accounting.path[:LONGEST_PATH],
+            "status": accounting.status,
+            "error": accounting.error or None,
+            "gone": accounting.gone or None,
+            "trace": accounting.trace or None,
         }
-        if account.submitted:
-            facts |= self._work(account)
-        return facts | {"e2e": _seconds(account.ended - account.began)}
+        if accounting.submitted:
+            facts |= self._work(accounting)
+        return facts | {"e2e": _seconds(accounting.ended - accounting.began)}
 
-    def _work(self, account: Account) -> dict[str, Any]:
+    def _work(self, accounting: RequestAccounting) -> dict[str, Any]:
         facts: dict[str, Any] = {
-            "rid": None if set(account.rids) == {account.id} else list(account.rids[: self._many]),
-            "model": account.model,
-            "stream": account.stream,
-            "prompt_tokens": account.prompt_tokens,
-            "cached_tokens": account.cached_tokens,
-            "output_tokens": account.output_tokens,
-            "drafted_tokens": account.drafted_tokens or None,
-            "accepted_tokens": account.accepted_tokens if account.drafted_tokens else None,
-            "finish": ",".join(dict.fromkeys(account.finishes)),
-            "choices": len(account.finishes),
-            "preemptions": account.preemptions or None,
-            "queued": _seconds(account.queued),
-            "ttft": _seconds(account.ttft),
+            "rid": None if set(accounting.rids) == {accounting.id} else list(accounting.rids[: self._many]),
+            "model": accounting.model,
+            "stream": accounting.stream,
+            "prompt_tokens": accounting.prompt_tokens,
+            "cached_tokens": accounting.cached_tokens,
+            "output_tokens": accounting.output_tokens,
+            "drafted_tokens": accounting.drafted_tokens or None,
+            "accepted_tokens": accounting.accepted_tokens if accounting.drafted_tokens else None,
+            "finish": ",".join(dict.fromkeys(accounting.finishes)),
+            "choices": len(accounting.finishes),
+            "preemptions": accounting.preemptions or None,
+            "queued": _seconds(accounting.queued),
+            "ttft": _seconds(accounting.ttft),
         }
         if self._shows_params:
             facts["params"] = [
-                msgspec.to_builtins(params) for params in list(dict.fromkeys(account.params))[: self._many]
+                msgspec.to_builtins(params) for params in list(dict.fromkeys(accounting.params))[: self._many]
             ]
         if self._text:
-            facts["prompts"] = [self._read(prompt) for prompt in account.prompts[: self._many]]
-            facts["outputs"] = ["".join(account.outputs.get(i, ())) for i in range(len(account.finishes))[: self._many]]
+            facts["prompts"] = [self._read(prompt) for prompt in accounting.prompts[: self._many]]
+            facts["outputs"] = [
+                "".join(accounting.outputs.get(i, ())) for i in range(len(accounting.finishes))[: self._many]
+            ]
         return facts
 
     def _read(self, prompt: Any) -> str:

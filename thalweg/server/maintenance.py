@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.messages import StartProfile, StopProfile, UpdateWeights
-from thalweg.server.desk import Desk, reply
-from thalweg.server.errors import ApiError, Problem
+from thalweg.server.context import AppContext, reply
+from thalweg.server.errors import ApiError, ErrorInfo
+from thalweg.server.parsing import read
 from thalweg.server.protocol import StartProfileRequest, UpdateWeightsRequest
-from thalweg.server.reading import read
 
 _update = msgspec.json.Decoder(UpdateWeightsRequest)
 _start = msgspec.json.Decoder(StartProfileRequest)
@@ -21,7 +21,7 @@ MAX_VERSION = 256  # characters
 MAX_STEPS = 2**31 - 1  # of a profile
 
 
-async def update_weights_from_disk(desk: Desk, request: Request) -> Response:
+async def update_weights_from_disk(ctx: AppContext, request: Request) -> Response:
     """Replaces the weights that a folder holds, between two steps; a 400 has changed nothing. Running requests go
     on.
     """
@@ -35,12 +35,12 @@ async def update_weights_from_disk(desk: Desk, request: Request) -> Response:
     flush = body.flush_cache is not False
     # where a link points now: an engine that has to start again must not follow it elsewhere
     wish = UpdateWeights(0, str(Path(body.model_path).resolve()), flush, bool(body.abort_all_requests), version)
-    return reply({"success": True, "message": await desk.front.control(wish), "num_paused_requests": 0})
+    return reply({"success": True, "message": await ctx.front.control(wish), "num_paused_requests": 0})
 
 
-async def start_profile(desk: Desk, request: Request) -> Response:
+async def start_profile(ctx: AppContext, request: Request) -> Response:
     """Profiles the engine's steps from here on, until /stop_profile or for num_steps. An empty body is {}."""
-    root = _root(desk)
+    root = _root(ctx)
     body = read(await request.body() or b"{}", _start)
     body.refuse()
     steps = body.num_steps or 0
@@ -61,22 +61,22 @@ async def start_profile(desk: Desk, request: Request) -> Response:
         shapes=bool(body.record_shapes),
         stacks=bool(body.with_stack),
     )
-    told = await desk.front.control(wish)
+    told = await ctx.front.control(wish)
     until = f"for {steps} steps" if steps else "until /stop_profile"
     return reply({"success": True, "message": f"profiling {told} {until}, into {folder}"})
 
 
-async def stop_profile(desk: Desk, request: Request) -> Response:
+async def stop_profile(ctx: AppContext, request: Request) -> Response:
     """Ends the profile and writes it: a Chrome trace, for Perfetto."""
-    _root(desk)
-    return reply({"success": True, "message": f"written: {await desk.front.control(StopProfile(0))}"})
+    _root(ctx)
+    return reply({"success": True, "message": f"written: {await ctx.front.control(StopProfile(0))}"})
 
 
-def _root(desk: Desk) -> Path:
-    if desk.options.profile_folder is None:
+def _root(ctx: AppContext) -> Path:
+    if ctx.options.profile_folder is None:
         message = "profiles are off: --profile-folder DIR turns them on, and says where they are written"
-        raise ApiError(Problem(403, message, "permission_error", code="profiles_off"))
-    return Path(desk.options.profile_folder).resolve()
+        raise ApiError(ErrorInfo(403, message, "permission_error", code="profiles_off"))
+    return Path(ctx.options.profile_folder).resolve()
 
 
 def _within(root: Path, wish: str) -> Path:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from thalweg.core.messages import Stats
 from thalweg.core.sampling import SamplingParams
-from thalweg.server.account import Account
-from thalweg.server.contract import Piece
+from thalweg.engine.assemble import Piece
+from thalweg.server.accounting import RequestAccounting
 
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 INTERVALS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 1.0, 4.0)
@@ -24,7 +24,7 @@ FINISHES = ("stop", "length", "abort", "error")
 WINDOW = 10.0  # seconds that samples of the engine's counters are kept: rates are taken over at most this
 
 
-class Histogram:
+class BucketHistogram:
     """Counts of observations at or below each of `bounds` (ascending; seconds or tokens)."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -57,7 +57,7 @@ class Rates:
     decode: float = 0.0
 
 
-class Meters:
+class ServerMetrics:
     """Everything that is counted. One for each app; edited on its event loop only."""
 
     def __init__(self) -> None:
@@ -65,21 +65,21 @@ class Meters:
         self.finished: dict[str, int] = dict.fromkeys(FINISHES, 0)  # choices
         self.disconnects = 0
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
-        self.first = Histogram(LATENCIES)
-        self.between = Histogram(INTERVALS)
-        self.whole = Histogram(LATENCIES)
-        self.emit = Histogram(EMITS)
-        self.queued = Histogram(LATENCIES)
-        self.prefill = Histogram(LATENCIES)
-        self.decode = Histogram(LATENCIES)
-        self.running = Histogram(LATENCIES)
-        self.per_token = Histogram(INTERVALS)
-        self.prompt_lengths = Histogram(LENGTHS)
-        self.output_lengths = Histogram(LENGTHS)
-        self.longest_outputs = Histogram(LENGTHS)
-        self.widths = Histogram(WIDTHS)
-        self.limits = Histogram(LENGTHS)
-        self.accepts = Histogram(ACCEPTS)
+        self.first = BucketHistogram(LATENCIES)
+        self.between = BucketHistogram(INTERVALS)
+        self.whole = BucketHistogram(LATENCIES)
+        self.emit = BucketHistogram(EMITS)
+        self.queued = BucketHistogram(LATENCIES)
+        self.prefill = BucketHistogram(LATENCIES)
+        self.decode = BucketHistogram(LATENCIES)
+        self.running = BucketHistogram(LATENCIES)
+        self.per_token = BucketHistogram(INTERVALS)
+        self.prompt_lengths = BucketHistogram(LENGTHS)
+        self.output_lengths = BucketHistogram(LENGTHS)
+        self.longest_outputs = BucketHistogram(LENGTHS)
+        self.widths = BucketHistogram(WIDTHS)
+        self.limits = BucketHistogram(LENGTHS)
+        self.accepts = BucketHistogram(ACCEPTS)
         self._samples: deque[tuple[float, Stats]] = deque()
 
     def answered(self, route: str, status: int) -> None:
@@ -108,24 +108,24 @@ class Meters:
         )
 
 
-class Timer:
+class RequestTimer:
     """Times one request: first token, the gaps between tokens, the whole. `piece` is on the path of every token."""
 
-    def __init__(self, meters: Meters, account: Account) -> None:
-        self._meters, self._account = meters, account
+    def __init__(self, metrics: ServerMetrics, accounting: RequestAccounting) -> None:
+        self._meters, self._account = metrics, accounting
         self._first: dict[int, float] = {}  # by choice: when its first token came
         self._last: dict[int, float] = {}  # by choice: when its last token came
         self._tokens = self._longest = 0
 
     def submit(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], now: float) -> None:
         """The prompts go to the engine."""
-        account, meters = self._account, self._meters
-        account.submitted, account.prompts, account.params = now, tuple(prompts), tuple(params)
-        account.prompt_tokens = sum(map(len, prompts))
+        accounting, metrics = self._account, self._meters
+        accounting.submitted, accounting.prompts, accounting.params = now, tuple(prompts), tuple(params)
+        accounting.prompt_tokens = sum(map(len, prompts))
         for one in params:
-            meters.widths.observe(one.n)
+            metrics.widths.observe(one.n)
             if one.max_tokens is not None:
-                meters.limits.observe(one.max_tokens)
+                metrics.limits.observe(one.max_tokens)
 
     def piece(self, choice: int, piece: Piece, now: float) -> None:
         """A piece of a choice came at `now`. One of several tokens counts as that many equal gaps."""
@@ -142,53 +142,53 @@ class Timer:
         self._tokens += tokens
 
     def _begin(self, choice: int, piece: Piece, now: float) -> None:
-        account, meters = self._account, self._meters
+        accounting, metrics = self._account, self._meters
         self._first[choice] = now
-        meters.first.observe(now - account.began)
-        account.first = account.first or now
+        metrics.first.observe(now - accounting.began)
+        accounting.first = accounting.first or now
         if piece.admitted:
-            account.admitted = account.admitted or piece.admitted
-            meters.queued.observe(max(piece.admitted - account.submitted, 0.0))
-            meters.prefill.observe(max(now - piece.admitted, 0.0))
+            accounting.admitted = accounting.admitted or piece.admitted
+            metrics.queued.observe(max(piece.admitted - accounting.submitted, 0.0))
+            metrics.prefill.observe(max(now - piece.admitted, 0.0))
 
     def ended(self, choice: int, piece: Piece, now: float) -> None:
         """A choice's last piece came."""
-        account, meters, finish = self._account, self._meters, piece.finish
+        accounting, metrics, finish = self._account, self._meters, piece.finish
         assert finish is not None, "only a choice's last piece says how it ended"
-        account.finishes.append(finish)
-        account.preemptions += piece.preempted
+        accounting.finishes.append(finish)
+        accounting.preemptions += piece.preempted
         if piece.index == 0:  # the other choices of a prompt find it in the cache
-            account.cached_tokens += piece.cached_tokens
-        meters.finished[finish] = meters.finished.get(finish, 0) + 1
-        meters.prompt_tokens += piece.prompt_tokens
-        meters.cached_tokens += piece.cached_tokens
-        meters.whole.observe(now - account.began)
-        meters.prompt_lengths.observe(piece.prompt_tokens)
-        meters.output_lengths.observe(piece.completion_tokens)
+            accounting.cached_tokens += piece.cached_tokens
+        metrics.finished[finish] = metrics.finished.get(finish, 0) + 1
+        metrics.prompt_tokens += piece.prompt_tokens
+        metrics.cached_tokens += piece.cached_tokens
+        metrics.whole.observe(now - accounting.began)
+        metrics.prompt_lengths.observe(piece.prompt_tokens)
+        metrics.output_lengths.observe(piece.completion_tokens)
         self._longest = max(self._longest, piece.completion_tokens)
         if piece.drafted is not None and piece.drafted.mean_length is not None:
-            meters.accepts.observe(piece.drafted.mean_length)
-            account.drafted_tokens += piece.drafted.drafted
-            account.accepted_tokens += piece.drafted.accepted
+            metrics.accepts.observe(piece.drafted.mean_length)
+            accounting.drafted_tokens += piece.drafted.drafted
+            accounting.accepted_tokens += piece.drafted.accepted
         if choice in self._first:
             decode = self._last[choice] - self._first[choice]
-            meters.decode.observe(decode)
+            metrics.decode.observe(decode)
             if piece.admitted:
-                meters.running.observe(max(self._last[choice] - piece.admitted, 0.0))
+                metrics.running.observe(max(self._last[choice] - piece.admitted, 0.0))
             if piece.completion_tokens > 1:
-                meters.per_token.observe(decode / (piece.completion_tokens - 1))
+                metrics.per_token.observe(decode / (piece.completion_tokens - 1))
 
     def close(self, choices: int, left: str) -> None:
         """Nothing more will come. left: what became of those of `choices` that did not end by themselves: "abort" or
         "error".
         """
-        account, meters = self._account, self._meters
-        if lost := choices - len(account.finishes):
-            account.finishes += [left] * lost
-            meters.finished[left] = meters.finished.get(left, 0) + lost
-        account.output_tokens = self._tokens
-        account.last = max(self._last.values(), default=0.0)
-        meters.longest_outputs.observe(self._longest)
+        accounting, metrics = self._account, self._meters
+        if lost := choices - len(accounting.finishes):
+            accounting.finishes += [left] * lost
+            metrics.finished[left] = metrics.finished.get(left, 0) + lost
+        accounting.output_tokens = self._tokens
+        accounting.last = max(self._last.values(), default=0.0)
+        metrics.longest_outputs.observe(self._longest)
 
 
 def token_usage(stats: Stats) -> float:

@@ -13,9 +13,9 @@ from msgspec import UNSET, UnsetType
 from thalweg import __version__
 from thalweg.core.messages import Stats
 from thalweg.core.sampling import MAX_LOGPROBS, MAX_SEED
+from thalweg.server.auth import COUNTED, PROBES
 from thalweg.server.errors import ANTHROPIC, AnthropicBody, ErrorBody
-from thalweg.server.gate import COUNTED, PROBES
-from thalweg.server.replies import ChatChoice, CompletionChoice, Usage
+from thalweg.server.openai_responses import ChatChoice, CompletionChoice, UsageInfo
 
 Type = Any  # a type, or a union of types: what msgspec makes a schema of
 
@@ -57,14 +57,14 @@ class Flushed(TypedDict):
     flushed: bool
 
 
-class Outcome(TypedDict):
+class OperationResult(TypedDict):
     """message: what came of it."""
 
     success: bool
     message: str
 
 
-class WeightsUpdated(Outcome):
+class WeightsUpdated(OperationResult):
     num_paused_requests: int
 
 
@@ -112,7 +112,7 @@ class Completion(msgspec.Struct):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: UsageInfo
 
 
 class ChatCompletion(msgspec.Struct):
@@ -121,7 +121,7 @@ class ChatCompletion(msgspec.Struct):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageInfo
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -155,7 +155,7 @@ class PlainText:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class RouteDoc:
     """A route as the page shows it. body: what is sent, None for nothing; answer: of a 200. many: a list of answers
     answers a list. optional: the body may be left out.
     """
@@ -220,7 +220,7 @@ _RANGES: Mapping[str, Mapping[str, float]] = {
 _FILLED = ("messages", "input")  # lists that must not be empty
 
 
-def document(routes: Iterable[Described], keys: bool, open_probes: bool) -> bytes:
+def document(routes: Iterable[RouteDoc], keys: bool, open_probes: bool) -> bytes:
     """The page as JSON. keys: whether requests must bring one; open_probes: but not to /health, /ready and /metrics."""
     listed = list(routes)
     types = {one for route in listed for one in (route.body, route.answer) if one is not None and one is not PlainText}
@@ -260,7 +260,7 @@ def _narrow(name: str, schema: dict[str, Any]) -> None:
             one["minItems"] = 1
 
 
-def _operation(route: Described, schema_of: Callable[[Type], Mapping[str, Any]]) -> dict[str, Any]:
+def _operation(route: RouteDoc, schema_of: Callable[[Type], Mapping[str, Any]]) -> dict[str, Any]:
     error = schema_of(AnthropicBody if route.path.startswith(ANTHROPIC) else ErrorBody)
     operation: dict[str, Any] = {
         "summary": route.summary,
@@ -284,7 +284,7 @@ def _operation(route: Described, schema_of: Callable[[Type], Mapping[str, Any]])
     return operation
 
 
-def _content(route: Described, schema_of: Callable[[Type], Mapping[str, Any]]) -> dict[str, Any]:
+def _content(route: RouteDoc, schema_of: Callable[[Type], Mapping[str, Any]]) -> dict[str, Any]:
     if route.answer is PlainText:
         return {"text/plain": {"schema": {"type": "string"}}}
     one = schema_of(route.answer)
@@ -294,17 +294,17 @@ def _content(route: Described, schema_of: Callable[[Type], Mapping[str, Any]]) -
     return content
 
 
-def _is_probe(route: Described) -> bool:
+def _is_probe(route: RouteDoc) -> bool:
     return route.answer is State
 
 
-def _statuses(route: Described, named: bool) -> list[int]:
+def _statuses(route: RouteDoc, named: bool) -> list[int]:
     if _is_probe(route):
         return [503]
     found = {401, 500, 503}
     found |= {403} if route.admin or route.body is not None else set()
     found |= {400, 404, 413, 415} if route.body is not None else set()
-    found |= {400} if route.answer is Outcome else set()
+    found |= {400} if route.answer is OperationResult else set()
     found |= {404} if named else set()
     found |= {429} if route.path in COUNTED else set()
     return sorted(found)

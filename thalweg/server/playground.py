@@ -18,7 +18,7 @@ _HEADERS = {
 }
 
 
-class Page:
+class StaticFile:
     """One file of the page. kind: its media type."""
 
     def __init__(self, name: str, kind: str) -> None:
@@ -29,10 +29,10 @@ class Page:
 
 
 PAGES = {
-    "/": Page("index.html", "text/html"),
-    "/playground.css": Page("playground.css", "text/css"),
-    "/playground.js": Page("playground.js", "text/javascript"),
+    "/": StaticFile("index.html", "text/html"),
+    "/playground.css": StaticFile("playground.css", "text/css"),
+    "/playground.js": StaticFile("playground.js", "text/javascript"),
 } | {
-    f"/playground/{part}.js": Page(f"playground/{part}.js", "text/javascript")
+    f"/playground/{part}.js": StaticFile(f"playground/{part}.js", "text/javascript")
     for part in ("answer", "page", "stream", "theme", "tools")
 }

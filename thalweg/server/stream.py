@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from thalweg.core.errors import ThalwegError
-from thalweg.server.errors import Problem, problem_of
-from thalweg.server.metrics import Meters
+from thalweg.server.errors import ErrorInfo, error_info
+from thalweg.server.metrics import ServerMetrics
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -26,7 +26,7 @@ _HEADERS = [
 DONE = b"data: [DONE]\n\n"
 
 
-class Hangup:
+class DisconnectWatch:
     """`async with Hangup(receive) as hangup:` cancels the block when the client goes away; `hangup.gone` says so
     afterwards.
 
@@ -37,7 +37,7 @@ class Hangup:
         self.gone = False
         self._receive = receive
 
-    async def __aenter__(self) -> Hangup:
+    async def __aenter__(self) -> DisconnectWatch:
         task = asyncio.current_task()
         assert task is not None, "Hangup needs a task to cancel"
         self._task = task
@@ -60,7 +60,7 @@ class Hangup:
         self._task.cancel()
 
 
-class Writer:
+class EventWriter:
     """Writes the chunks of one answer. The response starts with the first chunk, so what fails before it still has a
     status of its own.
 
@@ -69,10 +69,10 @@ class Writer:
 
     __slots__ = ("_begun", "_start", "_send", "_emit", "_held", "_ages")
 
-    def __init__(self, start: Send, send: Send, meters: Meters) -> None:
+    def __init__(self, start: Send, send: Send, metrics: ServerMetrics) -> None:
         self._begun = False
         self._start, self._send = start, send
-        self._emit = meters.emit
+        self._emit = metrics.emit
         self._held: list[bytes] = []
         self._ages: list[float] = []  # when the engine had what is held
 
@@ -118,7 +118,7 @@ class Writer:
             self._emit.observe(now - at)
 
 
-def openai_error(problem: Problem) -> bytes:
+def openai_error(problem: ErrorInfo) -> bytes:
     return b"data: " + problem.body + b"\n\n"
 
 
@@ -131,29 +131,29 @@ class EventStream(Response):
 
     def __init__(
         self,
-        meters: Meters,
-        work: Callable[[Writer], Awaitable[None]],
+        metrics: ServerMetrics,
+        work: Callable[[EventWriter], Awaitable[None]],
         done: bytes = DONE,
-        failed: Callable[[Problem], bytes] = openai_error,
+        failed: Callable[[ErrorInfo], bytes] = openai_error,
     ) -> None:
-        self.meters, self.work, self.done, self.failed = meters, work, done, failed
+        self.metrics, self.work, self.done, self.failed = metrics, work, done, failed
         self.status_code, self.background = 200, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["account"].stream = True
-        writer = Writer(send, scope["send_chunk"], self.meters)
+        scope["accounting"].stream = True
+        writer = EventWriter(send, scope["send_chunk"], self.metrics)
         last = self.done
-        async with Hangup(receive) as hangup:
+        async with DisconnectWatch(receive) as hangup:
             try:
                 await self.work(writer)
             except ThalwegError as error:
                 if not writer.started:
                     raise
-                problem = problem_of(error)
-                scope["account"].error = problem.kind
+                problem = error_info(error)
+                scope["accounting"].error = problem.kind
                 last = self.failed(problem)
         if hangup.gone:
-            scope["account"].gone = True
-            self.meters.disconnects += 1
+            scope["accounting"].gone = True
+            self.metrics.disconnects += 1
         else:
             await writer.end(last)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from thalweg import __version__
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.server.account import Account
+from thalweg.server.accounting import RequestAccounting
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -39,7 +39,7 @@ Attributes = dict[str, Any]
 class NoTraces:
     """Without `--otlp-traces-endpoint`."""
 
-    def tell(self, account: Account) -> None:
+    def tell(self, accounting: RequestAccounting) -> None:
         """Sends nothing."""
 
     def close(self) -> None:
@@ -61,20 +61,20 @@ class Traces:
         self._tracer = self._provider.get_tracer("thalweg", __version__)
         self._context_of = TraceContextTextMapPropagator().extract
 
-    def tell(self, account: Account) -> None:
-        if account.path not in OPERATIONS:
+    def tell(self, accounting: RequestAccounting) -> None:
+        if accounting.path not in OPERATIONS:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        name = f"{account.method} {account.path}"
-        parent = self._context_of(account.headers)
-        span = self._span(name, account.began, parent, SpanKind.SERVER, _http(account))
-        account.trace = f"{span.get_span_context().trace_id:032x}"
-        if account.submitted and span.is_recording():
-            self._generation(account, _within(span))
-        if account.status >= 500 or account.error and account.submitted:
-            span.set_status(Status(StatusCode.ERROR, account.error))
-        span.end(_nanoseconds(account.ended))
+        name = f"{accounting.method} {accounting.path}"
+        parent = self._context_of(accounting.headers)
+        span = self._span(name, accounting.began, parent, SpanKind.SERVER, _http(accounting))
+        accounting.trace = f"{span.get_span_context().trace_id:032x}"
+        if accounting.submitted and span.is_recording():
+            self._generation(accounting, _within(span))
+        if accounting.status >= 500 or accounting.error and accounting.submitted:
+            span.set_status(Status(StatusCode.ERROR, accounting.error))
+        span.end(_nanoseconds(accounting.ended))
 
     def close(self) -> None:
         """Sends what is left, for LAST_WORDS at most: a collector that does not answer holds up nobody's end."""
@@ -82,22 +82,25 @@ class Traces:
         ending.start()
         ending.join(LAST_WORDS)
 
-    def _generation(self, account: Account, parent: Context) -> None:
+    def _generation(self, accounting: RequestAccounting, parent: Context) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        end = account.last or account.ended
-        name = f"{OPERATIONS[account.path]} {account.model}"
-        span = self._span(name, account.submitted, parent, SpanKind.INTERNAL, _gen_ai(account))
+        end = accounting.last or accounting.ended
+        name = f"{OPERATIONS[accounting.path]} {accounting.model}"
+        span = self._span(name, accounting.submitted, parent, SpanKind.INTERNAL, _gen_ai(accounting))
         inside = _within(span)
-        phases = ("queue", account.submitted, account.admitted), ("prefill", account.admitted, account.first)
-        for phase, began, ended in (*phases, ("decode", account.first, account.last)):
+        phases = (
+            ("queue", accounting.submitted, accounting.admitted),
+            ("prefill", accounting.admitted, accounting.first),
+        )
+        for phase, began, ended in (*phases, ("decode", accounting.first, accounting.last)):
             if began and ended:  # the admission is by the engine's reading of the same clock
                 self._span(phase, began, inside, SpanKind.INTERNAL, {}).end(_nanoseconds(max(began, ended)))
-        if account.first:
-            span.add_event("first_token", timestamp=_nanoseconds(account.first))
-            span.add_event("last_token", timestamp=_nanoseconds(account.last))
-        if account.error:
-            span.set_status(Status(StatusCode.ERROR, account.error))
+        if accounting.first:
+            span.add_event("first_token", timestamp=_nanoseconds(accounting.first))
+            span.add_event("last_token", timestamp=_nanoseconds(accounting.last))
+        if accounting.error:
+            span.set_status(Status(StatusCode.ERROR, accounting.error))
         span.end(_nanoseconds(end))
 
     def _span(self, name: str, began: float, parent: Context, kind: Any, attributes: Attributes) -> Span:
@@ -123,29 +126,29 @@ def traces_to(endpoint: str) -> Traces:
     return Traces(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
 
 
-def _http(account: Account) -> Attributes:
+def _http(accounting: RequestAccounting) -> Attributes:
     return {
-        "http.request.method": account.method,
-        "http.route": account.path,
-        "url.path": account.path,
-        "http.response.status_code": account.status,
-        "error.type": account.error or (str(account.status) if account.status >= 500 else None),
-        "thalweg.request.id": account.id,
-        "thalweg.client_disconnected": account.gone or None,
+        "http.request.method": accounting.method,
+        "http.route": accounting.path,
+        "url.path": accounting.path,
+        "http.response.status_code": accounting.status,
+        "error.type": accounting.error or (str(accounting.status) if accounting.status >= 500 else None),
+        "thalweg.request.id": accounting.id,
+        "thalweg.client_disconnected": accounting.gone or None,
     }
 
 
-def _gen_ai(account: Account) -> Attributes:
+def _gen_ai(accounting: RequestAccounting) -> Attributes:
     """Of several prompts in one request, the first one's parameters stand for all."""
-    params = account.params[0]
+    params = accounting.params[0]
     return {
-        "gen_ai.operation.name": OPERATIONS[account.path],
+        "gen_ai.operation.name": OPERATIONS[accounting.path],
         "gen_ai.provider.name": "thalweg",
-        "gen_ai.request.id": account.rids[0],
-        "gen_ai.request.model": account.model,
-        "gen_ai.response.model": account.model,
-        "gen_ai.request.stream": account.stream,
-        "gen_ai.request.choice.count": len(account.finishes) if len(account.finishes) > 1 else None,
+        "gen_ai.request.id": accounting.rids[0],
+        "gen_ai.request.model": accounting.model,
+        "gen_ai.response.model": accounting.model,
+        "gen_ai.request.stream": accounting.stream,
+        "gen_ai.request.choice.count": len(accounting.finishes) if len(accounting.finishes) > 1 else None,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
@@ -153,18 +156,18 @@ def _gen_ai(account: Account) -> Attributes:
         "gen_ai.request.seed": params.seed,
         "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
         "gen_ai.request.presence_penalty": params.presence_penalty or None,
-        "gen_ai.response.finish_reasons": account.finishes[:MAX_FINISHES],
-        "gen_ai.usage.input_tokens": account.prompt_tokens,
-        "gen_ai.usage.output_tokens": account.output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": account.cached_tokens,
-        "gen_ai.response.time_to_first_chunk": account.ttft if account.stream else None,
-        "gen_ai.latency.time_in_queue": account.queued,
-        "gen_ai.latency.time_to_first_token": account.ttft,
-        "gen_ai.latency.e2e": (account.last or account.ended) - account.began,
-        "error.type": account.error or None,
-        "thalweg.preemptions": account.preemptions or None,
-        "thalweg.drafted_tokens": account.drafted_tokens or None,
-        "thalweg.accepted_tokens": account.accepted_tokens if account.drafted_tokens else None,
+        "gen_ai.response.finish_reasons": accounting.finishes[:MAX_FINISHES],
+        "gen_ai.usage.input_tokens": accounting.prompt_tokens,
+        "gen_ai.usage.output_tokens": accounting.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": accounting.cached_tokens,
+        "gen_ai.response.time_to_first_chunk": accounting.ttft if accounting.stream else None,
+        "gen_ai.latency.time_in_queue": accounting.queued,
+        "gen_ai.latency.time_to_first_token": accounting.ttft,
+        "gen_ai.latency.e2e": (accounting.last or accounting.ended) - accounting.began,
+        "error.type": accounting.error or None,
+        "thalweg.preemptions": accounting.preemptions or None,
+        "thalweg.drafted_tokens": accounting.drafted_tokens or None,
+        "thalweg.accepted_tokens": accounting.accepted_tokens if accounting.drafted_tokens else None,
     }
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from thalweg.core.errors import CheckpointError, InvalidRequest, UnsupportedConfig
-from thalweg.text import encoding, encoding_v3
+from thalweg.text import encode_v3, encode_v32
 from thalweg.text.messages import Message, read_messages, read_tools
 from thalweg.text.template import Template, read_templates
 
 
 @dataclass(frozen=True)
-class Ask:
+class PromptOptions:
     """How a prompt is wanted. thinks None: the model's default. generation: it ends with the opening of the assistant's
     turn.
     """
@@ -68,20 +68,22 @@ class ChatEncoder(ABC):
         thinks = wants_thinking(thinking, template_kwargs)
         generation = add_generation_prompt and not continue_final_message
         prompt = self._prompt(
-            read, functions, Ask(thinks, drop_thinking, generation, response_format, template_kwargs or {})
+            read, functions, PromptOptions(thinks, drop_thinking, generation, response_format, template_kwargs or {})
         )
         return self._end_inside(prompt, read[-1]) if continue_final_message else prompt
 
     @abstractmethod
-    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: Ask) -> str: ...
+    def _prompt(
+        self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: PromptOptions
+    ) -> str: ...
 
     def _end_inside(self, prompt: str, last: Message) -> str:
         """The prompt without what closes its last message."""
-        return prompt.removesuffix(encoding.EOS)
+        return prompt.removesuffix(encode_v32.EOS)
 
 
 @dataclass(frozen=True)
-class Formats:
+class ParserNames:
     """The parsers that read what a model writes (names of `thalweg.text.parser`); None: its text is content as it
     stands.
     """
@@ -94,41 +96,41 @@ class Formats:
 class _Own:
     """One of our encoders for checkpoints without a template."""
 
-    formats: Formats
+    formats: ParserNames
     renders_tools: bool = True
 
 
-OWN = {
-    "deepseek-v3": _Own(Formats(None, "deepseekv3"), renders_tools=False),
-    "deepseek-r1": _Own(Formats("deepseek-r1", "deepseekv3"), renders_tools=False),
-    "deepseek-r1-0528": _Own(Formats("deepseek-r1", "deepseekv3")),
-    "deepseek-v31": _Own(Formats("deepseek-v3", "deepseekv31")),
-    "deepseek-v31-terminus": _Own(Formats("deepseek-v3", "deepseekv31")),
-    "deepseek-v32": _Own(Formats("deepseek-v3", "deepseekv32")),
+BUILTIN_ENCODERS = {
+    "deepseek-v3": _Own(ParserNames(None, "deepseekv3"), renders_tools=False),
+    "deepseek-r1": _Own(ParserNames("deepseek-r1", "deepseekv3"), renders_tools=False),
+    "deepseek-r1-0528": _Own(ParserNames("deepseek-r1", "deepseekv3")),
+    "deepseek-v31": _Own(ParserNames("deepseek-v3", "deepseekv31")),
+    "deepseek-v31-terminus": _Own(ParserNames("deepseek-v3", "deepseekv31")),
+    "deepseek-v32": _Own(ParserNames("deepseek-v3", "deepseekv32")),
 }
 
 
 @dataclass(frozen=True)
-class OwnEncoder(ChatEncoder):
+class BuiltinEncoder(ChatEncoder):
     """A prompt encoder written in Python, by name (a key of OWN)."""
 
     @property
     def renders_tools(self) -> bool:
-        return OWN[self.name].renders_tools
+        return BUILTIN_ENCODERS[self.name].renders_tools
 
-    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: Ask) -> str:
+    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: PromptOptions) -> str:
         thinks = bool(ask.thinks)
         if self.name == "deepseek-v32":
-            return encoding.encode_v32(messages, functions, thinks, ask.generation, ask.response_format)
+            return encode_v32.encode_v32(messages, functions, thinks, ask.generation, ask.response_format)
         if self.name in ("deepseek-v31", "deepseek-v31-terminus"):
             terminus = self.name.endswith("terminus")
-            return encoding_v3.encode_v31(messages, functions, thinks, ask.generation, terminus=terminus)
+            return encode_v3.encode_v31(messages, functions, thinks, ask.generation, terminus=terminus)
         styles = {
-            "deepseek-v3": encoding_v3.V3,
-            "deepseek-r1": encoding_v3.R1,
-            "deepseek-r1-0528": encoding_v3.R1_0528,
+            "deepseek-v3": encode_v3.V3,
+            "deepseek-r1": encode_v3.R1,
+            "deepseek-r1-0528": encode_v3.R1_0528,
         }
-        return encoding_v3.encode_v3(styles[self.name], messages, functions, ask.generation)
+        return encode_v3.encode_v3(styles[self.name], messages, functions, ask.generation)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class TemplateEncoder(ChatEncoder):
     def renders_tools(self) -> bool:
         return any("tools" in template.source for template in self.templates.values())
 
-    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: Ask) -> str:
+    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: PromptOptions) -> str:
         name = "tool_use" if functions and "tool_use" in self.templates else "default"
         variables = {**ask.variables, "drop_thinking": ask.drop_thinking}
         if ask.response_format is not None:
@@ -164,62 +166,66 @@ class NoEncoder(ChatEncoder):
     name: str = field(default="none", init=False)
     renders_tools = False
 
-    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: Ask) -> str:
+    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: PromptOptions) -> str:
         raise InvalidRequest(
             "messages", "this model has no chat template: use /v1/completions, or start with --chat-template"
         )
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatFormat:
     """The text side of one model: its encoder and the parsers of its answers, and why they were chosen. strip: the
     user's wish that thoughts stay out of the prefix cache, None for where the template drops them (see
-    `thalweg.text.history`).
+    `thalweg.text.retention`).
     """
 
     encoder: ChatEncoder
-    formats: Formats
+    formats: ParserNames
     reason: str
     strip: bool | None = None
 
 
 @dataclass(frozen=True)
-class Wish:
+class ChatOptions:
     """What the user set. template: `auto`, the name of one of our encoders, or the path of a Jinja file."""
 
     template: str = "auto"
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
-def choose_chat(folder: Path, config: Mapping[str, Any], wish: Wish = Wish(), name: str = "") -> Chat:
+def choose_chat(
+    folder: Path, config: Mapping[str, Any], wish: ChatOptions = ChatOptions(), name: str = ""
+) -> ChatFormat:
     """The encoder of a checkpoint: the user's wish, else its own template, else ours by config and name.
 
     folder: the checkpoint. config: its config.json. name: what the user called the model (`deepseek-ai/DeepSeek-R1`);
     the folder's name counts too, because V3, R1 and V3.1 share one architecture. wish.special_tokens: `bos_token`,
     `eos_token` … for the template. Raises UnsupportedConfig for an unknown name, CheckpointError for a broken template.
     """
-    if wish.template in OWN:
+    if wish.template in BUILTIN_ENCODERS:
         return _own(wish.template, "set by the user")
     if wish.template != "auto":
         path = Path(wish.template)
         if not path.is_file():
-            raise UnsupportedConfig(f"--chat-template {wish.template}: no such file, nor one of auto, {', '.join(OWN)}")
+            raise UnsupportedConfig(
+                f"--chat-template {wish.template}: no such file, nor one of auto, {', '.join(BUILTIN_ENCODERS)}"
+            )
         return _jinja({"default": path.read_text(encoding="utf-8")}, wish, f"the template {path.name} set by the user")
     templates = read_templates(folder, _tokenizer_config(folder))
     if templates:
         templates.setdefault("default", next(iter(templates.values())))
         return _jinja(templates, wish, "the checkpoint brings a chat template")
-    own = own_encoder(config, f"{name} {folder.name}")
+    own = builtin_encoder(config, f"{name} {folder.name}")
     if own is None:
-        return Chat(
+        return ChatFormat(
             NoEncoder(),
-            Formats(None, None),
+            ParserNames(None, None),
             "no chat template in the checkpoint, and no encoder of ours fits its architecture",
         )
     return _own(own, "no chat template in the checkpoint; chosen by architecture and name")
 
 
-def own_encoder(config: Mapping[str, Any], name: str) -> str | None:
+def builtin_encoder(config: Mapping[str, Any], name: str) -> str | None:
     """The name of our encoder for a checkpoint without a template, or None. `name`: anything that tells R1 from V3."""
     architectures = config.get("architectures") or []
     kind = f"{config.get('model_type', '')} {' '.join(map(str, architectures))}".lower().replace("_", "")
@@ -251,28 +257,28 @@ def wants_thinking(thinking: bool | None, template_kwargs: Mapping[str, Any] | N
     return None
 
 
-def formats_of(template: str) -> Formats:
+def formats_of(template: str) -> ParserNames:
     """The parsers for a model, by the markup that its template writes."""
     reasoning = None
     if "</think>" in template:
         reasoning = "deepseek-v3" if "thinking" in template and "enable_thinking" not in template else "deepseek-r1"
         reasoning = "qwen3" if "<|im_start|>" in template else reasoning
     if "｜DSML｜" in template:
-        return Formats(reasoning, "deepseekv32")
+        return ParserNames(reasoning, "deepseekv32")
     if "<｜tool▁sep｜>" in template:
-        return Formats(reasoning, "deepseekv3" if "```json" in template else "deepseekv31")
+        return ParserNames(reasoning, "deepseekv3" if "```json" in template else "deepseekv31")
     if "<tool_call>" in template and "<function=" not in template:
-        return Formats(reasoning, "qwen25")
-    return Formats(reasoning, None)
+        return ParserNames(reasoning, "qwen25")
+    return ParserNames(reasoning, None)
 
 
-def _own(name: str, reason: str) -> Chat:
-    return Chat(OwnEncoder(name), OWN[name].formats, reason)
+def _own(name: str, reason: str) -> ChatFormat:
+    return ChatFormat(BuiltinEncoder(name), BUILTIN_ENCODERS[name].formats, reason)
 
 
-def _jinja(sources: Mapping[str, str], wish: Wish, reason: str) -> Chat:
+def _jinja(sources: Mapping[str, str], wish: ChatOptions, reason: str) -> ChatFormat:
     templates = {name: Template(source, wish.special_tokens) for name, source in sources.items()}
-    return Chat(TemplateEncoder(templates), formats_of(sources["default"]), reason)
+    return ChatFormat(TemplateEncoder(templates), formats_of(sources["default"]), reason)
 
 
 def _tokenizer_config(folder: Path) -> Mapping[str, Any]:

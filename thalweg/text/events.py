@@ -52,7 +52,7 @@ class ParsedCall:
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedAnswer:
     """A whole answer. `content` and `reasoning` are None when there is none."""
 
     content: str | None
@@ -65,7 +65,7 @@ class Parsed:
         return "tool_calls" if self.calls else "stop"
 
 
-def collect(events: Iterable[Event]) -> Parsed:
+def collect(events: Iterable[Event]) -> ParsedAnswer:
     """Fold events into the message that a client of the stream has at the end."""
     content: list[str] = []
     reasoning: list[str] = []
@@ -83,4 +83,4 @@ def collect(events: Iterable[Event]) -> Parsed:
             case ArgumentDelta(index, text):
                 arguments[index].append(text)
     calls = tuple(ParsedCall(start.id, start.name, "".join(arguments[i])) for i, start in starts.items())
-    return Parsed("".join(content) or None, "".join(reasoning) or None, calls)
+    return ParsedAnswer("".join(content) or None, "".join(reasoning) or None, calls)

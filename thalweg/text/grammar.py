@@ -196,7 +196,7 @@ class _Vocabulary:
         return ids + self._encode(text[begin:], False)
 
 
-class Matcher:
+class GrammarMatcher:
     """How far one sequence has come in its grammar. `error` is the reason it cannot go on, or ""."""
 
     def __init__(self, state: LLMatcher) -> None:
@@ -214,7 +214,7 @@ class Matcher:
         return bool(self.state.consume_tokens(list(tokens)))
 
 
-class Compiler:
+class GrammarCompiler:
     """Compiles grammars for one tokenizer. vocab: width of the logits. eos_ids: what ends a complete output, at least
     one.
     """
@@ -225,16 +225,16 @@ class Compiler:
         self.specials = tuple(vocabulary.special_token_ids)
         self._executor: LLExecutor | None = None
 
-    def compile(self, grammar: Grammar) -> Matcher:
+    def compile(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the beginning; copies of it follow sequences. Raises InvalidRequest."""
         state = LLMatcher(self.tokenizer, lower(grammar), log_level=0, limits=LIMITS)
         if not state.is_error():
             state.compute_bitmask()  # what the first mask needs is built here, not on the engine's thread
         if state.is_error():
             raise InvalidRequest(grammar.field, _reason(state.get_error()))
-        return Matcher(state)
+        return GrammarMatcher(state)
 
-    def fill(self, wanted: Sequence[tuple[Matcher, int]], bits: NDArray[np.int32]) -> None:
+    def fill(self, wanted: Sequence[tuple[GrammarMatcher, int]], bits: NDArray[np.int32]) -> None:
         """Writes the masks of these matchers into these rows of `bits` (see `Masks`)."""
         start, size = bits.ctypes.data, bits.shape[1] * 4
         if len(wanted) == 1 or size * 8 < SHARED_OUT:

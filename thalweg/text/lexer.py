@@ -21,7 +21,7 @@ Read = Callable[[str, int], tuple[Tag, int] | None]
 
 
 @dataclass(frozen=True)
-class Marks:
+class TagSyntax:
     """What a format's tags look like.
 
     openers: what every tag begins with (or is), after `fold`; their beginnings are held back at the end of a piece of
@@ -34,10 +34,10 @@ class Marks:
     fold: Mapping[int, int] = field(default_factory=dict)
 
 
-NO_MARKS = Marks((), lambda text, at: None)
+NO_MARKS = TagSyntax((), lambda text, at: None)
 
 
-def literal_marks(kinds: Mapping[str, str], fold: Mapping[int, int] | None = None) -> Marks:
+def literal_marks(kinds: Mapping[str, str], fold: Mapping[int, int] | None = None) -> TagSyntax:
     """Marks of which each is one fixed string: text → kind."""
     table = dict(fold or {})
 
@@ -46,7 +46,7 @@ def literal_marks(kinds: Mapping[str, str], fold: Mapping[int, int] | None = Non
         end = at + len(mark)
         return Tag(kinds[mark], text[at:end]), end
 
-    return Marks(tuple(kinds), read, table)
+    return TagSyntax(tuple(kinds), read, table)
 
 
 class Lexer:
@@ -54,7 +54,7 @@ class Lexer:
 
     __slots__ = ("_buffer", "_fold", "_heads", "_longest", "_pattern", "_reads")
 
-    def __init__(self, marks: Sequence[Marks]) -> None:
+    def __init__(self, marks: Sequence[TagSyntax]) -> None:
         self._reads = {opener: mark.read for mark in marks for opener in mark.openers}
         openers = sorted(self._reads, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, openers)) if openers else r"(?!)")

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeVar
 
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.text import tools_dsml, tools_hermes, tools_sep
-from thalweg.text.answer import Answer, Prose
-from thalweg.text.events import Event, Parsed, collect
-from thalweg.text.lexer import Lexer, Marks, Tag, Token, literal_marks
+from thalweg.text.event_builder import EventBuilder, TextSpacing
+from thalweg.text.events import Event, ParsedAnswer, collect
+from thalweg.text.lexer import Lexer, Tag, TagSyntax, Token, literal_marks
 
 _Format = TypeVar("_Format")
 
@@ -41,8 +41,8 @@ class ToolFormat:
     the marks that are special tokens go, as they do from any answer, what a text may hold stays.
     """
 
-    marks: Marks
-    layer: Callable[[Answer, Mapping[str, Mapping[str, object]]], ToolLayer]
+    marks: TagSyntax
+    layer: Callable[[EventBuilder, Mapping[str, Mapping[str, object]]], ToolLayer]
     plain: Callable[[str], str]
 
 
@@ -57,15 +57,15 @@ class ReasoningFormat:
     begins: Mapping[bool | None, str]
 
 
-def _sep(answer: Answer, schemas: Mapping[str, Mapping[str, object]]) -> ToolLayer:
+def _sep(answer: EventBuilder, schemas: Mapping[str, Mapping[str, object]]) -> ToolLayer:
     return tools_sep.SepTools(answer)
 
 
-def _hermes(answer: Answer, schemas: Mapping[str, Mapping[str, object]]) -> ToolLayer:
+def _hermes(answer: EventBuilder, schemas: Mapping[str, Mapping[str, object]]) -> ToolLayer:
     return tools_hermes.HermesTools(answer)
 
 
-def _dsml(answer: Answer, schemas: Mapping[str, Mapping[str, object]]) -> ToolLayer:
+def _dsml(answer: EventBuilder, schemas: Mapping[str, Mapping[str, object]]) -> ToolLayer:
     return tools_dsml.DsmlTools(answer, schemas)
 
 
@@ -85,7 +85,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 _THINK = literal_marks({"<think>": "think", "</think>": "/think"})
 
 
-class Parser:
+class AnswerParser:
     """One answer. `feed` text deltas and get events; `finish` when the text has ended. Never raises, whatever the text
     is.
 
@@ -110,7 +110,7 @@ class Parser:
         new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
         marks = []
-        self._answer = Answer(hold, new_id)
+        self._answer = EventBuilder(hold, new_id)
         self._tools: ToolLayer | None = None
         self._plain: Callable[[str], str] | None = None
         begins = "outside"
@@ -125,7 +125,7 @@ class Parser:
             self._plain = None if offered else tool_form.plain
             marks.append(tool_form.marks)
         self._lexer = Lexer(marks)
-        self._thought = Prose(skips_space=True)
+        self._thought = TextSpacing(skips_space=True)
         self._interrupted = False  # a call ended the thought, and its own end tag may still come
         self._state = {"inside": self._inside, "maybe": self._maybe, "outside": self._outside}[begins]
         self._space: list[str] = []
@@ -163,7 +163,7 @@ class Parser:
             self._state = self._outside
         elif token.kind == "think":
             if self._thought.empty:
-                self._thought = Prose(skips_space=True)
+                self._thought = TextSpacing(skips_space=True)
             else:
                 self._answer.reasoning(self._thought.feed(token.raw))
         else:
@@ -198,9 +198,9 @@ class Parser:
             self._answer.text(token)
 
 
-def parse(text: str, reasoning: str | None, tools: str | None, **options: Any) -> Parsed:
+def parse(text: str, reasoning: str | None, tools: str | None, **options: Any) -> ParsedAnswer:
     """A whole answer at once; `options` as for Parser."""
-    parser = Parser(reasoning, tools, **{"hold": True, **options})
+    parser = AnswerParser(reasoning, tools, **{"hold": True, **options})
     return collect([*parser.feed(text), *parser.finish()])
 
 

@@ -29,7 +29,7 @@ _TEXT = r"(.|\n)*"
 
 
 @dataclass(frozen=True)
-class Tools:
+class ToolGrammarSpec:
     """functions: as OpenAI's clients give them (name, parameters). forced: the answer is calls and nothing else;
     otherwise it may be text, or what the grammar `content` says ("" is any text), too. single: at most one call.
     mark_id: the token that a mark is, if it is one.
@@ -51,7 +51,7 @@ class Tools:
         return " ".join(terms)
 
 
-def tool_grammar(form: str, tools: Tools) -> str:
+def tool_grammar(form: str, tools: ToolGrammarSpec) -> str:
     """The Lark grammar of an answer in a format of `thalweg.text.parser.TOOL_FORMATS`. Raises InvalidRequest naming the
     tool.
     """
@@ -61,7 +61,7 @@ def tool_grammar(form: str, tools: Tools) -> str:
     return "\n".join(_FORMATS[form](tools))
 
 
-def _sep(tools: Tools, before: str, after: str, opening: str) -> list[str]:
+def _sep(tools: ToolGrammarSpec, before: str, after: str, opening: str) -> list[str]:
     """DeepSeek V3 to V3.1: special tokens around each call. before, after: what stands around the name; opening: before
     the JSON's end mark.
     """
@@ -73,7 +73,7 @@ def _sep(tools: Tools, before: str, after: str, opening: str) -> list[str]:
     return rules
 
 
-def _hermes(tools: Tools) -> list[str]:
+def _hermes(tools: ToolGrammarSpec) -> list[str]:
     rules = [_block(tools, tools.mark("<tool_call>"), "", '"\\n"')]
     for i, function in enumerate(tools.functions):
         head = tools.mark('\n{"name": ' + json.dumps(function["name"]) + ', "arguments": ')
@@ -81,7 +81,7 @@ def _hermes(tools: Tools) -> list[str]:
     return rules
 
 
-def _block(tools: Tools, begin: str, rest: str, between: str) -> str:
+def _block(tools: ToolGrammarSpec, begin: str, rest: str, between: str) -> str:
     """The rules `start` and `calls`. A format whose block is nothing but its calls (rest "") repeats `begin` before
     each of them.
     """
@@ -103,7 +103,7 @@ def _block(tools: Tools, begin: str, rest: str, between: str) -> str:
     return f"start: head* TEXT | head+ {tail} {rest}\nTEXT: /{_TEXT}/\n{head}\n{calls}"
 
 
-def _dsml(tools: Tools) -> list[str]:
+def _dsml(tools: ToolGrammarSpec) -> list[str]:
     begin, end = tools.mark("<｜DSML｜function_calls>\n"), tools.mark("</｜DSML｜function_calls>")
     rules = [_block(tools, begin, f"calls {end}", "")]
     for i, function in enumerate(tools.functions):
@@ -114,7 +114,7 @@ def _dsml(tools: Tools) -> list[str]:
     return [*rules, f"text: chunk+\nchunk[lazy]: /{_TEXT}<\\//"]
 
 
-def _parameters(tools: Tools, i: int, function: Function) -> tuple[str, list[str]]:
+def _parameters(tools: ToolGrammarSpec, i: int, function: Function) -> tuple[str, list[str]]:
     """What stands in an invoke: parameters, one rule each, or the whole object as JSON."""
     schema = _schema(i, function)
     members = schema.get("properties", {})
@@ -132,7 +132,7 @@ def _parameters(tools: Tools, i: int, function: Function) -> tuple[str, list[str
     return " ".join(terms), rules
 
 
-def _parameter(tools: Tools, rule: str, name: str, member: Any, shared: Mapping[str, Any]) -> list[str]:
+def _parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, shared: Mapping[str, Any]) -> list[str]:
     """The rule of one parameter: a string stands as it is, anything else as JSON."""
     ending = tools.mark("｜DSML｜parameter>\n")
     extra: list[str] = []
@@ -162,7 +162,7 @@ def _schema(i: int, function: Function) -> dict[str, Any]:
     return schema
 
 
-_FORMATS: Mapping[str, Callable[[Tools], list[str]]] = {
+_FORMATS: Mapping[str, Callable[[ToolGrammarSpec], list[str]]] = {
     "deepseekv3": lambda tools: _sep(tools, "function<｜tool▁sep｜>", "\n```json\n", "\n```"),
     "deepseekv31": lambda tools: _sep(tools, "", "<｜tool▁sep｜>", ""),
     "deepseekv32": _dsml,

@@ -21,9 +21,9 @@ import json
 import re
 from collections.abc import Mapping
 
-from thalweg.text.answer import Answer, Call
-from thalweg.text.json_stream import JsonObject, after_json
-from thalweg.text.lexer import Marks, Tag, Token
+from thalweg.text.event_builder import CallBuilder, EventBuilder
+from thalweg.text.lexer import Tag, TagSyntax, Token
+from thalweg.text.partial_json import JsonObject, after_json
 
 _BODY = re.compile(r'(?:[^<>\n"]|"[^"\n<]*")*')
 _TAG = re.compile(r'\s*(function_calls|tool_calls|invoke|parameter)((?:\s+\w+\s*=\s*"[^"\n<]*")*)\s*(/?)')
@@ -54,7 +54,7 @@ def _read(text: str, at: int) -> tuple[Tag, int] | None:
     return _tag(text[at:end], text[mark.end() : body.end()], closes="/" in text[at : mark.start()]), end
 
 
-MARKS = Marks(("<｜DSML｜", "</｜DSML｜", "/｜DSML｜", "｜DSML｜"), _read, fold={ord("|"): ord("｜")})
+MARKS = TagSyntax(("<｜DSML｜", "</｜DSML｜", "/｜DSML｜", "｜DSML｜"), _read, fold={ord("|"): ord("｜")})
 
 
 class DsmlTools:
@@ -63,7 +63,7 @@ class DsmlTools:
     schemas: function name → JSON schema of its parameters; empty when the functions are not known.
     """
 
-    def __init__(self, answer: Answer, schemas: Mapping[str, Mapping[str, object]]) -> None:
+    def __init__(self, answer: EventBuilder, schemas: Mapping[str, Mapping[str, object]]) -> None:
         self._answer = answer
         self._schemas = schemas
         self._wrapped = False
@@ -114,7 +114,7 @@ class _Invoke:
     bare: no outer tag precedes it, and the call is held: `close` looks whether it is one.
     """
 
-    def __init__(self, call: Call, begin: Tag, schema: Mapping[str, object], *, bare: bool) -> None:
+    def __init__(self, call: CallBuilder, begin: Tag, schema: Mapping[str, object], *, bare: bool) -> None:
         self.bad = False
         self._call = call
         self._schema = schema

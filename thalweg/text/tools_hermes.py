@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import re
 
-from thalweg.text.answer import Answer, Call
-from thalweg.text.json_stream import JsonObject, after_json
+from thalweg.text.event_builder import CallBuilder, EventBuilder
 from thalweg.text.lexer import Token, literal_marks
+from thalweg.text.partial_json import JsonObject, after_json
 
 MARKS = literal_marks({"<tool_call>": "call", "</tool_call>": "/call"})
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -28,7 +28,7 @@ _LONGEST_HEAD = 4096  # characters: beyond it the call waits for its end: each p
 class HermesTools:
     """The tool layer: takes the tokens of the content, writes to the answer."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: EventBuilder) -> None:
         self._answer = answer
         self._call: _Call | None = None
 
@@ -61,7 +61,7 @@ class HermesTools:
 class _Call:
     """One call between its tags."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: CallBuilder) -> None:
         self._call = call
         self._raw: list[str] = []
         self._head = ""  # as much of the text as may hold the name

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 
-from thalweg.text.answer import Answer, Call
-from thalweg.text.json_stream import JsonObject, after_json
+from thalweg.text.event_builder import CallBuilder, EventBuilder
 from thalweg.text.lexer import Token, literal_marks
+from thalweg.text.partial_json import JsonObject, after_json
 
 # Models also write ASCII bars and underscores.
 MARKS = literal_marks(
@@ -33,7 +33,7 @@ _LONGEST_HEAD = 4096  # characters before the JSON: beyond it there is no call
 class SepTools:
     """The tool layer: takes the tokens of the content, writes to the answer."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: EventBuilder) -> None:
         self._answer = answer
         self._call: _Call | None = None
 
@@ -72,7 +72,7 @@ class SepTools:
 class _Call:
     """One call between its tags."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: CallBuilder) -> None:
         self._call = call
         self._raw: list[str] = []
         self._header = ""

@@ -27,7 +27,7 @@ from thalweg.bench.tasks import (
     sum_identity,
     sum_reasoning,
 )
-from thalweg.text.encoding import encode_deepseek_v32
+from thalweg.text.encode_v32 import encode_deepseek_v32
 from tools.train_tiny.corpus import Section, read_sections
 from tools.train_tiny.smalltalk import LOOSE_SUMS, draw_smalltalk
 from tools.train_tiny.tokenizer import ASSISTANT, BOS, END_THINK, EOS, THINK, USER

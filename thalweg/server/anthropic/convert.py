@@ -7,33 +7,33 @@ from typing import Any
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.server.anthropic.protocol import (
+    AnthropicTool,
     Block,
     Conversation,
     DocumentBlock,
     ImageBlock,
-    Message,
+    InputMessage,
     MessagesRequest,
     RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
-    Tool,
     ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
 )
-from thalweg.server.draft import Draft
+from thalweg.server.conversion import ChatConversion
 from thalweg.server.protocol import ChatRequest, ResponseFormat
 
 
-def chat_of(body: Conversation, draft: Draft) -> ChatRequest:
-    """The same conversation as a chat request; its messages are those of `draft`. Raises InvalidRequest."""
+def chat_of(body: Conversation, conversion: ChatConversion) -> ChatRequest:
+    """The same conversation as a chat request; its messages are those of `conversion`. Raises InvalidRequest."""
     _refuse(body)
     system = body.system if isinstance(body.system, str) else _joined(body.system or (), "system")
     if system:
-        draft.add("system", "system", content=system)
+        conversion.add("system", "system", content=system)
     for i, message in enumerate(body.messages):
-        _write(message, f"messages[{i}]", draft)
-    chat = ChatRequest(messages=draft.messages, model=body.model)
+        _write(message, f"messages[{i}]", conversion)
+    chat = ChatRequest(messages=conversion.messages, model=body.model)
     chat.continue_final_message = bool(body.messages) and body.messages[-1].role == "assistant"
     chat.chat_template_kwargs = {"thinking": body.thinking is not None and body.thinking.type != "disabled"}
     chat.tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None
@@ -66,12 +66,12 @@ def _refuse(body: Conversation) -> None:
         raise InvalidRequest("thinking.budget_tokens", f"must be at least 1, got {budget}")
 
 
-def _write(message: Message, field: str, draft: Draft) -> None:
+def _write(message: InputMessage, field: str, conversion: ChatConversion) -> None:
     """One message of theirs may be several of ours: each tool result is one, and stands before the text beside it."""
     if isinstance(message.content, str):
-        return draft.add(field, message.role, content=message.content)
+        return conversion.add(field, message.role, content=message.content)
     if message.role == "assistant":
-        return _write_answer(message.content, field, draft)
+        return _write_answer(message.content, field, conversion)
     texts: list[TextBlock] = []
     for i, block in enumerate(message.content):
         where = f"{field}.content[{i}]"
@@ -79,14 +79,14 @@ def _write(message: Message, field: str, draft: Draft) -> None:
             content = (
                 block.content if isinstance(block.content, str) else _joined(block.content or (), where + ".content")
             )
-            draft.add(where, "tool", tool_call_id=block.tool_use_id, content=content)
+            conversion.add(where, "tool", tool_call_id=block.tool_use_id, content=content)
         else:
             texts.append(_text(block, where))
     if texts or not message.content:
-        draft.add(field, message.role, content="".join(block.text for block in texts))
+        conversion.add(field, message.role, content="".join(block.text for block in texts))
 
 
-def _write_answer(blocks: Sequence[Block], field: str, draft: Draft) -> None:
+def _write_answer(blocks: Sequence[Block], field: str, conversion: ChatConversion) -> None:
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         if isinstance(block, ThinkingBlock):
@@ -100,7 +100,7 @@ def _write_answer(blocks: Sequence[Block], field: str, draft: Draft) -> None:
     rest: dict[str, Any] = {"reasoning_content": "".join(thoughts)} if thoughts else {}
     if calls:
         rest["tool_calls"] = calls
-    draft.add(field, "assistant", content="".join(texts), **rest)
+    conversion.add(field, "assistant", content="".join(texts), **rest)
 
 
 def _text(block: Block, field: str) -> TextBlock:
@@ -116,7 +116,7 @@ def _joined(blocks: Iterable[Block], field: str) -> str:
     return "".join(_text(block, f"{field}[{i}]").text for i, block in enumerate(blocks))
 
 
-def _tool(tool: Tool, field: str) -> dict[str, Any]:
+def _tool(tool: AnthropicTool, field: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise InvalidRequest(f"{field}.type", f"is {tool.type!r}: only your own tools can be called here")
     if tool.input_schema is None:

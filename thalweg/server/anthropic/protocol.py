@@ -47,12 +47,12 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
 Block = TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
-class Message(msgspec.Struct, kw_only=True):
+class InputMessage(msgspec.Struct, kw_only=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class AnthropicTool(msgspec.Struct, kw_only=True):
     """type: "custom" or nothing; tools that run on Anthropic's servers are refused. input_schema: a JSON schema."""
 
     name: str
@@ -92,10 +92,10 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 class Conversation(msgspec.Struct, kw_only=True):
     """POST /v1/messages/count_tokens, and what /v1/messages has in common with it."""
 
-    messages: list[Message]
+    messages: list[InputMessage]
     model: str | None = None
     system: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     mcp_servers: Any = None
@@ -119,7 +119,7 @@ class MessagesRequest(Conversation, kw_only=True):
     priority: int | None = None
 
 
-class Usage(msgspec.Struct):
+class MessagesUsage(msgspec.Struct):
     """input_tokens: of the prompt, without those that were found in the cache, which are cache_read_input_tokens."""
 
     input_tokens: int
@@ -148,7 +148,7 @@ BlockAnswer = TextAnswer | ThinkingAnswer | ToolUseAnswer
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class MessageAnswer(msgspec.Struct):
+class MessagesResponse(msgspec.Struct):
     """A whole answer. stop_reason: null only in the message_start of a stream."""
 
     id: str
@@ -156,7 +156,7 @@ class MessageAnswer(msgspec.Struct):
     content: list[BlockAnswer]
     stop_reason: StopReason | None
     stop_sequence: str | None
-    usage: Usage
+    usage: MessagesUsage
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
 

@@ -8,38 +8,38 @@ from collections.abc import Sequence
 from typing import Any
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.server.draft import Draft
-from thalweg.server.parts import Kind, Part
+from thalweg.server.content_parts import ContentPart, PartKind
+from thalweg.server.conversion import ChatConversion
+from thalweg.server.parsing import convert
 from thalweg.server.protocol import ChatRequest, ResponseFormat
-from thalweg.server.reading import convert
 from thalweg.server.responses.protocol import (
     CallItem,
     MessageItem,
     OutputItem,
     ReasoningItem,
     ResponsesRequest,
+    ResponsesTool,
     TextFormat,
-    Tool,
 )
 
 _NO_THOUGHT = ("none", "minimal")
 
 
-def chat_of(body: ResponsesRequest, before: Sequence[dict[str, Any]], draft: Draft) -> ChatRequest:
+def chat_of(body: ResponsesRequest, before: Sequence[dict[str, Any]], conversion: ChatConversion) -> ChatRequest:
     """The same as a chat request; its messages are those of `draft`. before: the conversation so far. Raises
     InvalidRequest.
     """
     _refuse(body)
     if body.instructions:
-        draft.add("instructions", "system", content=body.instructions)
+        conversion.add("instructions", "system", content=body.instructions)
     for message in before:
-        draft.messages.append(message)
-        draft.fields.append("previous_response_id")
+        conversion.messages.append(message)
+        conversion.fields.append("previous_response_id")
     if isinstance(body.input, str):
-        draft.add("input", "user", content=body.input)
+        conversion.add("input", "user", content=body.input)
     else:
-        _Writer(draft).write(body.input)
-    chat = ChatRequest(messages=draft.messages, model=body.model, stream=body.stream)
+        _Writer(conversion).write(body.input)
+    chat = ChatRequest(messages=conversion.messages, model=body.model, stream=body.stream)
     chat.max_tokens, chat.temperature, chat.top_p = body.max_output_tokens, body.temperature, body.top_p
     chat.seed, chat.stop, chat.top_k, chat.min_p = body.seed, body.stop, body.top_k, body.min_p
     chat.repetition_penalty, chat.cache_salt, chat.priority = body.repetition_penalty, body.cache_salt, body.priority
@@ -51,17 +51,17 @@ def chat_of(body: ResponsesRequest, before: Sequence[dict[str, Any]], draft: Dra
     return chat
 
 
-def message_of(parts: Sequence[Part]) -> dict[str, Any]:
+def message_of(parts: Sequence[ContentPart]) -> dict[str, Any]:
     """An answer as a message of the conversation that goes on from it."""
-    message: dict[str, Any] = {"role": "assistant", "content": _texts(parts, Kind.TEXT)}
-    if thought := _texts(parts, Kind.THOUGHT):
+    message: dict[str, Any] = {"role": "assistant", "content": _texts(parts, PartKind.TEXT)}
+    if thought := _texts(parts, PartKind.THOUGHT):
         message["reasoning_content"] = thought
-    if calls := [_call(part.id, part.name, part.text) for part in parts if part.kind is Kind.CALL]:
+    if calls := [_call(part.id, part.name, part.text) for part in parts if part.kind is PartKind.CALL]:
         message["tool_calls"] = calls
     return message
 
 
-def _texts(parts: Sequence[Part], kind: Kind) -> str:
+def _texts(parts: Sequence[ContentPart], kind: PartKind) -> str:
     return "".join(part.text for part in parts if part.kind is kind)
 
 
@@ -72,8 +72,8 @@ def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
 class _Writer:
     """Writes items as messages: a thought, a text and calls that follow each other are one message of the assistant."""
 
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
+    def __init__(self, conversion: ChatConversion) -> None:
+        self._draft = conversion
         self._answer: dict[str, Any] | None = None
 
     def write(self, items: Sequence[dict[str, Any]]) -> None:
@@ -124,7 +124,7 @@ def _refuse(body: ResponsesRequest) -> None:
         raise InvalidRequest(name, "log-probabilities are not supported here: /v1/chat/completions has them")
 
 
-def _tool(tool: Tool, field: str) -> dict[str, Any]:
+def _tool(tool: ResponsesTool, field: str) -> dict[str, Any]:
     if tool.type != "function":
         raise InvalidRequest(f"{field}.type", f"is {tool.type!r}: only your own functions can be called here")
     given = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}

@@ -27,7 +27,7 @@ class TextOptions(msgspec.Struct, kw_only=True):
     format: TextFormat | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class ResponsesTool(msgspec.Struct, kw_only=True):
     """type: "function"; tools that run on OpenAI's servers are refused."""
 
     type: str
@@ -49,7 +49,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[Tool] | None = None
+    tools: list[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -112,7 +112,7 @@ class OutputText(msgspec.Struct):
     logprobs: tuple[()] = ()
 
 
-class MessageAnswer(msgspec.Struct, tag_field="type", tag="message"):
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
     id: str
     content: list[OutputText]
     status: Status
@@ -135,7 +135,7 @@ class CallAnswer(msgspec.Struct, tag_field="type", tag="function_call"):
     status: Status
 
 
-ItemAnswer = MessageAnswer | ReasoningAnswer | CallAnswer
+ItemAnswer = OutputMessage | ReasoningAnswer | CallAnswer
 
 
 class InputDetails(msgspec.Struct):
@@ -147,7 +147,7 @@ class OutputDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
-class Usage(msgspec.Struct):
+class ResponsesUsage(msgspec.Struct):
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
@@ -184,10 +184,10 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     temperature: float
     text: TextOptions
     tool_choice: str | dict[str, Any]
-    tools: list[Tool]
+    tools: list[ResponsesTool]
     top_p: float
     truncation: str
-    usage: Usage | None = None
+    usage: ResponsesUsage | None = None
     user: str | None
     metadata: dict[str, Any]
     background: Literal[False] = False

@@ -12,14 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine.assemble import Piece
 from thalweg.server.chat import prepare
-from thalweg.server.contract import Piece
-from thalweg.server.desk import Desk, allowance_of, collect, gone, reply, run
-from thalweg.server.draft import Draft
-from thalweg.server.errors import ApiError, Problem
-from thalweg.server.reading import read
+from thalweg.server.context import AppContext, collect, gone, quota_of, reply, run
+from thalweg.server.conversion import ChatConversion
+from thalweg.server.errors import ApiError, ErrorInfo
+from thalweg.server.parsing import read
 from thalweg.server.responses.convert import chat_of, message_of
-from thalweg.server.responses.events import Narrator
 from thalweg.server.responses.protocol import (
     Deleted,
     Reasoning,
@@ -28,8 +27,9 @@ from thalweg.server.responses.protocol import (
     TextFormat,
     TextOptions,
 )
+from thalweg.server.responses.stream import ResponsesStreamEncoder
 from thalweg.server.sampling import given
-from thalweg.server.stream import EventStream, Writer
+from thalweg.server.stream import EventStream, EventWriter
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 _NAMES = {  # of the chat request's fields, in this API
@@ -41,25 +41,29 @@ _NAMES = {  # of the chat request's fields, in this API
 }
 
 
-async def respond(desk: Desk, request: Request) -> Response:
+async def respond(ctx: AppContext, request: Request) -> Response:
     """OpenAI's Responses API: an answer to an input and to what went before it."""
     started = time.time()
     body = read(await request.body(), _decoder)
-    model, draft, mark = desk.model(body.model), Draft("parameters", _NAMES), allowance_of(request).tenant.mark
-    before = _before(desk, mark, body.previous_response_id)
-    chat = chat_of(body, before, draft)
-    with draft.named():
-        turn = await prepare(desk, chat, request, started)
-    narrator = Narrator(_response(body, model, turn.params, int(started)), turn.parser())
-    spoken = draft.messages[1:] if body.instructions else draft.messages
+    model, conversion, mark = (
+        ctx.model(body.model),
+        ChatConversion("parameters", _NAMES),
+        quota_of(request).api_key.mark,
+    )
+    before = _before(ctx, mark, body.previous_response_id)
+    chat = chat_of(body, before, conversion)
+    with conversion.named():
+        turn = await prepare(ctx, chat, request, started)
+    narrator = ResponsesStreamEncoder(_response(body, model, turn.params, int(started)), turn.parser())
+    spoken = conversion.messages[1:] if body.instructions else conversion.messages
 
     async def end(piece: Piece) -> None:
-        narrator.end(piece, len(await desk.tokens(narrator.thought, False, "input", desk.context)))
+        narrator.end(piece, len(await ctx.tokens(narrator.thought, False, "input", ctx.context)))
         if narrator.response.store:
             messages = [*spoken, message_of(narrator.parts)]
-            desk.shelf.put(mark(narrator.response.id), messages, msgspec.json.encode(narrator.response))
+            ctx.store.put(mark(narrator.response.id), messages, msgspec.json.encode(narrator.response))
 
-    async def stream(writer: Writer) -> None:
+    async def stream(writer: EventWriter) -> None:
         async def take(choice: int, piece: Piece) -> None:
             events = narrator.feed(piece)
             if piece.finish is not None:
@@ -68,13 +72,13 @@ async def respond(desk: Desk, request: Request) -> Response:
             if events:
                 await writer.write(events, piece.at)
 
-        with draft.named():
-            await run(desk, turn.job, take)
+        with conversion.named():
+            await run(ctx, turn.job, take)
 
     if body.stream:
-        return EventStream(desk.meters, stream, done=b"", failed=narrator.failed)
-    with draft.named():
-        ended = await collect(desk, turn.job, request.receive)
+        return EventStream(ctx.metrics, stream, done=b"", failed=narrator.failed)
+    with conversion.named():
+        ended = await collect(ctx, turn.job, request.receive)
     if ended is None:
         return gone()
     narrator.take(ended[0])
@@ -82,27 +86,27 @@ async def respond(desk: Desk, request: Request) -> Response:
     return reply(narrator.response)
 
 
-async def kept_response(desk: Desk, request: Request) -> Response:
+async def kept_response(ctx: AppContext, request: Request) -> Response:
     """A response that is kept."""
     id = request.path_params["id"]
-    kept = desk.shelf.get(allowance_of(request).tenant.mark(id))
+    kept = ctx.store.get(quota_of(request).api_key.mark(id))
     if kept is None:
         raise _unknown(id, None)
     return Response(kept.body, media_type="application/json")
 
 
-async def forget_response(desk: Desk, request: Request) -> Response:
+async def forget_response(ctx: AppContext, request: Request) -> Response:
     """Forgets a response that is kept."""
     id = request.path_params["id"]
-    if not desk.shelf.remove(allowance_of(request).tenant.mark(id)):
+    if not ctx.store.remove(quota_of(request).api_key.mark(id)):
         raise _unknown(id, None)
     return reply(Deleted(id))
 
 
-def _before(desk: Desk, mark: Callable[[str], str], id: str | None) -> Sequence[dict[str, Any]]:
+def _before(ctx: AppContext, mark: Callable[[str], str], id: str | None) -> Sequence[dict[str, Any]]:
     if id is None:
         return ()
-    kept = desk.shelf.get(mark(id))
+    kept = ctx.store.get(mark(id))
     if kept is None:
         raise _unknown(id, "previous_response_id")
     return kept.messages
@@ -110,7 +114,7 @@ def _before(desk: Desk, mark: Callable[[str], str], id: str | None) -> Sequence[
 
 def _unknown(id: str, param: str | None) -> ApiError:
     message = f"no response {id!r} is kept here: it was not stored, or has made room for later ones"
-    return ApiError(Problem(404, message, "not_found_error", param, "response_not_found"))
+    return ApiError(ErrorInfo(404, message, "not_found_error", param, "response_not_found"))
 
 
 def _response(body: ResponsesRequest, model: str, params: SamplingParams, created: int) -> ResponseAnswer:

@@ -18,10 +18,10 @@ from typing import Any
 
 from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
-from thalweg.text.chat import Chat
+from thalweg.text.chat import ChatFormat
 from thalweg.text.parser import opens_thought
 
-CALL_MARKS = {  # by tool parser: the token that every call has
+TOOL_CALL_TOKENS = {  # by tool parser: the token that every call has
     "deepseekv3": "<｜tool▁calls▁begin｜>",
     "deepseekv31": "<｜tool▁calls▁begin｜>",
     "deepseekv32": "｜DSML｜",
@@ -36,7 +36,7 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "para
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
+class TemplateBehavior:
     """What a template renders again in the next turn. thoughts: an answer's; called: the thought before a call, with
     the call's result next. plain, plain_called: the prompt itself and what follows it, where it leaves the model
     outside a thought.
@@ -48,19 +48,19 @@ class Habits:
     plain_called: bool
 
 
-class History:
+class ThinkingRetention:
     """Says of each prompt what the cache should keep of its answers. strip of the chat: False keeps all, None drops
     what the template drops, True drops thoughts even where it does not. mark_id: the id of an added token by its text,
     or None.
     """
 
-    def __init__(self, chat: Chat, mark_id: Callable[[str], int | None]) -> None:
+    def __init__(self, chat: ChatFormat, mark_id: Callable[[str], int | None]) -> None:
         self._chat = chat
         self._thinks = chat.formats.reasoning is not None and chat.strip is not False
         self._think = mark_id("<think>")
-        mark = CALL_MARKS.get(chat.formats.tools or "")
+        mark = TOOL_CALL_TOKENS.get(chat.formats.tools or "")
         self._call = None if mark is None else mark_id(mark)
-        self._habits: OrderedDict[bytes, Habits] = OrderedDict()
+        self._habits: OrderedDict[bytes, TemplateBehavior] = OrderedDict()
 
     @property
     def strips(self) -> bool:
@@ -87,7 +87,7 @@ class History:
             return RETAIN_ALL
         return CacheRetention(False, opens, call if habits.called else -1)
 
-    def _of(self, arguments: Mapping[str, Any]) -> Habits:
+    def _of(self, arguments: Mapping[str, Any]) -> TemplateBehavior:
         key = hashlib.blake2b(json.dumps(arguments, sort_keys=True, default=repr).encode("utf-8", "replace")).digest()
         if key in self._habits:
             self._habits.move_to_end(key)
@@ -97,7 +97,7 @@ class History:
                 self._habits.popitem(last=False)
         return self._habits[key]
 
-    def _ask(self, arguments: Mapping[str, Any]) -> Habits:
+    def _ask(self, arguments: Mapping[str, Any]) -> TemplateBehavior:
         def rendered(*messages: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
             try:
                 return self._chat.encoder.encode((_USER, *messages), tools, template_kwargs=arguments)
@@ -109,7 +109,7 @@ class History:
         thought = {"reasoning_content": _THOUGHT}
         asked, offered = rendered(), rendered(tools=(_TOOL,))
         plain, plain_called = rendered(answer, _USER), rendered(call, _RESULT, tools=(_TOOL,))
-        return Habits(
+        return TemplateBehavior(
             thoughts=_THOUGHT in (rendered(answer | thought, _USER) or ""),
             called=_THOUGHT in (rendered(call | thought, _RESULT, tools=(_TOOL,)) or ""),
             plain=asked is not None and plain is not None and plain.startswith(asked),

@@ -16,7 +16,7 @@ from thalweg.core.sampling import SamplingParams
 
 
 @dataclass(slots=True)
-class Account:
+class RequestAccounting:
     """path: as it came. headers: by name in lower case. id: of the request. key: name of the API key that it came with.
     model: its name here.
 
@@ -67,10 +67,10 @@ class Account:
         return self.first - self.began if self.first else None
 
 
-Teller = Callable[[Account], None]  # told of each request that has ended
+Teller = Callable[[RequestAccounting], None]  # told of each request that has ended
 
 
-def account_of(request: Request) -> Account:
-    """The account that `Record` has opened for this request."""
-    found: Account = request.scope["account"]
+def accounting_of(request: Request) -> RequestAccounting:
+    """The account that `AccessLogMiddleware` has opened for this request."""
+    found: RequestAccounting = request.scope["accounting"]
     return found

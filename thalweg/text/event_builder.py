@@ -9,7 +9,7 @@ from collections.abc import Callable
 from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta
 
 
-class Prose:
+class TextSpacing:
     """Text around blocks of markup: the blank line before a block and the space after it belong to neither.
 
     Up to two newlines at the end are held until it is known what follows; space after a block until text follows.
@@ -59,7 +59,7 @@ class Prose:
         return held
 
 
-class Answer:
+class EventBuilder:
     """The message so far, as events. hold: a call appears only when it is complete, so a malformed one never does."""
 
     def __init__(self, hold: bool, new_id: Callable[[], str]) -> None:
@@ -67,7 +67,7 @@ class Answer:
         self.events: list[Event] = []
         self._new_id = new_id
         self._calls = 0
-        self._prose = Prose()
+        self._prose = TextSpacing()
 
     def drain(self) -> list[Event]:
         events, self.events = self.events, []
@@ -89,10 +89,10 @@ class Answer:
     def finish(self) -> None:
         self._content(self._prose.finish())
 
-    def call(self, hold: bool = False) -> Call:
+    def call(self, hold: bool = False) -> CallBuilder:
         """A call begins. hold: show this one only when it is complete, whatever the others do."""
         self.cut()
-        return Call(self, self.hold or hold)
+        return CallBuilder(self, self.hold or hold)
 
     def started(self, name: str) -> int:
         index = self._calls
@@ -106,12 +106,12 @@ class Answer:
             self.events.append(ContentDelta(text))
 
 
-class Call:
+class CallBuilder:
     """One call being read. Its start is an event only once its arguments have begun to make sense."""
 
     __slots__ = ("_answer", "_held", "_hold", "_index")
 
-    def __init__(self, answer: Answer, hold: bool) -> None:
+    def __init__(self, answer: EventBuilder, hold: bool) -> None:
         self._answer = answer
         self._hold = hold
         self._held: list[str] = []

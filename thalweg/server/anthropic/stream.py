@@ -7,19 +7,19 @@ from typing import Any
 
 import msgspec
 
+from thalweg.engine.assemble import Piece
 from thalweg.server.anthropic.protocol import (
     BlockAnswer,
-    MessageAnswer,
+    MessagesResponse,
+    MessagesUsage,
     StopReason,
     TextAnswer,
     ThinkingAnswer,
     ToolUseAnswer,
-    Usage,
 )
-from thalweg.server.contract import Piece
-from thalweg.server.errors import Problem
-from thalweg.server.parts import Change, Composer, Grew, Kind, Opened, Part
-from thalweg.text.parser import Parser
+from thalweg.server.content_parts import ContentPart, PartBuilder, PartDelta, PartEvent, PartKind, PartOpened
+from thalweg.server.errors import ErrorInfo
+from thalweg.text.parser import AnswerParser
 
 _encode = msgspec.json.Encoder().encode
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -29,16 +29,16 @@ def event(name: str, **fields: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
 
 
-def error_event(problem: Problem) -> bytes:
+def error_event(problem: ErrorInfo) -> bytes:
     return b"event: error\ndata: " + problem.anthropic + b"\n\n"
 
 
-class Narrator:
+class MessagesStreamEncoder:
     """Writes one answer. parser: fresh, for this answer alone."""
 
-    def __init__(self, id: str, model: str, parser: Parser) -> None:
+    def __init__(self, id: str, model: str, parser: AnswerParser) -> None:
         self._id, self._model = id, model
-        self._composer = Composer(parser)
+        self._composer = PartBuilder(parser)
         self._begun = False
 
     def feed(self, piece: Piece) -> bytes:
@@ -46,7 +46,7 @@ class Narrator:
         out: list[bytes] = []
         if not self._begun:
             self._begun = True
-            message = MessageAnswer(self._id, self._model, [], None, None, _usage(piece))
+            message = MessagesResponse(self._id, self._model, [], None, None, _usage(piece))
             out += event("message_start", message=message), _PING
         out += map(_change, self._composer.feed(piece))
         if piece.finish is not None:
@@ -54,11 +54,13 @@ class Narrator:
             out += event("message_delta", delta=delta, usage=_usage(piece)), event("message_stop")
         return b"".join(out)
 
-    def whole(self, piece: Piece) -> MessageAnswer:
+    def whole(self, piece: Piece) -> MessagesResponse:
         """The message of an answer that came in one piece."""
         self._composer.feed(piece)
         content = [_block(part) for part in self._composer.parts]
-        return MessageAnswer(self._id, self._model, content, self._reason(piece), _stop_sequence(piece), _usage(piece))
+        return MessagesResponse(
+            self._id, self._model, content, self._reason(piece), _stop_sequence(piece), _usage(piece)
+        )
 
     def _reason(self, piece: Piece) -> StopReason:
         if piece.finish == "length":
@@ -72,49 +74,49 @@ def _stop_sequence(piece: Piece) -> str | None:
     return piece.stop if isinstance(piece.stop, str) else None
 
 
-def _usage(piece: Piece) -> Usage:
-    return Usage(piece.prompt_tokens - piece.cached_tokens, piece.completion_tokens, piece.cached_tokens)
+def _usage(piece: Piece) -> MessagesUsage:
+    return MessagesUsage(piece.prompt_tokens - piece.cached_tokens, piece.completion_tokens, piece.cached_tokens)
 
 
-def _block(part: Part) -> BlockAnswer:
-    if part.kind is Kind.TEXT:
+def _block(part: ContentPart) -> BlockAnswer:
+    if part.kind is PartKind.TEXT:
         return TextAnswer(part.text)
-    if part.kind is Kind.THOUGHT:
+    if part.kind is PartKind.THOUGHT:
         return ThinkingAnswer(part.text, _signature(part))
     return ToolUseAnswer(part.id, part.name, msgspec.Raw((part.text or "{}").encode()))
 
 
-def _change(change: Change) -> bytes:
+def _change(change: PartEvent) -> bytes:
     part = change.part
-    if isinstance(change, Opened):
+    if isinstance(change, PartOpened):
         return event("content_block_start", index=part.index, content_block=_empty(part))
-    if isinstance(change, Grew):
+    if isinstance(change, PartDelta):
         return _delta(part, **_growth(part, change.text))
-    signed = _delta(part, type="signature_delta", signature=_signature(part)) if part.kind is Kind.THOUGHT else b""
+    signed = _delta(part, type="signature_delta", signature=_signature(part)) if part.kind is PartKind.THOUGHT else b""
     return signed + event("content_block_stop", index=part.index)
 
 
-def _delta(part: Part, **delta: str) -> bytes:
+def _delta(part: ContentPart, **delta: str) -> bytes:
     return event("content_block_delta", index=part.index, delta=delta)
 
 
-def _growth(part: Part, text: str) -> dict[str, str]:
-    if part.kind is Kind.TEXT:
+def _growth(part: ContentPart, text: str) -> dict[str, str]:
+    if part.kind is PartKind.TEXT:
         return {"type": "text_delta", "text": text}
-    if part.kind is Kind.THOUGHT:
+    if part.kind is PartKind.THOUGHT:
         return {"type": "thinking_delta", "thinking": text}
     return {"type": "input_json_delta", "partial_json": text}
 
 
-def _empty(part: Part) -> BlockAnswer:
+def _empty(part: ContentPart) -> BlockAnswer:
     """A block as it stands before its first delta."""
-    if part.kind is Kind.TEXT:
+    if part.kind is PartKind.TEXT:
         return TextAnswer("")
-    if part.kind is Kind.THOUGHT:
+    if part.kind is PartKind.THOUGHT:
         return ThinkingAnswer("", "")
     return ToolUseAnswer(part.id, part.name, msgspec.Raw(b"{}"))
 
 
-def _signature(part: Part) -> str:
+def _signature(part: ContentPart) -> str:
     """Not looked at when it comes back: some clients drop thoughts that have none, and a tool loop would lose them."""
     return hashlib.blake2b(part.text.encode("utf-8", "replace"), digest_size=16).hexdigest()

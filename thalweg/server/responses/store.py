@@ -13,7 +13,7 @@ import msgspec
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResponse:
     """messages: the conversation with this answer at its end, instructions left out. body: the response as JSON."""
 
     messages: Sequence[dict[str, Any]]
@@ -21,7 +21,7 @@ class Kept:
     size: int
 
 
-class Shelf:
+class ResponseStore:
     """At most `count` responses that together take at most `limit` bytes of JSON, conversations included. 0 keeps
     none.
     """
@@ -29,14 +29,14 @@ class Shelf:
     def __init__(self, count: int, limit: int) -> None:
         self.count, self.limit = count, limit
         self.size = 0
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def put(self, id: str, messages: Sequence[dict[str, Any]], body: bytes) -> None:
         """Keeps a response; one that alone is too large is not kept."""
-        kept = Kept(messages, body, len(body) + len(msgspec.json.encode(messages)))
+        kept = StoredResponse(messages, body, len(body) + len(msgspec.json.encode(messages)))
         if kept.size > self.limit:
             return
         self._kept[id] = kept
@@ -44,7 +44,7 @@ class Shelf:
         while len(self._kept) > self.count or self.size > self.limit:
             self.size -= self._kept.popitem(last=False)[1].size
 
-    def get(self, id: str) -> Kept | None:
+    def get(self, id: str) -> StoredResponse | None:
         """The response, which counts as used."""
         if id in self._kept:
             self._kept.move_to_end(id)

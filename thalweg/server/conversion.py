@@ -11,7 +11,7 @@ from typing import Any
 from thalweg.core.errors import InvalidRequest
 
 
-class Draft:
+class ChatConversion:
     """The messages as they are written, each with the field that it comes from.
 
     parameters: what the API calls the schema of a tool, which has no `function` around it. names: of the chat request's

@@ -11,11 +11,11 @@ from msgspec import structs
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.server.protocol import ChatRequest, ResponseFormat, Structured, StructuredOutputs
-from thalweg.text.chat import Formats, wants_thinking
+from thalweg.text.chat import ParserNames, wants_thinking
 from thalweg.text.grammar import json_rule
 from thalweg.text.messages import read_tools
 from thalweg.text.parser import REASONING_FORMATS, opens_thought
-from thalweg.text.tool_grammar import Tools, tool_grammar
+from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
 
 MarkId = Callable[[str], int | None]
 
@@ -50,7 +50,7 @@ def grammar_of(body: Structured, response_format: ResponseFormat | None = None, 
     return found[0] if found else NO_GRAMMAR
 
 
-def chat_grammar(body: ChatRequest, formats: Formats, mark_id: MarkId, prompt: str) -> Grammar:
+def chat_grammar(body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str) -> Grammar:
     """What the answer to `prompt` must match, behind its thought: a structure, or tool calls that are forced or strict.
     Raises InvalidRequest.
     """
@@ -93,7 +93,7 @@ def forced_name(body: ChatRequest) -> str | None:
 
 def _calls(
     functions: Sequence[Mapping[str, Any]],
-    formats: Formats,
+    formats: ParserNames,
     mark_id: MarkId,
     forced: bool,
     single: bool,
@@ -106,11 +106,11 @@ def _calls(
         if content.kind not in ("json_object", "json_schema"):
             raise InvalidRequest(content.field, "goes with tools only as a JSON object or schema")
         text = json_rule({"type": "object"} if content.kind == "json_object" else _value(content.source, content.field))
-    source = tool_grammar(formats.tools, Tools(functions, forced, single, mark_id, text))
+    source = tool_grammar(formats.tools, ToolGrammarSpec(functions, forced, single, mark_id, text))
     return Grammar("lark", source, field="tools")
 
 
-def _behind_thought(grammar: Grammar, body: ChatRequest, formats: Formats, mark_id: MarkId, prompt: str) -> Grammar:
+def _behind_thought(grammar: Grammar, body: ChatRequest, formats: ParserNames, mark_id: MarkId, prompt: str) -> Grammar:
     if not grammar.is_set:
         return grammar
     begins = "outside"

@@ -7,48 +7,56 @@ from typing import Any
 
 import msgspec
 
-from thalweg.server.contract import Piece
-from thalweg.server.errors import Problem
-from thalweg.server.parts import Change, Closed, Composer, Grew, Kind, Opened, Part
+from thalweg.engine.assemble import Piece
+from thalweg.server.content_parts import (
+    ContentPart,
+    PartBuilder,
+    PartClosed,
+    PartDelta,
+    PartEvent,
+    PartKind,
+    PartOpened,
+)
+from thalweg.server.errors import ErrorInfo
 from thalweg.server.responses.protocol import (
     CallAnswer,
     Incomplete,
     InputDetails,
     ItemAnswer,
-    MessageAnswer,
     OutputDetails,
+    OutputMessage,
     OutputText,
     ReasoningAnswer,
     ReasoningText,
     ResponseAnswer,
     ResponseError,
+    ResponsesUsage,
     Status,
-    Usage,
 )
-from thalweg.text.parser import Parser
+from thalweg.text.parser import AnswerParser
 
 _encode = msgspec.json.Encoder().encode
-_PREFIXES = {Kind.TEXT: "msg_", Kind.THOUGHT: "rs_", Kind.CALL: "fc_"}
-_NAMES = {Kind.TEXT: "output_text", Kind.THOUGHT: "reasoning_text", Kind.CALL: "function_call_arguments"}
+_PREFIXES = {PartKind.TEXT: "msg_", PartKind.THOUGHT: "rs_", PartKind.CALL: "fc_"}
+_NAMES = {PartKind.TEXT: "output_text", PartKind.THOUGHT: "reasoning_text", PartKind.CALL: "function_call_arguments"}
 _ENDS: dict[str | None, Status] = {"stop": "completed", "length": "incomplete"}
 
 
-class Narrator:
+class ResponsesStreamEncoder:
     """Writes one response. response: as it stands before the first token. parser: fresh, for this answer alone."""
 
-    def __init__(self, response: ResponseAnswer, parser: Parser) -> None:
+    def __init__(self, response: ResponseAnswer, parser: AnswerParser) -> None:
         self.response = response
-        self._composer = Composer(parser)
+        self._composer = PartBuilder(parser)
         self._ids: list[str] = []
         self._sequence = 0
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ContentPart]:
         return self._composer.parts
 
     @property
     def thought(self) -> str:
-        return "".join(part.text for part in self.parts if part.kind is Kind.THOUGHT)
+        return "".join(part.text for part in self.parts if part.kind is PartKind.THOUGHT)
 
     def feed(self, piece: Piece) -> bytes:
         """The events that a piece makes, but for the last one."""
@@ -71,7 +79,7 @@ class Narrator:
         response.output = [self._item(part, "completed") for part in self.parts]
         if response.output and status != "completed":
             response.output[-1].status = "incomplete"
-        response.usage = Usage(
+        response.usage = ResponsesUsage(
             piece.prompt_tokens,
             InputDetails(piece.cached_tokens),
             piece.completion_tokens,
@@ -84,7 +92,7 @@ class Narrator:
         name = "response.completed" if self.response.status == "completed" else "response.incomplete"
         return self._event(name, response=self.response)
 
-    def failed(self, problem: Problem) -> bytes:
+    def failed(self, problem: ErrorInfo) -> bytes:
         """The last event of a stream that an error ended."""
         self.response.status, self.response.error = "failed", ResponseError(problem.message)
         self.response.output = [self._item(part, "incomplete") for part in self.parts]
@@ -95,49 +103,49 @@ class Narrator:
         self._sequence += 1
         return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
-    def _change(self, change: Change) -> bytes:
+    def _change(self, change: PartEvent) -> bytes:
         part = change.part
-        if isinstance(change, Opened):
+        if isinstance(change, PartOpened):
             self._ids.append(_new_id(part))
             item = self._item(part, "in_progress")
             if not isinstance(item, CallAnswer):
                 item.content = []
             added = self._event("response.output_item.added", output_index=part.index, item=item)
             return added + self._content("response.content_part.added", part, "")
-        if isinstance(change, Grew):
-            more = {"logprobs": ()} if part.kind is Kind.TEXT else {}
+        if isinstance(change, PartDelta):
+            more = {"logprobs": ()} if part.kind is PartKind.TEXT else {}
             return self._of(part, f"response.{_NAMES[part.kind]}.delta", delta=change.text, **more)
         return self._close(change)
 
-    def _close(self, change: Closed) -> bytes:
+    def _close(self, change: PartClosed) -> bytes:
         part, name = change.part, f"response.{_NAMES[change.part.kind]}.done"
-        if part.kind is Kind.CALL:
+        if part.kind is PartKind.CALL:
             done = self._of(part, name, name=part.name, arguments=part.text)
         else:
-            done = self._of(part, name, text=part.text, **({"logprobs": ()} if part.kind is Kind.TEXT else {}))
+            done = self._of(part, name, text=part.text, **({"logprobs": ()} if part.kind is PartKind.TEXT else {}))
         done += self._content("response.content_part.done", part, part.text)
         item = self._item(part, "completed")
         return done + self._event("response.output_item.done", output_index=part.index, item=item)
 
-    def _content(self, name: str, part: Part, text: str) -> bytes:
-        if part.kind is Kind.CALL:
+    def _content(self, name: str, part: ContentPart, text: str) -> bytes:
+        if part.kind is PartKind.CALL:
             return b""
-        content = OutputText(text) if part.kind is Kind.TEXT else ReasoningText(text)
+        content = OutputText(text) if part.kind is PartKind.TEXT else ReasoningText(text)
         return self._of(part, name, part=content)
 
-    def _of(self, part: Part, event: str, /, **fields: Any) -> bytes:
+    def _of(self, part: ContentPart, event: str, /, **fields: Any) -> bytes:
         """An event about the inside of an item."""
-        place = {} if part.kind is Kind.CALL else {"content_index": 0}
+        place = {} if part.kind is PartKind.CALL else {"content_index": 0}
         return self._event(event, item_id=self._ids[part.index], output_index=part.index, **place, **fields)
 
-    def _item(self, part: Part, status: Status) -> ItemAnswer:
+    def _item(self, part: ContentPart, status: Status) -> ItemAnswer:
         id = self._ids[part.index]
-        if part.kind is Kind.TEXT:
-            return MessageAnswer(id, [OutputText(part.text)], status)
-        if part.kind is Kind.THOUGHT:
+        if part.kind is PartKind.TEXT:
+            return OutputMessage(id, [OutputText(part.text)], status)
+        if part.kind is PartKind.THOUGHT:
             return ReasoningAnswer(id, [ReasoningText(part.text)], status)
         return CallAnswer(id, part.id, part.name, part.text, status)
 
 
-def _new_id(part: Part) -> str:
+def _new_id(part: ContentPart) -> str:
     return _PREFIXES[part.kind] + uuid.uuid4().hex

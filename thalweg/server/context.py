@@ -19,26 +19,26 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from thalweg.config.server import ServerOptions
-from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.errors import EngineDead, InvalidRequest, engine_unavailable
 from thalweg.core.grammar import Grammar
-from thalweg.core.plan import TokenLogprob
 from thalweg.core.request import QueueReservation
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
-from thalweg.server.account import Account
-from thalweg.server.contract import Front, Piece, Tokenizer
-from thalweg.server.errors import ApiError, Problem
-from thalweg.server.examiner import Examiner
-from thalweg.server.keyring import Allowance
+from thalweg.engine.assemble import Piece
+from thalweg.engine.front import Front
+from thalweg.server.accounting import RequestAccounting
+from thalweg.server.api_keys import RequestQuota
+from thalweg.server.errors import ApiError, ErrorInfo
+from thalweg.server.grammar_check import GrammarChecker
 from thalweg.server.logs import NoLog, Take
-from thalweg.server.metrics import Meters, Timer
-from thalweg.server.reading import named
-from thalweg.server.responses.shelf import Shelf
+from thalweg.server.metrics import RequestTimer, ServerMetrics
+from thalweg.server.parsing import named
+from thalweg.server.responses.store import ResponseStore
 from thalweg.server.sampling import given
-from thalweg.server.stream import Hangup
-from thalweg.text.chat import Chat
-from thalweg.text.history import History
+from thalweg.server.stream import DisconnectWatch
+from thalweg.text.chat import ChatFormat
+from thalweg.text.retention import ThinkingRetention
+from thalweg.text.tokenizer import Tokenizer
 
 THREADS = 4  # for what takes long
 LONG_TEXT = 8192  # characters from which a text is tokenized on a thread: running streams must not wait for it
@@ -46,7 +46,7 @@ MAX_RID = 128
 MAX_CHOICES = 16384  # of one HTTP request: prompts × n
 MAX_SCORES = 1 << 20  # log-probabilities of prompts in one answer: some 100 bytes of memory each
 
-Listen = Callable[[Account, Take], Take]
+Listen = Callable[[RequestAccounting, Take], Take]
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 
@@ -66,23 +66,23 @@ def gone() -> Response:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Desk:
+class AppContext:
     """names: of the model, the first one shown. path: of its checkpoint, as the user gave it. defaults: what requests
     that do not say get. started: time.time(). shelf: the responses that are kept. history: what the next turn of a
     conversation renders again.
     """
 
     front: Front
-    chat: Chat
+    chat: ChatFormat
     options: ServerOptions
     names: tuple[str, ...]
     path: str
     defaults: SamplingParams
-    meters: Meters
+    metrics: ServerMetrics
     started: float
-    shelf: Shelf
-    history: History
-    examiner: Examiner = field(default_factory=Examiner)
+    store: ResponseStore
+    history: ThinkingRetention
+    grammar_checker: GrammarChecker = field(default_factory=GrammarChecker)
     pool: Executor = field(default_factory=partial(ThreadPoolExecutor, THREADS, "desk"))
     listen: Listen = NoLog().listen
 
@@ -92,7 +92,7 @@ class Desk:
             return self.names[0]
         if asked not in self.names:
             message = f"model {asked!r} does not exist here; this server has {', '.join(self.names)}"
-            raise ApiError(Problem(404, message, "not_found_error", "model", "model_not_found"))
+            raise ApiError(ErrorInfo(404, message, "not_found_error", "model", "model_not_found"))
         return asked
 
     def rid(self, asked: str | None, request: Request) -> str:
@@ -146,7 +146,7 @@ class Desk:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerationJob:
     """What one HTTP request asks of the front: prompts (token ids), each with its parameters, its id and the field it
     stands in.
 
@@ -162,8 +162,8 @@ class Job:
     salt: int
     started: float
     grammars: tuple[Grammar, ...]
-    allowance: Allowance
-    account: Account
+    quota: RequestQuota
+    accounting: RequestAccounting
     keep: CacheRetention = RETAIN_ALL
 
     def grammar(self, prompt: int) -> Grammar:
@@ -180,17 +180,17 @@ class Job:
         return self.firsts[-1]
 
 
-def check(desk: Desk, job: Job) -> None:
+def check(ctx: AppContext, job: GenerationJob) -> None:
     """Refuses before anything is streamed. Raises InvalidRequest, Overloaded, EngineDead (while the server drains,
     too).
     """
-    if desk.front.state == "draining":
-        raise EngineDead(desk.front.reason)
+    if ctx.front.state == "draining":
+        raise EngineDead(ctx.front.reason)
     if not -(2**31) <= job.priority < 2**31:
         raise InvalidRequest("priority", f"must fit 32 bits, got {job.priority}")
     for i, (prompt, params, place) in enumerate(zip(job.prompts, job.params, job.fields, strict=True)):
         with named(prompt=place):
-            desk.front.check(prompt, params)
+            ctx.front.check(prompt, params)
             job.grammar(i).check(params)
     if job.choices > MAX_CHOICES:
         raise InvalidRequest("n", f"makes {job.choices} outputs of this request: at most {MAX_CHOICES}, send several")
@@ -201,30 +201,30 @@ def check(desk: Desk, job: Job) -> None:
     )
     if scores > MAX_SCORES:
         raise InvalidRequest("prompt_logprobs", f"makes {scores} entries: at most {MAX_SCORES} in one answer")
-    with desk.front.reserve(job.choices):
+    with ctx.front.reserve(job.choices):
         pass  # now there is room: what streams has a status of its own only before it streams
-    job.allowance.reserve(_most(desk, job))
+    job.quota.reserve(_most(ctx, job))
 
 
-def _most(desk: Desk, job: Job) -> int:
+def _most(ctx: AppContext, job: GenerationJob) -> int:
     """The tokens that a job can use at most: its prompts once each, and all outputs."""
-    context = 0 if desk.front.ready is None else desk.front.ready.context
+    context = 0 if ctx.front.ready is None else ctx.front.ready.context
     return sum(
         len(prompt) + params.n * min(given(params.max_tokens, context), max(context - len(prompt), 0))
         for prompt, params in zip(job.prompts, job.params, strict=True)
     )
 
 
-async def run(desk: Desk, job: Job, take: Take) -> None:
+async def run(ctx: AppContext, job: GenerationJob, take: Take) -> None:
     """Runs all prompts of a job at once; `take(choice, piece)` gets every piece. Cancelling it aborts what still
     runs.
     """
-    account, left = job.account, "error"
-    account.model, account.rids = desk.names[0], job.rids
-    timer = Timer(desk.meters, account)
+    accounting, left = job.accounting, "error"
+    accounting.model, accounting.rids = ctx.names[0], job.rids
+    timer = RequestTimer(ctx.metrics, accounting)
     timer.submit(job.prompts, job.params, time.time())
     try:
-        await _run_all(desk, job, timer, desk.listen(account, take))
+        await _run_all(ctx, job, timer, ctx.listen(accounting, take))
     except asyncio.CancelledError:
         left = "abort"
         raise
@@ -232,97 +232,74 @@ async def run(desk: Desk, job: Job, take: Take) -> None:
         timer.close(job.choices, left)
 
 
-async def _run_all(desk: Desk, job: Job, timer: Timer, take: Take) -> None:
+async def _run_all(ctx: AppContext, job: GenerationJob, timer: RequestTimer, take: Take) -> None:
     if len(job.prompts) == 1:
-        return await _run(desk, job, 0, 0, timer, take)
+        return await _run(ctx, job, 0, 0, timer, take)
     try:
-        with desk.front.reserve(job.choices) as room:  # all of them, or none
+        with ctx.front.reserve(job.choices) as room:  # all of them, or none
             async with asyncio.TaskGroup() as group:
                 for i, first in enumerate(job.firsts[:-1]):
-                    group.create_task(_run(desk, job, i, first, timer, take, room))
+                    group.create_task(_run(ctx, job, i, first, timer, take, room))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
 async def _run(
-    desk: Desk, job: Job, i: int, first: int, timer: Timer, take: Take, room: QueueReservation | None = None
+    ctx: AppContext,
+    job: GenerationJob,
+    i: int,
+    first: int,
+    timer: RequestTimer,
+    take: Take,
+    room: QueueReservation | None = None,
 ) -> None:
     """first: the number of the first choice of prompt i."""
     params = job.params[i]
-    pieces = desk.front.stream(
+    pieces = ctx.front.stream(
         job.prompts[i],
         params,
-        request_id=job.allowance.tenant.mark(job.rids[i]),
+        request_id=job.quota.api_key.mark(job.rids[i]),
         priority=job.priority,
         salt=job.salt,
         grammar=job.grammar(i),
         retention=job.keep,
         reservation=room,
     )
-    allowance = job.allowance
-    allowance.used += len(job.prompts[i])
+    quota = job.quota
+    quota.used += len(job.prompts[i])
     async with aclosing(pieces):
         async for piece in pieces:
             choice = first + piece.index
-            allowance.used += len(piece.ids)
+            quota.used += len(piece.ids)
             timer.piece(choice, piece, time.time())
             await take(choice, piece)
             if piece.finish is not None:
                 timer.ended(choice, piece, time.time())
 
 
-@dataclass(slots=True)
-class Merged:
-    """All pieces of one choice as one: an answer that is not streamed is a stream of a single piece."""
-
-    index: int
-    text: str
-    ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish: str | None
-    stop: str | int | None
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    prompt_logprobs: tuple[TokenLogprob, ...]
-    at: float
-    admitted: float
-    preempted: int
-    drafted: AcceptanceCounts | None
-
-
-def merge(pieces: Sequence[Piece]) -> Merged:
-    last = pieces[-1]
-    return Merged(
-        last.index,
-        "".join(piece.text for piece in pieces),
-        tuple(token for piece in pieces for token in piece.ids),
-        tuple(entry for piece in pieces for entry in piece.logprobs),
-        last.finish,
-        last.stop,
-        last.prompt_tokens,
-        last.cached_tokens,
-        last.completion_tokens,
-        pieces[0].prompt_logprobs,
-        last.at,
-        last.admitted,
-        last.preempted,
-        last.drafted,
+def merge(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of one choice as one: a response that is not streamed is a stream of a single piece."""
+    return msgspec.structs.replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        ids=tuple(token for piece in pieces for token in piece.ids),
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        prompt_logprobs=pieces[0].prompt_logprobs,
     )
 
 
-async def collect(desk: Desk, job: Job, receive: Receive) -> list[Merged] | None:
+async def collect(ctx: AppContext, job: GenerationJob, receive: Receive) -> list[Piece] | None:
     """Runs a job to its end, one value a choice; None when the client went away before that."""
     pieces: list[list[Piece]] = [[] for _ in range(job.choices)]
 
     async def take(choice: int, piece: Piece) -> None:
         pieces[choice].append(piece)
 
-    async with Hangup(receive) as hangup:
-        await run(desk, job, take)
+    async with DisconnectWatch(receive) as hangup:
+        await run(ctx, job, take)
     if hangup.gone:
-        job.account.gone = True
-        desk.meters.disconnects += 1
+        job.accounting.gone = True
+        ctx.metrics.disconnects += 1
         return None
     return [merge(got) for got in pieces]
 
@@ -334,15 +311,15 @@ def prompt_fields(name: str, many: int) -> tuple[str, ...]:
     return (name,) if many == 1 else tuple(f"{name}[{i}]" for i in range(many))
 
 
-def allowance_of(request: Request) -> Allowance:
+def quota_of(request: Request) -> RequestQuota:
     """What the gate lets this request take."""
-    found: Allowance = request.scope["allowance"]
+    found: RequestQuota = request.scope["quota"]
     return found
 
 
 def salt_of(request: Request, text: str | None) -> int:
     """The number that stands for a cache salt: requests share cached prefixes only with the same one. 0 is no salt."""
-    key = allowance_of(request).tenant.salt_key
+    key = quota_of(request).api_key.salt_key
     if not text and not key:
         return 0
     salt = (text or "").encode("utf-8", "replace")

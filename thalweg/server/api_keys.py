@@ -31,7 +31,7 @@ from starlette.datastructures import Headers
 
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import InvalidRequest, UnsupportedConfig
-from thalweg.server.errors import ApiError, Problem
+from thalweg.server.errors import ApiError, ErrorInfo
 
 log = logging.getLogger("thalweg.server")
 MINUTE = 60.0
@@ -39,7 +39,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_FILE = 16 << 20  # bytes of a keys file
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ApiKeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An entry of the keys file."""
 
     name: str
@@ -74,7 +74,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return digest
 
 
-class Tenant:
+class ApiKey:
     """The holder of one key, or everyone where there are none (not `named`).
 
     A request is charged when it is admitted, with the most that it can use (its prompts once each, and max_tokens for
@@ -82,22 +82,22 @@ class Tenant:
     are never charged more than `tokens_per_minute` together, so they never use more either.
     """
 
-    def __init__(self, terms: Terms, admin: bool = False, named: bool = True) -> None:
-        self.terms, self.admin, self.named = terms, admin, named
+    def __init__(self, entry: ApiKeyEntry, admin: bool = False, named: bool = True) -> None:
+        self.entry, self.admin, self.named = entry, admin, named
         self.running = 0
         self._secret = secrets.token_bytes(32)
-        self._charges: deque[Charge] = deque()  # of the last minute, in order
+        self._charges: deque[TokenCharge] = deque()  # of the last minute, in order
         self._charged = 0
 
     @property
     def name(self) -> str:
-        return self.terms.name
+        return self.entry.name
 
-    def charge(self, tokens: int, now: float) -> Charge:
+    def charge(self, tokens: int, now: float) -> TokenCharge:
         """now: time.monotonic(). Raises InvalidRequest for more than a minute ever has, ApiError (429) while the minute
         has too little left.
         """
-        limit = self.terms.tokens_per_minute
+        limit = self.entry.tokens_per_minute
         while self._charges and self._charges[0].at <= now - MINUTE:
             self._charged -= self._charges.popleft().close()
         if limit is not None and tokens > limit:
@@ -110,7 +110,7 @@ class Tenant:
                 f" {self._charged}"
             )
             raise _limited(message, "tokens_per_minute", wait)
-        charge = Charge(self, tokens, now)
+        charge = TokenCharge(self, tokens, now)
         if limit is None:
             charge.close()  # nobody asks
             return charge
@@ -132,11 +132,11 @@ class Tenant:
         """What its cache salts are hashed with: a secret, so that no other key's salt can be the same; nothing where it
         shares its cache.
         """
-        return self._secret if self.terms.private_cache else b""
+        return self._secret if self.entry.private_cache else b""
 
     def enter(self) -> None:
         """A request takes one of the key's places. Raises ApiError (429)."""
-        limit = self.terms.max_concurrency
+        limit = self.entry.max_concurrency
         if limit is not None and self.running >= limit:
             raise _limited(f"{self.running} requests of this key run, which is its limit", "max_concurrency", 1)
         self.running += 1
@@ -153,19 +153,19 @@ class Tenant:
         return int(MINUTE)
 
 
-class Charge:
+class TokenCharge:
     """Tokens that one request is charged, from `at` (time.monotonic()) on."""
 
-    __slots__ = ("tenant", "tokens", "at", "_open")
+    __slots__ = ("api_key", "tokens", "at", "_open")
 
-    def __init__(self, tenant: Tenant, tokens: int, at: float) -> None:
-        self.tenant, self.tokens, self.at = tenant, tokens, at
+    def __init__(self, api_key: ApiKey, tokens: int, at: float) -> None:
+        self.api_key, self.tokens, self.at = api_key, tokens, at
         self._open = True
 
     def settle(self, used: int) -> None:
         """The request has ended, having used so many."""
         if self._open and used < self.tokens:
-            self.tenant.correct(self.tokens - used)
+            self.api_key.correct(self.tokens - used)
             self.tokens = used
 
     def close(self) -> int:
@@ -174,39 +174,39 @@ class Charge:
         return self.tokens
 
 
-class Allowance:
+class RequestQuota:
     """What one HTTP request may still take; the gate makes it and closes it, whatever happens in between.
 
     used: the tokens that it has used so far, which whoever runs it adds up.
     """
 
-    def __init__(self, tenant: Tenant) -> None:
-        self.tenant = tenant
+    def __init__(self, api_key: ApiKey) -> None:
+        self.api_key = api_key
         self.used = 0
-        self._charge: Charge | None = None
+        self._charge: TokenCharge | None = None
         self._entered = False
 
     def enter(self) -> None:
         """Raises ApiError (429)."""
-        self.tenant.enter()
+        self.api_key.enter()
         self._entered = True
 
     def reserve(self, tokens: int) -> None:
         """The most that the request can use. Raises InvalidRequest and ApiError (429)."""
-        self._charge = self.tenant.charge(tokens, time.monotonic())
+        self._charge = self.api_key.charge(tokens, time.monotonic())
 
     def close(self) -> None:
         if self._charge is not None:
             self._charge.settle(self.used)
         if self._entered:
-            self.tenant.running -= 1
+            self.api_key.running -= 1
 
 
-ANYONE = Terms(name="anyone", key="-")
-ADMIN = Terms(name="admin", key="-")
+ANYONE = ApiKeyEntry(name="anyone", key="-")
+ADMIN = ApiKeyEntry(name="admin", key="-")
 
 
-class Keyring:
+class ApiKeys:
     """Finds the tenant of a request. Without any key, everyone is one tenant without limits. All on one event loop.
 
     Raises UnsupportedConfig for a keys file that cannot be read.
@@ -217,17 +217,17 @@ class Keyring:
         self._secret = secrets.token_bytes(32)
         self._fixed = {self._blind(_digest(key)): self._own(f"key-{i + 1}") for i, key in enumerate(options.api_key)}
         if options.admin_api_key is not None:
-            self._fixed[self._blind(_digest(options.admin_api_key))] = Tenant(ADMIN, admin=True)
+            self._fixed[self._blind(_digest(options.admin_api_key))] = ApiKey(ADMIN, admin=True)
         self.asks = bool(options.api_key) or self._path is not None
         self.has_admin = options.admin_api_key is not None
-        self.anyone = Tenant(ANYONE, named=False)
+        self.anyone = ApiKey(ANYONE, named=False)
         self._seen: tuple[int, int, int] | None = None
         self._tenants = dict(self._fixed)
         if self._path is not None:
             self._seen = _identity(self._path)
             self._take(read_keys(self._path))
 
-    def find(self, headers: Headers) -> Tenant | None:
+    def find(self, headers: Headers) -> ApiKey | None:
         """The tenant of the key that a request brings; without a right one, that of everyone, or None where a key is
         needed.
         """
@@ -238,18 +238,18 @@ class Keyring:
         )  # OpenAI's, Anthropic's
         blinds = [self._blind(_digest(key)) for key in given]
         found = [self._tenants.get(blind) for blind in blinds]
-        tenant = next((one for one in found if one is not None), None)
-        return self.anyone if tenant is None and not self.asks else tenant
+        api_key = next((one for one in found if one is not None), None)
+        return self.anyone if api_key is None and not self.asks else api_key
 
-    def check_admin(self, tenant: Tenant, path: str) -> None:
+    def check_admin(self, api_key: ApiKey, path: str) -> None:
         """Raises ApiError (403) where the tenant may not use the admin route `path`."""
-        if self.has_admin and tenant.admin:
+        if self.has_admin and api_key.admin:
             return
         message = f"{path} is an admin route: send the server's --admin-api-key as `Authorization: Bearer KEY`"
         if not self.has_admin:
             message = f"{path} is an admin route, and these are off: --admin-api-key KEY turns them on"
         code = "admin_only" if self.has_admin else "admin_off"
-        raise ApiError(Problem(403, message, "permission_error", code=code))
+        raise ApiError(ErrorInfo(403, message, "permission_error", code=code))
 
     async def refresh(self) -> None:
         """Reads the keys file again if it has changed; a broken one changes nothing, and the log says so once."""
@@ -262,41 +262,41 @@ class Keyring:
         except UnsupportedConfig as error:
             log.error("%s; the keys that were read before stay", error)
 
-    def _take(self, entries: list[Terms]) -> None:
+    def _take(self, entries: list[ApiKeyEntry]) -> None:
         """Accounts go on under their names: what runs and was used is not forgotten. Raises UnsupportedConfig for what
         contradicts itself.
         """
-        before = {tenant.name: tenant for tenant in self._tenants.values()}
-        names = {tenant.name for tenant in self._fixed.values()}
-        tenants: dict[bytes, Tenant] = {}
-        renewed: dict[str, Terms] = {}
-        for terms in entries:
-            blind = self._blind(terms.digest())
-            if terms.name in names:
-                raise UnsupportedConfig(f"api_keys_file {self._path}: two keys are called {terms.name!r}")
+        before = {api_key.name: api_key for api_key in self._tenants.values()}
+        names = {api_key.name for api_key in self._fixed.values()}
+        tenants: dict[bytes, ApiKey] = {}
+        renewed: dict[str, ApiKeyEntry] = {}
+        for entry in entries:
+            blind = self._blind(entry.digest())
+            if entry.name in names:
+                raise UnsupportedConfig(f"api_keys_file {self._path}: two keys are called {entry.name!r}")
             if blind in tenants or blind in self._fixed:
-                raise UnsupportedConfig(f"api_keys_file {self._path}: {terms.name!r} has a key that another has too")
-            names.add(terms.name)
-            tenants[blind] = before.get(terms.name) or Tenant(terms)
-            renewed[terms.name] = terms
-        for tenant in tenants.values():
-            tenant.terms = renewed[tenant.name]  # only now that the whole file is known to be right
+                raise UnsupportedConfig(f"api_keys_file {self._path}: {entry.name!r} has a key that another has too")
+            names.add(entry.name)
+            tenants[blind] = before.get(entry.name) or ApiKey(entry)
+            renewed[entry.name] = entry
+        for api_key in tenants.values():
+            api_key.entry = renewed[api_key.name]  # only now that the whole file is known to be right
         self._tenants = self._fixed | tenants
 
     def _blind(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
 
     @staticmethod
-    def _own(name: str) -> Tenant:
-        return Tenant(Terms(name=name, key="-"))
+    def _own(name: str) -> ApiKey:
+        return ApiKey(ApiKeyEntry(name=name, key="-"))
 
 
-def read_keys(path: Path) -> list[Terms]:
+def read_keys(path: Path) -> list[ApiKeyEntry]:
     """The entries of a keys file. Raises UnsupportedConfig."""
     try:
         if path.stat().st_size > MAX_FILE:
             raise UnsupportedConfig(f"api_keys_file {path}: is larger than {MAX_FILE} bytes")
-        return msgspec.yaml.decode(path.read_bytes(), type=list[Terms])
+        return msgspec.yaml.decode(path.read_bytes(), type=list[ApiKeyEntry])
     except OSError as error:
         raise UnsupportedConfig(f"api_keys_file {path}: {error.strerror}") from error
     except (msgspec.DecodeError, ValueError) as error:  # YAML passes on what a date or a number that is none raises
@@ -319,4 +319,4 @@ def _digest(key: str) -> bytes:
 
 
 def _limited(message: str, field: str, wait: int) -> ApiError:
-    return ApiError(Problem(429, message, "rate_limit_error", field, "rate_limit_exceeded", retry=True, wait=wait))
+    return ApiError(ErrorInfo(429, message, "rate_limit_error", field, "rate_limit_exceeded", retry=True, wait=wait))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thalweg.text.encoding import ASSISTANT, BOS, END_THINK, EOS, THINK, USER
+from thalweg.text.encode_v32 import ASSISTANT, BOS, END_THINK, EOS, THINK, USER
 from thalweg.text.messages import Message, ToolCall, to_json
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -7,22 +7,22 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from thalweg.server.contract import Piece
+from thalweg.engine.assemble import Piece
 from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta
-from thalweg.text.parser import Parser
+from thalweg.text.parser import AnswerParser
 
 
-class Kind(enum.Enum):
+class PartKind(enum.Enum):
     THOUGHT = "thought"
     TEXT = "text"
     CALL = "call"
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ContentPart:
     """index: its place in the answer. id, name: of a call, whose text is its arguments, JSON once it is closed."""
 
-    kind: Kind
+    kind: PartKind
     index: int
     id: str = ""
     name: str = ""
@@ -34,40 +34,40 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    part: Part
+class PartOpened:
+    part: ContentPart
 
 
 @dataclass(frozen=True, slots=True)
-class Grew:
-    part: Part
+class PartDelta:
+    part: ContentPart
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
-    part: Part
+class PartClosed:
+    part: ContentPart
 
 
-Change = Opened | Grew | Closed
+PartEvent = PartOpened | PartDelta | PartClosed
 
 
-class Composer:
+class PartBuilder:
     """Composes the parts of one choice from its pieces; one part is open at a time. parser: fresh, for this choice
     alone.
     """
 
-    def __init__(self, parser: Parser) -> None:
-        self.parts: list[Part] = []
+    def __init__(self, parser: AnswerParser) -> None:
+        self.parts: list[ContentPart] = []
         self._parser = parser
-        self._open: Part | None = None
-        self._changes: list[Change] = []
+        self._open: ContentPart | None = None
+        self._changes: list[PartEvent] = []
 
     @property
     def called(self) -> bool:
-        return any(part.kind is Kind.CALL for part in self.parts)
+        return any(part.kind is PartKind.CALL for part in self.parts)
 
-    def feed(self, piece: Piece) -> list[Change]:
+    def feed(self, piece: Piece) -> list[PartEvent]:
         """What a piece changes. The last piece closes what is open."""
         for event in self._parser.feed(piece.text):
             self._take(event)
@@ -80,34 +80,34 @@ class Composer:
 
     def _take(self, event: Event) -> None:
         if isinstance(event, ContentDelta):
-            self._grow(self._current(Kind.TEXT), event.text)
+            self._grow(self._current(PartKind.TEXT), event.text)
         elif isinstance(event, ReasoningDelta):
-            self._grow(self._current(Kind.THOUGHT), event.text)
+            self._grow(self._current(PartKind.THOUGHT), event.text)
         elif isinstance(event, CallStart):
-            self._begin(Kind.CALL, event.id, event.name)
+            self._begin(PartKind.CALL, event.id, event.name)
         elif isinstance(event, ArgumentDelta):
-            self._grow(self._current(Kind.CALL), event.text)
+            self._grow(self._current(PartKind.CALL), event.text)
         elif isinstance(event, CallEnd):
             self._close()
 
-    def _current(self, kind: Kind) -> Part:
+    def _current(self, kind: PartKind) -> ContentPart:
         if self._open is None or self._open.kind is not kind:
-            assert kind is not Kind.CALL, "a call starts before its arguments come"
+            assert kind is not PartKind.CALL, "a call starts before its arguments come"
             return self._begin(kind)
         return self._open
 
-    def _begin(self, kind: Kind, id: str = "", name: str = "") -> Part:
+    def _begin(self, kind: PartKind, id: str = "", name: str = "") -> ContentPart:
         self._close()
-        part = self._open = Part(kind, len(self.parts), id, name)
+        part = self._open = ContentPart(kind, len(self.parts), id, name)
         self.parts.append(part)
-        self._changes.append(Opened(part))
+        self._changes.append(PartOpened(part))
         return part
 
-    def _grow(self, part: Part, text: str) -> None:
+    def _grow(self, part: ContentPart, text: str) -> None:
         part.pieces.append(text)
-        self._changes.append(Grew(part, text))
+        self._changes.append(PartDelta(part, text))
 
     def _close(self) -> None:
         if self._open is not None:
-            self._changes.append(Closed(self._open))
+            self._changes.append(PartClosed(self._open))
             self._open = None

@@ -12,10 +12,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thalweg.config.server import ServerOptions
-from thalweg.server.desk import clean_rid
-from thalweg.server.errors import ApiError, Problem
-from thalweg.server.keyring import Allowance, Keyring, Tenant
-from thalweg.server.metrics import Meters
+from thalweg.server.api_keys import ApiKey, ApiKeys, RequestQuota
+from thalweg.server.context import clean_rid
+from thalweg.server.errors import ApiError, ErrorInfo
+from thalweg.server.metrics import ServerMetrics
 
 WORK = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"}
@@ -24,7 +24,7 @@ COUNTED = WORK | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}  # wh
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 
-class Gate:
+class AuthMiddleware:
     """Lets a request through, or answers it here with a 401, 403, 413, 415 or 429.
 
     Everything inside finds `request_id`, `send_chunk` and `allowance` in the scope.
@@ -34,11 +34,11 @@ class Gate:
         self,
         app: ASGIApp,
         options: ServerOptions,
-        meters: Meters,
-        keyring: Keyring,
+        metrics: ServerMetrics,
+        api_keys: ApiKeys,
         open_paths: frozenset[str],
     ) -> None:
-        self.app, self.options, self.meters, self._keyring = app, options, meters, keyring
+        self.app, self.options, self.metrics, self._keyring = app, options, metrics, api_keys
         self._open = open_paths | (PROBES if options.open_probes else frozenset())
         self.header = options.request_id_header.lower().encode()
         self._inside = 0
@@ -51,35 +51,35 @@ class Gate:
         rid = clean_rid(headers.get(self.options.request_id_header)) or uuid.uuid4().hex
         scope["request_id"] = rid
         scope["send_chunk"] = send  # past all layers inside, which have no business with the chunks of a stream
-        tenant = self._keyring.find(headers)
-        scope["allowance"] = Allowance(tenant or self._keyring.anyone)
-        scope["account"].key = scope["allowance"].tenant.label
+        api_key = self._keyring.find(headers)
+        scope["quota"] = RequestQuota(api_key or self._keyring.anyone)
+        scope["accounting"].key = scope["quota"].api_key.label
         visit = _Visit(self, scope, receive, send, rid)
-        problem = self._refusal(scope, headers, tenant)
+        problem = self._refusal(scope, headers, api_key)
         if problem is not None:
-            scope["account"].error = problem.kind
+            scope["accounting"].error = problem.kind
             return await problem.response(self.options.retry_after, scope["path"])(scope, receive, visit.send)
         try:
             await self.app(scope, visit.receive, visit.send)
         except ClientDisconnect:  # in the middle of its body
-            scope["account"].gone = True
-            self.meters.disconnects += 1
+            scope["accounting"].gone = True
+            self.metrics.disconnects += 1
         finally:
             visit.close()
 
-    def _refusal(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> Problem | None:
+    def _refusal(self, scope: Scope, headers: Headers, api_key: ApiKey | None) -> ErrorInfo | None:
         path: str = scope["path"]
-        if tenant is None and path not in self._open:
+        if api_key is None and path not in self._open:
             message = "a valid API key is needed: send it as the header `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            return Problem(401, message, "authentication_error", code="invalid_api_key")
+            return ErrorInfo(401, message, "authentication_error", code="invalid_api_key")
         if scope["method"] != "GET" and headers.get("sec-fetch-site") == "cross-site" and not self._welcome(headers):
             message = (
                 f"a page of {headers.get('origin', 'another site')} sent this: --cors-origins names those that may"
             )
-            return Problem(403, message, "permission_error", code="cross_site")
+            return ErrorInfo(403, message, "permission_error", code="cross_site")
         if headers.get("content-encoding", "identity").lower() != "identity":
             message = f"Content-Encoding {headers['content-encoding']!r} is not read here: send the body as it is"
-            return Problem(415, message, code="unsupported_encoding")
+            return ErrorInfo(415, message, code="unsupported_encoding")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.options.max_body_bytes:
             return _too_long(self.options.max_body_bytes)
@@ -96,16 +96,16 @@ class Gate:
         limit = self.options.max_concurrent_requests
         return bool(limit) and self._inside >= limit
 
-    def crowded(self) -> Problem:
+    def crowded(self) -> ErrorInfo:
         limit = self.options.max_concurrent_requests
         message = f"{limit} requests are being served, which is the limit: try again later"
-        return Problem(429, message, "rate_limit_error", code="too_many_requests", retry=True)
+        return ErrorInfo(429, message, "rate_limit_error", code="too_many_requests", retry=True)
 
-    def admit(self, allowance: Allowance) -> None:
+    def admit(self, quota: RequestQuota) -> None:
         """The whole body of a counted request is there. Raises ApiError (429) where there is no place."""
         if self.full:
             raise ApiError(self.crowded())
-        allowance.enter()
+        quota.enter()
         self._inside += 1
 
     def leave(self, entered: bool, size: int) -> None:
@@ -119,22 +119,22 @@ class Gate:
             message = (
                 f"the bodies of all requests have more than {self.options.max_bodies_bytes} bytes: try again later"
             )
-            raise ApiError(Problem(429, message, "rate_limit_error", code="too_many_bytes", retry=True))
+            raise ApiError(ErrorInfo(429, message, "rate_limit_error", code="too_many_bytes", retry=True))
 
 
-def _too_long(limit: int) -> Problem:
-    return Problem(413, f"the body is longer than the limit of {limit} bytes", code="body_too_large")
+def _too_long(limit: int) -> ErrorInfo:
+    return ErrorInfo(413, f"the body is longer than the limit of {limit} bytes", code="body_too_large")
 
 
 class _Visit:
     """One request on its way through: counts its body, puts its id on the answer, and notes how it was answered."""
 
-    __slots__ = ("gate", "scope", "_receive", "_send", "rid", "read", "allowance", "entered")
+    __slots__ = ("gate", "scope", "_receive", "_send", "rid", "read", "quota", "entered")
 
-    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send, rid: str) -> None:
+    def __init__(self, gate: AuthMiddleware, scope: Scope, receive: Receive, send: Send, rid: str) -> None:
         self.gate, self.scope, self._receive, self._send, self.rid = gate, scope, receive, send, rid
         self.read = 0
-        self.allowance: Allowance = scope["allowance"]
+        self.quota: RequestQuota = scope["quota"]
         self.entered = False
 
     async def receive(self) -> Message:
@@ -146,14 +146,14 @@ class _Visit:
             if self.read > self.gate.options.max_body_bytes:
                 raise ApiError(_too_long(self.gate.options.max_body_bytes))
             if self.scope["path"] in COUNTED and not message.get("more_body") and not self.entered:
-                self.gate.admit(self.allowance)
+                self.gate.admit(self.quota)
                 self.entered = True
         return message
 
     def close(self) -> None:
         """The request has ended, however it did."""
         self.gate.leave(self.entered, self.read)
-        self.allowance.close()
+        self.quota.close()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -163,5 +163,5 @@ class _Visit:
 
     def _note(self, status: int) -> None:
         route = self.scope["path"] if self.scope["path"] in WORK else "other"
-        self.gate.meters.answered(route, status)
-        self.scope["account"].status = status
+        self.gate.metrics.answered(route, status)
+        self.scope["accounting"].status = status

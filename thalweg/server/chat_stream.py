@@ -7,20 +7,29 @@ from typing import Any
 
 from msgspec import UNSET
 
-from thalweg.server.contract import Piece, Tokenizer
+from thalweg.engine.assemble import Piece
 from thalweg.server.logprobs import chat_logprobs, prompt_logprobs
+from thalweg.server.openai_responses import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    DeltaFunctionCall,
+    DeltaToolCall,
+)
 from thalweg.server.protocol import ChatRequest
-from thalweg.server.replies import ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, Function, ToolCall
 from thalweg.server.sampling import given
 from thalweg.text.events import ArgumentDelta, CallStart, ContentDelta, Event, ReasoningDelta, collect
-from thalweg.text.parser import Parser
+from thalweg.text.parser import AnswerParser
+from thalweg.text.tokenizer import Tokenizer
 
 
-class Speaker:
+class ChatStreamEncoder:
     """Makes the chunks, or the whole message, of one choice. parser: fresh, for this choice alone."""
 
     def __init__(
-        self, tokenizer: Tokenizer, body: ChatRequest, index: int, prompt: Sequence[int], parser: Parser
+        self, tokenizer: Tokenizer, body: ChatRequest, index: int, prompt: Sequence[int], parser: AnswerParser
     ) -> None:
         self._tokenizer, self._body, self._index, self._prompt = tokenizer, body, index, prompt
         self._parser = parser
@@ -49,7 +58,8 @@ class Speaker:
         parsed = collect(self._events(piece))
         bare = parsed.reasoning is None and not parsed.calls
         calls = [
-            ToolCall(id=call.id, type="function", function=Function(call.name, call.arguments)) for call in parsed.calls
+            DeltaToolCall(id=call.id, type="function", function=DeltaFunctionCall(call.name, call.arguments))
+            for call in parsed.calls
         ]
         message = ChatMessage(
             "assistant", "" if parsed.content is None and bare else parsed.content, parsed.reasoning, calls or None
@@ -102,7 +112,7 @@ def _deltas(events: Sequence[Event]) -> list[ChatDelta]:
         if isinstance(only, ReasoningDelta):
             return [ChatDelta(reasoning_content=only.text)]
     text = ChatDelta()
-    calls: dict[int, ToolCall] = {}
+    calls: dict[int, DeltaToolCall] = {}
     for event in events:
         if isinstance(event, ContentDelta):
             text.content = event.text if text.content is UNSET else text.content + event.text
@@ -111,9 +121,9 @@ def _deltas(events: Sequence[Event]) -> list[ChatDelta]:
                 event.text if text.reasoning_content is UNSET else text.reasoning_content + event.text
             )
         elif isinstance(event, CallStart):
-            calls[event.index] = ToolCall(event.index, event.id, "function", Function(event.name))
+            calls[event.index] = DeltaToolCall(event.index, event.id, "function", DeltaFunctionCall(event.name))
         elif isinstance(event, ArgumentDelta):
-            call = calls.setdefault(event.index, ToolCall(event.index, function=Function()))
+            call = calls.setdefault(event.index, DeltaToolCall(event.index, function=DeltaFunctionCall()))
             call.function.arguments += event.text
     spoken = text.content is not UNSET or text.reasoning_content is not UNSET
     return [*([text] if spoken else []), *(ChatDelta(tool_calls=[call]) for call in calls.values())]

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from thalweg.server.account import Account, Teller
+from thalweg.server.accounting import RequestAccounting, Teller
 
 GONE = 499  # nginx's status for a client that went away
 
 
-class Record:
+class AccessLogMiddleware:
     """Everything inside finds `account` in the scope. It stands beside the path of an answer's chunks, not on it.
     tellers: in order.
     """
@@ -26,17 +26,17 @@ class Record:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        account = Account(scope["method"], scope["path"], Headers(scope=scope), time.time())
-        scope["account"] = account
+        accounting = RequestAccounting(scope["method"], scope["path"], Headers(scope=scope), time.time())
+        scope["accounting"] = accounting
         broken = True
         try:
             await self.app(scope, receive, send)
             broken = False
         finally:
-            account.ended = time.time()
-            account.id = str(scope.get("request_id", ""))
+            accounting.ended = time.time()
+            accounting.id = str(scope.get("request_id", ""))
             if broken:  # the error is on its way out to the layer that answers it
-                account.error = account.error or "server_error"
-            account.status = account.status or (500 if broken else GONE)
+                accounting.error = accounting.error or "server_error"
+            accounting.status = accounting.status or (500 if broken else GONE)
             for tell in self._tellers:
-                tell(account)
+                tell(accounting)

@@ -18,11 +18,11 @@ THREADS = 2
 WAITING = 64  # grammars that wait to be looked at, each of them for a second at worst
 
 
-class Examiner:
+class GrammarChecker:
     """Each grammar is looked at once, on a thread. All methods belong to one event loop."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="examiner")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar-check")
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._looking: dict[bytes, asyncio.Future[str]] = {}
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from thalweg.core.acceptance import AcceptanceCounts
-from thalweg.server.contract import Piece
+from thalweg.engine.assemble import Piece
 
 
 class PromptDetails(msgspec.Struct):
@@ -30,7 +30,7 @@ class CompletionDetails(msgspec.Struct):
         self.spec_verify_ct += drafted.verifications
 
 
-class Usage(msgspec.Struct):
+class UsageInfo(msgspec.Struct):
     """prompt_tokens counts a prompt once, however many choices it has."""
 
     prompt_tokens: int = 0
@@ -81,16 +81,16 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class Function(msgspec.Struct):
+class DeltaFunctionCall(msgspec.Struct):
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
-class ToolCall(msgspec.Struct):
+class DeltaToolCall(msgspec.Struct):
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
-    function: Function = msgspec.field(default_factory=Function)
+    function: DeltaFunctionCall = msgspec.field(default_factory=DeltaFunctionCall)
 
 
 class ChatMessage(msgspec.Struct):
@@ -99,7 +99,7 @@ class ChatMessage(msgspec.Struct):
     role: str
     content: str | None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[DeltaToolCall] | None = None
 
 
 class ChatDelta(msgspec.Struct):
@@ -108,7 +108,7 @@ class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[DeltaToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -132,7 +132,7 @@ class ChatChunkChoice(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Answer(msgspec.Struct):
+class OpenAIResponse(msgspec.Struct):
     """A whole response of either route."""
 
     id: str
@@ -140,17 +140,17 @@ class Answer(msgspec.Struct):
     created: int
     model: str
     choices: list[CompletionChoice] | list[ChatChoice]
-    usage: Usage
+    usage: UsageInfo
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Tally:
+class UsageCounter:
     """Adds up the usage of a request as its choices end. n: choices of each prompt. drafts: whether it tells what
     became of drafts.
     """
 
     def __init__(self, n: int, drafts: bool | None) -> None:
-        self.usage = Usage(completion_tokens_details=CompletionDetails() if drafts else UNSET)
+        self.usage = UsageInfo(completion_tokens_details=CompletionDetails() if drafts else UNSET)
         self._n = n
 
     def ended(self, choice: int, piece: Piece) -> None:
@@ -166,7 +166,7 @@ class Tally:
         self.usage.total_tokens = self.usage.prompt_tokens + self.usage.completion_tokens
 
 
-class Envelope:
+class ChunkEnvelope:
     """The bytes around the choice of every chunk of a stream, encoded once."""
 
     def __init__(self, id: str, object: str, created: int, model: str, usage: bool) -> None:
@@ -178,6 +178,6 @@ class Envelope:
     def chunk(self, choice: CompletionChoice | ChatChunkChoice) -> bytes:
         return self._head + self._encode(choice) + self._tail
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, usage: UsageInfo) -> bytes:
         """The chunk after the last choice that stream_options.include_usage asks for."""
         return self._head + b'],"usage":' + self._encode(usage) + b"}\n\n"

@@ -14,15 +14,26 @@ from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammar
 from thalweg.core.sampling import SamplingParams
-from thalweg.server.account import account_of
-from thalweg.server.contract import Piece
-from thalweg.server.desk import Desk, Job, allowance_of, check, collect, gone, prompt_fields, reply, run, salt_of
+from thalweg.engine.assemble import Piece
+from thalweg.server.accounting import accounting_of
+from thalweg.server.context import (
+    AppContext,
+    GenerationJob,
+    check,
+    collect,
+    gone,
+    prompt_fields,
+    quota_of,
+    reply,
+    run,
+    salt_of,
+)
 from thalweg.server.logprobs import native_logprobs, native_tops, scores_of
+from thalweg.server.parsing import named, read
 from thalweg.server.protocol import GenerateRequest, NativeSampling
-from thalweg.server.reading import named, read
 from thalweg.server.sampling import given, native_params
-from thalweg.server.stream import EventStream, Writer
-from thalweg.server.structure import grammar_of
+from thalweg.server.stream import EventStream, EventWriter
+from thalweg.server.structured_output import grammar_of
 
 SHORT = 4096  # tokens, those of the prompt that are scored included, up to which every piece makes an event
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's, for this route only
@@ -41,27 +52,27 @@ _decoder = msgspec.json.Decoder(GenerateRequest)
 _encode = msgspec.json.Encoder().encode
 
 
-async def generate(desk: Desk, request: Request) -> Response:
+async def generate(ctx: AppContext, request: Request) -> Response:
     started = time.time()
     body = read(await request.body(), _decoder)
     body.refuse()
-    field, prompts = await _prompts(desk, body)
+    field, prompts = await _prompts(ctx, body)
     batch = isinstance(body.text, list) or body.input_ids is not None and isinstance(body.input_ids[0], list)
     many = len(prompts)
-    rids, params = _rids(desk, body, request, many), _params(desk, body, prompts)
+    rids, params = _rids(ctx, body, request, many), _params(ctx, body, prompts)
     grammars = _grammars(body, many)
     for grammar in grammars:
-        await desk.examiner.check(grammar)
+        await ctx.grammar_checker.check(grammar)
     salt = salt_of(request, given(body.cache_salt, body.extra_key))
     fields, priority = prompt_fields(field, many), given(body.priority, 0)
-    allowance, account = allowance_of(request), account_of(request)
-    job = Job(prompts, params, rids, fields, priority, salt, started, grammars, allowance, account)
+    quota, accounting = quota_of(request), accounting_of(request)
+    job = GenerationJob(prompts, params, rids, fields, priority, salt, started, grammars, quota, accounting)
     with named(**_NAMES):
-        check(desk, job)
-    makers = [_Maker(desk, body, job, i) for i in range(many) for _ in range(params[i].n)]
+        check(ctx, job)
+    makers = [_Maker(ctx, body, job, i) for i in range(many) for _ in range(params[i].n)]
     listed = batch or len(makers) > 1
 
-    async def stream(writer: Writer) -> None:
+    async def stream(writer: EventWriter) -> None:
         async def take(choice: int, piece: Piece) -> None:
             makers[choice].add(piece)
             if not makers[choice].due(piece):
@@ -71,11 +82,11 @@ async def generate(desk: Desk, request: Request) -> Response:
                 value["index"] = choice
             await writer.write(b"data: " + _encode(value) + b"\n\n", piece.at)
 
-        await run(desk, job, take)
+        await run(ctx, job, take)
 
     if body.stream:
-        return EventStream(desk.meters, stream)
-    ended = await collect(desk, job, request.receive)
+        return EventStream(ctx.metrics, stream)
+    ended = await collect(ctx, job, request.receive)
     if ended is None:
         return gone()
     for maker, piece in zip(makers, ended, strict=True):
@@ -84,7 +95,7 @@ async def generate(desk: Desk, request: Request) -> Response:
     return reply(values if listed else values[0])
 
 
-async def _prompts(desk: Desk, body: GenerateRequest) -> tuple[str, tuple[Sequence[int], ...]]:
+async def _prompts(ctx: AppContext, body: GenerateRequest) -> tuple[str, tuple[Sequence[int], ...]]:
     """The field that has the prompts, and their token ids. Raises InvalidRequest."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("text", "give either text or input_ids, and not both")
@@ -94,7 +105,7 @@ async def _prompts(desk: Desk, body: GenerateRequest) -> tuple[str, tuple[Sequen
     if not texts:
         raise InvalidRequest("text", "is empty: give at least one text")
     fields = prompt_fields("text", len(texts))
-    return "text", tuple([await desk.prompt(text, field) for text, field in zip(texts, fields, strict=True)])
+    return "text", tuple([await ctx.prompt(text, field) for text, field in zip(texts, fields, strict=True)])
 
 
 def _id_lists(ids: Sequence[int | list[int]]) -> tuple[Sequence[int], ...]:
@@ -109,17 +120,17 @@ def _id_lists(ids: Sequence[int | list[int]]) -> tuple[Sequence[int], ...]:
     return tuple(lists)
 
 
-def _rids(desk: Desk, body: GenerateRequest, request: Request, many: int) -> tuple[str, ...]:
+def _rids(ctx: AppContext, body: GenerateRequest, request: Request, many: int) -> tuple[str, ...]:
     if isinstance(body.rid, list):
         if len(body.rid) != many:
             raise InvalidRequest(
                 "rid", f"has {len(body.rid)} ids for {many} prompts: give one for each, or one for all"
             )
-        return tuple(desk.rid(rid, request) for rid in body.rid)
-    return (desk.rid(body.rid, request),) * many
+        return tuple(ctx.rid(rid, request) for rid in body.rid)
+    return (ctx.rid(body.rid, request),) * many
 
 
-def _params(desk: Desk, body: GenerateRequest, prompts: Sequence[Sequence[int]]) -> tuple[SamplingParams, ...]:
+def _params(ctx: AppContext, body: GenerateRequest, prompts: Sequence[Sequence[int]]) -> tuple[SamplingParams, ...]:
     given_params = body.sampling_params
     if not isinstance(given_params, list):
         given_params = [given(given_params, NativeSampling())] * len(prompts)
@@ -130,7 +141,7 @@ def _params(desk: Desk, body: GenerateRequest, prompts: Sequence[Sequence[int]])
     return tuple(
         native_params(
             one,
-            desk.defaults,
+            ctx.defaults,
             given(one.max_new_tokens, DEFAULT_MAX_NEW_TOKENS),
             logprobs,
             logprobs if 0 <= start < len(prompt) else None,
@@ -164,8 +175,8 @@ def _speculation(drafted: AcceptanceCounts) -> dict[str, Any]:
 class _Maker:
     """Makes the events of one choice: each is complete and supersedes the one before."""
 
-    def __init__(self, desk: Desk, body: GenerateRequest, job: Job, prompt: int) -> None:
-        self._tokenizer, self._body = desk.front.tokenizer, body
+    def __init__(self, ctx: AppContext, body: GenerateRequest, job: GenerationJob, prompt: int) -> None:
+        self._tokenizer, self._body = ctx.front.tokenizer, body
         self._prompt, self._rid, self._started = job.prompts[prompt], job.rids[prompt], job.started
         self._text = ""
         self._ids: list[int] = []

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 PER_TURN = 4
 
 
-class Turnstile:
+class ConcurrencyLimit:
     """Lets PER_TURN requests in each turn, in their order of arrival."""
 
     def __init__(self, app: ASGIApp) -> None:
