@@ -16,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install install-test serve test test-null check format kernels sanitize soak bench docs release-check clean
+.PHONY: help install install-test serve test test-null check format hooks kernels sanitize soak bench docs release-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -44,6 +44,10 @@ check: install-test ## lint, format, strict types, layering
 format: install-test ## formats and fixes what a machine can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+hooks: install-test ## pre-commit and its hooks: lint, types and subject at each commit, the null tier before a push
+	@$(PIP) pre-commit
+	@$(BIN)/pre-commit install
 
 kernels: install-test ## compiles every Triton kernel for sm_90, without a GPU (needs triton)
 	@$(BIN)/python -m tests.gpu.offline
