@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thalweg import __version__
-from thalweg.config.args import Parsed, Parser, options_parser, parse_options
+from thalweg.config.args import OptionsParser, ParsedOptions, options_parser, parse_options
 from thalweg.config.setting import nearest
 from thalweg.config.tree import non_defaults
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
@@ -91,7 +91,7 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def _parse(parser: Parser, argv: Sequence[str]) -> Parsed:
+def _parse(parser: OptionsParser, argv: Sequence[str]) -> ParsedOptions:
     """Reads the command line; prints a line for each flag that has another name here."""
     parsed = parse_options(parser, argv)
     for notice in parsed.notices:
@@ -199,22 +199,22 @@ examples:
     own.add_argument("--system", default="", metavar="TEXT", help="system message")
     own.add_argument("--thinking", action="store_true", help="ask for a thought before the answer")
     parsed = _parse(parser, argv)
+    from thalweg.launch.chat import chat
     from thalweg.launch.resolve import resolve
-    from thalweg.launch.talk import talk
 
     resolved = resolve(parsed.options)
     params = _sampling(parsed.args, resolved.sampling)
-    return talk(resolved, params, parsed.args.system, parsed.args.thinking or None)
+    return chat(resolved, params, parsed.args.system, parsed.args.thinking or None)
 
 
 def render(argv: Sequence[str]) -> int:
-    from thalweg.launch.prompts import main as run
+    from thalweg.launch.render import main as run
 
     return run(argv)
 
 
 def parse(argv: Sequence[str]) -> int:
-    from thalweg.launch.outputs import main as run
+    from thalweg.launch.parse import main as run
 
     return run(argv)
 
@@ -302,7 +302,7 @@ COMMANDS = {
 # ---- sampling flags of generate and chat ----
 
 
-def _sampling_flags(parser: Parser) -> argparse._ArgumentGroup:
+def _sampling_flags(parser: OptionsParser) -> argparse._ArgumentGroup:
     """The group of a command's own flags, with those of sampling in it; what is not given is left to the model's
     defaults.
     """

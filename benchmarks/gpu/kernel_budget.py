@@ -39,7 +39,7 @@ from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import ThalwegError
 from thalweg.core.sampling import SamplingParams
-from thalweg.launch.planning.floors import Ceilings
+from thalweg.launch.planning.roofline import Ceilings
 
 CONTEXT, STEPS, PROFILED = 1024, 48, 24
 LENGTH = 4096  # of the longest sequence: what attention is split for

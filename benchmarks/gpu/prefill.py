@@ -1,7 +1,7 @@
 """Prefill on one GPU, by kernel: `python benchmarks/gpu/prefill.py FOLDER [flags of thalweg serve]`.
 
 8,192 tokens as one prompt and as 8 of 1,024, random weights, through the engine's own loop: the best of three steps
-against the floor of `thalweg.launch.planning.floors` with the ceilings of the same run, then where one step's time
+against the floor of `thalweg.launch.planning.roofline` with the ceilings of the same run, then where one step's time
 goes, from torch's profiler. Writes $OUT/prefill_FOLDER.json (OUT: the current folder if unset).
 """
 
@@ -24,7 +24,7 @@ from thalweg.bench.in_process import Tokens, random_batch, start, time_batch
 from thalweg.config.args import options_parser, parse_options
 from thalweg.config.tree import replace
 from thalweg.engine.local import LocalEngine
-from thalweg.launch.planning import floors
+from thalweg.launch.planning import roofline
 from thalweg.models.catalog import read_facts
 
 CASES = ((1, 8192), (8, 1024), (1, 1024))
@@ -70,14 +70,14 @@ def main() -> None:
     facts, rng, rows = read_facts(resolved.path), Random(1), []
     print({key: f"{value:.4g}" for key, value in vars_of(top).items()}, torch.cuda.get_device_name(), flush=True)
     for batch, length in CASES:
-        phases = floors.phases(facts, floors.Shape(batch, length, length))
+        phases = roofline.phases(facts, roofline.StepShape(batch, length, length))
         times = [time_batch(engine, random_batch(resolved, batch, length, rng), 1).prefill for _ in range(5)][2:]
-        floor, took = floors.seconds(phases, top), min(times)
+        floor, took = roofline.seconds(phases, top), min(times)
         by, gaps = kernels(engine, random_batch(resolved, batch, length, rng))
         idle = sum(gap for gap, _ in gaps)
         row: dict[str, Any] = {
             "rows": batch, "tokens": length, "ms": took * 1e3, "floor_ms": floor * 1e3, "share": floor / took,
-            "floor_by_phase_ms": {name: each * 1e3 for name, each in floors.by_name(phases, top).items()},
+            "floor_by_phase_ms": {name: each * 1e3 for name, each in roofline.by_name(phases, top).items()},
             "idle_ms": idle / 1e3, "gaps": gaps[:8], "kernels": by, "all_ms": [each * 1e3 for each in times],
         }  # fmt: skip
         rows.append(row)
@@ -96,7 +96,7 @@ def main() -> None:
     Path(os.environ.get("OUT", "."), f"prefill_{resolved.path.name}.json").write_text(json.dumps(record, indent=1))
 
 
-def vars_of(top: floors.Ceilings) -> dict[str, float]:
+def vars_of(top: roofline.Ceilings) -> dict[str, float]:
     return {"read": top.read, "bf16": top.bf16, "fp8": top.fp8}
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from thalweg.config.model import ModelFacts
-from thalweg.launch.planning.floors import Ceilings, Kept
-from thalweg.launch.planning.layouts import Layout
+from thalweg.launch.planning.layouts import ParallelLayout
+from thalweg.launch.planning.roofline import Ceilings, KVBytes
 from thalweg.models.catalog import read_config_facts
 
 H200 = Ceilings(4.8e12, 989e12, 1979e12)
 H100 = Ceilings(3.35e12, 989e12, 1979e12)
-TP8, DP8 = Layout(tp=8), Layout(tp=8, dp=8, ep=8)
+TP8, DP8 = ParallelLayout(tp=8), ParallelLayout(tp=8, dp=8, ep=8)
 
 DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -83,5 +83,5 @@ def facts(config: dict[str, Any], **more: Any) -> ModelFacts:
 
 
 V3, V32, LITE_FACTS, QWEN72 = facts(DEEPSEEK), facts(DEEPSEEK | INDEXER), facts(LITE), facts(QWEN)
-FP8_INDEX = Kept.of(V32, index=Kept.fp8_index(V32))
-FP8_BOTH = Kept.of(V32, index=Kept.fp8_index(V32), record=True)
+FP8_INDEX = KVBytes.of(V32, index=KVBytes.fp8_index(V32))
+FP8_BOTH = KVBytes.of(V32, index=KVBytes.fp8_index(V32), record=True)

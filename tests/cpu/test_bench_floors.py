@@ -10,8 +10,8 @@ import pytest
 
 from tests.cpu.plan_models import DEEPSEEK, LITE
 from thalweg.config.model import ModelFacts
-from thalweg.launch.planning import floors
-from thalweg.launch.planning.floors import Ceilings, Phase, Shape
+from thalweg.launch.planning import roofline
+from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape
 from thalweg.models.catalog import read_config_facts
 
 H100 = Ceilings(read=3.1e12, bf16=800e12, fp8=1526e12)
@@ -33,8 +33,8 @@ def facts(config: dict[str, Any]) -> ModelFacts:
     return read_config_facts(config, "test")
 
 
-def milliseconds(config: dict[str, Any], shape: Shape) -> float:
-    return 1e3 * floors.seconds(floors.phases(facts(config), shape), H100)
+def milliseconds(config: dict[str, Any], shape: StepShape) -> float:
+    return 1e3 * roofline.seconds(roofline.phases(facts(config), shape), H100)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,15 @@ def milliseconds(config: dict[str, Any], shape: Shape) -> float:
     ],
 )
 def test_decode_at_a_context_of_1024(config: dict[str, Any], rows: int, expected: float) -> None:
-    assert milliseconds(config, Shape(rows, 1, 1024)) == pytest.approx(expected, rel=0.06)
+    assert milliseconds(config, StepShape(rows, 1, 1024)) == pytest.approx(expected, rel=0.06)
 
 
 @pytest.mark.parametrize(("config", "expected"), [(LITE, 10.1), (SLIM, 15.65)])
 def test_a_prompt_of_1024_reads_all_experts(config: dict[str, Any], expected: float) -> None:
-    phases = floors.phases(facts(config), Shape(1, 1024, 1024))
+    phases = roofline.phases(facts(config), StepShape(1, 1024, 1024))
     reads = sum(phase.bytes for phase in phases) / H100.read
     assert 1e3 * reads == pytest.approx(expected, rel=0.01)
-    assert reads < floors.seconds(phases, H100) < 1.12 * reads, "projections are bound by FLOPs"
+    assert reads < roofline.seconds(phases, H100) < 1.12 * reads, "projections are bound by FLOPs"
 
 
 def test_a_long_prefill_is_its_flops() -> None:
@@ -69,20 +69,22 @@ def test_a_long_prefill_is_its_flops() -> None:
     experts, dense = 2 * tokens * (8 * 3 * 2048 * 1408 + 2048 * 64), 2 * tokens * 3 * 2048 * 10944
     flops = 27 * (linear + scores) + 26 * experts + dense
     head = 2 * 102400 * 2048 / H100.read
-    assert milliseconds(LITE, Shape(1, tokens, tokens)) == pytest.approx(1e3 * (flops / H100.bf16 + head), rel=1e-6)
+    assert milliseconds(LITE, StepShape(1, tokens, tokens)) == pytest.approx(1e3 * (flops / H100.bf16 + head), rel=1e-6)
 
 
 def test_a_cached_context_costs_its_pairs() -> None:
-    assert Shape(2, 3, 10).pairs == 2 * (8 + 9 + 10)
-    assert Shape(1, 4, 4).pairs == 1 + 2 + 3 + 4
+    assert StepShape(2, 3, 10).pairs == 2 * (8 + 9 + 10)
+    assert StepShape(1, 4, 4).pairs == 1 + 2 + 3 + 4
 
 
 def test_measured_coverage_takes_the_place_of_the_expected() -> None:
-    all_read = Shape(1, 1, 1024, covered=(64.0,) * 26)
+    all_read = StepShape(1, 1, 1024, covered=(64.0,) * 26)
     more = 26 * (64 - 6) * 3 * 2048 * 1408 * 2 / H100.read
-    assert milliseconds(LITE, all_read) - milliseconds(LITE, Shape(1, 1, 1024)) == pytest.approx(1e3 * more, rel=1e-6)
+    assert milliseconds(LITE, all_read) - milliseconds(LITE, StepShape(1, 1, 1024)) == pytest.approx(
+        1e3 * more, rel=1e-6
+    )
 
 
 def test_a_phase_takes_the_longer_of_reading_and_computing() -> None:
-    assert Phase("", bytes=3.1e12, bf16=400e12).seconds(H100) == 1.0
-    assert Phase("", bytes=1.0, bf16=800e12, fp8=1526e12).seconds(H100) == 2.0
+    assert StepPhase("", bytes=3.1e12, bf16=400e12).seconds(H100) == 1.0
+    assert StepPhase("", bytes=1.0, bf16=800e12, fp8=1526e12).seconds(H100) == 2.0

@@ -19,9 +19,18 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES
 from thalweg.core.plan import PAGE
 from thalweg.core.report import Decision
-from thalweg.launch.decide import RULES, TYPICAL, Decided, Ledger, cpu, decide, format_bytes, gpu
 from thalweg.launch.graphs import GraphPlan, buckets, token_buckets
 from thalweg.launch.resolved import Plane, Sizes
+from thalweg.launch.resources import (
+    RULES,
+    TYPICAL,
+    Decisions,
+    ResolvedResources,
+    cpu_defaults,
+    format_bytes,
+    gpu_defaults,
+    resolve_resources,
+)
 from thalweg.models.catalog import read_config_facts
 
 GB = 10**9
@@ -61,12 +70,14 @@ def run(
     width: int = 0,
     trees: bool = False,
     **wishes: Any,
-) -> tuple[Decided, dict[str, Decision]]:
-    ledger, here = Ledger(), on or machine()
-    found = decide(options_of(model="m", **wishes), of or facts(), here, sizes(parameters, kv), ledger, width, trees)
-    names = [one.name for one in ledger.decisions]
+) -> tuple[ResolvedResources, dict[str, Decision]]:
+    decisions, here = Decisions(), on or machine()
+    found = resolve_resources(
+        options_of(model="m", **wishes), of or facts(), here, sizes(parameters, kv), decisions, width, trees
+    )
+    names = [one.name for one in decisions.entries]
     assert len(names) == len(set(names)), "each choice is noted once"
-    return found, {one.name: one for one in ledger.decisions}
+    return found, {one.name: one for one in decisions.entries}
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:
@@ -78,8 +89,12 @@ def refusal(*args: Any, **kwargs: Any) -> str:
 def test_everything_left_to_the_resolver() -> None:
     found, why = run()
     assert (found.device, found.dtype, found.threads, found.overlap) == ("cpu", "float32", 7, False)
-    assert (found.slots, found.budget, found.context) == (cpu(machine()).slots, cpu(machine()).budget, 8192)
-    assert found.pages == cpu(machine()).slots * TYPICAL // PAGE
+    assert (found.slots, found.budget, found.context) == (
+        cpu_defaults(machine()).slots,
+        cpu_defaults(machine()).budget,
+        8192,
+    )
+    assert found.pages == cpu_defaults(machine()).slots * TYPICAL // PAGE
     assert all(one.reason for one in why.values()), "what was chosen has a reason"
     assert {one.source for one in why.values()} == {"auto", "model"}
 
@@ -172,7 +187,7 @@ def test_uncut_prompts() -> None:
 
 
 def test_many_running_requests_leave_prompts_their_budget() -> None:
-    usual = cpu(machine()).budget
+    usual = cpu_defaults(machine()).budget
     assert run(max_running_requests=usual // 2)[0].budget == usual
     found, why = run(max_running_requests=1000)
     assert found.budget == 1000 + usual and "1000 running requests" in why["chunked_prefill_size"].reason
@@ -193,10 +208,10 @@ H100 = machine(gpus=("NVIDIA H100 80GB HBM3",), gpu_free=80 * GB)
 def test_a_gpu_is_used_where_there_is_one() -> None:
     found, why = run(on=H100)
     assert (found.device, found.kernels.decode, found.dtype) == ("cuda", "triton", "bfloat16")
-    assert (found.overlap, found.slots, found.budget) == (True, gpu(H100).slots, gpu(H100).budget)
+    assert (found.overlap, found.slots, found.budget) == (True, gpu_defaults(H100).slots, gpu_defaults(H100).budget)
     assert "NVIDIA H100" in why["device"].reason
     assert found.graphs == GraphPlan("full_and_piecewise", buckets(found.slots), token_buckets(2048))
-    room = int(gpu(H100).free * gpu(H100).fraction) - 2 * GB  # weights in bfloat16
+    room = int(gpu_defaults(H100).free * gpu_defaults(H100).fraction) - 2 * GB  # weights in bfloat16
     assert found.pages == room // (2 * 2 * 1000 * 2 // 2 * PAGE)
 
 

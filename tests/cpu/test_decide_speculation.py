@@ -15,9 +15,9 @@ from thalweg.config.drafters import read_eagle
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.launch.ledger import Ledger
-from thalweg.launch.speculation import Speculation, decide_speculation
-from thalweg.launch.trees import decide_tree
+from thalweg.launch.decisions import Decisions
+from thalweg.launch.speculation import Speculation, resolve_speculation
+from thalweg.launch.trees import resolve_tree
 from thalweg.launch.vocabularies import check_vocabularies
 from thalweg.models.catalog import read_facts
 
@@ -27,10 +27,10 @@ class Facts:
     nextn: int = 1
 
 
-def decided(nextn: int = 1, **wishes: Any) -> tuple[Speculation, Ledger]:
-    ledger = Ledger()
+def decided(nextn: int = 1, **wishes: Any) -> tuple[Speculation, Decisions]:
+    decisions = Decisions()
     facts: Any = Facts(nextn)
-    return decide_speculation(SpeculativeOptions(**wishes), facts, ledger), ledger
+    return resolve_speculation(SpeculativeOptions(**wishes), facts, decisions), decisions
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def test_an_algorithm_without_trees_is_told_of_none() -> None:
 )
 def test_what_has_no_effect_is_told(wish: str, value: Any) -> None:
     for more in ({"speculative_algorithm": "NONE"}, {"mtp": 1}):
-        made, ledger = decided(**more, **{wish: value})
+        made, decisions = decided(**more, **{wish: value})
         assert made.drafter == "NONE"
-        told = ledger.decisions[-1]
+        told = decisions.entries[-1]
         assert (told.name, told.value, told.source) == (wish, value, "user") and "nothing drafts" in told.reason
-    assert all("without effect" not in one.reason for one in decided(mtp=2, **{wish: value})[1].decisions)
+    assert all("without effect" not in one.reason for one in decided(mtp=2, **{wish: value})[1].entries)
 
 
 def test_a_checkpoint_without_the_layer_is_named() -> None:
@@ -104,7 +104,7 @@ def test_a_checkpoint_without_the_layer_is_named() -> None:
 
 
 def shape(drafter: str = "NEXTN", deepest: int = 3, **wishes: Any) -> TreeShape:
-    return decide_tree(SpeculativeOptions(**wishes), drafter, deepest, Ledger())
+    return resolve_tree(SpeculativeOptions(**wishes), drafter, deepest, Decisions())
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def test_the_tokens_of_a_tree_say_nothing_of_its_depth() -> None:
 
 
 def test_every_choice_is_noted() -> None:
-    assert [(one.name, one.value, one.source) for one in decided(mtp=4)[1].decisions] == [
+    assert [(one.name, one.value, one.source) for one in decided(mtp=4)[1].entries] == [
         ("speculative_algorithm", "NEXTN", "user"),
         ("speculative_num_steps", 3, "user"),
         ("speculative_adaptive", True, "auto"),
     ]
     assert not decided(mtp=4, speculative_adaptive=False)[0].adaptive
-    assert [(one.name, one.value, one.source) for one in decided()[1].decisions] == [
+    assert [(one.name, one.value, one.source) for one in decided()[1].entries] == [
         ("speculative_algorithm", "NONE", "auto")
     ]
 
@@ -182,10 +182,10 @@ EAGLE3 = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size
 EAGLE = LLAMA | {"architectures": ["LlamaForCausalLMEagle"]}
 
 
-def drafting(folder: Path, config: dict[str, Any], **wishes: Any) -> tuple[Speculation, Ledger]:
+def drafting(folder: Path, config: dict[str, Any], **wishes: Any) -> tuple[Speculation, Decisions]:
     (folder / "config.json").write_text(json.dumps(config))
-    ledger = Ledger()
-    return decide_speculation(SpeculativeOptions(**wishes), read_facts(TINY), ledger, folder), ledger
+    decisions = Decisions()
+    return resolve_speculation(SpeculativeOptions(**wishes), read_facts(TINY), decisions, folder), decisions
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def drafting(folder: Path, config: dict[str, Any], **wishes: Any) -> tuple[Specu
 def test_a_folder_says_what_drafts(
     config: dict[str, Any], wish: str | None, drafter: str, width: int, tmp_path: Path
 ) -> None:
-    made, ledger = drafting(tmp_path, config, speculative_algorithm=wish)
+    made, decisions = drafting(tmp_path, config, speculative_algorithm=wish)
     assert made == Speculation(drafter, width, True, str(tmp_path))
-    noted = ledger.decisions[0]
+    noted = decisions.entries[0]
     assert (noted.source, bool(noted.reason)) == (("auto", True) if wish is None else ("user", False))
     assert drafting(tmp_path, config, speculative_algorithm=wish, speculative_num_steps=2)[0].width == 2
 
@@ -239,8 +239,8 @@ def test_a_head_is_told_by_its_tensors_where_it_says_llama(name: str, indexed: b
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "one"}}))
     else:
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    made, ledger = drafting(tmp_path, LLAMA)
-    assert made.drafter == "EAGLE" and ledger.decisions[0].value == "EAGLE"
+    made, decisions = drafting(tmp_path, LLAMA)
+    assert made.drafter == "EAGLE" and decisions.entries[0].value == "EAGLE"
 
 
 HEADS: list[tuple[dict[str, Any], dict[str, list[int]], tuple[str, ...]]] = [
@@ -302,10 +302,10 @@ def test_the_streams_of_an_eagle3_head(
     fields: dict[str, Any], layers: tuple[int, ...], words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(EAGLE3 | fields))
-    target, ledger = replace(read_facts(TINY), layers=32), Ledger()
+    target, decisions = replace(read_facts(TINY), layers=32), Decisions()
     assert read_eagle(tmp_path, target).watched.layers == layers
-    decide_speculation(SpeculativeOptions(), target, ledger, tmp_path)
-    (told,) = (one for one in ledger.decisions if one.name == "speculative_eagle_layers")
+    resolve_speculation(SpeculativeOptions(), target, decisions, tmp_path)
+    (told,) = (one for one in decisions.entries if one.name == "speculative_eagle_layers")
     assert told.value == ", ".join(map(str, layers)) and words in told.reason
 
 
@@ -339,9 +339,9 @@ def test_a_small_model_is_compared_when_its_model_is_known(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 32000}))
     facts = read_facts(TINY)
     with pytest.raises(CheckpointError, match="32000.*2048"):
-        decide_speculation(SpeculativeOptions(), facts, Ledger(), tmp_path, TINY)
+        resolve_speculation(SpeculativeOptions(), facts, Decisions(), tmp_path, TINY)
     (tmp_path / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
-    assert decide_speculation(SpeculativeOptions(), facts, Ledger(), tmp_path, TINY).drafter == "STANDALONE"
+    assert resolve_speculation(SpeculativeOptions(), facts, Decisions(), tmp_path, TINY).drafter == "STANDALONE"
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])

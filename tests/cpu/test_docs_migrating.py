@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from thalweg.config.args import HABITS, Habit, options_parser, parse_options
-from thalweg.config.foreign import ABSENT, EQUAL, WITHOUT
+from thalweg.config.args import NO_EFFECT_FLAGS, NoEffectFlag, options_parser, parse_options
+from thalweg.config.foreign import EQUAL, UNSUPPORTED_FLAGS, WITHOUT
 from thalweg.config.setting import Setting
 from thalweg.config.tree import settings, spellings
 from thalweg.core.errors import UnsupportedConfig
@@ -57,13 +57,13 @@ def test_a_spelling_sets_what_the_page_says(row: list[str]) -> None:
 def test_every_spelling_has_its_row() -> None:
     others = {"--" + name.replace("_", "-") for name, (one, *_) in spellings().items() if name != one.name}
     assert others == {row[0].strip("`") for row in RENAMED}
-    habits = {f"--{habit.flag}" + (f" {habit.value}" if habit.value else ""): habit.note for habit in HABITS}
+    habits = {f"--{habit.flag}" + (f" {habit.value}" if habit.value else ""): habit.note for habit in NO_EFFECT_FLAGS}
     shown = {row[0].strip("`"): row[1] for row in rows("Flags that are taken and change nothing")}
     assert shown == habits
 
 
-@pytest.mark.parametrize("habit", HABITS, ids=[habit.flag for habit in HABITS])
-def test_a_habit_changes_nothing_and_says_so(habit: Habit) -> None:
+@pytest.mark.parametrize("habit", NO_EFFECT_FLAGS, ids=[habit.flag for habit in NO_EFFECT_FLAGS])
+def test_a_habit_changes_nothing_and_says_so(habit: NoEffectFlag) -> None:
     parsed = parse_options(PARSER, [f"--{habit.flag}", *([habit.value] if habit.value else [])])
     assert parsed.options == parse_options(PARSER, []).options
     assert parsed.notices == (f"--{habit.flag} changes nothing: {habit.note}",)
@@ -71,7 +71,7 @@ def test_a_habit_changes_nothing_and_says_so(habit: Habit) -> None:
 
 def test_absent_flags_have_their_rows() -> None:
     shown = {flag for row in rows("Flags that are not here") for flag in FLAG.findall(row[0])}
-    assert shown == {f"--{flag}" for one in ABSENT for flag in one.flags.split()}
+    assert shown == {f"--{flag}" for one in UNSUPPORTED_FLAGS for flag in one.flags.split()}
 
 
 def test_same_names_are_our_names() -> None:

@@ -16,12 +16,12 @@ from thalweg.cli import main
 from thalweg.config.machine import Machine
 from thalweg.config.options import Options
 from thalweg.config.tree import options_of
-from thalweg.launch.doctor import Finding, Surroundings, examine, text
+from thalweg.launch.doctor import Environment, Finding, examine, text
 from thalweg.launch.wheels import WHEELS, within
 
 ROOT = Path(__file__).parents[2]
 GPUS = ("NVIDIA H100 80GB HBM3",) * 8
-GOOD = Surroundings(
+GOOD = Environment(
     python="3.12.4",
     machine=Machine("Some CPU", 8, 64 * 10**9, 60 * 10**9),
     driver="",
@@ -59,7 +59,7 @@ ON_GPU = dataclasses.replace(
 )
 
 
-def seen(base: Surroundings = GOOD, **changes: Any) -> dict[str, Finding]:
+def seen(base: Environment = GOOD, **changes: Any) -> dict[str, Finding]:
     return {one.check: one for one in examine(dataclasses.replace(base, **changes))}
 
 
@@ -113,7 +113,7 @@ def test_a_gpu_that_the_container_hides_is_found_through_torch() -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_its_cure(
-    check: str, level: str, said: str, mend: str, base: Surroundings, changes: dict[str, Any]
+    check: str, level: str, said: str, mend: str, base: Environment, changes: dict[str, Any]
 ) -> None:
     found, before = seen(base, **changes), seen(base)
     assert found[check].level == level and said in found[check].found and mend in found[check].mend
@@ -158,7 +158,7 @@ def test_looking_finds_a_taken_port_and_missing_weights(tmp_path: Path) -> None:
             (tmp_path / file.name).write_bytes(file.read_bytes())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config: Options = options_of(model=str(tmp_path), port=taken.getsockname()[1])
-        found = {one.check: one for one in examine(Surroundings.look(config))}
+        found = {one.check: one for one in examine(Environment.look(config))}
     assert found["port"].level == "fail" and f"--port {config.listen.port + 1}"[:9] in found["port"].mend
     assert found["model"].level == "fail" and "safetensors" in found["model"].found
     assert found["torch"].level == found["packages"].level == "ok"

@@ -23,8 +23,8 @@ from thalweg.config.model import facts_of
 from thalweg.core.kernels import KernelConfig
 from thalweg.engine import build
 from thalweg.launch.planning.commands import command
-from thalweg.launch.planning.layouts import Layout
-from thalweg.launch.planning.search import Outcome
+from thalweg.launch.planning.layouts import ParallelLayout
+from thalweg.launch.planning.search import LayoutForecast
 from thalweg.launch.planning.weights import inventory, parameters
 from thalweg.launch.sizes import counted, measure
 from thalweg.layers.reference import ReferenceLayers
@@ -432,11 +432,11 @@ def test_counted_sizes_are_those_of_the_model(config: dict[str, Any]) -> None:
 def test_copies_get_gpus_of_their_own() -> None:
     config = parse_options(options_parser("x", ""), ["m"]).options
     room: Any = None
-    of = lambda layout: Outcome(layout, room, 16, 1.0, 1.0, 1.0, 1.0, 1, 0.0, "")  # noqa: E731
+    of = lambda layout: LayoutForecast(layout, room, 16, 1.0, 1.0, 1.0, 1.0, 1, 0.0, "")  # noqa: E731
     assert (
-        command(config, of(Layout(tp=2, copies=2)))
+        command(config, of(ParallelLayout(tp=2, copies=2)))
         .splitlines()[1]
         .strip()
         .startswith("CUDA_VISIBLE_DEVICES=$(seq -s, $((2*i)) $((2*i+1)))")
     )
-    assert command(config, of(Layout())) == "thalweg serve m"
+    assert command(config, of(ParallelLayout())) == "thalweg serve m"

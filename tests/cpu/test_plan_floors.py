@@ -23,13 +23,14 @@ from tests.cpu.plan_models import (
     V32,
 )
 from thalweg.config.model import ModelFacts
-from thalweg.launch.planning.drafters import Maker, by_head, by_model, by_nextn, drafting
-from thalweg.launch.planning.floors import (
+from thalweg.launch.planning.draft_cost import DrafterPlanner, by_head, by_model, by_nextn, drafting
+from thalweg.launch.planning.layouts import ONE, ParallelLayout
+from thalweg.launch.planning.roofline import (
     RECORD,
     Ceilings,
-    Kept,
-    Phase,
-    Shape,
+    KVBytes,
+    StepPhase,
+    StepShape,
     absorbed,
     by_name,
     decompressed,
@@ -38,8 +39,7 @@ from thalweg.launch.planning.floors import (
     uniform,
     verified,
 )
-from thalweg.launch.planning.layouts import ONE, Layout
-from thalweg.launch.planning.weights import Widths, flops_a_token, inventory, parameters
+from thalweg.launch.planning.weights import NumberBytes, flops_a_token, inventory, parameters
 
 
 def numbers(of: ModelFacts, name: str) -> int:
@@ -71,7 +71,7 @@ def test_numbers_of_others() -> None:
 
 
 def test_gigabytes_of_v3() -> None:
-    widths = Widths.of(V32)
+    widths = NumberBytes.of(V32)
     each = {one.name: one.layers * widths.read(one) / 1e9 for one in inventory(V32)}
     assert each["MLA, by heads"] + each["MLA, down"] == pytest.approx(11.41, abs=0.005)
     assert each["dense MLP"] == pytest.approx(1.19, abs=0.005)
@@ -83,12 +83,12 @@ def test_gigabytes_of_v3() -> None:
 
 
 def test_bytes_of_a_token() -> None:
-    assert Kept.of(V3).a_token(V3) == 70_272
-    assert Kept.of(V3, record=True).a_token(V3) == 61 * RECORD == 40_016
+    assert KVBytes.of(V3).a_token(V3) == 70_272
+    assert KVBytes.of(V3, record=True).a_token(V3) == 61 * RECORD == 40_016
     assert FP8_INDEX.a_token(V32) == 78_324 and FP8_BOTH.a_token(V32) == 48_068
     assert 61 * FP8_INDEX.index == 8_052
-    assert Kept.of(LITE_FACTS).a_token(LITE_FACTS) == 31_104
-    assert Kept.of(QWEN72).a_token(QWEN72) == 327_680
+    assert KVBytes.of(LITE_FACTS).a_token(LITE_FACTS) == 31_104
+    assert KVBytes.of(QWEN72).a_token(QWEN72) == 327_680
 
 
 def test_flops() -> None:
@@ -96,9 +96,9 @@ def test_flops() -> None:
     assert flops_a_token(LITE_FACTS) == pytest.approx(4.90e9, rel=1e-3)
     assert flops_a_token(QWEN72) == pytest.approx(142.9e9, rel=1e-3)
     assert V3.mla is not None
-    one = Shape(1, 1, 1)
+    one = StepShape(1, 1, 1)
     assert absorbed(V3.mla, 128, 1) == 278_528 and decompressed(V3.mla, 128, one) == 81_920
-    index = by_name(phases(V32, Shape(1, 1, 1 << 17), kept=FP8_INDEX), Ceilings(1e99, 1e99, 1.0))["index"]
+    index = by_name(phases(V32, StepShape(1, 1, 1 << 17), kept=FP8_INDEX), Ceilings(1e99, 1e99, 1.0))["index"]
     assert index / (1 << 17) / 61 == 16_384
 
 
@@ -133,10 +133,12 @@ WORKED = [
 
 
 @pytest.mark.parametrize(("layout", "rows", "context", "dense", "sparse", "small"), WORKED)
-def test_steps_on_eight_h200(layout: Layout, rows: int, context: int, dense: str, sparse: str, small: str) -> None:
-    shape = Shape(rows, 1, context)
+def test_steps_on_eight_h200(
+    layout: ParallelLayout, rows: int, context: int, dense: str, sparse: str, small: str
+) -> None:
+    shape = StepShape(rows, 1, context)
     made = [
-        phases(V3, shape, layout, kept=Kept.of(V3)),
+        phases(V3, shape, layout, kept=KVBytes.of(V3)),
         phases(V32, shape, layout, kept=FP8_INDEX),
         phases(V32, shape, layout, kept=FP8_BOTH),
     ]
@@ -146,20 +148,20 @@ def test_steps_on_eight_h200(layout: Layout, rows: int, context: int, dense: str
 @pytest.mark.parametrize(
     ("layout", "rows", "context", "of", "kept", "parts"),
     [
-        (TP8, 1, 4096, V3, Kept.of(V3), ("1.19", "0.06", "0.00")),
+        (TP8, 1, 4096, V3, KVBytes.of(V3), ("1.19", "0.06", "0.00")),
         (TP8, 8, 4096, V32, FP8_INDEX, ("4.66", "0.24", "0.05")),
-        (TP8, 128, 4096, V3, Kept.of(V3), ("17.39", "7.68", "0.00")),
+        (TP8, 128, 4096, V3, KVBytes.of(V3), ("17.39", "7.68", "0.00")),
         (TP8, 128, 4096, V32, FP8_INDEX, ("17.58", "3.84", "0.88")),
-        (DP8, 1, 4096, V3, Kept.of(V3), ("7.41", "0.07", "0.00")),
-        (DP8, 32, 4096, V3, Kept.of(V3), ("20.61", "2.25", "0.00")),
+        (DP8, 1, 4096, V3, KVBytes.of(V3), ("7.41", "0.07", "0.00")),
+        (DP8, 32, 4096, V3, KVBytes.of(V3), ("20.61", "2.25", "0.00")),
         (DP8, 64, 4096, V32, FP8_INDEX, ("20.80", "2.25", "0.44")),
-        (DP8, 128, 4096, V3, Kept.of(V3), ("20.62", "9.01", "0.00")),
+        (DP8, 128, 4096, V3, KVBytes.of(V3), ("20.62", "9.01", "0.00")),
     ],
 )
 def test_parts_of_a_step(
-    layout: Layout, rows: int, context: int, of: ModelFacts, kept: Kept, parts: tuple[str, str, str]
+    layout: ParallelLayout, rows: int, context: int, of: ModelFacts, kept: KVBytes, parts: tuple[str, str, str]
 ) -> None:
-    found = by_name(phases(of, Shape(rows, 1, context), layout, kept=kept), H200)
+    found = by_name(phases(of, StepShape(rows, 1, context), layout, kept=kept), H200)
     attention, index = found.pop("attention"), found.pop("index", 0.0)
     assert tuple(f"{1e3 * part:.2f}" for part in (sum(found.values()), attention, index)) == parts
 
@@ -167,7 +169,7 @@ def test_parts_of_a_step(
 def test_attention_of_many_heads_is_bound_by_products() -> None:
     """128 heads have 242 FLOPs a byte, above an H200's 206; a TP8 rank's 16 have 30."""
     for layout, ratio in ((DP8, 242), (TP8, 30)):
-        part = next(one for one in phases(V3, Shape(1, 1, 4096), layout) if one.name == "attention")
+        part = next(one for one in phases(V3, StepShape(1, 1, 4096), layout) if one.name == "attention")
         assert round(part.bf16 / part.bytes) == ratio
 
 
@@ -183,7 +185,7 @@ def test_attention_of_many_heads_is_bound_by_products() -> None:
     ],
 )
 def test_qwen_72b_on_eight(top: Ceilings, batch: int, context: int, expected: str) -> None:
-    parts = phases(QWEN72, Shape(batch, 1, context), TP8)
+    parts = phases(QWEN72, StepShape(batch, 1, context), TP8)
     bytes_ = sum(part.bytes for part in parts)
     assert f"{1e3 * bytes_ / top.read:.2f}" == expected
     norms = 80 * 2 * 8192 * 2 / 8  # which the worked value counts, too
@@ -202,7 +204,7 @@ def test_qwen_72b_on_eight(top: Ceilings, batch: int, context: int, expected: st
 )
 def test_v2_lite_on_one_h100(batch: int, experts: str, gigabytes: str, milliseconds: tuple[str, ...]) -> None:
     assert LITE_FACTS.moe is not None and f"{uniform(LITE_FACTS.moe, batch):.1f}" == experts
-    made = [phases(LITE_FACTS, Shape(batch, 1, context)) for context in (1024, 4096, 16384)]
+    made = [phases(LITE_FACTS, StepShape(batch, 1, context)) for context in (1024, 4096, 16384)]
     assert tuple(f"{1e3 * sum(part.bytes for part in each) / H100.read:.2f}" for each in made) == milliseconds
     assert f"{sum(part.bytes for part in made[0] if part.name != 'attention') / 1e9:.2f}" == gigabytes
     assert seconds(made[0], H100) == pytest.approx(sum(part.bytes for part in made[0]) / H100.read, rel=0.01)
@@ -224,21 +226,21 @@ def test_v2_lite_on_one_h100(batch: int, experts: str, gigabytes: str, milliseco
 def test_what_drafts_of_nextn_cost(drafts: int, rows: int, ratio: str) -> None:
     """Weights that a step reads with and without drafts, the context not counted."""
 
-    shape, widths, kept = Shape(rows, 1, 1), Widths.of(V3), Kept.of(V3)
-    made = Maker("", by_nextn(V3, widths, kept), 3)
+    shape, widths, kept = StepShape(rows, 1, 1), NumberBytes.of(V3), KVBytes.of(V3)
+    made = DrafterPlanner("", by_nextn(V3, widths, kept), 3)
     drafted = drafting(V3, shape, drafts, TP8, widths, kept, made)
     assert f"{weights(drafted) / weights(phases(V3, shape, TP8)):.2f}" == ratio
     with pytest.raises(ValueError, match="no NextN layer"):
         by_nextn(QWEN72, widths, kept)
 
 
-def weights(parts: list[Phase]) -> float:
+def weights(parts: list[StepPhase]) -> float:
     return sum(part.bytes for part in parts if part.name != "attention")
 
 
 def test_what_is_looked_up_costs_its_verification(batch: int = 4) -> None:
-    shape, widths, kept = Shape(batch, 1, 1024), Widths.of(QWEN72), Kept.of(QWEN72)
-    made = drafting(QWEN72, shape, 3, ONE, widths, kept, Maker("", None, 4))
+    shape, widths, kept = StepShape(batch, 1, 1024), NumberBytes.of(QWEN72), KVBytes.of(QWEN72)
+    made = drafting(QWEN72, shape, 3, ONE, widths, kept, DrafterPlanner("", None, 4))
     assert made == phases(QWEN72, verified(shape, 3), ONE, widths, kept)
 
 
@@ -250,14 +252,14 @@ def test_what_drafts_of_other_weights_cost(tmp_path: Path) -> None:
         "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 2048,
     }  # fmt: skip
-    shape, widths, kept = Shape(1, 1, 1), Widths.of(QWEN72), Kept.of(QWEN72)
+    shape, widths, kept = StepShape(1, 1, 1), NumberBytes.of(QWEN72), KVBytes.of(QWEN72)
     layer = 2 * 8 * 64 * hidden + 2 * 2 * 64 * hidden + 3 * hidden * inner
 
     def own(folder: str, fields: dict[str, Any], drafts: int) -> float:
         path = tmp_path / folder
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(head | fields))
-        made = Maker("", (by_model if folder == "small" else by_head)(path, QWEN72), 4)
+        made = DrafterPlanner("", (by_model if folder == "small" else by_head)(path, QWEN72), 4)
         whole = weights(phases(QWEN72, verified(shape, drafts), ONE, widths, kept))
         return weights(drafting(QWEN72, shape, drafts, ONE, widths, kept, made)) - whole
 
@@ -275,7 +277,7 @@ def test_what_drafts_of_other_weights_cost(tmp_path: Path) -> None:
 def prompt_flops(of: ModelFacts, tokens: int, **kept: Any) -> dict[str, float]:
     """FLOPs on one device of a prompt whose every token is scored: what the worked values count."""
     found: dict[str, float] = {}
-    for part in phases(of, Shape(1, tokens, tokens, scored=True), **kept):
+    for part in phases(of, StepShape(1, tokens, tokens, scored=True), **kept):
         found[part.name] = found.get(part.name, 0.0) + part.bf16 + part.fp8
     return found
 
@@ -299,7 +301,7 @@ def test_prompts_of_v32(tokens: int, scores: float, chosen: float) -> None:
     assert V32.mla is not None and V32.indexer is not None
     found = prompt_flops(V32, tokens, kept=FP8_INDEX)
     assert 1e3 * found["index"] / (8 * 1979e12) == pytest.approx(scores, rel=0.02)
-    shape = Shape(1, tokens, tokens)
+    shape = StepShape(1, tokens, tokens)
     sparse = 61 * absorbed(V32.mla, 128, shape.chosen(V32.indexer.topk))
     assert 1e3 * sparse / (8 * 989e12) == pytest.approx(chosen, rel=0.01)
     assert found["attention"] == pytest.approx(min(sparse, 61 * decompressed(V32.mla, 128, shape)))
@@ -312,12 +314,12 @@ def test_where_sparse_attention_begins_to_pay() -> None:
     assert V32.mla is not None and V32.indexer is not None
     flat = 61 * absorbed(V32.mla, 128, 2048)
     assert flat == pytest.approx(34.8e9, rel=1e-3)
-    key = 61 * (decompressed(V32.mla, 128, Shape(1, 1, 1)) - 2 * V32.indexer.heads * V32.indexer.dim)
+    key = 61 * (decompressed(V32.mla, 128, StepShape(1, 1, 1)) - 2 * V32.indexer.heads * V32.indexer.dim)
     assert flat / key == pytest.approx(8.7e3, rel=0.01)
 
 
 def test_chosen_positions_are_counted_one_by_one() -> None:
     for new, context, most in ((1, 10, 4), (5, 9, 4), (8, 8, 3), (3, 4, 9), (4, 20, 30), (6, 12, 9)):
         seen = range(context - new + 1, context + 1)
-        assert Shape(2, new, context).chosen(most) == 2 * sum(min(one, most) for one in seen)
-        assert Shape(2, new, context).pairs == 2 * sum(seen)
+        assert StepShape(2, new, context).chosen(most) == 2 * sum(min(one, most) for one in seen)
+        assert StepShape(2, new, context).pairs == 2 * sum(seen)

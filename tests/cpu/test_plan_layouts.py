@@ -23,28 +23,28 @@ from tests.cpu.plan_models import (
 from thalweg.config.machines import CHIPS, hardware
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.launch.planning.floors import (
+from thalweg.launch.planning.collectives import collectives
+from thalweg.launch.planning.gpu_memory import EngineExtent, GpuMemory, graph_bytes, slot_bytes, step_bytes
+from thalweg.launch.planning.layouts import ONE, ParallelLayout, layouts, why_not
+from thalweg.launch.planning.roofline import (
     Ceilings,
-    Kept,
-    Phase,
-    Shape,
+    KVBytes,
+    StepPhase,
+    StepShape,
     expected,
     phases,
     seconds,
     uniform,
 )
-from thalweg.launch.planning.layouts import ONE, Layout, layouts, why_not
-from thalweg.launch.planning.room import Extent, Room, graph_bytes, slot_bytes, step_bytes
-from thalweg.launch.planning.search import Load, Served, Site, outcomes
-from thalweg.launch.planning.traffic import collectives
-from thalweg.launch.planning.weights import Widths, held
+from thalweg.launch.planning.search import PlanningTarget, Served, Workload, outcomes
+from thalweg.launch.planning.weights import NumberBytes, held
 
 # ---- memory ----
 
 
 def test_memory_of_layouts() -> None:
-    def published(of: ModelFacts, layout: Layout) -> float:
-        return sum(held(of, Widths.of(of), layout, published=True).values())
+    def published(of: ModelFacts, layout: ParallelLayout) -> float:
+        return sum(held(of, NumberBytes.of(of), layout, published=True).values())
 
     assert published(V3, TP8) / 1e9 == pytest.approx(85.1, abs=0.05)
     assert published(V3, DP8) / 1e9 == pytest.approx(100.8, abs=0.05)
@@ -59,11 +59,11 @@ def test_memory_of_layouts() -> None:
 
 
 def test_stages_and_copies_divide_what_they_should() -> None:
-    whole = sum(held(QWEN72, Widths.of(QWEN72)).values())
-    half = sum(held(QWEN72, Widths.of(QWEN72), Layout(pp=2)).values())
+    whole = sum(held(QWEN72, NumberBytes.of(QWEN72)).values())
+    half = sum(held(QWEN72, NumberBytes.of(QWEN72), ParallelLayout(pp=2)).values())
     head = 2 * 152064 * 8192
     assert half == pytest.approx((whole - 2 * head) / 2 + head, rel=1e-4)
-    assert sum(held(QWEN72, Widths.of(QWEN72), Layout(copies=4)).values()) == whole
+    assert sum(held(QWEN72, NumberBytes.of(QWEN72), ParallelLayout(copies=4)).values()) == whole
 
 
 # ---- what GPUs send each other ----
@@ -73,7 +73,7 @@ def test_traffic_of_expert_parallelism() -> None:
     """64 requests on each of 8: 9.74 MB a layer and GPU, 1.26 ms a step over 58 layers without what each collective
     costs anyway.
     """
-    found = collectives(V3, Shape(64, 1, 4096), DP8)
+    found = collectives(V3, StepShape(64, 1, 4096), DP8)
     sent = {one.name: one for one in found}
     dispatch, combine = sent["dispatch to experts"], sent["combine"]
     assert dispatch.count == combine.count == 58 and "all-reduce" not in sent
@@ -83,10 +83,10 @@ def test_traffic_of_expert_parallelism() -> None:
 
 
 def test_traffic_of_tensor_parallelism() -> None:
-    found = {one.name: one for one in collectives(V3, Shape(4, 1, 4096), TP8)}
+    found = {one.name: one for one in collectives(V3, StepShape(4, 1, 4096), TP8)}
     reduce = found["all-reduce"]
     assert reduce.count == 122 and reduce.sent == 2 * 7 / 8 * 4 * 14_336
-    assert not collectives(V3, Shape(4, 1, 4096), ONE)
+    assert not collectives(V3, StepShape(4, 1, 4096), ONE)
     assert hardware("h100x16").link(16) < hardware("h100x8").link(8)
 
 
@@ -94,13 +94,13 @@ def test_traffic_of_data_parallel_attention() -> None:
     """Two attentions of four GPUs: each receives the other's tokens, adds up a part of all, and shares it with its
     three.
     """
-    found = {one.name: one for one in collectives(V3, Shape(16, 1, 4096), Layout(tp=8, dp=2))}
+    found = {one.name: one for one in collectives(V3, StepShape(16, 1, 4096), ParallelLayout(tp=8, dp=2))}
     row = 14_336
     assert found["all-gather of tokens"].sent == 16 * row, "the other attention's"
     assert found["reduce-scatter"].sent == 32 * row * 7 / 8
     assert found["all-gather within an attention"].sent == 16 * row * 3 / 4
     assert found["all-reduce"].count == 61 + 3 and found["all-reduce"].ranks == 4
-    inner = collectives(V3, Shape(16, 1, 4096), Layout(tp=8, dp=2, ep=8))
+    inner = collectives(V3, StepShape(16, 1, 4096), ParallelLayout(tp=8, dp=2, ep=8))
     assert {one.name: one.sent for one in inner}["dispatch to experts"] == 4 * 8 * 7_408 * 7 / 8
 
 
@@ -108,61 +108,61 @@ def test_traffic_of_data_parallel_attention() -> None:
 
 
 def test_layouts_that_blocks_allow() -> None:
-    assert why_not(V3, Layout(tp=16)) == ""
-    assert "blocks of 128" in why_not(V3, Layout(tp=32)) and "heads" in why_not(QWEN72, Layout(tp=128))
-    assert "dealt out" in why_not(V3, Layout(tp=8, ep=4))
-    assert "copies" in why_not(QWEN72, Layout(tp=8, dp=8))
+    assert why_not(V3, ParallelLayout(tp=16)) == ""
+    assert "blocks of 128" in why_not(V3, ParallelLayout(tp=32)) and "heads" in why_not(QWEN72, ParallelLayout(tp=128))
+    assert "dealt out" in why_not(V3, ParallelLayout(tp=8, ep=4))
+    assert "copies" in why_not(QWEN72, ParallelLayout(tp=8, dp=8))
     names = {one.name for one in layouts(V3, 8)}
     assert {"TP8", "TP8 DP8 EP8", "TP4 PP2", "2 x TP4", "8 x 1 GPU"} <= names
     assert all(one.gpus == 8 and not why_not(V3, one) for one in layouts(V3, 8))
 
 
-def served(of: ModelFacts, name: str, load: Load) -> Site:
+def served(of: ModelFacts, name: str, load: Workload) -> PlanningTarget:
     where = hardware(name)
-    widths, kept = Widths.of(of), Kept.of(of)
+    widths, kept = NumberBytes.of(of), KVBytes.of(of)
 
-    def room(layout: Layout) -> Room:
+    def room(layout: ParallelLayout) -> GpuMemory:
         weights = sum(held(of, widths, layout).values())
         cut = 1 if of.mla is not None else min(layout.attention, of.kv_heads)
-        return Room(0.9 * 141e9, 0.0, weights, 6e9, 0.0, 0.0, 0.0, 64 * kept.a_token(of) / cut / layout.pp)
+        return GpuMemory(0.9 * 141e9, 0.0, weights, 6e9, 0.0, 0.0, 0.0, 64 * kept.a_token(of) / cut / layout.pp)
 
-    return Site(where, Ceilings(where.chip.read, where.chip.bf16, where.chip.fp8), widths, kept, room)
+    return PlanningTarget(where, Ceilings(where.chip.read, where.chip.bf16, where.chip.fp8), widths, kept, room)
 
 
 def test_few_requests_are_served_by_tensor_parallelism_and_many_by_data_parallel_attention() -> None:
-    def best(requests: int) -> Layout:
-        load = Load(4096, 1024, concurrency=requests)
+    def best(requests: int) -> ParallelLayout:
+        load = Workload(4096, 1024, concurrency=requests)
         return outcomes(V3, served(V3, "h200x8", load), load, 8)[0].layout
 
     assert best(1) == TP8
     assert best(1024).dp == 8
-    crossing = Served(V3, served(V3, "h200x8", Load(4096, 1)), TP8, Load(4096, 1)), Shape(64, 1, 4096)
+    crossing = Served(V3, served(V3, "h200x8", Workload(4096, 1)), TP8, Workload(4096, 1)), StepShape(64, 1, 4096)
     assert seconds(phases(V3, crossing[1], TP8), H200) == pytest.approx(19.3e-3, rel=0.01)
 
 
 def test_targets_and_rates() -> None:
-    wished = Load(1024, 512, tpot=0.02)
+    wished = Workload(1024, 512, tpot=0.02)
     site = served(QWEN72, "h100x8", wished)
     first = outcomes(QWEN72, site, wished, 8)[0]
     assert first.tpot <= 0.02 and not first.trouble
     more = Served(QWEN72, site, first.layout, wished).tpot(first.requests + 1)[0]
     assert more > 0.02, "one request more would miss the target"
-    rate = Load(1024, 512, rate=3.0)
+    rate = Workload(1024, 512, rate=3.0)
     calm = outcomes(QWEN72, site, rate, 8)[0]
     makes = Served(QWEN72, site, calm.layout, rate)
     assert makes.finished(calm.requests) >= 3.0 > makes.finished(calm.requests - 1)
-    busy = outcomes(QWEN72, site, Load(1024, 512, rate=1e5), 8)
+    busy = outcomes(QWEN72, site, Workload(1024, 512, rate=1e5), 8)
     assert all("at most" in one.trouble for one in busy if one.fits)
-    slow = outcomes(QWEN72, site, Load(1024, 512, concurrency=1, tpot=1e-4), 8)
+    slow = outcomes(QWEN72, site, Workload(1024, 512, concurrency=1, tpot=1e-4), 8)
     assert all("a token takes" in one.trouble for one in slow if one.fits)
 
 
 def test_what_does_not_fit_comes_last() -> None:
-    load = Load(4096, 1024, concurrency=64)
+    load = Workload(4096, 1024, concurrency=64)
     found = outcomes(V3, served(V3, "h200x8", load), load, 8)
     unfit = [one for one in found if not one.fits]
     assert unfit and unfit == found[-len(unfit) :]
-    assert {one.layout for one in unfit} >= {Layout(copies=8), Layout(tp=4, copies=2)}
+    assert {one.layout for one in unfit} >= {ParallelLayout(copies=8), ParallelLayout(tp=4, copies=2)}
     assert all("do not fit" in one.trouble for one in unfit)
 
 
@@ -203,7 +203,7 @@ def test_unknown_machines(name: str, words: tuple[str, ...]) -> None:
 
 
 def test_a_phase_of_several_layers_takes_as_long_as_they_do() -> None:
-    one = Phase("x", 4.8e12, bf16=2 * 989e12)
+    one = StepPhase("x", 4.8e12, bf16=2 * 989e12)
     assert one.seconds(H200) == 2.0 and one.times(3).seconds(H200) == 6.0
 
 
@@ -239,11 +239,11 @@ STARTS = [
 def test_steps_and_graphs_of_real_starts(
     config: dict[str, Any], slots: int, budget: int, rows: int, buckets: int, step: int, graphs: int
 ) -> None:
-    extent = Extent(slots, budget, 8192, (1,) * (buckets - 1) + (rows,), (16,) * 21 + (2048,))
+    extent = EngineExtent(slots, budget, 8192, (1,) * (buckets - 1) + (rows,), (16,) * 21 + (2048,))
     assert graph_bytes(facts(config), extent) == pytest.approx(graphs, rel=0.03)
     if step:
         assert step_bytes(facts(config), extent) == pytest.approx(step, rel=0.03)
-    none = Extent(slots, budget, 8192)
+    none = EngineExtent(slots, budget, 8192)
     assert graph_bytes(facts(config), none) == 0
 
 

@@ -18,7 +18,7 @@ from tests.cpu.batches import Bench
 from tests.cpu.ranks import layouts, on_ranks
 from thalweg.batch.batch import Batch, Group
 from thalweg.bench.make_checkpoint import main as make_checkpoint
-from thalweg.config.model import Moe
+from thalweg.config.model import MoeFacts
 from thalweg.core.plan import PAGE
 from thalweg.layers.linear import Part
 from thalweg.layers.mlp import Mlp
@@ -284,7 +284,7 @@ def watched_stream_unsettled(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_expert_on_every_rank(patch: pytest.MonkeyPatch) -> None:
-    def whole(layers: ReferenceLayers, name: str, moe: Moe, hidden: int) -> Mlp:
+    def whole(layers: ReferenceLayers, name: str, moe: MoeFacts, hidden: int) -> Mlp:
         made = layers.mlp(f"{name}.shared_experts", hidden, moe.shared * moe.intermediate, axis=SINGLE)
         made.down.is_partial = True
         return made

@@ -28,7 +28,7 @@ from thalweg.kernels.gemm import warm
 from thalweg.kernels.search import Search
 from thalweg.kernels.tuned import SOURCES, TUNED, Tuned, digest, flat, rebuilt
 from thalweg.launch import tuned
-from thalweg.launch.ledger import Ledger
+from thalweg.launch.decisions import Decisions
 from thalweg.launch.tuned_forms import fits
 from thalweg.llm import LLM
 
@@ -163,9 +163,9 @@ def put(folder: Path, choice: int = 0, label: str = "a case") -> Path:
 
 
 def decided(cache: Path, **wishes: Any) -> tuple[tuple[TunedKernel, ...], str]:
-    ledger = Ledger()
-    rows = tuned.decide(options_of(cache_dir=str(cache), **wishes), machine(), "cpu", ledger)
-    (decision,) = ledger.decisions
+    decisions = Decisions()
+    rows = tuned.resolve_tuned(options_of(cache_dir=str(cache), **wishes), machine(), "cpu", decisions)
+    (decision,) = decisions.entries
     assert decision.name == "tuned_kernels"
     return rows, str(decision.value)
 
@@ -239,8 +239,8 @@ def test_a_choice_that_no_tuner_makes_is_not_used(
 ) -> None:
     assert fits(operation, key, default, right) and not fits(operation, key, default, wrong)
     assert not fits(operation, key[:-1], default, right) and not fits(operation, (*key[:-1], "1"), default, right)
-    found = [tuned.Found("a case", default, choice, 1.0, 2.0, 3) for choice in (default, right, wrong)]
-    made = tuned.File(operation, key, "A", {}, digest(operation), tuple(found))
+    found = [tuned.TunedCase("a case", default, choice, 1.0, 2.0, 3) for choice in (default, right, wrong)]
+    made = tuned.TunedFile(operation, key, "A", {}, digest(operation), tuple(found))
     assert tuned.unfit(made, "A", {}) == "has choices of a form that is not known here"
     assert tuned.unfit(msgspec.structs.replace(made, found=tuple(found[:2])), "A", {}) == ""
 
@@ -354,4 +354,4 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def test_files_are_strict_json(tmp_path: Path) -> None:
-    assert msgspec.json.decode(put(tmp_path).read_bytes(), type=tuned.File).made == {"date": "today"}
+    assert msgspec.json.decode(put(tmp_path).read_bytes(), type=tuned.TunedFile).made == {"date": "today"}

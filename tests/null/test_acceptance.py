@@ -10,13 +10,13 @@ from thalweg.config.args import options_parser, parse_options
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import Decision
-from thalweg.launch.acceptance import Acceptance, decide_acceptance, refuse_simulated
-from thalweg.launch.ledger import Ledger
+from thalweg.launch.acceptance import Acceptance, refuse_simulated, resolve_acceptance
+from thalweg.launch.decisions import Decisions
 
 
 def decided(drafter: str = "NEXTN", trees: bool = False, **wishes: Any) -> tuple[Acceptance, list[Decision]]:
-    ledger = Ledger()
-    return decide_acceptance(SpeculativeOptions(**wishes), drafter, 3, trees, ledger), ledger.decisions
+    decisions = Decisions()
+    return resolve_acceptance(SpeculativeOptions(**wishes), drafter, 3, trees, decisions), decisions.entries
 
 
 def test_no_rule_but_the_race_unless_asked_for() -> None:

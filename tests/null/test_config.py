@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from thalweg.config.args import HABITS, TITLES, Parsed, options_parser, parse_options
+from thalweg.config.args import NO_EFFECT_FLAGS, TITLES, ParsedOptions, options_parser, parse_options
 from thalweg.config.document import document
 from thalweg.config.machine import Machine
 from thalweg.config.options import ListenOptions, MemoryOptions, ModelOptions, Options
@@ -24,7 +24,7 @@ from thalweg.core.errors import UnsupportedConfig
 ROOT = Path(__file__).parents[2]
 
 
-def parse(*argv: str) -> Parsed:
+def parse(*argv: str) -> ParsedOptions:
     return parse_options(options_parser("thalweg serve", "test"), argv)
 
 
@@ -58,7 +58,7 @@ def test_every_setting_says_what_it_does_and_what_auto_means() -> None:
 
 
 def test_names_are_unique_over_sections_aliases_and_habits() -> None:
-    names = [*spellings(), *(habit.flag.replace("-", "_") for habit in HABITS)]
+    names = [*spellings(), *(habit.flag.replace("-", "_") for habit in NO_EFFECT_FLAGS)]
     assert len(names) == len(set(names))
 
 

@@ -10,7 +10,7 @@ from thalweg.bench.ablate_columns import SHORT
 from thalweg.bench.ablate_load import Workload
 from thalweg.bench.eval_run import SHARES, TASKS, Asked
 from thalweg.bench.in_process import positive
-from thalweg.config.args import Parser, options_parser
+from thalweg.config.args import OptionsParser, options_parser
 from thalweg.config.options import Options
 from thalweg.core.errors import UnsupportedConfig
 
@@ -24,7 +24,7 @@ examples:
 The same command again goes on where it was ended."""
 
 
-def make_parser() -> Parser:
+def make_parser() -> OptionsParser:
     parser = options_parser(
         "thalweg ablate",
         "Turns features off and on: speed and accuracy of each combination, or why it cannot run. The flags of the"

@@ -24,7 +24,7 @@ from thalweg.bench.results import provenance, write
 from thalweg.bench.shapes import CHAIN, Shape, add_shapes, resolved_for, shapes
 from thalweg.bench.tasks import MAKERS, make_items
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parser, options_parser, parse_options
+from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.options import Options
 from thalweg.config.speculative import RULES
 from thalweg.core.sampling import SamplingParams
@@ -47,7 +47,7 @@ class Sampled(NamedTuple):
     top_p: float
 
 
-def _parser() -> Parser:
+def _parser() -> OptionsParser:
     parser = options_parser(
         "thalweg bench acceptance",
         "Counts accepted drafts by task and depth, and compares what is written with plain decoding's.",

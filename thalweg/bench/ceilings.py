@@ -7,7 +7,7 @@ from typing import Callable
 import torch
 
 from thalweg.launch.planning import processor
-from thalweg.launch.planning.floors import Ceilings
+from thalweg.launch.planning.roofline import Ceilings
 
 SIDE = 8192  # of the products
 READ = 1 << 30  # float32 numbers, far beyond any cache

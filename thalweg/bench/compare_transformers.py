@@ -41,7 +41,7 @@ from thalweg.bench.in_process import (
 )
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status
-from thalweg.config.args import Parser, options_parser, parse_options
+from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolved import Resolved
@@ -205,7 +205,7 @@ def judge(batch: int, length: int, runs: dict[str, Runs]) -> dict[str, object]:
     }
 
 
-def _parser() -> Parser:
+def _parser() -> OptionsParser:
     parser = options_parser(
         "thalweg bench compare-transformers",
         "Tokens a second of Thalweg and of the fastest of transformers' generate, on the same prompts in the same run.",

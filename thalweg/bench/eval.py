@@ -23,7 +23,7 @@ from thalweg.bench.eval_run import BLIND, CHOICE, LEAST, SHARES, TASKS, Asked, E
 from thalweg.bench.in_process import configuration, folder_name, positive
 from thalweg.bench.own_server import ServerError
 from thalweg.bench.results import ResultError, provenance, write
-from thalweg.config.args import Parsed, Parser, options_parser, parse_options
+from thalweg.config.args import OptionsParser, ParsedOptions, options_parser, parse_options
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
@@ -32,7 +32,7 @@ from thalweg.llm import LLM
 BROKEN = "an error that nobody expected; it stands below"
 
 
-def _parser() -> Parser:
+def _parser() -> OptionsParser:
     parser = options_parser(
         "thalweg eval",
         "Accuracy on the bundled held-out tasks, on files of questions, and on tasks of lm-evaluation-harness.",
@@ -206,7 +206,7 @@ def _keep(
     rows: Sequence[Row],
     asked: Asked,
     ended: str,
-    parsed: Parsed,
+    parsed: ParsedOptions,
     argv: Sequence[str],
     configured: Mapping[str, object],
 ) -> None:

@@ -30,7 +30,7 @@ from thalweg.bench.in_process import folder_name, positive
 from thalweg.bench.own_server import OwnServer
 from thalweg.bench.results import ResultError, provenance, write
 from thalweg.bench.statistics import Share
-from thalweg.config.args import Parser
+from thalweg.config.args import OptionsParser
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults, settings
 from thalweg.core.errors import UnsupportedConfig
@@ -41,7 +41,7 @@ STDERR = 2  # the file descriptor: what the harness prints is no result
 INSTALL = "pip install 'lm_eval[api]'"
 
 
-def flags(parser: Parser) -> None:
+def flags(parser: OptionsParser) -> None:
     """Adds the harness's own flags."""
     add = parser.add_argument_group("lm-evaluation-harness").add_argument
     add("--harness", nargs="+", default=[], metavar="TASK", help=f"its tasks by name, over HTTP ({INSTALL})")

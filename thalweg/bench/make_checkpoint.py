@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from thalweg.bench.published import published
-from thalweg.config.args import Parser
+from thalweg.config.args import OptionsParser
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.models.catalog import read_facts
@@ -153,8 +153,8 @@ def make(shape: Path, out: Path, seed: int, nextn: bool, shard: int, device: tor
     return placed
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> OptionsParser:
+    parser = OptionsParser(
         prog="thalweg bench make-checkpoint",
         description=(
             "Writes a checkpoint of random weights in the published layout: sharded safetensors with their index, FP8"

@@ -21,7 +21,7 @@ from thalweg.bench.in_process import configuration, positive
 from thalweg.bench.prompt_files import ids_of
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parser, options_parser, parse_options
+from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.tree import non_defaults
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.assemble import Assembler
@@ -171,7 +171,7 @@ def render(one: dict[str, object]) -> str:
     return "\n".join((f"{' Offline Throughput Benchmark Result ':=^{WIDTH}}", *shown, "=" * WIDTH))
 
 
-def _parser() -> Parser:
+def _parser() -> OptionsParser:
     parser = options_parser(
         "thalweg bench offline",
         "Throughput of a whole data set in this process, without HTTP: all prompts are queued at once, as"

@@ -31,11 +31,11 @@ from thalweg.bench.in_process import (
 from thalweg.bench.metrics import percentile
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parser, options_parser, parse_options
+from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.options import Options
 from thalweg.engine.local import LocalEngine
-from thalweg.launch.planning import floors
-from thalweg.launch.planning.floors import Ceilings
+from thalweg.launch.planning import roofline
+from thalweg.launch.planning.roofline import Ceilings
 from thalweg.launch.resolved import Resolved
 from thalweg.models.catalog import read_facts
 
@@ -46,7 +46,7 @@ UNKNOWN_WIDTH = 120  # columns, where no terminal and no COLUMNS say how many th
 Case = tuple[int, int, int]  # batch size, input length, output length
 
 
-def _parser() -> Parser:
+def _parser() -> OptionsParser:
     parser = options_parser(
         "thalweg bench one-batch",
         "Times prefill and decode of batches of random tokens: every batch size with every input and output length.",
@@ -77,20 +77,20 @@ def shares(
     """
     batch, input_len, output_len = case
     facts = read_facts(resolved.path)
-    prefill = floors.phases(facts, floors.Shape(batch, input_len, input_len))
-    decode = floors.phases(facts, floors.Shape(batch, 1, input_len + output_len // 2, covered))
+    prefill = roofline.phases(facts, roofline.StepShape(batch, input_len, input_len))
+    decode = roofline.phases(facts, roofline.StepShape(batch, 1, input_len + output_len // 2, covered))
     step = middle(timing.decode)
     found: dict[str, object] = {
-        "prefill_floor": floors.seconds(prefill, top),
-        "prefill_share": floors.seconds(prefill, top) / timing.prefill,
-        "decode_floor": floors.seconds(decode, top),
-        "decode_share": floors.seconds(decode, top) / step if step else 0.0,
-        "decode_floor_by_phase": floors.by_name(decode, top),
-        "prefill_floor_by_phase": floors.by_name(prefill, top),
+        "prefill_floor": roofline.seconds(prefill, top),
+        "prefill_share": roofline.seconds(prefill, top) / timing.prefill,
+        "decode_floor": roofline.seconds(decode, top),
+        "decode_share": roofline.seconds(decode, top) / step if step else 0.0,
+        "decode_floor_by_phase": roofline.by_name(decode, top),
+        "prefill_floor_by_phase": roofline.by_name(prefill, top),
     }
     if covered:
         assert facts.moe is not None
-        found |= {"experts_a_layer": covered, "experts_if_uniform": floors.uniform(facts.moe, batch)}
+        found |= {"experts_a_layer": covered, "experts_if_uniform": roofline.uniform(facts.moe, batch)}
     return found
 
 

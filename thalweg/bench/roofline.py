@@ -33,7 +33,7 @@ from thalweg.bench.in_process import (
 from thalweg.bench.losses import Split
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parsed, Parser, options_parser, parse_options
+from thalweg.config.args import OptionsParser, ParsedOptions, options_parser, parse_options
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
@@ -42,9 +42,9 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels import names
 from thalweg.launch.hub import locate
-from thalweg.launch.planning import floors
-from thalweg.launch.planning.floors import Ceilings, Kept
-from thalweg.launch.planning.weights import Widths
+from thalweg.launch.planning import roofline
+from thalweg.launch.planning.roofline import Ceilings, KVBytes
+from thalweg.launch.planning.weights import NumberBytes
 from thalweg.launch.resolved import Resolved
 from thalweg.models.catalog import read_facts
 
@@ -61,8 +61,8 @@ class Ground:
     """
 
     facts: ModelFacts
-    widths: Widths
-    kept: Kept
+    widths: NumberBytes
+    kept: KVBytes
     top: Ceilings
     context: int
     covered: tuple[float, ...] = ()
@@ -71,8 +71,8 @@ class Ground:
         """Seconds by phase of a step of equal rows; a decode step's have the context, a prompt's begin it."""
         new = max(1, tokens // rows)
         decode = new == 1
-        shape = floors.Shape(rows, new, self.context if decode else new, self.covered if decode else ())
-        return floors.by_name(floors.phases(self.facts, shape, widths=self.widths, kept=self.kept), self.top)
+        shape = roofline.StepShape(rows, new, self.context if decode else new, self.covered if decode else ())
+        return roofline.by_name(roofline.phases(self.facts, shape, widths=self.widths, kept=self.kept), self.top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Run:
     told: dict[str, object]
 
 
-def _parser() -> Parser:
+def _parser() -> OptionsParser:
     epilog = """\
 examples:
   thalweg roofline models/tiny
@@ -154,8 +154,8 @@ def ground(
     wide = 2 if dtype == "bfloat16" else 4
     products = rates["bf16" if dtype == "bfloat16" else "float32"]
     top = Ceilings(rates["read"], products, rates.get("fp8", products))
-    kept = Kept.of(facts, 1 if kernels.kv.startswith("fp8") else wide, wide)
-    return Ground(facts, Widths.of(facts, dtype, plain), kept, top, context)
+    kept = KVBytes.of(facts, 1 if kernels.kv.startswith("fp8") else wide, wide)
+    return Ground(facts, NumberBytes.of(facts, dtype, plain), kept, top, context)
 
 
 def profiled(engine: LocalEngine, prompts: Sequence[Sequence[int]], steps: int, folder: Path) -> Path:
@@ -234,7 +234,7 @@ def _steady(profile: trace.Profile, ground: Ground | None) -> list[Split]:
     ]
 
 
-def of_trace(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
+def of_trace(parsed: ParsedOptions) -> tuple[dict[str, object], Iterator[Run]]:
     """Of a file. Floors need the model, and a device like the one of the profile for its ceilings. Raises
     ThalwegError.
     """
@@ -257,7 +257,7 @@ def of_trace(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
     return {"ceilings": asdict(under.top)}, iter([Run(_steady(profile, under), profile, {})])
 
 
-def of_model(parsed: Parsed) -> tuple[dict[str, object], Iterator[Run]]:
+def of_model(parsed: ParsedOptions) -> tuple[dict[str, object], Iterator[Run]]:
     """What is known of all runs, and a run in this process for each batch size, made when it is asked for. Raises
     ThalwegError.
     """

@@ -28,7 +28,7 @@ from thalweg.bench.one_batch import UNKNOWN_WIDTH
 from thalweg.bench.results import provenance, write
 from thalweg.bench.shapes import Shape, add_shapes, resolved_for, shapes
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parser, options_parser, parse_options
+from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.options import Options
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
@@ -52,7 +52,7 @@ class Case(NamedTuple):
     seed: int
 
 
-def _parser() -> Parser:
+def _parser() -> OptionsParser:
     parser = options_parser(
         "thalweg bench speculation",
         "Times decoding of batches of random tokens, for each number of drafts a step.",

@@ -29,7 +29,7 @@ from thalweg.bench.in_process import positive
 from thalweg.bench.kernels import RESIDENT, SEED, difference, failures, matches, told
 from thalweg.bench.results import ResultError, provenance, write
 from thalweg.bench.usage import status, unless
-from thalweg.config.args import Parsed, Parser, options_parser, parse_options
+from thalweg.config.args import OptionsParser, ParsedOptions, options_parser, parse_options
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
@@ -68,9 +68,9 @@ class Outcome:
     reason: str
 
     @property
-    def found(self) -> tuned.Found:
+    def found(self) -> tuned.TunedCase:
         default, choice = flat(self.search.default), flat(self.choice)
-        return tuned.Found(self.search.label, default, choice, self.us, self.default_us, self.tried)
+        return tuned.TunedCase(self.search.label, default, choice, self.us, self.default_us, self.tried)
 
 
 @dataclass(slots=True)
@@ -219,7 +219,7 @@ class Shelf:
         """Adds it to the file of its operation and shape. Raises ResultError."""
         search, file = outcome.search, self._file(outcome.search)
         kept = tuple(one for one in (file.found if file else ()) if one.default != flat(search.default))
-        made = tuned.File(
+        made = tuned.TunedFile(
             search.operation,
             search.key,
             self.device,
@@ -238,7 +238,7 @@ class Shelf:
             raise ResultError(f"cannot write {path} ({error.strerror}); give another --cache-dir") from error
         return path
 
-    def _file(self, search: Search) -> tuned.File | None:
+    def _file(self, search: Search) -> tuned.TunedFile | None:
         try:
             file = tuned.load(self.folder / tuned.file_name(search.operation, search.key))
         except (OSError, msgspec.MsgspecError):
@@ -272,7 +272,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return shown
 
 
-def _parser() -> Parser:
+def _parser() -> OptionsParser:
     epilog = """\
 examples:
   thalweg tune models/tiny
@@ -336,7 +336,7 @@ def _search_all(tuner: Tuner, todo: Sequence[Search], shelf: Shelf, seconds: flo
 
 def run(argv: list[str]) -> Found:
     """Searches, writes, prints. Raises ThalwegError or ResultError."""
-    parsed: Parsed = parse_options(_parser(), argv)
+    parsed: ParsedOptions = parse_options(_parser(), argv)
     args, config = parsed.args, parsed.options
     resolved = resolve(config, weights=False)
     settings, machine = resolved.engine, Machine.here()

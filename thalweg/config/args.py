@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Sequence
 
 from thalweg.config.foreign import FLAG as FOREIGN
-from thalweg.config.foreign import instead_of, translated
+from thalweg.config.foreign import instead_of, translate_speculative_config
 from thalweg.config.options import Options
 from thalweg.config.setting import Setting, nearest
 from thalweg.config.tree import options_from, read_yaml, sections, settings, spellings
@@ -30,7 +30,7 @@ TITLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Habit:
+class NoEffectFlag:
     """A flag of other engines that changes nothing here. value: the one it may have, None for a flag without.
     otherwise: what to do instead of giving another.
     """
@@ -42,34 +42,34 @@ class Habit:
 
 
 LOSSY = "below 1 it changes how answers are distributed; --speculative-acceptance relaxed is the lossy rule there is"
-HABITS = (
-    Habit("trust-remote-code", None, "no code of a checkpoint is ever run"),
-    Habit("enable-mixed-chunk", None, "prefill and decode always share steps"),
-    Habit("enable-chunked-prefill", None, "prompts are always cut to the step's token budget"),
-    Habit("enable-auto-tool-choice", None, "tools are read whenever a request brings some"),
-    Habit("enable-cache-report", None, "usage always tells the cached tokens"),
-    Habit("enable-reasoning", None, "the chat template decides; --reasoning-parser none turns it off"),
-    Habit("stream-interval", "1", "every step's tokens are sent at once"),
-    Habit("num-continuous-decode-steps", "1", "every step is planned anew"),
-    Habit("grammar-backend", "llguidance", "it is the only one"),
-    Habit("tokenizer-mode", "auto", "there is one way to tokenize"),
-    Habit("enable-trace", None, "--otlp-traces-endpoint alone turns traces on"),
-    Habit("speculative-accept-threshold-single", "1.0", "drafts are accepted without loss", LOSSY),
-    Habit("speculative-accept-threshold-acc", "1.0", "drafts are accepted without loss", LOSSY),
-    Habit("nnodes", "1", "one node is all there is"),
-    Habit("node-rank", "0", "one node is all there is"),
+NO_EFFECT_FLAGS = (
+    NoEffectFlag("trust-remote-code", None, "no code of a checkpoint is ever run"),
+    NoEffectFlag("enable-mixed-chunk", None, "prefill and decode always share steps"),
+    NoEffectFlag("enable-chunked-prefill", None, "prompts are always cut to the step's token budget"),
+    NoEffectFlag("enable-auto-tool-choice", None, "tools are read whenever a request brings some"),
+    NoEffectFlag("enable-cache-report", None, "usage always tells the cached tokens"),
+    NoEffectFlag("enable-reasoning", None, "the chat template decides; --reasoning-parser none turns it off"),
+    NoEffectFlag("stream-interval", "1", "every step's tokens are sent at once"),
+    NoEffectFlag("num-continuous-decode-steps", "1", "every step is planned anew"),
+    NoEffectFlag("grammar-backend", "llguidance", "it is the only one"),
+    NoEffectFlag("tokenizer-mode", "auto", "there is one way to tokenize"),
+    NoEffectFlag("enable-trace", None, "--otlp-traces-endpoint alone turns traces on"),
+    NoEffectFlag("speculative-accept-threshold-single", "1.0", "drafts are accepted without loss", LOSSY),
+    NoEffectFlag("speculative-accept-threshold-acc", "1.0", "drafts are accepted without loss", LOSSY),
+    NoEffectFlag("nnodes", "1", "one node is all there is"),
+    NoEffectFlag("node-rank", "0", "one node is all there is"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class FlagValue:
     """A setting on the command line: the flag that brought it, and its value."""
 
     flag: str
     value: Any
 
 
-class Parser(argparse.ArgumentParser):
+class OptionsParser(argparse.ArgumentParser):
     """argparse that says which known flag is nearest to an unknown one, and raises UnsupportedConfig instead of leaving
     the process.
     """
@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedOptions:
     """What a command line said. notices: one line for each spelling that has another name here. args: the values of the
     command's own flags.
     """
@@ -89,9 +89,9 @@ class Parsed:
     args: argparse.Namespace
 
 
-def options_parser(prog: str, description: str, epilog: str = "", only: Sequence[str] = ()) -> Parser:
+def options_parser(prog: str, description: str, epilog: str = "", only: Sequence[str] = ()) -> OptionsParser:
     """A parser with the flags of the sections in `only` (default: all), grouped; a command adds its own to it."""
-    parser = Parser(
+    parser = OptionsParser(
         prog=prog,
         description=description,
         epilog=epilog,
@@ -115,7 +115,7 @@ def options_parser(prog: str, description: str, epilog: str = "", only: Sequence
         type=Path,
         help="settings in YAML, flat or in sections; flags on the command line win",
     )
-    for habit in HABITS:
+    for habit in NO_EFFECT_FLAGS:
         nargs: Any = {"nargs": 0} if habit.value is None else {}
         parser.add_argument(f"--{habit.flag}", action=_note(habit), help=argparse.SUPPRESS, **nargs)
     if "speculative" in groups:
@@ -124,7 +124,7 @@ def options_parser(prog: str, description: str, epilog: str = "", only: Sequence
     return parser
 
 
-def parse_options(parser: Parser, argv: Sequence[str]) -> Parsed:
+def parse_options(parser: OptionsParser, argv: Sequence[str]) -> ParsedOptions:
     """Reads a command line; a YAML file given with --config lies below the flags. Raises UnsupportedConfig naming the
     flag.
     """
@@ -145,7 +145,7 @@ def parse_options(parser: Parser, argv: Sequence[str]) -> Parsed:
             raise UnsupportedConfig(f"two models are given, {found.positional_model} and {values['model']}")
         values["model"] = settings()["model"].parse(found.positional_model)
     below = read_yaml(found.config) if found.config is not None else {}
-    return Parsed(options_from(below | values), found.notices, found)
+    return ParsedOptions(options_from(below | values), found.notices, found)
 
 
 def _dashes(arg: str) -> str:
@@ -210,11 +210,11 @@ def _set(one: Setting, fixed: Any, foreign: bool) -> type[argparse.Action]:
 
 def _record(namespace: argparse.Namespace, one: Setting, flag: str, new: Any) -> None:
     """Raises UnsupportedConfig where another flag has said otherwise."""
-    before: dict[str, Given] = dict(namespace.given)
+    before: dict[str, FlagValue] = dict(namespace.given)
     last = before.get(one.name)
     if last is not None and last.flag != flag and not one.many and last.value != new:
         raise UnsupportedConfig(f"{flag} and {last.flag} mean the same setting and disagree: leave one out")
-    before[one.name] = Given(flag, (*last.value, *new) if last is not None and one.many else new)
+    before[one.name] = FlagValue(flag, (*last.value, *new) if last is not None and one.many else new)
     namespace.given = tuple(before.items())
 
 
@@ -222,14 +222,14 @@ class Translate(argparse.Action):
     """Of a flag that stands for several settings."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
-        found = translated(value)
+        found = translate_speculative_config(value)
         for name, told in found.values.items():
             one = settings()[name]
             _record(namespace, one, str(flag), one.parse(told))
         namespace.notices += found.notices
 
 
-def _note(habit: Habit) -> type[argparse.Action]:
+def _note(habit: NoEffectFlag) -> type[argparse.Action]:
     class Note(argparse.Action):
         def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
             if habit.value is not None and value not in (habit.value, habit.value.removesuffix(".0")):

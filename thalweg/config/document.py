@@ -4,7 +4,7 @@ docs`).
 
 from __future__ import annotations
 
-from thalweg.config.args import HABITS, TITLES
+from thalweg.config.args import NO_EFFECT_FLAGS, TITLES
 from thalweg.config.setting import Setting
 from thalweg.config.tree import sections, settings
 
@@ -86,7 +86,7 @@ def _other_spellings() -> str:
 
 
 def _habits() -> str:
-    rows = [f"| `--{one.flag}{' ' + one.value if one.value else ''}` | {one.note} |\n" for one in HABITS]
+    rows = [f"| `--{one.flag}{' ' + one.value if one.value else ''}` | {one.note} |\n" for one in NO_EFFECT_FLAGS]
     return "\n## Flags that change nothing\n\n| flag | because |\n| --- | --- |\n" + "".join(rows)
 
 

@@ -14,88 +14,94 @@ from thalweg.core.errors import UnsupportedConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
+class UnsupportedFlag:
     """flags: without dashes, by spaces. instead: what to do, as the error says it."""
 
     flags: str
     instead: str
 
 
-ABSENT = (
-    Absent("tokenizer-path tokenizer", "put the tokenizer's files into the checkpoint's folder"),
-    Absent("download-dir", "set the variable HF_HOME"),
-    Absent("json-model-override-args hf-overrides", "edit config.json in the folder"),
-    Absent("quantization", "not needed: it is read from config.json; FP8 of 128 × 128 blocks, else bf16 or float32"),
-    Absent("generation-config", "use --sampling-defaults"),
-    Absent("default-chat-template-kwargs", "give chat_template_kwargs in requests"),
-    Absent(
+UNSUPPORTED_FLAGS = (
+    UnsupportedFlag("tokenizer-path tokenizer", "put the tokenizer's files into the checkpoint's folder"),
+    UnsupportedFlag("download-dir", "set the variable HF_HOME"),
+    UnsupportedFlag("json-model-override-args hf-overrides", "edit config.json in the folder"),
+    UnsupportedFlag(
+        "quantization", "not needed: it is read from config.json; FP8 of 128 × 128 blocks, else bf16 or float32"
+    ),
+    UnsupportedFlag("generation-config", "use --sampling-defaults"),
+    UnsupportedFlag("default-chat-template-kwargs", "give chat_template_kwargs in requests"),
+    UnsupportedFlag(
         "max-prefill-tokens schedule-conservativeness",
         "use --chunked-prefill-size; admission reserves what a request can need",
     ),
-    Absent("radix-eviction-policy", "not needed: what was used least recently goes first"),
-    Absent("decode-log-interval", "see /metrics and --watchdog-timeout"),
-    Absent("swap-space cpu-offload-gb kv-transfer-config", "not in this version"),
-    Absent("enable-hierarchical-cache hicache-ratio hicache-storage-backend", "not in this version"),
-    Absent("disaggregation-mode disaggregation-transfer-backend", "not in this version"),
-    Absent(
+    UnsupportedFlag("radix-eviction-policy", "not needed: what was used least recently goes first"),
+    UnsupportedFlag("decode-log-interval", "see /metrics and --watchdog-timeout"),
+    UnsupportedFlag("swap-space cpu-offload-gb kv-transfer-config", "not in this version"),
+    UnsupportedFlag("enable-hierarchical-cache hicache-ratio hicache-storage-backend", "not in this version"),
+    UnsupportedFlag("disaggregation-mode disaggregation-transfer-backend", "not in this version"),
+    UnsupportedFlag(
         "speculative-token-map",
         "not needed: a head's own vocabulary (d2t in its file) is read with it, and a next-token layer drafts from the"
         " whole one",
     ),
-    Absent(
+    UnsupportedFlag(
         "speculative-attention-mode",
         "not needed: rows of all kinds share a step, and --attention-backend chooses its kernels",
     ),
-    Absent(
+    UnsupportedFlag(
         "speculative-draft-attention-backend speculative-moe-runner-backend speculative-moe-a2a-backend",
         "not needed: a drafter computes with the model's backends, which --attention-backend and --moe-runner-backend"
         " choose",
     ),
-    Absent(
+    UnsupportedFlag(
         "speculative-draft-model-revision",
         "download that revision, and name its folder by --speculative-draft-model-path",
     ),
-    Absent("speculative-draft-load-format", "not needed: a drafter is loaded as the model is, by --load-format"),
-    Absent(
+    UnsupportedFlag(
+        "speculative-draft-load-format", "not needed: a drafter is loaded as the model is, by --load-format"
+    ),
+    UnsupportedFlag(
         "speculative-draft-model-quantization", "not needed: it is read from the config.json in the drafter's folder"
     ),
-    Absent("speculative-draft-tensor-parallel-size", "not in this version: one device"),
-    Absent("speculative-use-rejection-sampling", "use --speculative-acceptance standard"),
-    Absent(
+    UnsupportedFlag("speculative-draft-tensor-parallel-size", "not in this version: one device"),
+    UnsupportedFlag("speculative-use-rejection-sampling", "use --speculative-acceptance standard"),
+    UnsupportedFlag(
         "speculative-adaptive-config",
         "not needed: times are measured at the start, and --speculative-num-steps is the most drafts of a step",
     ),
-    Absent(
+    UnsupportedFlag(
         "speculative-disable-by-batch-size",
         "not needed: in each step as many drafts are made as bring most tokens a second, none included",
     ),
-    Absent(
+    UnsupportedFlag(
         "ngram-prompt-lookup-max ngram-prompt-lookup-min",
         "not needed: the longest of 2 to 5 last tokens that stood there before counts",
     ),
-    Absent(
+    UnsupportedFlag(
         "speculative-ngram-min-match-window-size speculative-ngram-max-match-window-size"
         " speculative-ngram-max-trie-depth speculative-ngram-branch-length",
         "not needed: the longest of 2 to 5 last tokens that stood there before counts",
     ),
-    Absent(
+    UnsupportedFlag(
         "speculative-ngram-min-bfs-breadth speculative-ngram-max-bfs-breadth speculative-ngram-match-type "
         "speculative-ngram-capacity",
         "not needed: what is looked up is one chain, in the sequence itself",
     ),
-    Absent("enable-dp-attention enable-eplb moe-a2a-backend enable-expert-parallel", "not in this version: one device"),
-    Absent("enable-lora lora-paths lora-modules", "not in this version"),
-    Absent(
+    UnsupportedFlag(
+        "enable-dp-attention enable-eplb moe-a2a-backend enable-expert-parallel", "not in this version: one device"
+    ),
+    UnsupportedFlag("enable-lora lora-paths lora-modules", "not in this version"),
+    UnsupportedFlag(
         "compilation-config",
         "use --cuda-graph-mode for its cudagraph_mode in lower case, and --torch-compile for the rest",
     ),
-    Absent("disable-cuda-graph-padding", "use --cuda-graph-bs, which says which rows are recorded"),
-    Absent("enable-memory-saver custom-weight-loader", "not in this version"),
-    Absent("api-server-count node-ips dist-init-addr", "not in this version: one process serves one engine"),
-    Absent("max-logprobs", "not needed: the limit is fixed, and the error names it"),
-    Absent("disable-log-stats", "use --no-metrics"),
-    Absent("root-path", "use a proxy that rewrites paths"),
-    Absent("middleware", "use a proxy in front"),
+    UnsupportedFlag("disable-cuda-graph-padding", "use --cuda-graph-bs, which says which rows are recorded"),
+    UnsupportedFlag("enable-memory-saver custom-weight-loader", "not in this version"),
+    UnsupportedFlag("api-server-count node-ips dist-init-addr", "not in this version: one process serves one engine"),
+    UnsupportedFlag("max-logprobs", "not needed: the limit is fixed, and the error names it"),
+    UnsupportedFlag("disable-log-stats", "use --no-metrics"),
+    UnsupportedFlag("root-path", "use a proxy that rewrites paths"),
+    UnsupportedFlag("middleware", "use a proxy in front"),
 )
 
 
@@ -104,7 +110,7 @@ def instead_of(flag: str) -> str:
     name = flag.removeprefix("--")
     if name.startswith("speculative-config."):
         return f"give one object: --speculative-config '{{\"{name.partition('.')[2].replace('-', '_')}\": ...}}'"
-    return next((one.instead for one in ABSENT if name in one.flags.split()), "")
+    return next((one.instead for one in UNSUPPORTED_FLAGS if name in one.flags.split()), "")
 
 
 # ---- vLLM's --speculative-config ----
@@ -150,14 +156,14 @@ REFUSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Translated:
+class TranslatedConfig:
     """values: settings by name, as text or numbers. notices: what was called otherwise, or changes nothing."""
 
     values: Mapping[str, Any]
     notices: tuple[str, ...]
 
 
-def translated(value: object) -> Translated:
+def translate_speculative_config(value: object) -> TranslatedConfig:
     """Of vLLM's object, or its JSON. Raises UnsupportedConfig naming a key that has no equal."""
     tree, values, notices = _object(value), dict[str, Any](), list[str]()
     if tree.get("method") is None and tree.get("model") in ("ngram", "[ngram]"):
@@ -182,7 +188,7 @@ def translated(value: object) -> Translated:
             f"{CONFIG}: {key} is not known; "
             + (f"did you mean {guess}?" if guess else f"understood are {', '.join(known)}")
         )
-    return Translated(values, tuple(notices))
+    return TranslatedConfig(values, tuple(notices))
 
 
 def _method(name: object) -> str:

@@ -20,7 +20,7 @@ NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
+class RopeFacts:
     """Rotary embedding. dim: how many dims of a head rotate; theta: base. kind: "default", "linear", "yarn" or
     "llama3".
 
@@ -45,7 +45,7 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mla:
+class MlaFacts:
     """Multi-head latent attention (DeepSeek-V2 §2.1). q_lora 0: queries come from the hidden state directly."""
 
     q_lora: int
@@ -56,7 +56,7 @@ class Mla:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Indexer:
+class IndexerFacts:
     """DSA's lightning indexer. interleaved: the published weights rotate neighbouring dims (GLM-5), not halves (V3.2).
     full[i]: layer i has its own indexer; otherwise it uses the choice of the nearest earlier layer that has one."""
 
@@ -68,7 +68,7 @@ class Indexer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moe:
+class MoeFacts:
     """Mixture of experts. method: "greedy", "group_limited_greedy" (softmax scores) or "noaux_tc" (sigmoid scores and a
     bias).
     """
@@ -106,14 +106,14 @@ class ModelFacts:
     intermediate: int
     norm_eps: float
     context: int
-    rope: Rope
+    rope: RopeFacts
     tied: bool
     qkv_bias: bool
     attention_bias: bool
     mlp_bias: bool
-    mla: Mla | None
-    indexer: Indexer | None
-    moe: Moe | None
+    mla: MlaFacts | None
+    indexer: IndexerFacts | None
+    moe: MoeFacts | None
     nextn: int
     quantization_config: dict[str, Any]
     dtype: str
@@ -247,7 +247,7 @@ class _Reader:
         return tuple(values)
 
 
-def _rope(read: _Reader, dim: int) -> Rope:
+def _rope(read: _Reader, dim: int) -> RopeFacts:
     parameters = read.get("rope_parameters") or read.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise read.error("rope_scaling", f"must be an object, got {parameters!r}")
@@ -257,9 +257,9 @@ def _rope(read: _Reader, dim: int) -> Rope:
         raise of.error("rope_type", f"{kind!r} is unknown; there is default, linear, yarn, llama3")
     theta = of.number("rope_theta", 10000.0, above=0.0)
     if kind == "default":
-        return Rope(dim=dim, theta=theta)
+        return RopeFacts(dim=dim, theta=theta)
     original = of.count("original_max_position_embeddings", read.count("max_position_embeddings"))
-    return Rope(
+    return RopeFacts(
         dim=dim,
         theta=theta,
         kind=kind,
@@ -276,10 +276,10 @@ def _rope(read: _Reader, dim: int) -> Rope:
     )
 
 
-def _mla(read: _Reader) -> Mla | None:
+def _mla(read: _Reader) -> MlaFacts | None:
     if read.get("kv_lora_rank") is None:
         return None
-    return Mla(
+    return MlaFacts(
         q_lora=read.count("q_lora_rank", 0),
         kv_lora=read.count("kv_lora_rank"),
         nope=read.count("qk_nope_head_dim"),
@@ -288,11 +288,11 @@ def _mla(read: _Reader) -> Mla | None:
     )
 
 
-def _indexer(read: _Reader) -> Indexer | None:
+def _indexer(read: _Reader) -> IndexerFacts | None:
     if read.get("index_topk") is None:
         return None
     layers = read.count("num_hidden_layers")
-    return Indexer(
+    return IndexerFacts(
         heads=read.count("index_n_heads"),
         dim=read.count("index_head_dim"),
         topk=read.count("index_topk"),
@@ -317,7 +317,7 @@ def _indexer_layers(read: _Reader, layers: int) -> tuple[bool, ...]:
     return tuple(max(layer - offset + 1, 0) % every == 0 for layer in range(layers))
 
 
-def _moe(read: _Reader) -> Moe | None:
+def _moe(read: _Reader) -> MoeFacts | None:
     experts = read.count("n_routed_experts", 0)
     if not experts:
         return None
@@ -327,7 +327,7 @@ def _moe(read: _Reader) -> Moe | None:
         raise read.error(
             "topk_method", f"{method!r} with scoring_func {read.get('scoring_func')!r} is not a router of DeepSeek's"
         )
-    return Moe(
+    return MoeFacts(
         experts=experts,
         shared=read.count("n_shared_experts", 0),
         topk=read.count("num_experts_per_tok"),
@@ -399,7 +399,7 @@ def _check(facts: ModelFacts, read: _Reader) -> None:
             )
 
 
-def _check_moe(moe: Moe, read: _Reader) -> None:
+def _check_moe(moe: MoeFacts, read: _Reader) -> None:
     if moe.normalise and moe.method != "noaux_tc" and moe.scale != 1.0:
         # DeepSeek-V2's code would then drop the scaling factor, transformers applies it; no published model asks
         raise read.error("norm_topk_prob", "true with softmax scores and a routed_scaling_factor is ambiguous")

@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 from typing import Any, Mapping
 
-from thalweg.config.foreign import CONFIG, translated
+from thalweg.config.foreign import CONFIG, translate_speculative_config
 from thalweg.config.options import Options
 from thalweg.config.setting import Setting, nearest, settings_of
 from thalweg.core.errors import UnsupportedConfig
@@ -67,7 +67,7 @@ def flat(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         name = str(key).replace("-", "_")
         if name == CONFIG:
-            entries = flat(translated(value).values, where)
+            entries = flat(translate_speculative_config(value).values, where)
         elif name in sections() and (isinstance(value, Mapping) or name not in spellings()):
             entries = _section(name, value, where)
         else:

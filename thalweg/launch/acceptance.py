@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from thalweg.config.speculative import RELAXED_DELTA, RELAXED_TOPK, SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import USER
-from thalweg.launch.ledger import Ledger, source
+from thalweg.launch.decisions import Decisions, source_and_reason
 
 UNSAMPLED = ("NGRAM",)  # drafters whose drafts are no samples
 LOSSY = "LOSSY: answers are not distributed as the model's, and greedy ones not the model's own"
@@ -34,12 +34,14 @@ def refuse_simulated(wish: SpeculativeOptions) -> None:
         )
 
 
-def decide_acceptance(wish: SpeculativeOptions, drafter: str, deepest: int, trees: bool, ledger: Ledger) -> Acceptance:
+def resolve_acceptance(
+    wish: SpeculativeOptions, drafter: str, deepest: int, trees: bool, decisions: Decisions
+) -> Acceptance:
     """drafter: its name, "NONE" for none. deepest: drafts one behind the other, at most. trees: whether drafts may part
     ways. Raises UnsupportedConfig for thresholds of another rule than the one that is wished, for a rule beside a
     decree, and for a decree of more tokens than a verification has.
     """
-    acceptance, length = _rule(wish, drafter, trees, ledger), wish.speculative_simulate_accept_length
+    acceptance, length = _rule(wish, drafter, trees, decisions), wish.speculative_simulate_accept_length
     if drafter == "NONE" or length is None:
         return acceptance
     if length > deepest + 1:
@@ -52,11 +54,11 @@ def decide_acceptance(wish: SpeculativeOptions, drafter: str, deepest: int, tree
             f"speculative_acceptance: {wish.speculative_acceptance} judges no draft where they are accepted by decree;"
             " leave it out, or --speculative-simulate-accept-length"
         )
-    ledger.note("speculative_simulate_accept_length", length, USER, f"BENCHMARKS ONLY: {SIMULATED}")
+    decisions.add("speculative_simulate_accept_length", length, USER, f"BENCHMARKS ONLY: {SIMULATED}")
     return replace(acceptance, imposed=length)
 
 
-def _rule(wish: SpeculativeOptions, drafter: str, trees: bool, ledger: Ledger) -> Acceptance:
+def _rule(wish: SpeculativeOptions, drafter: str, trees: bool, decisions: Decisions) -> Acceptance:
     rule, topk, delta = wish.speculative_acceptance, wish.speculative_relaxed_topk, wish.speculative_relaxed_delta
     for name, value in (("speculative_relaxed_topk", topk), ("speculative_relaxed_delta", delta)):
         if value is not None and rule != "relaxed":
@@ -68,7 +70,7 @@ def _rule(wish: SpeculativeOptions, drafter: str, trees: bool, ledger: Ledger) -
         return Acceptance()
     if rule == "relaxed":
         relaxed = (topk or RELAXED_TOPK, RELAXED_DELTA if delta is None else delta)
-        ledger.note(
+        decisions.add(
             "speculative_acceptance",
             rule,
             USER,
@@ -78,9 +80,11 @@ def _rule(wish: SpeculativeOptions, drafter: str, trees: bool, ledger: Ledger) -
         return Acceptance(rule, relaxed)
     if rule == "standard":
         why = LIST if trees else POINT_MASS if drafter in UNSAMPLED else ""
-        ledger.note("speculative_acceptance", rule, USER, why)
+        decisions.add("speculative_acceptance", rule, USER, why)
         return Acceptance("race" if why else rule)
-    ledger.note(
-        "speculative_acceptance", "race", *source(rule is not None, "tokens are plain decoding's, seed for seed")
+    decisions.add(
+        "speculative_acceptance",
+        "race",
+        *source_and_reason(rule is not None, "tokens are plain decoding's, seed for seed"),
     )
     return Acceptance()

@@ -1,6 +1,6 @@
 """`thalweg doctor`: looks at the machine and says what is missing and the command that mends it.
 
-Two halves: `Surroundings.look` asks the system, `examine` judges what was found and asks nobody, so that every
+Two halves: `Environment.look` asks the system, `examine` judges what was found and asks nobody, so that every
 judgement can be tested.
 """
 
@@ -51,7 +51,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class Environment:
     """What the doctor looks at. torch: its version, "" where it is missing; torch_error: why it does not import. cuda:
     that torch was built for, "" for a CPU build; reached: names of the GPUs that torch can use. driver: version of
     NVIDIA's, "". packages: distribution → version, of what is required or known. shm, room: free bytes, -1 where there
@@ -89,7 +89,7 @@ class Surroundings:
         return self.machine.gpus or self.reached
 
     @staticmethod
-    def look(config: Options, online: bool = False) -> Surroundings:
+    def look(config: Options, online: bool = False) -> Environment:
         """Looks at this machine, for what `config` wishes of model, host and port. online: whether the hub is asked."""
         torch, error, cuda, reached = _torch()
         requires, listen = _requires(), config.listen
@@ -97,7 +97,7 @@ class Surroundings:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         port_error = _bind(listen.host, listen.port)
         cache, endpoint = _hub_places()
-        return Surroundings(
+        return Environment(
             python=sys.version.split()[0],
             machine=Machine.here(),
             driver=_driver(),
@@ -126,7 +126,7 @@ class Surroundings:
 
 def doctor(config: Options, rest: argparse.Namespace) -> int:
     """The command. rest: `json` and `online`. Returns 0 when nothing stands in the way of serving, else 1."""
-    findings = list(examine(Surroundings.look(config, rest.online)))
+    findings = list(examine(Environment.look(config, rest.online)))
     sick = any(one.level == FAIL for one in findings)
     if rest.json:
         report = {"ok": not sick, "version": __version__, "findings": [asdict(one) for one in findings]}
@@ -151,7 +151,7 @@ def text(findings: list[Finding]) -> str:
 # ---- judging ----
 
 
-def examine(seen: Surroundings) -> Iterator[Finding]:
+def examine(seen: Environment) -> Iterator[Finding]:
     """What is good and what is not, in the order in which it should be mended."""
     python = within(seen.python, ">=3.11")
     yield Finding(
@@ -169,7 +169,7 @@ def examine(seen: Surroundings) -> Iterator[Finding]:
         yield Finding("model", OK if good else FAIL, seen.model if good else seen.model_error, mend)
 
 
-def _packages(seen: Surroundings) -> Iterator[Finding]:
+def _packages(seen: Environment) -> Iterator[Finding]:
     if not seen.torch:
         yield Finding("torch", FAIL, "not installed", "make install")
     elif seen.torch_error:
@@ -191,7 +191,7 @@ def _packages(seen: Surroundings) -> Iterator[Finding]:
         yield Finding("packages", OK, f"all {len(seen.requires)} that Thalweg needs")
 
 
-def _gpu(seen: Surroundings) -> Iterator[Finding]:
+def _gpu(seen: Environment) -> Iterator[Finding]:
     """Driver, torch's build and triton, which matter only where there is a GPU."""
     gpus = seen.gpus
     cpu = f"{seen.machine.cpu}, {seen.machine.cores} cores"
@@ -225,7 +225,7 @@ def _gpu(seen: Surroundings) -> Iterator[Finding]:
     )
 
 
-def _wheel(seen: Surroundings, wheel: Wheel) -> Finding:
+def _wheel(seen: Environment, wheel: Wheel) -> Finding:
     """An optional library: never a failure, a warning where the installed release is one for another torch."""
     torch, name = seen.torch or "0", next((name for name in wheel.names if name in seen.packages), "")
     right = wheel.requirement(torch)
@@ -246,7 +246,7 @@ def _wheel(seen: Surroundings, wheel: Wheel) -> Finding:
     return Finding(wheel.title, NOTE, f"not installed; optional: {wheel.use}", wheel.command(torch))
 
 
-def _limits(seen: Surroundings) -> Iterator[Finding]:
+def _limits(seen: Environment) -> Iterator[Finding]:
     memory = f"{seen.machine.free / GB:.1f} of {seen.machine.memory / GB:.1f} GB free"
     low = seen.machine.free < 2 * GB
     yield Finding("memory", WARN if low else OK, memory, "ps aux --sort=-rss | head" if low else "")
@@ -261,7 +261,7 @@ def _limits(seen: Surroundings) -> Iterator[Finding]:
     yield Finding("open files", WARN if few else OK, found, mend if few else "")
 
 
-def _port(seen: Surroundings) -> Finding:
+def _port(seen: Environment) -> Finding:
     place = f"{seen.host} port {seen.port}"
     if not seen.port_error:
         return Finding("port", OK, f"{place} is free")
@@ -269,7 +269,7 @@ def _port(seen: Surroundings) -> Finding:
     return Finding("port", FAIL, f"{place}: {seen.port_error}", other)
 
 
-def _cache(seen: Surroundings) -> Iterator[Finding]:
+def _cache(seen: Environment) -> Iterator[Finding]:
     """Where models of the hub are kept: of no matter for a model that is a folder, hence never a failure."""
     found = f"{seen.cache}: {seen.room / GB:.1f} GB free"
     if not seen.cache_writable:

@@ -9,17 +9,17 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
 from thalweg.core.report import AUTO
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.launch.acceptance import Acceptance, decide_acceptance
-from thalweg.launch.ledger import Ledger
-from thalweg.launch.speculation import NO_DRAFTER, Speculation, branching, decide_speculation
-from thalweg.launch.trees import decide_tree
+from thalweg.launch.acceptance import Acceptance, resolve_acceptance
+from thalweg.launch.decisions import Decisions
+from thalweg.launch.speculation import NO_DRAFTER, Speculation, branching, resolve_speculation
+from thalweg.launch.trees import resolve_tree
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """ledger: where it was noted, and what else is decided for the same engine will be."""
+class DraftingDecision:
+    """decisions: where it was noted, and what else is decided for the same engine will be."""
 
-    ledger: Ledger
+    decisions: Decisions
     speculation: Speculation
     acceptance: Acceptance
     tree: TreeShape
@@ -30,19 +30,19 @@ class Drafts:
         return self.tree.num_drafts or self.speculation.width
 
 
-def decide_drafts(config: Options, facts: ModelFacts, model: Path, folder: Path | None) -> Drafts:
+def resolve_drafts(config: Options, facts: ModelFacts, model: Path, folder: Path | None) -> DraftingDecision:
     """model: its folder; folder: of the drafter, where one was named. Raises as `decide_speculation`,
     `decide_acceptance` and `decide_tree`.
     """
-    wish, ledger = config.speculative, Ledger()
-    speculation = decide_speculation(wish, facts, ledger, folder, model)
-    acceptance = decide_acceptance(wish, speculation.drafter, speculation.width, branching(wish), ledger)
-    tree = decide_tree(wish, speculation.drafter, speculation.width, ledger)
-    return Drafts(ledger, speculation, acceptance, tree)
+    wish, decisions = config.speculative, Decisions()
+    speculation = resolve_speculation(wish, facts, decisions, folder, model)
+    acceptance = resolve_acceptance(wish, speculation.drafter, speculation.width, branching(wish), decisions)
+    tree = resolve_tree(wish, speculation.drafter, speculation.width, decisions)
+    return DraftingDecision(decisions, speculation, acceptance, tree)
 
 
-def no_drafts(why: str) -> Drafts:
+def no_drafts(why: str) -> DraftingDecision:
     """Plain decoding, although drafts were asked for."""
-    ledger = Ledger()
-    ledger.note("speculative_algorithm", "NONE", AUTO, why)
-    return Drafts(ledger, Speculation(NO_DRAFTER, 0, False), Acceptance(), CHAIN)
+    decisions = Decisions()
+    decisions.add("speculative_algorithm", "NONE", AUTO, why)
+    return DraftingDecision(decisions, Speculation(NO_DRAFTER, 0, False), Acceptance(), CHAIN)

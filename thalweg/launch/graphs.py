@@ -10,7 +10,7 @@ from thalweg.config.options import Options
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.launch.backends import DECODE
-from thalweg.launch.ledger import Ledger, source
+from thalweg.launch.decisions import Decisions, source_and_reason
 
 MOST_RECORDED = 256  # rows; larger steps wait for the device longer than for Python
 MOST_PIECES = 2048  # tokens; a larger step keeps the device busy longer than Python takes to launch it
@@ -28,8 +28,8 @@ class GraphPlan:
     tokens: tuple[int, ...] = ()
 
 
-def decide_graphs(
-    config: Options, device: str, kernels: KernelConfig, slots: int, budget: int, ledger: Ledger
+def resolve_graphs(
+    config: Options, device: str, kernels: KernelConfig, slots: int, budget: int, decisions: Decisions
 ) -> GraphPlan:
     """Decides and notes it. slots: rows of a decode step at most. budget: tokens of a step. Raises
     UnsupportedConfig.
@@ -40,11 +40,11 @@ def decide_graphs(
     if cannot:
         if mode not in (None, "none"):
             raise UnsupportedConfig(f"cuda_graph_mode: {mode}, but {cannot}; use --cuda-graph-mode none")
-        ledger.note("cuda_graph_mode", "none", *source(mode is not None, cannot))
+        decisions.add("cuda_graph_mode", "none", *source_and_reason(mode is not None, cannot))
         return GraphPlan()
-    mode = ledger.take("cuda_graph_mode", mode, "full_and_piecewise", AUTO_WHY.format(min(budget, MOST_PIECES)))
-    rows = _rows(config, slots, ledger) if mode in WHOLE else ()
-    tokens = _tokens(config, budget, ledger) if mode in IN_PIECES else ()
+    mode = decisions.choose("cuda_graph_mode", mode, "full_and_piecewise", AUTO_WHY.format(min(budget, MOST_PIECES)))
+    rows = _rows(config, slots, decisions) if mode in WHOLE else ()
+    tokens = _tokens(config, budget, decisions) if mode in IN_PIECES else ()
     return GraphPlan(mode, rows, tokens)
 
 
@@ -55,7 +55,7 @@ def _cannot(device: str, kernels: KernelConfig) -> str:
     return "" if True in DECODE[kernels.decode].graphs else f"{kernels.decode} attention reads lengths on the host"
 
 
-def _rows(config: Options, slots: int, ledger: Ledger) -> tuple[int, ...]:
+def _rows(config: Options, slots: int, decisions: Decisions) -> tuple[int, ...]:
     wish = config.load
     most = min(wish.cuda_graph_max_bs or min(slots, MOST_RECORDED), slots)
     made = tuple(wish.cuda_graph_bs) or buckets(most)
@@ -65,11 +65,13 @@ def _rows(config: Options, slots: int, ledger: Ledger) -> tuple[int, ...]:
             f" {slots}"
         )
     made = tuple(sorted(set(made)))
-    ledger.note("cuda_graph_bs", _listed(made), *source(bool(wish.cuda_graph_bs), "rows of recorded decode steps"))
+    decisions.add(
+        "cuda_graph_bs", _listed(made), *source_and_reason(bool(wish.cuda_graph_bs), "rows of recorded decode steps")
+    )
     return made
 
 
-def _tokens(config: Options, budget: int, ledger: Ledger) -> tuple[int, ...]:
+def _tokens(config: Options, budget: int, decisions: Decisions) -> tuple[int, ...]:
     wish = config.load.piecewise_cuda_graph_tokens
     made = tuple(sorted(set(wish))) or token_buckets(min(budget, MOST_PIECES))
     if any(tokens < 1 or tokens > budget for tokens in made):
@@ -77,11 +79,11 @@ def _tokens(config: Options, budget: int, ledger: Ledger) -> tuple[int, ...]:
             f"piecewise_cuda_graph_tokens: {list(made)} must lie between 1 and the tokens of a step, {budget}"
         )
     why = "tokens of steps whose static parts are recorded"
-    ledger.note("piecewise_cuda_graph_tokens", _listed(made), *source(bool(wish), why))
+    decisions.add("piecewise_cuda_graph_tokens", _listed(made), *source_and_reason(bool(wish), why))
     return made
 
 
-def decide_compile(config: Options, device: str, kernels: KernelConfig, ledger: Ledger) -> None:
+def resolve_compile(config: Options, device: str, kernels: KernelConfig, decisions: Decisions) -> None:
     """Whether torch.compile is used at all, noted. Raises UnsupportedConfig."""
     wish = config.load.torch_compile
     if wish and kernels.decode != "reference":
@@ -94,7 +96,7 @@ def decide_compile(config: Options, device: str, kernels: KernelConfig, ledger: 
             "torch_compile: on a CPU it needs a C++ compiler, and there is no g++; install one, name it in CXX, or"
             " leave it off"
         )
-    ledger.note("torch_compile", wish, *source(wish, "recorded steps are faster"))
+    decisions.add("torch_compile", wish, *source_and_reason(wish, "recorded steps are faster"))
 
 
 def _listed(counts: tuple[int, ...]) -> str:

@@ -12,36 +12,40 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES, KernelConfig
 from thalweg.core.report import USER
 from thalweg.launch.backends import AttentionCaps, AttentionNeed, attention_need, decode_catalog, prefill_catalog
-from thalweg.launch.ledger import Ledger, source
-from thalweg.launch.products import decide_products
+from thalweg.launch.decisions import Decisions, source_and_reason
+from thalweg.launch.products import resolve_products
 
 KV_NAMES = {"fp8": "fp8_e4m3"}  # what others call them
 WISH = "attention_backend"
 
 
-def decide_kernels(
-    config: Options, facts: ModelFacts, machine: Machine, device: str, ledger: Ledger, trees: bool = False
+def resolve_kernels(
+    config: Options, facts: ModelFacts, machine: Machine, device: str, decisions: Decisions, trees: bool = False
 ) -> KernelConfig:
     """Decides and notes it. trees: whether drafts may part ways. Raises UnsupportedConfig."""
     load = config.load
     kv = _kv(config)
     latent, deterministic = load.mla, load.deterministic_inference
     if facts.mla is not None:
-        ledger.note("mla", latent, *source(not latent, "latents take a fraction of the memory of keys and values"))
-    ledger.note(
+        decisions.add(
+            "mla", latent, *source_and_reason(not latent, "latents take a fraction of the memory of keys and values")
+        )
+    decisions.add(
         "deterministic_inference",
         deterministic,
-        *source(deterministic, "kernels may round by how a batch is made up, and are faster"),
+        *source_and_reason(deterministic, "kernels may round by how a batch is made up, and are faster"),
     )
     dtype = load.dtype or ("bfloat16" if device == "cuda" else "float32")
     need = attention_need(facts, machine, device, kv or dtype, dtype, latent, deterministic, trees)
     decode, prefill = _attention(load.attention_backend, need, machine, facts.heads)
-    ledger.note(
-        WISH, load.attention_backend or "auto", *source(load.attention_backend is not None, "the fastest that fits")
+    decisions.add(
+        WISH,
+        load.attention_backend or "auto",
+        *source_and_reason(load.attention_backend is not None, "the fastest that fits"),
     )
     for role, one in (("decode", decode), ("prefill", prefill)):
-        ledger.note(DECISION_NAMES[role], one.name, one.source, "" if one.source == USER else one.reason)
-    products = decide_products(config, facts, machine, device, decode.name, ledger)
+        decisions.add(DECISION_NAMES[role], one.name, one.source, "" if one.source == USER else one.reason)
+    products = resolve_products(config, facts, machine, device, decode.name, decisions)
     return KernelConfig(
         **{role: one.name for role, one in products.items()},
         decode=decode.name,

@@ -12,7 +12,7 @@ from thalweg.core.capabilities import Capabilities, Requirements, Selected, sele
 from thalweg.core.kernels import DECISION_NAMES
 from thalweg.core.report import USER
 from thalweg.launch.backends import CHIPS, NEWER, chip
-from thalweg.launch.ledger import Ledger
+from thalweg.launch.decisions import Decisions
 from thalweg.quant.catalog import quantized
 
 BOTH = frozenset({True, False})
@@ -72,8 +72,8 @@ FP8 = {
 }
 
 
-def decide_products(
-    config: Options, facts: ModelFacts, machine: Machine, device: str, attention: str, ledger: Ledger
+def resolve_products(
+    config: Options, facts: ModelFacts, machine: Machine, device: str, attention: str, decisions: Decisions
 ) -> dict[str, Selected[ProductCaps]]:
     """Decides what the model needs, and notes it: by field of `KernelConfig`. What the user named is decided in any
     case, so that a wish which means nothing is refused. Raises UnsupportedConfig.
@@ -91,7 +91,7 @@ def decide_products(
     if quantized(facts.quantization_config) is not None or load.fp8_gemm_backend is not None:
         made["fp8_gemm"] = _choose("fp8_gemm", need, FP8, load.fp8_gemm_backend, machine)
     for role, one in made.items():
-        ledger.note(DECISION_NAMES[role], one.name, one.source, "" if one.source == USER else one.reason)
+        decisions.add(DECISION_NAMES[role], one.name, one.source, "" if one.source == USER else one.reason)
     return made
 
 

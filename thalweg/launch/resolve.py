@@ -26,12 +26,12 @@ from thalweg.engine.build import DTYPES, layer_factory
 from thalweg.engine.roomless import LEFT_OUT
 from thalweg.launch import tuned
 from thalweg.launch.acceptance import refuse_simulated
-from thalweg.launch.decide import Decided, decide
-from thalweg.launch.drafts import Drafts, decide_drafts, no_drafts
+from thalweg.launch.decisions import Decisions
+from thalweg.launch.drafts import DraftingDecision, no_drafts, resolve_drafts
 from thalweg.launch.hub import fetch_weights, locate
-from thalweg.launch.ledger import Ledger
 from thalweg.launch.resolved import Resolved, Sizes
-from thalweg.launch.sizes import Drafting, counted, measure
+from thalweg.launch.resources import ResolvedResources, resolve_resources
+from thalweg.launch.sizes import DraftSettings, counted, measure
 from thalweg.launch.speculation import NO_DRAFTER
 from thalweg.models.catalog import read_facts
 from thalweg.text.chat import ChatFormat, ChatOptions, ParserNames, choose_chat
@@ -84,12 +84,12 @@ def resolve(
     fetched = weights and config.load.load_format != "dummy"
     if fetched and drafting is not None and config.speculative.speculative_algorithm is None:
         fetch_weights(drafting, wish.hf_token)  # the names of its tensors may have to tell what it is
-    wanted = decide_drafts(config, facts, checkpoint.folder, None if drafting is None else drafting.folder)
+    wanted = resolve_drafts(config, facts, checkpoint.folder, None if drafting is None else drafting.folder)
     drafts, found = _fitting(config, facts, here, wanted)
-    ledger, speculation, acceptance = drafts.ledger, drafts.speculation, drafts.acceptance
-    choices = tuned.decide(config, here, found.device, ledger)
+    decisions, speculation, acceptance = drafts.decisions, drafts.speculation, drafts.acceptance
+    choices = tuned.resolve_tuned(config, here, found.device, decisions)
     tokenizer = Tokenizer(checkpoint.folder) if weights or (checkpoint.folder / "tokenizer.json").is_file() else None
-    chat = _chat(config, checkpoint.folder, tokenizer, ledger)
+    chat = _chat(config, checkpoint.folder, tokenizer, decisions)
     sampling = _sampling(checkpoint.folder) if config.sampling.sampling_defaults == "model" else SamplingParams()
     if fetched:
         for one in (checkpoint, *([] if drafting is None or not speculation.folder else [drafting])):
@@ -146,7 +146,7 @@ def resolve(
         log_format=config.server.log_format,
         crash_dump_folder=config.server.crash_dump_folder or "",
         watchdog_timeout=config.server.watchdog_timeout,
-        report=Report(tuple(ledger.decisions)),
+        report=Report(tuple(decisions.entries)),
     )
     return Resolved(
         path=checkpoint.folder,
@@ -170,12 +170,14 @@ def paced(device: str, kernels: KernelConfig) -> bool:
     return device == "cuda" and not (kernels.deterministic and kernels.decode in TORCH_ATTENTION)
 
 
-def _fitting(config: Options, facts: ModelFacts, here: Machine, drafts: Drafts) -> tuple[Drafts, Decided]:
+def _fitting(
+    config: Options, facts: ModelFacts, here: Machine, drafts: DraftingDecision
+) -> tuple[DraftingDecision, ResolvedResources]:
     """What is decided with these drafts, or without any where memory is too small for both. Raises as `decide`."""
 
-    def found(drafts: Drafts) -> Decided:
+    def found(drafts: DraftingDecision) -> ResolvedResources:
         sizes_in = functools.partial(_measure, facts, drafts)
-        return decide(config, facts, here, sizes_in, drafts.ledger, drafts.width, drafts.tree.is_tree)
+        return resolve_resources(config, facts, here, sizes_in, drafts.decisions, drafts.width, drafts.tree.is_tree)
 
     try:
         return drafts, found(drafts)
@@ -189,16 +191,16 @@ def _fitting(config: Options, facts: ModelFacts, here: Machine, drafts: Drafts) 
     return plain, decided
 
 
-def _measure(facts: ModelFacts, wanted: Drafts, device: str, kernels: KernelConfig, dtype: str) -> Sizes:
+def _measure(facts: ModelFacts, wanted: DraftingDecision, device: str, kernels: KernelConfig, dtype: str) -> Sizes:
     """The sizes of model and drafter as this device would hold them."""
     drafter, folder = wanted.speculation.drafter, wanted.speculation.folder
-    drafts = Drafting(drafter, folder, wanted.acceptance.rule, wanted.width, wanted.tree)
+    drafts = DraftSettings(drafter, folder, wanted.acceptance.rule, wanted.width, wanted.tree)
     if kernels.decode != "reference" and "triton" not in libraries():  # a plan for another machine
         return counted(facts, kernels, DTYPES[dtype], drafts)
     return measure(facts, layer_factory(facts, "meta", kernels, dtype), drafts)
 
 
-def _chat(config: Options, folder: Path, tokenizer: Tokenizer | None, ledger: Ledger) -> ChatFormat:
+def _chat(config: Options, folder: Path, tokenizer: Tokenizer | None, decisions: Decisions) -> ChatFormat:
     """Encoder and parsers, the user's where named. Raises UnsupportedConfig for a name that is none, CheckpointError
     for a broken template.
     """
@@ -206,13 +208,13 @@ def _chat(config: Options, folder: Path, tokenizer: Tokenizer | None, ledger: Le
     special_tokens = {} if tokenizer is None else tokenizer.special_tokens
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     chat = choose_chat(folder, raw, ChatOptions(wish.chat_template or "auto", special_tokens), wish.model)
-    ledger.note("chat_template", chat.encoder.name, USER if wish.chat_template else AUTO, chat.reason)
-    reasoning = _parser("reasoning_parser", wish.reasoning_parser, REASONING_FORMATS, chat.formats.reasoning, ledger)
-    tools = _parser("tool_call_parser", wish.tool_call_parser, TOOL_FORMATS, chat.formats.tools, ledger)
+    decisions.add("chat_template", chat.encoder.name, USER if wish.chat_template else AUTO, chat.reason)
+    reasoning = _parser("reasoning_parser", wish.reasoning_parser, REASONING_FORMATS, chat.formats.reasoning, decisions)
+    tools = _parser("tool_call_parser", wish.tool_call_parser, TOOL_FORMATS, chat.formats.tools, decisions)
     chat = replace(chat, formats=ParserNames(reasoning, tools), strip=config.memory.strip_thinking_cache)
     strips = ThinkingRetention(chat, _no_mark if tokenizer is None else tokenizer.mark_id).strips
     drops = "drops the thoughts of earlier turns" if strips else "has no thoughts that it drops later"
-    ledger.take("strip_thinking_cache", chat.strip, strips, f"the chat template {drops}")
+    decisions.choose("strip_thinking_cache", chat.strip, strips, f"the chat template {drops}")
     return chat
 
 
@@ -220,14 +222,14 @@ def _no_mark(text: str) -> None:
     """A folder without a tokenizer can be planned with: no text is a token."""
 
 
-def _parser(name: str, wish: str | None, known: Collection[str], auto: str | None, ledger: Ledger) -> str | None:
+def _parser(name: str, wish: str | None, known: Collection[str], auto: str | None, decisions: Decisions) -> str | None:
     if wish in PARSER_NAMES[name]:
         ours = PARSER_NAMES[name][wish]
-        ledger.note(name, ours, USER, f"{wish} is called {ours} here")
+        decisions.add(name, ours, USER, f"{wish} is called {ours} here")
         return ours
     if wish is not None and wish not in (*known, "none"):
         raise UnsupportedConfig(f"{name}: unknown {wish!r}; there is {', '.join(known)}, none")
-    chosen = ledger.take(name, wish, auto or "none", "what the chat template writes")
+    chosen = decisions.choose(name, wish, auto or "none", "what the chat template writes")
     return None if chosen == "none" else chosen
 
 

@@ -14,7 +14,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.launch.planning.weights import Widths, held, inventory, parameters
+from thalweg.launch.planning.weights import NumberBytes, held, inventory, parameters
 from thalweg.launch.resolved import Plane, Sizes
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.reference import ReferenceLayers
@@ -23,7 +23,7 @@ from thalweg.sampling.catalog import drawing_for
 from thalweg.spec.catalog import build_drafter
 
 
-class Drafting(NamedTuple):
+class DraftSettings(NamedTuple):
     """The part of `config.engine.EngineConfig` that memory depends on: drafter, its folder, acceptance rule, drafts a
     step, tree.
     """
@@ -35,10 +35,10 @@ class Drafting(NamedTuple):
     tree: TreeShape = CHAIN
 
 
-NONE = Drafting()
+NONE = DraftSettings()
 
 
-def measure(facts: ModelFacts, factory: LayerFactory, drafts: Drafting = NONE) -> Sizes:
+def measure(facts: ModelFacts, factory: LayerFactory, drafts: DraftSettings = NONE) -> Sizes:
     """The sizes of the model that is made of these parts, on the meta device, and of what drafts for it, from its own
     folder where it has one. Raises CheckpointError for an architecture that nothing computes.
     """
@@ -66,7 +66,7 @@ def _nodes(tree: TreeShape) -> int:
     return 3 * torch.int64.itemsize * tree.num_drafts * tree.is_tree
 
 
-def counted(facts: ModelFacts, choice: KernelConfig, dtype: torch.dtype, drafts: Drafting = NONE) -> Sizes:
+def counted(facts: ModelFacts, choice: KernelConfig, dtype: torch.dtype, drafts: DraftSettings = NONE) -> Sizes:
     """The same of a model on a GPU's kernels, by arithmetic: for machines without Triton, which cannot make its parts.
     A drafter's weights are counted as if none were quantized, but those of the checkpoint's own layer as if all were.
     Raises CheckpointError as `measure`.
@@ -75,7 +75,7 @@ def counted(facts: ModelFacts, choice: KernelConfig, dtype: torch.dtype, drafts:
     like = measure(facts, reference, drafts)
     drafting = like.parameters - measure(facts, reference).parameters if drafts.drafter != "NONE" else 0
     rotary = 4 * facts.context * facts.rope.dim
-    widths = Widths.of(facts, str(dtype).removeprefix("torch."))
+    widths = NumberBytes.of(facts, str(dtype).removeprefix("torch."))
     each = widths.quantized + widths.scale if drafts.drafter == "NEXTN" else dtype.itemsize
     weights = sum(held(facts, widths).values()) + drafting * each
     return Sizes(parameters(inventory(facts)) + drafting, round(weights) + rotary, like.planes, like.slot_bytes)

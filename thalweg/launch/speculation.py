@@ -13,12 +13,12 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.speculative import DEEPEST, SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import AUTO, MODEL, USER, Value
-from thalweg.launch.ledger import Ledger, source
+from thalweg.launch.decisions import Decisions, source_and_reason
 from thalweg.launch.vocabularies import check_vocabularies
 from thalweg.spec.small import small_facts
 
 
-class Kind(NamedTuple):
+class DrafterKind(NamedTuple):
     """name: the drafter's. width: drafts a step where nobody says how many, for the reason `why`."""
 
     name: str
@@ -26,14 +26,14 @@ class Kind(NamedTuple):
     why: str
 
 
-NEXTN = Kind("NEXTN", 3, "those behind the third are seldom right")
-HEAD = Kind("EAGLE", 3, "those behind the third are seldom right")
+NEXTN = DrafterKind("NEXTN", 3, "those behind the third are seldom right")
+HEAD = DrafterKind("EAGLE", 3, "those behind the third are seldom right")
 KINDS = {
     "NEXTN": NEXTN,
     "EAGLE": HEAD,
     "EAGLE3": HEAD,
-    "STANDALONE": Kind("STANDALONE", 4, "a model of its own does not tire as a layer does"),
-    "NGRAM": Kind("NGRAM", 4, "they cost nothing but their verification"),
+    "STANDALONE": DrafterKind("STANDALONE", 4, "a model of its own does not tire as a layer does"),
+    "NGRAM": DrafterKind("NGRAM", 4, "they cost nothing but their verification"),
 }
 NO_DRAFTER = "NONE"
 FOLDER = "--speculative-draft-model-path"
@@ -50,8 +50,12 @@ class Speculation:
     folder: str = ""
 
 
-def decide_speculation(
-    wish: SpeculativeOptions, facts: ModelFacts, ledger: Ledger, folder: Path | None = None, model: Path | None = None
+def resolve_speculation(
+    wish: SpeculativeOptions,
+    facts: ModelFacts,
+    decisions: Decisions,
+    folder: Path | None = None,
+    model: Path | None = None,
 ) -> Speculation:
     """folder: of the drafter, where one was named; model: of what it drafts for. Raises UnsupportedConfig for wishes
     that contradict each other, and for a drafter that the checkpoint has not; CheckpointError for a folder that holds
@@ -66,9 +70,9 @@ def decide_speculation(
                 " number out, or use --speculative-algorithm NEXTN"
             )
         asked = wish.speculative_algorithm or wish.mtp
-        ledger.note("speculative_algorithm", "NONE", *((USER, "") if asked else (AUTO, why)))
+        decisions.add("speculative_algorithm", "NONE", *((USER, "") if asked else (AUTO, why)))
         for name, value in _idle(wish).items():
-            ledger.note(name, value, USER, "without effect: nothing drafts")
+            decisions.add(name, value, USER, "without effect: nothing drafts")
         return Speculation(NO_DRAFTER, 0, False)
     if width == 0:
         raise UnsupportedConfig(
@@ -87,19 +91,21 @@ def decide_speculation(
             f"mtp: counts tokens of a chain, and --speculative-eagle-topk {wish.speculative_eagle_topk} makes drafts a"
             f" tree; use --speculative-num-steps {wish.mtp - 1} in its place, or leave one of them out"
         )
-    ledger.note("speculative_algorithm", algorithm, *source(not why, why))
+    decisions.add("speculative_algorithm", algorithm, *source_and_reason(not why, why))
     if kind is HEAD and folder is not None:
         watched = read_eagle(folder, facts).watched
         if watched.layers:
             named = ", ".join(map(str, watched.layers))
-            ledger.note("speculative_eagle_layers", named, MODEL, f"inputs of the target's layers: {watched.why}")
+            decisions.add("speculative_eagle_layers", named, MODEL, f"inputs of the target's layers: {watched.why}")
     if width is None:
-        ledger.note("speculative_num_steps", kind.width, AUTO, kind.why)
+        decisions.add("speculative_num_steps", kind.width, AUTO, kind.why)
     else:
-        ledger.note("speculative_num_steps", width, USER, "")
+        decisions.add("speculative_num_steps", width, USER, "")
     adaptive = wish.speculative_adaptive
-    ledger.note(
-        "speculative_adaptive", adaptive, *source(not adaptive, "by measured times of steps and what was accepted")
+    decisions.add(
+        "speculative_adaptive",
+        adaptive,
+        *source_and_reason(not adaptive, "by measured times of steps and what was accepted"),
     )
     return Speculation(
         kind.name, kind.width if width is None else width, adaptive, "" if folder is None else str(folder)
@@ -128,8 +134,8 @@ def _idle(wish: SpeculativeOptions) -> dict[str, Value]:
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def _kind(algorithm: str, folder: Path | None, facts: ModelFacts) -> Kind:
-    """The drafter of this name, once it is clear that there is one. Raises as `decide_speculation`."""
+def _kind(algorithm: str, folder: Path | None, facts: ModelFacts) -> DrafterKind:
+    """The drafter of this name, once it is clear that there is one. Raises as `resolve_speculation`."""
     kind = KINDS[algorithm]
     if algorithm == "EAGLE" and folder is None:  # so other engines call the checkpoint's own layer
         kind = NEXTN

@@ -6,13 +6,13 @@ from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import AUTO, USER
 from thalweg.core.tree import CHAIN, MAX_TREE_NODES, TreeShape
-from thalweg.launch.ledger import Ledger
+from thalweg.launch.decisions import Decisions
 
 NODES = 15  # drafts where nobody says how many: with the root as many tokens as a tile of the kernels has rows
 CHAINS = ("NGRAM",)  # drafters that know of one way only
 
 
-def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, ledger: Ledger) -> TreeShape:
+def resolve_tree(wish: SpeculativeOptions, drafter: str, deepest: int, decisions: Decisions) -> TreeShape:
     """drafter: the resolved algorithm; deepest: drafts one behind the other. Raises UnsupportedConfig for what cannot
     branch, and for more nodes than such a tree has.
     """
@@ -51,13 +51,13 @@ def decide_tree(wish: SpeculativeOptions, drafter: str, deepest: int, ledger: Le
         )
     shape = shape._replace(num_drafts=min(NODES, shape.num_candidates()) if nodes is None else nodes - 1)
     if shape.num_drafts == 1:
-        ledger.note("speculative_eagle_topk", 1, AUTO, "one draft is a chain, however many ways there might be")
+        decisions.add("speculative_eagle_topk", 1, AUTO, "one draft is a chain, however many ways there might be")
         return CHAIN._replace(max_depth=1, num_drafts=1)
-    ledger.note("speculative_eagle_topk", branches, USER, "")
+    decisions.add("speculative_eagle_topk", branches, USER, "")
     why = "as many as a tile of the kernels, or all" if nodes is None else ""
-    ledger.note("speculative_num_draft_tokens", shape.num_drafts + 1, AUTO if nodes is None else USER, why)
+    decisions.add("speculative_num_draft_tokens", shape.num_drafts + 1, AUTO if nodes is None else USER, why)
     form = "dynamic" if shape.dynamic else "static"
-    ledger.note(
+    decisions.add(
         "speculative_tree",
         form,
         USER if wish.speculative_tree else AUTO,

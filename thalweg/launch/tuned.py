@@ -22,7 +22,7 @@ from thalweg.core.kernels import TunedKernel, TuningValues
 from thalweg.core.report import AUTO, USER
 from thalweg.engine import caches
 from thalweg.kernels.tuned import SOURCES, digest
-from thalweg.launch.ledger import Ledger
+from thalweg.launch.decisions import Decisions
 from thalweg.launch.tuned_forms import fits
 
 log = logging.getLogger("thalweg.launch")
@@ -32,7 +32,7 @@ PACKAGED = Path(thalweg.__file__).parent / "tuned"
 DEFAULT = "default table"
 
 
-class Found(msgspec.Struct, frozen=True):
+class TunedCase(msgspec.Struct, frozen=True):
     """One case of a file. candidates: how many were tried. us, default_us: of a call."""
 
     case: str
@@ -43,7 +43,7 @@ class Found(msgspec.Struct, frozen=True):
     candidates: int
 
 
-class File(msgspec.Struct, frozen=True):
+class TunedFile(msgspec.Struct, frozen=True):
     """What is known of one operation and shape. source: digest of the code that was measured. made: when, and from
     which commit.
     """
@@ -53,7 +53,7 @@ class File(msgspec.Struct, frozen=True):
     device: str
     versions: dict[str, str]
     source: str
-    found: tuple[Found, ...]
+    found: tuple[TunedCase, ...]
     made: dict[str, object] = {}
 
 
@@ -91,10 +91,10 @@ def folders(machine: Machine, device: str, cache_dir: str) -> tuple[Path, Path]:
     return PACKAGED / name, Path(cache_dir or caches.DEFAULT).expanduser() / "tuned" / name
 
 
-def decide(config: Options, machine: Machine, device: str, ledger: Ledger) -> tuple[TunedKernel, ...]:
+def resolve_tuned(config: Options, machine: Machine, device: str, decisions: Decisions) -> tuple[TunedKernel, ...]:
     """The choices to use, and a word about them in the report."""
     if not config.load.tuned_kernels:
-        ledger.note(NAME, DEFAULT, USER, "")
+        decisions.add(NAME, DEFAULT, USER, "")
         return ()
     rows: dict[tuple[str, TuningValues, TuningValues], TunedKernel] = {}
     used = []
@@ -103,20 +103,20 @@ def decide(config: Options, machine: Machine, device: str, ledger: Ledger) -> tu
         rows |= {(row.operation, row.key, row.default): row for file in found for row in changes(file)}
         used += [str(folder)] * bool(found)
     if not used:
-        ledger.note(NAME, DEFAULT, AUTO, "`thalweg tune` has not run for this device and these versions")
+        decisions.add(NAME, DEFAULT, AUTO, "`thalweg tune` has not run for this device and these versions")
         return ()
-    ledger.note(NAME, used[-1], AUTO, f"{len(rows)} choices there are faster than the kernels' own tables")
+    decisions.add(NAME, used[-1], AUTO, f"{len(rows)} choices there are faster than the kernels' own tables")
     return tuple(rows.values())
 
 
-def changes(file: File) -> Iterator[TunedKernel]:
+def changes(file: TunedFile) -> Iterator[TunedKernel]:
     """What differs from the tables."""
     for one in file.found:
         if one.choice != one.default:
             yield TunedKernel(file.operation, file.key, one.default, one.choice)
 
 
-def read(folder: Path, device: str, versions: dict[str, str]) -> Iterator[File]:
+def read(folder: Path, device: str, versions: dict[str, str]) -> Iterator[TunedFile]:
     """The files that can be used. All others together are worth one warning: they are ignored."""
     wrong = []
     for path in sorted(folder.glob("*.json")):
@@ -135,12 +135,12 @@ def read(folder: Path, device: str, versions: dict[str, str]) -> Iterator[File]:
         log.warning("%s: not used: %s%s; `thalweg tune` makes them anew", folder, wrong[0], more)
 
 
-def load(path: Path) -> File:
+def load(path: Path) -> TunedFile:
     """Raises OSError, msgspec.MsgspecError."""
-    return msgspec.json.decode(path.read_bytes(), type=File)
+    return msgspec.json.decode(path.read_bytes(), type=TunedFile)
 
 
-def unfit(file: File, device: str, versions: dict[str, str]) -> str:
+def unfit(file: TunedFile, device: str, versions: dict[str, str]) -> str:
     """Why a file is not for this device and this code; "" where it is."""
     if file.operation not in SOURCES:
         return f"is for an operation that is not known here, {file.operation!r}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thalweg.attention.context import Work
-from thalweg.config.model import ModelFacts, Moe
+from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.kernels import KernelConfig
 from thalweg.layers.interface import FeedForward, GroupedAttention, LatentAttention, MetadataBuilder, Vocabulary
 from thalweg.layers.linear import LinearLayer, Part, taken
@@ -72,7 +72,7 @@ class LayerFactory(ABC):
         """inputs: width of what queries, keys and values are made of; 0 is the hidden size."""
 
     @abstractmethod
-    def moe(self, name: str, moe: Moe, hidden: int) -> FeedForward: ...
+    def moe(self, name: str, moe: MoeFacts, hidden: int) -> FeedForward: ...
 
     @abstractmethod
     def metadata(self, facts: ModelFacts, work: Work) -> MetadataBuilder: ...
@@ -121,7 +121,7 @@ class LayerFactory(ABC):
             self.row(f"{name}.down_proj", (hidden, intermediate), here, has_bias),
         )
 
-    def shared_experts(self, name: str, moe: Moe, hidden: int) -> Mlp:
+    def shared_experts(self, name: str, moe: MoeFacts, hidden: int) -> Mlp:
         """The shared experts of a mixture, as one MLP."""
         return self.mlp(f"{name}.shared_experts", hidden, moe.shared * moe.intermediate, axis=self.layout.tp)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from thalweg.attention.context import Work
-from thalweg.config.model import ModelFacts, Moe
+from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.kernels import TORCH
 from thalweg.kernels.mla.flashinfer import FlashInferDecoder
 from thalweg.kernels.mla.paged import PREFILLS, Decoder, decoder
@@ -121,12 +121,12 @@ class KernelLayers(LayerFactory):
     ) -> PagedGqa:
         return PagedGqa(self, facts, layer, name, qk_norm=qk_norm, out_bias=out_bias, inputs=inputs)
 
-    def moe(self, name: str, moe: Moe, hidden: int) -> KernelMoe:
+    def moe(self, name: str, moe: MoeFacts, hidden: int) -> KernelMoe:
         routed, shared = self._expert_schemes(name, moe, hidden)
         is_stacked = moe.shared > 0 and (routed and routed.name) == (shared and shared.name)
         return KernelMoe(self, name, moe, hidden, routed, is_stacked)
 
-    def _expert_schemes(self, name: str, moe: Moe, hidden: int) -> tuple[Quantized | None, Quantized | None]:
+    def _expert_schemes(self, name: str, moe: MoeFacts, hidden: int) -> tuple[Quantized | None, Quantized | None]:
         """In which memory holds routed and shared experts. One expert that cannot be held as it is stored keeps all
         from it.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from thalweg.config.model import Moe
+from thalweg.config.model import MoeFacts
 from thalweg.kernels.experts.backends import runner
 from thalweg.kernels.experts.triton import Weights
 from thalweg.kernels.gemm import triton as gemm
@@ -30,7 +30,7 @@ class KernelMoe(Module):
     """
 
     def __init__(
-        self, layers: LayerFactory, name: str, moe: Moe, hidden: int, scheme: Quantized | None, is_stacked: bool
+        self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int, scheme: Quantized | None, is_stacked: bool
     ) -> None:
         """scheme: of the stacks. is_stacked: whether they hold the shared experts too."""
         super().__init__()
@@ -82,7 +82,7 @@ class KernelExperts(Module):
     """
 
     def __init__(
-        self, layers: LayerFactory, name: str, moe: Moe, hidden: int, scheme: Quantized | None, stacked: int
+        self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int, scheme: Quantized | None, stacked: int
     ) -> None:
         """name: of the block; routed experts are published as its `experts`, shared ones as its `shared_experts`."""
         super().__init__()

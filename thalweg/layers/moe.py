@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor
 
-from thalweg.config.model import Moe
+from thalweg.config.model import MoeFacts
 from thalweg.kernels.experts import script
 from thalweg.kernels.experts.ref import add_experts_
 from thalweg.kernels.gemm.warm import SINK, by_sum, warm_for
@@ -24,7 +24,7 @@ from thalweg.quant.scheme import Quantized
 class MoeBlock(Module):
     """Σ_k w_k · expert_k(x) + shared(x); the shared experts are one MLP, without a gate."""
 
-    def __init__(self, layers: LayerFactory, name: str, moe: Moe, hidden: int) -> None:
+    def __init__(self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int) -> None:
         super().__init__()
         layout = layers.layout
         self.router = Router(layers, f"{name}.gate", moe, hidden)
@@ -60,7 +60,7 @@ class MoeBlock(Module):
 class RouterWeights(Module):
     """weight [E, H] and, where the model has one, a float32 bias [E]."""
 
-    def __init__(self, layers: LayerFactory, name: str, moe: Moe, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = parameter(moe.experts, hidden, dtype=dtype, device=layers.device)
         self.loads("weight", f"{name}.weight", (moe.experts, hidden), layers.published)
@@ -73,7 +73,7 @@ class RouterWeights(Module):
 class Router(RouterWeights):
     """Weight and bias are float32 and so are the scores."""
 
-    def __init__(self, layers: LayerFactory, name: str, moe: Moe, hidden: int) -> None:
+    def __init__(self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int) -> None:
         super().__init__(layers, name, moe, hidden, torch.float32)
         self.moe, self._transposed = moe, self.weight.data.t()
 
@@ -92,7 +92,7 @@ class Experts(Module):
     neighbours in memory.
     """
 
-    def __init__(self, layers: LayerFactory, name: str, moe: Moe, hidden: int) -> None:
+    def __init__(self, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int) -> None:
         super().__init__()
         layout, device = layers.layout, layers.device
         count, inner = moe.experts // layout.ep.size, len(width_of(moe.intermediate, layout.moe_tp))
@@ -124,7 +124,7 @@ class Experts(Module):
 
 
 def load_experts(
-    experts: Module, layers: LayerFactory, name: str, moe: Moe, hidden: int, held: Quantized | None = None
+    experts: Module, layers: LayerFactory, name: str, moe: MoeFacts, hidden: int, held: Quantized | None = None
 ) -> None:
     """The published tensors of the routed experts on this rank fill w13 and w2, in the order of their numbers."""
     layout, inter = layers.layout, moe.intermediate

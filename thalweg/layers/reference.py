@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from thalweg.attention.context import Step, Work, counting, step_of
 from thalweg.attention.selection import Selection, best
 from thalweg.batch.batch import Batch
-from thalweg.config.model import ModelFacts, Moe
+from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.layers import rotary
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.gqa import Gqa
@@ -74,7 +74,7 @@ class ReferenceLayers(LayerFactory):
     def gqa(self, facts: ModelFacts, layer: int, name: str, *, qk_norm: bool, out_bias: bool, inputs: int = 0) -> Gqa:
         return Gqa(self, facts, layer, name, qk_norm=qk_norm, out_bias=out_bias, inputs=inputs)
 
-    def moe(self, name: str, moe: Moe, hidden: int) -> MoeBlock:
+    def moe(self, name: str, moe: MoeFacts, hidden: int) -> MoeBlock:
         return MoeBlock(self, name, moe, hidden)
 
     def metadata(self, facts: ModelFacts, work: Work) -> ReferenceMetadata:

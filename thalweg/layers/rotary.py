@@ -12,24 +12,24 @@ import math
 import torch
 from torch import Tensor
 
-from thalweg.config.model import Rope
+from thalweg.config.model import RopeFacts
 
 
-def frequencies(rope: Rope) -> Tensor:
+def frequencies(rope: RopeFacts) -> Tensor:
     """float32 [dim / 2]: radians a position, of each pair."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
     return {"default": _default, "linear": _linear, "yarn": _yarn, "llama3": _llama3}[rope.kind](rope, plain)
 
 
-def _default(rope: Rope, plain: Tensor) -> Tensor:
+def _default(rope: RopeFacts, plain: Tensor) -> Tensor:
     return plain
 
 
-def _linear(rope: Rope, plain: Tensor) -> Tensor:
+def _linear(rope: RopeFacts, plain: Tensor) -> Tensor:
     return plain / rope.factor
 
 
-def _yarn(rope: Rope, plain: Tensor) -> Tensor:
+def _yarn(rope: RopeFacts, plain: Tensor) -> Tensor:
     """Interpolates slow pairs by the factor and leaves fast ones, with a ramp between (arXiv 2309.00071 §3.2)."""
 
     def pair_of(rotations: float) -> float:
@@ -45,7 +45,7 @@ def _yarn(rope: Rope, plain: Tensor) -> Tensor:
     return plain / rope.factor * ramp + plain * (1 - ramp)
 
 
-def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+def _llama3(rope: RopeFacts, plain: Tensor) -> Tensor:
     """Llama 3.1: wavelengths beyond original / low_freq_factor are stretched by the factor, with a ramp up to original
     / high_freq_factor.
     """
@@ -60,7 +60,7 @@ def mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def amplitude(rope: Rope) -> float:
+def amplitude(rope: RopeFacts) -> float:
     """What multiplies cos and sin; 1 for every DeepSeek model."""
     if rope.attention_factor:
         return rope.attention_factor
@@ -71,7 +71,7 @@ def amplitude(rope: Rope) -> float:
     return mscale(rope.factor, 1.0)
 
 
-def table(rope: Rope, context: int, device: torch.device) -> Tensor:
+def table(rope: RopeFacts, context: int, device: torch.device) -> Tensor:
     """complex64 [context, dim / 2]: what the pairs of a token at each position are multiplied by.
 
     Angles are float32 products, as in the published code: at position 10^5 a more exact angle would differ by 10^-3
@@ -81,7 +81,7 @@ def table(rope: Rope, context: int, device: torch.device) -> Tensor:
     return torch.polar(torch.full_like(angles, amplitude(rope)), angles).to(device)
 
 
-def softmax_scale(dim: int, rope: Rope) -> float:
+def softmax_scale(dim: int, rope: RopeFacts) -> float:
     """dim^-1/2, times YaRN's m² where the model was trained with it (without it V3 is wrong)."""
     m = mscale(rope.factor, rope.mscale_all_dim) if rope.kind != "default" and rope.mscale_all_dim else 1.0
     return float(dim**-0.5 * m * m)

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from thalweg.config.args import Parser, options_parser, parse_options
+from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.machines import CHIPS, Hardware, hardware
 from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 
 if TYPE_CHECKING:
-    from thalweg.launch.planning.forecast import Asked, Forecast
-    from thalweg.launch.planning.layouts import Layout
+    from thalweg.launch.planning.forecast import Forecast, PlanRequest
+    from thalweg.launch.planning.layouts import ParallelLayout
 
 Check = Callable[["Forecast", Sequence[str], argparse.Namespace, Console], int]
 
@@ -96,7 +96,7 @@ def _in_a_folder(config: Options) -> Iterator[Options]:
             raise CheckpointError(str(error).replace(str(Path(folder, "config.json")), str(path))) from error
 
 
-def _parser() -> Parser:
+def _parser() -> OptionsParser:
     parser = options_parser(
         "thalweg plan",
         "What would be chosen for a model and why, what it takes of memory, and what a machine could do with it at"
@@ -135,17 +135,17 @@ def _parser() -> Parser:
     return parser
 
 
-def wanted(config: Options, asked: argparse.Namespace) -> Asked:
+def wanted(config: Options, asked: argparse.Namespace) -> PlanRequest:
     """What the flags ask for. Raises UnsupportedConfig for a load or a layout that cannot be."""
-    from thalweg.launch.planning.forecast import Asked
-    from thalweg.launch.planning.search import Load
+    from thalweg.launch.planning.forecast import PlanRequest
+    from thalweg.launch.planning.search import Workload
 
     if asked.concurrency and asked.request_rate:
         raise UnsupportedConfig(
             "--concurrency and --request-rate: one of them says how much there is to do; leave the other out"
         )
     open_ended = asked.request_rate or asked.tpot_target
-    load = Load(
+    load = Workload(
         asked.input_len,
         asked.output_len,
         asked.concurrency or (0 if open_ended else CONCURRENCY),
@@ -156,23 +156,23 @@ def wanted(config: Options, asked: argparse.Namespace) -> Asked:
     )
     machine = hardware(asked.machine) if asked.machine else None
     layout = None if machine is None else _layout(config, machine)
-    return Asked(load, machine, layout, tuple(asked.batches), tuple(asked.contexts or CONTEXTS))
+    return PlanRequest(load, machine, layout, tuple(asked.batches), tuple(asked.contexts or CONTEXTS))
 
 
-def _layout(config: Options, machine: Hardware) -> Layout | None:
+def _layout(config: Options, machine: Hardware) -> ParallelLayout | None:
     """The layout that the flags name, in as many copies as the machine has room for; None where they name none."""
     wish = config.parallel
     if wish == type(wish)():
         return None
-    from thalweg.launch.planning.layouts import Layout  # loads torch, which --help need not
+    from thalweg.launch.planning.layouts import ParallelLayout  # loads torch, which --help need not
 
-    one = Layout(wish.tp_size, wish.dp_size, wish.ep_size, wish.pp_size)
+    one = ParallelLayout(wish.tp_size, wish.dp_size, wish.ep_size, wish.pp_size)
     if machine.gpus % one.gpus:
         raise UnsupportedConfig(
             f"--tp-size {one.tp}, --pp-size {one.pp}: {one.gpus} GPUs a copy, of which {machine.name} has no whole"
             f" number; use a divisor of {machine.gpus}"
         )
-    return Layout(one.tp, one.dp, one.ep, one.pp, machine.gpus // one.gpus)
+    return ParallelLayout(one.tp, one.dp, one.ep, one.pp, machine.gpus // one.gpus)
 
 
 def _positive(text: str) -> int:

@@ -9,12 +9,12 @@ from typing import Any
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults, settings
 from thalweg.core.plan import PAGE
-from thalweg.launch.planning.search import Outcome
+from thalweg.launch.planning.search import LayoutForecast
 
 DEFAULT_RUNNING = 256  # what the resolver gives a GPU
 
 
-def command(config: Options, one: Outcome) -> str:
+def command(config: Options, one: LayoutForecast) -> str:
     """What starts it: one server, or one for each copy, on GPUs and ports of their own. Settings that the user gave
     stay.
     """

@@ -14,28 +14,28 @@ from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
-from thalweg.launch.decide import RULES
 from thalweg.launch.hub import locate
 from thalweg.launch.planning import memory, processor, search
-from thalweg.launch.planning.drafters import Maker, drafting, maker
-from thalweg.launch.planning.floors import (
+from thalweg.launch.planning.collectives import Collective, collectives
+from thalweg.launch.planning.draft_cost import DrafterPlanner, drafter_planner, drafting
+from thalweg.launch.planning.gpu_memory import GpuMemory, slot_bytes
+from thalweg.launch.planning.layouts import ONE, ParallelLayout, why_not
+from thalweg.launch.planning.roofline import (
     Ceilings,
-    Kept,
-    Phase,
-    Shape,
+    KVBytes,
+    StepPhase,
+    StepShape,
     by_name,
     expected,
     phases,
     seconds,
     verified,
 )
-from thalweg.launch.planning.layouts import ONE, Layout, why_not
-from thalweg.launch.planning.room import Room, slot_bytes
-from thalweg.launch.planning.search import Load, Outcome, Site
-from thalweg.launch.planning.traffic import Collective, collectives
-from thalweg.launch.planning.weights import Widths, held
+from thalweg.launch.planning.search import LayoutForecast, PlanningTarget, Workload
+from thalweg.launch.planning.weights import NumberBytes, held
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
+from thalweg.launch.resources import RULES
 from thalweg.models.catalog import read_facts
 
 INPUT, OUTPUT = 1024, 256  # tokens of a request, where nothing is said
@@ -55,14 +55,14 @@ class Floor:
     context: int
     experts: float
     phases: dict[str, float]
-    work: tuple[Phase, ...]
+    work: tuple[StepPhase, ...]
     sends: tuple[Collective, ...]
     seconds: float
     rate: float
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class DraftCost:
     """A decode step with so many drafts of each request, at best. ratio: of its time to that of a step without, which
     is how many tokens of a request it must bring to pay.
     """
@@ -88,17 +88,17 @@ class Forecast:
     hardware: Hardware | None
     machine: Machine
     top: Ceilings | None
-    room: Room | None
-    layout: Layout
+    room: GpuMemory | None
+    layout: ParallelLayout
     laid: Resolved | None
-    gpu: Room | None
+    gpu: GpuMemory | None
     contexts: tuple[int, ...]
     decode: tuple[Floor, ...]
     prefill: tuple[Floor, ...]
-    drafts: tuple[Drafts, ...]
-    maker: Maker | None
-    load: Load
-    outcomes: tuple[Outcome, ...]
+    drafts: tuple[DraftCost, ...]
+    drafter: DrafterPlanner | None
+    load: Workload
+    outcomes: tuple[LayoutForecast, ...]
 
     @property
     def slots(self) -> float:
@@ -109,48 +109,48 @@ class Forecast:
         return float(slot_bytes(engine.max_running_requests, engine.context_length, table_entry=8, drafts=drafts))
 
     @property
-    def best(self) -> Outcome | None:
+    def best(self) -> LayoutForecast | None:
         """The layout that suits the load best, whether this version runs it or not."""
         return next((one for one in self.outcomes if one.fits), None)
 
     @property
-    def runs(self) -> Outcome | None:
+    def runs(self) -> LayoutForecast | None:
         """The best of those that this version runs."""
         return next((one for one in self.outcomes if one.fits and not not_yet(one.layout)), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class PlanningInput:
     """What floors are computed from. hardware: None on a CPU, and for GPUs that no figures are known of; top is None
     there.
     """
 
     hardware: Hardware | None
     top: Ceilings | None
-    widths: Widths
-    kept: Kept
+    widths: NumberBytes
+    kept: KVBytes
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """What a plan is made for. hardware: None is this machine. layout: None is the one that suits the load best.
     batches, contexts: of the floors.
     """
 
-    load: Load
+    load: Workload
     hardware: Hardware | None = None
-    layout: Layout | None = None
+    layout: ParallelLayout | None = None
     batches: Sequence[int] = (1, 8, 32, 128)
     contexts: Sequence[int] = (1024, 4096, 16384)
 
 
-def not_yet(layout: Layout) -> str:
+def not_yet(layout: ParallelLayout) -> str:
     """Why this version does not run such a layout; "" where it does."""
     parallel = ParallelOptions(tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep)
     return next((rule.why for rule in RULES if rule.when(Options(parallel=parallel))), "")
 
 
-def forecast(config: Options, asked: Asked) -> Forecast:
+def forecast(config: Options, asked: PlanRequest) -> Forecast:
     """Loads nothing. Raises UnsupportedConfig for wishes that cannot be honoured and for a model that the whole machine
     has not the memory for, CheckpointError for a checkpoint that is not there or wrong.
     """
@@ -181,7 +181,7 @@ def forecast(config: Options, asked: Asked) -> Forecast:
     best = next((one for one in outcomes if one.fits), None)
     layout, gpu = (best.layout, best.room) if best is not None else (ONE, room)
     floors = _Floors(facts, layout, ground, load.skew)
-    drafter = maker(facts, resolved, ground.widths, ground.kept)
+    drafter = drafter_planner(facts, resolved, ground.widths, ground.kept)
     return Forecast(
         facts=facts,
         resolved=resolved if alone or room is None else memory.with_pages(resolved, room, ONE),
@@ -197,40 +197,45 @@ def forecast(config: Options, asked: Asked) -> Forecast:
         decode=tuple(floors.decode(asked.batches, asked.contexts)),
         prefill=tuple(floors.prefill(asked.contexts)),
         drafts=tuple(floors.drafts(load, next((one.requests for one in outcomes), load.concurrency), drafter)),
-        maker=drafter,
+        drafter=drafter,
         load=load,
         outcomes=outcomes,
     )
 
 
-def _ground(facts: ModelFacts, resolved: Resolved, hardware: Hardware | None) -> Ground:
+def _ground(facts: ModelFacts, resolved: Resolved, hardware: Hardware | None) -> PlanningInput:
     """Of GPUs by their data sheet, of this machine's processor as it is measured."""
     kept = memory.kept(facts, resolved)
     if resolved.engine.device == "cuda":
         top = None
         if hardware is not None:
             top = Ceilings(hardware.chip.read, hardware.chip.bf16, hardware.chip.fp8)
-        return Ground(hardware, top, Widths.of(facts), kept)
+        return PlanningInput(hardware, top, NumberBytes.of(facts), kept)
     measured = processor.measure(resolved.engine.threads)
-    return Ground(None, measured, Widths.of(facts, resolved.engine.dtype, dequantized=True), kept)
+    return PlanningInput(None, measured, NumberBytes.of(facts, resolved.engine.dtype, dequantized=True), kept)
 
 
 def _outcomes(
-    facts: ModelFacts, resolved: Resolved, ground: Ground, alone: Room, load: Load, only: Layout | None
-) -> tuple[Outcome, ...]:
+    facts: ModelFacts,
+    resolved: Resolved,
+    ground: PlanningInput,
+    alone: GpuMemory,
+    load: Workload,
+    only: ParallelLayout | None,
+) -> tuple[LayoutForecast, ...]:
     """Of all layouts of GPUs that figures are known of. alone: of one GPU without others."""
     if ground.hardware is None or ground.top is None:
         return ()
-    loaded = Widths.of(facts, resolved.engine.dtype, resolved.engine.decode_attention_backend == "reference")
+    loaded = NumberBytes.of(facts, resolved.engine.dtype, resolved.engine.decode_attention_backend == "reference")
 
-    def room(layout: Layout) -> Room:
+    def room(layout: ParallelLayout) -> GpuMemory:
         return memory.of_layout(facts, resolved, loaded, layout, alone)
 
-    site = Site(ground.hardware, ground.top, ground.widths, ground.kept, room)
+    site = PlanningTarget(ground.hardware, ground.top, ground.widths, ground.kept, room)
     return tuple(search.outcomes(facts, site, load, ground.hardware.gpus, only))
 
 
-def _load(wish: Load, facts: ModelFacts) -> Load:
+def _load(wish: Workload, facts: ModelFacts) -> Workload:
     """The load with lengths, which the model must be able to. Raises UnsupportedConfig."""
     output = wish.output or min(OUTPUT, facts.context // 4)
     load = dataclasses.replace(wish, input=wish.input or min(INPUT, facts.context - output), output=output)
@@ -263,7 +268,7 @@ def _larger(config: Options, free: int) -> str:
     something else does not.
     """
     facts = read_facts(locate(config.model.model, config.model.revision, config.model.hf_token).folder)
-    weights = sum(held(facts, Widths.of(facts)).values())
+    weights = sum(held(facts, NumberBytes.of(facts)).values())
     if free * HELD > weights:
         return ""
     found = []
@@ -276,7 +281,7 @@ def _larger(config: Options, free: int) -> str:
 class _Floors:
     """Makes them for one layout."""
 
-    def __init__(self, facts: ModelFacts, layout: Layout, ground: Ground, skew: float) -> None:
+    def __init__(self, facts: ModelFacts, layout: ParallelLayout, ground: PlanningInput, skew: float) -> None:
         self.facts, self.layout, self.skew = facts, layout, skew
         self.hardware, self.top, self.widths, self.kept = ground.hardware, ground.top, ground.widths, ground.kept
 
@@ -290,20 +295,20 @@ class _Floors:
             return []
         return [self._floor(1, context, context) for context in self._known(contexts)]
 
-    def drafts(self, load: Load, requests: int, made: Maker | None) -> list[Drafts]:
+    def drafts(self, load: Workload, requests: int, made: DrafterPlanner | None) -> list[DraftCost]:
         """Of what makes them, under this load."""
         if self.top is None or made is None or not requests:
             return []
         plain = self._drafted(load, requests, 0, made)
         taken = [(count, self._drafted(load, requests, count, made)) for count in made.counts]
-        return [Drafts(count, step, step / plain) for count, step in taken]
+        return [DraftCost(count, step, step / plain) for count, step in taken]
 
-    def _drafted(self, load: Load, requests: int, count: int, made: Maker) -> float:
+    def _drafted(self, load: Workload, requests: int, count: int, made: DrafterPlanner) -> float:
         assert self.top is not None
         facts, layout = self.facts, self.layout
         active = min(-(-requests // layout.copies), layout.dp)
         rows, context = -(-requests // layout.caches), min(load.input + load.output // 2, facts.context)
-        shape = Shape(rows, 1, context, skew=self.skew, attentions=active)
+        shape = StepShape(rows, 1, context, skew=self.skew, attentions=active)
         work = drafting(facts, shape, count, layout, self.widths, self.kept, made) if count else self._plain(shape)
         taken = seconds(work, self.top)
         if self.hardware is None:
@@ -314,7 +319,7 @@ class _Floors:
             sends = [*sends, *collectives(made.forward.facts, shape, layout) * forwards]
         return taken + sum(one.seconds(self.hardware) for one in sends)
 
-    def _plain(self, shape: Shape) -> list[Phase]:
+    def _plain(self, shape: StepShape) -> list[StepPhase]:
         return phases(self.facts, shape, self.layout, self.widths, self.kept)
 
     def _known(self, contexts: Sequence[int]) -> list[int]:
@@ -326,7 +331,7 @@ class _Floors:
         facts, layout = self.facts, self.layout
         active = min(-(-batch // layout.copies), layout.dp)
         rows = -(-batch // layout.caches)
-        shape = Shape(rows, new, context, skew=self.skew, attentions=active)
+        shape = StepShape(rows, new, context, skew=self.skew, attentions=active)
         work = phases(facts, shape, layout, self.widths, self.kept)
         sends = collectives(facts, shape, layout) if self.hardware is not None else []
         found = by_name(work, self.top)

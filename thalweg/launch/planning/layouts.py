@@ -10,7 +10,7 @@ from thalweg.quant.catalog import quantized
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelLayout:
     """tp: GPUs that share each layer of a stage. dp: groups among them, each with an attention, requests and KV of its
     own (data-parallel attention); tp / dp of them share an attention by its heads. ep: how many of them the experts are
     dealt out to; 1 cuts each expert instead. pp: stages of consecutive layers. copies: whole engines beside each other,
@@ -49,7 +49,7 @@ class Layout:
         return tuple(word for name, count in parts if count > 1 for word in (f"--{name}-size", str(count)))
 
 
-ONE = Layout()
+ONE = ParallelLayout()
 
 
 def block_rows(facts: ModelFacts) -> int:
@@ -58,7 +58,7 @@ def block_rows(facts: ModelFacts) -> int:
     return 1 if scheme is None else scheme.block[0]
 
 
-def why_not(facts: ModelFacts, layout: Layout) -> str:
+def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:
     """Why the model cannot be cut so; "" where it can."""
     cut, block = layout.attention, block_rows(facts)
     if layout.tp % layout.dp:
@@ -84,14 +84,14 @@ def why_not(facts: ModelFacts, layout: Layout) -> str:
     return ""
 
 
-def layouts(facts: ModelFacts, gpus: int) -> Iterator[Layout]:
+def layouts(facts: ModelFacts, gpus: int) -> Iterator[ParallelLayout]:
     """All that use so many GPUs and that the model can be cut into."""
     for copies in _divisors(gpus):
         for pp in _divisors(gpus // copies):
             tp = gpus // copies // pp
             for dp in _divisors(tp):
                 for ep in sorted({1, tp}):
-                    one = Layout(tp, dp, ep, pp, copies)
+                    one = ParallelLayout(tp, dp, ep, pp, copies)
                     if not why_not(facts, one):
                         yield one
 

@@ -10,24 +10,32 @@ from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, Decision
-from thalweg.launch.planning.floors import Kept
-from thalweg.launch.planning.layouts import Layout
-from thalweg.launch.planning.room import BESIDE, RESERVE, Extent, Room, graph_bytes, slot_bytes, step_bytes
-from thalweg.launch.planning.weights import Widths, held
+from thalweg.launch.planning.gpu_memory import (
+    BESIDE,
+    RESERVE,
+    EngineExtent,
+    GpuMemory,
+    graph_bytes,
+    slot_bytes,
+    step_bytes,
+)
+from thalweg.launch.planning.layouts import ParallelLayout
+from thalweg.launch.planning.roofline import KVBytes
+from thalweg.launch.planning.weights import NumberBytes, held
 from thalweg.launch.resolved import Resolved
 
 
-def kept(facts: ModelFacts, resolved: Resolved) -> Kept:
+def kept(facts: ModelFacts, resolved: Resolved) -> KVBytes:
     """From the planes that the model has."""
     index = sum(plane.bytes_per_token for plane in resolved.sizes.planes if plane.name == "index")
     own = 0 if facts.indexer is None else sum(facts.indexer.full)
-    return Kept((resolved.sizes.kv_bytes - index) / facts.layers, index / own if own else 0.0)
+    return KVBytes((resolved.sizes.kv_bytes - index) / facts.layers, index / own if own else 0.0)
 
 
-def alone(facts: ModelFacts, resolved: Resolved, machine: Machine) -> Room:
+def alone(facts: ModelFacts, resolved: Resolved, machine: Machine) -> GpuMemory:
     """Of the one GPU that this version uses."""
     extent = _extent(resolved)
-    room = Room(
+    room = GpuMemory(
         free=machine.gpu_free,
         beside=BESIDE,
         weights=resolved.sizes.weight_bytes,
@@ -40,7 +48,9 @@ def alone(facts: ModelFacts, resolved: Resolved, machine: Machine) -> Room:
     return _with_slots(room, extent)
 
 
-def of_layout(facts: ModelFacts, resolved: Resolved, loaded: Widths, layout: Layout, single: Room) -> Room:
+def of_layout(
+    facts: ModelFacts, resolved: Resolved, loaded: NumberBytes, layout: ParallelLayout, single: GpuMemory
+) -> GpuMemory:
     """Of one GPU of a layout: its part of weights and cache, and what an engine takes anyway. single: of one GPU
     alone.
     """
@@ -64,7 +74,7 @@ def of_layout(facts: ModelFacts, resolved: Resolved, loaded: Widths, layout: Lay
     return _with_slots(room, extent)
 
 
-def with_pages(resolved: Resolved, room: Room, layout: Layout) -> Resolved:
+def with_pages(resolved: Resolved, room: GpuMemory, layout: ParallelLayout) -> Resolved:
     """With the pages of a cache that are expected where the engine will measure them, in place of the resolver's first
     estimate, which knows one GPU or the sum of all. room: of a GPU of the layout.
     """
@@ -80,9 +90,9 @@ def with_pages(resolved: Resolved, room: Room, layout: Layout) -> Resolved:
     return dataclasses.replace(resolved, pages=room.pages, context=context, engine=engine)
 
 
-def _extent(resolved: Resolved) -> Extent:
+def _extent(resolved: Resolved) -> EngineExtent:
     engine = resolved.engine
-    return Extent(
+    return EngineExtent(
         engine.max_running_requests,
         engine.chunked_prefill_size,
         engine.context_length,
@@ -92,7 +102,7 @@ def _extent(resolved: Resolved) -> Extent:
     )
 
 
-def _with_slots(room: Room, extent: Extent) -> Room:
+def _with_slots(room: GpuMemory, extent: EngineExtent) -> GpuMemory:
     """Slots are as long as the longest sequence, which is no longer than what the pages hold."""
     context = min(extent.context, max(room.tokens, PAGE))
     return dataclasses.replace(room, slots=slot_bytes(extent.slots + 1, context, drafts=extent.drafts))

@@ -9,7 +9,7 @@ from typing import Callable
 
 import torch
 
-from thalweg.launch.planning.floors import Ceilings
+from thalweg.launch.planning.roofline import Ceilings
 
 READ = 1 << 26  # float32 numbers, beyond most caches
 SIDE = 1024  # of the products

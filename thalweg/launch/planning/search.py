@@ -9,17 +9,17 @@ from functools import cached_property
 from thalweg.config.machines import Hardware
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
-from thalweg.launch.planning.floors import Ceilings, Kept, Shape, phases, seconds
-from thalweg.launch.planning.layouts import Layout, layouts
-from thalweg.launch.planning.room import Room
-from thalweg.launch.planning.traffic import collectives
-from thalweg.launch.planning.weights import Widths
+from thalweg.launch.planning.collectives import collectives
+from thalweg.launch.planning.gpu_memory import GpuMemory
+from thalweg.launch.planning.layouts import ParallelLayout, layouts
+from thalweg.launch.planning.roofline import Ceilings, KVBytes, StepShape, phases, seconds
+from thalweg.launch.planning.weights import NumberBytes
 
 MOST = 1 << 20  # requests at a time that are looked at
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """What is to be served: requests of so many tokens in and out, 0 for usual ones. concurrency: at a time; rate: a
     second; with neither, as many as the targets and the memory allow. tpot, ttft: seconds that a token and a first
     token may take, 0 for any.
@@ -35,25 +35,25 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class PlanningTarget:
     """Where: what its GPUs do at best, and how they hold this model. room: of a GPU of a layout."""
 
     hardware: Hardware
     top: Ceilings
-    widths: Widths
-    kept: Kept
-    room: Callable[[Layout], Room]
+    widths: NumberBytes
+    kept: KVBytes
+    room: Callable[[ParallelLayout], GpuMemory]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LayoutForecast:
     """A layout under a load, at best. requests: at a time on the whole machine. tpot: seconds between tokens of a
     request, with the prompts of others between them; ttft: of a prompt on an idle machine. output, total: tokens/s of
     the whole machine. holds: tokens that each KV cache holds. trouble: why it does not do, "" where it does.
     """
 
-    layout: Layout
-    room: Room
+    layout: ParallelLayout
+    room: GpuMemory
     requests: int
     tpot: float
     ttft: float
@@ -71,7 +71,7 @@ class Outcome:
 class Served:
     """A layout of a model on a machine."""
 
-    def __init__(self, facts: ModelFacts, site: Site, layout: Layout, load: Load) -> None:
+    def __init__(self, facts: ModelFacts, site: PlanningTarget, layout: ParallelLayout, load: Workload) -> None:
         self.facts, self.site, self.layout, self.load = facts, site, layout, load
         self.room = site.room(layout)
 
@@ -93,20 +93,22 @@ class Served:
         active = min(requests, self.layout.dp)
         cohort = -(-requests // (self.layout.dp * self.layout.pp))
         context = self.load.input + self.load.output // 2
-        return self._all(Shape(cohort, 1, context, skew=self.load.skew, attentions=active), paced=True)
+        return self._all(StepShape(cohort, 1, context, skew=self.load.skew, attentions=active), paced=True)
 
     @cached_property
     def prompt(self) -> float:
         """Seconds of one prompt on an idle machine."""
-        return self._all(Shape(1, self.load.input, self.load.input, skew=self.load.skew, attentions=1), paced=False)[0]
+        return self._all(
+            StepShape(1, self.load.input, self.load.input, skew=self.load.skew, attentions=1), paced=False
+        )[0]
 
     @cached_property
     def prompts(self) -> float:
         """Seconds that a prompt takes from others of its copy, when all attentions have one."""
-        shape = Shape(1, self.load.input, self.load.input, skew=self.load.skew)
+        shape = StepShape(1, self.load.input, self.load.input, skew=self.load.skew)
         return self._all(shape, paced=False)[0] / (self.layout.dp * self.layout.pp)
 
-    def _all(self, shape: Shape, paced: bool) -> tuple[float, float]:
+    def _all(self, shape: StepShape, paced: bool) -> tuple[float, float]:
         facts, layout = self.facts, self.layout
         parts = phases(facts, shape, layout, self.site.widths, self.site.kept)
         computed = seconds(parts, self.site.top)
@@ -129,14 +131,16 @@ class Served:
         return requests / (self.prompt + self.load.output * self.tpot(requests)[0])
 
 
-def outcomes(facts: ModelFacts, site: Site, load: Load, gpus: int, only: Layout | None = None) -> list[Outcome]:
+def outcomes(
+    facts: ModelFacts, site: PlanningTarget, load: Workload, gpus: int, only: ParallelLayout | None = None
+) -> list[LayoutForecast]:
     """Every layout that uses so many GPUs, the best first; or one alone."""
     wanted = layouts(facts, gpus) if only is None else [only]
     found = [_outcome(Served(facts, site, layout, load)) for layout in wanted]
     return sorted(found, key=lambda one: _rank(one, load))
 
 
-def _rank(one: Outcome, load: Load) -> tuple[bool, bool, float, float]:
+def _rank(one: LayoutForecast, load: Workload) -> tuple[bool, bool, float, float]:
     """What does not fit comes last, before it what misses a target. Of those that keep up with a rate, the one whose
     tokens come fastest is the best, else the one that makes most of them.
     """
@@ -144,12 +148,12 @@ def _rank(one: Outcome, load: Load) -> tuple[bool, bool, float, float]:
     return not one.fits, bool(one.trouble), one.tpot if keeps_up else -one.output, one.ttft
 
 
-def _outcome(served: Served) -> Outcome:
+def _outcome(served: Served) -> LayoutForecast:
     load, layout = served.load, served.layout
     if served.most < 1:
         room = served.room
         why = "weights do not fit" if room.pages < 1 else f"no request of {load.input + load.output:,} tokens fits"
-        return Outcome(layout, room, 0, 0.0, 0.0, 0.0, 0.0, served.holds, 0.0, why)
+        return LayoutForecast(layout, room, 0, 0.0, 0.0, 0.0, 0.0, served.holds, 0.0, why)
     requests, trouble = _requests(served)
     tpot, sent = served.tpot(requests)
     if not trouble and load.tpot and tpot > load.tpot:
@@ -158,7 +162,9 @@ def _outcome(served: Served) -> Outcome:
         trouble = f"a first token takes {_time(served.prompt)}"
     output = requests / tpot
     total = output * (load.input + load.output) / load.output
-    return Outcome(layout, served.room, requests, tpot, served.prompt, output, total, served.holds, sent, trouble)
+    return LayoutForecast(
+        layout, served.room, requests, tpot, served.prompt, output, total, served.holds, sent, trouble
+    )
 
 
 def _time(seconds: float) -> str:

@@ -14,10 +14,10 @@ from thalweg.config.options import Options
 from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
 from thalweg.launch.planning.commands import command
-from thalweg.launch.planning.drafters import Maker
+from thalweg.launch.planning.draft_cost import DrafterPlanner
 from thalweg.launch.planning.forecast import Floor, Forecast, not_yet
-from thalweg.launch.planning.room import Room
-from thalweg.launch.planning.search import Outcome
+from thalweg.launch.planning.gpu_memory import GpuMemory
+from thalweg.launch.planning.search import LayoutForecast
 from thalweg.launch.planning.weights import flops_a_token
 from thalweg.launch.report import as_json as resolved_json
 from thalweg.launch.report import choices, sizes
@@ -48,8 +48,8 @@ def as_json(made: Forecast, config: Options) -> dict[str, Any]:
         "decode_floors": [dataclasses.asdict(floor) for floor in made.decode],
         "prefill_floors": [dataclasses.asdict(floor) for floor in made.prefill],
         "drafts": [dataclasses.asdict(one) for one in made.drafts],
-        "drafts_by": "" if made.maker is None else made.maker.name,
-        "drafts_asked": made.maker is not None and made.maker.asked,
+        "drafts_by": "" if made.drafter is None else made.drafter.name,
+        "drafts_asked": made.drafter is not None and made.drafter.asked,
         "load": dataclasses.asdict(made.load),
         "layouts": [_outcome(one) for one in made.outcomes],
         "best": None if made.best is None else _advice(made, made.best, config),
@@ -65,11 +65,11 @@ def _machine(made: Forecast) -> dict[str, Any]:
     return found
 
 
-def _room(room: Room) -> dict[str, Any]:
+def _room(room: GpuMemory) -> dict[str, Any]:
     return dataclasses.asdict(room) | {"kv": room.pages * room.page, "pages": room.pages, "tokens": room.tokens}
 
 
-def _outcome(one: Outcome) -> dict[str, Any]:
+def _outcome(one: LayoutForecast) -> dict[str, Any]:
     return {
         "name": one.layout.name,
         **dataclasses.asdict(one.layout),
@@ -87,7 +87,7 @@ def _outcome(one: Outcome) -> dict[str, Any]:
     }
 
 
-def _advice(made: Forecast, one: Outcome, config: Options) -> dict[str, Any]:
+def _advice(made: Forecast, one: LayoutForecast, config: Options) -> dict[str, Any]:
     return {"layout": one.layout.name, "not_yet": not_yet(one.layout), "command": command(config, one)}
 
 
@@ -161,7 +161,7 @@ def _fact_rows(made: Forecast, config: Options) -> Iterator[tuple[str, str]]:
     yield "holds", f"{tokens * caches:,} tokens: sequences of so many: {lengths}"
 
 
-def _memory(room: Room) -> str:
+def _memory(room: GpuMemory) -> str:
     parts = {
         "weights": room.weights,
         "driver and libraries": room.beside,
@@ -199,9 +199,9 @@ def _show_floors(made: Forecast, console: Console) -> None:
     console.print(_decode(made))
     console.print("\n[bold]Floors of a prompt[/] alone: ms to its first token, and prompt tokens/s")
     console.print(_prefill(made))
-    if made.drafts and made.maker is not None:
-        console.print(_drafted(made, made.maker))
-        console.print(_drafts(made, made.maker))
+    if made.drafts and made.drafter is not None:
+        console.print(_drafted(made, made.drafter))
+        console.print(_drafts(made, made.drafter))
     console.print(
         "[dim]No program is faster than a floor: each phase reads its weights and context once, or computes at the"
         " machine's rate.[/]"
@@ -235,29 +235,29 @@ def _prefill(made: Forecast) -> Table:
     return table
 
 
-def _drafted(made: Forecast, maker: Maker) -> str:
+def _drafted(made: Forecast, drafter: DrafterPlanner) -> str:
     """The line over a table of drafts."""
     load = _load(made)
-    if maker.forward is None:
-        return f"\n[bold]Drafts[/] by {maker.name}, under {load}: they cost no more than that a step verifies them"
-    told = f"by {maker.name}, under {load}: a step verifies them and makes as many anew"
-    if maker.tree.is_tree:
+    if drafter.forward is None:
+        return f"\n[bold]Drafts[/] by {drafter.name}, under {load}: they cost no more than that a step verifies them"
+    told = f"by {drafter.name}, under {load}: a step verifies them and makes as many anew"
+    if drafter.tree.is_tree:
         told = (
-            f"by {maker.name}, a tree of {maker.tree.num_drafts}, under {load}: a step verifies them and grows them"
+            f"by {drafter.name}, a tree of {drafter.tree.num_drafts}, under {load}: a step verifies them and grows them"
             " anew"
         )
-    unasked = "" if maker.asked else " (--speculative-algorithm NEXTN, which was not asked for)"
+    unasked = "" if drafter.asked else " (--speculative-algorithm NEXTN, which was not asked for)"
     return f"\n[bold]Drafts[/] {told}{unasked}"
 
 
-def _drafts(made: Forecast, maker: Maker) -> Table:
+def _drafts(made: Forecast, drafter: DrafterPlanner) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("drafts", "ms a step", "a plain step takes 1"):
         table.add_column(head, justify="right")
     table.add_column("")
     for one in made.drafts:
         pays = f"pays when a step brings a request more than {one.ratio:.2f} tokens"
-        most = 1 + (maker.tree.max_depth if maker.tree.is_tree else one.drafts)
+        most = 1 + (drafter.tree.max_depth if drafter.tree.is_tree else one.drafts)
         if one.ratio >= most:
             pays = f"pays never: a step brings a request {most} tokens at most"
         table.add_row(str(one.drafts), f"{1e3 * one.seconds:.2f}", f"{one.ratio:.2f}", pays)

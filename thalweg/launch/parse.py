@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from thalweg.config.args import Parser as Arguments
+from thalweg.config.args import OptionsParser
 from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 from thalweg.launch.jsonfile import read_cases, read_json, read_text, write_line
 from thalweg.text.events import Event, ParsedAnswer, collect
@@ -139,8 +139,8 @@ def _message(parsed: ParsedAnswer) -> dict[str, Any]:
     }
 
 
-def _parser() -> Arguments:
-    parser = Arguments(
+def _parser() -> OptionsParser:
+    parser = OptionsParser(
         prog="thalweg parse",
         description="Reads a model's raw output as the server would: reasoning, content, tool calls, as JSON.",
         epilog=EPILOG,

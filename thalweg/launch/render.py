@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thalweg.config.args import Parser
+from thalweg.config.args import OptionsParser
 from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 from thalweg.launch.hub import locate
 from thalweg.launch.jsonfile import read_cases, read_json, write_line
@@ -138,8 +138,8 @@ def _reader(model: str | None, template: str | None, revision: str | None) -> Re
     )
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> OptionsParser:
+    parser = OptionsParser(
         prog="thalweg render",
         description="The exact prompt that a model gets for a conversation, and its token ids.",
         epilog=EPILOG,

@@ -11,9 +11,9 @@ from thalweg.config.drafters import read_eagle
 from thalweg.config.model import ModelFacts
 from thalweg.core.report import AUTO
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.launch.planning.floors import Kept, Phase, Shape, nextn, phases, verified
-from thalweg.launch.planning.layouts import ONE, Layout
-from thalweg.launch.planning.weights import PLAIN, Widths
+from thalweg.launch.planning.layouts import ONE, ParallelLayout
+from thalweg.launch.planning.roofline import KVBytes, StepPhase, StepShape, nextn, phases, verified
+from thalweg.launch.planning.weights import PLAIN, NumberBytes
 from thalweg.launch.resolved import Resolved
 from thalweg.spec.small import small_facts
 
@@ -21,7 +21,7 @@ HINTED = 3  # drafts, where nothing drafts and something could
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class DraftForward:
     """That makes a draft of each row. facts: as of a model with its layers and its head. each, once: numbers of the
     matrices before its layers, which every draft is multiplied by, and which the states of a step are; in 16 bits.
     widths, kept: of the weights, and of what it keeps of a token. cut: whether a layout cuts it as it does the model,
@@ -31,25 +31,25 @@ class Forward:
     facts: ModelFacts
     each: int
     once: int
-    widths: Widths
-    kept: Kept
+    widths: NumberBytes
+    kept: KVBytes
     cut: bool = False
 
-    def work(self, shape: Shape, layout: Layout) -> list[Phase]:
+    def work(self, shape: StepShape, layout: ParallelLayout) -> list[StepPhase]:
         return [_product("join", self.each, shape, self.widths), *self.layers(shape, layout)]
 
-    def layers(self, shape: Shape, layout: Layout) -> list[Phase]:
+    def layers(self, shape: StepShape, layout: ParallelLayout) -> list[StepPhase]:
         return phases(self.facts, shape, layout if self.cut else ONE, self.widths, self.kept)
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class DrafterPlanner:
     """name: in words. forward: None where drafts are looked up, and cost nothing. most: drafts of a chain; tree: their
     form. asked: whether anything drafts; else it is what could.
     """
 
     name: str
-    forward: Forward | None
+    forward: DraftForward | None
     most: int
     tree: TreeShape = CHAIN
     asked: bool = True
@@ -60,12 +60,12 @@ class Maker:
         return (self.tree.num_drafts,) if self.tree.is_tree else tuple(range(1, self.most + 1))
 
 
-def by_nextn(facts: ModelFacts, widths: Widths, kept: Kept) -> Forward:
+def by_nextn(facts: ModelFacts, widths: NumberBytes, kept: KVBytes) -> DraftForward:
     """The checkpoint's own layer, behind what joins embedding and hidden state. Raises ValueError as `nextn`."""
-    return Forward(nextn(facts), 2 * facts.hidden * facts.hidden, 0, widths, kept, cut=True)
+    return DraftForward(nextn(facts), 2 * facts.hidden * facts.hidden, 0, widths, kept, cut=True)
 
 
-def by_head(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> Forward:
+def by_head(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> DraftForward:
     """An EAGLE head: one of EAGLE-3 joins the streams of the target once a step, and its layer reads two vectors side
     by side. Raises CheckpointError.
     """
@@ -77,12 +77,12 @@ def by_head(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> Forwar
     return _own(facts, wider, len(eagle.watched.layers) * eagle.target_hidden * facts.hidden, dtype)
 
 
-def by_model(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> Forward:
+def by_model(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> DraftForward:
     """A smaller model. Raises CheckpointError."""
     return _own(small_facts(folder, target), 0, 0, dtype)
 
 
-def maker(facts: ModelFacts, resolved: Resolved, widths: Widths, kept: Kept) -> Maker | None:
+def drafter_planner(facts: ModelFacts, resolved: Resolved, widths: NumberBytes, kept: KVBytes) -> DrafterPlanner | None:
     """What drafts in this engine. Where nobody said whether anything should, and the checkpoint has a layer for it,
     what could; else None. widths, kept: of the model.
     """
@@ -91,22 +91,28 @@ def maker(facts: ModelFacts, resolved: Resolved, widths: Widths, kept: Kept) -> 
     most = engine.tree.max_depth if engine.tree.is_tree else engine.num_drafts
     name, folder = engine.speculative_algorithm, Path(engine.speculative_draft_model_path)
     if name == "NEXTN":
-        return Maker("the next-token layer", by_nextn(facts, widths, kept), most, engine.tree)
+        return DrafterPlanner("the next-token layer", by_nextn(facts, widths, kept), most, engine.tree)
     if name in ("EAGLE", "EAGLE3"):
-        return Maker("the EAGLE head", by_head(folder, facts, dtype), most, engine.tree)
+        return DrafterPlanner("the EAGLE head", by_head(folder, facts, dtype), most, engine.tree)
     if name == "STANDALONE":
-        return Maker("the smaller model", by_model(folder, facts, dtype), most, engine.tree)
+        return DrafterPlanner("the smaller model", by_model(folder, facts, dtype), most, engine.tree)
     if name == "NGRAM":
-        return Maker("looking up the text itself", None, most)
+        return DrafterPlanner("looking up the text itself", None, most)
     chosen = next(one for one in resolved.decisions if one.name == "speculative_algorithm")
     if chosen.source != AUTO or engine.drafter_left_out or not facts.nextn or facts.moe is None:
         return None
-    return Maker("the next-token layer", by_nextn(facts, widths, kept), HINTED, asked=False)
+    return DrafterPlanner("the next-token layer", by_nextn(facts, widths, kept), HINTED, asked=False)
 
 
 def drafting(
-    facts: ModelFacts, shape: Shape, drafts: int, layout: Layout, widths: Widths, kept: Kept, made: Maker
-) -> list[Phase]:
+    facts: ModelFacts,
+    shape: StepShape,
+    drafts: int,
+    layout: ParallelLayout,
+    widths: NumberBytes,
+    kept: KVBytes,
+    made: DrafterPlanner,
+) -> list[StepPhase]:
     """A decode step that verifies drafts and makes as many anew. shape: of the step without."""
     whole = phases(facts, verified(shape, drafts), layout, widths, kept)
     forward = made.forward
@@ -121,11 +127,13 @@ def drafting(
     return [*whole, *forward.work(shape, layout), *rest]
 
 
-def _own(facts: ModelFacts, each: int, once: int, dtype: str) -> Forward:
+def _own(facts: ModelFacts, each: int, once: int, dtype: str) -> DraftForward:
     """Of weights in a folder of their own, which a CPU loads in this type."""
     plain = PLAIN[dtype]
-    return Forward(facts, each, once, Widths.of(facts, dtype, dequantized=plain > 2), Kept.of(facts, plain, plain))
+    return DraftForward(
+        facts, each, once, NumberBytes.of(facts, dtype, dequantized=plain > 2), KVBytes.of(facts, plain, plain)
+    )
 
 
-def _product(name: str, numbers: int, shape: Shape, widths: Widths) -> Phase:
-    return Phase(name, numbers * widths.plain, bf16=2.0 * shape.tokens * numbers)
+def _product(name: str, numbers: int, shape: StepShape, widths: NumberBytes) -> StepPhase:
+    return StepPhase(name, numbers * widths.plain, bf16=2.0 * shape.tokens * numbers)

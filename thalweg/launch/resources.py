@@ -17,16 +17,16 @@ from thalweg.core.format import format_bytes
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, MODEL, USER
-from thalweg.launch.graphs import GraphPlan, decide_compile, decide_graphs
-from thalweg.launch.kernels import decide_kernels
-from thalweg.launch.ledger import Ledger, source
+from thalweg.launch.decisions import Decisions, source_and_reason
+from thalweg.launch.graphs import GraphPlan, resolve_compile, resolve_graphs
+from thalweg.launch.kernels import resolve_kernels
 from thalweg.launch.resolved import Sizes
 
 TYPICAL = 2048  # tokens that a request keeps on average; unless asked, the cache holds no more than this for each slot
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ResolverRule:
     """A combination that cannot be: `why` it cannot, and what to ask for `instead`. The aim is an empty table."""
 
     when: Callable[[Options], bool]
@@ -35,15 +35,23 @@ class Rule:
 
 
 RULES = (
-    Rule(lambda c: c.parallel.tp_size > 1, "tp_size: this version runs a model on one device", "use --tp-size 1"),
-    Rule(lambda c: c.parallel.dp_size > 1, "dp_size: this version runs a model on one device", "use --dp-size 1"),
-    Rule(lambda c: c.parallel.pp_size > 1, "pp_size: this version runs a model on one device", "use --pp-size 1"),
-    Rule(lambda c: c.parallel.ep_size > 1, "ep_size: this version runs a model on one device", "use --ep-size 1"),
+    ResolverRule(
+        lambda c: c.parallel.tp_size > 1, "tp_size: this version runs a model on one device", "use --tp-size 1"
+    ),
+    ResolverRule(
+        lambda c: c.parallel.dp_size > 1, "dp_size: this version runs a model on one device", "use --dp-size 1"
+    ),
+    ResolverRule(
+        lambda c: c.parallel.pp_size > 1, "pp_size: this version runs a model on one device", "use --pp-size 1"
+    ),
+    ResolverRule(
+        lambda c: c.parallel.ep_size > 1, "ep_size: this version runs a model on one device", "use --ep-size 1"
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class DeviceDefaults:
     """What differs between kinds of device. free: bytes of its memory. fraction: of them, for weights and KV; measures:
     where nothing was asked for, the engine measures what there is room for, and the fraction is an estimate. useful:
     whether the cache holds no more than the running requests can fill. float32: whether that type is considered. slots,
@@ -64,9 +72,9 @@ class Site:
     overlap_why: str
 
 
-def cpu(machine: Machine) -> Site:
+def cpu_defaults(machine: Machine) -> DeviceDefaults:
     """This machine's processor."""
-    return Site(
+    return DeviceDefaults(
         free=machine.free,
         fraction=0.8,
         fraction_why="leaves a fifth for activations and others",
@@ -82,9 +90,9 @@ def cpu(machine: Machine) -> Site:
     )
 
 
-def gpu(machine: Machine) -> Site:
+def gpu_defaults(machine: Machine) -> DeviceDefaults:
     """The first GPU."""
-    return Site(
+    return DeviceDefaults(
         free=machine.gpu_free,
         fraction=0.92,
         fraction_why=(
@@ -104,7 +112,7 @@ def gpu(machine: Machine) -> Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class ResolvedResources:
     """The numbers of an engine: see `config.engine.EngineConfig`, which has the same names, but for what is recorded.
     measured: pages and context are estimates, which the engine puts its own in the place of. limit: the longest
     sequence that is wanted; least_context: that must fit.
@@ -127,16 +135,16 @@ class Decided:
     sizes: Sizes
 
 
-def decide(
+def resolve_resources(
     config: Options,
     facts: ModelFacts,
     machine: Machine,
     sizes_in: Callable[[str, KernelConfig, str], Sizes],
-    ledger: Ledger,
+    decisions: Decisions,
     width: int = 0,
     trees: bool = False,
-) -> Decided:
-    """Decides, and notes each decision in the ledger. `sizes_in(device, kernels, dtype)` measures the model as it would
+) -> ResolvedResources:
+    """Decides, and notes each decision in the decisions. `sizes_in(device, kernels, dtype)` measures the model as it would
     be loaded. width: tokens that are drafted a step, at most; trees: whether they may part ways. Raises
     UnsupportedConfig; InsufficientMemory where weights and one page of KV cache, or what was asked for, are more than
     the device has memory for.
@@ -144,39 +152,43 @@ def decide(
     for rule in RULES:
         if rule.when(config):
             raise UnsupportedConfig(f"{rule.why}; {rule.instead}")
-    note, take, schedule = ledger.note, ledger.take, config.schedule
-    device = _device(config, machine, ledger)
-    site = gpu(machine) if device == "cuda" else cpu(machine)
+    note, take, schedule = decisions.add, decisions.choose, config.schedule
+    device = _device(config, machine, decisions)
+    site = gpu_defaults(machine) if device == "cuda" else cpu_defaults(machine)
     threads = take(
         "threads", config.load.threads, max(1, machine.cores - 1), "cores - 1: one stays free for the server"
     )
-    kernels = decide_kernels(config, facts, machine, device, ledger, trees)
-    dtype, sizes = _dtype(config, site, lambda dtype: sizes_in(device, kernels, dtype), ledger)
-    note("kv_cache_dtype", kernels.kv or dtype, *source(bool(kernels.kv), "as dtype"))
+    kernels = resolve_kernels(config, facts, machine, device, decisions, trees)
+    dtype, sizes = _dtype(config, site, lambda dtype: sizes_in(device, kernels, dtype), decisions)
+    note("kv_cache_dtype", kernels.kv or dtype, *source_and_reason(bool(kernels.kv), "as dtype"))
     overlap = take("overlap_schedule", schedule.overlap_schedule, site.overlap, site.overlap_why)
     slots = take("max_running_requests", schedule.max_running_requests, site.slots, site.slots_why)
     measured = site.measures and config.memory.mem_fraction_static is None and config.memory.max_total_tokens is None
-    pages, context = _memory(config, facts, site, sizes, dtype, slots, measured, ledger)
-    budget = _budget(config, site, slots, context, ledger)
+    pages, context = _memory(config, facts, site, sizes, dtype, slots, measured, decisions)
+    budget = _budget(config, site, slots, context, decisions)
     if budget <= width:
         raise UnsupportedConfig(
             f"chunked_prefill_size: a step of {budget} tokens has no room to verify {width} drafts of one request; use"
             f" at least --chunked-prefill-size {width + 1}"
         )
-    graphs = decide_graphs(
-        config, device, kernels, slots * (1 + (min(width, 1) if trees else width)), budget, ledger
+    graphs = resolve_graphs(
+        config, device, kernels, slots * (1 + (min(width, 1) if trees else width)), budget, decisions
     )  # each draft is a row of its own; drafts that part ways are recorded by themselves
-    decide_compile(config, device, kernels, ledger)
-    note("schedule_policy", schedule.schedule_policy, *source(schedule.schedule_policy != "fcfs", "arrival order"))
+    resolve_compile(config, device, kernels, decisions)
+    note(
+        "schedule_policy",
+        schedule.schedule_policy,
+        *source_and_reason(schedule.schedule_policy != "fcfs", "arrival order"),
+    )
     note(
         "radix_cache",
         config.memory.radix_cache,
-        *source(not config.memory.radix_cache, "prompts that begin alike are computed once"),
+        *source_and_reason(not config.memory.radix_cache, "prompts that begin alike are computed once"),
     )
     seed = config.sampling.random_seed
     drawn = secrets.randbits(62) if seed is None else seed
-    note("random_seed", drawn, *source(seed is not None, "drawn at start; give it to repeat a run"))
-    return Decided(
+    note("random_seed", drawn, *source_and_reason(seed is not None, "drawn at start; give it to repeat a run"))
+    return ResolvedResources(
         device=device,
         kernels=kernels,
         graphs=graphs,
@@ -195,22 +207,24 @@ def decide(
     )
 
 
-def _device(config: Options, machine: Machine, ledger: Ledger) -> str:
+def _device(config: Options, machine: Machine, decisions: Decisions) -> str:
     """The user's, else a GPU where there is one. Raises UnsupportedConfig for a GPU that is not there."""
     if config.load.device == "cuda" and not machine.gpus:
         raise UnsupportedConfig(
             "device: cuda, but the driver shows no NVIDIA GPU; use --device cpu, or see `thalweg doctor`"
         )
     if machine.gpus:
-        return ledger.take("device", config.load.device, "cuda", machine.gpus[0])
-    return ledger.take("device", config.load.device, "cpu", f"{machine.cpu}, {machine.cores} cores")
+        return decisions.choose("device", config.load.device, "cuda", machine.gpus[0])
+    return decisions.choose("device", config.load.device, "cpu", f"{machine.cpu}, {machine.cores} cores")
 
 
-def _dtype(config: Options, site: Site, sizes_in: Callable[[str], Sizes], ledger: Ledger) -> tuple[str, Sizes]:
+def _dtype(
+    config: Options, site: DeviceDefaults, sizes_in: Callable[[str], Sizes], decisions: Decisions
+) -> tuple[str, Sizes]:
     """The type of weights and activations, and the model's sizes in it."""
     wish = config.load.dtype
     if not site.float32:
-        dtype = ledger.take("dtype", wish, "bfloat16", "what a GPU's matrix units compute with")
+        dtype = decisions.choose("dtype", wish, "bfloat16", "what a GPU's matrix units compute with")
         return dtype, sizes_in(dtype)
     room = int(site.free * (config.memory.mem_fraction_static or site.fraction))
     plain = sizes_in(wish or "float32")
@@ -219,32 +233,32 @@ def _dtype(config: Options, site: Site, sizes_in: Callable[[str], Sizes], ledger
         f"float32 weights take {format_bytes(plain.weight_bytes)}, {'not ' if not fits else ''}within half of"
         f" {format_bytes(room)}"
     )
-    dtype = ledger.take("dtype", wish, "float32" if fits else "bfloat16", reason)
+    dtype = decisions.choose("dtype", wish, "float32" if fits else "bfloat16", reason)
     return dtype, plain if dtype == (wish or "float32") else sizes_in(dtype)
 
 
 def _memory(
     config: Options,
     facts: ModelFacts,
-    site: Site,
+    site: DeviceDefaults,
     sizes: Sizes,
     dtype: str,
     slots: int,
     measured: bool,
-    ledger: Ledger,
+    decisions: Decisions,
 ) -> tuple[int, int]:
     """Pages of the KV cache and the longest sequence, from the free memory: (pages, context). measured: see
-    `Decided`.
+    `ResolvedResources`.
     """
     wish = config.memory
     fraction = wish.mem_fraction_static or site.fraction
     if measured:
-        ledger.note("mem_fraction_static", "auto", AUTO, site.fraction_why)
+        decisions.add("mem_fraction_static", "auto", AUTO, site.fraction_why)
     elif site.measures and wish.mem_fraction_static is None:
         fraction = 1.0  # the tokens that were asked for are held to what is free when the engine starts
-        ledger.note("mem_fraction_static", "auto", AUTO, "--max-total-tokens says how much the KV cache takes")
+        decisions.add("mem_fraction_static", "auto", AUTO, "--max-total-tokens says how much the KV cache takes")
     else:
-        ledger.take("mem_fraction_static", wish.mem_fraction_static, site.fraction, site.fraction_why)
+        decisions.choose("mem_fraction_static", wish.mem_fraction_static, site.fraction, site.fraction_why)
     room = int(site.free * fraction)
     page = sizes.kv_bytes * PAGE
     most = (room - sizes.weight_bytes) // page
@@ -267,16 +281,16 @@ def _memory(
                 f"max_total_tokens: {wish.max_total_tokens} do not fit: {sums} = {most} pages; use at most"
                 f" {most * PAGE}"
             )
-        ledger.note("max_total_tokens", pages * PAGE, USER, f"{pages} whole pages of {PAGE} tokens")
+        decisions.add("max_total_tokens", pages * PAGE, USER, f"{pages} whole pages of {PAGE} tokens")
     else:
         useful = max(slots * -(-min(limit, TYPICAL) // PAGE), -(-limit // PAGE)) if site.useful else most
         pages = min(most, useful)
         enough = f"{useful} are enough for {slots} requests of {min(limit, TYPICAL)} tokens"
         about = "an estimate, which the engine replaces by what it measures: " if measured else ""
-        ledger.note(
+        decisions.add(
             "max_total_tokens", pages * PAGE, AUTO, f"{about}{sums} = {most}" + (f"; {enough}" if pages < most else "")
         )
-    return pages, _context(config, facts, limit, pages, ledger)
+    return pages, _context(config, facts, limit, pages, decisions)
 
 
 def _context_limit(config: Options, facts: ModelFacts) -> int:
@@ -289,26 +303,26 @@ def _context_limit(config: Options, facts: ModelFacts) -> int:
     return wish or facts.context
 
 
-def _context(config: Options, facts: ModelFacts, limit: int, pages: int, ledger: Ledger) -> int:
+def _context(config: Options, facts: ModelFacts, limit: int, pages: int, decisions: Decisions) -> int:
     held = pages * PAGE
     if config.model.context_length is not None:
         if limit > held:
             raise InsufficientMemory(
                 f"context_length: {limit} is more than the KV cache holds, {pages} pages x {PAGE}; use at most {held}"
             )
-        ledger.note("context_length", limit, USER, "")
+        decisions.add("context_length", limit, USER, "")
     elif limit > held:
-        ledger.note("context_length", held, AUTO, f"what the KV cache holds; the model could {facts.context}")
+        decisions.add("context_length", held, AUTO, f"what the KV cache holds; the model could {facts.context}")
     else:
-        ledger.note("context_length", limit, MODEL, "max_position_embeddings")
+        decisions.add("context_length", limit, MODEL, "max_position_embeddings")
     return min(limit, held)
 
 
-def _budget(config: Options, site: Site, slots: int, context: int, ledger: Ledger) -> int:
+def _budget(config: Options, site: DeviceDefaults, slots: int, context: int, decisions: Decisions) -> int:
     """Tokens a step."""
     wish = config.schedule.chunked_prefill_size
     if wish == -1:
-        ledger.note("chunked_prefill_size", slots * context, USER, "-1: room for every running prompt in one step")
+        decisions.add("chunked_prefill_size", slots * context, USER, "-1: room for every running prompt in one step")
         return slots * context
     budget, why = site.budget, site.budget_why
     if 2 * slots > budget:
@@ -316,4 +330,4 @@ def _budget(config: Options, site: Site, slots: int, context: int, ledger: Ledge
             slots + budget,
             f"a token for each of {slots} running requests, and {budget} of prompts beside them",
         )
-    return ledger.take("chunked_prefill_size", wish, budget, why)
+    return decisions.choose("chunked_prefill_size", wish, budget, why)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from thalweg.config.model import Indexer, Mla, ModelFacts, Moe
-from thalweg.launch.planning.layouts import ONE, Layout
-from thalweg.launch.planning.weights import EXPERTS, Widths, inventory
+from thalweg.config.model import IndexerFacts, MlaFacts, ModelFacts, MoeFacts
+from thalweg.launch.planning.layouts import ONE, ParallelLayout
+from thalweg.launch.planning.weights import EXPERTS, NumberBytes, inventory
 from thalweg.quant.catalog import scheme_of
 from thalweg.quant.scheme import UNQUANTIZED
 
@@ -35,7 +35,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class StepPhase:
     """name: of the kind. bytes: of weights and context. bf16, fp8: FLOPs."""
 
     name: str
@@ -46,12 +46,12 @@ class Phase:
     def seconds(self, top: Ceilings) -> float:
         return max(self.bytes / top.read, self.bf16 / top.bf16 + self.fp8 / top.fp8)
 
-    def times(self, count: float) -> Phase:
-        return Phase(self.name, self.bytes * count, self.bf16 * count, self.fp8 * count)
+    def times(self, count: float) -> StepPhase:
+        return StepPhase(self.name, self.bytes * count, self.bf16 * count, self.fp8 * count)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """A step of one attention: rows that each compute `new` tokens, the last of `context`, and sample one, or all of
     them (`scored`). covered: distinct routed experts of each layer with experts, () for what routing is expected to
     reach; skew: see `expected`. attentions: how many of a layout's have such rows, 0 for all.
@@ -83,7 +83,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KVBytes:
     """Bytes that a token leaves in the KV cache of one layer: attended to (latent, or all keys and values), and an
     indexer's key.
     """
@@ -92,12 +92,12 @@ class Kept:
     index: float = 0.0
 
     @staticmethod
-    def of(facts: ModelFacts, kv: float = 2.0, index: float = 2.0, record: bool = False) -> Kept:
+    def of(facts: ModelFacts, kv: float = 2.0, index: float = 2.0, record: bool = False) -> KVBytes:
         """kv, index: bytes of a number. record: latents as FP8 records of `RECORD` bytes."""
         key = 0.0 if facts.indexer is None else facts.indexer.dim * index
         if facts.mla is None:
-            return Kept(2 * facts.kv_heads * facts.head_dim * kv, key)
-        return Kept(RECORD if record else (facts.mla.kv_lora + facts.mla.rope) * kv, key)
+            return KVBytes(2 * facts.kv_heads * facts.head_dim * kv, key)
+        return KVBytes(RECORD if record else (facts.mla.kv_lora + facts.mla.rope) * kv, key)
 
     @staticmethod
     def fp8_index(facts: ModelFacts) -> float:
@@ -112,22 +112,22 @@ class Kept:
 
 def phases(
     facts: ModelFacts,
-    shape: Shape,
-    layout: Layout = ONE,
-    widths: Widths | None = None,
-    kept: Kept | None = None,
-) -> list[Phase]:
+    shape: StepShape,
+    layout: ParallelLayout = ONE,
+    widths: NumberBytes | None = None,
+    kept: KVBytes | None = None,
+) -> list[StepPhase]:
     """All of a step on one GPU of each stage, the stages behind each other. shape: of each attention of the layout, all
     alike. widths, kept: default as published, and bf16.
     """
-    widths, kept = widths or Widths.of(facts), kept or Kept.of(facts)
-    made: dict[str, Phase] = {}
+    widths, kept = widths or NumberBytes.of(facts), kept or KVBytes.of(facts)
+    made: dict[str, StepPhase] = {}
     for one in inventory(facts):
         if one.phase and one.cut != EXPERTS and one.layers:
             share = one.layers * one.share(layout, facts)
             rows = shape.rows if one.phase == "head" and not shape.scored else shape.tokens
             fp8, bf16 = _rates(facts, widths, 2.0 * rows * one.quantized, 2.0 * rows * one.plain)
-            _add(made, Phase(one.phase, widths.read(one), bf16, fp8).times(share))
+            _add(made, StepPhase(one.phase, widths.read(one), bf16, fp8).times(share))
     attended = _attended(facts, shape, kept, layout)
     parts = [made.pop("projections"), *attended]
     if "mlp" in made:
@@ -147,16 +147,16 @@ def nextn(facts: ModelFacts) -> ModelFacts:
     return replace(facts, layers=1, moe=replace(facts.moe, sparse=(True,)), indexer=indexer)
 
 
-def verified(shape: Shape, drafts: int) -> Shape:
+def verified(shape: StepShape, drafts: int) -> StepShape:
     """A decode step that verifies so many drafts of each row, too."""
     return replace(shape, new=shape.new + drafts, context=shape.context + drafts, scored=True)
 
 
-def seconds(phases: Sequence[Phase], top: Ceilings) -> float:
+def seconds(phases: Sequence[StepPhase], top: Ceilings) -> float:
     return sum(phase.seconds(top) for phase in phases)
 
 
-def by_name(phases: Sequence[Phase], top: Ceilings) -> dict[str, float]:
+def by_name(phases: Sequence[StepPhase], top: Ceilings) -> dict[str, float]:
     """Seconds of each kind of phase."""
     found: dict[str, float] = {}
     for phase in phases:
@@ -164,12 +164,12 @@ def by_name(phases: Sequence[Phase], top: Ceilings) -> dict[str, float]:
     return found
 
 
-def uniform(moe: Moe, tokens: int) -> float:
+def uniform(moe: MoeFacts, tokens: int) -> float:
     """Distinct routed experts that `tokens` uniform choices are expected to reach."""
     return moe.experts * (1.0 - (1.0 - moe.topk / moe.experts) ** tokens)
 
 
-def expected(moe: Moe, tokens: int, skew: float = 0.0) -> float:
+def expected(moe: MoeFacts, tokens: int, skew: float = 0.0) -> float:
     """Distinct routed experts that tokens are expected to reach where the popularity of the i-th expert goes by i to
     the power of -skew (0: uniform): an expert is among a token's with topk times its popularity, or surely.
     """
@@ -184,19 +184,21 @@ def expected(moe: Moe, tokens: int, skew: float = 0.0) -> float:
     return found
 
 
-def _add(made: dict[str, Phase], phase: Phase) -> None:
-    has = made.get(phase.name, Phase(phase.name, 0.0))
+def _add(made: dict[str, StepPhase], phase: StepPhase) -> None:
+    has = made.get(phase.name, StepPhase(phase.name, 0.0))
     made[phase.name] = replace(has, bytes=has.bytes + phase.bytes, bf16=has.bf16 + phase.bf16, fp8=has.fp8 + phase.fp8)
 
 
-def _rates(facts: ModelFacts, widths: Widths, quantized: float, plain: float) -> tuple[float, float]:
+def _rates(facts: ModelFacts, widths: NumberBytes, quantized: float, plain: float) -> tuple[float, float]:
     """FLOPs at (FP8's, bf16's) rate."""
     if scheme_of(facts.quantization_config) is UNQUANTIZED or widths.quantized > 1:
         return 0.0, quantized + plain
     return quantized, plain
 
 
-def _experts(facts: ModelFacts, moe: Moe, shape: Shape, layout: Layout, widths: Widths, rest: Phase) -> list[Phase]:
+def _experts(
+    facts: ModelFacts, moe: MoeFacts, shape: StepShape, layout: ParallelLayout, widths: NumberBytes, rest: StepPhase
+) -> list[StepPhase]:
     """Routed experts, with `rest` of shared experts and router in all layers; one for each coverage that was
     measured.
     """
@@ -207,38 +209,38 @@ def _experts(facts: ModelFacts, moe: Moe, shape: Shape, layout: Layout, widths: 
     coverage = shape.covered or (expected(moe, tokens, shape.skew),)
     share, made = layers / len(coverage), []
     for covered in coverage:
-        routed = Phase("experts", covered * each * widths.quantized / layout.tp, bf16, fp8).times(share)
+        routed = StepPhase("experts", covered * each * widths.quantized / layout.tp, bf16, fp8).times(share)
         one = {"experts": rest.times(1 / len(coverage))}
         _add(one, routed)
         made.append(one["experts"])
     return made
 
 
-def _attended(facts: ModelFacts, shape: Shape, kept: Kept, layout: Layout) -> list[Phase]:
+def _attended(facts: ModelFacts, shape: StepShape, kept: KVBytes, layout: ParallelLayout) -> list[StepPhase]:
     """Scores and sums over the context, and before it an indexer's choice."""
     layers, heads = facts.layers, facts.heads / layout.attention
     if facts.mla is None:
         moved = shape.rows * shape.context * kept.attended / min(layout.attention, facts.kv_heads)
-        return [Phase("attention", moved, bf16=4.0 * shape.pairs * heads * facts.head_dim).times(layers)]
+        return [StepPhase("attention", moved, bf16=4.0 * shape.pairs * heads * facts.head_dim).times(layers)]
     if facts.indexer is None:
         moved = shape.rows * shape.context * kept.attended
         flops = min(absorbed(facts.mla, heads, shape.pairs), decompressed(facts.mla, heads, shape))
-        return [Phase("attention", moved, bf16=flops).times(layers)]
+        return [StepPhase("attention", moved, bf16=flops).times(layers)]
     read = shape.rows * min(shape.context, facts.indexer.topk * shape.new)
     chosen = absorbed(facts.mla, heads, shape.chosen(facts.indexer.topk))
     flops = min(chosen, decompressed(facts.mla, heads, shape))
     return [
-        Phase("attention", read * kept.attended, bf16=flops).times(layers),
+        StepPhase("attention", read * kept.attended, bf16=flops).times(layers),
         _index(facts.indexer, shape, kept).times(sum(facts.indexer.full)),
     ]
 
 
-def absorbed(mla: Mla, heads: float, pairs: float) -> float:
+def absorbed(mla: MlaFacts, heads: float, pairs: float) -> float:
     """FLOPs of a layer that attends to latents as they are."""
     return 2.0 * pairs * heads * (2 * mla.kv_lora + mla.rope)
 
 
-def decompressed(mla: Mla, heads: float, shape: Shape) -> float:
+def decompressed(mla: MlaFacts, heads: float, shape: StepShape) -> float:
     """FLOPs of a layer that attends to keys and values; those of the cached context are made anew, the others' count as
     projections.
     """
@@ -247,12 +249,12 @@ def decompressed(mla: Mla, heads: float, shape: Shape) -> float:
     return again + 2.0 * shape.pairs * heads * (mla.nope + mla.rope + mla.v)
 
 
-def _index(index: Indexer, shape: Shape, kept: Kept) -> Phase:
+def _index(index: IndexerFacts, shape: StepShape, kept: KVBytes) -> StepPhase:
     """Scores of every position, in FP8 where the keys are; nothing is scored where every token sees its whole context
     anyway.
     """
     if shape.context <= index.topk:
-        return Phase("index", 0.0)
+        return StepPhase("index", 0.0)
     flops = 2.0 * shape.pairs * index.heads * index.dim
     moved = shape.rows * shape.context * kept.index
-    return Phase("index", moved, fp8=flops) if kept.index < 2 * index.dim else Phase("index", moved, bf16=flops)
+    return StepPhase("index", moved, fp8=flops) if kept.index < 2 * index.dim else StepPhase("index", moved, bf16=flops)

@@ -17,7 +17,7 @@ from thalweg.text.parser import AnswerParser, opens_thought
 from thalweg.text.retention import ThinkingRetention
 
 
-def talk(resolved: Resolved, params: SamplingParams, system: str, thinking: bool | None) -> int:
+def chat(resolved: Resolved, params: SamplingParams, system: str, thinking: bool | None) -> int:
     """Reads lines and streams answers until the input ends. Raises EngineDead, and CheckpointError when there is no
     tokenizer.
     """

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from thalweg.config.machines import Hardware
 from thalweg.config.model import ModelFacts
-from thalweg.launch.planning.floors import Shape
-from thalweg.launch.planning.layouts import Layout
+from thalweg.launch.planning.layouts import ParallelLayout
+from thalweg.launch.planning.roofline import StepShape
 
 # the least that one costs however little it carries; eight H200s were measured at 11.5 us with the kernels there are,
 # 14 KiB cross in under 5
@@ -34,7 +34,7 @@ class Collective:
         return self.count * (self.latency + self.sent / hardware.link(self.ranks))
 
 
-def collectives(facts: ModelFacts, shape: Shape, layout: Layout) -> list[Collective]:
+def collectives(facts: ModelFacts, shape: StepShape, layout: ParallelLayout) -> list[Collective]:
     """All of a step of every attention with this shape, on one GPU of each stage."""
     sparse = 0 if facts.moe is None else sum(facts.moe.in_layer(layer) for layer in range(facts.layers))
     row = facts.hidden * ACTIVATION
@@ -53,7 +53,9 @@ def collectives(facts: ModelFacts, shape: Shape, layout: Layout) -> list[Collect
     return found
 
 
-def _around_experts(facts: ModelFacts, shape: Shape, layout: Layout, layers: int, row: float) -> list[Collective]:
+def _around_experts(
+    facts: ModelFacts, shape: StepShape, layout: ParallelLayout, layers: int, row: float
+) -> list[Collective]:
     """Tokens of all attentions meet at the experts: dealt out in FP8 and brought back, or gathered and reduced. Then
     each GPU of an attention has a part of its tokens, and gathers the others'.
     """

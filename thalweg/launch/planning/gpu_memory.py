@@ -27,7 +27,7 @@ GROUPED = 3072  # tokens from which FP8 experts run as DeepGEMM's grouped produc
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class GpuMemory:
     """Bytes of one GPU. free: before anything starts. beside: of the driver and libraries. step: of the largest one
     while it runs. slots: state of the running requests. page: of 64 tokens in all planes.
     """
@@ -57,7 +57,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class EngineExtent:
     """What an engine prepares for. slots: running requests; budget: tokens of a step; context: longest sequence. rows,
     tokens: of the steps that are recorded whole, and in parts. drafts: bytes that drafts add to a running request's
     state.
@@ -80,7 +80,7 @@ def slot_bytes(slots: int, context: int, table_entry: int = 4, drafts: int = 0) 
     return slots * (4 * (context + 1) + table_entry * -(-context // PAGE) + 8 * 8 + 6 * 4 + lists + drafts)
 
 
-def step_bytes(facts: ModelFacts, extent: Extent, cut: int = 1) -> float:
+def step_bytes(facts: ModelFacts, extent: EngineExtent, cut: int = 1) -> float:
     """Of the largest step: activations of a whole budget of prompt tokens, or sampling for every running request. cut:
     GPUs that share a layer.
     """
@@ -89,7 +89,7 @@ def step_bytes(facts: ModelFacts, extent: Extent, cut: int = 1) -> float:
     return max(held * _activations(facts, extent.budget, cut), sampling)
 
 
-def graph_bytes(facts: ModelFacts, extent: Extent, cut: int = 1) -> float:
+def graph_bytes(facts: ModelFacts, extent: EngineExtent, cut: int = 1) -> float:
     """Memory that all recordings share, and what the driver keeps of each."""
     if not extent.rows and not extent.tokens:
         return 0.0
