@@ -16,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install install-test serve test test-null check format hooks kernels sanitize soak bench docs release-check clean
+.PHONY: help install install-test serve test test-null check size format hooks kernels sanitize soak bench docs release-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,9 @@ check: install-test ## lint, format, strict types, layering
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/null/test_layering.py
+
+size: install-test ## code tokens of each room beside their ceilings (tools/ceilings.yaml); fails above one
+	@$(BIN)/python -m tools.size
 
 format: install-test ## formats and fixes what a machine can fix
 	@$(BIN)/ruff check --fix .
