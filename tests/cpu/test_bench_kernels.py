@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from thalweg.bench import kernels, stopwatch
+from thalweg.bench.errors import ResultError
 from thalweg.bench.kernels import Bench, Work, matches, works
-from thalweg.bench.results import ResultError
 from thalweg.kernels.case import Inputs, Run, Sized
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.quantize import case as quantized

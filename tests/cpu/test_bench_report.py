@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from thalweg.bench import report
-from thalweg.bench.ablate_tables import markdown
+from thalweg.bench.ablation_tables import markdown
 
 pytest.importorskip("matplotlib")
 RESULTS = Path(__file__).parents[2] / "benchmarks/cpu"
@@ -32,7 +32,11 @@ def test_every_committed_kind_of_result_is_drawn(tmp_path: Path, capsys: pytest.
         assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 5_000
         assert ElementTree.parse(svg).getroot().tag.endswith("svg") and f"]({svg.name})" in page
         assert str(png) in capsys.readouterr().out or page
-    assert page.count("thalweg bench") >= 6 and "| rate | concurrency |" in page and "AMD EPYC, 2 cores" in page
+    assert (
+        page.count("thalweg bench") >= 6
+        and "| rate | concurrency |" in page.replace("  ", " ")
+        and "AMD EPYC, 2 cores" in page
+    )
 
 
 def test_an_ablation_is_shown_as_its_own_page_shows_it(tmp_path: Path) -> None:
@@ -62,11 +66,11 @@ def test_without_matplotlib_tables_alone(
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("{", "not JSON"), ("[]", "a JSON object"), ('{"command": "thalweg bench load"}', "nothing is drawn of 'thalweg bench load'"),
-     ('{"command": "thalweg bench one-batch", "results": [{"batch_size": 1}]}', "not a whole result of `bench one-batch`"),
-     ('{"command": "thalweg bench offline", "points": [{"x": 1}]}', "not a whole result of `bench offline`"),
-     ('{"command": "thalweg eval", "results": [], "device": ["a"]}', "not a whole result of `eval`"),
-     ('{"command": "thalweg bench offline", "points": [5]}', "not a whole result of `bench offline`"),
+    [("{", "not JSON"), ("[]", "a JSON object"), ('{"command": "thalweg bench load"}', "no report of 'thalweg bench load'"),
+     ('{"command": "thalweg bench one-batch", "results": [{"batch_size": 1}]}', "incomplete result of `bench one-batch`"),
+     ('{"command": "thalweg bench offline", "points": [{"x": 1}]}', "incomplete result of `bench offline`"),
+     ('{"command": "thalweg eval", "results": [], "device": ["a"]}', "incomplete result of `eval`"),
+     ('{"command": "thalweg bench offline", "points": [5]}', "incomplete result of `bench offline`"),
      ('{"command": "thalweg bench serve", "points": []}', "without any measurement")],
 )  # fmt: skip
 def test_files_that_are_no_results(

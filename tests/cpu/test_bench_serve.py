@@ -20,8 +20,9 @@ from tests.cpu.bench_server import Fake, Send, serving, serving_in_a_thread
 from tests.cpu.null_sink import null_sink
 from thalweg.bench import serve
 from thalweg.bench.backends import OpenAI, Watch
-from thalweg.bench.client import Client, HttpError
+from thalweg.bench.client import Client
 from thalweg.bench.data_args import shorter
+from thalweg.bench.errors import HttpError
 from thalweg.bench.metrics import Record
 from thalweg.bench.serve_args import parse
 

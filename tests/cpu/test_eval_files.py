@@ -20,7 +20,7 @@ from rich.progress import Progress
 from tests.cpu.bench_server import Fake, serving_in_a_thread
 from thalweg.bench import eval, harness, multiple_choice
 from thalweg.bench.answers import Answer, Continued, Here, NoAnswer, Question, Texts, There
-from thalweg.bench.datasets import DatasetError
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.eval_run import Asked, Evaluation, evaluate
 from thalweg.bench.multiple_choice import Pick, continued, of_recall, read_questions
 from thalweg.bench.tasks import make_items, score

@@ -4,14 +4,15 @@ may be noise.
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from thalweg.bench.ablate_plot import plot
-from thalweg.bench.ablate_tables import cell_table, effects, markdown
+from thalweg.bench.ablation_tables import cell_table, effects, markdown
+from thalweg.bench.plots import ablation, digest, save_ablation
 
 
 def round_of(rate: float, **more: Any) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def test_what_a_column_is_worth_is_the_mean_ratio_over_pairs() -> None:
 
 def test_one_round_says_that_the_noise_is_unknown() -> None:
     for result in (made(), alone([10.0], [20.0])):
-        assert "**One round: nothing tells the noise" in markdown(result) and "~" not in "".join(effects(result)[4:])
+        assert "**One round: the noise is unknown" in markdown(result) and "~" not in "".join(effects(result)[4:])
     assert "| graph  | 2.00        | 2.00        |" in markdown(alone([10.0], [20.0]))
 
 
@@ -125,21 +126,25 @@ def test_on_a_cpu_there_is_a_rate_by_cpu_time() -> None:
 
 def test_the_plot_has_a_bar_for_each_rate_and_counts_what_has_none() -> None:
     result = made()
-    drawn = ElementTree.fromstring(plot(result))
-    bars = [one for one in drawn if one.tag.endswith("rect") and one.get("x")]
-    widths = [float(bar.get("width", "")) for bar in bars[:4]]  # of the first rate: 80, 40, 10, 20
-    assert len(bars) == 12 and [width / widths[0] for width in widths] == pytest.approx([1, 0.5, 0.125, 0.25], abs=0.01)
-    assert not [one for one in drawn if one.tag.endswith("path")]
+    panels = ablation(result).panels
+    assert [panel.title for panel in panels] == ["one request", "8 at a time", "each of 8"]
+    fastest, others = panels[0].series
+    assert fastest.values == [80.0, None, None, None] and others.values == [None, 40.0, 10.0, 20.0]
+    assert others.intervals == [None] * 4 and panels[0].places[0] == "the base"
     result["cells"][3] = {"columns": result["cells"][3]["columns"], "status": "failed", "reason": "x"}
-    result["checkpoint"] = "a<b"
-    text = "".join(ElementTree.fromstring(plot(result)).itertext())
-    assert "1 more could not run" in text and "a<b" in text
+    assert "1 more could not run" in ablation(result).panels[0].label and len(ablation(result).panels[0].places) == 3
 
 
 def test_the_plot_shows_the_range_of_the_rounds() -> None:
-    drawn = ElementTree.fromstring(plot(alone([10.0, 20.0, 40.0], [80.0, 40.0, 60.0])))
-    ranges = [one.get("d") for one in drawn if one.tag.endswith("path")]
-    bars = [float(one.get("width", "")) for one in drawn if one.tag.endswith("rect") and one.get("x")]
-    assert len(ranges) == len(bars) == 6 and bars[0] / bars[1] == pytest.approx(3.0, abs=0.05), "of medians"
-    assert "from the least to the most" in "".join(drawn.itertext())
-    assert ranges[0] == "M425.0 66H520.0", "40 to 80 of 80, in a panel of 190 from 330 on"
+    fastest, others = ablation(alone([10.0, 20.0, 40.0], [80.0, 40.0, 60.0])).panels[0].series
+    assert (fastest.values, others.values) == ([60.0, None], [None, 20.0]), "medians"
+    assert others.intervals == [(40.0, 80.0), (10.0, 40.0)]
+
+
+def test_a_plot_is_an_svg_of_its_result(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = made() | {"checkpoint": "a<b"}
+    save_ablation(result, tmp_path / "plot")
+    text = (tmp_path / "plot.svg").read_text()
+    assert digest(result) in text and "a<b" in "".join(ElementTree.fromstring(text).itertext())
+    assert digest(made() | {"cells": []}) not in text

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from thalweg.bench import compare
-from thalweg.bench.noise import bootstrap, paired, shares, student, welch
-from thalweg.bench.readings import ReadError, Reading, load, points
+from thalweg.bench.result_files import Measurement, ResultFileError, load, points
+from thalweg.bench.statistics import bootstrap, paired, share_ratio, student, welch
 
 
 def test_students_t() -> None:
@@ -62,7 +62,9 @@ def test_samples_of_one_run() -> None:
         found.low is not None and found.high is not None and found.low < 2.0 < found.high and found.high / found.low < 2
     )
     assert bootstrap(a, a, lambda rows: rows.mean(axis=1), 0.99, "").value == 1.0
-    assert shares((990, 1000), (960, 1000), 0.99).high < 1 < (shares((990, 1000), (988, 1000), 0.99).high or 0)  # type: ignore[operator]
+    assert (
+        share_ratio((990, 1000), (960, 1000), 0.99).high < 1 < (share_ratio((990, 1000), (988, 1000), 0.99).high or 0)
+    )  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -155,12 +157,12 @@ def test_files_of_one_side_are_repeats_of_one() -> None:
     one, other, seed = serving(20.0, 1000.0, 1, 1), serving(20.0, 1000.0, 1, 2, chunked="off"), serving(9.0, 9.0, 1, 3)
     seed["configuration"]["client"]["seed"] = 7
     _, _, warnings = compare.compare([one, other], [one], 0.99, 0.01)
-    assert warnings == ["the files of A are no repeats of one: client.chunked is not there and off"]
+    assert warnings == ["the files of A are not repeats of one run: client.chunked is missing and off"]
     assert compare.compare([one, seed], [one], 0.99, 0.01)[2] == []
     row = {"operation": "rope", "case": "small", "backend": "triton", "us": 3.0, "failed": ""}
     kernels = {"command": "thalweg bench kernels", "rows": [row]}
     for sides in (([one, kernels], [one]), ([one, kernels], [one, kernels]), ([one], [one, kernels])):
-        with pytest.raises(ReadError, match="nothing to compare"):
+        with pytest.raises(ResultFileError, match="nothing to compare"):
             compare.compare(*sides, 0.99, 0.01)
 
 
@@ -177,7 +179,7 @@ def test_json_of_another_shape_is_an_error_that_names_the_file(
     path.write_text(json.dumps({"command": f"thalweg {command}", **rest}))
     assert compare.main([str(path), str(path)]) == 1
     said = capsys.readouterr().err
-    assert f"odd.json: not a whole result of `{command}`" in said
+    assert f"odd.json: incomplete result of `{command}`" in said
 
 
 def test_the_table_keeps_its_lines_in_a_narrow_terminal() -> None:
@@ -243,7 +245,7 @@ def test_files_settings_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture
     assert compare.main([*paths, "--fail-on-worse", "--output-file", str(out)]) == 3 and compare.main(paths) == 0
     shown = capsys.readouterr().out
     assert "worse at rate 8.0, concurrency any: mean_ttft +3" in shown and "B is partial: Ctrl-C" in shown
-    assert "differs: commit: abc → def" in shown and "differs: client.chunked: not there → off" in shown
+    assert "differs: commit: abc → def" in shown and "differs: client.chunked: missing → off" in shown
     assert "output_file" not in shown.split("differs", 1)[1] and "uptime" not in shown
     written = json.loads(out.read_text())
     assert written["command"].startswith("thalweg bench compare") and {
@@ -277,11 +279,11 @@ def test_every_command_has_a_reading(tmp_path: Path) -> None:
     assert found["phase: weights"].values == [1.0, 1.0] and found["ready_seconds"].values == [5.0, 5.0]
     row = {"operation": "rope", "case": "small", "backend": "triton", "us": 3.0, "failed": "", "rounds_us": [2.9, 3.1]}
     assert points([{"command": "thalweg bench kernels", "rows": [row, row | {"failed": "x", "case": "y"}]}]) == {
-        "rope, small, triton": {"time": Reading("us", False, [3.0], [2.9, 3.1], "median", what="rounds")}
+        "rope, small, triton": {"time": Measurement("us", False, [3.0], [2.9, 3.1], "median", sampled="rounds")}
     }
     cells = points(load(root / "cpu/ablation_tiny.json"))
     hits = cells["the base"]["sums"].hits
     assert len(cells["mla off"]["one request"].values) >= 3 and hits is not None and hits[0] == hits[1] >= 10
     assert "one request, a CPU second" in cells["radix off"] and "tp on" not in cells
-    with pytest.raises(ReadError, match="bench load"):
+    with pytest.raises(ResultFileError, match="bench load"):
         points([{"command": "thalweg bench load"}])

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from thalweg.bench.conversations import Groups, file_conversations, shared_prompts
-from thalweg.bench.datasets import Answer, DatasetError, Prompt, Span, Vocabulary, schedule
+from thalweg.bench.datasets import Answer, Prompt, Span, Vocabulary, schedule
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.metrics import Record
 from thalweg.bench.per_request import Slo, by_turn, goodput, samples, tokens_by_second
 from thalweg.bench.prompt_files import file_prompts, sharegpt_prompts

@@ -10,13 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from thalweg.bench.datasets import (
-    DatasetError,
-    Prompt,
-    Vocabulary,
-    random_prompts,
-    schedule,
-)
+from thalweg.bench.datasets import Prompt, Vocabulary, random_prompts, schedule
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.prompt_files import file_prompts
 from thalweg.bench.request_traces import BLOCK, TraceLimits, trace_prompts
 

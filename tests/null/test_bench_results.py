@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from thalweg.bench.results import homeless, provenance
+from thalweg.bench.results import hide_home, provenance
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,10 +16,10 @@ def test_a_result_does_not_name_the_users_folder(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Path, "home", lambda: Path("/home/somebody"))
     given = {"cache": "/home/somebody/.cache/thalweg", "depth": 2, "lists": [("on", "/home/somebody/x")], "none": None}
     want = {"cache": "~/.cache/thalweg", "depth": 2, "lists": [["on", "~/x"]], "none": None}
-    assert homeless(given) == want
+    assert hide_home(given) == want
     assert provenance("plan", ["models/tiny"], given)["configuration"] == want
     monkeypatch.setattr(Path, "home", lambda: Path("/"))
-    assert homeless("/srv/models") == "/srv/models"
+    assert hide_home("/srv/models") == "/srv/models"
 
 
 def test_no_committed_result_names_one() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thalweg.bench import gsm8k
-from thalweg.bench.datasets import DatasetError
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.statistics import Share
 
 

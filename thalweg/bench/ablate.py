@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ from thalweg.bench.ablate_cell import Order
 from thalweg.bench.ablate_cells import MATRIX, Cell, cells
 from thalweg.bench.ablate_columns import Column, Probe, columns
 from thalweg.bench.ablate_load import Workload, must_fit
-from thalweg.bench.ablate_plot import plot
 from thalweg.bench.ablate_run import DONE, INTERRUPTED, REFUSED, TIMED_OUT, Interrupted, ended_by_sigterm
 from thalweg.bench.ablate_run import run as run_cell
-from thalweg.bench.ablate_tables import apart, markdown
+from thalweg.bench.ablation_tables import differences_from_base, markdown
+from thalweg.bench.errors import ResultError
 from thalweg.bench.eval_run import Asked, read_files
 from thalweg.bench.in_process import configuration, folder_name
-from thalweg.bench.results import ResultError, homeless, provenance
+from thalweg.bench.plots import save_ablation
+from thalweg.bench.results import hide_home, provenance
 from thalweg.bench.usage import status
 from thalweg.config.args import parse_options
 from thalweg.config.machine import Machine
@@ -101,11 +103,14 @@ class Table:
             for suffix, text in (
                 (".json", json.dumps(made, ensure_ascii=False, indent=1, default=str) + "\n"),
                 (".md", markdown(made)),
-                (".svg", plot(made)),
             ):
                 new = self.path.with_suffix(f"{suffix}.new")
                 new.write_text(text, encoding="utf-8")
                 os.replace(new, self.path.with_suffix(suffix))
+            with suppress(ImportError):
+                import matplotlib  # noqa: F401
+
+                save_ablation(made, self.path.with_suffix(""))
         except OSError as error:
             raise ResultError(f"cannot write {self.path} ({error.strerror}): give another --output-file") from error
 
@@ -191,7 +196,7 @@ def _left(seconds: float) -> str:
 
 def changed(made: Sequence[Column], labels: Mapping[str, str]) -> str:
     """How a cell differs from the base, in a few words."""
-    return apart([(one.name, one.base) for one in made], labels)
+    return differences_from_base([{"name": one.name, "base": one.base} for one in made], labels)
 
 
 def short(result: Result) -> str:
@@ -258,7 +263,7 @@ def _head(
             "setting": one.setting,
             "base": one.base,
             "levels": [level.label for level in one.levels],
-            "values": [homeless(level.value) for level in one.levels],
+            "values": [hide_home(level.value) for level in one.levels],
         }
         for one in made
     ]

@@ -18,7 +18,8 @@ import msgspec
 
 from thalweg.bench.ablate_load import Workload, batch, must_fit, single
 from thalweg.bench.answers import Here, Texts
-from thalweg.bench.datasets import DatasetError, vocabulary_of
+from thalweg.bench.datasets import vocabulary_of
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.eval_run import Asked, Evaluation, evaluate
 from thalweg.core.errors import ThalwegError
 from thalweg.llm import LLM

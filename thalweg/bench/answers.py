@@ -18,8 +18,9 @@ from torch import nn
 
 from thalweg.attention.selection import Selection
 from thalweg.bench.backends import Options, make_backend
-from thalweg.bench.client import Client, HttpError, Reply
+from thalweg.bench.client import Client, Reply
 from thalweg.bench.datasets import Prompt
+from thalweg.bench.errors import HttpError
 from thalweg.bench.load import Load, interruptible
 from thalweg.bench.metrics import Record, failures
 from thalweg.bench.tasks import Item

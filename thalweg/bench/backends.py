@@ -14,8 +14,9 @@ from typing import Protocol
 
 import msgspec
 
-from thalweg.bench.client import CannotConnect, Client, HttpError, Reply, Sending
+from thalweg.bench.client import CannotConnect, Client, Reply, Sending
 from thalweg.bench.datasets import Prompt
+from thalweg.bench.errors import HttpError
 from thalweg.bench.metrics import Record
 
 

@@ -16,15 +16,12 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from thalweg.bench.errors import HttpError
 from thalweg.bench.pacer import Pacer
 
 OURS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # what keeps a client from connecting to a server that is well
 OnBody = Callable[[bytes, float], None]
 OnSent = Callable[[float], None]
-
-
-class HttpError(Exception):
-    """The server could not be reached, hung up, or answered what is no HTTP. The message is a reason to count by."""
 
 
 class CannotConnect(HttpError):

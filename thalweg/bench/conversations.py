@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from thalweg.bench.datasets import DatasetError, Prompt, Span, Vocabulary
+from thalweg.bench.datasets import Prompt, Span, Vocabulary
+from thalweg.bench.errors import DatasetError
 
 
 @dataclass(frozen=True, slots=True)

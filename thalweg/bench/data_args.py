@@ -8,7 +8,8 @@ import tarfile
 from pathlib import Path
 
 from thalweg.bench.conversations import Groups, file_conversations, shared_prompts
-from thalweg.bench.datasets import DatasetError, Prompt, Span, Vocabulary, random_prompts
+from thalweg.bench.datasets import Prompt, Span, Vocabulary, random_prompts
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.prompt_files import file_prompts, sharegpt_prompts
 from thalweg.bench.request_traces import TraceLimits, trace_prompts
 from thalweg.bench.servegen import servegen_prompts

@@ -16,13 +16,11 @@ from random import Random
 
 from tokenizers import Tokenizer
 
+from thalweg.bench.errors import DatasetError
+
 Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 Message = Mapping[str, object]
-
-
-class DatasetError(Exception):
-    """A data set that cannot be used: names the file, the line, the field and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,12 @@ from rich.table import Table
 
 from thalweg.bench import harness
 from thalweg.bench.answers import Answerer, Here, Texts, There
-from thalweg.bench.client import HttpError
 from thalweg.bench.data_args import whole
-from thalweg.bench.datasets import DatasetError
+from thalweg.bench.errors import DatasetError, HttpError, ResultError
 from thalweg.bench.eval_run import BLIND, CHOICE, LEAST, SHARES, TASKS, Asked, Evaluation, Row, evaluate, read_files
 from thalweg.bench.in_process import configuration, folder_name, positive
 from thalweg.bench.own_server import ServerError
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
 from thalweg.config.args import OptionsParser, ParsedOptions, options_parser, parse_options
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults

@@ -17,7 +17,7 @@ from rich.progress import Progress
 from thalweg.attention.selection import RandomChoice, best
 from thalweg.bench import gsm8k, multiple_choice
 from thalweg.bench.answers import Answer, Answerer, Continued, Here, Texts
-from thalweg.bench.datasets import DatasetError
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.nextn_acceptance import Written, acceptance, load_nextn
 from thalweg.bench.statistics import Share
 from thalweg.bench.tasks import Item, make_items, score

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from thalweg.bench.datasets import DatasetError
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.tasks import Item, Message
 
 MARK = "####"

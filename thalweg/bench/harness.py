@@ -25,10 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from thalweg.bench.client import Client
+from thalweg.bench.errors import ResultError
 from thalweg.bench.eval_run import Row
 from thalweg.bench.in_process import folder_name, positive
 from thalweg.bench.own_server import OwnServer
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
 from thalweg.bench.statistics import Share
 from thalweg.config.args import OptionsParser
 from thalweg.config.options import Options

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 from thalweg.bench.backends import Backend, Options, ask
 from thalweg.bench.client import Client
-from thalweg.bench.datasets import Answer, DatasetError, Prompt
+from thalweg.bench.datasets import Answer, Prompt
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.metrics import Record
 from thalweg.bench.pacer import punctual
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 
 from thalweg.bench.answers import Answerer, Continued, Texts
-from thalweg.bench.datasets import DatasetError
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.task_pools import RECALL_VALUES
 from thalweg.bench.tasks import Item
 

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thalweg.bench.data_args import add_data, check_data, load_prompts
-from thalweg.bench.datasets import DatasetError, Vocabulary, vocabulary_of
+from thalweg.bench.datasets import Vocabulary, vocabulary_of
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.in_process import configuration, positive
 from thalweg.bench.prompt_files import ids_of
 from thalweg.bench.results import provenance, write

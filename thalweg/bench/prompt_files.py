@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 
-from thalweg.bench.datasets import DatasetError, Prompt, Vocabulary, json_lines, lines_of
+from thalweg.bench.datasets import Prompt, Vocabulary, json_lines, lines_of
+from thalweg.bench.errors import DatasetError
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 SHORTEST = 2  # tokens of a prompt and of an answer: SGLang leaves shorter ones out

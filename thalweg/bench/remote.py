@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from thalweg.bench.client import Client, HttpError, Reply
+from thalweg.bench.client import Client, Reply
+from thalweg.bench.errors import HttpError
 from thalweg.bench.prometheus import Histogram, read_histogram
 
 PATIENCE = 120.0  # seconds for a page of the server: a profile takes its time

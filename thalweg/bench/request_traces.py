@@ -14,7 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from random import Random
 
-from thalweg.bench.datasets import DatasetError, Prompt, Vocabulary, json_lines, lines_of
+from thalweg.bench.datasets import Prompt, Vocabulary, json_lines, lines_of
+from thalweg.bench.errors import DatasetError
 
 BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
 LONGEST = 10_000_000  # tokens; a row with more is a broken row, not a request

@@ -1,4 +1,4 @@
-"""A result is one JSON object: the numbers, and all that is needed to get them again (device, versions, commit,
+"""Writing results: one JSON object with the numbers and all that is needed to repeat them (device, versions, commit,
 configuration, command).
 """
 
@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import thalweg
+from thalweg.bench.errors import ResultError
 
 LIBRARIES = (
     "torch",
@@ -30,20 +32,13 @@ LIBRARIES = (
 )
 
 
-class ResultError(Exception):
-    """A result that cannot be written."""
-
-
-def device() -> dict[str, object]:
-    """The machine of this process: processor, cores that it may use, memory in GiB, and GPUs where the driver names
-    some.
-    """
-    return {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": _memory_gib(),
-        "gpus": _gpu_names(),
-    }
+def _command_output(*words: str) -> str:
+    """Its stdout; "" where the program is missing or fails."""
+    options: dict[str, Any] = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "timeout": 10}
+    try:
+        return str(subprocess.run(words, check=True, **options).stdout).strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _proc_field(file: str, field: str) -> str:
@@ -52,83 +47,60 @@ def _proc_field(file: str, field: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
-def _cpu_name() -> str:
-    return _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float:
+def device() -> dict[str, object]:
+    """This machine: processor, cores that the process may use, memory, and the GPUs that the driver lists."""
     kib = _proc_field("/proc/meminfo", "MemTotal").removesuffix("kB").strip()
-    return round(int(kib) / 2**20, 1) if kib else 0.0
-
-
-def _gpu_names() -> list[str]:
-    try:
-        shown = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in shown.stdout.splitlines() if line.strip()]
+    gpus = _command_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return {
+        "cpu": _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int(kib) / 2**20, 1) if kib else 0.0,
+        "gpus": [line.strip() for line in gpus.splitlines() if line.strip()],
+    }
 
 
 def versions() -> dict[str, str]:
-    """Thalweg, Python, the system, and the libraries that are installed."""
-    found = {"thalweg": thalweg.__version__, "python": platform.python_version(), "system": platform.platform()}
+    """Thalweg, Python, the system, and the installed libraries."""
+    known = {"thalweg": thalweg.__version__, "python": platform.python_version(), "system": platform.platform()}
     for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            known[name] = metadata.version(name)
+    return known
 
 
 def commit() -> str:
     """The commit of the source tree, with "+changes" where files differ from it; "" where this is no checkout."""
-
-    def git(*words: str) -> str:
-        try:
-            done = subprocess.run(
-                ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            return ""
-        return done.stdout.strip()
-
-    head = git("rev-parse", "HEAD")
-    return f"{head}+changes" if head and git("status", "--porcelain", "--untracked-files=no") else head
+    head = _command_output("git", "rev-parse", "HEAD")
+    changed = head and _command_output("git", "status", "--porcelain", "--untracked-files=no")
+    return f"{head}+changes" if changed else head
 
 
-def homeless(value: Any) -> Any:
-    """The same, as JSON has it, with ~ for the user's own folder: results are shown to others."""
+def hide_home(value: Any) -> Any:
+    """The value as JSON has it, with ~ for the user's folder: results are shown to others."""
     if isinstance(value, str):
         home = str(Path.home())
         return value.replace(home, "~") if len(home) > 1 else value
     if isinstance(value, Mapping):
-        return {name: homeless(one) for name, one in value.items()}
-    return [homeless(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: hide_home(field) for name, field in value.items()}
+    return [hide_home(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 def provenance(command: str, argv: list[str], configuration: Mapping[str, object]) -> dict[str, object]:
-    """What goes with every result. configuration: the resolved one, in full; of the engine too where it is known."""
+    """Fields of every result. configuration: the resolved settings in full, the server's too where it reports them."""
     return {
         "command": shlex.join(["thalweg", *command.split(), *argv]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "device": device(),
         "versions": versions(),
         "commit": commit(),
-        "configuration": homeless(configuration),
+        "configuration": hide_home(configuration),
     }
 
 
 def write(path: Path, result: Mapping[str, object]) -> None:
-    """Writes a result: `.jsonl` gets one more line (as SGLang's tools do), any other name is written anew, indented.
+    """A `.jsonl` gets one more line, as SGLang's tools do; any other file is written anew.
 
-    Raises:
-        ResultError: the file cannot be written. The result then goes to stdout, so that nothing measured is lost.
+    Raises ResultError where the file cannot be written, after printing the result, so that nothing is lost.
     """
     lines = path.suffix == ".jsonl"
     text = json.dumps(result, ensure_ascii=False, allow_nan=False, default=str, indent=None if lines else 2) + "\n"

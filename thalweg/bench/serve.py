@@ -16,14 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from thalweg.bench.backends import Options, ask, make_backend
-from thalweg.bench.client import Client, HttpError
+from thalweg.bench.client import Client
 from thalweg.bench.data_args import load_prompts, shorter
-from thalweg.bench.datasets import DatasetError, Vocabulary, schedule, vocabulary_of
+from thalweg.bench.datasets import Vocabulary, schedule, vocabulary_of
+from thalweg.bench.errors import DatasetError, HttpError, ResultError
 from thalweg.bench.load import Load, allow_files, interruptible, no_collection
 from thalweg.bench.metrics import Record, failures, measure, render, sweep_table
 from thalweg.bench.per_request import Slo, by_turn, goodput, samples, tokens_by_second
 from thalweg.bench.remote import BenchError, Counters, Server, accept_length, cache_hits, overhead
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
 from thalweg.bench.serve_args import parse
 from thalweg.bench.sharing import possible_hits
 

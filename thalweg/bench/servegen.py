@@ -22,7 +22,8 @@ from itertools import accumulate, islice
 from pathlib import Path
 from random import Random
 
-from thalweg.bench.datasets import DatasetError, Prompt, Vocabulary
+from thalweg.bench.datasets import Prompt, Vocabulary
+from thalweg.bench.errors import DatasetError
 from thalweg.bench.request_traces import Row, TraceLimits, prompts_of
 
 WINDOW = 600.0  # seconds of a row of a client's trace

@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from thalweg.bench.backends import Options, ask, make_backend
-from thalweg.bench.client import Client, HttpError
+from thalweg.bench.client import Client
 from thalweg.bench.data_args import whole
 from thalweg.bench.datasets import Prompt
+from thalweg.bench.errors import HttpError, ResultError
 from thalweg.bench.metrics import Record
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import Parser
 
 PHASE = re.compile(

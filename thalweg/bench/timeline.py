@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from thalweg.bench.errors import ResultError
 from thalweg.bench.losses import GAPS, additions
-from thalweg.bench.results import ResultError
 from thalweg.bench.trace import Profile, Step
 
 ENGINE, DEVICE = 1, 2

@@ -25,9 +25,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from thalweg.bench import stopwatch
+from thalweg.bench.errors import ResultError
 from thalweg.bench.in_process import positive
 from thalweg.bench.kernels import RESIDENT, SEED, difference, failures, matches, told
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
 from thalweg.config.args import OptionsParser, ParsedOptions, options_parser, parse_options
 from thalweg.config.engine import EngineConfig

@@ -21,14 +21,15 @@ from pathlib import Path
 import msgspec
 
 from thalweg.bench.backends import Options, make_backend
-from thalweg.bench.client import Client, HttpError
-from thalweg.bench.datasets import DatasetError, Prompt, random_prompts, vocabulary_of
+from thalweg.bench.client import Client
+from thalweg.bench.datasets import Prompt, random_prompts, vocabulary_of
+from thalweg.bench.errors import DatasetError, HttpError, ResultError
 from thalweg.bench.load import Load, interruptible, no_collection
 from thalweg.bench.load_report import Check, Round, Seen, judge, tell
 from thalweg.bench.own_server import OwnServer, ServerError, pin, raise_file_limit
 from thalweg.bench.pace import Pace, Task
 from thalweg.bench.remote import Server, overhead
-from thalweg.bench.results import ResultError, provenance, write
+from thalweg.bench.results import provenance, write
 from thalweg.bench.twins import compare
 from thalweg.bench.usage import Parser
 from thalweg.bench.watch import Sample, Watcher

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from thalweg.bench.datasets import DatasetError
-from thalweg.bench.results import ResultError
+from thalweg.bench.errors import DatasetError, ResultError
 from thalweg.config.setting import nearest
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from thalweg.bench.client import Client, HttpError
+from thalweg.bench.client import Client
+from thalweg.bench.errors import HttpError
 from thalweg.bench.own_server import OwnServer, Usage, usage
 from thalweg.bench.pace import Pace
 from thalweg.core.messages import Stats

@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from thalweg.bench.ablate_plot import plot
-from thalweg.bench.readings import ReadError
+from thalweg.bench.plots import digest, save_ablation
+from thalweg.bench.result_files import ResultFileError
 from tools.release import tables
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def made(order: str) -> str:
     results = [read(one) for one in names]
     try:
         lines = kinds[kind](*results)
-    except (KeyError, TypeError, IndexError, ReadError) as error:
+    except (KeyError, TypeError, IndexError, ResultFileError) as error:
         raise DocsError(f"benchmarks/{name} is no result of the kind {kind}: {error!r}") from error
     return "\n".join([*lines, "", *(source(*one) for one in zip(names, results, strict=True))])
 
@@ -104,10 +104,10 @@ def support() -> list[str]:
     return tables.table(heads, rows)
 
 
-def pictures(page: str) -> dict[Path, str]:
-    """The plots beside the ablations of a page, as their results make them."""
+def plots(page: str) -> dict[Path, dict[str, Any]]:
+    """The ablations of a page, by the path of their plot."""
     orders = [found["order"].partition(" ") for found in BLOCK.finditer(page)]
-    return {(BENCHMARKS / name).with_suffix(".svg"): plot(read(name)) for kind, _, name in orders if kind == "ablation"}
+    return {(BENCHMARKS / name).with_suffix(".svg"): read(name) for kind, _, name in orders if kind == "ablation"}
 
 
 def renewed(page: str) -> str:
@@ -146,8 +146,8 @@ def wrong() -> list[str]:
         try:
             if renewed(page) != page:
                 found.append(f"{name}: a table differs from its result; run `make docs`")
-            for path, picture in pictures(page).items():
-                if not path.is_file() or path.read_text(encoding="utf-8") != picture:
+            for path, result in plots(page).items():
+                if not path.is_file() or digest(result) not in path.read_text(encoding="utf-8"):
                     found.append(f"{name}: {path.name} differs from its result; run `make docs`")
         except DocsError as error:
             found.append(f"{name}: {error}")
@@ -170,8 +170,8 @@ def main(words: Sequence[str]) -> int:
                 path = ROOT / name
                 page = path.read_text(encoding="utf-8")
                 path.write_text(renewed(page), encoding="utf-8")
-                for place, picture in pictures(page).items():
-                    place.write_text(picture, encoding="utf-8")
+                for place, result in plots(page).items():
+                    save_ablation(result, place.with_suffix(""))
         except DocsError as error:
             print(f"make docs: {error}", file=sys.stderr)
             return 1

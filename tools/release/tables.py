@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from thalweg.bench.ablate_tables import accuracy, cell_table, effects
-from thalweg.bench.ablate_tables import head as ablation_head
+from thalweg.bench.ablation_tables import accuracy, sections
 from thalweg.bench.report import section
 
 Result = Mapping[str, Any]
@@ -56,8 +55,7 @@ def evaluation(result: Result) -> Lines:
 
 
 def ablation(result: Result) -> Lines:
-    worth = effects(result)
-    return [ablation_head(result), "", *cell_table(result), *(["", *worth] if worth else [])]
+    return sections(result)
 
 
 def compare_transformers(result: Result) -> Lines:
