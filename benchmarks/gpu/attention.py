@@ -27,7 +27,7 @@ from triton.runtime.errors import TritonError
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from thalweg.kernels.attend.triton import Tiles
+from thalweg.kernels.attend.triton import TileConfig
 from thalweg.kernels.gqa import case as gqa_case
 from thalweg.kernels.gqa import ext as gqa_ext
 from thalweg.kernels.gqa import triton as gqa
@@ -128,7 +128,7 @@ def contexts(rows: int, context: int, bytes_: int) -> tuple[int, list[Tensor], T
 class Tried:
     """A module's choice of tiles put aside for these."""
 
-    def __init__(self, module: Any, name: str, tiles: Tiles) -> None:
+    def __init__(self, module: Any, name: str, tiles: TileConfig) -> None:
         self.module, self.name, self.tiles, self.before = module, name, tiles, vars(module)[name]
 
     def __enter__(self) -> None:
@@ -176,8 +176,13 @@ def mla_decode(table: Table, quick: bool, heads: int, context: int, rows: int) -
     if quick:
         return
     table.add(f"{name}, {chosen * 2} splits", lambda: each(chosen * 2), bytes_, flops)
-    few = ((Tiles(16, 64, 8, 3), 1), (Tiles(16, 32, 4, 4), 1), (Tiles(16, 32, 4, 3), 2), (Tiles(16, 32, 4, 3), 1))
-    for tiles, times in few if heads <= 16 else ((Tiles(64, 32, 8, 3), 1),):
+    few = (
+        (TileConfig(16, 64, 8, 3), 1),
+        (TileConfig(16, 32, 4, 4), 1),
+        (TileConfig(16, 32, 4, 3), 2),
+        (TileConfig(16, 32, 4, 3), 1),
+    )
+    for tiles, times in few if heads <= 16 else ((TileConfig(64, 32, 8, 3), 1),):
         with Tried(mla, "decode_tiles", tiles):
             table.add(
                 f"{name}, {chosen * times} splits, {tuple(tiles)}",
@@ -201,7 +206,9 @@ def mla_prefill(table: Table, quick: bool, heads: int, rows: int, tokens: int) -
 
     name, flops = f"mla prefill {heads} heads, {rows} x {tokens}", rows * tokens * tokens * heads * 320
     table.add(name, lambda: [call], 0, flops)
-    for tiles in () if quick else (Tiles(128, 128, 8, 2), Tiles(128, 32, 8, 3, 128), Tiles(64, 64, 4, 2)):
+    for tiles in (
+        () if quick else (TileConfig(128, 128, 8, 2), TileConfig(128, 32, 8, 3, 128), TileConfig(64, 64, 4, 2))
+    ):
         with Tried(mla, "prefill_tiles", tiles):
             table.add(f"{name}, {tuple(tiles)}", lambda: [call], 0, flops)
 
@@ -227,7 +234,7 @@ def gqa_decode(table: Table, quick: bool, heads: int, kv_heads: int, context: in
         return
     for splits in sorted({max(chosen // 2, 1), chosen * 2} - {chosen}):
         table.add(f"{name}, {splits} splits", functools.partial(each, splits), bytes_, flops)
-    for tiles in (Tiles(16, 64, 4, 3), Tiles(16, 64, 8, 4)):
+    for tiles in (TileConfig(16, 64, 4, 3), TileConfig(16, 64, 8, 4)):
         with Tried(gqa, "decode_tiles", tiles):
             table.add(f"{name}, {tuple(tiles)}", lambda: each(chosen), bytes_, flops)
 
@@ -244,7 +251,7 @@ def gqa_prefill(table: Table, quick: bool, heads: int, kv_heads: int, rows: int,
 
     name, flops = f"gqa prefill {heads}/{kv_heads} heads, {rows} x {tokens}", rows * tokens * tokens * heads * 256
     table.add(name, lambda: [call], 0, flops)
-    for tiles in () if quick else (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3, 128), Tiles(64, 64, 4, 2)):
+    for tiles in () if quick else (TileConfig(128, 64, 8, 3), TileConfig(128, 32, 8, 3, 128), TileConfig(64, 64, 4, 2)):
         with Tried(gqa, "prefill_tiles", tiles):
             table.add(f"{name}, {tuple(tiles)}", lambda: [call], 0, flops)
 

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thalweg.attention.selection import Selection, best
+from thalweg.attention.selection import Selection, select_top_k
 from thalweg.batch.prepare import prepare
 from thalweg.bench.results import provenance, write
 from thalweg.config.tree import options_of
@@ -127,13 +127,13 @@ class Watch:
     def _selection(self, layer: int) -> Selection:
         def select(scores_NS: Tensor, topk: int) -> Tensor:
             assert self.run is not None
-            index, candidate = best(scores_NS, topk), scores_NS > -torch.inf
+            index, candidate = select_top_k(scores_NS, topk), scores_NS > -torch.inf
             at = candidate.sum(1) - 1  # a token may attend to all before it and to itself
             chosen = torch.zeros_like(candidate).scatter_(1, index, True) & candidate
             self.run.of("context", layer, self.width).keep(at, scores_NS, chosen)
             if self.imposed is None:
                 return index
-            return best(self.imposed.picks["context", layer].chosen[at, : scores_NS.shape[1]].float(), topk)
+            return select_top_k(self.imposed.picks["context", layer].chosen[at, : scores_NS.shape[1]].float(), topk)
 
         return select
 

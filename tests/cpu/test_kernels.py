@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from thalweg.attention.selection import RandomChoice, best
+from thalweg.attention.selection import RandomSelection, select_top_k
 from thalweg.kernels.case import Case, Run
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.fp8_block.ref import dequantize, quantize, quantize_rows, scales_of
@@ -89,9 +89,9 @@ def test_quantisation_error_is_the_published_one(power_of_two: bool) -> None:
 
 def test_random_choice_is_uniform_over_candidates_and_repeatable() -> None:
     scores = torch.randn(4000, 12).masked_fill_(torch.arange(12) >= 9, -torch.inf)
-    choice = RandomChoice(seed=3)
+    choice = RandomSelection(seed=3)
     chosen = torch.zeros_like(scores).scatter_(1, choice(scores, 3), 1.0)
     assert bool((chosen.sum(1) == 3).all()) and not chosen[:, 9:].any()
     assert float((chosen[:, :9].mean(0) - 1 / 3).abs().max()) < 0.04
-    assert torch.equal(RandomChoice(3)(scores, 3), RandomChoice(3)(scores, 3))
-    assert not torch.equal(RandomChoice(3)(scores, 3).sort(-1).values, best(scores, 3).sort(-1).values)
+    assert torch.equal(RandomSelection(3)(scores, 3), RandomSelection(3)(scores, 3))
+    assert not torch.equal(RandomSelection(3)(scores, 3).sort(-1).values, select_top_k(scores, 3).sort(-1).values)

@@ -28,7 +28,7 @@ from thalweg.layers.linear import Part
 from thalweg.layers.module import Module
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.llm import LLM
-from thalweg.memory.planes import FP8, FP8_MAX, decoded, encoded
+from thalweg.memory.planes import FP8, FP8_MAX, decode, encode
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.models.decoder import Model
@@ -152,11 +152,11 @@ def test_sums_are_right_with_an_fp8_cache() -> None:
 
 def test_fp8_saturates_and_keeps_its_scale() -> None:
     x, scale = torch.tensor([0.0, 1.0, -3.3, 1e4, -1e9, 2e-3]), torch.tensor([2.0])
-    back = decoded(encoded(x, FP8, scale), torch.float32, scale)
+    back = decode(encode(x, FP8, scale), torch.float32, scale)
     assert torch.equal(back[[0, 1, 3, 4]], torch.tensor([0.0, 1.0, 2 * FP8_MAX, -2 * FP8_MAX]))
     assert abs(float(back[2]) + 3.3) < 0.1 and abs(float(back[5]) - 2e-3) <= 2e-3
     own = torch.ones(3)
-    assert encoded(own, torch.float32, None) is own and decoded(own, torch.float32, None) is own
+    assert encode(own, torch.float32, None) is own and decode(own, torch.float32, None) is own
 
 
 def test_a_published_scale_is_the_latents(exact: Tensor) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.attention.context import Step
-from thalweg.attention.selection import Choices
+from thalweg.attention.context import AttentionMetadata
+from thalweg.attention.selection import SelectedContexts
 from thalweg.kernels.indexer.ref import index_scores
 from thalweg.layers.residual import ResidualStream
 from thalweg.models.decoder import Model
@@ -52,10 +52,10 @@ def error(model: Model, ids: list[int], want: Tensor) -> float:
     return float(difference.max() / want.abs().max())
 
 
-def rotate_halves(x_TX: Tensor, cis_T1c: Tensor, first: int, heads: int, dim: int) -> None:
-    width = 2 * cis_T1c.shape[-1]
+def rotate_halves(x_TX: Tensor, cos_sin_T1c: Tensor, first: int, heads: int, dim: int) -> None:
+    width = 2 * cos_sin_T1c.shape[-1]
     part = x_TX.as_strided((len(x_TX), heads, width), (x_TX.stride(0), dim, 1), x_TX.storage_offset() + first)
-    turned = torch.complex(part[..., : width // 2], part[..., width // 2 :]) * cis_T1c
+    turned = torch.complex(part[..., : width // 2], part[..., width // 2 :]) * cos_sin_T1c
     part.copy_(torch.cat([turned.real, turned.imag], -1))
 
 
@@ -68,8 +68,8 @@ def indexer_rope_by_pairs(patch: pytest.MonkeyPatch) -> None:
 
 
 def indexer_rope_on_the_last_dims(patch: pytest.MonkeyPatch) -> None:
-    def rotate_last(x_TX: Tensor, cis_T1c: Tensor, first: int, heads: int, dim: int) -> None:
-        rotate_halves(x_TX, cis_T1c, first + dim - 2 * cis_T1c.shape[-1], heads, dim)
+    def rotate_last(x_TX: Tensor, cos_sin_T1c: Tensor, first: int, heads: int, dim: int) -> None:
+        rotate_halves(x_TX, cos_sin_T1c, first + dim - 2 * cos_sin_T1c.shape[-1], heads, dim)
 
     indexer_rope_by_pairs(patch)  # keeps the published order of dims
     patch.setattr("thalweg.layers.indexer.rotate_", rotate_last)
@@ -94,12 +94,14 @@ def index_query_before_the_norm(patch: pytest.MonkeyPatch) -> None:
 
     original = Mla.add_to
 
-    def add_to(self: Mla, h: ResidualStream, x_TH: Tensor, step: Step, earlier: Choices) -> Choices:
+    def add_to(
+        self: Mla, h: ResidualStream, x_TH: Tensor, step: AttentionMetadata, earlier: SelectedContexts
+    ) -> SelectedContexts:
         assert self.indexer is not None and self.up is not None
-        choose, up = type(self.indexer).choose, self.up
+        select, up = type(self.indexer).select, self.up
         raw = up.split(self.down.split(x_TH)[0].contiguous())[1].contiguous()
         with patch.context() as inner:
-            inner.setattr(type(self.indexer), "choose", lambda indexer, x, query, step: choose(indexer, x, raw, step))
+            inner.setattr(type(self.indexer), "select", lambda indexer, x, query, step: select(indexer, x, raw, step))
             return original(self, h, x_TH, step, earlier)
 
     patch.setattr(Mla, "add_to", add_to)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from tests.cpu.test_models_parity import SEED, TOLERANCE, error
-from thalweg.attention.selection import best
+from thalweg.attention.selection import select_top_k
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.models.traced import AFTER, traced
@@ -38,7 +38,7 @@ class Nearest:
         values = scores_NS.topk(topk + 1, -1).values
         gap = values[:, -2] - values[:, -1]
         self.gaps.append(gap.masked_fill(values[:, -1] == -torch.inf, torch.inf))
-        return best(scores_NS, topk)
+        return select_top_k(scores_NS, topk)
 
     def first_tie(self) -> int:
         """The first token whose choice of context is a near-tie: from there on two right programs may differ."""

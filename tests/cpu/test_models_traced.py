@@ -12,7 +12,7 @@ import torch
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.attention.selection import RandomChoice
+from thalweg.attention.selection import RandomSelection
 from thalweg.kernels.experts import script
 from thalweg.models.traced import AFTER, ROWS, Traced, traced
 from thalweg.weights.loader import load
@@ -94,7 +94,7 @@ def test_larger_batches_and_prompts_are_not_recorded(folder: Path) -> None:
 
 
 def test_another_choice_of_context_is_not_recorded(folder: Path) -> None:
-    model = zoo.ours(folder, selection=RandomChoice(1))
+    model = zoo.ours(folder, selection=RandomSelection(1))
     assert isinstance(traced(model), Traced) == (model.facts.mla is None)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.cpu import zoo
 from thalweg.attention import context
-from thalweg.attention.context import Work, counting, step_of
+from thalweg.attention.context import WorkspaceNeed, context_positions, make_metadata
 from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
@@ -43,21 +43,23 @@ def batch(reaches: list[int], query: int = 1) -> Batch:
 
 @pytest.mark.parametrize("query", [1, 3])
 def test_one_long_context_does_not_make_the_short_ones_long(query: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    most, work = 1 << 16, Work(pair=16)
+    most, workspace = 1 << 16, WorkspaceNeed(per_pair=16)
     monkeypatch.setattr(context, "TILE_ELEMENTS", most)
     reaches = [60, 100, 70, 8000, *[90] * 200]
     given: Any = SimpleNamespace()
-    step = step_of(batch(reaches, query), given, torch.zeros(8192, 2), counting(8192, torch.device("cpu")), work)
-    rows = [row for span in step.spans for row in range(span.group.row_start, span.group.row_start + span.rows)]
-    assert rows == list(range(len(reaches))) and step.reach == 8000
+    step = make_metadata(
+        batch(reaches, query), given, torch.zeros(8192, 2), context_positions(8192, torch.device("cpu")), workspace
+    )
+    rows = [row for group in step.groups for row in range(group.group.row_start, group.group.row_start + group.rows)]
+    assert rows == list(range(len(reaches))) and step.max_kv_len == 8000
     token = 0
-    for span in step.spans:
-        assert span.group.token_start == token and span.reach == max(reaches[span.group.row_slice])
-        token += span.rows * query
-        for tile in span.tiles:
-            size = span.rows * (tile.stop - tile.start) * work.pairs(span.reach)
-            assert size <= most or (span.rows, tile.stop - tile.start) == (1, 1)
-    assert token == len(reaches) * query and len(step.spans) < 12
+    for group in step.groups:
+        assert group.group.token_start == token and group.max_kv_len == max(reaches[group.group.row_slice])
+        token += group.rows * query
+        for tile in group.tiles:
+            size = group.rows * (tile.stop - tile.start) * workspace.elements(group.max_kv_len)
+            assert size <= most or (group.rows, tile.stop - tile.start) == (1, 1)
+    assert token == len(reaches) * query and len(step.groups) < 12
 
 
 def test_cut_or_not_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,5 +75,5 @@ def test_cut_or_not_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
         whole = model.logits(model.forward(given, planes[0]))
         monkeypatch.setattr(context, "TILE_ELEMENTS", 1 << 12)
         cut = model.logits(model.forward(given, planes[1]))
-    assert len(model.metadata.build(given, planes[1]).spans) == 4
+    assert len(model.metadata.build(given, planes[1]).groups) == 4
     torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from thalweg.attention.context import Span, Step
+from thalweg.attention.context import AttentionGroup, AttentionMetadata
 from thalweg.engine import build
 from thalweg.kernels.router import ref
 from thalweg.layers.indexer import Indexer
@@ -65,12 +65,12 @@ def test_bits_are_the_same_where_they_must_be(
 
 def test_a_choice_by_wrong_scores_is_found(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of chunks alone, whose logits with imposed choices are as they should be."""
-    right = Indexer.choose
+    right = Indexer.select
 
-    def choose(self: Indexer, x_TH: Tensor, query_TX: Tensor, step: Step) -> Any:
+    def select(self: Indexer, x_TH: Tensor, query_TX: Tensor, step: AttentionMetadata) -> Any:
         return right(self, x_TH, query_TX.roll(1, 1) if 1 < len(x_TH) <= CHUNK else query_TX, step)
 
-    monkeypatch.setattr(Indexer, "choose", choose)
+    monkeypatch.setattr(Indexer, "select", select)
     status, found = choices(script, monkeypatch, tmp_path)
     imposed = found["runs"][f"chunks of {CHUNK}, imposed"]
     assert status == 1 and imposed["logits_error_median"] < found["bound"]
@@ -80,12 +80,12 @@ def test_a_choice_by_wrong_scores_is_found(script: ModuleType, monkeypatch: pyte
 def test_attention_to_wrong_tokens_is_found(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    right = Span.slots
+    right = AttentionGroup.plane_rows
 
-    def slots(self: Span, index_NK: Tensor) -> Tensor:
+    def plane_rows(self: AttentionGroup, index_NK: Tensor) -> Tensor:
         return right(self, (index_NK - int(1 < self.query <= CHUNK)).clamp(min=0))
 
-    monkeypatch.setattr(Span, "slots", slots)
+    monkeypatch.setattr(AttentionGroup, "plane_rows", plane_rows)
     status, found = choices(script, monkeypatch, tmp_path)
     assert status == 1 and found["runs"][f"chunks of {CHUNK}, imposed"]["logits_error_median"] > 2 * found["bound"]
 

@@ -16,7 +16,7 @@ from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
-from thalweg.memory.planes import Planes, vectors
+from thalweg.memory.planes import Planes, vector_plane
 from thalweg.runner.straight import mover, straightened
 from thalweg.sampling import tree
 from thalweg.sampling.sample import REFERENCE, Sampled, accept
@@ -281,7 +281,7 @@ def test_a_tree_becomes_a_chain() -> None:
     assert batch.tree is not None and batch.tree.rows == 1
     assert batch.tree.columns_T.tolist() == [*range(62, 69), 0, 1, 2]
     assert batch.positions_T.tolist() == [62, 63, 63, 64, 64, 65, 64, 0, 1, 2]
-    specs = (vectors("latent", 0, 1, torch.float32),)
+    specs = (vector_plane("latent", 0, 1, torch.float32),)
     planes = Planes(specs, 9)
     planes.write("latent", 0, batch.write_T, torch.arange(10.0).unsqueeze(1))
     hidden = torch.arange(10.0).unsqueeze(1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from thalweg.attention.context import Step, paths_of
+from thalweg.attention.context import AttentionMetadata, paths_of_tree
 from thalweg.batch.batch import Batch, Extent, Group, Tree
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import KernelConfig
@@ -118,7 +118,7 @@ class Scene:
             plane = self.planes.paged(spec.name, spec.layer)
             plane.copy_(torch.randn(plane.shape, generator=self.generator))
         batch = batch_of(rows, self.tables, [[0] * (1 + len(row.parents)) for row in rows])
-        self.step: Step = of.metadata.build(batch, self.planes)
+        self.step: AttentionMetadata = of.metadata.build(batch, self.planes)
         self.seen = [
             (number, [*range(row.known), *(row.known + ancestor for ancestor in path(row.parents, node))])
             for number, row in enumerate(rows)
@@ -148,7 +148,7 @@ def test_columns_of_a_tokens_last_positions(nodes: tuple[int, int], known: tuple
     scene = Scene(model("llama", tmp_path), nodes, known)
     tree, positions = scene.step.batch.tree, scene.step.batch.positions_T.tolist()
     assert tree is not None
-    paths = paths_of(tree, len(positions)).tolist()
+    paths = paths_of_tree(tree, len(positions)).tolist()
     for own, (_, columns), path in zip(positions, scene.seen, paths, strict=True):
         assert [path[own - at] if own - at < 64 else at for at in range(own + 1)] == columns
 
@@ -161,7 +161,7 @@ def test_grouped_queries(nodes: tuple[int, int], known: tuple[int, int], kv_head
     gqa, scene = attention_of(made), Scene(made, nodes, known)
     assert isinstance(gqa, Gqa)
     query = scene.normal(len(scene.seen), 4, 8)
-    got = torch.cat([gqa._attend(span, span.part(query), scene.step) for span in scene.step.spans])
+    got = torch.cat([gqa._attend(group, group.take(query), scene.step) for group in scene.step.groups])
     for token in range(len(query)):
         key, value = (
             scene.kept(name, token).view(-1, kv_heads, 8).repeat_interleave(4 // kv_heads, 1)
@@ -196,7 +196,7 @@ def test_latents(nodes: tuple[int, int], known: tuple[int, int], decompressed: b
     assert isinstance(mla, Mla)
     mla.latents.long = 0 if decompressed else 1 << 30
     query = scene.normal(len(scene.seen), mla.heads, mla.nope + mla.rope)
-    got = torch.cat([mla.attend(span, span.part(query), None, scene.step) for span in scene.step.spans])
+    got = torch.cat([mla.attend(group, group.take(query), None, scene.step) for group in scene.step.groups])
     for token in range(len(query)):
         want = latent_softmax(mla, query[token], scene.kept("latent", token))
         torch.testing.assert_close(got[token].view_as(want), want, atol=2e-4, rtol=1e-3)
@@ -209,7 +209,7 @@ def test_keys_and_values_of_all_heads(nodes: tuple[int, int], known: tuple[int, 
     mha, scene = attention_of(made), Scene(made, nodes, known)
     assert isinstance(mha, Mha)
     query = scene.normal(len(scene.seen), mha.heads, mha.nope + mha.rope)
-    got = torch.cat([mha.attend(span, span.part(query), None, scene.step) for span in scene.step.spans])
+    got = torch.cat([mha.attend(group, group.take(query), None, scene.step) for group in scene.step.groups])
     for token in range(len(query)):
         key, value = (scene.kept(name, token).unflatten(1, (mha.heads, -1)) for name in ("key", "value"))
         weights = (torch.einsum("hd,shd->hs", query[token], key) * mha.latents.scale).softmax(-1)
@@ -234,9 +234,9 @@ def test_the_indexers_choice(nodes: tuple[int, int], known: tuple[int, int], mas
     index_query = scene.normal(len(scene.seen), indexer.heads, indexer.dim)
     weights = scene.normal(len(scene.seen), indexer.heads)
     token, fewer = 0, 0
-    for span in scene.step.spans:
-        choice = indexer._choose(span, index_query, weights, scene.step)
-        got = mla.attend(span, span.part(query), choice, scene.step)
+    for group in scene.step.groups:
+        choice = indexer._select(group, index_query, weights, scene.step)
+        got = mla.attend(group, group.take(query), choice, scene.step)
         for out in got:
             key = scene.kept("index", token)
             scores = torch.einsum("h,hs->s", weights[token], torch.relu(index_query[token] @ key.T)) * indexer.scale

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from thalweg.attention.selection import Selection, best
+from thalweg.attention.selection import Selection, select_top_k
 from thalweg.layers.moe import Router
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
@@ -223,7 +223,7 @@ class Watched:
 
     def __call__(self, scores_NS: Tensor, topk: int) -> Tensor:
         self.see(scores_NS, topk, self.NEAR_CONTEXT)
-        return best(scores_NS, topk)
+        return select_top_k(scores_NS, topk)
 
     def see(self, scores: Tensor, topk: int, near: float) -> None:
         if scores.shape[-1] > topk:
@@ -254,7 +254,7 @@ def fill(module: Any, seed: int = 0) -> None:
     load_random(module, module.table(), module.facts.quantization_config, seed, module.facts.tied)
 
 
-def ours(folder: Path, dtype: torch.dtype = torch.float32, selection: Selection = best) -> Model:
+def ours(folder: Path, dtype: torch.dtype = torch.float32, selection: Selection = select_top_k) -> Model:
     """The checkpoint through our own reader, catalog and loader."""
     facts = read_facts(folder)
     model = catalog.build(facts, dtype, selection=selection)

@@ -293,7 +293,7 @@ def test_what_is_stored_is_finite(fp8: bool, cuda: torch.device) -> None:
             assert k.isfinite().all() and v.isfinite().all(), "the next row's attention multiplies them by 0"
         q, k, v = torch.split(qkv.clone(), [8, 4, 4], 1)
         fresh, table = (
-            gqa.Fresh(k, v, write, *turn, None, None, 1e-6),
+            gqa.NewTokens(k, v, write, *turn, None, None, 1e-6),
             torch.tensor([[1], [2], [3]], dtype=torch.int32, device=cuda),
         )
         gqa.decode(q, *planes[4:], table, positions, scale=0.09, splits=1, fresh=fresh, **scales)

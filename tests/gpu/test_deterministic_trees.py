@@ -15,7 +15,7 @@ from tests.compose import deterministic, matrix
 from tests.compose.workload import Answer
 from tests.gpu.shapes import KERNELS, Part, batches, branched, folder
 from tests.gpu.test_compose import on_kernels
-from thalweg.attention.context import paths_of
+from thalweg.attention.context import paths_of_tree
 from thalweg.batch.batch import Batch
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.messages import TokenDelta
@@ -48,7 +48,7 @@ class Scene:
         assert batch.tree is not None
         self.batch: Batch = batch
         self.seen, self.device, self.tokens = seen, device, len(seen)
-        self.row_T, self.paths_TD = rows_of(batch), paths_of(batch.tree, len(seen))
+        self.row_T, self.paths_TD = rows_of(batch), paths_of_tree(batch.tree, len(seen))
         most = -(-max(map(len, seen)) // PAGE)
         self.alone_TL = 1 + torch.arange(self.tokens * most, dtype=torch.int32, device=device).view(self.tokens, most)
 

@@ -66,7 +66,7 @@ def test_storing_and_attending_at_once_is_doing_one_after_the_other(
     )
     exact = gqa.merge(*gqa.decode(query, *stored, table, positions, scale=0.09, splits=splits, **given))
     query, key, value = split()
-    fresh = gqa.Fresh(key, value, write, cos, sin, query_norm, key_norm, 1e-6)
+    fresh = gqa.NewTokens(key, value, write, cos, sin, query_norm, key_norm, 1e-6)
     got = gqa.merge(*gqa.decode(query, *planes, table, positions, scale=0.09, splits=splits, fresh=fresh, **given))
     for mine, theirs in zip(planes, stored, strict=True):
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))

@@ -173,7 +173,7 @@ def test_a_recorded_decode_is_scheduled_anew(backend: str, fp8: bool, cuda: torc
     """
     if backend not in libraries():
         pytest.skip(f"{backend} is not installed")
-    from thalweg.kernels.mla.paged import Rows, decoder
+    from thalweg.kernels.mla.paged import MlaDecodeRows, decoder
 
     generator = torch.Generator().manual_seed(1)
     plane = normal(generator, 40, 64, 576).to(torch.float8_e4m3fn if fp8 else torch.bfloat16).to(cuda)
@@ -183,7 +183,7 @@ def test_a_recorded_decode_is_scheduled_anew(backend: str, fp8: bool, cuda: torc
     of = decoder(backend, 16, 512, 0.07, fp8)
 
     def step() -> Tensor:
-        rows = Rows(table, positions, 1, 448)
+        rows = MlaDecodeRows(table, positions, 1, 448)
         made = of.prepare(rows)
         return of.attend(q, plane, scale, uv, rows, made) + of.attend(q, plane, scale, uv, rows, made)
 
@@ -215,7 +215,7 @@ def test_nobody_reads_what_is_still_to_be_written(
     """
     if "flashmla" not in libraries():
         pytest.skip("flashmla is not installed")
-    from thalweg.kernels.mla.paged import Rows, decoder
+    from thalweg.kernels.mla.paged import MlaDecodeRows, decoder
     from thalweg.kernels.rope.triton import mla_absorb
 
     generator = torch.Generator().manual_seed(1)
@@ -227,7 +227,7 @@ def test_nobody_reads_what_is_still_to_be_written(
     write = table.long().gather(1, (positions // 64)[:, None])[:, 0] * 64 + positions % 64
     downs = normal(generator, 20, 2, heads * 192 + 576, dtype=torch.bfloat16).to(cuda)
     angle, weight = torch.ones(2048, 32, device=cuda), torch.ones(512, device=cuda)
-    rows, of = Rows(table, positions, 1, max(contexts)), decoder("flashmla", heads, 512, 0.07, fp8)
+    rows, of = MlaDecodeRows(table, positions, 1, max(contexts)), decoder("flashmla", heads, 512, 0.07, fp8)
     made = of.prepare(rows)
 
     def step(down: Tensor, wait: bool) -> Tensor:

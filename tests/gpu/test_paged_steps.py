@@ -10,7 +10,7 @@ import torch
 from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.layers import paged
 from thalweg.layers.paged import PagedMetadataBuilder, PagedStep
-from thalweg.memory.planes import FP8, Planes, vectors
+from thalweg.memory.planes import FP8, Planes, vector_plane
 
 ROWS = [(99, 1), (64, 9), (0, 20), (200, 7)]  # tokens before the step, tokens of it: one decodes, three are prompts'
 
@@ -27,7 +27,7 @@ def step(dtype: torch.dtype = torch.bfloat16, rows: list[tuple[int, int]] = ROWS
     for name in ("cos", "sin"):
         steps.register_buffer(name, torch.zeros(1, 1))
     steps.prepare, steps.gathers = paged.nothing, gathers
-    return steps.step(batch, Planes((vectors("latent", 0, 8, dtype),), 2))
+    return steps.step(batch, Planes((vector_plane("latent", 0, 8, dtype),), 2))
 
 
 def test_contexts_that_fit_are_one_piece_with_the_tokens_of_the_step() -> None:

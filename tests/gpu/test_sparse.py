@@ -16,7 +16,7 @@ from tests.compose import deterministic, matrix
 from tests.configs import config
 from tests.gpu.shapes import COMMON, LATENT, SHAPES, Part, batches, planes, twins
 from tests.gpu.test_engine import agreement, engine, tokens
-from thalweg.attention.selection import best
+from thalweg.attention.selection import select_top_k
 from thalweg.config.model import facts_of
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.sampling import SamplingParams
@@ -98,7 +98,7 @@ def test_beside_kernels_it_is_the_references(shape: dict[str, Any], cuda: torch.
     def scattered(scores_NS: torch.Tensor, topk: int) -> torch.Tensor:
         """A choice of any candidates, the same for the same context."""
         order = torch.arange(scores_NS.shape[1], device=cuda) * 7919 % 4093
-        return best(torch.where(scores_NS == -torch.inf, -torch.inf, order.float()), topk)
+        return select_top_k(torch.where(scores_NS == -torch.inf, -torch.inf, order.float()), topk)
 
     of, bound = facts_of(shape | {"index_topk": 256}, "sparse"), 0.15 if shape is FP8 else 0.02
     reference, kernels = twins(of, cuda, BESIDE)

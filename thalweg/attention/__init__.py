@@ -1,1 +1,1 @@
-"""What attention layers share in a step: contexts, masks, tiles, and the indexer's choice."""
+"""Attention metadata of a step, and the selection of context under sparse attention."""

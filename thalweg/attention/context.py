@@ -1,9 +1,9 @@
-"""What the attention layers of one step share: for each group its pages, masks and tiles, made once and read by every
-layer.
+"""Attention metadata of one step in plain torch: pages, masks and tiles of each group of rows, made once and read by
+every layer.
 
-Letters: R rows of a group, q query tokens a row, N = R · q of them, S context tokens (whole pages), T tokens of the
-step. A bias is additive: 0 (or as good as 0, see TIE) where a context token may be seen, -inf where not; every query
-token sees at least one.
+Letters: R rows of a group, q query tokens a row, N = R * q of them, S context tokens (whole pages), T tokens of the
+step. A bias is additive: about 0 (see TIE) where a query may see a context token, -inf elsewhere. Every query sees at
+least one context token.
 """
 
 from __future__ import annotations
@@ -20,113 +20,108 @@ from thalweg.core.plan import PAGE
 from thalweg.core.tree import MAX_TREE_NODES
 from thalweg.memory.planes import Planes
 
-# a position: far below any score's rounding. relu makes index scores of exactly 0 frequent; of those the latest are
-# chosen,
+# Added to the bias once per position, far below the rounding of any score. relu makes index scores of exactly 0
+# frequent, and the latest of equal scores wins: the selection depends neither on the chunks of a prompt nor on the
+# order of a top-k.
 TIE = 1e-20
-# so that a choice depends neither on how many candidates a prompt was cut to nor on the order of a top-k
-# bounds what a tile's scores, or its gathered latents, may take: 64 MiB in float32; on a GPU, where every tile costs
-# launches, 512 MiB
+# Most elements of a tile's scores or gathered latents: 64 MiB in float32; 512 MiB on a GPU, where each tile costs
+# launches.
 TILE_ELEMENTS, TILE_ELEMENTS_ON_GPU = 1 << 24, 1 << 27
 
 
-class Tile(NamedTuple):
-    """Query tokens [start, stop) of every row of a group, and how many pages of context they can reach."""
+class QueryTile(NamedTuple):
+    """Query tokens [start, stop) of every row of a group."""
 
     start: int
     stop: int
-    pages: int
+    pages: int  # of context that these tokens can see
 
 
-class Work(NamedTuple):
-    """Elements the widest layer makes at once: for each pair of query and context token, and for each query token
-    besides.
-    """
+class WorkspaceNeed(NamedTuple):
+    """Elements of the largest intermediate tensor of a model's attention layers."""
 
-    pair: int
-    token: int = 0
+    per_pair: int  # of a query token and a context token
+    per_token: int = 0  # of a query token, whatever its context
 
-    def pairs(self, reach: int) -> int:
-        """Of one query token and a context of whole pages."""
-        return self.pair * -(-reach // PAGE) * PAGE
+    def elements(self, kv_len: int) -> int:
+        """For one query token and the whole pages of its context."""
+        return self.per_pair * -(-kv_len // PAGE) * PAGE
 
 
-class Span:
-    """One group and its context, cut into tiles that bound the memory of scores."""
+class AttentionGroup:
+    """The rows of one rectangle of a batch and their context, cut into tiles that bound the memory of scores."""
 
-    def __init__(self, batch: Batch, group: Group, counting_S: Tensor, work: Work) -> None:
-        self.group, self.rows, self.query, self.reach = group, group.rows, group.query, group.reach
+    def __init__(self, batch: Batch, group: Group, positions_S: Tensor, workspace: WorkspaceNeed) -> None:
+        self.group, self.rows, self.query, self.max_kv_len = group, group.rows, group.query, group.reach
         self.pages = -(-group.reach // PAGE)
-        self._counting_S = counting_S
-        self.covers = group.rows * group.query == len(batch.ids_T)
-        self.columns_N = self.part(batch.columns_T)
-        self.hides_N = None if batch.tree is None else self.part(batch.tree.hides_T)
+        self._positions_S = positions_S
+        self._is_whole_step = group.rows * group.query == len(batch.ids_T)
+        self.columns_N = self.take(batch.columns_T)
+        self.hides_N = None if batch.tree is None else self.take(batch.tree.hides_T)
         self.table_RP = batch.table_RP[group.row_slice, : self.pages]
         self._table_N = self.table_RP.reshape(-1)
-        self.tiles = tuple(self._tiles(work))
+        self.tiles = tuple(self._make_tiles(workspace))
         self._biases = {self.tiles[0]: self._make_bias(self.tiles[0])} if len(self.tiles) == 1 else {}
 
-    def _tiles(self, work: Work) -> Iterator[Tile]:
-        step = max(_most(self.table_RP) // (self.rows * max(work.pairs(self.reach), work.token)), 1)
+    def _make_tiles(self, workspace: WorkspaceNeed) -> Iterator[QueryTile]:
+        per_token = max(workspace.elements(self.max_kv_len), workspace.per_token)
+        step = max(_max_elements(self.table_RP) // (self.rows * per_token), 1)
         for start in range(0, self.query, step):
             stop = min(start + step, self.query)
-            # columns are consecutive: a query token reaches no further than the group's reach less the tokens behind it
-            yield Tile(start, stop, min(-(-(self.reach - self.query + stop) // PAGE), self.pages))
+            # columns are consecutive: a query token sees neither the tokens after it nor their pages
+            yield QueryTile(start, stop, min(-(-(self.max_kv_len - self.query + stop) // PAGE), self.pages))
 
-    def part(self, x: Tensor) -> Tensor:
-        """This group's tokens [N, ...] of a tensor of all tokens [T, ...]."""
-        return x if self.covers else x[self.group.token_slice]
+    def take(self, x: Tensor) -> Tensor:
+        """The group's tokens [N, ...] of a tensor of all tokens [T, ...]."""
+        return x if self._is_whole_step else x[self.group.token_slice]
 
-    def tokens_of(self, x_N: Tensor, tile: Tile) -> Tensor:
-        """A tile's tokens [rows * (stop - start), ...] of this group's."""
+    def take_tile(self, x_N: Tensor, tile: QueryTile) -> Tensor:
+        """The tile's tokens [R * (stop - start), ...] of the group's tokens."""
         if len(self.tiles) == 1:
             return x_N
         return x_N.view(self.rows, self.query, *x_N.shape[1:])[:, tile.start : tile.stop].flatten(0, 1)
 
-    def join(self, tiles: list[Tensor]) -> Tensor:
-        """The inverse of `tokens_of`: [N, ...] of all tiles' tokens."""
+    def join_tiles(self, tiles: list[Tensor]) -> Tensor:
+        """Inverse of `take_tile`: [N, ...] from the tokens of all tiles."""
         if len(tiles) == 1:
             return tiles[0]
         return torch.cat([tile.view(self.rows, -1, *tile.shape[1:]) for tile in tiles], 1).flatten(0, 1)
 
-    def bias(self, tile: Tile) -> Tensor:
-        """float32 [tokens of the tile, S]: as good as 0 up to each query token's own column, but for those that it does
-        not see; else -inf.
-        """
+    def bias(self, tile: QueryTile) -> Tensor:
+        """float32 [tokens of the tile, S] of the causal mask, or of the tree mask."""
         return self._biases[tile] if tile in self._biases else self._make_bias(tile)
 
-    def _make_bias(self, tile: Tile) -> Tensor:
-        counting_S = self._counting_S[: self._width(tile)]
-        columns_N1 = self.tokens_of(self.columns_N, tile).unsqueeze(-1)
-        unseen = counting_S > columns_N1
+    def _make_bias(self, tile: QueryTile) -> Tensor:
+        positions_S = self._positions_S[: self._width(tile)]
+        columns_N1 = self.take_tile(self.columns_N, tile).unsqueeze(-1)
+        unseen = positions_S > columns_N1
         if self.hides_N is not None:
-            unseen |= hidden(columns_N1 - counting_S, self.tokens_of(self.hides_N, tile).unsqueeze(-1))
-        return torch.where(unseen, -torch.inf, counting_S * TIE)
+            unseen |= hidden(columns_N1 - positions_S, self.take_tile(self.hides_N, tile).unsqueeze(-1))
+        return torch.where(unseen, -torch.inf, positions_S * TIE)
 
-    def _width(self, tile: Tile) -> int:
-        """Context tokens of a tile: of a whole row from the table, not from `pages`, since a traced step has tables of
-        any width.
-        """
+    def _width(self, tile: QueryTile) -> int:
+        """Context tokens of a tile. For a whole row it follows the table: a traced step has tables of any width."""
         return (self.table_RP.shape[1] if tile.pages == self.pages else tile.pages) * PAGE
 
-    def only(self, tile: Tile, index_NK: Tensor, bias_NK: Tensor) -> Tensor:
-        """float32 [tokens of the tile, S]: the bias of the chosen positions, -inf elsewhere."""
+    def selected_bias(self, tile: QueryTile, index_NK: Tensor, bias_NK: Tensor) -> Tensor:
+        """float32 [tokens of the tile, S]: the given bias at the selected positions, -inf elsewhere."""
         nothing = torch.full((len(index_NK), self._width(tile)), -torch.inf, device=index_NK.device)
         return nothing.scatter_(1, index_NK, bias_NK)
 
     def gather(self, paged: Tensor, pages: int) -> Tensor:
-        """[R, S, dim]: the first `pages` pages of every row's context, copied together."""
+        """[R, S, dim]: the first `pages` pages of every row's context, contiguous."""
         table = self._table_N if pages == self.pages else self.table_RP[:, :pages].reshape(-1)
         return paged.index_select(0, table).view(self.rows, -1, paged.shape[-1])
 
-    def slots(self, index_NK: Tensor) -> Tensor:
-        """Flat plane rows of context positions; the same number of query tokens of each row."""
+    def plane_rows(self, index_NK: Tensor) -> Tensor:
+        """Plane rows of context positions. Every row has the same number of query tokens."""
         if len(index_NK) == self.rows:
-            return self._slots_RS.gather(1, index_NK)
-        return self._slots_RS.gather(1, index_NK.view(self.rows, -1)).view_as(index_NK)
+            return self._plane_rows_RS.gather(1, index_NK)
+        return self._plane_rows_RS.gather(1, index_NK.view(self.rows, -1)).view_as(index_NK)
 
     @cached_property
-    def _slots_RS(self) -> Tensor:
-        return torch.add(self._counting_S[:PAGE], self.table_RP.unsqueeze(-1), alpha=PAGE).view(self.rows, -1)
+    def _plane_rows_RS(self) -> Tensor:
+        return torch.add(self._positions_S[:PAGE], self.table_RP.unsqueeze(-1), alpha=PAGE).view(self.rows, -1)
 
 
 def hidden(before: Tensor, hides: Tensor) -> Tensor:
@@ -136,9 +131,10 @@ def hidden(before: Tensor, hides: Tensor) -> Tensor:
     return (hides >> before.clamp(0, 63)) & 1 == 1
 
 
-def paths_of(tree: Tree, tokens: int) -> Tensor:
-    """The columns in which the last positions of the step's first `tokens` tokens stand, int32 [tokens, D], their own
-    first; of those before, column and position are one. D: bits of what a token hides. Asks the host for nothing.
+def paths_of_tree(tree: Tree, tokens: int) -> Tensor:
+    """Columns of the last D positions of each of the step's first `tokens` tokens: int32 [tokens, D], own column first.
+
+    D is the number of bits of a tree mask; at earlier positions column and position are equal. Does not synchronize.
     """
     column_T1, hides_T1 = (x[:tokens].unsqueeze(1) for x in tree[:2])
     before_D = torch.arange(MAX_TREE_NODES + 1, device=column_T1.device)
@@ -151,59 +147,58 @@ def paths_of(tree: Tree, tokens: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What the layers of a forward are given. cis_T1c: the rotation of each token, complex64. reach: the longest
-    context, in tokens.
-    """
+class AttentionMetadata:
+    """What every attention layer of a forward reads."""
 
     batch: Batch
     planes: Planes
-    cis_T1c: Tensor
-    spans: tuple[Span, ...]
-    reach: int
+    cos_sin_T1c: Tensor  # complex64: the rotation of each token
+    groups: tuple[AttentionGroup, ...]
+    max_kv_len: int
 
 
-def counting(context: int, device: torch.device) -> Tensor:
-    """0, 1, 2, … for all positions that whole pages of a context of this length have."""
+def context_positions(context: int, device: torch.device) -> Tensor:
+    """0, 1, 2, ... for the whole pages of a context of this length."""
     return torch.arange(-(-context // PAGE) * PAGE, device=device)
 
 
-def step_of(batch: Batch, planes: Planes, cis: Tensor, counting_S: Tensor, work: Work) -> Step:
-    """cis: the whole rotary table [context, dim / 2]."""
-    cis_T1c = cis.index_select(0, batch.positions_T).unsqueeze(1)
-    parts = (part for group in batch.groups for part in _cut(batch, group, work))
-    spans = tuple(Span(batch, part, counting_S, work) for part in parts)
-    return Step(batch, planes, cis_T1c, spans, max(span.reach for span in spans))
+def make_metadata(
+    batch: Batch, planes: Planes, cos_sin: Tensor, positions_S: Tensor, workspace: WorkspaceNeed
+) -> AttentionMetadata:
+    """cos_sin: the whole rotary table, complex64 [context, dim / 2]. positions_S: see `context_positions`."""
+    cos_sin_T1c = cos_sin.index_select(0, batch.positions_T).unsqueeze(1)
+    parts = (part for group in batch.groups for part in _split_rows(batch, group, workspace))
+    groups = tuple(AttentionGroup(batch, part, positions_S, workspace) for part in parts)
+    return AttentionMetadata(batch, planes, cos_sin_T1c, groups, max(group.max_kv_len for group in groups))
 
 
-def _most(x: Tensor) -> int:
+def _max_elements(x: Tensor) -> int:
     return TILE_ELEMENTS_ON_GPU if x.is_cuda else TILE_ELEMENTS
 
 
-def _cut(batch: Batch, group: Group, work: Work) -> Iterator[Group]:
-    """Consecutive rows of a group: as many together as have one query token each within the bound, since no tile is
-    smaller. Each part reaches as far as its own rows. A step that is being recorded has no extents and stays whole: it
-    is good for contexts of any length.
+def _split_rows(batch: Batch, group: Group, workspace: WorkspaceNeed) -> Iterator[Group]:
+    """Splits a group into consecutive rows whose tiles of one query token stay within the bound, each part with the
+    longest context of its own rows. A step without extents is being captured, for contexts of any length: not split.
     """
-    most = _most(batch.table_RP)
-    if not batch.extents or group.rows * work.pairs(group.reach) <= most:
+    most = _max_elements(batch.table_RP)
+    if not batch.extents or group.rows * workspace.elements(group.reach) <= most:
         yield group
         return
-    first, stop, reach = group.row_start, group.row_start + group.rows, 0
+    first, stop, longest = group.row_start, group.row_start + group.rows, 0
     for row in range(first, stop):
         own = batch.extents[row].reach
-        if row > first and (row + 1 - first) * work.pairs(max(reach, own)) > most:
-            yield _rows(group, first, row, reach)
-            first, reach = row, 0
-        reach = max(reach, own)
-    yield _rows(group, first, stop, reach)
+        if row > first and (row + 1 - first) * workspace.elements(max(longest, own)) > most:
+            yield _subgroup(group, first, row, longest)
+            first, longest = row, 0
+        longest = max(longest, own)
+    yield _subgroup(group, first, stop, longest)
 
 
-def _rows(group: Group, first: int, stop: int, reach: int) -> Group:
+def _subgroup(group: Group, first: int, stop: int, max_kv_len: int) -> Group:
     token = group.token_start + (first - group.row_start) * group.query
-    return Group(first, stop - first, token, group.query, reach)
+    return Group(first, stop - first, token, group.query, max_kv_len)
 
 
-def join_groups(parts: list[Tensor]) -> Tensor:
-    """All tokens of the step, from those of each group."""
+def concat_groups(parts: list[Tensor]) -> Tensor:
+    """All tokens of the step, from the tokens of each group."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

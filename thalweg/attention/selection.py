@@ -1,4 +1,4 @@
-"""Which context tokens a query attends to under DSA: the indexer's choice, or another one put in its place."""
+"""Sparse attention (DSA): which context tokens a query attends to, by the indexer's scores or another rule."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from torch import Tensor
 
 
 class Selection(Protocol):
-    """Chooses `topk` of each row's candidates: scores float32 [N, S], -inf where there is no candidate → int64 [N,
-    topk].
+    """Selects `topk` candidates of each query: float32 scores [N, S], -inf for no candidate → int64 [N, topk].
 
-    When a row has fewer candidates than topk, the rest of its choice is masked by the caller.
+    With fewer candidates than topk the caller masks the rest.
     """
 
     def __call__(self, scores_NS: Tensor, topk: int) -> Tensor: ...
 
 
-def best(scores_NS: Tensor, topk: int) -> Tensor:
-    """The model's own: the highest scores. Ties are arbitrary, the order too."""
+def select_top_k(scores_NS: Tensor, topk: int) -> Tensor:
+    """The model's own rule: the highest scores, in any order."""
     return scores_NS.topk(topk, -1, sorted=False).indices
 
 
-class RandomChoice:
-    """A uniformly random choice among the candidates: what accuracy is left without the indexer (`thalweg eval`)."""
+class RandomSelection:
+    """Uniformly random candidates: the accuracy that is left without the indexer (`thalweg eval`)."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -35,16 +34,14 @@ class RandomChoice:
         if device not in self.generators:
             self.generators[device] = torch.Generator(device).manual_seed(self.seed)
         draws = torch.rand(scores_NS.shape, generator=self.generators[device], device=device)
-        return best(draws.masked_fill_(scores_NS == -torch.inf, -torch.inf), topk)
+        return select_top_k(draws.masked_fill_(scores_NS == -torch.inf, -torch.inf), topk)
 
 
-class Choice(NamedTuple):
-    """The chosen context of a group, tile by tile: positions int64 [N, K] and their bias float32 [N, K]: -inf for what
-    only fills up.
-    """
+class SelectedContext(NamedTuple):
+    """The selected context of a group, tile by tile."""
 
-    positions: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...]
+    positions: tuple[Tensor, ...]  # int64 [N, K]
+    biases: tuple[Tensor, ...]  # float32 [N, K], -inf for a filler
 
 
-Choices = tuple[Choice | None, ...]  # of each group; None: its whole context
+SelectedContexts = tuple[SelectedContext | None, ...]  # of each group; None is the whole context

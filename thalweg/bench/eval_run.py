@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from rich.progress import Progress
 
-from thalweg.attention.selection import RandomChoice, best
+from thalweg.attention.selection import RandomSelection, select_top_k
 from thalweg.bench import gsm8k, multiple_choice
 from thalweg.bench.answers import Answer, Answerer, Continued, Here, Texts
 from thalweg.bench.errors import DatasetError
@@ -184,7 +184,7 @@ def evaluate(run: Evaluation, asked: Asked, progress: Progress | None = None) ->
 def _tasks(run: Evaluation, asked: Asked, files: Files, progress: Progress) -> Iterator[str]:
     """Does one task after the other; their names."""
     here = run.answerer if isinstance(run.answerer, Here) else None
-    blind = RandomChoice(asked.seed)
+    blind = RandomSelection(asked.seed)
     mark = "" if asked.indexer == "model" else ", random context"
     if here is not None and asked.indexer == "random":
         here.select(blind)
@@ -194,7 +194,7 @@ def _tasks(run: Evaluation, asked: Asked, files: Files, progress: Progress) -> I
         elif here is not None and task == BLIND:
             here.select(blind)
             run.share("recall, random context", run.held_out("recall"), score)
-            here.select(blind if asked.indexer == "random" else best)
+            here.select(blind if asked.indexer == "random" else select_top_k)
         elif task == CHOICE:
             run.choices(CHOICE + mark, multiple_choice.of_recall(run.held_out("recall")), a_byte=False)
         elif here is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from thalweg.kernels.case import Operation
 from thalweg.kernels.climb import case as climb
-from thalweg.kernels.decompress import case as decompress
+from thalweg.kernels.expand_latents import case as expand_latents
 from thalweg.kernels.experts import case as experts
 from thalweg.kernels.experts import case_fp8 as experts_fp8
 from thalweg.kernels.fp8_block import case as fp8_block
@@ -28,7 +28,7 @@ from thalweg.kernels.verify import case as verify
 
 OPERATIONS = {
     "climb": Operation(climb.cases, dict(climb.BACKENDS)),
-    "decompress": Operation(decompress.cases, dict(decompress.BACKENDS)),
+    "expand_latents": Operation(expand_latents.cases, dict(expand_latents.BACKENDS)),
     "experts": Operation(experts.cases, dict(experts.BACKENDS), experts.sizes),
     "experts_fp8": Operation(experts_fp8.cases, dict(experts_fp8.BACKENDS), experts_fp8.sizes),
     "fp8_block": Operation(fp8_block.cases, dict(fp8_block.BACKENDS)),

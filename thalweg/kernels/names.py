@@ -23,7 +23,7 @@ PROJECTIONS, MLP, HEAD, PRODUCTS = (
 
 # (pattern of the whole short name, what it is)
 KERNELS: tuple[tuple[str, str], ...] = (
-    (r"_mla_absorb|_merge_up|_merge_up_many|_decompress", LATENT),
+    (r"_mla_absorb|_merge_up|_merge_up_many|_expand_latents", LATENT),
     (r"_prefill|_merge|_merge_state|.*flash.*|.*fmha.*|.*attention.*|.*mla_metadata.*|Batch(Decode|Prefill).*|.*splitkv.*", ATTENTION),
     (r"_mla_write|_mha_write|_gqa_write|_move", CACHE),
     (r"_logits|_logits_few", ROUTER),

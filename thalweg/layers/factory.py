@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thalweg.attention.context import Work
+from thalweg.attention.context import WorkspaceNeed
 from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.kernels import KernelConfig
 from thalweg.layers.interface import FeedForward, GroupedAttention, LatentAttention, MetadataBuilder, Vocabulary
 from thalweg.layers.linear import LinearLayer, Part, taken
 from thalweg.layers.mlp import Mlp
 from thalweg.layers.residual import Norm, ResidualStream, ShardedStream, SingleStream
-from thalweg.memory.planes import FP8, PlaneSpec, kept, vectors
+from thalweg.memory.planes import FP8, PlaneSpec, kv_cache_dtype, vector_plane
 from thalweg.parallel.axis import Axis, share_of, width_of
 from thalweg.parallel.layout import SINGLE_RANK, Layout
 from thalweg.quant.catalog import Schemes
@@ -75,7 +75,7 @@ class LayerFactory(ABC):
     def moe(self, name: str, moe: MoeFacts, hidden: int) -> FeedForward: ...
 
     @abstractmethod
-    def metadata(self, facts: ModelFacts, work: Work) -> MetadataBuilder: ...
+    def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> MetadataBuilder: ...
 
     def stream(self, x_TH: Tensor, is_partial: bool = False) -> ResidualStream:
         """A residual stream that begins with x. is_partial: x is this rank's part of a sum over tensor-parallel
@@ -131,8 +131,8 @@ class LayerFactory(ABC):
         Index keys are never FP8: which tokens are attended to is a choice, which rounding may change altogether, and
         they are few.
         """
-        codec = kept(self.kernels.kv, self.dtype)
-        return vectors(name, layer, dim, self.dtype if name == "index" and codec == FP8 else codec, shard)
+        codec = kv_cache_dtype(self.kernels.kv, self.dtype)
+        return vector_plane(name, layer, dim, self.dtype if name == "index" and codec == FP8 else codec, shard)
 
     def mla_planes(self, facts: ModelFacts, layer: int) -> tuple[PlaneSpec, ...]:
         """What `mla` keeps of each token, without the indexer's key."""

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from thalweg.attention.context import Span, Step, join_groups
+from thalweg.attention.context import AttentionGroup, AttentionMetadata, concat_groups
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.gqa import ref
 from thalweg.kernels.rope.ref import rotate_
@@ -69,17 +69,17 @@ class GqaProjections(Module):
 class Gqa(GqaProjections):
     """Cached per token: rotated keys, and values, of all key heads."""
 
-    def add_to(self, h: ResidualStream, x: Activation, metadata: Step) -> None:
+    def add_to(self, h: ResidualStream, x: Activation, metadata: AttentionMetadata) -> None:
         """h += attention(x)."""
         query = self._store(x, metadata)
-        parts = [self._attend(span, span.part(query), metadata) for span in metadata.spans]
-        h.add(self.out, join_groups(parts))
+        parts = [self._attend(group, group.take(query), metadata) for group in metadata.groups]
+        h.add(self.out, concat_groups(parts))
 
-    def write_kv(self, x: Activation, metadata: Step) -> None:
+    def write_kv(self, x: Activation, metadata: AttentionMetadata) -> None:
         """Stores what attention would store, and computes projections only."""
         self._store(x, metadata)
 
-    def _store(self, x: Activation, metadata: Step) -> Tensor:
+    def _store(self, x: Activation, metadata: AttentionMetadata) -> Tensor:
         """Stores the tokens' keys and values. Returns their queries, rotated, [T, H, d]."""
         qkv_TX = self.qkv.forward(x)
         qkv_THd = qkv_TX.view(len(qkv_TX), -1, self.dim)
@@ -87,25 +87,25 @@ class Gqa(GqaProjections):
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.forward_(query)
             self.key_norm.forward_(key)
-        rotate_(qkv_TX, metadata.cis_T1c, 0, self.heads + self.kv_heads, self.dim)
+        rotate_(qkv_TX, metadata.cos_sin_T1c, 0, self.heads + self.kv_heads, self.dim)
         metadata.planes.write("key", self.layer, metadata.batch.write_T, key.flatten(1))
         metadata.planes.write("value", self.layer, metadata.batch.write_T, value.flatten(1))
         return query
 
-    def _attend(self, span: Span, query_NHd: Tensor, metadata: Step) -> Tensor:
+    def _attend(self, group: AttentionGroup, query_NHd: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Attention of one group: [N, H * d]."""
-        context = (span.rows, -1, self.kv_heads, self.dim)
+        context = (group.rows, -1, self.kv_heads, self.dim)
         planes = metadata.planes
         key, value = (
             planes.read(
-                name, self.layer, span.gather(planes.paged(name, self.layer), span.pages), query_NHd.dtype
+                name, self.layer, group.gather(planes.paged(name, self.layer), group.pages), query_NHd.dtype
             ).view(context)
             for name in ("key", "value")
         )
         parts = []
-        for tile in span.tiles:
-            bias = span.bias(tile).view(span.rows, tile.stop - tile.start, -1)
-            query = span.tokens_of(query_NHd, tile).view(span.rows, tile.stop - tile.start, self.heads, self.dim)
+        for tile in group.tiles:
+            bias = group.bias(tile).view(group.rows, tile.stop - tile.start, -1)
+            query = group.take_tile(query_NHd, tile).view(group.rows, tile.stop - tile.start, self.heads, self.dim)
             out = ref.attend(query, key[:, : bias.shape[-1]], value[:, : bias.shape[-1]], bias)
             parts.append(out.reshape(-1, self.heads * self.dim))
-        return span.join(parts)
+        return group.join_tiles(parts)

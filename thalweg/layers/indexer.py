@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thalweg.attention.context import Span, Step, Tile
-from thalweg.attention.selection import Choice, Choices, Selection
+from thalweg.attention.context import AttentionGroup, AttentionMetadata, QueryTile
+from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.kernels.indexer.ref import index_scores
@@ -44,38 +44,40 @@ class Indexer(Module):
         self._transposed = self.head_weights.data.t()
         self.scale = (index.heads * index.dim) ** -0.5
 
-    def keep(self, key_TD: Tensor, step: Step) -> None:
+    def keep(self, key_TD: Tensor, metadata: AttentionMetadata) -> None:
         """Norms, rotates and stores the keys of this step's tokens: always, also where every token will be read."""
         key_TD = self.key_norm.forward(key_TD)
-        rotate_(key_TD, step.cis_T1c, 0, 1, self.dim)
-        step.planes.write("index", self.layer, step.batch.write_T, key_TD)
+        rotate_(key_TD, metadata.cos_sin_T1c, 0, 1, self.dim)
+        metadata.planes.write("index", self.layer, metadata.batch.write_T, key_TD)
 
-    def choose(self, x_TH: Tensor, query_TX: Tensor, step: Step) -> Choices:
+    def select(self, x_TH: Tensor, query_TX: Tensor, metadata: AttentionMetadata) -> SelectedContexts:
         """The choice of each group; None where its longest context has no more than topk tokens, so that all are read.
 
         query_TX: this step's index queries before rotation [T, heads * dim]; rotated in place.
         """
-        if step.reach <= self.topk:
-            return (None,) * len(step.spans)
-        rotate_(query_TX, step.cis_T1c, 0, self.heads, self.dim)
+        if metadata.max_kv_len <= self.topk:
+            return (None,) * len(metadata.groups)
+        rotate_(query_TX, metadata.cos_sin_T1c, 0, self.heads, self.dim)
         query_THD = query_TX.view(-1, self.heads, self.dim)
         weights_TH = torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._transposed)
-        return tuple(self._choose(span, query_THD, weights_TH, step) for span in step.spans)
+        return tuple(self._select(group, query_THD, weights_TH, metadata) for group in metadata.groups)
 
-    def _choose(self, span: Span, query_THD: Tensor, weights_TH: Tensor, step: Step) -> Choice | None:
-        if span.reach <= self.topk:
+    def _select(
+        self, group: AttentionGroup, query_THD: Tensor, weights_TH: Tensor, metadata: AttentionMetadata
+    ) -> SelectedContext | None:
+        if group.max_kv_len <= self.topk:
             return None
-        query_NHD, weights_NH = span.part(query_THD), span.part(weights_TH)
-        chosen = [self._choose_tile(span, tile, query_NHD, weights_NH, step) for tile in span.tiles]
-        return Choice(tuple(index for index, _ in chosen), tuple(bias for _, bias in chosen))
+        query_NHD, weights_NH = group.take(query_THD), group.take(weights_TH)
+        chosen = [self._select_tile(group, tile, query_NHD, weights_NH, metadata) for tile in group.tiles]
+        return SelectedContext(tuple(index for index, _ in chosen), tuple(bias for _, bias in chosen))
 
-    def _choose_tile(
-        self, span: Span, tile: Tile, query_NHD: Tensor, weights_NH: Tensor, step: Step
+    def _select_tile(
+        self, group: AttentionGroup, tile: QueryTile, query_NHD: Tensor, weights_NH: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        query, weights, bias = span.tokens_of(query_NHD, tile), span.tokens_of(weights_NH, tile), span.bias(tile)
-        paged = step.planes.paged("index", self.layer)
+        query, weights, bias = group.take_tile(query_NHD, tile), group.take_tile(weights_NH, tile), group.bias(tile)
+        paged = metadata.planes.paged("index", self.layer)
         # past each query's own position -inf, not 0: scores may be negative
-        keys = step.planes.read("index", self.layer, span.gather(paged, tile.pages), query.dtype)
+        keys = metadata.planes.read("index", self.layer, group.gather(paged, tile.pages), query.dtype)
         scores = index_scores(query, weights, keys, bias, self.scale)
         index = self.selection(scores, min(self.topk, tile.pages * PAGE))
         return index, bias.gather(1, index)

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from thalweg.attention.context import Span
-from thalweg.attention.selection import Choices
+from thalweg.attention.context import AttentionGroup
+from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
 from thalweg.layers.residual import Activation, ResidualStream
 from thalweg.memory.planes import Planes
@@ -38,14 +38,14 @@ class ForwardMetadata(Protocol):
     def batch(self) -> Batch: ...
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def groups(self) -> tuple[AttentionGroup, ...]:
         """One for each selection of context that a layer makes and hands on."""
 
 
 class LatentAttention(Protocol):
     """Multi-head latent attention; see `layers.mla.Mla`. metadata: as the same factory's builder makes it."""
 
-    def add_to(self, h: ResidualStream, x: Activation, metadata: Any, earlier: Choices) -> Choices:
+    def add_to(self, h: ResidualStream, x: Activation, metadata: Any, earlier: SelectedContexts) -> SelectedContexts:
         """h += attention(x). Returns the selection of context made here, or `earlier` in a layer without an indexer."""
 
     def write_kv(self, x: Activation, metadata: Any) -> None:

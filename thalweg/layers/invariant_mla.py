@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.attention.context import paths_of
+from thalweg.attention.context import paths_of_tree
 from thalweg.batch.batch import Batch
 from thalweg.kernels.mla import triton as mla
 from thalweg.layers.paged import PagedStep, rows_of
@@ -62,4 +62,4 @@ class OwnRows(NamedTuple):
 
 def own_rows(batch: Batch, tokens: int, query: int) -> OwnRows:
     """A `layers.paged.Prepare`."""
-    return OwnRows(rows_of(batch), None if batch.tree is None else paths_of(batch.tree, tokens))
+    return OwnRows(rows_of(batch), None if batch.tree is None else paths_of_tree(batch.tree, tokens))

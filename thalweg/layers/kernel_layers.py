@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from thalweg.attention.context import Work
+from thalweg.attention.context import WorkspaceNeed
 from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.kernels import TORCH
-from thalweg.kernels.mla.flashinfer import FlashInferDecoder
-from thalweg.kernels.mla.paged import PREFILLS, Decoder, decoder
+from thalweg.kernels.mla.flashinfer import FlashInferMlaDecode
+from thalweg.kernels.mla.paged import PREFILLS, MlaDecodeKernel, decoder
 from thalweg.layers import rotary
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.invariant_mla import InvariantMla, own_rows
@@ -25,7 +25,7 @@ from thalweg.layers.paged_gqa import prepare_by as prepare_gqa
 from thalweg.layers.paged_mha import WIDTH, PagedMha
 from thalweg.layers.paged_mla import LatentMla, PagedMla, prepare_by
 from thalweg.layers.reference import ReferenceMetadata
-from thalweg.memory.planes import FP8, kept
+from thalweg.memory.planes import FP8, kv_cache_dtype
 from thalweg.parallel.axis import share_of, width_of
 from thalweg.quant.catalog import Declared, Schemes
 from thalweg.quant.scheme import Quantized, Scheme, Take, TensorSpec
@@ -106,14 +106,14 @@ class KernelLayers(LayerFactory):
             return InvariantMla(self, facts, layer, name)
         return LatentMla(self, facts, layer, name, self._decoder(facts), PREFILLS[self.kernels.prefill])
 
-    def _decoder(self, facts: ModelFacts) -> Decoder:
+    def _decoder(self, facts: ModelFacts) -> MlaDecodeKernel:
         """What attends to latents in decode rows."""
         assert facts.mla is not None
         scale = rotary.softmax_scale(facts.mla.nope + facts.mla.rope, facts.rope)
         heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
         if self.kernels.decode == "flashinfer":
-            return FlashInferDecoder(heads, facts.mla.kv_lora, scale)
-        fp8 = kept(self.kernels.kv, self.dtype) == FP8
+            return FlashInferMlaDecode(heads, facts.mla.kv_lora, scale)
+        fp8 = kv_cache_dtype(self.kernels.kv, self.dtype) == FP8
         return decoder(self.kernels.decode, heads, facts.mla.kv_lora, scale, fp8)
 
     def gqa(
@@ -147,10 +147,10 @@ class KernelLayers(LayerFactory):
             ]
         )
 
-    def metadata(self, facts: ModelFacts, work: Work) -> PagedMetadataBuilder | ReferenceMetadata:
+    def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> PagedMetadataBuilder | ReferenceMetadata:
         kernels, device = self.kernels, self.device
         if kernels.decode == TORCH:
-            return ReferenceMetadata(facts, work, device)
+            return ReferenceMetadata(facts, workspace, device)
         if facts.mla is None:
             prepare = prepare_gqa(kernels, facts, device)
             return PagedMetadataBuilder(facts, device, prepare, gathers=kernels.prefill == "fa3")

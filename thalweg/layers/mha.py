@@ -8,8 +8,8 @@ from typing import Iterator
 
 from torch import Tensor
 
-from thalweg.attention.context import Span, Step
-from thalweg.attention.selection import Choice
+from thalweg.attention.context import AttentionGroup, AttentionMetadata
+from thalweg.attention.selection import SelectedContext
 from thalweg.kernels.mla import ref
 from thalweg.layers.mla import Mla
 
@@ -19,19 +19,23 @@ class Mha(Mla):
     mask. What latents save is measured against this.
     """
 
-    def store(self, latent_TD: Tensor, step: Step) -> None:
-        key_HTd, value_HTv = ref.decompress(latent_TD, self.uk, self.uv)
-        step.planes.write("key", self.layer, step.batch.write_T, key_HTd.transpose(0, 1).flatten(1))
-        step.planes.write("value", self.layer, step.batch.write_T, value_HTv.transpose(0, 1).flatten(1))
+    def store(self, latent_TD: Tensor, metadata: AttentionMetadata) -> None:
+        key_HTd, value_HTv = ref.expand_latents(latent_TD, self.uk, self.uv)
+        metadata.planes.write("key", self.layer, metadata.batch.write_T, key_HTd.transpose(0, 1).flatten(1))
+        metadata.planes.write("value", self.layer, metadata.batch.write_T, value_HTv.transpose(0, 1).flatten(1))
 
-    def attend(self, span: Span, query_NHd: Tensor, choice: Choice | None, step: Step) -> Tensor:
-        return self.latents.plain(span, query_NHd, choice, self._contexts(span, query_NHd, step))
+    def attend(
+        self, group: AttentionGroup, query_NHd: Tensor, selected: SelectedContext | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        return self.latents.plain(group, query_NHd, selected, self._contexts(group, query_NHd, metadata))
 
-    def _contexts(self, span: Span, query_NHd: Tensor, step: Step) -> Iterator[tuple[Tensor, Tensor]]:
+    def _contexts(
+        self, group: AttentionGroup, query_NHd: Tensor, metadata: AttentionMetadata
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [H, S, dim] of each row."""
         gathered = []
         for name in ("key", "value"):
-            stored = span.gather(step.planes.paged(name, self.layer), span.pages)
-            numbers = step.planes.read(name, self.layer, stored, query_NHd.dtype)
-            gathered.append(numbers.view(span.rows, -1, self.heads, numbers.shape[-1] // self.heads).transpose(1, 2))
+            stored = group.gather(metadata.planes.paged(name, self.layer), group.pages)
+            numbers = metadata.planes.read(name, self.layer, stored, query_NHd.dtype)
+            gathered.append(numbers.view(group.rows, -1, self.heads, numbers.shape[-1] // self.heads).transpose(1, 2))
         yield from zip(*gathered, strict=True)

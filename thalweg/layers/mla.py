@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thalweg.attention.context import Span, Step, join_groups
-from thalweg.attention.selection import Choice, Choices, Selection, best
+from thalweg.attention.context import AttentionGroup, AttentionMetadata, concat_groups
+from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.gemm.warm import Warm, nothing, warm_for
 from thalweg.kernels.rope.ref import rotate_
@@ -97,7 +97,7 @@ class Mla(MlaProjections):
         layer: int,
         name: str,
         is_indexed: bool,
-        selection: Selection = best,
+        selection: Selection = select_top_k,
     ) -> None:
         index, key, query = facts.indexer, list[Part](), list[Part]()
         if is_indexed:
@@ -127,7 +127,7 @@ class Mla(MlaProjections):
         for linear in (*before, out):
             linear.prefetched()
 
-    def write_kv(self, x: Activation, metadata: Step) -> None:
+    def write_kv(self, x: Activation, metadata: AttentionMetadata) -> None:
         """Stores what attention would store, and computes nothing else."""
         x_TH = rows_of(x)
         if isinstance(self.down, Linear):  # the rows of the queries are not needed
@@ -137,7 +137,9 @@ class Mla(MlaProjections):
             _, latent_TD, *index_key = self.down.split(x_TH)
         self._store(latent_TD, index_key, metadata)
 
-    def add_to(self, h: ResidualStream, x: Activation, metadata: Step, earlier: Choices) -> Choices:
+    def add_to(
+        self, h: ResidualStream, x: Activation, metadata: AttentionMetadata, earlier: SelectedContexts
+    ) -> SelectedContexts:
         """h += attention(x). Returns the selection of context made here, or `earlier` in a layer without an indexer."""
         x_TH = rows_of(x)
         self._prefetch_before(self._before)
@@ -146,34 +148,36 @@ class Mla(MlaProjections):
         if self.query_norm is not None and self.up is not None:
             query_TX, *index_query = self.up.split(self.query_norm.forward(query_TX))
         self._store(latent_TD, index_key, metadata)
-        choices = earlier
+        selections = earlier
         if self.indexer is not None:
-            choices = self.indexer.choose(x_TH, index_query[0], metadata)
+            selections = self.indexer.select(x_TH, index_query[0], metadata)
         self._prefetch_after(self._after)
-        rotate_(query_TX, metadata.cis_T1c, self.nope, self.heads, self.nope + self.rope)
+        rotate_(query_TX, metadata.cos_sin_T1c, self.nope, self.heads, self.nope + self.rope)
         query_THd = query_TX.view(len(query_TX), self.heads, -1)
         parts = [
-            self.attend(span, span.part(query_THd), choice, metadata)
-            for span, choice in zip(metadata.spans, choices, strict=True)
+            self.attend(group, group.take(query_THd), selected, metadata)
+            for group, selected in zip(metadata.groups, selections, strict=True)
         ]
-        h.add(self.out, join_groups(parts))
-        return choices
+        h.add(self.out, concat_groups(parts))
+        return selections
 
-    def _store(self, latent_TD: Tensor, index_key: list[Tensor], metadata: Step) -> None:
+    def _store(self, latent_TD: Tensor, index_key: list[Tensor], metadata: AttentionMetadata) -> None:
         """This step's tokens: the latent with its key, normed and rotated in place, and the index key."""
         self.latent_norm.forward_(latent_TD[:, : self.rank])
-        rotate_(latent_TD, metadata.cis_T1c, self.rank, 1, 0)
+        rotate_(latent_TD, metadata.cos_sin_T1c, self.rank, 1, 0)
         self.store(latent_TD, metadata)
         if self.indexer is not None:
             self.indexer.keep(index_key[0], metadata)
 
-    def store(self, latent_TD: Tensor, metadata: Step) -> None:
+    def store(self, latent_TD: Tensor, metadata: AttentionMetadata) -> None:
         """What attention will read of these tokens."""
         metadata.planes.write("latent", self.layer, metadata.batch.write_T, latent_TD)
 
-    def attend(self, span: Span, query_NHd: Tensor, choice: Choice | None, metadata: Step) -> Tensor:
+    def attend(
+        self, group: AttentionGroup, query_NHd: Tensor, selected: SelectedContext | None, metadata: AttentionMetadata
+    ) -> Tensor:
         """Attention of one group: [N, H * v]."""
-        return self.latents.attend(span, query_NHd, choice, metadata)
+        return self.latents.attend(group, query_NHd, selected, metadata)
 
 
 def indexer_order(facts: ModelFacts) -> Transform:

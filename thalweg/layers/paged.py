@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from thalweg.attention.context import Span, paths_of
+from thalweg.attention.context import AttentionGroup, paths_of_tree
 from thalweg.batch.batch import Batch
 from thalweg.batch.upload import upload
 from thalweg.config.model import ModelFacts
@@ -54,7 +54,7 @@ class PagedStep:
     step's tokens with it, where something is cached and it fits in one chunk; there are no prefixes then: one attention
     to what the pages hold, in place of two and a merge. hides_T: of drafts that part ways what the decode rows' tokens
     do not see (`batch.Tree`), else None; rows_T int32: the row of each of them, where these rows are not of one length.
-    prepared: what the backend of attention made for the whole step. spans is empty: the reference's idea.
+    prepared: what the backend of attention made for the whole step. groups is empty: the reference's idea.
     """
 
     batch: Batch
@@ -70,7 +70,7 @@ class PagedStep:
     rows_T: Tensor | None = None
     hides_T: Tensor | None = None
     prepared: Any = None
-    spans: tuple[Span, ...] = ()
+    groups: tuple[AttentionGroup, ...] = ()
 
 
 class Prepare(Protocol):
@@ -98,7 +98,7 @@ class Ragged(NamedTuple):
 
 def ragged(batch: Batch, tokens: int, query: int) -> Ragged:
     """A `Prepare`."""
-    device, paths_TD = batch.ids_T.device, None if batch.tree is None else paths_of(batch.tree, tokens)
+    device, paths_TD = batch.ids_T.device, None if batch.tree is None else paths_of_tree(batch.tree, tokens)
     lengths = [group.query for group in batch.groups if group.token_start < tokens for _ in range(group.rows)]
     if len(set(lengths)) > 1:
         starts_R1 = upload([0, *accumulate(lengths)], torch.int32, device)
@@ -141,7 +141,7 @@ class PagedMetadataBuilder(nn.Module):
         if self.gathers and rest is not None and any(rest.cached):
             reaches = [extent.reach for extent in batch.extents[rows:]]
             # of an FP8 plane a step's own tokens are attended to as they were before they were rounded
-            if sum(reaches) <= CHUNK and not planes.scaled:
+            if sum(reaches) <= CHUNK and not planes.has_fp8:
                 whole = _prefix([0] * len(reaches), reaches, batch.ids_T.device)
             else:
                 prefixes = _prefixes(rest.cached, batch.ids_T.device)

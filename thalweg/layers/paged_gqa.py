@@ -120,7 +120,7 @@ class PagedGqa(GqaProjections):
         made = None
         if fresh:
             write = step.batch.write_T[: step.decode]
-            made = gqa.Fresh(key, value, write, step.cos_SC, step.sin_SC, *self._norms(), self.eps)
+            made = gqa.NewTokens(key, value, write, step.cos_SC, step.sin_SC, *self._norms(), self.eps)
         partial, lse = gqa.decode(
             query,
             cache.key_PSKd,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.attention.selection import Choices
+from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
 from thalweg.kernels.mla import triton as mla
-from thalweg.kernels.mla.paged import Decoder, Prefill, Rows
+from thalweg.kernels.mla.paged import MlaDecodeKernel, MlaDecodeRows, MlaPrefillKernel
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.mla import LATENT_NORM_EPS, MlaProjections
@@ -31,7 +31,7 @@ class PagedMla(MlaProjections, ABC):
         stored = torch.empty(self.heads, self.v, self.rank, dtype=layers.dtype, device=layers.device)
         return nn.Parameter(stored.transpose(1, 2), requires_grad=False)
 
-    def add_to(self, h: ResidualStream, x: Activation, step: PagedStep, earlier: Choices) -> Choices:
+    def add_to(self, h: ResidualStream, x: Activation, step: PagedStep, earlier: SelectedContexts) -> SelectedContexts:
         """h += attention(x)."""
         query_TX, latent_TD = self.down.split(x)
         if self.query_norm is not None and self.up is not None:
@@ -101,8 +101,8 @@ class LatentMla(PagedMla):
         facts: ModelFacts,
         layer: int,
         name: str,
-        decoder: Decoder,
-        prefill: Prefill,
+        decoder: MlaDecodeKernel,
+        prefill: MlaPrefillKernel,
     ) -> None:
         super().__init__(layers, facts, layer, name)
         self.decoder, self.prefill = decoder, prefill
@@ -221,13 +221,13 @@ class LatentMla(PagedMla):
         )
 
 
-def decode_rows(batch: Batch, tokens: int, query: int) -> Rows:
+def decode_rows(batch: Batch, tokens: int, query: int) -> MlaDecodeRows:
     """The decode rows of a step as the kernels see them."""
     reach, hides_T = batch.groups[0].reach, batch.hides(tokens)
-    return Rows(batch.table_RP, batch.columns_T[:tokens], query, reach, hides_T=hides_T)
+    return MlaDecodeRows(batch.table_RP, batch.columns_T[:tokens], query, reach, hides_T=hides_T)
 
 
-def prepare_by(decoder: Decoder) -> Prepare:
+def prepare_by(decoder: MlaDecodeKernel) -> Prepare:
     """What this backend shares among the layers of a step."""
 
     def prepare(batch: Batch, tokens: int, query: int) -> Any:

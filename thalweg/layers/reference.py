@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from thalweg.attention.context import Step, Work, counting, step_of
-from thalweg.attention.selection import Selection, best
+from thalweg.attention.context import AttentionMetadata, WorkspaceNeed, context_positions, make_metadata
+from thalweg.attention.selection import Selection, select_top_k
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.layers import rotary
@@ -29,24 +29,24 @@ from thalweg.weights.table import Transform, unchanged
 class ReferenceMetadata(nn.Module):
     """Groups with their pages gathered and masked, see `attention.context`."""
 
-    cis: Tensor
-    counting: Tensor
+    cos_sin: Tensor
+    context_positions: Tensor
 
-    def __init__(self, facts: ModelFacts, work: Work, device: torch.device) -> None:
+    def __init__(self, facts: ModelFacts, workspace: WorkspaceNeed, device: torch.device) -> None:
         super().__init__()
-        self.work = work
-        self.register_buffer("cis", rotary.table(facts.rope, facts.context, device), persistent=False)
-        self.register_buffer("counting", counting(facts.context, device), persistent=False)
+        self.workspace = workspace
+        self.register_buffer("cos_sin", rotary.table(facts.rope, facts.context, device), persistent=False)
+        self.register_buffer("context_positions", context_positions(facts.context, device), persistent=False)
 
-    def build(self, batch: Batch, planes: Planes) -> Step:
-        return step_of(batch, planes, self.cis, self.counting, self.work)
+    def build(self, batch: Batch, planes: Planes) -> AttentionMetadata:
+        return make_metadata(batch, planes, self.cos_sin, self.context_positions, self.workspace)
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLayers(LayerFactory):
     """Quantized weights are dequantized as they are loaded."""
 
-    selection: Selection = best  # chooses the context under DSA
+    selection: Selection = select_top_k  # chooses the context under DSA
 
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> ReferenceLayers:
         return self
@@ -77,8 +77,8 @@ class ReferenceLayers(LayerFactory):
     def moe(self, name: str, moe: MoeFacts, hidden: int) -> MoeBlock:
         return MoeBlock(self, name, moe, hidden)
 
-    def metadata(self, facts: ModelFacts, work: Work) -> ReferenceMetadata:
-        return ReferenceMetadata(facts, work, self.device)
+    def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> ReferenceMetadata:
+        return ReferenceMetadata(facts, workspace, self.device)
 
     def head_widths(self, facts: ModelFacts) -> tuple[int, int]:
         assert facts.mla is not None

@@ -1,1 +1,1 @@
-"""Planes of bytes behind one page table."""
+"""KV cache storage: planes of pages behind one page table."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from thalweg.attention.context import Work
-from thalweg.attention.selection import Selection, best
+from thalweg.attention.context import WorkspaceNeed
+from thalweg.attention.selection import Selection, select_top_k
 from thalweg.config.model import ModelFacts, architecture_of, facts_of, read_config
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.factory import LayerFactory
@@ -26,19 +26,19 @@ class Family:
     """How one architecture is computed and how its config.json is read."""
 
     layer: MakeLayer
-    work: Callable[[ModelFacts], Work]  # what attention of a step takes
+    workspace: Callable[[ModelFacts], WorkspaceNeed]  # what attention of a step takes
     fields: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict
     )  # DeepSeek's name of a field of config.json → the family's names
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json leaves out
 
 
-DEEPSEEK = Family(deepseek.DeepseekLayer, deepseek.work)
-LLAMA = Family(dense.DenseLayer, dense.work)
-QWEN2 = Family(dense.DenseLayer, dense.work, fields={"qkv_bias": ("attention_bias",)}, defaults={"qkv_bias": True})
-QWEN3 = Family(dense.QwenNormedLayer, dense.work)
+DEEPSEEK = Family(deepseek.DeepseekLayer, deepseek.workspace)
+LLAMA = Family(dense.DenseLayer, dense.workspace)
+QWEN2 = Family(dense.DenseLayer, dense.workspace, fields={"qkv_bias": ("attention_bias",)}, defaults={"qkv_bias": True})
+QWEN3 = Family(dense.QwenNormedLayer, dense.workspace)
 QWEN3_MOE = Family(
-    dense.QwenNormedLayer, dense.work,
+    dense.QwenNormedLayer, dense.workspace,
     fields={"n_routed_experts": ("num_experts", "num_local_experts")},
     defaults={"scoring_func": "softmax"},
 )  # fmt: skip
@@ -83,11 +83,11 @@ def assemble(facts: ModelFacts, factory: LayerFactory, stage: Stage | None = Non
         raise CheckpointError(
             f"config.json: architecture {facts.architecture!r} is unknown; there is {', '.join(FAMILIES)}"
         )
-    return Decoder(facts, factory, family.layer, family.work(facts), stage)
+    return Decoder(facts, factory, family.layer, family.workspace(facts), stage)
 
 
 def build(
-    facts: ModelFacts, dtype: torch.dtype, device: torch.device | str = "cpu", selection: Selection = best
+    facts: ModelFacts, dtype: torch.dtype, device: torch.device | str = "cpu", selection: Selection = select_top_k
 ) -> Decoder:
     """The empty model in plain torch. selection: chooses the context under DSA. Raises CheckpointError as
     `assemble`.

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from thalweg.attention.context import Work
-from thalweg.attention.selection import Choices
+from thalweg.attention.context import WorkspaceNeed
+from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
 from thalweg.layers.factory import LayerFactory
@@ -69,7 +69,7 @@ class Target(Model, Protocol):
 class DecoderLayer(Protocol):
     """One layer of a family. `layers.factory` makes its parts."""
 
-    def __call__(self, h: ResidualStream, metadata: Any, choices: Choices) -> Choices:
+    def __call__(self, h: ResidualStream, metadata: Any, selections: SelectedContexts) -> SelectedContexts:
         """Adds to the stream. Returns the selection of context that later layers may share."""
 
     def planes(self) -> tuple[PlaneSpec, ...]:
@@ -100,7 +100,7 @@ class StageValue(NamedTuple):
     """What one pipeline stage hands to the next."""
 
     x_TH: Tensor  # the settled residual stream
-    choices: Choices  # the selection of context that layers without an indexer of their own share
+    selections: SelectedContexts  # the selection of context that layers without an indexer of their own share
     watched: tuple[Tensor, ...] = ()  # streams that a drafter reads, of the stages so far
 
 
@@ -108,7 +108,12 @@ class Decoder(Module):
     """See `Model` and `Target`."""
 
     def __init__(
-        self, facts: ModelFacts, factory: LayerFactory, make_layer: MakeLayer, work: Work, stage: Stage | None = None
+        self,
+        facts: ModelFacts,
+        factory: LayerFactory,
+        make_layer: MakeLayer,
+        workspace: WorkspaceNeed,
+        stage: Stage | None = None,
     ) -> None:
         """work: what attention of a step takes, see `attention.context`. stage: None is the whole model."""
         super().__init__()
@@ -123,7 +128,7 @@ class Decoder(Module):
         if self.stage.is_last:
             self.norm = factory.norm("model.norm", facts.hidden, facts.norm_eps)
             self.head = self.embedding if facts.tied else factory.vocabulary("lm_head", facts.vocab, facts.hidden)
-        self.metadata = factory.metadata(facts, work)
+        self.metadata = factory.metadata(facts, workspace)
         self.weights.skips += [ROTARY_BUFFERS, *([r"lm_head\.weight"] if facts.tied else [])]
         self.weights.skips += [rf"model\.layers\.{facts.layers + depth}\..*" for depth in range(facts.nextn)]
         if not self.stage.is_first or not self.stage.is_last:
@@ -156,18 +161,18 @@ class Decoder(Module):
         last stage.
         """
         metadata = self.metadata.build(batch, planes)
-        choices: Choices = (None,) * len(metadata.spans)
+        selections: SelectedContexts = (None,) * len(metadata.groups)
         watched: list[Tensor] = []
         if received is None:
             h = self._embedded(batch.ids_T)
         else:
-            h, choices, watched = self.factory.stream(received.x_TH), received.choices, list(received.watched)
+            h, selections, watched = self.factory.stream(received.x_TH), received.selections, list(received.watched)
         for number, layer in enumerate(self._layers, self.stage.first):
             if number in self.watched:
                 watched.append(settled_copy(h))
-            choices = layer(h, metadata, choices)
+            selections = layer(h, metadata, selections)
         if not self.stage.is_last:
-            return StageValue(h.value(), choices, tuple(watched))
+            return StageValue(h.value(), selections, tuple(watched))
         if self.stage.layers in self.watched:
             watched.append(settled_copy(h))
         hidden_TH: Tensor = self.norm.forward(h.value())

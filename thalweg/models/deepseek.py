@@ -5,8 +5,8 @@ They differ in facts only: with or without a query latent, an indexer (DSA), rou
 
 from __future__ import annotations
 
-from thalweg.attention.context import Work
-from thalweg.attention.selection import Choices
+from thalweg.attention.context import WorkspaceNeed
+from thalweg.attention.selection import SelectedContexts
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.factory import LayerFactory
@@ -37,10 +37,10 @@ class DeepseekLayer(Module):
         else:
             self.mlp = factory.mlp(f"{name}.mlp", facts.hidden, facts.intermediate)
 
-    def forward(self, h: ResidualStream, metadata: ForwardMetadata, choices: Choices) -> Choices:
-        choices = self.attention.add_to(h, h.normed(self.attention_norm), metadata, choices)
+    def forward(self, h: ResidualStream, metadata: ForwardMetadata, selections: SelectedContexts) -> SelectedContexts:
+        selections = self.attention.add_to(h, h.normed(self.attention_norm), metadata, selections)
         self.mlp.add_to(h, h.normed(self.mlp_norm), metadata.batch.real_T)
-        return choices
+        return selections
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         """What attention reads; the index key where the layer has an indexer."""
@@ -55,9 +55,9 @@ def has_indexer(facts: ModelFacts, layer: int) -> bool:
     return facts.indexer is not None and (layer >= facts.layers or facts.indexer.full[layer])
 
 
-def work(facts: ModelFacts) -> Work:
+def workspace(facts: ModelFacts) -> WorkspaceNeed:
     """Scores of all heads for each pair; for each query token the latents of its selection."""
     if facts.indexer is None or facts.mla is None:
-        return Work(pair=facts.heads)
+        return WorkspaceNeed(per_pair=facts.heads)
     selected = facts.indexer.topk * (facts.mla.kv_lora + facts.mla.rope)
-    return Work(pair=max(facts.heads, facts.indexer.heads), token=selected)
+    return WorkspaceNeed(per_pair=max(facts.heads, facts.indexer.heads), per_token=selected)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from thalweg.attention.context import Work
-from thalweg.attention.selection import Choices
+from thalweg.attention.context import WorkspaceNeed
+from thalweg.attention.selection import SelectedContexts
 from thalweg.config.model import ModelFacts
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import ForwardMetadata
@@ -34,10 +34,10 @@ class DenseLayer(Module):
         else:
             self.mlp = factory.mlp(f"{name}.mlp", facts.hidden, facts.intermediate, facts.mlp_bias)
 
-    def forward(self, h: ResidualStream, metadata: ForwardMetadata, choices: Choices) -> Choices:
+    def forward(self, h: ResidualStream, metadata: ForwardMetadata, selections: SelectedContexts) -> SelectedContexts:
         self.attention.add_to(h, h.normed(self.attention_norm), metadata)
         self.mlp.add_to(h, h.normed(self.mlp_norm), metadata.batch.real_T)
-        return choices
+        return selections
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         return dense_planes(self.facts, self.number, self.factory)
@@ -52,6 +52,6 @@ def dense_planes(facts: ModelFacts, layer: int, factory: LayerFactory) -> tuple[
     return tuple(factory.plane(name, layer, width, shard="heads") for name in ("key", "value"))
 
 
-def work(facts: ModelFacts) -> Work:
+def workspace(facts: ModelFacts) -> WorkspaceNeed:
     """Scores of all heads for each pair."""
-    return Work(pair=facts.heads)
+    return WorkspaceNeed(per_pair=facts.heads)

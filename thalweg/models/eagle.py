@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from thalweg.attention.context import Step, Work
+from thalweg.attention.context import AttentionMetadata, WorkspaceNeed
 from thalweg.batch.batch import Batch
 from thalweg.config.drafters import EagleFacts
 from thalweg.config.model import ModelFacts
@@ -69,7 +69,7 @@ class Eagle3(Module):
         self.mlp = factory.mlp(f"{prefix}.mlp", facts.hidden, facts.intermediate, facts.mlp_bias)
         self.norm = factory.norm("norm", facts.hidden, facts.norm_eps)
         self.head = factory.vocabulary("lm_head", given.draft_vocab, facts.hidden)
-        self.metadata = factory.metadata(facts, Work(pair=facts.heads))
+        self.metadata = factory.metadata(facts, WorkspaceNeed(per_pair=facts.heads))
         self.weights.skips += ["t2d", r".*rotary_emb\.inv_freq"]  # t2d follows from d2t
         self.ids_D: Tensor | None = None
         if given.draft_vocab < facts.vocab:
@@ -123,7 +123,7 @@ class EagleLayer(Module):
         self.mlp_norm = factory.norm(f"{name}.post_attention_layernorm", facts.hidden, facts.norm_eps)
         self.mlp = factory.mlp(f"{name}.mlp", facts.hidden, facts.intermediate, facts.mlp_bias)
 
-    def forward(self, h: ResidualStream, metadata: Step) -> None:
+    def forward(self, h: ResidualStream, metadata: AttentionMetadata) -> None:
         self.attention.add_to(h, self.attended(h), metadata)
         self.mlp.add_to(h, h.normed(self.mlp_norm))
 
@@ -150,7 +150,7 @@ class Eagle(Module):
         self.layers = nn.ModuleList(
             EagleLayer(facts, self.index + i, f"{prefix}layers.{i}", i == 0, factory) for i in range(facts.layers)
         )
-        self.metadata = factory.metadata(facts, Work(pair=facts.heads))
+        self.metadata = factory.metadata(facts, WorkspaceNeed(per_pair=facts.heads))
         self.weights.skips += [r".*rotary_emb\.inv_freq", r"lm_head\.weight"]
 
     def planes(self) -> tuple[PlaneSpec, ...]:

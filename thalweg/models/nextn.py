@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thalweg.attention.selection import Choices
+from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.module import Module
@@ -68,7 +68,7 @@ class NextN(Module):
         """
         metadata = self.main[0].metadata.build(batch, planes)
         h = self._joined(ids_T, hidden_TH)
-        nothing: Choices = (None,) * len(metadata.spans)
+        nothing: SelectedContexts = (None,) * len(metadata.groups)
         self.layer(h, metadata, nothing)
         normed_TH: Tensor = self.norm.forward(h.value())
         return normed_TH

@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from thalweg.attention.selection import best
+from thalweg.attention.selection import select_top_k
 from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
@@ -45,7 +45,7 @@ def recordable(model: Model, device: torch.device) -> bool:
     which TorchScript does not know.
     """
     factory = model.factory
-    own = isinstance(factory, ReferenceLayers) and (model.facts.mla is None or factory.selection is best)
+    own = isinstance(factory, ReferenceLayers) and (model.facts.mla is None or factory.selection is select_top_k)
     known = all(CODECS[spec.codec] != FP8 for spec in model.planes())
     return device.type == "cpu" and script.AVAILABLE and own and known
 

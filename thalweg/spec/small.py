@@ -71,7 +71,7 @@ class Small(Module):
 
     def _behind(self, planes: Planes) -> Planes:
         if self._own is None or planes is not self._planes:
-            self._planes, self._own = planes, planes.behind(self.index)
+            self._planes, self._own = planes, planes.layers_from(self.index)
         return self._own
 
 

@@ -23,7 +23,7 @@ from thalweg.batch.slots import Field, Slots
 from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Bind, SamplingNeeds
 from thalweg.kernels.draft.ref import Chain, Drawn, Places, Rows, named
-from thalweg.memory.planes import Planes, PlaneSpec, vectors
+from thalweg.memory.planes import Planes, PlaneSpec, vector_plane
 from thalweg.models.draft_head import DraftHead
 from thalweg.models.traced import TracedHead, recordable
 from thalweg.sampling.drafts import Drawing
@@ -60,7 +60,7 @@ class Unrolled:
 
     def planes(self) -> tuple[PlaneSpec, ...]:
         page = -(-self.head.width // PAGE)  # a page's one vector, spread over its tokens
-        return *self.head.planes(), vectors(HIDDEN, self.head.index, page, self.head.dtype)
+        return *self.head.planes(), vector_plane(HIDDEN, self.head.index, page, self.head.dtype)
 
     def fields(self) -> tuple[Field, ...]:
         return (Field(HIDDEN, (self.head.width,), self.head.dtype), *self.drawing.fields())

@@ -29,7 +29,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 PATH = tl.constexpr(64)  # positions of a token whose columns are told: as many as its mask has bits, see `batch.Tree`
 
 
-class Tiles(NamedTuple):
+class TileConfig(NamedTuple):
     """Rows of M and keys of a program, warps, stages of its loads, and registers of a thread where two programs are to
     share a multiprocessor.
     """

@@ -25,7 +25,7 @@ from thalweg.kernels.attend.triton import (
     DETERMINISTIC_SPLITS,
     LOG2E,
     SMS,
-    Tiles,
+    TileConfig,
     cleared,
     largest_of,
     merge,
@@ -40,7 +40,7 @@ from thalweg.kernels.rope.triton import normed, stored, turned
 
 __all__ = [
     "DETERMINISTIC_SPLITS",
-    "Fresh",
+    "NewTokens",
     "decode",
     "decode_tiles",
     "gather",
@@ -53,21 +53,21 @@ __all__ = [
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-def decode_tiles(rows: int, dim: int, programs: int = 1) -> Tiles:
+def decode_tiles(rows: int, dim: int, programs: int = 1) -> TileConfig:
     """rows: query tokens times query heads that share a key head. programs: of the whole step with one split. Three
     that share a multiprocessor read more steadily than one with a longer pipeline (H100, Qwen2.5-7B, 256 rows of 1,024
     tokens: 185 us against 190; 64 rows: 50 against 51).
     """
     stages = 2 if programs > SMS else 4 if dim <= 128 else 3
     if rows <= 16:
-        return Tiles(16, 64, 4, stages)
+        return TileConfig(16, 64, 4, stages)
     if rows <= 32:
-        return Tiles(32, 64, 4, stages)
-    return Tiles(64, 64, 4, stages)
+        return TileConfig(32, 64, 4, stages)
+    return TileConfig(64, 64, 4, stages)
 
 
-def prefill_tiles(dim: int) -> Tiles:
-    return Tiles(64, 64, 4, 3) if dim <= 128 else Tiles(128, 64, 8, 2)
+def prefill_tiles(dim: int) -> TileConfig:
+    return TileConfig(64, 64, 4, 3) if dim <= 128 else TileConfig(128, 64, 8, 2)
 
 
 def splits_for(tokens: int, heads: int, kv_heads: int, context: int, query: int = 1) -> int:
@@ -165,7 +165,7 @@ def _decode(
     tl.store(out + at[:, None] * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
 
 
-class Fresh(NamedTuple):
+class NewTokens(NamedTuple):
     """What `decode` stores first. key_TKd, value_TKd: views of a projection's output, neither normed nor rotated, and
     so are the queries then. write_T int64: rows of the planes. cos_SC, sin_SC: float32 [context, d / 2]. norms float32
     [d], both or none.
@@ -196,7 +196,7 @@ def decode(
     rows_T: Tensor | None = None,
     hides_T: Tensor | None = None,
     fixed: bool = False,
-    fresh: Fresh | None = None,
+    fresh: NewTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries over the pages of their rows: → (partial [T, H, splits, d], LSE [T, H, splits]), for `merge`.
 

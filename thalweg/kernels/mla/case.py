@@ -61,7 +61,7 @@ def run(
     q = torch.cat([torch.einsum("nhd,hdr->nhr", q_NHd[..., :nope], uk_HnR), q_NHd[..., nope:]], -1)
     bias = bias_NK.unsqueeze(1).expand(-1, heads, -1).reshape(1, queries * heads, -1)
     u = ref.absorbed(q.view(1, queries * heads, -1), kv_KD.unsqueeze(0), bias, scale, rank).view(queries, heads, rank)
-    key, value = ref.decompress(kv_KD, uk_HnR, uv_HRv)
+    key, value = ref.expand_latents(kv_KD, uk_HnR, uv_HRv)
     plain = ref.attend(q_NHd.transpose(0, 1), key, value, bias_NK, scale).transpose(0, 1)
     return torch.einsum("nhr,hrv->nhv", u, uv_HRv), plain
 

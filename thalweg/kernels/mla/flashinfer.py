@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from thalweg.kernels.gqa.flashinfer import PAGE, WORKSPACE, library, pages
-from thalweg.kernels.mla.paged import Rows, raised
+from thalweg.kernels.mla.paged import MlaDecodeRows, project_values
 
 ROPE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class FlashInferDecoder:
+class FlashInferMlaDecode:
     """See `paged.Decoder`. Planned on the host, once a step, from lengths that are copied there: not for CUDA graphs.
     bfloat16 latents only.
     """
@@ -30,7 +30,7 @@ class FlashInferDecoder:
     rank: int
     scale: float
 
-    def prepare(self, rows: Rows) -> Any:
+    def prepare(self, rows: MlaDecodeRows) -> Any:
         lengths_R = (rows.positions_T[rows.query - 1 :: rows.query] + 1).to(torch.int32).cpu()
         held = pages(rows.table_RL, lengths_R)
         queries_R1 = torch.arange(0, (len(lengths_R) + 1) * rows.query, rows.query, dtype=torch.int32)
@@ -45,11 +45,11 @@ class FlashInferDecoder:
         plane_PSD: Tensor,
         plane_scale: Tensor | None,
         uv_HRv: Tensor,
-        rows: Rows,
+        rows: MlaDecodeRows,
         prepared: Any,
     ) -> Tensor:
         query, plane = (torch.split(x, [self.rank, ROPE], -1) for x in (query_THD, plane_PSD))
-        return raised(prepared.run(*query, *plane), uv_HRv)
+        return project_values(prepared.run(*query, *plane), uv_HRv)
 
 
 @cache
@@ -71,7 +71,7 @@ def check(device: torch.device, heads: int) -> None:
     positions = torch.tensor(contexts, device=device) - 1
     identity = torch.eye(512, dtype=torch.bfloat16, device=device).expand(heads, 512, 512)
     try:
-        made, rows = FlashInferDecoder(heads, 512, scale), Rows(table, positions, 1, max(contexts))
+        made, rows = FlashInferMlaDecode(heads, 512, scale), MlaDecodeRows(table, positions, 1, max(contexts))
         out = made.attend(query, plane, None, identity, rows, made.prepare(rows)).view(2, heads, 512)
         torch.cuda.synchronize(device)
     except (RuntimeError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thalweg.kernels.decompress.triton import decompress, fits
+from thalweg.kernels.expand_latents.triton import expand_latents, fits
 from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.mla import ext, triton
 
@@ -20,7 +20,7 @@ FP8_MAX = 448.0
 FLASHMLA_TOKENS, FLASHMLA_TOKENS_FP8 = 8, 32  # from so many decode tokens on FlashMLA is faster, where it is at all
 
 
-class Rows(NamedTuple):
+class MlaDecodeRows(NamedTuple):
     """Decode rows. table_RL int32: pages of each row (more rows may follow). positions_T int64: of their `query` tokens
     each, the last of their contexts. reach: upper bound of a context, in tokens. rows_T, hides_T: of drafts that part
     ways, see `layers.paged.PagedStep`.
@@ -34,10 +34,10 @@ class Rows(NamedTuple):
     hides_T: Tensor | None = None
 
 
-class Decoder(Protocol):
+class MlaDecodeKernel(Protocol):
     """Decode rows."""
 
-    def prepare(self, rows: Rows) -> Any:
+    def prepare(self, rows: MlaDecodeRows) -> Any:
         """What all layers of a step share. Under a CUDA graph it is called inside the recording."""
 
     def attend(
@@ -46,7 +46,7 @@ class Decoder(Protocol):
         plane_PSD: Tensor,
         plane_scale: Tensor | None,
         uv_HRv: Tensor,
-        rows: Rows,
+        rows: MlaDecodeRows,
         prepared: Any,
     ) -> Tensor:
         """Absorbed queries [T, H, r + c] over pages [P, 64, r + c], times W_UV: → bfloat16 [T, H * v]. plane_scale: of
@@ -54,7 +54,7 @@ class Decoder(Protocol):
         """
 
 
-class Prefill(Protocol):
+class MlaPrefillKernel(Protocol):
     """Ragged rows, on keys and values that are made of latents."""
 
     def __call__(
@@ -79,7 +79,7 @@ class Prefill(Protocol):
         """
 
 
-def raised(u_THr: Tensor, uv_HRv: Tensor) -> Tensor:
+def project_values(u_THr: Tensor, uv_HRv: Tensor) -> Tensor:
     """Sums of latents times W_UV: → [T, H * v]."""
     out_THv = u_THr.new_empty(*u_THr.shape[:2], uv_HRv.shape[2])
     torch.bmm(u_THr.transpose(0, 1), uv_HRv, out=out_THv.transpose(0, 1))
@@ -87,7 +87,7 @@ def raised(u_THr: Tensor, uv_HRv: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class TritonDecoder:
+class TritonMlaDecode:
     """Own kernels."""
 
     heads: int
@@ -95,7 +95,7 @@ class TritonDecoder:
     scale: float
     fp8: bool
 
-    def prepare(self, rows: Rows) -> None:
+    def prepare(self, rows: MlaDecodeRows) -> None:
         return None
 
     def attend(
@@ -104,7 +104,7 @@ class TritonDecoder:
         plane_PSD: Tensor,
         plane_scale: Tensor | None,
         uv_HRv: Tensor,
-        rows: Rows,
+        rows: MlaDecodeRows,
         prepared: None,
     ) -> Tensor:
         tokens = len(query_THD)
@@ -125,7 +125,7 @@ class TritonDecoder:
             return triton.merge_up(partial, lse, uv_HRv)
         if triton.merges_many(tokens, self.heads, *partial.shape[2:]):
             return triton.merge_up_many(partial, lse, uv_HRv)
-        return raised(triton.merge(partial, lse, query_THD.dtype), uv_HRv)
+        return project_values(triton.merge(partial, lse, query_THD.dtype), uv_HRv)
 
 
 class FlashSchedule(NamedTuple):
@@ -136,7 +136,7 @@ class FlashSchedule(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class FlashMlaDecoder:
+class FlashMlaDecode:
     """FlashMLA. Of an e4m3 plane it takes e4m3 queries too: they are scaled by their largest number. Each token is a
     row of its own: of a longer row it wants the length at its last token, which is padding where a sequence ends.
     """
@@ -146,7 +146,7 @@ class FlashMlaDecoder:
     scale: float
     fp8: bool
 
-    def prepare(self, rows: Rows) -> FlashSchedule:
+    def prepare(self, rows: MlaDecodeRows) -> FlashSchedule:
         lengths_T = (rows.positions_T + 1).to(torch.int32)
         made = ext.schedule_fp8(lengths_T, self.heads) if self.fp8 else ext.schedule()
         return FlashSchedule(lengths_T, made)
@@ -157,7 +157,7 @@ class FlashMlaDecoder:
         plane_PSD: Tensor,
         plane_scale: Tensor | None,
         uv_HRv: Tensor,
-        rows: Rows,
+        rows: MlaDecodeRows,
         prepared: FlashSchedule,
     ) -> Tensor:
         query_scale = None
@@ -189,15 +189,15 @@ class FlashMlaDecoder:
 
 
 @dataclass(frozen=True, slots=True)
-class BySizeDecoder:
+class MlaDecodeBySize:
     """Own kernels for few tokens, where FlashMLA's schedule and its joining of splits cost more than they save, and for
     drafts that part ways, since it sees all that stands before a token; FlashMLA beyond.
     """
 
-    own: TritonDecoder
-    library: FlashMlaDecoder
+    own: TritonMlaDecode
+    library: FlashMlaDecode
 
-    def prepare(self, rows: Rows) -> FlashSchedule | None:
+    def prepare(self, rows: MlaDecodeRows) -> FlashSchedule | None:
         enough = FLASHMLA_TOKENS_FP8 if self.library.fp8 else FLASHMLA_TOKENS
         few = len(rows.positions_T) < enough
         return None if few or rows.hides_T is not None else self.library.prepare(rows)
@@ -208,7 +208,7 @@ class BySizeDecoder:
         plane_PSD: Tensor,
         plane_scale: Tensor | None,
         uv_HRv: Tensor,
-        rows: Rows,
+        rows: MlaDecodeRows,
         prepared: FlashSchedule | None,
     ) -> Tensor:
         given = query_THD, plane_PSD, plane_scale, uv_HRv, rows
@@ -253,7 +253,7 @@ def fa3_prefill(
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention 3, which wants each head's key in one piece."""
     (heads, nope, rank), v = uk_HnR.shape, uv_HRv.shape[2]
-    make = decompress if fits(heads, nope, v, latents_SD.shape[1] - rank, rank) else _by_products
+    make = expand_latents if fits(heads, nope, v, latents_SD.shape[1] - rank, rank) else _by_products
     return fa3.prefill(
         query_THq,
         *make(latents_SD, uk_HnR, uv_HRv.transpose(1, 2)),
@@ -268,7 +268,7 @@ def fa3_prefill(
 
 
 def _by_products(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, Tensor]:
-    """As `decompress`: the keys' product is written where it belongs, the shared key beside it."""
+    """As `expand_latents`: the keys' product is written where it belongs, the shared key beside it."""
     heads, nope, rank = uk_HnR.shape
     latent_Sr, rope_Sc = latents_SD[:, :rank], latents_SD[:, rank:]
     key_SHq = latents_SD.new_empty(len(latents_SD), heads, nope + rope_Sc.shape[1])
@@ -284,18 +284,18 @@ def _values(latent_Sr: Tensor, uv_HvR: Tensor) -> Tensor:
     return torch.mm(latent_Sr, uv_HvR.view(-1, rank).t()).view(-1, heads, width)
 
 
-def by_size(heads: int, rank: int, scale: float, fp8: bool) -> BySizeDecoder:
-    return BySizeDecoder(TritonDecoder(heads, rank, scale, fp8), FlashMlaDecoder(heads, rank, scale, fp8))
+def by_size(heads: int, rank: int, scale: float, fp8: bool) -> MlaDecodeBySize:
+    return MlaDecodeBySize(TritonMlaDecode(heads, rank, scale, fp8), FlashMlaDecode(heads, rank, scale, fp8))
 
 
-DECODERS: dict[str, Callable[..., Decoder]] = {
-    "triton": TritonDecoder,
-    "flashmla": FlashMlaDecoder,
+DECODERS: dict[str, Callable[..., MlaDecodeKernel]] = {
+    "triton": TritonMlaDecode,
+    "flashmla": FlashMlaDecode,
     "triton+flashmla": by_size,
 }
-PREFILLS: dict[str, Prefill] = {"triton": triton_prefill, "fa3": fa3_prefill}
+PREFILLS: dict[str, MlaPrefillKernel] = {"triton": triton_prefill, "fa3": fa3_prefill}
 
 
-def decoder(backend: str, heads: int, rank: int, scale: float, fp8: bool) -> Decoder:
+def decoder(backend: str, heads: int, rank: int, scale: float, fp8: bool) -> MlaDecodeKernel:
     """The backend of this name for a model's decode rows. fp8: whether its latents are e4m3."""
     return DECODERS[backend](heads, rank, scale, fp8)

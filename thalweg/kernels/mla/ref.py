@@ -19,7 +19,7 @@ def absorbed(q_NQD: Tensor, kv_NKD: Tensor, bias: Tensor, scale: float, rank: in
     return torch.bmm(scores.softmax(-1), kv_NKD[..., :rank])
 
 
-def decompress(kv_KD: Tensor, uk_HnR: Tensor, uv_HRv: Tensor) -> tuple[Tensor, Tensor]:
+def expand_latents(kv_KD: Tensor, uk_HnR: Tensor, uv_HRv: Tensor) -> tuple[Tensor, Tensor]:
     """Keys [H, K, nope + rope] and values [H, K, v] of one context's latents [K, r + rope]."""
     heads, nope, rank = uk_HnR.shape
     latent, rope = kv_KD[:, :rank].expand(heads, -1, -1), kv_KD[:, rank:].expand(heads, -1, -1)

@@ -25,7 +25,7 @@ from thalweg.kernels.attend.triton import (
     DETERMINISTIC_SPLITS,
     LN2,
     LOG2E,
-    Tiles,
+    TileConfig,
     cleared,
     largest_of,
     merge,
@@ -59,17 +59,17 @@ MERGE_UP_TOKENS = 4  # beyond it a batched product is faster
 MERGE_UP_RANKS = 64  # latent dims of a step of `merge_up_many`, which masks none
 
 
-def decode_tiles(rows: int, fp8: bool) -> Tiles:
+def decode_tiles(rows: int, fp8: bool) -> TileConfig:
     """rows: query tokens times heads that share a context."""
     if rows <= 16:
-        return Tiles(16, 64, 8, 4) if fp8 else Tiles(16, 64, 4, 3)
+        return TileConfig(16, 64, 8, 4) if fp8 else TileConfig(16, 64, 4, 3)
     if rows <= 32:
-        return Tiles(32, 32, 8, 4)
-    return Tiles(64, 64, 8, 2)
+        return TileConfig(32, 32, 8, 4)
+    return TileConfig(64, 64, 8, 2)
 
 
-def prefill_tiles() -> Tiles:
-    return Tiles(128, 64, 8, 3)
+def prefill_tiles() -> TileConfig:
+    return TileConfig(128, 64, 8, 3)
 
 
 def splits_for(tokens: int, heads: int, context: int, query: int = 1) -> int:

@@ -29,7 +29,7 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
                 name=f"{tokens} tokens, {heads} heads, {turning} dims, {dtype}",
                 inputs={
                     "x_TX": x,
-                    "cis_T1c": torch.polar(torch.ones_like(angles), angles).unsqueeze(1),
+                    "cos_sin_T1c": torch.polar(torch.ones_like(angles), angles).unsqueeze(1),
                     "first": first,
                     "heads": heads,
                     "dim": dim,
@@ -41,8 +41,8 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
             )
 
 
-def run(x_TX: Tensor, cis_T1c: Tensor, first: int, heads: int, dim: int) -> tuple[Tensor, ...]:
-    rotate_(x_TX, cis_T1c, first, heads, dim)
+def run(x_TX: Tensor, cos_sin_T1c: Tensor, first: int, heads: int, dim: int) -> tuple[Tensor, ...]:
+    rotate_(x_TX, cos_sin_T1c, first, heads, dim)
     return (x_TX,)
 
 

@@ -38,7 +38,7 @@ def stored(x, scale_pointer, SCALED: tl.constexpr, dtype: tl.constexpr):
     """What a plane holds: the value, or e4m3 of value / scale; saturated, and 0 for what is not a number. What a masked
     place holds is multiplied by 0, and a NaN of one request would reach the next that gets its page. What is only
     attended to may be bf16's largest number, since 0 times that is 0. A latent, which is multiplied before
-    (`decompress`), is never near it: a norm gives at most sqrt(r) times its weight, and of what holds an infinity, or
+    (`expand_latents`), is never near it: a norm gives at most sqrt(r) times its weight, and of what holds an infinity, or
     is so large that its squares overflow, NaN or 0.
     """
     x = tl.where(x == x, x, 0.0)

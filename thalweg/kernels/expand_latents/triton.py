@@ -23,21 +23,21 @@ STAGES, WARPS = 3, 8
 
 
 def fits(heads: int, *dims: int) -> bool:
-    """Whether `decompress` serves heads of these dims, n, v, c, r, and is faster than a library's products."""
+    """Whether `expand_latents` serves heads of these dims, n, v, c, r, and is faster than a library's products."""
     *widths, rank = dims
     block = min(COLUMNS, rank)
     even = all(width == triton.next_power_of_2(width) for width in (*widths, block))
     return even and rank % block == 0 and heads < MANY
 
 
-def decompress(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, Tensor]:
+def expand_latents(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, Tensor]:
     """→ keys [S, H, n + c], values [S, H, v], bf16. latents_SD: [S, r + c], normed and rotated, rows of neighbours;
     uk_HnR, uv_HvR: contiguous but for their heads. Where `fits`.
     """
     (tokens, width), (heads, nope, rank), v = latents_SD.shape, uk_HnR.shape, uv_HvR.shape[1]
     key = torch.empty(tokens, heads, nope + width - rank, dtype=latents_SD.dtype, device=latents_SD.device)
     value = torch.empty(tokens, heads, v, dtype=latents_SD.dtype, device=latents_SD.device)
-    _decompress[(2 * heads, triton.cdiv(tokens, TOKENS))](
+    _expand_latents[(2 * heads, triton.cdiv(tokens, TOKENS))](
         key, value, latents_SD, uk_HnR, uv_HvR, tokens, heads, latents_SD.stride(0), uk_HnR.stride(0), uv_HvR.stride(0),
         nope, v, width - rank, rank, TOKENS, min(COLUMNS, rank), STAGES, **launch(WARPS),
     )  # fmt: skip
@@ -45,7 +45,7 @@ def decompress(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tens
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _decompress(
+def _expand_latents(
     key_SHq, value_SHv, latents_SD, uk_HnR, uv_HvR, tokens, heads, latent_row, uk_head, uv_head,
     NOPE: tl.constexpr, V: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thalweg.kernels.case import Case, Run, normal, precision, size
-from thalweg.kernels.decompress import ref
+from thalweg.kernels.expand_latents import ref
 from thalweg.kernels.own import available
 
 
@@ -34,13 +34,13 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
 
 
 def run(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, ...]:
-    return ref.decompress(latents_SD, uk_HnR, uv_HvR)
+    return ref.expand_latents(latents_SD, uk_HnR, uv_HvR)
 
 
 def run_triton(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, ...]:
-    from thalweg.kernels.decompress import triton
+    from thalweg.kernels.expand_latents import triton
 
-    made = triton.decompress(latents_SD.cuda(), uk_HnR.cuda(), uv_HvR.cuda())
+    made = triton.expand_latents(latents_SD.cuda(), uk_HnR.cuda(), uv_HvR.cuda())
     return tuple(each.to(latents_SD.device) for each in made)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def decompress(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, Tensor]:
+def expand_latents(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, Tensor]:
     """→ keys [S, H, n + c], the rotated key that all heads share behind each head's own, and values [S, H, v].
     latents_SD: [S, r + c].
     """
