@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch
@@ -15,37 +14,41 @@ from thalweg.layers.residual import ResidualStream
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.decoder import Target
 from thalweg.parallel.axis import width_of
-from thalweg.weights.table import WeightTable
+from thalweg.weights.table import WeightTable, table_of
 
 
-class DraftHead(Protocol):
-    """An autoregressive draft head. It is an nn.Module too.
+class DraftHead(Module, ABC):
+    """An autoregressive draft head.
 
     Its KV entry at position p is made of token p and of a state of position p - 1: from the target's hidden states
     there, or what the head returned there itself; zeros before position 0. So an entry depends on the tokens up to p
     alone, like everything else in a page.
     """
 
-    facts: ModelFacts  # of its own layers
-    index: int  # of its first layer among the planes' layers
-    width: int  # numbers of a state
-    dtype: torch.dtype
-    ids_D: Tensor | None  # int64 [D], the token of each of its logits; None: they are those of the target's vocabulary
-    attends: bool  # whether `write_kv` attends to earlier entries, as a head of several layers must
+    def __init__(self, facts: ModelFacts, factory: LayerFactory, main: Target) -> None:
+        super().__init__()
+        self.facts, self.factory = facts, factory  # of its own layers
+        self.main = (main,)  # the target, whose embedding, rotary table or head it uses; in a tuple: no child of this
+        self.index = main.facts.layers  # of its first layer among the planes' layers
+        self.width, self.dtype = facts.hidden, factory.dtype  # of a state
+        self.ids_D: Tensor | None = None  # int64 [D]: the token of each of its logits; None: the target's vocabulary
+        self.attends = False  # whether `write_kv` attends to earlier entries, as a head of several layers must
 
-    @property
-    def main(self) -> tuple[Target, ...]:
-        """The target, whose embedding, rotary table or head it uses; no child of this module."""
-
+    @abstractmethod
     def planes(self) -> tuple[PlaneSpec, ...]:
         """Of the same pages as the target's."""
 
     def table(self) -> WeightTable:
         """How the published tensors map onto its parameters."""
+        return table_of(self)
 
     def draft_state(self, hidden_TX: Tensor) -> Tensor:
-        """[T, width]: the states of positions whose hidden states `Model.forward` has returned."""
+        """[T, width]: the states of positions whose hidden states `Model.forward` has returned; those after the
+        target's final norm.
+        """
+        return hidden_TX[:, : self.width]
 
+    @abstractmethod
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
         """The states behind the entries, [T, width]; writes their KV.
 
@@ -53,11 +56,13 @@ class DraftHead(Protocol):
         context before them.
         """
 
+    @abstractmethod
     def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
         """Writes the KV that `forward` would write, and computes nothing else where that is possible."""
 
     def logits(self, state_NW: Tensor) -> Tensor:
-        """float32 [N, D]: of the next token."""
+        """float32 [N, D] of the next token, by the target's head."""
+        return self.main[0].logits(state_NW)
 
 
 class EntryProjection(Module):

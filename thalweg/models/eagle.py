@@ -28,15 +28,14 @@ from thalweg.layers.residual import Activation, ResidualStream
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.decoder import Target, gathered_logits
 from thalweg.models.dense import dense_planes
-from thalweg.models.draft_head import DraftEmbedding, EntryProjection
+from thalweg.models.draft_head import DraftEmbedding, DraftHead, EntryProjection
 from thalweg.quant.catalog import Schemes
-from thalweg.weights.table import WeightTable, table_of
 
 EMBEDDING = "embed_tokens.weight"
 
 
-class Eagle3(Module):
-    """See `models.draft_head.DraftHead`."""
+class Eagle3(DraftHead):
+    """A head of EAGLE-3."""
 
     def __init__(
         self, given: EagleFacts, main: Target, names: Collection[str], schemes: Schemes, folder: Path = Path()
@@ -44,12 +43,9 @@ class Eagle3(Module):
         """names: the folder's tensors, which say how its layer is called and whether the embedding is its own; of none
         it is the target's. schemes: of the folder's weights. folder: for errors.
         """
-        super().__init__()
         facts, factory = given.facts, main.factory.for_drafter(given.facts, schemes)
-        self.folder, self.given, self.facts, self.factory = folder, given, facts, factory
-        self.index, self.width, self.dtype = main.facts.layers, facts.hidden, factory.dtype
-        self.main = (main,)  # a tuple: the target is no child of this module
-        self.attends = False
+        super().__init__(facts, factory, main)
+        self.given = given
         prefix = "layers.0" if any(name.startswith("layers.0.") for name in names) else "midlayer"
         fused = len(given.watched.layers) * given.target_hidden
         self.fuse = EntryProjection(factory, "fc", (facts.hidden, fused))
@@ -71,12 +67,11 @@ class Eagle3(Module):
         self.head = factory.vocabulary("lm_head", given.draft_vocab, facts.hidden)
         self.metadata = factory.metadata(facts, WorkspaceNeed(per_pair=facts.heads))
         self.weights.skips += ["t2d", r".*rotary_emb\.inv_freq"]  # t2d follows from d2t
-        self.ids_D: Tensor | None = None
         if given.draft_vocab < facts.vocab:
             # which tokens the head drafts; without weights every so many-th
             spread = torch.arange(given.draft_vocab, device=factory.device) * (facts.vocab // given.draft_vocab)
             self.ids_D = nn.Parameter(spread, requires_grad=False)
-            to_ids = partial(_ids, self.folder, facts.vocab)
+            to_ids = partial(_ids, folder, facts.vocab)
             self.loads("ids_D", "d2t", (given.draft_vocab,), torch.int64, to_ids)
         else:
             self.weights.skips.append("d2t")
@@ -107,9 +102,6 @@ class Eagle3(Module):
     def _joined(self, ids_T: Tensor, normed_TW: Tensor) -> Tensor:
         return torch.cat([self.embedding_norm.forward(self.embedding.forward(ids_T)), normed_TW], -1)
 
-    def table(self) -> WeightTable:
-        return table_of(self)
-
 
 class EagleLayer(Module):
     """One layer of an EAGLE head. The first has no norm before its attention."""
@@ -132,16 +124,15 @@ class EagleLayer(Module):
         return h.value() if self.attention_norm is None else h.normed(self.attention_norm)
 
 
-class Eagle(Module):
-    """The head of EAGLE and EAGLE-2: one layer, or several. See `models.draft_head.DraftHead`."""
+class Eagle(DraftHead):
+    """The head of EAGLE and EAGLE-2: one layer, or several. The target's head reads its states without a norm: the
+    layers were trained to return normed ones.
+    """
 
     def __init__(self, given: EagleFacts, main: Target, names: Collection[str], schemes: Schemes) -> None:
         """names, schemes: as of `Eagle3`."""
-        super().__init__()
         facts, factory = given.facts, main.factory.for_drafter(given.facts, schemes)
-        self.facts, self.factory, self.index = facts, factory, main.facts.layers
-        self.width, self.dtype, self.main = facts.hidden, factory.dtype, (main,)
-        self.ids_D: Tensor | None = None
+        super().__init__(facts, factory, main)
         self.attends = facts.layers > 1
         prefix = "model." if any(name.startswith("model.") for name in names) else ""
         has_bias = f"{prefix}fc.bias" in names if names else given.bias
@@ -156,10 +147,6 @@ class Eagle(Module):
     def planes(self) -> tuple[PlaneSpec, ...]:
         layers = range(self.index, self.index + self.facts.layers)
         return tuple(spec for layer in layers for spec in dense_planes(self.facts, layer, self.factory))
-
-    def draft_state(self, hidden_TX: Tensor) -> Tensor:
-        """The target's hidden states after its final norm."""
-        return hidden_TX[:, : self.width]
 
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
         metadata, h = self.metadata.build(batch, planes), self._joined(ids_T, state_TW)
@@ -176,15 +163,8 @@ class Eagle(Module):
         assert isinstance(last, EagleLayer)
         last.attention.write_kv(last.attended(h), metadata)
 
-    def logits(self, state_NW: Tensor) -> Tensor:
-        """By the target's head, without a norm: the layers were trained to return normed states."""
-        return self.main[0].logits(state_NW)
-
     def _joined(self, ids_T: Tensor, state_TW: Tensor) -> ResidualStream:
         return self.join.start(torch.cat([self.embedding.forward(ids_T), state_TW], -1))
-
-    def table(self) -> WeightTable:
-        return table_of(self)
 
 
 def _ids(folder: Path, vocab: int, d2t_D: Tensor) -> Tensor:

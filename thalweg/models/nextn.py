@@ -10,16 +10,14 @@ from torch import Tensor
 from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
 from thalweg.core.errors import CheckpointError
-from thalweg.layers.module import Module
 from thalweg.layers.residual import ResidualStream
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.decoder import Decoder
 from thalweg.models.deepseek import DeepseekLayer
-from thalweg.models.draft_head import EntryProjection
-from thalweg.weights.table import WeightTable, table_of
+from thalweg.models.draft_head import DraftHead, EntryProjection
 
 
-class NextN(Module):
+class NextN(DraftHead):
     """Predicts the token after the next, from a token's hidden state (after the main model's final norm) and the next
     token's id.
 
@@ -28,16 +26,12 @@ class NextN(Module):
     """
 
     def __init__(self, main: Decoder) -> None:
-        super().__init__()
         facts, factory = main.facts, main.factory
         if not facts.nextn:
             raise CheckpointError(
                 "this checkpoint has no NextN layer: num_nextn_predict_layers is 0 in its config.json"
             )
-        self.facts, self.index, self.width, self.dtype = facts, facts.layers, facts.hidden, factory.dtype
-        self.main = (main,)  # a tuple: the main model is no child of this module
-        self.ids_D: Tensor | None = None
-        self.attends = False
+        super().__init__(facts, factory, main)
         name = f"model.layers.{self.index}"
         self.embedding_norm = factory.norm(f"{name}.enorm", facts.hidden, facts.norm_eps)
         self.hidden_norm = factory.norm(f"{name}.hnorm", facts.hidden, facts.norm_eps)
@@ -58,10 +52,6 @@ class NextN(Module):
     def planes(self) -> tuple[PlaneSpec, ...]:
         return self.layer.planes()
 
-    def draft_state(self, hidden_TX: Tensor) -> Tensor:
-        """The target's hidden states after its final norm."""
-        return hidden_TX[:, : self.width]
-
     def forward(self, ids_T: Tensor, hidden_TH: Tensor, batch: Batch, planes: Planes) -> Tensor:
         """ids_T: the token that follows each token of the batch. Returns [T, H] after shared_head.norm; writes the
         layer's KV.
@@ -78,16 +68,8 @@ class NextN(Module):
         x = self._joined(ids_T, hidden_TH).normed(self.layer.attention_norm)
         self.layer.attention.write_kv(x, self.main[0].metadata.build(batch, planes))
 
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        """float32 [N, vocabulary], by the main model's head."""
-        return self.main[0].logits(hidden_NH)
-
     def _joined(self, ids_T: Tensor, hidden_TH: Tensor) -> ResidualStream:
         """The stream that the layer edits: eh_proj of (embedding, hidden state), in that order."""
-        main = self.main[0]
-        embedded_TH = self.embedding_norm.forward(main.embed(ids_T))
+        embedded_TH = self.embedding_norm.forward(self.main[0].embed(ids_T))
         joined_TX = torch.cat([embedded_TH, self.hidden_norm.forward(hidden_TH)], -1)
         return self.join.start(joined_TX)
-
-    def table(self) -> WeightTable:
-        return table_of(self)

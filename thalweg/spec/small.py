@@ -15,37 +15,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thalweg.batch.batch import Batch
 from thalweg.config.drafters import algorithm_of
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
-from thalweg.layers.module import Module
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.catalog import assemble, read_facts
 from thalweg.models.decoder import Target
+from thalweg.models.draft_head import DraftHead
 from thalweg.quant.catalog import Schemes
-from thalweg.weights.table import WeightTable, table_of
 
 
-class Small(Module):
+class Small(DraftHead):
     """A state is what the model's head reads of a position; that of the position before takes no part in the next."""
 
     def __init__(self, facts: ModelFacts, main: Target, schemes: Schemes) -> None:
-        super().__init__()
         factory = main.factory.for_drafter(facts, schemes)
-        self.facts, self.index, self.width, self.dtype = facts, main.facts.layers, facts.hidden, factory.dtype
-        self.main = (main,)  # a tuple: the target is no child of this module
-        fewer = facts.vocab < main.facts.vocab
+        super().__init__(facts, factory, main)
         self.both = min(facts.vocab, main.facts.vocab)
-        self.ids_D: Tensor | None
-        self.register_buffer(
-            "ids_D", torch.arange(self.both, device=factory.device) if fewer else None, persistent=False
-        )
+        if facts.vocab < main.facts.vocab:
+            self.ids_D = torch.arange(self.both, device=factory.device)
         self.attends = True
         self.model = assemble(facts, factory)
-        assert isinstance(self.model, nn.Module), "a model is a module: its parameters are this one's"
         self._planes: Planes | None = None
         self._own: Planes | None = None
 
@@ -65,9 +58,6 @@ class Small(Module):
 
     def logits(self, state_NW: Tensor) -> Tensor:
         return self.model.logits(state_NW)[:, : self.both].contiguous()
-
-    def table(self) -> WeightTable:
-        return table_of(self)
 
     def _behind(self, planes: Planes) -> Planes:
         if self._own is None or planes is not self._planes:
