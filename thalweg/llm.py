@@ -21,9 +21,9 @@ from thalweg.core.messages import StartProfile, StopProfile, UpdateWeights
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.assemble import Assembler, Piece
-from thalweg.engine.front import Front, check_prompt
+from thalweg.engine.client import EngineClient, check_prompt
 from thalweg.engine.local import LocalEngine
+from thalweg.engine.streams import Assembler, Piece
 from thalweg.launch.resolve import resolve
 from thalweg.text.grammar import check as check_grammar
 from thalweg.text.retention import ThinkingRetention
@@ -204,7 +204,7 @@ class AsyncLLM:
 
     def __init__(self, model: str, *, progress: bool = False, **config: Any) -> None:
         self.texts = _TextFrontend(model, config, progress)
-        self.front = Front(self.texts.resolved.engine, self.texts.tokenizer)
+        self.front = EngineClient(self.texts.resolved.engine, self.texts.tokenizer)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.front.start()

@@ -27,8 +27,8 @@ from thalweg.bench.in_process import configuration, start
 from thalweg.bench.results import provenance, write
 from thalweg.config.args import options_parser, parse_options
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine.calibration_memory import RESERVE
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.memory import RESERVE
 
 QUEUE = 64  # requests that wait beside those that run
 # that may be allocated at the end beyond the start: workspaces of libraries that a request was the first to need
@@ -124,7 +124,7 @@ def left(engine: LocalEngine, uids: set[int], held: int) -> dict[str, int]:
     torch.cuda.synchronize()
     scheduler = engine.loop.scheduler
     return {
-        "pages": scheduler.books.total - len(scheduler.books.free),
+        "pages": scheduler.allocator.num_pages - len(scheduler.allocator.free_pages),
         "requests": len(scheduler.requests),
         "slots": len(scheduler.live),
         "bytes": torch.cuda.memory_allocated() - held,

@@ -21,8 +21,8 @@ import torch
 from thalweg.bench.results import provenance
 from thalweg.config.tree import options_of
 from thalweg.core.plan import StepPlan
+from thalweg.engine.calibration_mixed import Clock
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.pace import Clock
 from thalweg.launch.graphs import MOST_PIECES, token_buckets
 from thalweg.launch.resolve import resolve
 from thalweg.runner.pieces import Piecewise

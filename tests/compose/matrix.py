@@ -139,8 +139,8 @@ def check(case: dict[str, Any], device: str = "cpu", heads: Path | None = None) 
         elif compare(ask, params, want, got, kind):
             jumped.add(ask)
     assert len(jumped) <= 2, f"{len(jumped)} requests left the reference at near ties: too many to be rounding"
-    books = engine.loop.scheduler.books
-    assert books.spare() == books.total, "a page did not come home"
+    allocator = engine.loop.scheduler.allocator
+    assert allocator.num_available() == allocator.num_pages, "a page did not come home"
 
 
 def whole(params: SamplingParams, got: Answer) -> None:

@@ -107,8 +107,8 @@ def test_every_pair_gives_the_plain_engines_tokens(case: dict[str, Any]) -> None
             jumped.add(id(ask))
         check(grammar, params, tokenizer.decode(got.tokens), got)
     assert len(jumped) <= 2, f"{len(jumped)} requests left the reference: too many to be rounding"
-    books = engine.loop.scheduler.books
-    assert books.spare() == books.total, "a page did not come home"
+    allocator = engine.loop.scheduler.allocator
+    assert allocator.num_available() == allocator.num_pages, "a page did not come home"
 
 
 def check(grammar: Grammar, params: SamplingParams, text: str, got: Answer) -> None:

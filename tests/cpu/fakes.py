@@ -23,7 +23,7 @@ from thalweg.core.report import AUTO, Decision, Report
 from thalweg.core.request import QueueReservation
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 from thalweg.server.app import build
 from thalweg.text.chat import BuiltinEncoder, ChatFormat, ParserNames
 
@@ -62,7 +62,7 @@ def default_script(prompt: str, choice: int) -> str:
 
 
 class FakeFront:
-    """The contract of `thalweg.engine.front.Front` with `script` as the model. gap: seconds a token; chunk: tokens a
+    """The contract of `thalweg.engine.client.EngineClient` with `script` as the model. gap: seconds a token; chunk: tokens a
     piece.
 
     `live` holds what runs; `pages` what it occupies. `die()` ends the engine under running requests. full: the queue

@@ -219,8 +219,8 @@ def test_greedy_requests_keep_their_tokens_beside_sampled_ones(asked: dict[str, 
     assert [found[i] for i in greedy] == [plain[i] for i in greedy] and found != plain
     assert made.loop.stats().accepted_tokens > 20
     assert made.runner.slots.extra[PROBABILITIES].shape[1:] == (3, made.vocab)
-    books = made.loop.scheduler.books
-    assert books.spare() == books.total
+    allocator = made.loop.scheduler.allocator
+    assert allocator.num_available() == allocator.num_pages
 
 
 def test_a_seed_gives_the_same_tokens_again_with_the_same_widths() -> None:

@@ -25,7 +25,7 @@ from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.engine import build, roomless
+from thalweg.engine import build, fallback
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
@@ -56,7 +56,7 @@ def test_one_that_raises_while_nothing_is_drafted(
 ) -> None:
     monkeypatch.setattr(late, "TOKENS", tokens)
     made = engine(3, max_steps_in_flight=depth, max_running_requests=2)
-    made.loop.scheduler.widths.draft = lambda emitting, most: 0  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda emitting, most: 0  # type: ignore[method-assign]
     breaking(made, "observe", 2)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(5)) == plain
@@ -163,7 +163,7 @@ def test_one_that_raises_while_steps_are_timed(
         made = engine(3, speculative_adaptive=True, max_running_requests=2)
         assert run(made, prompts(5)) == plain
     assert len(errors(caplog)) == 1 and made.loop.stats().drafter_failures == 1
-    assert made.loop.scheduler.widths.widest == 0
+    assert made.loop.scheduler.draft_length.max_drafts == 0
 
 
 @pytest.mark.parametrize(
@@ -293,11 +293,11 @@ def test_what_is_no_lack_of_room_is_told() -> None:
 
     for error in (RuntimeError("shapes differ"), UnsupportedConfig("no such backend")):
         with pytest.raises(type(error), match=str(error)):
-            roomless.with_or_without(failing(error), made)
+            fallback.with_or_without(failing(error), made)
     with pytest.raises(MemoryError):
-        roomless.with_or_without(failing(MemoryError("none left")), roomless.undrafted(made, "why"))
+        fallback.with_or_without(failing(MemoryError("none left")), fallback.undrafted(made, "why"))
     with pytest.raises(InsufficientMemory):
-        roomless.with_or_without(failing(InsufficientMemory("no page")), made)
+        fallback.with_or_without(failing(InsufficientMemory("no page")), made)
 
 
 def test_a_started_engine_has_no_failure() -> None:

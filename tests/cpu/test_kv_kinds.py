@@ -23,7 +23,7 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.report import AUTO, USER, Decision, Report
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.selfcheck import Probe, probes, settled
+from thalweg.engine.calibration_checks import Probe, probes, settled
 from thalweg.layers.linear import Part
 from thalweg.layers.module import Module
 from thalweg.layers.reference import ReferenceLayers

@@ -33,7 +33,7 @@ SHORTER = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
 
 
 def drafting(made: LocalEngine, width: Callable[[], int]) -> None:
-    made.loop.scheduler.widths.draft = lambda emitting, most: width()  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda emitting, most: width()  # type: ignore[method-assign]
 
 
 def observed(made: LocalEngine) -> list[int]:
@@ -129,7 +129,7 @@ def test_drafts_after_a_while_without_are_as_good_as_ever() -> None:
         made, steps = engine(2), 0
         of: dict[int, int] = {}
 
-        made.loop.scheduler.widths.draft = lambda rows, most, idle=idle: 2 * (len(rows[0].out) >= idle)  # type: ignore
+        made.loop.scheduler.draft_length.choose = lambda rows, most, idle=idle: 2 * (len(rows[0].out) >= idle)  # type: ignore
         made.submit(prompts(1)[0], LONG)
         known = 0
         while not made.idle:

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.cpu.fakes import FakeFront, eventually, fake_app, serving
-from tests.cpu.test_front import SETTINGS, collect, run
-from tests.cpu.test_front import eventually as soon
-from tests.cpu.test_front import serving as engine_process
+from tests.cpu.test_client import SETTINGS, collect, run
+from tests.cpu.test_client import eventually as soon
+from tests.cpu.test_client import serving as engine_process
 from tests.cpu.test_serve import Served
 from thalweg.bench import replay
 from thalweg.config.server import ServerOptions
@@ -171,7 +171,7 @@ def test_a_folder_that_does_not_fit_leaves_every_bit_as_it_was(tiny: LLM, tmp_pa
     answer(llm)
     parameters = dict(llm.engine.runner.model.named_parameters())
     before = {name: parameter.clone() for name, parameter in parameters.items()}
-    cached = llm.engine.loop.scheduler.books.tree.cached
+    cached = llm.engine.loop.scheduler.allocator.tree.num_cached
     changed = {k: v * 2 if v.dtype == torch.float32 and "scale" not in k else v for k, v in tensors().items()}
 
     def refused(folder: Path, says: str) -> None:
@@ -179,7 +179,7 @@ def test_a_folder_that_does_not_fit_leaves_every_bit_as_it_was(tiny: LLM, tmp_pa
             llm.update_weights_from_disk(str(folder))
         assert error.value.field == "model_path" and "nothing was changed" in str(error.value)
         assert all(torch.equal(parameter, before[name]) for name, parameter in parameters.items()), says
-        assert llm.engine.loop.scheduler.books.tree.cached == cached > 0
+        assert llm.engine.loop.scheduler.allocator.tree.num_cached == cached > 0
 
     for name, (change, says) in BAD.items():
         refused(save(tmp_path / name, change(changed)), says)

@@ -23,9 +23,9 @@ from thalweg.core.plan import PAGE
 from thalweg.core.report import Report
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.engine.assemble import Piece
-from thalweg.engine.front import Front
+from thalweg.engine.client import EngineClient
 from thalweg.engine.local import LocalEngine
+from thalweg.engine.streams import Piece
 from thalweg.llm import LLM
 from thalweg.memory.planes import Planes
 from thalweg.server.errors import error_info
@@ -144,7 +144,7 @@ def test_offline_others_keep_their_answers() -> None:
 
 
 def test_a_front_raises_behind_what_came_before(caplog: pytest.LogCaptureFixture) -> None:
-    front = Front(engine(0).config, Tokenizer(Path(MODEL)))
+    front = EngineClient(engine(0).config, Tokenizer(Path(MODEL)))
     front.ready, front.state = EngineReady(1, 400, 2048, 10, 4, Report()), "ready"
     pieces: list[Piece] = []
 

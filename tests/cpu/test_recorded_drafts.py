@@ -201,7 +201,7 @@ def at_work(
     )  # a grammar is compiled beside the steps, whenever that is done
     rng, steps = random.Random(seed), list[tuple[Output, ...]]()
     widths = random.Random(seed + 1)
-    made.loop.scheduler.widths.draft = lambda emitting, most: widths.choice(drafts)  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda emitting, most: widths.choice(drafts)  # type: ignore[method-assign]
     outputs = made.runner.outputs
     made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
     waiting = [

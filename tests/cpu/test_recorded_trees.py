@@ -46,7 +46,7 @@ def made_of(recorded: bool, tape: Tape) -> tuple[LocalEngine, dict[str, int]]:
     made = engine(
         SHAPE.num_drafts, tree=SHAPE, max_running_requests=SLOTS + 1, max_steps_in_flight=2, chunked_prefill_size=96
     )
-    made.loop.scheduler.holdings.slots.remove(SLOTS)  # nobody's: what fills recordings up
+    made.loop.scheduler.kv_cache.free_slots.remove(SLOTS)  # nobody's: what fills recordings up
     runner, counts = made.runner, dict.fromkeys(COUNTS, 0)
     drafter = runner.drafting.drafter
     assert isinstance(drafter, Branching)
@@ -168,7 +168,7 @@ def among_trees(graphs: Any) -> LocalEngine:
     """All of whose steps are recorded, of one draft too."""
     shape, told = TreeShape(2, 2, 3), list[tuple[int, int]]()
     made = engine(shape.num_drafts, tree=shape, max_running_requests=5, max_steps_in_flight=2, chunked_prefill_size=96)
-    made.loop.scheduler.holdings.slots.remove(4)
+    made.loop.scheduler.kv_cache.free_slots.remove(4)
     drafter: Any = made.runner.drafting.drafter
     drafter.kernels, made.runner.drafting.late.passing = PLAIN, True
     graphs.record(made.runner, (8,), (), False, made.runner.slots.context, 4, lambda *one: told.append(one), (1, 2, 3))
@@ -179,7 +179,7 @@ def among_trees(graphs: Any) -> LocalEngine:
 def published(made: LocalEngine) -> list[tuple[Output, ...]]:
     """Of steps with one to three drafts."""
     steps, outputs, rng = list[tuple[Output, ...]](), made.runner.outputs, random.Random(2)
-    made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((1, 1, 2, 3))  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((1, 1, 2, 3))  # type: ignore[method-assign]
     made.runner.outputs = lambda published: steps.append(outputs(published)) or steps[-1]  # type: ignore[method-assign, func-returns-value]
     for fields in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 3}):
         run(made, prompts(4, 30), SamplingParams(max_tokens=12, ignore_eos=True, **fields))  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ def test_a_whole_recording_is_bit_for_bit_the_run(tmp_path: Path) -> None:
     one = engine(tmp_path)
     ask(one)
     turn(one, 10**6)
-    assert one.loop.scheduler.tally.preemptions, "the mix is meant to be short of pages"
+    assert one.loop.scheduler.counters.preemptions, "the mix is meant to be short of pages"
     path = ring(one).dump("asked for by the test")
     assert path.stat().st_mode & 0o777 == 0o600
     found = read(path)
@@ -115,7 +115,7 @@ def test_a_whole_recording_is_bit_for_bit_the_run(tmp_path: Path) -> None:
     assert found.head.config == one.config and found.head.versions["torch"]
     assert [step.plan.step for step in found.steps] == list(range(one.loop.scheduler.step))
     verdict = again(found)
-    tokens = one.loop.scheduler.tally.decode_tokens
+    tokens = one.loop.scheduler.counters.decode_tokens
     assert verdict.compared >= tokens, "an aborted sequence's last tokens are recorded and nobody's"
     assert (verdict.different, verdict.logprob_gap, verdict.filled, verdict.raised) == (0, 0.0, 0, None)
     assert verdict.logprobs > 200 and verdict.steps == len(found.steps)

@@ -24,7 +24,7 @@ from tests.cpu.fakes import DEEPSEEK_V32, FakeFront, Piece, eventually, fake_app
 from tests.cpu.operations import APIS, CHAT, lines, logged, talk
 from thalweg.config.server import ServerOptions
 from thalweg.core import logs
-from thalweg.engine.front import Front
+from thalweg.engine.client import EngineClient
 from thalweg.server.app import build
 from thalweg.server.tracing import Traces
 from thalweg.text.tokenizer import Tokenizer
@@ -256,7 +256,7 @@ def test_what_befalls_a_request_in_the_engine_carries_its_id(monkeypatch: pytest
             eos_ids=(1,),
             show_progress=False,
         )
-        front = Front(settings, Tokenizer(MODEL))
+        front = EngineClient(settings, Tokenizer(MODEL))
         await front.start()
         transport = httpx.ASGITransport(
             build(front, keys, DEEPSEEK_V32, path="models/tiny"), raise_app_exceptions=False

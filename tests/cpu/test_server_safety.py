@@ -27,7 +27,7 @@ from tests.cpu.test_serve import Served
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import InvalidRequest, Overloaded
 from thalweg.core.grammar import Grammar
-from thalweg.engine import nest
+from thalweg.engine import ipc
 from thalweg.server import generate, grammar_check
 from thalweg.server.connection import bounded
 from thalweg.server.grammar_check import GrammarChecker
@@ -411,7 +411,7 @@ def test_pages_of_other_sites_may_not_send(server: Target) -> None:
 def test_what_a_killed_front_leaves_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = (
-        "import sys, time\nfrom thalweg.engine.nest import nest\nwith nest() as folder:\n print(folder, flush=True)\n"
+        "import sys, time\nfrom thalweg.engine.ipc import ipc_directory\nwith ipc_directory() as folder:\n print(folder, flush=True)\n"
         " time.sleep(60)"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -425,9 +425,9 @@ def test_what_a_killed_front_leaves_is_cleared_away(tmp_path: Path, monkeypatch:
     dead.wait()
     try:
         for folder in (left, used):
-            os.utime(folder, (time.time() - 2 * nest.YOUNG,) * 2)
+            os.utime(folder, (time.time() - 2 * ipc.YOUNG,) * 2)
         (tmp_path / "thalweg-other").mkdir()
-        with nest.nest() as fresh:
+        with ipc.ipc_directory() as fresh:
             assert not left.exists() and used.exists() and Path(fresh).exists()
         assert not Path(fresh).exists() and (tmp_path / "thalweg-other").exists()
     finally:

@@ -115,7 +115,7 @@ def test_it_catches_up_with_a_long_text_piece_by_piece(monkeypatch: pytest.Monke
         learn(seen, *rest)
 
     drafter.observe = observe  # type: ignore[method-assign]
-    made.loop.scheduler.widths.draft = lambda rows, most: 3 * (rows[0].known >= first)  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda rows, most: 3 * (rows[0].known >= first)  # type: ignore[method-assign]
     run(made, [prompt], SamplingParams(temperature=0.0, max_tokens=310, ignore_eos=True))
     stats = made.loop.stats()
     assert tokens[:3] == [len(prompt), 100, 100] and 75 < tokens[3] < 90 and max(tokens[4:]) == 4

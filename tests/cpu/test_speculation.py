@@ -265,7 +265,7 @@ def test_a_drafter_that_raises_is_switched_off(
     assert len(errors(caplog)) == 1, "one line"
     assert "switched off" in caplog.text and "on purpose" in caplog.text
     stats = made.loop.stats()
-    assert stats.drafter_failures == 1 and made.loop.scheduler.widths.widest == 0
+    assert stats.drafter_failures == 1 and made.loop.scheduler.draft_length.max_drafts == 0
     drafted = stats.drafted_tokens
     assert run(made, prompts(5)) == plain and made.loop.stats().drafted_tokens == drafted
 
@@ -326,14 +326,14 @@ def test_a_width_that_comes_and_goes_changes_no_token(plain: list[list[int]]) ->
     """Steps of one token pass unseen, drafts of different numbers meet in a step."""
     made = engine(3, max_steps_in_flight=2, chunked_prefill_size=60)
     rng = random.Random(5)
-    made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 0, 1, 3))  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((0, 0, 1, 3))  # type: ignore[method-assign]
     assert run(made, prompts(5)) == plain
     assert made.loop.stats().accepted_tokens > 10
 
 
 def test_an_engine_that_cannot_verify_even_one_request_drafts_nothing(plain: list[list[int]]) -> None:
     made = engine(3, speculative_adaptive=True, chunked_prefill_size=3)
-    assert made.config.num_drafts == 0 and made.loop.scheduler.widths.widest == 0
+    assert made.config.num_drafts == 0 and made.loop.scheduler.draft_length.max_drafts == 0
 
 
 # ---- measured with an acceptance that is imposed

@@ -295,5 +295,5 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "llm" in request.fixturenames:
         engine = request.getfixturevalue("llm").engine
-        books = engine.loop.scheduler.books
-        assert engine.idle and books.spare() == books.total, "a page did not come home"
+        allocator = engine.loop.scheduler.allocator
+        assert engine.idle and allocator.num_available() == allocator.num_pages, "a page did not come home"

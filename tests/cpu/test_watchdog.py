@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from tests.cpu.fakes import DEEPSEEK_V32
-from tests.cpu.test_front import MODEL, SETTINGS, collect, eventually, run
+from tests.cpu.test_client import MODEL, SETTINGS, collect, eventually, run
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import EngineDead
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.front import Front
+from thalweg.engine.client import EngineClient
 from thalweg.engine.recording import read
 from thalweg.server.app import build
 from thalweg.text.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ def test_health_says_when_an_engine_makes_no_step_and_when_it_goes_on(tmp_path: 
         return sorted(folder.glob("*.jsonl"))
 
     async def test() -> None:
-        front = Front(settings, Tokenizer(MODEL))
+        front = EngineClient(settings, Tokenizer(MODEL))
         app = build(front, ServerOptions(), DEEPSEEK_V32, path="models/tiny")
         await front.start()
         try:
@@ -59,7 +59,7 @@ def test_health_says_when_an_engine_makes_no_step_and_when_it_goes_on(tmp_path: 
     run(test)
 
 
-async def stopped(front: Front, api: httpx.AsyncClient) -> None:
+async def stopped(front: EngineClient, api: httpx.AsyncClient) -> None:
     """SIGSTOP while a request runs, SIGCONT once the server has seen it."""
     assert front.ready is not None
     await asyncio.sleep(1.5 * TIMEOUT)
@@ -89,7 +89,7 @@ async def stopped(front: Front, api: httpx.AsyncClient) -> None:
 
 def test_without_a_folder_the_signal_is_answered_by_a_word(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
-        Front(SETTINGS, Tokenizer(MODEL)).record()
+        EngineClient(SETTINGS, Tokenizer(MODEL)).record()
 
     run(test)
     assert "--crash-dump-folder" in caplog.text

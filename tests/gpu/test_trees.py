@@ -246,7 +246,7 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
     runner, learned, real = made.runner, list[bool](), made.runner.groves.drafts.observe
     drafter: Any = runner.drafting.drafter
     rng = random.Random(7)
-    made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((3, 7, 9, 9))  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((3, 7, 9, 9))  # type: ignore[method-assign]
 
     def observe(seen: Seen) -> bool:
         before = runner.slots.extra[HIDDEN].clone()
@@ -284,7 +284,7 @@ def test_drafts_of_any_number_are_recorded(tmp_path: Path, cuda: torch.device) -
         def drawn(emitting: Any, most: int, rng: random.Random = rng) -> int:
             return rng.choice([width for width in (1, 3, 7, 9) if width <= most] or [0])
 
-        made.loop.scheduler.widths.draft = drawn  # type: ignore[method-assign]
+        made.loop.scheduler.draft_length.choose = drawn  # type: ignore[method-assign]
         found.append(answers(made, kinds))
         stats = made.loop.stats()
         assert stats.accepted_tokens > 40 and not stats.drafter_failures
@@ -338,7 +338,7 @@ def test_flashmla_attends_where_nothing_parts_ways(
     monkeypatch.setattr(flashmla, "decode", by_library)
     made = engine("NEXTN", tmp_path / "made", (), cuda_graph_bs=graphs, kernels=choice("triton+flashmla"), **fields)
     rng = random.Random(3)
-    made.loop.scheduler.widths.draft = lambda emitting, most: rng.choice((0, 9))  # type: ignore[method-assign]
+    made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((0, 9))  # type: ignore[method-assign]
     assert agreement(plain, answers(made, greedy), 10) >= 0.7
     stats = made.loop.stats()
     assert all(called.values()) and stats.drafted_tokens and not stats.drafter_failures, (called, stats)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from thalweg.cache.books import Books
-from thalweg.cache.radix import NoTree
+from thalweg.cache.page_allocator import PageAllocator
+from thalweg.cache.radix import NoPrefixCache
 from thalweg.core.acceptance import AcceptanceCounter, AcceptanceCounts
 from thalweg.core.messages import Submit
 from thalweg.core.plan import Output
 from thalweg.core.sampling import SamplingParams
-from thalweg.scheduler.limits import Limits
+from thalweg.scheduler.draft_length import FixedDraftLength
+from thalweg.scheduler.requests import Limits
 from thalweg.scheduler.scheduler import Scheduler
-from thalweg.scheduler.widths import ConstantWidth
 
 
 def test_counts_by_depth() -> None:
@@ -30,44 +30,44 @@ def test_counts_by_depth() -> None:
 
 def brain() -> Scheduler:
     limits = Limits(slots=4, budget=64, context=40, vocab=100, eos_ids=(0,))
-    return Scheduler(limits, Books(100, NoTree(4)), widths=ConstantWidth(2))
+    return Scheduler(limits, PageAllocator(100, NoPrefixCache(4)), draft_length=FixedDraftLength(2))
 
 
 def step(b: Scheduler, *outputs: Output, width: int = 2) -> None:
     plan = b.plan(width)
-    b.launched()
+    b.mark_launched()
     b.commit(plan, outputs)
 
 
 def test_a_request_tells_its_own_at_its_end() -> None:
     b = brain()
-    b.take([Submit(1, (5, 6), SamplingParams(max_tokens=20)), Submit(2, (7, 8), SamplingParams(stop=("x",)))])
+    b.handle([Submit(1, (5, 6), SamplingParams(max_tokens=20)), Submit(2, (7, 8), SamplingParams(stop=("x",)))])
     step(b, Output((1,), (2, 3)), Output((1,), (2,)))
-    assert [delta.acceptance for delta in b.news()] == [None, None]
+    assert [delta.acceptance for delta in b.take_deltas()] == [None, None]
     step(b, Output((2, 3, 4), (5, 6)), Output((9,), (2, 3)))
-    first, second = b.news()
+    first, second = b.take_deltas()
     assert first.acceptance is None, "it goes on"
     assert second.acceptance == AcceptanceCounts(1, 1, 0, (1,), (0,)), "a stop string may end it with any token"
     step(b, Output((5, 0), (), True), Output((2,), ()), width=1)
-    assert b.news()[0].acceptance == AcceptanceCounts(2, 4, 3, (2, 2), (2, 1))
+    assert b.take_deltas()[0].acceptance == AcceptanceCounts(2, 4, 3, (2, 2), (2, 1))
     stats = b.stats(0.0)
     assert stats.acceptance == AcceptanceCounts(4, 7, 3, (4, 3), (2, 1))
 
 
 def test_drafts_that_nobody_verifies_are_wasted() -> None:
     b = brain()
-    b.take([Submit(1, (5, 6), SamplingParams(max_tokens=20))])
+    b.handle([Submit(1, (5, 6), SamplingParams(max_tokens=20))])
     step(b, Output((1,), (2, 3)))
     b._abort(1)
-    assert b.stats(0.0).wasted_drafts == 2 and b.news()[-1].acceptance is None
+    assert b.stats(0.0).wasted_drafts == 2 and b.take_deltas()[-1].acceptance is None
 
 
 def test_steps_by_width_are_those_that_sampled() -> None:
     b = brain()
-    b.take([Submit(1, (5, 6), SamplingParams(max_tokens=20))])
+    b.handle([Submit(1, (5, 6), SamplingParams(max_tokens=20))])
     for width in (0, 2, 1, 2):
         step(b, Output((1,), (9,) * width), width=width)
     assert b.stats(0.0).steps_by_width == (0, 1, 2), "each width was agreed with the plan behind its step"
-    b.widths.lost()
+    b.draft_length.disable()
     step(b, Output((1,)), width=0)
     assert b.stats(0.0).steps_by_width == (0, 1, 2)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from thalweg.cache.books import Books
+from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import RadixTree
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import KINDS, NO_GRAMMAR, Grammar
@@ -23,8 +23,8 @@ from thalweg.core.messages import Abort, Rejected, Submit, ToEngine
 from thalweg.core.plan import PAGE, GrammarState, Output, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import TicketState
-from thalweg.engine.grammars import GrammarBook
-from thalweg.scheduler.limits import Limits
+from thalweg.engine.grammars import GrammarRegistry
+from thalweg.scheduler.requests import Limits
 from thalweg.scheduler.scheduler import Scheduler
 from thalweg.text.grammar import MAX_SOURCE, check
 from thalweg.text.tool_grammar import ToolGrammarSpec, tool_grammar
@@ -77,22 +77,22 @@ class Bench:
 
     def __init__(self, cached: int = 128) -> None:
         self.compiler = FakeCompiler()
-        self.book: GrammarBook[Counter] = GrammarBook(lambda: self.compiler, VOCAB, cached)
+        self.book: GrammarRegistry[Counter] = GrammarRegistry(lambda: self.compiler, VOCAB, cached)
         limits = Limits(slots=8, budget=256, context=512, vocab=VOCAB, eos_ids=(EOS,))
-        self.brain = Scheduler(limits, Books(50, RadixTree(PAGE)), grammars=self.book)
+        self.brain = Scheduler(limits, PageAllocator(50, RadixTree(PAGE)), grammars=self.book)
         self.out: dict[int, list[int]] = {}
         self.refused: dict[int, Rejected] = {}
         self.endings: list[tuple[int, str]] = []  # in order: (uid, its finish or why it was refused)
 
     def turn(self, *messages: ToEngine) -> StepPlan:
-        for reply in self.brain.take(messages):
+        for reply in self.brain.handle(messages):
             assert isinstance(reply, Rejected)
             self.refused[reply.uid] = reply
             self.endings.append((reply.uid, reply.message))
         plan = self.brain.plan(0)
-        masks = self.book.fill(plan, self.brain.masks(plan))
+        masks = self.book.fill(plan, self.brain.grammar_states())
         allowed = {} if masks is None else dict(zip(masks.rows, map(ids_of, masks.bits), strict=True))
-        self.brain.launched()
+        self.brain.mark_launched()
         outputs = []
         for i, row in enumerate(plan.rows):
             token = min(allowed.get(i, {7}))
@@ -100,12 +100,12 @@ class Bench:
             request = self.brain.requests[row.uid]
             outputs.append(Output((token,), (), request.known + 1 >= request.end))
         self.brain.commit(plan, outputs)
-        self.endings += [(delta.uid, delta.finish) for delta in self.brain.news() if delta.finish]
+        self.endings += [(delta.uid, delta.finish) for delta in self.brain.take_deltas() if delta.finish]
         return plan
 
     def until_idle(self) -> None:
         deadline = time.monotonic() + 10
-        while not self.brain.idle:
+        while not self.brain.is_idle:
             assert time.monotonic() < deadline, "stuck"
             if not self.turn().rows:
                 time.sleep(0.001)
@@ -140,7 +140,7 @@ def test_compiling_holds_nobody_else_and_an_abort_ends_the_wait() -> None:
     bench.turn(submit(0, "20"), submit(1), submit(2, "21"))
     for _ in range(10):
         bench.turn()
-    assert bench.out == {1: [7] * 8} and not bench.brain.idle
+    assert bench.out == {1: [7] * 8} and not bench.brain.is_idle
     bench.turn(Abort((2,)))
     bench.compiler.go.set()
     bench.until_idle()
@@ -164,7 +164,7 @@ def test_each_grammar_is_compiled_once_until_it_is_forgotten() -> None:
 
 
 def test_a_thought_is_free_and_ends_before_the_grammar_begins() -> None:
-    book: GrammarBook[Counter] = GrammarBook(FakeCompiler, VOCAB)
+    book: GrammarRegistry[Counter] = GrammarRegistry(FakeCompiler, VOCAB)
     for uid, grammar in enumerate(
         (Grammar("regex", "20", True, -1, CLOSES), Grammar("regex", "20", False, OPENS, CLOSES))
     ):
@@ -187,7 +187,7 @@ def test_a_thought_is_free_and_ends_before_the_grammar_begins() -> None:
     assert allowed(book, 2) == {22}, "no thought: the grammar held from the start"
 
 
-def allowed(book: GrammarBook[Counter], uid: int) -> set[int]:
+def allowed(book: GrammarRegistry[Counter], uid: int) -> set[int]:
     masks = book.fill(StepPlan(0, 0, (Row(uid, 0, 0, 1, 0, True),)), {uid: GrammarState(1, 0, ())})
     assert masks is not None
     return ids_of(masks.bits[0])
@@ -199,7 +199,7 @@ def test_a_grammar_that_breaks_on_the_way_ends_its_request_alone() -> None:
     bench.until_idle()
     assert bench.refused[0].field == "ebnf" and "too far" in bench.refused[0].message
     assert bench.out[1] == list(range(20, 28))
-    assert bench.brain.books.spare() == bench.brain.books.total
+    assert bench.brain.allocator.num_available() == bench.brain.allocator.num_pages
 
 
 def test_a_broken_grammar_is_one_ending_and_not_an_abort_besides() -> None:
@@ -211,8 +211,8 @@ def test_a_broken_grammar_is_one_ending_and_not_an_abort_besides() -> None:
     bench.until_idle()
     assert bench.endings == [(0, "went beyond its limits: too far"), (1, "length")]
     assert bench.brain.stats(0.0).aborted == 1
-    bench.brain.take([Abort((0,))])
-    assert not bench.brain.news(), "it is gone: whoever aborts it later is told nothing"
+    bench.brain.handle([Abort((0,))])
+    assert not bench.brain.take_deltas(), "it is gone: whoever aborts it later is told nothing"
 
 
 def test_parameters_that_contradict_a_grammar_are_refused() -> None:

@@ -87,7 +87,7 @@ def test_imports_run_down() -> None:
     ("importer", "name", "allowed"),
     [
         ("engine", "thalweg.scheduler.scheduler.Scheduler", True),
-        ("cache", "thalweg.cache.books", True),
+        ("cache", "thalweg.cache.page_allocator", True),
         ("scheduler", "thalweg.engine.loop", False),
         ("cache", "thalweg.config.tree", False),
         ("server", "thalweg.launch.resolve", False),

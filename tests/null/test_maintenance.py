@@ -120,7 +120,7 @@ class Rank:
             self.channel.outbox.clear()
 
     def finish(self) -> None:
-        while self.channel.inbox or not self.brain.idle or self.loop.inflight:
+        while self.channel.inbox or not self.brain.is_idle or self.loop.inflight:
             self.turn()
 
     def deltas(self, uid: int) -> list[TokenDelta]:
@@ -150,7 +150,7 @@ def test_a_running_request_goes_on_and_what_old_weights_made_is_not_cached_after
     assert rank.deltas(2)[0].cached == (0 if flush else 3 * PAGE), "its prompt was computed by the old weights"
     assert cached(rank.brain, (*PROMPT, *rank.tokens(1))) == (3 if flush else 5)
     assert (
-        rank.brain.books.spare() == rank.brain.books.total
+        rank.brain.allocator.num_available() == rank.brain.allocator.num_pages
         and (4, UpdateWeights(5, "9", flush=flush)) in rank.notes.taken
     )
 
@@ -161,7 +161,7 @@ def test_who_is_preempted_under_new_weights_is_computed_anew_and_cached() -> Non
     rank.turn(4)
     rank.say(UpdateWeights(5, "9"))
     rank.turn()
-    rank.brain._squeeze()
+    rank.brain._preempt_one()
     rank.finish()
     assert len(rank.tokens(1)) == 8 and cached(rank.brain, (*PROMPT, *rank.tokens(1))) == 5
 

@@ -1,4 +1,4 @@
-"""The recorder over the simulated device, the thread that watches a loop, and the front's vigil. Running again:
+"""The recorder over the simulated device, the thread that watches a loop, and the front's watchdog. Running again:
 `tests/cpu/test_replay.py`.
 """
 
@@ -19,9 +19,9 @@ from tests.null.sim.mixes import Mix
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
-from thalweg.engine import recording, sentry, vigil
+from thalweg.engine import recording, watchdog
 from thalweg.engine.recording import Recording, Ring, fingerprint, read
-from thalweg.engine.vigil import Vigil
+from thalweg.engine.watchdog import ReplyWatchdog
 
 Known = dict[int, tuple[tuple[int, ...], int, bool]]  # slot → tokens, how many have KV, whether it has ended
 
@@ -150,7 +150,7 @@ class Watched:
 
     def __init__(self, folder: Path) -> None:
         self.turns = 0
-        self.scheduler = SimpleNamespace(idle=True, requests={1: None})
+        self.scheduler = SimpleNamespace(is_idle=True, requests={1: None})
         self.ring = Ring(settings(folder), {})
         self.written: list[str] = []
         self.ring.save = lambda reason, error="": self.written.append(reason)  # type: ignore[method-assign]
@@ -159,18 +159,18 @@ class Watched:
 def test_the_sentry_writes_once_for_each_time_that_the_loop_stands_still(tmp_path: Path) -> None:
     loop: Any = Watched(tmp_path)
     reads, writes = os.pipe()
-    thread = threading.Thread(target=sentry._watch, args=(loop, loop.ring, 0.08, reads), daemon=True)
+    thread = threading.Thread(target=watchdog._watch, args=(loop, loop.ring, 0.08, reads), daemon=True)
     thread.start()
     try:
         time.sleep(0.2)
         assert not loop.written, "nobody waits"
-        loop.scheduler.idle = False
+        loop.scheduler.is_idle = False
         until(lambda: len(loop.written) == 1)
         time.sleep(0.2)
         assert loop.written == ["no step for 0.08 s while 1 requests wait"]
         loop.turns += 1
         until(lambda: len(loop.written) == 2)
-        os.write(writes, bytes([sentry.SIGNAL]))
+        os.write(writes, bytes([watchdog.SIGNAL]))
         until(lambda: len(loop.written) == 3)
         os.write(writes, b"\x01")
         time.sleep(0.1)
@@ -191,8 +191,8 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_the_vigil_counts_from_when_something_is_owed_or_was_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(vigil, "time", SimpleNamespace(monotonic=lambda: now))
-    watch = Vigil(5.0)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    watch = ReplyWatchdog(5.0)
     now = 1000.0
     assert not watch.overdue, "an idle engine may be silent"
     watch.owes(1)
@@ -213,7 +213,7 @@ def test_the_vigil_counts_from_when_something_is_owed_or_was_heard(monkeypatch: 
     now = 2000.0
     watch.forget()
     assert not watch.overdue and watch.owed == 0
-    never = Vigil(0.0)
+    never = ReplyWatchdog(0.0)
     never.owes(1)
     now = 10**9
     assert not never.overdue

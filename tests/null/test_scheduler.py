@@ -9,25 +9,24 @@ from typing import Any, Callable
 
 import pytest
 
-from thalweg.cache.books import Books
-from thalweg.cache.radix import Path, RadixTree
+from thalweg.cache.page_allocator import PageAllocator
+from thalweg.cache.radix import PrefixCursor, RadixTree
 from thalweg.core.messages import Abort, ControlReply, Drain, FlushCache, Rejected, Submit, TokenDelta
 from thalweg.core.plan import Output, PageAppend, Row, SamplingNeeds, StepPlan, TokenLogprob
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.ticket import Ticket, TicketState
-from thalweg.scheduler.limits import Limits
-from thalweg.scheduler.queue import POLICIES
+from thalweg.scheduler.draft_length import FixedDraftLength
+from thalweg.scheduler.requests import POLICIES, Limits
 from thalweg.scheduler.scheduler import Scheduler
-from thalweg.scheduler.widths import ConstantWidth
 
 EOS, VOCAB, PAGE = 0, 100, 4
 
 
 def brain(pages: int = 100, width: int = 0, tier: Any = None, **changes: Any) -> Scheduler:
     limits = Limits(**{"slots": 8, "budget": 64, "context": 40, "vocab": VOCAB, "eos_ids": (EOS,), **changes})
-    books = Books(pages, RadixTree(PAGE))
-    return Scheduler(limits, books, *([tier] if tier else []), widths=ConstantWidth(width))
+    allocator = PageAllocator(pages, RadixTree(PAGE))
+    return Scheduler(limits, allocator, *([tier] if tier else []), draft_length=FixedDraftLength(width))
 
 
 def submit(uid: int, prompt: tuple[int, ...] | int = 5, **changes: Any) -> Submit:
@@ -43,7 +42,7 @@ def step(b: Scheduler, say: Callable[[Row], int] = lambda row: 7, ends: dict[int
     """
     plan = b.plan(0)
     if plan.rows:
-        b.launched()
+        b.mark_launched()
         outputs = []
         for row in plan.rows:
             r = b.requests[row.uid]
@@ -64,27 +63,27 @@ def uids(plan: StepPlan) -> list[int]:
 
 
 def test_prompts_beside_decoding_rows_get_what_the_table_says() -> None:
-    b = brain(budget=32, beside=((1, 7), (2, 11)), context=60)
-    b.take([submit(1, 30)])
+    b = brain(budget=32, mixed_step_limits=((1, 7), (2, 11)), context=60)
+    b.handle([submit(1, 30)])
     assert [row.n for row in step(b).rows] == [30], "without decoding rows a prompt has the whole budget"
-    b.take([submit(2, 14), submit(3, 40)])
+    b.handle([submit(2, 14), submit(3, 40)])
     assert [row.n for row in step(b).rows] == [1, 6]
     assert [row.n for row in step(b).rows] == [1, 6]
     assert [row.n for row in step(b).rows] == [1, 2, 4], "the next prompt has what is left of them"
     assert [row.n for row in step(b).rows] == [1, 1, 9]
-    assert b.limits.prompt_tokens(2, 30) == 9 and b.limits.prompt_tokens(5, 27) == 6
-    assert b.limits.prompt_tokens(30, 7) == 5, "prompts go on beside however many rows"
-    assert b.limits.prompt_tokens(30, 2) == 2, "never more than the budget leaves"
-    few = brain(budget=32, beside=((3, 1),), context=60).limits
-    assert few.prompt_tokens(5, 27) == 1, (
+    assert b.limits.max_prompt_tokens(2, 30) == 9 and b.limits.max_prompt_tokens(5, 27) == 6
+    assert b.limits.max_prompt_tokens(30, 7) == 5, "prompts go on beside however many rows"
+    assert b.limits.max_prompt_tokens(30, 2) == 2, "never more than the budget leaves"
+    few = brain(budget=32, mixed_step_limits=((3, 1),), context=60).limits
+    assert few.max_prompt_tokens(5, 27) == 1, (
         "one at least, and no less than none, where the table has fewer tokens than rows"
     )
 
 
 def test_what_stands_beside_decoding_rows_is_checked() -> None:
     for wrong in (((2, 5), (1, 5)), ((1, 0),), ((0, 5),), ((1, 5), (1, 6))):
-        with pytest.raises(ValueError, match="beside must have rising rows"):
-            brain(beside=wrong)
+        with pytest.raises(ValueError, match="mixed_step_limits must have rising rows"):
+            brain(mixed_step_limits=wrong)
 
 
 # ---- the door
@@ -108,15 +107,15 @@ def test_what_stands_beside_decoding_rows_is_checked() -> None:
 )
 def test_what_cannot_be_served_is_rejected_and_names_the_field(message: Submit, field: str, says: str):
     b = brain()
-    (reply,) = b.take([message])
+    (reply,) = b.handle([message])
     assert isinstance(reply, Rejected) and (reply.uid, reply.field) == (1, field) and says in reply.message
-    assert b.idle and not b.runnable and not b.plan(0).rows
+    assert b.is_idle and not b.has_work and not b.plan(0).rows
 
 
 def test_a_uid_in_use_is_rejected_and_its_owner_lives():
     b = brain()
-    assert b.take([submit(1)]) == []
-    (reply,) = b.take([submit(1)])
+    assert b.handle([submit(1)]) == []
+    (reply,) = b.handle([submit(1)])
     assert isinstance(reply, Rejected) and reply.field == "uid"
     assert uids(step(b)) == [1]
 
@@ -125,8 +124,8 @@ def test_the_context_is_what_model_and_pool_can_hold():
     assert brain(pages=100).context == 40
     b = brain(pages=6)
     assert b.context == 20
-    assert isinstance(b.take([submit(1, 20)])[0], Rejected)
-    assert b.take([submit(2, 19), submit(3, 20, max_tokens=0)]) == []
+    assert isinstance(b.handle([submit(1, 20)])[0], Rejected)
+    assert b.handle([submit(2, 19), submit(3, 20, max_tokens=0)]) == []
     assert b.requests[2].end == 20
 
 
@@ -143,15 +142,15 @@ def test_an_unknown_policy_names_the_known_ones():
 
 def test_ends_seeds_and_stop_ids():
     b = brain()
-    b.take([submit(1, 5, max_tokens=3), submit(2, 5), submit(3, 5, max_tokens=99, seed=11, stop_token_ids=(4, EOS))])
-    b.take([submit(4, ignore_eos=True, stop_token_ids=(4,)), submit(5, ignore_eos=True)])
+    b.handle([submit(1, 5, max_tokens=3), submit(2, 5), submit(3, 5, max_tokens=99, seed=11, stop_token_ids=(4, EOS))])
+    b.handle([submit(4, ignore_eos=True, stop_token_ids=(4,)), submit(5, ignore_eos=True)])
     plan = b.plan(0)
     assert [bind.end for bind in plan.binds] == [8, 40, 40, 40, 40]
     assert [bind.stop_ids for bind in plan.binds] == [(EOS,), (EOS,), (4, EOS), (4,), ()]
     seeds = [bind.seed for bind in plan.binds]
     assert seeds[2] == 11 and len(set(seeds)) == 5 and all(0 <= seed < 2**63 for seed in seeds)
     again = brain()
-    again.take([submit(1), submit(2)])
+    again.handle([submit(1), submit(2)])
     assert [bind.seed for bind in again.plan(0).binds] == seeds[:2], "drawn from the scheduler's own generator"
 
 
@@ -160,7 +159,7 @@ def test_ends_seeds_and_stop_ids():
 
 def test_a_plan_binds_chunks_and_decodes():
     b = brain(budget=6)
-    b.take([submit(1, 8, seed=5)])
+    b.handle([submit(1, 8, seed=5)])
     first, second, third = step(b), step(b), step(b)
     assert first.rows == (Row(1, 0, 0, 6, 0, False),) and first.max_kv_len == 6 and first.tokens == 6
     assert first.appends == (PageAppend(0, 0, (1, 2, 3)),) and first.binds[0].prompt_len == 8
@@ -171,16 +170,16 @@ def test_a_plan_binds_chunks_and_decodes():
 
 def test_growth_is_appended_at_the_end_of_the_table():
     b = brain()
-    b.take([submit(1, 6)])
+    b.handle([submit(1, 6)])
     plans = [step(b) for _ in range(4)]
     assert [plan.appends for plan in plans] == [(PageAppend(0, 0, (1, 2)),), (), (), (PageAppend(0, 2, (3,)),)]
 
 
 def test_running_requests_are_served_before_chunks_and_new_ones():
     b = brain(budget=8)
-    b.take([submit(1, 3), submit(2, 3)])
+    b.handle([submit(1, 3), submit(2, 3)])
     step(b)
-    b.take([submit(3, 20), submit(4, 2)])
+    b.handle([submit(3, 20), submit(4, 2)])
     plan = step(b)
     assert [(row.uid, row.n, row.emit) for row in plan.rows] == [(1, 1, True), (2, 1, True), (3, 6, False)]
     plan = step(b)
@@ -189,11 +188,11 @@ def test_running_requests_are_served_before_chunks_and_new_ones():
 
 def test_a_budget_below_what_the_running_rows_want_goes_round():
     b = brain(budget=4, width=1)
-    b.take([submit(uid, 1) for uid in range(4)])
+    b.handle([submit(uid, 1) for uid in range(4)])
     served = []
     for _ in range(5):
         plan = b.plan(1)
-        b.launched()
+        b.mark_launched()
         b.commit(plan, [Output((7,), (7,))] * len(plan.rows))
         served.append(uids(plan))
     assert served == [[0, 1, 2, 3], [0, 1], [2, 3], [0, 1], [2, 3]]
@@ -201,18 +200,18 @@ def test_a_budget_below_what_the_running_rows_want_goes_round():
 
 def test_rows_with_other_drafts_take_turns():
     b = brain(width=2)
-    b.take([submit(uid, 2) for uid in range(3)])
+    b.handle([submit(uid, 2) for uid in range(3)])
     plan = b.plan(0)
-    b.launched()
+    b.mark_launched()
     b.commit(plan, [Output((7,), (8, 8))] * 3)
-    b.requests[1].made = 9  # as if it had sampled in another step
-    b._emitted = [b.requests[0], b.requests[2]]
-    b.take([submit(uid, 5) for uid in (7, 8, 9)])
+    b.requests[1].num_drafts = 9  # as if it had sampled in another step
+    b._sampled = [b.requests[0], b.requests[2]]
+    b.handle([submit(uid, 5) for uid in (7, 8, 9)])
     plan = b.plan(2)
     assert [(row.uid, row.n, row.num_drafts) for row in plan.rows] == [
         (0, 3, 2), (2, 3, 2), (7, 5, 0), (8, 5, 0), (9, 5, 0)
     ]  # fmt: skip
-    b.launched()
+    b.mark_launched()
     b.commit(plan, [Output((7,), (8, 8))] * 5)
     first = b.plan(2).rows[0]
     assert (first.uid, first.n, first.num_drafts) == (1, 10, 9)
@@ -220,10 +219,10 @@ def test_rows_with_other_drafts_take_turns():
 
 def test_needs_are_what_the_emitting_rows_ask_for():
     b = brain(budget=12)
-    b.take([submit(1, 2, temperature=0.0), submit(2, 20, top_p=0.5, frequency_penalty=1.0)])
+    b.handle([submit(1, 2, temperature=0.0), submit(2, 20, top_p=0.5, frequency_penalty=1.0)])
     assert step(b).needs == SamplingNeeds(), "the second one does not sample yet"
     assert step(b).needs == SamplingNeeds(random=True, truncated=True, penalised=True)
-    b.take(
+    b.handle(
         [
             submit(3, 2, temperature=0.0, top_p=0.5, logprobs=3, logit_bias=((1, 1.0),)),
             submit(4, 2, temperature=0.0, min_tokens=2),
@@ -232,13 +231,13 @@ def test_needs_are_what_the_emitting_rows_ask_for():
     assert step(b).needs == SamplingNeeds(True, True, True, True, 3)
     assert brain().plan(0).needs == SamplingNeeds()
     b = brain()
-    b.take([submit(1)])
+    b.handle([submit(1)])
     assert step(b).needs == SamplingNeeds(random=True), "top_p 1 truncates nothing"
 
 
 def test_prompt_logprobs_are_contiguous_ranges_of_each_chunk():
     b = brain(budget=4)
-    b.take([submit(1, 10, prompt_logprobs=2, max_tokens=3)])
+    b.handle([submit(1, 10, prompt_logprobs=2, max_tokens=3)])
     rows = [step(b).rows[0] for _ in range(3)]
     assert [row[-3:] for row in rows] == [(0, 4, 2), (4, 8, 2), (8, 9, 2)]
     assert step(b).rows[0][-3:] == (0, 0, 0)
@@ -249,9 +248,9 @@ def test_prompt_logprobs_are_contiguous_ranges_of_each_chunk():
 
 def admitted(b: Scheduler, messages: list[Submit]) -> list[int]:
     """The order in which requests bind when one slot is free."""
-    b.take(messages)
+    b.handle(messages)
     order: list[int] = []
-    while not b.idle:
+    while not b.is_idle:
         plan = step(b, say=lambda row: EOS)
         order += [row.uid for row in plan.rows if any(bind.slot == row.slot for bind in plan.binds)]
     return order
@@ -277,7 +276,7 @@ def test_policies_only_order_the_queue():
 def test_siblings_wait_for_the_first_without_blocking_the_queue():
     b = brain(budget=8)
     prompt = tuple(range(1, 15))
-    b.take([submit(1, prompt), submit(2, prompt, sibling=1), submit(3, prompt, sibling=1), submit(4, 3)])
+    b.handle([submit(1, prompt), submit(2, prompt, sibling=1), submit(3, prompt, sibling=1), submit(4, 3)])
     assert uids(step(b)) == [1]
     assert uids(step(b)) == [1, 4], "the last chunk of 1 is launched now, and hit from the next step on"
     plan = step(b)
@@ -287,9 +286,9 @@ def test_siblings_wait_for_the_first_without_blocking_the_queue():
 def test_siblings_are_released_when_the_first_is_aborted():
     b = brain(budget=4)
     prompt = tuple(range(1, 15))
-    b.take([submit(1, prompt), submit(2, prompt, sibling=1)])
+    b.handle([submit(1, prompt), submit(2, prompt, sibling=1)])
     step(b)
-    b.take([Abort((1,))])
+    b.handle([Abort((1,))])
     plan = step(b)
     assert uids(plan) == [2] and plan.binds[0].computed == 4, "what the first computed is cached"
 
@@ -297,7 +296,7 @@ def test_siblings_are_released_when_the_first_is_aborted():
 def test_a_sibling_of_higher_priority_waits_for_the_first_too():
     b = brain(policy="priority", budget=4)
     prompt = tuple(range(1, 7))
-    b.take([submit(1, prompt), submit(2, prompt, sibling=1, priority=5), submit(3, 3, priority=1)])
+    b.handle([submit(1, prompt), submit(2, prompt, sibling=1, priority=5), submit(3, 3, priority=1)])
     assert [uids(step(b)) for _ in range(3)] == [[3, 1], [3, 1], [3, 1]], "3 comes before 1, and 2 blocks neither"
     plan = step(b)
     assert uids(plan) == [3, 1, 2] and plan.binds[0].computed == 4
@@ -306,8 +305,8 @@ def test_a_sibling_of_higher_priority_waits_for_the_first_too():
 def test_who_needs_a_page_that_another_is_computing_waits_for_it():
     b = brain(budget=10)
     prompt = tuple(range(1, 13))
-    b.take([submit(1, prompt), submit(2, (*prompt, 60)), submit(3, (*prompt[:8], 50, 51))])
-    b.take([submit(4, prompt, prompt_logprobs=0, max_tokens=0)])
+    b.handle([submit(1, prompt), submit(2, (*prompt, 60)), submit(3, (*prompt[:8], 50, 51))])
+    b.handle([submit(4, prompt, prompt_logprobs=0, max_tokens=0)])
     assert uids(step(b)) == [1]
     plan = step(b)
     assert uids(plan) == [1, 3, 4], "3 needs what 1 has launched before; 4 wants prompt logprobs, so it computes them"
@@ -315,7 +314,7 @@ def test_who_needs_a_page_that_another_is_computing_waits_for_it():
     plan = step(b)
     assert uids(plan)[-1] == 2 and [bind.computed for bind in plan.binds] == [12]
     b = brain()
-    b.take([submit(1, prompt), submit(2, prompt), submit(3, prompt, prompt_logprobs=0)])
+    b.handle([submit(1, prompt), submit(2, prompt), submit(3, prompt, prompt_logprobs=0)])
     assert uids(step(b)) == [1, 3]
 
 
@@ -324,48 +323,51 @@ def test_who_needs_a_page_that_another_is_computing_waits_for_it():
 
 def test_admission_leaves_each_running_request_a_page_to_grow_on():
     b = brain(pages=7)
-    b.take([submit(1, 7, max_tokens=9), submit(2, 7), submit(3, 7)])
+    b.handle([submit(1, 7, max_tokens=9), submit(2, 7), submit(3, 7)])
     assert uids(step(b)) == [1, 2], "2 pages each, 2 left for the growth of two"
 
 
 def test_the_youngest_gives_its_pages_back_and_loses_nothing():
     b = brain(pages=7)
-    b.take([submit(1, 7), submit(2, 7)])
-    while not b.tally.preemptions:
+    b.handle([submit(1, 7), submit(2, 7)])
+    while not b.counters.preemptions:
         step(b)
     out = list(b.requests[2].out)
-    assert b.requests[2].state.value == "queued" and out and b.books.spare() > 0
+    assert b.requests[2].state.value == "queued" and out and b.allocator.num_available() > 0
     while 2 in b.requests:
         step(b)
-    assert b.idle and b.books.spare() == 6
+    assert b.is_idle and b.allocator.num_available() == 6
 
 
 def test_who_is_admitted_and_who_is_preempted_is_marked_once():
     b = brain(pages=7)
-    b.take([submit(1, 7), submit(2, 7)])
+    b.handle([submit(1, 7), submit(2, 7)])
     marks = []
-    while not b.idle:
+    while not b.is_idle:
         step(b)
-        marks += b.marks()
+        marks += b.take_events()
     assert marks == [(1, "admitted"), (2, "admitted"), (2, "preempted")], "who returns is not admitted again"
-    assert b.marks() == ()
+    assert b.take_events() == ()
 
 
 def test_a_preempted_prompt_is_counted_once():
     b = brain(pages=7)
-    b.take([submit(1, 7), submit(2, 7)])
-    while not b.idle:
+    b.handle([submit(1, 7), submit(2, 7)])
+    while not b.is_idle:
         step(b)
-    assert b.tally.preemptions and b.tally.prompt_tokens == 14
+    assert b.counters.preemptions and b.counters.prompt_tokens == 14
 
 
 def test_who_was_passed_by_squeezed_and_admitted_again_is_not_listed_twice():
     b = brain(pages=5, budget=12)
-    b.take([submit(1, 3), submit(2, 3)])
+    b.handle([submit(1, 3), submit(2, 3)])
     step(b)
     one, two = b.requests[1], b.requests[2]
-    b._emitted, b._decoding = [], [two, one]
-    one.made, two.made = 11, 12  # the younger one wants more than the budget; the older one more pages than there are
+    b._sampled, b._decoding = [], [two, one]
+    one.num_drafts, two.num_drafts = (
+        11,
+        12,
+    )  # the younger one wants more than the budget; the older one more pages than there are
     plan = b.plan(0)
     assert two.preempted == 1 and uids(plan) == [2] and len(plan.binds) == 1
     assert [r.uid for r in b._decoding] == [1, 2]
@@ -373,44 +375,44 @@ def test_who_was_passed_by_squeezed_and_admitted_again_is_not_listed_twice():
 
 def test_generated_pages_are_cached_as_they_fill():
     b = brain()
-    b.take([submit(1, (1, 2, 3, 4, 5))])
+    b.handle([submit(1, (1, 2, 3, 4, 5))])
     for _ in range(8):
         step(b)
-    b.take([submit(2, (1, 2, 3, 4, 5, *[7] * 7, 9))])  # 12 positions, 8 of them generated; the last has no KV yet
+    b.handle([submit(2, (1, 2, 3, 4, 5, *[7] * 7, 9))])  # 12 positions, 8 of them generated; the last has no KV yet
     assert [bind.computed for bind in step(b).binds] == [12]
 
 
 def test_preempted_requests_queue_in_order_of_arrival():
     b = brain(pages=7, slots=2)
-    b.take([submit(1, 7), submit(2, 7), submit(3, 2)])
-    while not b.tally.preemptions:
+    b.handle([submit(1, 7), submit(2, 7), submit(3, 2)])
+    while not b.counters.preemptions:
         step(b)
-    assert [r.uid for r in b.queue.order()] == [2, 3]
+    assert [r.uid for r in b.queue.ordered()] == [2, 3]
 
 
 def test_what_was_evicted_while_it_was_leased_is_cached_again_at_the_end():
     b = brain(pages=12, slots=2)
     prompt = tuple(range(1, 13))
-    b.take([submit(1, prompt, max_tokens=1)])
+    b.handle([submit(1, prompt, max_tokens=1)])
     step(b)
-    b.take([submit(2, prompt, prompt_logprobs=0, max_tokens=2)])
+    b.handle([submit(2, prompt, prompt_logprobs=0, max_tokens=2)])
     step(b)  # it computes the same pages again: those of 1 stay in the cache, its own do not enter
-    b.books.drop(b.books.take(b.books.spare()))
-    assert b.books.tree.cached == 0
+    b.allocator.release(b.allocator.allocate(b.allocator.num_available()))
+    assert b.allocator.tree.num_cached == 0
     step(b)
-    assert b.idle and b.books.tree.cached == 3
+    assert b.is_idle and b.allocator.tree.num_cached == 3
 
 
 def test_a_hit_reaches_beyond_the_prompt_once_its_logprobs_are_known():
     b = brain()
-    b.take([submit(1, 6, prompt_logprobs=0, max_tokens=12)])
+    b.handle([submit(1, 6, prompt_logprobs=0, max_tokens=12)])
     r = b.requests[1]
-    assert b.holdings.useful(r) == 0
+    assert b.kv_cache.max_hit_pages(r) == 0
     r.scores.extend([TokenLogprob(-1.0)] * 4)
-    assert b.holdings.useful(r) == 1
+    assert b.kv_cache.max_hit_pages(r) == 1
     r.scores.append(TokenLogprob(-1.0))
-    b.holdings.learn(r, [7] * 7)
-    assert b.holdings.useful(r) == 3
+    b.kv_cache.append_tokens(r, [7] * 7)
+    assert b.kv_cache.max_hit_pages(r) == 3
 
 
 # ---- news
@@ -418,7 +420,7 @@ def test_a_hit_reaches_beyond_the_prompt_once_its_logprobs_are_known():
 
 def test_the_first_news_carry_the_prompts_and_the_last_the_reason():
     b = brain(budget=3)
-    b.take([submit(1, 5, prompt_logprobs=0, max_tokens=2, logprobs=0)])
+    b.handle([submit(1, 5, prompt_logprobs=0, max_tokens=2, logprobs=0)])
     scores = [TokenLogprob(-float(q)) for q in range(4)]
     says = [
         Output(scores=tuple(scores[:3])),
@@ -428,51 +430,55 @@ def test_the_first_news_carry_the_prompts_and_the_last_the_reason():
     news: list[TokenDelta] = []
     for output in says:
         plan = b.plan(0)
-        b.launched()
+        b.mark_launched()
         b.commit(plan, [output])
-        news += b.news()
+        news += b.take_deltas()
     assert news == [
         TokenDelta(1, (7,), logprobs=(TokenLogprob(-9.0),), prompt_logprobs=tuple(scores)),
         TokenDelta(1, (8,), "length"),
     ]
-    assert b.news() == ()
+    assert b.take_deltas() == ()
 
 
 def test_a_stop_id_is_named_and_stays_in_the_tokens():
     b = brain()
-    b.take([submit(1, stop_token_ids=(9,)), submit(2), submit(3, ignore_eos=True, max_tokens=2)])
+    b.handle([submit(1, stop_token_ids=(9,)), submit(2), submit(3, ignore_eos=True, max_tokens=2)])
     step(b, say=lambda row: {1: 9, 2: EOS, 3: EOS}[row.uid])
-    assert b.news() == (TokenDelta(1, (9,), "stop", 9), TokenDelta(2, (EOS,), "stop", EOS), TokenDelta(3, (EOS,)))
+    assert b.take_deltas() == (
+        TokenDelta(1, (9,), "stop", 9),
+        TokenDelta(2, (EOS,), "stop", EOS),
+        TokenDelta(3, (EOS,)),
+    )
     step(b, say=lambda row: EOS)
-    assert b.news() == (TokenDelta(3, (EOS,), "length"),)
+    assert b.take_deltas() == (TokenDelta(3, (EOS,), "length"),)
 
 
 def test_a_request_for_no_tokens_ends_with_its_prompt():
     b = brain(budget=4)
-    b.take([submit(1, 6, max_tokens=0, prompt_logprobs=1), submit(2, 40, max_tokens=0)])
+    b.handle([submit(1, 6, max_tokens=0, prompt_logprobs=1), submit(2, 40, max_tokens=0)])
     plan = b.plan(0)
-    b.launched()
+    b.mark_launched()
     later = b.plan(0)
-    b.launched()
+    b.mark_launched()
     assert not any(row.emit for row in (*plan.rows, *later.rows))
     b.commit(plan, [Output(scores=(TokenLogprob(-1.0),) * 4)])
-    assert b.news() == ()
+    assert b.take_deltas() == ()
     b.commit(later, [Output(scores=(TokenLogprob(-1.0),)), Output()])
-    (delta,) = b.news()
+    (delta,) = b.take_deltas()
     assert (delta.uid, delta.tokens, delta.finish, len(delta.prompt_logprobs)) == (1, (), "length", 5)
-    while not b.idle:
+    while not b.is_idle:
         step(b)
-    assert b.news() == (TokenDelta(2, (), "length"),) and b.tally.decode_tokens == 0
+    assert b.take_deltas() == (TokenDelta(2, (), "length"),) and b.counters.decode_tokens == 0
 
 
 def test_a_cached_prompt_is_reported_once():
     b = brain()
-    b.take([submit(1, tuple(range(1, 10)), max_tokens=1)])
+    b.handle([submit(1, tuple(range(1, 10)), max_tokens=1)])
     step(b)
-    b.take([submit(2, tuple(range(1, 10)), max_tokens=2)])
+    b.handle([submit(2, tuple(range(1, 10)), max_tokens=2)])
     step(b)
     step(b)
-    assert [(d.uid, d.cached) for d in b.news()] == [(1, 0), (2, 8), (2, 0)]
+    assert [(d.uid, d.cached) for d in b.take_deltas()] == [(1, 0), (2, 8), (2, 0)]
     stats = b.stats(1.5)
     assert (stats.prompt_tokens, stats.cached_tokens, stats.prefill_tokens, stats.decode_tokens) == (18, 8, 10, 3)
     assert (stats.finished, stats.steps, stats.step_seconds, stats.pages, stats.pages_cached) == (2, 3, 1.5, 99, 2)
@@ -480,15 +486,15 @@ def test_a_cached_prompt_is_reported_once():
 
 def test_an_abort_is_answered_at_once_wherever_the_request_is():
     b = brain(slots=1)
-    b.take([submit(1), submit(2)])
+    b.handle([submit(1), submit(2)])
     plan = b.plan(0)
-    b.launched()
-    b.take([Abort((1, 2, 77))])
-    assert b.news() == (TokenDelta(1, (), "abort"), TokenDelta(2, (), "abort"))
-    assert list(b.requests) == [1] and b.books.spare() < 99, "a step in flight still writes its pages"
-    b.take([Abort((1,))])
+    b.mark_launched()
+    b.handle([Abort((1, 2, 77))])
+    assert b.take_deltas() == (TokenDelta(1, (), "abort"), TokenDelta(2, (), "abort"))
+    assert list(b.requests) == [1] and b.allocator.num_available() < 99, "a step in flight still writes its pages"
+    b.handle([Abort((1,))])
     b.commit(plan, [Output((7,))])
-    assert b.idle and b.news() == () and b.books.spare() == 99 and b.tally.aborted == 2
+    assert b.is_idle and b.take_deltas() == () and b.allocator.num_available() == 99 and b.counters.aborted == 2
 
 
 # ---- waiting
@@ -510,19 +516,19 @@ class OneTicket:
 def test_runnable_is_false_while_everything_waits_on_tickets():
     tier = OneTicket()
     b = brain(tier=tier, slots=1)
-    b.take([submit(1), submit(2)])
-    assert b.runnable
-    assert not b.plan(0).rows and not b.runnable and not b.idle
+    b.handle([submit(1), submit(2)])
+    assert b.has_work
+    assert not b.plan(0).rows and not b.has_work and not b.is_idle
     tier.ticket.state = TicketState.FAILED
-    assert b.runnable
-    assert uids(step(b)) == [1] and b.runnable
+    assert b.has_work
+    assert uids(step(b)) == [1] and b.has_work
 
 
 def test_who_needs_what_another_is_loading_waits_for_it():
     tier = OneTicket()
     b = brain(tier=tier)
     prompt = tuple(range(1, 14))
-    b.take([submit(1, prompt), submit(2, prompt)])
+    b.handle([submit(1, prompt), submit(2, prompt)])
     assert not b.plan(0).rows
     stats = b.stats(0.0)
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 2, 4)
@@ -537,9 +543,9 @@ def test_nobody_waits_for_an_aborted_load():
     tier = OneTicket()
     b = brain(tier=tier)
     prompt = tuple(range(1, 14))
-    b.take([submit(1, prompt), submit(2, prompt)])
+    b.handle([submit(1, prompt), submit(2, prompt)])
     b.plan(0)
-    b.take([Abort((1,))])
+    b.handle([Abort((1,))])
     tier.ticket = Ticket(0, TicketState.FAILED)  # of the next load
     plan = step(b)
     assert uids(plan) == [2] and 1 in b.requests, "1 holds its pages until its own ticket ends"
@@ -547,25 +553,25 @@ def test_nobody_waits_for_an_aborted_load():
 
 def test_control_messages():
     b = brain()
-    b.take([submit(1, 9, max_tokens=1)])
+    b.handle([submit(1, 9, max_tokens=1)])
     step(b)
     assert b.stats(0.0).pages_cached == 2
-    assert b.take([FlushCache(4)]) == [ControlReply(4)]
-    assert b.stats(0.0).pages_cached == 0 and b.books.spare() == 99
-    assert not b.draining and b.take([Drain()]) == [] and b.draining and b.idle
+    assert b.handle([FlushCache(4)]) == [ControlReply(4)]
+    assert b.stats(0.0).pages_cached == 0 and b.allocator.num_available() == 99
+    assert not b.draining and b.handle([Drain()]) == [] and b.draining and b.is_idle
 
 
 # ---- thoughts
 
 
 def finish(b: Scheduler, say: Callable[[Row], int] = lambda row: 7) -> None:
-    while not b.idle:
+    while not b.is_idle:
         step(b, say)
 
 
 def cached(b: Scheduler, tokens: tuple[int, ...]) -> int:
     """Pages of these tokens that are in the cache."""
-    return b.books.tree.match(Path(tokens, 0), len(tokens) // PAGE)
+    return b.allocator.tree.match(PrefixCursor(tokens, 0), len(tokens) // PAGE)
 
 
 @pytest.mark.parametrize(
@@ -583,19 +589,19 @@ def test_what_the_next_turn_drops_is_not_cached(keep: CacheRetention, pages: int
     """A prompt of two pages and a token; 9 tokens of output, of which 8 are computed."""
     b = brain()
     prompt = tuple(range(20, 29))
-    b.take([Submit(1, prompt, SamplingParams(max_tokens=9), retention=keep)])
+    b.handle([Submit(1, prompt, SamplingParams(max_tokens=9), retention=keep)])
     finish(b)
     assert cached(b, (*prompt, *[7] * 9)) == pages
-    assert b.books.spare() == b.books.total
+    assert b.allocator.num_available() == b.allocator.num_pages
 
 
 def test_an_aborted_thought_is_not_cached_even_with_a_call_in_it():
     b = brain()
     prompt = tuple(range(20, 29))
-    b.take([Submit(1, prompt, SamplingParams(max_tokens=30), retention=CacheRetention(False, tool_call_id=7))])
+    b.handle([Submit(1, prompt, SamplingParams(max_tokens=30), retention=CacheRetention(False, tool_call_id=7))])
     for _ in range(12):
         step(b)
-    b.take([Abort((1,))])
+    b.handle([Abort((1,))])
     finish(b)
     assert cached(b, (*prompt, *[7] * 12)) == 2
 
@@ -605,23 +611,23 @@ def test_a_preempted_thought_waits_in_the_cache_and_leaves_with_its_request(end:
     """The younger one gives its pages back while it thinks; when it returns it computes none of them again."""
     b = brain(pages=11, slots=2)
     old, young = tuple(range(20, 33)), tuple(range(50, 55))
-    b.take([Submit(1, old, SamplingParams(max_tokens=14, ignore_eos=True))])
-    b.take([Submit(2, young, SamplingParams(max_tokens=25, ignore_eos=True), retention=CacheRetention(False))])
-    while not b.tally.preemptions:
+    b.handle([Submit(1, old, SamplingParams(max_tokens=14, ignore_eos=True))])
+    b.handle([Submit(2, young, SamplingParams(max_tokens=25, ignore_eos=True), retention=CacheRetention(False))])
+    while not b.counters.preemptions:
         step(b)
     thought = b.requests[2].tokens
     had = (len(thought) - 1) // PAGE
     assert had > 2 and cached(b, thought) == had, "its own pages wait for it"
     if end == "abort":
-        b.take([Abort((2,))])
-    computed = b.tally.prefill_tokens
-    b.take([Abort((1,))])
+        b.handle([Abort((2,))])
+    computed = b.counters.prefill_tokens
+    b.handle([Abort((1,))])
     if end == "finish":
         step(b)
-        assert b.tally.prefill_tokens - computed == len(thought) - had * PAGE, "what it had is not computed again"
+        assert b.counters.prefill_tokens - computed == len(thought) - had * PAGE, "what it had is not computed again"
     finish(b)
     assert cached(b, thought) == len(young) // PAGE
-    assert b.books.spare() == b.books.total
+    assert b.allocator.num_available() == b.allocator.num_pages
 
 
 # ---- a model that computes no numbers
@@ -631,28 +637,30 @@ def test_a_preempted_thought_waits_in_the_cache_and_leaves_with_its_request(end:
 def test_who_was_computed_wrong_ends_and_leaves_nothing_behind(chunked: bool) -> None:
     """At any row, while another one of its rows is in flight; what it found in the cache stays there."""
     b = brain(budget=10)
-    b.take([submit(1, (*range(1, 9), 50), max_tokens=2)])
+    b.handle([submit(1, (*range(1, 9), 50), max_tokens=2)])
     while b.requests:
         step(b)
-    assert b.books.tree.cached == 2
-    b.news()
-    b.take([submit(2, (*range(1, 9), *range(60, 60 + 17))), submit(3, 1, max_tokens=3)])
+    assert b.allocator.tree.num_cached == 2
+    b.take_deltas()
+    b.handle([submit(2, (*range(1, 9), *range(60, 60 + 17))), submit(3, 1, max_tokens=3)])
     plans = [b.plan(0)]
-    b.launched()
+    b.mark_launched()
     if not chunked:
         b.commit(plans.pop(), [Output() for _ in b.live])
         plans.append(b.plan(0))
-        b.launched()
+        b.mark_launched()
     plans.append(b.plan(0))
-    b.launched()
+    b.mark_launched()
     wrong = [row.uid == 2 for row in plans[0].rows]
     b.commit(plans[0], [Output(done=one, is_nan=one) if one else Output((7,)) for one in wrong])
-    assert [(delta.uid, delta.tokens, delta.finish) for delta in b.news() if delta.uid == 2] == [(2, (), "error")]
-    b.take([Abort((2,))])
+    assert [(delta.uid, delta.tokens, delta.finish) for delta in b.take_deltas() if delta.uid == 2] == [
+        (2, (), "error")
+    ]
+    b.handle([Abort((2,))])
     b.commit(plans[1], [Output(done=row.uid == 2) if row.uid == 2 else Output((7,)) for row in plans[1].rows])
-    assert 2 not in b.requests and b.books.tree.cached == 2
+    assert 2 not in b.requests and b.allocator.tree.num_cached == 2
     while b.requests:
         step(b)
     stats = b.stats(0.0)
     assert (stats.broken, stats.aborted, stats.finished, stats.pages_used) == (1, 0, 2, 0)
-    assert not [delta for delta in b.news() if delta.uid == 2], "it is told once"
+    assert not [delta for delta in b.take_deltas() if delta.uid == 2], "it is told once"

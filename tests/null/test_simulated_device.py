@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tests.null.sim.bugs import BRAIN, planted
+from tests.null.sim.bugs import SCHEDULER, planted
 from tests.null.sim.clock import Clock
 from tests.null.sim.fleet import Rank, Setting, serve
 from tests.null.sim.front import Case
@@ -26,7 +26,7 @@ def test_every_token_equals_the_sequential_decoders():
     assert total.preempted > MIXES // 4 and total.cached > 10 * MIXES and total.aborted > MIXES // 4, total
 
 
-@pytest.mark.parametrize("bug", BRAIN)
+@pytest.mark.parametrize("bug", SCHEDULER)
 def test_a_planted_bug_is_caught(bug: str):
     with planted(bug):
         for seed in range(300):
@@ -73,7 +73,7 @@ def test_the_loop_runs_until_it_is_drained():
         clock.spend(2)
         turn = next(turns)
         if timeout is None:
-            assert rank.brain.idle
+            assert rank.brain.is_idle
         if turn == 0:
             cases = [case(uid, tuple(range(1, 2 + uid))) for uid in range(6)]
             rank.cases = {c.submit.uid: c for c in cases}
@@ -108,7 +108,7 @@ def test_radix_off_changes_no_token(radix: bool):
     serve([rank], lambda turn: False, clock, rng)
     for c in rank.cases.values():
         c.check()
-    assert (rank.brain.tally.cached_tokens > 0) == radix
+    assert (rank.brain.counters.cached_tokens > 0) == radix
 
 
 def test_ranks_agree_on_steps_while_some_are_idle():

@@ -10,8 +10,8 @@ import time
 from collections import Counter
 
 from rich.progress import track
-
 from tests.null.sim.books_driver import Driver
+
 from tests.soak.report import write
 
 CHUNK = 5000  # operations of one driver: then everything goes home, and the next seed draws another pool

@@ -30,7 +30,7 @@ from thalweg.config.speculative import RULES
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolved import Resolved
-from thalweg.scheduler.widths import ConstantWidth
+from thalweg.scheduler.draft_length import FixedDraftLength
 
 TASKS = (*MAKERS, "dialogue")
 RACE, RELAXED = "race", "relaxed"
@@ -148,10 +148,10 @@ def _rows(
         how = Sampled(*drawn)
         kept = rule == RACE or (rule != RELAXED and how.temperature == 0)
         if kept and (task, how) not in plain:
-            engine.loop.scheduler.widths = ConstantWidth(0)
+            engine.loop.scheduler.draft_length = FixedDraftLength(0)
             plain[task, how] = written(engine, asked[task], how)
         for width in shape.widths:
-            engine.loop.scheduler.widths = ConstantWidth(width)
+            engine.loop.scheduler.draft_length = FixedDraftLength(width)
             found = count(engine, asked[task], how, plain[task, how] if kept else None)
             yield {"task": task, "rule": rule, **how._asdict(), "shape": shape.name, "width": width, **found}
 

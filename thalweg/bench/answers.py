@@ -26,8 +26,8 @@ from thalweg.bench.metrics import Record, failures
 from thalweg.bench.tasks import Item
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.assemble import Assembler
-from thalweg.engine.front import check_prompt
+from thalweg.engine.client import check_prompt
+from thalweg.engine.streams import Assembler
 from thalweg.layers.indexer import Indexer
 from thalweg.llm import COLUMNS, LLM, CompletionOutput, RequestOutput
 from thalweg.text.chat import ChatEncoder, ChatOptions, choose_chat

@@ -15,8 +15,8 @@ import torch
 
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import Row, StepPlan
+from thalweg.engine.calibration_drafts import clock
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.widths import clock
 from thalweg.runner.runner import NoGraphs
 from thalweg.runner.tape import Tape
 from thalweg.sampling.imposed import Imposed

@@ -25,8 +25,8 @@ from thalweg.bench.usage import status, unless
 from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.tree import non_defaults
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.assemble import Assembler
-from thalweg.engine.front import check_prompt
+from thalweg.engine.client import check_prompt
+from thalweg.engine.streams import Assembler
 from thalweg.llm import LLM
 
 WIDTH = 50

@@ -27,9 +27,9 @@ from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.plan import PAGE, Bind, GrammarState, Output, PageAppend, Row, StepPlan, TokenLogprob
 from thalweg.core.ticket import TicketState
 from thalweg.engine.build import build
+from thalweg.engine.calibration_checks import proven
 from thalweg.engine.channel import LocalChannel
 from thalweg.engine.recording import Recording, Step
-from thalweg.engine.selfcheck import proven
 
 NO_MASKS: Mapping[int, GrammarState] = {}
 

@@ -31,10 +31,10 @@ from thalweg.bench.usage import status, unless
 from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.options import Options
 from thalweg.core.sampling import SamplingParams
+from thalweg.engine.calibration_drafts import clock, planning_clock
 from thalweg.engine.local import LocalEngine
-from thalweg.engine.widths import clock, planning_clock
 from thalweg.launch.resolved import Resolved
-from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, WidthPolicy
+from thalweg.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, MeasuredDraftLength
 
 WARM_UP_TOKENS = 8
 SETTLED = 2  # steps behind the last prompt, in which drafts are made
@@ -173,12 +173,14 @@ def started(shape: Shape, config: Options, longest: Lengths) -> tuple[Resolved, 
     return resolved, engine
 
 
-def policies_of(shape: Shape, engine: LocalEngine) -> dict[int, WidthPolicy]:
+def policies_of(shape: Shape, engine: LocalEngine) -> dict[int, DraftLengthPolicy]:
     """What names each of the shape's widths."""
-    found: dict[int, WidthPolicy] = {}
+    found: dict[int, DraftLengthPolicy] = {}
     for width in shape.widths:
         times = engine.config.speculative_step_times if width == ADAPTIVE else None
-        found[width] = MeasuredWidth(times, planning_clock(engine.config)) if times else ConstantWidth(max(width, 0))
+        found[width] = (
+            MeasuredDraftLength(times, planning_clock(engine.config)) if times else FixedDraftLength(max(width, 0))
+        )
     return found
 
 
@@ -192,7 +194,7 @@ def rows_of(shape: Shape, resolved: Resolved, engine: LocalEngine, cases: Sequen
         runs: dict[int, list[Row]] = {width: [] for width in policies}
         for turn in range(1 + repeat):
             for width, policy in policies.items():
-                engine.loop.scheduler.widths = policy
+                engine.loop.scheduler.draft_length = policy
                 whole = turn or width == ADAPTIVE  # which learns meanwhile what steps take and what is accepted
                 run = measure(engine, prompts, case, case.output if whole else min(case.output, WARM_UP_TOKENS))
                 runs[width] += [run] * bool(turn)
@@ -212,7 +214,7 @@ def add_overhead(
             width, step = row["width"], row["step_latency"]
             here = (row["shape"], row["batch_size"], row["input_len"]) == (shape.name, case.batch, case.input)
             if here and isinstance(width, int) and isinstance(step, float) and step and width != ADAPTIVE:
-                engine.loop.scheduler.widths = policies[width]
+                engine.loop.scheduler.draft_length = policies[width]
                 row.update(overhead(engine, prompts, case, width, step))
 
 

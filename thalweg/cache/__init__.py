@@ -1,1 +1,1 @@
-"""Which page holds what: the books of page leases and the prefix cache over them. Pure Python, no torch."""
+"""Page allocator and prefix cache. Pure Python, no torch."""

@@ -75,5 +75,5 @@ class EngineStarting(EngineDead):
 
 
 def engine_unavailable(state: str, reason: str) -> EngineDead:
-    """The error to raise while no engine serves. state, reason: of `engine.front.Front`."""
+    """The error to raise while no engine serves. state, reason: of `engine.client.EngineClient`."""
     return EngineStarting(reason) if state == "starting" else EngineDead(reason)

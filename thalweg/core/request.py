@@ -72,21 +72,21 @@ class Request:
     # slot and pages
     slot: int = -1
     pages: list[int] = field(default_factory=list)
-    bound: bool = False  # a plan has put the request into its slot
+    is_bound: bool = False  # a plan has put the request into its slot
     ticket: Ticket | None = None
-    base: int = 0  # known tokens when it was admitted: the tokens to prefill
+    prefill_len: int = 0  # known tokens when it was admitted: the tokens to prefill
     computed: int = 0  # tokens whose KV has been launched
     cached: int = 0  # prompt tokens that the first admission found in the prefix cache
     preempted: int = 0  # number of preemptions
 
     # steps in flight
-    flight: int = 0  # rows in flight
-    emits: int = 0  # of these, rows that sample
-    slack: int = 0  # most tokens that these rows may yield
-    last: int = -1  # last step in which it sampled
-    made: int = 0  # drafts that this step was told to make
-    odds: tuple[float, ...] = ()  # recent acceptance of its drafts, see `scheduler.draft_length`
-    acceptance: AcceptanceCounter = field(default_factory=AcceptanceCounter)
+    rows_in_flight: int = 0  # rows in flight
+    samples_in_flight: int = 0  # of these, rows that sample
+    max_tokens_in_flight: int = 0  # most tokens that these rows may yield
+    last_sampled: int = -1  # last step in which it sampled
+    num_drafts: int = 0  # drafts that this step was told to make
+    draft_odds: tuple[float, ...] = ()  # recent acceptance of its drafts, see `scheduler.draft_length`
+    acceptance: AcceptanceCounter | None = None  # of its drafts; None before the first verification
 
     @property
     def known(self) -> int:

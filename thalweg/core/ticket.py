@@ -38,13 +38,3 @@ class Tier(Protocol):
 
     def store(self, tokens: Sequence[int], salt: int, pages: Sequence[int]) -> Ticket:
         """Copies the device pages that hold the full pages of `tokens`."""
-
-
-class NoTier:
-    """Null object: a tier that holds nothing."""
-
-    def load(self, tokens: Sequence[int], salt: int, first: int, pages: Sequence[int]) -> Ticket:
-        return Ticket(0, TicketState.OK)
-
-    def store(self, tokens: Sequence[int], salt: int, pages: Sequence[int]) -> Ticket:
-        return Ticket(0, TicketState.OK)

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thalweg.batch.slots import Slots
-from thalweg.cache.books import Books
-from thalweg.cache.radix import NoTree, RadixTree
+from thalweg.cache.page_allocator import PageAllocator
+from thalweg.cache.radix import NoPrefixCache, RadixTree
 from thalweg.config.engine import EngineConfig
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
@@ -24,18 +24,17 @@ from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION, KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import MAX_EOS_IDS
+from thalweg.engine.admin import AdminOperations
+from thalweg.engine.calibration_drafts import measured, planning_clock
+from thalweg.engine.calibration_memory import RESERVE, Sums, free, measure, probe, provisional, settle, taken
+from thalweg.engine.calibration_mixed import paced
+from thalweg.engine.calibration_warmup import warm
+from thalweg.engine.fallback import with_or_without
 from thalweg.engine.gpu import GpuWorker
-from thalweg.engine.grammars import GrammarBook
+from thalweg.engine.grammars import GrammarRegistry
 from thalweg.engine.loop import NO_RECORDER, Channel, Loop, OneRank
-from thalweg.engine.memory import RESERVE, Sums, free, measure, probe, provisional, settle
-from thalweg.engine.pace import paced
 from thalweg.engine.recording import Ring
-from thalweg.engine.roomless import with_or_without
-from thalweg.engine.taken import taken
-from thalweg.engine.warm import warm
-from thalweg.engine.widths import measured, planning_clock
 from thalweg.engine.worker import CpuWorker, stream_for
-from thalweg.engine.workshop import Workshop
 from thalweg.kernels.tuned import TUNED
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.reference import ReferenceLayers
@@ -52,9 +51,9 @@ from thalweg.runner.runner import Runner
 from thalweg.runner.tree_graphs import forms
 from thalweg.sampling.catalog import drawing_for, ruled
 from thalweg.sampling.imposed import Imposed
-from thalweg.scheduler.limits import Limits
+from thalweg.scheduler.draft_length import FixedDraftLength, MeasuredDraftLength, draft_length_choices
+from thalweg.scheduler.requests import Limits
 from thalweg.scheduler.scheduler import Scheduler
-from thalweg.scheduler.widths import ConstantWidth, MeasuredWidth, choices
 from thalweg.spec.catalog import build_drafter
 from thalweg.spec.drafter import Drafter, Weighted
 from thalweg.text.grammar import GrammarCompiler
@@ -168,7 +167,7 @@ def _on_gpu(
     _recorded(config, runner)
     left = free(device)
     log.info("CUDA graphs took %s; %s were expected", format_bytes(before - left), format_bytes(graphs))
-    config = taken(config, runner, step=step, graphs=before - left, beside=beside)
+    config = taken(config, runner, step=step, graphs=before - left, mixed_step_limits=beside)
     phases.done("graphs")
     config = measured(paced(config, runner), runner)
     phases.done("times of steps")
@@ -212,13 +211,13 @@ def _recorded(config: EngineConfig, runner: Runner) -> Runner:
             mixed = config.cuda_graph_mode == "full"
             sizes = config.cuda_graph_bs, config.piecewise_cuda_graph_tokens, mixed
             limits = config.context_length, config.max_running_requests
-            record(runner, *sizes, *limits, progress, choices(_fits(config))[1:])
+            record(runner, *sizes, *limits, progress, draft_length_choices(_fits(config))[1:])
     return runner
 
 
 def _recordings(config: EngineConfig) -> int:
     """Whole steps that are recorded, trees too."""
-    trees = forms(config.cuda_graph_bs, choices(_fits(config)), config.tree, config.max_running_requests)
+    trees = forms(config.cuda_graph_bs, draft_length_choices(_fits(config)), config.tree, config.max_running_requests)
     return len(config.cuda_graph_bs) + len(trees)
 
 
@@ -293,11 +292,11 @@ def load_own(modules: Sequence[Weighted], config: EngineConfig) -> None:
 
 def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel: Channel) -> Loop:
     """The brain and the loop around a runner."""
-    tree = RadixTree(PAGE) if config.radix_cache else NoTree(PAGE)
+    tree = RadixTree(PAGE) if config.radix_cache else NoPrefixCache(PAGE)
     limits = Limits(
         slots=config.max_running_requests,
         budget=config.chunked_prefill_size,
-        beside=config.mixed_step_limits or (),
+        mixed_step_limits=config.mixed_step_limits or (),
         context=config.context_length,
         vocab=facts.vocab,
         eos_ids=config.eos_ids,
@@ -305,19 +304,21 @@ def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel:
         seed=config.random_seed,
         tree=config.tree,
     )
-    grammars = GrammarBook(
+    grammars = GrammarRegistry(
         lambda: GrammarCompiler(Tokenizer(Path(config.model_path)), facts.vocab, config.eos_ids or facts.eos),
         facts.vocab,
     )
     times = config.speculative_step_times
-    widths = MeasuredWidth(times, planning_clock(config)) if times else ConstantWidth(_fits(config))
-    scheduler = Scheduler(limits, Books(config.num_pages + 1, tree), widths=widths, grammars=grammars)
+    widths = MeasuredDraftLength(times, planning_clock(config)) if times else FixedDraftLength(_fits(config))
+    scheduler = Scheduler(limits, PageAllocator(config.num_pages + 1, tree), draft_length=widths, grammars=grammars)
     on_gpu = runner.planes.device.type == "cuda"
     worker = (
         GpuWorker(runner, grammars) if on_gpu else CpuWorker(runner, stream_for(config.max_steps_in_flight), grammars)
     )
     recorder = Ring(config, scheduler.requests) if config.crash_dump_folder else NO_RECORDER
-    return Loop(channel, scheduler, worker, OneRank(), config.max_steps_in_flight, recorder, Workshop(runner, worker))
+    return Loop(
+        channel, scheduler, worker, OneRank(), config.max_steps_in_flight, recorder, AdminOperations(runner, worker)
+    )
 
 
 def build(config: EngineConfig, channel: Channel) -> Rank:
@@ -330,6 +331,6 @@ def build(config: EngineConfig, channel: Channel) -> Rank:
     config, runner = with_or_without(lambda wish: build_runner(wish, facts, phases), config)
     runner.drafting.forget()
     loop = build_loop(config, facts, runner, channel)
-    loop.scheduler.tally.drafter_failures += config.drafter_left_out
+    loop.scheduler.counters.drafter_failures += config.drafter_left_out
     log.info("started: %s", phases)
     return Rank(loop, runner, facts, config)

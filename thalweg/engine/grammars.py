@@ -56,7 +56,7 @@ class _Sequence(Generic[M]):
     matcher: M | None = None
 
 
-class GrammarBook(Generic[M]):
+class GrammarRegistry(Generic[M]):
     """The `Grammars` of one engine. make: builds the compiler (it reads the tokenizer), called once, off the caller's
     thread.
 

@@ -14,8 +14,8 @@ from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import caches
 from thalweg.engine.build import build
+from thalweg.engine.calibration_checks import proven
 from thalweg.engine.channel import LocalChannel
-from thalweg.engine.selfcheck import proven
 
 
 class LocalEngine:
@@ -31,7 +31,7 @@ class LocalEngine:
 
     @property
     def idle(self) -> bool:
-        return not self.channel.inbox and self.loop.scheduler.idle and not self.loop.inflight
+        return not self.channel.inbox and self.loop.scheduler.is_idle and not self.loop.inflight
 
     def submit(
         self,

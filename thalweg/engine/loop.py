@@ -71,7 +71,7 @@ class Profiler(Protocol):
         """Says where the profile is."""
 
 
-class Workshop(Protocol):
+class AdminOperations(Protocol):
     """What is done to a rank between two steps, with none in flight."""
 
     @property
@@ -110,7 +110,7 @@ class Loop:
         layout: Layout,
         depth: int,
         recorder: Recorder = NO_RECORDER,
-        workshop: Workshop | None = None,
+        workshop: AdminOperations | None = None,
     ) -> None:
         assert 1 <= depth <= scheduler.stages + 1, (
             f"depth {depth} with {scheduler.stages} stages: masks would miss their commit"
@@ -125,7 +125,7 @@ class Loop:
 
     def run(self) -> None:
         """Serves until a front asked to drain and everything has ended."""
-        while not (self.scheduler.draining and self.scheduler.idle and not self.inflight):
+        while not (self.scheduler.draining and self.scheduler.is_idle and not self.inflight):
             self.turn()
 
     def turn(self) -> None:
@@ -137,7 +137,7 @@ class Loop:
         self.turns += 1
         self.take()
         plan = self.scheduler.plan(self.width)
-        if marks := self.scheduler.marks():
+        if marks := self.scheduler.take_events():
             now = time.time()
             self.marks += (RequestEvent(uid, kind, now) for uid, kind in marks)
         return plan
@@ -157,7 +157,7 @@ class Loop:
             self.channel.send(reply)
 
     def _took(self, messages: Sequence[ToEngine]) -> list[Rejected | ControlReply]:
-        replies = self.scheduler.take(messages)
+        replies = self.scheduler.handle(messages)
         if messages or replies:
             self.recorder.took(self.scheduler.step, messages, replies)
         return replies
@@ -171,9 +171,9 @@ class Loop:
             self.worker.forward(plan, shape)
             if plan.waits_for_commit:
                 self.retire(self.depth - 2)  # commit what its masks need
-            self.worker.sample(plan, self.scheduler.masks(plan), width)
+            self.worker.sample(plan, self.scheduler.grammar_states(), width)
             self.inflight.append(plan)
-            self.scheduler.launched()
+            self.scheduler.mark_launched()
         self.retire(self.depth - 1 if shape else len(self.inflight) - 1)
         self._send_news()
         if self.scheduler.step >= self.profiled_until:
@@ -211,7 +211,7 @@ class Loop:
             return [ControlReply(message.id, error=wrong.message, field=wrong.field)]
         return [ControlReply(message.id, told)]
 
-    def _update(self, message: UpdateWeights, workshop: Workshop) -> list[Rejected | ControlReply]:
+    def _update(self, message: UpdateWeights, workshop: AdminOperations) -> list[Rejected | ControlReply]:
         """Running requests go on with the new weights, on what the old ones computed of them. After a flush that is
         never cached: the tree has another epoch then, and they stand in the old one. Raises InvalidRequest before
         anything is changed.
@@ -223,7 +223,7 @@ class Loop:
             replies += self._took([Abort(tuple(self.scheduler.requests))])
         held, of = write()
         if message.flush:
-            self.scheduler.books.flush()
+            self.scheduler.allocator.flush()
         done = ControlReply(message.id, f"{held} of {of} tensors replaced", replaced_all=held == of)
         self.recorder.took(self.scheduler.step, [message], [done])
         return [*replies, done]
@@ -250,13 +250,13 @@ class Loop:
     # ---- waiting and telling
 
     def _patience(self) -> float | None:
-        if self.inflight or self.scheduler.runnable:
+        if self.inflight or self.scheduler.has_work:
             return 0.0
-        return None if self.scheduler.idle and not self.scheduler.draining else TICKET_POLL
+        return None if self.scheduler.is_idle and not self.scheduler.draining else TICKET_POLL
 
     def _send_news(self) -> None:
-        deltas, now = self.scheduler.news(), time.time()
-        idle = self.scheduler.idle
+        deltas, now = self.scheduler.take_deltas(), time.time()
+        idle = self.scheduler.is_idle
         due = now - self.stats_at >= STATS_EVERY or (idle and bool(deltas))
         if deltas or (due and not idle):
             if due:

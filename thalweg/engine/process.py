@@ -17,10 +17,10 @@ from thalweg.core.errors import ThalwegError
 from thalweg.core.messages import EngineReady, Fatal
 from thalweg.engine import caches
 from thalweg.engine.build import build
+from thalweg.engine.calibration_checks import proven
 from thalweg.engine.channel import ZmqChannel
 from thalweg.engine.loop import Loop
-from thalweg.engine.selfcheck import proven
-from thalweg.engine.sentry import SIGNAL, watch
+from thalweg.engine.watchdog import SIGNAL, watch
 
 log = logging.getLogger("thalweg.engine")
 

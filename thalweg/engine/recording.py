@@ -275,8 +275,8 @@ class Ring:
         start = {row.uid: row.start for plan in reversed(plans) for row in plan.rows}
         marks = []
         for r in self.requests.values():
-            if r.bound and r.slot >= 0 and r.slot not in bound:
-                computed = r.known - 1 if r.known > r.base else start.get(r.uid, r.computed)
+            if r.is_bound and r.slot >= 0 and r.slot not in bound:
+                computed = r.known - 1 if r.known > r.prefill_len else start.get(r.uid, r.computed)
                 over = r.exit in (Exit.FINISH, Exit.ABORT)
                 marks.append(_Mark(r, r.slot, r.out, len(r.out), r.pages, len(r.pages), computed, over))
         return marks

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.front import Front
+from thalweg.engine.client import EngineClient
 from thalweg.launch.resolved import Resolved
 from thalweg.text.events import ContentDelta, Event, ReasoningDelta
 from thalweg.text.parser import AnswerParser, opens_thought
@@ -26,7 +26,7 @@ def chat(resolved: Resolved, params: SamplingParams, system: str, thinking: bool
 
 async def _talk(resolved: Resolved, params: SamplingParams, system: str, thinking: bool | None) -> int:
     console = Console(highlight=False)
-    front = Front(resolved.engine, resolved.reader())
+    front = EngineClient(resolved.engine, resolved.reader())
     await front.start()
     console.print(
         f"[dim]{resolved.names[0]}: /new forgets the conversation, Ctrl-D leaves, Ctrl-C stops an answer[/dim]"
@@ -57,7 +57,7 @@ async def _ask(console: Console) -> str | None:
 
 async def _answer(
     resolved: Resolved,
-    front: Front,
+    front: EngineClient,
     params: SamplingParams,
     history: list[dict[str, str]],
     thinking: bool | None,

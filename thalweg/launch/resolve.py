@@ -23,7 +23,7 @@ from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, USER, Report
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.build import DTYPES, layer_factory
-from thalweg.engine.roomless import LEFT_OUT
+from thalweg.engine.fallback import LEFT_OUT
 from thalweg.launch import tuned
 from thalweg.launch.acceptance import refuse_simulated
 from thalweg.launch.decisions import Decisions

@@ -27,7 +27,7 @@ from thalweg.config.options import ListenOptions, Options
 from thalweg.config.server import ServerOptions
 from thalweg.core import logs
 from thalweg.core.errors import EngineDead, UnsupportedConfig
-from thalweg.engine.front import Front
+from thalweg.engine.client import EngineClient
 from thalweg.launch.report import as_json, show, wide_console
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
@@ -37,7 +37,7 @@ BACKLOG = 2048
 OTHER_FILES = 256  # that a server has open beside its connections
 LAST_WORDS = 5  # seconds that answers get to leave their sockets after the engine has finished them
 
-MakeApp = Callable[[Front, ServerOptions, Resolved], Any]
+MakeApp = Callable[[EngineClient, ServerOptions, Resolved], Any]
 MakeConnection = Callable[[ServerOptions], Any]  # what uvicorn's `http` setting takes
 
 
@@ -100,7 +100,7 @@ async def _run(
     make_connection: MakeConnection,
 ) -> int:
     options = dataclasses.replace(config.server, served_model_name=resolved.names)
-    front = Front(resolved.engine, resolved.reader())
+    front = EngineClient(resolved.engine, resolved.reader())
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, front.record)
     if options.api_keys_file is not None:  # whoever rotates keys may send it, and must not end the server with it
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hangup)
@@ -133,7 +133,9 @@ def _hangup() -> None:
     log.info("SIGHUP: changes nothing, the keys file is read again whenever it changes")
 
 
-async def _start(front: Front, server: _Server, config: Options, resolved: Resolved, sock: socket.socket) -> None:
+async def _start(
+    front: EngineClient, server: _Server, config: Options, resolved: Resolved, sock: socket.socket
+) -> None:
     """Waits for the engine, then says where it is reached; /ready answers 503 meanwhile."""
     try:
         await front.start()

@@ -20,7 +20,7 @@ from thalweg.config.server import ServerOptions
 from thalweg.core.errors import ThalwegError
 from thalweg.core.logs import fields
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.front import Front
+from thalweg.engine.client import EngineClient
 from thalweg.server import admin, maintenance, openapi, playground, protocol
 from thalweg.server.access_log import AccessLogMiddleware
 from thalweg.server.accounting import accounting_of
@@ -115,7 +115,7 @@ METRICS = Route("/metrics", "GET", admin.metrics, None, openapi.PlainText)
 
 
 def build(
-    front: Front,
+    front: EngineClient,
     options: ServerOptions,
     chat: ChatFormat,
     *,

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 from thalweg.server.accounting import accounting_of
 from thalweg.server.chat_stream import ChatStreamEncoder
 from thalweg.server.context import (

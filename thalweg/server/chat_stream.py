@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 from thalweg.server.logprobs import chat_logprobs, prompt_logprobs
 from thalweg.server.openai_responses import (
     ChatChoice,

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 from thalweg.server.accounting import accounting_of
 from thalweg.server.context import (
     AppContext,

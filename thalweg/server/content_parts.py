@@ -7,7 +7,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta
 from thalweg.text.parser import AnswerParser
 

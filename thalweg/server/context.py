@@ -24,8 +24,8 @@ from thalweg.core.grammar import Grammar
 from thalweg.core.request import QueueReservation
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.assemble import Piece
-from thalweg.engine.front import Front
+from thalweg.engine.client import EngineClient
+from thalweg.engine.streams import Piece
 from thalweg.server.accounting import RequestAccounting
 from thalweg.server.api_keys import RequestQuota
 from thalweg.server.errors import ApiError, ErrorInfo
@@ -72,7 +72,7 @@ class AppContext:
     conversation renders again.
     """
 
-    front: Front
+    front: EngineClient
     chat: ChatFormat
     options: ServerOptions
     names: tuple[str, ...]

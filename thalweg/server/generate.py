@@ -14,7 +14,7 @@ from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import Grammar
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 from thalweg.server.accounting import accounting_of
 from thalweg.server.context import (
     AppContext,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from thalweg.core.logs import fields
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 from thalweg.server.accounting import RequestAccounting
 from thalweg.text.tokenizer import Tokenizer
 

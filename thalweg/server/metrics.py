@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from thalweg.core.messages import Stats
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 from thalweg.server.accounting import RequestAccounting
 
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)

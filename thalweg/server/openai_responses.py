@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from thalweg.core.acceptance import AcceptanceCounts
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 
 
 class PromptDetails(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""The simulated device: no torch, no GPU. The real `Scheduler`, the real `Loop` and the real books drive it, with small
+"""The simulated device: no torch, no GPU. The real `Scheduler`, the real `Loop` and the real allocator drive it, with small
 pages.
 
 The device has the truth, answers late, and runs p pipeline stages that hear of new tokens late too. KV is a hash of the

@@ -10,18 +10,18 @@ from typing import Any, Callable, Iterator
 from unittest import mock
 
 from tests.null.sim.device import Device, SimWorker, Slot
-from thalweg.cache.books import Books
-from thalweg.cache.radix import DEAD, Path, RadixTree
+from thalweg.cache.page_allocator import PageAllocator
+from thalweg.cache.radix import DETACHED, PrefixCursor, RadixTree
 from thalweg.core.messages import TokenDelta
 from thalweg.core.request import Exit, Request, RequestState
 from thalweg.core.ticket import TicketState
 from thalweg.core.tree import TreeShape
 from thalweg.engine.loop import Loop
-from thalweg.scheduler.earnings import Earnings
-from thalweg.scheduler.holdings import Holdings
+from thalweg.scheduler.draft_length import FixedDraftLength
+from thalweg.scheduler.kv_cache import KVCacheManager
+from thalweg.scheduler.plan_builder import PlanBuilder
+from thalweg.scheduler.results import StepResultProcessor
 from thalweg.scheduler.scheduler import Scheduler
-from thalweg.scheduler.sheet import Sheet
-from thalweg.scheduler.widths import ConstantWidth
 
 Wrapper = Callable[..., Any]  # takes the real method first, then its arguments
 PLANTED: dict[str, list[tuple[type, str, Wrapper]]] = {}
@@ -58,14 +58,14 @@ def zombie_computes(real: Wrapper, device: Device, slot: Any) -> bool:
     return False
 
 
-@plant(Earnings, "earn")
-def _finish_frees(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
-    real(earnings, r, output)
+@plant(StepResultProcessor, "process")
+def _finish_frees(real: Wrapper, results: StepResultProcessor, r: Request, output: Any) -> None:
+    real(results, r, output)
     if r.exit is Exit.FINISH:
-        earnings.holdings.books.drop(r.pages)
+        results.kv_cache.allocator.release(r.pages)
 
 
-@plant(Scheduler, "_vacate")
+@plant(Scheduler, "_release_pages")
 def _freed_before(real: Wrapper, brain: Scheduler, r: Request) -> None:
     if r.exit is Exit.FINISH:
         del brain.live[r.uid]
@@ -100,24 +100,24 @@ def mask_late(real: Wrapper, loop: Loop, plan: Any, shape: Any, width: int) -> N
 
 
 @plant(Scheduler, "_plan_decoding")
-def cohort(real: Wrapper, brain: Scheduler, sheet: Sheet) -> None:
+def cohort(real: Wrapper, brain: Scheduler, builder: PlanBuilder) -> None:
     for r in brain._decoding:
-        r.last = -brain.stages
-    real(brain, sheet)
+        r.last_sampled = -brain.stages
+    real(brain, builder)
 
 
 @plant(Scheduler, "_plan_decoding")
-def wrong_width(real: Wrapper, brain: Scheduler, sheet: Sheet) -> None:
+def wrong_width(real: Wrapper, brain: Scheduler, builder: PlanBuilder) -> None:
     for r in brain._decoding:
-        r.made = brain.loop_width  # type: ignore[attr-defined]
-    real(brain, sheet)
+        r.num_drafts = brain.loop_width  # type: ignore[attr-defined]
+    real(brain, builder)
 
 
 @plant(Scheduler, "_plan_decoding")
-def drafts_without_pages(real: Wrapper, brain: Scheduler, sheet: Sheet) -> None:
-    widths, brain.widths = brain.widths, ConstantWidth(0)
-    real(brain, sheet)
-    brain.widths = widths
+def drafts_without_pages(real: Wrapper, brain: Scheduler, builder: PlanBuilder) -> None:
+    policy, brain.draft_length = brain.draft_length, FixedDraftLength(0)
+    real(brain, builder)
+    brain.draft_length = policy
 
 
 @plant(TreeShape, "reserved_columns")
@@ -152,86 +152,86 @@ def stale_publish(real: Wrapper, brain: Scheduler, width: int) -> Any:
     return replace(real(brain, width), seen=max(brain.step - brain.stages, -1))
 
 
-@plant(Scheduler, "_chunk")
-def insert_same_step(real: Wrapper, brain: Scheduler, r: Request, sheet: Sheet) -> None:
-    real(brain, r, sheet)
-    brain.holdings.share(r, min(r.computed, len(r.prompt)))
+@plant(Scheduler, "_plan_chunk")
+def insert_same_step(real: Wrapper, brain: Scheduler, r: Request, builder: PlanBuilder) -> None:
+    real(brain, r, builder)
+    brain.kv_cache.cache_full_pages(r, min(r.computed, len(r.prompt)))
 
 
-@plant(Holdings, "share")
-def insert_early(real: Wrapper, holdings: Holdings, r: Request, positions: int) -> None:
-    real(holdings, r, min(positions + 1, r.known))
+@plant(KVCacheManager, "cache_full_pages")
+def insert_early(real: Wrapper, kv_cache: KVCacheManager, r: Request, positions: int) -> None:
+    real(kv_cache, r, min(positions + 1, r.known))
 
 
-@plant(Sheet, "chunk")
-def scores_twice(real: Wrapper, sheet: Sheet, r: Request, n: int, step: int) -> None:
+@plant(PlanBuilder, "add_prefill_row")
+def scores_twice(real: Wrapper, builder: PlanBuilder, r: Request, n: int) -> None:
     first, last = max(r.computed, r.score_from - 1), min(r.computed + n, len(r.prompt) - 1)
-    real(sheet, r, n, step)
+    real(builder, r, n)
     if first < last:
         top = r.params.prompt_logprobs or 0
-        sheet.rows[-1] = sheet.rows[-1]._replace(score_from=first, score_to=last, score_top=top)
+        builder.rows[-1] = builder.rows[-1]._replace(score_from=first, score_to=last, score_top=top)
 
 
-@plant(Holdings, "grow")
-def growth_forgotten(real: Wrapper, holdings: Holdings, r: Request, count: int) -> Any:
-    real(holdings, r, count)
+@plant(KVCacheManager, "append_pages")
+def growth_forgotten(real: Wrapper, kv_cache: KVCacheManager, r: Request, count: int) -> Any:
+    real(kv_cache, r, count)
     return ()
 
 
-@plant(Holdings, "lasting")
-def thoughts_cached(real: Wrapper, holdings: Holdings, r: Request) -> int:
+@plant(KVCacheManager, "num_retained_tokens")
+def thoughts_cached(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> int:
     """The prefix cache keeps what no prompt will ever hold again."""
     return r.known
 
 
-@plant(Holdings, "lasting")
-def calls_forgotten(real: Wrapper, holdings: Holdings, r: Request) -> int:
+@plant(KVCacheManager, "num_retained_tokens")
+def calls_forgotten(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> int:
     """A thought that ended in a tool call is dropped too, although its results' prompt holds it."""
     return r.known if r.retention.keeps_thoughts or r.exit is Exit.PREEMPT else len(r.prompt)
 
 
-@plant(Holdings, "leave")
-def left_behind(real: Wrapper, holdings: Holdings, r: Request) -> None:
+@plant(KVCacheManager, "remove")
+def left_behind(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> None:
     """What a preempted request cached for itself stays after its end."""
-    del holdings.paths[r.uid]
-    holdings.parked.discard(r.uid)
+    del kv_cache.cursors[r.uid]
+    kv_cache.to_trim.discard(r.uid)
 
 
 # ---- admission
 
 
-@plant(Holdings, "useful")
-def hit_full(real: Wrapper, holdings: Holdings, r: Request) -> int:
-    return real(holdings, r) if r.params.prompt_logprobs is not None else r.known // holdings.page
+@plant(KVCacheManager, "max_hit_pages")
+def hit_full(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> int:
+    return real(kv_cache, r) if r.params.prompt_logprobs is not None else r.known // kv_cache.page_size
 
 
-@plant(Holdings, "useful")
-def hit_skips_scores(real: Wrapper, holdings: Holdings, r: Request) -> int:
-    return (r.known - 1) // holdings.page
+@plant(KVCacheManager, "max_hit_pages")
+def hit_skips_scores(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> int:
+    return (r.known - 1) // kv_cache.page_size
 
 
-@plant(Holdings, "enter")
-def no_salt(real: Wrapper, holdings: Holdings, r: Request) -> None:
-    holdings.paths[r.uid] = Path(r.tokens, 0)
+@plant(KVCacheManager, "add")
+def no_salt(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> None:
+    kv_cache.cursors[r.uid] = PrefixCursor(r.tokens, 0)
 
 
-@plant(Scheduler, "_held")
+@plant(Scheduler, "_is_blocked")
 def sibling_early(real: Wrapper, brain: Scheduler, r: Request, *rest: Any) -> bool:
     return False
 
 
-@plant(Scheduler, "_land")
+@plant(Scheduler, "_finish_transfer")
 def ticket_ignored(real: Wrapper, brain: Scheduler, r: Request) -> None:
     if r.ticket is not None and r.state is RequestState.LOADING:
         r.ticket.state = TicketState.OK
     real(brain, r)
 
 
-@plant(Holdings, "seat")
-def hit_not_leased(real: Wrapper, holdings: Holdings, r: Request, upto: int, reserve: int) -> Any:
-    ticket = real(holdings, r, upto, reserve)
+@plant(KVCacheManager, "allocate")
+def hit_not_leased(real: Wrapper, kv_cache: KVCacheManager, r: Request, upto: int, reserve: int) -> Any:
+    ticket = real(kv_cache, r, upto, reserve)
     if ticket is not None:
-        holdings.books.drop(r.pages[: r.computed // holdings.page])
+        kv_cache.allocator.release(r.pages[: r.computed // kv_cache.page_size])
     return ticket
 
 
@@ -241,9 +241,9 @@ def hit_not_leased(real: Wrapper, holdings: Holdings, r: Request, upto: int, res
 def _at_once(why: Exit) -> Wrapper:
     def leave(real: Wrapper, brain: Scheduler, r: Request, reason: Exit) -> None:
         r.exit = reason
-        if reason is why or (not r.flight and r.state is RequestState.RUNNING):
-            if r in brain._waiting:
-                brain._waiting.remove(r)
+        if reason is why or (not r.rows_in_flight and r.state is RequestState.RUNNING):
+            if r in brain._transferring:
+                brain._transferring.remove(r)
             brain._release(r)
 
     return leave
@@ -257,76 +257,76 @@ PLANTED["abort_frees"] = [(Scheduler, "_leave", _at_once(Exit.ABORT))]
 def send_unpinned(real: Wrapper, brain: Scheduler, r: Request) -> None:
     real(brain, r)
     if r.state is RequestState.SENDING:
-        brain.holdings.clear(r)
+        brain.kv_cache.release_pages(r)
 
 
-@plant(Scheduler, "_vacate")
+@plant(Scheduler, "_release_pages")
 def pages_kept(real: Wrapper, brain: Scheduler, r: Request) -> None:
     del brain.live[r.uid]
 
 
-@plant(Holdings, "stand_up")
-def slot_kept(real: Wrapper, holdings: Holdings, r: Request) -> None:
+@plant(KVCacheManager, "release_slot")
+def slot_kept(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> None:
     if r.exit is Exit.ABORT:
         r.slot = -1
     else:
-        real(holdings, r)
+        real(kv_cache, r)
 
 
 # ---- committing
 
 
-@plant(Earnings, "earn")
-def zero_tokens_never_end(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
+@plant(StepResultProcessor, "process")
+def zero_tokens_never_end(real: Wrapper, results: StepResultProcessor, r: Request, output: Any) -> None:
     if r.end > len(r.prompt):
-        real(earnings, r, output)
+        real(results, r, output)
     else:
         r.scores.extend(output.scores)
 
 
-@plant(Earnings, "earn")
-def zero_tokens_end_early(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
+@plant(StepResultProcessor, "process")
+def zero_tokens_end_early(real: Wrapper, results: StepResultProcessor, r: Request, output: Any) -> None:
     if r.end == len(r.prompt) and r.exit is Exit.NONE:
-        r.computed = r.base = r.end
-        r.flight, flight = 0, r.flight
-        real(earnings, r, output)
-        r.flight = flight
+        r.computed = r.prefill_len = r.end
+        r.rows_in_flight, flight = 0, r.rows_in_flight
+        real(results, r, output)
+        r.rows_in_flight = flight
     else:
-        real(earnings, r, output)
+        real(results, r, output)
 
 
-@plant(Earnings, "earn")
-def preempted_earns_nothing(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
+@plant(StepResultProcessor, "process")
+def preempted_earns_nothing(real: Wrapper, results: StepResultProcessor, r: Request, output: Any) -> None:
     if r.exit is not Exit.PREEMPT:
-        real(earnings, r, output)
+        real(results, r, output)
 
 
-@plant(Earnings, "earn")
-def stop_is_length(real: Wrapper, earnings: Earnings, r: Request, output: Any) -> None:
+@plant(StepResultProcessor, "process")
+def stop_is_length(real: Wrapper, results: StepResultProcessor, r: Request, output: Any) -> None:
     stop_ids, r.stop_ids = r.stop_ids, ()
-    real(earnings, r, output)
+    real(results, r, output)
     r.stop_ids = stop_ids
 
 
 @plant(Scheduler, "_abort")
 def abort_is_silent(real: Wrapper, brain: Scheduler, uid: int) -> None:
-    count = len(brain.earnings._news)
+    count = len(brain.results._deltas)
     real(brain, uid)
-    del brain.earnings._news[count:]
+    del brain.results._deltas[count:]
 
 
 @plant(Scheduler, "commit")
 def zombie_news(real: Wrapper, brain: Scheduler, plan: Any, outputs: Any) -> None:
     gone = [r for row in plan.rows if (r := brain.requests[row.uid]).exit is Exit.ABORT]
     real(brain, plan, outputs)
-    brain.earnings._news += [TokenDelta(r.uid, (1,)) for r in gone]
+    brain.results._deltas += [TokenDelta(r.uid, (1,)) for r in gone]
 
 
-# ---- the books: `books_driver.py` must catch these
+# ---- the allocator: `cache_driver.py` must catch these
 
 
 @plant(RadixTree, "_detach")
-def books_evict_leased(real: Wrapper, tree: RadixTree, node: Any, freed: list[int]) -> None:
+def cache_evict_leased(real: Wrapper, tree: RadixTree, node: Any, freed: list[int]) -> None:
     """An eviction gives away the whole subtree, what others lease of it too."""
     below, pages = [node], []
     while below:
@@ -338,7 +338,7 @@ def books_evict_leased(real: Wrapper, tree: RadixTree, node: Any, freed: list[in
 
 
 @plant(RadixTree, "_detach")
-def books_orphans(real: Wrapper, tree: RadixTree, node: Any, freed: list[int]) -> None:
+def cache_orphans(real: Wrapper, tree: RadixTree, node: Any, freed: list[int]) -> None:
     """An eviction takes the node only: what is below stays cached, and nobody finds it."""
     children = dict(node.children)
     node.children.clear()
@@ -347,58 +347,58 @@ def books_orphans(real: Wrapper, tree: RadixTree, node: Any, freed: list[int]) -
 
 
 @plant(RadixTree, "_resume")
-def books_dead_cursor(real: Wrapper, tree: RadixTree, path: Path) -> Any:
+def cache_dead_cursor(real: Wrapper, tree: RadixTree, path: PrefixCursor) -> Any:
     """A sequence goes on from a node that was evicted."""
-    return (path.node, path.depth) if path.node is not None and path.node.page == DEAD else real(tree, path)
+    return (path.node, path.depth) if path.node is not None and path.node.page == DETACHED else real(tree, path)
 
 
 @plant(RadixTree, "insert")
-def books_stale_epoch(real: Wrapper, tree: RadixTree, path: Path, pages: Any, count: int) -> None:
+def cache_stale_epoch(real: Wrapper, tree: RadixTree, path: PrefixCursor, pages: Any, count: int) -> None:
     """What was computed before a flush is found after it."""
     path.epoch = tree.epoch
     real(tree, path, pages, count)
 
 
 @plant(RadixTree, "_root_key")
-def books_no_salt(real: Wrapper, tree: RadixTree, path: Path) -> bytes:
+def cache_no_salt(real: Wrapper, tree: RadixTree, path: PrefixCursor) -> bytes:
     return b"%d:0" % path.epoch
 
 
-@plant(RadixTree, "rest")
-def books_parent_first(real: Wrapper, tree: RadixTree, page: int) -> bool:
+@plant(RadixTree, "mark_evictable")
+def cache_parent_first(real: Wrapper, tree: RadixTree, page: int) -> bool:
     """Parents are not moved behind their children in the order of eviction."""
     cached = page in tree._nodes
     if cached:
-        tree._idle[page] = None
+        tree._evictable[page] = None
     return cached
 
 
-@plant(Books, "drop")
-def books_free_while_shared(real: Wrapper, books: Books, pages: list[int]) -> None:
+@plant(PageAllocator, "release")
+def cache_free_while_shared(real: Wrapper, allocator: PageAllocator, pages: list[int]) -> None:
     """A page is free when one of its two holders leaves."""
     for page in pages:
-        if books.lease[page] == 2:
-            books.lease[page] = 1
-    real(books, pages)
+        if allocator.ref_counts[page] == 2:
+            allocator.ref_counts[page] = 1
+    real(allocator, pages)
 
 
-@plant(Books, "hold")
-def books_hold_forgets_idle(real: Wrapper, books: Books, pages: list[int]) -> None:
+@plant(PageAllocator, "acquire")
+def cache_hold_forgets_idle(real: Wrapper, allocator: PageAllocator, pages: list[int]) -> None:
     """An idle page that is leased again stays on the list of those to evict."""
     for page in pages:
-        books.lease[page] += 1
+        allocator.ref_counts[page] += 1
 
 
-@plant(Books, "take")
-def books_evict_early(real: Wrapper, books: Books, count: int) -> list[int]:
+@plant(PageAllocator, "allocate")
+def cache_evict_early(real: Wrapper, allocator: PageAllocator, count: int) -> list[int]:
     """Evicts while there are free pages."""
-    if books.tree.idle and count:
-        books.free.extend(books.tree.evict(1))
-    return real(books, count)
+    if allocator.tree.num_evictable and count:
+        allocator.free_pages.extend(allocator.tree.evict(1))
+    return real(allocator, count)
 
 
-@plant(RadixTree, "trim")
-def books_trim_leased(real: Wrapper, tree: RadixTree, path: Path, count: int) -> list[int]:
+@plant(RadixTree, "evict_tail")
+def cache_trim_leased(real: Wrapper, tree: RadixTree, path: PrefixCursor, count: int) -> list[int]:
     """Takes what others lease or stand behind."""
     freed: list[int] = []
     while tree.match(path, len(path.tokens) // tree.page_size) > count:
@@ -406,17 +406,17 @@ def books_trim_leased(real: Wrapper, tree: RadixTree, path: Path, count: int) ->
     return freed
 
 
-@plant(Books, "trim")
-def books_trim_loses(real: Wrapper, books: Books, path: Path, count: int) -> None:
-    books.tree.trim(path, count)
+@plant(PageAllocator, "evict_tail")
+def cache_trim_loses(real: Wrapper, allocator: PageAllocator, path: PrefixCursor, count: int) -> None:
+    allocator.tree.evict_tail(path, count)
 
 
-@plant(Books, "flush")
-def books_flush_frees_leased(real: Wrapper, books: Books) -> None:
-    leased = [p for p, count in enumerate(books.lease) if count]
-    real(books)
-    books.free.extend(leased)
+@plant(PageAllocator, "flush")
+def cache_flush_frees_leased(real: Wrapper, allocator: PageAllocator) -> None:
+    leased = [p for p, count in enumerate(allocator.ref_counts) if count]
+    real(allocator)
+    allocator.free_pages.extend(leased)
 
 
-BOOKS = [name for name in PLANTED if name.startswith("books_")]
-BRAIN = [name for name in PLANTED if name not in BOOKS]
+CACHE = [name for name in PLANTED if name.startswith("cache_")]
+SCHEDULER = [name for name in PLANTED if name not in CACHE]

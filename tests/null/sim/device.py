@@ -11,10 +11,10 @@ from typing import Mapping, NamedTuple, Sequence
 
 from tests.null.sim.clock import Clock
 from tests.null.sim.model import VOCAB, chain, logprob, sample
-from thalweg.cache.books import Books
+from thalweg.cache.page_allocator import PageAllocator
 from thalweg.core.plan import NULL_PAGE, Bind, GrammarState, Output, Row, Shape, StepPlan, TokenLogprob
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.scheduler.door import needs
+from thalweg.scheduler.requests import sampling_needs
 
 
 @dataclass
@@ -65,17 +65,23 @@ class News(NamedTuple):
 
 class Device:
     def __init__(
-        self, clock: Clock, rng: random.Random, stages: int, depth: int, books: Books, tree: TreeShape = CHAIN
+        self,
+        clock: Clock,
+        rng: random.Random,
+        stages: int,
+        depth: int,
+        allocator: PageAllocator,
+        tree: TreeShape = CHAIN,
     ) -> None:
-        self.clock, self.rng, self.stages, self.books, self.tree = clock, rng, stages, books, tree
-        self.page = books.page_size
+        self.clock, self.rng, self.stages, self.allocator, self.tree = clock, rng, stages, allocator, tree
+        self.page = allocator.page_size
         self.ring = self.ring_size(depth)
         self.plans: list[StepPlan | None] = [None] * self.ring
         self.masks: list[tuple[int, Mapping[int, GrammarState]]] = [(-1, {})] * self.ring
         self.outputs: list[tuple[int, list[Output]]] = [(-1, [])] * self.ring
         self.pinned: list[tuple[int, list[Output]]] = [(-1, [])] * self.ring
         self.slots: list[dict[int, Slot]] = [{} for _ in range(stages)]
-        self.kv = [[0] * (books.total + 1) * self.page for _ in range(stages)]
+        self.kv = [[0] * (allocator.num_pages + 1) * self.page for _ in range(stages)]
         self.streams: list[deque[tuple[str, StepPlan, int]]] = [deque() for _ in range(stages)]
         self.running = [False] * stages
         self.heard = [-1] * stages  # the last publish that each stage has heard of
@@ -191,7 +197,7 @@ class Device:
         hashes = x.hashes()[: start + n]
         assert len(known) == start + n and n > 0, "an unknown token was computed"
         assert start + n <= plan.max_kv_len, "a row reaches further than the plan says"
-        assert all(p != NULL_PAGE and self.books.lease[p] for p in x.pages), (
+        assert all(p != NULL_PAGE and self.allocator.ref_counts[p] for p in x.pages), (
             "a row in flight uses a page that nobody leases"
         )
         at = x.columns(self.page)
@@ -237,7 +243,7 @@ class Device:
         self.published[step], self.outputs[step % self.ring] = news, (step, outputs)
 
     def _check_needs(self, plan: StepPlan, x: Slot) -> None:
-        for has, wanted in zip(plan.needs, needs(x.bind.params), strict=True):
+        for has, wanted in zip(plan.needs, sampling_needs(x.bind.params), strict=True):
             assert has >= wanted, "B of this step does not compute what a row needs"
 
     def _accept(self, x: Slot, work: Work, mask: GrammarState | None, width: int) -> Output:

@@ -12,38 +12,37 @@ from tests.null.sim.device import Device, SimWorker
 from tests.null.sim.front import Case
 from tests.null.sim.model import EOS, VOCAB
 from tests.null.sim.tier import SlowTier
-from thalweg.cache.books import Books
-from thalweg.cache.radix import NoTree, PrefixTree, RadixTree
+from thalweg.cache.page_allocator import PageAllocator
+from thalweg.cache.radix import NoPrefixCache, RadixTree
 from thalweg.core.messages import Abort, ControlReply, FromEngine, Rejected, StepUpdate, ToEngine
 from thalweg.core.plan import Shape, StepPlan
 from thalweg.core.request import Request
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.loop import Loop, OneRank
-from thalweg.scheduler import door
-from thalweg.scheduler.limits import Limits
+from thalweg.scheduler.draft_length import VerifiedDrafts
+from thalweg.scheduler.requests import Limits, make_request
 from thalweg.scheduler.scheduler import Scheduler
-from thalweg.scheduler.widths import Verdict
 
 PAGE, WIDEST, CONTEXT = 4, 3, 36
 
 
-class RandomWidth:
+class RandomDraftLength:
     """A draft width that changes with every step."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.widest = rng, WIDEST
+        self.rng, self.max_drafts = rng, WIDEST
 
-    def draft(self, emitting: Sequence[Request], most: int) -> int:
-        return min(self.rng.randint(0, WIDEST), self.widest, most)
+    def choose(self, emitting: Sequence[Request], most: int) -> int:
+        return min(self.rng.randint(0, WIDEST), self.max_drafts, most)
 
-    def learn(self, verified: Sequence[Verdict]) -> None:
+    def observe(self, verified: Sequence[VerifiedDrafts]) -> None:
         assert verified and all(0 <= path < 1 << drafts <= 1 << WIDEST for _, drafts, path in verified)
 
-    def beside(self) -> None:
+    def note_prefill(self) -> None:
         return
 
-    def lost(self) -> None:
-        self.widest = 0
+    def disable(self) -> None:
+        self.max_drafts = 0
 
 
 class CountingTree(RadixTree):
@@ -114,7 +113,7 @@ class Setting:
     policy: str = "fcfs"
     radix: bool = True
     context: int = CONTEXT
-    beside: tuple[tuple[int, int], ...] = ()
+    mixed_step_limits: tuple[tuple[int, int], ...] = ()
     tree: TreeShape = CHAIN
 
 
@@ -122,18 +121,20 @@ class Rank:
     """One brain, its hands, its loop and its front's cases."""
 
     def __init__(self, clock: Clock, rng: random.Random, s: Setting) -> None:
-        tree: PrefixTree = CountingTree(PAGE) if s.radix else NoTree(PAGE)
-        self.setting, self.books = s, Books(s.pages, tree)
-        self.device = Device(clock, rng, s.stages, s.depth, self.books, s.tree)
+        tree: RadixTree = CountingTree(PAGE) if s.radix else NoPrefixCache(PAGE)
+        self.setting, self.allocator = s, PageAllocator(s.pages, tree)
+        self.device = Device(clock, rng, s.stages, s.depth, self.allocator, s.tree)
         self.tier = SlowTier(clock, rng, self.device, s.fail)
-        self.limits = Limits(s.slots, s.budget, s.context, VOCAB, (EOS,), s.stages, s.policy, 1, s.beside, s.tree)
-        self.brain = Scheduler(self.limits, self.books, self.tier, RandomWidth(rng))
+        self.limits = Limits(
+            s.slots, s.budget, s.context, VOCAB, (EOS,), s.stages, s.policy, 1, s.mixed_step_limits, s.tree
+        )
+        self.brain = Scheduler(self.limits, self.allocator, self.tier, RandomDraftLength(rng))
         self.channel = SimChannel()
         self.loop = Loop(self.channel, self.brain, SimWorker(self.device), OneRank(), s.depth)
         self.cases: dict[int, Case] = {}
         self.rejected: dict[int, Rejected] = {}
         self.done: list[int] = []
-        self.channel.take = self.brain.take
+        self.channel.take = self.brain.handle
         self.spins = 0
         self.waiting: list[Request] = []
 
@@ -146,7 +147,7 @@ class Rank:
 
     def _add(self, case: Case) -> None:
         brain = self.brain
-        request = door.enter(
+        request = make_request(
             case.submit, self.limits, brain.context, brain.seeds, brain.requests.get(case.submit.sibling)
         )
         request.has_grammar, request.send = case.masked, case.send
@@ -174,26 +175,32 @@ class Rank:
         """Waiting for messages with work at hand loses time; not waiting without any burns a core."""
         timeout = self.channel.timeout
         if timeout is None:
-            assert self.brain.idle or not self.channel.quiet, "the loop blocks while there are requests"
+            assert self.brain.is_idle or not self.channel.quiet, "the loop blocks while there are requests"
         if timeout != 0.0 and self.channel.quiet:
             assert not plan.rows, "the loop waits for messages while there is something to plan"
-        landed = any(r not in self.brain._waiting for r in self.waiting)
-        self.waiting = self.brain._waiting.copy()
+        landed = any(r not in self.brain._transferring for r in self.waiting)
+        self.waiting = self.brain._transferring.copy()
         idle = timeout == 0.0 and not launched and not self.loop.inflight and self.channel.quiet and not landed
         self.spins = self.spins + 1 if idle else 0
         assert self.spins < 3, "the loop spins while there is nothing to plan"
 
     def check_home(self) -> None:
-        brain, books = self.brain, self.books
-        slots = brain.holdings.slots
+        brain, allocator = self.brain, self.allocator
+        slots = brain.kv_cache.free_slots
         assert sorted(slots) == list(range(self.setting.slots)), "a slot was lost"
-        assert not any(books.lease) and not self.device.work, "a lease was lost"
-        free, cached = books.free, books.tree.cached
-        assert len(free) == len(set(free)) and books.spare() == books.total == len(free) + cached, "a page was lost"
-        assert (
-            brain.idle and not brain.runnable and not brain.live and not brain.holdings.paths and not len(brain.queue)
+        assert not any(allocator.ref_counts) and not self.device.work, "a lease was lost"
+        free, cached = allocator.free_pages, allocator.tree.num_cached
+        assert len(free) == len(set(free)) and allocator.num_available() == allocator.num_pages == len(free) + cached, (
+            "a page was lost"
         )
-        assert not brain._waiting and not self.loop.inflight and not brain.holdings.parked
+        assert (
+            brain.is_idle
+            and not brain.has_work
+            and not brain.live
+            and not brain.kv_cache.cursors
+            and not len(brain.queue)
+        )
+        assert not brain._transferring and not self.loop.inflight and not brain.kv_cache.to_trim
 
 
 def agree(plans: Sequence[StepPlan]) -> tuple[Shape | None, int]:
@@ -209,7 +216,7 @@ def serve(ranks: Sequence[Rank], receive: Callable[[int], bool], clock: Clock, r
     come.
     """
     turn = 0
-    while receive(turn) or any(r.loop.inflight or not r.brain.idle or r.channel.inbox for r in ranks):
+    while receive(turn) or any(r.loop.inflight or not r.brain.is_idle or r.channel.inbox for r in ranks):
         turn += 1
         clock.spend(rng.randint(1, 3))
         plans = [rank.loop.begin() for rank in ranks]

@@ -65,7 +65,7 @@ class Mix:
             fail=rng.choice((0, 0.3, 1)),
             policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
             radix=rng.random() < 0.9,
-            beside=self.bounds.choice(((), (), ((1, 2),), ((1, 3), (3, 1)))),
+            mixed_step_limits=self.bounds.choice(((), (), ((1, 2),), ((1, 3), (3, 1)))),
             tree=self.shapes.choice((CHAIN, CHAIN, TreeShape(2, 2, 3), TreeShape(4, 2, 3), TreeShape(3, 3, 3, False))),
         )
 
@@ -168,7 +168,7 @@ class Mix:
             rank.check_home()
             self._check_stats(rank)
             self._check_kept(rank)
-        tallies = [rank.brain.tally for rank in self.ranks]
+        tallies = [rank.brain.counters for rank in self.ranks]
         preempted = sum(t.preemptions for t in tallies)
         work = sum(len(case.tokens) + len(case.submit.prompt) + 4 for case in cases)
         assert steps <= work + 20 * preempted, "too many steps: each must bring a token or a chunk"
@@ -188,13 +188,13 @@ class Mix:
         assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
         assert stats.cached_tokens <= stats.prompt_tokens
         self._check_drafts(rank)
-        tree = rank.books.tree
+        tree = rank.allocator.tree
         if isinstance(tree, CountingTree) and not tree.evicted:
             self._check_siblings(rank)
 
     def _check_drafts(self, rank: Rank) -> None:
         """Each that was made was verified or wasted, and those of all requests add up."""
-        stats, aborted = rank.brain.stats(0.0), rank.brain.tally.aborted
+        stats, aborted = rank.brain.stats(0.0), rank.brain.counters.aborted
         drafts = stats.acceptance
         assert sum(drafts.histogram) == drafts.verifications
         assert rank.setting.tree.is_tree or sum(drafts.drafted_at) == drafts.drafted
@@ -208,10 +208,10 @@ class Mix:
         """What the cache holds is the beginning of a prompt, or of a sequence whose output may stay; where nothing was
         evicted, flushed or trimmed, all of it.
         """
-        tree = rank.books.tree
+        tree = rank.allocator.tree
         if not isinstance(tree, CountingTree):
             return
-        cached, whole = tree.prefixes(), not (tree.evicted or rank.done or rank.brain.tally.preemptions)
+        cached, whole = tree.prefixes(), not (tree.evicted or rank.done or rank.brain.counters.preemptions)
         useful: set[tuple[int, tuple[int, ...]]] = set()
         for case in rank.cases.values():
             submit, ended = case.submit, case.finish in ("stop", "length")

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 from thalweg.server.anthropic.convert import chat_of
 from thalweg.server.anthropic.protocol import Conversation, MessagesRequest, TokenCount
 from thalweg.server.anthropic.stream import MessagesStreamEncoder, error_event

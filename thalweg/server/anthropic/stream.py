@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 from thalweg.server.anthropic.protocol import (
     BlockAnswer,
     MessagesResponse,

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.assemble import Piece
+from thalweg.engine.streams import Piece
 from thalweg.server.chat import prepare
 from thalweg.server.context import AppContext, collect, gone, quota_of, reply, run
 from thalweg.server.conversion import ChatConversion

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 from thalweg.core.request import Request
-from thalweg.scheduler.times import Laps, StepTimes
+from thalweg.scheduler.step_times import StepTimeModel, StepTimer
 
 HOPE = 0.8  # odds of a draft of which nothing is known, given the one before: rather tried than not
 LEAST = 1e-3  # of odds, above what was seen, so that they can rise again in proportion
@@ -38,7 +38,7 @@ BURST = 3  # steps of a try, as long as it is not known how long they take
 SETTLED = 3  # plans behind its last step, by which it is over, also where steps overlap
 
 
-class Verdict(NamedTuple):
+class VerifiedDrafts(NamedTuple):
     """So many drafts of a request, one at least, were verified, and accepted were those whose bits are set in
     `path`.
     """
@@ -48,28 +48,28 @@ class Verdict(NamedTuple):
     path: int
 
 
-class WidthPolicy(Protocol):
+class DraftLengthPolicy(Protocol):
     """Names the draft width of the next step."""
 
     @property
-    def widest(self) -> int:
+    def max_drafts(self) -> int:
         """The largest width that it will ever name."""
 
-    def draft(self, emitting: Sequence[Request], most: int) -> int:
+    def choose(self, emitting: Sequence[Request], most: int) -> int:
         """The width that B of a step in which these sample is asked to make, up to `most`."""
 
-    def learn(self, verified: Sequence[Verdict]) -> None:
+    def observe(self, verified: Sequence[VerifiedDrafts]) -> None:
         """What became of the drafts of a step; none of these has none."""
 
-    def beside(self) -> None:
+    def note_prefill(self) -> None:
         """In the step that is planned now prompts are computed, too: its time says nothing of drafts."""
 
-    def lost(self) -> None:
+    def disable(self) -> None:
         """There is no drafter any more: from now on the width is 0."""
 
 
 @dataclass(slots=True)
-class Try:
+class Trial:
     """Some steps of another width than the best. begun: when; usual, worth: seconds of a step of the best width, and of
     what a step of this one is expected to bring beyond that; price: seconds that it was thought to lose; planned: steps
     since it began.
@@ -88,29 +88,33 @@ class Try:
         return max(more - self.steps * self.worth, SURELY * more, 0.0)
 
 
-class ConstantWidth:
+class FixedDraftLength:
     """Always the same width, or where there is no room for it the next one that steps were recorded with; 0 is no
     speculation.
     """
 
     def __init__(self, width: int) -> None:
-        self.widest = width
+        self.max_drafts = width
 
-    def draft(self, emitting: Sequence[Request], most: int) -> int:
-        return self.widest if self.widest <= most else max(width for width in choices(self.widest) if width <= most)
+    def choose(self, emitting: Sequence[Request], most: int) -> int:
+        return (
+            self.max_drafts
+            if self.max_drafts <= most
+            else max(width for width in draft_length_choices(self.max_drafts) if width <= most)
+        )
 
-    def learn(self, verified: Sequence[Verdict]) -> None:
+    def observe(self, verified: Sequence[VerifiedDrafts]) -> None:
         return
 
-    def beside(self) -> None:
+    def note_prefill(self) -> None:
         return
 
-    def lost(self) -> None:
-        self.widest = 0
+    def disable(self) -> None:
+        self.max_drafts = 0
 
 
-class MeasuredWidth:
-    """The best width up to those that `times`, `Rung`s, has. odds: of the drafts between each two choices, how many are
+class MeasuredDraftLength:
+    """The best width up to those that `times`, `ProfilePoint`s, has. odds: of the drafts between each two choices, how many are
     accepted on average, of all requests; each request has its own. clock: by which steps are timed, in seconds; None is
     none.
     """
@@ -118,25 +122,25 @@ class MeasuredWidth:
     def __init__(
         self, times: Sequence[tuple[int, int, tuple[float, ...]]], clock: Callable[[], float] | None = None
     ) -> None:
-        self.times, self.laps = StepTimes(times), Laps(clock)
-        self.widest = self.times.widest
-        self.choices = choices(self.widest)
+        self.times, self.laps = StepTimeModel(times), StepTimer(clock)
+        self.max_drafts = self.times.max_drafts
+        self.choices = draft_length_choices(self.max_drafts)
         parts = list(pairwise(self.choices))
         self.masks = [(1 << wider) - (1 << width) for width, wider in parts]
         self.sizes = [wider - width for width, wider in parts]
         self.odds = tuple(sum(HOPE ** (1 + i) for i in range(*part)) for part in parts)
         self.owed = 0.0  # seconds that tries may take by now; below 0 after one that took longer than it was thought to
-        self.trying: Try | None = None
+        self.trying: Trial | None = None
         self.tries = self.heard = 0
         self.chosen, self.asked = 0, (0, 0)  # last, and for how many requests with room for how many drafts
         self.planned = self.until = 1  # steps since that was chosen, and how many it is good for
 
-    def draft(self, emitting: Sequence[Request], most: int) -> int:
+    def choose(self, emitting: Sequence[Request], most: int) -> int:
         if self.planned < self.until and (len(emitting), most) == self.asked:
             self.planned += 1
             return self.chosen
-        if not emitting or not self.widest:
-            self.beside()
+        if not emitting or not self.max_drafts:
+            self.note_prefill()
             return 0
         passed, self.asked = self.planned, (len(emitting), most)
         self.planned, self.until = 1, REVIEW
@@ -146,11 +150,11 @@ class MeasuredWidth:
     def _chosen(self, emitting: Sequence[Request], allowed: Sequence[int], passed: int) -> int:
         """passed: steps since the last choice."""
         rows = len(emitting)
-        context, made = sum(r.known for r in emitting) // rows // STRIDE * STRIDE, emitting[0].made
+        context, made = sum(r.known for r in emitting) // rows // STRIDE * STRIDE, emitting[0].num_drafts
         if lap := self.laps.lap(rows, made, passed):
             self.times.took(rows, context, made, lap, passed)
         seconds = self.times.seconds(rows, context)
-        parts = zip(*(r.odds or self.odds for r in emitting), strict=True)
+        parts = zip(*(r.draft_odds or self.odds for r in emitting), strict=True)
         tokens = dict(zip(self.choices, accumulate(map(sum, parts), initial=float(rows)), strict=True))
         best = max(allowed, key=lambda width: tokens[width] / seconds[width])
         self.owed += PROBING * passed * seconds[best]
@@ -178,9 +182,9 @@ class MeasuredWidth:
         else:
             return
         worth = usual * (tokens[other] / tokens[best] - 1)  # as is expected, which may turn out to be wrong
-        self._try(Try(other, steps, self.laps.now, usual, worth), steps * (seconds[other] - usual))
+        self._try(Trial(other, steps, self.laps.now, usual, worth), steps * (seconds[other] - usual))
 
-    def _try(self, one: Try, more: float) -> None:
+    def _try(self, one: Trial, more: float) -> None:
         """Begins it if it may take so many seconds more."""
         one.price = one.cost(more)
         self.owed = min(self.owed, one.price)  # what is saved up beyond a try would be spent on many at once
@@ -206,11 +210,11 @@ class MeasuredWidth:
                 self.owed += one.price - one.cost(self.laps.now - one.begun - (one.planned - 1) * one.usual)
         return None
 
-    def beside(self) -> None:
+    def note_prefill(self) -> None:
         self.laps.pause()
         self.trying, self.until = None, 0
 
-    def learn(self, verified: Sequence[Verdict]) -> None:
+    def observe(self, verified: Sequence[VerifiedDrafts]) -> None:
         self.until = 0
         alike: dict[tuple[int, int], list[Request]] = {}  # by drafts and path
         for r, drafts, path in verified:
@@ -227,7 +231,7 @@ class MeasuredWidth:
             self.odds = self._moved(self.odds, [one / count for one in total], weight)
         for key, whose in alike.items():  # a request's first verification begins at what is known of all
             for r in whose:
-                r.odds = self._moved(r.odds or self.odds, seen[key], RECENT)
+                r.draft_odds = self._moved(r.draft_odds or self.odds, seen[key], RECENT)
 
     def _accepted(self, drafts: int, path: int) -> list[float]:
         """Of the parts that were drafted as a whole."""
@@ -249,15 +253,15 @@ class MeasuredWidth:
             ]
         return tuple(moved)
 
-    def lost(self) -> None:
-        self.widest = self.until = 0
+    def disable(self) -> None:
+        self.max_drafts = self.until = 0
 
 
-def choices(widest: int) -> tuple[int, ...]:
+def draft_length_choices(max_drafts: int) -> tuple[int, ...]:
     """Widths to choose from: all of them where they are few, else those that with the last known token are as many
     tokens as tiles have rows, and the widest.
     """
-    if widest <= FEW:
-        return tuple(range(widest + 1))
-    tiles = (rows - 1 for rows in (1, 2, 4, 8, 16, 32) if rows <= widest)
-    return *tiles, widest
+    if max_drafts <= FEW:
+        return tuple(range(max_drafts + 1))
+    tiles = (rows - 1 for rows in (1, 2, 4, 8, 16, 32) if rows <= max_drafts)
+    return *tiles, max_drafts

@@ -41,12 +41,10 @@ from thalweg.core.request import QueueReservation
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import process
-from thalweg.engine.assemble import Assembler, Piece
-from thalweg.engine.inbox import Inbox
+from thalweg.engine.ipc import ipc_directory
 from thalweg.engine.local import sibling
-from thalweg.engine.nest import nest
-from thalweg.engine.sentry import SIGNAL
-from thalweg.engine.vigil import Vigil
+from thalweg.engine.streams import Assembler, DeltaQueue, Piece
+from thalweg.engine.watchdog import SIGNAL, ReplyWatchdog
 from thalweg.text.tokenizer import Tokenizer
 
 log = logging.getLogger("thalweg.front")
@@ -61,7 +59,7 @@ class _Live:
 
     request_id: str
     assemblers: dict[int, Assembler]
-    inbox: Inbox = field(default_factory=Inbox)
+    inbox: DeltaQueue = field(default_factory=DeltaQueue)
 
     @property
     def names(self) -> dict[str, str | None]:
@@ -77,7 +75,7 @@ class _Live:
             log.info("preempted", extra=logs.fields(**self.names, choice=assembler.index, tokens=known))
 
 
-class Front:
+class EngineClient:
     """Requests in, pieces out. All methods belong to one event loop.
 
     state: "starting", "ready", "wedged" (it makes no step, and may yet), "draining" or "dead"; ready: what the engine
@@ -105,7 +103,7 @@ class Front:
         self._ended: asyncio.Future[str]
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
-        self._vigil = Vigil(config.watchdog_timeout)
+        self._watchdog = ReplyWatchdog(config.watchdog_timeout)
 
     @property
     def running(self) -> int:
@@ -226,7 +224,7 @@ class Front:
         message = msgspec.structs.replace(message, id=self._next_control)
         told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._controls[message.id] = message, told
-        self._vigil.owes(-message.id)
+        self._watchdog.owes(-message.id)
         self._send(message)
         return await told
 
@@ -290,7 +288,7 @@ class Front:
     async def _run_engine(self) -> None:
         """One engine from spawn to exit; sets `reason` to why it ended."""
         loop = asyncio.get_running_loop()
-        with nest() as folder:
+        with ipc_directory() as folder:
             address = f"ipc://{folder}/engine"
             context = zmq.Context(1)
             socket = self._socket = context.socket(zmq.PAIR)
@@ -330,12 +328,12 @@ class Front:
     async def _watch(self) -> None:
         """Says when the engine makes no step although it should; `_hear` when it does again."""
         while True:
-            await asyncio.sleep(self._vigil.tick)
+            await asyncio.sleep(self._watchdog.tick)
             self._pump()  # what lies here unread is no silence
-            if self._vigil.overdue and self.state == "ready":
+            if self._watchdog.overdue and self.state == "ready":
                 self.state = "wedged"
                 self.reason = (
-                    f"the engine has made no step for {self._vigil.timeout:g} s while {self._vigil.owed} sequences"
+                    f"the engine has made no step for {self._watchdog.timeout:g} s while {self._watchdog.owed} sequences"
                     " wait; /health says when it goes on"
                 )
                 log.error("%s", self.reason)
@@ -354,14 +352,14 @@ class Front:
             self._hear(self._decode(self._socket.recv(zmq.NOBLOCK)))
 
     def _hear(self, message: FromEngine) -> None:
-        self._vigil.heard()
+        self._watchdog.heard()
         if self.state == "wedged":
             self.state, self.reason = "ready", ""
             log.warning("the engine goes on")
         if isinstance(message, StepUpdate):
             self._news(message)
         elif isinstance(message, Rejected):
-            self._vigil.paid(message.uid)
+            self._watchdog.paid(message.uid)
             if live := self._by_uid.get(message.uid):
                 log.warning("refused by the engine", extra=logs.fields(**live.names, field=message.field))
                 live.inbox.fail(InvalidRequest(message.field, message.message))
@@ -374,7 +372,7 @@ class Front:
             self._end(message.message)
 
     def _done(self, done: ControlReply) -> None:
-        self._vigil.paid(-done.id)
+        self._watchdog.paid(-done.id)
         asked, told = self._controls.pop(done.id)
         if isinstance(asked, UpdateWeights) and not done.error:
             self.weight_version = asked.version or "default"
@@ -398,11 +396,11 @@ class Front:
                 live.mark(mark)
         for delta in news.deltas:
             if delta.finish:
-                self._vigil.paid(delta.uid)
+                self._watchdog.paid(delta.uid)
             if live := self._by_uid.get(delta.uid):
                 live.inbox.put(delta, news.at)
 
-    # ---- books ----
+    # ---- allocator ----
 
     def _submit(
         self,
@@ -421,7 +419,7 @@ class Front:
         now = time.time()
         for i, uid in enumerate(uids):
             self._by_uid[uid] = live
-            self._vigil.owes(uid)
+            self._watchdog.owes(uid)
             first = uids[0] if i else -1
             self._send(Submit(uid, prompt, sibling(params, i), priority, salt, first, now, grammar, retention))
         return live
@@ -439,7 +437,7 @@ class Front:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _fail_all(self, error: EngineDead) -> None:
-        self._vigil.forget()
+        self._watchdog.forget()
         for live in self._live:
             if live.inbox.error is None:
                 log.error("failed", extra=logs.fields(**live.names, why=str(error)))

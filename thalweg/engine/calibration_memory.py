@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Callable, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from thalweg.batch.slots import Slots
 from thalweg.config.engine import EngineConfig
@@ -18,7 +19,7 @@ from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION
 from thalweg.core.plan import PAGE, StepPlan
 from thalweg.core.report import START_UP, Decision
-from thalweg.engine import kinds
+from thalweg.engine import calibration_plans
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.decoder import Model
 from thalweg.models.token_by_token import TokenByToken
@@ -132,20 +133,27 @@ def _largest(config: EngineConfig, runner: Runner, context: int) -> Iterator[tup
     if isinstance(model, TokenByToken):
         # what one token takes, by the model itself, since padding would see no context here; and the sampling of all
         # rows
-        yield Runner(model.model, model.model, runner.planes, runner.slots), kinds.plan([(context - 1, 1, True)])
-        yield runner, kinds.plan([(context - 1, 1, True)] * decoding, kinds.ALL_NEEDS)
+        yield (
+            Runner(model.model, model.model, runner.planes, runner.slots),
+            calibration_plans.plan([(context - 1, 1, True)]),
+        )
+        yield runner, calibration_plans.plan([(context - 1, 1, True)] * decoding, calibration_plans.ALL_NEEDS)
     elif config.decode_attention_backend in TORCH_ATTENTION:
         # prompts take minutes over long contexts, and tiles of their scores are as large over short ones; but what is
         # gathered of a context is as long as the context: of as many rows as decode in one span, and of a prompt, whose
         # tiles then have few tokens
         yield from (
-            (runner, plan) for plan in kinds.largest(slots, budget, min(context, REFERENCE_CONTEXT), config.num_drafts)
+            (runner, plan)
+            for plan in calibration_plans.largest(slots, budget, min(context, REFERENCE_CONTEXT), config.num_drafts)
         )
-        n = min(kinds.DENSE, context, budget - decoding + 1)
+        n = min(calibration_plans.DENSE, context, budget - decoding + 1)
         if context > REFERENCE_CONTEXT:
-            yield runner, kinds.plan([(context - 1, 1, True)] * (decoding - 1) + [(context - n, n, True)])
+            yield runner, calibration_plans.plan([(context - 1, 1, True)] * (decoding - 1) + [(context - n, n, True)])
     else:
-        for plans in (kinds.largest(slots, budget, context, config.num_drafts), kinds.cached(slots, budget, context)):
+        for plans in (
+            calibration_plans.largest(slots, budget, context, config.num_drafts),
+            calibration_plans.cached(slots, budget, context),
+        ):
             yield from ((runner, plan) for plan in plans)
 
 
@@ -202,3 +210,41 @@ def settle(config: EngineConfig, sums: Sums) -> EngineConfig:
             decisions.append(Decision("context_length", held, START_UP, "what the KV cache holds"))
     log.info("memory: %s%s", sums, f"; {config.num_pages} were asked for" if config.num_pages else "")
     return config.started(decisions, max_total_tokens=held, context_length=min(context, held))
+
+
+# why each is what it is; on a CPU nothing is set aside for steps and there are no graphs
+REASONS = {
+    "weights": "measured: of the model as it is loaded",
+    "kv": "measured: of all planes, the null page included",
+    "slots": "measured: state of the requests",
+    "step": "measured: what the largest step took while it ran",
+    "graphs": "measured: what recording all CUDA graphs took",
+    "beside": (
+        "measured: of the GPU, what neither the above nor anything free accounts for: the driver's context, compiled"
+        " kernels, libraries"
+    ),
+}
+
+
+def taken(config: EngineConfig, runner: Runner, **others: int) -> EngineConfig:
+    """The configuration with a report of the bytes of weights (the drafter's included), KV cache and slots, and of
+    `others`, by the names in `REASONS`.
+    """
+    model, planes, slots = runner.model, runner.planes, runner.slots
+    plain = model.model if isinstance(model, TokenByToken) else model
+    drafter = runner.drafting.drafter
+    modules = [one for one in (plain, *drafter.modules(), *drafter.own()) if isinstance(one, nn.Module)]
+    found = {
+        "weights": _bytes([tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]),
+        "kv": _bytes(list(planes.bytes.values())),
+        "slots": _bytes(
+            [value for value in (*vars(slots).values(), *slots.extra.values()) if isinstance(value, Tensor)]
+        ),
+        **others,
+    }
+    return config.started(Decision(f"memory_{name}", value, START_UP, REASONS[name]) for name, value in found.items())
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    """Of their memory, that which several share counted once."""
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())

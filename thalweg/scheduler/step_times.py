@@ -28,7 +28,7 @@ CACHED = 256  # numbers of rows and contexts
 ODD = 2.0  # times as long as expected, or as short, a step is thought to have been at most: something else came between
 
 
-class Rung(NamedTuple):
+class ProfilePoint(NamedTuple):
     """rows, and the tokens before each; seconds of a step with so many of each width from 0 on."""
 
     rows: int
@@ -37,7 +37,7 @@ class Rung(NamedTuple):
 
 
 @dataclass(slots=True)
-class Lived:
+class ObservedFactor:
     """factor: what steps took, of what was measured for them, on average over the last ones. steps: how many these are,
     `MEMORY` at most.
     """
@@ -52,7 +52,7 @@ class Lived:
         self.factor += (odd - self.factor) * min(steps / (self.steps + 1), 1.0)  # what was measured counts as a step
 
 
-class Laps:
+class StepTimer:
     """The time that steps take from one plan to the next. clock: in seconds; None times nothing."""
 
     def __init__(self, clock: Callable[[], float] | None) -> None:
@@ -82,12 +82,12 @@ class Laps:
 Line = list[tuple[int, Sequence[float]]]  # rows, rising, and seconds by width
 
 
-class StepTimes:
+class StepTimeModel:
     """Of what was measured: rungs behind a shortest context, and maybe some behind a longest one."""
 
     def __init__(self, given: Sequence[tuple[int, int, tuple[float, ...]]]) -> None:
-        """given: as `Rung`."""
-        measured = [Rung(*one) for one in given]
+        """given: as `ProfilePoint`."""
+        measured = [ProfilePoint(*one) for one in given]
         self.short, long = (pick(rung.context for rung in measured) for pick in (min, max))
         self.near: Line = sorted((rung.rows, rung.seconds) for rung in measured if rung.context == self.short)
         self.span = long - self.short
@@ -96,10 +96,10 @@ class StepTimes:
         self.more: Line = [(0, (0.0,) * len(self.near[0][1]))] if far else []
         self.more += [(rows, _less(seconds, _on(self.near, rows))) for rows, seconds in far]
         self.measured = lru_cache(CACHED)(self._measured)
-        self.lived: dict[int, list[Lived]] = {}  # by rung, and width
+        self.lived: dict[int, list[ObservedFactor]] = {}  # by rung, and width
 
     @property
-    def widest(self) -> int:
+    def max_drafts(self) -> int:
         return len(self.near[0][1]) - 1
 
     def seconds(self, rows: int, context: float) -> Sequence[float]:
@@ -112,7 +112,7 @@ class StepTimes:
         """So many steps did on average, that verified so many drafts of each row and made as many."""
         rung = self._rung(rows)
         if rung not in self.lived:
-            self.lived[rung] = [Lived() for _ in range(1 + self.widest)]
+            self.lived[rung] = [ObservedFactor() for _ in range(1 + self.max_drafts)]
         self.lived[rung][width].add(seconds / self.expected(rows, context)[width], steps)
 
     def known(self, rows: int, width: int) -> bool:

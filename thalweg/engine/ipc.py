@@ -19,7 +19,7 @@ YOUNG = 60.0  # seconds in which a folder may not have its lock yet
 
 
 @contextmanager
-def nest() -> Iterator[str]:
+def ipc_directory() -> Iterator[str]:
     """A fresh folder, locked while it is in use; the lock ends with its process, however that ends."""
     clear()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:

@@ -19,9 +19,9 @@ import pytest
 from tests.configs import config
 from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.assemble import Piece
-from thalweg.engine.front import Front
+from thalweg.engine.client import EngineClient
 from thalweg.engine.local import LocalEngine
+from thalweg.engine.streams import Piece
 from thalweg.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
@@ -38,8 +38,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 @asynccontextmanager
-async def serving(**fields: object) -> AsyncIterator[Front]:
-    front = Front(msgspec.structs.replace(SETTINGS, **fields), Tokenizer(MODEL))
+async def serving(**fields: object) -> AsyncIterator[EngineClient]:
+    front = EngineClient(msgspec.structs.replace(SETTINGS, **fields), Tokenizer(MODEL))
     await front.start()
     try:
         yield front
@@ -47,7 +47,7 @@ async def serving(**fields: object) -> AsyncIterator[Front]:
         await front.close()
 
 
-async def collect(front: Front, prompt: list[int], params: SamplingParams) -> list[Piece]:
+async def collect(front: EngineClient, prompt: list[int], params: SamplingParams) -> list[Piece]:
     return [piece async for piece in front.stream(prompt, params)]
 
 
@@ -125,7 +125,7 @@ def test_leaving_a_stream_and_abort_free_the_pages() -> None:
             assert (await task)[-1].finish == "abort"
             await eventually(lambda: front.stats.pages_used == 0)
 
-    async def collect_by_id(front: Front, params: SamplingParams) -> list[Piece]:
+    async def collect_by_id(front: EngineClient, params: SamplingParams) -> list[Piece]:
         return [piece async for piece in front.stream(list(range(20, 90)), params, request_id="mine")]
 
     run(test)
@@ -154,7 +154,7 @@ def test_a_dead_engine_fails_its_requests_and_is_replaced() -> None:
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     async def test() -> None:
-        front = Front(msgspec.structs.replace(SETTINGS, model_path=str(tmp_path / "nothing")), Tokenizer(MODEL))
+        front = EngineClient(msgspec.structs.replace(SETTINGS, model_path=str(tmp_path / "nothing")), Tokenizer(MODEL))
         with pytest.raises(EngineDead, match="nothing"):
             await front.start()
         assert front.state == "dead"
@@ -193,7 +193,7 @@ def test_closing_ends_what_runs() -> None:
 
 
 def test_closing_twice_waits_until_a_stuck_engine_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thalweg.engine.front.GRACE", 1.0)
+    monkeypatch.setattr("thalweg.engine.client.GRACE", 1.0)
 
     async def test() -> None:
         async with serving() as front:
@@ -212,10 +212,10 @@ def test_closing_twice_waits_until_a_stuck_engine_is_gone(monkeypatch: pytest.Mo
 
 UNCLOSED = """
 import asyncio
-from tests.cpu.test_front import MODEL, SETTINGS, Front, Tokenizer
+from tests.cpu.test_client import MODEL, SETTINGS, EngineClient, Tokenizer
 
 if __name__ == "__main__":
-    loop, front = asyncio.new_event_loop(), Front(SETTINGS, Tokenizer(MODEL))
+    loop, front = asyncio.new_event_loop(), EngineClient(SETTINGS, Tokenizer(MODEL))
     loop.run_until_complete(front.start())
     print(front.ready.pid, flush=True)
     raise SystemExit("nobody closes it")

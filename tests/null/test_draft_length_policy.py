@@ -12,8 +12,8 @@ import pytest
 
 from thalweg.core.request import Request
 from thalweg.core.sampling import SamplingParams
-from thalweg.scheduler.times import Laps, Rung, StepTimes
-from thalweg.scheduler.widths import MeasuredWidth, Verdict
+from thalweg.scheduler.draft_length import MeasuredDraftLength, VerifiedDrafts
+from thalweg.scheduler.step_times import ProfilePoint, StepTimeModel, StepTimer
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FAR_ROWS = (1, 8, 64)  # that are measured behind a long context
@@ -25,7 +25,7 @@ Odds = Sequence[float]  # of a draft at each depth to be right, given those befo
 
 
 class Machine(Protocol):
-    widest: int
+    max_drafts: int
 
     def step(self, rows: int, verified: int, drafted: int, context: int = SHORT) -> float:
         """Seconds of a step that verifies so many drafts of each row behind so much context, and makes so many."""
@@ -38,7 +38,7 @@ class Made:
     verified, drafting: in each row by each draft.
     """
 
-    widest: int
+    max_drafts: int
     token: float
     experts: float
     part: float
@@ -61,7 +61,7 @@ class Table:
     """Times that were measured: of a step with so many rows, that verifies as many drafts as it makes."""
 
     seconds: dict[int, tuple[float, ...]]
-    widest: int = 3
+    max_drafts: int = 3
 
     def step(self, rows: int, verified: int, drafted: int, context: int = SHORT) -> float:
         times = self.seconds[rows]
@@ -81,7 +81,7 @@ class Lagging:
 
     @property
     def widest(self) -> int:
-        return self.machine.widest
+        return self.machine.max_drafts
 
     def step(self, rows: int, verified: int, drafted: int, context: int = SHORT) -> float:
         return self.machine.step(rows, verified, drafted) + self.catching_up * (drafted > 0 == verified)
@@ -95,11 +95,13 @@ def any_machine(rng: random.Random) -> Made:
     )
 
 
-def measured(machine: Machine, rng: random.Random, rows: Sequence[int] = ROWS, far: bool = False) -> list[Rung]:
+def measured(machine: Machine, rng: random.Random, rows: Sequence[int] = ROWS, far: bool = False) -> list[ProfilePoint]:
     """As the engine measures: up to a fiftieth too long. far: behind a long context too."""
-    widths = range(machine.widest + 1)
+    widths = range(machine.max_drafts + 1)
     points = [(n, SHORT) for n in rows] + [(n, LONG) for n in FAR_ROWS if far]
-    return [Rung(n, at, tuple(machine.step(n, w, w, at) * rng.uniform(1, 1.02) for w in widths)) for n, at in points]
+    return [
+        ProfilePoint(n, at, tuple(machine.step(n, w, w, at) * rng.uniform(1, 1.02) for w in widths)) for n, at in points
+    ]
 
 
 def fixed(machine: Machine, rows: int, phases: Sequence[Odds], context: int = SHORT) -> list[float]:
@@ -107,7 +109,7 @@ def fixed(machine: Machine, rows: int, phases: Sequence[Odds], context: int = SH
     plain decoding.
     """
     found = []
-    for width in range(machine.widest + 1):
+    for width in range(machine.max_drafts + 1):
         late = LATE * machine.step(rows, 0, 0) / (1 + LATE) * (not width)
         seconds = machine.step(rows, width, width, context) - late
         spent = 0.0
@@ -138,9 +140,9 @@ def chosen(
     rng = random.Random(seed)
     seen = seen or machine
     numbers = tuple(seen.seconds) if isinstance(seen, Table) else ROWS
-    heard: list[Verdict] = []
+    heard: list[VerifiedDrafts] = []
     made, seconds, tokens, passed = 0, 0.0, 0, 0.0
-    policy = MeasuredWidth(measured(seen, rng, numbers, far=context != SHORT), lambda: passed)
+    policy = MeasuredDraftLength(measured(seen, rng, numbers, far=context != SHORT), lambda: passed)
     prompt = (1,) * context
     batch, uid = [Request(i, prompt, SamplingParams(), 1 << 20) for i in range(rows)], rows
     for _ in range(1 + warm):
@@ -148,8 +150,8 @@ def chosen(
         for odds in phases:
             until = tokens + each
             while tokens < until:
-                width = policy.draft(batch, policy.widest)
-                policy.learn(heard)
+                width = policy.choose(batch, policy.max_drafts)
+                policy.observe(heard)
                 heard = []
                 took = machine.step(rows, made, width, context)
                 seconds, passed = seconds + took, passed + took
@@ -159,12 +161,12 @@ def chosen(
                         right += 1
                     tokens += 1 + right
                     if made:
-                        heard.append(Verdict(r, made, (1 << right) - 1))
+                        heard.append(VerifiedDrafts(r, made, (1 << right) - 1))
                     if rng.random() < (1 + right) / 150:
                         batch[i], uid = Request(uid, prompt, SamplingParams(), 1 << 20), uid + 1
                 made = width
                 for r in batch:
-                    r.made = width
+                    r.num_drafts = width
     return tokens / seconds
 
 
@@ -182,7 +184,7 @@ def test_any_machine_batch_and_acceptance(seed: int) -> None:
     rng = random.Random(seed)
     machine, rows = any_machine(rng), rng.choice((1, 2, 3, 5, 8, 16, 32, 64, 100, 256))
     first, fading = rng.choice((0.0, 0.2, 0.5, 0.7, 0.85, 0.95, 1.0)), rng.choice((1.0, 0.95, 0.8))
-    check(machine, rows, [[first * fading**depth for depth in range(machine.widest)]], max(15000, 250 * rows), seed)
+    check(machine, rows, [[first * fading**depth for depth in range(machine.max_drafts)]], max(15000, 250 * rows), seed)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8])
@@ -196,7 +198,7 @@ def test_a_machine_where_one_draft_is_never_worth_its_time(rows: int, odds: Odds
 def test_from_the_first_token_on_it_is_no_slower_than_plain_decoding(rows: int) -> None:
     for machine in (Made(4, 0.02, 0.0, 0.01, 0.3, 0.001), TINY):
         if rows in ROWS and (machine is not TINY or rows in TINY.seconds):
-            odds = [0.05] * machine.widest
+            odds = [0.05] * machine.max_drafts
             got = chosen(machine, rows, [odds], 12000 + 300 * rows, 3, warm=False)
             assert got >= SLOWER * fixed(machine, rows, [odds])[0]
 
@@ -221,7 +223,7 @@ def test_times_that_change_with_the_context(seed: int, context: int) -> None:
     most = rng.choice((0.03, 0.3, 3.0)) / rows  # for 1,024 tokens, of the weights' time
     row, pair = rng.choice(((most, 0.0), (0.0, most), (most / 2, most / 4)))
     far = replace(machine, row=row, pair=pair, drafting=most * rng.choice((0.0, 0.02)))
-    odds = [0.8 * 0.9**depth for depth in range(machine.widest)]
+    odds = [0.8 * 0.9**depth for depth in range(machine.max_drafts)]
     check(far, rows, [odds], max(4000, 200 * rows), seed, context=context)
 
 
@@ -274,25 +276,25 @@ def test_a_choice_is_good_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     """Making it takes a hundredth of a short step. What was learned is considered at once, and others who sample,
     too.
     """
-    policy, asked = MeasuredWidth([Rung(n, SHORT, (1.0, 2.2, 3.4)) for n in (1, 2)]), list[int]()
+    policy, asked = MeasuredDraftLength([ProfilePoint(n, SHORT, (1.0, 2.2, 3.4)) for n in (1, 2)]), list[int]()
     seconds = policy.times.seconds
     monkeypatch.setattr(policy.times, "seconds", lambda rows, context: asked.append(rows) or seconds(rows, context))
     r, other = (Request(uid, (1,), SamplingParams(), 1 << 20) for uid in range(2))
-    policy.learn([Verdict(r, 2, 0)] * 200)
-    assert policy.draft([r], 2) == 0
+    policy.observe([VerifiedDrafts(r, 2, 0)] * 200)
+    assert policy.choose([r], 2) == 0
     asked.clear()
-    widths = [policy.draft([r], 2) for _ in range(400)]
+    widths = [policy.choose([r], 2) for _ in range(400)]
     assert widths.count(0) > 390 and 40 <= len(asked) <= 100
-    policy.draft([r, other], 2)
+    policy.choose([r, other], 2)
     assert asked[-1] == 2
-    policy.learn([Verdict(r, 2, 3)] * 200)
-    assert policy.draft([r], 2) == 2 and policy.draft([r], 1) <= 1
+    policy.observe([VerifiedDrafts(r, 2, 3)] * 200)
+    assert policy.choose([r], 2) == 2 and policy.choose([r], 1) <= 1
 
 
 def test_only_steps_like_those_around_them_are_timed() -> None:
     """Where steps overlap, the time between two plans is that of an earlier step."""
     now = 0.0
-    laps, found = Laps(lambda: now), list[float]()
+    laps, found = StepTimer(lambda: now), list[float]()
     assert laps.lap(2, 0, 1) == 0, "what is planned beside prompts takes as long as these"
     for seconds, rows, drafts, steps in (
         (9, 2, 0, 1), (1, 2, 0, 1), (1, 2, 0, 1), (8, 2, 0, 8), (1, 2, 3, 1), (4, 2, 3, 1), (5, 2, 3, 1), (5, 3, 3, 1),
@@ -305,11 +307,11 @@ def test_only_steps_like_those_around_them_are_timed() -> None:
     for steps in (8, 8):
         now += 40.0
         found.append(laps.lap(3, 3, steps))
-    assert found == [0, 0, 5] and Laps(None).lap(3, 3, 1) == 0
+    assert found == [0, 0, 5] and StepTimer(None).lap(3, 3, 1) == 0
 
 
 def test_one_step_that_something_came_between_is_not_believed() -> None:
-    times = StepTimes([Rung(1, SHORT, (1.0, 2.0))])
+    times = StepTimeModel([ProfilePoint(1, SHORT, (1.0, 2.0))])
     for _ in range(100):
         times.took(1, SHORT, 0, 1.2)
     assert times.seconds(1, SHORT) == pytest.approx([1.2, 2.0], rel=0.02), "of another width nothing is known"
@@ -325,7 +327,7 @@ def test_one_step_that_something_came_between_is_not_believed() -> None:
 class Recovering:
     """A machine whose steps without drafts took much longer at first."""
 
-    widest = TINY.widest
+    widest = TINY.max_drafts
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

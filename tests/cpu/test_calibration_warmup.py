@@ -23,8 +23,9 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.report import AUTO, Decision, Report
-from thalweg.engine import caches, memory
-from thalweg.engine.kinds import (
+from thalweg.engine import caches, calibration_memory
+from thalweg.engine.calibration_memory import Graphs, Sums, settle
+from thalweg.engine.calibration_plans import (
     ALL_NEEDS,
     CHUNK,
     DECODE_QUERY,
@@ -37,8 +38,7 @@ from thalweg.engine.kinds import (
     reaches,
     samplings,
 )
-from thalweg.engine.memory import Graphs, Sums, settle
-from thalweg.engine.warm import thin, warm
+from thalweg.engine.calibration_warmup import thin, warm
 from thalweg.launch.report import as_json, show
 from thalweg.launch.resolve import paced, resolve
 from thalweg.memory.planes import Planes
@@ -144,14 +144,16 @@ def test_a_model_that_computes_one_token_at_a_time_starts(monkeypatch: pytest.Mo
     settings = changed(SETTINGS_TINY, kernels=ALONE, max_running_requests=4, chunked_prefill_size=2048)
     warm(runner, settings, 512, lambda done, total: None)
     assert set(seen) == {(1,)} and len(seen) < 1500
-    measured = list(memory._largest(settings, runner, 512))
+    measured = list(calibration_memory._largest(settings, runner, 512))
     assert sum(plan.tokens for _, plan in measured) <= settings.max_running_requests + 1
     assert {of.model for of, plan in measured} == {model, alone}
     seen.clear()
     for of, plan in measured:
         assert plan.max_kv_len == 512 and of.sample(of.forward(plan)) is not None
     assert len(seen) == 5
-    assert memory._kept(settings, alone) == 2 * 2048 * model.facts.hidden * 4 and not memory._kept(settings, model)
+    assert calibration_memory._kept(
+        settings, alone
+    ) == 2 * 2048 * model.facts.hidden * 4 and not calibration_memory._kept(settings, model)
 
 
 def test_plain_attention_is_measured_at_its_longest_context() -> None:
@@ -159,10 +161,10 @@ def test_plain_attention_is_measured_at_its_longest_context() -> None:
     beside = changed(SETTINGS_TINY, kernels=plain, max_running_requests=8, chunked_prefill_size=1024)
     model = catalog.build(read_facts(TINY), torch.float32)
     runner = Runner(model, model, Planes(model.planes(), 1), Slots(9, 64, torch.device("cpu")))
-    plans = [plan for _, plan in memory._largest(beside, runner, 100_000)]
-    (longest,) = [plan for plan in plans if plan.max_kv_len > memory.REFERENCE_CONTEXT]
+    plans = [plan for _, plan in calibration_memory._largest(beside, runner, 100_000)]
+    (longest,) = [plan for plan in plans if plan.max_kv_len > calibration_memory.REFERENCE_CONTEXT]
     assert longest.max_kv_len == 100_000 and len(longest.rows) == 8 and 8 < longest.tokens < 100
-    assert all(plan.max_kv_len == 50 for _, plan in memory._largest(beside, runner, 50))
+    assert all(plan.max_kv_len == 50 for _, plan in calibration_memory._largest(beside, runner, 50))
 
 
 @pytest.mark.parametrize(("slots", "budget", "context"), [(256, 8192, 4096), (64, 8192, 1000), (2, 512, 1 << 17)])
@@ -176,7 +178,7 @@ def test_what_gathers_most_context_is_measured(slots: int, budget: int, context:
     settings = changed(SETTINGS_TINY, kernels=triton, max_running_requests=slots, chunked_prefill_size=budget)
     model = catalog.build(read_facts(TINY), torch.float32)
     runner = Runner(model, model, Planes(model.planes(), 1), Slots(2, 64, torch.device("cpu")))
-    assert {whole, chunks} < {plan for _, plan in memory._largest(settings, runner, context)}
+    assert {whole, chunks} < {plan for _, plan in calibration_memory._largest(settings, runner, context)}
 
 
 def test_chunks_of_cached_context_are_run_within_any_budget() -> None:
@@ -192,7 +194,7 @@ def test_chunks_of_cached_context_are_run_within_any_budget() -> None:
 
 
 def test_the_numbers_of_attention_on_pages_are_its_own() -> None:
-    tree = ast.parse((Path(memory.__file__).parents[1] / "layers" / "paged.py").read_text())
+    tree = ast.parse((Path(calibration_memory.__file__).parents[1] / "layers" / "paged.py").read_text())
     given = {
         each.targets[0].id: eval(ast.unparse(each.value))
         for each in tree.body
@@ -281,9 +283,9 @@ def test_what_others_take_of_the_gpu_meanwhile_is_not_the_graphs(monkeypatch: py
     def expected(*taken: int) -> tuple[int, int]:
         """(bytes, recordings) where what is free shrinks by these numbers from one recording to the next."""
         left = iter([frees for take in taken for frees in (100 * GB, 100 * GB - take)])
-        monkeypatch.setattr(memory, "free", lambda device: next(left))
+        monkeypatch.setattr(calibration_memory, "free", lambda device: next(left))
         runs = Runs()
-        return memory._graphs(runs, record, torch.device("cpu")), runs.recorded  # type: ignore[arg-type]
+        return calibration_memory._graphs(runs, record, torch.device("cpu")), runs.recorded  # type: ignore[arg-type]
 
     few, much = 3 << 20, 2 * GB
     assert expected(few) == (10 * few, 2)

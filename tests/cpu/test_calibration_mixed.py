@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from thalweg.engine.pace import FLAT, MANY, SLOWER, TOTALS, choose, trim
+from thalweg.engine.calibration_mixed import FLAT, MANY, SLOWER, TOTALS, choose, trim
 from thalweg.runner.pieces import Piecewise
 
 

@@ -17,7 +17,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.kernels import TORCH
 from thalweg.core.plan import StepPlan
-from thalweg.engine.kinds import GREEDY, fine, kinds, samplings, scored, singles
+from thalweg.engine.calibration_plans import GREEDY, fine, kinds, samplings, scored, singles
 from thalweg.models.decoder import Model
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import Forwarded, Runner

@@ -60,7 +60,7 @@ Time = Callable[[int, int], float]  # (decoding rows, prompt tokens) → seconds
 
 
 def choose(time: Time, rows: Sequence[int], budget: int) -> Beside:
-    """The table of `scheduler.limits.Limits.beside`."""
+    """The table of `scheduler.requests.Limits.mixed_step_limits`."""
     totals = [total for total in TOTALS if total <= budget] or [budget]
     rates = [(total - 1) / time(1, total - 1) for total in totals]
     half, quarter = (

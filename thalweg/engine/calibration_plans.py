@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from thalweg.core.plan import PAGE, Row, SamplingNeeds, StepPlan
-from thalweg.scheduler.widths import choices
+from thalweg.scheduler.draft_length import draft_length_choices
 
 DENSE = 80  # tokens up to which every number is met
 DECODE_QUERY = 4  # more tokens of a row than this are a prompt's
@@ -132,7 +132,7 @@ def _trees(decoding: Sequence[int], most: int, context: int, width: int) -> Iter
     """With every number of drafts that is chosen from, of all rows or of some: other kernels than those of the
     widest.
     """
-    for rows, reach, drafts in product({1, 2, decoding[-1]}, reaches(context), choices(width)[1:]):
+    for rows, reach, drafts in product({1, 2, decoding[-1]}, reaches(context), draft_length_choices(width)[1:]):
         yield from _verification([reach] * rows, 1 + drafts, most)
         if rows == 2 and 3 + drafts <= min(most, reach):
             yield plan([(reach - 2, 2, True), (reach - 1 - drafts, 1 + drafts, True)], drafts=drafts)

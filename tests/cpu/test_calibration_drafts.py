@@ -9,24 +9,24 @@ import msgspec
 import pytest
 
 from tests.cpu.test_speculation import engine, unrecorded
-from thalweg.engine import widths
-from thalweg.scheduler.times import Rung, StepTimes
-from thalweg.scheduler.widths import choices
+from thalweg.engine import calibration_drafts
+from thalweg.scheduler.draft_length import draft_length_choices
+from thalweg.scheduler.step_times import ProfilePoint, StepTimeModel
 
 assert unrecorded  # a fixture of this module, too
 
 
 def test_what_disturbs_a_measurement_does_not_turn_the_order_round() -> None:
     """Fewer rows, and fewer drafts, take no longer."""
-    rough = [Rung(1, 512, (8.0, 3.0, 4.0)), Rung(2, 512, (2.0, 5.0, 9.0))]
-    assert widths.smoothed(rough) == (Rung(1, 512, (2.0, 3.0, 4.0)), rough[1])
-    assert widths.smoothed(rough[1:]) == (rough[1],) and widths.smoothed([]) == ()
+    rough = [ProfilePoint(1, 512, (8.0, 3.0, 4.0)), ProfilePoint(2, 512, (2.0, 5.0, 9.0))]
+    assert calibration_drafts.smoothed(rough) == (ProfilePoint(1, 512, (2.0, 3.0, 4.0)), rough[1])
+    assert calibration_drafts.smoothed(rough[1:]) == (rough[1],) and calibration_drafts.smoothed([]) == ()
 
 
 def test_widths_between_those_that_are_measured_are_on_a_line() -> None:
-    wide = choices(12)
+    wide = draft_length_choices(12)
     assert wide[0] == 0 and wide[-1] == 12 and len(wide) < 13
-    times = widths._on_lines({width: 1.0 + 0.5 * width for width in wide})
+    times = calibration_drafts._on_lines({width: 1.0 + 0.5 * width for width in wide})
     assert times == pytest.approx([1.0 + 0.5 * width for width in range(13)])
 
 
@@ -39,9 +39,9 @@ def test_a_busy_while_is_the_same_for_all_widths(monkeypatch: pytest.MonkeyPatch
         busy = 4.0 if 9 < steps < 22 else 1.0  # longer than the turns of a width
         return (1.0 + plan.num_drafts) * len(plan.rows) * busy * rng.uniform(1, 1.01)
 
-    monkeypatch.setattr(widths, "_run", run)
-    monkeypatch.setattr(widths, "_late", lambda *_: 0.0)
-    settings = widths.measured(
+    monkeypatch.setattr(calibration_drafts, "_run", run)
+    monkeypatch.setattr(calibration_drafts, "_late", lambda *_: 0.0)
+    settings = calibration_drafts.measured(
         msgspec.structs.replace(
             made.config, speculative_adaptive=True, speculative_step_times=(), max_running_requests=2
         ),
@@ -70,11 +70,11 @@ def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.Monkey
         spent += seconds
         return seconds
 
-    monkeypatch.setattr(widths, "_run", run)
-    monkeypatch.setattr(widths, "_late", lambda *_: 0.5)
-    monkeypatch.setattr(widths, "clock", lambda settings: lambda: spent)
-    monkeypatch.setattr(widths, "SECONDS", 1e6)
-    settings = widths.measured(
+    monkeypatch.setattr(calibration_drafts, "_run", run)
+    monkeypatch.setattr(calibration_drafts, "_late", lambda *_: 0.5)
+    monkeypatch.setattr(calibration_drafts, "clock", lambda settings: lambda: spent)
+    monkeypatch.setattr(calibration_drafts, "SECONDS", 1e6)
+    settings = calibration_drafts.measured(
         msgspec.structs.replace(made.config, speculative_adaptive=True, speculative_step_times=()),
         made.runner,
     )
@@ -82,13 +82,13 @@ def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.Monkey
         *((rows, 512) for rows in (1, 2, 4, 8)),
         (1, 4084),
     ]
-    times = StepTimes(settings.speculative_step_times)
+    times = StepTimeModel(settings.speculative_step_times)
     for context in (100, 512, 2000, 4084):
         for rows in (1, 3, 8):
             want = [rows * (1 + width + (context + 12) / 1000) + 0.5 * (not width) for width in range(4)]
             assert times.seconds(rows, context) == pytest.approx(want)
-    monkeypatch.setattr(widths, "SHARE", 10)
-    more = widths.measured(
+    monkeypatch.setattr(calibration_drafts, "SHARE", 10)
+    more = calibration_drafts.measured(
         msgspec.structs.replace(made.config, speculative_adaptive=True, speculative_step_times=()),
         made.runner,
     )
@@ -97,14 +97,14 @@ def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.Monkey
 
 def test_what_a_drafter_that_lags_takes_later_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     made, settings = engine(2, max_running_requests=2), engine(2).config
-    widths._bind(made.runner, settings, 2, 100, 120)
+    calibration_drafts._bind(made.runner, settings, 2, 100, 120)
     drafter, tokens = made.runner.drafting.drafter, list[int]()
     monkeypatch.setattr(drafter, "observe", lambda seen, *rest: tokens.append(len(seen.batch.ids_T)))
-    assert widths._late(made.runner, widths._plan(2, 100, 0, 120), settings) > 0
+    assert calibration_drafts._late(made.runner, calibration_drafts._plan(2, 100, 0, 120), settings) > 0
     assert tokens == [2 * 100] and not made.runner.drafting.late.behind
     plain = engine(0, max_running_requests=2)
-    widths._bind(plain.runner, settings, 2, 100, 120)
-    assert widths._late(plain.runner, widths._plan(2, 100, 0, 120), settings) == 0.0
+    calibration_drafts._bind(plain.runner, settings, 2, 100, 120)
+    assert calibration_drafts._late(plain.runner, calibration_drafts._plan(2, 100, 0, 120), settings) == 0.0
 
 
 def test_a_machine_that_has_become_slower_does_not_look_like_a_long_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,16 +114,18 @@ def test_a_machine_that_has_become_slower_does_not_look_like_a_long_context(monk
     def run(runner: Any, plan: Any, settings: Any) -> float:
         nonlocal steps
         steps += 1
-        slower = 1.0 if steps <= 2 * 2 * 4 * (1 + widths.REPEATS) else 1.5  # behind the short context all was well
+        slower = (
+            1.0 if steps <= 2 * 2 * 4 * (1 + calibration_drafts.REPEATS) else 1.5
+        )  # behind the short context all was well
         return slower * (1.0 + plan.num_drafts + plan.max_kv_len / 40960) * len(plan.rows)
 
-    monkeypatch.setattr(widths, "_run", run)
-    monkeypatch.setattr(widths, "_late", lambda *_: 0.0)
-    settings = widths.measured(
+    monkeypatch.setattr(calibration_drafts, "_run", run)
+    monkeypatch.setattr(calibration_drafts, "_late", lambda *_: 0.0)
+    settings = calibration_drafts.measured(
         msgspec.structs.replace(made.config, speculative_adaptive=True, speculative_step_times=()),
         made.runner,
     )
     assert settings.speculative_step_times[2][:2] == (1, 4084)
-    times = StepTimes(settings.speculative_step_times)
+    times = StepTimeModel(settings.speculative_step_times)
     for rows in (1, 2, 30):
         assert times.seconds(rows, 60) == pytest.approx([rows * (1.0 + w) for w in range(4)], rel=0.03)

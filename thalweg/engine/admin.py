@@ -22,8 +22,8 @@ from thalweg.weights.update import quantization_of
 log = logging.getLogger("thalweg.engine")
 
 
-class Workshop:
-    """The `loop.Workshop` of a rank. Weights are replaced in place, which recorded steps follow, a CPU's and CUDA
+class AdminOperations:
+    """The `loop.AdminOperations` of a rank. Weights are replaced in place, which recorded steps follow, a CPU's and CUDA
     graphs.
     """
 

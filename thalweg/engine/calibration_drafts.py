@@ -19,8 +19,8 @@ from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import SamplingParams
 from thalweg.runner.runner import Runner
-from thalweg.scheduler.times import Rung, StepTimes
-from thalweg.scheduler.widths import choices
+from thalweg.scheduler.draft_length import draft_length_choices
+from thalweg.scheduler.step_times import ProfilePoint, StepTimeModel
 
 log = logging.getLogger("thalweg.engine")
 
@@ -76,9 +76,9 @@ def _room(config: EngineConfig) -> int:
 
 def _rungs(
     config: EngineConfig, context: int, ladder: Ladder, seconds: float, times: Callable[[int], tuple[float, ...]]
-) -> list[Rung]:
+) -> list[ProfilePoint]:
     """times: measures a number of rows behind this context."""
-    now, rungs = clock(config), list[Rung]()
+    now, rungs = clock(config), list[ProfilePoint]()
     begun = last = now()
     for rows in ladder.rows:
         tokens = rows * (1 + config.num_drafts)
@@ -89,11 +89,13 @@ def _rungs(
             if now() - begun + ahead > seconds:
                 break
         last = now()
-        rungs.append(Rung(rows, context, times(rows)))
+        rungs.append(ProfilePoint(rows, context, times(rows)))
     return rungs
 
 
-def _longer(runner: Runner, config: EngineConfig, rows: int, short: Sequence[Rung], context: int) -> tuple[float, ...]:
+def _longer(
+    runner: Runner, config: EngineConfig, rows: int, short: Sequence[ProfilePoint], context: int
+) -> tuple[float, ...]:
     """Behind a longer context than those. What that adds is little beside what a machine that others use changes its
     pace by from one moment to the next, and many rows multiply it: both are measured in turns, and the difference
     counts.
@@ -101,7 +103,7 @@ def _longer(runner: Runner, config: EngineConfig, rows: int, short: Sequence[Run
     near = short[0].context
     turns = [[_times(runner, config, rows, at, 1) for at in (near, context)] for _ in range(TURNS)]
     below, above = (map(min, *times) for times in zip(*turns, strict=True))
-    known = StepTimes(short).seconds(rows, near)
+    known = StepTimeModel(short).seconds(rows, near)
     return tuple(one + max(more - less, 0.0) for one, less, more in zip(known, below, above, strict=True))
 
 
@@ -113,7 +115,7 @@ def _times(runner: Runner, config: EngineConfig, rows: int, context: int, repeat
     reach = min(context + _room(config), config.context_length)
     _bind(runner, config, rows, context, reach)
     bound = runner.slots.ints_SI.clone()
-    least = dict.fromkeys(choices(config.num_drafts), math.inf)
+    least = dict.fromkeys(draft_length_choices(config.num_drafts), math.inf)
     for turn in range(1 + repeats):
         for width in least:
             runner.slots.ints_SI.copy_(bound)
@@ -159,11 +161,11 @@ def _on_lines(times: Mapping[int, float]) -> tuple[float, ...]:
     return tuple(found)
 
 
-def smoothed(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
+def smoothed(rungs: Sequence[ProfilePoint]) -> tuple[ProfilePoint, ...]:
     """No step takes longer than one of more rows or more drafts: where it seemed to, something disturbed it. All are of
     one context.
     """
-    found: list[Rung] = []
+    found: list[ProfilePoint] = []
     for rung in reversed(rungs):
         above = found[-1].seconds if found else (math.inf,) * len(rung.seconds)
         least = [min(pair) for pair in zip(rung.seconds, above, strict=True)]

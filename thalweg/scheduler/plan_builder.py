@@ -1,0 +1,99 @@
+"""Builds one `StepPlan`."""
+
+from __future__ import annotations
+
+from thalweg.core.plan import Bind, PageAppend, Row, SamplingNeeds, StepPlan
+from thalweg.core.request import Request
+
+
+class PlanBuilder:
+    """The rows of the next step, and the requests behind them."""
+
+    __slots__ = (
+        "appends",
+        "binds",
+        "masked",
+        "max_kv_len",
+        "needs",
+        "prefilling",
+        "rows",
+        "sampling",
+        "seen",
+        "step",
+        "tokens_left",
+        "waits_for_commit",
+    )
+
+    def __init__(self, step: int, seen: int, budget: int) -> None:
+        self.step, self.seen = step, seen
+        self.tokens_left = budget
+        self.rows: list[Row] = []
+        self.binds: list[Bind] = []
+        self.appends: list[PageAppend] = []
+        self.sampling: list[Request] = []  # requests that sample in this step
+        self.prefilling: list[Request] = []  # requests that compute prompt tokens in this step
+        self.masked: list[Request] = []  # of `sampling`, those with a grammar
+        self.needs: set[SamplingNeeds] = set()
+        self.waits_for_commit = False
+        self.max_kv_len = 0
+
+    def add_prefill_row(self, r: Request, n: int) -> None:
+        """The next `n` of the tokens that `r` had when it was admitted."""
+        start = r.computed
+        if not r.is_bound:
+            self.binds.append(
+                Bind(r.slot, r.tokens, len(r.prompt), start, r.end, r.seed, r.stop_ids, r.params, r.salt, r.has_grammar)
+            )
+            self.appends.append(PageAppend(r.slot, 0, tuple(r.pages)))
+            r.is_bound = True
+        # a request for no tokens, only for its prompt's log-probabilities, never samples
+        emit = start + n == r.prefill_len < r.end
+        self.prefilling.append(r)
+        r.computed += n
+        self._add(r, Row(r.uid, r.slot, start, n, 0, emit, *_scored(r, start, n)), start + n)
+        if emit:
+            self._add_sampling(r, 0)
+
+    def add_decode_row(self, r: Request, row: Row, kv_len: int, max_accepted: int) -> None:
+        """A row that verifies drafts and samples. kv_len: upper bound of its context after the step."""
+        self._add(r, row, kv_len)
+        self._add_sampling(r, max_accepted)
+
+    def _add(self, r: Request, row: Row, kv_len: int) -> None:
+        self.rows.append(row)
+        self.tokens_left -= row.n
+        if kv_len > self.max_kv_len:
+            self.max_kv_len = kv_len
+        r.rows_in_flight += 1
+
+    def _add_sampling(self, r: Request, max_accepted: int) -> None:
+        if r.has_grammar:
+            self.waits_for_commit |= r.samples_in_flight > 0  # the mask depends on a token that is not committed yet
+            self.masked.append(r)
+        r.samples_in_flight += 1
+        r.max_tokens_in_flight += 1 + max_accepted
+        r.last_sampled = self.step
+        self.sampling.append(r)
+        self.needs.add(r.needs)
+
+    def build(self, num_drafts: int) -> StepPlan:
+        return StepPlan(
+            step=self.step,
+            seen=self.seen,
+            rows=tuple(self.rows),
+            binds=tuple(self.binds),
+            appends=tuple(self.appends),
+            waits_for_commit=self.waits_for_commit,
+            num_drafts=num_drafts,
+            needs=SamplingNeeds(*map(max, zip(SamplingNeeds(), *self.needs, strict=True))),
+            max_kv_len=self.max_kv_len,
+        )
+
+
+def _scored(r: Request, start: int, n: int) -> tuple[int, int, int]:
+    """score_from, score_to and score_top of a row. Each position comes once: those in flight are before `start`, and a
+    preempted request resumes only when it has their scores.
+    """
+    first = max(start, r.score_from - 1 + len(r.scores))
+    last = min(start + n, len(r.prompt) - 1)
+    return (first, last, r.params.prompt_logprobs or 0) if first < last else (0, 0, 0)

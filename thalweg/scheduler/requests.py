@@ -1,0 +1,151 @@
+"""Admission of requests: the scheduler's limits, the checks that turn a `Submit` into a `Request`, and the queue."""
+
+from __future__ import annotations
+
+import random
+from bisect import insort
+from dataclasses import dataclass
+from typing import Callable
+
+from thalweg.core.errors import InvalidRequest
+from thalweg.core.messages import Submit
+from thalweg.core.plan import SamplingNeeds
+from thalweg.core.request import Request
+from thalweg.core.sampling import SamplingParams
+from thalweg.core.tree import CHAIN, TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Constants of a scheduler."""
+
+    slots: int  # requests that run at once
+    budget: int  # tokens of a step
+    context: int  # longest sequence of the model, in tokens
+    vocab: int  # number of token ids
+    eos_ids: tuple[int, ...] = ()  # end a sequence unless it ignores EOS
+    stages: int = 1  # pipeline stages
+    policy: str = "fcfs"  # order of the queue, a key of POLICIES
+    seed: int = 0  # of the random seeds for requests without one
+    # (decoding rows, tokens), rows rising: a step with at least so many decoding rows has at most so many tokens,
+    # prompts included; without pairs the budget is the only limit
+    mixed_step_limits: tuple[tuple[int, int], ...] = ()
+    tree: TreeShape = CHAIN  # shape of the drafts
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "budget", "context", "vocab", "stages"):
+            if (count := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        rows = [rows for rows, _ in self.mixed_step_limits]
+        if rows != sorted(set(rows)) or any(count < 1 for pair in self.mixed_step_limits for count in pair):
+            raise ValueError(
+                f"mixed_step_limits must have rising rows and at least 1 token each, got {self.mixed_step_limits}"
+            )
+
+    def max_prompt_tokens(self, decoding: int, tokens_left: int) -> int:
+        """Prompt tokens that a step with `decoding` rows may have: at least half of what the limit leaves without
+        drafts.
+        """
+        allowed = tokens_left
+        for rows, tokens in self.mixed_step_limits:
+            if rows <= decoding:
+                allowed = max(tokens - (self.budget - tokens_left), (tokens - rows + 1) // 2, 1)
+        return min(allowed, tokens_left)
+
+
+def make_request(
+    message: Submit, limits: Limits, context: int, seeds: random.Random, sibling: Request | None
+) -> Request:
+    """The request for `message`. context: longest sequence that model and page pool can hold.
+
+    Raises InvalidRequest. The client has checked the same; the engine survives one that has not.
+    """
+    params = message.params
+    params.check(limits.vocab)
+    _check_prompt(message, limits.vocab, context)
+    if message.grammar.kind:
+        message.grammar.check(params)
+    stop_ids = dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else limits.eos_ids))
+    size = len(message.prompt)
+    return Request(
+        uid=message.uid,
+        prompt=message.prompt,
+        params=params,
+        end=context if params.max_tokens is None else min(size + params.max_tokens, context),
+        seed=seeds.getrandbits(63) if params.seed is None else params.seed,
+        stop_ids=tuple(stop_ids),
+        salt=message.salt,
+        priority=message.priority,
+        sibling=sibling,
+        needs=sampling_needs(params),
+        has_grammar=bool(message.grammar.kind),
+        grammar=message.grammar,
+        retention=message.retention,
+    )
+
+
+def sampling_needs(params: SamplingParams) -> SamplingNeeds:
+    """Sampling features that one sequence uses. min_tokens is a bias: it bans the stop ids for a while."""
+    is_random = not params.is_greedy
+    return SamplingNeeds(
+        random=is_random,
+        truncated=is_random and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0),
+        penalised=params.has_penalties,
+        biased=bool(params.logit_bias) or params.min_tokens > 0,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+    )
+
+
+def _check_prompt(message: Submit, vocab: int, context: int) -> None:
+    prompt = message.prompt
+    if not prompt:
+        raise InvalidRequest("prompt", "is empty; a sequence needs at least one token to go on from")
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocab:
+            raise InvalidRequest("prompt", f"token id {token} is outside the vocabulary of {vocab}")
+    longest = context if message.params.max_tokens == 0 else context - 1
+    if len(prompt) > longest:
+        raise InvalidRequest(
+            "prompt",
+            f"has {len(prompt)} tokens; the longest sequence, prompt and output together, is {context}, "
+            f"so a prompt may have {longest}: shorten it",
+        )
+
+
+HitPages = Callable[[Request], int]  # pages of a request's prefix that are cached now
+
+# Sort keys of the queue; ties and preempted requests go in order of arrival.
+POLICIES: dict[str, Callable[[Request, HitPages], int]] = {
+    "fcfs": lambda request, hit_pages: 0,
+    "lpm": lambda request, hit_pages: -hit_pages(request),  # longest prefix match: use cached pages before eviction
+    "priority": lambda request, hit_pages: -request.priority,
+}
+DYNAMIC_POLICIES = frozenset({"lpm"})  # their keys change while requests wait
+
+
+class WaitingQueue:
+    """Queued requests in the order of a policy."""
+
+    def __init__(self, policy: str, hit_pages: HitPages) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"unknown policy {policy!r}; there is {', '.join(POLICIES)}")
+        key = POLICIES[policy]
+        self._key = lambda request: (key(request, hit_pages), request.uid)
+        self._is_dynamic = policy in DYNAMIC_POLICIES
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request) -> None:
+        if self._is_dynamic:
+            self._requests.append(request)
+        else:
+            insort(self._requests, request, key=self._key)
+
+    def remove(self, request: Request) -> None:
+        self._requests.remove(request)
+
+    def ordered(self) -> list[Request]:
+        """The requests in the order in which they should be admitted now."""
+        return sorted(self._requests, key=self._key) if self._is_dynamic else list(self._requests)
