@@ -105,7 +105,7 @@ def correct() -> Rows:
         for case in cases(generator):
             torch.full((1 << 26,), torch.nan, device=DEVICE)
             try:
-                given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in case.given().items()}
+                given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in case.fresh_inputs().items()}
                 errors = case.errors(tuple(x.cpu() for x in run(**given)))
                 verdict = "ok" if max(errors) <= case.tolerance else "WRONG"
             except FAILURES as error:  # see Table.add

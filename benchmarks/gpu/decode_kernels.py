@@ -28,11 +28,11 @@ from moe import COPIES, CUDA, LITE, SLIM, Log, Shape, ceilings, error, random_we
 from torch import Tensor
 
 from thalweg.kernels.experts import triton as experts
-from thalweg.kernels.experts.triton import Tile, Tiles
+from thalweg.kernels.experts.triton import ExpertTile, ExpertTiles
 from thalweg.kernels.fp8_block.ref import dequantize
 from thalweg.kernels.gemm import triton as gemm
-from thalweg.kernels.gemm.triton import Thin
-from thalweg.kernels.norm.triton import Normed, rms_norm
+from thalweg.kernels.gemm.triton import GemvTile
+from thalweg.kernels.norm.triton import LazyNorm, rms_norm
 from thalweg.kernels.quantize.triton import quantize
 from thalweg.kernels.router import triton as router
 
@@ -98,19 +98,19 @@ class Drawn:
 
     def chosen(self, w: Tensor) -> Tensor:
         """What the tables choose, norm and all."""
-        x: Tensor | Normed = self.x
+        x: Tensor | LazyNorm = self.x
         if self.shape.norm:
-            x = Normed(self.x, self.norm, EPS) if self.rows <= gemm.NORMED else rms_norm(self.x, self.norm, EPS)
+            x = LazyNorm(self.x, self.norm, EPS) if self.rows <= gemm.NORMED else rms_norm(self.x, self.norm, EPS)
         residual = self.y if self.shape.residual else None
         if self.scale is not None:
             return gemm.linear_fp8(x, w, self.scale, residual)
         return gemm.linear(x, w, None, residual)
 
-    def thin(self, w: Tensor, tile: Thin, fused: bool) -> Tensor:
-        x: Tensor | Normed = self.x
+    def gemv(self, w: Tensor, tile: GemvTile, fused: bool) -> Tensor:
+        x: Tensor | LazyNorm = self.x
         if self.shape.norm:
-            x = Normed(self.x, self.norm, EPS) if fused else rms_norm(self.x, self.norm, EPS)
-        return gemm.thin(x, w, tile, self.scale, None, self.y if self.shape.residual else None)
+            x = LazyNorm(self.x, self.norm, EPS) if fused else rms_norm(self.x, self.norm, EPS)
+        return gemm.gemv(x, w, tile, self.scale, None, self.y if self.shape.residual else None)
 
     def exact(self, w: Tensor) -> Tensor:
         """float64."""
@@ -121,7 +121,7 @@ class Drawn:
         return x @ wide.t() + (self.y.double() if self.shape.residual else 0.0)
 
 
-def thin_tiles(shape: Product, rows: int) -> list[Thin]:
+def gemv_tiles(shape: Product, rows: int) -> list[GemvTile]:
     """Those worth trying."""
     m = (8,) if rows <= 8 else (16,) if rows <= 16 else (32,)
     if rows == 1:
@@ -133,10 +133,10 @@ def thin_tiles(shape: Product, rows: int) -> list[Thin]:
             (4, 4, 256, steps, 1, 4),
             (8, 8, 128, 2, 3, 8),
         ]
-        some = [Thin(1, *each) for each in alone if shape.k % 1024 == 0 and steps <= 16]
+        some = [GemvTile(1, *each) for each in alone if shape.k % 1024 == 0 and steps <= 16]
         if shape.k % 1024:
             steps = shape.k // 512
-            some = [Thin(1, n, 4, 128, steps, 1, 4) for n in (8, 16, 32) if steps <= 8]
+            some = [GemvTile(1, n, 4, 128, steps, 1, 4) for n in (8, 16, 32) if steps <= 8]
     else:
         some = []
     if not shape.fp8:
@@ -157,7 +157,7 @@ def thin_tiles(shape: Product, rows: int) -> list[Thin]:
             (16, 4, 128, 1, 3, 4),
             (32, 4, 128, 1, 3, 4),
         ]
-    some += [Thin(m_, *form) for m_, form in product(m, forms)]
+    some += [GemvTile(m_, *form) for m_, form in product(m, forms)]
     return [
         each
         for each in some
@@ -171,10 +171,10 @@ def best(log: Log, top: dict[str, float], shape: Product, rows: int, compare: in
     """The fastest tiles, with the norm fused and before, beside the library's and the other kernel."""
     drawn = Drawn(shape, rows)
     calls: dict[str, Callable[[Tensor], object]] = {"library": drawn.library, "chosen": drawn.chosen}
-    for tile in thin_tiles(shape, rows):
-        name = "x".join(str(getattr(tile, field)) for field in Thin.__dataclass_fields__)
+    for tile in gemv_tiles(shape, rows):
+        name = "x".join(str(getattr(tile, field)) for field in GemvTile.__dataclass_fields__)
         for fused in (True, False) if shape.norm and rows <= 16 else (False,):
-            calls[f"{'fused' if fused else 'thin'} {name}"] = partial(drawn.thin, tile=tile, fused=fused)
+            calls[f"{'fused' if fused else 'gemv'} {name}"] = partial(drawn.gemv, tile=tile, fused=fused)
     took, wrong = {}, {}
     with ThreadPoolExecutor(16) as pool:  # compiles
         started = {name: pool.submit(torch.inference_mode()(call), drawn.weights[0]) for name, call in calls.items()}
@@ -221,7 +221,7 @@ def attempt(log: Log, name: str, run: Callable[[], dict[str, Any]]) -> None:
         print(f"{name}: FAILED {failure!r}"[:600], flush=True)
 
 
-def expert_tiles(shape: Shape, tokens: int) -> list[tuple[str, Tiles]]:
+def expert_tiles(shape: Shape, tokens: int) -> list[tuple[str, ExpertTiles]]:
     """(path, tiles) to try for these tokens."""
     if not shape.fp8:
         base = experts.pair_tiles()
@@ -246,12 +246,12 @@ def expert_tiles(shape: Shape, tokens: int) -> list[tuple[str, Tiles]]:
         ]
         return [
             ("pairs", base),
-            *(("pairs", Tiles(Tile(1, *each), base.down, base.ahead)) for each in ups),
-            *(("pairs", Tiles(base.up, Tile(1, *each[:4]), each[4])) for each in downs),
+            *(("pairs", ExpertTiles(ExpertTile(1, *each), base.down, base.ahead)) for each in ups),
+            *(("pairs", ExpertTiles(base.up, ExpertTile(1, *each[:4]), each[4])) for each in downs),
         ]
     ups = [(16, 128, 128, 3, 4), (16, 128, 128, 4, 4)]
     downs = [(16, 128, 128, 3, 4), (16, 64, 128, 6, 4)]
-    return [("direct", Tiles(Tile(*up), Tile(*down))) for up in ups for down in downs]
+    return [("direct", ExpertTiles(ExpertTile(*up), ExpertTile(*down))) for up in ups for down in downs]
 
 
 def moe_layer(log: Log, top: dict[str, float], shape: Shape, tokens: int) -> None:
@@ -261,8 +261,8 @@ def moe_layer(log: Log, top: dict[str, float], shape: Shape, tokens: int) -> Non
     x, norm = torch.randn(tokens, shape.hidden, device=CUDA).bfloat16(), torch.ones(shape.hidden, device=CUDA)
     bias, out = torch.zeros(rule.experts, device=CUDA), torch.zeros_like(x)
 
-    def run(gate: Tensor, by: str, given: Tiles) -> Tensor:
-        normed = Normed(x, norm, EPS) if tokens <= gemm.NORMED else rms_norm(x, norm, EPS)
+    def run(gate: Tensor, by: str, given: ExpertTiles) -> Tensor:
+        normed = LazyNorm(x, norm, EPS) if tokens <= gemm.NORMED else rms_norm(x, norm, EPS)
         routed = router.route(normed, gate, bias, rule, None, shape.fp8)
         experts.add_experts_(out, normed, routed, weights, given=given, by=by)
         return routed.ids_TK
@@ -276,7 +276,7 @@ def moe_layer(log: Log, top: dict[str, float], shape: Shape, tokens: int) -> Non
     for by, given in forms:
         name = f"{shape.name} T={tokens} {by} up {given.up} down {given.down} ahead {given.ahead}".replace("Tile", "")
 
-        def one(by: str = by, given: Tiles = given) -> dict[str, Any]:
+        def one(by: str = by, given: ExpertTiles = given) -> dict[str, Any]:
             took = timed([lambda gate=gate: run(gate, by, given) for gate in gates], 0.05) * 1e6
             return {"us": took, "floor_us": floor, "share": floor / took, "experts": covered}
 

@@ -46,7 +46,7 @@ LENGTH = 4096  # of the longest sequence: what attention is split for
 RAISED = "_up of attention"
 GRAPH = 20  # kernels that no launch but a graph's has
 # what multiplies by a weight of a layer, in the order in which a layer does
-PRODUCT = re.compile(r"_thin|_linear|_matmul|_wide|_cut|nvjet|gemm|cutlass", re.IGNORECASE)
+PRODUCT = re.compile(r"_gemv|_linear|_matmul|_small_batch_gemm|_split_k_gemm|nvjet|gemm|cutlass", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def works(
 
     others = {
         "_rms_norm": Work("norm"), "_silu_mul": Work("silu(gate) · up"), "_quantize": Work("e4m3 codes"),
-        "_rms_norm_quantize": Work("norm, e4m3 codes"), "_add_parts": Work("the product's parts added up"),
+        "_rms_norm_quantize": Work("norm, e4m3 codes"), "_add_partials": Work("the product's parts added up"),
         "splitKreduce_kernel": Work("the product's parts added up"), "Memset ": Work("room for the product's parts"),
         "vectorized_elementwise_kernel": Work("an ordinary launch, which a library's kernel can stand behind"),
     }  # fmt: skip

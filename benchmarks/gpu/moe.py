@@ -26,15 +26,15 @@ from torch import Tensor
 from thalweg.kernels.experts import ext
 from thalweg.kernels.experts import triton as experts
 from thalweg.kernels.experts.fp8 import rounded
-from thalweg.kernels.experts.triton import Tile, Tiles, Weights
+from thalweg.kernels.experts.triton import ExpertTile, ExpertTiles, ExpertWeights
 from thalweg.kernels.fp8_block.ref import dequantize
 from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
 from thalweg.kernels.gemm import deep_gemm
-from thalweg.kernels.permute import triton as permute
+from thalweg.kernels.moe_align import triton as moe_align
 from thalweg.kernels.quantize.triton import quantize
 from thalweg.kernels.router import ref as router_ref
 from thalweg.kernels.router import triton as router
-from thalweg.kernels.router.triton import Routed, Rule
+from thalweg.kernels.router.triton import RouterConfig, RouterOutput
 from thalweg.kernels.silu_mul.triton import silu_mul, silu_mul_quantize
 
 CUDA = torch.device("cuda")
@@ -46,7 +46,7 @@ class Shape:
     name: str
     hidden: int
     inner: int
-    rule: Rule
+    rule: RouterConfig
     fp8: bool
 
     @property
@@ -58,8 +58,8 @@ class Shape:
         return 3 * self.hidden * self.inner * (1 if self.fp8 else 2)
 
 
-LITE = Shape("deepseek-v2-lite", 2048, 1408, Rule(64, 6, 1.0, 1, 1, "greedy", False, 2), False)
-SLIM = Shape("deepseek-v3-slim", 7168, 2048, Rule(256, 8, 2.5, 8, 4, "noaux_tc", True, 1), True)
+LITE = Shape("deepseek-v2-lite", 2048, 1408, RouterConfig(64, 6, 1.0, 1, 1, "greedy", False, 2), False)
+SLIM = Shape("deepseek-v3-slim", 7168, 2048, RouterConfig(256, 8, 2.5, 8, 4, "noaux_tc", True, 1), True)
 
 
 class Log:
@@ -129,15 +129,15 @@ def ceilings() -> dict[str, float]:
     return {"read": read, "bf16": bf16, "fp8": fp8}
 
 
-def draw_ids(tokens: int, rule: Rule) -> Routed:
+def draw_ids(tokens: int, rule: RouterConfig) -> RouterOutput:
     """Uniform routing with the shared experts."""
     ids = torch.rand(tokens, rule.experts, device=CUDA).topk(rule.topk).indices.int()
     shared = torch.arange(rule.experts, rule.experts + rule.shared, device=CUDA, dtype=torch.int32).expand(tokens, -1)
     weights = torch.cat([torch.rand(tokens, rule.topk, device=CUDA), torch.ones(tokens, rule.shared, device=CUDA)], 1)
-    return Routed(weights, torch.cat([ids, shared], 1).contiguous())
+    return RouterOutput(weights, torch.cat([ids, shared], 1).contiguous())
 
 
-def random_weights(shape: Shape) -> Weights:
+def random_weights(shape: Shape) -> ExpertWeights:
     """Full size, for times only: codes of random bits without the two that are no numbers."""
     n, h, i = shape.stack, shape.hidden, shape.inner
 
@@ -148,21 +148,21 @@ def random_weights(shape: Shape) -> Weights:
         return bits.bitwise_and_(0xBF).view(torch.float8_e4m3fn)  # exponents below 8: magnitudes below 2
 
     if not shape.fp8:
-        return Weights(one(n, 2 * i, h), one(n, h, i))
+        return ExpertWeights(one(n, 2 * i, h), one(n, h, i))
     s13 = torch.full((n, 2 * i // 128, h // 128), 0.02, device=CUDA)
-    return Weights(one(n, 2 * i, h), one(n, h, i), s13, torch.full((n, h // 128, i // 128), 0.02, device=CUDA))
+    return ExpertWeights(one(n, 2 * i, h), one(n, h, i), s13, torch.full((n, h // 128, i // 128), 0.02, device=CUDA))
 
 
-def drawn_weights(n: int, hidden: int, inner: int, fp8: bool) -> tuple[Weights, Tensor, Tensor]:
+def drawn_weights(n: int, hidden: int, inner: int, fp8: bool) -> tuple[ExpertWeights, Tensor, Tensor]:
     """Few experts, with their float32 values for the reference."""
     w13 = torch.randn(n, 2 * inner, hidden, device=CUDA) * hidden**-0.5
     w2 = torch.randn(n, hidden, inner, device=CUDA) * inner**-0.5
     if not fp8:
-        given = Weights(w13.bfloat16(), w2.bfloat16())
+        given = ExpertWeights(w13.bfloat16(), w2.bfloat16())
         return given, given.w13_NIH.float(), given.w2_NHI.float()
     block = (128, 128)
     q13, q2 = [quantize_blocks(w, block, False) for w in w13], [quantize_blocks(w, block, False) for w in w2]
-    given = Weights(*(torch.stack([pair[part] for pair in each]) for part in (0, 1) for each in (q13, q2)))
+    given = ExpertWeights(*(torch.stack([pair[part] for pair in each]) for part in (0, 1) for each in (q13, q2)))
     exact = [torch.stack([dequantize(q, s, block, torch.float32) for q, s in each]) for each in (q13, q2)]
     return given, exact[0], exact[1]
 
@@ -174,7 +174,7 @@ def seen_as(x: Tensor, fp8: bool) -> Tensor:
     return rounded(x.cpu()).to(x.device).double() if fp8 else x.double()
 
 
-def expected(out: Tensor, x: Tensor, routed: Routed, w13: Tensor, w2: Tensor, fp8: bool) -> Tensor:
+def expected(out: Tensor, x: Tensor, routed: RouterOutput, w13: Tensor, w2: Tensor, fp8: bool) -> Tensor:
     """float64, expert by expert."""
     total, seen = out.double(), seen_as(x, fp8)
     for expert in range(w13.shape[0]):
@@ -195,7 +195,7 @@ def error(got: Tensor, exact: Tensor) -> float:
 def check_experts(
     shape: Shape, tokens: int, run: Callable[..., None], tolerance: float = 1e-2, **more: Any
 ) -> dict[str, Any]:
-    rule = Rule(12, shape.rule.topk, 1.0, 1, 1, "greedy", False, shape.rule.shared)
+    rule = RouterConfig(12, shape.rule.topk, 1.0, 1, 1, "greedy", False, shape.rule.shared)
     weights, w13, w2 = drawn_weights(12 + rule.shared, shape.hidden, shape.inner, shape.fp8)
     x, out = (torch.randn(tokens, shape.hidden, device=CUDA).bfloat16() for _ in range(2))
     routed = draw_ids(tokens, rule)
@@ -223,7 +223,7 @@ def check_router(shape: Shape, tokens: int, dtype: torch.dtype, deterministic: b
         weights, ids = router_ref.greedy(logits.float(), rule.topk, rule.scale)
     else:
         weights, ids = router_ref.noaux_tc(
-            logits.float(), bias, rule.topk, rule.scale, rule.groups, rule.topk_groups, rule.normalise
+            logits.float(), bias, rule.topk, rule.scale, rule.groups, rule.topk_groups, rule.renormalize
         )
     wide = rule.experts + rule.shared + 1
     want = torch.zeros(tokens, wide, device=CUDA).scatter_(1, ids, weights)
@@ -263,7 +263,7 @@ def check_small() -> dict[str, Any]:
 def check_batch_invariance(shape: Shape) -> dict[str, Any]:
     """Deterministic mode: a token alone, among 3 and among 600 gives the same bits; and so does its routing."""
     weights, _, _ = drawn_weights(16, shape.hidden, shape.inner, shape.fp8)
-    rule = Rule(16 - shape.rule.shared, 4, 1.0, 1, 1, "greedy", False, shape.rule.shared)
+    rule = RouterConfig(16 - shape.rule.shared, 4, 1.0, 1, 1, "greedy", False, shape.rule.shared)
     gate = torch.randn(rule.experts, shape.hidden, device=CUDA) * shape.hidden**-0.5
     x, out = (torch.randn(600, shape.hidden, device=CUDA).bfloat16() for _ in range(2))
     results = []
@@ -310,13 +310,13 @@ def floor(shape: Shape, tokens: int, covered: float, top: dict[str, float]) -> t
 
 
 def time_experts(
-    shape: Shape, weights: Weights, tokens: int, top: dict[str, float], run: Callable[..., None], **more: Any
+    shape: Shape, weights: ExpertWeights, tokens: int, top: dict[str, float], run: Callable[..., None], **more: Any
 ) -> dict[str, Any]:
     copies = COPIES if tokens < 1024 else 2
     routed = [draw_ids(tokens, shape.rule) for _ in range(copies)]
     x = torch.randn(tokens, shape.hidden, device=CUDA).bfloat16()
     if shape.fp8:
-        routed = [Routed(each.weights_TK, each.ids_TK, *quantize(x)) for each in routed]
+        routed = [RouterOutput(each.weights_TK, each.ids_TK, *quantize(x)) for each in routed]
     out = torch.zeros_like(x)
     covered = (
         sum(float(experts.coverage(each.ids_TK, shape.rule.experts)) for each in routed) / copies + shape.rule.shared
@@ -340,7 +340,7 @@ def time_router(shape: Shape, tokens: int, top: dict[str, float], dtype: torch.d
     return {"us": took * 1e6, "floor_us": moved / top["read"] * 1e6}
 
 
-def time_block(shape: Shape, weights: Weights, tokens: int, top: dict[str, float]) -> dict[str, Any]:
+def time_block(shape: Shape, weights: ExpertWeights, tokens: int, top: dict[str, float]) -> dict[str, Any]:
     """Router and experts, as a layer runs them: what lies between the kernels counts."""
     rule, copies = shape.rule, COPIES if tokens < 1024 else 2
     gates = [torch.randn(rule.experts, shape.hidden, device=CUDA).mul_(0.02).bfloat16() for _ in range(copies)]
@@ -351,7 +351,7 @@ def time_block(shape: Shape, weights: Weights, tokens: int, top: dict[str, float
         torch.zeros_like(x),
     )
 
-    def run(gate: Tensor) -> Routed:
+    def run(gate: Tensor) -> RouterOutput:
         routed = router.route(x, gate, bias, rule, real, shape.fp8)
         experts.add_experts_(out, x, routed, weights)
         return routed
@@ -363,39 +363,39 @@ def time_block(shape: Shape, weights: Weights, tokens: int, top: dict[str, float
     return {"us": took * 1e6, "floor_us": ideal * 1e6, "share": ideal / took, "experts": covered}
 
 
-def time_stages(shape: Shape, weights: Weights, tokens: int) -> dict[str, Any]:
+def time_stages(shape: Shape, weights: ExpertWeights, tokens: int) -> dict[str, Any]:
     """What DeepGEMM's path consists of, each alone, in µs."""
     routed, x = draw_ids(tokens, shape.rule), torch.randn(tokens, shape.hidden, device=CUDA).bfloat16()
     codes, scales = quantize(x)
-    by = permute.sort(routed.ids_TK, shape.stack, 128, True)
-    a, a_scales = permute.gather(codes, scales, by, routed.ids_TK.shape[1])
+    by = moe_align.sort(routed.ids_TK, shape.stack, 128, True)
+    a, a_scales = moe_align.gather(codes, scales, by, routed.ids_TK.shape[1])
     ends = by.end_N[: shape.stack]
     gate_up = torch.empty(a.shape[0], 2 * shape.inner, device=CUDA, dtype=torch.bfloat16)
     y = torch.empty(a.shape[0], shape.hidden, device=CUDA, dtype=torch.bfloat16)
     multiply = deep_gemm.library().m_grouped_fp8_gemm_nt_contiguous
     inner = silu_mul_quantize(gate_up, by.total)
     stages = {
-        "gather": lambda: permute.gather(codes, scales, by, routed.ids_TK.shape[1]),
+        "gather": lambda: moe_align.gather(codes, scales, by, routed.ids_TK.shape[1]),
         "up": lambda: multiply((a, a_scales), (weights.w13_NIH, weights.s13), gate_up, ends, **ext.LAYOUT),
         "silu": lambda: silu_mul_quantize(gate_up, by.total),
         "down": lambda: multiply(inner, (weights.w2_NHI, weights.s2), y, ends, **ext.LAYOUT),
-        "combine": lambda: permute.combine(x, y, by.slot_P, routed.ids_TK, routed.weights_TK, shape.stack),
+        "combine": lambda: moe_align.combine(x, y, by.slot_P, routed.ids_TK, routed.weights_TK, shape.stack),
     }
     return {"tiles": int(by.total)} | {name: timed([run]) * 1e6 for name, run in stages.items()}
 
 
 def time_sort(shape: Shape, tokens: int) -> dict[str, Any]:
     routed = [draw_ids(tokens, shape.rule) for _ in range(COPIES)]
-    return {"us": timed([lambda each=each: permute.sort(each.ids_TK, shape.stack, 64) for each in routed]) * 1e6}
+    return {"us": timed([lambda each=each: moe_align.sort(each.ids_TK, shape.stack, 64) for each in routed]) * 1e6}
 
 
-def variants(shape: Shape, tokens: int) -> Iterator[Tiles]:
+def variants(shape: Shape, tokens: int) -> Iterator[ExpertTiles]:
     """Other tiles: one side is varied at a time, the other stays as the table has it."""
     if experts.path(tokens, shape.fp8, False) == "pairs":
         base = experts.pair_tiles()
         ups = [(16, 256, 5, 4), (8, 256, 6, 4), (16, 512, 4, 8), (32, 256, 4, 8), (8, 512, 4, 4), (32, 128, 5, 4)]
         downs = [(8, 128, 4, 8), (16, 128, 3, 8), (4, 256, 3, 8), (4, 128, 3, 4)]
-        first = [Tile(1, *each) for each in ups], [Tile(1, *each) for each in downs]
+        first = [ExpertTile(1, *each) for each in ups], [ExpertTile(1, *each) for each in downs]
     else:
         base = experts.tiles(tokens, shape.rule.topk + shape.rule.shared, shape.stack, shape.fp8, False)
         if shape.fp8:
@@ -404,21 +404,22 @@ def variants(shape: Shape, tokens: int) -> Iterator[Tiles]:
             sizes = [(128, 64, 3, 8), (256, 64, 4, 8), (128, 128, 2, 8), (64, 64, 3, 4)]
         else:
             sizes = [(32, 256, 3, 4), (128, 128, 3, 8), (64, 128, 4, 4)]
-        first = [Tile(base.up.m, *each) for each in sizes], [Tile(base.up.m, *each) for each in sizes]
+        first = [ExpertTile(base.up.m, *each) for each in sizes], [ExpertTile(base.up.m, *each) for each in sizes]
     for up in first[0]:
         if up.n <= 128:
-            yield Tiles(up, base.down)
+            yield ExpertTiles(up, base.down)
     for down in first[1]:
-        yield Tiles(base.up, down)
+        yield ExpertTiles(base.up, down)
     if base.up.m in (16, 32):
-        yield Tiles(
-            Tile(48 - base.up.m, base.up.n, base.up.k, 3, 4), Tile(48 - base.up.m, base.down.n, base.down.k, 3, 4)
+        yield ExpertTiles(
+            ExpertTile(48 - base.up.m, base.up.n, base.up.k, 3, 4),
+            ExpertTile(48 - base.up.m, base.down.n, base.down.k, 3, 4),
         )
     if base.up.m == 128:
-        yield Tiles(Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 4, 4))
+        yield ExpertTiles(ExpertTile(64, 128, 64, 4, 4), ExpertTile(64, 256, 64, 4, 4))
 
 
-def name_of(shape: Tiles) -> str:
+def name_of(shape: ExpertTiles) -> str:
     return "up {m}x{n}x{k} s{stages} w{warps}".format(
         **asdict(shape.up)
     ) + ", down {m}x{n}x{k} s{stages} w{warps}".format(**asdict(shape.down))

@@ -178,7 +178,7 @@ class Watch:
             return None
         ids_TK = self.imposed.picks["experts", layer].chosen[self.at].float().topk(rule.topk).indices
         weights_TK = scores_TE.gather(1, ids_TK)
-        if rule.normalise:
+        if rule.renormalize:
             weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
         return weights_TK * rule.scale, ids_TK
 

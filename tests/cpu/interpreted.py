@@ -54,7 +54,7 @@ def tempered(lists: int) -> None:
     """lists: ids that a row may list; of more the border is searched."""
     vars(tempering).update(LIST=lists, SHORT=lists // 2)
     for one in case.cases(torch.Generator().manual_seed(lists)):
-        errors = one.errors(case.run_triton(**one.given(), device="cpu"))
+        errors = one.errors(case.run_triton(**one.fresh_inputs(), device="cpu"))
         assert max(errors) <= one.tolerance, (lists, one.name, errors)
 
 
@@ -110,7 +110,7 @@ def broken(kinds: list[dict[str, Any]], vocab: int, needs: SamplingNeeds) -> Non
 
 def verified() -> None:
     for one in verify.cases(torch.Generator().manual_seed(1)):
-        errors = one.errors(verify.run_triton(**one.given(), device="cpu"))
+        errors = one.errors(verify.run_triton(**one.fresh_inputs(), device="cpu"))
         assert max(errors) <= one.tolerance, (one.name, errors)
 
 
@@ -118,7 +118,7 @@ def trees() -> None:
     """Their paths, and how they are grown."""
     generator = torch.Generator().manual_seed(1)
     for one in climb.cases(generator):
-        errors = one.errors(climb.run_triton("cpu", **one.given()))
+        errors = one.errors(climb.run_triton("cpu", **one.fresh_inputs()))
         assert max(errors) <= one.tolerance, (one.name, errors)
     ids_D = torch.randperm(18000, generator=generator)[:9000]
     for many, branches, deepest, vocab, ids in ((1, 4, 4, 5000, None), (2, 10, 3, 9000, ids_D), (3, 2, 1, 900, None)):

@@ -15,7 +15,7 @@ import torch
 from thalweg.bench import kernels, stopwatch
 from thalweg.bench.errors import ResultError
 from thalweg.bench.kernels import Bench, Work, matches, works
-from thalweg.kernels.case import Inputs, Run, Sized
+from thalweg.kernels.case import Inputs, Run, TimedCase
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.quantize import case as quantized
 
@@ -27,7 +27,9 @@ def case(backends: dict[str, Run], tolerance: float = 1e-6) -> Work:
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         return {"x": torch.randn(64, generator=generator)}
 
-    return Work("doubling", Sized("64 numbers", draw, backends, lambda given: (64, 512), "float32", tolerance), False)
+    return Work(
+        "doubling", TimedCase("64 numbers", draw, backends, lambda given: (64, 512), "float32", tolerance), False
+    )
 
 
 def test_every_operation_of_the_catalog_is_there() -> None:
@@ -49,10 +51,10 @@ def test_backends_of_a_size_agree_with_their_reference(work: Work) -> None:
     assert changed  # calls in a row do not read the same
     first, *others = work.case.backends
     with torch.inference_mode():
-        expected = work.case.seen(work.case.backends[first](**kernels.cloned(given)))
+        expected = work.case.compared(work.case.backends[first](**kernels.cloned(given)))
         for backend in others:
             assert (
-                kernels.difference(work.case.seen(work.case.backends[backend](**kernels.cloned(given))), expected)
+                kernels.difference(work.case.compared(work.case.backends[backend](**kernels.cloned(given))), expected)
                 <= work.case.tolerance
             )
     flops, moved = work.case.cost(given)
@@ -89,7 +91,7 @@ def test_experts_that_did_nothing_would_be_found_wrong(operation: str) -> None:
     for case in OPERATIONS[operation].sizes(CPU):
         given = case.draw(torch.Generator().manual_seed(3), None)
         with torch.inference_mode():
-            expected = case.seen(next(iter(case.backends.values()))(**kernels.cloned(given)))
+            expected = case.compared(next(iter(case.backends.values()))(**kernels.cloned(given)))
         assert kernels.difference((given["out_TH"],), expected) > 5 * case.tolerance, case.name
 
 

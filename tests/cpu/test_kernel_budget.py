@@ -32,7 +32,7 @@ DENSE_LAYER = [
     "nvjet_d",
     "splitKreduce_kernel",
 ]
-ATTENTION = ["_thin", "_rms_norm", "_thin", "_mla_absorb", "_decode", "_merge_up", "_thin"]
+ATTENTION = ["_gemv", "_rms_norm", "_gemv", "_mla_absorb", "_decode", "_merge_up", "_gemv"]
 EXPERT_LAYER = [*ATTENTION, "_logits_few", "_choose", "_up", "_down", "_combine"]
 CEILINGS = {"read": 3e12, "bf16": 8e14, "fp8": 1.6e15}
 
@@ -91,13 +91,13 @@ def test_a_dense_layer_has_its_kernels_times_and_floors(script: ModuleType) -> N
 
 
 def test_layers_of_another_form_are_outside(script: ModuleType) -> None:
-    first = [*ATTENTION, "_rms_norm", "_thin", "_silu_mul", "_thin"]
+    first = [*ATTENTION, "_rms_norm", "_gemv", "_silu_mul", "_gemv"]
     told = script.budget(trace(script, first, EXPERT_LAYER, 4), known(EXPERTS, 1, 9.0))
     assert (told["kernels_a_layer"], told["equal_layers"]) == (12, 4)
-    by_name = {one["kernel"]: one for one in told["layer"] if one["kernel"] != "_thin"}
+    by_name = {one["kernel"]: one for one in told["layer"] if one["kernel"] != "_gemv"}
     assert by_name["_up"]["mb"] == pytest.approx(2 * 9 * 7168 * 2048 / 1e6), "FP8: a byte a weight"
     assert by_name["_mla_absorb"]["mb"] == pytest.approx(128 * 128 * 512 * 2 / 1e6), "W_UK stays bf16"
-    whats = [one["what"] for one in told["layer"] if one["kernel"] == "_thin"]
+    whats = [one["what"] for one in told["layer"] if one["kernel"] == "_gemv"]
     assert whats == ["query and latent projection", "query up projection", "output projection"]
 
 
@@ -109,7 +109,7 @@ def test_absorbing_products_of_a_library_come_before_the_output_projection(scrip
 
 
 def test_steps_that_were_not_recorded_are_an_error(script: ModuleType) -> None:
-    seen = [script.Seen("_thin", 10.0 * i, 10.0 * i + 5, i, 7) for i in range(300)]
+    seen = [script.Seen("_gemv", 10.0 * i, 10.0 * i + 5, i, 7) for i in range(300)]
     with pytest.raises(ValueError, match="300 kernels .* were the steps recorded"):
         script.steps(seen)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thalweg.attention.selection import RandomSelection, select_top_k
-from thalweg.kernels.case import Case, Run
+from thalweg.kernels.case import KernelCase, Run
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.fp8_block.ref import dequantize, quantize, quantize_rows, scales_of
 from thalweg.kernels.temper import case as temper
@@ -28,19 +28,19 @@ def every_case() -> list[object]:
 
 
 @pytest.mark.parametrize(("case", "run"), every_case())
-def test_backend_meets_the_definition(case: Case, run: Run) -> None:
+def test_backend_meets_the_definition(case: KernelCase, run: Run) -> None:
     with torch.inference_mode():
-        errors = case.errors(run(**case.given()))
+        errors = case.errors(run(**case.fresh_inputs()))
     assert max(errors) <= case.tolerance, f"TEST_SEED={SEED}"
     assert case.flops > 0 and case.bytes > 0
 
 
 def test_a_wrong_result_is_noticed() -> None:
-    case = Case("", {}, (torch.tensor([1.0, 2.0]),), 1e-6, 1, 1)
+    case = KernelCase("", {}, (torch.tensor([1.0, 2.0]),), 1e-6, 1, 1)
     assert case.errors((torch.tensor([1.0, 2.1]),))[0] == pytest.approx(0.05, rel=1e-3)
     assert case.errors((torch.tensor([1.0, torch.nan]),))[0] == torch.inf
     assert case.errors((torch.tensor([[1.0, 2.0]]),))[0] == torch.inf
-    masked = Case("", {}, (torch.tensor([1.0, -torch.inf]),), 1e-6, 1, 1)
+    masked = KernelCase("", {}, (torch.tensor([1.0, -torch.inf]),), 1e-6, 1, 1)
     assert masked.errors((torch.tensor([1.0, -torch.inf]),))[0] == 0.0
     assert masked.errors((torch.tensor([1.0, -1e9]),))[0] == torch.inf
 

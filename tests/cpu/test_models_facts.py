@@ -59,7 +59,7 @@ def test_v2_lite() -> None:
     assert (
         facts.mla is not None and facts.mla.q_lora == 0 and facts.quantization_config == {} and facts.eos == (100001, 5)
     )
-    assert facts.moe is not None and facts.moe.method == "greedy" and not facts.moe.normalise
+    assert facts.moe is not None and facts.moe.method == "greedy" and not facts.moe.renormalize
 
 
 @pytest.mark.parametrize(("config", "scale"), [(V3, 0.1352338), (V2_LITE, 0.1147214), (K2, 0.1308608)])

@@ -20,17 +20,17 @@ from thalweg.models.catalog import read_facts
 
 TINY = "models/tiny"
 MLA_MOE = [
-    "_thin",
+    "_gemv",
     "_mla_absorb",
     "_decode",
     "_merge_up",
-    "_thin",
+    "_gemv",
     "_logits_few",
     "_choose",
     "_up_pairs",
     "_down_tokens",
 ]
-MLA_MLP = ["_thin", "_mla_absorb", "_decode", "_merge_up", "_thin", "_thin", "_thin"]
+MLA_MLP = ["_gemv", "_mla_absorb", "_decode", "_merge_up", "_gemv", "_gemv", "_gemv"]
 P, A, E, M = names.PROJECTIONS, names.ATTENTION, names.EXPERTS, names.MLP
 
 
@@ -42,7 +42,7 @@ def test_products_are_told_apart_by_their_place() -> None:
     dense, sparse = [P, P, A, P, P, M, M], [P, P, A, P, P, E, E, E, E]
     assert operations([*MLA_MLP, *MLA_MOE, *MLA_MOE]) == [*dense, *sparse, *sparse, names.NORM, names.HEAD]
     assert names.places(["_decode", *MLA_MOE])[0] == names.PREPARE  # and not attention
-    gqa = ["_thin", "_decode", "_merge", "_thin", "_rms_norm", "_thin", "_thin"]
+    gqa = ["_gemv", "_decode", "_merge", "_gemv", "_rms_norm", "_gemv", "_gemv"]
     assert operations(gqa * 2) == [P, A, A, P, names.NORM, M, M] * 2 + [names.NORM, names.HEAD]
 
 
@@ -56,7 +56,7 @@ def test_grouped_products_of_a_library_and_split_products_find_their_operation()
         "sm90_fp8_gemm_1d2d_impl",
         "_combine",
     ]
-    latent = ["_thin", "_rms_norm", "_thin", "_mla_absorb", "flash::device_kernel", "_thin"]
+    latent = ["_gemv", "_rms_norm", "_gemv", "_mla_absorb", "flash::device_kernel", "_gemv"]
     found = operations([*latent, *grouped, *latent, *grouped])
     assert found[: len(latent)] == [P, names.NORM, P, P, A, P]
     assert set(found[len(latent) : len(latent) + len(grouped)]) == {E}
@@ -84,7 +84,7 @@ def test_experts_in_two_pieces_behind_a_librarys_logits() -> None:
 
 
 def test_two_attentions_of_a_mixed_step_are_one_layers() -> None:
-    mixed = ["_thin", "_mla_absorb", "_decode", "_merge_up", "nvjet_up", "flash::device_kernel", "_thin", *MLA_MOE[5:]]
+    mixed = ["_gemv", "_mla_absorb", "_decode", "_merge_up", "nvjet_up", "flash::device_kernel", "_gemv", *MLA_MOE[5:]]
     assert operations(mixed * 2)[:7] == [P, P, A, P, P, A, P]
 
 
@@ -94,11 +94,11 @@ def test_what_stands_behind_a_forward_is_sampling_or_drafting() -> None:
 
     assert after("_adjust", "_choose", "_merge", "_settle", "Memcpy DtoH") == [names.SAMPLING] * 4 + [names.COPIES]
     drafter = [
-        "_thin",
+        "_gemv",
         "_mla_absorb",
         "_decode",
         "_merge_up",
-        "_thin",
+        "_gemv",
         "_logits_few",
         "_choose",
         "_up_pairs",
@@ -176,11 +176,11 @@ def gpu_trace(path: Path, steps: int = 3) -> Path:
     made = Recorder()
     for step in range(steps):
         at = 200 + 100.0 * step
-        a = [("_decode", at, 2.0), ("_thin", at + 4, 10.0), ("_mla_absorb", at + 12, 6.0), ("_decode", at + 20, 10.0)]
+        a = [("_decode", at, 2.0), ("_gemv", at + 4, 10.0), ("_mla_absorb", at + 12, 6.0), ("_decode", at + 20, 10.0)]
         a += [
-            ("_thin", at + 30, 8.0),
-            ("_thin", at + 38, 7.0),
-            ("_thin", at + 45, 5.0),
+            ("_gemv", at + 30, 8.0),
+            ("_gemv", at + 38, 7.0),
+            ("_gemv", at + 45, 5.0),
             ("_rms_norm", at + 50, 2.0),
             ("_linear", at + 52, 28.0),
         ]

@@ -24,9 +24,9 @@ from thalweg.config.options import Options
 from thalweg.config.tree import options_of
 from thalweg.core.kernels import TunedKernel
 from thalweg.kernels.case import Inputs
-from thalweg.kernels.gemm import warm
-from thalweg.kernels.search import Search
-from thalweg.kernels.tuned import SOURCES, TUNED, Tuned, digest, flat, rebuilt
+from thalweg.kernels.gemm import prefetch
+from thalweg.kernels.search import TuningSearch
+from thalweg.kernels.tuned import SOURCES, TUNED, TuningTable, digest, flat, rebuilt
 from thalweg.launch import tuned
 from thalweg.launch.decisions import Decisions
 from thalweg.launch.tuned_forms import fits
@@ -37,22 +37,22 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ExpertTile:
     rows: int
     columns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    up: Tile
-    down: Tile
+    up: ExpertTile
+    down: ExpertTile
     ahead: int = 0
 
 
-DEFAULT = Pair(Tile(1, 2), Tile(3, 4), 5)
+DEFAULT = Pair(ExpertTile(1, 2), ExpertTile(3, 4), 5)
 
 
-def search(candidates: tuple[Any, ...], run: Any = None, default: Any = 1, label: str = "a case") -> Search:
+def search(candidates: tuple[Any, ...], run: Any = None, default: Any = 1, label: str = "a case") -> TuningSearch:
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         return {"x": torch.randn(8, generator=generator)}
 
@@ -60,7 +60,7 @@ def search(candidates: tuple[Any, ...], run: Any = None, default: Any = 1, label
         return (given["x"] * 2,)
 
     key = (64, 4)
-    return Search(
+    return TuningSearch(
         "read_ahead", key, label, default, candidates, draw, run or same, lambda given: same(0, given), 1e-6, 1e6
     )
 
@@ -76,7 +76,7 @@ def pace(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     """Seconds of each candidate, in place of a clock."""
     seconds: dict[Any, float] = {}
 
-    def time(self: Tuner, search: Search, candidate: Any, *rest: object) -> float:
+    def time(self: Tuner, search: TuningSearch, candidate: Any, *rest: object) -> float:
         return seconds[candidate]
 
     monkeypatch.setattr(Tuner, "_time", time)
@@ -85,23 +85,23 @@ def pace(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
 
 def test_a_choice_goes_through_numbers_and_back() -> None:
     assert flat(DEFAULT) == (1, 2, 3, 4, 5) and flat(7) == (7,)
-    assert rebuilt(DEFAULT, (6, 7, 8, 9, 0)) == Pair(Tile(6, 7), Tile(8, 9), 0) and rebuilt(1, (0,)) == 0
+    assert rebuilt(DEFAULT, (6, 7, 8, 9, 0)) == Pair(ExpertTile(6, 7), ExpertTile(8, 9), 0) and rebuilt(1, (0,)) == 0
     for wrong in ((1, 2, 3), (1, 2, 3, 4, 5, 6)):
         with pytest.raises(ValueError, match="numbers"):
             rebuilt(DEFAULT, wrong)
 
 
 def test_a_table_is_replaced_for_its_shape_and_default_only() -> None:
-    table = Tuned()
-    assert table.instead("experts", ("pairs", 64), DEFAULT) is DEFAULT
+    table = TuningTable()
+    assert table.lookup("experts", ("pairs", 64), DEFAULT) is DEFAULT
     table.use([TunedKernel("experts", ("pairs", 64), flat(DEFAULT), (9, 9, 9, 9, 9))])
-    assert table.instead("experts", ("pairs", 64), DEFAULT) == Pair(Tile(9, 9), Tile(9, 9), 9)
-    assert table.instead("experts", ("pairs", 65), DEFAULT) is DEFAULT
-    assert table.instead("thin", ("pairs", 64), DEFAULT) is DEFAULT
+    assert table.lookup("experts", ("pairs", 64), DEFAULT) == Pair(ExpertTile(9, 9), ExpertTile(9, 9), 9)
+    assert table.lookup("experts", ("pairs", 65), DEFAULT) is DEFAULT
+    assert table.lookup("gemv", ("pairs", 64), DEFAULT) is DEFAULT
     other = replace(DEFAULT, ahead=4)
-    assert table.instead("experts", ("pairs", 64), other) is other
+    assert table.lookup("experts", ("pairs", 64), other) is other
     table.use(())
-    assert table.instead("experts", ("pairs", 64), DEFAULT) is DEFAULT
+    assert table.lookup("experts", ("pairs", 64), DEFAULT) is DEFAULT
 
 
 def test_the_faster_one_is_chosen_and_a_tie_is_the_tables(pace: dict[Any, float]) -> None:
@@ -210,7 +210,7 @@ def test_a_corrupt_or_foreign_file_is_ignored_with_one_warning(
     assert decided(tmp_path) == ((), "default table")
 
 
-THIN = (8, 16, 4, 128, 2, 3, 4)
+GEMV = (8, 16, 4, 128, 2, 3, 4)
 PAIRS = (1, 16, 256, 4, 4, 1, 8, 128, 3, 8, 2)
 SORTED = (64, 128, 128, 4, 8, 64, 128, 128, 4, 4, 0)
 
@@ -218,13 +218,13 @@ SORTED = (64, 128, 128, 4, 8, 64, 128, 128, 4, 4, 0)
 @pytest.mark.parametrize(
     ("operation", "key", "default", "right", "wrong"),
     [
-        ("thin", (200, 2048, 2, 0), THIN, (8, 32, 8, 256, 1, 4, 8), (16, 16, 4, 128, 2, 3, 4)),  # rows
-        ("thin", (200, 2048, 2, 0), (1, *THIN[1:]), THIN, (4, *THIN[1:])),
-        ("thin", (200, 2048, 1, 0), THIN, (8, 32, 4, 128, 2, 3, 4), (8, 32, 4, 256, 2, 3, 4)),  # a block of scales
-        ("thin", (200, 2048, 2, 0), THIN, (8, 16, 8, 128, 2, 3, 8), (8, 16, 4, 128, 5, 3, 4)),  # steps of K
-        ("thin", (200, 1536, 2, 0), THIN, (8, 16, 4, 128, 1, 3, 4), (8, 16, 8, 256, 0, 3, 8)),  # parts of K
-        ("thin", (200, 2048, 2, 0), THIN, (8, 32, 4, 128, 2, 3, 4), ("8", *THIN[1:])),
-        ("thin", (200, 2048, 2, 0), THIN, (8, 32, 4, 128, 2, 3, 4), THIN[:6]),
+        ("gemv", (200, 2048, 2, 0), GEMV, (8, 32, 8, 256, 1, 4, 8), (16, 16, 4, 128, 2, 3, 4)),  # rows
+        ("gemv", (200, 2048, 2, 0), (1, *GEMV[1:]), GEMV, (4, *GEMV[1:])),
+        ("gemv", (200, 2048, 1, 0), GEMV, (8, 32, 4, 128, 2, 3, 4), (8, 32, 4, 256, 2, 3, 4)),  # a block of scales
+        ("gemv", (200, 2048, 2, 0), GEMV, (8, 16, 8, 128, 2, 3, 8), (8, 16, 4, 128, 5, 3, 4)),  # steps of K
+        ("gemv", (200, 1536, 2, 0), GEMV, (8, 16, 4, 128, 1, 3, 4), (8, 16, 8, 256, 0, 3, 8)),  # parts of K
+        ("gemv", (200, 2048, 2, 0), GEMV, (8, 32, 4, 128, 2, 3, 4), ("8", *GEMV[1:])),
+        ("gemv", (200, 2048, 2, 0), GEMV, (8, 32, 4, 128, 2, 3, 4), GEMV[:6]),
         ("experts", ("pairs", 6, 256, 128, 0), PAIRS, (1, 8, 128, 4, 4, *PAIRS[5:]), (2, *PAIRS[1:])),
         ("experts", ("sorted", 6, 256, 128, 1), SORTED, (*SORTED[:6], 64, *SORTED[7:]), (64, 64, *SORTED[2:])),
         ("experts", ("sorted", 6, 256, 128, 0), SORTED, (64, 64, 64, 4, 8, *SORTED[5:]), (*SORTED[:5], 32, *SORTED[6:])),
@@ -261,7 +261,7 @@ def test_a_search_goes_on_where_it_was_broken_off(
     made = []
     real = Tuner.run
 
-    def run(self: Tuner, one: Search) -> Outcome:
+    def run(self: Tuner, one: TuningSearch) -> Outcome:
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(one.label)
@@ -296,7 +296,7 @@ def test_what_cannot_be_searched_is_told_by_the_exit_status(
     assert tune.main([*argv, "--only", "nosuch"]) == 2
     assert "nothing here has 'nosuch' in its name; --list" in capsys.readouterr().err
 
-    def fails(self: Tuner, one: Search) -> Outcome:
+    def fails(self: Tuner, one: TuningSearch) -> Outcome:
         raise RuntimeError("the table's own choice fails")
 
     monkeypatch.setattr(Tuner, "run", fails)
@@ -328,7 +328,7 @@ def test_a_tuned_model_says_the_same_words_and_reads_otherwise(tmp_path: Path) -
 
     before = said(LLM(**plain))
     weight = torch.empty(2048, 256)
-    assert warm.warm_for(weight) is warm.by_sum
+    assert prefetch.prefetch_for(weight) is prefetch.read_weight
     config = Options()
     here = Machine.here()
     folder = tuned.folders(here, "cpu", str(tmp_path))[1]
@@ -342,7 +342,7 @@ def test_a_tuned_model_says_the_same_words_and_reads_otherwise(tmp_path: Path) -
         shelf.put(Outcome(one, 1 - one.default, 1.0, 2.0, 2, 0, ""))
     llm = LLM(**plain)
     assert said(llm) == before
-    assert warm.warm_for(weight) is warm.nothing
+    assert prefetch.prefetch_for(weight) is prefetch.no_prefetch
     (decision,) = (one for one in llm.texts.resolved.decisions if one.name == "tuned_kernels")
     assert decision.value == str(folder) and f"{len(found)} choices" in decision.reason
 

@@ -27,7 +27,6 @@ from thalweg.batch.slots import Slots
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
-from thalweg.kernels import pdl
 from thalweg.kernels.climb import triton as climbing
 from thalweg.kernels.climb.ref import Climbed, Fields, Paths
 from thalweg.kernels.draft import triton as drafting
@@ -35,8 +34,8 @@ from thalweg.kernels.draft.ref import Chain, Drawn, Places, Rows
 from thalweg.kernels.grow import triton as growing
 from thalweg.kernels.grow.ref import Candidates, Grown, Level, first_of
 from thalweg.kernels.prepare import triton as preparing
+from thalweg.kernels.small_batch_gemm import triton as small_batch_gemm
 from thalweg.kernels.verify import triton as verifying
-from thalweg.kernels.wide import triton as wide
 from thalweg.models import catalog
 from thalweg.sampling.launched import Launched
 
@@ -110,10 +109,10 @@ def pretend() -> Compiled:
     driver.set_active(Hopper())
     JITFunction.run = lambda *args, **kwargs: compiled(*args, **kwargs)
     CompiledKernel._init_handles = lambda self: None
-    for module in [pdl, *(one for name, one in sys.modules.items() if name.startswith("thalweg.kernels."))]:
+    for module in [one for name, one in sys.modules.items() if name.startswith("thalweg.kernels.")]:
         if hasattr(module, "launch_options"):
             vars(module)["launch_options"] = lambda tensor: {"PDL": True, "launch_pdl": True}
-    vars(wide)["_hopper"] = lambda tensor: True
+    vars(small_batch_gemm)["_hopper"] = lambda tensor: True
     vars(torch)["mm"] = mm
     return compiled
 

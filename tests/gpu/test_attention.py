@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal
+from thalweg.kernels.case import KernelCase, Run, normal
 from thalweg.kernels.gqa import case as gqa
 from thalweg.kernels.mla import case as mla
 
@@ -45,10 +45,10 @@ def poison(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("case", "run"), drawn())
-def test_kernels_meet_the_definition(case: Case, run: Run, cuda: torch.device) -> None:
+def test_kernels_meet_the_definition(case: KernelCase, run: Run, cuda: torch.device) -> None:
     poison(cuda)
     with torch.inference_mode():
-        got = run(**on(cuda, case.given()))
+        got = run(**on(cuda, case.fresh_inputs()))
     assert max(case.errors(tuple(x.cpu() for x in got))) <= case.tolerance, f"TEST_SEED={SEED}"
 
 

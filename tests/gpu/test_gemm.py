@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, normal
+from thalweg.kernels.case import KernelCase, normal
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.fp8_block.ref import dequantize
 from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
@@ -18,7 +18,7 @@ if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a CUDA device and triton", allow_module_level=True)
 
 from thalweg.kernels.gemm import triton as gemm
-from thalweg.kernels.norm.triton import Normed, rms_norm
+from thalweg.kernels.norm.triton import LazyNorm, rms_norm
 from thalweg.kernels.quantize.triton import quantize
 
 SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
@@ -50,9 +50,9 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "case", OPERATIONS["gemm"].cases(torch.Generator().manual_seed(SEED)), ids=lambda case: case.name
 )
-def test_triton_meets_the_definition(case: Case) -> None:
+def test_triton_meets_the_definition(case: KernelCase) -> None:
     with torch.inference_mode():
-        errors = case.errors(OPERATIONS["gemm"].backends["triton"](**case.given()))
+        errors = case.errors(OPERATIONS["gemm"].backends["triton"](**case.fresh_inputs()))
     assert max(errors) <= case.tolerance, f"TEST_SEED={SEED}"
 
 
@@ -67,7 +67,7 @@ def test_bf16_products_meet_float64(rows: int, n: int, k: int) -> None:
         assert error(gemm.linear(x, w), x.double() @ w.double().t()) < 1e-2, f"TEST_SEED={SEED}"
         assert gemm.linear(x, w, dtype=torch.float32).dtype == torch.float32
         exact = normed(x, norm) @ w.double().t()
-        assert error(gemm.linear(Normed(x, norm, EPS), w), exact) < 1e-2, f"TEST_SEED={SEED}"
+        assert error(gemm.linear(LazyNorm(x, norm, EPS), w), exact) < 1e-2, f"TEST_SEED={SEED}"
         exact = x.double() @ w.double().t() + bias.double() + residual.double()
         got = gemm.linear(x, w, bias, residual)
         assert got is residual and error(got, exact) < 1e-2, f"TEST_SEED={SEED}"
@@ -85,7 +85,7 @@ def test_fp8_products_meet_float64(rows: int, n: int, k: int) -> None:
     norm, residual = draw(k).abs() + 0.5, draw(rows, n).bfloat16()
     with torch.inference_mode():
         assert error(gemm.linear_fp8(x, codes, scale), x.double() @ wide.t()) < 1e-2, f"TEST_SEED={SEED}"
-        got = gemm.linear_fp8(Normed(x, norm, EPS), codes, scale)
+        got = gemm.linear_fp8(LazyNorm(x, norm, EPS), codes, scale)
         assert error(got, normed(x, norm) @ wide.t()) < 1e-2, f"TEST_SEED={SEED}"
         exact = x.double() @ wide.t() + residual.double()
         assert error(gemm.linear_fp8(x, codes, scale, residual), exact) < 1e-2, f"TEST_SEED={SEED}"
@@ -103,14 +103,14 @@ def test_a_row_does_not_depend_on_the_others_of_its_tile() -> None:
 def test_a_norm_is_the_same_computed_or_not() -> None:
     x, weight = draw(3, 2048).bfloat16(), draw(2048).abs()
     with torch.inference_mode():
-        assert torch.equal(Normed(x, weight, EPS).rows(), rms_norm(x, weight, EPS))
+        assert torch.equal(LazyNorm(x, weight, EPS).rows(), rms_norm(x, weight, EPS))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 7168), (33, 1536), (130, 256)])
 def test_a_norm_quantised_at_once_is_the_same(rows: int, width: int) -> None:
     x, weight = draw(rows, 2 * width).bfloat16()[:, :width], draw(width).abs()
     with torch.inference_mode():
-        codes, scales = Normed(x, weight, EPS).codes()
+        codes, scales = LazyNorm(x, weight, EPS).codes()
         apart, apart_scales = quantize(rms_norm(x, weight, EPS))
     assert torch.equal(codes.view(torch.uint8), apart.view(torch.uint8)), f"TEST_SEED={SEED}"
     assert torch.equal(scales, apart_scales), f"TEST_SEED={SEED}"

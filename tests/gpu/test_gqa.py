@@ -173,13 +173,13 @@ def test_swiglu_within_the_product_has_the_bits_of_swiglu_after_it(
     inner: int, inputs: int, tokens: int, normed: bool, cuda: torch.device
 ) -> None:
     from thalweg.kernels.gemm import triton as gemm
-    from thalweg.kernels.norm.triton import Normed
+    from thalweg.kernels.norm.triton import LazyNorm
     from thalweg.kernels.silu_mul.triton import silu_mul
 
     generator = torch.Generator(cuda).manual_seed(SEED)
     x = torch.randn(tokens, inputs, generator=generator, device=cuda).bfloat16()
     w = torch.randn(2 * inner, inputs, generator=generator, device=cuda).mul_(inputs**-0.5).bfloat16()
     bias = torch.randn(2 * inner, generator=generator, device=cuda).bfloat16()
-    given = Normed(x, torch.rand(inputs, generator=generator, device=cuda), 1e-6) if normed else x
-    assert gemm.fuses(tokens, *w.shape)
+    given = LazyNorm(x, torch.rand(inputs, generator=generator, device=cuda), 1e-6) if normed else x
+    assert gemm.can_fuse_swiglu(tokens, *w.shape)
     assert torch.equal(gemm.swiglu(given, w, bias), silu_mul(gemm.linear(given, w, bias))), f"TEST_SEED={SEED}"

@@ -66,7 +66,9 @@ class Routes:
             self.there.append(ids.sort(1).values)
             return weights, ids
 
-        def of_kernels(x: Any, weight: Tensor, bias: Tensor | None, rule: routing.Rule, *more: Any) -> routing.Routed:
+        def of_kernels(
+            x: Any, weight: Tensor, bias: Tensor | None, rule: routing.RouterConfig, *more: Any
+        ) -> routing.RouterOutput:
             routed = route(x, weight, bias, rule, *more)
             self.here.append(routed.ids_TK[:, : rule.topk].long().sort(1).values)
             return routed

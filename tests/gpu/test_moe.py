@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal
+from thalweg.kernels.case import KernelCase, Run, normal
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.experts import fp8
 from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
@@ -19,17 +19,17 @@ from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
 if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a CUDA device and triton", allow_module_level=True)
 
+from thalweg.kernels.batch_invariant_gemm import triton as batch_invariant_gemm
 from thalweg.kernels.experts import backends, ext
 from thalweg.kernels.experts import triton as experts
-from thalweg.kernels.experts.triton import Weights, add_experts_, coverage
+from thalweg.kernels.experts.triton import ExpertWeights, add_experts_, coverage
 from thalweg.kernels.gemm import deep_gemm
 from thalweg.kernels.gemm import fp8 as fp8_gemm
-from thalweg.kernels.invariant import triton as invariant
+from thalweg.kernels.moe_align.triton import sort
 from thalweg.kernels.norm.triton import rms_norm
-from thalweg.kernels.permute.triton import sort
 from thalweg.kernels.quantize.triton import quantize
 from thalweg.kernels.router import triton as router
-from thalweg.kernels.router.triton import Routed, Rule, route
+from thalweg.kernels.router.triton import RouterConfig, RouterOutput, route
 from thalweg.kernels.silu_mul.triton import silu_mul, silu_mul_quantize
 
 SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
@@ -42,7 +42,7 @@ def draw() -> torch.Generator:
 def every_case() -> list[object]:
     return [
         pytest.param(case, OPERATIONS[name].backends["triton"], id=f"{name}-{case.name}")
-        for name in ("experts", "experts_fp8", "invariant", "permute", "quantize", "router", "silu_mul")
+        for name in ("experts", "experts_fp8", "batch_invariant_gemm", "moe_align", "quantize", "router", "silu_mul")
         for case in OPERATIONS[name].cases(draw())
     ]
 
@@ -56,21 +56,21 @@ def poison() -> object:
 
 
 @pytest.mark.parametrize(("case", "run"), every_case())
-def test_triton_meets_the_definition(case: Case, run: Run) -> None:
+def test_triton_meets_the_definition(case: KernelCase, run: Run) -> None:
     with torch.inference_mode():
-        errors = case.errors(run(**case.given()))
+        errors = case.errors(run(**case.fresh_inputs()))
     assert max(errors) <= case.tolerance, f"TEST_SEED={SEED}"
 
 
-def drawn(experts: int, hidden: int, inner: int, codes: bool) -> Weights:
+def drawn(experts: int, hidden: int, inner: int, codes: bool) -> ExpertWeights:
     generator = draw()
     w13 = normal(generator, experts, 2 * inner, hidden) * hidden**-0.5
     w2 = normal(generator, experts, hidden, inner) * inner**-0.5
     if not codes:
-        return Weights(w13.bfloat16().cuda(), w2.bfloat16().cuda())
+        return ExpertWeights(w13.bfloat16().cuda(), w2.bfloat16().cuda())
     pairs = [[quantize_blocks(each, fp8.BLOCK, False) for each in stack] for stack in (w13, w2)]
     (w13, w2), (s13, s2) = ([torch.stack([pair[part] for pair in each]).cuda() for each in pairs] for part in (0, 1))
-    return Weights(w13, w2, s13, s2)
+    return ExpertWeights(w13, w2, s13, s2)
 
 
 def tokens_of(count: int, hidden: int) -> tuple[Tensor, Tensor]:
@@ -105,14 +105,14 @@ def test_padding_changes_nothing_and_reads_nothing(tokens: int, codes: bool) -> 
     """A token of padding keeps its residual, even where its activations are no numbers, and the others do not
     notice.
     """
-    rule = Rule(6, 2, 1.0, 1, 1, "greedy", False, 1)
+    rule = RouterConfig(6, 2, 1.0, 1, 1, "greedy", False, 1)
     weights, gate = drawn(7, 256, 128, codes), normal(draw(), 6, 256).cuda()
     x, out = tokens_of(tokens, 256)
     real = torch.arange(tokens, device=x.device) != tokens // 2
     whole, part = out.clone(), out.clone()
-    add_experts_(whole, x, route(x, gate, None, rule, quantise=codes), weights)
+    add_experts_(whole, x, route(x, gate, None, rule, with_codes=codes), weights)
     x[tokens // 2] = torch.nan
-    routed = route(x, gate, None, rule, real, quantise=codes)
+    routed = route(x, gate, None, rule, real, with_codes=codes)
     add_experts_(part, x, routed, weights)
     assert torch.equal(part[~real], out[~real])
     assert torch.equal(part[real], whole[real]), f"TEST_SEED={SEED}"
@@ -121,7 +121,7 @@ def test_padding_changes_nothing_and_reads_nothing(tokens: int, codes: bool) -> 
 
 @pytest.mark.parametrize("codes", [False, True])
 def test_deterministic_mode_does_not_depend_on_the_batch(codes: bool) -> None:
-    rule = Rule(16, 4, 2.5, 4, 2, "noaux_tc", True, 1)
+    rule = RouterConfig(16, 4, 2.5, 4, 2, "noaux_tc", True, 1)
     weights, gate = drawn(17, 512, 256, codes), (normal(draw(), 16, 512) * 0.05).cuda()
     bias = normal(draw(), 16).cuda()
     x, out = tokens_of(500, 512)
@@ -140,7 +140,7 @@ def test_router_is_exact_where_tf32_is_not() -> None:
     x = torch.zeros(3, 2048, device="cuda", dtype=torch.bfloat16)
     x[:, 0] = 3.0
     for tokens in (1, 3):
-        routed = route(x[:tokens], weight, None, Rule(64, 4, 1.0, 1, 1, "greedy", False, 0))
+        routed = route(x[:tokens], weight, None, RouterConfig(64, 4, 1.0, 1, 1, "greedy", False, 0))
         assert routed.ids_TK.tolist() == [[63, 62, 61, 60]] * tokens
 
 
@@ -149,7 +149,7 @@ def test_many_tokens_are_routed_as_few_are(codes: bool) -> None:
     """From `MANY` tokens on a library multiplies: the same weights, and the same experts but at a near tie."""
     x, _ = tokens_of(router.MANY, 512)
     gate, bias = (normal(draw(), 64, 512) * 0.05).bfloat16().cuda(), normal(draw(), 64).cuda()
-    rule = Rule(64, 6, 2.5, 8, 4, "noaux_tc", True, 1)
+    rule = RouterConfig(64, 6, 2.5, 8, 4, "noaux_tc", True, 1)
     many, few = (route(x, gate, bias, rule, None, codes, own) for own in (False, True))
     dense = [
         torch.zeros(len(x), 66, device="cuda").scatter_(1, one.ids_TK.long(), one.weights_TK) for one in (many, few)
@@ -163,7 +163,7 @@ def test_many_tokens_are_routed_as_few_are(codes: bool) -> None:
 
 def test_ties_go_to_the_lower_id() -> None:
     x = torch.ones(2, 256, device="cuda", dtype=torch.bfloat16)
-    routed = route(x, torch.ones(8, 256, device="cuda"), None, Rule(8, 3, 1.0, 1, 1, "greedy", False, 2))
+    routed = route(x, torch.ones(8, 256, device="cuda"), None, RouterConfig(8, 3, 1.0, 1, 1, "greedy", False, 2))
     assert routed.ids_TK.tolist() == [[0, 1, 2, 8, 9]] * 2
     assert torch.allclose(routed.weights_TK, torch.tensor([0.125] * 3 + [1.0] * 2, device="cuda"))
 
@@ -172,10 +172,10 @@ def test_ties_go_to_the_lower_id() -> None:
 @pytest.mark.parametrize("tokens", [300, 1000])
 def test_tiles_of_shared_experts_stand_anywhere(tokens: int, codes: bool) -> None:
     """Spread among the others or behind them: the same bits."""
-    rule = Rule(6, 2, 1.0, 1, 1, "greedy", False, 2)
+    rule = RouterConfig(6, 2, 1.0, 1, 1, "greedy", False, 2)
     weights, gate = drawn(8, 256, 128, codes), normal(draw(), 6, 256).cuda()
     x, out = tokens_of(tokens, 256)
-    routed = route(x, gate, None, rule, torch.arange(tokens, device=x.device) % 7 > 0, quantise=codes)
+    routed = route(x, gate, None, rule, torch.arange(tokens, device=x.device) % 7 > 0, with_codes=codes)
     spread, behind = out.clone(), out.clone()
     add_experts_(spread, x, routed, weights)
     add_experts_(behind, x, routed._replace(shared=0), weights)
@@ -191,7 +191,7 @@ def test_after_the_warm_up_nothing_compiles() -> None:
     """Running the numbers of tokens that `starts` names compiles what any other number needs."""
     from triton import knobs
 
-    rule = Rule(8, 2, 1.0, 1, 1, "greedy", False, 1)
+    rule = RouterConfig(8, 2, 1.0, 1, 1, "greedy", False, 1)
     weights, gate = drawn(9, 256, 128, False), normal(draw(), 8, 256).cuda().bfloat16()
     compiled: list[object] = []
 
@@ -225,8 +225,8 @@ def test_deep_gemm_agrees(codes: bool) -> None:
     ids[7] = 9
     scale = torch.rand(300, 3, generator=draw()).cuda()
     own = out.clone()
-    add_experts_(own, x, Routed(scale, ids), weights)  # held against float64 by its cases
-    ext.add_experts_(out, x, Routed(scale, ids), weights)
+    add_experts_(own, x, RouterOutput(scale, ids), weights)  # held against float64 by its cases
+    ext.add_experts_(out, x, RouterOutput(scale, ids), weights)
     # bf16 between the product and silu moves one code in twenty
     assert float((out.double() - own.double()).abs().max() / own.double().abs().max()) < 4e-2, f"TEST_SEED={SEED}"
 
@@ -234,10 +234,10 @@ def test_deep_gemm_agrees(codes: bool) -> None:
 @pytest.mark.parametrize("codes", [False, True])
 def test_long_steps_are_computed_in_pieces(codes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as one by one: what is cut are views that begin anywhere."""
-    rule = Rule(8, 2, 1.0, 1, 1, "greedy", False, 1)
+    rule = RouterConfig(8, 2, 1.0, 1, 1, "greedy", False, 1)
     weights, gate = drawn(9, 256, 128, codes), normal(draw(), 8, 256).cuda()
     x, out = tokens_of(70, 256)
-    routed = route(x, gate, None, rule, quantise=codes, deterministic=True)
+    routed = route(x, gate, None, rule, with_codes=codes, deterministic=True)
     whole, cut, run = out.clone(), out.clone(), backends.runner("triton", deterministic=True)
     run(whole, x, routed, weights)
     monkeypatch.setattr(backends, "MOST_TOKENS", 32)
@@ -294,15 +294,15 @@ def test_a_deterministic_product_is_the_same_in_every_batch(outputs: int, codes:
     x, _ = tokens_of(4096, 512)
     if codes:
         weight, scale = fp8_weight(outputs, 512)
-        alone = torch.cat([invariant.linear_fp8(row, weight, scale) for row in x[:300].split(1)])
+        alone = torch.cat([batch_invariant_gemm.linear_fp8(row, weight, scale) for row in x[:300].split(1)])
     else:
         weight = (normal(draw(), outputs, 512) * 512**-0.5).bfloat16().cuda()
-        alone = torch.cat([invariant.linear(row, weight, dtype=torch.float32) for row in x[:300].split(1)])
+        alone = torch.cat([batch_invariant_gemm.linear(row, weight, dtype=torch.float32) for row in x[:300].split(1)])
     for count in COUNTS:
         together = (
-            invariant.linear_fp8(x[:count], weight, scale)
+            batch_invariant_gemm.linear_fp8(x[:count], weight, scale)
             if codes
-            else invariant.linear(x[:count], weight, dtype=torch.float32)
+            else batch_invariant_gemm.linear(x[:count], weight, dtype=torch.float32)
         )
         assert torch.equal(together[:300], alone[:count]), f"{count} rows, TEST_SEED={SEED}"
 
@@ -311,7 +311,7 @@ def test_rows_stand_alone_between_the_products() -> None:
     """Norm, activation, quantising and the router: bit for bit the same in every batch."""
     x, _ = tokens_of(4096, 512)
     weight, gate = torch.rand(512, generator=draw()).cuda(), normal(draw(), 64, 512).cuda()
-    rule = Rule(64, 6, 1.0, 1, 1, "greedy", False, 2)
+    rule = RouterConfig(64, 6, 1.0, 1, 1, "greedy", False, 2)
 
     def rows(x_TH: Tensor) -> list[Tensor]:
         routed = route(x_TH, gate, None, rule, deterministic=True)
@@ -335,7 +335,7 @@ def test_rows_stand_alone_between_the_products() -> None:
 
 @pytest.mark.parametrize("codes", [False, True])
 def test_deterministic_experts_over_many_counts(codes: bool) -> None:
-    rule = Rule(16, 4, 2.5, 4, 2, "noaux_tc", True, 1)
+    rule = RouterConfig(16, 4, 2.5, 4, 2, "noaux_tc", True, 1)
     weights, gate, bias = drawn(17, 256, 128, codes), (normal(draw(), 16, 256) * 0.05).cuda(), normal(draw(), 16).cuda()
     x, out = tokens_of(4096, 256)
     run = backends.runner("triton", deterministic=True)

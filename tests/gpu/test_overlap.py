@@ -19,18 +19,18 @@ if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a CUDA device and triton", allow_module_level=True)
 
 from thalweg.kernels.experts import triton as experts
-from thalweg.kernels.experts.triton import Weights, add_experts_
+from thalweg.kernels.experts.triton import ExpertWeights, add_experts_
 from thalweg.kernels.gemm import triton as gemm
+from thalweg.kernels.moe_align import triton as moe_align
 from thalweg.kernels.norm import triton as norm
-from thalweg.kernels.norm.triton import Normed, rms_norm
-from thalweg.kernels.permute import triton as permute
+from thalweg.kernels.norm.triton import LazyNorm, rms_norm
 from thalweg.kernels.quantize import triton as quantize
 from thalweg.kernels.router import triton as router
-from thalweg.kernels.router.triton import Rule, route
+from thalweg.kernels.router.triton import RouterConfig, route
 
 SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 HIDDEN, INNER, EXPERTS, LAYERS, REPLAYS = 1024, 384, 12, 6, 60
-RULE = Rule(EXPERTS, 4, 1.0, 1, 1, "greedy", True, 2)
+RULE = RouterConfig(EXPERTS, 4, 1.0, 1, 1, "greedy", True, 2)
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Layer:
     into: Tensor
     out: Tensor
     gate: Tensor
-    experts: Weights
+    experts: ExpertWeights
 
 
 def draw(generator: torch.Generator, *shape: int) -> Tensor:
@@ -54,9 +54,9 @@ def layer(generator: torch.Generator, codes: bool) -> Layer:
     if codes:
         pairs = [[quantize_blocks(each, (128, 128), False) for each in stack] for stack in stacks]
         (w13, w2), (s13, s2) = ([torch.stack([pair[part] for pair in each]) for each in pairs] for part in (0, 1))
-        weights = Weights(w13, w2, s13, s2)
+        weights = ExpertWeights(w13, w2, s13, s2)
     else:
-        weights = Weights(stacks[0].bfloat16(), stacks[1].bfloat16())
+        weights = ExpertWeights(stacks[0].bfloat16(), stacks[1].bfloat16())
     first, second = (normal(generator, HIDDEN).abs().cuda() + 0.5 for _ in range(2))
     into, out = draw(generator, HIDDEN + 576, HIDDEN).bfloat16(), draw(generator, HIDDEN, HIDDEN).bfloat16()
     return Layer((first, second), into, out, draw(generator, EXPERTS, HIDDEN), weights)
@@ -66,10 +66,10 @@ def forward(h: Tensor, layers: list[Layer], codes: bool) -> None:
     """Edits h as a model's layers do."""
     few = len(h) <= gemm.NORMED
     for one in layers:
-        x = Normed(h, one.norms[0], 1e-6) if few else rms_norm(h, one.norms[0], 1e-6)
+        x = LazyNorm(h, one.norms[0], 1e-6) if few else rms_norm(h, one.norms[0], 1e-6)
         mixed = gemm.linear(x, one.into)
         gemm.linear(mixed[:, :HIDDEN], one.out, None, h)
-        x = Normed(h, one.norms[1], 1e-6) if few else rms_norm(h, one.norms[1], 1e-6)
+        x = LazyNorm(h, one.norms[1], 1e-6) if few else rms_norm(h, one.norms[1], 1e-6)
         routed = route(x, one.gate, None, RULE, None, codes)
         add_experts_(h, x, routed, one.experts)
 
@@ -93,7 +93,7 @@ def test_overlapped_is_serial_bit_by_bit(tokens: int, codes: bool, monkeypatch: 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             forward(h, layers, codes)
-        for module in (experts, gemm, norm, permute, quantize, router):
+        for module in (experts, gemm, norm, moe_align, quantize, router):
             for name in ("launch", "launch_options"):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, plainly)

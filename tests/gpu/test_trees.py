@@ -22,7 +22,7 @@ from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, PageAppend, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
-from thalweg.kernels.case import Case
+from thalweg.kernels.case import KernelCase
 from thalweg.kernels.climb import case as climb
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.grow import triton as grow
@@ -345,8 +345,8 @@ def test_flashmla_attends_where_nothing_parts_ways(
 
 
 @pytest.mark.parametrize("case", list(climb.cases(torch.Generator().manual_seed(5))), ids=lambda case: case.name)
-def test_climbing(case: Case, cuda: torch.device) -> None:
-    assert max(case.errors(climb.run_triton(**case.given()))) == 0
+def test_climbing(case: KernelCase, cuda: torch.device) -> None:
+    assert max(case.errors(climb.run_triton(**case.fresh_inputs()))) == 0
 
 
 @pytest.mark.parametrize(

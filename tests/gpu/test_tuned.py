@@ -12,7 +12,7 @@ import torch
 
 from thalweg.bench.kernels import Bench, Work, cloned, difference
 from thalweg.core.kernels import TunedKernel
-from thalweg.kernels.case import Sized
+from thalweg.kernels.case import TimedCase
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.tuned import TUNED, flat
 from thalweg.launch.tuned_forms import fits
@@ -42,8 +42,8 @@ def test_a_tuned_tile_takes_the_tables_place_and_gives_the_same() -> None:
     before, tile = gemm.linear(x, w), gemm.tabled(1, n, k, 2)
     assert tile is not None
     other = next(one for one in tuning.candidates(tile, 1, k, 2) if one != tile)
-    TUNED.use([TunedKernel("thin", (n, k, 2, 0), flat(tile), flat(other))])
-    assert gemm.thin_tile(1, n, k, 2) == other and gemm.thin_tile(1, n + 8, k, 2) == gemm.tabled(1, n + 8, k, 2)
+    TUNED.use([TunedKernel("gemv", (n, k, 2, 0), flat(tile), flat(other))])
+    assert gemm.gemv_tile(1, n, k, 2) == other and gemm.gemv_tile(1, n + 8, k, 2) == gemm.tabled(1, n + 8, k, 2)
     assert difference((gemm.linear(x, w),), (before,)) < 1e-2
 
 
@@ -68,7 +68,7 @@ def test_a_file_may_hold_whatever_is_tried() -> None:
             assert one == search.default or fits(search.operation, search.key, flat(search.default), flat(one)), one
 
 
-def small() -> list[tuple[str, Sized]]:
+def small() -> list[tuple[str, TimedCase]]:
     return [
         (name, case)
         for name, operation in OPERATIONS.items()
@@ -81,16 +81,18 @@ def small() -> list[tuple[str, Sized]]:
 
 
 @pytest.mark.parametrize(("name", "case"), small(), ids=lambda one: one if isinstance(one, str) else one.name)
-def test_backends_of_a_size_agree_with_their_reference(name: str, case: Sized) -> None:
+def test_backends_of_a_size_agree_with_their_reference(name: str, case: TimedCase) -> None:
     generator = torch.Generator(CUDA).manual_seed(5)
     given = case.draw(generator, None)
     if case.cost(given)[1] > SMALL:
         pytest.skip("timed by `thalweg bench kernels`, which compares first")
     first, *others = case.backends
     with torch.inference_mode():
-        expected = case.seen(case.backends[first](**cloned(given)))
+        expected = case.compared(case.backends[first](**cloned(given)))
         for backend in others:
-            assert difference(case.seen(case.backends[backend](**cloned(given))), expected) <= case.tolerance, backend
+            assert difference(case.compared(case.backends[backend](**cloned(given))), expected) <= case.tolerance, (
+                backend
+            )
 
 
 def test_a_backend_is_timed_in_a_graph() -> None:

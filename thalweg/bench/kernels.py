@@ -26,7 +26,7 @@ from thalweg.bench.in_process import positive
 from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.kernels.case import Case, Inputs, Run, Sized
+from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase
 from thalweg.kernels.catalog import OPERATIONS
 
 RESIDENT = {"cuda": 300e6, "cpu": 128e6}  # bytes that calls in a row read together: several times the last cache
@@ -64,7 +64,7 @@ class Work:
     """
 
     operation: str
-    case: Sized
+    case: TimedCase
     small: bool
 
     def timed(self, reference: bool) -> list[str]:
@@ -105,16 +105,16 @@ def works(device: torch.device) -> Iterator[Work]:
             yield from (Work(name, _small(case, operation.backends, device), True) for case in drawn)
 
 
-def _small(case: Case, backends: dict[str, Run], device: torch.device) -> Sized:
+def _small(case: KernelCase, backends: dict[str, Run], device: torch.device) -> TimedCase:
     """A correctness case as one to be timed: held against its exact result."""
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
-        given = case.given()
+        given = case.fresh_inputs()
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
 
     cost = float(case.flops), float(case.bytes)
     plain = all(value.dtype != torch.bfloat16 for value in case.inputs.values() if isinstance(value, Tensor))
-    return Sized(case.name, draw, backends, lambda given: cost, "float32" if plain else "bf16", case.tolerance)
+    return TimedCase(case.name, draw, backends, lambda given: cost, "float32" if plain else "bf16", case.tolerance)
 
 
 def matches(text: str, wanted: Sequence[str]) -> bool:
@@ -158,7 +158,7 @@ class Bench:
         run, reference = case.backends[backend], next(iter(case.backends))
         error = 0.0
         if backend != reference:
-            error = difference(case.seen(run(**cloned(inputs[0]))), self._reference(work, inputs[0]))
+            error = difference(case.compared(run(**cloned(inputs[0]))), self._reference(work, inputs[0]))
             if not error <= case.tolerance:
                 return replace(empty, error=error, failed=f"wrong by {error:.3g}, {case.tolerance:.3g} is allowed")
         # the reference and the small cases ask the device for things: they could not be recorded
@@ -177,7 +177,7 @@ class Bench:
         """What its reference gives, kept for the other backends."""
         if self._expected[0] is not work:
             self._expected = None, ()
-            self._expected = work, work.case.seen(next(iter(work.case.backends.values()))(**cloned(given)))
+            self._expected = work, work.case.compared(next(iter(work.case.backends.values()))(**cloned(given)))
         return self._expected[1]
 
     def _inputs(self, work: Work) -> list[Inputs]:
@@ -206,7 +206,7 @@ def difference(got: Any, expected: Any) -> float:
     """
     worst = 0.0
     for mine, other in zip(got, expected, strict=True):
-        case = Case("", {}, (other.double(),), 0.0, 0, 0)
+        case = KernelCase("", {}, (other.double(),), 0.0, 0, 0)
         worst = max(worst, *case.errors((mine,)))
     return worst
 

@@ -39,7 +39,7 @@ from thalweg.engine import caches
 from thalweg.engine.build import layer_factory
 from thalweg.kernels.case import Inputs
 from thalweg.kernels.gemm import tuning_cpu
-from thalweg.kernels.search import Search
+from thalweg.kernels.search import TuningSearch
 from thalweg.kernels.tuned import TUNED, digest, flat
 from thalweg.launch import tuned
 from thalweg.launch.resolve import resolve
@@ -60,7 +60,7 @@ class Outcome:
     wrong: those that dropped out, the first for this reason.
     """
 
-    search: Search
+    search: TuningSearch
     choice: Any
     us: float
     default_us: float
@@ -83,7 +83,7 @@ class Found:
     ended: str = ""
 
 
-def searches(resolved: Resolved) -> list[Search]:
+def searches(resolved: Resolved) -> list[TuningSearch]:
     """Everything that can be tuned for this model on this device, what takes most time in a step first."""
     settings = resolved.engine
     facts = read_facts(resolved.path)
@@ -97,7 +97,7 @@ def searches(resolved: Resolved) -> list[Search]:
     return list(of_model(model, settings.kernels.fp8_gemm))
 
 
-def _on_cpu(settings: EngineConfig, facts: ModelFacts) -> Iterator[Search]:
+def _on_cpu(settings: EngineConfig, facts: ModelFacts) -> Iterator[TuningSearch]:
     """What an empty model asks for while it is made: its memory is never touched, so it takes none."""
     with TUNED.noted() as asked:
         catalog.assemble(facts, layer_factory(facts, "cpu", settings.kernels, settings.dtype))
@@ -116,7 +116,7 @@ class Tuner:
         self.device, self.most = device, most
         self.resident = min(RESIDENT[device.type], weights)
 
-    def run(self, search: Search) -> Outcome:
+    def run(self, search: TuningSearch) -> Outcome:
         """Raises RuntimeError where the table's own choice fails: then nothing can be compared with it."""
         with torch.inference_mode():
             generator = torch.Generator(self.device).manual_seed(SEED)
@@ -137,7 +137,9 @@ class Tuner:
         us = took[choice] * 1e6, took[search.default] * 1e6
         return Outcome(search, choice, *us, len(sound), len(reasons), (reasons or [""])[0])
 
-    def _final(self, search: Search, best: Sequence[Any], inputs: Sequence[Inputs]) -> tuple[Any, dict[Any, float]]:
+    def _final(
+        self, search: TuningSearch, best: Sequence[Any], inputs: Sequence[Inputs]
+    ) -> tuple[Any, dict[Any, float]]:
         """The choice among these and the table's own, and the seconds of each."""
         finalists = list(dict.fromkeys((search.default, *best)))
         rounds = [[self._time(search, one, inputs, LONG) for one in finalists] for _ in range(ROUNDS)]
@@ -146,7 +148,7 @@ class Tuner:
         return choice if took[choice] <= took[search.default] * (1 - GAIN) else search.default, took
 
     def _sound(
-        self, search: Search, tried: Sequence[Any], given: Inputs, sound: Sequence[Any] = ()
+        self, search: TuningSearch, tried: Sequence[Any], given: Inputs, sound: Sequence[Any] = ()
     ) -> tuple[list[Any], list[str]]:
         """Those that compute what the reference does, behind the ones known to, and why others do not."""
         known = failures()
@@ -166,7 +168,7 @@ class Tuner:
                 reasons.append(f"{one}: wrong by {error:.3g}")
         return found, reasons
 
-    def _best(self, search: Search, ordered: Sequence[Any], given: Inputs, reasons: list[str]) -> list[Any]:
+    def _best(self, search: TuningSearch, ordered: Sequence[Any], given: Inputs, reasons: list[str]) -> list[Any]:
         """The first few of them that are right in all their uses; why others are not is added to the reasons."""
         best: list[Any] = []
         for one in ordered:
@@ -184,7 +186,7 @@ class Tuner:
                 break
         return best
 
-    def _compile(self, search: Search, tried: Sequence[Any], given: Inputs) -> None:
+    def _compile(self, search: TuningSearch, tried: Sequence[Any], given: Inputs) -> None:
         """All at once: a compiler takes seconds, and the others' cores stand idle. What fails here fails again where it
         counts.
         """
@@ -198,7 +200,7 @@ class Tuner:
                 done.exception()
         torch.cuda.synchronize()
 
-    def _time(self, search: Search, candidate: Any, inputs: Sequence[Inputs], seconds: float) -> float:
+    def _time(self, search: TuningSearch, candidate: Any, inputs: Sequence[Inputs], seconds: float) -> float:
         calls = [lambda given=given: search.run(candidate, given) for given in inputs]
         return stopwatch.took(calls, self.device, seconds).seconds
 
@@ -209,7 +211,7 @@ class Shelf:
     def __init__(self, folder: Path, device: str, versions: dict[str, str], made: dict[str, object]) -> None:
         self.folder, self.device, self.versions, self.made = folder, device, versions, made
 
-    def done(self, search: Search) -> bool:
+    def done(self, search: TuningSearch) -> bool:
         """Whether this very case has been searched, with this code."""
         file = self._file(search)
         return file is not None and any(
@@ -239,7 +241,7 @@ class Shelf:
             raise ResultError(f"cannot write {path} ({error.strerror}); give another --cache-dir") from error
         return path
 
-    def _file(self, search: Search) -> tuned.TunedFile | None:
+    def _file(self, search: TuningSearch) -> tuned.TunedFile | None:
         try:
             file = tuned.load(self.folder / tuned.file_name(search.operation, search.key))
         except (OSError, msgspec.MsgspecError):
@@ -278,7 +280,7 @@ def _parser() -> OptionsParser:
 examples:
   thalweg tune models/tiny
   thalweg tune org/name --load-format dummy --seconds 600
-  thalweg tune org/name --only experts "thin 2048"
+  thalweg tune org/name --only experts "gemv 2048"
 
 What is found lies in ~/.cache/thalweg/tuned (or --cache-dir) and is used by every start on this device with these versions of torch and Triton;
 `thalweg plan` says so. It never runs by itself. Run it alone: what else runs on the device spoils it. Ctrl-C keeps what was found, and the next
@@ -290,7 +292,7 @@ run goes on from there."""
         ("model", "load"),
     )
     add = parser.add_argument_group("This command").add_argument
-    add("--only", nargs="+", default=[], metavar="WORDS", help='only what has these words in it: experts, "thin 2048"')
+    add("--only", nargs="+", default=[], metavar="WORDS", help='only what has these words in it: experts, "gemv 2048"')
     add("--seconds", type=float, default=None, metavar="S", help="stop after about so long (default: when all is done)")
     add("--candidates", type=positive, default=96, metavar="N", help="most that are tried of each case (default: 96)")
     add("--again", action="store_true", help="search again what has been searched")
@@ -299,7 +301,7 @@ run goes on from there."""
     return parser
 
 
-def _search_all(tuner: Tuner, todo: Sequence[Search], shelf: Shelf, seconds: float | None) -> Found:
+def _search_all(tuner: Tuner, todo: Sequence[TuningSearch], shelf: Shelf, seconds: float | None) -> Found:
     """As many as there is time for, each written when it is done."""
     console, found = Console(stderr=True), Found()
     begun = time.monotonic()

@@ -9,13 +9,13 @@ from torch import nn
 
 from thalweg.kernels.experts import tuning as experts
 from thalweg.kernels.gemm import tuning as gemm
-from thalweg.kernels.search import Search
+from thalweg.kernels.search import TuningSearch
 from thalweg.layers.kernel_linear import KernelEmbedding, KernelLinear, QuantizedLinear
 from thalweg.layers.kernel_moe import KernelMoe
 from thalweg.models.decoder import Model
 
 
-def of_model(model: Model, fp8_gemm: str) -> Iterator[Search]:
+def of_model(model: Model, fp8_gemm: str) -> Iterator[TuningSearch]:
     """Experts first, then the largest products; each shape once. fp8_gemm: the backend of products with FP8 weights."""
     assert isinstance(model, nn.Module)
     stacks: dict[tuple[int, int, int, int, int, bool], None] = {}

@@ -80,7 +80,7 @@ class MoeFacts:
     method: str
     groups: int
     topk_groups: int
-    normalise: bool
+    renormalize: bool
     scale: float
     sparse: tuple[bool, ...]  # which layers have experts
 
@@ -335,7 +335,7 @@ def _moe(read: _Reader) -> MoeFacts | None:
         method=method,
         groups=read.count("n_group", 1) or 1,
         topk_groups=read.count("topk_group", 1) or 1,
-        normalise=read.flag("norm_topk_prob", not softmax),
+        renormalize=read.flag("norm_topk_prob", not softmax),
         scale=read.number("routed_scaling_factor", 1.0, above=0.0),
         sparse=_sparse_layers(read),
     )
@@ -400,7 +400,7 @@ def _check(facts: ModelFacts, read: _Reader) -> None:
 
 
 def _check_moe(moe: MoeFacts, read: _Reader) -> None:
-    if moe.normalise and moe.method != "noaux_tc" and moe.scale != 1.0:
+    if moe.renormalize and moe.method != "noaux_tc" and moe.scale != 1.0:
         # DeepSeek-V2's code would then drop the scaling factor, transformers applies it; no published model asks
         raise read.error("norm_topk_prob", "true with softmax scores and a routed_scaling_factor is ambiguous")
     if moe.experts % moe.groups:

@@ -14,7 +14,7 @@ Run = Callable[..., Any]  # keyword arguments → tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """inputs: keyword arguments of every backend; a backend may edit tensors among them, so it is given clones. exact:
     in float64, by the definition and not by any backend. tolerance: of max |difference| / max |exact|; 0 is equality.
     flops, bytes: what an ideal implementation computes and moves.
@@ -27,7 +27,7 @@ class Case:
     flops: int
     bytes: int
 
-    def given(self) -> dict[str, Any]:
+    def fresh_inputs(self) -> dict[str, Any]:
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.inputs.items()}
 
     def errors(self, got: tuple[Tensor, ...]) -> tuple[float, ...]:
@@ -49,7 +49,7 @@ Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
+class TimedCase:
     """A case of a size that models have, to be timed on one device: held against the reference there, since float64
     would take too long.
 
@@ -57,7 +57,7 @@ class Sized:
     find theirs in a cache. It is given those drawn before, of which it may keep what no cache holds. backends: by name,
     the reference first; they may write into what they are given. cost: FLOPs and bytes of an ideal implementation with
     these inputs. math: which ceiling FLOPs are held against, "float32", "bf16" or "fp8". tolerance: of max |difference
-    from the reference| / max |reference|. seen: what of the results is compared, where they are codes.
+    from the reference| / max |reference|. compared: what of the results is compared, where they are codes.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Sized:
     cost: Callable[[Inputs], tuple[float, float]]
     math: str
     tolerance: float
-    seen: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda results: results
+    compared: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda results: results
 
 
-Sizes = Callable[[torch.device], Iterator[Sized]]
+Sizes = Callable[[torch.device], Iterator[TimedCase]]
 
 
-def no_sizes(device: torch.device) -> Iterator[Sized]:
+def no_sizes(device: torch.device) -> Iterator[TimedCase]:
     """Of an operation whose small cases are timed instead."""
     return iter(())
 
@@ -83,7 +83,7 @@ class Operation:
     and its cases of models' sizes on a device.
     """
 
-    cases: Callable[[torch.Generator], Iterator[Case]]
+    cases: Callable[[torch.Generator], Iterator[KernelCase]]
     backends: dict[str, Run]
     sizes: Sizes = no_sizes
 
@@ -92,7 +92,7 @@ def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.f
     return torch.randn(*shape, generator=generator, dtype=torch.float32).to(dtype)
 
 
-def drawn(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def draw_tensor(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Normal numbers on the generator's device; e4m3 ones have random bits, of magnitudes below 2."""
     if dtype == torch.float8_e4m3fn:
         bits = torch.randint(0, 256, shape, generator=generator, device=generator.device, dtype=torch.uint8)
@@ -105,6 +105,6 @@ def size(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-def precision(dtype: torch.dtype) -> float:
+def tolerance_of(dtype: torch.dtype) -> float:
     """A tolerance for sums of some hundred products in this dtype."""
     return {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]

@@ -4,6 +4,7 @@ its case.py.
 
 from __future__ import annotations
 
+from thalweg.kernels.batch_invariant_gemm import case as batch_invariant_gemm
 from thalweg.kernels.case import Operation
 from thalweg.kernels.climb import case as climb
 from thalweg.kernels.expand_latents import case as expand_latents
@@ -14,10 +15,9 @@ from thalweg.kernels.gemm import case as gemm
 from thalweg.kernels.gemm import case_fp8 as gemm_fp8
 from thalweg.kernels.gqa import case as gqa
 from thalweg.kernels.indexer import case as indexer
-from thalweg.kernels.invariant import case as invariant
 from thalweg.kernels.mla import case as mla
+from thalweg.kernels.moe_align import case as moe_align
 from thalweg.kernels.norm import case as norm
-from thalweg.kernels.permute import case as permute
 from thalweg.kernels.quantize import case as quantize
 from thalweg.kernels.rope import case as rope
 from thalweg.kernels.router import case as router
@@ -36,10 +36,10 @@ OPERATIONS = {
     "gemm_fp8": Operation(gemm_fp8.cases, dict(gemm_fp8.BACKENDS), gemm_fp8.sizes),
     "gqa": Operation(gqa.cases, dict(gqa.BACKENDS), gqa.sizes),
     "indexer": Operation(indexer.cases, dict(indexer.BACKENDS)),
-    "invariant": Operation(invariant.cases, dict(invariant.BACKENDS)),
+    "batch_invariant_gemm": Operation(batch_invariant_gemm.cases, dict(batch_invariant_gemm.BACKENDS)),
     "mla": Operation(mla.cases, dict(mla.BACKENDS), mla.sizes),
     "norm": Operation(norm.cases, dict(norm.BACKENDS), norm.sizes),
-    "permute": Operation(permute.cases, dict(permute.BACKENDS)),
+    "moe_align": Operation(moe_align.cases, dict(moe_align.BACKENDS)),
     "quantize": Operation(quantize.cases, dict(quantize.BACKENDS), quantize.sizes),
     "rope": Operation(rope.cases, dict(rope.BACKENDS)),
     "router": Operation(router.cases, dict(router.BACKENDS), router.sizes),

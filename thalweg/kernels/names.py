@@ -35,7 +35,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     (r"_follow|_spread|_climb|_best_of_parts|_border|_keep|_raced|_settle|_adjust|_penalise|_forbid|_report|_show", SAMPLING),
     (r"_race|_pick|_finish|_walk|_verify|_kth", SAMPLING),
     (r"Mem(cpy|set).*", COPIES),
-    (r"_thin|_linear|_linear_fp8|_matmul_fp8|_wide|_cut|_add_parts|_product", PRODUCT),
+    (r"_gemv|_linear|_linear_fp8|_matmul_fp8|_small_batch_gemm|_split_k_gemm|_add_partials|_product", PRODUCT),
     (r"nvjet.*|.*gemm.*|.*gemv.*|.*cutlass.*|.*splitK.*|.*cublas.*", PRODUCT),
 )  # fmt: skip
 # whose meaning depends on the place: (before the router of a layer or where there is none, behind it)
@@ -46,7 +46,7 @@ EITHER = {
     "_decode": (ATTENTION, ATTENTION),
 }
 REDUCTIONS = re.compile(
-    r"_add_parts|.*splitK.*reduce.*|.*reduce_splitk.*", re.IGNORECASE
+    r"_add_partials|.*splitK.*reduce.*|.*reduce_splitk.*", re.IGNORECASE
 )  # the end of the product before them
 
 OPERATORS: tuple[tuple[str, str], ...] = (

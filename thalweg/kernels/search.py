@@ -26,7 +26,7 @@ def nothing(timed: Sequence[Any]) -> Sequence[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class TuningSearch:
     """operation, key: of the choice, as `tuned` has them. label: of the case that is timed. default: what the
     operation's table says. candidates: others of its type. draw: inputs, as `case.Sized` draws them. run: of a
     candidate, results. reference: what they must come to, within `tolerance` of the largest. bytes: that a call reads,

@@ -22,14 +22,14 @@ Question = tuple[str, TuningValues, Any]  # operation, key, default
 
 # by operation: the file whose code a choice was measured with
 SOURCES = {
-    "thin": "gemm/triton.py",
+    "gemv": "gemm/triton.py",
     "experts": "experts/triton.py",
     "fp8_rows": "gemm/fp8.py",
-    "read_ahead": "gemm/warm.py",
+    "read_ahead": "gemm/prefetch.py",
 }
 
 
-class Tuned:
+class TuningTable:
     """The choices that a process uses. Filled by `use` before the first model is made, and left alone while kernels
     run.
     """
@@ -45,7 +45,7 @@ class Tuned:
             found.setdefault((row.operation, row.key), {})[row.default] = row.choice
         self._found = found
 
-    def instead(self, operation: str, key: TuningValues, default: T) -> T:
+    def lookup(self, operation: str, key: TuningValues, default: T) -> T:
         """What was found in place of `default`: a number, or a dataclass of such. Itself where nothing was."""
         if self._asked is not None:
             self._asked.append((operation, key, default))
@@ -65,7 +65,7 @@ class Tuned:
             self._asked = None
 
 
-TUNED = Tuned()  # a process computes on one device
+TUNED = TuningTable()  # a process computes on one device
 
 
 def flat(choice: Any) -> TuningValues:

@@ -1,7 +1,7 @@
 """What `thalweg tune` has written for this device: where it lies, and what of it can be used. Nothing is searched here.
 
 A folder for a device and the versions of what computes on it, in it a file for each operation and shape:
-`~/.cache/thalweg/tuned/nvidia-h100-80gb-hbm3-torch-2.11.0-triton-3.6.0/thin-3648-2048-2-0.json`. The same folders
+`~/.cache/thalweg/tuned/nvidia-h100-80gb-hbm3-torch-2.11.0-triton-3.6.0/gemv-3648-2048-2-0.json`. The same folders
 beside the package, `thalweg/tuned/`, come first; what a user has tuned takes the place of theirs.
 """
 

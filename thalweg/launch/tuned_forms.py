@@ -25,7 +25,7 @@ def fits(operation: str, key: TuningValues, default: TuningValues, choice: Tunin
     return lengths == [keys, numbers, numbers] == [len(part) for part in given] and form(*given)
 
 
-def _thin(key: Numbers, default: Numbers, choice: Numbers) -> bool:
+def _gemv(key: Numbers, default: Numbers, choice: Numbers) -> bool:
     """`kernels.gemm.tuning.candidates`."""
     _, k, itemsize, _ = key
     m, n, parts, columns, ahead, stages, warps = choice
@@ -78,7 +78,7 @@ def _never(key: Numbers, default: Numbers, choice: Numbers) -> bool:
 PATHS: dict[str, Form] = {"pairs": _pairs, "direct": _grouped, "sorted": _grouped}
 # by operation: the form, of experts by path; how many numbers a choice has; and how many a key
 FORMS: dict[str, tuple[Form, int, int]] = {
-    "thin": (_thin, 7, 4),
+    "gemv": (_gemv, 7, 4),
     "experts": (_never, 11, 4),
     "fp8_rows": (_few, 1, 2),
     "read_ahead": (_switch, 1, 2),

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from thalweg.kernels.batch_invariant_gemm import triton as batch_invariant_gemm
 from thalweg.kernels.gemm import triton as gemm
-from thalweg.kernels.invariant import triton as invariant
 from thalweg.kernels.norm import triton as norm
-from thalweg.kernels.norm.triton import Normed
+from thalweg.kernels.norm.triton import LazyNorm
 from thalweg.kernels.silu_mul import triton as silu_mul
-from thalweg.kernels.wide import triton as wide
+from thalweg.kernels.small_batch_gemm import triton as small_batch_gemm
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.linear import LinearLayer
 from thalweg.layers.module import Module, parameter
@@ -37,13 +37,13 @@ class KernelNorm(Module):
         """The same, in place."""
         return x_TH.copy_(self.forward(x_TH))
 
-    def lazy(self, x_TH: Tensor) -> Normed:
+    def lazy(self, x_TH: Tensor) -> LazyNorm:
         """The norm for a product or a mixture of experts to compute in its own way. x must not change before."""
-        return Normed(x_TH, self.weight, self.eps)
+        return LazyNorm(x_TH, self.weight, self.eps)
 
 
 # (x, weight, bias, residual, dtype) → x Wᵀ (+ b) (+ residual, in place) in dtype, default x's
-Matmul = Callable[[Tensor | Normed, Tensor, Tensor | None, Tensor | None, torch.dtype | None], Tensor]
+Matmul = Callable[[Tensor | LazyNorm, Tensor, Tensor | None, Tensor | None, torch.dtype | None], Tensor]
 
 
 def matmul(deterministic: bool) -> Matmul:
@@ -52,20 +52,20 @@ def matmul(deterministic: bool) -> Matmul:
 
 
 def _invariant(
-    x: Tensor | Normed, w: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
+    x: Tensor | LazyNorm, w: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor:
-    return invariant.linear(norm.rows_of(x), w, bias, residual, dtype)
+    return batch_invariant_gemm.linear(norm.rows_of(x), w, bias, residual, dtype)
 
 
 def _fastest(
-    x: Tensor | Normed, w: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
+    x: Tensor | LazyNorm, w: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor:
     """Own kernels for few rows, and where a weight fills the machine for some more; cuBLAS beyond."""
-    if bias is None and residual is None and wide.head_fits(len(x), w):
-        return wide.linear(norm.rows_of(x), w, dtype or torch.bfloat16)
-    if bias is None and residual is not None and wide.cut_fits(len(x), w):
-        return wide.add_(residual, norm.rows_of(x), w)
-    if gemm.wins(len(x), *w.shape):
+    if bias is None and residual is None and small_batch_gemm.linear_fits(len(x), w):
+        return small_batch_gemm.linear(norm.rows_of(x), w, dtype or torch.bfloat16)
+    if bias is None and residual is not None and small_batch_gemm.split_k_fits(len(x), w):
+        return small_batch_gemm.add_(residual, norm.rows_of(x), w)
+    if gemm.is_faster(len(x), *w.shape):
         return gemm.linear(x, w, bias, residual, dtype)
     x = norm.rows_of(x)
     if residual is not None:
@@ -87,17 +87,17 @@ class KernelLinear(LinearLayer):
         self.weight = parameter(sum(widths), inputs, dtype=layers.dtype, device=layers.device)
         self.bias = parameter(sum(widths), dtype=layers.dtype, device=layers.device) if has_bias else None
 
-    def forward(self, x: Tensor | Normed) -> Tensor:
+    def forward(self, x: Tensor | LazyNorm) -> Tensor:
         return self.matmul(x, self.weight, self.bias, None, None)
 
-    def add_(self, h: Tensor, x: Tensor | Normed) -> Tensor:
+    def add_(self, h: Tensor, x: Tensor | LazyNorm) -> Tensor:
         return self.matmul(x, self.weight, self.bias, h, None)
 
-    def swiglu(self, x: Tensor | Normed) -> Tensor:
-        if self.matmul is _fastest and gemm.fuses(len(x), *self.weight.shape):
+    def swiglu(self, x: Tensor | LazyNorm) -> Tensor:
+        if self.matmul is _fastest and gemm.can_fuse_swiglu(len(x), *self.weight.shape):
             return gemm.swiglu(x, self.weight, self.bias)
-        if self.matmul is _fastest and self.bias is None and wide.pairs_fit(len(x), self.weight):
-            return wide.swiglu(norm.rows_of(x), self.weight)
+        if self.matmul is _fastest and self.bias is None and small_batch_gemm.swiglu_fits(len(x), self.weight):
+            return small_batch_gemm.swiglu(norm.rows_of(x), self.weight)
         return silu_mul.silu_mul(self.forward(x))
 
 
@@ -111,13 +111,13 @@ class QuantizedLinear(LinearLayer):
         self.product = scheme.product(layers.kernels)
         self._held = quantized_parameters(self, "weight", scheme, (sum(widths), inputs), layers.device)
 
-    def forward(self, x: Tensor | Normed) -> Tensor:
+    def forward(self, x: Tensor | LazyNorm) -> Tensor:
         return self.product(x, self._held)
 
-    def add_(self, h: Tensor, x: Tensor | Normed) -> Tensor:
+    def add_(self, h: Tensor, x: Tensor | LazyNorm) -> Tensor:
         return self.product(x, self._held, residual_MN=h)
 
-    def swiglu(self, x: Tensor | Normed) -> Tensor:
+    def swiglu(self, x: Tensor | LazyNorm) -> Tensor:
         return silu_mul.silu_mul(self.forward(x))
 
 
@@ -138,18 +138,18 @@ class MixedLinear(LinearLayer):
         super().__init__([linears[linear].widths[part] for linear, part in order])
         self.linears, self._linears, self.order = nn.ModuleList(linears), list(linears), list(order)
 
-    def split(self, x: Tensor | Normed) -> tuple[Tensor, ...]:
+    def split(self, x: Tensor | LazyNorm) -> tuple[Tensor, ...]:
         rows = norm.rows_of(x)  # once for all products
         results = [linear.split(rows) for linear in self._linears]
         return tuple(results[linear][part] for linear, part in self.order)
 
-    def forward(self, x: Tensor | Normed) -> Tensor:
+    def forward(self, x: Tensor | LazyNorm) -> Tensor:
         return torch.cat(self.split(x), 1)
 
-    def add_(self, h: Tensor, x: Tensor | Normed) -> Tensor:
+    def add_(self, h: Tensor, x: Tensor | LazyNorm) -> Tensor:
         return h.add_(self.forward(x))
 
-    def swiglu(self, x: Tensor | Normed) -> Tensor:
+    def swiglu(self, x: Tensor | LazyNorm) -> Tensor:
         return silu_mul.silu_mul(self.forward(x))
 
 

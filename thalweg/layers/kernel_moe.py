@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from thalweg.config.model import MoeFacts
 from thalweg.kernels.experts.backends import runner
-from thalweg.kernels.experts.triton import Weights
+from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.gemm import triton as gemm
 from thalweg.kernels.norm import triton as norm
-from thalweg.kernels.norm.triton import Normed
+from thalweg.kernels.norm.triton import LazyNorm
 from thalweg.kernels.router import triton as routing
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.kernel_linear import quantized_parameters
@@ -40,8 +40,8 @@ class KernelMoe(Module):
         self.router = RouterWeights(layers, f"{name}.gate", moe, hidden, layers.dtype)  # the gate as published
         self.experts = KernelExperts(layers, name, moe, hidden, scheme, stacked)
         self.shared = layers.shared_experts(name, moe, hidden) if moe.shared and not is_stacked else None
-        self.rule = routing.Rule(
-            moe.experts, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.method, moe.normalise, stacked
+        self.rule = routing.RouterConfig(
+            moe.experts, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.method, moe.renormalize, stacked
         )
         layout, device = layers.layout, layers.device
         self.placement = None if layout.is_single else ExpertPlacement(moe.experts, stacked, layout, device)
@@ -54,11 +54,11 @@ class KernelMoe(Module):
         if self.shared is not None:
             self.shared.add_to(h, x, real_T)
 
-    def add_(self, h_TH: Tensor, x: Tensor | Normed, real_T: Tensor | None) -> None:
+    def add_(self, h_TH: Tensor, x: Tensor | LazyNorm, real_T: Tensor | None) -> None:
         """h += the experts of the stacks, in place."""
         self.run(h_TH, x, self._route(x, real_T, self.experts.reads_codes), self.experts.stacks())
 
-    def partial(self, x: Tensor | Normed, real_T: Tensor | None) -> Tensor:
+    def partial(self, x: Tensor | LazyNorm, real_T: Tensor | None) -> Tensor:
         """float32 [T, H]: this rank's part of the sum over tensor-parallel ranks."""
         placement, x_TH = self.placement, norm.rows_of(x)
         assert placement is not None, "one rank adds to the stream itself"
@@ -67,12 +67,12 @@ class KernelMoe(Module):
         ids_TK = placement.local_ids(ids_TK, len(x_TH) // placement.layout.dp.size)
         sum_TH = torch.zeros_like(x_TH)
         codes, scales = self.experts.quantized(x_TH)
-        self.run(sum_TH, x_TH, routing.Routed(weights_TK, ids_TK, codes, scales), self.experts.stacks())
+        self.run(sum_TH, x_TH, routing.RouterOutput(weights_TK, ids_TK, codes, scales), self.experts.stacks())
         return placement.combine(sum_TH)
 
-    def _route(self, x: Tensor | Normed, real_T: Tensor | None, quantise: bool) -> routing.Routed:
+    def _route(self, x: Tensor | LazyNorm, real_T: Tensor | None, with_codes: bool) -> routing.RouterOutput:
         return routing.route(
-            x, self.router.weight, self.router.bias, self.rule, real_T, quantise, self.is_deterministic
+            x, self.router.weight, self.router.bias, self.rule, real_T, with_codes, self.is_deterministic
         )
 
 
@@ -107,8 +107,8 @@ class KernelExperts(Module):
     w13: nn.Parameter
     w2: nn.Parameter
 
-    def stacks(self) -> Weights:
-        return Weights(self.w13, self.w2, self.w13_scale, self.w2_scale)
+    def stacks(self) -> ExpertWeights:
+        return ExpertWeights(self.w13, self.w2, self.w13_scale, self.w2_scale)
 
     def quantized(self, x_TH: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The activations as the experts' scheme multiplies them; None for plain ones."""

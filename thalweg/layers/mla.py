@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from thalweg.attention.context import AttentionGroup, AttentionMetadata, concat_groups
 from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
-from thalweg.kernels.gemm.warm import Warm, nothing, warm_for
+from thalweg.kernels.gemm.prefetch import Prefetch, no_prefetch, prefetch_for
 from thalweg.kernels.rope.ref import rotate_
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.indexer import Indexer
@@ -111,19 +111,19 @@ class Mla(MlaProjections):
             self.indexer = Indexer(layers, facts, layer, f"{name}.indexer", selection, turn)
         elif index is not None:  # it uses the selection of an earlier layer; its own indexer may be published too
             self.weights.skips.append(re.escape(f"{name}.indexer.") + ".*")
-        self._prefetch_before: Warm = nothing
-        self._prefetch_after: Warm = nothing
+        self._prefetch_before: Prefetch = no_prefetch
+        self._prefetch_after: Prefetch = no_prefetch
         self._before = self._after = self.uk.data
         if isinstance(self.down, Linear):
             self._place()
         self.latents = Latents(facts, layer, self.scale, self.uk.data, self.uv.data)
 
     def _place(self) -> None:
-        """What a step reads one behind the other lies side by side, and is read ahead at once (`kernels.gemm.warm`)."""
+        """What a step reads one behind the other lies side by side, and is read ahead at once (`kernels.gemm.prefetch`)."""
         *before, out = [linear for linear in (self.down, self.up, self.out) if isinstance(linear, Linear)]
         self._before = place_together([linear.weight for linear in before])
         self._after = place_together([self.uk, self.uv, out.weight])
-        self._prefetch_before, self._prefetch_after = warm_for(self._before), warm_for(self._after)
+        self._prefetch_before, self._prefetch_after = prefetch_for(self._before), prefetch_for(self._after)
         for linear in (*before, out):
             linear.prefetched()
 

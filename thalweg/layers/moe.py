@@ -10,7 +10,7 @@ from torch import Tensor
 from thalweg.config.model import MoeFacts
 from thalweg.kernels.experts import script
 from thalweg.kernels.experts.ref import add_experts_
-from thalweg.kernels.gemm.warm import SINK, by_sum, warm_for
+from thalweg.kernels.gemm.prefetch import PREFETCH_SINK, prefetch_for, read_weight
 from thalweg.kernels.router import ref
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.linear import taken
@@ -81,9 +81,9 @@ class Router(RouterWeights):
         """Weights float32 [T, topk] and ids int64 [T, topk]."""
         moe, logits = self.moe, torch.mm(x_TH if x_TH.dtype == torch.float32 else x_TH.float(), self._transposed)
         if self.bias is not None:
-            return ref.noaux_tc(logits, self.bias, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.normalise)
+            return ref.noaux_tc(logits, self.bias, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.renormalize)
         if moe.method == "greedy":
-            return ref.greedy(logits, moe.topk, moe.scale, moe.normalise)
+            return ref.greedy(logits, moe.topk, moe.scale, moe.renormalize)
         return ref.group_limited_greedy(logits, moe.topk, moe.scale, moe.groups, moe.topk_groups)
 
 
@@ -103,8 +103,13 @@ class Experts(Module):
         load_experts(self, layers, name, moe, hidden)
         # views on the parameters, which are loaded in place
         gate_up, down = ([weight.t() for weight in stack] for stack in (self.w13.data, self.w2.data))
-        prefetched = list(memory) if warm_for(memory[0]) is by_sum else []
-        self._operands: tuple[list[Tensor], list[Tensor], list[Tensor], Tensor] = (gate_up, down, prefetched, SINK)
+        prefetched = list(memory) if prefetch_for(memory[0]) is read_weight else []
+        self._operands: tuple[list[Tensor], list[Tensor], list[Tensor], Tensor] = (
+            gate_up,
+            down,
+            prefetched,
+            PREFETCH_SINK,
+        )
         self._run = script.compiled() if device.type == "cpu" and script.AVAILABLE else add_experts_
 
     def add_(self, out_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thalweg.kernels.gemm.warm import nothing, warm_for
+from thalweg.kernels.gemm.prefetch import no_prefetch, prefetch_for
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.linear import LinearLayer, taken
 from thalweg.layers.module import Module, parameter
@@ -24,7 +24,7 @@ class Linear(LinearLayer):
         super().__init__(widths, is_partial)
         self.weight = parameter(sum(widths), inputs, dtype=layers.dtype, device=layers.device)
         self.bias = parameter(sum(widths), dtype=layers.dtype, device=layers.device) if has_bias else None
-        self._prefetch = warm_for(self.weight)
+        self._prefetch = prefetch_for(self.weight)
         self.refresh()
 
     def refresh(self) -> None:
@@ -33,7 +33,7 @@ class Linear(LinearLayer):
 
     def prefetched(self) -> None:
         """Another layer reads the weight ahead, with its neighbours in memory."""
-        self._prefetch = nothing
+        self._prefetch = no_prefetch
         self.refresh()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Embedding(Module):
         take = taken(here) if self.is_partial else ()
         self.loads("weight", f"{name}.weight", (vocab, hidden), layers.published, take=take)
         self._transposed = self.weight.data.t()
-        self._prefetch = warm_for(self.weight)
+        self._prefetch = prefetch_for(self.weight)
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """[T, hidden]; with a part of the vocabulary, zeros for tokens of the others."""

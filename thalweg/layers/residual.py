@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thalweg.parallel.axis import Axis
 
-Activation = Any  # a Tensor [T, H], or a norm that its readers compute (`kernels.norm.triton.Normed`)
+Activation = Any  # a Tensor [T, H], or a norm that its readers compute (`kernels.norm.triton.LazyNorm`)
 
 
 def rows_of(x: Activation) -> Tensor:

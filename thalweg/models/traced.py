@@ -22,7 +22,7 @@ from thalweg.batch.batch import Batch, Extent, Group
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.kernels.experts import script
-from thalweg.kernels.gemm.warm import SINK
+from thalweg.kernels.gemm.prefetch import PREFETCH_SINK
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import CODECS, FP8, Planes, PlaneSpec
 from thalweg.models.decoder import Model
@@ -154,7 +154,7 @@ class TracedHead:
             return
         # of the context it looks at nothing: any table does
         table_RP = batch.table_RP.new_zeros(len(ids_T), 1)
-        inputs = ids_T, batch.positions_T, batch.write_T, table_RP, batch.real_T, SINK
+        inputs = ids_T, batch.positions_T, batch.write_T, table_RP, batch.real_T, PREFETCH_SINK
         self._write_kvd[len(ids_T)](state_TW, *inputs, *self._memory)
 
 
@@ -230,4 +230,4 @@ def _draft(work: Callable[..., Tensor | None], groups: tuple[Group, ...], planes
 
 def _inputs(batch: Batch, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     table_RP = batch.table_RP[:, : -(-group.reach // PAGE)]
-    return batch.ids_T, batch.positions_T, batch.write_T, table_RP, batch.real_T, SINK
+    return batch.ids_T, batch.positions_T, batch.write_T, table_RP, batch.real_T, PREFETCH_SINK

@@ -19,8 +19,8 @@ from thalweg.batch.prepare import gather, groups_of
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import upload
 from thalweg.core.plan import Row
+from thalweg.kernels.launch import supports_triton
 from thalweg.kernels.move import ref
-from thalweg.kernels.own import runs_on
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.spec.drafter import Seen
 
@@ -30,7 +30,7 @@ Move = Callable[[Tensor, Tensor], None]  # rows of planes from places to others,
 def mover(planes: Planes, specs: Sequence[PlaneSpec]) -> Move:
     """Moves entries in the planes of `specs`: by a kernel on a GPU, where Triton is installed."""
     rows = [planes.tokens(spec.name, spec.layer) for spec in specs]
-    if not rows or not runs_on(planes.device):
+    if not rows or not supports_triton(planes.device):
         return lambda from_ED, to_ED: ref.move(rows, from_ED.flatten(), to_ED.flatten())
     from thalweg.kernels.move import triton as moving  # needs Triton
 

@@ -25,7 +25,7 @@ from thalweg.kernels.climb import ref
 from thalweg.kernels.climb.ref import Climbed, Fields, Paths, Spread
 from thalweg.kernels.draft.ref import Rows
 from thalweg.kernels.grow.ref import Grown
-from thalweg.kernels.own import runs_on
+from thalweg.kernels.launch import supports_triton
 from thalweg.memory.planes import Planes
 from thalweg.models.decoder import Model
 from thalweg.runner.decoding import Graph, halving
@@ -48,7 +48,7 @@ class Climbs(NamedTuple):
 
 def climbs_on(device: torch.device) -> Climbs:
     """Kernels on a GPU, where Triton is installed; else plain torch."""
-    if not runs_on(device):
+    if not supports_triton(device):
         return Climbs(ref.spread, ref.climb)
     from thalweg.kernels.climb import triton as climbing  # needs Triton
 

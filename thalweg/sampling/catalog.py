@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from thalweg.kernels.own import runs_on
+from thalweg.kernels.launch import supports_triton
 from thalweg.sampling.drafts import Coupled, Drawing, Independent
 from thalweg.sampling.relaxed import Relaxed
 from thalweg.sampling.sample import REFERENCE, Sampling
@@ -13,7 +13,7 @@ from thalweg.sampling.standard import Standard
 
 def sampling_on(device: torch.device) -> Sampling:
     """Kernels on a GPU, where Triton is installed; else plain torch."""
-    if not runs_on(device):
+    if not supports_triton(device):
         return REFERENCE
     from thalweg.sampling.launched import Launched  # needs Triton
 

@@ -8,7 +8,7 @@ import torch
 
 from thalweg.kernels.draft import ref as draft
 from thalweg.kernels.grow import ref as grow
-from thalweg.kernels.own import runs_on
+from thalweg.kernels.launch import supports_triton
 from thalweg.kernels.prepare import ref as prepare
 from thalweg.sampling.catalog import sampling_on
 from thalweg.sampling.sample import REFERENCE, Sampling
@@ -36,7 +36,7 @@ PLAIN = Kernels(prepare.decode, draft.carry, draft.conclude, REFERENCE)
 
 def kernels_on(device: torch.device) -> Kernels | None:
     """None where there are none: a CPU does with less than `PLAIN`, which is for tests."""
-    if not runs_on(device):
+    if not supports_triton(device):
         return None
     from thalweg.kernels.draft import triton as drafting  # needs Triton
     from thalweg.kernels.prepare import triton as preparing
@@ -46,7 +46,7 @@ def kernels_on(device: torch.device) -> Kernels | None:
 
 def growth_on(device: torch.device) -> Growth:
     """Kernels on a GPU, where Triton is installed; else plain torch."""
-    if not runs_on(device):
+    if not supports_triton(device):
         return Growth(grow.best, grow.advance, grow.settle)
     from thalweg.kernels.grow import triton as growing  # needs Triton
 

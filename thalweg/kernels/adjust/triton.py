@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 
 BLOCK = 2048  # tokens at a time
 PART = 4096  # ids of a program that forbids

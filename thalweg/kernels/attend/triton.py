@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 
 PAGE = 64
 SMS = 132  # of an H100 or H200; a wrong number costs speed only

@@ -11,10 +11,10 @@ from typing import Any, Iterator, NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run
+from thalweg.kernels.case import KernelCase, Run
 from thalweg.kernels.climb import ref
 from thalweg.kernels.climb.ref import Climbed, Fields, Paths
-from thalweg.kernels.own import available
+from thalweg.kernels.launch import triton_available
 
 STOPS, COLUMNS, CONTEXT, PAGE, TOKENS = 5, 8, 200, 16, 90
 BEYOND = 3  # nodes that a slot has behind those of a step
@@ -31,12 +31,12 @@ class Tree(NamedTuple):
     drawn: list[int]
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for rows, query, deepest in ((1, 2, 1), (7, 4, 2), (33, 16, 4), (5, 64, 9)):
         yield _case(rows, query, deepest, generator)
 
 
-def _case(rows: int, query: int, deepest: int, generator: torch.Generator) -> Case:
+def _case(rows: int, query: int, deepest: int, generator: torch.Generator) -> KernelCase:
     rng, slots = Random(int(torch.randint(1 << 40, (), generator=generator))), rows + 2
     nodes = query + BEYOND
     trees = [_grown(nodes, deepest, rng) for _ in range(slots)]
@@ -62,7 +62,7 @@ def _case(rows: int, query: int, deepest: int, generator: torch.Generator) -> Ca
     held = Fields(**{name: tensor.clone() for name, tensor in fields.items()})
     exact = _exact(slot_R, drawn, 1 + deepest, held)
     inputs = {"slot_R": torch.tensor(slot_R), "drawn_RQ": torch.tensor(drawn), "deepest": deepest, **fields}
-    return Case(f"{rows} trees of {query}", inputs, exact, 0.0, rows * query * STOPS, rows * query * 150)
+    return KernelCase(f"{rows} trees of {query}", inputs, exact, 0.0, rows * query * STOPS, rows * query * 150)
 
 
 def _grown(query: int, deepest: int, rng: Random) -> Tree:
@@ -155,5 +155,5 @@ def run_triton(device: str = "cuda", **inputs: Any) -> tuple[Tensor, ...]:
 
 
 BACKENDS: dict[str, Run] = {"ref": run_ref}
-if available():
+if triton_available():
     BACKENDS["triton"] = run_triton

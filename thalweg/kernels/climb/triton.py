@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thalweg.kernels.climb.ref import Climbed, Fields, Paths, Spread
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 
 ENTRIES = 1024  # of a page table that a program copies
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thalweg.kernels.draft.ref import Chain, Drawn, Places, Rows
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 
 PART = 1024  # numbers of a state that a program carries
 BLOCK = 2048  # that one looks at together

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 
 PART = 4096  # entries a block
 

@@ -7,12 +7,12 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, precision, size
+from thalweg.kernels.case import KernelCase, Run, normal, size, tolerance_of
 from thalweg.kernels.expand_latents import ref
-from thalweg.kernels.own import available
+from thalweg.kernels.launch import triton_available
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for tokens, heads, rank, nope, v, rope in (
         (1, 2, 64, 32, 16, 16),
         (200, 3, 128, 64, 64, 32),
@@ -23,11 +23,11 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
         latent = latents[:, :rank].double()
         key, value = ((latent @ w.double().flatten(0, 1).T).view(tokens, heads, -1) for w in (uk, uv))
         shared = latents[:, None, rank:].double().repeat(1, heads, 1)
-        yield Case(
+        yield KernelCase(
             name=f"{tokens} tokens, {heads} heads, {rank} -> {nope}, {v}",
             inputs={"latents_SD": latents, "uk_HnR": uk, "uv_HvR": uv},
             exact=(torch.cat([key, shared], 2), value),
-            tolerance=precision(torch.bfloat16),
+            tolerance=tolerance_of(torch.bfloat16),
             flops=2 * tokens * heads * (nope + v) * rank,
             bytes=size(latents, uk, uv) + 2 * (key.numel() + shared.numel() + value.numel()),
         )
@@ -44,4 +44,4 @@ def run_triton(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tens
     return tuple(each.to(latents_SD.device) for each in made)
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if triton_available() else {})

@@ -11,46 +11,48 @@ from torch import Tensor
 
 from thalweg.kernels.experts import ext
 from thalweg.kernels.experts import triton as own
-from thalweg.kernels.experts.triton import Weights
-from thalweg.kernels.norm.triton import Normed, rows_of
-from thalweg.kernels.router.triton import Routed
+from thalweg.kernels.experts.triton import ExpertWeights
+from thalweg.kernels.norm.triton import LazyNorm, rows_of
+from thalweg.kernels.router.triton import RouterOutput
 
 MOST_TOKENS = 16384  # at a time: what lies between the products takes 0.4 MB a token of V3
 
 
-class AddExperts(Protocol):
+class RunExperts(Protocol):
     """out[t] += Σ_k weight_k · expert_k(x[t]), in place. out, x: bf16 [T, H], or x a norm of such; routed: of `route`
     on the same x.
     """
 
-    def __call__(self, out_TH: Tensor, x: Tensor | Normed, routed: Routed, weights: Weights) -> None: ...
+    def __call__(self, out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights) -> None: ...
 
 
-def runner(backend: str, deterministic: bool = False) -> AddExperts:
+def runner(backend: str, deterministic: bool = False) -> RunExperts:
     """What computes experts: "triton", "deep_gemm", or "triton+deep_gemm". deterministic: a token's bits depend on
     nothing but the token, which no library promises.
     """
     return partial(_in_pieces, partial(own.add_experts_, deterministic=True) if deterministic else RUNNERS[backend])
 
 
-def _deep_gemm(out_TH: Tensor, x: Tensor | Normed, routed: Routed, weights: Weights) -> None:
+def _deep_gemm(out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights) -> None:
     ext.add_experts_(out_TH, rows_of(x), routed, weights)
 
 
-def _by_size(out_TH: Tensor, x: Tensor | Normed, routed: Routed, weights: Weights) -> None:
+def _by_size(out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights) -> None:
     # in bf16 DeepGEMM's products are a fifth faster, which gathering and SiLU as kernels of their own take away again
     grouped = weights.fp8 and len(x) >= ext.MIN_TOKENS
     (_deep_gemm if grouped else own.add_experts_)(out_TH, x, routed, weights)
 
 
-RUNNERS: dict[str, AddExperts] = {
+RUNNERS: dict[str, RunExperts] = {
     "triton": own.add_experts_,
     "deep_gemm": _deep_gemm,
     "triton+deep_gemm": _by_size,
 }
 
 
-def _in_pieces(run: AddExperts, out_TH: Tensor, x: Tensor | Normed, routed: Routed, weights: Weights) -> None:
+def _in_pieces(
+    run: RunExperts, out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights
+) -> None:
     """MOST_TOKENS at a time."""
     if len(x) <= MOST_TOKENS:
         return run(out_TH, x, routed, weights)
@@ -58,7 +60,7 @@ def _in_pieces(run: AddExperts, out_TH: Tensor, x: Tensor | Normed, routed: Rout
     for start in range(0, len(x_TH), MOST_TOKENS):
         piece = slice(start, start + MOST_TOKENS)
         codes, scales = routed.codes_TH, routed.scales_TG
-        part = Routed(
+        part = RouterOutput(
             routed.weights_TK[piece],
             routed.ids_TK[piece],
             None if codes is None else codes[piece],

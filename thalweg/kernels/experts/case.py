@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precision, size
+from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size, tolerance_of
 from thalweg.kernels.experts import script
 from thalweg.kernels.experts.ref import add_experts_
 from thalweg.kernels.gemm import deep_gemm
-from thalweg.kernels.own import available
+from thalweg.kernels.launch import triton_available
 
 # of models: (name, hidden, inner, experts, chosen, shared ones of both, numbers of tokens)
 SHAPES = {
@@ -22,7 +22,7 @@ SHAPES = {
 }
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for tokens, experts, topk, hidden, inner in (
         (1, 16, 4, 64, 32),
         (3, 16, 4, 48, 20),
@@ -41,11 +41,11 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
                     gate, up = (w13[expert].double() @ x[token].double()).chunk(2)
                     exact[token] += weight * (w2[expert].double() @ (F.silu(gate) * up))
             used = len(set(ids.view(-1).tolist()))
-            yield Case(
+            yield KernelCase(
                 name=f"{tokens} tokens, {topk} of {experts} experts, {hidden} x {inner}, {dtype}",
                 inputs={"out_TH": out, "x_TH": x, "ids_TK": ids, "weights_TK": weights, "w13_EIH": w13, "w2_EHI": w2},
                 exact=(exact,),
-                tolerance=precision(dtype),
+                tolerance=tolerance_of(dtype),
                 flops=6 * tokens * topk * hidden * inner,
                 bytes=size(x, out) + (size(w13) + size(w2)) * used // experts,
             )
@@ -66,12 +66,12 @@ def run_script(
 def run_triton(
     out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_EIH: Tensor, w2_EHI: Tensor
 ) -> tuple[Tensor, ...]:
-    from thalweg.kernels.experts.triton import Weights
+    from thalweg.kernels.experts.triton import ExpertWeights
     from thalweg.kernels.experts.triton import add_experts_ as add
-    from thalweg.kernels.router.triton import Routed
+    from thalweg.kernels.router.triton import RouterOutput
 
     out, x, ids, weights, w13, w2 = (each.cuda() for each in (out_TH, x_TH, ids_TK, weights_TK, w13_EIH, w2_EHI))
-    add(out, x, Routed(weights, ids.int()), Weights(w13, w2))
+    add(out, x, RouterOutput(weights, ids.int()), ExpertWeights(w13, w2))
     return (out.to(out_TH.device),)
 
 
@@ -80,7 +80,7 @@ def _lists(w13_EIH: Tensor, w2_EHI: Tensor) -> tuple[list[Tensor], list[Tensor],
     return gate_up, down, [weight.flatten() for weight in w13_EIH], torch.zeros((), device=w13_EIH.device)
 
 
-def sizes(device: torch.device) -> Iterator[Sized]:
+def sizes(device: torch.device) -> Iterator[TimedCase]:
     for name, hidden, inner, experts, topk, shared, counts in SHAPES[device.type]:
         for tokens in counts:
             yield _sized(
@@ -88,19 +88,19 @@ def sizes(device: torch.device) -> Iterator[Sized]:
             )
 
 
-def _sized(name: str, tokens: int, stack: tuple[int, int, int], topk: int, shared: int, gpu: bool) -> Sized:
+def _sized(name: str, tokens: int, stack: tuple[int, int, int], topk: int, shared: int, gpu: bool) -> TimedCase:
     dtype, (experts, hidden, inner) = torch.bfloat16 if gpu else torch.float32, stack
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         stacks = before or {
-            "w13_EIH": drawn(generator, experts, 2 * inner, hidden, dtype=dtype).mul_(hidden**-0.5),
-            "w2_EHI": drawn(generator, experts, hidden, inner, dtype=dtype).mul_(inner**-0.5),
+            "w13_EIH": draw_tensor(generator, experts, 2 * inner, hidden, dtype=dtype).mul_(hidden**-0.5),
+            "w2_EHI": draw_tensor(generator, experts, hidden, inner, dtype=dtype).mul_(inner**-0.5),
         }
         picked = chosen(generator, tokens, experts, topk, shared)
         if not gpu:
             picked["ids_TK"] = picked["ids_TK"].long()
         return picked | {
-            "out_TH": drawn(generator, tokens, hidden, dtype=dtype), "x_TH": drawn(generator, tokens, hidden, dtype=dtype),
+            "out_TH": draw_tensor(generator, tokens, hidden, dtype=dtype), "x_TH": draw_tensor(generator, tokens, hidden, dtype=dtype),
             "w13_EIH": stacks["w13_EIH"], "w2_EHI": stacks["w2_EHI"],
         }  # fmt: skip
 
@@ -111,11 +111,11 @@ def _sized(name: str, tokens: int, stack: tuple[int, int, int], topk: int, share
     backends: dict[str, Run] = dict(BACKENDS)
     if gpu:
         backends = {"ref": _run_wide}
-        if available():
+        if triton_available():
             backends["triton"] = _by("triton", shared)
-        if available() and deep_gemm.available():
+        if triton_available() and deep_gemm.available():
             backends["deep_gemm"] = _by("ext", shared)
-    return Sized(name, draw, backends, cost, "bf16" if gpu else "float32", 2e-2)
+    return TimedCase(name, draw, backends, cost, "bf16" if gpu else "float32", 2e-2)
 
 
 def chosen(generator: torch.Generator, tokens: int, experts: int, topk: int, shared: int) -> Inputs:
@@ -141,11 +141,11 @@ def _by(module: str, shared: int) -> Run:
     def run_by(
         out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_EIH: Tensor, w2_EHI: Tensor
     ) -> tuple[Tensor, ...]:
-        from thalweg.kernels.experts.triton import Weights
-        from thalweg.kernels.router.triton import Routed
+        from thalweg.kernels.experts.triton import ExpertWeights
+        from thalweg.kernels.router.triton import RouterOutput
 
         add = importlib.import_module(f"thalweg.kernels.experts.{module}").add_experts_
-        add(out_TH, x_TH, Routed(weights_TK, ids_TK, shared=shared), Weights(w13_EIH, w2_EHI))
+        add(out_TH, x_TH, RouterOutput(weights_TK, ids_TK, shared=shared), ExpertWeights(w13_EIH, w2_EHI))
         return (out_TH,)
 
     return run_by
@@ -154,5 +154,5 @@ def _by(module: str, shared: int) -> Run:
 BACKENDS: dict[str, Run] = (
     {"ref": run}
     | ({"script": run_script} if script.AVAILABLE else {})
-    | ({"triton": run_triton} if available() else {})
+    | ({"triton": run_triton} if triton_available() else {})
 )

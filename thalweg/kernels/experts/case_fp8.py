@@ -10,12 +10,12 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
+from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size
 from thalweg.kernels.experts import fp8
 from thalweg.kernels.experts.case import chosen
 from thalweg.kernels.fp8_block.ref import quantize
 from thalweg.kernels.gemm import deep_gemm
-from thalweg.kernels.own import available
+from thalweg.kernels.launch import triton_available
 
 # of models: (name, hidden, inner, experts, chosen, shared ones of both, numbers of tokens)
 SHAPES = {
@@ -24,7 +24,7 @@ SHAPES = {
 }
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for tokens, experts, topk, hidden, inner in ((1, 8, 4, 256, 128), (2, 8, 3, 384, 256), (40, 8, 2, 256, 384)):
         x = normal(generator, tokens, hidden, dtype=torch.bfloat16)
         out = normal(generator, tokens, hidden, dtype=torch.bfloat16)
@@ -33,7 +33,7 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
         ids = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
         weights = normal(generator, tokens, topk).abs()
         used = len(set(ids.flatten().tolist()))
-        yield Case(
+        yield KernelCase(
             name=f"{tokens} tokens, {topk} of {experts} experts, {hidden} x {inner}",
             inputs={
                 "out_TH": out, "x_TH": x, "ids_TK": ids, "weights_TK": weights, "w13_NIH": w13[0], "s13": w13[1], "w2_NHI": w2[0],
@@ -74,17 +74,17 @@ def run_triton(
     w2_NHI: Tensor,
     s2: Tensor,
 ) -> tuple[Tensor, ...]:
-    from thalweg.kernels.experts.triton import Weights, add_experts_
-    from thalweg.kernels.router.triton import Routed
+    from thalweg.kernels.experts.triton import ExpertWeights, add_experts_
+    from thalweg.kernels.router.triton import RouterOutput
 
     out, x, ids, weights, w13, s13, w2, s2 = (
         each.cuda() for each in (out_TH, x_TH, ids_TK, weights_TK, w13_NIH, s13, w2_NHI, s2)
     )
-    add_experts_(out, x, Routed(weights, ids.int()), Weights(w13, w2, s13, s2))
+    add_experts_(out, x, RouterOutput(weights, ids.int()), ExpertWeights(w13, w2, s13, s2))
     return (out.to(out_TH.device),)
 
 
-def sizes(device: torch.device) -> Iterator[Sized]:
+def sizes(device: torch.device) -> Iterator[TimedCase]:
     for name, hidden, inner, experts, topk, shared, counts in SHAPES[device.type]:
         for tokens in counts:
             yield _sized(
@@ -92,12 +92,12 @@ def sizes(device: torch.device) -> Iterator[Sized]:
             )
 
 
-def _sized(name: str, tokens: int, stack: tuple[int, int, int], topk: int, shared: int, gpu: bool) -> Sized:
+def _sized(name: str, tokens: int, stack: tuple[int, int, int], topk: int, shared: int, gpu: bool) -> TimedCase:
     experts, hidden, inner = stack
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         held = before or stacks(generator, hidden, inner, experts)
-        own = {"out_TH": drawn(generator, tokens, hidden), "x_TH": drawn(generator, tokens, hidden)}
+        own = {"out_TH": draw_tensor(generator, tokens, hidden), "x_TH": draw_tensor(generator, tokens, hidden)}
         return (
             own
             | chosen(generator, tokens, experts, topk, shared)
@@ -109,12 +109,12 @@ def _sized(name: str, tokens: int, stack: tuple[int, int, int], topk: int, share
         return 6 * tokens * topk * hidden * inner, read
 
     backends = dict(BACKENDS)
-    if gpu and available():
+    if gpu and triton_available():
         backends["triton"] = _by("triton", shared)
         if deep_gemm.available():
             backends["deep_gemm"] = _by("ext", shared)
     # bf16 between the product and silu moves one code in twenty
-    return Sized(name, draw, backends, cost, "fp8" if gpu else "float32", 4e-2)
+    return TimedCase(name, draw, backends, cost, "fp8" if gpu else "float32", 4e-2)
 
 
 def _by(module: str, shared: int) -> Run:
@@ -123,11 +123,11 @@ def _by(module: str, shared: int) -> Run:
     def run_by(
         out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_NIH: Tensor, s13: Tensor, w2_NHI: Tensor, s2: Tensor
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        from thalweg.kernels.experts.triton import Weights
-        from thalweg.kernels.router.triton import Routed
+        from thalweg.kernels.experts.triton import ExpertWeights
+        from thalweg.kernels.router.triton import RouterOutput
 
         add = importlib.import_module(f"thalweg.kernels.experts.{module}").add_experts_
-        add(out_TH, x_TH, Routed(weights_TK, ids_TK, shared=shared), Weights(w13_NIH, w2_NHI, s13, s2))
+        add(out_TH, x_TH, RouterOutput(weights_TK, ids_TK, shared=shared), ExpertWeights(w13_NIH, w2_NHI, s13, s2))
         return (out_TH,)
 
     return run_by
@@ -144,9 +144,9 @@ def stacks(generator: torch.Generator, hidden: int, inner: int, experts: int) ->
 
     codes = torch.float8_e4m3fn
     return {
-        "w13_NIH": drawn(generator, experts, 2 * inner, hidden, dtype=codes), "s13": scales(2 * inner, hidden),
-        "w2_NHI": drawn(generator, experts, hidden, inner, dtype=codes), "s2": scales(hidden, inner),
+        "w13_NIH": draw_tensor(generator, experts, 2 * inner, hidden, dtype=codes), "s13": scales(2 * inner, hidden),
+        "w2_NHI": draw_tensor(generator, experts, hidden, inner, dtype=codes), "s2": scales(hidden, inner),
     }  # fmt: skip
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if triton_available() else {})

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from thalweg.kernels.experts import fp8
-from thalweg.kernels.experts.triton import Weights
+from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
 from thalweg.kernels.gemm.deep_gemm import library
-from thalweg.kernels.permute.triton import combine, gather, sort
+from thalweg.kernels.moe_align.triton import combine, gather, sort
 from thalweg.kernels.quantize.triton import quantize
-from thalweg.kernels.router.triton import Routed
+from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import silu_mul, silu_mul_quantize
 
 MIN_TOKENS = 3072  # below, tiles of 128 rows are half empty and the Triton kernels are faster (measured for V3 in FP8)
@@ -38,7 +38,7 @@ def check(device: torch.device, codes: bool) -> None:
     w2 = torch.randn(experts, hidden, inner, generator=generator, device=device) * inner**-0.5
     x = torch.randn(tokens, hidden, generator=generator, device=device).bfloat16()
     ids = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 1], [1, 0]], dtype=torch.int32, device=device)
-    routed = Routed(torch.full((tokens, 2), 0.5, device=device), ids)
+    routed = RouterOutput(torch.full((tokens, 2), 0.5, device=device), ids)
     exact = torch.zeros(tokens, hidden, device=device)
     if codes:
         # block scales far from one another, so that a wrong one shows beside the noise of FP8
@@ -51,9 +51,9 @@ def check(device: torch.device, codes: bool) -> None:
             pairs = [quantize_blocks(each, fp8.BLOCK, False) for each in spread]
             given.append((torch.stack([codes for codes, _ in pairs]), torch.stack([scale for _, scale in pairs])))
         fp8.add_experts_(exact, x, ids, routed.weights_TK, *given)
-        weights = Weights(given[0][0], given[1][0], given[0][1], given[1][1])
+        weights = ExpertWeights(given[0][0], given[1][0], given[0][1], given[1][1])
     else:
-        weights = Weights(w13.bfloat16(), w2.bfloat16())
+        weights = ExpertWeights(w13.bfloat16(), w2.bfloat16())
         for token, chosen in enumerate(ids.tolist()):
             for expert in chosen:
                 gate, up = (weights.w13_NIH[expert].float() @ x[token].float()).chunk(2)
@@ -71,7 +71,7 @@ def check(device: torch.device, codes: bool) -> None:
         raise RuntimeError(f"DeepGEMM is wrong here by {error_is:.3f} of the norm: use --moe-runner-backend triton")
 
 
-def add_experts_(out_TH: Tensor, x_TH: Tensor, routed: Routed, weights: Weights) -> None:
+def add_experts_(out_TH: Tensor, x_TH: Tensor, routed: RouterOutput, weights: ExpertWeights) -> None:
     """As `triton.add_experts_`."""
     x, scales = x_TH, None
     if weights.fp8:

@@ -47,7 +47,7 @@ def add_experts_(
     out and weights: float32. Weights are transposed: gate_up_HI: gate columns, then up columns of each expert [H, 2 I];
     down_IH: [I, H]. Tokens are sorted by expert, then one GEMM pair for each expert that has some, at most min(E, T ·
     K): on a CPU, reading only the weights that are used is all that counts, and counts cost nothing to read there.
-    memory: of each expert the memory that holds both weights, to be read ahead into sink (`gemm/warm.py`); empty:
+    memory: of each expert the memory that holds both weights, to be read ahead into sink (`gemm/prefetch.py`); empty:
     nothing is read ahead.
     """
     if x_TH.size(0) == 1:

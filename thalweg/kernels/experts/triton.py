@@ -34,10 +34,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.norm.triton import Normed, rows_of
-from thalweg.kernels.permute.triton import combine, sort, way_of
+from thalweg.kernels.moe_align.triton import combine, sort, way_of
+from thalweg.kernels.norm.triton import LazyNorm, rows_of
 from thalweg.kernels.quantize.triton import encode, launch, quantize, scales_like
-from thalweg.kernels.router.triton import Routed
+from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import gated
 from thalweg.kernels.tuned import TUNED
 
@@ -45,7 +45,7 @@ SHARED_FIRST = 256  # tokens up to which the shared experts of sorted pairs star
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ExpertWeights:
     """w13: gate rows, then up rows [N, 2 I, H]; w2 [N, H, I]; bf16, or e4m3 with float32 scales s13 [N, 2 I / 128, H /
     128] and s2 [N, ceil(H / 128), I / 128], H and I multiples of 128. All contiguous.
     """
@@ -61,7 +61,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ExpertTile:
     """A tile shape: M rows of pairs, N columns (of gate and of up each, or of H), K of the summed axis; pipeline
     stages; warps.
     """
@@ -74,26 +74,26 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class ExpertTiles:
     """ahead: steps of the down projection whose weights are loaded before its kernel waits (matrix-vector products
     only).
     """
 
-    up: Tile
-    down: Tile
+    up: ExpertTile
+    down: ExpertTile
     ahead: int = 0
 
 
-def pair_tiles() -> Tiles:
+def pair_tiles() -> ExpertTiles:
     """Of matrix-vector products: n rows of weights a program, k of them at a time."""
-    return Tiles(Tile(1, 16, 256, 4, 4), Tile(1, 8, 128, 3, 8), 2)
+    return ExpertTiles(ExpertTile(1, 16, 256, 4, 4), ExpertTile(1, 8, 128, 3, 8), 2)
 
 
-def direct_tiles() -> Tiles:
+def direct_tiles() -> ExpertTiles:
     """Of a tile a pair, FP8: three stages leave room for a second program on each multiprocessor, without which 144
     programs take two turns.
     """
-    return Tiles(Tile(16, 128, 128, 3, 4), Tile(16, 128, 128, 3, 4))
+    return ExpertTiles(ExpertTile(16, 128, 128, 3, 4), ExpertTile(16, 128, 128, 3, 4))
 
 
 def path(tokens: int, fp8: bool, deterministic: bool) -> str:
@@ -105,7 +105,7 @@ def path(tokens: int, fp8: bool, deterministic: bool) -> str:
     return "pairs" if tokens <= 2 else "sorted"
 
 
-def tiles(tokens: int, topk: int, experts: int, fp8: bool, deterministic: bool) -> Tiles:
+def tiles(tokens: int, topk: int, experts: int, fp8: bool, deterministic: bool) -> ExpertTiles:
     """Of grouped GEMMs, by the expected rows of an expert. FP8: n is one block of scales, because `_up` quantises what
     it makes.
     """
@@ -116,12 +116,12 @@ def tiles(tokens: int, topk: int, experts: int, fp8: bool, deterministic: bool) 
         # for weights
         stages = 3 if m == 32 else 4
         m = 16 if m == 16 else 64
-        return Tiles(Tile(m, 128, 128, stages, 8 if m == 64 else 4), Tile(m, 128, 128, stages, 4))
+        return ExpertTiles(ExpertTile(m, 128, 128, stages, 8 if m == 64 else 4), ExpertTile(m, 128, 128, stages, 4))
     if m == 128:
-        return Tiles(Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 4, 8))
+        return ExpertTiles(ExpertTile(128, 128, 64, 4, 8), ExpertTile(128, 256, 64, 4, 8))
     if m == 64:
-        return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))
-    return Tiles(Tile(m, 64, 128, 3, 4), Tile(m, 64, 128, 4, 4))
+        return ExpertTiles(ExpertTile(64, 64, 64, 4, 4), ExpertTile(64, 128, 64, 4, 4))
+    return ExpertTiles(ExpertTile(m, 64, 128, 3, 4), ExpertTile(m, 64, 128, 4, 4))
 
 
 def starts(topk: int, experts: int, fp8: bool, most: int) -> list[int]:
@@ -137,7 +137,7 @@ def starts(topk: int, experts: int, fp8: bool, most: int) -> list[int]:
 
 
 def add_experts_(
-    out_TH: Tensor, x: Tensor | Normed, routed: Routed, weights: Weights, deterministic: bool = False, given: Tiles | None = None,
+    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, deterministic: bool = False, given: ExpertTiles | None = None,
     by: str | None = None,
 ) -> None:  # fmt: skip
     """Adds into out_TH (bf16 residual), in place. x: bf16 [T, H], contiguous, or a norm of such. FP8 weights read
@@ -160,14 +160,14 @@ def add_experts_(
     tabled = direct_tiles() if direct else tiles(tokens, columns, len(weights.w13_NIH), weights.fp8, deterministic)
     shape = given or _tuned(by, weights, tabled, deterministic)
     # they start before the choice is made, where x was there before that was asked for
-    early = direct or tokens <= SHARED_FIRST and not deterministic and not isinstance(x, Normed)
+    early = direct or tokens <= SHARED_FIRST and not deterministic and not isinstance(x, LazyNorm)
     spread = routed.shared if tokens > SHARED_FIRST else 0
     _grouped(out_TH, seen, scales, routed, weights, shape, direct, routed.shared if early else 0, spread)
 
 
-def _tuned(by: str, weights: Weights, tabled: Tiles, deterministic: bool) -> Tiles:
+def _tuned(by: str, weights: ExpertWeights, tabled: ExpertTiles, deterministic: bool) -> ExpertTiles:
     """What `thalweg tune` has found for these weights here."""
-    return tabled if deterministic else TUNED.instead("experts", (by, *weights.w2_NHI.shape, int(weights.fp8)), tabled)
+    return tabled if deterministic else TUNED.lookup("experts", (by, *weights.w2_NHI.shape, int(weights.fp8)), tabled)
 
 
 def coverage(ids_TK: Tensor, experts: int) -> Tensor:
@@ -177,9 +177,11 @@ def coverage(ids_TK: Tensor, experts: int) -> Tensor:
     return torch.bincount(ids_TK.flatten().clamp(max=experts), minlength=experts + 1)[:experts].count_nonzero()
 
 
-def _pairs(out_TH: Tensor, x: Tensor | Normed, routed: Routed, weights: Weights, shape: Tiles) -> None:
-    norm = x if isinstance(x, Normed) else None
-    x_TH = x.x_TH if isinstance(x, Normed) else x
+def _pairs(
+    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, shape: ExpertTiles
+) -> None:
+    norm = x if isinstance(x, LazyNorm) else None
+    x_TH = x.x_TH if isinstance(x, LazyNorm) else x
     tokens, columns = routed.ids_TK.shape
     experts, hidden, inner = weights.w2_NHI.shape
     up, down = shape.up, shape.down
@@ -199,9 +201,9 @@ def _grouped(
     out_TH: Tensor,
     x_TH: Tensor,
     scales: Tensor | None,
-    routed: Routed,
-    weights: Weights,
-    shape: Tiles,
+    routed: RouterOutput,
+    weights: ExpertWeights,
+    shape: ExpertTiles,
     direct: bool,
     shared: int,
     spread: int,

@@ -7,11 +7,11 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, normal, size
+from thalweg.kernels.case import KernelCase, normal, size
 from thalweg.kernels.fp8_block.ref import dequantize
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for rows, columns, block in ((576, 256, (128, 128)), (100, 130, (128, 128)), (40, 50, (16, 12))):
         for power_of_two in (False, True):
             q = normal(generator, rows, columns).mul_(40).to(torch.float8_e4m3fn)
@@ -23,7 +23,7 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
                 for j in range(scale.shape[1]):
                     at = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
                     exact[at] = q.to(torch.float64)[at] * scale[i, j].double()
-            yield Case(
+            yield KernelCase(
                 name=f"{rows} x {columns} in {block}{', powers of two' if power_of_two else ''}",
                 inputs={"q_NK": q, "scale_nk": scale, "block": block},
                 exact=(exact,),

@@ -9,10 +9,10 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
+from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size
 from thalweg.kernels.fp8_block.ref import dequantize, quantize
 from thalweg.kernels.gemm import cublas, deep_gemm, ref
-from thalweg.kernels.own import available
+from thalweg.kernels.launch import triton_available
 
 BLOCK = (128, 128)
 ROUNDED = 4e-2  # of the largest result: what e4m3 activations alone come to
@@ -28,13 +28,13 @@ SHAPES = {
 }
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for rows, n, k, added in ((1, 200, 512, False), (7, 384, 1024, True), (40, 130, 256, False)):
         x = normal(generator, rows, k, dtype=torch.bfloat16)
         codes, scale = quantize(normal(generator, n, k) * k**-0.5, BLOCK, False)
         residual = normal(generator, rows, n, dtype=torch.bfloat16) if added else None
         exact = x.double() @ dequantize(codes, scale, BLOCK, torch.float64).t()
-        yield Case(
+        yield KernelCase(
             name=f"{rows} x {n} x {k}{', residual' if added else ''}",
             inputs={"x_MK": x, "w_NK": codes, "scale_BB": scale, "residual_MN": residual},
             exact=(exact if residual is None else exact + residual.double(),),
@@ -58,28 +58,30 @@ def _by(backend: str) -> Run:
     return run_by
 
 
-def sizes(device: torch.device) -> Iterator[Sized]:
+def sizes(device: torch.device) -> Iterator[TimedCase]:
     for name, n, k, counts in SHAPES[device.type]:
         for rows in counts:
             yield _sized(name, rows, n, k, device)
 
 
-def _sized(name: str, rows: int, n: int, k: int, device: torch.device) -> Sized:
+def _sized(name: str, rows: int, n: int, k: int, device: torch.device) -> TimedCase:
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         scale = torch.rand(-(-n // 128), k // 128, generator=generator, device=generator.device) * 0.02
-        codes = drawn(generator, n, k, dtype=torch.float8_e4m3fn)
-        return {"x_MK": drawn(generator, rows, k), "w_NK": codes, "scale_BB": scale}
+        codes = draw_tensor(generator, n, k, dtype=torch.float8_e4m3fn)
+        return {"x_MK": draw_tensor(generator, rows, k), "w_NK": codes, "scale_BB": scale}
 
     backends = {"ref": run}
     if device.type == "cuda":
         backends |= {name: BACKENDS[name] for name in BACKENDS if name != "ref"}
-        if available() and deep_gemm.available():
+        if triton_available() and deep_gemm.available():
             backends["deep_gemm"] = _by("deep_gemm")
-        if available() and torch.cuda.get_device_capability()[0] == 9 and cublas.serves(rows, k):
+        if triton_available() and torch.cuda.get_device_capability()[0] == 9 and cublas.serves(rows, k):
             backends["cublas"] = _by("cublas")
     moved = n * k + 4 * (-(-n // 128) * (k // 128)) + 2 * rows * (k + n)
     math = "fp8" if device.type == "cuda" else "float32"
-    return Sized(f"{name}, {rows} x {n} x {k}", draw, backends, lambda given: (2 * rows * n * k, moved), math, ROUNDED)
+    return TimedCase(
+        f"{name}, {rows} x {n} x {k}", draw, backends, lambda given: (2 * rows * n * k, moved), math, ROUNDED
+    )
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": _by("triton")} if available() else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": _by("triton")} if triton_available() else {})

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.kernels.batch_invariant_gemm import triton as batch_invariant_gemm
 from thalweg.kernels.fp8_block.ref import dequantize
 from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
 from thalweg.kernels.gemm import cublas, deep_gemm
 from thalweg.kernels.gemm import triton as own
-from thalweg.kernels.invariant import triton as invariant
-from thalweg.kernels.norm.triton import Normed, codes_of, rows_of
+from thalweg.kernels.norm.triton import LazyNorm, codes_of, rows_of
 from thalweg.kernels.tuned import TUNED
 
 BLOCK = (128, 128)
@@ -38,7 +38,7 @@ class Product(Protocol):
     """
 
     def __call__(
-        self, x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None
+        self, x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None
     ) -> Tensor: ...
 
 
@@ -49,28 +49,28 @@ def product(backend: str, deterministic: bool = False) -> Product:
     return _invariant if deterministic else PRODUCTS[backend]
 
 
-def _invariant(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
-    return invariant.linear_fp8(rows_of(x), w_NK, scale_BB, residual_MN)
+def _invariant(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    return batch_invariant_gemm.linear_fp8(rows_of(x), w_NK, scale_BB, residual_MN)
 
 
-def _triton(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def _triton(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
     if len(x) <= own.ROWS_FP8:
         return own.linear_fp8(x, w_NK, scale_BB, residual_MN)
     return _added(own.matmul_fp8(*codes_of(x), w_NK, scale_BB, _result(x, w_NK)), residual_MN)
 
 
-def _deep_gemm(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def _deep_gemm(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
     y = _result(x, w_NK)
     deep_gemm.library().fp8_gemm_nt(codes_of(x), (w_NK, scale_BB), y)
     return _added(y, residual_MN)
 
 
-def _result(x: Tensor | Normed, w_NK: Tensor) -> Tensor:
+def _result(x: Tensor | LazyNorm, w_NK: Tensor) -> Tensor:
     """Room for it."""
     return torch.empty(len(x), len(w_NK), dtype=torch.bfloat16, device=w_NK.device)
 
 
-def _cublas(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def _cublas(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
     rows, inner = len(x), w_NK.shape[1]
     if not cublas.serves(rows, inner):
         return _triton(x, w_NK, scale_BB, residual_MN)
@@ -79,8 +79,8 @@ def _cublas(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Ten
     return _added(cublas.matmul(*codes_of(x), w_NK, scale_BB)[:rows], residual_MN)
 
 
-def _by_size(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
-    few = TUNED.instead("fp8_rows", tuple(w_NK.shape), FEW)
+def _by_size(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+    few = TUNED.lookup("fp8_rows", tuple(w_NK.shape), FEW)
     if len(x) <= few:
         return _triton(x, w_NK, scale_BB, residual_MN)
     outputs, inner = w_NK.shape

@@ -22,14 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.norm.triton import Normed, rows_of
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
+from thalweg.kernels.norm.triton import LazyNorm, rows_of
 from thalweg.kernels.silu_mul.triton import gated
 from thalweg.kernels.tuned import TUNED
 
-ROWS, THIN = 64, 16  # rows up to which `linear` and `thin` serve; beyond them a library's GEMM wins
+ROWS, GEMV_ROWS = 64, 16  # rows up to which `linear` and `gemv` serve; beyond them a library's GEMM wins
 ROWS_FP8 = 32  # rows up to which `linear_fp8` serves
-NORMED = 1  # rows up to which `thin` computes a norm faster than a launch of its own
+NORMED = 1  # rows up to which `gemv` computes a norm faster than a launch of its own
 SOME, MANY = 24 * 132, 16384  # rows of a weight that are few, and that fill the machine whatever the tile
 GROUP = 128
 
@@ -98,7 +98,7 @@ def _add_product(acc_PNM, square_M, w_PNC, x_ptr, norm_PC, scale_ptr, live_M, BL
 
 
 @triton.jit(do_not_specialize=["M"])
-def _thin(
+def _gemv(
     x_MK, w_NK, scale_BB, norm_K, bias_N, residual_MN, y_MN, M, N, stride_x, stride_y, eps,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr,
     AHEAD: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
@@ -163,7 +163,7 @@ def _thin(
 
 
 @dataclass(frozen=True, slots=True)
-class Thin:
+class GemvTile:
     """Tile of `thin`: m rows of x and n of the weight a program; a step of K is `parts` pieces of `columns`, one or
     more a warp; the last `ahead` steps' weights are loaded before the kernel waits for its predecessor, the others in a
     pipeline of `stages`.
@@ -178,56 +178,56 @@ class Thin:
     warps: int
 
 
-def thin_tile(m: int, n: int, k: int, itemsize: int, normed: bool = False) -> Thin | None:
-    """What `thalweg tune` has found for this weight here, or else `tabled`; None where `thin` does not serve."""
+def gemv_tile(m: int, n: int, k: int, itemsize: int, normed: bool = False) -> GemvTile | None:
+    """What `thalweg tune` has found for this weight here, or else `tabled`; None where `gemv` does not serve."""
     tile = tabled(m, n, k, itemsize, normed)
-    return None if tile is None else TUNED.instead("thin", (n, k, itemsize, int(normed)), tile)
+    return None if tile is None else TUNED.lookup("gemv", (n, k, itemsize, int(normed)), tile)
 
 
-def tabled(m: int, n: int, k: int, itemsize: int, normed: bool = False) -> Thin | None:
+def tabled(m: int, n: int, k: int, itemsize: int, normed: bool = False) -> GemvTile | None:
     """The fastest of those tried on an H100 (benchmarks/gpu/decode_kernels.py)."""
     if itemsize == 1:
         return _fp8_tile(m, n, k, normed) if m <= ROWS_FP8 and k % GROUP == 0 else None
-    if m > THIN or k % 512 or k < 1024 or m > 8 and n >= MANY:
+    if m > GEMV_ROWS or k % 512 or k < 1024 or m > 8 and n >= MANY:
         return None
     rows = 8 if m <= 8 else 16
     if n >= MANY:
         if m == 1 and k % 1024 == 0 and k <= 8192:
-            return Thin(1, 4, 8, 128, k // 1024, 1, 8)
+            return GemvTile(1, 4, 8, 128, k // 1024, 1, 8)
         if m == 1 and k <= 4096:
-            return Thin(1, 4, 4, 128, k // 512, 1, 4) if n >= 4 * MANY else Thin(1, 4, 4, 128, 3, 3, 4)
-        return Thin(rows, 32, 4, 128, 1, 3, 4)
+            return GemvTile(1, 4, 4, 128, k // 512, 1, 4) if n >= 4 * MANY else GemvTile(1, 4, 4, 128, 3, 3, 4)
+        return GemvTile(rows, 32, 4, 128, 1, 3, 4)
     if k % 1024 == 0 and k <= 2048:
-        return Thin(1 if normed and m == 1 else rows, 16, 4, 256, k // 1024, 1, 4)
+        return GemvTile(1 if normed and m == 1 else rows, 16, 4, 256, k // 1024, 1, 4)
     if m == 1 and k <= 4096:  # no tensor cores: 5.4 us less of a layer of Qwen2.5-7B behind a norm, 1.4 else
-        return Thin(1, 16, 4, 128, 2 if normed else 1, 3, 4)
-    return Thin(rows, 16, 4, 128, 2, 3, 4)
+        return GemvTile(1, 16, 4, 128, 2 if normed else 1, 3, 4)
+    return GemvTile(rows, 16, 4, 128, 2, 3, 4)
 
 
-def _fp8_tile(m: int, n: int, k: int, normed: bool) -> Thin:
+def _fp8_tile(m: int, n: int, k: int, normed: bool) -> GemvTile:
     steps = k // 1024
     if k % 512:
-        return Thin(32 if m > THIN else 16 if m > 8 else 8, 32, 1, 128, 0, 4, 4)
-    if m > THIN:
-        return Thin(32, 16, 4, 128, 1, 3, 4)
+        return GemvTile(32 if m > GEMV_ROWS else 16 if m > 8 else 8, 32, 1, 128, 0, 4, 4)
+    if m > GEMV_ROWS:
+        return GemvTile(32, 16, 4, 128, 1, 3, 4)
     if m > 8:
         if n <= SOME and k % 1024 == 0:
-            return Thin(16, 16, 8, 128, 1, 4, 8)
-        return Thin(16, 64, 4, 128, 1, 3, 4) if n >= MANY and k <= 2048 else Thin(16, 32, 4, 128, 1, 4, 4)
+            return GemvTile(16, 16, 8, 128, 1, 4, 8)
+        return GemvTile(16, 64, 4, 128, 1, 3, 4) if n >= MANY and k <= 2048 else GemvTile(16, 32, 4, 128, 1, 4, 4)
     if m == 1 and n >= MANY and k <= 2048:
-        return Thin(1, 8, 4, 128, k // 512, 1, 4)
+        return GemvTile(1, 8, 4, 128, k // 512, 1, 4)
     if m == 1 and n >= MANY and k % 1024 == 0 and k <= 8192:
-        return Thin(1, 4, 8, 128, steps, 1, 8)
+        return GemvTile(1, 4, 8, 128, steps, 1, 8)
     if m == 1 and normed:
-        return Thin(1, 8, 8, 128, min(2, steps), 3, 8) if k % 1024 == 0 else Thin(1, 16, 4, 128, 1, 3, 4)
+        return GemvTile(1, 8, 8, 128, min(2, steps), 3, 8) if k % 1024 == 0 else GemvTile(1, 16, 4, 128, 1, 3, 4)
     if n <= SOME and k % 1024 == 0:
-        return Thin(8, 16, 8, 128, 0, 5, 8)
-    return Thin(8, 32, 4, 128, 1, 4, 4) if m > 1 and n >= MANY and k > 2048 else Thin(8, 16, 4, 128, 1, 3, 4)
+        return GemvTile(8, 16, 8, 128, 0, 5, 8)
+    return GemvTile(8, 32, 4, 128, 1, 4, 4) if m > 1 and n >= MANY and k > 2048 else GemvTile(8, 16, 4, 128, 1, 3, 4)
 
 
-def wins(m: int, n: int, k: int) -> bool:
+def is_faster(m: int, n: int, k: int) -> bool:
     """Whether `linear` is faster than the library for a bf16 weight (measured on an H100)."""
-    return thin_tile(m, n, k, 2) is not None or m <= 32 and n >= 4 * MANY
+    return gemv_tile(m, n, k, 2) is not None or m <= 32 and n >= 4 * MANY
 
 
 def tiles(m: int) -> tuple[int, int, int, int, int]:
@@ -236,7 +236,7 @@ def tiles(m: int) -> tuple[int, int, int, int, int]:
 
 
 def linear(
-    x: Tensor | Normed,
+    x: Tensor | LazyNorm,
     w_NK: Tensor,
     bias_N: Tensor | None = None,
     residual_MN: Tensor | None = None,
@@ -247,8 +247,8 @@ def linear(
     """
     n, k = w_NK.shape
     x = _given(x, n)
-    if (shape := thin_tile(len(x), n, k, 2, isinstance(x, Normed))) is not None:
-        return thin(x, w_NK, shape, None, bias_N, residual_MN, dtype)
+    if (shape := gemv_tile(len(x), n, k, 2, isinstance(x, LazyNorm))) is not None:
+        return gemv(x, w_NK, shape, None, bias_N, residual_MN, dtype)
     x_MK = rows_of(x)
     m = len(x_MK)
     y = torch.empty(m, n, dtype=dtype or x_MK.dtype, device=x_MK.device) if residual_MN is None else residual_MN
@@ -260,43 +260,43 @@ def linear(
     return y
 
 
-def _given(x: Tensor | Normed, n: int) -> Tensor | Normed:
+def _given(x: Tensor | LazyNorm, n: int) -> Tensor | LazyNorm:
     """Computed before, where each of many programs, or of many rows, would compute the norm."""
     return rows_of(x) if n >= MANY or len(x) > NORMED else x
 
 
-def fuses(m: int, n: int, k: int) -> bool:
+def can_fuse_swiglu(m: int, n: int, k: int) -> bool:
     """Whether `swiglu` serves a bf16 weight of n rows."""
-    return thin_tile(m, n, k, 2) is not None
+    return gemv_tile(m, n, k, 2) is not None
 
 
-def swiglu(x: Tensor | Normed, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def swiglu(x: Tensor | LazyNorm, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """silu(gate) · up [M, N / 2] of x Wᵀ (+ b) whose first N / 2 columns are the gates, the others up, in one launch.
     Where `fuses`.
     """
     x = _given(x, len(w_NK))
-    shape = thin_tile(len(x), len(w_NK), w_NK.shape[1], 2, isinstance(x, Normed))
-    assert shape is not None, "asked only where `fuses` says so"
-    return thin(x, w_NK, shape, bias_N=bias_N, swiglu=True)
+    shape = gemv_tile(len(x), len(w_NK), w_NK.shape[1], 2, isinstance(x, LazyNorm))
+    assert shape is not None, "asked only where `can_fuse_swiglu` says so"
+    return gemv(x, w_NK, shape, bias_N=bias_N, swiglu=True)
 
 
-def linear_fp8(x: Tensor | Normed, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+def linear_fp8(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
     """y [M, N] bf16, M ≤ 32. w: e4m3 [N, K], K a multiple of 128, scale float32 [ceil(N / 128), K / 128]. residual_MN:
     as in `linear`.
     """
     x = _given(x, len(w_NK))
-    shape = thin_tile(len(x), len(w_NK), w_NK.shape[1], 1, isinstance(x, Normed))
+    shape = gemv_tile(len(x), len(w_NK), w_NK.shape[1], 1, isinstance(x, LazyNorm))
     if shape is None:
         raise ValueError(
             f"linear_fp8 takes up to {ROWS_FP8} rows of a multiple of {GROUP} columns, not {len(x)} of {w_NK.shape[1]}"
         )
-    return thin(x, w_NK, shape, scale_BB, None, residual_MN)
+    return gemv(x, w_NK, shape, scale_BB, None, residual_MN)
 
 
-def thin(
-    x: Tensor | Normed,
+def gemv(
+    x: Tensor | LazyNorm,
     w_NK: Tensor,
-    shape: Thin,
+    shape: GemvTile,
     scale_BB: Tensor | None = None,
     bias_N: Tensor | None = None,
     residual_MN: Tensor | None = None,
@@ -309,12 +309,12 @@ def thin(
     2] is silu(gate) · up, as `silu_mul` computes it from bf16.
     """
     assert scale_BB is None or not swiglu, "SwiGLU is fused with bf16 weights only"
-    norm = x if isinstance(x, Normed) else None
-    x_MK = x.x_TH if isinstance(x, Normed) else x
+    norm = x if isinstance(x, LazyNorm) else None
+    x_MK = x.x_TH if isinstance(x, LazyNorm) else x
     (m, k), n = x_MK.shape, len(w_NK)
     wide = n // 2 if swiglu else n
     y = torch.empty(m, wide, dtype=dtype or x_MK.dtype, device=x_MK.device) if residual_MN is None else residual_MN
-    _thin[(triton.cdiv(n, shape.n), triton.cdiv(m, shape.m))](
+    _gemv[(triton.cdiv(n, shape.n), triton.cdiv(m, shape.m))](
         x_MK, w_NK, scale_BB, None if norm is None else norm.weight_H, bias_N, residual_MN, y, m, n, x_MK.stride(0), y.stride(0),
         0.0 if norm is None else norm.eps, k, shape.m, shape.n, shape.parts, shape.columns, shape.ahead, shape.stages, swiglu,
         num_warps=shape.warps, num_stages=shape.stages, **launch_options(x_MK),

@@ -9,11 +9,11 @@ from typing import Any, Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precision, size
+from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size, tolerance_of
 from thalweg.kernels.gqa import ext as fa3
 from thalweg.kernels.gqa.ref import attend
+from thalweg.kernels.launch import triton_available
 from thalweg.kernels.mla.case import PAGE, pages_of, poisoned, quantized
-from thalweg.kernels.own import available
 
 # of models: (name, heads, key heads, dims, rows of one token or 0 for a prompt, tokens of context)
 SHAPES = {
@@ -26,7 +26,7 @@ SHAPES = {
 }
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for rows, queries, heads, kv_heads, keys, dim in (
         (3, 1, 4, 4, 64, 16),
         (2, 1, 8, 2, 192, 32),
@@ -41,11 +41,11 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
             bias = torch.zeros(reach.shape).masked_fill(~reach, -torch.inf)
             k, v = (t.double().repeat_interleave(heads // kv_heads, 2) for t in (key, value))
             scores = torch.einsum("rqhd,rshd->rhqs", q.double(), k) * dim**-0.5 + bias.double().unsqueeze(1)
-            yield Case(
+            yield KernelCase(
                 name=f"{rows} rows, {queries} queries, {heads}/{kv_heads} heads, {keys} keys, {dtype}",
                 inputs={"q_RqHd": q, "key_RSKd": key, "value_RSKd": value, "bias_RqS": bias},
                 exact=(torch.einsum("rhqs,rshd->rqhd", scores.softmax(-1), v),),
-                tolerance=precision(dtype),
+                tolerance=tolerance_of(dtype),
                 flops=4 * heads * dim * int(reach.sum()),
                 bytes=size(q, key, value),
             )
@@ -58,7 +58,7 @@ def run(q_RqHd: Tensor, key_RSKd: Tensor, value_RSKd: Tensor, bias_RqS: Tensor) 
 BACKENDS = {"ref": run}
 
 
-def paged_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+def paged_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
     """Decode where `splits` is given, prefill where `starts_R1` is. exact: out [T, H, d], of decode also LSE [T, H]."""
     for heads, kv_heads, dim, queries, contexts, splits, fp8, fixed in (
         (28, 4, 128, (1, 1, 1), (1, 65, 1000), 1, False, False),
@@ -98,14 +98,14 @@ def paged_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16)
             starts = torch.tensor((0, *queries)).cumsum(0).to(torch.int32)
             inputs |= {"starts_R1": starts, "max_query": max(queries)}
         kind = f"{splits} splits" if splits else "prefill"
-        yield Case(
+        yield KernelCase(
             name=(
                 f"{kind}, {heads}/{kv_heads} heads of {dim}, {queries} of {contexts}"
                 f" tokens{', e4m3' * fp8}{', fixed' * fixed}"
             ),
             inputs={"query_THd": q, "table_RL": table, "positions_T": positions, "scale": dim**-0.5, **inputs},
             exact=(out, lse) if splits else (out,),
-            tolerance=precision(dtype),
+            tolerance=tolerance_of(dtype),
             flops=4 * heads * dim * int(positions.sum() + len(positions)),
             bytes=sum(contexts) * kv_heads * dim * (inputs["key_PSKd"].itemsize * 2) + size(q),
         )
@@ -121,10 +121,10 @@ def run_paged(**inputs: Any) -> tuple[Tensor, ...]:
     return triton.merge(partial, lse, inputs["query_THd"].dtype), lse.logsumexp(-1)
 
 
-PAGED: dict[str, Run] = {"triton": run_paged} if available() else {}
+PAGED: dict[str, Run] = {"triton": run_paged} if triton_available() else {}
 
 
-def sizes(device: torch.device) -> Iterator[Sized]:
+def sizes(device: torch.device) -> Iterator[TimedCase]:
     for name, heads, kv_heads, dim, rows, context in SHAPES[device.type]:
         what = f"decode, {rows} x {context} tokens" if rows else f"prefill, {context} tokens"
         yield _sized(
@@ -132,7 +132,7 @@ def sizes(device: torch.device) -> Iterator[Sized]:
         )
 
 
-def _sized(name: str, heads: int, kv_heads: int, dim: int, rows: int, context: int, gpu: bool) -> Sized:
+def _sized(name: str, heads: int, kv_heads: int, dim: int, rows: int, context: int, gpu: bool) -> TimedCase:
     """Over pages. One causal prompt where rows is 0."""
     dtype, many = torch.bfloat16 if gpu else torch.float32, max(rows, 1)
     tokens = rows or context
@@ -141,9 +141,9 @@ def _sized(name: str, heads: int, kv_heads: int, dim: int, rows: int, context: i
         device, pages = generator.device, many * context // PAGE
         order = torch.randperm(pages, generator=generator, device=device).to(torch.int32) + 1
         positions = torch.full((rows,), context - 1, device=device) if rows else torch.arange(context, device=device)
-        key, value = (drawn(generator, pages + 1, PAGE, kv_heads, dim, dtype=dtype) for _ in range(2))
+        key, value = (draw_tensor(generator, pages + 1, PAGE, kv_heads, dim, dtype=dtype) for _ in range(2))
         return {
-            "query_THd": drawn(generator, tokens, heads, dim, dtype=dtype), "key_PSKd": key, "value_PSKd": value,
+            "query_THd": draw_tensor(generator, tokens, heads, dim, dtype=dtype), "key_PSKd": key, "value_PSKd": value,
             "table_RL": order.view(many, -1), "positions_T": positions,
         }  # fmt: skip
 
@@ -185,4 +185,4 @@ def _sized(name: str, heads: int, kv_heads: int, dim: int, rows: int, context: i
     pairs = rows * context if rows else context * (context + 1) // 2
     moved = (2 * many * context * kv_heads + 2 * tokens * heads) * dim * dtype.itemsize
     math = "bf16" if gpu else "float32"
-    return Sized(name, draw, backends, lambda given: (4 * pairs * heads * dim, moved), math, 2e-2 if gpu else 1e-4)
+    return TimedCase(name, draw, backends, lambda given: (4 * pairs * heads * dim, moved), math, 2e-2 if gpu else 1e-4)

@@ -35,7 +35,7 @@ from thalweg.kernels.attend.triton import (
     waves,
     weigh,
 )
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 from thalweg.kernels.rope.triton import normed, stored, turned
 
 __all__ = [

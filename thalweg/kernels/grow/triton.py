@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thalweg.kernels.climb.ref import Fields
 from thalweg.kernels.grow.ref import Candidates, Grown, Level, Placed, first_of
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 
 PART = 4096  # entries of a row that a program looks at
 BLOCK = 2048  # numbers of a state that one looks at together

@@ -7,11 +7,11 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, normal, precision, size
+from thalweg.kernels.case import KernelCase, normal, size, tolerance_of
 from thalweg.kernels.indexer.ref import index_scores
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for rows, queries, heads, dim, keys in ((1, 1, 4, 64, 128), (5, 1, 8, 32, 192), (2, 33, 16, 128, 64)):
         for dtype in (torch.float32, torch.bfloat16):
             q, k = (
@@ -24,11 +24,11 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
             )
             products = torch.einsum("rqhd,rsd->rqhs", q.double().view(rows, queries, heads, dim), k.double()).relu()
             exact = torch.einsum("rqh,rqhs->rqs", weights.double().view(rows, queries, heads), products)
-            yield Case(
+            yield KernelCase(
                 name=f"{rows} rows, {queries} queries, {heads} heads of {dim}, {keys} keys, {dtype}",
                 inputs={"q_NHD": q, "weights_NH": weights, "keys_RSD": k, "bias_NS": bias, "scale": scale},
                 exact=(exact.flatten(0, 1) * scale + bias,),
-                tolerance=precision(dtype),
+                tolerance=tolerance_of(dtype),
                 flops=2 * rows * queries * heads * keys * (dim + 1),
                 bytes=size(q, k, weights) + 4 * rows * queries * keys,
             )

@@ -30,7 +30,7 @@ from thalweg.kernels.border.triton import (
     scan,
     value_of,
 )
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 
 
 def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

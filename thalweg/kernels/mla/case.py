@@ -11,10 +11,10 @@ from typing import Any, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, precision, size
+from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size, tolerance_of
 from thalweg.kernels.gqa import ext as fa3
+from thalweg.kernels.launch import triton_available
 from thalweg.kernels.mla import ext, ref
-from thalweg.kernels.own import available
 
 PAGE = 64
 # of models: (name, heads, rows of one token, tokens of context)
@@ -25,7 +25,7 @@ DECODES = {
 PREFILLS = {"cpu": (), "cuda": (("v2-lite", 16, 4096), ("v3", 128, 2048))}  # (name, heads, tokens)
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     shapes = ((1, 4, 64, 32, 16, 24, 20), (5, 2, 130, 40, 8, 16, 12), (70, 8, 192, 64, 16, 32, 32))
     for queries, heads, keys, rank, rope, nope, v in shapes:
         for dtype in (torch.float32, torch.bfloat16):
@@ -35,11 +35,11 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
             reach = torch.arange(keys) <= (keys - queries + torch.arange(queries)).unsqueeze(1)
             bias, scale = torch.zeros(queries, keys).masked_fill(~reach, -torch.inf), (nope + rope) ** -0.5
             exact = _exact(q.double(), kv.double(), uk.double(), uv.double(), bias.double(), scale)
-            yield Case(
+            yield KernelCase(
                 name=f"{queries} queries, {heads} heads, {keys} keys, {dtype}",
                 inputs={"q_NHd": q, "kv_KD": kv, "uk_HnR": uk, "uv_HRv": uv, "bias_NK": bias, "scale": scale},
                 exact=(exact, exact),
-                tolerance=precision(dtype),
+                tolerance=tolerance_of(dtype),
                 flops=2 * heads * int(reach.sum()) * (2 * rank + rope),
                 bytes=size(q, kv, uk, uv),
             )
@@ -99,7 +99,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
-def decode_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+def decode_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
     """exact: merged sums [T, H, r], their LSE [T, H], and the sums times W_UV [T, H, v]."""
     for heads, contexts, query, splits, fp8, fixed in (
         (16, (1, 64, 65, 1000), 1, 1, False, False),
@@ -132,7 +132,7 @@ def decode_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16
             scores = q[token].double() @ kv.T * scale
             exact[token], lse[token] = scores.softmax(-1) @ kv[:, :rank], scores.logsumexp(-1)
         pairs = heads * int(positions.sum() + len(positions))
-        yield Case(
+        yield KernelCase(
             name=(
                 f"{heads} heads, contexts {contexts}, {query} queries, {splits}"
                 f" splits{', e4m3' * fp8}{', fixed' * fixed}"
@@ -151,7 +151,7 @@ def decode_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16
                 **inputs,
             },
             exact=(exact, lse, torch.einsum("thr,hrv->thv", exact, uv.double()).flatten(1)),
-            tolerance=precision(dtype),
+            tolerance=tolerance_of(dtype),
             flops=2 * pairs * (2 * rank + rope),
             bytes=sum(contexts) * (rank + rope) * stored.itemsize + size(q),
         )
@@ -166,7 +166,7 @@ def run_decode(uv_HRv: Tensor, **inputs: Any) -> tuple[Tensor, ...]:
     return merged, lse.logsumexp(-1), triton.merge_up(partial, lse, uv_HRv)
 
 
-def prefill_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+def prefill_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
     """exact: out [T, H, v] and LSE [T, H]."""
     for heads, queries, contexts, causal in (
         (16, (200,), (200,), True),
@@ -190,7 +190,7 @@ def prefill_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat1
             out[own] = torch.einsum("qhs,shv->qhv", scores.softmax(-1), kv[its, :, nope:].double())
             lse[own] = scores.logsumexp(-1)
             pairs += heads * (query * context - int(unseen.sum()) * causal)
-        yield Case(
+        yield KernelCase(
             name=f"prefill, {heads} heads, {queries} of {contexts} tokens{', causal' * causal}",
             inputs={
                 "query_THq": q,
@@ -204,7 +204,7 @@ def prefill_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat1
                 "causal": causal,
             },
             exact=(out, lse),
-            tolerance=precision(dtype),
+            tolerance=tolerance_of(dtype),
             flops=2 * pairs * (nope + rope + v),
             bytes=size(q, kv, turned),
         )
@@ -217,11 +217,11 @@ def run_prefill(**inputs: Any) -> tuple[Tensor, ...]:
     return triton.prefill(**inputs)
 
 
-DECODE: dict[str, Run] = {"triton": run_decode} if available() else {}
-PREFILL: dict[str, Run] = {"triton": run_prefill} if available() else {}
+DECODE: dict[str, Run] = {"triton": run_decode} if triton_available() else {}
+PREFILL: dict[str, Run] = {"triton": run_prefill} if triton_available() else {}
 
 
-def sizes(device: torch.device) -> Iterator[Sized]:
+def sizes(device: torch.device) -> Iterator[TimedCase]:
     for name, heads, rows, context in DECODES[device.type]:
         label = f"{name} decode, {heads} heads, {rows} x {context} tokens"
         if device.type == "cuda":
@@ -232,13 +232,13 @@ def sizes(device: torch.device) -> Iterator[Sized]:
         yield _sized_prefill(f"{name} prefill, {heads} heads, {tokens} tokens", heads, tokens)
 
 
-def _sized_gathered(name: str, heads: int, rows: int, context: int) -> Sized:
+def _sized_gathered(name: str, heads: int, rows: int, context: int) -> TimedCase:
     """Absorbed queries over gathered latents, of the bundled model's dims."""
     rank, rope = 128, 16
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
-        q = drawn(generator, rows, heads, rank + rope, dtype=torch.float32)
-        return {"q_NQD": q, "kv_NKD": drawn(generator, rows, context, rank + rope, dtype=torch.float32)}
+        q = draw_tensor(generator, rows, heads, rank + rope, dtype=torch.float32)
+        return {"q_NQD": q, "kv_NKD": draw_tensor(generator, rows, context, rank + rope, dtype=torch.float32)}
 
     def by_torch(q_NQD: Tensor, kv_NKD: Tensor) -> tuple[Tensor, ...]:
         out = torch.nn.functional.scaled_dot_product_attention(q_NQD, kv_NKD, kv_NKD[..., :rank], scale=rank**-0.5)
@@ -249,17 +249,17 @@ def _sized_gathered(name: str, heads: int, rows: int, context: int) -> Sized:
 
     backends: dict[str, Run] = {"ref": by_ref, "sdpa": by_torch}
     flops, moved = 2 * rows * heads * context * (2 * rank + rope), 4 * rows * context * (rank + rope)
-    return Sized(name, draw, backends, lambda given: (flops, moved), "float32", 1e-4)
+    return TimedCase(name, draw, backends, lambda given: (flops, moved), "float32", 1e-4)
 
 
-def _sized_decode(name: str, heads: int, rows: int, context: int) -> Sized:
+def _sized_decode(name: str, heads: int, rows: int, context: int) -> TimedCase:
     rank, rope, scale = 512, 64, 192**-0.5
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         pages = rows * context // PAGE
         order = torch.randperm(pages, generator=generator, device=generator.device).to(torch.int32) + 1
         return {
-            "query_THD": drawn(generator, rows, heads, rank + rope), "plane_PSD": drawn(generator, pages + 1, PAGE, rank + rope),
+            "query_THD": draw_tensor(generator, rows, heads, rank + rope), "plane_PSD": draw_tensor(generator, pages + 1, PAGE, rank + rope),
             "table_RL": order.view(rows, -1), "positions_T": torch.full((rows,), context - 1, device=generator.device),
         }  # fmt: skip
 
@@ -285,17 +285,17 @@ def _sized_decode(name: str, heads: int, rows: int, context: int) -> Sized:
     if ext.available():
         backends["flashmla"] = by_flashmla
     flops, moved = 2 * rows * heads * context * (2 * rank + rope), 2 * rows * (rank + rope) * (context + heads)
-    return Sized(name, draw, backends, lambda given: (flops, moved), "bf16", precision(torch.bfloat16))
+    return TimedCase(name, draw, backends, lambda given: (flops, moved), "bf16", tolerance_of(torch.bfloat16))
 
 
-def _sized_prefill(name: str, heads: int, tokens: int) -> Sized:
+def _sized_prefill(name: str, heads: int, tokens: int) -> TimedCase:
     """One causal prompt, keys and values decompressed."""
     nope, rope, v, scale = 128, 64, 128, 192**-0.5
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         return {
-            "query_THq": drawn(generator, tokens, heads, nope + rope), "kv_SHx": drawn(generator, tokens, heads, nope + v),
-            "rope_Sc": drawn(generator, tokens, rope),
+            "query_THq": draw_tensor(generator, tokens, heads, nope + rope), "kv_SHx": draw_tensor(generator, tokens, heads, nope + v),
+            "rope_Sc": draw_tensor(generator, tokens, rope),
             "starts_R1": torch.tensor((0, tokens), dtype=torch.int32, device=generator.device),
         }  # fmt: skip
 
@@ -328,4 +328,4 @@ def _sized_prefill(name: str, heads: int, tokens: int) -> Sized:
         tokens * (tokens + 1) * heads * (nope + rope + v),
         2 * tokens * (heads * (2 * nope + rope + 2 * v) + rope),
     )
-    return Sized(name, draw, backends, lambda given: (flops, moved), "bf16", precision(torch.bfloat16))
+    return TimedCase(name, draw, backends, lambda given: (flops, moved), "bf16", tolerance_of(torch.bfloat16))

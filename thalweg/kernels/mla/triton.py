@@ -37,7 +37,7 @@ from thalweg.kernels.attend.triton import (
     waves,
     weigh,
 )
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 
 __all__ = [
     "DETERMINISTIC_SPLITS",

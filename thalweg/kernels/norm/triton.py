@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 from thalweg.kernels.quantize.triton import GROUP, encode, quantize, scales_like
 
 
@@ -33,7 +33,7 @@ def _rms_norm(x_TH, weight_H, y_TH, stride_x, stride_y, eps, H: tl.constexpr, BL
 
 
 @dataclass(frozen=True, slots=True)
-class Normed:
+class LazyNorm:
     """RMSNorm of rows that is yet to be computed: a product with few rows computes it as it reads them, at no launch of
     its own. x_TH: bf16, rows with any stride, not to change before they are read. weight_H: float32.
     """
@@ -54,9 +54,9 @@ class Normed:
         return rms_norm_quantize(self.x_TH, self.weight_H, self.eps)
 
 
-def rows_of(x: Tensor | Normed) -> Tensor:
+def rows_of(x: Tensor | LazyNorm) -> Tensor:
     """The rows, computed if they have not been."""
-    return x.rows() if isinstance(x, Normed) else x
+    return x.rows() if isinstance(x, LazyNorm) else x
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -109,6 +109,6 @@ def rms_norm_quantize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tenso
     return codes, scales
 
 
-def codes_of(x: Tensor | Normed) -> tuple[Tensor, Tensor]:
+def codes_of(x: Tensor | LazyNorm) -> tuple[Tensor, Tensor]:
     """The rows in e4m3 with their scales; see `quantize`."""
-    return x.codes() if isinstance(x, Normed) else quantize(x)
+    return x.codes() if isinstance(x, LazyNorm) else quantize(x)

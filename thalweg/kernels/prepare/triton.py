@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 from thalweg.kernels.prepare.ref import Decoded
 
 

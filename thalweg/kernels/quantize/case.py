@@ -9,15 +9,15 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
-from thalweg.kernels.own import available, runs_on
+from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size
+from thalweg.kernels.launch import supports_triton, triton_available
 from thalweg.kernels.quantize.ref import quantize
 
 STEP = 1 / 126  # of the largest code's number: where a quotient is near a tie, either neighbour is right
 SHAPES = {"cpu": ((64, 256),), "cuda": ((16, 7168), (4096, 7168))}  # of models: rows, width
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for rows, columns in ((1, 256), (37, 384), (130, 128)):
         x = normal(generator, rows, columns, dtype=torch.bfloat16)
         x[rows // 2] = 0.0
@@ -25,7 +25,7 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
         groups = x.double().view(rows, columns // 128, 128)
         scale = (groups.abs().amax(-1).clamp_min(1e-4) / 448).float()
         codes = (groups.float() / scale[..., None]).to(torch.float8_e4m3fn)
-        yield Case(
+        yield KernelCase(
             name=f"{rows} x {columns}",
             inputs={"x_MK": x},
             exact=((codes.double() * scale.double()[..., None]).view(rows, columns), scale.double()),
@@ -50,20 +50,20 @@ def run_triton(x_MK: Tensor) -> tuple[Tensor, ...]:
     return tuple(each.to(x_MK.device) for each in decoded(*on_gpu(x_MK.cuda())))
 
 
-def sizes(device: torch.device) -> Iterator[Sized]:
+def sizes(device: torch.device) -> Iterator[TimedCase]:
     for rows, columns in SHAPES[device.type]:
         yield _sized(rows, columns, device)
 
 
-def _sized(rows: int, columns: int, device: torch.device) -> Sized:
+def _sized(rows: int, columns: int, device: torch.device) -> TimedCase:
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
-        return {"x_MK": drawn(generator, rows, columns)}
+        return {"x_MK": draw_tensor(generator, rows, columns)}
 
     backends: dict[str, Run] = {"ref": lambda x_MK: quantize(x_MK)}
-    if runs_on(device):
+    if supports_triton(device):
         backends["triton"] = _codes
     moved = 3 * rows * columns + 4 * rows * columns // 128
-    return Sized(
+    return TimedCase(
         f"{rows} x {columns}", draw, backends, lambda given: (3 * rows * columns, moved), "float32", STEP, seen
     )
 
@@ -83,4 +83,4 @@ def _codes(x_MK: Tensor) -> tuple[Tensor, ...]:
     return on_gpu(x_MK)
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if triton_available() else {})

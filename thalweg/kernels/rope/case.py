@@ -7,11 +7,11 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, normal, precision, size
+from thalweg.kernels.case import KernelCase, normal, size, tolerance_of
 from thalweg.kernels.rope.ref import rotate_
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     shapes = ((1, 48, 32, 1, 16, 16), (7, 400, 32, 8, 48, 16), (33, 288, 128, 1, 0, 64))
     for tokens, width, first, heads, dim, turning in shapes:
         for dtype in (torch.float32, torch.bfloat16):
@@ -25,7 +25,7 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
                     even * cos - odd * sin,
                     odd * cos + even * sin,
                 )
-            yield Case(
+            yield KernelCase(
                 name=f"{tokens} tokens, {heads} heads, {turning} dims, {dtype}",
                 inputs={
                     "x_TX": x,
@@ -35,7 +35,7 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
                     "dim": dim,
                 },
                 exact=(exact,),
-                tolerance=precision(dtype),
+                tolerance=tolerance_of(dtype),
                 flops=3 * tokens * heads * turning,
                 bytes=2 * tokens * heads * turning * x.itemsize + size(angles) * 2,
             )

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 
 E4M3_MAX = tl.constexpr(448.0)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)

@@ -9,8 +9,8 @@ from typing import Any, Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Inputs, Run, Sized, drawn, normal, size
-from thalweg.kernels.own import available, runs_on
+from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size
+from thalweg.kernels.launch import supports_triton, triton_available
 from thalweg.kernels.router import ref
 
 # of models: (name, method, hidden, experts, chosen, groups, groups chosen, numbers of tokens)
@@ -23,14 +23,14 @@ SHAPES = {
 }
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for method in ("greedy", "group_limited_greedy", "noaux_tc"):
         for tokens, experts, topk, groups, topk_groups in ((1, 16, 4, 4, 2), (33, 64, 6, 1, 1), (9, 256, 8, 8, 4)):
             logits, scale = normal(generator, tokens, experts), 2.5
             # biases so negative that every biased score is: then a filler of 0 would win
             bias = normal(generator, experts) * 0.3 - 2.0
             exact = torch.stack([_exact(method, row, bias, topk, groups, topk_groups) for row in logits]) * scale
-            yield Case(
+            yield KernelCase(
                 name=f"{method}, {tokens} tokens, {topk} of {experts}, {topk_groups} of {groups} groups",
                 inputs={
                     "method": method, "logits_TE": logits, "bias_E": bias, "topk": topk, "scale": scale, "groups": groups,
@@ -78,20 +78,20 @@ def run_triton(
     """
     from thalweg.kernels.router import triton
 
-    rule = triton.Rule(logits_TE.shape[1], topk, scale, groups, topk_groups, method, True, 0)
+    rule = triton.RouterConfig(logits_TE.shape[1], topk, scale, groups, topk_groups, method, True, 0)
     logits = logits_TE.cuda()
     routed = triton.route(logits, torch.eye(rule.experts, device=logits.device), bias_E.cuda(), rule)
     return (torch.zeros_like(logits).scatter_(1, routed.ids_TK.long(), routed.weights_TK).to(logits_TE.device),)
 
 
-def sizes(device: torch.device) -> Iterator[Sized]:
+def sizes(device: torch.device) -> Iterator[TimedCase]:
     for name, method, hidden, experts, topk, groups, topk_groups, counts in SHAPES[device.type]:
         for tokens in counts:
             fixed = {"method": method, "topk": topk, "groups": groups, "topk_groups": topk_groups}
             yield _sized(f"{name}, {tokens} tokens", tokens, hidden, experts, fixed, device)
 
 
-def _sized(name: str, tokens: int, hidden: int, experts: int, fixed: Inputs, device: torch.device) -> Sized:
+def _sized(name: str, tokens: int, hidden: int, experts: int, fixed: Inputs, device: torch.device) -> TimedCase:
     """Logits and choice, as a layer has them. A near tie may go either way, so results are the weights in their order,
     the mean over tokens.
     """
@@ -99,16 +99,16 @@ def _sized(name: str, tokens: int, hidden: int, experts: int, fixed: Inputs, dev
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         return fixed | {
-            "x_TH": drawn(generator, tokens, hidden, dtype=dtype), "bias_E": drawn(generator, experts, dtype=torch.float32),
-            "weight_EH": drawn(generator, experts, hidden, dtype=dtype).mul_(hidden**-0.5),
+            "x_TH": draw_tensor(generator, tokens, hidden, dtype=dtype), "bias_E": draw_tensor(generator, experts, dtype=torch.float32),
+            "weight_EH": draw_tensor(generator, experts, hidden, dtype=dtype).mul_(hidden**-0.5),
         }  # fmt: skip
 
     backends: dict[str, Run] = {"ref": _run_whole}
-    if runs_on(device):
+    if supports_triton(device):
         backends["triton"] = _run_whole_triton
     moved = (experts + tokens) * hidden * dtype.itemsize + 8 * tokens * fixed["topk"]
     math = "bf16" if dtype == torch.bfloat16 else "float32"
-    return Sized(name, draw, backends, lambda given: (2 * tokens * experts * hidden, moved), math, 1e-3)
+    return TimedCase(name, draw, backends, lambda given: (2 * tokens * experts * hidden, moved), math, 1e-3)
 
 
 def _run_whole(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor, **fixed: Any) -> tuple[Tensor, ...]:
@@ -121,8 +121,8 @@ def _run_whole_triton(
 ) -> tuple[Tensor, ...]:
     from thalweg.kernels.router import triton
 
-    rule = triton.Rule(len(weight_EH), topk, 2.5, groups, topk_groups, method, method == "noaux_tc", 0)
+    rule = triton.RouterConfig(len(weight_EH), topk, 2.5, groups, topk_groups, method, method == "noaux_tc", 0)
     return (triton.route(x_TH, weight_EH, bias_E, rule).weights_TK.sort(1, descending=True).values.mean(0),)
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if triton_available() else {})

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 
-def greedy(logits_TE: Tensor, topk: int, scale: float, normalise: bool = False) -> tuple[Tensor, Tensor]:
+def greedy(logits_TE: Tensor, topk: int, scale: float, renormalize: bool = False) -> tuple[Tensor, Tensor]:
     """The largest softmax scores: V2-Lite's as they are, Qwen3-MoE's normalised to sum to 1. Returns weights [T, topk]
     and ids [T, topk].
     """
     weights, ids = logits_TE.softmax(-1).topk(topk, -1, sorted=False)
-    if normalise:
+    if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.mul_(scale), ids
 
@@ -29,7 +29,7 @@ def group_limited_greedy(
 
 
 def noaux_tc(
-    logits_TE: Tensor, bias_E: Tensor, topk: int, scale: float, groups: int, topk_groups: int, normalise: bool
+    logits_TE: Tensor, bias_E: Tensor, topk: int, scale: float, groups: int, topk_groups: int, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
     """V3: chosen by sigmoid score + bias, within the groups whose two best sum highest; weighted by the score without
     the bias.
@@ -41,7 +41,7 @@ def noaux_tc(
         biased = _within_groups(biased, best, topk_groups)
     ids = biased.topk(topk, -1, sorted=False).indices
     weights = scores.gather(1, ids)
-    if normalise:
+    if renormalize:
         weights = weights / weights.sum(-1, keepdim=True).add_(1e-20)
     return weights.mul_(scale), ids
 

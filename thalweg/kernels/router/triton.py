@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.norm.triton import Normed, rows_of
+from thalweg.kernels.norm.triton import LazyNorm, rows_of
 from thalweg.kernels.quantize.triton import GROUP, encode, launch, quantize, scales_like
 
 FEW, MANY = 4, 1024
@@ -27,7 +27,7 @@ PROGRAMS = 264  # two for each of an H100's multiprocessors: what the splits are
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RouterConfig:
     """How a router chooses: `topk` of `experts`, method greedy, group_limited_greedy or noaux_tc, then `shared` more,
     always.
     """
@@ -38,11 +38,11 @@ class Rule:
     groups: int
     topk_groups: int
     method: str
-    normalise: bool
+    renormalize: bool
     shared: int
 
 
-class Routed(NamedTuple):
+class RouterOutput(NamedTuple):
     """weights float32 [T, K] and ids int32 [T, K], K = topk + shared: ids experts … experts + shared - 1 are the shared
     ones, experts + shared (weight 0) is none, of a padding token. codes e4m3 [T, H], scales float32 [T, H / 128]
     MN-major: x quantised, if asked for. shared: as far as a kernel may rely on the last columns without waiting for the
@@ -85,14 +85,14 @@ def starts(experts: int, hidden: int, most: int) -> list[int]:
 
 
 def route(
-    x: Tensor | Normed,
+    x: Tensor | LazyNorm,
     weight_EH: Tensor,
     bias_E: Tensor | None,
-    rule: Rule,
+    rule: RouterConfig,
     real_T: Tensor | None = None,
-    quantise: bool = False,
+    with_codes: bool = False,
     deterministic: bool = False,
-) -> Routed:
+) -> RouterOutput:
     """Chooses experts for each token. x: bf16 [T, H], contiguous, or a norm of such. weight_EH: float32, or bf16 as
     stored. bias_E: float32, of noaux_tc. real_T: bool, False of padding. quantise: also x in e4m3 (H a multiple of
     128). deterministic: a token's result does not depend on the others.
@@ -101,38 +101,40 @@ def route(
     weights_TK = torch.empty(tokens, columns, dtype=torch.float32, device=device)
     ids_TK = torch.empty(tokens, columns, dtype=torch.int32, device=device)
     if tokens <= FEW and not deterministic:
-        logits_STE, codes, scales = _score_few(x, weight_EH, quantise)
+        logits_STE, codes, scales = _score_few(x, weight_EH, with_codes)
     elif tokens >= MANY and weight_EH.dtype == torch.bfloat16 and not deterministic:
         x_TH = rows_of(x)
         logits_STE = torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32).unsqueeze(0)
-        codes, scales = quantize(x_TH) if quantise else (None, None)
+        codes, scales = quantize(x_TH) if with_codes else (None, None)
     else:
-        logits_STE, codes, scales = _score(rows_of(x), weight_EH, quantise, deterministic)
-    routed = Routed(weights_TK, ids_TK, codes, scales, rule.shared)
+        logits_STE, codes, scales = _score(rows_of(x), weight_EH, with_codes, deterministic)
+    routed = RouterOutput(weights_TK, ids_TK, codes, scales, rule.shared)
     if not tokens:
         return routed
     groups = 1 if rule.method == "greedy" or rule.groups <= rule.topk_groups else rule.groups
     _choose[(tokens,)](
         weights_TK, ids_TK, logits_STE, bias_E if rule.method == "noaux_tc" else None, real_T, tokens, rule.scale,
         len(logits_STE), rule.experts, rule.topk, rule.shared, triton.next_power_of_2(columns), groups, triton.next_power_of_2(groups),
-        triton.next_power_of_2(rule.experts // groups), rule.topk_groups, rule.method == "noaux_tc", rule.normalise, not quantise,
+        triton.next_power_of_2(rule.experts // groups), rule.topk_groups, rule.method == "noaux_tc", rule.renormalize, not with_codes,
         **launch(1 if rule.experts <= 256 else 4),
     )  # fmt: skip
     return routed
 
 
-def _score_few(x: Tensor | Normed, weight_EH: Tensor, quantise: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _score_few(
+    x: Tensor | LazyNorm, weight_EH: Tensor, with_codes: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As `_score`."""
-    norm = x if isinstance(x, Normed) else None
-    x_TH = x.x_TH if isinstance(x, Normed) else x
+    norm = x if isinstance(x, LazyNorm) else None
+    x_TH = x.x_TH if isinstance(x, LazyNorm) else x
     (tokens, hidden), experts, device = x_TH.shape, len(weight_EH), x_TH.device
     columns = few_columns(hidden)
     splits = triton.cdiv(hidden, columns)
     logits_STE = torch.empty(splits, tokens, experts, dtype=torch.float32, device=device)
-    codes = torch.empty_like(x_TH, dtype=torch.float8_e4m3fn) if quantise else None
-    scales = scales_like(tokens, hidden, device) if quantise else None
+    codes = torch.empty_like(x_TH, dtype=torch.float8_e4m3fn) if with_codes else None
+    scales = scales_like(tokens, hidden, device) if with_codes else None
     if tokens:
-        _logits_few[(triton.cdiv(experts, 16) + int(quantise), tokens, splits)](
+        _logits_few[(triton.cdiv(experts, 16) + int(with_codes), tokens, splits)](
             logits_STE, codes, scales, x_TH, None if norm is None else norm.weight_H, weight_EH, tokens,
             0 if scales is None else scales.stride(1), 0.0 if norm is None else norm.eps,
             experts, hidden, 16, columns, triton.next_power_of_2(hidden), **launch(4),
@@ -141,18 +143,18 @@ def _score_few(x: Tensor | Normed, weight_EH: Tensor, quantise: bool) -> tuple[T
 
 
 def _score(
-    x_TH: Tensor, weight_EH: Tensor, quantise: bool, deterministic: bool
+    x_TH: Tensor, weight_EH: Tensor, with_codes: bool, deterministic: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Partial logits float32 [splits, T, E], and x in e4m3 with its scales if asked for."""
     (tokens, hidden), experts, device = x_TH.shape, len(weight_EH), x_TH.device
     block_T, block_E, splits = tiles(tokens, experts, hidden, deterministic)
     logits_STE = torch.empty(splits, tokens, experts, dtype=torch.float32, device=device)
-    codes = torch.empty_like(x_TH, dtype=torch.float8_e4m3fn) if quantise else None
-    scales = scales_like(tokens, hidden, device) if quantise else None
+    codes = torch.empty_like(x_TH, dtype=torch.float8_e4m3fn) if with_codes else None
+    scales = scales_like(tokens, hidden, device) if with_codes else None
     if tokens:
         stride = 0 if scales is None else scales.stride(1)
         steps = triton.cdiv(triton.cdiv(hidden, GROUP), splits)
-        _logits[(triton.cdiv(experts, block_E) + int(quantise), triton.cdiv(tokens, block_T), splits)](
+        _logits[(triton.cdiv(experts, block_E) + int(with_codes), triton.cdiv(tokens, block_T), splits)](
             logits_STE, codes, scales, x_TH, weight_EH, tokens, stride, steps,
             experts, hidden, block_T, block_E, **launch(4, 5 if block_T <= 16 else 3),
         )  # fmt: skip
@@ -243,7 +245,7 @@ def _logits_few(
 def _choose(
     weights_TK, ids_TK, logits_STE, bias_E, real_T, tokens, scale,
     SPLITS: tl.constexpr, E: tl.constexpr, TOPK: tl.constexpr, SHARED: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program: the whole row lies in the registers of a warp, and each of the chosen is one reduction over
@@ -280,7 +282,7 @@ def _choose(
         best_K = tl.where(column == k, best, best_K)
         choice = tl.where(place == best, -float("inf"), choice)
     weights = tl.where(column < TOPK, tl.gather(scores, best_K, 0), 0.0)
-    if SIGMOID and NORMALISE:
+    if SIGMOID and RENORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
     # logits that are no numbers must not lead out of the table
     ids = tl.minimum(best_K // BLOCK_M * (E // GROUPS) + best_K % BLOCK_M, E - 1)

@@ -10,15 +10,15 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, size
-from thalweg.kernels.own import available
+from thalweg.kernels.case import KernelCase, Run, size
+from thalweg.kernels.launch import triton_available
 from thalweg.kernels.temper import ref
 from thalweg.kernels.truncate import case as truncate
 
 NAMES = "temperature_E", "top_k_E", "top_p_E", "min_p_E", "seed_E", "position_E"
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for one in truncate.cases(generator):
         logits = one.inputs["logits_EV"]
         columns = (one.inputs[name].tolist() for name in NAMES)
@@ -65,4 +65,4 @@ def run_triton(
     return won(left_EV.to(logits_EV.device), raced_EV.to(logits_EV.device))
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if triton_available() else {})

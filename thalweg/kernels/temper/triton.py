@@ -40,7 +40,7 @@ from thalweg.kernels.border.triton import (
     value_of,
 )
 from thalweg.kernels.draw.triton import race, scaled
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 from thalweg.kernels.truncate.triton import Wishes
 
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, size
-from thalweg.kernels.own import available
+from thalweg.kernels.case import KernelCase, Run, normal, size
+from thalweg.kernels.launch import triton_available
 from thalweg.kernels.truncate import ref
 
 OFF = 1 << 30  # as a top-k
@@ -23,7 +23,7 @@ WISHES = (
 )  # fmt: skip
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     rows = len(WISHES)
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*WISHES, strict=True))
     for name, vocab, scale in (
@@ -42,7 +42,7 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
         names = "temperature_E", "top_k_E", "top_p_E", "min_p_E", "seed_E", "position_E"
         columns = (column.tolist() for column in given)
         exact = [_exact(row, *asked) for row, *asked in zip(logits, *columns, strict=True)]
-        yield Case(
+        yield KernelCase(
             name=f"{name}: {rows} rows of {vocab}",
             inputs={"logits_EV": logits} | dict(zip(names, given, strict=True)),
             exact=(torch.tensor(exact),),
@@ -121,4 +121,4 @@ def run_triton(
     return (out[0].to(logits_EV.device),)
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if triton_available() else {})

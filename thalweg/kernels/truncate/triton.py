@@ -58,7 +58,7 @@ from thalweg.kernels.border.triton import (
     value_of,
 )
 from thalweg.kernels.draw.triton import race, scaled, settle
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 
 # so many registers let two and three programs of a part share a multiprocessor
 RACE, VERIFY = ({"num_warps": 16, "maxnreg": most} for most in (64, 40))

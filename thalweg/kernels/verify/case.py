@@ -9,19 +9,19 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run
-from thalweg.kernels.own import available
+from thalweg.kernels.case import KernelCase, Run
+from thalweg.kernels.launch import triton_available
 from thalweg.kernels.verify.ref import follow
 
 STOPS, COLUMNS, CONTEXT = 5, 8, 40
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for rows, query in ((1, 2), (7, 4), (33, 9), (5, 64)):
         yield _case(rows, query, generator)
 
 
-def _case(rows: int, query: int, generator: torch.Generator) -> Case:
+def _case(rows: int, query: int, generator: torch.Generator) -> KernelCase:
     def whole(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
@@ -44,7 +44,7 @@ def _case(rows: int, query: int, generator: torch.Generator) -> Case:
         "stop_SK": stop_SK, "tokens_SL": tokens_SL, "ints_SI": ints_SI, "query": query,
     }  # fmt: skip
     exact = _exact(drawn_EQ, ids_EQ, computed_E, slot_E, stop_SK, tokens_SL.clone(), ints_SI.clone())
-    return Case(f"{rows} rows of {query}", inputs, exact, 0.0, rows * query * STOPS, rows * query * 28)
+    return KernelCase(f"{rows} rows of {query}", inputs, exact, 0.0, rows * query * STOPS, rows * query * 28)
 
 
 def _exact(
@@ -96,5 +96,5 @@ def run_triton(query: int, device: str = "cuda", **inputs: Tensor) -> tuple[Tens
 
 
 BACKENDS: dict[str, Run] = {"ref": run_ref}
-if available():
+if triton_available():
     BACKENDS["triton"] = run_triton

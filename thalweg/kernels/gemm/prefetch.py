@@ -16,27 +16,31 @@ from torch import Tensor
 from thalweg.kernels.tuned import TUNED
 
 LIMIT = 4 << 20  # bytes
-Warm = Callable[[Tensor], None]
+Prefetch = Callable[[Tensor], None]
 
 
 DIMS = ((), (0,), (0, 1), (0, 1, 2))
-SINK = torch.zeros(())  # where the sums go: only written; an unused result would be optimised away in a traced step
+PREFETCH_SINK = torch.zeros(
+    ()
+)  # where the sums go: only written; an unused result would be optimised away in a traced step
 
 
-def by_sum(weight: Tensor) -> None:
+def read_weight(weight: Tensor) -> None:
     """Reads the weight, float32 or bfloat16."""
-    torch.sum(weight, DIMS[weight.dim()], dtype=torch.float32, out=SINK)
+    torch.sum(weight, DIMS[weight.dim()], dtype=torch.float32, out=PREFETCH_SINK)
 
 
-def nothing(weight: Tensor) -> None:
+def no_prefetch(weight: Tensor) -> None:
     """Off: an accelerator's GEMMs read at full speed."""
 
 
-def warm_for(weight: Tensor) -> Warm:
+def prefetch_for(weight: Tensor) -> Prefetch:
     """Off for what no near cache holds: it would be read twice from memory. Which sizes those are is the processor's
     affair, so it can be tuned.
     """
     if weight.device.type != "cpu":
-        return nothing
+        return no_prefetch
     key = weight.numel(), weight.itemsize
-    return by_sum if TUNED.instead("read_ahead", key, int(weight.numel() * weight.itemsize <= LIMIT)) else nothing
+    return (
+        read_weight if TUNED.lookup("read_ahead", key, int(weight.numel() * weight.itemsize <= LIMIT)) else no_prefetch
+    )

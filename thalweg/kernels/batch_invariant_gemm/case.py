@@ -9,12 +9,12 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, precision, size
-from thalweg.kernels.invariant import ref
-from thalweg.kernels.own import available
+from thalweg.kernels.batch_invariant_gemm import ref
+from thalweg.kernels.case import KernelCase, Run, normal, size, tolerance_of
+from thalweg.kernels.launch import triton_available
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for rows, columns, inner, extras in (
         (1, 130, 64, False),
         (67, 40, 200, True),
@@ -27,11 +27,11 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
         exact = x.double() @ w.double().t()
         if bias is not None and residual is not None:
             exact = exact + bias.double() + residual.double()
-        yield Case(
+        yield KernelCase(
             name=f"{rows} x {columns} x {inner}" + (", bias and residual" if extras else ", float32"),
             inputs={"x_MK": x, "w_NK": w, "bias_N": bias, "residual_MN": residual},
             exact=(exact,),
-            tolerance=precision(torch.bfloat16) if extras else precision(torch.float32),
+            tolerance=tolerance_of(torch.bfloat16) if extras else tolerance_of(torch.float32),
             flops=2 * rows * columns * inner,
             bytes=size(x, w) + 4 * rows * columns,
         )
@@ -42,10 +42,10 @@ def run(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, residual_MN: Tensor |
 
 
 def run_triton(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, residual_MN: Tensor | None) -> tuple[Tensor, ...]:
-    from thalweg.kernels.invariant.triton import linear
+    from thalweg.kernels.batch_invariant_gemm.triton import linear
 
     bias, residual = (None if one is None else one.cuda() for one in (bias_N, residual_MN))
     return (linear(x_MK.cuda(), w_NK.cuda(), bias, residual, torch.float32).to(x_MK.device),)
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if triton_available() else {})

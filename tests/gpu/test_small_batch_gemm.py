@@ -15,7 +15,7 @@ if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a CUDA device and triton", allow_module_level=True)
 
 from thalweg.kernels.mla import triton as mla
-from thalweg.kernels.wide import triton as wide
+from thalweg.kernels.small_batch_gemm import triton as small_batch_gemm
 
 SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 
@@ -42,11 +42,11 @@ def error(got: Tensor, exact: Tensor) -> float:
 def test_pairs_meet_float64(rows: int, n: int, k: int) -> None:
     x, w = draw(rows, k).bfloat16(), (draw(2 * n, k) * k**-0.5).bfloat16()
     with torch.inference_mode():
-        got = wide.swiglu(x, w)
+        got = small_batch_gemm.swiglu(x, w)
     both = x.double() @ w.double().t()
     gate, up = (half.bfloat16().double() for half in both.split(n, 1))
     assert error(got, torch.nn.functional.silu(gate) * up) < 2e-2, f"TEST_SEED={SEED}"
-    assert wide.pairs_fit(rows, w)
+    assert small_batch_gemm.swiglu_fits(rows, w)
 
 
 @pytest.mark.parametrize("rows", [9, 64, 100])
@@ -54,9 +54,9 @@ def test_pairs_meet_float64(rows: int, n: int, k: int) -> None:
 def test_heads_meet_float64(rows: int, n: int, k: int) -> None:
     x, w = draw(rows, k).bfloat16(), (draw(n, k) * k**-0.5).bfloat16()
     with torch.inference_mode():
-        got = wide.linear(x, w, torch.float32)
+        got = small_batch_gemm.linear(x, w, torch.float32)
     assert error(got, x.double() @ w.double().t()) < 1e-5, f"TEST_SEED={SEED}"
-    assert wide.head_fits(rows, w)
+    assert small_batch_gemm.linear_fits(rows, w)
 
 
 @pytest.mark.parametrize("rows", [9, 33, 64])
@@ -65,16 +65,16 @@ def test_a_product_of_parts_adds_to_what_is_there(rows: int, n: int, k: int) -> 
     x, w, h = draw(rows, k).bfloat16(), (draw(n, k) * k**-0.5).bfloat16(), draw(rows, n).bfloat16()
     exact = h.double() + x.double() @ w.double().t()
     with torch.inference_mode():
-        assert wide.add_(h, x, w) is h
+        assert small_batch_gemm.add_(h, x, w) is h
     assert error(h, exact) < 1e-2, f"TEST_SEED={SEED}"
-    assert wide.cut_fits(rows, w)
+    assert small_batch_gemm.split_k_fits(rows, w)
 
 
 def test_results_are_the_same_each_time() -> None:
     x, w = draw(48, 1024).bfloat16(), draw(16384, 1024).bfloat16()
     with torch.inference_mode():
-        first = wide.swiglu(x, w)
-        assert all(torch.equal(first, wide.swiglu(x, w)) for _ in range(8)), f"TEST_SEED={SEED}"
+        first = small_batch_gemm.swiglu(x, w)
+        assert all(torch.equal(first, small_batch_gemm.swiglu(x, w)) for _ in range(8)), f"TEST_SEED={SEED}"
 
 
 @pytest.mark.parametrize(("tokens", "splits"), [(5, 2), (33, 3), (64, 4)])

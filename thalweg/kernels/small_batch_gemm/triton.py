@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from thalweg.kernels.pdl import launch_options
+from thalweg.kernels.launch import launch_options
 from thalweg.kernels.silu_mul.triton import gated
 
 SMS = 132  # of an H100 or H200; a wrong number costs speed only
@@ -41,7 +41,7 @@ def _joined(sums, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["M"])
-def _wide(
+def _small_batch_gemm(
     x, w_big, w_small, y_MN, M, N,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     PAIRS: tl.constexpr, PDL: tl.constexpr,
@@ -76,7 +76,7 @@ def _wide(
         tl.store(to + n_S[None, :], z.to(y_MN.dtype.element_ty), mask=(row < M)[:, None] & (n_S < N)[None, :])
 
 
-class Tile(NamedTuple):
+class SmallBatchTile(NamedTuple):
     """Rows of x, columns of the result in two parts, columns of K a step, stages of the pipeline, warps."""
 
     rows: int
@@ -87,15 +87,15 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(m: int, n: int, pairs: bool) -> Tile:
+def tile(m: int, n: int, pairs: bool) -> SmallBatchTile:
     """The fastest of those tried on an H100. n: columns of the result."""
     if not pairs:
-        return Tile(64, 128, 16, 128, 3, 4) if m <= FEW else Tile(128, 128, 0, 128, 3, 8)
+        return SmallBatchTile(64, 128, 16, 128, 3, 4) if m <= FEW else SmallBatchTile(128, 128, 0, 128, 3, 8)
     big, small = min(WIDTHS, key=lambda width: _waste(n, sum(width)))
     return (
-        Tile(64, big, small, 128, 4 if 2 * (big + small) <= 144 else 3, 4)
+        SmallBatchTile(64, big, small, 128, 4 if 2 * (big + small) <= 144 else 3, 4)
         if m <= FEW
-        else Tile(128, big, small, 64, 5 if big + small <= 80 else 4, 4)
+        else SmallBatchTile(128, big, small, 64, 5 if big + small <= 80 else 4, 4)
     )
 
 
@@ -104,19 +104,19 @@ def _waste(n: int, width: int) -> float:
     return -(-n // width // SMS) * SMS * width / n - width * 1e-6
 
 
-def pairs_fit(m: int, w_NK: Tensor) -> bool:
+def swiglu_fits(m: int, w_NK: Tensor) -> bool:
     """Whether `swiglu` is faster than a library's product and `silu_mul` for m rows of x. w: gate and up rows."""
     n, k = w_NK.shape
     return FEWEST <= m <= MOST and n >= PAIRED and n % 16 == 0 and k % 128 == 0 and _hopper(w_NK)
 
 
-def head_fits(m: int, w_NK: Tensor) -> bool:
+def linear_fits(m: int, w_NK: Tensor) -> bool:
     """Whether `linear` is faster than a library's product."""
     n, k = w_NK.shape
     return FEWEST <= m <= MOST and n >= HEAD and k % 128 == 0 and _hopper(w_NK)
 
 
-def cut_fits(m: int, w_NK: Tensor) -> bool:
+def split_k_fits(m: int, w_NK: Tensor) -> bool:
     """Whether `add_` is faster than a library's product: few columns, K so long that a part of it is long, and a wave
     of programs.
     """
@@ -147,7 +147,7 @@ def swiglu(x_MK: Tensor, w_NK: Tensor) -> Tensor:
 
 
 def linear(x_MK: Tensor, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    """x Wᵀ → [M, N] in `dtype`. x, w: as in `swiglu`. Where `head_fits`."""
+    """x Wᵀ → [M, N] in `dtype`. x, w: as in `swiglu`. Where `linear_fits`."""
     return _launched(x_MK, w_NK, torch.empty(len(x_MK), len(w_NK), dtype=dtype, device=x_MK.device), False)
 
 
@@ -155,7 +155,7 @@ def _launched(x_MK: Tensor, w: Tensor, y_MN: Tensor, pairs: bool) -> Tensor:
     (m, n), k = y_MN.shape, x_MK.shape[1]
     shape = tile(m, n, pairs)
     lead = [2] if pairs else []
-    _wide[(triton.cdiv(n, shape.big + shape.small), triton.cdiv(m, shape.rows))](
+    _small_batch_gemm[(triton.cdiv(n, shape.big + shape.small), triton.cdiv(m, shape.rows))](
         TensorDescriptor.from_tensor(x_MK, [shape.rows, shape.k]), TensorDescriptor.from_tensor(w, [*lead, shape.big, shape.k]),
         TensorDescriptor.from_tensor(w, [*lead, shape.small or shape.big, shape.k]), y_MN, m, n,
         k, shape.rows, shape.big, shape.small, shape.k, shape.stages, pairs, num_warps=shape.warps, num_stages=shape.stages,
@@ -165,7 +165,7 @@ def _launched(x_MK: Tensor, w: Tensor, y_MN: Tensor, pairs: bool) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["M"])
-def _cut(
+def _split_k_gemm(
     x, w_A, w_B, w_C, part_SMN, M, N, steps,
     K: tl.constexpr, BLOCK_M: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -189,7 +189,7 @@ def _cut(
 
 
 @triton.jit
-def _add_parts(part_SE, h_E, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_partials(part_SE, h_E, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """h += the sum of the parts, in float32."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -203,13 +203,13 @@ def _add_parts(part_SE, h_E, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 
 
 def add_(h_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """h += x Wᵀ, in place. h: bf16, contiguous. x, w: as in `swiglu`. Where `cut_fits`."""
+    """h += x Wᵀ, in place. h: bf16, contiguous. x, w: as in `swiglu`. Where `split_k_fits`."""
     (m, n), k = h_MN.shape, x_MK.shape[1]
     rows, widths, step, stages = FEW, (64, 32, 16), 128, 4
     part = torch.empty(CUT, m, n, dtype=torch.float32, device=x_MK.device)
-    _cut[(triton.cdiv(n, sum(widths)), CUT)](
+    _split_k_gemm[(triton.cdiv(n, sum(widths)), CUT)](
         TensorDescriptor.from_tensor(x_MK, [rows, step]), *(TensorDescriptor.from_tensor(w_NK, [width, step]) for width in widths),
         part, m, n, triton.cdiv(k // step, CUT), k, rows, *widths, step, stages, num_warps=4, num_stages=stages, **launch_options(x_MK),
     )  # fmt: skip
-    _add_parts[(triton.cdiv(m * n, 1024),)](part, h_MN, m * n, CUT, 1024, num_warps=4, **launch_options(x_MK))
+    _add_partials[(triton.cdiv(m * n, 1024),)](part, h_MN, m * n, CUT, 1024, num_warps=4, **launch_options(x_MK))
     return h_MN

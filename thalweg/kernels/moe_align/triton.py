@@ -22,7 +22,7 @@ CHUNK = 128  # pairs of one program of the sort, which compares them with one an
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SortedPairs:
     """Pairs sorted by expert. order: position → pair. slot: pair → position. expert and row: of each tile of BLOCK_M
     positions, its expert and its first position. end_N: the position after an expert's last one. total: tiles in use.
     All int32, on the device, each with a little more room than it needs. tiles: the most that can be in use, which is
@@ -46,7 +46,7 @@ def way_of(pairs: int) -> str:
     return "alone" if pairs <= CHUNK else "few" if pairs <= 16 * CHUNK else "many"
 
 
-def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> Order:
+def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> SortedPairs:
     """Sorts pairs by expert, stably; expert `experts` comes last and gets no tile. aligned: each expert's first
     position is a multiple of block_m (what lies between is undefined), else experts are packed.
     """
@@ -72,10 +72,10 @@ def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> O
         _sum[(triton.cdiv(bins, 4),)](parts[6], chunks, bins, **launch(4))
     _place[(chunks,)](*parts, ids_TK, pairs, chunks, experts, CHUNK, bins, block_m, aligned, way, **launch(4))
     order, slot, expert, row, end, total, _ = parts
-    return Order(order, slot, expert, row, end, total[:1], most, block_m)
+    return SortedPairs(order, slot, expert, row, end, total[:1], most, block_m)
 
 
-def gather(x_TH: Tensor, scales_TG: Tensor | None, by: Order, columns: int) -> tuple[Tensor, Tensor | None]:
+def gather(x_TH: Tensor, scales_TG: Tensor | None, by: SortedPairs, columns: int) -> tuple[Tensor, Tensor | None]:
     """→ rows [R, H], and their scales [R, H / 128] (MN-major) where x is e4m3, of every position of an aligned order in
     tiles of a multiple of 16; undefined where there is no pair.
     """

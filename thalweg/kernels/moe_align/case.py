@@ -9,12 +9,12 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from thalweg.kernels.case import Case, Run, normal, size
-from thalweg.kernels.own import available
-from thalweg.kernels.permute import ref
+from thalweg.kernels.case import KernelCase, Run, normal, size
+from thalweg.kernels.launch import triton_available
+from thalweg.kernels.moe_align import ref
 
 
-def cases(generator: torch.Generator) -> Iterator[Case]:
+def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for tokens, columns, experts, hidden in ((1, 4, 16, 40), (70, 3, 300, 64), (500, 2, 8, 24)):
         ids = torch.randint(0, experts, (tokens, columns), generator=generator)
         ids[1:][torch.rand(tokens - 1, generator=generator) < 0.1] = experts
@@ -25,7 +25,7 @@ def cases(generator: torch.Generator) -> Iterator[Case]:
         exact = out.double()
         for pair in by:
             exact[pair // columns] += weights.flatten()[pair].double() * y[pair].double()
-        yield Case(
+        yield KernelCase(
             name=f"{tokens} tokens, {columns} of {experts} experts",
             inputs={"ids_TK": ids, "weights_TK": weights, "out_TH": out, "y_PH": y, "experts": experts},
             exact=(torch.tensor(by, dtype=torch.float64) + 1, exact),
@@ -40,7 +40,7 @@ def run(ids_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, y_PH: Tensor, expert
 
 
 def run_triton(ids_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, y_PH: Tensor, experts: int) -> tuple[Tensor, ...]:
-    from thalweg.kernels.permute import triton
+    from thalweg.kernels.moe_align import triton
 
     ids, weights, out, y = (each.cuda() for each in (ids_TK.int(), weights_TK, out_TH, y_PH))
     by = triton.sort(ids, experts, 16)
@@ -48,4 +48,4 @@ def run_triton(ids_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, y_PH: Tensor,
     return by.order[: int((ids < experts).sum())].to(out_TH.device) + 1.0, out.to(out_TH.device)
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if available() else {})
+BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if triton_available() else {})
