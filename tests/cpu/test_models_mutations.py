@@ -79,12 +79,12 @@ def key_norm_as_rms(patch: pytest.MonkeyPatch) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight + self.bias
 
-    patch.setattr("thalweg.layers.norm.LayerNorm.forward", forward)
+    patch.setattr("thalweg.layers.reference_linear.LayerNorm.forward", forward)
 
 
 def key_norm_without_bias(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "thalweg.layers.norm.LayerNorm.forward",
+        "thalweg.layers.reference_linear.LayerNorm.forward",
         lambda self, x: torch.layer_norm(x, x.shape[-1:], self.weight, None, 1e-6),
     )
 

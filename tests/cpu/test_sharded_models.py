@@ -20,8 +20,7 @@ from thalweg.batch.batch import Batch, Group
 from thalweg.bench.make_checkpoint import main as make_checkpoint
 from thalweg.config.model import MoeFacts
 from thalweg.core.plan import PAGE
-from thalweg.layers.linear import Part
-from thalweg.layers.mlp import Mlp
+from thalweg.layers.linear import Mlp, Part
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.layers.reference_linear import Linear
 from thalweg.layers.residual import ShardedStream

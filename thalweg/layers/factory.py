@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from thalweg.attention.context import WorkspaceNeed
 from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.kernels import KernelConfig
 from thalweg.layers.interface import FeedForward, GroupedAttention, LatentAttention, MetadataBuilder, Vocabulary
-from thalweg.layers.linear import LinearLayer, Part, taken
-from thalweg.layers.mlp import Mlp
-from thalweg.layers.residual import Norm, ResidualStream, ShardedStream, SingleStream
+from thalweg.layers.linear import LinearLayer, Mlp, Part, taken
+from thalweg.layers.residual import Norm
 from thalweg.memory.planes import FP8, PlaneSpec, kv_cache_dtype, vector_plane
 from thalweg.parallel.axis import Axis, share_of, width_of
 from thalweg.parallel.layout import SINGLE_RANK, Layout
@@ -76,12 +74,6 @@ class LayerFactory(ABC):
 
     @abstractmethod
     def metadata(self, facts: ModelFacts, workspace: WorkspaceNeed) -> MetadataBuilder: ...
-
-    def stream(self, x_TH: Tensor, is_partial: bool = False) -> ResidualStream:
-        """A residual stream that begins with x. is_partial: x is this rank's part of a sum over tensor-parallel
-        ranks.
-        """
-        return SingleStream(x_TH) if self.layout.is_single else ShardedStream(x_TH, self.layout.tp, is_partial)
 
     def held(self, weight: TensorSpec, take: Take, is_reordered: bool = False) -> Quantized | None:
         """The scheme in which memory holds this slice of a weight; None is plain numbers in the model's dtype."""

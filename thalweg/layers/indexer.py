@@ -15,7 +15,7 @@ from thalweg.kernels.indexer.ref import index_scores
 from thalweg.kernels.rope.ref import rotate_
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.module import Module, parameter
-from thalweg.layers.norm import LayerNorm
+from thalweg.layers.reference_linear import LayerNorm
 from thalweg.weights.table import Transform
 
 KEY_NORM_EPS = 1e-6  # nn.LayerNorm with this eps in the published code, whatever rms_norm_eps says

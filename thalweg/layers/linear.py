@@ -1,4 +1,4 @@
-"""What linear layers have in common: their parts, and the published tensors that fill them."""
+"""What linear layers have in common: their parts, and the published tensors that fill them. And the MLP of two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thalweg.layers.module import Module
-from thalweg.layers.residual import Activation
+from thalweg.layers.residual import Activation, ResidualStream
 from thalweg.quant.scheme import Quantized, Take
 from thalweg.weights.table import Transform, unchanged
 
@@ -94,3 +94,15 @@ class LinearLayer(Module, ABC):
             self.loads("bias", f"{name}.bias", (outputs,), published)
         else:
             self.weights.skips.append(re.escape(f"{name}.bias"))
+
+
+class Mlp(Module):
+    """The SwiGLU MLP: down(silu(gate x) · up x). gate_up: gate rows first, then up."""
+
+    def __init__(self, gate_up: LinearLayer, down: LinearLayer) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    def add_to(self, h: ResidualStream, x: Activation, real_T: Tensor | None = None) -> None:
+        """h += mlp(x); padding is computed, too."""
+        h.add(self.down, self.gate_up.swiglu(x))

@@ -18,8 +18,7 @@ from thalweg.layers.gqa import Gqa
 from thalweg.layers.mha import Mha
 from thalweg.layers.mla import Mla
 from thalweg.layers.moe import MoeBlock
-from thalweg.layers.norm import RMSNorm
-from thalweg.layers.reference_linear import Embedding, Linear
+from thalweg.layers.reference_linear import Embedding, Linear, RMSNorm
 from thalweg.memory.planes import Planes
 from thalweg.quant.catalog import Schemes
 from thalweg.quant.scheme import Quantized

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from thalweg.parallel.axis import Axis
+from thalweg.parallel.layout import Layout
 
 Activation = Any  # a Tensor [T, H], or a norm that its readers compute (`kernels.norm.triton.LazyNorm`)
 
@@ -71,6 +72,11 @@ class ResidualStream(Protocol):
 
     def value(self) -> Tensor:
         """[T, H], with everything added: the memory that later additions edit."""
+
+
+def stream(layout: Layout, x_TH: Tensor, is_partial: bool = False) -> ResidualStream:
+    """A residual stream that begins with x. is_partial: x is this rank's part of a sum over tensor-parallel ranks."""
+    return SingleStream(x_TH) if layout.is_single else ShardedStream(x_TH, layout.tp, is_partial)
 
 
 class SingleStream:

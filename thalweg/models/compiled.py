@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.kernels.norm.ref import rms_norm
-from thalweg.layers.mlp import Mlp
-from thalweg.layers.norm import RMSNorm
-from thalweg.layers.reference_linear import Linear
+from thalweg.layers.linear import Mlp
+from thalweg.layers.reference_linear import Linear, RMSNorm
 from thalweg.layers.residual import ResidualStream, SingleStream
 from thalweg.models.decoder import Model
 
@@ -61,6 +60,6 @@ def compile_parts(model: Model) -> None:
 def _add_mlp(
     h_TH: Tensor, x_TH: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
 ) -> Tensor:
-    """What `layers.mlp.Mlp.add_` computes."""
+    """What `layers.linear.Mlp.add_` computes."""
     gate, up = F.linear(x_TH, gate_up, gate_up_bias).chunk(2, -1)
     return h_TH.add_(F.linear(F.silu(gate) * up, down, down_bias))

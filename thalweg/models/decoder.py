@@ -21,7 +21,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.interface import MetadataBuilder, Vocabulary
 from thalweg.layers.module import Module
-from thalweg.layers.residual import ResidualStream
+from thalweg.layers.residual import ResidualStream, stream
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.weights.table import WeightTable, table_of
 
@@ -149,7 +149,7 @@ class Decoder(Module):
 
     def _embedded(self, ids_T: Tensor) -> ResidualStream:
         assert self.embedding is not None, "the first stage embeds"
-        return self.factory.stream(self.embedding.forward(ids_T), self.embedding.is_partial)
+        return stream(self.factory.layout, self.embedding.forward(ids_T), self.embedding.is_partial)
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         hidden = self.run(batch, planes)
@@ -166,7 +166,11 @@ class Decoder(Module):
         if received is None:
             h = self._embedded(batch.ids_T)
         else:
-            h, selections, watched = self.factory.stream(received.x_TH), received.selections, list(received.watched)
+            h, selections, watched = (
+                stream(self.factory.layout, received.x_TH),
+                received.selections,
+                list(received.watched),
+            )
         for number, layer in enumerate(self._layers, self.stage.first):
             if number in self.watched:
                 watched.append(settled_copy(h))

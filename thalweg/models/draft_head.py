@@ -10,7 +10,7 @@ from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.module import Module
-from thalweg.layers.residual import ResidualStream
+from thalweg.layers.residual import ResidualStream, stream
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.decoder import Target
 from thalweg.parallel.axis import width_of
@@ -77,9 +77,9 @@ class EntryProjection(Module):
     def start(self, x_TX: Tensor) -> ResidualStream:
         """The stream of its result."""
         if self.columns is None:
-            return self.factory.stream(self.linear.forward(x_TX))
+            return stream(self.factory.layout, self.linear.forward(x_TX))
         part_TX = x_TX[:, self.columns.start : self.columns.stop].contiguous()
-        return self.factory.stream(self.linear.forward(part_TX), is_partial=True)
+        return stream(self.factory.layout, self.linear.forward(part_TX), is_partial=True)
 
 
 class DraftEmbedding(Module):
@@ -96,4 +96,4 @@ class DraftEmbedding(Module):
         """[T, H]."""
         if self.own is None:
             return self.main[0].embed(ids_T)
-        return self.factory.stream(self.own.forward(ids_T), self.own.is_partial).value()
+        return stream(self.factory.layout, self.own.forward(ids_T), self.own.is_partial).value()

@@ -24,7 +24,7 @@ from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.module import Module
-from thalweg.layers.residual import Activation, ResidualStream
+from thalweg.layers.residual import Activation, ResidualStream, stream
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.decoder import Target, gathered_logits
 from thalweg.models.dense import dense_planes
@@ -87,7 +87,7 @@ class Eagle3(DraftHead):
         """The layer's output, before the norm."""
         metadata = self.metadata.build(batch, planes)
         normed_TW = self.state_norm.forward(state_TW)
-        h = self.factory.stream(normed_TW.clone() if self.given.normed_residual else state_TW.clone())
+        h = stream(self.factory.layout, normed_TW.clone() if self.given.normed_residual else state_TW.clone())
         self.attention.add_to(h, self._joined(ids_T, normed_TW), metadata)
         self.mlp.add_to(h, h.normed(self.mlp_norm))
         return h.value()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.parallel.axis import SINGLE, Axis
@@ -22,8 +22,10 @@ class Layout:
     dense: Axis = SINGLE
     ep: Axis = SINGLE  # shares experts
     moe_tp: Axis = SINGLE  # shares the width of each expert
+    is_single: bool = field(init=False)  # one rank computes everything
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "is_single", self.tp.size * self.dp.size == 1)
         if self.tp.size * self.dp.size != self.ep.size * self.moe_tp.size:
             raise UnsupportedConfig(
                 f"experts are divided over {self.ep.size} x {self.moe_tp.size} ranks, and the layer has {self.tp.size}"
@@ -31,10 +33,6 @@ class Layout:
             )
         if self.dense.size not in (1, self.tp.size):
             raise UnsupportedConfig(f"--moe-dense-tp-size {self.dense.size}: use 1 or the attention's {self.tp.size}")
-
-    @property
-    def is_single(self) -> bool:
-        return self.tp.size * self.dp.size == 1
 
 
 SINGLE_RANK = Layout()
