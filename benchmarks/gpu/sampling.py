@@ -24,11 +24,11 @@ from thalweg.batch.slots import Slots
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
-from thalweg.kernels.adjust import triton as adjusting
-from thalweg.kernels.draw import triton as drawing
 from thalweg.kernels.logprobs import triton as logprobing
-from thalweg.kernels.truncate import triton as truncating
-from thalweg.sampling.launched import Launched, choose_into
+from thalweg.kernels.penalties import triton as penalties
+from thalweg.kernels.sample import triton as sample
+from thalweg.kernels.topk_topp import triton as topk_topp
+from thalweg.sampling.kernel_sampling import KernelSampler, sample_into
 from thalweg.sampling.sample import REFERENCE
 
 VOCAB, KNOWN, ROWS = 129280, 1024, (1, 256, 64, 16)
@@ -137,19 +137,19 @@ class Bench:
     def draw(self, scale: float, kinds: list[dict[str, Any]], needs: SamplingNeeds = DRAWS) -> dict[str, Any]:
         slots = self.slots(kinds)
         ints_EI = slots.ints_SI.clone()
-        return self.timed(scale, lambda x: choose_into(self.out, x, slots, self.slot_E, ints_EI, needs, slots.ints_SI))
+        return self.timed(scale, lambda x: sample_into(self.out, x, slots, self.slot_E, ints_EI, needs, slots.ints_SI))
 
-    def edit(self, kinds: list[dict[str, Any]], needs: SamplingNeeds) -> dict[str, Any]:
+    def edit_logits(self, kinds: list[dict[str, Any]], needs: SamplingNeeds) -> dict[str, Any]:
         slots = self.slots(kinds)
         ints_EI = slots.ints_SI.clone()
-        return self.timed(1.0, lambda x: Launched().edit(x, slots, self.slot_E, ints_EI, needs, 4096, None))
+        return self.timed(1.0, lambda x: KernelSampler().edit_logits(x, slots, self.slot_E, ints_EI, needs, 4096, None))
 
     def grammar(self) -> dict[str, Any]:
         bits = torch.randint(-(2**31), 2**31 - 1, (self.rows, VOCAB // 32), device="cuda").to(torch.int32)
-        row = self.timed(1.0, lambda x: adjusting.forbid(x, self.slot_E, bits))
+        row = self.timed(1.0, lambda x: penalties.apply_grammar_mask(x, self.slot_E, bits))
         masks, slots, host = GrammarMasks(tuple(range(self.rows)), bits.cpu().numpy()), self.slots([{}]), self.normal[0]
         args = slots, self.slot_E, slots.ints_SI, SamplingNeeds(), 4096, masks
-        row["eager_us"] = eager(lambda: Launched().edit(host, *args))
+        row["eager_us"] = eager(lambda: KernelSampler().edit_logits(host, *args))
         for x in self.normal:
             x.normal_()
         return row
@@ -165,8 +165,8 @@ class Bench:
         ints_EI = slots.ints_SI.clone()
 
         def call() -> None:
-            REFERENCE.edit(self.normal[0], slots, self.slot_E, ints_EI, needs, KNOWN + 1, None)
-            REFERENCE.choose(self.normal[0], slots, self.slot_E, ints_EI, needs)
+            REFERENCE.edit_logits(self.normal[0], slots, self.slot_E, ints_EI, needs, KNOWN + 1, None)
+            REFERENCE.sample_into_slots(self.normal[0], slots, self.slot_E, ints_EI, needs)
 
         return {"eager_us": eager(call)}
 
@@ -176,16 +176,16 @@ def launches(bench: Bench, scale: float, kinds: list[dict[str, Any]]) -> dict[st
     slots = bench.slots(kinds)
     ints_EI = slots.ints_SI.clone()
     x = bench.normal[0] * scale
-    overlapping = truncating.launch_options
-    truncating.launch_options = lambda tensor: {"PDL": False}
+    overlapping = topk_topp.launch_options
+    topk_topp.launch_options = lambda tensor: {"PDL": False}
     try:
-        choose_into(bench.out, x, slots, bench.slot_E, ints_EI, DRAWS, slots.ints_SI)
+        sample_into(bench.out, x, slots, bench.slot_E, ints_EI, DRAWS, slots.ints_SI)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(5):
-                choose_into(bench.out, x, slots, bench.slot_E, ints_EI, DRAWS, slots.ints_SI)
+                sample_into(bench.out, x, slots, bench.slot_E, ints_EI, DRAWS, slots.ints_SI)
             torch.cuda.synchronize()
     finally:
-        truncating.launch_options = overlapping
+        topk_topp.launch_options = overlapping
     return {
         event.key: event.device_time_total / event.count for event in profile.key_averages() if event.device_time_total
     }
@@ -203,8 +203,8 @@ def measure(log: Log, rows: int) -> None:
     for name, scale, kinds in KINDS:
         log.attempt(name, rows, bench.draw, scale, kinds)
     log.attempt("torch sort", rows, bench.torch_sort)
-    log.attempt("penalties, 1,024 tokens", rows, bench.edit, PENALTIES, SamplingNeeds(penalised=True))
-    log.attempt("biases and minimum length", rows, bench.edit, BIASES, SamplingNeeds(biased=True))
+    log.attempt("penalties, 1,024 tokens", rows, bench.edit_logits, PENALTIES, SamplingNeeds(penalised=True))
+    log.attempt("biases and minimum length", rows, bench.edit_logits, BIASES, SamplingNeeds(biased=True))
     log.attempt("grammar", rows, bench.grammar)
     log.attempt("logprobs 0", rows, bench.logprobs, 0)
     log.attempt("logprobs 20", rows, bench.logprobs, 20)
@@ -226,7 +226,7 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "vocabulary": VOCAB,
-        "parts": [drawing.PART, truncating.PART],
+        "parts": [sample.PART, topk_topp.PART],
     }
     path = Path(os.environ.get("OUT", ".")) / "sampling.json"
     path.write_text(json.dumps({"about": about, "rows": log.rows, "failed": log.failed}, indent=1) + "\n")

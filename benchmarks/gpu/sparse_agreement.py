@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.attention.selection import Selection, select_top_k
-from thalweg.batch.prepare import prepare
+from thalweg.batch.inputs import build_inputs
 from thalweg.bench.results import provenance, write
 from thalweg.config.tree import options_of
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
@@ -220,7 +220,7 @@ def computed(engine: LocalEngine, watch: Watch, prompt: tuple[int, ...], cuts: l
         row = Row(0, 0, start, stop - start, 0, stop == len(prompt))
         watch.at = slice(start, stop)
         hidden_TH = runner.model.forward(
-            prepare(StepPlan(0, 0, (row,), max_kv_len=stop), runner.slots).batch, runner.planes
+            build_inputs(StepPlan(0, 0, (row,), max_kv_len=stop), runner.slots).batch, runner.planes
         )
     run.logits = runner.model.logits(hidden_TH[-(len(prompt) % PAGE or PAGE) :])
     return run

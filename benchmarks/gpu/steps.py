@@ -25,7 +25,7 @@ from thalweg.engine.calibration_mixed import Clock
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.graphs import MOST_PIECES, token_buckets
 from thalweg.launch.resolve import resolve
-from thalweg.runner.pieces import Piecewise
+from thalweg.runner.piecewise import Piecewise
 from thalweg.runner.runner import Runner
 
 ROWS = (0, 1, 32, 128)

@@ -38,12 +38,14 @@ class Bench:
         for number, (sequence, tokens) in enumerate(rows):
             start = self.lengths[sequence]
             where = range(start, start + len(tokens))
-            reach = start + len(tokens)
+            max_kv_len = start + len(tokens)
             if groups and groups[-1].query == len(tokens):
                 last = groups[-1]
-                groups[-1] = Group(last.row_start, last.rows + 1, last.token_start, last.query, max(last.reach, reach))
+                groups[-1] = Group(
+                    last.row_start, last.rows + 1, last.token_start, last.query, max(last.max_kv_len, max_kv_len)
+                )
             else:
-                groups.append(Group(number, 1, len(ids), len(tokens), reach))
+                groups.append(Group(number, 1, len(ids), len(tokens), max_kv_len))
             ids += tokens
             positions += where
             write += [self.tables[sequence][p // PAGE] * PAGE + p % PAGE for p in where]

@@ -12,21 +12,22 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from tests.gpu import growing
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
-from thalweg.kernels.adjust import triton as adjusting
-from thalweg.kernels.climb import case as climb
-from thalweg.kernels.draft import ref as draft_ref
-from thalweg.kernels.draft import triton as draft
-from thalweg.kernels.grow import ref as grow_ref
-from thalweg.kernels.grow import triton as grow
-from thalweg.kernels.temper import case
-from thalweg.kernels.temper import triton as tempering
-from thalweg.kernels.verify import case as verify
-from thalweg.sampling.launched import Launched
+from thalweg.kernels.build_tree import ref as grow_ref
+from thalweg.kernels.build_tree import triton as grow
+from thalweg.kernels.draft_state import ref as draft_ref
+from thalweg.kernels.draft_state import triton as draft
+from thalweg.kernels.penalties import triton as penalties
+from thalweg.kernels.temperature import case
+from thalweg.kernels.temperature import triton as temperature
+from thalweg.kernels.verify_chain import case as verify
+from thalweg.kernels.verify_tree import case as verify_tree
+from thalweg.sampling.kernel_sampling import KernelSampler
 from thalweg.sampling.sample import BANNED, REFERENCE
 
 EDITS: list[dict[str, Any]] = [
@@ -45,6 +46,17 @@ DRAWS: list[dict[str, Any]] = [
 ]
 
 
+def convert_scalars() -> None:
+    """Triton 3.6 passes scalars as arrays of one element to `int`, which new numpy refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_index
+
+
 @triton.jit
 def logarithm(x):  # type: ignore[no-untyped-def]
     return tl.log(x)
@@ -52,7 +64,7 @@ def logarithm(x):  # type: ignore[no-untyped-def]
 
 def tempered(lists: int) -> None:
     """lists: ids that a row may list; of more the border is searched."""
-    vars(tempering).update(LIST=lists, SHORT=lists // 2)
+    vars(temperature).update(LIST=lists, SHORT=lists // 2)
     for one in case.cases(torch.Generator().manual_seed(lists)):
         errors = one.errors(case.run_triton(**one.fresh_inputs(), device="cpu"))
         assert max(errors) <= one.tolerance, (lists, one.name, errors)
@@ -62,9 +74,9 @@ def adjusted(vocab: int, query: int, drafts: int) -> None:
     """Nodes of trees, and rows that are none."""
     generator = torch.Generator().manual_seed(vocab)
     slots = Slots(len(EDITS), 200, torch.device("cpu"))
-    for slot, edit in enumerate(EDITS):
+    for slot, edit_logits in enumerate(EDITS):
         known = torch.randint(0, vocab, (5 + 60 * slot,), generator=generator).tolist()
-        slots.bind([Bind(slot, tuple(known), 3, 0, 199, slot, (7, 1), SamplingParams(**edit))])
+        slots.bind([Bind(slot, tuple(known), 3, 0, 199, slot, (7, 1), SamplingParams(**edit_logits))])
     for each, behind in (
         (query, torch.randint(-1, vocab, (len(EDITS), query, drafts), generator=generator)),
         (1, None),
@@ -72,9 +84,11 @@ def adjusted(vocab: int, query: int, drafts: int) -> None:
         slot_N = torch.arange(len(EDITS)).repeat_interleave(each)
         logits, ints_NI = torch.randn(len(slot_N), vocab, generator=generator) * 3, slots.ints_SI[slot_N]
         want, got = logits.clone(), logits.clone()
-        REFERENCE.edit(want, slots, slot_N, ints_NI, SamplingNeeds(penalised=True, biased=True), 200, None, behind)
+        REFERENCE.edit_logits(
+            want, slots, slot_N, ints_NI, SamplingNeeds(penalised=True, biased=True), 200, None, behind
+        )
         held = slots.floats_SF, slots.tokens_SL, slots.stop_SK, (slots.bias_ids_SB, slots.bias_SB)
-        adjusting.adjust(got, slot_N, ints_NI, *held, True, True, BANNED, behind)
+        penalties.apply_penalties(got, slot_N, ints_NI, *held, True, True, BANNED, behind)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
         assert not torch.equal(want, logits)
 
@@ -96,15 +110,15 @@ def broken(kinds: list[dict[str, Any]], vocab: int, needs: SamplingNeeds) -> Non
         )
     slot_E = torch.arange(rows)
     made = [
-        sampling.choose(logits.clone(), one, slot_E, one.ints_SI.clone(), needs)
-        for sampling, one in zip((Launched(), REFERENCE), slots, strict=True)
+        sampling.sample_into_slots(logits.clone(), one, slot_E, one.ints_SI.clone(), needs)
+        for sampling, one in zip((KernelSampler(), REFERENCE), slots, strict=True)
     ]
     assert torch.equal(made[0].tokens_EQ, made[1].tokens_EQ), (vocab, needs, made)
     assert torch.equal(made[0].tokens_EQ[:, 0] < 0, nan_E) and made[0].done_E[nan_E].all()
     assert torch.equal(made[0].done_E, made[1].done_E)
     assert all(torch.equal(*(getattr(one, name) for one in slots)) for name in ("ints_SI", "tokens_SL"))
     assert not slots[0].tokens_SL[nan_E, 3].any()
-    left = Launched.odds.tempered(logits, slots[0], slot_E, slots[0].ints_SI, needs.truncated)
+    left = KernelSampler.distribution.apply_temperature(logits, slots[0], slot_E, slots[0].ints_SI, needs.truncated)
     assert torch.equal(left.softmax(-1).isnan().all(-1), nan_E | (left == torch.inf).any(-1))
 
 
@@ -117,8 +131,8 @@ def verified() -> None:
 def trees() -> None:
     """Their paths, and how they are grown."""
     generator = torch.Generator().manual_seed(1)
-    for one in climb.cases(generator):
-        errors = one.errors(climb.run_triton("cpu", **one.fresh_inputs()))
+    for one in verify_tree.cases(generator):
+        errors = one.errors(verify_tree.run_triton("cpu", **one.given()))
         assert max(errors) <= one.tolerance, (one.name, errors)
     ids_D = torch.randperm(18000, generator=generator)[:9000]
     for many, branches, deepest, vocab, ids in ((1, 4, 4, 5000, None), (2, 10, 3, 9000, ids_D), (3, 2, 1, 900, None)):
@@ -144,9 +158,11 @@ def concluded() -> None:
         for module in (draft, draft_ref):
             flags, tokens = torch.ones(5, dtype=torch.bool), torch.zeros(9, 50, dtype=torch.int32)
             drafts = torch.zeros(5, 3, dtype=torch.int64)
-            chain = draft_ref.Chain(slot, torch.ones(5, dtype=torch.int64), state.clone(), drafts, flags)
+            chain = draft_ref.DraftChain(slot, torch.ones(5, dtype=torch.int64), state.clone(), drafts, flags)
             slots_ints = ints.clone()
-            module.conclude(draft_ref.Drawn(entry, logits, ids_D, vocab), new, ints[slot], chain, tokens, slots_ints)
+            module.store_draft(
+                draft_ref.DraftedTokens(entry, logits, ids_D, vocab), new, ints[slot], chain, tokens, slots_ints
+            )
             assert tokens[slot, 9].tolist() == wanted == drafts[:, 1].tolist() and flags.tolist() == sound, module
             assert slots_ints[slot, 7].tolist() == [2] * 5 and torch.equal(
                 chain.state_EW.nan_to_num(), new.nan_to_num()
@@ -154,8 +170,9 @@ def concluded() -> None:
 
 
 def main() -> int:
+    convert_scalars()
     tl.extra.cuda.libdevice.fast_logf = logarithm  # the device's own is nothing that is interpreted
-    vars(adjusting)["BLOCK"] = 32  # so that sequences have several
+    vars(penalties)["BLOCK"] = 32  # so that sequences have several
     for lists in (256, 16):
         tempered(lists)
     for shape in ((12, 4, 3), (60, 16, 4)):

@@ -24,14 +24,14 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
 from thalweg.models import traced
-from thalweg.sampling.drafts import PROBABILITIES, Independent
-from thalweg.sampling.relaxed import Relaxed
+from thalweg.sampling.draft_sampling import PROBABILITIES, IndependentDraftSampling
+from thalweg.sampling.rejection import RejectionSampling
+from thalweg.sampling.relaxed import RelaxedAcceptance
 from thalweg.sampling.sample import REFERENCE, accept
-from thalweg.sampling.standard import Standard
 from thalweg.text.tokenizer import Tokenizer
 
 VOCAB, ROWS = 50, 40
-STANDARD = Standard(REFERENCE)
+STANDARD = RejectionSampling(REFERENCE)
 
 
 # ---- one step
@@ -43,7 +43,7 @@ class Step:
     def __init__(self, made: int = 2, **params: Any) -> None:
         generator = torch.Generator().manual_seed(3)
         asked = SamplingParams(**params)
-        self.slots = Slots(ROWS, 16, torch.device("cpu"), Independent(2, VOCAB).fields())
+        self.slots = Slots(ROWS, 16, torch.device("cpu"), IndependentDraftSampling(2, VOCAB).fields())
         self.slots.bind([Bind(row, (1,), 1, 0, 16, 900 + row, (), asked) for row in range(ROWS)])
         self.slots.tokens_SL[:, 1:3] = torch.randint(VOCAB, (ROWS, 2), generator=generator).int()
         self.slots.made.fill_(made)
@@ -107,7 +107,7 @@ def test_many_positions_are_judged_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     step = Step()
     step.keep(torch.rand(ROWS, 2, VOCAB).softmax(-1))
     whole = step.draw(STANDARD)
-    monkeypatch.setattr("thalweg.sampling.standard.CHUNK", 7 * VOCAB)
+    monkeypatch.setattr("thalweg.sampling.rejection.CHUNK", 7 * VOCAB)
     assert torch.equal(step.draw(STANDARD), whole)
 
 
@@ -120,7 +120,7 @@ def test_relaxed_acceptance_is_what_it_says(temperature: float) -> None:
     plain = step.draw(REFERENCE)[:, :2]
     for candidates, delta in ((1, 0.0), (10, 0.05), (30, 1.0)):
         near = (rank_R2 < candidates) & (p_R2 >= p_R2V.amax(-1) - delta)
-        drawn = step.draw(Relaxed(REFERENCE, candidates, delta))[:, :2]
+        drawn = step.draw(RelaxedAcceptance(REFERENCE, candidates, delta))[:, :2]
         assert torch.equal(drawn, torch.where(near, step.drafts_R2, plain)), (candidates, delta)
     assert near.sum() > ROWS // 2
 
@@ -128,7 +128,7 @@ def test_relaxed_acceptance_is_what_it_says(temperature: float) -> None:
 def test_relaxed_acceptance_accepts_nothing_that_is_forbidden() -> None:
     step = Step(temperature=0.0)
     step.logits_NV.view(ROWS, 3, VOCAB)[:, :2].scatter_(2, step.drafts_R2.unsqueeze(2), -torch.inf)
-    drawn = step.draw(Relaxed(REFERENCE, VOCAB, 1.0))
+    drawn = step.draw(RelaxedAcceptance(REFERENCE, VOCAB, 1.0))
     assert not (drawn[:, :2] == step.drafts_R2).any()
 
 
@@ -145,7 +145,13 @@ def test_relaxed_acceptance_takes_the_most_likely_of_several_drafts() -> None:
     for delta, want in ((0.2, [3, 7]), (0.4, [3, 7]), (0.5, [3, 5, 0]), (0.0, [6])):
         index, ints = torch.tensor([0]), slots.ints_SI.clone()
         found = accept(
-            logits.clone(), slots, index, ints, SamplingNeeds(), slots.context, sampling=Relaxed(REFERENCE, 5, delta)
+            logits.clone(),
+            slots,
+            index,
+            ints,
+            SamplingNeeds(),
+            slots.context,
+            sampler=RelaxedAcceptance(REFERENCE, 5, delta),
         )
         assert found.tokens_EQ[0, : int(found.count_E)].tolist() == want, delta
         slots.ints_SI.copy_(ints)

@@ -64,7 +64,7 @@ def test_a_batch_of_whole_sequences() -> None:
     assert batch.write_T[:4].tolist() == [64, 65, 66, 128] and int(batch.write_T[-1]) == 5 * 64 + 63
     assert batch.positions_T[3:6].tolist() == [0, 1, 2]
     assert len(set(batch.write_T.tolist())) == 197
-    assert [(g.row_start, g.token_start, g.query, g.reach) for g in batch.groups] == [
+    assert [(g.row_start, g.token_start, g.query, g.max_kv_len) for g in batch.groups] == [
         (0, 0, 3, 3),
         (1, 3, 130, 130),
         (2, 133, 64, 64),

@@ -22,8 +22,8 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
-from thalweg.sampling.imposed import Imposed
-from thalweg.spec.unroll import Unrolled
+from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
+from thalweg.spec.autoregressive import AutoregressiveDrafter
 from tools.release import tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def test_a_drafters_forwards_are_kept_and_let_go_again() -> None:
     )
     runner = engine.runner
     drafter, graphs = runner.drafting.drafter, runner.graphs
-    assert isinstance(drafter, Unrolled)
+    assert isinstance(drafter, AutoregressiveDrafter)
     (uid,) = engine.submit(list(range(20, 50)), SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
     for _ in range(4):
         engine.step()
@@ -100,8 +100,8 @@ def test_a_drafters_forwards_are_kept_and_let_go_again() -> None:
     assert runner.graphs is graphs and "forward" not in vars(drafter.steps) and "logits" not in vars(drafter.head)
     found = forwards.parts(engine, 2)
     assert all(seconds > 0 for seconds in found[:3]) and found.decree == 0
-    runner.sampling = Imposed(runner.sampling, 2.0)
-    assert forwards.parts(engine, 2).decree > 0 and "draw" not in vars(runner.sampling)
+    runner.sampler = SimulatedAcceptance(runner.sampler, 2.0)
+    assert forwards.parts(engine, 2).decree > 0 and "draw" not in vars(runner.sampler)
 
 
 def test_a_long_generation_beside_its_prompt() -> None:

@@ -55,7 +55,9 @@ def test_a_busy_while_is_the_same_for_all_widths(monkeypatch: pytest.MonkeyPatch
 
 def test_an_engine_begins_with_nothing_late() -> None:
     made = engine(2, speculative_adaptive=True, max_running_requests=2)
-    assert made.config.speculative_step_times and not made.runner.drafting.late.steps and not made.runner.drafting.lost
+    assert (
+        made.config.speculative_step_times and not made.runner.drafting.deferred.steps and not made.runner.drafting.lost
+    )
 
 
 def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +101,9 @@ def test_what_a_drafter_that_lags_takes_later_is_measured(monkeypatch: pytest.Mo
     made, settings = engine(2, max_running_requests=2), engine(2).config
     calibration_drafts._bind(made.runner, settings, 2, 100, 120)
     drafter, tokens = made.runner.drafting.drafter, list[int]()
-    monkeypatch.setattr(drafter, "observe", lambda seen, *rest: tokens.append(len(seen.batch.ids_T)))
+    monkeypatch.setattr(drafter, "extend", lambda seen, *rest: tokens.append(len(seen.batch.ids_T)))
     assert calibration_drafts._late(made.runner, calibration_drafts._plan(2, 100, 0, 120), settings) > 0
-    assert tokens == [2 * 100] and not made.runner.drafting.late.behind
+    assert tokens == [2 * 100] and not made.runner.drafting.deferred.behind
     plain = engine(0, max_running_requests=2)
     calibration_drafts._bind(plain.runner, settings, 2, 100, 120)
     assert calibration_drafts._late(plain.runner, calibration_drafts._plan(2, 100, 0, 120), settings) == 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from thalweg.engine.calibration_mixed import FLAT, MANY, SLOWER, TOTALS, choose, trim
-from thalweg.runner.pieces import Piecewise
+from thalweg.runner.piecewise import Piecewise
 
 
 def test_the_most_tokens_within_the_time() -> None:

@@ -32,9 +32,9 @@ from thalweg.launch.resolved import Resolved
 from thalweg.launch.serve import serve
 from thalweg.llm import LLM, AsyncLLM
 from thalweg.memory.planes import Planes
-from thalweg.runner import late
-from thalweg.runner.tape import Tape
-from thalweg.spec.unroll import Unrolled
+from thalweg.runner import deferred_kv
+from thalweg.runner.graph_pool import GraphPool
+from thalweg.spec.autoregressive import AutoregressiveDrafter
 
 assert unrecorded  # a fixture of this module, too
 FULL = (
@@ -54,14 +54,14 @@ def plain() -> list[list[int]]:
 def test_one_that_raises_while_nothing_is_drafted(
     plain: list[list[int]], depth: int, tokens: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late, "TOKENS", tokens)
+    monkeypatch.setattr(deferred_kv, "TOKENS", tokens)
     made = engine(3, max_steps_in_flight=depth, max_running_requests=2)
     made.loop.scheduler.draft_length.choose = lambda emitting, most: 0  # type: ignore[method-assign]
     breaking(made, "observe", 2)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(5)) == plain
     assert len(errors(caplog)) == 1 and "on purpose" in caplog.text
-    assert made.loop.stats().drafter_failures == 1 and not made.runner.drafting.late.steps
+    assert made.loop.stats().drafter_failures == 1 and not made.runner.drafting.deferred.steps
 
 
 @pytest.mark.parametrize(("depth", "tree"), [(2, CHAIN), (1, TreeShape(2, 2, 4))], ids=["chain", "tree"])
@@ -70,7 +70,7 @@ def test_one_that_stops_making_numbers_while_it_serves(
 ) -> None:
     made = engine(4 if tree.is_tree else 2, max_steps_in_flight=depth, tree=tree)
     drafter, calls = made.runner.drafting.drafter, 0
-    assert isinstance(drafter, Unrolled)
+    assert isinstance(drafter, AutoregressiveDrafter)
     real = drafter.head.logits
 
     def logits(hidden: Any) -> Any:
@@ -119,7 +119,7 @@ def test_one_whose_logits_are_no_numbers(
     tree = KINDS[kind]
     made = engine(4 if tree.is_tree else 2, max_steps_in_flight=2, tree=tree, max_running_requests=2)
     drafter, calls = made.runner.drafting.drafter, 0
-    assert isinstance(drafter, Unrolled) and made.runner.slots.tree.is_tree == tree.is_tree
+    assert isinstance(drafter, AutoregressiveDrafter) and made.runner.slots.tree.is_tree == tree.is_tree
     real = drafter.head.logits
 
     def logits(hidden: Any) -> Any:
@@ -145,7 +145,7 @@ def test_one_whose_drafts_are_no_tokens(plain: list[list[int]], far: int, caplog
     """The target would look for the embedding of what is drafted."""
     made = engine(2, max_steps_in_flight=2)
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, Unrolled)
+    assert isinstance(drafter, AutoregressiveDrafter)
     drafter.head.ids_D = torch.full((drafter.vocab,), far)  # type: ignore[misc]
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(5)) == plain
@@ -158,7 +158,7 @@ def test_one_that_raises_while_steps_are_timed(
     def propose(*args: Any) -> None:
         raise Broken("on purpose")
 
-    monkeypatch.setattr(Unrolled, "propose", propose)
+    monkeypatch.setattr(AutoregressiveDrafter, "propose", propose)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         made = engine(3, speculative_adaptive=True, max_running_requests=2)
         assert run(made, prompts(5)) == plain
@@ -191,10 +191,10 @@ def test_one_that_finds_no_room_is_left_out(
 def test_one_that_cannot_be_recorded_is_left_out(
     plain: list[list[int]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def record(self: Unrolled, planes: Planes) -> None:
+    def record(self: AutoregressiveDrafter, planes: Planes) -> None:
         raise Broken("on purpose")
 
-    monkeypatch.setattr(Unrolled, "record", record)
+    monkeypatch.setattr(AutoregressiveDrafter, "record", record)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         made = engine(3, speculative_adaptive=True)
     (line,) = errors(caplog)
@@ -267,18 +267,18 @@ def test_a_recording_without_memory_is_told_from_others(
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 2)
     ended: list[bool] = []
-    tape = object.__new__(Tape)
-    vars(tape).update(pool=1, stream=stream, graph=SimpleNamespace(capture_end=lambda: ended.append(True)))
+    pool = object.__new__(GraphPool)
+    vars(pool).update(pool=1, stream=stream, graph=SimpleNamespace(capture_end=lambda: ended.append(True)))
     with (
         pytest.raises(UnsupportedConfig, match="recording CUDA graphs of 3 rows failed") as told,
-        tape.running("3 rows"),
+        pool.running("3 rows"),
     ):
         raise RuntimeError(words)
-    assert type(told.value) is kind and ended == [True] and tape.graph is None
-    vars(tape)["graph"] = SimpleNamespace(capture_end=lambda: ended.append(True))
-    with pytest.raises(Broken), tape.running("3 rows"):
+    assert type(told.value) is kind and ended == [True] and pool.graph is None
+    vars(pool)["graph"] = SimpleNamespace(capture_end=lambda: ended.append(True))
+    with pytest.raises(Broken), pool.running("3 rows"):
         raise Broken("in Python")
-    assert len(ended) == 2 and tape.graph is None
+    assert len(ended) == 2 and pool.graph is None
 
 
 def test_what_is_no_lack_of_room_is_told() -> None:

@@ -26,8 +26,8 @@ from thalweg.models import traced
 from thalweg.models.catalog import read_facts
 from thalweg.models.decoder import Target
 from thalweg.models.eagle import Eagle, Eagle3
+from thalweg.spec.autoregressive import AutoregressiveDrafter
 from thalweg.spec.eagle import eagle_head
-from thalweg.spec.unroll import Unrolled
 from thalweg.weights import stream
 from thalweg.weights.loader import load
 from thalweg.weights.stream import Safetensors
@@ -278,7 +278,7 @@ def test_drafts_are_those_of_the_formulas(bundled: Bundled) -> None:
     """
     made = bundled.engine(3)
     drafter, slots, model = made.runner.drafting.drafter, made.runner.slots, made.runner.model
-    assert isinstance(drafter, Unrolled)
+    assert isinstance(drafter, AutoregressiveDrafter)
     chains: list[tuple[list[int], list[int]]] = []
     propose = drafter.propose
 

@@ -11,8 +11,8 @@ from thalweg.attention.selection import RandomSelection, select_top_k
 from thalweg.kernels.case import KernelCase, Run
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.fp8_block.ref import dequantize, quantize, quantize_rows, scales_of
-from thalweg.kernels.temper import case as temper
-from thalweg.kernels.truncate import case as truncate
+from thalweg.kernels.temperature import case as temperature
+from thalweg.kernels.topk_topp import case as topk_topp
 
 SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 
@@ -47,16 +47,16 @@ def test_a_wrong_result_is_noticed() -> None:
 
 def test_a_race_that_another_token_wins_is_noticed() -> None:
     """With the same score, too."""
-    for case in temper.cases(torch.Generator().manual_seed(SEED)):
+    for case in temperature.cases(torch.Generator().manual_seed(SEED)):
         left, coins = (
             case.exact[0],
-            truncate.coins_of(*map(case.inputs.get, ("seed_E", "position_E")), case.exact[0].shape[1]),
+            topk_topp.coins_of(*map(case.inputs.get, ("seed_E", "position_E")), case.exact[0].shape[1]),
         )
         raced = left - coins.log()
         assert (
-            max(case.errors(temper.won(left, raced)))
+            max(case.errors(temperature.won(left, raced)))
             <= case.tolerance
-            < min(case.errors(temper.won(left, raced.roll(1, 1)))[2:])
+            < min(case.errors(temperature.won(left, raced.roll(1, 1)))[2:])
         )
 
 

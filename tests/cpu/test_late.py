@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cpu.test_speculation import GREEDY, engine, prompts, run, unrecorded
-from thalweg.batch.batch import Batch, Extent
-from thalweg.batch.prepare import groups_of
+from thalweg.batch.batch import Batch, RowExtent
+from thalweg.batch.inputs import groups_of
 from thalweg.batch.slots import Slots
 from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.core.plan import PAGE, Row, StepPlan
@@ -22,10 +22,10 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models.decoder import Decoder
-from thalweg.runner import late
-from thalweg.runner.late import Late
-from thalweg.spec.drafter import Seen
-from thalweg.spec.unroll import HIDDEN, Unrolled
+from thalweg.runner import deferred_kv
+from thalweg.runner.deferred_kv import DeferredKV
+from thalweg.spec.autoregressive import HIDDEN, AutoregressiveDrafter
+from thalweg.spec.drafter import DraftExtendInput
 
 assert unrecorded  # a fixture of this module, too
 LONG = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
@@ -39,13 +39,13 @@ def drafting(made: LocalEngine, width: Callable[[], int]) -> None:
 def observed(made: LocalEngine) -> list[int]:
     """Tokens of each step that the drafter is shown, from now on."""
     drafter, tokens = made.runner.drafting.drafter, list[int]()
-    real = drafter.observe
+    real = drafter.extend
 
-    def observe(seen: Any, *rest: Any) -> None:
+    def extend(seen: Any, *rest: Any) -> None:
         tokens.append(len(seen.batch.ids_T))
         real(seen, *rest)
 
-    drafter.observe = observe  # type: ignore[method-assign]
+    drafter.extend = extend  # type: ignore[method-assign]
     return tokens
 
 
@@ -77,7 +77,7 @@ def check_entries(made: LocalEngine, tokens: tuple[int, ...], pages: list[int]) 
     them.
     """
     drafter, model = made.runner.drafting.drafter, made.runner.model
-    assert isinstance(drafter, Unrolled) and isinstance(model, Decoder)
+    assert isinstance(drafter, AutoregressiveDrafter) and isinstance(model, Decoder)
     full = (len(tokens) - 1) // PAGE
     text, pages = torch.tensor(tokens[: full * PAGE]), pages[:full]
     planes = Planes((*model.planes(), *drafter.planes()), 10)
@@ -100,9 +100,9 @@ def test_entries_are_those_of_a_drafter_that_never_lagged(depth: int, passing: b
     """Requests that come and go, of drafts now and then: also of those whose slots were bound anew before it had caught
     up.
     """
-    monkeypatch.setattr(late, "TOKENS", 40)
+    monkeypatch.setattr(deferred_kv, "TOKENS", 40)
     made, rng, until = engine(3, max_steps_in_flight=depth, max_running_requests=2), random.Random(3), 0
-    made.runner.drafting.late.passing = passing
+    made.runner.drafting.deferred.passing = passing
     turns = iter(range(10000))
 
     def width() -> int:
@@ -143,27 +143,27 @@ def test_drafts_after_a_while_without_are_as_good_as_ever() -> None:
 
 
 def test_nothing_is_learned_step_by_step_while_nothing_is_drafted(monkeypatch: Any) -> None:
-    monkeypatch.setattr(late, "TOKENS", 64)
+    monkeypatch.setattr(deferred_kv, "TOKENS", 64)
     made, prompt = engine(3), prompts(1)[0]
     drafting(made, lambda: 0)
     tokens = observed(made)
     run(made, [prompt], LONG)
-    assert tokens == [len(prompt), 64, 64] and made.runner.drafting.late.tokens == 21
+    assert tokens == [len(prompt), 64, 64] and made.runner.drafting.deferred.tokens == 21
     run(made, [prompt], GREEDY)
     assert tokens[3] == 21, "before the slot was bound anew"
 
 
 def test_all_rows_lag_together_up_to_a_bound(monkeypatch: Any) -> None:
-    monkeypatch.setattr(late, "TOKENS", 40)
+    monkeypatch.setattr(deferred_kv, "TOKENS", 40)
     made = engine(3, radix_cache=False)
     drafting(made, lambda: 0)
     tokens = observed(made)
     run(made, prompts(8), GREEDY)
-    assert max(tokens[8:]) < 48 and made.runner.drafting.late.tokens < 40
+    assert max(tokens[8:]) < 48 and made.runner.drafting.deferred.tokens < 40
 
 
 def test_no_row_lags_beyond_its_own_bound(monkeypatch: Any) -> None:
-    monkeypatch.setattr(late, "ROW", 30)
+    monkeypatch.setattr(deferred_kv, "ROW", 30)
     made = engine(3, radix_cache=False)
     drafting(made, lambda: 0)
     tokens = observed(made)
@@ -179,7 +179,7 @@ def test_a_request_that_comes_stirs_nobody_else() -> None:
     made.submit(first, LONG)
     for _ in range(5):
         made.step()
-    tokens, behind = observed(made), made.runner.drafting.late.behind
+    tokens, behind = observed(made), made.runner.drafting.deferred.behind
     for prompt in others[:2]:
         made.submit(prompt, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
         for _ in range(10):
@@ -210,24 +210,29 @@ class Joined(TorchDispatchMode):
 def test_who_catches_up_takes_its_own_tokens_along_and_nothing_else() -> None:
     """Of what all have kept: the first, one in the middle with the last, and then all who are left."""
     slots, rng, width = Slots(8, 400, torch.device("cpu")), random.Random(4), 16
-    late, seen = Late(slots, passing=False), dict[int, list[int]]()
+    deferred, seen = DeferredKV(slots, passing=False), dict[int, list[int]]()
     for step in range(40):
         going = sorted(rng.sample(range(5), 4))
         rows = tuple(Row(slot, slot, step, 1, 0, True) for slot in going)
         at = torch.tensor([100 * step + slot for slot in going])
-        batch = Batch(at, at, at, slots.table_SP[:4], at >= 0, at, groups_of(rows), (Extent(1, 400),) * 4)
-        late.keep(Seen(StepPlan(step, step, rows, max_kv_len=400), batch, at.unsqueeze(1).expand(4, width).float()), 4)
+        batch = Batch(at, at, at, slots.table_SP[:4], at >= 0, at, groups_of(rows), (RowExtent(1, 400),) * 4)
+        deferred.keep(
+            DraftExtendInput(
+                StepPlan(step, step, rows, max_kv_len=400), batch, at.unsqueeze(1).expand(4, width).float()
+            ),
+            4,
+        )
         for slot in going:
             seen.setdefault(slot, []).append(100 * step + slot)
     for wanted in ([0], [2, 4], [1, 3]):
         with Joined() as joined:
-            made = late.joined(wanted)
+            made = deferred.joined(wanted)
         assert made is not None
         tokens = [token for row in made.plan.rows for token in seen[row.slot]]
         assert sorted(row.slot for row in made.plan.rows) == wanted
         assert made.batch.ids_T.tolist() == made.hidden_TH[:, 3].tolist() == tokens
         assert joined.numbers == len(tokens) * (4 + width)
-    assert not late.steps
+    assert not deferred.steps
 
 
 def test_pages_of_who_has_left_are_another_ones_without_a_bind() -> None:
@@ -235,15 +240,15 @@ def test_pages_of_who_has_left_are_another_ones_without_a_bind() -> None:
     made = engine(2, radix_cache=False, num_pages=6, max_running_requests=2)
     drafting(made, lambda: 0)
     drafter, twice = made.runner.drafting.drafter, 0
-    real, ended = drafter.observe, released(made)
+    real, ended = drafter.extend, released(made)
 
-    def observe(seen: Any, *rest: Any) -> None:
+    def extend(seen: Any, *rest: Any) -> None:
         nonlocal twice
         written = seen.batch.write_T[seen.batch.real_T]
         twice += len(written) - len(written.unique())
         real(seen, *rest)
 
-    drafter.observe = observe  # type: ignore[method-assign]
+    drafter.extend = extend  # type: ignore[method-assign]
     made.submit(list(range(30, 100)), SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
     made.submit(list(range(200, 250)), SamplingParams(temperature=0.0, max_tokens=280, ignore_eos=True))
     while not made.idle:
@@ -281,4 +286,4 @@ def test_an_engine_without_a_drafter_keeps_nothing() -> None:
     for fields in ({"width": 0}, {"width": 2, "speculative_algorithm": "NGRAM"}):
         made = engine(**fields)
         run(made, prompts(2), GREEDY)
-        assert not made.runner.drafting.late.steps
+        assert not made.runner.drafting.deferred.steps

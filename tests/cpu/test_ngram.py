@@ -15,15 +15,17 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models import traced
-from thalweg.spec.drafter import Asked
+from thalweg.spec.drafter import DraftRequest
 from thalweg.spec.ngram import LEAST, MOST, NgramDrafter, lookup
 
 
-def drafted(tokens: list[int], width: int = 3, reach: int = 60) -> list[int]:
+def drafted(tokens: list[int], width: int = 3, max_kv_len: int = 60) -> list[int]:
     slots = Slots(3, 64, torch.device("cpu"))
     slots.tokens_SL.random_(0, 99)
     slots.bind([Bind(1, tuple(tokens), 1, 0, 64, 0, (), SamplingParams())])
-    found = NgramDrafter().propose(Asked(torch.tensor([1]), reach, SamplingNeeds()), width, slots, Planes((), 1))
+    found = NgramDrafter().propose(
+        DraftRequest(torch.tensor([1]), max_kv_len, SamplingNeeds()), width, slots, Planes((), 1)
+    )
     assert found is not None
     made = int(found.made_E)
     assert slots.made[1] == made
@@ -44,7 +46,7 @@ def test_nothing_is_looked_up_where_nothing_is_asked_for(monkeypatch: pytest.Mon
     slots = Slots(2, 16, torch.device("cpu"))
     slots.made.fill_(5)
     monkeypatch.setattr("thalweg.spec.ngram.lookup", lambda *given: pytest.fail("it costs milliseconds a step"))
-    assert NgramDrafter().propose(Asked(torch.tensor([1]), 10, SamplingNeeds()), 0, slots, Planes((), 1)) is None
+    assert NgramDrafter().propose(DraftRequest(torch.tensor([1]), 10, SamplingNeeds()), 0, slots, Planes((), 1)) is None
     assert slots.made.tolist() == [5, 0]
 
 
@@ -57,7 +59,7 @@ def test_the_end_of_the_context_is_kept() -> None:
     slots = Slots(2, 16, torch.device("cpu"))
     before = slots.tokens_SL[1].clone()
     slots.bind([Bind(0, (1, 2) * 8, 1, 0, 16, 0, (), SamplingParams())])
-    NgramDrafter().propose(Asked(torch.tensor([0]), 20, SamplingNeeds()), 5, slots, Planes((), 1))
+    NgramDrafter().propose(DraftRequest(torch.tensor([0]), 20, SamplingNeeds()), 5, slots, Planes((), 1))
     assert torch.equal(slots.tokens_SL[1], before) and slots.tokens_SL[0, :16].tolist() == [1, 2] * 8
 
 

@@ -1,4 +1,4 @@
-"""`prepare` against a plain statement of what a step's tokens are, on random slots and plans."""
+"""`build_inputs` against a plain statement of what a step's tokens are, on random slots and plans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from thalweg.batch.prepare import prepare, sampled_tokens
+from thalweg.batch.inputs import build_inputs, sampled_tokens
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
@@ -30,9 +30,9 @@ def random_step(rng: random.Random) -> tuple[Slots, StepPlan, dict[int, Bind], d
         n = rng.randint(1, len(tokens) - computed)
         rows.append(Row(slot, slot, computed, n, 0, computed + n == len(tokens)))
     rows.sort(key=lambda row: row.n)
-    reach = max(row.start + row.n for row in rows)
+    max_kv_len = max(row.start + row.n for row in rows)
     appends = tuple(PageAppend(slot, 0, tuple(pages)) for slot, pages in tables.items())
-    return slots, StepPlan(0, -1, tuple(rows), tuple(binds.values()), appends, max_kv_len=reach), binds, tables
+    return slots, StepPlan(0, -1, tuple(rows), tuple(binds.values()), appends, max_kv_len=max_kv_len), binds, tables
 
 
 def test_a_step_is_what_the_plan_says() -> None:
@@ -47,8 +47,8 @@ def test_a_step_is_what_the_plan_says() -> None:
         if ended is not None:
             slots.end[ended] = 0
         before = slots.at.clone() if ended is not None else None
-        prepared = prepare(plan, slots)
-        batch, token, emitting = prepared.batch, 0, []
+        inputs = build_inputs(plan, slots)
+        batch, token, emitting = inputs.batch, 0, []
         for r, row in enumerate(plan.rows):
             for i in range(row.n):
                 position = row.start + i
@@ -65,12 +65,14 @@ def test_a_step_is_what_the_plan_says() -> None:
             assert batch.table_RP[r].tolist() == (tables[row.slot] + [0] * pages)[:pages]
             if before is not None:
                 assert slots.at[row.slot] == before[row.slot] + (0 if row.emit else row.n)
-        assert list(zip(batch.emit_N.tolist(), prepared.slot_E.tolist(), strict=True)) == emitting
-        assert prepared.ints_EI.tolist() == slots.ints_SI[prepared.slot_E].tolist()
+        assert list(zip(batch.emit_N.tolist(), inputs.slot_E.tolist(), strict=True)) == emitting
+        assert inputs.ints_EI.tolist() == slots.ints_SI[inputs.slot_E].tolist()
         covered = [t for g in batch.groups for t in range(g.token_slice.start, g.token_slice.stop)]
         assert covered == list(range(token))
         assert all(
-            row.n == g.query and row.start + row.n <= g.reach for g in batch.groups for row in plan.rows[g.row_slice]
+            row.n == g.query and row.start + row.n <= g.max_kv_len
+            for g in batch.groups
+            for row in plan.rows[g.row_slice]
         )
 
 
@@ -80,7 +82,7 @@ def test_tokens_at_or_past_the_end_are_padding() -> None:
     plan = StepPlan(0, -1, (Row(0, 1, 2, 3, 2, True),), (bind,), (PageAppend(1, 0, (4,)),), max_kv_len=5)
     slots.bind(plan.binds)
     slots.append(plan.appends)
-    batch = prepare(plan, slots).batch
+    batch = build_inputs(plan, slots).batch
     assert batch.real_T.tolist() == [True, False, False]
     assert batch.ids_T.tolist() == [7, 0, 0] and batch.write_T.tolist() == [4 * PAGE + 2, 0, 0]
 
@@ -105,6 +107,6 @@ def test_where_every_token_is_sampled_it_is_known() -> None:
         ([*rows, rows[0]._replace(n=2, num_drafts=1)], False),
     ):
         plan = StepPlan(0, -1, tuple(made), max_kv_len=8)
-        prepared = prepare(plan, slots)
-        assert prepared.all_emitted == whole and torch.equal(prepared.batch.emit_N, sampled_tokens(plan, CPU))
-        assert (prepared.batch.emit_N.tolist() == list(range(plan.tokens))) == whole
+        inputs = build_inputs(plan, slots)
+        assert inputs.all_sampled == whole and torch.equal(inputs.batch.emit_N, sampled_tokens(plan, CPU))
+        assert (inputs.batch.emit_N.tolist() == list(range(plan.tokens))) == whole

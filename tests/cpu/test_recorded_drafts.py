@@ -24,18 +24,18 @@ from thalweg.core.grammar import NO_GRAMMAR
 from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
-from thalweg.kernels.prepare import ref as prepare
-from thalweg.kernels.verify import ref as verify
+from thalweg.kernels.build_inputs import ref as prepare
+from thalweg.kernels.verify_chain import ref as verify
 from thalweg.layers.moe import Experts
 from thalweg.runner import draft_graphs
 from thalweg.runner.draft_graphs import DraftGraphs
-from thalweg.runner.drafting import NOT_RECORDED, DrafterFails
-from thalweg.runner.verified import FAR, verifications
+from thalweg.runner.drafting import NO_CAPTURED_DRAFTS, DrafterError
+from thalweg.runner.verify_graphs import FAR, verifications
+from thalweg.sampling.rejection import RejectionSampling
 from thalweg.sampling.sample import REFERENCE
-from thalweg.sampling.standard import Standard
-from thalweg.spec.drafter import Asked, Proposed
-from thalweg.spec.launched import PLAIN, Kernels
-from thalweg.spec.unroll import Unrolled
+from thalweg.spec.autoregressive import AutoregressiveDrafter
+from thalweg.spec.draft_kernels import PLAIN, DraftKernels
+from thalweg.spec.drafter import DraftOutput, DraftRequest
 
 assert unrecorded  # a fixture of this module, too
 ROWS, WIDEST, SLOTS = (1, 4, 16), 3, 7
@@ -101,7 +101,7 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-class Tape(FakeTape):
+class GraphPool(FakeTape):
     def __init__(self) -> None:
         self.recordings: list[Strict] = []
         TAPES.append(self)
@@ -120,37 +120,37 @@ class Tape(FakeTape):
         return self.recordings[-1]
 
 
-TAPES: list[Tape] = []
+TAPES: list[GraphPool] = []
 
 
 @pytest.fixture(scope="module")
 def graphs() -> Iterator[Any]:
     """`runner.graphs` without a GPU, and without Triton."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, fake in {"prepare": prepare, "verify": verify}.items():
+        for name, fake in {"build_inputs": prepare, "verify_chain": verify}.items():
             patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", fake)
-        for name in ("adjust", "draw", "logprobs", "temper", "truncate"):
+        for name in ("penalties", "sample", "logprobs", "temperature", "topk_topp"):
             patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", SimpleNamespace())
-        for name in ("thalweg.sampling.launched", "thalweg.runner.graphs"):
+        for name in ("thalweg.sampling.kernel_sampling", "thalweg.runner.graphs"):
             patch.delitem(sys.modules, name, raising=False)
         module = importlib.import_module("thalweg.runner.graphs")
-        patch.setattr(module, "Tape", Tape)
-        patch.setattr(module, "borrow", lambda x: x)
-        patch.setattr(module, "choose_into", choose_into)
+        patch.setattr(module, "GraphPool", GraphPool)
+        patch.setattr(module, "view_of", lambda x: x)
+        patch.setattr(module, "sample_into", sample_into)
         for one in (module, draft_graphs):
             patch.setattr(one, "refill", lambda out, values: out.copy_(torch.tensor(values)))
         patch.setattr(Experts, "add_", add_all_)
         for name in ("synchronize", "empty_cache"):
             patch.setattr(torch.cuda, name, lambda: None)
         yield module
-        for name in ("thalweg.sampling.launched", "thalweg.runner.graphs"):
+        for name in ("thalweg.sampling.kernel_sampling", "thalweg.runner.graphs"):
             sys.modules.pop(name, None)
 
 
-def choose_into(
+def sample_into(
     out: Any, logits: Tensor, slots: Any, slot_E: Tensor, ints: Tensor, needs: SamplingNeeds, into: Tensor
 ) -> None:
-    made = REFERENCE.choose(logits, slots, slot_E, ints, needs)
+    made = REFERENCE.sample_into_slots(logits, slots, slot_E, ints, needs)
     for held, one in zip(out, (made.tokens_EQ[:, 0], made.done_E, made.count_E), strict=True):
         held.copy_(one)
 
@@ -166,21 +166,21 @@ def add_all_(self: Experts, out_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, id
 class Far:
     """Drafts as if contexts were as long as they may be, as graphs do: sums over more padding round otherwise."""
 
-    def __init__(self, drafter: Unrolled) -> None:
+    def __init__(self, drafter: AutoregressiveDrafter) -> None:
         self.propose_ = drafter.propose
 
-    def propose(self, asked: Asked, width: int, slots: Any, planes: Any) -> Proposed | None:
-        return self.propose_(Asked(asked.slot_E, slots.context, asked.needs), width, slots, planes)
+    def propose(self, asked: DraftRequest, width: int, slots: Any, planes: Any) -> DraftOutput | None:
+        return self.propose_(DraftRequest(asked.slot_E, slots.context, asked.needs), width, slots, planes)
 
 
-def made_of(graphs: Any, recorded: bool, kernels: Kernels | None = None, **fields: Any) -> LocalEngine:
+def made_of(graphs: Any, recorded: bool, kernels: DraftKernels | None = None, **fields: Any) -> LocalEngine:
     """An engine whose A is recorded, and B, too, or not; then kernels is what it drafts with."""
     made = engine(WIDEST, max_running_requests=SLOTS + 1, **fields)
     runner = made.runner
     drafter = runner.drafting.drafter
-    assert isinstance(drafter, Unrolled)
+    assert isinstance(drafter, AutoregressiveDrafter)
     drafter.kernels = PLAIN
-    runner.drafting.late.passing = True
+    runner.drafting.deferred.passing = True
     graphs.record(runner, ROWS, (), False, runner.slots.context, SLOTS, lambda done, count: None, range(1, 1 + WIDEST))
     assert runner.graphs.verified and isinstance(runner.graphs.drafts, DraftGraphs)  # type: ignore[attr-defined]
     if not recorded:
@@ -188,7 +188,7 @@ def made_of(graphs: Any, recorded: bool, kernels: Kernels | None = None, **field
         drafter.propose = Far(drafter).propose  # type: ignore[method-assign]
         for verified in runner.graphs.verified:  # type: ignore[attr-defined]
             verified.graphs.clear()
-        runner.graphs.drafts = NOT_RECORDED  # type: ignore[misc]
+        runner.graphs.drafts = NO_CAPTURED_DRAFTS  # type: ignore[misc]
     return made
 
 
@@ -227,7 +227,7 @@ def test_recorded_steps_publish_what_eager_ones_do(graphs: Any, depth: int, acce
     kernels = PLAIN if acceptance == "standard" else None
     wanted, eager = at_work(made_of(graphs, False, kernels, **fields), 3)
     assert tokens == wanted and steps == eager
-    assert isinstance(whole.runner.sampling, Standard) == (acceptance == "standard")
+    assert isinstance(whole.runner.sampler, RejectionSampling) == (acceptance == "standard")
     stats = whole.loop.stats()
     assert stats.accepted_tokens > 15 and not stats.drafter_failures
     assert all(count > 10 for count in counts.values()), counts
@@ -235,8 +235,8 @@ def test_recorded_steps_publish_what_eager_ones_do(graphs: Any, depth: int, acce
 
 def counted(made: LocalEngine) -> dict[str, int]:
     """How often each of these was replayed from now on."""
-    graphs, counts = made.runner.graphs, dict.fromkeys(("accept", "observe", "propose"), 0)
-    watch(graphs.drafts, "observe", counts)
+    graphs, counts = made.runner.graphs, dict.fromkeys(("accept", "extend", "propose"), 0)
+    watch(graphs.drafts, "extend", counts)
     watch(graphs.drafts, "propose", counts)
     for verified in graphs.verified:  # type: ignore[attr-defined]
         watch(verified, "sample", counts, "accept")
@@ -256,11 +256,11 @@ def watch(owner: Any, name: str, counts: dict[str, int], count: str = "") -> Non
 
 
 PLACES = {
-    "its step": ("Recorded", "_a", False),
-    "its draw": ("Recorded", "_b", False),
-    "accept": ("Verified", "_accept", True),
-    "what it learns": ("Learning", "_learn", True),
-    "a draft": ("Proposing", "_draft", True),
+    "its step": ("DecodeGraph", "_a", False),
+    "its draw": ("DecodeGraph", "_b", False),
+    "accept": ("VerifyGraph", "_accept", True),
+    "what it learns": ("DraftExtendGraph", "_learn", True),
+    "a draft": ("DraftStepGraph", "_draft", True),
 }
 
 
@@ -270,7 +270,7 @@ def test_only_what_a_drafter_needs_is_blamed_on_it(
 ) -> None:
     made, raised = engine(WIDEST, max_running_requests=SLOTS + 1), RuntimeError("CUDA error: on purpose")
     drafter, context = made.runner.drafting.drafter, made.runner.slots.context
-    assert isinstance(drafter, Unrolled)
+    assert isinstance(drafter, AutoregressiveDrafter)
     drafter.kernels = PLAIN
 
     def fails(*args: Any) -> None:
@@ -279,7 +279,7 @@ def test_only_what_a_drafter_needs_is_blamed_on_it(
     monkeypatch.setattr(getattr(graphs, kind), method, fails)
     for error, blamed in ((raised, drafters), (torch.OutOfMemoryError("CUDA out of memory"), False)):
         raised = error
-        with pytest.raises(DrafterFails if blamed else type(error), match=str(error)):
+        with pytest.raises(DrafterError if blamed else type(error), match=str(error)):
             graphs.record(made.runner, ROWS, (), False, context, SLOTS, lambda done, count: None, range(1, 1 + WIDEST))
 
 
@@ -313,8 +313,8 @@ def test_no_recording_reads_what_another_may_have_written_over(recorded: Any) ->
 def test_another_rule_than_was_recorded_is_not_reat_work(recorded: Any) -> None:
     verified = recorded.graphs.verified[0]
     with torch.inference_mode():
-        assert verified.sample(1, SamplingNeeds(random=True), recorded.sampling) is not None
-        assert verified.sample(1, SamplingNeeds(random=True), Standard(recorded.sampling)) is None
+        assert verified.sample(1, SamplingNeeds(random=True), recorded.sampler) is not None
+        assert verified.sample(1, SamplingNeeds(random=True), RejectionSampling(recorded.sampler)) is None
 
 
 def test_rows_that_do_not_fill_their_bucket_are_padding(recorded: Any) -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.core.plan import PAGE
-from thalweg.runner.decoding import behind, fitting, halving
-from thalweg.runner.pieces import Piece, Pieces, Piecewise, Shared
+from thalweg.runner.decode_attention import behind, fitting, halving
+from thalweg.runner.piecewise import Piece, Piecewise, PiecewiseBuffers, PiecewiseGraph
 
 CONTEXT, WIDTH, TOKENS = 3 * PAGE, 4, 16
 
@@ -77,16 +77,16 @@ def step(decoding: list[int], prompts: list[tuple[int, int]]) -> Batch:
         groups.append(Group(row, 1, token, n, at + n))
         token += n
     places = positions + 7
-    extents = tuple(Extent(n, at + n) for at, n in rows)
+    extents = tuple(RowExtent(n, at + n) for at, n in rows)
     return Batch(positions, positions, places, table, positions >= 0, positions[:1], tuple(groups), extents)
 
 
 def recorded(rows: tuple[int, ...]) -> Piecewise:
     model: Any = SimpleNamespace(metadata=SimpleNamespace(build=lambda batch, planes: batch))
     planes: Any = SimpleNamespace(device=torch.device("cpu"))
-    shared = Shared(TOKENS, planes.device)
+    shared = PiecewiseBuffers(TOKENS, planes.device)
     shared.out(torch.empty(TOKENS, WIDTH))
-    pieces = Pieces(TOKENS, model, shared)
+    pieces = PiecewiseGraph(TOKENS, model, shared)
     none: Any = SimpleNamespace(replay=lambda: None)
     pieces.last, pieces.hidden_TH = none, shared.out_TX
     pieces.pieces = [Piece(none, Layer(i).attend, (torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH))) for i in range(2)]  # fmt: skip

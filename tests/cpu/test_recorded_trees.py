@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.test_recorded_drafts import Far, Strict, Tape, _storage, add_all_, at_work, counted, graphs, watch
+from tests.cpu.test_recorded_drafts import Far, GraphPool, Strict, _storage, add_all_, at_work, counted, graphs, watch
 from tests.cpu.test_speculation import engine, prompts, run, unrecorded
 from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
@@ -20,28 +20,28 @@ from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
 from thalweg.layers.moe import Experts
 from thalweg.runner import tree_graphs
-from thalweg.runner.drafting import NOT_RECORDED
-from thalweg.sampling.standard import Standard
-from thalweg.spec.launched import PLAIN
-from thalweg.spec.tree import Branching
+from thalweg.runner.drafting import NO_CAPTURED_DRAFTS
+from thalweg.sampling.rejection import RejectionSampling
+from thalweg.spec.draft_kernels import PLAIN
+from thalweg.spec.tree import TreeDrafter
 
 assert unrecorded and graphs  # fixtures of this module, too
 SLOTS, SHAPE = 7, TreeShape(3, 3, 7)
 STEPS, WIDTHS = (1, 2, 16), (1, 3, SHAPE.num_drafts)  # of one draft there is no tree
 DRAFTS, LENGTHS = (0, 1, 3, SHAPE.num_drafts, SHAPE.num_drafts, SHAPE.num_drafts), (5, 40)
-COUNTS = ("get", "sample", "observe", "propose")
+COUNTS = ("get", "sample", "extend", "propose")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def played() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_graphs, "borrow", lambda x: x)
+        patch.setattr(tree_graphs, "view_of", lambda x: x)
         patch.setattr(tree_graphs, "refill", lambda out, values: out.copy_(torch.tensor(values)))
         patch.setattr(Experts, "add_", add_all_)
         yield
 
 
-def made_of(recorded: bool, tape: Tape) -> tuple[LocalEngine, dict[str, int]]:
+def made_of(recorded: bool, pool: GraphPool) -> tuple[LocalEngine, dict[str, int]]:
     """An engine whose A is recorded, and B, too, or not; how often each is replayed."""
     made = engine(
         SHAPE.num_drafts, tree=SHAPE, max_running_requests=SLOTS + 1, max_steps_in_flight=2, chunked_prefill_size=96
@@ -49,22 +49,35 @@ def made_of(recorded: bool, tape: Tape) -> tuple[LocalEngine, dict[str, int]]:
     made.loop.scheduler.kv_cache.free_slots.remove(SLOTS)  # nobody's: what fills recordings up
     runner, counts = made.runner, dict.fromkeys(COUNTS, 0)
     drafter = runner.drafting.drafter
-    assert isinstance(drafter, Branching)
+    assert isinstance(drafter, TreeDrafter)
     drafter.kernels = PLAIN
     with torch.inference_mode():
-        runner.groves = groves = tree_graphs.groves(runner, STEPS, WIDTHS, (runner.slots.context, SLOTS), tape)  # type: ignore[arg-type]
-    assert sorted((one.rows, one.query) for one in groves.groves) == [(1, 4), (1, 8), (2, 4), (2, 8), (7, 4), (7, 8)]
-    places: list[tuple[Any, str]] = [(groves, "get"), (groves.drafts, "observe"), (groves.drafts, "propose")]
-    for owner, name in [*places, *((grove, "sample") for grove in groves.groves)]:
+        runner.tree_graphs = captured = tree_graphs.tree_graphs(
+            runner, STEPS, WIDTHS, (runner.slots.context, SLOTS), pool
+        )  # type: ignore[arg-type]
+    assert sorted((one.rows, one.query) for one in captured.tree_graphs) == [
+        (1, 4),
+        (1, 8),
+        (2, 4),
+        (2, 8),
+        (7, 4),
+        (7, 8),
+    ]
+    places: list[tuple[Any, str]] = [
+        (captured, "get"),
+        (captured.drafts, "extend"),
+        (captured.drafts, "propose"),
+    ]
+    for owner, name in [*places, *((grove, "sample") for grove in captured.tree_graphs)]:
         watch(owner, name, counts)
     if not recorded:
-        groves.drafts = NOT_RECORDED
-        for grove in groves.groves:
+        captured.drafts = NO_CAPTURED_DRAFTS
+        for grove in captured.tree_graphs:
             grove.graphs.clear()
     return made, counts
 
 
-TAPE = Tape()
+TAPE = GraphPool()
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +89,7 @@ def test_recorded_steps_publish_what_eager_ones_do(whole: tuple[LocalEngine, dic
     """With penalties and masks ahead of what is recorded, and log-probabilities behind it."""
     made, counts = whole
     tokens, steps = at_work(made, 3, DRAFTS, LENGTHS)
-    eager, none = made_of(False, Tape())
+    eager, none = made_of(False, GraphPool())
     wanted, published = at_work(eager, 3, DRAFTS, LENGTHS)
     assert tokens == wanted and steps == published
     stats = made.loop.stats()
@@ -94,24 +107,24 @@ def test_tokens_are_those_of_plain_decoding(whole: tuple[LocalEngine, dict[str, 
 
 def test_another_rule_than_was_recorded_is_not_replayed(whole: tuple[LocalEngine, dict[str, int]]) -> None:
     runner = whole[0].runner
-    grove: Any = runner.groves.get(_plan(1))
+    grove: Any = runner.tree_graphs.get(_plan(1))
     with torch.inference_mode():
-        assert grove.sample(1, SamplingNeeds(random=True), runner.sampling) is not None
-        assert grove.sample(1, SamplingNeeds(random=True), Standard(runner.sampling)) is None
+        assert grove.sample(1, SamplingNeeds(random=True), runner.sampler) is not None
+        assert grove.sample(1, SamplingNeeds(random=True), RejectionSampling(runner.sampler)) is None
 
 
 def test_what_fills_a_recording_up_is_padding(whole: tuple[LocalEngine, dict[str, int]]) -> None:
     """Rows that there are not change nothing of any slot, nor of a page but the null page."""
     runner = whole[0].runner
-    grove: Any = runner.groves.get(_plan(3))
+    grove: Any = runner.tree_graphs.get(_plan(3))
     assert grove.rows == SLOTS
     runner.slots.reset()
     slots, planes = runner.slots.ints_SI.clone(), {name: held.clone() for name, held in runner.planes.bytes.items()}
     with torch.inference_mode():
         _, slot_E, _, seen = grove.forward(_plan(3))
-        found = grove.sample(3, SamplingNeeds(), runner.sampling)
-        assert runner.groves.drafts.observe(seen.straight)
-    assert slot_E.tolist() == [0, 1, 2] and not seen.straight.batch.real_T.any()
+        found = grove.sample(3, SamplingNeeds(), runner.sampler)
+        assert runner.tree_graphs.drafts.extend(seen.compacted)
+    assert slot_E.tolist() == [0, 1, 2] and not seen.compacted.batch.real_T.any()
     assert found.count_E.tolist() == [0] * 3 and found.done_E.all()
     assert torch.equal(runner.slots.ints_SI, slots)
     assert all(torch.equal(held[1:], planes[name][1:]) for name, held in runner.planes.bytes.items())
@@ -136,9 +149,9 @@ def test_no_recording_reads_what_another_may_have_written_over(whole: tuple[Loca
         assert one is a or not one.read & pool - a.made, one.block
         reading.append(bool(one is not a and one.read & a.made))
     assert sum(reading) == 18, "three kinds of draws of three numbers of rows, and two of nodes"
-    groves: Any = whole[0].runner.groves
-    published = [x for grove in groves.groves for x in (*grove.out, *grove.paths, grove.hidden_MX)]
-    published += [x for growing in groves.drafts.growing for x in growing.out]
+    tree_graphs: Any = whole[0].runner.tree_graphs
+    published = [x for grove in tree_graphs.tree_graphs for x in (*grove.out, *grove.paths, grove.hidden_MX)]
+    published += [x for growing in tree_graphs.drafts.growing for x in growing.out]
     assert not pool & {_storage(one) for one in published}
 
 
@@ -148,17 +161,17 @@ def test_one_draft_is_a_chains_graphs_among_trees(graphs: Any) -> None:
     """
     recorded, eager = among_trees(graphs), among_trees(graphs)
     runner: Any = recorded.runner
-    chains, trees, alone = counted(recorded), dict.fromkeys(("observe", "propose"), 0), {"propose": 0}
+    chains, trees, alone = counted(recorded), dict.fromkeys(("extend", "propose"), 0), {"propose": 0}
     for name in trees:
-        watch(runner.groves.drafts, name, trees)
+        watch(runner.tree_graphs.drafts, name, trees)
     watch(runner.drafting.drafter, "propose", alone)
     assert {one.query for one in runner.graphs.verified} == {2}
-    assert {(one.rows, one.query) for one in runner.groves.groves} == {(4, 3), (4, 4)}
+    assert {(one.rows, one.query) for one in runner.tree_graphs.tree_graphs} == {(4, 3), (4, 4)}
     runner = eager.runner
     runner.drafting.drafter.propose = Far(runner.drafting.drafter).propose
-    for held in (runner.graphs, runner.groves):
-        held.drafts = NOT_RECORDED
-    for one in (*runner.graphs.verified, *runner.groves.groves):
+    for held in (runner.graphs, runner.tree_graphs):
+        held.drafts = NO_CAPTURED_DRAFTS
+    for one in (*runner.graphs.verified, *runner.tree_graphs.tree_graphs):
         one.graphs.clear()
     assert published(recorded) == published(eager)
     assert min(chains.values()) > 5 and min(trees.values()) > 5 and not alone["propose"], (chains, trees, alone)
@@ -170,7 +183,7 @@ def among_trees(graphs: Any) -> LocalEngine:
     made = engine(shape.num_drafts, tree=shape, max_running_requests=5, max_steps_in_flight=2, chunked_prefill_size=96)
     made.loop.scheduler.kv_cache.free_slots.remove(4)
     drafter: Any = made.runner.drafting.drafter
-    drafter.kernels, made.runner.drafting.late.passing = PLAIN, True
+    drafter.kernels, made.runner.drafting.deferred.passing = PLAIN, True
     graphs.record(made.runner, (8,), (), False, made.runner.slots.context, 4, lambda *one: told.append(one), (1, 2, 3))
     assert told == [(1 + i, len(told)) for i in range(len(told))], "the bar ends at its end"
     return made

@@ -21,12 +21,12 @@ from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.kernels.temper.ref import tempered
-from thalweg.sampling import chain, sample, standard
-from thalweg.sampling.drafts import COUPLED, PROBABILITIES, Drawing, Independent
+from thalweg.kernels.temperature.ref import apply_temperature
+from thalweg.sampling import chain, rejection, sample
+from thalweg.sampling.draft_sampling import COUPLED, PROBABILITIES, DraftSampling, IndependentDraftSampling
 from thalweg.sampling.random import exponential, uniform
-from thalweg.sampling.sample import REFERENCE, Sampling, accept
-from thalweg.sampling.standard import Standard
+from thalweg.sampling.rejection import RejectionSampling
+from thalweg.sampling.sample import REFERENCE, Sampler, accept
 
 VOCAB, DRAWS, ROWS, FIRST, WIDEST = 8, 200_000, 4000, 3, 3
 UNKNOWN = 5  # to the draft model, whose vocabulary is smaller
@@ -52,14 +52,16 @@ class World:
             torch.tensor([[params.temperature, params.top_p, params.min_p]]).expand(VOCAB, -1),
             torch.full((VOCAB,), 1 << 30),
         )
-        self.p_VV, self.q_VV = (tempered(x, floats_VF, no_V, cut).softmax(-1) for x in (self.target_VV, self.draft_VV))
+        self.p_VV, self.q_VV = (
+            apply_temperature(x, floats_VF, no_V, cut).softmax(-1) for x in (self.target_VV, self.draft_VV)
+        )
         self.joint_VV = self.p_VV[FIRST][:, None] * self.p_VV
         self.slots = self.bound(CHAIN)
         self.bound_SI = self.slots.ints_SI.clone()
         self.decoded: dict[tuple[str, int], Found] = {}
 
     def bound(self, tree: TreeShape) -> Slots:
-        slots = Slots(ROWS, 16, torch.device("cpu"), Independent(WIDEST, VOCAB).fields(), tree)
+        slots = Slots(ROWS, 16, torch.device("cpu"), IndependentDraftSampling(WIDEST, VOCAB).fields(), tree)
         slots.bind([Bind(row, (FIRST,), 1, 0, 16, row, (), self.params) for row in range(ROWS)])
         slots.seed += SEED << 32
         return slots
@@ -106,7 +108,7 @@ class Found(NamedTuple):
     share: float
 
 
-def decode(world: World, drawing: Drawing, sampling: Sampling, drafts: int, draws: int = DRAWS) -> Found:
+def decode(world: World, draft_sampling: DraftSampling, sampling: Sampler, drafts: int, draws: int = DRAWS) -> Found:
     """So many sequences, two tokens of each, by accept itself: verified in chains of `drafts`."""
     slots, index = world.slots, torch.arange(ROWS)
     pairs: list[Tensor] = []
@@ -121,14 +123,12 @@ def decode(world: World, drawing: Drawing, sampling: Sampling, drafts: int, draw
                 there_SI = slots.ints_SI.clone()
                 there_SI[:, 0] += ahead
                 path.append(
-                    drawing.draw(world.draft_VV[path[-1]], slots, index, there_SI, ahead, world.needs.truncated)
+                    draft_sampling.draw(world.draft_VV[path[-1]], slots, index, there_SI, ahead, world.needs.truncated)
                 )
                 slots.tokens_SL[index, length_N + ahead] = path[-1].int()
             slots.made.fill_(drafts)
             logits_NV = world.target_VV[torch.stack(path, 1).flatten()]
-            found = accept(
-                logits_NV, slots, index, slots.ints_SI.clone(), world.needs, slots.context, sampling=sampling
-            )
+            found = accept(logits_NV, slots, index, slots.ints_SI.clone(), world.needs, slots.context, sampler=sampling)
             accepted += int((found.count_E > 1).sum()) if step == 0 else 0
         pairs.append(slots.tokens_SL[:, 1:3].long().clone())
     first_N, second_N = torch.cat(pairs).unbind(1)
@@ -138,7 +138,7 @@ def decode(world: World, drawing: Drawing, sampling: Sampling, drafts: int, draw
 class Best:
     """Drafts that are no sample."""
 
-    odds = REFERENCE.odds
+    distribution = REFERENCE.distribution
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -152,8 +152,8 @@ class Best:
         return logits_EV.topk(self.rank, -1).indices[:, -1]
 
 
-INDEPENDENT, STANDARD = Independent(WIDEST, VOCAB), Standard(REFERENCE)
-LOSSLESS: dict[str, tuple[Drawing, Sampling]] = {
+INDEPENDENT, STANDARD = IndependentDraftSampling(WIDEST, VOCAB), RejectionSampling(REFERENCE)
+LOSSLESS: dict[str, tuple[DraftSampling, Sampler]] = {
     "race, sampled": (COUPLED, REFERENCE),
     "point mass, most likely": (Best(1), REFERENCE),
     "point mass, third": (Best(3), REFERENCE),
@@ -198,7 +198,7 @@ def test_the_race_gives_plain_decodings_sequences(world: World) -> None:
 # ---- mistakes that are planted in the rules
 
 
-class Certain(Independent):
+class Certain(IndependentDraftSampling):
     """Keeps a distribution, but drafts its most likely token."""
 
     def draw(
@@ -208,7 +208,7 @@ class Certain(Independent):
         return logits_EV.argmax(-1)
 
 
-class Warmer(Independent):
+class Warmer(IndependentDraftSampling):
     """Keeps the distribution before temperature and truncation."""
 
     def draw(
@@ -219,7 +219,7 @@ class Warmer(Independent):
         return drafts_E
 
 
-class Shifted(Independent):
+class Shifted(IndependentDraftSampling):
     """Keeps probabilities by ids of another vocabulary."""
 
     def draw(
@@ -230,7 +230,7 @@ class Shifted(Independent):
         return drafts_E
 
 
-class Coins(Independent):
+class Coins(IndependentDraftSampling):
     """Drafts with the target's coins."""
 
     def draw(
@@ -244,42 +244,42 @@ def test_coins_of_another_position_are_noticed(known: World, monkeypatch: pytest
     """Every position of a path draws with the coins of the first."""
 
     def one_coin(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> chain.Path:
-        right = chain.path(slots, slot_E, ints_EI, query)
+        right = chain.chain_positions(slots, slot_E, ints_EI, query)
         right.ints_NI[:, 0] = ints_EI[:, 0].repeat_interleave(query)
         return right
 
-    monkeypatch.setattr(sample, "path", one_coin)
+    monkeypatch.setattr(sample, "chain_positions", one_coin)
     assert decode(known, COUPLED, REFERENCE, 1).far > LIMIT, f"TEST_SEED={SEED}"
 
 
 @pytest.mark.parametrize(("wrong", "draws"), [(Certain, FEWER), (Warmer, FEWER), (Shifted, FEWER), (Coins, DRAWS)])
 def test_drafts_that_were_not_drawn_from_what_is_kept_are_noticed(
-    known: World, wrong: type[Independent], draws: int
+    known: World, wrong: type[IndependentDraftSampling], draws: int
 ) -> None:
     assert decode(known, wrong(WIDEST, VOCAB), STANDARD, 1, draws).far > LIMIT, f"TEST_SEED={SEED}"
 
 
 def test_the_draws_coins_for_the_verdict_are_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
     likely, coins = int(known.p_VV[FIRST].argmax()), exponential
-    monkeypatch.setattr(standard, "apart", lambda seed_N, purpose: seed_N)
-    monkeypatch.setattr(standard, "uniform", lambda seed, position: (-coins(seed, position, VOCAB)[:, likely]).exp())
+    monkeypatch.setattr(rejection, "seed_for", lambda seed_N, purpose: seed_N)
+    monkeypatch.setattr(rejection, "uniform", lambda seed, position: (-coins(seed, position, VOCAB)[:, likely]).exp())
     assert decode(known, INDEPENDENT, STANDARD, 1, FEWER).far > LIMIT, f"TEST_SEED={SEED}"
 
 
 def test_a_verdict_without_coins_is_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standard, "uniform", lambda seed_N, position_N: torch.full(seed_N.shape, 0.5))
+    monkeypatch.setattr(rejection, "uniform", lambda seed_N, position_N: torch.full(seed_N.shape, 0.5))
     assert decode(known, INDEPENDENT, STANDARD, 1, FEWER).far > LIMIT, f"TEST_SEED={SEED}"
 
 
 def test_an_easier_verdict_is_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standard, "uniform", lambda seed_N, position_N: 0.7 * uniform(seed_N, position_N))
+    monkeypatch.setattr(rejection, "uniform", lambda seed_N, position_N: 0.7 * uniform(seed_N, position_N))
     assert decode(known, INDEPENDENT, STANDARD, 1, FEWER).far > LIMIT, f"TEST_SEED={SEED}"
 
 
 # ---- lists: several drafts of one position
 
 
-def lists(world: World, count: int, raced: bool) -> Found:
+def lists(world: World, count: int, add_gumbel_noise: bool) -> Found:
     """DRAWS sequences, two tokens of each, by accept itself: of the first one `count` drafts, the best of the race that
     the drafter's distribution runs with the target's coins, or its most likely ones.
     """
@@ -289,8 +289,8 @@ def lists(world: World, count: int, raced: bool) -> Found:
     for turn in range(DRAWS // ROWS):
         slots.ints_SI.copy_(world.bound_SI)
         slots.seed += turn * ROWS
-        scaled_NV = tempered(world.draft_VV[FIRST].expand(ROWS, -1), slots.floats_SF, slots.top_k, False)
-        coins_NV = exponential(slots.seed, slots.length, VOCAB).log() * raced
+        scaled_NV = apply_temperature(world.draft_VV[FIRST].expand(ROWS, -1), slots.floats_SF, slots.top_k, False)
+        coins_NV = exponential(slots.seed, slots.length, VOCAB).log() * add_gumbel_noise
         drafts_NC = (scaled_NV - coins_NV).topk(count, -1).indices
         slots.tokens_SL[:, 1 : 1 + count] = drafts_NC.int()
         slots.made.fill_(count)
@@ -308,14 +308,14 @@ def lists(world: World, count: int, raced: bool) -> Found:
 def test_the_race_extends_to_lists(world: World) -> None:
     plain, before = judged(world, "race, sampled", 0), judged(world, "race, sampled", 1).share
     for count in (2, 4):
-        found = lists(world, count, raced=True)
+        found = lists(world, count, add_gumbel_noise=True)
         assert torch.equal(found.first_N, plain.first_N) and torch.equal(found.second_N, plain.second_N)
         assert found.far < LIMIT and found.share > before, f"TEST_SEED={SEED}"
         before = found.share
 
 
 def test_lists_of_the_most_likely_tokens_are_accepted_by_all_their_probability(world: World) -> None:
-    found, p_V = lists(world, 2, raced=False), world.p_VV[FIRST]
+    found, p_V = lists(world, 2, add_gumbel_noise=False), world.p_VV[FIRST]
     assert found.far < LIMIT, f"TEST_SEED={SEED}"
     assert abs(found.share - float(p_V[world.q_VV[FIRST].topk(2).indices].sum())) < 4 * (0.25 / DRAWS) ** 0.5
 

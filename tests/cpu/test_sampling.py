@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
-from thalweg.kernels.truncate.ref import truncate
+from thalweg.kernels.topk_topp.ref import apply_topk_topp
 from thalweg.sampling.random import exponential, mix
 from thalweg.sampling.sample import accept, penalise
 
@@ -44,7 +44,7 @@ def test_truncation_equals_transformers() -> None:
         if min_p > 0:
             want = MinPLogitsWarper(min_p)(ids, want)
         column = torch.ones(64)
-        got = truncate(logits, column.to(torch.int64) * k, column * p, column * min_p)
+        got = apply_topk_topp(logits, column.to(torch.int64) * k, column * p, column * min_p)
         assert torch.equal(got.isinf(), want.isinf()), (k, p, min_p)
         assert torch.equal(got[~got.isinf()], want[~want.isinf()])
 
@@ -95,7 +95,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     if params.min_p > 0:
         want = MinPLogitsWarper(params.min_p)(ids, want)
     probs = want.softmax(-1)[0].to(torch.float64)
-    kept = truncate(
+    kept = apply_topk_topp(
         logits / params.temperature,
         torch.tensor([params.top_k or 1 << 30]),
         torch.tensor([params.top_p]),

@@ -19,9 +19,9 @@ from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import Planes
 from thalweg.models import traced
 from thalweg.models.catalog import read_facts
-from thalweg.runner import late
-from thalweg.spec.small import Small
-from thalweg.spec.unroll import Unrolled
+from thalweg.runner import deferred_kv
+from thalweg.spec.autoregressive import AutoregressiveDrafter
+from thalweg.spec.draft_model import DraftModel
 from thalweg.weights import stream
 from thalweg.weights.stream import Safetensors
 
@@ -66,7 +66,7 @@ def test_the_model_itself_drafts_what_it_then_writes() -> None:
 def test_its_planes_are_what_it_keeps_alone(llama: Path) -> None:
     made = engine(str(llama), 2, radix_cache=False)
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, Unrolled) and isinstance(drafter.head, Small)
+    assert isinstance(drafter, AutoregressiveDrafter) and isinstance(drafter.head, DraftModel)
     small, prompt = drafter.head.model, prompts(1)[0]
     made.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2))
     pages: list[int] = []
@@ -104,17 +104,17 @@ def test_it_catches_up_with_a_long_text_piece_by_piece(monkeypatch: pytest.Monke
     than a head does.
     """
     monkeypatch.setattr(traced, "ROWS", 0)
-    monkeypatch.setattr(late, "ROW", 100)
+    monkeypatch.setattr(deferred_kv, "ROW", 100)
     made, prompt = engine(MODEL, 3, chunked_prefill_size=512), prompts(1)[0]
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, Unrolled)
-    tokens, learn, first = list[int](), drafter.observe, len(prompt) + 280
+    assert isinstance(drafter, AutoregressiveDrafter)
+    tokens, learn, first = list[int](), drafter.extend, len(prompt) + 280
 
-    def observe(seen: Any, *rest: Any) -> None:
+    def extend(seen: Any, *rest: Any) -> None:
         tokens.append(len(seen.batch.ids_T))
         learn(seen, *rest)
 
-    drafter.observe = observe  # type: ignore[method-assign]
+    drafter.extend = extend  # type: ignore[method-assign]
     made.loop.scheduler.draft_length.choose = lambda rows, most: 3 * (rows[0].known >= first)  # type: ignore[method-assign]
     run(made, [prompt], SamplingParams(temperature=0.0, max_tokens=310, ignore_eos=True))
     stats = made.loop.stats()
@@ -132,7 +132,7 @@ def test_of_a_vocabulary_that_is_padded_otherwise_both_ids_are_drafted(
     zoo.save(zoo.reference(given, 1), given, tmp_path)
     made = engine(str(tmp_path), 4, tree=tree)
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, Unrolled)
+    assert isinstance(drafter, AutoregressiveDrafter)
     both = min(vocab, read_facts(Path(MODEL)).vocab)
     assert drafter.head.logits(torch.zeros(1, drafter.head.width)).shape[1] == both
     assert any(token >= 1800 for prompt in prompts(4) for token in prompt)

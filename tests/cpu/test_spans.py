@@ -14,7 +14,7 @@ import torch
 from tests.cpu import zoo
 from thalweg.attention import context
 from thalweg.attention.context import WorkspaceNeed, context_positions, make_metadata
-from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
@@ -37,7 +37,7 @@ def batch(reaches: list[int], query: int = 1) -> Batch:
         real_T=torch.ones(rows * query, dtype=torch.bool),
         emit_N=torch.arange(rows * query),
         groups=(Group(0, rows, 0, query, max(reaches)),),
-        extents=tuple(Extent(query, reach) for reach in reaches),
+        extents=tuple(RowExtent(query, max_kv_len) for max_kv_len in reaches),
     )
 
 

@@ -31,8 +31,8 @@ from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models import traced
 from thalweg.models.decoder import Decoder
 from thalweg.models.traced import TracedHead
+from thalweg.spec.autoregressive import HIDDEN, AutoregressiveDrafter
 from thalweg.spec.catalog import build_drafter
-from thalweg.spec.unroll import HIDDEN, Unrolled
 from thalweg.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -146,7 +146,7 @@ def written_afresh(made: LocalEngine, prompt: tuple[int, ...]) -> Afresh:
     made.loop.scheduler._release = watched  # type: ignore[method-assign]
     run(made, [prompt])
     model, drafter = made.runner.model, made.runner.drafting.drafter
-    assert isinstance(drafter, Unrolled) and isinstance(model, Decoder)
+    assert isinstance(drafter, AutoregressiveDrafter) and isinstance(model, Decoder)
     tokens = torch.tensor(seen["tokens"][:-1])
     planes = Planes((*model.planes(), *drafter.planes()), 10)
     with torch.inference_mode():
@@ -186,13 +186,13 @@ def test_a_hit_takes_the_hidden_state_from_its_last_page() -> None:
     drafting = made.runner.drafting
     drafter, found = drafting.drafter, []
 
-    class Watched(Unrolled):
+    class Watched(AutoregressiveDrafter):
         def bind(self, binds: Any, slots: Any, planes: Any) -> None:
             super().bind(binds, slots, planes)
             found.extend((bind, slots.extra[HIDDEN][bind.slot].clone()) for bind in binds)
 
-    assert isinstance(drafter, Unrolled)
-    drafting.drafter = Watched(drafter.head, drafter.drawing)
+    assert isinstance(drafter, AutoregressiveDrafter)
+    drafting.drafter = Watched(drafter.head, drafter.draft_sampling)
     made.step()
     ((bind, hidden),) = found
     assert bind.computed == len(prompt) // PAGE * PAGE and hidden.abs().sum() > 0
@@ -205,7 +205,7 @@ def test_a_hit_takes_the_hidden_state_from_its_last_page() -> None:
 def test_recorded_drafts_are_bit_for_bit_the_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "ROWS", 2)
     drafter = engine(1).runner.drafting.drafter
-    assert isinstance(drafter, Unrolled) and isinstance(drafter.steps, TracedHead)
+    assert isinstance(drafter, AutoregressiveDrafter) and isinstance(drafter.steps, TracedHead)
     layer, recorded, generator = drafter.head, drafter.steps, torch.Generator().manual_seed(1)
     planes = [recorded.planes, Planes(recorded.planes.specs, recorded.planes.pages)]
     for rows, positions in ((1, (0, 40, 63, 64, 65, 130)), (2, (1, 66, 128))):
@@ -253,7 +253,7 @@ def breaking(made: LocalEngine, method: str, after: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "after", "depth"), [("bind", 0, 2), ("observe", 3, 1), ("propose", 0, 1), ("propose", 5, 2)]
+    ("method", "after", "depth"), [("bind", 0, 2), ("extend", 3, 1), ("propose", 0, 1), ("propose", 5, 2)]
 )
 def test_a_drafter_that_raises_is_switched_off(
     plain: list[list[int]], method: str, after: int, depth: int, caplog: pytest.LogCaptureFixture
@@ -275,7 +275,7 @@ def test_a_drafter_that_makes_no_numbers_is_switched_off(
 ) -> None:
     made = engine(2, max_steps_in_flight=2)
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, Unrolled)
+    assert isinstance(drafter, AutoregressiveDrafter)
     drafter.head.norm.weight.data.fill_(float("nan"))
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(5)) == plain
@@ -286,7 +286,7 @@ def test_a_drafter_that_makes_no_numbers_is_switched_off(
 def test_drafts_half_made_by_a_drafter_that_then_raises_do_no_harm(plain: list[list[int]]) -> None:
     made = engine(3)
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, Unrolled)
+    assert isinstance(drafter, AutoregressiveDrafter)
     real, calls = drafter.head.logits, 0
 
     def broken(hidden: Any) -> Any:

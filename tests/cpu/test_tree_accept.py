@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Extent, Group
-from thalweg.batch.prepare import prepare, verification
+from thalweg.batch.batch import Group, RowExtent
+from thalweg.batch.inputs import build_inputs, verification
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.memory.planes import Planes, vector_plane
-from thalweg.runner.straight import mover, straightened
+from thalweg.runner.accepted_path import compact_accepted_path, kv_mover
 from thalweg.sampling import tree
 from thalweg.sampling.sample import REFERENCE, Sampled, accept
-from thalweg.spec.drafter import Seen
-from thalweg.spec.tree import hides_of
+from thalweg.spec.drafter import DraftExtendInput
+from thalweg.spec.tree import tree_masks_of
 
 VOCAB, STOP, NODES = 10, 9, 6
 SHAPE, GREEDY = TreeShape(3, 3, NODES), SamplingNeeds()
@@ -36,9 +36,9 @@ def grown(slots: Slots, slot: int, tokens: tuple[int, ...] = TOKENS, parents: tu
     depth = [0]
     for parent in parents:
         depth.append(depth[parent] + 1)
-    hides = hides_of(torch.tensor([parents]), torch.tensor([depth[1:]]), max(depth))[0, 1:]
+    masks = tree_masks_of(torch.tensor([parents]), torch.tensor([depth[1:]]), max(depth))[0, 1:]
     slots.nodes_SN3[slot, 1 : 1 + len(parents)] = torch.stack(
-        (torch.tensor(parents), torch.tensor(depth[1:]), hides), 1
+        (torch.tensor(parents), torch.tensor(depth[1:]), masks), 1
     )
     known = int(slots.length[slot])
     slots.tokens_SL[slot, known : known + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
@@ -160,9 +160,11 @@ def test_penalties_of_a_node_are_those_of_its_sequence() -> None:
         slots.bind([Bind(slot, known, 2, len(known) - 1, 40, 5, (STOP,), SamplingParams(**fields))])  # type: ignore[arg-type]
         grown(slots, slot, tokens=(4, 5, 4, 7, 4, 8))
     index, logits = torch.tensor([3, 1]), torch.randn(2 * (1 + NODES), VOCAB)
-    along = tree.unfolded(slots, index, slots.ints_SI[index], 1 + NODES)
+    along = tree.tree_positions(slots, index, slots.ints_SI[index], 1 + NODES)
     edited, needs = logits.clone(), SamplingNeeds(penalised=True)
-    REFERENCE.edit(edited, slots, along.slot_N, along.ints_NI, needs, 64, None, tree.paths(slots, along, 1 + NODES))
+    REFERENCE.edit_logits(
+        edited, slots, along.slot_N, along.ints_NI, needs, 64, None, tree.tree_paths(slots, along, 1 + NODES)
+    )
     for n, (row, wanted) in enumerate(zip(logits, edited, strict=True)):
         slot, node, path = int(index[n // (1 + NODES)]), n % (1 + NODES), list[int]()
         while node:
@@ -172,7 +174,7 @@ def test_penalties_of_a_node_are_those_of_its_sequence() -> None:
         alone = Slots(1, 64, torch.device("cpu"))
         alone.bind([Bind(0, (*known, *path), 2, 1, 40, 5, (), SamplingParams(**fields))])  # type: ignore[arg-type]
         mine = row.unsqueeze(0).clone()
-        REFERENCE.edit(mine, alone, torch.tensor([0]), alone.ints_SI, needs, 64, None)
+        REFERENCE.edit_logits(mine, alone, torch.tensor([0]), alone.ints_SI, needs, 64, None)
         assert torch.equal(mine[0], wanted), (slot, path)
 
 
@@ -276,8 +278,8 @@ def test_a_tree_becomes_a_chain() -> None:
     grown(slots, 1)
     rows = (Row(1, 1, 62, 1 + NODES, NODES, True), Row(0, 0, 0, 3, 0, False))
     plan = StepPlan(0, 0, rows, max_kv_len=62 + 1 + NODES)
-    prepared = prepare(plan, slots)
-    batch = prepared.batch
+    inputs = build_inputs(plan, slots)
+    batch = inputs.batch
     assert batch.tree is not None and batch.tree.rows == 1
     assert batch.tree.columns_T.tolist() == [*range(62, 69), 0, 1, 2]
     assert batch.positions_T.tolist() == [62, 63, 63, 64, 64, 65, 64, 0, 1, 2]
@@ -288,27 +290,27 @@ def test_a_tree_becomes_a_chain() -> None:
     found = accept(
         logits_of({0: 5, 2: 8, 6: 6}),
         slots,
-        prepared.slot_E,
-        prepared.ints_EI,
+        inputs.slot_E,
+        inputs.ints_EI,
         SamplingNeeds(),
         plan.max_kv_len,
-        sampling=REFERENCE,
+        sampler=REFERENCE,
     )
     assert found.nodes_EQ is not None and tokens(found) == [5, 8, 6]
-    given = prepared.slot_E, prepared.ints_EI, found.nodes_EQ, found.count_E
-    seen = straightened(Seen(plan, batch, hidden), *given, slots, mover(planes, specs))
+    given = inputs.slot_E, inputs.ints_EI, found.nodes_EQ, found.count_E
+    seen = compact_accepted_path(DraftExtendInput(plan, batch, hidden), *given, slots, kv_mover(planes, specs))
     kept = planes.tokens("latent", 0)[:, 0]
     assert kept[[4 * PAGE + 62, 4 * PAGE + 63, 2 * PAGE]].tolist() == [0.0, 2.0, 6.0], "root, then nodes 2 and 6"
     assert kept[[7 * PAGE, 7 * PAGE + 1, 7 * PAGE + 2]].tolist() == [7.0, 8.0, 9.0]
-    straight = seen.batch
-    assert straight.tree is None and straight.groups == (Group(0, 1, 0, 4, 66), Group(1, 1, 4, 3, 3))
-    assert straight.extents == (Extent(4, 66), Extent(3, 3))
+    compacted = seen.batch
+    assert compacted.tree is None and compacted.groups == (Group(0, 1, 0, 4, 66), Group(1, 1, 4, 3, 3))
+    assert compacted.extents == (RowExtent(4, 66), RowExtent(3, 3))
     assert (
-        straight.ids_T.tolist() == [3, 5, 8, 0, 0, 1, 2]
-        and straight.real_T.tolist() == [True] * 3 + [False] + [True] * 3
+        compacted.ids_T.tolist() == [3, 5, 8, 0, 0, 1, 2]
+        and compacted.real_T.tolist() == [True] * 3 + [False] + [True] * 3
     )
-    assert straight.positions_T.tolist() == [62, 63, 64, 0, 0, 1, 2]
-    assert straight.write_T.tolist() == [
+    assert compacted.positions_T.tolist() == [62, 63, 64, 0, 0, 1, 2]
+    assert compacted.write_T.tolist() == [
         4 * PAGE + 62,
         4 * PAGE + 63,
         2 * PAGE,
@@ -322,7 +324,7 @@ def test_a_tree_becomes_a_chain() -> None:
 
 
 def test_rows_of_trees_alone_need_no_host() -> None:
-    """What a recording makes of them is what `prepare` does."""
+    """What a recording makes of them is what `build_inputs` does."""
     slots = Slots(3, 200, torch.device("cpu"), tree=SHAPE)
     params = SamplingParams(temperature=0.0)
     binds = [Bind(i, (*[1] * (20 + 50 * i), 3), 2, 20 + 50 * i, 76, 0, (), params) for i in range(2)]
@@ -332,13 +334,13 @@ def test_rows_of_trees_alone_need_no_host() -> None:
         grown(slots, slot)
     slots.made[0] = 4
     rows = tuple(Row(slot, slot, 20 + 50 * slot, 1 + NODES, NODES, True) for slot in range(2))
-    want = prepare(StepPlan(0, 0, rows, max_kv_len=77), slots)
+    want = build_inputs(StepPlan(0, 0, rows, max_kv_len=77), slots)
     got = verification(slots, torch.arange(2), 1 + NODES, 77)
     assert want.batch.tree is not None and got.batch.tree is not None
     for name in ("ids_T", "positions_T", "write_T", "table_RP", "real_T", "emit_N"):
         assert torch.equal(getattr(got.batch, name), getattr(want.batch, name)), name
     assert torch.equal(got.batch.tree.columns_T, want.batch.tree.columns_T)
-    assert torch.equal(got.batch.tree.hides_T, want.batch.tree.hides_T)
+    assert torch.equal(got.batch.tree.tree_mask_T, want.batch.tree.tree_mask_T)
     assert got.batch.groups == want.batch.groups and torch.equal(got.ints_EI, want.ints_EI)
 
 
@@ -348,12 +350,12 @@ def test_a_chain_knows_nothing_of_trees() -> None:
     grown(slots, 1, (4,), (0,))
     slots.append([PageAppend(1, 0, (1,))])
     plan = StepPlan(0, 0, (Row(1, 1, 2, 2, 1, True),), max_kv_len=4)
-    prepared = prepare(plan, slots)
-    assert prepared.batch.tree is None and prepared.batch.columns_T is prepared.batch.positions_T
+    inputs = build_inputs(plan, slots)
+    assert inputs.batch.tree is None and inputs.batch.columns_T is inputs.batch.positions_T
     found = verify(slots, logits_of({0: 4, 1: 6})[:2])
     assert tokens(found) == [4, 6] and found.nodes_EQ is None
     slots = scene(shape=TreeShape(1, 3, 3))
     slots.append([PageAppend(1, 0, (1,))])
     slots.made[1] = 3
-    assert prepare(StepPlan(0, 0, (Row(1, 1, 2, 4, 3, True),), max_kv_len=6), slots).batch.tree is None
+    assert build_inputs(StepPlan(0, 0, (Row(1, 1, 2, 4, 3, True),), max_kv_len=6), slots).batch.tree is None
     assert slots.nodes_SN3.shape[1] == 1

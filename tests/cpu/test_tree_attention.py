@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from thalweg.attention.context import AttentionMetadata, paths_of_tree
-from thalweg.batch.batch import Batch, Extent, Group, Tree
+from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
@@ -29,7 +29,7 @@ from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.models.decoder import Model
-from thalweg.spec.tree import hides_of
+from thalweg.spec.tree import tree_masks_of
 
 SEED = 11
 PLAIN = KernelConfig()
@@ -64,28 +64,28 @@ def path(parents: tuple[int, ...], node: int) -> list[int]:
 
 def batch_of(rows: list[Row], tables: list[list[int]], ids: list[list[int]]) -> Batch:
     """A step of root and nodes of each row. ids: of them."""
-    positions, columns, hides, write = [], [], [], []
+    positions, columns, masks, write = [], [], [], []
     groups: list[Group] = []
     for number, ((known, parents), table) in enumerate(zip(rows, tables, strict=True)):
         depth = depths(parents)
         own = (
-            hides_of(torch.tensor([parents]), torch.tensor([depth[1:]]), max(depth))
+            tree_masks_of(torch.tensor([parents]), torch.tensor([depth[1:]]), max(depth))
             if parents
-            else torch.zeros(1, 1, dtype=torch.int64)
+            else torch.full((1, 1), -1)
         )
-        hides += own[0].tolist()
+        masks += own[0].tolist()
         positions += [known + d for d in depth]
         at = range(known, known + len(depth))
         columns += at
         write += [table[c // PAGE] * PAGE + c % PAGE for c in at]
         groups.append(Group(number, 1, len(columns) - len(depth), len(depth), known + len(depth)))
     if len({group.query for group in groups}) == 1:
-        groups = [Group(0, len(rows), 0, groups[0].query, max(group.reach for group in groups))]
+        groups = [Group(0, len(rows), 0, groups[0].query, max(group.max_kv_len for group in groups))]
     flat = torch.tensor([token for row in ids for token in row])
     return Batch(
         flat, torch.tensor(positions), torch.tensor(write), torch.tensor(tables), flat >= 0, torch.arange(len(flat)), tuple(groups),
-        tuple(Extent(1 + len(parents), known + 1 + len(parents)) for known, parents in rows),
-        tree=Tree(torch.tensor(columns), torch.tensor(hides), len(rows)),
+        tuple(RowExtent(1 + len(parents), known + 1 + len(parents)) for known, parents in rows),
+        tree=TreeMask(torch.tensor(columns), torch.tensor(masks), len(rows)),
     )  # fmt: skip
 
 
@@ -278,5 +278,7 @@ def test_every_node_is_computed_as_behind_its_own_path(family: str, choice: Kern
             alone = Bench(made, 1).hidden([(0, tokens)])[0][-1]
             torch.testing.assert_close(hidden[token], alone, atol=2e-3, rtol=2e-3)
             token += 1
-    blind = made.forward(replace(batch, tree=Tree(batch.columns_T, torch.zeros_like(batch.columns_T), 3)), bench.planes)
+    blind = made.forward(
+        replace(batch, tree=TreeMask(batch.columns_T, torch.zeros_like(batch.columns_T), 3)), bench.planes
+    )
     assert not torch.allclose(blind, hidden, atol=2e-2), "without its masks a tree would be seen through"

@@ -23,8 +23,8 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
 from thalweg.models import traced
-from thalweg.spec.drafter import Proposed
-from thalweg.spec.tree import Branching, static
+from thalweg.spec.drafter import DraftOutput
+from thalweg.spec.tree import TreeDrafter, static
 from thalweg.text.tokenizer import Tokenizer
 
 DYNAMIC, STATIC = TreeShape(4, 3, 12), TreeShape(3, 4, 12, dynamic=False)
@@ -134,7 +134,7 @@ def test_entries_are_those_of_plain_decoding(kernels: KernelConfig) -> None:
     made = growing(DYNAMIC, chunked_prefill_size=50, radix_cache=False, kernels=kernels)
     afresh = written_afresh(made, prompts(1)[0])
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, Branching)
+    assert isinstance(drafter, TreeDrafter)
     for spec in (*made.runner.model.planes(), *drafter.head.planes()):
         afresh.check(made, spec, 3e-3, 2e-3)
 
@@ -142,7 +142,7 @@ def test_entries_are_those_of_plain_decoding(kernels: KernelConfig) -> None:
 # ---- trees as they are made
 
 
-def check(parents: Tensor, depth: Tensor, hides: Tensor) -> None:
+def check(parents: Tensor, depth: Tensor, masks: Tensor) -> None:
     """A node comes after its parent, and sees its ancestors and itself of all that stands from the root on."""
     for row in range(len(parents)):
         ancestors = [{0}]
@@ -150,18 +150,18 @@ def check(parents: Tensor, depth: Tensor, hides: Tensor) -> None:
             assert parent < node
             ancestors.append(ancestors[parent] | {node})
             assert len(ancestors[node]) == int(depth[row, node - 1]) + 1
-            seen = {node - i for i in range(node + 1) if not int(hides[row, node - 1]) >> i & 1}
-            assert seen == ancestors[node] and int(hides[row, node - 1]) >> (node + 1) == 0
+            seen = {node - i for i in range(node + 1) if int(masks[row, node - 1]) >> i & 1}
+            assert seen == ancestors[node] and int(masks[row, node - 1]) >> (node + 1) == -1
 
 
 @pytest.mark.parametrize("shape", [STATIC, WIDE, TreeShape(2, 8, 30), TreeShape(8, 2, 63, dynamic=False)])
 def test_every_tree_is_one(shape: TreeShape, monkeypatch: pytest.MonkeyPatch) -> None:
     made = growing(shape, chunked_prefill_size=200)
     drafter, trees = made.runner.drafting.drafter, []
-    assert isinstance(drafter, Branching)
+    assert isinstance(drafter, TreeDrafter)
     propose = drafter.propose
 
-    def watched(asked: Any, width: int, slots: Any, planes: Any) -> Proposed | None:
+    def watched(asked: Any, width: int, slots: Any, planes: Any) -> DraftOutput | None:
         found = propose(asked, width, slots, planes)
         assert found is not None and found.parents_EK is not None
         trees.append((found, *slots.nodes_SN3[asked.slot_E, 1 : 1 + width].unbind(2)))
@@ -170,9 +170,9 @@ def test_every_tree_is_one(shape: TreeShape, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(drafter, "propose", watched)
     run(made, prompts(2), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     assert len(trees) > 2
-    for found, parents, depth, hides in trees:
+    for found, parents, depth, masks in trees:
         assert torch.equal(parents, found.parents_EK) and int(depth.max()) <= shape.max_depth
-        check(parents, depth, hides)
+        check(parents, depth, masks)
         for row, tokens in zip(parents.tolist(), found.drafts_EK.tolist(), strict=True):
             assert len(set(zip(row, tokens, strict=True))) == len(row), "children of a node are different tokens"
 
@@ -194,7 +194,7 @@ def test_an_imposed_acceptance_is_kept(length: float) -> None:
 def test_a_drafter_that_makes_no_numbers_does_no_harm(plain: dict[SamplingParams, list[list[int]]]) -> None:
     made = growing(DYNAMIC, max_steps_in_flight=2)
     drafter = made.runner.drafting.drafter
-    assert isinstance(drafter, Branching)
+    assert isinstance(drafter, TreeDrafter)
     drafter.head.norm.weight.data.fill_(float("nan"))  # type: ignore[attr-defined]
     assert run(made, prompts(3)) == plain[GREEDY]
     assert made.loop.stats().drafter_failures == 1

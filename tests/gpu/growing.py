@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import INTS
-from thalweg.kernels.climb.ref import Fields
-from thalweg.kernels.grow import ref
-from thalweg.kernels.grow.ref import Candidates, Grown, Level
+from thalweg.kernels.build_tree import ref
+from thalweg.kernels.build_tree.ref import BuiltTree, TreeCandidates, TreeLevel
+from thalweg.kernels.verify_tree.ref import SlotTensors
 
 PAGE, CONTEXT, WIDTH = 16, 200, 300
 
@@ -22,7 +22,7 @@ class Scene(NamedTuple):
     """Slots, some of them near their end; logits of each level's nodes."""
 
     slot_E: Tensor
-    fields: Fields
+    fields: SlotTensors
     logits: list[Tensor]
     given_EW: Tensor
     state_TW: Tensor
@@ -40,7 +40,7 @@ def scene(
     ints_SI[:, 1] = ints_SI[:, 0] - 1
     ints_SI[:, 2] = (ints_SI[:, 0] + whole(1, 60, slots)).clamp(max=CONTEXT) * (whole(0, 5, slots) > 0)
     tokens_SL, table_SP = whole(0, 50, slots, CONTEXT + 1).to(torch.int32), whole(1, 99, slots, -(-CONTEXT // PAGE))
-    fields = Fields(
+    fields = SlotTensors(
         whole(0, 9, slots, 3), tokens_SL, ints_SI, table_SP, torch.zeros(slots, 1 + nodes, 3, dtype=torch.int64)
     )
     logits = [
@@ -50,27 +50,27 @@ def scene(
     state_TW[0, 7] = torch.inf
     given_EW = torch.randn(many, WIDTH, generator=generator).bfloat16().float()
     slot_E = torch.randperm(slots, generator=generator)[:many]
-    held = Fields(*(x.to(device) for x in fields))
+    held = SlotTensors(*(x.to(device) for x in fields))
     return Scene(slot_E.to(device), held, [x.to(device) for x in logits], given_EW.to(device), state_TW.to(device))
 
 
 def grown(of: ModuleType, made: Scene, width: int, branches: int, ids_D: Tensor | None = None) -> list[Tensor]:
     """All that growing it leaves, of each level and in the end."""
-    slot_E, fields, left = made.slot_E, Fields(*(x.clone() for x in made.fields)), list[Tensor]()
+    slot_E, fields, left = made.slot_E, SlotTensors(*(x.clone() for x in made.fields)), list[Tensor]()
     many, device, deepest = len(slot_E), slot_E.device, len(made.logits)
     ints_EI = fields.ints_SI.index_select(0, slot_E)
     nothing = torch.zeros(many, 1, dtype=torch.int64, device=device)
-    level = Level(nothing, nothing, nothing, nothing.to(torch.float32))
-    count = ref.first_of(deepest, branches)
+    level = TreeLevel(nothing, nothing, nothing, nothing.to(torch.float32))
+    count = ref.first_candidate(deepest, branches)
     token_EC = torch.zeros(many, count, dtype=torch.int64, device=device)
-    candidates = Candidates(token_EC.to(torch.float32), token_EC, token_EC.clone())
+    candidates = TreeCandidates(token_EC.to(torch.float32), token_EC, token_EC.clone())
     for depth, logits in enumerate(made.logits):
-        best = of.best(logits, branches, ids_D)
-        level, placed = of.advance(*best, level, depth, slot_E, ints_EI, fields.table_SP, PAGE, candidates)
-        left += [*best, *level, *placed]
+        top_children = of.top_children(logits, branches, ids_D)
+        level, placed = of.expand_level(*top_children, level, depth, slot_E, ints_EI, fields.table_SP, PAGE, candidates)
+        left += [*top_children, *level, *placed]
     trees = token_EC.new_zeros(many, min(width, count)), token_EC.new_zeros(many, min(width, count))
-    found = Grown(*trees, torch.zeros(many, dtype=torch.bool, device=device))
-    of.settle(candidates, branches, made.state_TW, made.given_EW, slot_E, ints_EI, fields, found)
+    found = BuiltTree(*trees, torch.zeros(many, dtype=torch.bool, device=device))
+    of.store_best_tree(candidates, branches, made.state_TW, made.given_EW, slot_E, ints_EI, fields, found)
     return [*left, *candidates, *found, fields.tokens_SL[:, :CONTEXT], fields.ints_SI, fields.nodes_SN3]
 
 
@@ -92,7 +92,7 @@ def impossible(of: ModuleType, device: torch.device) -> bool:
     logits_TD[0, 4999] = torch.nan
     logits_TD[1] = -torch.inf
     logits_TD[2, :4998] = -torch.inf
-    score_TB, token_TB = of.best(logits_TD, 4, None)
+    score_TB, token_TB = of.top_children(logits_TD, 4, None)
     apart = all(len(set(tokens)) == 4 and min(tokens) >= 0 and max(tokens) < 5000 for tokens in token_TB.tolist())
     return apart and (score_TB > -torch.inf).sum(1).tolist() == [0, 0, 2]
 
@@ -106,15 +106,15 @@ def sound(of: ModuleType, device: torch.device) -> list[bool]:
     score_EC = -torch.arange(1.0, 1.0 + len(parents)).repeat(4, 1)
     score_EC[1] = score_EC[2, branches : 2 * branches] = score_EC[3, 2] = score_EC[3, -branches:] = -torch.inf
     parent_EC = torch.tensor(parents).repeat(4, 1)
-    made = Candidates(*(one.to(device) for one in (score_EC, parent_EC.clone(), parent_EC)))
+    made = TreeCandidates(*(one.to(device) for one in (score_EC, parent_EC.clone(), parent_EC)))
     ints_SI = torch.tensor([[9, 8, 99, 0, 0, 0, 0, 0]]).repeat(4, 1)
     shapes = (4, 1), (4, CONTEXT + 1), (4, 4), (4, 1 + len(parents), 3)
     stop, tokens, table, nodes = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes)
-    fields = Fields(stop, tokens.to(torch.int32), ints_SI.to(device), table, nodes)
-    out = Grown(
+    fields = SlotTensors(stop, tokens.to(torch.int32), ints_SI.to(device), table, nodes)
+    out = BuiltTree(
         *(torch.zeros(4, width, dtype=torch.int64, device=device) for _ in range(2)), torch.zeros(4, device=device) > 0
     )
     state_TW, given_EW = torch.ones(4 * branches, 7, device=device), torch.ones(4, 7, device=device)
     slot_E = torch.arange(4, device=device)
-    of.settle(made, branches, state_TW, given_EW, slot_E, fields.ints_SI.clone(), fields, out)
+    of.store_best_tree(made, branches, state_TW, given_EW, slot_E, fields.ints_SI.clone(), fields, out)
     return out.sound_E.tolist()

@@ -27,17 +27,17 @@ from thalweg.batch.slots import Slots
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
-from thalweg.kernels.climb import triton as climbing
-from thalweg.kernels.climb.ref import Climbed, Fields, Paths
-from thalweg.kernels.draft import triton as drafting
-from thalweg.kernels.draft.ref import Chain, Drawn, Places, Rows
-from thalweg.kernels.grow import triton as growing
-from thalweg.kernels.grow.ref import Candidates, Grown, Level, first_of
-from thalweg.kernels.prepare import triton as preparing
+from thalweg.kernels.build_inputs import triton as preparing
+from thalweg.kernels.build_tree import triton as growing
+from thalweg.kernels.build_tree.ref import BuiltTree, TreeCandidates, TreeLevel, first_candidate
+from thalweg.kernels.draft_state import triton as drafting
+from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces
 from thalweg.kernels.small_batch_gemm import triton as small_batch_gemm
-from thalweg.kernels.verify import triton as verifying
+from thalweg.kernels.verify_chain import triton as verify_chain
+from thalweg.kernels.verify_tree import triton as verify_tree
+from thalweg.kernels.verify_tree.ref import AcceptedPaths, SlotTensors, TreeVerification
 from thalweg.models import catalog
-from thalweg.sampling.launched import Launched
+from thalweg.sampling.kernel_sampling import KernelSampler
 
 SHARED = 232448  # bytes a block may have on sm_90
 PROCESSORS = 132
@@ -141,24 +141,26 @@ def drafts(rows: int, query: int, width: int) -> None:
     slots.table_SP = slots.table_SP.to(torch.int32)
     slot_T, ahead_T = torch.zeros(2, tokens, dtype=torch.int64)
     held = slots.ints_SI, slots.tokens_SL, slots.table_SP
-    ids, positions, write, real, _, ints = preparing.decode(slot_T, ahead_T, *held, 4, PAGE)
+    ids, positions, write, real, _, ints = preparing.build_decode_inputs(slot_T, ahead_T, *held, 4, PAGE)
     for needs in (SamplingNeeds(), SamplingNeeds(random=True), SamplingNeeds(random=True, truncated=True)):
-        drawn = Launched().draw(torch.empty(tokens, vocab), slots, slot_T, ints, needs)
-        scores = Launched.odds.tempered(torch.empty(tokens, vocab), slots, slot_T, ints, needs.truncated)
-    Launched.odds.raced(scores, ints[::query, 3], ints[::query, 0])
+        drawn = KernelSampler().draw(torch.empty(tokens, vocab), slots, slot_T, ints, needs)
+        scores = KernelSampler.distribution.apply_temperature(
+            torch.empty(tokens, vocab), slots, slot_T, ints, needs.truncated
+        )
+    KernelSampler.distribution.add_gumbel_noise(scores, ints[::query, 3], ints[::query, 0])
     for behind in (None, torch.zeros(rows, query, query - 1, dtype=torch.int64)):
         edits = slots, slot_T, ints, SamplingNeeds(penalised=True, biased=True), 256, None, behind
-        Launched().edit(torch.empty(tokens, vocab), *edits)
+        KernelSampler().edit_logits(torch.empty(tokens, vocab), *edits)
     flags = torch.empty(rows, dtype=torch.bool)
     out = torch.empty(rows, query, dtype=torch.int64), drawn[:rows], flags
-    verifying.follow(drawn, ids, slot_T, ints, slots.stop_SK, slots.tokens_SL, slots.ints_SI, out)
+    verify_chain.verify_chain(drawn, ids, slot_T, ints, slots.stop_SK, slots.tokens_SL, slots.ints_SI, out)
     state, kept = torch.empty(tokens, width, dtype=torch.bfloat16), torch.empty(rows, width, dtype=torch.bfloat16)
-    places = Places(positions, write, real)
-    drafting.carry(state, Rows(slot_T, ahead_T, ahead_T), places, kept, kept, slots.ints_SI, PAGE)
-    chain = Chain(slot_T[:rows], ahead_T[:rows], kept, out[0], flags)
+    places = TokenPlaces(positions, write, real)
+    drafting.shift_hidden_states(state, DraftRows(slot_T, ahead_T, ahead_T), places, kept, kept, slots.ints_SI, PAGE)
+    chain = DraftChain(slot_T[:rows], ahead_T[:rows], kept, out[0], flags)
     for ids in (None, slot_T):
-        guess = Drawn(drawn[:rows], torch.empty(rows, vocab), ids, vocab)
-        drafting.conclude(guess, state[:rows], ints, chain, slots.tokens_SL, slots.ints_SI)
+        guess = DraftedTokens(drawn[:rows], torch.empty(rows, vocab), ids, vocab)
+        drafting.store_draft(guess, state[:rows], ints, chain, slots.tokens_SL, slots.ints_SI)
 
 
 def trees(rows: int, query: int, deepest: int) -> None:
@@ -169,19 +171,21 @@ def trees(rows: int, query: int, deepest: int) -> None:
         [torch.empty(rows * most, dtype=torch.int64) for _ in range(6)],
     )
     held = slots.stop_SK, slots.tokens_SL, slots.ints_SI, slots.table_SP.to(torch.int32), slots.nodes_SN3
-    step = climbing.spread(slot_R, Fields(*held), query, 4, PAGE)
+    step = verify_tree.build_tree_inputs(slot_R, SlotTensors(*held), query, 4, PAGE)
     paths[3] = paths[3].to(torch.bool)
     out = torch.empty(rows, most, dtype=torch.int64), torch.empty(rows, most, dtype=torch.int64), slot_R, slot_R > 0
-    climbing.climb(step.slot_N, step, Fields(*held), PAGE, Climbed(*out), Paths(*paths))
+    verify_tree.verify_tree(step.slot_N, step, SlotTensors(*held), PAGE, TreeVerification(*out), AcceptedPaths(*paths))
     state, logits = torch.empty(4 * rows, 7168, dtype=torch.bfloat16), torch.empty(rows, 129280)
-    level = Level(slot_R.view(-1, 1), slot_R.view(-1, 1), slot_R.view(-1, 1), torch.empty(rows, 1))
-    ints, many = torch.empty(rows, slots.ints_SI.shape[1], dtype=torch.int64), first_of(deepest, 4)
-    made = Candidates(torch.empty(rows, many), *(torch.empty(rows, many, dtype=torch.int64) for _ in range(2)))
+    level = TreeLevel(slot_R.view(-1, 1), slot_R.view(-1, 1), slot_R.view(-1, 1), torch.empty(rows, 1))
+    ints, many = torch.empty(rows, slots.ints_SI.shape[1], dtype=torch.int64), first_candidate(deepest, 4)
+    made = TreeCandidates(torch.empty(rows, many), *(torch.empty(rows, many, dtype=torch.int64) for _ in range(2)))
     for depth in range(deepest):
-        best = growing.best(logits.repeat(4 if depth else 1, 1), 4, torch.arange(9) if rows > 1 else None)
-        level, _ = growing.advance(*best, level, depth, slot_R, ints, held[3], PAGE, made)
-    found = Grown(*(torch.empty(rows, query - 1, dtype=torch.int64) for _ in range(2)), slot_R > 0)
-    growing.settle(made, 4, state, state[:rows], slot_R, ints, Fields(*held), found)
+        top_children = growing.top_children(
+            logits.repeat(4 if depth else 1, 1), 4, torch.arange(9) if rows > 1 else None
+        )
+        level, _ = growing.expand_level(*top_children, level, depth, slot_R, ints, held[3], PAGE, made)
+    found = BuiltTree(*(torch.empty(rows, query - 1, dtype=torch.int64) for _ in range(2)), slot_R > 0)
+    growing.store_best_tree(made, 4, state, state[:rows], slot_R, ints, SlotTensors(*held), found)
 
 
 def main(wanted: list[str]) -> int:

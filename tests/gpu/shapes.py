@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.cpu import zoo
-from thalweg.batch.batch import Batch, Extent, Group, Tree
+from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import KernelConfig
 from thalweg.layers.kernel_layers import KernelLayers
@@ -20,7 +20,7 @@ from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.catalog import read_config_facts
 from thalweg.quant.catalog import Declared
-from thalweg.spec.tree import hides_of
+from thalweg.spec.tree import tree_masks_of
 
 KERNELS = KernelConfig(decode="triton", prefill="triton")
 COMMON: dict[str, Any] = {
@@ -121,10 +121,10 @@ def batches(rows: list[Part], device: torch.device, generator: torch.Generator, 
         if last is None:
             groups.append(Group(i, 1, token, n, at + n))
         else:
-            groups[-1] = Group(last.row_start, last.rows + 1, last.token_start, n, max(last.reach, at + n))
+            groups[-1] = Group(last.row_start, last.rows + 1, last.token_start, n, max(last.max_kv_len, at + n))
         token += n
     real, every = torch.ones(token, dtype=torch.bool, device=device), torch.arange(token, device=device)
-    rest = (real, every, tuple(groups), tuple(Extent(n, at + n) for _, at, n in rows))
+    rest = (real, every, tuple(groups), tuple(RowExtent(n, at + n) for _, at, n in rows))
     return Batch(ids, positions, write, table, *rest), Batch(ids, positions, write, table.int(), *rest)
 
 
@@ -134,7 +134,7 @@ def branched(batch: Batch, rows: list[Part], trees: int) -> tuple[Batch, list[li
     """
     rng, device = random.Random(len(batch.ids_T)), batch.ids_T.device
     positions: list[int] = []
-    hides: list[int] = []
+    masks: list[int] = []
     seen: list[list[int]] = []
     for i, (_, at, n) in enumerate(rows):
         parents = [rng.randrange(max(node - 5, 0), node) if i < trees else node - 1 for node in range(1, n)]
@@ -143,9 +143,11 @@ def branched(batch: Batch, rows: list[Part], trees: int) -> tuple[Batch, list[li
             paths.append([*paths[parent], node])
         positions += [at + len(path) - 1 for path in paths]
         depths = torch.tensor([[len(path) - 1 for path in paths[1:]]])
-        hides += hides_of(torch.tensor([parents], dtype=torch.int64), depths, n)[0].tolist() if i < trees else [0] * n
+        masks += (
+            tree_masks_of(torch.tensor([parents], dtype=torch.int64), depths, n)[0].tolist() if i < trees else [-1] * n
+        )
         seen += [[*range(at), *(at + node for node in path)] for path in paths]
-    tree = Tree(batch.positions_T, torch.tensor(hides, device=device), trees)
+    tree = TreeMask(batch.positions_T, torch.tensor(masks, device=device), trees)
     return replace(batch, positions_T=torch.tensor(positions, device=device), tree=tree), seen
 
 

@@ -26,8 +26,8 @@ from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.case import PAGE, quantized
 from thalweg.layers.paged import ragged, rows_of
-from thalweg.runner.tree_graphs import Groves
-from thalweg.spec.small import Small
+from thalweg.runner.tree_graphs import TreeGraphs
+from thalweg.spec.draft_model import DraftModel
 
 EXACT = msgspec.structs.replace(KERNELS, deterministic=True)
 # trees whose nodes fill a tile's end, and go on in the next; and contexts of one token and of many tiles
@@ -120,7 +120,7 @@ def growing(path: Path, choice: KernelConfig, **fields: Any) -> LocalEngine:
         path, kernels=choice, speculative_algorithm="STANDALONE", speculative_draft_model_path=str(path), **fields
     )
     head = made.runner.drafting.drafter.head  # type: ignore[attr-defined]
-    assert isinstance(head, Small)
+    assert isinstance(head, DraftModel)
     weights = dict(made.runner.model.named_parameters())  # type: ignore[attr-defined]
     with torch.inference_mode():
         for name, parameter in head.model.named_parameters():  # type: ignore[attr-defined]
@@ -173,9 +173,9 @@ def check(plain: list[list[Answer]], made: LocalEngine) -> None:
 
 def counted(made: LocalEngine) -> list[tuple[int, int]]:
     """Will have the number of rows, and of tokens of each, of every step that a recording of trees does."""
-    groves, replayed = made.runner.groves, list[tuple[int, int]]()
-    assert isinstance(groves, Groves)
-    for grove in groves.groves:
+    tree_graphs, replayed = made.runner.tree_graphs, list[tuple[int, int]]()
+    assert isinstance(tree_graphs, TreeGraphs)
+    for grove in tree_graphs.tree_graphs:
 
         def replay(plan: Any, forward: Any = grove.forward, form: tuple[int, int] = (grove.rows, grove.query)) -> Any:
             replayed.append(form)

@@ -20,15 +20,15 @@ from tests.gpu.test_heads import config
 from thalweg.core.plan import SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
-from thalweg.kernels.draft import ref, triton
-from thalweg.kernels.prepare import ref as prepare
-from thalweg.kernels.prepare import triton as preparing
-from thalweg.kernels.verify import case
+from thalweg.kernels.build_inputs import ref as prepare
+from thalweg.kernels.build_inputs import triton as preparing
+from thalweg.kernels.draft_state import ref, triton
+from thalweg.kernels.verify_chain import case
 from thalweg.runner.draft_graphs import DraftGraphs
-from thalweg.runner.verified import FAR, Verified
-from thalweg.sampling.sample import Sampled, Sampling, accept
-from thalweg.spec.drafter import Asked, Proposed, Seen
-from thalweg.spec.unroll import HIDDEN
+from thalweg.runner.verify_graphs import FAR, VerifyGraph
+from thalweg.sampling.sample import Sampled, Sampler, accept
+from thalweg.spec.autoregressive import HIDDEN
+from thalweg.spec.drafter import DraftExtendInput, DraftOutput, DraftRequest
 
 WIDTH = 3
 
@@ -86,10 +86,10 @@ class Beside:
         for verified in made.runner.graphs.verified:  # type: ignore[attr-defined]
             self._watch(verified)
 
-    def _watch(self, verified: Verified) -> None:
+    def _watch(self, verified: VerifyGraph) -> None:
         real = verified.sample
 
-        def sample(rows: int, needs: SamplingNeeds, sampling: Sampling) -> Sampled | None:
+        def sample(rows: int, needs: SamplingNeeds, sampling: Sampler) -> Sampled | None:
             of, slots, count = verified.of, self.runner.slots, rows * verified.query
             ints_RI, tokens_SL, logits_RV = slots.ints_SI.clone(), slots.tokens_SL.clone(), of.logits_RV[:count].clone()
             made = real(rows, needs, sampling)
@@ -113,25 +113,25 @@ class Beside:
 
         verified.sample = sample  # type: ignore[method-assign]
 
-    def observe(self, seen: Seen) -> bool:
+    def extend(self, seen: DraftExtendInput) -> bool:
         slots, planes = self.runner.slots, self.runner.planes
         before = slots.extra[HIDDEN].clone()
-        if not self.graphs.observe(seen):
+        if not self.graphs.extend(seen):
             return False
         got, entries = slots.extra[HIDDEN].clone(), self._entries(seen)
         slots.extra[HIDDEN].copy_(before)
-        self.drafter.observe(seen, slots, planes)
+        self.drafter.extend(seen, slots, planes)
         rows = [row.slot for row in seen.plan.rows]
         assert torch.equal(got[rows], slots.extra[HIDDEN][rows])
         assert all(torch.equal(a, b) for a, b in zip(entries, self._entries(seen), strict=True))
         self.learned += 1
         return True
 
-    def _entries(self, seen: Seen) -> list[Tensor]:
+    def _entries(self, seen: DraftExtendInput) -> list[Tensor]:
         places = seen.batch.write_T[seen.batch.real_T]
         return [self.runner.planes.tokens(spec.name, spec.layer)[places].clone() for spec in self.drafter.head.planes()]
 
-    def propose(self, asked: Asked, width: int) -> Proposed | None:
+    def propose(self, asked: DraftRequest, width: int) -> DraftOutput | None:
         made = self.graphs.propose(asked, width)
         if made is None:
             return None
@@ -196,18 +196,18 @@ def test_kernels_do_what_their_references_do(seed: int, cuda: torch.device) -> N
     ahead = whole(0, 6, 13)
     ahead[3] = FAR
     held = whole(0, slots, 13), ahead, ints, whole(0, 99, slots, columns).int(), whole(1, 50, slots, 4).int(), 3, 64
-    for got, want in zip(preparing.decode(*held), prepare.decode(*held), strict=True):
+    for got, want in zip(preparing.build_decode_inputs(*held), prepare.build_decode_inputs(*held), strict=True):
         assert torch.equal(got, want)
 
-    rows = ref.Rows(
+    rows = ref.DraftRows(
         torch.tensor([2, 5, 0, 7, 3, 8, 8]).cuda(), torch.tensor([1, 4, 3, 4, 2, 1, 1]).cuda(), torch.tensor([*first, tokens, tokens]).cuda()
     )  # fmt: skip
     position = (torch.arange(tokens) + 55).cuda()
     ints[:, 1] = position[0] + whole(0, 20, slots)
-    places = ref.Places(position, (torch.arange(tokens).cuda() + 1) * 64, whole(0, 4, tokens) > 0)
+    places = ref.TokenPlaces(position, (torch.arange(tokens).cuda() + 1) * 64, whole(0, 4, tokens) > 0)
     state, kept, ends = (torch.randn(n, width, generator=generator).bfloat16().cuda() for n in (tokens, slots, 30))
     made = []
-    for run in (triton.carry, ref.carry):
+    for run in (triton.shift_hidden_states, ref.shift_hidden_states):
         here = kept.clone(), ends.clone()
         made.append((run(state, rows, places, *here, ints, 64), here[0][:8], here[1][1:]))
     assert all(torch.equal(got, want) for got, want in zip(*made, strict=True))
@@ -218,10 +218,10 @@ def test_kernels_do_what_their_references_do(seed: int, cuda: torch.device) -> N
     entry, logits = torch.tensor([7, 8, -1, 9, 2]).cuda(), torch.randn(5, 40, generator=generator).cuda()
     logits[4, 2] = torch.inf
     named = torch.arange(40).cuda() * 5
-    drawn = [ref.Drawn(entry, logits, ids, vocab) for ids, vocab in ((None, 40), (named, 200), (named, 36))]
-    for run, one in product((triton.conclude, ref.conclude), drawn):
+    drawn = [ref.DraftedTokens(entry, logits, ids, vocab) for ids, vocab in ((None, 40), (named, 200), (named, 36))]
+    for run, one in product((triton.store_draft, ref.store_draft), drawn):
         slot_E, flags = torch.tensor([3, 1, 7, 0, 4]).cuda(), torch.ones(5, dtype=torch.bool).cuda()
-        chain = ref.Chain(slot_E, torch.ones_like(slot_E), state[:5].clone(), there[:, :3].clone(), flags)
+        chain = ref.DraftChain(slot_E, torch.ones_like(slot_E), state[:5].clone(), there[:, :3].clone(), flags)
         planes = torch.zeros(slots, columns).int().cuda(), ints.clone()
         run(one, new, there, chain, *planes)
         results.append((*(each.nan_to_num() for each in chain), *planes))

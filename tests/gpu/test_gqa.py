@@ -116,12 +116,12 @@ class Sequences:
     def step(self, *rows: Part) -> list[Tensor]:
         """What attention makes of each row."""
         _, batch = batches(list(rows), self.device, torch.Generator().manual_seed(1), 1000)
-        seam = Fixed(torch.cat([self.qkv[page // 16, at : at + n] for page, at, n in rows]))
-        batch = dataclasses.replace(batch, seam=seam)
+        graph_break = Fixed(torch.cat([self.qkv[page // 16, at : at + n] for page, at, n in rows]))
+        batch = dataclasses.replace(batch, graph_break=graph_break)
         h = torch.zeros(len(batch.ids_T), 3584, dtype=torch.bfloat16, device=self.device)
         with torch.inference_mode():
             self.layer.add_to(SingleStream(h), h.clone(), self.metadata.build(batch, self.planes))
-        return list(torch.split(seam.out, [n for _, _, n in rows]))
+        return list(torch.split(graph_break.out, [n for _, _, n in rows]))
 
 
 STEPS: tuple[tuple[Part, ...], ...] = (

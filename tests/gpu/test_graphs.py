@@ -13,15 +13,15 @@ from torch import Tensor
 from tests.gpu.shapes import folder
 from tests.gpu.test_engine import agreement, engine, tokens
 from thalweg.batch.batch import Batch
-from thalweg.batch.prepare import prepare
+from thalweg.batch.inputs import build_inputs
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.kernels.attend.triton import waves
-from thalweg.runner.decoding import fitting
-from thalweg.runner.pieces import Piecewise
+from thalweg.runner.decode_attention import fitting
+from thalweg.runner.graph_pool import GraphPool, view_of
+from thalweg.runner.piecewise import Piecewise
 from thalweg.runner.runner import Runner
-from thalweg.runner.tape import Tape, borrow
 
 GREEDY = SamplingParams(temperature=0.0)
 PIECES = (32, 256)
@@ -129,7 +129,7 @@ def test_borrowed_memory_is_the_same_memory(cuda: torch.device) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool):
         whole = torch.ones(6, 8, device=cuda).to(dtype)
         part = whole[1:, 2:5]
-        lent = borrow(part)
+        lent = view_of(part)
         assert (lent.shape, lent.stride(), lent.dtype, lent.data_ptr()) == (
             part.shape,
             part.stride(),
@@ -139,17 +139,17 @@ def test_borrowed_memory_is_the_same_memory(cuda: torch.device) -> None:
 
 
 def test_a_failed_recording_is_told_and_leaves_a_working_device(cuda: torch.device) -> None:
-    tape = Tape()
+    pool = GraphPool()
     with pytest.raises(UnsupportedConfig, match="recording CUDA graphs of 7 rows failed .*--cuda-graph-mode none"):
-        with tape.running("7 rows"):
-            tape.begin()
+        with pool.running("7 rows"):
+            pool.begin()
             torch.ones(3, device=cuda).sum().item()  # waits for what is only being recorded
     assert torch.ones(3, device=cuda).sum().item() == 3
-    with tape.running("1 row"):
+    with pool.running("1 row"):
         x = torch.zeros(2, device=cuda)
-        tape.begin()
+        pool.begin()
         x.add_(1)
-        graph = tape.end()
+        graph = pool.end()
     graph.replay()
     assert x.tolist() == [1, 1]
 
@@ -175,7 +175,7 @@ def _bound(runner: Runner, parts: list[tuple[int, int]]) -> Batch:
     plan = StepPlan(0, 0, tuple(rows), tuple(binds), tuple(appends), max_kv_len=max(a + b for a, b in parts))
     runner.slots.bind(plan.binds)
     runner.slots.append(plan.appends)
-    return prepare(plan, runner.slots).batch
+    return build_inputs(plan, runner.slots).batch
 
 
 def _close(got: Tensor, wanted: Tensor, share: float) -> None:

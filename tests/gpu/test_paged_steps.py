@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.layers import paged
 from thalweg.layers.paged import PagedMetadataBuilder, PagedStep
 from thalweg.memory.planes import FP8, Planes, vector_plane
@@ -19,7 +19,7 @@ def step(dtype: torch.dtype = torch.bfloat16, rows: list[tuple[int, int]] = ROWS
     tokens = sum(n for _, n in rows)
     zeros_T = torch.zeros(tokens, dtype=torch.int64)
     groups = tuple(Group(i, 1, sum(n for _, n in rows[:i]), n, at + n) for i, (at, n) in enumerate(rows))
-    extents = tuple(Extent(n, at + n) for at, n in rows)
+    extents = tuple(RowExtent(n, at + n) for at, n in rows)
     table_RP = torch.zeros(len(rows), 4, dtype=torch.int32)
     batch = Batch(zeros_T, zeros_T, zeros_T, table_RP, zeros_T == 0, zeros_T[:1], groups, extents)
     steps = PagedMetadataBuilder.__new__(PagedMetadataBuilder)

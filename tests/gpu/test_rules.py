@@ -16,8 +16,8 @@ from tests.gpu.test_engine import agreement
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
-from thalweg.sampling.catalog import ruled, sampling_on
-from thalweg.sampling.drafts import PROBABILITIES, Independent
+from thalweg.sampling.catalog import sampler_on, with_acceptance_rule
+from thalweg.sampling.draft_sampling import PROBABILITIES, IndependentDraftSampling
 
 VOCAB, ROWS, DRAFTS = 129280, 32, 3
 KINDS = ({"temperature": 0.8}, {"temperature": 0.0}, {"top_p": 0.9, "min_p": 0.01}, {"temperature": 0.6, "top_k": 40})
@@ -32,20 +32,20 @@ def step(device: str, rule: str) -> tuple[Tensor, Tensor, Tensor]:
     guessed = target[:, :DRAFTS] + torch.randn(ROWS, DRAFTS, VOCAB, generator=generator)
     target, guessed = target.to(device), guessed.to(device)
     where = torch.device(device)
-    slots = Slots(ROWS, 64, where, Independent(DRAFTS, VOCAB).fields())
+    slots = Slots(ROWS, 64, where, IndependentDraftSampling(DRAFTS, VOCAB).fields())
     slots.bind([Bind(i, (1, 2), 1, 1, 60, i, (), SamplingParams(**KINDS[i % 4])) for i in range(ROWS)])  # type: ignore[arg-type]
     slot_R, made = torch.arange(ROWS, device=where), []
     for ahead in range(DRAFTS):
-        drawing = Independent(DRAFTS, VOCAB, sampling_on(where).odds)
+        draft_sampling = IndependentDraftSampling(DRAFTS, VOCAB, sampler_on(where).distribution)
         there = slots.ints_SI.clone()
         there[:, 0] += ahead
-        made.append(drawing.draw(guessed[:, ahead].clone(), slots, slot_R, there, ahead, True))
+        made.append(draft_sampling.draw(guessed[:, ahead].clone(), slots, slot_R, there, ahead, True))
         slots.tokens_SL[:, 2 + ahead] = made[-1].int()
     slots.made.fill_(DRAFTS)
     slot_N = slot_R.repeat_interleave(DRAFTS + 1)
     ints_NI = slots.ints_SI[slot_N]
     ints_NI[:, 0] += torch.arange(DRAFTS + 1, device=where).repeat(ROWS)
-    sampling = ruled(sampling_on(where), rule, 10, 0.2)
+    sampling = with_acceptance_rule(sampler_on(where), rule, 10, 0.2)
     tokens_N = sampling.draw(target.flatten(0, 1), slots, slot_N, ints_NI, NEEDS)
     kept = slots.extra[PROBABILITIES].sum(-1).cpu()
     return torch.stack(made, 1).cpu(), kept, tokens_N.view(ROWS, -1).cpu()
@@ -71,5 +71,5 @@ def test_an_engine_judges_with_graphs_as_without(rule: str, tmp_path: Path) -> N
         assert not made.loop.stats().drafter_failures
         if name != "none":
             recorded = made.runner.graphs.verified  # type: ignore[attr-defined]
-            assert recorded and all(one.sampling is made.runner.sampling for one in recorded)
+            assert recorded and all(one.sampler is made.runner.sampler for one in recorded)
     assert agreement(*got, 10) >= 0.7

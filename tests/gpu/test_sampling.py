@@ -15,8 +15,8 @@ from thalweg.batch.slots import Slots
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
-from thalweg.kernels.truncate import triton as truncating
-from thalweg.sampling.launched import Launched, choose_into
+from thalweg.kernels.topk_topp import triton as topk_topp
+from thalweg.sampling.kernel_sampling import KernelSampler, sample_into
 from thalweg.sampling.random import exponential
 from thalweg.sampling.sample import REFERENCE, accept
 
@@ -81,7 +81,7 @@ def index(rows: int) -> Tensor:
 
 
 def drawn(logits: Tensor, slots: Slots, slot_E: Tensor, needs: SamplingNeeds = DRAWS) -> Tensor:
-    return Launched().choose(logits, slots, slot_E, slots.ints_SI[slot_E], needs).tokens_EQ[:, 0]
+    return KernelSampler().sample_into_slots(logits, slots, slot_E, slots.ints_SI[slot_E], needs).tokens_EQ[:, 0]
 
 
 def exact(logits_V: Tensor, params: SamplingParams, seed: int, length: int) -> tuple[int, float, float]:
@@ -113,15 +113,15 @@ def test_the_same_token_as_by_the_definition(shape: str, monkeypatch: pytest.Mon
     """In float64, but for rows whose border is within 1e-5 of the mass; and every place that the kernels read was
     written by them.
     """
-    make = truncating.room
+    make = topk_topp.room
 
-    def poisoned(*shapes: Any) -> truncating.Room:
+    def poisoned(*shapes: Any) -> topk_topp.Room:
         room = make(*shapes)
         for part in room:
             part.fill_(torch.nan if part.is_floating_point() else 0x7F7F7F7F)
         return room
 
-    monkeypatch.setattr(truncating, "room", poisoned)
+    monkeypatch.setattr(topk_topp, "room", poisoned)
     generator = torch.Generator("cuda").manual_seed(SEED)
     seeds = torch.randint(0, 1 << 62, (len(KINDS),), generator=generator, device="cuda").tolist()
     for vocab in (VOCAB, 4100, 300):
@@ -144,8 +144,8 @@ def test_settles_as_the_reference_does() -> None:
         slots.stop_SK[1, 0] = int(logits[0].argmax())
     slot_E = index(len(KINDS))
     ints_EI = ours.ints_SI[slot_E]
-    got = Launched().choose(logits, ours, slot_E, ints_EI, DRAWS)
-    want = REFERENCE.choose(logits, theirs, slot_E, ints_EI, DRAWS)
+    got = KernelSampler().sample_into_slots(logits, ours, slot_E, ints_EI, DRAWS)
+    want = REFERENCE.sample_into_slots(logits, theirs, slot_E, ints_EI, DRAWS)
     assert torch.equal(got.done_E, want.done_E) and torch.equal(got.count_E, want.count_E), SEED
     assert torch.equal(got.tokens_EQ, want.tokens_EQ), SEED
     assert torch.equal(ours.tokens_SL, theirs.tokens_SL) and torch.equal(ours.ints_SI, theirs.ints_SI)
@@ -174,7 +174,7 @@ def test_draws_follow_the_distribution(kind: dict[str, Any], vocab: int) -> None
             slot_E + start * rows + 1
         )  # the position of each draw; what is appended goes to the column of ended slots
         ints_EI[:, 2] = 0
-        got = Launched().choose(logits_V.expand(rows, -1).contiguous(), many, slot_E, ints_EI, DRAWS)
+        got = KernelSampler().sample_into_slots(logits_V.expand(rows, -1).contiguous(), many, slot_E, ints_EI, DRAWS)
         counts += torch.bincount(got.tokens_EQ[:, 0], minlength=vocab)
     value, order = torch.sort(logits_V.double() / 0.8, descending=True)
     mass = (value - value[0]).exp() * (torch.arange(vocab, device="cuda") < kind.get("top_k", vocab))
@@ -211,10 +211,10 @@ def test_recorded_draws_are_the_eager_ones() -> None:
         seeds = list(range(rows))
         slots = bound(kinds, seeds)
         ints_EI = slots.ints_SI[slot_E]
-        choose_into(out, logits, slots, slot_E, ints_EI, needs, slots.ints_SI)
+        sample_into(out, logits, slots, slot_E, ints_EI, needs, slots.ints_SI)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            choose_into(out, logits, slots, slot_E, ints_EI, needs, slots.ints_SI)
+            sample_into(out, logits, slots, slot_E, ints_EI, needs, slots.ints_SI)
         for shape in ("flat", "peaked"):
             logits.copy_(some_logits(shape, rows, VOCAB, generator))
             fresh = bound(kinds, seeds)
@@ -241,10 +241,12 @@ def test_a_row_with_a_nan_has_no_token(vocab: int) -> None:
         logits[0] = torch.nan
         slots = bound(kinds, seeds)
         known_E = slots.ints_SI[slot_E, 0]
-        made = Launched().choose(logits, slots, slot_E, slots.ints_SI[slot_E], needs)
+        made = KernelSampler().sample_into_slots(logits, slots, slot_E, slots.ints_SI[slot_E], needs)
         assert torch.equal(made.tokens_EQ[:, 0], sane_E.masked_fill(nan_E, -1)), (SEED, needs)
         assert made.done_E[nan_E].all() and not slots.tokens_SL[slot_E[nan_E], known_E[nan_E]].any()
-        scores = Launched.odds.tempered(logits, slots, slot_E, slots.ints_SI[slot_E], needs.truncated)
+        scores = KernelSampler.distribution.apply_temperature(
+            logits, slots, slot_E, slots.ints_SI[slot_E], needs.truncated
+        )
         assert torch.equal(scores.softmax(-1).isnan().all(-1), nan_E), (SEED, needs)
 
 
@@ -262,16 +264,18 @@ def test_what_is_drawn_from_is_the_references(shape: str, vocab: int) -> None:
         index(len(kinds)),
     )
     ints_EI = slots.ints_SI[slot_E]
-    got, want = (one.odds.tempered(logits, slots, slot_E, ints_EI, True) for one in (Launched, REFERENCE))
+    got, want = (
+        one.distribution.apply_temperature(logits, slots, slot_E, ints_EI, True) for one in (KernelSampler, REFERENCE)
+    )
     kept, wanted = got > -torch.inf, want > -torch.inf
     other, part = kept != wanted, got.softmax(-1)
     assert bool((((part * other).sum(-1) < 1e-4) | (other.sum(-1) <= 1)).all()), SEED
     torch.testing.assert_close(got[kept & wanted], want[kept & wanted], rtol=1e-6, atol=0)
-    raced = Launched.odds.raced(got, ints_EI[:, 3], ints_EI[:, 0])
-    drawn_E = Launched().draw(logits, slots, slot_E, ints_EI, DRAWS)
-    assert (raced.argmax(-1) != drawn_E).sum() <= 1, SEED
-    twice = Launched.odds.raced(got.repeat_interleave(2, 0), ints_EI[:, 3], ints_EI[:, 0])
-    assert torch.equal(twice[1::2], raced) and torch.equal(twice[::2], raced)
+    add_gumbel_noise = KernelSampler.distribution.add_gumbel_noise(got, ints_EI[:, 3], ints_EI[:, 0])
+    drawn_E = KernelSampler().draw(logits, slots, slot_E, ints_EI, DRAWS)
+    assert (add_gumbel_noise.argmax(-1) != drawn_E).sum() <= 1, SEED
+    twice = KernelSampler.distribution.add_gumbel_noise(got.repeat_interleave(2, 0), ints_EI[:, 3], ints_EI[:, 0])
+    assert torch.equal(twice[1::2], add_gumbel_noise) and torch.equal(twice[::2], add_gumbel_noise)
 
 
 EDITS: list[dict[str, Any]] = [
@@ -293,9 +297,11 @@ def test_edits_are_the_references(vocab: int) -> None:
     slots = Slots(rows + 1, context, torch.device("cuda"))
     lengths = torch.randint(9, context - 9, (rows,), generator=generator, device="cuda").tolist()
     lengths[5] = 6  # before its minimum
-    for row, (length, edit) in enumerate(zip(lengths, EDITS, strict=True)):
+    for row, (length, edit_logits) in enumerate(zip(lengths, EDITS, strict=True)):
         known = torch.randint(0, vocab, (length,), generator=generator, device="cuda").tolist()
-        slots.bind([Bind(row + 1, tuple(known), min(4, length), 0, context - 1, row, (7, 3), SamplingParams(**edit))])
+        slots.bind(
+            [Bind(row + 1, tuple(known), min(4, length), 0, context - 1, row, (7, 3), SamplingParams(**edit_logits))]
+        )
     logits = torch.randn(rows, vocab, generator=generator, device="cuda") * 3
     words = torch.randint(-(2**31), 2**31 - 1, (2, -(-vocab // 32)), generator=generator, device="cuda")
     masks = GrammarMasks((1, 4), words.to(torch.int32).cpu().numpy())
@@ -307,12 +313,12 @@ def test_edits_are_the_references(vocab: int) -> None:
     ):
         got, want = logits.clone(), logits.clone()
         args = slots, slot_E, slots.ints_SI[slot_E], needs, context, mask
-        Launched().edit(got, *args)
-        REFERENCE.edit(want, *args)
+        KernelSampler().edit_logits(got, *args)
+        REFERENCE.edit_logits(want, *args)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
         assert not torch.equal(got, logits)
         again = logits.clone()
-        Launched().edit(again, *args)
+        KernelSampler().edit_logits(again, *args)
         assert torch.equal(got, again), "the order of the additions shows"
 
 
@@ -321,16 +327,16 @@ def test_edits_of_nodes_are_the_references(vocab: int) -> None:
     generator = torch.Generator("cuda").manual_seed(SEED)
     rows, context, query, drafts = len(EDITS), 5000, 16, 4
     slots = Slots(rows + 1, context, torch.device("cuda"))
-    for row, edit in enumerate(EDITS):
+    for row, edit_logits in enumerate(EDITS):
         known = torch.randint(0, vocab, (7 + 700 * row,), generator=generator, device="cuda").tolist()
-        slots.bind([Bind(row + 1, tuple(known), 5, 0, context - 1, row, (7, 3), SamplingParams(**edit))])
+        slots.bind([Bind(row + 1, tuple(known), 5, 0, context - 1, row, (7, 3), SamplingParams(**edit_logits))])
     behind = torch.randint(-1, vocab, (rows, query, drafts), generator=generator, device="cuda")
     logits = torch.randn(rows * query, vocab, generator=generator, device="cuda") * 3
     slot_N = index(rows).repeat_interleave(query)
     got, want = logits.clone(), logits.clone()
     args = slots, slot_N, slots.ints_SI[slot_N], SamplingNeeds(penalised=True, biased=True), context, None, behind
-    Launched().edit(got, *args)
-    REFERENCE.edit(want, *args)
+    KernelSampler().edit_logits(got, *args)
+    REFERENCE.edit_logits(want, *args)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert not torch.equal(got, logits)
 
@@ -344,7 +350,7 @@ def test_logprobs_are_log_softmax(shape: str, vocab: int) -> None:
     want = logits.double().log_softmax(-1)
     value, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     for top in (0, 1, 5, 20, 64):
-        own, ids, values = Launched().logprobs(logits, tokens, top)
+        own, ids, values = KernelSampler().logprobs(logits, tokens, top)
         assert own is not None and ids is not None and values is not None
         torch.testing.assert_close(own.double(), want.gather(1, tokens[:, None])[:, 0], rtol=1e-6, atol=3e-6)
         shown = value[:, :top] > -torch.inf
@@ -358,7 +364,14 @@ def test_logprobs_are_the_models_own_whatever_is_edited() -> None:
     want = logits.log_softmax(-1)
     slot_E = index(1)
     got = accept(
-        logits, slots, slot_E, slots.ints_SI[slot_E], SamplingNeeds(biased=True, logprobs=3), CONTEXT, None, Launched()
+        logits,
+        slots,
+        slot_E,
+        slots.ints_SI[slot_E],
+        SamplingNeeds(biased=True, logprobs=3),
+        CONTEXT,
+        None,
+        KernelSampler(),
     )
     assert got.tokens_EQ == 11 and got.logprob_N is not None and got.top_ids_NK is not None
     torch.testing.assert_close(got.logprob_N, want[:, 11])

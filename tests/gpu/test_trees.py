@@ -17,30 +17,30 @@ from tests.gpu.shapes import SHAPES, Part, batches, branched, pair, planes
 from tests.gpu.test_draft_graphs import answers, engine
 from tests.gpu.test_engine import agreement
 from tests.gpu.test_mla_backends import choice
-from thalweg.batch.prepare import prepare
+from thalweg.batch.inputs import build_inputs
 from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, PageAppend, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
+from thalweg.kernels.build_tree import triton as grow
 from thalweg.kernels.case import KernelCase
-from thalweg.kernels.climb import case as climb
+from thalweg.kernels.compact_kv import ref
+from thalweg.kernels.compact_kv import triton as moving
 from thalweg.kernels.gqa import triton as gqa
-from thalweg.kernels.grow import triton as grow
 from thalweg.kernels.mla import ext as flashmla
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.mla.case import PAGE, quantized
-from thalweg.kernels.move import ref
-from thalweg.kernels.move import triton as moving
+from thalweg.kernels.verify_tree import case as verify_tree
+from thalweg.runner.accepted_path import compact_accepted_path
+from thalweg.runner.graph_pool import NEEDS, GraphPool
 from thalweg.runner.runner import Runner
-from thalweg.runner.straight import straightened
-from thalweg.runner.tape import NEEDS, Tape
-from thalweg.runner.tree_graphs import groves
-from thalweg.sampling.catalog import sampling_on
-from thalweg.sampling.imposed import Imposed
+from thalweg.runner.tree_graphs import tree_graphs
+from thalweg.sampling.catalog import sampler_on
 from thalweg.sampling.sample import Moved, accept
-from thalweg.spec.drafter import Seen
-from thalweg.spec.tree import hides_of
-from thalweg.spec.unroll import HIDDEN
+from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
+from thalweg.spec.autoregressive import HIDDEN
+from thalweg.spec.drafter import DraftExtendInput
+from thalweg.spec.tree import tree_masks_of
 
 # rows of a step, of which the first so many are trees; pages hold the prompts below
 TREES: dict[str, tuple[list[Part], int]] = {
@@ -65,7 +65,7 @@ def scene(name: str, device: torch.device, generator: torch.Generator) -> tuple[
     rows = rows[:trees]
     batch, seen = branched(batches(rows, device, generator, 1024)[1], rows, trees)
     assert batch.tree is not None
-    told: dict[str, Any] = {"hides_T": batch.tree.hides_T, "query": rows[0][2]}
+    told: dict[str, Any] = {"tree_mask_T": batch.tree.tree_mask_T, "query": rows[0][2]}
     if len(batch.groups) > 1:
         of = [row for row, (_, _, n) in enumerate(rows) for _ in range(n)]
         told |= {"query": 1, "rows_T": torch.tensor(of, dtype=torch.int32, device=device)}
@@ -176,20 +176,20 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
             for parent in parents:
                 depths.append(depths[parent] + 1)
             form = torch.tensor([parents]), torch.tensor([depths[1:]])
-            slots.nodes_SN3[i, 1:] = torch.stack((*(x[0] for x in form), hides_of(*form, 15)[0, 1:]), 1).to(cuda)
+            slots.nodes_SN3[i, 1:] = torch.stack((*(x[0] for x in form), tree_masks_of(*form, 15)[0, 1:]), 1).to(cuda)
             slots.tokens_SL[i, n + 1 : n + 16] = torch.randint(1, 1000, (15,)).to(cuda, torch.int32)
             slots.made[i] = 15 - i
         plan = StepPlan(0, 0, tuple(Row(i, i, n, 16, 15, True) for i, n in enumerate(known)), max_kv_len=217)
-        eager = kernels.forward(prepare(plan, slots).batch, here)
+        eager = kernels.forward(build_inputs(plan, slots).batch, here)
         runner = Runner(kernels, kernels, here, slots)
-        runner.sampling, move = Imposed(sampling_on(cuda), 3.0), runner.move
-        sampling, found = runner.sampling, groves(runner, [4], [15], (512, 4), Tape())
+        runner.sampler, move = SimulatedAcceptance(sampler_on(cuda), 3.0), runner.move
+        found = tree_graphs(runner, [4], [15], (512, 4), GraphPool())
         torch.cuda.synchronize()
         grove = found.get(plan)
         assert grove is not None
         logits, slot_E, ints_EI, seen = grove.forward(plan)
         given = logits, slot_E, ints_EI
-        assert all(same_accept(grove, needs, given, seen, (slots, here, sampling, move)) for needs in NEEDS)
+        assert all(same_accept(grove, needs, given, seen, (slots, here, runner.sampler, move)) for needs in NEEDS)
     assert slot_E.tolist() == [0, 1] and len(logits) == 32
     real = seen.batch.real_T[:32]
     assert real.tolist() == [True] * 31 + [False]
@@ -197,7 +197,7 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
 
 
 def same_accept(
-    grove: Any, needs: SamplingNeeds, given: tuple[Tensor, Tensor, Tensor], seen: Seen, of: tuple[Any, ...]
+    grove: Any, needs: SamplingNeeds, given: tuple[Tensor, Tensor, Tensor], seen: DraftExtendInput, of: tuple[Any, ...]
 ) -> bool:
     """Whether the recording leaves what accepting eagerly does: of the rows that are real, and of all pages but the
     null page.
@@ -209,11 +209,11 @@ def same_accept(
     got = [one.clone() for one in held]
     for one, before in zip(held, found, strict=True):
         one.copy_(before)
-    wanted = accept(given[0].clone(), slots, *given[1:], needs, 217, sampling=sampling)
+    wanted = accept(given[0].clone(), slots, *given[1:], needs, 217, sampler=sampling)
     assert made is not None and made.nodes_EQ is not None and wanted.nodes_EQ is not None
-    exact = straightened(seen, *given[1:], wanted.nodes_EQ, wanted.count_E, slots, move)
-    straight = seen.straight
-    assert isinstance(made, Moved) and straight is not None and max(made.count_E.tolist()) > 1
+    exact = compact_accepted_path(seen, *given[1:], wanted.nodes_EQ, wanted.count_E, slots, move)
+    compacted = seen.compacted
+    assert isinstance(made, Moved) and compacted is not None and max(made.count_E.tolist()) > 1
     pairs = [(made.count_E, wanted.count_E), (made.done_E, wanted.done_E), (got[0], held[0])]
     for e, (slot, count) in enumerate(zip(given[1].tolist(), wanted.count_E.tolist(), strict=True)):
         known = int(slots.length[slot])
@@ -224,9 +224,9 @@ def same_accept(
         pairs.append((made.nodes_EQ[e, :count], wanted.nodes_EQ[e, :count]))
     pairs += [(x[1:], y[1:]) for x, y in zip(got[2:], held[2:], strict=True)]
     pairs += [
-        (getattr(straight.batch, x), getattr(exact.batch, x)) for x in ("ids_T", "positions_T", "write_T", "real_T")
+        (getattr(compacted.batch, x), getattr(exact.batch, x)) for x in ("ids_T", "positions_T", "write_T", "real_T")
     ]
-    pairs.append((straight.hidden_TH, exact.hidden_TH))
+    pairs.append((compacted.hidden_TH, exact.hidden_TH))
     same = all(torch.equal(x[: len(y)], y) for x, y in pairs)
     for one, before in zip(held, found, strict=True):
         one.copy_(before)
@@ -243,12 +243,12 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
     fields: dict[str, Any] = {"tree": TreeShape(3, 3, 9), "num_drafts": 9}
     plain = answers(engine("NEXTN", tmp_path / "none", (), cuda_graph_bs=(), **fields), kinds)
     made = engine("NEXTN", tmp_path / "whole", (), speculative_simulate_accept_length=2.5, **fields)
-    runner, learned, real = made.runner, list[bool](), made.runner.groves.drafts.observe
+    runner, learned, real = made.runner, list[bool](), made.runner.tree_graphs.drafts.extend
     drafter: Any = runner.drafting.drafter
     rng = random.Random(7)
     made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((3, 7, 9, 9))  # type: ignore[method-assign]
 
-    def observe(seen: Seen) -> bool:
+    def extend(seen: DraftExtendInput) -> bool:
         before = runner.slots.extra[HIDDEN].clone()
         if not real(seen):
             return False
@@ -257,13 +257,13 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
         for again in (False, True):
             if again:
                 runner.slots.extra[HIDDEN].copy_(before)
-                drafter.observe(seen, runner.slots, runner.planes)
+                drafter.extend(seen, runner.slots, runner.planes)
             entries = [runner.planes.tokens(spec.name, spec.layer)[places] for spec in drafter.head.planes()]
             found.append([runner.slots.extra[HIDDEN][rows], *entries])
         learned.append(all(torch.equal(x, y) for x, y in zip(*found, strict=True)))
         return True
 
-    runner.groves.drafts.observe = observe  # type: ignore[method-assign]
+    runner.tree_graphs.drafts.extend = extend  # type: ignore[method-assign]
     answers(made, kinds)
     assert len(learned) > 20 and all(learned) and made.loop.stats().accepted_tokens > 40
     made = engine("NEXTN", tmp_path / "again", (), **fields)
@@ -290,13 +290,13 @@ def test_drafts_of_any_number_are_recorded(tmp_path: Path, cuda: torch.device) -
         assert stats.accepted_tokens > 40 and not stats.drafter_failures
     eager, recorded = called
     assert eager["propose"] > 20 and not recorded["propose"], called
-    assert recorded["observe"] < 0.5 * eager["observe"], called  # prompts, and rows with less room than others
+    assert recorded["extend"] < 0.5 * eager["extend"], called  # prompts, and rows with less room than others
     assert agreement(*found, 10) >= 0.7
 
 
 def _calls(drafter: Any) -> dict[str, int]:
     """How often each of these is called from now on."""
-    called = dict.fromkeys(("propose", "observe"), 0)
+    called = dict.fromkeys(("propose", "extend"), 0)
 
     def counted(name: str) -> Any:
         real = getattr(drafter, name)
@@ -327,7 +327,7 @@ def test_flashmla_attends_where_nothing_parts_ways(
     own, library = mla.decode, flashmla.decode
 
     def by_own(*args: Any, **kwargs: Any) -> Any:
-        called["own"] += kwargs.get("hides_T") is not None
+        called["own"] += kwargs.get("tree_mask_T") is not None
         return own(*args, **kwargs)
 
     def by_library(*args: Any, **kwargs: Any) -> Any:
@@ -344,9 +344,9 @@ def test_flashmla_attends_where_nothing_parts_ways(
     assert all(called.values()) and stats.drafted_tokens and not stats.drafter_failures, (called, stats)
 
 
-@pytest.mark.parametrize("case", list(climb.cases(torch.Generator().manual_seed(5))), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(verify_tree.cases(torch.Generator().manual_seed(5))), ids=lambda case: case.name)
 def test_climbing(case: KernelCase, cuda: torch.device) -> None:
-    assert max(case.errors(climb.run_triton(**case.fresh_inputs()))) == 0
+    assert max(case.errors(verify_tree.run_triton(**case.fresh_inputs()))) == 0
 
 
 @pytest.mark.parametrize(

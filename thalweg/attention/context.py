@@ -15,7 +15,7 @@ from typing import Iterator, NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, Group, Tree
+from thalweg.batch.batch import Batch, Group, TreeMask
 from thalweg.core.plan import PAGE
 from thalweg.core.tree import MAX_TREE_NODES
 from thalweg.memory.planes import Planes
@@ -52,12 +52,12 @@ class AttentionGroup:
     """The rows of one rectangle of a batch and their context, cut into tiles that bound the memory of scores."""
 
     def __init__(self, batch: Batch, group: Group, positions_S: Tensor, workspace: WorkspaceNeed) -> None:
-        self.group, self.rows, self.query, self.max_kv_len = group, group.rows, group.query, group.reach
-        self.pages = -(-group.reach // PAGE)
+        self.group, self.rows, self.query, self.max_kv_len = group, group.rows, group.query, group.max_kv_len
+        self.pages = -(-group.max_kv_len // PAGE)
         self._positions_S = positions_S
         self._is_whole_step = group.rows * group.query == len(batch.ids_T)
         self.columns_N = self.take(batch.columns_T)
-        self.hides_N = None if batch.tree is None else self.take(batch.tree.hides_T)
+        self.tree_mask_N = None if batch.tree is None else self.take(batch.tree.tree_mask_T)
         self.table_RP = batch.table_RP[group.row_slice, : self.pages]
         self._table_N = self.table_RP.reshape(-1)
         self.tiles = tuple(self._make_tiles(workspace))
@@ -95,8 +95,8 @@ class AttentionGroup:
         positions_S = self._positions_S[: self._width(tile)]
         columns_N1 = self.take_tile(self.columns_N, tile).unsqueeze(-1)
         unseen = positions_S > columns_N1
-        if self.hides_N is not None:
-            unseen |= hidden(columns_N1 - positions_S, self.take_tile(self.hides_N, tile).unsqueeze(-1))
+        if self.tree_mask_N is not None:
+            unseen |= ~is_seen(columns_N1 - positions_S, self.take_tile(self.tree_mask_N, tile).unsqueeze(-1))
         return torch.where(unseen, -torch.inf, positions_S * TIE)
 
     def _width(self, tile: QueryTile) -> int:
@@ -124,25 +124,25 @@ class AttentionGroup:
         return torch.add(self._positions_S[:PAGE], self.table_RP.unsqueeze(-1), alpha=PAGE).view(self.rows, -1)
 
 
-def hidden(before: Tensor, hides: Tensor) -> Tensor:
-    """Whether a token does not see the column so far before its own. hides: see `batch.Tree`, whose highest bit is
-    never set, so that it stands for all columns that are further away.
+def is_seen(before: Tensor, tree_mask: Tensor) -> Tensor:
+    """Whether a token sees the column that is `before` columns before its own. tree_mask: see `batch.TreeMask`; its
+    highest bit is always set and stands for all columns further away.
     """
-    return (hides >> before.clamp(0, 63)) & 1 == 1
+    return (tree_mask >> before.clamp(0, 63)) & 1 == 1
 
 
-def paths_of_tree(tree: Tree, tokens: int) -> Tensor:
+def paths_of_tree(tree: TreeMask, tokens: int) -> Tensor:
     """Columns of the last D positions of each of the step's first `tokens` tokens: int32 [tokens, D], own column first.
 
     D is the number of bits of a tree mask; at earlier positions column and position are equal. Does not synchronize.
     """
-    column_T1, hides_T1 = (x[:tokens].unsqueeze(1) for x in tree[:2])
+    column_T1, tree_mask_T1 = (x[:tokens].unsqueeze(1) for x in tree[:2])
     before_D = torch.arange(MAX_TREE_NODES + 1, device=column_T1.device)
-    hidden_TD = (hides_T1 >> before_D) & 1
-    seen_TD = before_D + 1 - hidden_TD.cumsum(1)  # how many columns each token sees up to this one, going back
+    is_seen_TD = (tree_mask_T1 >> before_D) & 1
+    seen_TD = is_seen_TD.cumsum(1)  # how many columns each token sees up to this one, going back
     # where no column of the mask is left all before are seen
-    path_TD = column_T1 - hidden_TD.sum(1, keepdim=True) - torch.nn.functional.pad(before_D, (0, 1))
-    path_TD.scatter_(1, torch.where(hidden_TD == 1, len(before_D), seen_TD - 1), column_T1 - before_D)
+    path_TD = column_T1 + seen_TD[:, -1:] - torch.nn.functional.pad(before_D + len(before_D), (0, 1))
+    path_TD.scatter_(1, torch.where(is_seen_TD == 0, len(before_D), seen_TD - 1), column_T1 - before_D)
     return path_TD[:, :-1].to(torch.int32)
 
 
@@ -181,12 +181,12 @@ def _split_rows(batch: Batch, group: Group, workspace: WorkspaceNeed) -> Iterato
     longest context of its own rows. A step without extents is being captured, for contexts of any length: not split.
     """
     most = _max_elements(batch.table_RP)
-    if not batch.extents or group.rows * workspace.elements(group.reach) <= most:
+    if not batch.extents or group.rows * workspace.elements(group.max_kv_len) <= most:
         yield group
         return
     first, stop, longest = group.row_start, group.row_start + group.rows, 0
     for row in range(first, stop):
-        own = batch.extents[row].reach
+        own = batch.extents[row].max_kv_len
         if row > first and (row + 1 - first) * workspace.elements(max(longest, own)) > most:
             yield _subgroup(group, first, row, longest)
             first, longest = row, 0

@@ -25,7 +25,7 @@ class Group:
     rows: int
     token_start: int
     query: int
-    reach: int
+    max_kv_len: int
 
     @property
     def row_slice(self) -> slice:
@@ -36,11 +36,11 @@ class Group:
         return slice(self.token_start, self.token_start + self.rows * self.query)
 
 
-class Extent(NamedTuple):
+class RowExtent(NamedTuple):
     """A row's query tokens, and an upper bound (exact for a prompt) of its context with them, in tokens."""
 
     query: int
-    reach: int
+    max_kv_len: int
 
 
 # The part of an attention layer whose work depends on lengths and pages, all between its projections: (what the layers
@@ -48,26 +48,26 @@ class Extent(NamedTuple):
 Attend = Callable[..., Tensor]
 
 
-class Seam(Protocol):
+class GraphBreak(Protocol):
     """Stands between the static parts of a forward and the attention of each layer: a recording is cut there."""
 
     def __call__(self, attend: Attend, step: Any, *inputs: Tensor) -> Tensor: ...
 
 
-def seamless(attend: Attend, step: Any, *inputs: Tensor) -> Tensor:
+def no_graph_break(attend: Attend, step: Any, *inputs: Tensor) -> Tensor:
     """No cut: attention at once."""
     return attend(step, *inputs)
 
 
-class Tree(NamedTuple):
+class TreeMask(NamedTuple):
     """Of a step whose drafts part ways. columns_T int64: where a token's KV stands in the context of its row, which is
-    its position but for drafts, that stand one behind the other whatever their depth; padding is 0. hides_T int64: bit
-    i is set where a token does not see the i-th column before its own, which is another path's. rows: the leading rows
-    of the step that may have such tokens; the tokens of all others hide nothing.
+    its position but for drafts, that stand one behind the other whatever their depth; padding is 0. tree_mask_T int64:
+    bit i is set if a token sees the i-th column before its own; bit 63 is always set and stands for all columns further
+    away. rows: the leading rows of the step that may have drafts; the mask of all other tokens is -1.
     """
 
     columns_T: Tensor
-    hides_T: Tensor
+    tree_mask_T: Tensor
     rows: int
 
 
@@ -92,9 +92,9 @@ class Batch:
     real_T: Tensor
     emit_N: Tensor
     groups: tuple[Group, ...]
-    extents: tuple[Extent, ...] = ()
-    seam: Seam = seamless
-    tree: Tree | None = None
+    extents: tuple[RowExtent, ...] = ()
+    graph_break: GraphBreak = no_graph_break
+    tree: TreeMask | None = None
     verifies: bool = False
     apart: bool = True
 
@@ -103,8 +103,6 @@ class Batch:
         """int64: the last place of its row's context that each token sees."""
         return self.positions_T if self.tree is None else self.tree.columns_T
 
-    def hides(self, tokens: int) -> Tensor | None:
-        """int64: what the first so many tokens do not see of their rows' contexts, where drafts part ways; else
-        None.
-        """
-        return None if self.tree is None else self.tree.hides_T[:tokens]
+    def tree_mask(self, tokens: int) -> Tensor | None:
+        """int64: what the first tokens see of their rows' contexts if drafts branch; else None."""
+        return None if self.tree is None else self.tree.tree_mask_T[:tokens]

@@ -39,7 +39,7 @@ class Slots:
     computed; end: length at which the sequence is full, and 0 once it has ended; min_len: length before which no stop
     id may be sampled; made: drafts, which stand in the tokens plane behind the known ones. extra: the fields that were
     declared, by name. tree: the shape of the drafts. nodes_SN3 int64: of each draft of a tree (`core.tree`) its parent,
-    its depth and what it hides (`batch.Tree`), 0 for the root; of those behind `made` anything that such nodes may
+    its depth and its mask (`batch.TreeMask`): 0, 0 and -1 for the root; of those behind `made` anything that such nodes may
     have. A chain has none.
     """
 
@@ -61,6 +61,7 @@ class Slots:
         columns = self.ints_SI.unbind(1)
         self.length, self.at, self.end, self.seed, self.prompt_len, self.min_len, self.top_k, self.made = columns
         self.nodes_SN3 = torch.zeros(slots, 1 + tree.num_drafts * tree.is_tree, 3, dtype=torch.int64, device=device)
+        self.nodes_SN3[:, :, 2] = -1
         self.nodes_SN3[:, 1:, 1] = 1  # a first node is always the root's child, also that of a chain, which writes none
         self.extra = {name: torch.zeros(slots, *shape, dtype=dtype, device=device) for name, shape, dtype in fields}
 

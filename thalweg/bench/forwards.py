@@ -17,10 +17,10 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import Row, StepPlan
 from thalweg.engine.calibration_drafts import clock
 from thalweg.engine.local import LocalEngine
-from thalweg.runner.runner import NoGraphs
-from thalweg.runner.tape import Tape
-from thalweg.sampling.imposed import Imposed
-from thalweg.spec.unroll import Unrolled
+from thalweg.runner.graph_pool import GraphPool
+from thalweg.runner.runner import NoCapturedGraphs
+from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
+from thalweg.spec.autoregressive import AutoregressiveDrafter
 
 WARM_UPS, TURNS = 2, 3
 TIMES = {"cuda": 20, "cpu": 4}  # without a wait; a device is waited for behind them
@@ -72,12 +72,12 @@ def watching(engine: LocalEngine) -> Iterator[Calls]:
     nothing.
     """
     runner, calls = engine.runner, Calls()
-    drafter, graphs = runner.drafting.drafter, (runner.graphs, runner.groves)
-    places: list[tuple[Any, str, list[Any]]] = [(runner.sampling, "draw", calls.draws)]
-    if isinstance(drafter, Unrolled):
+    drafter, graphs = runner.drafting.drafter, (runner.graphs, runner.tree_graphs)
+    places: list[tuple[Any, str, list[Any]]] = [(runner.sampler, "draw", calls.draws)]
+    if isinstance(drafter, AutoregressiveDrafter):
         places += [(drafter.steps, "forward", calls.draft), (drafter.head, "logits", calls.draft)]
         places.append((drafter.steps, "write_kv", calls.learn))
-    runner.graphs = runner.groves = NoGraphs()
+    runner.graphs = runner.tree_graphs = NoCapturedGraphs()
     for owner, name, into in places:
         setattr(owner, name, calls.watched(getattr(owner, name), into))
     try:
@@ -85,7 +85,7 @@ def watching(engine: LocalEngine) -> Iterator[Calls]:
     finally:
         for owner, name, _ in places:
             delattr(owner, name)  # what the class has is there again
-        runner.graphs, runner.groves = graphs
+        runner.graphs, runner.tree_graphs = graphs
 
 
 @torch.inference_mode()
@@ -104,9 +104,9 @@ def parts(engine: LocalEngine, width: int) -> Parts:
     made = recorded if engine.config.device == "cuda" else together
     lists: list[list[Call]] = [calls.draft, calls.learn, [*calls.draws]]
     draft, learn, draws = (alone(made(some)) if some else 0.0 for some in lists)
-    if not isinstance(runner.sampling, Imposed):
+    if not isinstance(runner.sampler, SimulatedAcceptance):
         return Parts(verify, draft, learn, 0.0)
-    judged = runner.sampling.sampling
+    judged = runner.sampler.sampler
     plain: list[Call] = [partial(judged.draw, *draw.args) for draw in calls.draws]
     return Parts(verify, draft, learn, max(draws - alone(made(plain)), 0.0) if plain else 0.0)
 
@@ -151,14 +151,14 @@ def recorded(calls: list[Call]) -> Call:
     """The same as one CUDA graph; as they are where they cannot be recorded, since they upload lengths, as those of
     trees do.
     """
-    work, tape = together(calls), Tape()
+    work, pool = together(calls), GraphPool()
     try:
-        with tape.running("forwards alone"):
+        with pool.running("forwards alone"):
             for _ in range(WARM_UPS):
                 work()
-            tape.begin()
+            pool.begin()
             work()
-            replay: Call = tape.end().replay
+            replay: Call = pool.end().replay
     except UnsupportedConfig:
         return work
     return replay

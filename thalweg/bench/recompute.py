@@ -28,7 +28,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.memory.planes import CODECS
 from thalweg.quant.catalog import quantized
-from thalweg.spec.unroll import HIDDEN
+from thalweg.spec.autoregressive import HIDDEN
 
 FLOORS = {"float32": 1e-3, "bfloat16": 0.02, "fp8": 0.15}
 RELATED = 0.7  # half of what unrelated vectors are apart: a median beyond it would say nothing

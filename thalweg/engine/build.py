@@ -46,16 +46,16 @@ from thalweg.models.decoder import Model
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.models.traced import Traced, traced
 from thalweg.quant.catalog import Declared, Schemes
-from thalweg.runner.drafting import DrafterFails, blamed_on_drafter
+from thalweg.runner.drafting import DrafterError, blamed_on_drafter
 from thalweg.runner.runner import Runner
 from thalweg.runner.tree_graphs import forms
-from thalweg.sampling.catalog import drawing_for, ruled
-from thalweg.sampling.imposed import Imposed
+from thalweg.sampling.catalog import draft_sampling_for, with_acceptance_rule
+from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
 from thalweg.scheduler.draft_length import FixedDraftLength, MeasuredDraftLength, draft_length_choices
 from thalweg.scheduler.requests import Limits
 from thalweg.scheduler.scheduler import Scheduler
 from thalweg.spec.catalog import build_drafter
-from thalweg.spec.drafter import Drafter, Weighted
+from thalweg.spec.drafter import Drafter, HasWeights
 from thalweg.text.grammar import GrammarCompiler
 from thalweg.text.tokenizer import Tokenizer
 from thalweg.weights.cache_scales import read_cache_scales
@@ -104,9 +104,9 @@ def build_runner(config: EngineConfig, facts: ModelFacts, phases: Phases) -> tup
     factory = layer_factory(facts, config.device, config.kernels, config.dtype, schemes)
     model = catalog.assemble(facts, factory)
     phases.done("model")
-    drawing = drawing_for(config.speculative_acceptance, config.num_drafts, facts.vocab, device)
+    draft_sampling = draft_sampling_for(config.speculative_acceptance, config.num_drafts, facts.vocab, device)
     drafter = build_drafter(
-        config.speculative_algorithm, model, config.speculative_draft_model_path, drawing, config.tree
+        config.speculative_algorithm, model, config.speculative_draft_model_path, draft_sampling, config.tree
     )
     load_weights(model, drafter.modules(), config)
     load_own(drafter.own(), config)
@@ -176,14 +176,14 @@ def _on_gpu(
 
 def _ruled(runner: Runner, config: EngineConfig) -> Runner:
     """Drafts are judged by the rule of this configuration, or accepted by decree."""
-    sampling = ruled(
-        runner.sampling,
+    sampling = with_acceptance_rule(
+        runner.sampler,
         config.speculative_acceptance,
         config.speculative_relaxed_topk,
         config.speculative_relaxed_delta,
     )
     imposed = config.speculative_simulate_accept_length
-    runner.sampling = Imposed(sampling, imposed) if imposed else sampling
+    runner.sampler = SimulatedAcceptance(sampling, imposed) if imposed else sampling
     return runner
 
 
@@ -244,7 +244,7 @@ def _planes(model: Model, drafter: Drafter, config: EngineConfig, device: torch.
     return planes
 
 
-def load_weights(model: Model, besides: Sequence[Weighted], config: EngineConfig) -> None:
+def load_weights(model: Model, besides: Sequence[HasWeights], config: EngineConfig) -> None:
     """Fills the model, and modules `besides` it, from its checkpoint, or with random numbers; shows a bar. Raises
     CheckpointError.
     """
@@ -266,7 +266,7 @@ def load_weights(model: Model, besides: Sequence[Weighted], config: EngineConfig
                 load(module, module.table(), stream, changed, progress, is_partial=True)
 
 
-def load_own(modules: Sequence[Weighted], config: EngineConfig) -> None:
+def load_own(modules: Sequence[HasWeights], config: EngineConfig) -> None:
     """Fills what a drafter has from its own folder, and reads no other; or with random numbers. Raises CheckpointError,
     and DrafterFails where it holds what is no number: what an EAGLE-3 head makes of such weights would pass for a fault
     of the target's states.
@@ -287,7 +287,7 @@ def load_own(modules: Sequence[Weighted], config: EngineConfig) -> None:
                 raise CheckpointError(f"the drafter in {config.speculative_draft_model_path}: {error}") from error
         for name, held in module.named_parameters():
             if held.dtype.itemsize > 1 and not held.sum(dtype=torch.float32).isfinite():
-                raise DrafterFails(f"{config.speculative_draft_model_path} holds what is no finite number, in {name}")
+                raise DrafterError(f"{config.speculative_draft_model_path} holds what is no finite number, in {name}")
 
 
 def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel: Channel) -> Loop:

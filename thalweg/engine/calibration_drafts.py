@@ -141,9 +141,9 @@ def _late(runner: Runner, plan: StepPlan, config: EngineConfig) -> float:
     if not drafting.learns or forwarded is None or forwarded.seen is None:
         return 0.0
     drafting.forget()
-    steps = min(drafting.late.room(rows), plan.rows[0].start + 1)
+    steps = min(drafting.deferred.room(rows), plan.rows[0].start + 1)
     for _ in range(steps):
-        drafting.late.keep(forwarded.seen, rows)
+        drafting.deferred.keep(forwarded.seen, rows)
     _wait(runner)
     begun = now()
     drafting.catch_up()

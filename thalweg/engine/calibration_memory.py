@@ -169,12 +169,12 @@ def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.devic
         return 0
     # the first recording brings what recordings need once, and is not what one more takes; it is kept, as the others
     # are, since the driver gives what was an earlier one's to the next
-    kept = [(runner.steps, runner.graphs, runner.groves)]
+    kept = [(runner.steps, runner.graphs, runner.tree_graphs)]
     found: list[Graphs] = []
     while not found or (found[-1].driver > LIKELY and len(found) < LOOKS):
         before, held = free(device), torch.cuda.memory_reserved(device)
         record(runner)
-        kept.append((runner.steps, runner.graphs, runner.groves))
+        kept.append((runner.steps, runner.graphs, runner.tree_graphs))
         pool = torch.cuda.memory_reserved(device) - held
         found.append(Graphs(pool, max(before - free(device) - pool, 0)))
     runner.eager()

@@ -28,7 +28,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
 from thalweg.core.report import START_UP, Decision
 from thalweg.core.sampling import SamplingParams
-from thalweg.runner.pieces import Piecewise
+from thalweg.runner.piecewise import Piecewise
 from thalweg.runner.runner import Runner
 
 log = logging.getLogger("thalweg.engine")

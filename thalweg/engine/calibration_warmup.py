@@ -20,7 +20,7 @@ from thalweg.core.plan import StepPlan
 from thalweg.engine.calibration_plans import GREEDY, fine, kinds, samplings, scored, singles
 from thalweg.models.decoder import Model
 from thalweg.models.token_by_token import TokenByToken
-from thalweg.runner.runner import Forwarded, Runner
+from thalweg.runner.runner import ForwardResult, Runner
 
 PLAIN_CONTEXT = 1024  # tokens
 
@@ -59,10 +59,10 @@ def _sampling(runner: Runner, config: EngineConfig, context: int) -> Iterator[Ca
     """Draws from logits that no model made; under a grammar too, of the first row and of all."""
     vocab, slots = runner.model.facts.vocab, runner.slots
 
-    def forwarded(plan: StepPlan) -> Forwarded:
+    def forwarded(plan: StepPlan) -> ForwardResult:
         slot_E = torch.arange(len(plan.rows), device=slots.ints_SI.device)
         logits_EV = torch.zeros(len(slot_E), vocab, device=slot_E.device)
-        return Forwarded(plan, logits_EV, slot_E, slots.ints_SI.index_select(0, slot_E), {})
+        return ForwardResult(plan, logits_EV, slot_E, slots.ints_SI.index_select(0, slot_E), {})
 
     def masks(rows: int) -> GrammarMasks:
         return GrammarMasks(tuple(range(rows)), np.full((rows, -(-vocab // 32)), -1, dtype=np.int32))

@@ -14,7 +14,7 @@ import torch
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import InsufficientMemory, is_out_of_memory
 from thalweg.core.report import START_UP, Decision
-from thalweg.runner.drafting import DrafterFails
+from thalweg.runner.drafting import DrafterError
 
 log = logging.getLogger("thalweg.engine")
 
@@ -31,7 +31,7 @@ def with_or_without(build: Callable[[EngineConfig], T], config: EngineConfig) ->
     """
     try:
         return build(config)
-    except DrafterFails as error:
+    except DrafterError as error:
         log.error(USELESS, error, exc_info=error.__cause__)
         why = _first_line(error)
     except (InsufficientMemory, MemoryError, RuntimeError) as error:

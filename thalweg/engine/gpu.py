@@ -10,11 +10,11 @@ from torch import Tensor
 
 from thalweg.core.plan import GrammarState, Output, Shape, StepPlan
 from thalweg.engine.worker import Halves, Masker
-from thalweg.runner.runner import Forwarded, Published
+from thalweg.runner.runner import ForwardResult, StepResult
 from thalweg.sampling.sample import Sampled
-from thalweg.spec.drafter import Proposed
+from thalweg.spec.drafter import DraftOutput
 
-Made = TypeVar("Made", Sampled | None, Proposed | None)
+Made = TypeVar("Made", Sampled | None, DraftOutput | None)
 
 
 class GpuWorker:
@@ -25,8 +25,8 @@ class GpuWorker:
     def __init__(self, runner: Halves, masker: Masker) -> None:
         self.runner, self.masker = runner, masker
         self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self.forwarded: dict[int, Forwarded | None] = {}
-        self.published: dict[int, tuple[Published | None, torch.cuda.Event]] = {}
+        self.forwarded: dict[int, ForwardResult | None] = {}
+        self.result: dict[int, tuple[StepResult | None, torch.cuda.Event]] = {}
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def forward(self, plan: StepPlan, shape: Shape) -> None:
@@ -35,22 +35,22 @@ class GpuWorker:
     def sample(self, plan: StepPlan, masks: Mapping[int, GrammarState], width: int) -> None:
         made = self.masker.fill(plan, masks)
         torch.cuda.current_stream().wait_event(self.copied)
-        published = self.runner.sample(self.forwarded.pop(plan.step), made, width)
+        result = self.runner.sample(self.forwarded.pop(plan.step), made, width)
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            host = None if published is None else _to_host(published)
+            host = None if result is None else _to_host(result)
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.copied.record(self.side)
-        self.published[plan.step] = host, self.copied
+        self.result[plan.step] = host, self.copied
 
     def output(self, plan: StepPlan) -> Sequence[Output]:
-        published, copied = self.published.pop(plan.step)
+        result, copied = self.result.pop(plan.step)
         copied.synchronize()
-        return self.runner.outputs(published)
+        return self.runner.outputs(result)
 
 
-def _to_host(published: Published) -> Published:
-    return replace(published, sampled=_copied(published.sampled), proposed=_copied(published.proposed))
+def _to_host(result: StepResult) -> StepResult:
+    return replace(result, sampled=_copied(result.sampled), proposed=_copied(result.proposed))
 
 
 def _copied(made: Made) -> Made:

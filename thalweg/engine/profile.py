@@ -20,7 +20,7 @@ from thalweg.core.grammar import GrammarMasks
 from thalweg.core.messages import StartProfile
 from thalweg.core.plan import Output, StepPlan
 from thalweg.engine.worker import Halves
-from thalweg.runner.runner import Forwarded, Published
+from thalweg.runner.runner import ForwardResult, StepResult
 
 
 class Hands(Protocol):
@@ -35,19 +35,19 @@ class Named:
     def __init__(self, runner: Halves) -> None:
         self.runner = runner
 
-    def forward(self, plan: StepPlan) -> Forwarded | None:
+    def forward(self, plan: StepPlan) -> ForwardResult | None:
         with record_function(f"A {_name(plan)}"):
             return self.runner.forward(plan)
 
     def sample(
-        self, forwarded: Forwarded | None, masks: GrammarMasks | None = None, width: int = 0
-    ) -> Published | None:
+        self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, width: int = 0
+    ) -> StepResult | None:
         if forwarded is None:
             return self.runner.sample(forwarded, masks, width)
         with record_function(f"B {_name(forwarded.plan)}"):
             return self.runner.sample(forwarded, masks, width)
 
-    def outputs(self, published: Published | None) -> tuple[Output, ...]:
+    def outputs(self, published: StepResult | None) -> tuple[Output, ...]:
         return self.runner.outputs(published)
 
 

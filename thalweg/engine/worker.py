@@ -9,7 +9,7 @@ from typing import Callable, Generic, Mapping, Protocol, Sequence, TypeVar
 
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import GrammarState, Output, Shape, StepPlan
-from thalweg.runner.runner import Forwarded, Published
+from thalweg.runner.runner import ForwardResult, StepResult
 
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)
@@ -32,13 +32,13 @@ class Stream(Protocol):
 class Halves(Protocol):
     """A and B of a step: a `Runner`'s."""
 
-    def forward(self, plan: StepPlan) -> Forwarded | None: ...
+    def forward(self, plan: StepPlan) -> ForwardResult | None: ...
 
     def sample(
-        self, forwarded: Forwarded | None, masks: GrammarMasks | None = None, width: int = 0
-    ) -> Published | None: ...
+        self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, width: int = 0
+    ) -> StepResult | None: ...
 
-    def outputs(self, published: Published | None) -> tuple[Output, ...]: ...
+    def outputs(self, published: StepResult | None) -> tuple[Output, ...]: ...
 
 
 class Masker(Protocol):
@@ -89,7 +89,7 @@ class CpuWorker:
 
     def __init__(self, runner: Halves, stream: Stream, masker: Masker) -> None:
         self.runner, self.stream, self.masker = runner, stream, masker
-        self.forwarded: dict[int, Pending[Forwarded | None]] = {}
+        self.forwarded: dict[int, Pending[ForwardResult | None]] = {}
         self.outputs: dict[int, Pending[tuple[Output, ...]]] = {}
 
     def forward(self, plan: StepPlan, shape: Shape) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from thalweg.kernels.batch_invariant_gemm import case as batch_invariant_gemm
 from thalweg.kernels.case import Operation
-from thalweg.kernels.climb import case as climb
 from thalweg.kernels.expand_latents import case as expand_latents
 from thalweg.kernels.experts import case as experts
 from thalweg.kernels.experts import case_fp8 as experts_fp8
@@ -22,12 +21,12 @@ from thalweg.kernels.quantize import case as quantize
 from thalweg.kernels.rope import case as rope
 from thalweg.kernels.router import case as router
 from thalweg.kernels.silu_mul import case as silu_mul
-from thalweg.kernels.temper import case as temper
-from thalweg.kernels.truncate import case as truncate
-from thalweg.kernels.verify import case as verify
+from thalweg.kernels.temperature import case as temperature
+from thalweg.kernels.topk_topp import case as topk_topp
+from thalweg.kernels.verify_chain import case as verify_chain
+from thalweg.kernels.verify_tree import case as verify_tree
 
 OPERATIONS = {
-    "climb": Operation(climb.cases, dict(climb.BACKENDS)),
     "expand_latents": Operation(expand_latents.cases, dict(expand_latents.BACKENDS)),
     "experts": Operation(experts.cases, dict(experts.BACKENDS), experts.sizes),
     "experts_fp8": Operation(experts_fp8.cases, dict(experts_fp8.BACKENDS), experts_fp8.sizes),
@@ -44,7 +43,8 @@ OPERATIONS = {
     "rope": Operation(rope.cases, dict(rope.BACKENDS)),
     "router": Operation(router.cases, dict(router.BACKENDS), router.sizes),
     "silu_mul": Operation(silu_mul.cases, dict(silu_mul.BACKENDS), silu_mul.sizes),
-    "temper": Operation(temper.cases, dict(temper.BACKENDS)),
-    "truncate": Operation(truncate.cases, dict(truncate.BACKENDS)),
-    "verify": Operation(verify.cases, dict(verify.BACKENDS)),
+    "temperature": Operation(temperature.cases, dict(temperature.BACKENDS)),
+    "topk_topp": Operation(topk_topp.cases, dict(topk_topp.BACKENDS)),
+    "verify_chain": Operation(verify_chain.cases, dict(verify_chain.BACKENDS)),
+    "verify_tree": Operation(verify_tree.cases, dict(verify_tree.BACKENDS)),
 }

@@ -19,7 +19,7 @@ from thalweg.launch.resolved import Plane, Sizes
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.reference import ReferenceLayers
 from thalweg.models import catalog
-from thalweg.sampling.catalog import drawing_for
+from thalweg.sampling.catalog import draft_sampling_for
 from thalweg.spec.catalog import build_drafter
 
 
@@ -43,8 +43,8 @@ def measure(facts: ModelFacts, factory: LayerFactory, drafts: DraftSettings = NO
     folder where it has one. Raises CheckpointError for an architecture that nothing computes.
     """
     model = catalog.assemble(facts, factory)
-    drawing = drawing_for(drafts.rule, drafts.width, facts.vocab, factory.device)
-    drafting = build_drafter(drafts.drafter, model, drafts.folder, drawing, drafts.tree)
+    draft_sampling = draft_sampling_for(drafts.rule, drafts.width, facts.vocab, factory.device)
+    drafting = build_drafter(drafts.drafter, model, drafts.folder, draft_sampling, drafts.tree)
     modules = [one for one in (model, *drafting.modules(), *drafting.own()) if isinstance(one, torch.nn.Module)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     stored = [*parameters, *(buffer for module in modules for buffer in module.buffers())]

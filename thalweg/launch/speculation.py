@@ -15,7 +15,7 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import AUTO, MODEL, USER, Value
 from thalweg.launch.decisions import Decisions, source_and_reason
 from thalweg.launch.vocabularies import check_vocabularies
-from thalweg.spec.small import small_facts
+from thalweg.spec.draft_model import draft_model_facts
 
 
 class DrafterKind(NamedTuple):
@@ -80,7 +80,7 @@ def resolve_speculation(
         )
     kind = _kind(algorithm, folder, facts)
     if kind is KINDS["STANDALONE"] and folder is not None and model is not None:
-        check_vocabularies(folder, small_facts(folder, facts).vocab, model, facts.vocab)
+        check_vocabularies(folder, draft_model_facts(folder, facts).vocab, model, facts.vocab)
     if kind is not NEXTN and wish.mtp:
         raise UnsupportedConfig(
             f"mtp: counts tokens of the checkpoint's own next-token layer, and {algorithm} is another drafter; use"
@@ -164,7 +164,7 @@ def _kind(algorithm: str, folder: Path | None, facts: ModelFacts) -> DrafterKind
                 " draft_vocab_size); use --speculative-algorithm EAGLE"
             )
         return kind
-    small_facts(folder, facts)
+    draft_model_facts(folder, facts)
     return kind
 
 

@@ -112,7 +112,7 @@ class Latents:
                     else group.selected_bias(tile, selected.positions[i], selected.biases[i])
                 )
                 bias_qS = bias.view(group.rows, tile.stop - tile.start, -1)[row]
-                reach, query = bias_qS.shape[1], query_qHd[tile.start : tile.stop].transpose(0, 1)
-                out = ref.attend(query, key[:, :reach], value[:, :reach], bias_qS, self.scale)
+                max_kv_len, query = bias_qS.shape[1], query_qHd[tile.start : tile.stop].transpose(0, 1)
+                out = ref.attend(query, key[:, :max_kv_len], value[:, :max_kv_len], bias_qS, self.scale)
                 rows.append(out.transpose(0, 1).flatten(1))
         return torch.cat(rows)

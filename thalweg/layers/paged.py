@@ -49,8 +49,8 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What the layers of a forward are given. decode: tokens of the decode rows; query: of each of them; reach: upper
-    bound of their context. prefixes: chunks of what the ragged rows have cached. whole: all of their context, this
+    """What the layers of a forward are given. decode: tokens of the decode rows; query: of each of them; max_kv_len:
+    upper bound of their context. prefixes: chunks of what the ragged rows have cached. whole: all of their context, this
     step's tokens with it, where something is cached and it fits in one chunk; there are no prefixes then: one attention
     to what the pages hold, in place of two and a merge. hides_T: of drafts that part ways what the decode rows' tokens
     do not see (`batch.Tree`), else None; rows_T int32: the row of each of them, where these rows are not of one length.
@@ -63,12 +63,12 @@ class PagedStep:
     sin_SC: Tensor
     decode: int
     query: int
-    reach: int
+    max_kv_len: int
     rest: Rest | None
     prefixes: tuple[Prefix, ...]
     whole: Prefix | None = None
     rows_T: Tensor | None = None
-    hides_T: Tensor | None = None
+    tree_mask_T: Tensor | None = None
     prepared: Any = None
     groups: tuple[AttentionGroup, ...] = ()
 
@@ -134,21 +134,33 @@ class PagedMetadataBuilder(nn.Module):
         self.register_buffer("sin", table.imag.contiguous(), persistent=False)
 
     def build(self, batch: Batch, planes: Planes) -> PagedStep:
-        rows, tokens, query, reach, rows_T = _decoded(batch)
+        rows, tokens, query, max_kv_len, rows_T = _decoded(batch)
         rest = None if rows == len(batch.extents) else _rest(batch, rows, tokens)
         prefixes: tuple[Prefix, ...] = ()
         whole = None
         if self.gathers and rest is not None and any(rest.cached):
-            reaches = [extent.reach for extent in batch.extents[rows:]]
+            reaches = [extent.max_kv_len for extent in batch.extents[rows:]]
             # of an FP8 plane a step's own tokens are attended to as they were before they were rounded
             if sum(reaches) <= CHUNK and not planes.has_fp8:
                 whole = _prefix([0] * len(reaches), reaches, batch.ids_T.device)
             else:
                 prefixes = _prefixes(rest.cached, batch.ids_T.device)
         prepared = self.prepare(batch, tokens, query)
-        hides_T = batch.hides(tokens)
+        tree_mask_T = batch.tree_mask(tokens)
         return PagedStep(
-            batch, planes, self.cos, self.sin, tokens, query, reach, rest, prefixes, whole, rows_T, hides_T, prepared
+            batch,
+            planes,
+            self.cos,
+            self.sin,
+            tokens,
+            query,
+            max_kv_len,
+            rest,
+            prefixes,
+            whole,
+            rows_T,
+            tree_mask_T,
+            prepared,
         )
 
 
@@ -158,7 +170,7 @@ class _Decoded(NamedTuple):
     rows: int
     tokens: int
     query: int
-    reach: int
+    max_kv_len: int
     rows_T: Tensor | None = None
 
 
@@ -167,12 +179,12 @@ def _decoded(batch: Batch) -> _Decoded:
     if batch.tree is None or batch.tree.rows <= first.rows:
         decoded = first.query <= DECODE_QUERY or batch.verifies or batch.tree is not None
         rows = first.rows if decoded else 0
-        return _Decoded(rows, rows * first.query, first.query if rows else 1, first.reach)
+        return _Decoded(rows, rows * first.query, first.query if rows else 1, first.max_kv_len)
     groups = [group for group in batch.groups if group.row_start < batch.tree.rows]
     rows, tokens = (sum(counts) for counts in zip(*((g.rows, g.rows * g.query) for g in groups), strict=True))
     row_T = [g.row_start + i for g in groups for i in range(g.rows) for _ in range(g.query)]
-    reach = max(group.reach for group in groups)
-    return _Decoded(rows, tokens, 1, reach, upload(row_T, torch.int32, batch.ids_T.device))
+    max_kv_len = max(group.max_kv_len for group in groups)
+    return _Decoded(rows, tokens, 1, max_kv_len, upload(row_T, torch.int32, batch.ids_T.device))
 
 
 def _rest(batch: Batch, row: int, token: int) -> Rest:
@@ -183,7 +195,7 @@ def _rest(batch: Batch, row: int, token: int) -> Rest:
         row,
         upload(starts, torch.int32, batch.ids_T.device),
         max(extent.query for extent in extents),
-        tuple(extent.reach - extent.query for extent in extents),
+        tuple(extent.max_kv_len - extent.query for extent in extents),
     )
 
 

@@ -51,7 +51,7 @@ class PagedGqa(GqaProjections):
 
     def add_to(self, h: ResidualStream, x: Activation, step: PagedStep) -> None:
         """h += attention(x)."""
-        h.add(self.out, step.batch.seam(self._attention, step, self.qkv.forward(x)))
+        h.add(self.out, step.batch.graph_break(self._attention, step, self.qkv.forward(x)))
 
     def write_kv(self, x: Activation, step: PagedStep) -> None:
         """Stores what attention would store, and computes projections only."""
@@ -62,7 +62,7 @@ class PagedGqa(GqaProjections):
         """Stores the tokens' keys and values and attends: → [T, H * d]."""
         qkv_THd = qkv_TX.view(len(qkv_TX), -1, self.dim)
         own = self.kernels.decode == "triton" and not self.kernels.deterministic
-        fresh = step.decode if own and step.query == 1 and step.hides_T is None else 0
+        fresh = step.decode if own and step.query == 1 and step.tree_mask_T is None else 0
         if fresh < len(qkv_THd):
             self._write(qkv_THd, step, fresh)
         parts = []
@@ -128,10 +128,10 @@ class PagedGqa(GqaProjections):
             step.batch.table_RP,
             step.batch.columns_T[: step.decode],
             scale=self.scale,
-            splits=gqa.splits_for(step.decode, self.heads, self.kv_heads, step.reach, step.query),
+            splits=gqa.splits_for(step.decode, self.heads, self.kv_heads, step.max_kv_len, step.query),
             query=step.query,
             rows_T=step.rows_T,
-            hides_T=step.hides_T,
+            tree_mask_T=step.tree_mask_T,
             key_scale=cache.key_scale,
             value_scale=cache.value_scale,
             fresh=made,

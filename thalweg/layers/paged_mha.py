@@ -80,10 +80,10 @@ class PagedMha(PagedMla):
             step.batch.table_RP,
             step.batch.columns_T[: step.decode],
             scale=self.scale,
-            splits=gqa.splits_for(step.decode, self.heads, self.heads, step.reach, step.query),
+            splits=gqa.splits_for(step.decode, self.heads, self.heads, step.max_kv_len, step.query),
             query=step.query,
             rows_T=step.rows_T,
-            hides_T=step.hides_T,
+            tree_mask_T=step.tree_mask_T,
             key_scale=step.planes.scale("key", self.layer),
             value_scale=step.planes.scale("value", self.layer),
         )

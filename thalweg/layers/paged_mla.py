@@ -41,7 +41,7 @@ class PagedMla(MlaProjections, ABC):
 
     def attended(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
         """`attention` behind the seam."""
-        return step.batch.seam(self.attention, step, query_TX, latent_TD)
+        return step.batch.graph_break(self.attention, step, query_TX, latent_TD)
 
     @abstractmethod
     def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class LatentMla(PagedMla):
         if step.rest is None:
             return super().attended(step, query_TX, latent_TD)
         self._store(query_TX, latent_TD, step)
-        return step.batch.seam(self._of_stored, step, query_TX, latent_TD)
+        return step.batch.graph_break(self._of_stored, step, query_TX, latent_TD)
 
     def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
         if step.rest is not None:
@@ -148,7 +148,7 @@ class LatentMla(PagedMla):
             step.planes.paged("latent", self.layer),
             step.planes.scale("latent", self.layer),
             self.uv,
-            decode_rows(step.batch, step.decode, step.query)._replace(reach=step.reach, rows_T=step.rows_T),
+            decode_rows(step.batch, step.decode, step.query)._replace(max_kv_len=step.max_kv_len, rows_T=step.rows_T),
             step.prepared,
         )
 
@@ -223,8 +223,8 @@ class LatentMla(PagedMla):
 
 def decode_rows(batch: Batch, tokens: int, query: int) -> MlaDecodeRows:
     """The decode rows of a step as the kernels see them."""
-    reach, hides_T = batch.groups[0].reach, batch.hides(tokens)
-    return MlaDecodeRows(batch.table_RP, batch.columns_T[:tokens], query, reach, hides_T=hides_T)
+    max_kv_len, tree_mask_T = batch.groups[0].max_kv_len, batch.tree_mask(tokens)
+    return MlaDecodeRows(batch.table_RP, batch.columns_T[:tokens], query, max_kv_len, tree_mask_T=tree_mask_T)
 
 
 def prepare_by(decoder: MlaDecodeKernel) -> Prepare:

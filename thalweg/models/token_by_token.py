@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.decoder import Model
@@ -38,7 +38,9 @@ class TokenByToken:
             for row in range(group.row_start, group.row_start + group.rows):
                 tokens = range(len(hidden), len(hidden) + group.query)
                 if batch.tree is not None and any(columns[t] != positions[t] for t in tokens):
-                    hidden += self._nodes(batch, planes, row, tokens, batch.tree.hides_T[tokens.start : tokens.stop])
+                    hidden += self._nodes(
+                        batch, planes, row, tokens, batch.tree.tree_mask_T[tokens.start : tokens.stop]
+                    )
                 else:
                     hidden += [self._one(batch, planes, row, t, positions[t], batch.write_T[t]) for t in tokens]
         return torch.cat(hidden)
@@ -46,19 +48,19 @@ class TokenByToken:
     def _one(self, batch: Batch, planes: Planes, row: int, token: int, position: int, write: Tensor) -> Tensor:
         return self.model.forward(_single(batch, row, token, position, write), planes)
 
-    def _nodes(self, batch: Batch, planes: Planes, row: int, tokens: range, hides_Q: Tensor) -> list[Tensor]:
+    def _nodes(self, batch: Batch, planes: Planes, row: int, tokens: range, tree_mask_Q: Tensor) -> list[Tensor]:
         """A row whose tokens are nodes of a tree. Each is computed where it would stand without drafts: meanwhile the
         entries of the path before it stand at the columns behind the root, and its own behind those; in the end all are
         where the tree has them.
         """
         entries = [planes.tokens(spec.name, spec.layer).view(torch.uint8) for spec in self.model.planes()]
         columns_Q = batch.write_T[tokens.start : tokens.stop]
-        root, hides, hidden = int(batch.positions_T[tokens.start]), hides_Q.tolist(), list[Tensor]()
+        root, masks, hidden = int(batch.positions_T[tokens.start]), tree_mask_Q.tolist(), list[Tensor]()
         made: list[list[Tensor]] = []
         for node, token in enumerate(tokens):
             # padding is no node; its column is nobody's
             real = bool(batch.real_T[token])
-            path = [above for above in range(1, node) if real and not hides[node] >> (node - above) & 1]
+            path = [above for above in range(1, node) if real and masks[node] >> (node - above) & 1]
             for column, above in zip(columns_Q[1:], path, strict=False):
                 _put(entries, column, made[above])
             depth = len(path) + (node > 0) if real else 0
@@ -81,14 +83,14 @@ def _put(entries: list[Tensor], column: Tensor, entry: list[Tensor]) -> None:
 
 def _single(batch: Batch, row: int, token: int, position: int, write: Tensor) -> Batch:
     """The step of one token; copied, since a kernel may go by how its inputs are aligned."""
-    one, reach = slice(token, token + 1), position + 1
+    one, max_kv_len = slice(token, token + 1), position + 1
     return Batch(
         ids_T=batch.ids_T[one].clone(),
         positions_T=batch.positions_T[one].clone(),
         write_T=write.view(1).clone(),
-        table_RP=batch.table_RP[row : row + 1, : -(-reach // PAGE)].clone(),
+        table_RP=batch.table_RP[row : row + 1, : -(-max_kv_len // PAGE)].clone(),
         real_T=batch.real_T[one].clone(),
         emit_N=batch.positions_T.new_zeros(1),
-        groups=(Group(0, 1, 0, 1, reach),),
-        extents=(Extent(1, reach),),
+        groups=(Group(0, 1, 0, 1, max_kv_len),),
+        extents=(RowExtent(1, max_kv_len),),
     )

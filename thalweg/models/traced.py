@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.attention.selection import select_top_k
-from thalweg.batch.batch import Batch, Extent, Group
+from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.kernels.experts import script
@@ -76,11 +76,11 @@ class Traced:
         indexer = self.facts.indexer
         reaches = [1] if indexer is None else [1, indexer.topk + 1]
         for rows in range(1, ROWS + 1):
-            for reach in reaches:
+            for max_kv_len in reaches:
                 zeros = torch.zeros(rows, dtype=torch.int64)
-                table_RP = torch.zeros(rows, -(-reach // PAGE), dtype=torch.int64)
-                batch = Batch(zeros, zeros, zeros, table_RP, zeros == 0, zeros, (Group(0, rows, 0, 1, reach),))
-                self._programs[rows, reach > 1] = self._record((rows, reach > 1), batch, planes)
+                table_RP = torch.zeros(rows, -(-max_kv_len // PAGE), dtype=torch.int64)
+                batch = Batch(zeros, zeros, zeros, table_RP, zeros == 0, zeros, (Group(0, rows, 0, 1, max_kv_len),))
+                self._programs[rows, max_kv_len > 1] = self._record((rows, max_kv_len > 1), batch, planes)
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         group = batch.groups[0]
@@ -98,7 +98,7 @@ class Traced:
             self._seen, self._programs = {}, {}
             self._planes, self._memory = planes, planes.tensors()
         indexer = self.facts.indexer
-        key = (group.rows, indexer is not None and group.reach > indexer.topk)
+        key = (group.rows, indexer is not None and group.max_kv_len > indexer.topk)
         if key in self._programs:
             return self._programs[key](*_inputs(batch, group), *self._memory)
         self._seen[key] = self._seen.get(key, 0) + 1
@@ -125,14 +125,14 @@ class TracedHead:
         for rows in range(1, ROWS + 1):
             zeros = torch.zeros(rows, dtype=torch.int64)
             state_RW = torch.zeros(rows, head.width, dtype=head.dtype)
-            for reach in reaches:
-                table_RP = torch.zeros(rows, -(-reach // PAGE), dtype=torch.int64)
-                group = Group(0, rows, 0, 1, reach)
+            for max_kv_len in reaches:
+                table_RP = torch.zeros(rows, -(-max_kv_len // PAGE), dtype=torch.int64)
+                group = Group(0, rows, 0, 1, max_kv_len)
                 batch = Batch(zeros, zeros, zeros, table_RP, zeros == 0, zeros, (group,))
                 inputs = (state_RW, *_inputs(batch, group), *self._memory)
-                longest = (_longest(facts, rows, reach > 1),)
-                self._drafts[rows, reach > 1] = _recorded(_draft(head.forward, longest, planes), weights, inputs)
-                if reach == 1 and not head.attends:
+                longest = (_longest(facts, rows, max_kv_len > 1),)
+                self._drafts[rows, max_kv_len > 1] = _recorded(_draft(head.forward, longest, planes), weights, inputs)
+                if max_kv_len == 1 and not head.attends:
                     self._write_kvd[rows] = _recorded(_draft(head.write_kv, longest, planes), weights, inputs)
 
     def forward(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> Tensor:
@@ -145,7 +145,7 @@ class TracedHead:
             or planes is not self.planes
         ):
             return self.head.forward(ids_T, state_TW, batch, planes)
-        key = group.rows, indexer is not None and group.reach > indexer.topk
+        key = group.rows, indexer is not None and group.max_kv_len > indexer.topk
         return self._drafts[key](state_TW, *_inputs(replace(batch, ids_T=ids_T), group), *self._memory)
 
     def write_kv(self, ids_T: Tensor, state_TW: Tensor, batch: Batch, planes: Planes) -> None:
@@ -200,8 +200,8 @@ def singles(batch: Batch, group: Group) -> Batch:
     return replace(
         batch,
         table_RP=batch.table_RP.repeat_interleave(group.query, 0),
-        groups=(Group(0, rows, 0, 1, group.reach),),
-        extents=tuple(Extent(1, reach) for query, reach in batch.extents for _ in range(query)),
+        groups=(Group(0, rows, 0, 1, group.max_kv_len),),
+        extents=tuple(RowExtent(1, max_kv_len) for query, max_kv_len in batch.extents for _ in range(query)),
     )
 
 
@@ -229,5 +229,5 @@ def _draft(work: Callable[..., Tensor | None], groups: tuple[Group, ...], planes
 
 
 def _inputs(batch: Batch, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    table_RP = batch.table_RP[:, : -(-group.reach // PAGE)]
+    table_RP = batch.table_RP[:, : -(-group.max_kv_len // PAGE)]
     return batch.ids_T, batch.positions_T, batch.write_T, table_RP, batch.real_T, PREFETCH_SINK

@@ -19,20 +19,26 @@ from thalweg.batch.batch import Batch
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill
 from thalweg.core.plan import SamplingNeeds
-from thalweg.kernels.draft.ref import Chain, Rows
+from thalweg.kernels.draft_state.ref import DraftChain, DraftRows
 from thalweg.memory.planes import Planes
-from thalweg.runner.decoding import Graph
-from thalweg.runner.tape import NEEDS, Tape, recorded
-from thalweg.spec.drafter import Asked, Proposed, Seen
-from thalweg.spec.launched import Kernels
-from thalweg.spec.unroll import HIDDEN, Unrolled
+from thalweg.runner.decode_attention import Graph
+from thalweg.runner.graph_pool import NEEDS, GraphPool, capture
+from thalweg.spec.autoregressive import HIDDEN, AutoregressiveDrafter
+from thalweg.spec.draft_kernels import DraftKernels
+from thalweg.spec.drafter import DraftExtendInput, DraftOutput, DraftRequest
 
 
-class Learning:
+class DraftExtendGraph:
     """What `drafter` does with the tokens of a recorded step, each a row there, however they belong together."""
 
     def __init__(
-        self, drafter: Unrolled, kernels: Kernels, tokens: int, slots: Slots, planes: Planes, spare: int
+        self,
+        drafter: AutoregressiveDrafter,
+        kernels: DraftKernels,
+        tokens: int,
+        slots: Slots,
+        planes: Planes,
+        spare: int,
     ) -> None:
         self.drafter, self.kernels, self.tokens = drafter, kernels, tokens
         self.slots, self.planes, self.spare = slots, planes, spare
@@ -41,15 +47,15 @@ class Learning:
         self.rows_3R = torch.tensor(self.numbers, device=planes.device)
         self.batch: Batch | None = None
 
-    def record(self, batch: Batch, hidden_TX: Tensor, tape: Tape) -> None:
+    def record(self, batch: Batch, hidden_TX: Tensor, pool: GraphPool) -> None:
         """batch, hidden_TX: where A puts them at every replay."""
-        self.graph, _ = recorded(tape, lambda: self._learn(batch, hidden_TX))
+        self.graph, _ = capture(pool, lambda: self._learn(batch, hidden_TX))
 
     def _learn(self, batch: Batch, hidden_TX: Tensor) -> None:
-        rows = Rows(*self.rows_3R.unbind(0))
+        rows = DraftRows(*self.rows_3R.unbind(0))
         self.drafter.learn_few(self.kernels, rows, batch, hidden_TX, self.slots, self.planes)
 
-    def replay(self, seen: Seen) -> None:
+    def replay(self, seen: DraftExtendInput) -> None:
         n, missing = [row.n for row in seen.plan.rows], self.tokens - len(seen.plan.rows)
         slots = [row.slot for row in seen.plan.rows] + [self.spare] * missing
         first = [0, *accumulate(n[:-1])] + [self.tokens] * missing
@@ -60,11 +66,18 @@ class Learning:
         self.graph.replay()
 
 
-class Proposing:
+class DraftStepGraph:
     """One more draft of `drafter` for up to `rows` rows, which have up to `widest`: a graph for each kind of draw."""
 
     def __init__(
-        self, drafter: Unrolled, kernels: Kernels, rows: int, widest: int, slots: Slots, planes: Planes, spare: int
+        self,
+        drafter: AutoregressiveDrafter,
+        kernels: DraftKernels,
+        rows: int,
+        widest: int,
+        slots: Slots,
+        planes: Planes,
+        spare: int,
     ) -> None:
         self.drafter, self.kernels, self.rows, self.widest = drafter, kernels, rows, widest
         self.slots, self.planes, device = slots, planes, planes.device
@@ -74,46 +87,46 @@ class Proposing:
         slot_R, ahead_R = self.rows_2R.view(2, rows)
         state_RW = torch.zeros(rows, self.kept_SW.shape[1], dtype=self.kept_SW.dtype, device=device)
         drafts_RK = torch.zeros(rows, widest, dtype=torch.int64, device=device)
-        self.chain = Chain(slot_R, ahead_R, state_RW, drafts_RK, torch.ones(rows, dtype=torch.bool, device=device))
+        self.chain = DraftChain(slot_R, ahead_R, state_RW, drafts_RK, torch.ones(rows, dtype=torch.bool, device=device))
         self.made_KR = torch.arange(widest + 1, device=device).unsqueeze(1).repeat(1, rows)
         self.graphs: dict[SamplingNeeds, Graph] = {}
 
-    def record(self, reach: int, tape: Tape) -> None:
+    def record(self, max_kv_len: int, pool: GraphPool) -> None:
         begin = partial(self._begin, self.begun_2R[: self.rows])
         for needs in NEEDS:
-            self.graphs[needs], _ = recorded(tape, partial(self._draft, needs, reach), begin)
+            self.graphs[needs], _ = capture(pool, partial(self._draft, needs, max_kv_len), begin)
 
     def _begin(self, slot_E: Tensor) -> None:
         torch.cat((slot_E, self.begun_2R[len(slot_E) :]), out=self.rows_2R)
         torch.index_select(self.kept_SW, 0, self.chain.slot_E, out=self.chain.state_EW)
 
-    def _draft(self, needs: SamplingNeeds, reach: int) -> None:
-        self.drafter.draft(self.kernels, self.chain, needs, reach, self.slots, self.planes)
+    def _draft(self, needs: SamplingNeeds, max_kv_len: int) -> None:
+        self.drafter.draft(self.kernels, self.chain, needs, max_kv_len, self.slots, self.planes)
 
-    def replay(self, asked: Asked, width: int) -> Proposed:
+    def replay(self, asked: DraftRequest, width: int) -> DraftOutput:
         rows = len(asked.slot_E)
         self._begin(asked.slot_E)
         graph = self.graphs[SamplingNeeds(asked.needs.random, asked.needs.truncated)]
         for _ in range(width):
             graph.replay()
-        return Proposed(self.chain.drafts_EK[:rows, :width], self.made_KR[width, :rows], self.chain.sound_E[:rows])
+        return DraftOutput(self.chain.drafts_EK[:rows, :width], self.made_KR[width, :rows], self.chain.sound_E[:rows])
 
 
 class DraftGraphs:
-    """See `drafting.RecordedDrafts`."""
+    """See `drafting.CapturedDrafts`."""
 
-    def __init__(self, learning: Sequence[Learning], proposing: Sequence[Proposing]) -> None:
+    def __init__(self, learning: Sequence[DraftExtendGraph], proposing: Sequence[DraftStepGraph]) -> None:
         self.learning = {id(one.batch): one for one in learning}
         self.proposing = sorted(proposing, key=lambda one: one.rows)
 
-    def observe(self, seen: Seen) -> bool:
+    def extend(self, seen: DraftExtendInput) -> bool:
         one = self.learning.get(id(seen.batch))
         if one is None:
             return False
         one.replay(seen)
         return True
 
-    def propose(self, asked: Asked, width: int) -> Proposed | None:
+    def propose(self, asked: DraftRequest, width: int) -> DraftOutput | None:
         rows = len(asked.slot_E)
         fitting = next((one for one in self.proposing if one.rows >= rows), None)
         return None if fitting is None or not 0 < width <= fitting.widest else fitting.replay(asked, width)

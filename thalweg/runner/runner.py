@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch
-from thalweg.batch.prepare import prepare
+from thalweg.batch.inputs import build_inputs
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
 from thalweg.models.decoder import Model
-from thalweg.runner.drafting import NOT_RECORDED, Drafting, Either, RecordedDrafts
-from thalweg.runner.straight import mover, straightened
-from thalweg.sampling.catalog import sampling_on
-from thalweg.sampling.odds import NO_TOKEN
-from thalweg.sampling.sample import Moved, Sampled, Sampling, accept
-from thalweg.spec.drafter import NO_DRAFTER, Asked, Drafter, Proposed, Seen
+from thalweg.runner.accepted_path import compact_accepted_path, kv_mover
+from thalweg.runner.drafting import NO_CAPTURED_DRAFTS, CapturedDrafts, Drafting, Either
+from thalweg.sampling.catalog import sampler_on
+from thalweg.sampling.distribution import NO_TOKEN
+from thalweg.sampling.sample import Moved, Sampled, Sampler, accept
+from thalweg.spec.drafter import NO_DRAFTER, Drafter, DraftExtendInput, DraftOutput, DraftRequest
 
 SCORE_CHUNK = 256  # positions a scoring pass of the head; bounds the logits it materialises
 
 
 @dataclass(frozen=True, slots=True)
-class Forwarded:
+class ForwardResult:
     """What A leaves for B: logits, of each emitting row as many as `plan.query`; slots and the slots' integers of the
     emitting rows. scores: row index → log-probabilities of its next tokens. seen: for the drafter. graph: what replayed
     A, where B's recording can follow it.
@@ -41,19 +41,19 @@ class Forwarded:
     slot_E: Tensor
     ints_EI: Tensor
     scores: dict[int, tuple[TokenLogprob, ...]]
-    seen: Seen | None = None
+    seen: DraftExtendInput | None = None
     graph: StepGraph | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class StepResult:
     """What B leaves on the device. sampled: None where no row emits. proposed: None where nothing was drafted. lost:
     the drafter has failed.
     """
 
-    forwarded: Forwarded
+    forwarded: ForwardResult
     sampled: Sampled | None
-    proposed: Proposed | None = None
+    proposed: DraftOutput | None = None
     lost: bool = False
 
 
@@ -67,31 +67,31 @@ class Steps(Protocol):
 class StepGraph(Protocol):
     """A step that was recorded, for a number of tokens that is at least the plan's."""
 
-    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, Seen]:
+    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, DraftExtendInput]:
         """Replays A. → logits_NV, slot_E, ints_EI of the emitting rows; and what a drafter sees."""
 
     def draws(self, plan: StepPlan) -> bool:
         """Whether its B can follow its A of this plan."""
 
-    def sample(self, rows: int, needs: SamplingNeeds, sampling: Sampling) -> Sampled | None:
+    def sample(self, rows: int, needs: SamplingNeeds, sampler: Sampler) -> Sampled | None:
         """Replays B, of the first `rows`; None where these needs, or drafts accepted by this sampling, were not
         recorded.
         """
 
 
-class Graphs(Protocol):
+class CapturedGraphs(Protocol):
     """What whole steps were recorded."""
 
     def get(self, plan: StepPlan) -> StepGraph | None: ...
 
     @property
-    def drafts(self) -> RecordedDrafts: ...
+    def drafts(self) -> CapturedDrafts: ...
 
 
-class NoGraphs:
+class NoCapturedGraphs:
     """Off is a value."""
 
-    drafts = NOT_RECORDED
+    drafts = NO_CAPTURED_DRAFTS
 
     def get(self, plan: StepPlan) -> None:
         return None
@@ -105,17 +105,17 @@ class Runner:
     def __init__(self, model: Model, steps: Steps, planes: Planes, slots: Slots, drafter: Drafter = NO_DRAFTER) -> None:
         self.model, self.steps, self.planes, self.slots = model, steps, planes, slots
         self.drafting = Drafting(drafter, slots, planes)
-        self.sampling: Sampling = sampling_on(planes.device)
-        self.move = mover(planes, model.planes() if slots.tree.is_tree else ())
-        self.graphs: Graphs = NoGraphs()
-        self.groves: Graphs = NoGraphs()  # of steps whose drafts part ways
+        self.sampler: Sampler = sampler_on(planes.device)
+        self.move = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
+        self.graphs: CapturedGraphs = NoCapturedGraphs()
+        self.tree_graphs: CapturedGraphs = NoCapturedGraphs()  # of steps whose drafts part ways
 
     def eager(self) -> None:
         """Runs no recorded step any more: the model was changed in a way that a recording does not follow."""
-        self.steps, self.graphs, self.groves = self.model, NoGraphs(), NoGraphs()
+        self.steps, self.graphs, self.tree_graphs = self.model, NoCapturedGraphs(), NoCapturedGraphs()
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> Forwarded | None:
+    def forward(self, plan: StepPlan) -> ForwardResult | None:
         """A. None for a rank that has no rows in this step."""
         if not plan.rows:
             return None
@@ -123,38 +123,42 @@ class Runner:
         self.slots.bind(plan.binds)
         self.slots.append(plan.appends)
         self.drafting.bind(plan.binds)
-        graph = (self.groves if self.slots.tree.is_tree_step(plan.sampled_per_row) else self.graphs).get(plan)
+        graph = (self.tree_graphs if self.slots.tree.is_tree_step(plan.sampled_per_row) else self.graphs).get(plan)
         if graph is not None:
             logits_RV, slot_E, ints_EI, seen = graph.forward(plan)
-            return Forwarded(plan, logits_RV, slot_E, ints_EI, {}, seen, graph if graph.draws(plan) else None)
-        prepared = prepare(plan, self.slots)
-        batch = prepared.batch
+            return ForwardResult(plan, logits_RV, slot_E, ints_EI, {}, seen, graph if graph.draws(plan) else None)
+        inputs = build_inputs(plan, self.slots)
+        batch = inputs.batch
         hidden_TH = self.steps.forward(batch, self.planes)
-        sampled_NH = hidden_TH if prepared.all_emitted else hidden_TH[batch.emit_N]
+        sampled_NH = hidden_TH if inputs.all_sampled else hidden_TH[batch.emit_N]
         logits_NV = self.model.logits(sampled_NH) if len(sampled_NH) else None
-        scores, seen = self._scores(plan, hidden_TH), Seen(plan, batch, hidden_TH)
-        return Forwarded(plan, logits_NV, prepared.slot_E, prepared.ints_EI, scores, seen)
+        scores, seen = self._scores(plan, hidden_TH), DraftExtendInput(plan, batch, hidden_TH)
+        return ForwardResult(plan, logits_NV, inputs.slot_E, inputs.ints_EI, scores, seen)
 
     @torch.inference_mode()
     def sample(
-        self, forwarded: Forwarded | None, masks: GrammarMasks | None = None, width: int = 0
-    ) -> Published | None:
+        self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, width: int = 0
+    ) -> StepResult | None:
         """B. masks: of the rows under a grammar. width: drafts to make for the next step."""
         if forwarded is None:
             return None
         plan, logits_NV, graph, sampled = forwarded.plan, forwarded.logits_NV, forwarded.graph, None
         if logits_NV is not None and len(logits_NV):
-            slots, kernels = (self.slots, forwarded.slot_E, forwarded.ints_EI), self.sampling
-            recorded = None if graph is None else partial(graph.sample, len(plan.rows), sampling=kernels)
+            slots, kernels = (self.slots, forwarded.slot_E, forwarded.ints_EI), self.sampler
+            recorded = None if graph is None else partial(graph.sample, len(plan.rows), sampler=kernels)
             sampled = accept(logits_NV, *slots, plan.needs, plan.max_kv_len, masks, kernels, recorded)
-        asked = None if sampled is None else Asked(forwarded.slot_E, plan.max_kv_len, plan.needs)
+        asked = None if sampled is None else DraftRequest(forwarded.slot_E, plan.max_kv_len, plan.needs)
         seen = forwarded.seen
         if seen is not None and sampled is not None and sampled.nodes_EQ is not None:
             paths = forwarded.slot_E, forwarded.ints_EI, sampled.nodes_EQ, sampled.count_E
-            seen = seen.straight if isinstance(sampled, Moved) else straightened(seen, *paths, self.slots, self.move)
-        drafts = Either((self.groves.drafts, self.graphs.drafts))
+            seen = (
+                seen.compacted
+                if isinstance(sampled, Moved)
+                else compact_accepted_path(seen, *paths, self.slots, self.move)
+            )
+        drafts = Either((self.tree_graphs.drafts, self.graphs.drafts))
         proposed = self.drafting.draft(seen, asked, width, drafts)
-        return Published(forwarded, sampled, proposed, self.drafting.lost)
+        return StepResult(forwarded, sampled, proposed, self.drafting.lost)
 
     def _scores(self, plan: StepPlan, hidden_TH: Tensor) -> dict[int, tuple[TokenLogprob, ...]]:
         """Prompt log-probabilities: of the token after each position in [score_from, score_to) of a row."""
@@ -171,29 +175,29 @@ class Runner:
             stop = min(start + SCORE_CHUNK, row.score_to)
             logits_NV = self.model.logits(hidden_NH[start - row.start : stop - row.start])
             next_N = self.slots.tokens_SL[row.slot, start + 1 : stop + 1].to(torch.int64)
-            found += _token_logprobs(*self.sampling.logprobs(logits_NV, next_N, row.score_top))
+            found += _token_logprobs(*self.sampler.logprobs(logits_NV, next_N, row.score_top))
         return found
 
-    def outputs(self, published: Published | None) -> tuple[Output, ...]:
+    def outputs(self, result: StepResult | None) -> tuple[Output, ...]:
         """One Output a row of the plan. Waits for what is still on a device; a drafter that turns out to have computed
         rubbish there is off then.
         """
-        if published is None:
+        if result is None:
             return ()
-        if published.proposed is not None and not published.proposed.sound.all():
+        if result.proposed is not None and not result.proposed.sound.all():
             self.drafting.rubbish()
-            published = replace(published, lost=True)
-        return outputs(published)
+            result = replace(result, lost=True)
+        return outputs(result)
 
 
-def outputs(published: Published) -> tuple[Output, ...]:
+def outputs(result: StepResult) -> tuple[Output, ...]:
     """One Output a row of the plan."""
-    forwarded, sampled, lost = published.forwarded, published.sampled, published.lost
+    forwarded, sampled, lost = result.forwarded, result.sampled, result.lost
     if sampled is None:
         return tuple(_silent(forwarded.scores.get(i, ()), lost) for i in range(len(forwarded.plan.rows)))
     tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()
     found = _token_logprobs(sampled.logprob_N, sampled.top_ids_NK, sampled.top_logprobs_NK)
-    drafts = _drafts(published.proposed, len(tokens))
+    drafts = _drafts(result.proposed, len(tokens))
     nodes: list[list[int]] = [] if sampled.nodes_EQ is None else sampled.nodes_EQ.tolist()
     made, e, query = [], 0, len(tokens[0])
     for i, row in enumerate(forwarded.plan.rows):
@@ -234,7 +238,7 @@ class _Drafts(NamedTuple):
 NOTHING = _Drafts()
 
 
-def _drafts(proposed: Proposed | None, rows: int) -> list[_Drafts]:
+def _drafts(proposed: DraftOutput | None, rows: int) -> list[_Drafts]:
     if proposed is None:
         return [NOTHING] * rows
     drafts, made = proposed.drafts_EK.tolist(), proposed.made_E.tolist()

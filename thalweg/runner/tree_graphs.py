@@ -3,7 +3,7 @@ a path, what is learned of it, and growing the next trees.
 
 Everything is read from `Slots` by the slot numbers in a persistent buffer, trees too, so a replay needs one small copy
 at most. Between the forwards there are kernels of one launch: what the slots give and what becomes of them
-(`kernels.climb`), and the move of the paths' entries.
+(`kernels.verify_tree`), and the move of the paths' entries.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, Extent, Group, Tree
+from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill
 from thalweg.core.plan import PAGE, SamplingNeeds, StepPlan
 from thalweg.core.tree import TreeShape
-from thalweg.kernels.climb import ref
-from thalweg.kernels.climb.ref import Climbed, Fields, Paths, Spread
-from thalweg.kernels.draft.ref import Rows
-from thalweg.kernels.grow.ref import Grown
+from thalweg.kernels.build_tree.ref import BuiltTree
+from thalweg.kernels.draft_state.ref import DraftRows
 from thalweg.kernels.launch import supports_triton
+from thalweg.kernels.verify_tree import ref
+from thalweg.kernels.verify_tree.ref import AcceptedPaths, SlotTensors, TreeInputs, TreeVerification
 from thalweg.memory.planes import Planes
 from thalweg.models.decoder import Model
-from thalweg.runner.decoding import Graph, halving
-from thalweg.runner.drafting import NOT_RECORDED, RecordedDrafts, blamed_on_drafter
+from thalweg.runner.accepted_path import Move
+from thalweg.runner.decode_attention import Graph, halving
+from thalweg.runner.drafting import NO_CAPTURED_DRAFTS, CapturedDrafts, blamed_on_drafter
+from thalweg.runner.graph_pool import NEEDS, GraphPool, capture, view_of
 from thalweg.runner.runner import Runner
-from thalweg.runner.straight import Move
-from thalweg.runner.tape import NEEDS, Tape, borrow, recorded
-from thalweg.sampling.sample import Moved, Sampled, Sampling
-from thalweg.spec.drafter import Asked, Proposed, Seen
-from thalweg.spec.launched import Kernels
-from thalweg.spec.tree import Branching, fields_of
+from thalweg.sampling.sample import Moved, Sampled, Sampler
+from thalweg.spec.draft_kernels import DraftKernels
+from thalweg.spec.drafter import DraftExtendInput, DraftOutput, DraftRequest
+from thalweg.spec.tree import TreeDrafter, slot_tensors
 
 
-class Climbs(NamedTuple):
-    """See `kernels.climb.ref`."""
+class TreeKernels(NamedTuple):
+    """See `kernels.verify_tree.ref`."""
 
-    spread: Callable[..., Spread]
+    build_tree_inputs: Callable[..., TreeInputs]
     climb: Callable[..., None]
 
 
-def climbs_on(device: torch.device) -> Climbs:
+def tree_kernels_on(device: torch.device) -> TreeKernels:
     """Kernels on a GPU, where Triton is installed; else plain torch."""
     if not supports_triton(device):
-        return Climbs(ref.spread, ref.climb)
-    from thalweg.kernels.climb import triton as climbing  # needs Triton
+        return TreeKernels(ref.build_tree_inputs, ref.verify_tree)
+    from thalweg.kernels.verify_tree import triton as climbing  # needs Triton
 
-    return Climbs(climbing.spread, climbing.climb)
+    return TreeKernels(climbing.build_tree_inputs, climbing.verify_tree)
 
 
 class Held(NamedTuple):
@@ -63,26 +63,26 @@ class Held(NamedTuple):
     model: Model
     planes: Planes
     slots: Slots
-    reach: int
+    max_kv_len: int
     spare: int
-    sampling: Sampling
+    sampler: Sampler
     move: Move
-    climbs: Climbs
+    climbs: TreeKernels
     attends: bool
 
     @property
-    def fields(self) -> Fields:
-        return fields_of(self.slots)
+    def fields(self) -> SlotTensors:
+        return slot_tensors(self.slots)
 
     @property
     def pages(self) -> int:
-        return -(-self.reach // PAGE)
+        return -(-self.max_kv_len // PAGE)
 
 
 FEW = 8  # rows for which trees are recorded, however few rows steps are recorded for
 
 
-class Grove:
+class TreeGraph:
     """A, and accepting, of up to `rows` rows of `query` tokens. The paths are left as a step in which each token is a
     row, `straight`.
     """
@@ -99,38 +99,41 @@ class Grove:
 
         # outside the pool, whose memory the next replay may write while these are still being copied to the host
         paths_RD = zeros(rows, deepest), zeros(rows, deepest)
-        self.out = Climbed(*paths_RD, zeros(rows), zeros(rows, dtype=torch.bool))
+        self.out = TreeVerification(*paths_RD, zeros(rows), zeros(rows, dtype=torch.bool))
         paths = rows * deepest
         real_M = zeros(paths, dtype=torch.bool)
-        self.paths = Paths(zeros(paths), zeros(paths), zeros(paths), real_M, zeros(paths), zeros(paths))
+        self.paths = AcceptedPaths(zeros(paths), zeros(paths), zeros(paths), real_M, zeros(paths), zeros(paths))
         self.table_MP = zeros(paths, held.pages if held.attends else 1, dtype=held.slots.table_SP.dtype)
         self.graphs: dict[SamplingNeeds, Graph] = {}
 
-    def record(self, tape: Tape) -> None:
-        self.graph, (step, hidden_TX, logits_TV) = recorded(tape, self._a)
+    def record(self, pool: GraphPool) -> None:
+        self.graph, (step, hidden_TX, logits_TV) = capture(pool, self._a)
         self.graph.replay()  # what accepts finds what A left
         paths, (many, deepest) = self.paths, self.out.tokens_RD.shape
         self.hidden_MX = torch.zeros(many * deepest, hidden_TX.shape[1], dtype=hidden_TX.dtype, device=hidden_TX.device)
         for needs in NEEDS:
             accept = partial(self._accept, needs, step, hidden_TX, logits_TV)
-            self.graphs[needs], _ = recorded(tape, accept)
+            self.graphs[needs], _ = capture(pool, accept)
         # all that reads them is recorded: later ones may use this memory, since between A and its B nothing is replayed
-        self.hidden_TX, self.logits_TV, self.ints_NI = map(borrow, (hidden_TX, logits_TV, step.ints_NI))
+        self.hidden_TX, self.logits_TV, self.ints_NI = map(view_of, (hidden_TX, logits_TV, step.ints_NI))
         self.batch = _borrowed(self._batch(step), self.every_T)
-        groups, extents = (Group(0, len(paths.ids_M), 0, 1, self.held.reach),), (Extent(1, self.held.reach),)
-        self.straight = Batch(
+        groups, extents = (
+            (Group(0, len(paths.ids_M), 0, 1, self.held.max_kv_len),),
+            (RowExtent(1, self.held.max_kv_len),),
+        )
+        self.compacted = Batch(
             paths.ids_M, paths.positions_M, paths.to_M, self.table_MP, paths.real_M, self.every_T[:0], groups,
             extents * len(paths.ids_M), apart=False,
         )  # fmt: skip
 
-    def _a(self) -> tuple[Spread, Tensor, Tensor]:
+    def _a(self) -> tuple[TreeInputs, Tensor, Tensor]:
         held = self.held
-        step = held.climbs.spread(self.slot_R, held.fields, self.query, held.pages, PAGE)
+        step = held.climbs.build_tree_inputs(self.slot_R, held.fields, self.query, held.pages, PAGE)
         hidden_TX = held.model.forward(self._batch(step), held.planes)
         return step, hidden_TX, held.model.logits(hidden_TX)
 
-    def _batch(self, step: Spread) -> Batch:
-        rows, query, reach = self.rows, self.query, self.held.reach
+    def _batch(self, step: TreeInputs) -> Batch:
+        rows, query, max_kv_len = self.rows, self.query, self.held.max_kv_len
         return Batch(
             step.ids_N,
             step.positions_N,
@@ -138,14 +141,14 @@ class Grove:
             step.table_RP,
             step.real_N,
             self.every_T,
-            (Group(0, rows, 0, query, reach),),
-            (Extent(query, reach),) * rows,
-            tree=Tree(step.columns_N, step.hides_N, rows),
+            (Group(0, rows, 0, query, max_kv_len),),
+            (RowExtent(query, max_kv_len),) * rows,
+            tree=TreeMask(step.columns_N, step.tree_mask_N, rows),
         )
 
-    def _accept(self, needs: SamplingNeeds, step: Spread, hidden_TX: Tensor, logits_TV: Tensor) -> None:
+    def _accept(self, needs: SamplingNeeds, step: TreeInputs, hidden_TX: Tensor, logits_TV: Tensor) -> None:
         held, deepest = self.held, self.out.tokens_RD.shape[1]
-        drawn_N = held.sampling.draw(logits_TV, held.slots, step.slot_N, step.ints_NI, needs)
+        drawn_N = held.sampler.draw(logits_TV, held.slots, step.slot_N, step.ints_NI, needs)
         held.climbs.climb(drawn_N, step, held.fields, PAGE, self.out, self.paths)
         held.move(self.paths.from_M.view(-1, deepest), self.paths.to_M.view(-1, deepest))
         torch.index_select(hidden_TX, 0, self.paths.token_M, out=self.hidden_MX)
@@ -153,7 +156,7 @@ class Grove:
             slot_M = step.slot_N.index_select(0, self.paths.token_M)
             torch.index_select(held.slots.table_SP[:, : held.pages], 0, slot_M, out=self.table_MP)
 
-    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, Seen]:
+    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, DraftExtendInput]:
         many, query = len(plan.rows), self.query
         numbers = [row.slot for row in plan.rows] + [self.held.spare] * (self.rows - many)
         if numbers != self.numbers:  # mostly the same requests go on
@@ -162,102 +165,102 @@ class Grove:
         self.graph.replay()
         deepest = self.out.tokens_RD.shape[1]
         kept = tuple(row._replace(n=deepest, num_drafts=deepest - 1) for row in plan.rows)
-        straight = Seen(replace(plan, rows=kept), self.straight, self.hidden_MX)
-        seen = Seen(plan, self.batch, self.hidden_TX, straight)
+        compacted = DraftExtendInput(replace(plan, rows=kept), self.compacted, self.hidden_MX)
+        seen = DraftExtendInput(plan, self.batch, self.hidden_TX, compacted)
         return self.logits_TV[: many * query], self.slot_R[:many], self.ints_NI[::query][:many], seen
 
     def draws(self, plan: StepPlan) -> bool:
         return True
 
-    def sample(self, rows: int, needs: SamplingNeeds, sampling: Sampling) -> Sampled | None:
-        if needs not in self.graphs or sampling is not self.held.sampling:
+    def sample(self, rows: int, needs: SamplingNeeds, sampler: Sampler) -> Sampled | None:
+        if needs not in self.graphs or sampler is not self.held.sampler:
             return None
         self.graphs[needs].replay()
         out = self.out
         return Moved(out.tokens_RD[:rows], out.count_R[:rows], out.done_R[:rows], nodes_EQ=out.nodes_RD[:rows])
 
 
-class Learning:
+class TreeExtendGraph:
     """What `drafter` does with the paths of a recorded step. Rows that fill it up are of the spare slot, and all
     padding.
     """
 
-    def __init__(self, drafter: Branching, kernels: Kernels, of: Grove) -> None:
+    def __init__(self, drafter: TreeDrafter, kernels: DraftKernels, of: TreeGraph) -> None:
         self.drafter, self.kernels, self.of = drafter, kernels, of
         many, deepest = of.out.tokens_RD.shape
         first_R = deepest * torch.arange(many, device=of.slot_R.device)
-        self.rows = Rows(of.slot_R, torch.full_like(first_R, deepest), first_R)
+        self.rows = DraftRows(of.slot_R, torch.full_like(first_R, deepest), first_R)
 
-    def record(self, tape: Tape) -> None:
-        self.graph, _ = recorded(tape, self._learn)
+    def record(self, pool: GraphPool) -> None:
+        self.graph, _ = capture(pool, self._learn)
 
     def _learn(self) -> None:
-        held, batch, hidden_MX = self.of.held, self.of.straight, self.of.hidden_MX
+        held, batch, hidden_MX = self.of.held, self.of.compacted, self.of.hidden_MX
         self.drafter.learn_few(self.kernels, self.rows, batch, hidden_MX, held.slots, held.planes)
 
 
-class Growing:
+class TreeBuildGraph:
     """Trees of `width` nodes for up to `rows` rows: a graph for each kind of draw."""
 
-    def __init__(self, drafter: Branching, rows: int, width: int, held: Held) -> None:
+    def __init__(self, drafter: TreeDrafter, rows: int, width: int, held: Held) -> None:
         self.drafter, self.rows, self.width, self.held, device = drafter, rows, width, held, held.planes.device
         self.spares_R = torch.full((rows,), held.spare, dtype=torch.int64, device=device)
         self.slot_R = self.spares_R.clone()
-        # outside the pool, see `Grove`
+        # outside the pool, see `TreeGraph`
         token_RK = torch.zeros(rows, width, dtype=torch.int64, device=device)
-        self.out = Grown(token_RK, torch.zeros_like(token_RK), torch.ones(rows, dtype=torch.bool, device=device))
+        self.out = BuiltTree(token_RK, torch.zeros_like(token_RK), torch.ones(rows, dtype=torch.bool, device=device))
         self.made_R = torch.full_like(self.slot_R, width)
         self.graphs: dict[SamplingNeeds, Graph] = {}
 
-    def record(self, tape: Tape) -> None:
+    def record(self, pool: GraphPool) -> None:
         for needs in NEEDS:
-            self.graphs[needs], _ = recorded(tape, partial(self._grow, needs))
+            self.graphs[needs], _ = capture(pool, partial(self._grow, needs))
 
     def _grow(self, needs: SamplingNeeds) -> None:
-        held, asked = self.held, Asked(self.slot_R, self.held.reach, needs)
+        held, asked = self.held, DraftRequest(self.slot_R, self.held.max_kv_len, needs)
         self.drafter.grow(asked, self.width, held.slots, held.planes, self.out)
 
-    def replay(self, asked: Asked) -> Proposed:
+    def replay(self, asked: DraftRequest) -> DraftOutput:
         many, out = len(asked.slot_E), self.out
         torch.cat((asked.slot_E, self.spares_R[many:]), out=self.slot_R)
         self.graphs[SamplingNeeds(asked.needs.random, asked.needs.truncated)].replay()
-        return Proposed(out.token_EK[:many], self.made_R[:many], out.sound_E[:many], out.parent_EK[:many])
+        return DraftOutput(out.token_EK[:many], self.made_R[:many], out.sound_E[:many], out.parent_EK[:many])
 
 
 class TreeDrafts:
-    """See `drafting.RecordedDrafts`."""
+    """See `drafting.CapturedDrafts`."""
 
-    def __init__(self, learning: Sequence[Learning], growing: Sequence[Growing]) -> None:
-        self.learning = {id(one.of.straight): one for one in learning}
+    def __init__(self, learning: Sequence[TreeExtendGraph], growing: Sequence[TreeBuildGraph]) -> None:
+        self.learning = {id(one.of.compacted): one for one in learning}
         self.growing = sorted(growing, key=lambda one: one.rows)
 
-    def observe(self, seen: Seen) -> bool:
+    def extend(self, seen: DraftExtendInput) -> bool:
         one = self.learning.get(id(seen.batch))
         if one is None:
             return False
         one.graph.replay()
         return True
 
-    def propose(self, asked: Asked, width: int) -> Proposed | None:
+    def propose(self, asked: DraftRequest, width: int) -> DraftOutput | None:
         rows = len(asked.slot_E)
         fitting = next((one for one in self.growing if one.width == width and one.rows >= rows), None)
         return None if fitting is None else fitting.replay(asked)
 
 
-class Groves:
+class TreeGraphs:
     """What was recorded, by nodes and numbers of rows. drafts: what is learned of them, and how the next trees are
     grown.
     """
 
-    def __init__(self, groves: Sequence[Grove], drafts: RecordedDrafts) -> None:
-        self.groves, self.drafts = sorted(groves, key=lambda one: one.rows), drafts
+    def __init__(self, tree_graphs: Sequence[TreeGraph], drafts: CapturedDrafts) -> None:
+        self.tree_graphs, self.drafts = sorted(tree_graphs, key=lambda one: one.rows), drafts
 
-    def get(self, plan: StepPlan) -> Grove | None:
+    def get(self, plan: StepPlan) -> TreeGraph | None:
         """The smallest that holds its rows; None beyond the largest, and where rows have not as many nodes."""
         if not plan.is_verify or any(row.n != plan.sampled_per_row for row in plan.rows):
             return None
         return next(
-            (one for one in self.groves if one.query == plan.sampled_per_row and one.rows >= len(plan.rows)), None
+            (one for one in self.tree_graphs if one.query == plan.sampled_per_row and one.rows >= len(plan.rows)), None
         )
 
 
@@ -274,41 +277,41 @@ def forms(steps: Sequence[int], widths: Sequence[int], tree: TreeShape, requests
     return sorted(found, key=lambda form: (form[0] * form[1], form), reverse=True)
 
 
-def groves(
+def tree_graphs(
     runner: Runner,
     steps: Sequence[int],
     widths: Sequence[int],
     bounds: tuple[int, int],
-    tape: Tape,
+    pool: GraphPool,
     told: Callable[[], None] = lambda: None,
-) -> Groves:
+) -> TreeGraphs:
     """Records trees of so many drafts where steps of these numbers of rows are recorded. bounds: the longest context,
     and the spare slot, the last one. Raises DrafterFails, InsufficientMemory.
     """
     drafter, storage = runner.drafting.drafter, (runner.planes, runner.slots)
-    branching = drafter if isinstance(drafter, Branching) else None
-    attends, climbs = branching is not None and branching.head.attends, climbs_on(runner.planes.device)
-    held = Held(runner.model, *storage, *bounds, runner.sampling, runner.move, climbs, attends)
-    made, learning, growing = list[Grove](), list[Learning](), list[Growing]()
+    branching = drafter if isinstance(drafter, TreeDrafter) else None
+    attends, climbs = branching is not None and branching.head.attends, tree_kernels_on(runner.planes.device)
+    held = Held(runner.model, *storage, *bounds, runner.sampler, runner.move, climbs, attends)
+    made, learning, growing = list[TreeGraph](), list[TreeExtendGraph](), list[TreeBuildGraph]()
     for rows, query in forms(steps, widths, runner.slots.tree, held.spare):
-        made.append(Grove(rows, query, held))
-        with tape.running(f"{rows} trees of {query - 1} drafts"), blamed_on_drafter():
-            made[-1].record(tape)
+        made.append(TreeGraph(rows, query, held))
+        with pool.running(f"{rows} trees of {query - 1} drafts"), blamed_on_drafter():
+            made[-1].record(pool)
             if branching is not None and branching.kernels is not None:
-                learning.append(Learning(branching, branching.kernels, made[-1]))
-                learning[-1].record(tape)
+                learning.append(TreeExtendGraph(branching, branching.kernels, made[-1]))
+                learning[-1].record(pool)
             if branching is not None and runner.slots.tree.dynamic:
-                growing.append(Growing(branching, rows, query - 1, held))
-                growing[-1].record(tape)
+                growing.append(TreeBuildGraph(branching, rows, query - 1, held))
+                growing[-1].record(pool)
         told()
-    return Groves(made, TreeDrafts(learning, growing) if learning or growing else NOT_RECORDED)
+    return TreeGraphs(made, TreeDrafts(learning, growing) if learning or growing else NO_CAPTURED_DRAFTS)
 
 
 def _borrowed(batch: Batch, every_T: Tensor) -> Batch:
     assert batch.tree is not None, "what is recorded here are trees"
     held = batch.ids_T, batch.positions_T, batch.write_T, batch.table_RP, batch.real_T, *batch.tree[:2]
-    ids, positions, write, table, real, columns, hides = map(borrow, held)
+    ids, positions, write, table, real, columns, hides = map(view_of, held)
     return replace(
         batch, ids_T=ids, positions_T=positions, write_T=write, table_RP=table, real_T=real, emit_N=every_T,
-        tree=Tree(columns, hides, batch.tree.rows),
+        tree=TreeMask(columns, hides, batch.tree.rows),
     )  # fmt: skip

@@ -5,29 +5,33 @@ from __future__ import annotations
 import torch
 
 from thalweg.kernels.launch import supports_triton
-from thalweg.sampling.drafts import Coupled, Drawing, Independent
-from thalweg.sampling.relaxed import Relaxed
-from thalweg.sampling.sample import REFERENCE, Sampling
-from thalweg.sampling.standard import Standard
+from thalweg.sampling.draft_sampling import CoupledDraftSampling, DraftSampling, IndependentDraftSampling
+from thalweg.sampling.rejection import RejectionSampling
+from thalweg.sampling.relaxed import RelaxedAcceptance
+from thalweg.sampling.sample import REFERENCE, Sampler
 
 
-def sampling_on(device: torch.device) -> Sampling:
+def sampler_on(device: torch.device) -> Sampler:
     """Kernels on a GPU, where Triton is installed; else plain torch."""
     if not supports_triton(device):
         return REFERENCE
-    from thalweg.sampling.launched import Launched  # needs Triton
+    from thalweg.sampling.kernel_sampling import KernelSampler  # needs Triton
 
-    return Launched()
+    return KernelSampler()
 
 
-def ruled(sampling: Sampling, rule: str, candidates: int, delta: float) -> Sampling:
-    """The sampling, with drafts judged by this rule: "race" is its own. candidates, delta: see `relaxed.Relaxed`."""
+def with_acceptance_rule(sampler: Sampler, rule: str, candidates: int, delta: float) -> Sampler:
+    """The sampling, with drafts judged by this rule: "race" is its own. candidates, delta: see `relaxed.RelaxedAcceptance`."""
     if rule == "standard":
-        return Standard(sampling)
-    return Relaxed(sampling, candidates, delta) if rule == "relaxed" else sampling
+        return RejectionSampling(sampler)
+    return RelaxedAcceptance(sampler, candidates, delta) if rule == "relaxed" else sampler
 
 
-def drawing_for(rule: str, width: int, vocab: int, device: torch.device) -> Drawing:
+def draft_sampling_for(rule: str, width: int, vocab: int, device: torch.device) -> DraftSampling:
     """How drafts are drawn that this rule judges."""
-    sampling = sampling_on(device)
-    return Independent(width, vocab, sampling.odds) if rule == "standard" else Coupled(sampling)
+    sampler = sampler_on(device)
+    return (
+        IndependentDraftSampling(width, vocab, sampler.distribution)
+        if rule == "standard"
+        else CoupledDraftSampling(sampler)
+    )

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
-from thalweg.kernels.verify import ref
+from thalweg.kernels.verify_chain import ref
 
 
-class Path(NamedTuple):
+class SampledPositions(NamedTuple):
     """What each position of each row is sampled by. slot_N int64; ints_NI int64: its slot's integers as if the drafts
     before it were known, and ended where they reach the end; `at` is its own draft's column. drafts_EK int64.
     """
@@ -32,7 +32,7 @@ class Path(NamedTuple):
     drafts_EK: Tensor
 
 
-def path(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
+def chain_positions(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> SampledPositions:
     """The positions behind the known tokens of each row."""
     ahead_Q = torch.arange(query, device=slot_E.device)
     ints_EQI = ints_EI.unsqueeze(1).repeat(1, query, 1)
@@ -42,15 +42,15 @@ def path(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
     end_EQ *= length_EQ < end_EQ
     length_EQ.clamp_(max=slots.context)  # beyond the end nothing is accepted, but indices must be valid
     drafts_EK = slots.tokens_SL[slot_E.unsqueeze(1), length_EQ[:, :-1]].to(torch.int64)
-    return Path(slot_E.repeat_interleave(query), ints_EQI.flatten(0, 1), drafts_EK)
+    return SampledPositions(slot_E.repeat_interleave(query), ints_EQI.flatten(0, 1), drafts_EK)
 
 
-def follow(tokens_EQ: Tensor, along: Path, slots: Slots) -> tuple[Tensor, Tensor]:
+def accept_chain(tokens_EQ: Tensor, along: SampledPositions, slots: Slots) -> tuple[Tensor, Tensor]:
     """Appends the tokens drawn, as far as drafts agree, to their slots, and ends those that reached a stop id or their
     end. → how many of each row (0 where the slot had ended before), int64 [E]; whether it has ended, bool [E].
     """
     count_E, done_E = (tokens_EQ.new_empty(len(tokens_EQ), dtype=kind) for kind in (torch.int64, torch.bool))
     ids_N = torch.cat((tokens_EQ[:, :1], along.drafts_EK), 1).flatten()  # in the place of the known token any
     fields, out = (slots.stop_SK, slots.tokens_SL, slots.ints_SI), (torch.empty_like(tokens_EQ), count_E, done_E)
-    ref.follow(tokens_EQ.flatten(), ids_N, along.slot_N, along.ints_NI, *fields, out)
+    ref.verify_chain(tokens_EQ.flatten(), ids_N, along.slot_N, along.ints_NI, *fields, out)
     return count_E, done_E

@@ -38,7 +38,7 @@ def exponential(seed_E: Tensor, position_E: Tensor, vocab: int) -> Tensor:
     return uniform_EV.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
-def apart(seed_E: Tensor, purpose: int) -> Tensor:
+def seed_for(seed_E: Tensor, purpose: int) -> Tensor:
     """Seeds for another purpose: their random numbers are independent of those of `seed_E`, and of those for other
     purposes.
     """

@@ -17,23 +17,28 @@ from torch import Tensor
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import SamplingNeeds
-from thalweg.sampling.imposed import ahead
-from thalweg.sampling.sample import Logprobs, Sampled, Sampling
+from thalweg.sampling.sample import Logprobs, Sampled, Sampler
+from thalweg.sampling.simulated_acceptance import ahead
 
 
-class Relaxed:
+class RelaxedAcceptance:
     """`Sampling` that accepts a draft of the `candidates` most likely tokens whose probability is at least the largest
     one less `delta`, of several the most likely one, and beside those what `sampling` accepts.
     """
 
-    def __init__(self, sampling: Sampling, candidates: int, delta: float) -> None:
-        self.sampling, self.odds, self.candidates, self.delta = sampling, sampling.odds, candidates, delta
+    def __init__(self, sampler: Sampler, candidates: int, delta: float) -> None:
+        self.sampler, self.distribution, self.candidates, self.delta = (
+            sampler,
+            sampler.distribution,
+            candidates,
+            delta,
+        )
 
-    def edit(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, reach: int, masks: GrammarMasks | None,
+    def edit_logits(
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, max_kv_len: int, masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.sampling.edit(logits_NV, slots, slot_N, ints_NI, needs, reach, masks, behind_EQD)
+        self.sampler.edit_logits(logits_NV, slots, slot_N, ints_NI, needs, max_kv_len, masks, behind_EQD)
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         _, token_NK, any_NK = ahead(slots, slot_N, ints_NI)  # before the draw, which may write there
@@ -43,11 +48,13 @@ class Relaxed:
         p_NK = (logits_NV.gather(1, token_NK) - all_N1).exp()
         near_NK = any_NK & made_N1 & (p_NK > 0) & (p_NK >= best_NC[:, -1:]) & (p_NK >= best_NC[:, :1] - self.delta)
         draft_N = token_NK.gather(1, p_NK.masked_fill(~near_NK, -1.0).argmax(1, keepdim=True)).squeeze(1)
-        drawn_N = self.sampling.draw(logits_NV, slots, slot_N, ints_NI, needs)
+        drawn_N = self.sampler.draw(logits_NV, slots, slot_N, ints_NI, needs)
         return torch.where(near_NK.any(1), draft_N, drawn_N)
 
-    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds) -> Sampled:
-        return self.sampling.choose(logits_EV, slots, slot_E, ints_EI, needs)
+    def sample_into_slots(
+        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
+    ) -> Sampled:
+        return self.sampler.sample_into_slots(logits_EV, slots, slot_E, ints_EI, needs)
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
-        return self.sampling.logprobs(logits_NV, tokens_N, top)
+        return self.sampler.logprobs(logits_NV, tokens_N, top)

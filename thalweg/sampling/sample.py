@@ -16,12 +16,12 @@ from torch import Tensor
 from thalweg.batch.slots import Slots
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import SamplingNeeds
-from thalweg.kernels.temper.ref import tempered
-from thalweg.sampling.chain import Path, follow, path
-from thalweg.sampling.mask import forbid
-from thalweg.sampling.odds import REFERENCE_ODDS, Odds, winner
+from thalweg.kernels.temperature.ref import apply_temperature
+from thalweg.sampling.chain import SampledPositions, accept_chain, chain_positions
+from thalweg.sampling.distribution import REFERENCE_DISTRIBUTION, SamplingDistribution, argmax_token
+from thalweg.sampling.grammar_mask import apply_grammar_mask
 from thalweg.sampling.random import exponential
-from thalweg.sampling.tree import climb, paths, unfolded
+from thalweg.sampling.tree import accept_path, tree_paths, tree_positions
 
 BANNED = (
     -1e30
@@ -54,14 +54,14 @@ class Moved(Sampled):
     __slots__ = ()
 
 
-class Sampling(Protocol):
+class Sampler(Protocol):
     """The three steps of accept, on one kind of device. odds: for rules that go by more than what is drawn."""
 
     @property
-    def odds(self) -> Odds: ...
+    def distribution(self) -> SamplingDistribution: ...
 
-    def edit(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, reach: int, masks: GrammarMasks | None,
+    def edit_logits(
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, max_kv_len: int, masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Penalties, bias, minimum length and grammar, in place. behind_EQD int64, of positions that are nodes of
@@ -74,41 +74,45 @@ class Sampling(Protocol):
         tokens plane behind what is known.
         """
 
-    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds) -> Sampled:
+    def sample_into_slots(
+        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
+    ) -> Sampled:
         """Draws a token of each row and writes it into the slots."""
 
     def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
         """Log-probabilities of `tokens_N` and the `top` most likely ids with theirs; (None, None, None) for top < 0."""
 
 
-class Reference:
+class ReferenceSampler:
     """Plain torch, on any device."""
 
-    odds = REFERENCE_ODDS
+    distribution = REFERENCE_DISTRIBUTION
 
-    def edit(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, reach: int, masks: GrammarMasks | None,
+    def edit_logits(
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, max_kv_len: int, masks: GrammarMasks | None,
         behind_EQD: Tensor | None = None,
     ) -> None:  # fmt: skip
         if needs.penalised:
             query = 1 if behind_EQD is None else behind_EQD.shape[1]
             known = slot_N[::query], ints_NI[::query, 0], ints_NI[::query, 4]
-            penalise(logits_NV, slots, *known, min(reach, slots.context), behind_EQD)
+            penalise(logits_NV, slots, *known, min(max_kv_len, slots.context), behind_EQD)
         if needs.biased:
             logits_NV.scatter_add_(1, slots.bias_ids_SB[slot_N], slots.bias_SB[slot_N])
             stop_NK = slots.stop_SK[slot_N]
             early_NK = (ints_NI[:, 0] < ints_NI[:, 5])[:, None] & (stop_NK >= 0)
             logits_NV.scatter_add_(1, stop_NK.clamp(min=0), torch.where(early_NK, BANNED, 0.0))
         if masks is not None:
-            forbid(logits_NV, masks)
+            apply_grammar_mask(logits_NV, masks)
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         if not needs.random:
-            return winner(logits_NV)
+            return argmax_token(logits_NV)
         floats_NF = slots.floats_SF[slot_N]
         return draw(logits_NV, floats_NF, ints_NI[:, 6], ints_NI[:, 3], ints_NI[:, 0], needs.truncated)
 
-    def choose(self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds) -> Sampled:
+    def sample_into_slots(
+        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
+    ) -> Sampled:
         tokens_E = self.draw(logits_EV, slots, slot_E, ints_EI, needs)
         stop_EK = slots.stop_SK.index_select(0, slot_E)
         done_E, live_E = _settle(tokens_E, slot_E, ints_EI, stop_EK, slots.tokens_SL, slots.state_S3, slots.context)
@@ -118,7 +122,7 @@ class Reference:
         return logprobs(logits_NV, tokens_N, top)
 
 
-REFERENCE = Reference()
+REFERENCE = ReferenceSampler()
 
 
 def accept(
@@ -127,9 +131,9 @@ def accept(
     slot_E: Tensor,
     ints_EI: Tensor,
     needs: SamplingNeeds,
-    reach: int,
+    max_kv_len: int,
     masks: GrammarMasks | None = None,
-    sampling: Sampling = REFERENCE,
+    sampler: Sampler = REFERENCE,
     recorded: Callable[[SamplingNeeds], Sampled | None] | None = None,
 ) -> Sampled:
     """Draws the next tokens of each row, writes them into `slots`, and ends those that reached a stop id or their end.
@@ -141,38 +145,38 @@ def accept(
     """
     query = len(logits_NV) // len(slot_E)
     apart, own_NV = slots.tree.is_tree_step(query), logits_NV
-    along: Path | None = None
+    along: SampledPositions | None = None
     if needs.penalised or needs.biased or masks is not None:
         if needs.logprobs >= 0:
             own_NV = logits_NV.clone()
         along = _along(slots, slot_E, ints_EI, query)
-        behind_EQD = paths(slots, along, query) if apart and needs.penalised else None
-        sampling.edit(logits_NV, slots, along.slot_N, along.ints_NI, needs, reach, masks, behind_EQD)
+        behind_EQD = tree_paths(slots, along, query) if apart and needs.penalised else None
+        sampler.edit_logits(logits_NV, slots, along.slot_N, along.ints_NI, needs, max_kv_len, masks, behind_EQD)
     made = None if recorded is None else recorded(SamplingNeeds(needs.random, needs.truncated))
     if made is None and query == 1:
-        made = sampling.choose(logits_NV, slots, slot_E, ints_EI, needs)
+        made = sampler.sample_into_slots(logits_NV, slots, slot_E, ints_EI, needs)
     if made is None:
         along = along or _along(slots, slot_E, ints_EI, query)
-        tokens_EQ = sampling.draw(logits_NV, slots, along.slot_N, along.ints_NI, needs).view(-1, query)
+        tokens_EQ = sampler.draw(logits_NV, slots, along.slot_N, along.ints_NI, needs).view(-1, query)
         if apart:
-            tokens_ED, count_E, done_E, nodes_ED = climb(tokens_EQ, along.drafts_EK, slots, slot_E, ints_EI)
+            tokens_ED, count_E, done_E, nodes_ED = accept_path(tokens_EQ, along.drafts_EK, slots, slot_E, ints_EI)
             made = Sampled(tokens_ED, count_E, done_E, nodes_EQ=nodes_ED)
         else:
-            made = Sampled(tokens_EQ, *follow(tokens_EQ, along, slots))
+            made = Sampled(tokens_EQ, *accept_chain(tokens_EQ, along, slots))
     if needs.logprobs < 0:
         return made
     if made.nodes_EQ is not None:
         first_E1 = torch.arange(len(slot_E), device=slot_E.device).unsqueeze(1) * query
         own_NV = own_NV.index_select(0, (first_E1 + made.nodes_EQ).flatten())
-    logprob_N, ids_NK, values_NK = sampling.logprobs(own_NV, made.tokens_EQ.flatten().clamp(min=0), needs.logprobs)
+    logprob_N, ids_NK, values_NK = sampler.logprobs(own_NV, made.tokens_EQ.flatten().clamp(min=0), needs.logprobs)
     return replace(made, logprob_N=logprob_N, top_ids_NK=ids_NK, top_logprobs_NK=values_NK)
 
 
-def _along(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
+def _along(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> SampledPositions:
     """What each position is sampled by."""
     if query == 1:
-        return Path(slot_E, ints_EI, slot_E.new_empty(len(slot_E), 0))
-    return (unfolded if slots.tree.is_tree_step(query) else path)(slots, slot_E, ints_EI, query)
+        return SampledPositions(slot_E, ints_EI, slot_E.new_empty(len(slot_E), 0))
+    return (tree_positions if slots.tree.is_tree_step(query) else chain_positions)(slots, slot_E, ints_EI, query)
 
 
 def _settle(
@@ -198,7 +202,7 @@ def _settle(
 
 
 def penalise(
-    logits_NV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, prompt_len_E: Tensor, reach: int, behind_EQD: Tensor | None = None
+    logits_NV: Tensor, slots: Slots, slot_E: Tensor, length_E: Tensor, prompt_len_E: Tensor, max_kv_len: int, behind_EQD: Tensor | None = None
 ) -> None:  # fmt: skip
     """Repetition penalty over prompt and output (divides positive, multiplies negative logits), frequency and presence
     over the output.
@@ -208,8 +212,8 @@ def penalise(
     position, N = E.
     """
     vocab = logits_NV.shape[1]
-    tokens_EL = slots.tokens_SL[slot_E, :reach].to(torch.int64)
-    at_L = torch.arange(reach, device=tokens_EL.device)
+    tokens_EL = slots.tokens_SL[slot_E, :max_kv_len].to(torch.int64)
+    at_L = torch.arange(max_kv_len, device=tokens_EL.device)
     known_EL = at_L < length_E[:, None]
     output_EL = known_EL & (at_L >= prompt_len_E[:, None])
     nothing_EV = logits_NV.new_zeros(len(slot_E), vocab)
@@ -238,9 +242,9 @@ def draw(
     An exponential race (arg min of Exp(1) / p) needs neither normalisation nor a cumulative sum, and its coins are per
     token id, so that the draw does not depend on the order of equal probabilities.
     """
-    scaled_EV = tempered(logits_EV, floats_EF, top_k_E, truncated)
+    scaled_EV = apply_temperature(logits_EV, floats_EF, top_k_E, truncated)
     race_EV = scaled_EV - exponential(seed_E, position_E, logits_EV.shape[1]).log_()
-    return torch.where(floats_EF[:, 0] == 0, winner(logits_EV), winner(race_EV))
+    return torch.where(floats_EF[:, 0] == 0, argmax_token(logits_EV), argmax_token(race_EV))
 
 
 def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:

@@ -16,18 +16,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thalweg.batch.prepare import nodes
+from thalweg.batch.inputs import tree_nodes
 from thalweg.batch.slots import Slots
-from thalweg.kernels.climb.ref import walk
-from thalweg.kernels.verify.ref import append, stops
-from thalweg.sampling.chain import Path
+from thalweg.kernels.verify_chain.ref import append, stops
+from thalweg.kernels.verify_tree.ref import walk
+from thalweg.sampling.chain import SampledPositions
 
 
-def unfolded(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
+def tree_positions(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> SampledPositions:
     """What each node of each row is sampled by: as the position of a chain that has as many drafts before it."""
     node_Q = torch.arange(query, device=slot_E.device)
     slot_N, node_N = slot_E.repeat_interleave(query), node_Q.repeat(len(slot_E))
-    _, depth_N, _ = nodes(slots, slot_N, node_N)
+    _, depth_N, _ = tree_nodes(slots, slot_N, node_N)
     ints_NI = ints_EI.repeat_interleave(query, 0)
     length_N, end_N = ints_NI[:, 0], ints_NI[:, 2]
     column_EK = (ints_EI[:, :1] + node_Q[:-1]).clamp(max=slots.context)
@@ -36,24 +36,24 @@ def unfolded(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> Path:
     ints_NI[:, 1] += node_N
     end_N *= length_N < end_N
     length_N.clamp_(max=slots.context)
-    return Path(slot_N, ints_NI, drafts_EK)
+    return SampledPositions(slot_N, ints_NI, drafts_EK)
 
 
-def paths(slots: Slots, along: Path, query: int) -> Tensor:
+def tree_paths(slots: Slots, along: SampledPositions, query: int) -> Tensor:
     """int64 [E, Q, D]: the drafts on the path to each node, that of the node last, -1 behind."""
     deepest, rows = slots.tree.max_depth, len(along.drafts_EK)
     node_N = torch.arange(query, device=along.slot_N.device).repeat(rows)
     row_N = torch.arange(rows, device=node_N.device).repeat_interleave(query)
     behind_ND = along.drafts_EK.new_full((rows * query, deepest + 1), -1)  # the last takes what the root has not
     for _ in range(deepest):
-        parent_N, depth_N, _ = nodes(slots, along.slot_N, node_N)
+        parent_N, depth_N, _ = tree_nodes(slots, along.slot_N, node_N)
         draft_N = along.drafts_EK[row_N, (node_N - 1).clamp(min=0)]
         behind_ND.scatter_(1, torch.where(node_N > 0, depth_N - 1, deepest).unsqueeze(1), draft_N.unsqueeze(1))
         node_N = parent_N
     return behind_ND[:, :deepest].view(rows, query, deepest)
 
 
-def climb(
+def accept_path(
     tokens_EQ: Tensor, drafts_EK: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Appends the tokens drawn along the path to their slots, and ends those that reached a stop id or their end. →

@@ -23,7 +23,7 @@ from thalweg.weights.table import WeightTable
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class DraftExtendInput:
     """A step behind its accept, as a drafter learns from it. batch: the plan's tokens, and maybe padding behind them,
     in the plan's order. hidden_TH: of the target, after its final norm. Some of the tokens may have been drafts that
     were not accepted. straight: of trees whose accept moves their paths by itself, the step with these alone.
@@ -32,22 +32,22 @@ class Seen:
     plan: StepPlan
     batch: Batch
     hidden_TH: Tensor
-    straight: Seen | None = None
+    compacted: DraftExtendInput | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DraftRequest:
     """Whom to draft for: slot_E int64, and an upper bound of their lengths in tokens. needs: what they ask of
     sampling.
     """
 
     slot_E: Tensor
-    reach: int
+    max_kv_len: int
     needs: SamplingNeeds
 
 
 @dataclass(frozen=True, slots=True)
-class Proposed:
+class DraftOutput:
     """drafts_EK int64; the first `made_E` int64 of each row are drafts. sound: bool, of each row or of all, False where
     the drafter computed rubbish. parents_EK int64: of each draft the node before it (`core.tree`); None for chains.
     """
@@ -58,7 +58,7 @@ class Proposed:
     parents_EK: Tensor | None = None
 
 
-class Weighted(Protocol):
+class HasWeights(Protocol):
     """A module with weights."""
 
     facts: ModelFacts
@@ -72,10 +72,10 @@ class Drafter(Protocol):
     the compute stream.
     """
 
-    def modules(self) -> tuple[Weighted, ...]:
+    def modules(self) -> tuple[HasWeights, ...]:
         """What has weights in the target's checkpoint."""
 
-    def own(self) -> tuple[Weighted, ...]:
+    def own(self) -> tuple[HasWeights, ...]:
         """What has weights in the drafter's own folder."""
 
     def planes(self) -> tuple[PlaneSpec, ...]:
@@ -92,23 +92,23 @@ class Drafter(Protocol):
     def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
         """These slots were bound, and have their pages."""
 
-    def observe(self, seen: Seen, slots: Slots, planes: Planes) -> None:
+    def extend(self, seen: DraftExtendInput, slots: Slots, planes: Planes) -> None:
         """Learns from a step, whose accepted tokens are in the slots."""
 
-    def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
+    def propose(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> DraftOutput | None:
         """Puts up to `width` drafts, which may be 0, behind the known tokens of each slot, and their number into
         `made`. None: there are none. Whatever was computed, what is put there are ids of the target, whose embeddings
         the next step reads.
         """
 
 
-class Stateless:
+class StatelessDrafter:
     """A drafter without weights, planes and fields: what such a one leaves undone."""
 
-    def modules(self) -> tuple[Weighted, ...]:
+    def modules(self) -> tuple[HasWeights, ...]:
         return ()
 
-    def own(self) -> tuple[Weighted, ...]:
+    def own(self) -> tuple[HasWeights, ...]:
         return ()
 
     def planes(self) -> tuple[PlaneSpec, ...]:
@@ -123,14 +123,14 @@ class Stateless:
     def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
         return
 
-    def observe(self, seen: Seen, slots: Slots, planes: Planes) -> None:
+    def extend(self, seen: DraftExtendInput, slots: Slots, planes: Planes) -> None:
         return
 
 
-class NoDrafter(Stateless):
+class NoDrafter(StatelessDrafter):
     """Off is a value: to accept without drafts is to sample."""
 
-    def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> None:
+    def propose(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> None:
         return
 
 

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from thalweg.batch.slots import Slots
 from thalweg.memory.planes import Planes
-from thalweg.spec.drafter import Asked, Proposed, Stateless
+from thalweg.spec.drafter import DraftOutput, DraftRequest, StatelessDrafter
 
 LEAST, MOST = 2, 5  # last tokens that must, and that may, have stood there before
 
 
-class NgramDrafter(Stateless):
+class NgramDrafter(StatelessDrafter):
     """The longest of these that is found counts, and of its places the last."""
 
-    def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
-        slot_E, columns = asked.slot_E, min(asked.reach + 1, slots.context)
+    def propose(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> DraftOutput | None:
+        slot_E, columns = asked.slot_E, min(asked.max_kv_len + 1, slots.context)
         if not width:
             slots.made.index_fill_(0, slot_E, 0)
             return None
@@ -39,7 +39,7 @@ class NgramDrafter(Stateless):
         column_EK = (length_E.unsqueeze(1) + ahead_K).clamp(max=slots.context)
         place_EK = slot_E.unsqueeze(1) * slots.tokens_SL.shape[1] + column_EK
         slots.tokens_SL.view(-1).index_copy_(0, place_EK.flatten(), drafts_EK.flatten())
-        return Proposed(drafts_EK.to(torch.int64), made_E, torch.ones((), dtype=torch.bool, device=slot_E.device))
+        return DraftOutput(drafts_EK.to(torch.int64), made_E, torch.ones((), dtype=torch.bool, device=slot_E.device))
 
 
 def lookup(tokens_EC: Tensor, length_E: Tensor) -> tuple[Tensor, Tensor]:

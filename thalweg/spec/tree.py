@@ -21,21 +21,29 @@ from typing import NamedTuple, Sequence
 import torch
 from torch import Tensor
 
-from thalweg.batch.batch import Batch, Extent, Group, Tree
-from thalweg.batch.prepare import gather
+from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
+from thalweg.batch.inputs import gather
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
-from thalweg.kernels.climb.ref import Fields
-from thalweg.kernels.grow.ref import Candidates, Grown, Level, Placed, first_of, hides_of, plant
+from thalweg.kernels.build_tree.ref import (
+    BuiltTree,
+    LevelInputs,
+    TreeCandidates,
+    TreeLevel,
+    first_candidate,
+    store_tree,
+    tree_masks_of,
+)
+from thalweg.kernels.verify_tree.ref import SlotTensors
 from thalweg.memory.planes import Planes
 from thalweg.models.draft_head import DraftHead
-from thalweg.sampling.drafts import Drawing
-from thalweg.sampling.odds import Odds
-from thalweg.spec.drafter import Asked, Proposed
-from thalweg.spec.launched import PLAIN, growth_on
-from thalweg.spec.unroll import HIDDEN, Unrolled, spread
+from thalweg.sampling.distribution import SamplingDistribution
+from thalweg.sampling.draft_sampling import DraftSampling
+from thalweg.spec.autoregressive import HIDDEN, AutoregressiveDrafter, spread
+from thalweg.spec.draft_kernels import PLAIN, tree_builder_on
+from thalweg.spec.drafter import DraftOutput, DraftRequest
 
 AT_ONCE = 256  # nodes whose logits stand beside each other: bounds what a level takes
 
@@ -67,59 +75,61 @@ class Rows(NamedTuple):
     slot_E: Tensor
     ints_EI: Tensor
     state_EW: Tensor
-    reach: int
+    max_kv_len: int
     needs: SamplingNeeds
 
 
 class Known(NamedTuple):
-    """Nodes of a static tree that are expanded together. ahead_EM: columns between the root's and theirs; hides_EM: see
-    `batch.Tree`; depth: of all.
+    """Nodes of a static tree that are expanded together. ahead_EM: columns between the root's and theirs; mask_EM: see
+    `batch.TreeMask`; depth: of all.
     """
 
     ids_EM: Tensor
     state_EMW: Tensor
     ahead_EM: Tensor
-    hides_EM: Tensor
+    mask_EM: Tensor
     depth: int
 
 
-class Branching(Unrolled):
+class TreeDrafter(AutoregressiveDrafter):
     """The `Drafter` of one head that drafts trees of up to this shape. One draft is a chain."""
 
-    def __init__(self, head: DraftHead, drawing: Drawing, shape: TreeShape, apart: bool = False) -> None:
-        super().__init__(head, drawing, apart)
+    def __init__(
+        self, head: DraftHead, draft_sampling: DraftSampling, shape: TreeShape, has_own_weights: bool = False
+    ) -> None:
+        super().__init__(head, draft_sampling, has_own_weights)
         self.shape = shape
         self.order = () if shape.dynamic else static(shape)
-        self.growth = growth_on(head.main[0].factory.device)
+        self.growth = tree_builder_on(head.main[0].factory.device)
 
-    def propose(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed | None:
+    def propose(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> DraftOutput | None:
         if not self.shape.is_tree_step(1 + width):
             return super().propose(asked, width, slots, planes)
         if not self.shape.dynamic:
             return self._static(asked, width, slots, planes)
-        slot_E, nodes = asked.slot_E, min(width, first_of(self._levels(width), self.shape.branching))
+        slot_E, nodes = asked.slot_E, min(width, first_candidate(self._levels(width), self.shape.branching))
         token_EK, parent_EK = (slot_E.new_empty(len(slot_E), nodes) for _ in range(2))
-        out = Grown(token_EK, parent_EK, torch.empty_like(slot_E, dtype=torch.bool))
+        out = BuiltTree(token_EK, parent_EK, torch.empty_like(slot_E, dtype=torch.bool))
         self.grow(asked, width, slots, planes, out)
-        return Proposed(token_EK, slots.made.index_select(0, slot_E), out.sound_E, parent_EK)
+        return DraftOutput(token_EK, slots.made.index_select(0, slot_E), out.sound_E, parent_EK)
 
     def _levels(self, width: int) -> int:
         return min(self.shape.max_depth, width)
 
-    def _static(self, asked: Asked, width: int, slots: Slots, planes: Planes) -> Proposed:
+    def _static(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes) -> DraftOutput:
         slot_E, order, device, many = asked.slot_E, self.order[:width], asked.slot_E.device, len(asked.slot_E)
         ints_EI, state_EW = slots.ints_SI.index_select(0, slot_E), slots.extra[HIDDEN].index_select(0, slot_E)
-        rows = Rows(slot_E, ints_EI, state_EW, asked.reach, asked.needs)
+        rows = Rows(slot_E, ints_EI, state_EW, asked.max_kv_len, asked.needs)
         forms = [node.parent for node in order], [node.depth for node in order]
         parent_1K, depth_1K = upload(forms, torch.int64, device).chunk(2)
-        hides_1N = hides_of(parent_1K, depth_1K, self.shape.max_depth)
+        mask_1N = tree_masks_of(parent_1K, depth_1K, self.shape.max_depth)
         root_E1 = slots.tokens_SL[slot_E, ints_EI[:, 1]].to(torch.int64).unsqueeze(1)
         token_EN, state_EMW = root_E1.repeat(1, 1 + len(order)), state_EW.unsqueeze(1)
         # whether logits were numbers: else not even a node's first child is possible
         numbers_E = torch.ones_like(slot_E, dtype=torch.bool)
         for depth, stage in enumerate(stages(order)):
             node_M, before_M = upload((stage.nodes, stage.before), torch.int64, device)
-            places = node_M.expand(many, -1), hides_1N[0, node_M].expand(many, -1)
+            places = node_M.expand(many, -1), mask_1N[0, node_M].expand(many, -1)
             batch = self._batch(Known(token_EN[:, node_M], state_EMW[:, before_M], *places, depth), rows, slots)
             state_TW = self.steps.forward(batch.ids_T, state_EMW[:, before_M].flatten(0, 1), batch, planes)
             state_EMW = state_TW.view(many, len(node_M), -1)
@@ -128,38 +138,42 @@ class Branching(Unrolled):
             token_EMB = token_TB.view(many, len(node_M), -1)
             children, behind, rank = upload((stage.children, stage.behind, stage.rank), torch.int64, device)
             token_EN[:, children] = token_EMB[:, behind, rank]
-        parent_EK, depth_EK, hides_EK = (x.expand(many, -1) for x in (parent_1K, depth_1K, hides_1N[:, 1:]))
+        parent_EK, depth_EK, mask_EK = (x.expand(many, -1) for x in (parent_1K, depth_1K, mask_1N[:, 1:]))
         token_EK = token_EN[:, 1:]
-        plant(token_EK, parent_EK, depth_EK, hides_EK, slot_E, ints_EI, fields_of(slots))
+        store_tree(token_EK, parent_EK, depth_EK, mask_EK, slot_E, ints_EI, slot_tensors(slots))
         sound_E = numbers_E & state_EMW.isfinite().flatten(1).all(1) | ~state_EW.isfinite().all(1)
-        return Proposed(token_EK, slots.made.index_select(0, slot_E), sound_E, parent_EK)
+        return DraftOutput(token_EK, slots.made.index_select(0, slot_E), sound_E, parent_EK)
 
-    def grow(self, asked: Asked, width: int, slots: Slots, planes: Planes, out: Grown) -> None:
+    def grow(self, asked: DraftRequest, width: int, slots: Slots, planes: Planes, out: BuiltTree) -> None:
         """A dynamic tree behind the known tokens of each slot. Asks the host for nothing."""
         slot_E, many, device, branches = asked.slot_E, len(asked.slot_E), asked.slot_E.device, self.shape.branching
-        reach = min(asked.reach + 1 + self.shape.reserved_columns(slots.tree.num_drafts), slots.context)
+        max_kv_len = min(asked.max_kv_len + 1 + self.shape.reserved_columns(slots.tree.num_drafts), slots.context)
         nothing_E1 = torch.zeros(many, 1, dtype=torch.int64, device=device)
         # the bits of 0 are those of 0.0: one launch makes both
-        level = Level(nothing_E1, nothing_E1, nothing_E1, nothing_E1.view(torch.float32).view(-1)[:many].view(many, 1))
+        level = TreeLevel(
+            nothing_E1, nothing_E1, nothing_E1, nothing_E1.view(torch.float32).view(-1)[:many].view(many, 1)
+        )
         held = slots.ints_SI, slots.tokens_SL, slots.table_SP
-        decode = PLAIN.decode if self.kernels is None else self.kernels.decode
-        *root, table_EP, ints_EI = decode(slot_E, nothing_E1[:, 0], *held, -(-reach // PAGE), PAGE)
+        build_decode_inputs = PLAIN.build_decode_inputs if self.kernels is None else self.kernels.build_decode_inputs
+        *root, table_EP, ints_EI = build_decode_inputs(slot_E, nothing_E1[:, 0], *held, -(-max_kv_len // PAGE), PAGE)
         given_EW = state_TW = slots.extra[HIDDEN].index_select(0, slot_E)
-        rows = Rows(slot_E, ints_EI, given_EW, asked.reach, asked.needs)
+        rows = Rows(slot_E, ints_EI, given_EW, asked.max_kv_len, asked.needs)
         ids, positions, write, real = root
-        group, extent = Group(0, many, 0, 1, reach), Extent(1, reach)
+        group, extent = Group(0, many, 0, 1, max_kv_len), RowExtent(1, max_kv_len)
         batch = Batch(ids, positions, write, table_EP, real, slot_E, (group,), (extent,) * many)
         deepest = self._levels(width)
-        token_EC = torch.empty(many, first_of(deepest, branches), dtype=torch.int64, device=device)
-        made = Candidates(torch.empty_like(token_EC, dtype=torch.float32), token_EC, torch.empty_like(token_EC))
+        token_EC = torch.empty(many, first_candidate(deepest, branches), dtype=torch.int64, device=device)
+        made = TreeCandidates(torch.empty_like(token_EC, dtype=torch.float32), token_EC, torch.empty_like(token_EC))
         for depth in range(deepest):
             state_TW = self.steps.forward(batch.ids_T, state_TW, batch, planes)
-            best = self._best(state_TW, rows, depth, slots)
-            level, placed = self.growth.advance(*best, level, depth, slot_E, ints_EI, slots.table_SP, PAGE, made)
+            top_children = self._best(state_TW, rows, depth, slots)
+            level, placed = self.growth.expand_level(
+                *top_children, level, depth, slot_E, ints_EI, slots.table_SP, PAGE, made
+            )
             if depth + 1 < deepest:
-                batch, state_TW = _step(placed, table_EP, slot_E, reach), state_TW.index_select(0, placed.from_T)
-        settled = made, branches, state_TW, given_EW, slot_E, ints_EI, fields_of(slots)
-        self.growth.settle(*settled, out)
+                batch, state_TW = _step(placed, table_EP, slot_E, max_kv_len), state_TW.index_select(0, placed.from_T)
+        settled = made, branches, state_TW, given_EW, slot_E, ints_EI, slot_tensors(slots)
+        self.growth.store_best_tree(*settled, out)
 
     def _best(self, state_TW: Tensor, rows: Rows, depth: int, slots: Slots) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens [T, B] of the likeliest children of nodes of one depth, equally many of each
@@ -182,58 +196,65 @@ class Branching(Unrolled):
     ) -> tuple[Tensor, Tensor]:
         logits_TD = self.head.logits(state_TW)
         if not needs.random:
-            return self.growth.best(logits_TD, self.shape.branching, self.head.ids_D)
+            return self.growth.top_children(logits_TD, self.shape.branching, self.head.ids_D)
         logits_TV = spread(logits_TD, self.head)
-        raced_TV = _raced(self.drawing.odds, logits_TV, slots, slot_E, ints_EI, depth, needs.truncated)
-        return self.growth.best(raced_TV, self.shape.branching, None)
+        raced_TV = _raced(self.draft_sampling.distribution, logits_TV, slots, slot_E, ints_EI, depth, needs.truncated)
+        return self.growth.top_children(raced_TV, self.shape.branching, None)
 
     def _batch(self, level: Known, rows: Rows, slots: Slots) -> Batch:
         """The nodes of a level as a step."""
         many, nodes = level.ids_EM.shape
         slot_T, ints_TI = rows.slot_E.repeat_interleave(nodes), rows.ints_EI.repeat_interleave(nodes, 0)
-        column_T, hides_T = (rows.ints_EI[:, 1:2] + level.ahead_EM).flatten(), level.hides_EM.flatten()
+        column_T, tree_mask_T = (rows.ints_EI[:, 1:2] + level.ahead_EM).flatten(), level.mask_EM.flatten()
         _, column_T, write_T, real_T = gather(slot_T, column_T, ints_TI, slots.tokens_SL, slots.table_SP)
-        reach = min(
-            rows.reach + 1 + (self.shape.reserved_columns(slots.tree.num_drafts) if level.depth else 0), slots.context
+        max_kv_len = min(
+            rows.max_kv_len + 1 + (self.shape.reserved_columns(slots.tree.num_drafts) if level.depth else 0),
+            slots.context,
         )
         return Batch(
             ids_T=level.ids_EM.flatten() * real_T,
             positions_T=(ints_TI[:, 1] + level.depth) * real_T,
             write_T=write_T,
-            table_RP=slots.table_SP[:, : -(-reach // PAGE)].index_select(0, rows.slot_E),
+            table_RP=slots.table_SP[:, : -(-max_kv_len // PAGE)].index_select(0, rows.slot_E),
             real_T=real_T,
             emit_N=slot_T,
-            groups=(Group(0, many, 0, nodes, reach),),
-            extents=(Extent(nodes, reach),) * many,
-            tree=Tree(column_T, hides_T * real_T, many) if level.depth else None,
+            groups=(Group(0, many, 0, nodes, max_kv_len),),
+            extents=(RowExtent(nodes, max_kv_len),) * many,
+            tree=TreeMask(column_T, tree_mask_T, many) if level.depth else None,
         )
 
 
-def _step(placed: Placed, table_EP: Tensor, slot_E: Tensor, reach: int) -> Batch:
+def _step(placed: LevelInputs, table_EP: Tensor, slot_E: Tensor, max_kv_len: int) -> Batch:
     """Nodes of a level as a step."""
     many, nodes = len(slot_E), len(placed.ids_T) // len(slot_E)
-    groups, extents = (Group(0, many, 0, nodes, reach),), (Extent(nodes, reach),) * many
-    tree = Tree(placed.columns_T, placed.hides_T, many)
+    groups, extents = (Group(0, many, 0, nodes, max_kv_len),), (RowExtent(nodes, max_kv_len),) * many
+    tree = TreeMask(placed.columns_T, placed.tree_mask_T, many)
     return Batch(
         placed.ids_T, placed.positions_T, placed.write_T, table_EP, placed.real_T, slot_E, groups, extents, tree=tree
     )
 
 
-def fields_of(slots: Slots) -> Fields:
+def slot_tensors(slots: Slots) -> SlotTensors:
     """What kernels read and write of the slots."""
-    return Fields(slots.stop_SK, slots.tokens_SL, slots.ints_SI, slots.table_SP, slots.nodes_SN3)
+    return SlotTensors(slots.stop_SK, slots.tokens_SL, slots.ints_SI, slots.table_SP, slots.nodes_SN3)
 
 
 def _raced(
-    odds: Odds, logits_TV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, depth: int, truncated: bool
+    distribution: SamplingDistribution,
+    logits_TV: Tensor,
+    slots: Slots,
+    slot_E: Tensor,
+    ints_EI: Tensor,
+    depth: int,
+    truncated: bool,
 ) -> Tensor:
     """Logits of the rows that sample, as they stand in the race that draws the token behind each node; its coins are
     the target's.
     """
     nodes = len(logits_TV) // len(slot_E)
     slot_T, ints_TI = slot_E.repeat_interleave(nodes), ints_EI.repeat_interleave(nodes, 0)
-    scaled_TV = odds.tempered(logits_TV, slots, slot_T, ints_TI, truncated)
-    race_TV = odds.raced(scaled_TV, ints_EI[:, 3], ints_EI[:, 0] + depth)
+    scaled_TV = distribution.apply_temperature(logits_TV, slots, slot_T, ints_TI, truncated)
+    race_TV = distribution.add_gumbel_noise(scaled_TV, ints_EI[:, 3], ints_EI[:, 0] + depth)
     return torch.where(slots.floats_SF[:, :1].index_select(0, slot_T) == 0, logits_TV, race_TV)
 
 

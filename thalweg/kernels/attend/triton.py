@@ -93,11 +93,11 @@ def share_of(split, splits, pages, FIXED: tl.constexpr):
 
 
 @triton.jit
-def unhidden(hides, before):
-    """Whether rows see the columns so many places before their own. hides: see `batch.Tree`; its highest bit is never
-    set.
+def is_seen(tree_mask, before):
+    """Whether rows see the columns so many places before their own. tree_mask: see `batch.TreeMask`; its highest bit is
+    always set.
     """
-    return ((hides[:, None] >> tl.minimum(tl.maximum(before, 0), 63).to(tl.int64)) & 1) == 0
+    return ((tree_mask[:, None] >> tl.minimum(tl.maximum(before, 0), 63).to(tl.int64)) & 1) != 0
 
 
 @triton.jit

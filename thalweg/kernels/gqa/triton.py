@@ -27,11 +27,11 @@ from thalweg.kernels.attend.triton import (
     SMS,
     TileConfig,
     cleared,
+    is_seen,
     largest_of,
     merge,
     places,
     share_of,
-    unhidden,
     waves,
     weigh,
 )
@@ -79,10 +79,10 @@ def splits_for(tokens: int, heads: int, kv_heads: int, context: int, query: int 
 
 @triton.jit(
     do_not_specialize=["splits", "table_row"],
-    do_not_specialize_on_alignment=["table", "positions", "rows", "hides", "write"],
+    do_not_specialize_on_alignment=["table", "positions", "rows", "tree_mask", "write"],
 )
 def _decode(
-    query, keys, values, table, positions, rows, hides, out, lse, key_scale, value_scale, scale, heads, splits,
+    query, keys, values, table, positions, rows, tree_mask, out, lse, key_scale, value_scale, scale, heads, splits,
     query_token, query_head, table_row,
     key, value, key_plane, value_plane, write, cos, sin, query_norm, key_norm, eps, key_token, value_token, key_row, value_row,
     QUERY: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
@@ -105,8 +105,8 @@ def _decode(
     token, head = (first_token + lane // GROUP).to(tl.int64), kv_head * GROUP + lane % GROUP
     real = lane < TOGETHER * GROUP
     position = tl.load(positions + token, mask=real, other=0).to(tl.int32)
-    if hides is not None:
-        hidden = tl.load(hides + token, mask=real, other=0)
+    if tree_mask is not None:
+        token_mask = tl.load(tree_mask + token, mask=real, other=-1)
     first, step, count = share_of(split, splits, tl.max(position) // 64 + 1, FIXED)
     at = (token * heads + head) * splits + split
     if count <= 0:
@@ -152,8 +152,8 @@ def _decode(
         start = page * 64 + tile * N % 64
         scores = tl.dot(q, keys.load([start, kv_head * DIM]).to(q.dtype).T)
         seen = (ordinal * 64 + tile * N % 64 + lane_key)[None, :] <= position[:, None]
-        if hides is not None:
-            seen &= unhidden(hidden, position[:, None] - (ordinal * 64 + tile * N % 64 + lane_key)[None, :])
+        if tree_mask is not None:
+            seen &= is_seen(token_mask, position[:, None] - (ordinal * 64 + tile * N % 64 + lane_key)[None, :])
         weights, factor, top = weigh(tl.where(seen, scores, -float("inf")), strength, top)
         total = total * factor + tl.sum(weights, 1)
         sums = tl.dot(weights.to(q.dtype), values.load([start, kv_head * DIM]).to(q.dtype), sums * factor[:, None])
@@ -194,7 +194,7 @@ def decode(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     rows_T: Tensor | None = None,
-    hides_T: Tensor | None = None,
+    tree_mask_T: Tensor | None = None,
     fixed: bool = False,
     fresh: NewTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -202,9 +202,9 @@ def decode(
 
     The row of token t is t // query, or rows_T[t] (int32), and its context positions 0 … positions_T[t]. Planes: [P,
     64, K, d] bfloat16, or e4m3 with scales float32 [1]. partial is bfloat16; with one split it is final. fixed: the
-    splits of a token depend on its own position alone, given the same `splits` (DETERMINISTIC_SPLITS). hides_T int64:
-    of drafts that part ways what each token does not see, see `batch.Tree`; positions are columns then. fresh: does
-    what `rope.gqa_write` does, too; one query token a row, not fixed.
+    splits of a token depend on its own position alone, given the same `splits` (DETERMINISTIC_SPLITS). tree_mask_T
+    int64: of drafts that branch, what each token sees (`batch.TreeMask`); positions are columns then. fresh: does what
+    `rope.gqa_write` does, too; one query token a row, not fixed.
     """
     tokens, heads, dim = query_THd.shape
     kv_heads, together = key_PSKd.shape[2], 1 if fixed or rows_T is not None else query
@@ -219,7 +219,7 @@ def decode(
         strides = fresh.key_TKd.stride(0), fresh.value_TKd.stride(0), width, width
         own = (fresh.key_TKd, fresh.value_TKd, key_PSKd, value_PSKd, *fresh[2:], *strides)
     _decode[grid](
-        query_THd, _paged(key_PSKd, tiles.keys), _paged(value_PSKd, tiles.keys), table_RL, positions_T, rows_T, hides_T, partial, lse,
+        query_THd, _paged(key_PSKd, tiles.keys), _paged(value_PSKd, tiles.keys), table_RL, positions_T, rows_T, tree_mask_T, partial, lse,
         key_scale, value_scale, scale * LOG2E, heads, splits, query_THd.stride(0), query_THd.stride(1), table_RL.stride(0), *own,
         QUERY=query, TOGETHER=together, GROUP=group, DIM=dim, M=tiles.rows, N=tiles.keys, FIXED=4 if fixed else 0, FRESH=fresh is not None,
         NORM=fresh is not None and fresh.query_norm_d is not None, SCALED=key_scale is not None,

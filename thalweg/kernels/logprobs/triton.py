@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.border.triton import (
+from thalweg.kernels.launch import launch_options
+from thalweg.kernels.topk_topp_threshold.triton import (
     GROUPS,
     LEAST,
     LIST,
@@ -30,7 +31,6 @@ from thalweg.kernels.border.triton import (
     scan,
     value_of,
 )
-from thalweg.kernels.launch import launch_options
 
 
 def logprobs(logits_NV: Tensor, tokens_N: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,16 +22,16 @@ FLASHMLA_TOKENS, FLASHMLA_TOKENS_FP8 = 8, 32  # from so many decode tokens on Fl
 
 class MlaDecodeRows(NamedTuple):
     """Decode rows. table_RL int32: pages of each row (more rows may follow). positions_T int64: of their `query` tokens
-    each, the last of their contexts. reach: upper bound of a context, in tokens. rows_T, hides_T: of drafts that part
-    ways, see `layers.paged.PagedStep`.
+    each, the last of their contexts. max_kv_len: upper bound of a context, in tokens. rows_T, tree_mask_T: of drafts
+    that branch, see `layers.paged.PagedStep`.
     """
 
     table_RL: Tensor
     positions_T: Tensor
     query: int
-    reach: int
+    max_kv_len: int
     rows_T: Tensor | None = None
-    hides_T: Tensor | None = None
+    tree_mask_T: Tensor | None = None
 
 
 class MlaDecodeKernel(Protocol):
@@ -115,11 +115,11 @@ class TritonMlaDecode:
             rows.positions_T,
             scale=self.scale,
             rank=self.rank,
-            splits=triton.splits_for(tokens, self.heads, rows.reach, rows.query),
+            splits=triton.splits_for(tokens, self.heads, rows.max_kv_len, rows.query),
             query=rows.query,
             plane_scale=plane_scale,
             rows_T=rows.rows_T,
-            hides_T=rows.hides_T,
+            tree_mask_T=rows.tree_mask_T,
         )
         if tokens <= triton.MERGE_UP_TOKENS:
             return triton.merge_up(partial, lse, uv_HRv)
@@ -200,7 +200,7 @@ class MlaDecodeBySize:
     def prepare(self, rows: MlaDecodeRows) -> FlashSchedule | None:
         enough = FLASHMLA_TOKENS_FP8 if self.library.fp8 else FLASHMLA_TOKENS
         few = len(rows.positions_T) < enough
-        return None if few or rows.hides_T is not None else self.library.prepare(rows)
+        return None if few or rows.tree_mask_T is not None else self.library.prepare(rows)
 
     def attend(
         self,

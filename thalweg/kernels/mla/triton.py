@@ -27,13 +27,13 @@ from thalweg.kernels.attend.triton import (
     LOG2E,
     TileConfig,
     cleared,
+    is_seen,
     largest_of,
     merge,
     merge_state_,
     merged,
     places,
     share_of,
-    unhidden,
     waves,
     weigh,
 )
@@ -91,10 +91,11 @@ def fetched(block, plane, place, column, width, DIM: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["table", "positions", "rows", "hides"]
+    do_not_specialize=["splits", "table_row"],
+    do_not_specialize_on_alignment=["table", "positions", "rows", "tree_mask"],
 )
 def _decode(
-    query, latents, keys, plane, paths, table, positions, rows, hides, out, lse, plane_scale, scale, heads, splits,
+    query, latents, keys, plane, paths, table, positions, rows, tree_mask, out, lse, plane_scale, scale, heads, splits,
     query_token, query_head, table_row,
     QUERY: tl.constexpr, TOGETHER: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, FIXED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
@@ -112,8 +113,8 @@ def _decode(
     lane = tl.program_id(0) * M + tl.arange(0, M)
     token, head, real = (first_token + lane // heads).to(tl.int64), lane % heads, lane < TOGETHER * heads
     position = tl.load(positions + token, mask=real, other=0).to(tl.int32)
-    if hides is not None:
-        hidden = tl.load(hides + token, mask=real, other=0)
+    if tree_mask is not None:
+        token_mask = tl.load(tree_mask + token, mask=real, other=-1)
     first, step, count = share_of(split, splits, tl.max(position) // 64 + 1, FIXED)
     at = (token * heads + head) * splits + split
     if count <= 0:
@@ -147,8 +148,8 @@ def _decode(
         scores = tl.dot(q, latent.T)
         scores = tl.dot(turned, fetched(keys, plane, place, RANK, RANK + ROPE, ROPE).to(q.dtype).T, scores)
         seen = (ordinal * 64 + tile * N % 64 + key)[None, :] <= position[:, None]
-        if hides is not None:
-            seen &= unhidden(hidden, position[:, None] - (ordinal * 64 + tile * N % 64 + key)[None, :])
+        if tree_mask is not None:
+            seen &= is_seen(token_mask, position[:, None] - (ordinal * 64 + tile * N % 64 + key)[None, :])
         weights, factor, top = weigh(tl.where(seen, scores, -float("inf")), strength, top)
         total = total * factor + tl.sum(weights, 1)
         sums = tl.dot(weights.to(q.dtype), latent, sums * factor[:, None])
@@ -172,7 +173,7 @@ def decode(
     query: int = 1,
     plane_scale: Tensor | None = None,
     rows_T: Tensor | None = None,
-    hides_T: Tensor | None = None,
+    tree_mask_T: Tensor | None = None,
     paths_TD: Tensor | None = None,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -182,12 +183,12 @@ def decode(
     query_THD: bfloat16, already multiplied by W_UK and rotated; the row of token t is t // query, or rows_T[t] (int32),
     and its context positions 0 … positions_T[t]. plane_PSD: [P, 64, D] bfloat16, or e4m3 with plane_scale float32 [1].
     table_RL: int32. partial is bfloat16; with one split it is final. fixed: the splits of a token depend on its own
-    position alone, given the same `splits` (DETERMINISTIC_SPLITS). hides_T int64: of drafts that part ways what each
-    token does not see, see `batch.Tree`; positions are columns then. paths_TD, in its place and with `fixed`: in which
-    columns their last positions stand, int32 [T, PATH], their own first; of those before column and position are one.
-    Keys have then the same lanes of the same tiles as if the path stood alone.
+    position alone, given the same `splits` (DETERMINISTIC_SPLITS). tree_mask_T int64: of drafts that branch, what each
+    token sees (`batch.TreeMask`); positions are columns then. paths_TD, in its place and with `fixed`: in which columns
+    their last positions stand, int32 [T, PATH], their own first; of those before column and position are one. Keys have
+    then the same lanes of the same tiles as if the path stood alone.
     """
-    assert paths_TD is None or (fixed and hides_T is None), "paths: with fixed splits, in place of hides"
+    assert paths_TD is None or (fixed and tree_mask_T is None), "paths: with fixed splits, in place of a tree mask"
     tokens, heads, dim = query_THD.shape
     together = 1 if fixed or rows_T is not None else query
     tiles = decode_tiles(together * heads, plane_scale is not None)
@@ -198,7 +199,7 @@ def decode(
     _decode[grid](
         query_THD, TensorDescriptor.from_tensor(plane, [tiles.keys, rank]),
         TensorDescriptor.from_tensor(plane, [tiles.keys, dim - rank]), None if paths_TD is None else plane, paths_TD,
-        table_RL, positions_T, rows_T, hides_T, partial, lse, plane_scale,
+        table_RL, positions_T, rows_T, tree_mask_T, partial, lse, plane_scale,
         scale * LOG2E, heads, splits, query_THD.stride(0), query_THD.stride(1), table_RL.stride(0),
         QUERY=query, TOGETHER=together, RANK=rank, ROPE=dim - rank, M=tiles.rows, N=tiles.keys, FIXED=max(tiles.rows // 8, 4) if fixed else 0,
         SCALED=plane_scale is not None, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(query_THD),

@@ -15,7 +15,7 @@ from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.launch.planning.roofline import KVBytes, StepPhase, StepShape, nextn, phases, verified
 from thalweg.launch.planning.weights import PLAIN, NumberBytes
 from thalweg.launch.resolved import Resolved
-from thalweg.spec.small import small_facts
+from thalweg.spec.draft_model import draft_model_facts
 
 HINTED = 3  # drafts, where nothing drafts and something could
 
@@ -79,7 +79,7 @@ def by_head(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> DraftF
 
 def by_model(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> DraftForward:
     """A smaller model. Raises CheckpointError."""
-    return _own(small_facts(folder, target), 0, 0, dtype)
+    return _own(draft_model_facts(folder, target), 0, 0, dtype)
 
 
 def drafter_planner(facts: ModelFacts, resolved: Resolved, widths: NumberBytes, kept: KVBytes) -> DrafterPlanner | None:

@@ -1,0 +1,110 @@
+"""Reference of what lies between a head's computations: which states a step leaves, and what a draft leaves behind.
+
+Letters: R rows, T tokens, E emitting rows, W numbers of a state, S slots, P pages, I integers of a slot, K drafts of a
+row at most, L columns of the tokens plane, D entries of a head's vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class DraftRows(NamedTuple):
+    """Rows of a step, int64 [R]: their slots, tokens, and first tokens; that of a row that there is not is the number
+    of all tokens.
+    """
+
+    slot_R: Tensor
+    n_R: Tensor
+    first_R: Tensor
+
+
+class TokenPlaces(NamedTuple):
+    """Where a step's tokens stand, [T] each: positions, and where their KV goes, int64; bool, False where one is
+    padding.
+    """
+
+    position_T: Tensor
+    write_T: Tensor
+    real_T: Tensor
+
+
+class DraftedTokens(NamedTuple):
+    """What was drawn of each row of a head's logits float32 [E, D]: entry_E int64, below 0 where it could be none.
+    ids_D int64: which tokens the entries are, if not those of the same numbers. vocab: of the target, whose ids are 0
+    to vocab - 1.
+    """
+
+    entry_E: Tensor
+    logits_ED: Tensor
+    ids_D: Tensor | None
+    vocab: int
+
+
+class DraftChain(NamedTuple):
+    """Rows that are drafted for, one draft behind the other. slot_E int64. ahead_E int64: drafts that each has.
+    state_EW: behind the last of them. Of all drafts: drafts_EK int64; sound_E bool, see `spec.drafter.Proposed`.
+    """
+
+    slot_E: Tensor
+    ahead_E: Tensor
+    state_EW: Tensor
+    drafts_EK: Tensor
+    sound_E: Tensor
+
+
+def shift_hidden_states(
+    state_TW: Tensor, rows: DraftRows, places: TokenPlaces, kept_SW: Tensor, ends_PW: Tensor, ints_SI: Tensor, page: int
+) -> Tensor:
+    """→ [T, W]: of each token of a row the state of the position before it, of its first the one that its slot has
+    kept; of tokens of no row 0. Then the slots keep the state of the last token by which the step has moved them on
+    (that of a row that there is not may keep any), and pages that of their last position. ints_SI: see `batch.slots`,
+    whose second column is the next position. page: its tokens. Page 0, which nobody reads, takes what is written for
+    all others.
+    """
+    last = len(state_TW) - 1
+    behind_RT = torch.arange(1 + last, device=state_TW.device) - rows.first_R.unsqueeze(1)
+    inside_T = ((behind_RT >= 0) & (behind_RT < rows.n_R.unsqueeze(1))).any(0)
+    before_NW = torch.cat((state_TW[:1], state_TW))  # N = T + 1: the last is written for rows that there are not
+    before_NW.index_copy_(0, rows.first_R, kept_SW.index_select(0, rows.slot_R))
+    ends_T = (places.position_T % page == page - 1) & places.real_T & inside_T
+    ends_PW.index_copy_(0, places.write_T // page * ends_T, state_TW)
+    first_R = rows.first_R.clamp(max=last)
+    moved_R = ints_SI[:, 1].index_select(0, rows.slot_R) - places.position_T.index_select(0, first_R)
+    last_R = first_R + torch.minimum(moved_R, rows.n_R).clamp_(min=1) - 1
+    kept_SW.index_copy_(0, rows.slot_R, state_TW.index_select(0, last_R))
+    return before_NW[:-1] * inside_T.unsqueeze(1)
+
+
+def valid_tokens(drawn: DraftedTokens) -> tuple[Tensor, Tensor]:
+    """→ the tokens drawn, int64 [E]; bool [E], False, and token 0, where there is none: no entry, a logit that is no
+    finite number, or no id of the target, which would be asked for its embedding.
+    """
+    entry_E = drawn.entry_E.clamp(0, drawn.logits_ED.shape[1] - 1)
+    token_E = entry_E if drawn.ids_D is None else drawn.ids_D[entry_E]
+    logit_E = drawn.logits_ED.gather(1, entry_E.unsqueeze(1)).squeeze(1)
+    is_one_E = (entry_E == drawn.entry_E) & logit_E.isfinite() & (token_E >= 0) & (token_E < drawn.vocab)
+    return token_E * is_one_E, is_one_E
+
+
+def store_draft(
+    drawn: DraftedTokens, state_EW: Tensor, ints_EI: Tensor, chain: DraftChain, tokens_SL: Tensor, ints_SI: Tensor
+) -> None:
+    """One more draft of each row, with the state behind it. ints_EI: the slots' integers, at the draft's position
+    (`prepare.ref`). Writes the tokens plane, the slots' number of drafts, which is column 7 of ints_SI, and what
+    `chain` holds.
+    """
+    slot_E, ahead_E = chain.slot_E, chain.ahead_E
+    columns, most = tokens_SL.shape[1], chain.drafts_EK.shape[1]
+    token_E, is_one_E = valid_tokens(drawn)
+    place_E = slot_E * columns + torch.where(ints_EI[:, 2] > 0, ints_EI[:, 0], columns - 1)
+    tokens_SL.view(-1).index_copy_(0, place_E, token_E.to(torch.int32))
+    chain.drafts_EK.scatter_(1, ahead_E.clamp(max=most - 1).unsqueeze(1), token_E.unsqueeze(1))
+    sound_E = is_one_E & state_EW.isfinite().all(1) | ~chain.state_EW.isfinite().all(1)
+    chain.sound_E.copy_(sound_E & (chain.sound_E | (ahead_E == 0)))
+    chain.state_EW.copy_(state_EW)
+    ahead_E += 1
+    ints_SI[:, 7].index_copy_(0, slot_E, ahead_E)

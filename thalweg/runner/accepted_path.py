@@ -1,0 +1,105 @@
+"""What is left of a tree of drafts once its path is known: its entries are moved to where a chain's would stand, and a
+drafter sees a chain's step.
+
+Letters: T tokens of the step, E emitting rows, D tokens of a path at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.batch import RowExtent
+from thalweg.batch.inputs import gather, groups_of
+from thalweg.batch.slots import Slots
+from thalweg.batch.upload import upload
+from thalweg.core.plan import Row
+from thalweg.kernels.compact_kv import ref
+from thalweg.kernels.launch import supports_triton
+from thalweg.memory.planes import Planes, PlaneSpec
+from thalweg.spec.drafter import DraftExtendInput
+
+Move = Callable[[Tensor, Tensor], None]  # rows of planes from places to others, int64 [E, D]: see `kernels.compact_kv`
+
+
+def kv_mover(planes: Planes, specs: Sequence[PlaneSpec]) -> Move:
+    """Moves entries in the planes of `specs`: by a kernel on a GPU, where Triton is installed."""
+    rows = [planes.tokens(spec.name, spec.layer) for spec in specs]
+    if not rows or not supports_triton(planes.device):
+        return lambda from_ED, to_ED: ref.move(rows, from_ED.flatten(), to_ED.flatten())
+    from thalweg.kernels.compact_kv import triton as moving  # needs Triton
+
+    return partial(moving.move, moving.table(rows))
+
+
+def compact_accepted_path(
+    seen: DraftExtendInput, slot_E: Tensor, ints_EI: Tensor, nodes_ED: Tensor, count_E: Tensor, slots: Slots, move: Move
+) -> DraftExtendInput:
+    """Moves the entries that the model has made of the tokens of each path to the columns behind each other; → the step
+    as it would have been with these tokens alone. slot_E, ints_EI: of the emitting rows, as the step found them;
+    nodes_ED, count_E: see `sampling.Sampled`. Of a row with drafts there are as many tokens as its path may have; those
+    that it has not are padding.
+    """
+    deepest = nodes_ED.shape[1]
+    ahead_D = torch.arange(deepest, device=nodes_ED.device)
+    on_N = (ahead_D < count_E.unsqueeze(1)).flatten()
+    slot_N, ints_NI = slot_E.repeat_interleave(deepest), ints_EI.repeat_interleave(deepest, 0)
+    root_E1 = ints_EI[:, 1:2]
+    to_N, from_N = (_places(slots, slot_N, (root_E1 + x).flatten(), ints_NI) * on_N for x in (ahead_D, nodes_ED))
+    move(from_N.view_as(nodes_ED), to_N.view_as(nodes_ED))
+
+    rows, batch = seen.plan.rows, seen.batch
+    kept = tuple(_kept(row, deepest) for row in rows)
+    token_T, path_T = upload(_tokens(rows, deepest), torch.int64, to_N.device)
+    drafted_T = path_T >= 0
+    path_T = path_T.clamp(min=0)
+    token_T = token_T + nodes_ED.flatten().index_select(0, path_T) * drafted_T
+    real_T = batch.real_T.index_select(0, token_T) & (on_N.index_select(0, path_T) | ~drafted_T)
+    write_T = torch.where(drafted_T, to_N.index_select(0, path_T), batch.write_T.index_select(0, token_T))
+    compacted = replace(
+        batch,
+        ids_T=batch.ids_T.index_select(0, token_T) * real_T,
+        positions_T=batch.positions_T.index_select(0, token_T) * real_T,
+        write_T=write_T * real_T,
+        real_T=real_T,
+        groups=groups_of(kept),
+        extents=tuple(RowExtent(row.n, row.start + row.n) for row in kept),
+        tree=None,
+    )
+    return DraftExtendInput(replace(seen.plan, rows=kept), compacted, seen.hidden_TH.index_select(0, token_T))
+
+
+def _places(slots: Slots, slot_N: Tensor, column_N: Tensor, ints_NI: Tensor) -> Tensor:
+    _, _, write_N, _ = gather(slot_N, column_N, ints_NI, slots.tokens_SL, slots.table_SP)
+    return write_N
+
+
+def _kept(row: Row, deepest: int) -> Row:
+    """The row with no more drafts than a path has."""
+    drafts = min(row.num_drafts, deepest - 1)
+    return row._replace(n=row.n - row.num_drafts + drafts, num_drafts=drafts)
+
+
+def _tokens(rows: Sequence[Row], deepest: int) -> list[list[int]]:
+    """Of each token of the straightened step: the token of the step where it is that one, or the root of its row; and
+    where it is of a path, its place in all paths, else -1.
+    """
+    tokens: list[int] = []
+    paths: list[int] = []
+    path = 0
+    for row, end in zip(rows, accumulate(row.n for row in rows), strict=True):
+        first = end - row.n
+        if row.num_drafts:
+            n = 1 + min(row.num_drafts, deepest - 1)
+            tokens += [first] * n
+            paths += range(path, path + n)
+        else:
+            tokens += range(first, end)
+            paths += [-1] * row.n
+        path += deepest * row.emit
+    return [tokens, paths]

@@ -1,0 +1,162 @@
+"""Prefill and mixed steps as CUDA graphs in pieces: for each bucket of tokens one graph of everything between two
+attentions.
+
+Lengths and pages differ from step to step, so attention runs between the graphs, eagerly, but for that of decode rows
+(`decoding`); all else depends on the number of tokens alone, storing the latents of latent attention with it. That is
+filled up to a bucket: padding is token 0 in no expert, attention does not see it, and where the recording stores tokens
+it is stored in the null page. A layer's projections, experts and norms, which took Python a launch each, become one
+launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.batch import Attend, Batch, GraphBreak, Group, RowExtent, no_graph_break
+from thalweg.core.plan import PAGE
+from thalweg.memory.planes import Planes
+from thalweg.models.decoder import Model
+from thalweg.runner.decode_attention import DecodeAttentionGraphs, behind, fitting
+from thalweg.runner.graph_pool import GraphPool, view_of
+
+
+class Piece(NamedTuple):
+    """A graph up to an attention. inputs: what it leaves for that, [T, ...]."""
+
+    graph: torch.cuda.CUDAGraph
+    attend: Attend
+    inputs: tuple[Tensor, ...]
+
+
+class PiecewiseBuffers:
+    """What the graphs of all buckets read and write: ids, positions, places and reality of the tokens, and what
+    attention returns. All buckets use its first rows, so the largest is recorded first.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.ids_T, self.positions_T, self.write_T = torch.zeros(3, most, dtype=torch.int64, device=device)
+        self.real_T = torch.zeros(most, dtype=torch.bool, device=device)
+        self.out_TX: Tensor | None = None
+
+    def out(self, like_TX: Tensor) -> Tensor:
+        """Where the attention whose result is `like` puts it."""
+        if self.out_TX is None:
+            self.out_TX = like_TX.new_zeros(len(self.ids_T), *like_TX.shape[1:])
+        return self.out_TX[: len(like_TX)]
+
+
+class PieceCapture:
+    """A seam that ends the recording before each attention and begins another behind it."""
+
+    def __init__(self, pool: GraphPool, shared: PiecewiseBuffers) -> None:
+        self.pool, self.shared = pool, shared
+        self.pieces: list[Piece] = []
+
+    def __call__(self, attend: Attend, step: Any, *inputs: Tensor) -> Tensor:
+        graph = self.pool.end()
+        self.pieces.append(Piece(graph, attend, tuple(map(view_of, inputs))))
+        graph.replay()  # attention compiles and warms up on numbers, not on what the memory held before
+        out_TX = self.shared.out(attend(step, *inputs))
+        self.pool.begin()
+        return out_TX
+
+
+class PiecewiseGraph:
+    """The recorded forward of `tokens` tokens."""
+
+    def __init__(self, tokens: int, model: Model, shared: PiecewiseBuffers) -> None:
+        self.tokens, self.model, self.shared = tokens, model, shared
+        self.pieces: list[Piece] = []
+        self.attends: tuple[Attend, ...] = ()
+
+    def record(self, planes: Planes, context: int, pool: GraphPool) -> None:
+        """One eager run, in which kernels compile and libraries make their handles, then the recording. All is
+        padding.
+        """
+        self.model.forward(_padding(self.shared, self.tokens, context), planes)
+        cutter = PieceCapture(pool, self.shared)
+        batch = _padding(self.shared, self.tokens, context, cutter)
+        pool.begin()
+        hidden_TH = self.model.forward(batch, planes)
+        self.last = pool.end()
+        self.hidden_TH, self.pieces = view_of(hidden_TH), cutter.pieces
+        self.attends = tuple(piece.attend for piece in self.pieces)
+
+    def forward(self, batch: Batch, planes: Planes, decoding: DecodeAttentionGraphs | None) -> Tensor:
+        """decoding: does the attention of the rows of one token that the step begins with."""
+        count, shared = len(batch.ids_T), self.shared
+        for held, given in (
+            (shared.ids_T, batch.ids_T),
+            (shared.positions_T, batch.positions_T),
+            (shared.write_T, batch.write_T),
+            (shared.real_T, batch.real_T),
+        ):
+            held[:count] = given
+            held[count : self.tokens] = 0
+        out_TX, rows = shared.out_TX, 0
+        assert out_TX is not None, "the recording made it"
+        # padding: what an earlier step left there may be no number, and be looked at for a scale
+        out_TX[count : self.tokens] = 0
+        rest: Batch | None = batch
+        if decoding is not None:
+            rows = decoding.bind(batch)
+            rest = behind(batch, rows)
+        step = None if rest is None else self.model.metadata.build(rest, planes)
+        for layer, (graph, attend, inputs) in enumerate(self.pieces):
+            graph.replay()
+            if decoding is not None:
+                decoding.attend(layer, inputs)
+            if step is not None:
+                out_TX[rows:count] = attend(step, *[x[rows:count] for x in inputs])
+        self.last.replay()
+        return self.hidden_TH[:count]
+
+
+class Piecewise:
+    """Runs a step from the smallest bucket that holds its tokens, and eagerly beyond the largest."""
+
+    def __init__(self, model: Model, recorded: Sequence[PiecewiseGraph]) -> None:
+        self.model, self.recorded = model, sorted(recorded, key=lambda one: one.tokens)
+        self.decoding: list[DecodeAttentionGraphs] = []
+
+    def record(self, rows: int, context: int, planes: Planes, pool: GraphPool) -> None:
+        """Attention of up to `rows` decode rows, which has inputs of its own: those of a piece lie elsewhere for each
+        bucket. tape: another than the pieces'; what lies in their pool is still to be read by others when this
+        replays.
+        """
+        largest, made = self.recorded[-1], DecodeAttentionGraphs(rows, context, planes)
+        inputs = tuple(x.new_zeros(rows, *x.shape[1:]) for x in largest.pieces[0].inputs)
+        assert largest.shared.out_TX is not None, "the recording made it"
+        made.record(largest.attends, inputs, largest.shared.out_TX, self.model, planes, pool)
+        self.decoding.append(made)
+
+    def forward(self, batch: Batch, planes: Planes) -> Tensor:
+        tokens = len(batch.ids_T)
+        for one in self.recorded:
+            if one.tokens >= tokens:
+                return one.forward(batch, planes, fitting(self.decoding, batch, one.tokens, one.attends))
+        return self.model.forward(batch, planes)
+
+
+def _padding(shared: PiecewiseBuffers, tokens: int, context: int, graph_break: GraphBreak = no_graph_break) -> Batch:
+    """A step of padding, as rows of a prompt as long as the context lets them be, on what the graphs read."""
+    device = shared.ids_T.device
+    longest = min(tokens, context)
+    lengths = [longest] * (tokens // longest) + [rest for rest in [tokens % longest] if rest]
+    starts = [0, *accumulate(lengths)]
+    return Batch(
+        shared.ids_T[:tokens],
+        shared.positions_T[:tokens],
+        shared.write_T[:tokens],
+        torch.zeros(len(lengths), -(-longest // PAGE), dtype=torch.int32, device=device),
+        shared.real_T[:tokens],
+        torch.zeros(1, dtype=torch.int64, device=device),
+        tuple(Group(row, 1, starts[row], length, length) for row, length in enumerate(lengths)),
+        tuple(RowExtent(length, length) for length in lengths),
+        graph_break,
+    )

@@ -1,0 +1,92 @@
+"""The standard rule of speculative sampling: a draft d that was drawn from q is accepted with the probability min(1,
+p(d) / q(d)), and the token in the place of one that is not is drawn from what q leaves of p, norm(max(p - q, 0))
+(Leviathan, Kalman, Matias 2023, algorithm 1; Chen et al. 2023).
+
+Drafts are accepted as often as any rule can that changes no distribution, 1 - D at D total variation distance between p
+and q, where the race of `chain` has (1 - D) / (1 + D) at least. The price: q is kept for every draft, and which tokens
+a seed gives depends on what was drafted; how they are distributed does not. Greedy rows stay with the arg max, and have
+plain decoding's tokens.
+
+p is what the target draws from: after penalties, bias, grammar, temperature and truncation. A position's coins for the
+draft, for the verdict on it and for the token in its place are independent of each other, and none has a say in what
+comes before that position.
+
+Letters: N positions, V vocabulary, K drafts, I integers of a slot.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thalweg.batch.slots import Slots
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.plan import SamplingNeeds
+from thalweg.sampling.distribution import SamplingDistribution, argmax_token
+from thalweg.sampling.draft_sampling import PROBABILITIES
+from thalweg.sampling.random import seed_for, uniform
+from thalweg.sampling.sample import Logprobs, Sampled, Sampler
+
+ACCEPTANCE = 2  # the purpose of their coins
+CHUNK = 1 << 23  # logits that are judged at once; bounds what stands beside them
+ALIKE = 16  # positions of a chunk are a multiple: kernels are compiled for how their arguments are aligned
+
+
+class RejectionSampling:
+    """`Sampler` of drafts that `drafts.IndependentDraftSampling` has drawn."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler, self.distribution = sampler, sampler.distribution
+
+    def edit_logits(
+        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, max_kv_len: int, masks: GrammarMasks | None,
+        behind_EQD: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.sampler.edit_logits(logits_NV, slots, slot_N, ints_NI, needs, max_kv_len, masks, behind_EQD)
+
+    def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
+        if not needs.random:
+            return self.sampler.draw(logits_NV, slots, slot_N, ints_NI, needs)
+        most = max(CHUNK // logits_NV.shape[1] // ALIKE, 1) * ALIKE
+        parts = [slice(first, first + most) for first in range(0, len(logits_NV), most)]
+        return torch.cat(
+            [_judge(self.distribution, logits_NV[n], slots, slot_N[n], ints_NI[n], needs.truncated) for n in parts]
+        )
+
+    def sample_into_slots(
+        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
+    ) -> Sampled:
+        return self.sampler.sample_into_slots(logits_EV, slots, slot_E, ints_EI, needs)
+
+    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
+        return self.sampler.logprobs(logits_NV, tokens_N, top)
+
+
+def _judge(
+    distribution: SamplingDistribution,
+    logits_NV: Tensor,
+    slots: Slots,
+    slot_N: Tensor,
+    ints_NI: Tensor,
+    truncated: bool,
+) -> Tensor:
+    """The draft of each position, or what is drawn in its place; behind the last draft, and for who is greedy, what
+    plain decoding draws.
+    """
+    position_N, seed_N, sampled_N = ints_NI[:, 0], ints_NI[:, 3], slots.floats_SF[:, 0].index_select(0, slot_N) > 0
+    kept_SKV = slots.extra[PROBABILITIES]
+    width, vocab = kept_SKV.shape[1:]
+    ahead_N = position_N - slots.length[slot_N]
+    judged_N = (ahead_N < ints_NI[:, 7]) & sampled_N
+    draft_N = slots.tokens_SL[slot_N, position_N].to(torch.int64)
+    p_NV = distribution.apply_temperature(logits_NV, slots, slot_N, ints_NI, truncated).softmax(-1)
+    q_NV = kept_SKV.view(-1, vocab)[slot_N * width + ahead_N.clamp(max=width - 1)]
+    p_N, q_N = (x_NV.gather(1, draft_N.unsqueeze(1)).squeeze(1) for x_NV in (p_NV, q_NV))
+    # a q that is no number, of a drafter about to be switched off, refuses all, and leaves p as it is
+    right_N = judged_N & (uniform(seed_for(seed_N, ACCEPTANCE), position_N) * q_N < p_N)
+    left_NV = (p_NV - q_NV.nan_to_num_(0.0) * judged_N.unsqueeze(1)).clamp_(min=0.0)
+    # rounding may refuse a draft where both are the same, and nothing is left
+    left_NV = torch.where(left_NV.sum(1, keepdim=True) > 0, left_NV, p_NV)
+    race_NV = distribution.add_gumbel_noise(left_NV.log_(), seed_N, position_N)
+    drawn_N = torch.where(sampled_N, argmax_token(race_NV), argmax_token(logits_NV))
+    return torch.where(right_N, draft_N, drawn_N)
