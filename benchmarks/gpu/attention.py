@@ -27,6 +27,9 @@ from triton.runtime.errors import TritonError
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from thalweg.config.backends import PREFILL
+from thalweg.config.entry_point import load_entry
+from thalweg.core.kernels import CheckCase
 from thalweg.kernels.attend.triton import TileConfig
 from thalweg.kernels.gqa import case as gqa_case
 from thalweg.kernels.gqa import ext as gqa_ext
@@ -34,7 +37,6 @@ from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import case as mla_case
 from thalweg.kernels.mla import ext as mla_ext
 from thalweg.kernels.mla import triton as mla
-from thalweg.kernels.mla.paged import PREFILLS
 from thalweg.kernels.rope import triton as rope
 
 BEYOND_L2 = 160 << 20  # bytes that a round of calls reads
@@ -344,7 +346,7 @@ def fa3_prefill(table: Table, quick: bool, heads: int, rows: int, tokens: int) -
     uk, uv = random(heads, 128, 512) * 0.05, (random(heads, 128, 512) * 0.05).transpose(1, 2)
 
     def decompressed(backend: str) -> object:
-        return PREFILLS[backend](query, latents, uk, uv, starts, starts, causal=True, **bounds)
+        return load_entry(PREFILL[backend].mla)(query, latents, uk, uv, starts, starts, causal=True, **bounds)
 
     def joined() -> object:
         return gqa_ext.prefill(query, whole, kv[..., 128:], starts, starts, **bounds)
@@ -352,7 +354,7 @@ def fa3_prefill(table: Table, quick: bool, heads: int, rows: int, tokens: int) -
     name, flops = f"fa3 prefill 192/128, {heads} heads, {rows} x {tokens}", rows * tokens * tokens * heads * 320
     table.add(name, lambda: [joined], 0, flops)
     flops += 2 * rows * tokens * heads * 256 * 512
-    for backend in PREFILLS:
+    for backend in ("triton", "fa3"):
         whole_name = f"{backend} prefill from latents, {heads} heads, {rows} x {tokens}"
         table.add(whole_name, lambda backend=backend: [functools.partial(decompressed, backend)], 0, flops)
 
@@ -361,10 +363,10 @@ def library_checks() -> Rows:
     """The start-up self-checks of the libraries that are installed."""
     rows = Rows()
     for name, wanted, check in (
-        ("fa3 192/128", gqa_ext.available, mla_ext.check_prefill),
-        ("fa3 128", gqa_ext.available, gqa_ext.check),
-        ("flashmla 16", mla_ext.available, lambda device: mla_ext.check(device, 16)),
-        ("flashmla 128", mla_ext.available, lambda device: mla_ext.check(device, 128)),
+        ("fa3 192/128", gqa_ext.available, lambda device: mla_ext.check_prefill(device, CheckCase())),
+        ("fa3 128", gqa_ext.available, lambda device: gqa_ext.check(device, CheckCase())),
+        ("flashmla 16", mla_ext.available, lambda device: mla_ext.check(device, CheckCase(heads=16))),
+        ("flashmla 128", mla_ext.available, lambda device: mla_ext.check(device, CheckCase(heads=128))),
     ):
         try:
             verdict = "not installed" if not wanted() else check(DEVICE) or "ok"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from thalweg.config.args import options_parser, parse_options
-from thalweg.config.drafters import read_eagle
+from thalweg.config.eagle import read_eagle
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.core.tree import CHAIN, TreeShape

@@ -11,8 +11,9 @@ import pytest
 from thalweg.config.machine import Machine
 from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.launch.decisions import Decisions
-from thalweg.launch.products import resolve_products
+from thalweg.core.kernels import DECISION_NAMES
+from thalweg.core.report import USER
+from thalweg.launch.kernels import resolve_gemms
 from thalweg.models.catalog import read_config_facts
 
 DENSE: dict[str, Any] = {
@@ -55,11 +56,10 @@ def run(
     """Backends, and reasons by the name of the decision."""
     machine = Machine("Test CPU", 8, 1 << 36, 1 << 36, H100, 1 << 36, capability, frozenset(libraries))
     attention, device = wishes.pop("attention", "triton"), wishes.pop("device", "cuda")
-    decisions = Decisions()
-    made = resolve_products(
-        options_of(model="m", **wishes), read_config_facts(config, "test"), machine, device, attention, decisions
-    )
-    return {role: one.name for role, one in made.items()}, {one.name: one.reason for one in decisions.entries}
+    made = resolve_gemms(options_of(model="m", **wishes), read_config_facts(config, "test"), machine, device, attention)
+    return {role: one.name for role, one in made.items()}, {
+        DECISION_NAMES[role]: "" if one.source == USER else one.reason for role, one in made.items()
+    }
 
 
 def test_by_size_where_deep_gemm_is() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.shapes import KERNELS, Part, batches, pair, planes
+from thalweg.core.kernels import CheckCase
 from thalweg.kernels.gqa import flashinfer as gqa
 from thalweg.kernels.mla import flashinfer as mla
 
@@ -27,8 +28,8 @@ def installed() -> None:
 
 
 def test_its_own_checks(cuda: torch.device) -> None:
-    gqa.check(cuda)
-    mla.check(cuda, 16)
+    gqa.check(cuda, CheckCase(heads=28))
+    mla.check(cuda, CheckCase(heads=16))
 
 
 @pytest.mark.parametrize("shape", ["qwen2", "v2-lite"])

@@ -11,7 +11,7 @@ import torch
 
 from tests.cpu import zoo
 from tests.gpu.shapes import KERNELS, Part, batches, pair, published
-from thalweg.config.drafters import eagle_of
+from thalweg.config.eagle import eagle_of
 from thalweg.memory.planes import Planes
 from thalweg.models.eagle import Eagle, Eagle3
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from tests.gpu.shapes import Part, batches, facts, folder, pair, planes
 from tests.gpu.test_engine import agreement, engine, tokens
-from thalweg.config.machine import libraries
-from thalweg.core.kernels import KernelConfig
+from thalweg.config.backends import DECODE, PREFILL
+from thalweg.config.backends import installed_libraries as libraries
+from thalweg.config.entry_point import load_entry
+from thalweg.core.kernels import CheckCase, KernelConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels.case import normal
@@ -175,14 +177,14 @@ def test_a_recorded_decode_is_scheduled_anew(backend: str, fp8: bool, cuda: torc
     """
     if backend not in libraries():
         pytest.skip(f"{backend} is not installed")
-    from thalweg.kernels.mla.paged import MlaDecodeRows, decoder
+    from thalweg.kernels.mla.paged import MlaDecodeRows
 
     generator = torch.Generator().manual_seed(1)
     plane = normal(generator, 40, 64, 576).to(torch.float8_e4m3fn if fp8 else torch.bfloat16).to(cuda)
     scale = torch.ones(1, device=cuda) if fp8 else None
     q, uv = (normal(generator, *shape, dtype=torch.bfloat16).to(cuda) for shape in ((5, 16, 576), (16, 512, 128)))
     table, positions = torch.zeros(5, 7, dtype=torch.int32, device=cuda), torch.zeros(5, dtype=torch.int64, device=cuda)
-    of = decoder(backend, 16, 512, 0.07, fp8)
+    of = load_entry(DECODE[backend].mla)(16, 512, 0.07, fp8)
 
     def step() -> Tensor:
         rows = MlaDecodeRows(table, positions, 1, 448)
@@ -217,7 +219,7 @@ def test_nobody_reads_what_is_still_to_be_written(
     """
     if "flashmla" not in libraries():
         pytest.skip("flashmla is not installed")
-    from thalweg.kernels.mla.paged import MlaDecodeRows, decoder
+    from thalweg.kernels.mla.paged import MlaDecodeRows
     from thalweg.kernels.rope.triton import mla_absorb
 
     generator = torch.Generator().manual_seed(1)
@@ -229,7 +231,10 @@ def test_nobody_reads_what_is_still_to_be_written(
     write = table.long().gather(1, (positions // 64)[:, None])[:, 0] * 64 + positions % 64
     downs = normal(generator, 20, 2, heads * 192 + 576, dtype=torch.bfloat16).to(cuda)
     angle, weight = torch.ones(2048, 32, device=cuda), torch.ones(512, device=cuda)
-    rows, of = MlaDecodeRows(table, positions, 1, max(contexts)), decoder("flashmla", heads, 512, 0.07, fp8)
+    rows, of = (
+        MlaDecodeRows(table, positions, 1, max(contexts)),
+        load_entry(DECODE["flashmla"].mla)(heads, 512, 0.07, fp8),
+    )
     made = of.prepare(rows)
 
     def step(down: Tensor, wait: bool) -> Tensor:
@@ -256,26 +261,24 @@ def test_the_self_checks_pass(cuda: torch.device) -> None:
 
     if "flashmla" in libraries():
         for heads in (16, 128):
-            ext.check(cuda, heads)
-            ext.check(cuda, heads, True)
+            ext.check(cuda, CheckCase(heads=heads))
+            ext.check(cuda, CheckCase(heads=heads, is_fp8_cache=True))
     if "fa3" in libraries():
-        ext.check_prefill(cuda)
+        ext.check_prefill(cuda, CheckCase())
 
 
 def test_rows_that_see_nothing_do_not_count(cuda: torch.device) -> None:
     """A prefix chunk holds rows without a cached context: FlashAttention's LSE there must be -inf, as ours is."""
     if "fa3" not in libraries():
         pytest.skip("fa3 is not installed")
-    from thalweg.kernels.mla.paged import PREFILLS
-
     generator = torch.Generator().manual_seed(1)
     shapes = (90, 4, 192), (70, 576), (4, 128, 512), (4, 128, 512)
     q, latents, uk, stored = (normal(generator, *shape, dtype=torch.bfloat16).to(cuda) * 0.3 for shape in shapes)
     starts, begins = (torch.tensor(x, dtype=torch.int32, device=cuda) for x in ((0, 20, 90), (0, 0, 70)))
     given = q, latents, uk, stored.transpose(1, 2), starts, begins
     bounds = {"max_query": 70, "max_context": 70, "scale": 0.07, "causal": False}
-    mine, mine_lse = PREFILLS["triton"](*given, **bounds)
-    out, lse = PREFILLS["fa3"](*given, **bounds)
+    mine, mine_lse = load_entry(PREFILL["triton"].mla)(*given, **bounds)
+    out, lse = load_entry(PREFILL["fa3"].mla)(*given, **bounds)
     assert bool((lse[:20] == -torch.inf).all()) and not out[:20].any(), "nothing seen"
     assert float((out - mine).norm() / mine.norm()) < 0.01 and float((lse[20:] - mine_lse[20:]).abs().max()) < 1e-2
 

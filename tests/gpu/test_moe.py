@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from thalweg.core.kernels import CheckCase
 from thalweg.kernels.case import KernelCase, Run, normal
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.experts import fp8
@@ -218,7 +219,7 @@ needs_deep_gemm = pytest.mark.skipif(
 @needs_deep_gemm
 @pytest.mark.parametrize("codes", [False, True])
 def test_deep_gemm_agrees(codes: bool) -> None:
-    ext.check(torch.device("cuda"), codes)
+    ext.check(torch.device("cuda"), CheckCase(is_fp8=codes))
     weights = drawn(9, 512, 256, codes)
     x, out = tokens_of(300, 512)
     ids = torch.stack([torch.randperm(9, generator=draw())[:3] for _ in range(300)]).int().cuda()

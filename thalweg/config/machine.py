@@ -4,7 +4,6 @@ be.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import subprocess
@@ -12,24 +11,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number where there is no limit
+from thalweg.config.backends import chip_of, installed_libraries
 
-# What computes on a GPU and is not required: (module, a file beside it without which it is another package of that
-# name)
-LIBRARIES = {
-    "triton": ("triton", ""),
-    "flashmla": ("flash_mla", "_C_legacy.*.so"),
-    "fa3": ("fa3_fwd_interface", ""),
-    "flashinfer": ("flashinfer", ""),
-    "deep_gemm": ("deep_gemm", ""),
-}
+NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """cores: that this process may use. memory, free: bytes; free counts what the page cache would give back. gpus:
     names of NVIDIA GPUs that the driver shows; gpu_free: bytes that are free on the first; capability: of the first,
-    such as "9.0". libraries: those of `LIBRARIES` that are installed; whether they run, the engine checks when it
+    such as "9.0". libraries: those of `config.backends` that are installed; whether they run, the engine checks when it
     starts.
     """
 
@@ -42,25 +33,19 @@ class Machine:
     capability: str = ""
     libraries: frozenset[str] = frozenset()
 
+    @property
+    def chip(self) -> str:
+        """The generation of the first GPU."""
+        return chip_of(self.capability)
+
     @staticmethod
     def here() -> Machine:
+        """This machine, without what its container may not use."""
         memory, free = _host_memory()
         for limit, used in _cgroup_memory():
             memory = min(memory, limit)
             free = min(free, limit - used)
-        return Machine(_cpu_name(), _cores(), memory, max(free, 0), *_gpus(), libraries())
-
-
-def libraries() -> frozenset[str]:
-    """Which of `LIBRARIES` are installed. Nothing is imported."""
-    return frozenset(name for name, (module, beside) in LIBRARIES.items() if _installed(module, beside))
-
-
-def _installed(module: str, beside: str) -> bool:
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return False
-    return not beside or any(Path(spec.origin).parent.glob(beside))
+        return Machine(_cpu_name(), _cores(), memory, max(free, 0), *_gpus(), installed_libraries())
 
 
 def _cores() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from thalweg.config.backends import chip_of, libraries_for
 from thalweg.config.machine import Machine
 from thalweg.config.setting import nearest
 from thalweg.core.errors import UnsupportedConfig
@@ -19,10 +20,6 @@ NETWORK = 50e9  # bytes/s a GPU and direction: one 400 Gbit/s adapter each, as i
 MOST_GPUS = 1024
 CORES_A_GPU = 16  # assumed, as a node of two 64-core processors has
 HOST_A_GPU = 128 * 10**9  # bytes of main memory, assumed
-LIBRARIES = {  # assumed installed: what `thalweg doctor` asks for on such a card
-    "9.0": frozenset({"triton", "flashmla", "fa3", "deep_gemm"}),
-    "": frozenset({"triton"}),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class Hardware:
             gpus=(f"NVIDIA {self.chip.driver}",) * self.gpus,
             gpu_free=self.chip.memory,
             capability=self.chip.capability,
-            libraries=LIBRARIES.get(self.chip.capability, LIBRARIES[""]),
+            libraries=libraries_for(chip_of(self.chip.capability)),
         )
 
 

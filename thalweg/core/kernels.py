@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 TORCH = "torch"  # attention in plain torch, Triton kernels for the rest
@@ -31,6 +33,18 @@ class TunedKernel(msgspec.Struct, frozen=True):
     key: TuningValues  # shape of the weight
     default: TuningValues  # from the operation's own table
     choice: TuningValues
+
+
+class CheckCase(NamedTuple):
+    """What a library's self-check computes: the shape of the model that will use it."""
+
+    backend: str = ""  # its name
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 128
+    value_dim: int = 128
+    is_fp8_cache: bool = False
+    is_fp8: bool = False  # weights are FP8
 
 
 # names of the fields' decisions in the report

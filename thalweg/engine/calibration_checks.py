@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from thalweg.config.backends import DECODE, EXPERTS, FP8, PREFILL
 from thalweg.config.engine import EngineConfig
+from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.core.kernels import DECISION_NAMES, KernelConfig
+from thalweg.core.kernels import DECISION_NAMES, CheckCase, KernelConfig
 from thalweg.core.report import START_UP, Decision
 from thalweg.models.catalog import read_facts
 from thalweg.quant.catalog import quantized
@@ -46,41 +49,24 @@ def proven(config: EngineConfig) -> EngineConfig:
 
 
 def probes(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> list[Probe]:
-    """What there is to check of this choice."""
-    made: list[Probe] = []
-    if facts.mla is not None and kernels.latent:
-        from thalweg.kernels.mla import ext as mla  # asks for torch with CUDA
-
-        if "flashmla" in kernels.decode:
-            made.append(
-                Probe("decode", kernels.decode, lambda: mla.check(device, facts.heads, kernels.kv == "fp8_e4m3"))
-            )
-        if kernels.prefill == "fa3":
-            made.append(Probe("prefill", "fa3", lambda: mla.check_prefill(device)))
-    if facts.mla is None:
-        from thalweg.kernels.gqa import ext as fa3
-        from thalweg.kernels.gqa import flashinfer
-
-        shape = facts.heads, facts.kv_heads, facts.head_dim
-        if kernels.prefill == "fa3":
-            made.append(Probe("prefill", "fa3", lambda: fa3.check(device, *shape, facts.head_dim)))
-        for role, backend in (("decode", kernels.decode), ("prefill", kernels.prefill)):
-            if backend == "flashinfer":
-                made.append(Probe(role, backend, lambda: flashinfer.check(device, *shape)))
-    elif kernels.decode == "flashinfer":
-        from thalweg.kernels.mla import flashinfer as latent
-
-        made.append(Probe("decode", "flashinfer", lambda: latent.check(device, facts.heads)))
-    codes = quantized(facts.quantization_config) is not None
-    if facts.moe is not None and "deep_gemm" in kernels.moe:
-        from thalweg.kernels.experts import ext as experts
-
-        made.append(Probe("moe", kernels.moe, lambda: experts.check(device, codes)))
-    if codes and kernels.fp8_gemm not in (OWN, "reference"):
-        from thalweg.kernels.gemm import fp8
-
-        made.append(Probe("fp8_gemm", kernels.fp8_gemm, lambda: fp8.check(device, kernels.fp8_gemm)))
-    return made
+    """The self-checks of the libraries that this configuration uses, as the catalogs name them."""
+    is_fp8 = quantized(facts.quantization_config) is not None
+    is_mla, uses_latents = facts.mla is not None, facts.mla is not None and kernels.latent
+    decode, prefill = DECODE[kernels.decode], PREFILL[kernels.prefill]
+    checks = {
+        "decode": decode.check_mla if uses_latents else "" if is_mla else decode.check_gqa,
+        "prefill": prefill.check_mla if uses_latents else "" if is_mla else prefill.check_gqa,
+        "moe": "" if facts.moe is None else EXPERTS[kernels.moe].check,
+        "fp8_gemm": FP8[kernels.fp8_gemm].check if is_fp8 else "",
+    }
+    shape = facts.heads, facts.kv_heads, facts.head_dim, facts.head_dim
+    found = []
+    for role, entry in checks.items():
+        if entry:
+            backend: str = getattr(kernels, role)
+            case = CheckCase(backend, *shape, kernels.kv == "fp8_e4m3", is_fp8)
+            found.append(Probe(role, backend, partial(load_entry(entry), device, case)))
+    return found
 
 
 def settled(config: EngineConfig, probes: Iterable[Probe]) -> EngineConfig:

@@ -6,10 +6,10 @@ import os
 import shutil
 from dataclasses import dataclass
 
+from thalweg.config.backends import DECODE
 from thalweg.config.options import Options
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
-from thalweg.launch.backends import DECODE
 from thalweg.launch.decisions import Decisions, source_and_reason
 
 MOST_RECORDED = 256  # rows; larger steps wait for the device longer than for Python
@@ -52,7 +52,11 @@ def _cannot(device: str, kernels: KernelConfig) -> str:
     """Why there can be no graphs, "" where there can."""
     if device == "cpu":
         return "a CPU has none"
-    return "" if True in DECODE[kernels.decode].graphs else f"{kernels.decode} attention reads lengths on the host"
+    return (
+        ""
+        if True in DECODE[kernels.decode].supports.graphs
+        else f"{kernels.decode} attention reads lengths on the host"
+    )
 
 
 def _rows(config: Options, slots: int, decisions: Decisions) -> tuple[int, ...]:

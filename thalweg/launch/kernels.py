@@ -1,91 +1,121 @@
-"""Which kernels a model runs on: the part of the resolver's decisions that goes by catalogs of backends."""
+"""Which kernel backends a model runs on: chosen from the catalogs of `config.backends`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
+from thalweg.config import backends
+from thalweg.config.backends import (
+    AttentionCapabilities,
+    AttentionRequirements,
+    Backend,
+    GemmCapabilities,
+    GemmRequirements,
+)
 from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
-from thalweg.core.capabilities import Selected, select
+from thalweg.core.capabilities import Capabilities, Selected, select
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import DECISION_NAMES, KernelConfig
 from thalweg.core.report import USER
-from thalweg.launch.backends import AttentionCaps, AttentionNeed, attention_need, decode_catalog, prefill_catalog
 from thalweg.launch.decisions import Decisions, source_and_reason
-from thalweg.launch.products import resolve_products
+from thalweg.quant.catalog import quantized
 
-KV_NAMES = {"fp8": "fp8_e4m3"}  # what others call them
-WISH = "attention_backend"
+C = TypeVar("C", bound=Capabilities)
+
+KV_NAMES = {"fp8": "fp8_e4m3"}  # other names of KV cache types
+FLAG = "attention_backend"
 
 
 def resolve_kernels(
-    config: Options, facts: ModelFacts, machine: Machine, device: str, decisions: Decisions, trees: bool = False
+    options: Options, facts: ModelFacts, machine: Machine, device: str, decisions: Decisions, has_trees: bool = False
 ) -> KernelConfig:
-    """Decides and notes it. trees: whether drafts may part ways. Raises UnsupportedConfig."""
-    load = config.load
-    kv = _kv(config)
-    latent, deterministic = load.mla, load.deterministic_inference
-    if facts.mla is not None:
-        decisions.add(
-            "mla", latent, *source_and_reason(not latent, "latents take a fraction of the memory of keys and values")
-        )
-    decisions.add(
-        "deterministic_inference",
-        deterministic,
-        *source_and_reason(deterministic, "kernels may round by how a batch is made up, and are faster"),
-    )
+    """has_trees: whether drafts form a tree. Raises UnsupportedConfig."""
+    load = options.load
+    asked_kv = options.memory.kv_cache_dtype or ""
+    kv = KV_NAMES.get(asked_kv, asked_kv)
     dtype = load.dtype or ("bfloat16" if device == "cuda" else "float32")
-    need = attention_need(facts, machine, device, kv or dtype, dtype, latent, deterministic, trees)
-    decode, prefill = _attention(load.attention_backend, need, machine, facts.heads)
-    decisions.add(
-        WISH,
-        load.attention_backend or "auto",
-        *source_and_reason(load.attention_backend is not None, "the fastest that fits"),
+    if facts.mla is not None:
+        reason = "latents take a fraction of the memory of keys and values"
+        decisions.add("mla", load.mla, *source_and_reason(not load.mla, reason))
+    reason = "kernels may round differently in another batch, and are faster"
+    is_deterministic = load.deterministic_inference
+    decisions.add("deterministic_inference", is_deterministic, *source_and_reason(is_deterministic, reason))
+    required = AttentionRequirements(
+        device=device,
+        chip=machine.chip if device == "cuda" else "",
+        heads="gqa" if facts.mla is None else "mla" if load.mla else "mha",
+        sparse=facts.indexer is not None,
+        kv=kv or dtype,
+        dtype=dtype,
+        deterministic=is_deterministic,
+        trees=has_trees,
     )
-    for role, one in (("decode", decode), ("prefill", prefill)):
-        decisions.add(DECISION_NAMES[role], one.name, one.source, "" if one.source == USER else one.reason)
-    products = resolve_products(config, facts, machine, device, decode.name, decisions)
-    return KernelConfig(
-        **{role: one.name for role, one in products.items()},
-        decode=decode.name,
-        prefill=prefill.name,
-        kv=kv,
-        latent=latent,
-        deterministic=deterministic,
-    )
+    decode, prefill = _attention(load.attention_backend, required, machine, facts.heads)
+    asked = load.attention_backend
+    decisions.add(FLAG, asked or "auto", *source_and_reason(asked is not None, "the fastest that fits"))
+    chosen = {"decode": decode.name, "prefill": prefill.name}
+    for role, attention in (("decode", decode), ("prefill", prefill)):
+        _record(role, attention, decisions)
+    for role, gemm in resolve_gemms(options, facts, machine, device, decode.name).items():
+        _record(role, gemm, decisions)
+        chosen[role] = gemm.name
+    return KernelConfig(**chosen, kv=kv, latent=load.mla, deterministic=is_deterministic)
 
 
-def _kv(config: Options) -> str:
-    """Type of the KV cache by our name, "" for the model's."""
-    wish = config.memory.kv_cache_dtype or ""
-    return KV_NAMES.get(wish, wish)
+def resolve_gemms(
+    options: Options, facts: ModelFacts, machine: Machine, device: str, attention: str
+) -> dict[str, Selected[GemmCapabilities]]:
+    """What computes experts and quantized products, by field of `KernelConfig`, as far as the model has them. A backend
+    that the user named is checked in any case. attention: the decode backend. Raises UnsupportedConfig.
+    """
+    load, scheme = options.load, quantized(facts.quantization_config)
+    required = GemmRequirements(
+        attention="reference" if attention == "reference" else "kernels",
+        chip=machine.chip if device == "cuda" else "",
+        weights="plain" if scheme is None else scheme.operation,
+        deterministic=load.deterministic_inference,
+    )
+    selected: dict[str, Selected[GemmCapabilities]] = {}
+    for role, is_needed, asked, catalog in (
+        ("moe", facts.moe is not None, load.moe_runner_backend, backends.EXPERTS),
+        ("fp8_gemm", required.weights == "fp8_gemm", load.fp8_gemm_backend, backends.FP8),
+    ):
+        if is_needed or asked is not None:
+            selected[role] = select(DECISION_NAMES[role], required, _on(catalog, machine), asked or "auto")
+    return selected
+
+
+def _record(role: str, backend: Selected[C], decisions: Decisions) -> None:
+    reason = "" if backend.source == USER else backend.reason
+    decisions.add(DECISION_NAMES[role], backend.name, backend.source, reason)
+
+
+def _on(catalog: Mapping[str, Backend[C]], machine: Machine, heads: int = 0) -> dict[str, C]:
+    """The capabilities on this machine, in order of preference for a model with this many heads."""
+    names = sorted(catalog, key=lambda name: not 0 < catalog[name].preferred_heads <= heads)
+    return {name: catalog[name].on(machine.libraries) for name in names}
 
 
 def _attention(
-    wish: str | None, need: AttentionNeed, machine: Machine, heads: int
-) -> tuple[Selected[AttentionCaps], Selected[AttentionCaps]]:
-    """Decode and prefill. A wish fills the operations that its backend has; the others are chosen. The reference does
-    both or none.
+    asked: str | None, required: AttentionRequirements, machine: Machine, heads: int
+) -> tuple[Selected[AttentionCapabilities], Selected[AttentionCapabilities]]:
+    """The backends of decode and prefill. A named backend does what it can of the two, and the rest is chosen. The
+    reference does both.
     """
-    decoding, filling = decode_catalog(machine, heads), prefill_catalog(machine)
-    known = list(dict.fromkeys((*decoding, *filling)))
-    if wish is not None and wish not in known:
-        raise UnsupportedConfig(f"{WISH}: unknown backend {wish!r}; there is {', '.join(known)}")
-    fits = any(_has(wish, catalog, need) for catalog in (decoding, filling))
-    decode = select(WISH, need, decoding, _of(wish, decoding, need, fits))
-    filler = _of(wish, filling, need, fits)
-    if decode.name == "reference" and filler == "auto":
+    catalogs = _on(backends.DECODE, machine, heads), _on(backends.PREFILL, machine)
+    known = list(dict.fromkeys((*catalogs[0], *catalogs[1])))
+    if asked is not None and asked not in known:
+        raise UnsupportedConfig(f"{FLAG}: unknown backend {asked!r}; there is {', '.join(known)}")
+    serving = [asked in catalog and required.heads in catalog[asked].heads for catalog in catalogs if asked is not None]
+    wishes = []
+    for position, catalog in enumerate(catalogs):
+        # a backend that serves neither is passed on, for `select` to say why
+        is_meant = asked is not None and (serving[position] or (asked in catalog and not any(serving)))
+        wishes.append(asked if asked is not None and is_meant else "auto")
+    decode = select(FLAG, required, catalogs[0], wishes[0])
+    if decode.name == "reference" and wishes[1] == "auto":
         return decode, decode
-    return decode, select(WISH, need, filling, filler)
-
-
-def _has(wish: str | None, catalog: Mapping[str, AttentionCaps], need: AttentionNeed) -> bool:
-    return wish is not None and wish in catalog and need.heads in catalog[wish].heads
-
-
-def _of(wish: str | None, catalog: Mapping[str, AttentionCaps], need: AttentionNeed, fits: bool) -> str:
-    """The wish where its backend has the operation for this kind of heads; where it has none for them at all, `choose`
-    will say so.
-    """
-    return wish if wish is not None and (_has(wish, catalog, need) or (wish in catalog and not fits)) else "auto"
+    return decode, select(FLAG, required, catalogs[1], wishes[1])

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from thalweg.config.backends import TRITON
 from thalweg.config.engine import EngineConfig
-from thalweg.config.machine import Machine, libraries
+from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.config.options import Options
 from thalweg.core.errors import CheckpointError, InsufficientMemory, InvalidRequest, UnsupportedConfig
@@ -195,7 +196,7 @@ def _measure(facts: ModelFacts, wanted: DraftingDecision, device: str, kernels: 
     """The sizes of model and drafter as this device would hold them."""
     drafter, folder = wanted.speculation.drafter, wanted.speculation.folder
     drafts = DraftSettings(drafter, folder, wanted.acceptance.rule, wanted.width, wanted.tree)
-    if kernels.decode != "reference" and "triton" not in libraries():  # a plan for another machine
+    if kernels.decode != "reference" and not TRITON.is_installed():  # a plan for another machine
         return counted(facts, kernels, DTYPES[dtype], drafts)
     return measure(facts, layer_factory(facts, "meta", kernels, dtype), drafts)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from thalweg.config.drafters import algorithm_of, read_eagle
+from thalweg.config.eagle import algorithm_of, read_eagle
 from thalweg.config.model import ModelFacts
 from thalweg.config.speculative import DEEPEST, SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from thalweg.attention.context import WorkspaceNeed
+from thalweg.config.backends import DECODE, PREFILL
+from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.kernels import TORCH
-from thalweg.kernels.mla.flashinfer import FlashInferMlaDecode
-from thalweg.kernels.mla.paged import PREFILLS, MlaDecodeKernel, decoder
+from thalweg.kernels.mla.paged import MlaDecodeKernel
 from thalweg.layers import rotary
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.invariant_mla import InvariantMla, own_rows
@@ -45,7 +46,7 @@ class KernelLayers(LayerFactory):
     def for_drafter(self, facts: ModelFacts, schemes: Schemes) -> KernelLayers:
         """On our own kernels, which know every kind of attention but that to a selection of context."""
         by = TORCH if facts.indexer is not None else "triton"
-        kernels = msgspec.structs.replace(self.kernels, decode=by, prefill=by, requested=())
+        kernels = msgspec.structs.replace(self.kernels, decode=by, prefill=by)
         return replace(self, kernels=kernels, schemes=schemes)
 
     def norm(self, name: str, dim: int, eps: float, reorder: Transform = unchanged) -> KernelNorm:
@@ -104,17 +105,16 @@ class KernelLayers(LayerFactory):
             return PagedMha(self, facts, layer, name)
         if self.kernels.deterministic:
             return InvariantMla(self, facts, layer, name)
-        return LatentMla(self, facts, layer, name, self._decoder(facts), PREFILLS[self.kernels.prefill])
+        return LatentMla(self, facts, layer, name, self._decoder(facts), load_entry(PREFILL[self.kernels.prefill].mla))
 
     def _decoder(self, facts: ModelFacts) -> MlaDecodeKernel:
         """What attends to latents in decode rows."""
         assert facts.mla is not None
         scale = rotary.softmax_scale(facts.mla.nope + facts.mla.rope, facts.rope)
         heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
-        if self.kernels.decode == "flashinfer":
-            return FlashInferMlaDecode(heads, facts.mla.kv_lora, scale)
         fp8 = kv_cache_dtype(self.kernels.kv, self.dtype) == FP8
-        return decoder(self.kernels.decode, heads, facts.mla.kv_lora, scale, fp8)
+        decoder: MlaDecodeKernel = load_entry(DECODE[self.kernels.decode].mla)(heads, facts.mla.kv_lora, scale, fp8)
+        return decoder
 
     def gqa(
         self, facts: ModelFacts, layer: int, name: str, *, qk_norm: bool, out_bias: bool, inputs: int = 0
@@ -153,7 +153,7 @@ class KernelLayers(LayerFactory):
             return ReferenceMetadata(facts, workspace, device)
         if facts.mla is None:
             prepare = prepare_gqa(kernels, facts, device)
-            return PagedMetadataBuilder(facts, device, prepare, gathers=kernels.prefill == "fa3")
+            return PagedMetadataBuilder(facts, device, prepare, gathers=PREFILL[kernels.prefill].gathers_keys)
         if not kernels.latent:
             own = ragged if kernels.deterministic else nothing
             return PagedMetadataBuilder(facts, device, own, gathers=False)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from thalweg.attention.context import AttentionMetadata, WorkspaceNeed
 from thalweg.batch.batch import Batch
-from thalweg.config.drafters import EagleFacts
+from thalweg.config.eagle import EagleFacts
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
 from thalweg.layers.factory import LayerFactory

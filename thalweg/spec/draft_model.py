@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch
-from thalweg.config.drafters import algorithm_of
+from thalweg.config.eagle import algorithm_of
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import CheckpointError
 from thalweg.memory.planes import Planes, PlaneSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from thalweg.config.drafters import read_eagle
+from thalweg.config.eagle import read_eagle
 from thalweg.core.errors import CheckpointError
 from thalweg.models.decoder import Target
 from thalweg.models.draft_head import DraftHead

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thalweg.core.kernels import CheckCase
 from thalweg.kernels.experts import fp8
 from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
@@ -28,11 +29,11 @@ TILE = 128  # rows of a segment's tile: get_mk_alignment_for_contiguous_layout()
 LAYOUT = {"use_psum_layout": True, "ensure_zero_padding": False}
 
 
-def check(device: torch.device, codes: bool) -> None:
+def check(device: torch.device, case: CheckCase) -> None:
     """Compares a small case with the reference, with FP8 weights or bf16 ones; RuntimeError if DeepGEMM cannot run here
     or is wrong.
     """
-    generator = torch.Generator(device).manual_seed(1)
+    codes, generator = case.is_fp8, torch.Generator(device).manual_seed(1)
     tokens, experts, hidden, inner = 5, 3, 512, 256
     w13 = torch.randn(experts, 2 * inner, hidden, generator=generator, device=device) * hidden**-0.5
     w2 = torch.randn(experts, hidden, inner, generator=generator, device=device) * inner**-0.5

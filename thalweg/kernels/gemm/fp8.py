@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.core.kernels import CheckCase
 from thalweg.kernels.batch_invariant_gemm import triton as batch_invariant_gemm
 from thalweg.kernels.fp8_block.ref import dequantize
 from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
@@ -111,11 +112,12 @@ def _added(y_MN: Tensor, residual_MN: Tensor | None) -> Tensor:
     return y_MN if residual_MN is None else residual_MN.add_(y_MN)
 
 
-def check(device: torch.device, backend: str) -> None:
+def check(device: torch.device, case: CheckCase) -> None:
     """Compares a small case with the reference; RuntimeError if the backend's library cannot run here or is wrong.
     Where a backend has cuBLAS beside its library, whether that serves is settled here, too; without it the library does
     all.
     """
+    backend = case.backend
     try:
         error_is = _error(product(backend), device, 384)
     except FAILURES as error:

@@ -16,6 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from thalweg.core.kernels import CheckCase
+
 
 def available() -> bool:
     """Whether fa3-fwd is installed and the current device is a Hopper."""
@@ -74,8 +76,9 @@ def prefill(
     return made_THv, lse_HT.t()
 
 
-def check(device: torch.device, heads: int = 4, kv_heads: int = 2, dim: int = 128, value_dim: int = 128) -> None:
+def check(device: torch.device, case: CheckCase) -> None:
     """Compares a small case with its definition; RuntimeError if the library cannot run here or is wrong."""
+    _, heads, kv_heads, dim, value_dim, *_ = case
     generator = torch.Generator(device).manual_seed(1)
     queries, contexts, scale = (70, 3), (200, 3), dim**-0.5
 

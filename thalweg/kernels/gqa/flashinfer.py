@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thalweg.core.kernels import CheckCase
+
 PAGE = 64
 WORKSPACE = 128 << 20  # bytes that FlashInfer recommends
 
@@ -127,10 +129,11 @@ def run(wrapper: Any, query_THd: Tensor, key_PSKd: Tensor, value_PSKd: Tensor) -
     return out
 
 
-def check(device: torch.device, heads: int = 28, kv_heads: int = 4, dim: int = 128) -> None:
+def check(device: torch.device, case: CheckCase) -> None:
     """Compares a small case with its definition, compiling what is not yet compiled; RuntimeError if the library cannot
     run here or is wrong.
     """
+    heads, kv_heads, dim = case.heads, case.kv_heads, case.head_dim
     generator = torch.Generator(device).manual_seed(1)
     queries, contexts, scale = [1, 1, 70], (1, 130, 200), dim**-0.5
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.core.kernels import CheckCase
 from thalweg.kernels.gqa import ext as fa3
 
 Schedule = Any  # flash_mla's FlashMLASchedMeta
@@ -97,10 +98,9 @@ def decode(
     return out.view(-1, heads, rank), lse.transpose(1, 2).reshape(-1, heads)
 
 
-def check(device: torch.device, heads: int, fp8: bool = False) -> None:
-    """Compares a small case with its definition; RuntimeError if the library cannot run here or is wrong. fp8: queries
-    and keys are e4m3.
-    """
+def check(device: torch.device, case: CheckCase) -> None:
+    """Compares a small case with its definition; RuntimeError if the library cannot run here or is wrong."""
+    heads, fp8 = case.heads, case.is_fp8_cache
     generator = torch.Generator(device).manual_seed(1)
     contexts, scale = (1, 200), 192**-0.5
     kept = torch.float8_e4m3fn if fp8 else torch.bfloat16
@@ -128,8 +128,8 @@ def check(device: torch.device, heads: int, fp8: bool = False) -> None:
             raise RuntimeError(f"FlashMLA is wrong here by {wrong:.3f}: use --attention-backend triton")
 
 
-def check_prefill(device: torch.device) -> None:
+def check_prefill(device: torch.device, case: CheckCase) -> None:
     """Compares a small case of 192-dim keys and 128-dim values with its definition; RuntimeError if it cannot run here
     or is wrong.
     """
-    fa3.check(device, 4, 4, 192, 128)
+    fa3.check(device, CheckCase(heads=4, kv_heads=4, head_dim=192))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.core.kernels import CheckCase
 from thalweg.kernels.gqa.flashinfer import PAGE, WORKSPACE, library, pages
 from thalweg.kernels.mla.paged import MlaDecodeRows, project_values
 
@@ -52,6 +53,11 @@ class FlashInferMlaDecode:
         return project_values(prepared.run(*query, *plane), uv_HRv)
 
 
+def decoder(heads: int, rank: int, scale: float, is_fp8: bool) -> FlashInferMlaDecode:
+    """An entry of `config.backends.DECODE`."""
+    return FlashInferMlaDecode(heads, rank, scale)
+
+
 @cache
 def _wrapper(device: torch.device) -> Any:
     """With 128 MiB for partial results."""
@@ -59,11 +65,11 @@ def _wrapper(device: torch.device) -> Any:
     return library().mla.BatchMLAPagedAttentionWrapper(workspace, backend="fa3")
 
 
-def check(device: torch.device, heads: int) -> None:
+def check(device: torch.device, case: CheckCase) -> None:
     """Compares a small case with its definition, compiling what is not yet compiled; RuntimeError if the library cannot
     run here or is wrong.
     """
-    generator = torch.Generator(device).manual_seed(1)
+    heads, generator = case.heads, torch.Generator(device).manual_seed(1)
     contexts, scale = (1, 200), 192**-0.5
     plane = torch.randn(6, PAGE, 576, generator=generator, device=device).bfloat16()
     query = torch.randn(2, heads, 576, generator=generator, device=device).bfloat16()

@@ -5,7 +5,6 @@ A backend is chosen once, when a model is made; what it needs to know of a step 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -286,16 +285,3 @@ def _values(latent_Sr: Tensor, uv_HvR: Tensor) -> Tensor:
 
 def by_size(heads: int, rank: int, scale: float, fp8: bool) -> MlaDecodeBySize:
     return MlaDecodeBySize(TritonMlaDecode(heads, rank, scale, fp8), FlashMlaDecode(heads, rank, scale, fp8))
-
-
-DECODERS: dict[str, Callable[..., MlaDecodeKernel]] = {
-    "triton": TritonMlaDecode,
-    "flashmla": FlashMlaDecode,
-    "triton+flashmla": by_size,
-}
-PREFILLS: dict[str, MlaPrefillKernel] = {"triton": triton_prefill, "fa3": fa3_prefill}
-
-
-def decoder(backend: str, heads: int, rank: int, scale: float, fp8: bool) -> MlaDecodeKernel:
-    """The backend of this name for a model's decode rows. fp8: whether its latents are e4m3."""
-    return DECODERS[backend](heads, rank, scale, fp8)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thalweg.config.drafters import read_eagle
+from thalweg.config.eagle import read_eagle
 from thalweg.config.model import ModelFacts
 from thalweg.core.report import AUTO
 from thalweg.core.tree import CHAIN, TreeShape

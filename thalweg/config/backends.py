@@ -1,0 +1,245 @@
+"""The catalogs of kernel backends, in order of measured preference: what each supports, and where its code is. No torch.
+
+To add an attention backend: a file with its code, and a row in `DECODE` or `PREFILL`. A capability is a field that every
+row must answer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from thalweg.core.capabilities import Capabilities, Requirements
+
+BOTH = frozenset({True, False})
+CHIPS = {"8.0": "ampere", "8.6": "ampere", "8.7": "ampere", "8.9": "ada", "9.0": "hopper"}  # by compute capability
+NEWER = "blackwell"
+
+
+def chip_of(capability: str) -> str:
+    """The GPU generation of a compute capability such as "9.0"."""
+    if capability in CHIPS:
+        return CHIPS[capability]
+    return NEWER if capability and float(capability) >= 10 else "older"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """An optional Python package that computes on a GPU."""
+
+    name: str
+    module: str
+    file: str = ""  # a file beside the module, without which it is another package of that name
+
+    def is_installed(self) -> bool:
+        """Nothing is imported."""
+        spec = importlib.util.find_spec(self.module)
+        if spec is None or spec.origin is None:
+            return False
+        return not self.file or any(Path(spec.origin).parent.glob(self.file))
+
+
+TRITON = Library("triton", "triton")
+FLASHMLA = Library("flashmla", "flash_mla", "_C_legacy.*.so")
+FA3 = Library("fa3", "fa3_fwd_interface")
+FLASHINFER = Library("flashinfer", "flashinfer")
+DEEP_GEMM = Library("deep_gemm", "deep_gemm")
+
+
+@dataclass(frozen=True)
+class AttentionCapabilities(Capabilities):
+    device: frozenset[str]  # "cpu", "cuda"
+    chip: frozenset[str]  # GPU generation, "" on a CPU
+    heads: frozenset[str]  # "mla" (latents), "mha" (keys and values of an MLA model), "gqa"
+    sparse: frozenset[bool]  # attends to a selected context (DSA)
+    kv: frozenset[str]  # type of the KV cache
+    dtype: frozenset[str]  # type of activations
+    installed: frozenset[bool]
+    deterministic: frozenset[bool]  # whether bits can be independent of the batch
+    trees: frozenset[bool]  # whether draft tokens can form a tree
+    graphs: frozenset[bool]  # whether CUDA graphs can capture it; never required
+
+
+@dataclass(frozen=True)
+class AttentionRequirements(Requirements):
+    device: str
+    chip: str
+    heads: str
+    sparse: bool
+    kv: str
+    dtype: str
+    deterministic: bool
+    trees: bool = False
+    installed: bool = True
+
+
+@dataclass(frozen=True)
+class GemmCapabilities(Capabilities):
+    attention: frozenset[str]  # "reference" or "kernels": what computes attention computes the rest
+    chip: frozenset[str]  # GPU generation, "" on a CPU
+    weights: frozenset[str]  # operation of the quantization scheme, "plain" for none
+    installed: frozenset[bool]
+    deterministic: frozenset[bool]  # whether bits can be independent of the batch
+
+
+@dataclass(frozen=True)
+class GemmRequirements(Requirements):
+    attention: str
+    chip: str
+    weights: str
+    deterministic: bool
+    installed: bool = True
+
+
+C = TypeVar("C", bound=Capabilities)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend(Generic[C]):
+    """A row of a catalog. Code is named by entry points (`config.entry_point`). A check takes (device,
+    `core.kernels.CheckCase`) and raises RuntimeError where the library does not run or is wrong.
+    """
+
+    supports: C
+    libraries: tuple[Library, ...] = (TRITON,)
+    mla: str = ""  # makes what attends to latents: a decoder of (heads, rank, scale, is_fp8), or a prefill function
+    check_mla: str = ""
+    check_gqa: str = ""
+    check: str = ""  # of experts and products
+    gathers_keys: bool = False  # GQA prefill reads the cached keys of a row in one piece
+    preferred_heads: int = 0  # comes first for models with at least this many heads
+
+    def on(self, libraries: frozenset[str]) -> C:
+        """The capabilities on a machine that has these libraries."""
+        is_installed = all(library.name in libraries for library in self.libraries)
+        return replace(self.supports, installed=frozenset({is_installed}))  # type: ignore[type-var]
+
+
+_REFERENCE = AttentionCapabilities(
+    device=frozenset({"cpu", "cuda"}),
+    chip=frozenset({"", "older", *CHIPS.values(), NEWER}),
+    heads=frozenset({"mla", "mha", "gqa"}),
+    sparse=BOTH,
+    kv=frozenset({"float32", "bfloat16", "fp8_e4m3"}),
+    dtype=frozenset({"float32", "bfloat16"}),
+    installed=frozenset({True}),
+    deterministic=BOTH,
+    trees=BOTH,
+    graphs=frozenset({False}),
+)
+_TORCH = replace(  # sparse attention, which no kernel computes yet
+    _REFERENCE,
+    device=frozenset({"cuda"}),
+    heads=frozenset({"mla"}),
+    sparse=frozenset({True}),
+    kv=frozenset({"bfloat16", "fp8_e4m3"}),
+    dtype=frozenset({"bfloat16"}),
+)
+_TRITON = replace(
+    _REFERENCE,
+    device=frozenset({"cuda"}),
+    chip=frozenset({*CHIPS.values(), NEWER}),
+    sparse=frozenset({False}),
+    kv=frozenset({"bfloat16", "fp8_e4m3"}),
+    dtype=frozenset({"bfloat16"}),
+    graphs=BOTH,
+)
+_HOPPER = replace(_TRITON, chip=frozenset({"hopper"}), deterministic=frozenset({False}))
+_FLASHMLA = replace(_HOPPER, heads=frozenset({"mla"}), trees=frozenset({False}))
+_FLASHINFER = replace(  # compiles when first used and plans on the host, so it is never chosen automatically
+    _HOPPER,
+    heads=frozenset({"mla", "gqa"}),
+    kv=frozenset({"bfloat16"}),
+    trees=frozenset({False}),
+    graphs=frozenset({False}),
+)
+_CHECK_FLASHINFER = "kernels.gqa.flashinfer:check"
+
+DECODE: dict[str, Backend[AttentionCapabilities]] = {
+    "triton": Backend(supports=_TRITON, mla="kernels.mla.paged:TritonMlaDecode"),
+    # FlashMLA for many rows, Triton for few rows and for trees. Faster than Triton where many heads make attention bound
+    # by the tensor cores (H100, µs a layer, FlashMLA / Triton: 128 heads, 8 x 1,024 tokens 29 / 38, 128 x 1,024 95 / 156,
+    # 64 x 4,096 135 / 270; 64 heads 23 / 29, 72 / 86, 133 / 173; in FP8 from 32 rows on), and no faster with 16.
+    "triton+flashmla": Backend(
+        supports=replace(_FLASHMLA, trees=BOTH),
+        libraries=(TRITON, FLASHMLA),
+        mla="kernels.mla.paged:by_size",
+        check_mla="kernels.mla.ext:check",
+        preferred_heads=64,
+    ),
+    "flashmla": Backend(
+        supports=_FLASHMLA,
+        libraries=(TRITON, FLASHMLA),
+        mla="kernels.mla.paged:FlashMlaDecode",
+        check_mla="kernels.mla.ext:check",
+    ),
+    "torch": Backend(supports=_TORCH),
+    "reference": Backend(supports=_REFERENCE, libraries=()),
+    "flashinfer": Backend(
+        supports=_FLASHINFER,
+        libraries=(TRITON, FLASHINFER),
+        mla="kernels.mla.flashinfer:decoder",
+        check_mla="kernels.mla.flashinfer:check",
+        check_gqa=_CHECK_FLASHINFER,
+    ),
+}
+PREFILL: dict[str, Backend[AttentionCapabilities]] = {
+    "fa3": Backend(  # H100, 8,192 tokens of 16 heads: 751 TFLOP/s, Triton 459
+        supports=replace(_HOPPER, heads=frozenset({"mla", "gqa"})),
+        libraries=(TRITON, FA3),
+        mla="kernels.mla.paged:fa3_prefill",
+        check_mla="kernels.mla.ext:check_prefill",
+        check_gqa="kernels.gqa.ext:check",
+        gathers_keys=True,
+    ),
+    "triton": Backend(supports=_TRITON, mla="kernels.mla.paged:triton_prefill"),
+    "torch": Backend(supports=_TORCH),
+    "reference": Backend(supports=_REFERENCE, libraries=()),
+    "flashinfer": Backend(
+        supports=replace(_FLASHINFER, heads=frozenset({"gqa"})),
+        libraries=(TRITON, FLASHINFER),
+        check_gqa=_CHECK_FLASHINFER,
+    ),
+}
+
+_GEMM_REFERENCE = GemmCapabilities(
+    attention=frozenset({"reference"}),
+    chip=frozenset({"", "older", *CHIPS.values(), NEWER}),
+    weights=frozenset({"plain", "fp8_gemm"}),
+    installed=frozenset({True}),
+    deterministic=BOTH,
+)
+_GEMM_TRITON = replace(_GEMM_REFERENCE, attention=frozenset({"kernels"}), chip=frozenset({*CHIPS.values(), NEWER}))
+_GEMM_HOPPER = replace(_GEMM_TRITON, chip=frozenset({"hopper"}), deterministic=frozenset({False}))  # tested there only
+_FP8_HOPPER = replace(_GEMM_HOPPER, weights=frozenset({"fp8_gemm"}))
+_CHECK_EXPERTS, _CHECK_FP8 = "kernels.experts.ext:check", "kernels.gemm.fp8:check"
+
+# Triton is as fast for bf16 experts at any number of tokens (8,192 of V2-Lite on an H100: 2.27 ms a layer, DeepGEMM 2.32)
+EXPERTS: dict[str, Backend[GemmCapabilities]] = {
+    "triton+deep_gemm": Backend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_EXPERTS),
+    "triton": Backend(supports=_GEMM_TRITON, libraries=()),
+    "deep_gemm": Backend(supports=_GEMM_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_EXPERTS),
+    "reference": Backend(supports=_GEMM_REFERENCE, libraries=()),
+}
+FP8: dict[str, Backend[GemmCapabilities]] = {
+    "triton+deep_gemm": Backend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_FP8),
+    "triton": Backend(supports=replace(_GEMM_TRITON, weights=frozenset({"fp8_gemm"})), libraries=()),
+    "deep_gemm": Backend(supports=_FP8_HOPPER, libraries=(DEEP_GEMM,), check=_CHECK_FP8),
+    "cublas": Backend(supports=_FP8_HOPPER, libraries=(), check=_CHECK_FP8),
+    "reference": Backend(supports=replace(_GEMM_REFERENCE, weights=frozenset({"fp8_gemm"})), libraries=()),
+}
+
+
+ALL: tuple[Backend[Any], ...] = (*DECODE.values(), *PREFILL.values(), *EXPERTS.values(), *FP8.values())
+LIBRARIES = {library.name: library for backend in ALL for library in backend.libraries}
+
+
+def libraries_for(chip: str) -> frozenset[str]:
+    """Names of the libraries that compute on this GPU generation."""
+    return frozenset(library.name for row in ALL if chip in row.supports.chip for library in row.libraries)
+
+
+def installed_libraries() -> frozenset[str]:
+    return frozenset(name for name, library in LIBRARIES.items() if library.is_installed())
