@@ -54,7 +54,9 @@ def test_every_decision_is_a_feature_or_a_size(probe: Probe) -> None:
 def test_columns_are_found_by_the_resolver(probe: Probe) -> None:
     found = {column.name: column for column in columns([], probe)}
     assert [level.wish for level in found["radix"].levels] == [False, ...] and found["radix"].base == "on"
-    assert [level.wish for level in found["compile"].levels] == [..., True] and found["compile"].base == "off"
+    assert [level.wish for level in found["deterministic"].levels] == [..., True] and found[
+        "deterministic"
+    ].base == "off"
     assert found["kv"].levels[1].wish == "fp8_e4m3" and found["chunk"].levels[0].wish == -1
     assert {"graph", "mla", "overlap", "tp", "ep", "dp-attention", "nextn"} <= set(found)
 

@@ -24,7 +24,6 @@ from thalweg.launch.resolved import Resolved
 AS_IT_IS = ...  # the wish of a level that wishes nothing: what the base has
 SHORT = {
     "graph": "cuda_graph_mode",
-    "compile": "torch_compile",
     "radix": "radix_cache",
     "attention": "attention_backend",
     "nextn": "speculative_algorithm",

@@ -56,7 +56,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a token's bits depend on its own sequence alone."""
     tuned_kernels: tuple[TunedKernel, ...] = ()
     """Tuned values that replace those of the kernels' tables."""
-    torch_compile: bool = False
     cuda_graph_mode: str = "full_and_piecewise"
     """As the flag; "full" lets whole-step graphs take prompt tokens as rows."""
     cuda_graph_bs: tuple[int, ...] = ()

@@ -91,9 +91,9 @@ UNSUPPORTED_FLAGS = (
         "enable-dp-attention enable-eplb moe-a2a-backend enable-expert-parallel", "not in this version: one device"
     ),
     UnsupportedFlag("enable-lora lora-paths lora-modules", "not in this version"),
+    UnsupportedFlag("compilation-config", "use --cuda-graph-mode for its cudagraph_mode in lower case"),
     UnsupportedFlag(
-        "compilation-config",
-        "use --cuda-graph-mode for its cudagraph_mode in lower case, and --torch-compile for the rest",
+        "torch-compile enable-torch-compile", "not needed: captured steps are faster than what torch.compile makes"
     ),
     UnsupportedFlag("disable-cuda-graph-padding", "use --cuda-graph-bs, which says which rows are recorded"),
     UnsupportedFlag("enable-memory-saver custom-weight-loader", "not in this version"),

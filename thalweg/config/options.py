@@ -149,12 +149,6 @@ class LoadOptions:
         auto="16 to 2,048; the largest only where that is faster",
     )
 
-    torch_compile: bool = setting(
-        False,
-        "compile norms and MLPs of the reference with torch.compile: a comparison, slower than what is recorded",
-        aliases=("enable-torch-compile=true",),
-    )
-
     def __post_init__(self) -> None:
         check_section(self)
 

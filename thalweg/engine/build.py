@@ -41,7 +41,6 @@ from thalweg.layers.reference import ReferenceLayers
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.catalog import published_dtype, read_facts
-from thalweg.models.compiled import compile_parts
 from thalweg.models.decoder import Model
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.models.traced import Traced, traced
@@ -111,14 +110,11 @@ def build_runner(config: EngineConfig, facts: ModelFacts, phases: Phases) -> tup
     load_weights(model, drafter.modules(), config)
     load_own(drafter.own(), config)
     phases.done("weights")
-    if config.torch_compile:
-        compile_parts(model)
-        phases.done("torch.compile")
     alone = config.deterministic_inference and config.decode_attention_backend in TORCH_ATTENTION
     if device.type == "cuda":
         return _on_gpu(config, TokenByToken(model) if alone else model, drafter, device, phases)
     planes = _planes(model, drafter, config, device)
-    steps = model if config.torch_compile else traced(model, device)
+    steps = traced(model, device)
     if isinstance(steps, Traced):
         steps.record(planes)
         with blamed_on_drafter():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import dataclass
 
 from thalweg.config.backends import DECODE
@@ -85,22 +83,6 @@ def _tokens(config: Options, budget: int, decisions: Decisions) -> tuple[int, ..
     why = "tokens of steps whose static parts are recorded"
     decisions.add("piecewise_cuda_graph_tokens", _listed(made), *source_and_reason(bool(wish), why))
     return made
-
-
-def resolve_compile(config: Options, device: str, kernels: KernelConfig, decisions: Decisions) -> None:
-    """Whether torch.compile is used at all, noted. Raises UnsupportedConfig."""
-    wish = config.load.torch_compile
-    if wish and kernels.decode != "reference":
-        raise UnsupportedConfig(
-            f"torch_compile: with {kernels.decode} attention a model runs on kernels that are compiled already; use "
-            "--attention-backend reference, or leave it off"
-        )
-    if wish and device == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        raise UnsupportedConfig(
-            "torch_compile: on a CPU it needs a C++ compiler, and there is no g++; install one, name it in CXX, or"
-            " leave it off"
-        )
-    decisions.add("torch_compile", wish, *source_and_reason(wish, "recorded steps are faster"))
 
 
 def _listed(counts: tuple[int, ...]) -> str:

@@ -113,7 +113,6 @@ def resolve(
         mla=kernels.latent,
         deterministic_inference=kernels.deterministic,
         tuned_kernels=choices,
-        torch_compile=config.load.torch_compile,
         cuda_graph_mode=found.graphs.mode,
         cuda_graph_bs=found.graphs.rows,
         piecewise_cuda_graph_tokens=found.graphs.tokens,

@@ -18,7 +18,7 @@ from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE
 from thalweg.core.report import AUTO, MODEL, USER
 from thalweg.launch.decisions import Decisions, source_and_reason
-from thalweg.launch.graphs import GraphPlan, resolve_compile, resolve_graphs
+from thalweg.launch.graphs import GraphPlan, resolve_graphs
 from thalweg.launch.kernels import resolve_kernels
 from thalweg.launch.resolved import Sizes
 
@@ -174,7 +174,6 @@ def resolve_resources(
     graphs = resolve_graphs(
         config, device, kernels, slots * (1 + (min(width, 1) if trees else width)), budget, decisions
     )  # each draft is a row of its own; drafts that part ways are recorded by themselves
-    resolve_compile(config, device, kernels, decisions)
     note(
         "schedule_policy",
         schedule.schedule_policy,
