@@ -1,4 +1,4 @@
-# Two commands: `make serve` talks to the bundled model, `make test` tests everything. `make help` lists the rest.
+# `make serve` serves the bundled model, `make test` runs every test, `make help` lists the rest.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -18,61 +18,61 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install install-test serve test test-null check size format hooks kernels sanitize soak bench docs release-check clean
 
-help: ## this list
+help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
-install: $(VENV)/.installed ## .venv with Thalweg and what it needs (TORCH=2.12.1 picks another torch)
+install: $(VENV)/.installed ## create .venv with Thalweg and its dependencies (TORCH=2.12.1 for another torch)
 
-install-test: $(VENV)/.installed-test ## the same, and what the tests need
+install-test: $(VENV)/.installed-test ## the same, with test dependencies
 
-serve: install ## serves the bundled model on port 30000 (MODEL=, PORT=, ARGS="--flags")
+serve: install ## serve the bundled model on port 30000 (MODEL=, PORT=, ARGS="--flags")
 	@exec $(BIN)/thalweg serve --model $(MODEL) --port $(PORT) $(ARGS)
 
-# The longest files come first, in the order of their names; a worker grows to 2.5 GB.
-test: install-test ## every test, on up to 4 cores (JOBS=0: in one process); PYTEST_ARGS="-k radix" narrows it
+# A test worker grows to 2.5 GB.
+test: install-test ## run every test on up to 4 cores (JOBS=0: one process; PYTEST_ARGS="-k radix": some)
 	@$(BIN)/python -m pytest -m "not soak" -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-null: install-test ## the tests that need no torch, in seconds
+test-null: install-test ## run the tests that need no torch, in seconds
 	@$(BIN)/python -m pytest -q -m "not soak" tests/null $(PYTEST_ARGS)
 
-check: install-test ## lint, format, strict types, layering
+check: install-test ## check lint, format, strict types, import direction
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/null/test_layering.py
 
-size: install-test ## code tokens of each room beside their ceilings (tools/ceilings.yaml); fails above one
+size: install-test ## count code tokens by room; fails above a ceiling (tools/ceilings.yaml)
 	@$(BIN)/python -m tools.size
 
-format: install-test ## formats and fixes what a machine can fix
+format: install-test ## format, and fix what ruff can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-hooks: install-test ## pre-commit and its hooks: lint, types and subject at each commit, the null tier before a push
+hooks: install-test ## install pre-commit and its hooks: lint, types, commit subject; null tier before a push
 	@$(PIP) pre-commit
 	@$(BIN)/pre-commit install
 
-kernels: install-test ## compiles every Triton kernel for sm_90, without a GPU (needs triton)
+kernels: install-test ## compile every Triton kernel for sm_90, without a GPU (needs triton)
 	@$(BIN)/python -m tests.gpu.offline
 
-sanitize: ## compute-sanitizer over the kernels' small odd cases, on a GPU (PYTHON= one with torch for CUDA)
+sanitize: ## run compute-sanitizer over small kernel cases on a GPU (PYTHON= one with CUDA torch)
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest -q -x tests/cpu/test_kernels.py -k triton
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 9 $(PYTHON) -m pytest -q -x tests/cpu/test_kernels.py -k triton
 
-soak: install-test ## the long random drivers (minutes to hours)
+soak: install-test ## run the random drivers of cache and scheduler (minutes)
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
-bench: install ## one-batch speed of the bundled model (MODEL=, ARGS=)
+bench: install ## measure one-batch speed of the bundled model (MODEL=, ARGS=)
 	@exec $(BIN)/thalweg bench one-batch --model $(MODEL) $(ARGS)
 
-docs: install ## docs/configuration.md from the settings, tables of measurements from benchmarks/
+docs: install ## write docs/configuration.md from the flags, and tables from benchmarks/
 	@$(BIN)/python -m thalweg.config.document > docs/configuration.md
 	@$(BIN)/python -m tools.release.docs
 
-release-check: install-test ## what a release needs: compose matrix, parity, evals, soak, docs, GPU results as new as their code (ARGS="--only docs")
+release-check: install-test ## run what a release needs: compose, parity, evals, soak, docs, age of GPU results (ARGS="--only docs")
 	@$(BIN)/python -m tools.release.check $(ARGS)
 
-clean: ## removes the environment and every cache
+clean: ## remove the environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
