@@ -13,6 +13,7 @@ from thalweg.batch.batch import Batch, Group
 from thalweg.core.plan import PAGE
 from thalweg.memory.planes import Planes
 from thalweg.models.decoder import Model
+from thalweg.models.traced import traced
 
 
 class Bench:
@@ -20,14 +21,16 @@ class Bench:
     row.
     """
 
-    def __init__(self, model: Model, sequences: int, pages: int = 0, seed: int = 0, extra: tuple = ()) -> None:
-        self.model = model
+    def __init__(
+        self, model: Model, sequences: int, pages: int = 0, seed: int = 0, extra: tuple = (), *, trace: bool = False
+    ) -> None:
         per = pages or -(-model.facts.context // PAGE)
         order = list(range(1, sequences * per + 1))
         random.Random(seed).shuffle(order)  # neighbours in a context are not neighbours in storage
         self.tables = [order[i * per : (i + 1) * per] for i in range(sequences)]
         self.lengths = [0] * sequences
         self.planes = Planes((*model.planes(), *extra), sequences * per + 1)
+        self.model = traced(model, self.planes) if trace else model
 
     def batch(self, rows: list[tuple[int, list[int]]], padding: int = 0) -> Batch:
         """rows: (sequence, new tokens), equal lengths consecutive form one group. padding: padding tokens behind the

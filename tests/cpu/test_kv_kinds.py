@@ -32,7 +32,6 @@ from thalweg.memory.planes import FP8, FP8_MAX, decode, encode
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
 from thalweg.models.decoder import Model
-from thalweg.models.traced import AFTER, traced
 from thalweg.weights.cache_scales import read_cache_scales
 from thalweg.weights.stream import InMemory
 
@@ -129,14 +128,14 @@ def test_a_cache_of_another_type_than_the_model(exact: Tensor) -> None:
 @pytest.mark.parametrize("choice", [{"kv": "bfloat16"}, {"latent": False}, {"latent": False, "kv": "bfloat16"}])
 def test_recorded_steps_are_the_same(choice: dict[str, object]) -> None:
     kept = model(**choice)
-    plain, recorded = Bench(kept, 1, pages=4), Bench(traced(kept), 1, pages=4)
-    for i in range(64 + 2 * AFTER):
+    plain, recorded = Bench(kept, 1, pages=4), Bench(kept, 1, pages=4, trace=True)
+    for i in range(64 + 16):
         assert torch.equal(plain.step([(0, [7 + i])])[0], recorded.step([(0, [7 + i])])[0])
 
 
 def test_a_cache_in_fp8_is_not_recorded() -> None:
     kept = model(kv="fp8_e4m3")
-    assert traced(kept) is kept
+    assert Bench(kept, 1, pages=4, trace=True).model is kept
 
 
 def test_sums_are_right_with_an_fp8_cache() -> None:

@@ -43,7 +43,7 @@ from thalweg.models import catalog
 from thalweg.models.catalog import published_dtype, read_facts
 from thalweg.models.decoder import Model
 from thalweg.models.token_by_token import TokenByToken
-from thalweg.models.traced import Traced, traced
+from thalweg.models.traced import TracedModel, traced
 from thalweg.quant.catalog import Declared, Schemes
 from thalweg.runner.drafting import DrafterError, blamed_on_drafter
 from thalweg.runner.runner import Runner
@@ -114,9 +114,8 @@ def build_runner(config: EngineConfig, facts: ModelFacts, phases: Phases) -> tup
     if device.type == "cuda":
         return _on_gpu(config, TokenByToken(model) if alone else model, drafter, device, phases)
     planes = _planes(model, drafter, config, device)
-    steps = traced(model, device)
-    if isinstance(steps, Traced):
-        steps.record(planes)
+    steps = traced(model, planes)
+    if isinstance(steps, TracedModel):
         with blamed_on_drafter():
             drafter.record(planes)
     slots = Slots(config.max_running_requests, config.context_length, device, drafter.fields(), config.tree)

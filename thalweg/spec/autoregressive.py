@@ -25,7 +25,7 @@ from thalweg.core.plan import PAGE, Bind, SamplingNeeds
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces, valid_tokens
 from thalweg.memory.planes import Planes, PlaneSpec, vector_plane
 from thalweg.models.draft_head import DraftHead
-from thalweg.models.traced import TracedHead, recordable
+from thalweg.models.traced import TracedHead, can_trace
 from thalweg.sampling.draft_sampling import DraftSampling
 from thalweg.spec.draft_kernels import DraftKernels, draft_kernels_on
 from thalweg.spec.drafter import DraftExtendInput, DraftOutput, DraftRequest, HasWeights
@@ -66,7 +66,7 @@ class AutoregressiveDrafter:
         return (Field(HIDDEN, (self.head.width,), self.head.dtype), *self.draft_sampling.fields())
 
     def record(self, planes: Planes) -> None:
-        if recordable(self.head.main[0], planes.device):
+        if can_trace(self.head.main[0], planes.device):
             self.steps = TracedHead(self.head, planes)
 
     def bind(self, binds: Sequence[Bind], slots: Slots, planes: Planes) -> None:
