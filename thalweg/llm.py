@@ -20,8 +20,8 @@ from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import StartProfile, StopProfile, UpdateWeights
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
-from thalweg.core.sampling import SamplingParams
-from thalweg.engine.client import EngineClient, check_prompt
+from thalweg.core.sampling import SamplingParams, check_request
+from thalweg.engine.client import EngineClient
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.streams import Assembler, Piece
 from thalweg.launch.resolve import resolve
@@ -121,9 +121,9 @@ class LLM:
         ids_of_each = [self.texts.ids(prompt) for prompt in many]
         requests = list(zip(ids_of_each, each, grammars, keeps, strict=True))
         for ids, p, g, _ in requests:
-            check_prompt(ids, p, self.engine.context, self.engine.vocab)
-            p.check(self.engine.vocab)
-            g.check(p)
+            check_request(ids, p, self.engine.context, self.engine.vocab)
+            if g.kind:
+                g.check(p)
         for g in set(grammars) - {NO_GRAMMAR}:
             check_grammar(g)
         return self._run(requests, progress)

@@ -14,7 +14,7 @@ from tests.configs import config
 from thalweg.config.engine import EngineConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
-from thalweg.engine.local import LocalEngine, sibling
+from thalweg.engine.local import LocalEngine, choice_params
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "tiny")
 COLUMNS: dict[str, list[Any]] = {
@@ -111,7 +111,7 @@ def plain(kind: str, n: int, device: str) -> tuple[list[Ask], list[Answer]]:
 
 
 def per_sequence(asks: list[Ask]) -> list[tuple[Ask, SamplingParams]]:
-    return [(ask, sibling(ask.params, i)) for ask in asks for i in range(ask.params.n)]
+    return [(ask, choice_params(ask.params, i)) for ask in asks for i in range(ask.params.n)]
 
 
 def check(case: dict[str, Any], device: str = "cpu", heads: Path | None = None) -> None:

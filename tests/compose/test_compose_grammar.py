@@ -20,7 +20,7 @@ from tests.compose.matrix import DRAFTING, MODEL, SCHEDULING, SEED, compare, set
 from tests.compose.workload import Answer, Ask, take, workload
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.local import LocalEngine, sibling
+from thalweg.engine.local import LocalEngine, choice_params
 from thalweg.text.tokenizer import Tokenizer
 
 COLUMNS: dict[str, list[Any]] = {
@@ -95,7 +95,7 @@ def test_every_pair_gives_the_plain_engines_tokens(case: dict[str, Any]) -> None
     fields = {name: value for name, value in case.items() if name in SCHEDULING}
     engine = LocalEngine(settings(**fields, **DRAFTING[case["drafts"]]))
     asked, reference = crowd(engine, case), plain(case["kind"], case["n"], case["grammar"])
-    sequences = [(ask, grammar, sibling(ask.params, i)) for ask, grammar in asked for i in range(ask.params.n)]
+    sequences = [(ask, grammar, choice_params(ask.params, i)) for ask, grammar in asked for i in range(ask.params.n)]
     jumped: set[int] = set()  # n siblings jump together
     tokenizer = Tokenizer(Path(MODEL))
     for (ask, grammar, params), want, got in zip(sequences, reference, serve(engine, asked), strict=True):

@@ -150,18 +150,18 @@ def test_a_front_raises_behind_what_came_before(caplog: pytest.LogCaptureFixture
 
     async def serve() -> None:
         stream = front.stream((0, 5), SamplingParams(max_tokens=9), request_id="r")
-        asyncio.get_running_loop().call_soon(front._hear, StepUpdate((TokenDelta(0, (300,)),), time.time()))
+        asyncio.get_running_loop().call_soon(front._handle, StepUpdate((TokenDelta(0, (300,)),), time.time()))
         pieces.append(await anext(stream))
-        front._hear(StepUpdate((TokenDelta(0, (), "error"),), time.time()))
+        front._handle(StepUpdate((TokenDelta(0, (), "error"),), time.time()))
         async for piece in stream:
             pieces.append(piece)
 
-    with caplog.at_level(logging.ERROR, "thalweg.front"), pytest.raises(NumericalError) as raised:
+    with caplog.at_level(logging.ERROR, "thalweg.client"), pytest.raises(NumericalError) as raised:
         asyncio.run(serve())
     assert (
         [piece.ids for piece in pieces] == [(300,)]
         and not front.running
-        and sum(one.name == "thalweg.front" for one in caplog.records) == 1
+        and sum(one.name == "thalweg.client" for one in caplog.records) == 1
     )
     problem = error_info(raised.value)
     assert (problem.status, problem.code) == (500, "no_numbers") and "NaN" in problem.message

@@ -21,9 +21,8 @@ from thalweg.core.grammar import Grammar
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import local, recording
 from thalweg.engine.build import Rank, build, build_loop
-from thalweg.engine.channel import LocalChannel
-from thalweg.engine.local import LocalEngine
-from thalweg.engine.recording import Recording, Ring, Step, read
+from thalweg.engine.local import LocalChannel, LocalEngine
+from thalweg.engine.recording import RecordedStep, Recording, StepRecorder, read
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 SETTINGS = config(
@@ -98,8 +97,8 @@ def again(found: Recording, compare: bool = True) -> Verdict:
     return one.verdict
 
 
-def ring(one: LocalEngine) -> Ring:
-    assert isinstance(one.loop.recorder, Ring)
+def ring(one: LocalEngine) -> StepRecorder:
+    assert isinstance(one.loop.recorder, StepRecorder)
     return one.loop.recorder
 
 
@@ -160,7 +159,7 @@ def tampered(found: Recording, at: int) -> Recording:
     i = next(i for i, step in enumerate(steps) if i >= at and step.outputs and step.outputs[0].tokens)
     outputs = list(steps[i].outputs or ())
     outputs[0] = outputs[0]._replace(tokens=(outputs[0].tokens[0] ^ 1,))
-    steps[i] = Step(steps[i].plan, tuple(outputs))
+    steps[i] = RecordedStep(steps[i].plan, tuple(outputs))
     return replace(found, steps=tuple(steps))
 
 
@@ -187,7 +186,7 @@ def test_another_model_runs_the_same_steps_and_nothing_is_compared(tmp_path: Pat
     large = msgspec.structs.replace(one.config, model_path="nowhere")
     found = replace(found, head=msgspec.structs.replace(found.head, config=large, model="another"))
     strange = [
-        Step(
+        RecordedStep(
             replace(s.plan, binds=tuple(b._replace(tokens=tuple(t + 10**6 for t in b.tokens)) for b in s.plan.binds)),
             s.outputs,
         )

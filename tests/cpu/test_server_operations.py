@@ -289,7 +289,7 @@ def test_what_befalls_a_request_in_the_engine_carries_its_id(monkeypatch: pytest
     with logged() as out:
         asyncio.run(asyncio.wait_for(test(), 90))
     said = [json.loads(line) for line in out.getvalue().splitlines()]
-    events = {(line["message"], line.get("id")): line for line in said if line["logger"] == "thalweg.front"}
+    events = {(line["message"], line.get("id")): line for line in said if line["logger"] == "thalweg.client"}
     requests = {line["id"]: line for line in said if line["logger"] == "thalweg.requests"}
     assert {("preempted", "young"), ("aborted", "stopped"), ("failed", "lost")} <= set(events)
     assert all(events[event]["key"] == "key-1" for event in (("preempted", "young"), ("failed", "lost")))

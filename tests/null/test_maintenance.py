@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.null.sim.fleet import SimChannel
 from tests.null.test_scheduler import PAGE, brain, cached, submit
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.messages import (
@@ -26,9 +27,7 @@ from thalweg.core.messages import (
 )
 from thalweg.core.plan import GrammarState, Output, Shape, StepPlan
 from thalweg.core.request import Request
-from thalweg.engine.channel import LocalChannel
-from thalweg.engine.loop import Loop, OneRank
-from thalweg.engine.recording import NoRecorder
+from thalweg.engine.loop import Loop
 
 PROMPT = tuple(range(10, 10 + 3 * PAGE + 1))
 
@@ -61,9 +60,9 @@ class Shop:
     """A workshop whose weights are what its hands say."""
 
     def __init__(self, hands: Hands) -> None:
-        self.hands, self.profiler, self.log = hands, self, list[Any]()
+        self.hands, self.log = hands, list[Any]()
 
-    def weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
+    def update_weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
         self.log.append("looked")
         if wish.path == "bad":
             raise InvalidRequest("model_path", "bad; nothing was changed")
@@ -77,14 +76,14 @@ class Shop:
 
         return write
 
-    def start(self, wish: StartProfile) -> str:
+    def start_profile(self, wish: StartProfile) -> str:
         assert not self.hands.inside, "a step was in flight"
         if "started" in self.log:
             raise InvalidRequest("", "a profile runs already")
         self.log.append("started")
         return "CPU"
 
-    def stop(self) -> str:
+    def stop_profile(self) -> str:
         assert not self.hands.inside, "a step was in flight"
         if "started" not in self.log:
             raise InvalidRequest("", "no profile runs")
@@ -92,22 +91,28 @@ class Shop:
         return "trace"
 
 
-class Notes(NoRecorder):
+class Notes:
     """What the recorder was told to have been taken."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, ToEngine]] = []
 
-    def took(self, step: int, messages: Sequence[ToEngine], replies: Sequence[FromEngine]) -> None:
+    def add_messages(self, step: int, messages: Sequence[ToEngine], replies: Sequence[FromEngine]) -> None:
         self.taken += ((step, message) for message in messages)
+
+    def add_plan(self, plan: StepPlan) -> None:
+        return
+
+    def add_outputs(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
+        return
 
 
 class Rank:
     def __init__(self, depth: int = 2) -> None:
-        self.brain, self.channel, self.notes = brain(), LocalChannel(), Notes()
+        self.brain, self.channel, self.notes = brain(), SimChannel(), Notes()
         self.hands = Hands(self.brain.requests)
         self.shop = Shop(self.hands)
-        self.loop = Loop(self.channel, self.brain, self.hands, OneRank(), depth, self.notes, self.shop)
+        self.loop = Loop(self.channel, self.brain, self.hands, depth, self.notes, self.shop)
         self.heard: list[FromEngine] = []
 
     def say(self, *messages: ToEngine) -> None:
@@ -248,7 +253,7 @@ def test_long_work_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_without_a_workshop_says_so() -> None:
     rank = Rank()
-    rank.loop.workshop = None
+    rank.loop.admin = None
     rank.say(UpdateWeights(1, "9"))
     rank.turn()
     assert rank.done() == [ControlReply(1, error="this engine stays as it was built")]

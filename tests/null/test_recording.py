@@ -20,7 +20,7 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import Output, Row, StepPlan, TokenLogprob
 from thalweg.engine import recording, watchdog
-from thalweg.engine.recording import Recording, Ring, fingerprint, read
+from thalweg.engine.recording import Recording, StepRecorder, fingerprint, read
 from thalweg.engine.watchdog import ReplyWatchdog
 
 Known = dict[int, tuple[tuple[int, ...], int, bool]]  # slot → tokens, how many have KV, whether it has ended
@@ -51,7 +51,7 @@ def test_a_recording_begins_with_what_the_device_knows_there(
     for seed in range(steps * 100, steps * 100 + 8):
         mix, written = Mix(seed), list[tuple[int, Path]]()
         for rank in mix.ranks:
-            rank.loop.recorder = Ring(settings(tmp_path), rank.brain.requests)
+            rank.loop.recorder = StepRecorder(settings(tmp_path), rank.brain.requests)
         monkeypatch.setattr(mix, "receive", writing(mix, mix.receive, written))
         mix.run()
         for device, path in written:
@@ -68,7 +68,7 @@ def writing(mix: Mix, real: Callable[[int], bool], written: list[tuple[int, Path
 
     def receive(turn: int) -> bool:
         for rank in mix.ranks if turn % 11 == 10 else ():
-            assert isinstance(rank.loop.recorder, Ring)
+            assert isinstance(rank.loop.recorder, StepRecorder)
             written.append((id(rank.device), rank.loop.recorder.dump("test")))
         return real(turn)
 
@@ -95,7 +95,7 @@ def check(found: Recording, known: Known | None) -> int:
 
 def test_a_step_costs_little(tmp_path: Path) -> None:
     """In CPU time, 8 running rows; measured at 2 µs, and at 7 µs with 64 rows."""
-    ring = Ring(settings(tmp_path), {})
+    ring = StepRecorder(settings(tmp_path), {})
     rows = tuple(Row(10**6 + i, i, 3000 + i, 1, 0, True) for i in range(8))
     outputs = tuple(Output((1000 + i,)) for i in range(8))
     plans = [StepPlan(i, i - 1, rows, max_kv_len=4000) for i in range(5000)]
@@ -103,19 +103,19 @@ def test_a_step_costs_little(tmp_path: Path) -> None:
     for part in range(5):
         begin = time.process_time()
         for plan in plans[part * 1000 : (part + 1) * 1000]:
-            ring.launches(plan)
-            ring.retired(plan, outputs)
+            ring.add_plan(plan)
+            ring.add_outputs(plan, outputs)
         best = min(best, (time.process_time() - begin) / 1000)
     assert best < 10e-6
 
 
 def test_log_probabilities_that_json_cannot_say_are_left_out(tmp_path: Path) -> None:
-    ring = Ring(settings(tmp_path), {})
+    ring = StepRecorder(settings(tmp_path), {})
     plan = StepPlan(0, -1, (Row(1, 0, 0, 1, 0, True), Row(2, 1, 0, 1, 0, True)), max_kv_len=1)
-    ring.launches(plan)
+    ring.add_plan(plan)
     infinite = Output((5,), logprobs=(TokenLogprob(-1.0, (5,), (float("-inf"),)),))
     finite = Output((6,), logprobs=(TokenLogprob(-1.0, (6,), (-1.0,)),))
-    ring.retired(plan, [infinite, finite])
+    ring.add_outputs(plan, [infinite, finite])
     (step,) = read(ring.dump("test")).steps
     assert step.outputs == (Output((5,)), finite) and step.plan == plan
 
@@ -132,13 +132,13 @@ def test_checkpoints_are_told_apart_wherever_they_lie(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_to_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UnsupportedConfig, match=r"crash_dump_folder .*file.*name another folder"):
-        Ring(settings(tmp_path / "file"), {})
+        StepRecorder(settings(tmp_path / "file"), {})
 
 
 def test_a_full_disk_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ring = Ring(settings(tmp_path / "dumps"), {})
+    ring = StepRecorder(settings(tmp_path / "dumps"), {})
     (tmp_path / "dumps").rmdir()
-    ring.died(RuntimeError("fire"))
+    ring.save_crash(RuntimeError("fire"))
     assert "could not be written (the engine died: RuntimeError: fire)" in caplog.text
 
 
@@ -151,7 +151,7 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         self.turns = 0
         self.scheduler = SimpleNamespace(is_idle=True, requests={1: None})
-        self.ring = Ring(settings(folder), {})
+        self.ring = StepRecorder(settings(folder), {})
         self.written: list[str] = []
         self.ring.save = lambda reason, error="": self.written.append(reason)  # type: ignore[method-assign]
 
@@ -194,26 +194,26 @@ def test_the_vigil_counts_from_when_something_is_owed_or_was_heard(monkeypatch: 
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
     watch = ReplyWatchdog(5.0)
     now = 1000.0
-    assert not watch.overdue, "an idle engine may be silent"
-    watch.owes(1)
+    assert not watch.is_overdue, "an idle engine may be silent"
+    watch.expect(1)
     now = 1004.0
-    watch.owes(2)
-    assert not watch.overdue
+    watch.expect(2)
+    assert not watch.is_overdue
     now = 1005.5
-    assert watch.overdue and watch.owed == 2, "another request does not start the time anew"
-    watch.heard()
-    assert not watch.overdue
+    assert watch.is_overdue and watch.num_open == 2, "another request does not start the time anew"
+    watch.reset()
+    assert not watch.is_overdue
     now = 1020.0
-    watch.paid(1)
-    assert watch.overdue
-    watch.paid(2)
-    watch.paid(2)
-    assert not watch.overdue
-    watch.owes(3)
+    watch.finish(1)
+    assert watch.is_overdue
+    watch.finish(2)
+    watch.finish(2)
+    assert not watch.is_overdue
+    watch.expect(3)
     now = 2000.0
-    watch.forget()
-    assert not watch.overdue and watch.owed == 0
+    watch.clear()
+    assert not watch.is_overdue and watch.num_open == 0
     never = ReplyWatchdog(0.0)
-    never.owes(1)
+    never.expect(1)
     now = 10**9
-    assert not never.overdue
+    assert not never.is_overdue

@@ -25,8 +25,7 @@ from thalweg.bench.load import Load, interruptible
 from thalweg.bench.metrics import Record, failures
 from thalweg.bench.tasks import Item
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
-from thalweg.core.sampling import SamplingParams
-from thalweg.engine.client import check_prompt
+from thalweg.core.sampling import SamplingParams, check_request
 from thalweg.engine.streams import Assembler
 from thalweg.layers.indexer import Indexer
 from thalweg.llm import COLUMNS, LLM, CompletionOutput, RequestOutput
@@ -123,7 +122,7 @@ class Here:
         """(place, result) of each request as it ends; all are queued at once."""
         engine, owners = self.llm.engine, dict[int, tuple[int, RequestOutput, Assembler]]()
         for ids, params in asked:
-            check_prompt(ids, params, engine.context, engine.vocab)
+            check_request(ids, params, engine.context, engine.vocab)
         for place, (ids, params) in enumerate(asked):
             (uid,) = engine.submit(ids, params)
             assembler = Assembler(0, ids, params, self.llm.texts.tokenizer)

@@ -24,8 +24,7 @@ from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
 from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.tree import non_defaults
-from thalweg.core.sampling import SamplingParams
-from thalweg.engine.client import check_prompt
+from thalweg.core.sampling import SamplingParams, check_request
 from thalweg.engine.streams import Assembler
 from thalweg.llm import LLM
 
@@ -86,7 +85,7 @@ def _owners(llm: LLM, wanted: Sequence[Request], ignore_eos: bool) -> dict[int, 
     owners: dict[int, tuple[Request, Assembler]] = {}
     for one in wanted:
         params = SamplingParams(temperature=0.0, max_tokens=one.output_len, ignore_eos=ignore_eos)
-        check_prompt(one.ids, params, llm.engine.context, llm.engine.vocab)
+        check_request(one.ids, params, llm.engine.context, llm.engine.vocab)
         (uid,) = llm.engine.submit(one.ids, params)
         owners[uid] = one, Assembler(0, one.ids, params, llm.texts.tokenizer)
     return owners

@@ -21,7 +21,7 @@ from thalweg.bench.replayer import Replayer, Verdict
 from thalweg.bench.usage import Parser
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.engine.recording import Head, Recording, fingerprint, read, versions
+from thalweg.engine.recording import Recording, RecordingHeader, fingerprint, read, versions
 from thalweg.models.catalog import read_facts
 
 EPILOG = """\
@@ -146,7 +146,7 @@ def _result(recording: Recording, verdict: Verdict, same: bool, seconds: float) 
     }
 
 
-def _others(head: Head) -> dict[str, tuple[str, str]]:
+def _others(head: RecordingHeader) -> dict[str, tuple[str, str]]:
     """What was another version then: name → (then, now)."""
     now = versions()
     return {name: (then, now.get(name, "")) for name, then in head.versions.items() if now.get(name, "") != then}

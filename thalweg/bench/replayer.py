@@ -28,8 +28,8 @@ from thalweg.core.plan import PAGE, Bind, GrammarState, Output, PageAppend, Row,
 from thalweg.core.ticket import TicketState
 from thalweg.engine.build import build
 from thalweg.engine.calibration_checks import proven
-from thalweg.engine.channel import LocalChannel
-from thalweg.engine.recording import Recording, Step
+from thalweg.engine.local import LocalChannel
+from thalweg.engine.recording import RecordedStep, Recording
 
 NO_MASKS: Mapping[int, GrammarState] = {}
 
@@ -185,7 +185,7 @@ class Replayer:
 
     # ---- a step
 
-    def _again(self, step: Step) -> None:
+    def _again(self, step: RecordedStep) -> None:
         plan = replace(step.plan, binds=tuple(self._fitting(bind) for bind in step.plan.binds))
         tables = {append.slot: append.pages for append in plan.appends if append.at == 0}
         uids = {row.slot: row.uid for row in plan.rows}

@@ -1,20 +1,31 @@
-"""What is done to a rank between two steps, with none in flight: other weights, and profiles."""
+"""Operations on a rank between two steps: weight updates and profiles.
+
+In a profile's trace every step has two ranges: "A step 17 rows 8 tokens 8" is its forward, "B step 17 …" its sampling.
+Without a profile the worker calls its runner directly.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from thalweg.core.errors import CheckpointError, InvalidRequest
-from thalweg.core.messages import UpdateWeights
-from thalweg.engine.profile import Hands, Profiler
+from thalweg.core.grammar import GrammarMasks
+from thalweg.core.messages import StartProfile, UpdateWeights
+from thalweg.core.plan import Output, StepPlan
+from thalweg.engine.recording import file_stamp
+from thalweg.engine.worker import StepRunner, Worker
 from thalweg.models.catalog import read_facts
 from thalweg.models.token_by_token import TokenByToken
-from thalweg.runner.runner import Runner
+from thalweg.runner.runner import ForwardResult, Runner, StepResult
 from thalweg.weights.loader import count_loadable, load
 from thalweg.weights.stream import Safetensors
 from thalweg.weights.update import quantization_of
@@ -22,49 +33,115 @@ from thalweg.weights.update import quantization_of
 log = logging.getLogger("thalweg.engine")
 
 
-class AdminOperations:
-    """The `loop.AdminOperations` of a rank. Weights are replaced in place, which recorded steps follow, a CPU's and CUDA
-    graphs.
-    """
+class ProfiledRunner:
+    """A runner whose calls are ranges of a profile."""
 
-    def __init__(self, runner: Runner, hands: Hands) -> None:
-        self.profiler = Profiler(hands, runner.planes.device.type == "cuda")
-        self.facts = runner.model.facts
+    def __init__(self, runner: StepRunner) -> None:
+        self.runner = runner
+
+    def forward(self, plan: StepPlan) -> ForwardResult | None:
+        with record_function(f"A {_name(plan)}"):
+            return self.runner.forward(plan)
+
+    def sample(
+        self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, width: int = 0
+    ) -> StepResult | None:
+        with record_function(f"B {_name(forwarded.plan)}" if forwarded else "B"):
+            return self.runner.sample(forwarded, masks, width)
+
+    def outputs(self, published: StepResult | None) -> tuple[Output, ...]:
+        return self.runner.outputs(published)
+
+
+def _name(plan: StepPlan) -> str:
+    return f"step {plan.step} rows {len(plan.rows)} tokens {plan.tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningProfile:
+    profile: profile
+    runner: StepRunner  # to put back into the worker
+    folder: Path
+
+
+class AdminOperations:
+    """The `Administration` of a rank. Weights are replaced in place, so captured steps use the new ones."""
+
+    def __init__(self, runner: Runner, worker: Worker) -> None:
+        self.worker, self.has_gpu = worker, runner.planes.device.type == "cuda"
         self.model = runner.model.model if isinstance(runner.model, TokenByToken) else runner.model
         self.drafting = runner.drafting
+        self._running: _RunningProfile | None = None
 
-    def weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
-        """Reads all headers; what it returns writes, and says how many tensors of how many. alive: called for every
-        tensor. Raises InvalidRequest.
-        """
-        modules, folder = (self.model, *self.drafting.drafter.modules()), Path(wish.path)
-
-        def told(done: int, total: int) -> None:
-            alive()
-
-        with ExitStack() as opening:
+    def update_weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
+        """Reads all headers. The returned function writes the tensors: (replaced, total). Raises InvalidRequest."""
+        models, folder = (self.model, *self.drafting.drafter.modules()), Path(wish.path)
+        with ExitStack() as stack:
             try:
-                quantization = quantization_of(folder, self.facts, read_facts)
-                stream = opening.enter_context(Safetensors(folder))
-                found = [
-                    count_loadable(_module(one), one.table(), stream, quantization, one is self.model)
-                    for one in modules
+                quantization = quantization_of(folder, self.model.facts, read_facts)
+                stream = stack.enter_context(Safetensors(folder))
+                counts = [
+                    count_loadable(_module(model), model.table(), stream, quantization, model is self.model)
+                    for model in models
                 ]
-            except (CheckpointError, OSError) as wrong:
-                raise InvalidRequest("model_path", f"{wrong}; nothing was changed") from wrong
-            opened = opening.pop_all()
-        held, of = (sum(counts) for counts in zip(*found, strict=True))
+            except (CheckpointError, OSError) as error:
+                raise InvalidRequest("model_path", f"{error}; nothing was changed") from error
+            opened = stack.pop_all()
+        replaced, total = (sum(count) for count in zip(*counts, strict=True))
 
         def write() -> tuple[int, int]:
             with opened:
-                for one in modules:
-                    load(_module(one), one.table(), stream, quantization, told, is_partial=True)
-            log.info("%d of %d tensors replaced, from %s", held, of, folder)
-            return held, of
+                for model in models:
+                    load(_module(model), model.table(), stream, quantization, lambda *_: alive(), is_partial=True)
+            log.info("%d of %d tensors replaced, from %s", replaced, total, folder)
+            return replaced, total
 
         return write
 
+    def start_profile(self, wish: StartProfile) -> str:
+        """Starts torch's profiler over the whole process. Returns what is profiled.
+
+        Raises InvalidRequest if a profile runs already, and for a folder or an activity that is not there.
+        """
+        if self._running is not None:
+            raise InvalidRequest("", f"a profile runs already, into {self._running.folder}: POST /stop_profile ends it")
+        with_gpu = wish.gpu and self.has_gpu
+        if not wish.cpu and not with_gpu:
+            raise InvalidRequest("activities", "there is no GPU here: only CPU can be profiled")
+        folder = Path(wish.folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequest("output_dir", f"{folder}: {error.strerror}") from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise InvalidRequest("output_dir", f"{folder}: may not be written to")
+        profiler = profile(
+            activities=[ProfilerActivity.CPU] * wish.cpu + [ProfilerActivity.CUDA] * with_gpu,
+            record_shapes=wish.shapes,
+            with_stack=wish.stacks,
+            # on a CPU the steps run on a thread of their own, which torch would not see otherwise
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        )
+        profiler.start()
+        self._running = _RunningProfile(profiler, self.worker.runner, folder)
+        self.worker.runner = ProfiledRunner(self.worker.runner)
+        return " and ".join(["CPU"] * wish.cpu + ["GPU"] * with_gpu)
+
+    def stop_profile(self) -> str:
+        """Writes the Chrome trace and returns its path. Raises InvalidRequest if none runs or it cannot be written."""
+        if self._running is None:
+            raise InvalidRequest("", "no profile runs: POST /start_profile starts one")
+        running, self._running = self._running, None
+        self.worker.runner = running.runner
+        running.profile.stop()
+        path = running.folder / f"thalweg-{file_stamp()}.trace.json.gz"
+        try:
+            running.profile.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise InvalidRequest("output_dir", f"{path} could not be written: {error}") from error
+        return str(path)
+
 
 def _module(model: object) -> nn.Module:
-    assert isinstance(model, nn.Module), "a model is a module: its parameters are what is filled"
+    assert isinstance(model, nn.Module), "a model is a module: its parameters are replaced"
     return model

@@ -30,11 +30,10 @@ from thalweg.engine.calibration_memory import RESERVE, Sums, free, measure, prob
 from thalweg.engine.calibration_mixed import paced
 from thalweg.engine.calibration_warmup import warm
 from thalweg.engine.fallback import with_or_without
-from thalweg.engine.gpu import GpuWorker
 from thalweg.engine.grammars import GrammarRegistry
-from thalweg.engine.loop import NO_RECORDER, Channel, Loop, OneRank
-from thalweg.engine.recording import Ring
-from thalweg.engine.worker import CpuWorker, stream_for
+from thalweg.engine.loop import Channel, Loop
+from thalweg.engine.recording import StepRecorder
+from thalweg.engine.worker import DeviceStream, InlineStream, ThreadStream, Worker
 from thalweg.kernels.tuned import TUNED
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.reference import ReferenceLayers
@@ -306,14 +305,17 @@ def build_loop(config: EngineConfig, facts: ModelFacts, runner: Runner, channel:
     times = config.speculative_step_times
     widths = MeasuredDraftLength(times, planning_clock(config)) if times else FixedDraftLength(_fits(config))
     scheduler = Scheduler(limits, PageAllocator(config.num_pages + 1, tree), draft_length=widths, grammars=grammars)
-    on_gpu = runner.planes.device.type == "cuda"
-    worker = (
-        GpuWorker(runner, grammars) if on_gpu else CpuWorker(runner, stream_for(config.max_steps_in_flight), grammars)
-    )
-    recorder = Ring(config, scheduler.requests) if config.crash_dump_folder else NO_RECORDER
-    return Loop(
-        channel, scheduler, worker, OneRank(), config.max_steps_in_flight, recorder, AdminOperations(runner, worker)
-    )
+    worker = Worker(runner, _stream(config), grammars)
+    recorder = StepRecorder(config, scheduler.requests) if config.crash_dump_folder else None
+    return Loop(channel, scheduler, worker, config.max_steps_in_flight, recorder, AdminOperations(runner, worker))
+
+
+def _stream(config: EngineConfig) -> DeviceStream:
+    if config.device == "cpu":
+        return InlineStream() if config.max_steps_in_flight == 1 else ThreadStream()
+    from thalweg.engine.cuda_stream import CudaStream
+
+    return CudaStream()
 
 
 def build(config: EngineConfig, channel: Channel) -> Rank:

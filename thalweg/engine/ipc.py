@@ -1,5 +1,5 @@
-"""The folder in which a front meets its engine's process. Whoever is killed leaves his behind; the next one that starts
-clears it away.
+"""The directory with the socket between a client and its engine process. A killed client leaves its directory; the next
+start removes it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,25 @@ from pathlib import Path
 
 PREFIX = "thalweg-"
 LOCK = "lock"
-YOUNG = 60.0  # seconds in which a folder may not have its lock yet
+YOUNG = 60.0  # seconds in which a new directory may have no lock yet
 
 
 @contextmanager
 def ipc_directory() -> Iterator[str]:
-    """A fresh folder, locked while it is in use; the lock ends with its process, however that ends."""
-    clear()
+    """A new directory. Its lock ends with this process, however the process ends."""
+    remove_stale()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
         with open(Path(folder) / LOCK, "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield folder
 
 
-def clear() -> None:
-    """Removes the folders of this user that nobody holds any more."""
+def remove_stale() -> None:
+    """Removes this user's directories that no process has locked."""
     for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
-        with suppress(OSError):  # somebody else's, or somebody else removes it too
-            found = folder.lstat()
-            if found.st_uid == os.getuid() and found.st_mtime < time.time() - YOUNG:
-                _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    with open(folder / LOCK, "rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
+        with suppress(OSError):  # another process removes it too, or has locked it
+            info = folder.lstat()
+            if info.st_uid == os.getuid() and info.st_mtime < time.time() - YOUNG:
+                with open(folder / LOCK, "rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)

@@ -1,6 +1,6 @@
-"""THE loop: the only one. Its depth is how many steps may be unknown to the host: 1 is synchronous, 2 is overlap, p + 1
-a pipeline of p stages. A step is always A (`worker.forward`: prepare → forward → logits) and B (`worker.sample`: mask →
-accept → propose → publish).
+"""The engine's only loop. Its depth is the number of steps whose results the host may not know yet: 1 is synchronous, 2
+is overlapped, p + 1 is a pipeline of p stages. A step has two parts: forward (inputs → model → logits) and sample (masks
+→ accept → propose drafts → publish).
 """
 
 from __future__ import annotations
@@ -26,157 +26,115 @@ from thalweg.core.messages import (
     UpdateWeights,
 )
 from thalweg.core.plan import GrammarState, Output, Shape, StepPlan
-from thalweg.engine.recording import NoRecorder, Recorder
+from thalweg.engine.recording import StepRecorder
 from thalweg.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("thalweg.engine")
-STATS_EVERY = 0.25  # seconds between two Stats
+STATS_INTERVAL = 0.25  # seconds between two `Stats`
 TICKET_POLL = 0.001  # seconds to wait for messages while only tickets are under way
-NEVER = 1 << 62  # a step that does not come
-NO_RECORDER = NoRecorder()
+NEVER = 1 << 62  # a step that is never reached
+Replies = list[Rejected | ControlReply]
 
 
 class Channel(Protocol):
-    """The engine's end of the line to its fronts."""
+    """The engine's end of the connection to its client."""
 
     def receive(self, timeout: float | None) -> list[ToEngine]:
-        """Everything that has come. Waits for the first up to `timeout` seconds: 0 does not wait, None waits for
-        ever.
-        """
+        """All messages that have come. Waits up to `timeout` seconds for the first; None waits without limit."""
 
     def send(self, message: FromEngine) -> None:
         """Returns at once."""
 
 
-class Worker(Protocol):
-    """The hands of one rank. `forward` and `sample` return at once; `output` waits."""
+class StepWorker(Protocol):
+    """Runs steps: see `engine.worker.Worker`."""
 
-    def forward(self, plan: StepPlan, shape: Shape) -> None:
-        """A: enqueues prepare → forward → logits."""
+    def forward(self, plan: StepPlan, shape: Shape) -> None: ...
 
-    def sample(self, plan: StepPlan, masks: Mapping[int, GrammarState], width: int) -> None:
-        """B: enqueues mask → accept → propose `width` drafts → publish, right behind A."""
+    def sample(self, plan: StepPlan, states: Mapping[int, GrammarState], num_drafts: int) -> None:
+        """Samples the step that was forwarded last and proposes `num_drafts` drafts for each sampled row."""
 
     def output(self, plan: StepPlan) -> Sequence[Output]:
-        """One Output per row of a step that was launched; waits until the device has made it."""
+        """One Output for each row of a launched step. Waits for the device."""
 
 
-class Profiler(Protocol):
-    """Profiles steps. Raises InvalidRequest for what cannot be done."""
+class Administration(Protocol):
+    """Operations on a rank between two steps, with none in flight. Raises InvalidRequest for a wrong wish."""
 
-    def start(self, wish: StartProfile) -> str:
-        """Says what is watched."""
+    def update_weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
+        """Checks the tensors, and calls `alive` often. The returned function writes them: how many of how many."""
 
-    def stop(self) -> str:
-        """Says where the profile is."""
+    def start_profile(self, wish: StartProfile) -> str:
+        """Returns what is profiled."""
 
-
-class AdminOperations(Protocol):
-    """What is done to a rank between two steps, with none in flight."""
-
-    @property
-    def profiler(self) -> Profiler: ...
-
-    def weights(self, wish: UpdateWeights, alive: Callable[[], None]) -> Callable[[], tuple[int, int]]:
-        """Looks other weights through and changes nothing; what it returns writes them, and says how many tensors of
-        how many. alive: to be called every now and then. Raises InvalidRequest for weights that do not fit.
-        """
+    def stop_profile(self) -> str:
+        """Returns the path of the trace."""
 
 
-class Layout(Protocol):
-    """How DP ranks agree on a step."""
-
-    def agree(self, plan: StepPlan) -> tuple[Shape | None, int]:
-        """The common shape, None when no rank has rows, and the common draft width."""
-
-
-class OneRank:
-    """The layout of a single DP rank: its own word is the agreement."""
-
-    def agree(self, plan: StepPlan) -> tuple[Shape | None, int]:
-        return (plan.shape if plan.rows else None), plan.num_drafts
+def agree_alone(plan: StepPlan) -> tuple[Shape | None, int]:
+    """The agreement of a single DP rank: the shape of the step, None if it has no rows, and its number of drafts."""
+    return (plan.shape if plan.rows else None), plan.num_drafts
 
 
 class Loop:
-    """Drives one rank: receive → plan → agree → A → B → retire what is older than the depth. turns: how many, so that
-    others see it live. workshop: None where the rank stays as it was built.
-    """
+    """Drives one rank: receive → plan → agree → forward → sample → retire steps older than the depth."""
 
     def __init__(
         self,
         channel: Channel,
         scheduler: Scheduler,
-        worker: Worker,
-        layout: Layout,
+        worker: StepWorker,
         depth: int,
-        recorder: Recorder = NO_RECORDER,
-        workshop: AdminOperations | None = None,
+        recorder: StepRecorder | None = None,
+        admin: Administration | None = None,
+        agree: Callable[[StepPlan], tuple[Shape | None, int]] = agree_alone,
     ) -> None:
         assert 1 <= depth <= scheduler.stages + 1, (
             f"depth {depth} with {scheduler.stages} stages: masks would miss their commit"
         )
-        self.channel, self.scheduler, self.worker, self.layout, self.depth = channel, scheduler, worker, layout, depth
-        self.recorder, self.workshop, self.turns = recorder, workshop, 0
-        self.profiled_until = NEVER  # the step before which a profile ends by itself
+        self.channel, self.scheduler, self.worker, self.depth = channel, scheduler, worker, depth
+        self.recorder, self.admin, self.agree = recorder, admin, agree
+        self.turns = 0  # increases as long as the loop is alive
+        self.profile_end = NEVER  # step before which a profile ends by itself
         self.inflight: deque[StepPlan] = deque()
-        self.width = 0  # the last launched step's agreed draft width
+        self.num_drafts = 0  # that the last launched step was asked for
         self.busy_since = self.stats_at = self.busy_seconds = 0.0
-        self.marks: list[RequestEvent] = []  # not yet sent
+        self.events: list[RequestEvent] = []  # not sent yet
 
     def run(self) -> None:
-        """Serves until a front asked to drain and everything has ended."""
+        """Serves until a client has asked to drain and every request has ended."""
         while not (self.scheduler.draining and self.scheduler.is_idle and not self.inflight):
             self.turn()
 
     def turn(self) -> None:
         plan = self.begin()
-        shape, width = self.layout.agree(plan)
-        self.finish(plan, shape, width)
+        self.finish(plan, *self.agree(plan))
 
     def begin(self) -> StepPlan:
         self.turns += 1
-        self.take()
-        plan = self.scheduler.plan(self.width)
-        if marks := self.scheduler.take_events():
+        self.receive()
+        plan = self.scheduler.plan(self.num_drafts)
+        if events := self.scheduler.take_events():
             now = time.time()
-            self.marks += (RequestEvent(uid, kind, now) for uid, kind in marks)
+            self.events += (RequestEvent(uid, kind, now) for uid, kind in events)
         return plan
 
-    def take(self) -> None:
-        """Does what the fronts ask, in their order."""
-        messages: list[ToEngine] = []
-        replies: list[Rejected | ControlReply] = []
-        for message in self.channel.receive(self._patience()):
-            if isinstance(message, Control):
-                replies += self._took(messages)
-                messages = []
-                replies += self._carry_out(message)
-            else:
-                messages.append(message)
-        for reply in replies + self._took(messages):
-            self.channel.send(reply)
-
-    def _took(self, messages: Sequence[ToEngine]) -> list[Rejected | ControlReply]:
-        replies = self.scheduler.handle(messages)
-        if messages or replies:
-            self.recorder.took(self.scheduler.step, messages, replies)
-        return replies
-
-    def finish(self, plan: StepPlan, shape: Shape | None, width: int) -> None:
+    def finish(self, plan: StepPlan, shape: Shape | None, num_drafts: int) -> None:
         if shape:
             if not self.inflight:
                 self.busy_since = time.monotonic()
-            self.width = width
-            self.recorder.launches(plan)
+            self.num_drafts = num_drafts
+            if self.recorder:
+                self.recorder.add_plan(plan)
             self.worker.forward(plan, shape)
             if plan.waits_for_commit:
-                self.retire(self.depth - 2)  # commit what its masks need
-            self.worker.sample(plan, self.scheduler.grammar_states(), width)
+                self.retire(self.depth - 2)  # commit what its masks depend on
+            self.worker.sample(plan, self.scheduler.grammar_states(), num_drafts)
             self.inflight.append(plan)
             self.scheduler.mark_launched()
         self.retire(self.depth - 1 if shape else len(self.inflight) - 1)
-        self._send_news()
-        if self.scheduler.step >= self.profiled_until:
+        self._send_update()
+        if self.scheduler.step >= self.profile_end:
             self._end_profile()
 
     def retire(self, keep: int) -> None:
@@ -185,84 +143,98 @@ class Loop:
             plan = self.inflight.popleft()
             outputs = self.worker.output(plan)
             self.scheduler.commit(plan, outputs)
-            self.recorder.retired(plan, outputs)
+            if self.recorder:
+                self.recorder.add_outputs(plan, outputs)
             if not self.inflight:
                 self.busy_seconds += time.monotonic() - self.busy_since
 
-    # ---- between two steps
+    # ---- messages
 
-    def _carry_out(self, message: Control) -> list[Rejected | ControlReply]:
-        """Its answer, and what the scheduler has to say about it. In flight is nothing then."""
-        if self.workshop is None:
-            return [ControlReply(message.id, error="this engine stays as it was built")]
-        try:
-            match message:
-                case UpdateWeights():
-                    return self._update(message, self.workshop)
-                case StartProfile():
-                    self.retire(0)
-                    told = self.workshop.profiler.start(message)
-                    self.profiled_until = self.scheduler.step + message.steps if message.steps else NEVER
-                case StopProfile():
-                    self.retire(0)
-                    self.profiled_until = NEVER
-                    told = self.workshop.profiler.stop()
-        except InvalidRequest as wrong:
-            return [ControlReply(message.id, error=wrong.message, field=wrong.field)]
-        return [ControlReply(message.id, told)]
+    def receive(self) -> None:
+        """Handles all messages in their order."""
+        messages: list[ToEngine] = []
+        replies: Replies = []
+        for message in self.channel.receive(self._timeout()):
+            if isinstance(message, Control):
+                replies += self._handle(messages)
+                messages = []
+                replies += self._control(message)
+            else:
+                messages.append(message)
+        for reply in replies + self._handle(messages):
+            self.channel.send(reply)
 
-    def _update(self, message: UpdateWeights, workshop: AdminOperations) -> list[Rejected | ControlReply]:
-        """Running requests go on with the new weights, on what the old ones computed of them. After a flush that is
-        never cached: the tree has another epoch then, and they stand in the old one. Raises InvalidRequest before
-        anything is changed.
-        """
-        write = workshop.weights(message, self.alive)
-        self.retire(0)
-        replies: list[Rejected | ControlReply] = []
-        if message.abort:
-            replies += self._took([Abort(tuple(self.scheduler.requests))])
-        held, of = write()
-        if message.flush:
-            self.scheduler.allocator.flush()
-        done = ControlReply(message.id, f"{held} of {of} tensors replaced", replaced_all=held == of)
-        self.recorder.took(self.scheduler.step, [message], [done])
-        return [*replies, done]
-
-    def _end_profile(self) -> None:
-        """After the steps that were asked for. Nobody waits for an answer."""
-        assert self.workshop is not None, "only a workshop starts profiles"
-        self.profiled_until = NEVER
-        self.retire(0)
-        self._send_news()
-        try:
-            log.info("profile written: %s", self.workshop.profiler.stop())
-        except InvalidRequest as failed:
-            log.error("the profile is lost: %s", failed)
-
-    def alive(self) -> None:
-        """To be called during what takes longer than a step, so that nobody takes the engine for wedged."""
-        self.turns += 1
-        now = time.time()
-        if now - self.stats_at >= STATS_EVERY:
-            self.stats_at = now
-            self.channel.send(StepUpdate((), now, self.stats()))
-
-    # ---- waiting and telling
-
-    def _patience(self) -> float | None:
+    def _timeout(self) -> float | None:
         if self.inflight or self.scheduler.has_work:
             return 0.0
         return None if self.scheduler.is_idle and not self.scheduler.draining else TICKET_POLL
 
-    def _send_news(self) -> None:
-        deltas, now = self.scheduler.take_deltas(), time.time()
-        idle = self.scheduler.is_idle
-        due = now - self.stats_at >= STATS_EVERY or (idle and bool(deltas))
-        if deltas or (due and not idle):
-            if due:
+    def _handle(self, messages: Sequence[ToEngine]) -> Replies:
+        replies = self.scheduler.handle(messages)
+        if self.recorder and (messages or replies):
+            self.recorder.add_messages(self.scheduler.step, messages, replies)
+        return replies
+
+    def _send_update(self) -> None:
+        deltas, now, is_idle = self.scheduler.take_deltas(), time.time(), self.scheduler.is_idle
+        with_stats = now - self.stats_at >= STATS_INTERVAL or (is_idle and bool(deltas))
+        if deltas or (with_stats and not is_idle):
+            if with_stats:
                 self.stats_at = now
-            marks, self.marks = tuple(self.marks), []
-            self.channel.send(StepUpdate(deltas, now, self.stats() if due else None, marks))
+            events, self.events = tuple(self.events), []
+            self.channel.send(StepUpdate(deltas, now, self.stats() if with_stats else None, events))
 
     def stats(self) -> Stats:
         return self.scheduler.stats(self.busy_seconds)
+
+    # ---- control messages: between two steps, with none in flight
+
+    def _control(self, message: Control) -> Replies:
+        if self.admin is None:
+            return [ControlReply(message.id, error="this engine stays as it was built")]
+        try:
+            match message:
+                case UpdateWeights():
+                    return self._update_weights(message, self.admin)
+                case StartProfile():
+                    self.retire(0)
+                    result = self.admin.start_profile(message)
+                    self.profile_end = self.scheduler.step + message.steps if message.steps else NEVER
+                case StopProfile():
+                    self.retire(0)
+                    self.profile_end = NEVER
+                    result = self.admin.stop_profile()
+        except InvalidRequest as error:
+            return [ControlReply(message.id, error=error.message, field=error.field)]
+        return [ControlReply(message.id, result)]
+
+    def _update_weights(self, message: UpdateWeights, admin: Administration) -> Replies:
+        """Running requests continue with the new weights and their old KV. After a flush that KV is never cached: it
+        belongs to an earlier epoch of the prefix cache. Raises InvalidRequest before anything is changed.
+        """
+        write = admin.update_weights(message, self.alive)
+        self.retire(0)
+        replies = self._handle([Abort(tuple(self.scheduler.requests))]) if message.abort else []
+        replaced, total = write()
+        if message.flush:
+            self.scheduler.allocator.flush()
+        reply = ControlReply(message.id, f"{replaced} of {total} tensors replaced", replaced == total)
+        if self.recorder:
+            self.recorder.add_messages(self.scheduler.step, [message], [reply])
+        return [*replies, reply]
+
+    def _end_profile(self) -> None:
+        """Ends a profile after the number of steps that was asked for. Nobody waits for the answer."""
+        self.retire(0)
+        self._send_update()
+        for reply in self._control(StopProfile(-1)):
+            assert isinstance(reply, ControlReply)
+            log.log(logging.ERROR if reply.error else logging.INFO, "profile: %s", reply.error or reply.result)
+
+    def alive(self) -> None:
+        """Must be called during long operations, so that no watchdog takes the engine for stuck."""
+        self.turns += 1
+        now = time.time()
+        if now - self.stats_at >= STATS_INTERVAL:
+            self.stats_at = now
+            self.channel.send(StepUpdate((), now, self.stats()))

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -47,7 +47,7 @@ _plan = msgspec.msgpack.Decoder(StepPlan).decode
 _outputs = msgspec.msgpack.Decoder(tuple[Output, ...]).decode
 
 
-class Head(msgspec.Struct, tag_field="kind", tag="head", frozen=True, kw_only=True):
+class RecordingHeader(msgspec.Struct, tag_field="kind", tag="head", frozen=True, kw_only=True):
     """The first line. reason: why it was written; error: the traceback that the engine died of, or "". at: time.time().
     first: the first step. whole: this is the engine's first step, so that nothing precedes the recording. model: a
     fingerprint of the checkpoint.
@@ -65,21 +65,21 @@ class Head(msgspec.Struct, tag_field="kind", tag="head", frozen=True, kw_only=Tr
     whole: bool
 
 
-class Asked(msgspec.Struct, tag_field="kind", tag="request", frozen=True):
+class RecordedRequest(msgspec.Struct, tag_field="kind", tag="request", frozen=True):
     """A request of the recorded steps. step: the first one that was planned with it."""
 
     step: int
     request: Submit
 
 
-class Ended(msgspec.Struct, tag_field="kind", tag="ended", frozen=True):
+class RecordedEnd(msgspec.Struct, tag_field="kind", tag="ended", frozen=True):
     """From this step on nobody reads what is sampled for this sequence: it was aborted, or refused on the way."""
 
     step: int
     uid: int
 
 
-class Changed(msgspec.Struct, tag_field="kind", tag="weights", frozen=True):
+class RecordedWeights(msgspec.Struct, tag_field="kind", tag="weights", frozen=True):
     """From this step on the weights that lie in `path` took the place of their like, for good: a folder, as the engine
     saw it.
     """
@@ -88,7 +88,7 @@ class Changed(msgspec.Struct, tag_field="kind", tag="weights", frozen=True):
     path: str
 
 
-class Seat(msgspec.Struct, tag_field="kind", tag="seat", frozen=True):
+class RecordedSlot(msgspec.Struct, tag_field="kind", tag="seat", frozen=True):
     """A request that ran before the first step, as the device knows it then. bind: what puts it there; an end of 0
     means that it is over.
     """
@@ -98,20 +98,20 @@ class Seat(msgspec.Struct, tag_field="kind", tag="seat", frozen=True):
     pages: tuple[int, ...]
 
 
-class Step(msgspec.Struct, tag_field="kind", tag="step", frozen=True):
+class RecordedStep(msgspec.Struct, tag_field="kind", tag="step", frozen=True):
     """outputs: None for a step that did not come to its end."""
 
     plan: StepPlan
     outputs: tuple[Output, ...] | None
 
 
-class Tail(msgspec.Struct, tag_field="kind", tag="tail", frozen=True):
+class RecordingFooter(msgspec.Struct, tag_field="kind", tag="tail", frozen=True):
     """The last line. lines: before it."""
 
     lines: int
 
 
-Line = Head | Asked | Ended | Changed | Seat | Step | Tail
+Line = RecordingHeader | RecordedRequest | RecordedEnd | RecordedWeights | RecordedSlot | RecordedStep | RecordingFooter
 _line = msgspec.json.Decoder(Line).decode
 
 
@@ -124,47 +124,13 @@ class _Version(msgspec.Struct):
 class Recording:
     """A file as it was read. cut: it ends in the middle, so the last steps are missing."""
 
-    head: Head
-    asked: tuple[Asked, ...]
-    ended: tuple[Ended, ...]
-    changed: tuple[Changed, ...]
-    seats: tuple[Seat, ...]
-    steps: tuple[Step, ...]
+    head: RecordingHeader
+    asked: tuple[RecordedRequest, ...]
+    ended: tuple[RecordedEnd, ...]
+    changed: tuple[RecordedWeights, ...]
+    seats: tuple[RecordedSlot, ...]
+    steps: tuple[RecordedStep, ...]
     cut: bool
-
-
-class Recorder(Protocol):
-    """What the loop tells."""
-
-    def took(self, step: int, messages: Sequence[ToEngine], replies: Sequence[FromEngine]) -> None:
-        """These messages came, and were answered so, before `step` was planned. An `UpdateWeights` among them was
-        carried out.
-        """
-
-    def launches(self, plan: StepPlan) -> None:
-        """The plan is about to be launched."""
-
-    def retired(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
-        """It has been committed, with these outputs."""
-
-    def died(self, error: Exception) -> None:
-        """This ended the loop."""
-
-
-class NoRecorder:
-    """Off is a value: nothing is noted."""
-
-    def took(self, step: int, messages: Sequence[ToEngine], replies: Sequence[FromEngine]) -> None:
-        return
-
-    def launches(self, plan: StepPlan) -> None:
-        return
-
-    def retired(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
-        return
-
-    def died(self, error: Exception) -> None:
-        return
 
 
 class _Mark(NamedTuple):
@@ -181,13 +147,13 @@ class _Mark(NamedTuple):
     computed: int
     over: bool
 
-    def seat(self) -> Seat:
+    def seat(self) -> RecordedSlot:
         r, tokens = self.request, (*self.request.prompt, *self.out[: self.known])
         end = 0 if self.over else r.end
         bind = Bind(
             self.slot, tokens, len(r.prompt), self.computed, end, r.seed, r.stop_ids, r.params, r.salt, r.has_grammar
         )
-        return Seat(r.uid, bind, tuple(self.pages[: self.held]))
+        return RecordedSlot(r.uid, bind, tuple(self.pages[: self.held]))
 
 
 @dataclass(slots=True)
@@ -210,7 +176,7 @@ class _Segment:
         return self.marks is not None and (len(self.plans) >= STEPS or self.size >= BYTES)
 
 
-class Ring:
+class StepRecorder:
     """The recorder of an engine. requests: all of them by uid, the scheduler's own. Raises UnsupportedConfig for a
     folder that cannot be written to.
     """
@@ -218,7 +184,9 @@ class Ring:
     def __init__(self, config: EngineConfig, requests: Mapping[int, Request]) -> None:
         self.config, self.requests = config, requests
         self.folder = Path(config.crash_dump_folder)
-        self._changed: list[Changed] = []  # of the engine's whole life: it has no step that does not depend on them
+        self._changed: list[
+            RecordedWeights
+        ] = []  # of the engine's whole life: it has no step that does not depend on them
         self._segments: tuple[_Segment, ...] = (
             _Segment(0, marks=[]),
         )  # replaced as a whole: another thread may be writing it
@@ -231,7 +199,7 @@ class Ring:
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise UnsupportedConfig(f"crash_dump_folder {self.folder}: may not be written to; name another folder")
 
-    def took(self, step: int, messages: Sequence[ToEngine], replies: Sequence[FromEngine]) -> None:
+    def add_messages(self, step: int, messages: Sequence[ToEngine], replies: Sequence[FromEngine]) -> None:
         now = self._segments[-1]
         for message in messages:
             if isinstance(message, Submit):
@@ -240,17 +208,17 @@ class Ring:
             elif isinstance(message, Abort):
                 now.ended += ((step, uid) for uid in message.uids)
             elif isinstance(message, UpdateWeights):
-                self._changed.append(Changed(step, message.path))
+                self._changed.append(RecordedWeights(step, message.path))
         now.ended += ((step, reply.uid) for reply in replies if isinstance(reply, Rejected))
 
-    def launches(self, plan: StepPlan) -> None:
+    def add_plan(self, plan: StepPlan) -> None:
         if self._segments[-1].full:
             self._roll(plan)
         now, packed = self._segments[-1], _pack(plan)
         now.plans.append(packed)
         now.size += len(packed)
 
-    def retired(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
+    def add_outputs(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
         now, packed = self._segments[-1], _pack(outputs)
         of = now if plan.step >= now.first else self._segments[0]
         of.outputs.append(packed)
@@ -283,7 +251,7 @@ class Ring:
 
     # ---- writing
 
-    def died(self, error: Exception) -> None:
+    def save_crash(self, error: Exception) -> None:
         self.save(f"the engine died: {type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
     def save(self, reason: str, error: str = "") -> None:
@@ -295,16 +263,14 @@ class Ring:
 
     def dump(self, reason: str, error: str = "") -> Path:
         """Writes what is recorded now. Any thread may call it, the loop's or one that watches it. Raises OSError."""
-        now = time.time()
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
-        path = self.folder / f"thalweg-{stamp}-{int(now * 1e6) % 10**6:06}-{os.getpid()}.jsonl"
+        path = self.folder / f"thalweg-{file_stamp()}.jsonl"
         draft = path.with_suffix(".part")
         count = 0
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             for line in self._lines(reason, error):
                 file.write(msgspec.json.encode(line) + b"\n")
                 count += 1
-            file.write(msgspec.json.encode(Tail(count)) + b"\n")
+            file.write(msgspec.json.encode(RecordingFooter(count)) + b"\n")
         draft.rename(path)
         log.warning("recorded the last steps in %s (%s); run them again: thalweg replay %s", path, reason, path)
         return path
@@ -313,7 +279,7 @@ class Ring:
         segments = self._segments
         first, marks = segments[0].first, segments[0].marks
         assert marks is not None, "a segment is followed by another one only when it has its seats"
-        yield Head(
+        yield RecordingHeader(
             reason=reason,
             error=error,
             at=time.time(),
@@ -325,16 +291,16 @@ class Ring:
         )
         asked = {message.uid: (step, message) for segment in segments for step, message in segment.asked[:]}
         for step, message in asked.values():
-            yield Asked(step, message)
+            yield RecordedRequest(step, message)
         for step, uid in sorted({entry for segment in segments for entry in segment.ended[:]}):
-            yield Ended(step, uid)
+            yield RecordedEnd(step, uid)
         yield from self._changed[:]
         for mark in marks:
             yield mark.seat()
         for segment in segments:
             for plan, outputs in zip_longest(segment.plans[:], segment.outputs[:]):
                 if plan is not None:
-                    yield Step(_plan(plan), None if outputs is None else tuple(map(_finite, _outputs(outputs))))
+                    yield RecordedStep(_plan(plan), None if outputs is None else tuple(map(_finite, _outputs(outputs))))
 
 
 def _finite(output: Output) -> Output:
@@ -343,6 +309,13 @@ def _finite(output: Output) -> Output:
     if all(math.isfinite(p) for entry in every for p in (entry.logprob, *entry.top_logprobs)):
         return output
     return output._replace(logprobs=(), scores=())
+
+
+def file_stamp() -> str:
+    """Time and process, for a file name that no other file has."""
+    now = time.time()
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    return f"{stamp}-{int(now * 1e6) % 10**6:06}-{os.getpid()}"
 
 
 def fingerprint(folder: Path) -> str:
@@ -384,22 +357,22 @@ def read(path: Path) -> Recording:
             if number < len(lines):
                 raise UnsupportedConfig(f"{path}: line {number} is broken: {error}") from error
             cut = True  # the disk was full, or the machine went down
-    tail = next((line for line in found if isinstance(line, Tail)), None)
+    tail = next((line for line in found if isinstance(line, RecordingFooter)), None)
     found = [line for line in found if line is not tail]
     if tail is not None and tail.lines != len(found) + 1:
         raise UnsupportedConfig(f"{path}: {tail.lines} lines were written, {len(found) + 1} are there")
     return Recording(
         head,
-        tuple(line for line in found if isinstance(line, Asked)),
-        tuple(line for line in found if isinstance(line, Ended)),
-        tuple(line for line in found if isinstance(line, Changed)),
-        tuple(line for line in found if isinstance(line, Seat)),
-        tuple(line for line in found if isinstance(line, Step)),
+        tuple(line for line in found if isinstance(line, RecordedRequest)),
+        tuple(line for line in found if isinstance(line, RecordedEnd)),
+        tuple(line for line in found if isinstance(line, RecordedWeights)),
+        tuple(line for line in found if isinstance(line, RecordedSlot)),
+        tuple(line for line in found if isinstance(line, RecordedStep)),
         cut or tail is None,
     )
 
 
-def _head(path: Path, line: bytes) -> Head:
+def _head(path: Path, line: bytes) -> RecordingHeader:
     try:
         kind = msgspec.json.decode(line, type=_Version)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -417,6 +390,6 @@ def _head(path: Path, line: bytes) -> Head:
         head = _line(line)
     except msgspec.DecodeError as error:
         raise UnsupportedConfig(f"{path}: line 1 is broken: {error}") from error
-    if not isinstance(head, Head):
+    if not isinstance(head, RecordingHeader):
         raise UnsupportedConfig(f"{path}: line 1 is no head but a {type(head).__name__}")
     return head

@@ -1,8 +1,7 @@
-"""From the engine's token deltas to text pieces: detokenising and stop strings, one `Assembler` a sequence. Pure: no
-I/O.
+"""Turns token deltas into pieces of text: detokenization, stop strings, and the queue between engine and stream.
 
-Stop STRINGS belong to the front: it cuts text, tokens and log-probabilities at the match, and its finish reason wins;
-the engine is told to abort what it may still be computing beyond it.
+Stop strings are matched here and not in the engine. Text, tokens and log-probabilities are cut at the match, and the
+caller aborts what the engine may still compute beyond it.
 """
 
 from __future__ import annotations
@@ -20,38 +19,27 @@ from thalweg.text.stop import StopMatcher
 from thalweg.text.tokenizer import Tokenizer
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):  # made for every token: 0.1 us; a frozen dataclass takes 2
-    """News of one sequence of a request.
+class Piece(msgspec.Struct, frozen=True, gc=False):  # one for every token: takes 0.1 us, a frozen dataclass 2 us
+    """New output of one sequence of a request. The counts are running totals of the sequence."""
 
-    index: which of the n choices. text: new text, cut at stop strings. ids: new tokens, the token that ended the
-    sequence included (its text is not). finish: None while it runs, else "stop", "length", "abort", or "error"
-    (`core.messages.Delta`); stop: the stop string or stop token id that ended it (None for an end-of-sequence token).
-    The counts are running totals of this sequence. prompt_logprobs: with the first piece, of prompt positions 1 to the
-    last. at: the engine's time.time() when the step retired. admitted: its time.time() when the sequence left the
-    queue, 0.0 while that is not known. preempted: how often it went back into it. drafted: with the last piece, what
-    became of its drafts, None where there were none.
-    """
-
-    index: int
-    text: str
-    ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish: str | None
-    stop: str | int | None
+    index: int  # which of the n choices
+    text: str  # new text, cut at stop strings
+    ids: tuple[int, ...]  # new tokens; the one that ended the sequence is among them, its text is not
+    logprobs: tuple[TokenLogprob, ...]  # of `ids`
+    finish: str | None  # None while it runs, else "stop", "length", "abort", or "error" if the model computed NaN
+    stop: str | int | None  # stop string or stop token id that ended it; None for an end-of-sequence token
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    prompt_logprobs: tuple[TokenLogprob, ...]
-    at: float
-    admitted: float = 0.0
-    preempted: int = 0
-    drafted: AcceptanceCounts | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...]  # first piece only: of the prompt positions 1 to the last
+    at: float  # the engine's time.time() when the step retired
+    admitted: float = 0.0  # the engine's time.time() when the sequence left the queue; 0.0: not known yet
+    preempted: int = 0  # number of preemptions
+    drafted: AcceptanceCounts | None = None  # last piece only: of its drafts
 
 
 class Assembler:
-    """Turns the deltas of one sequence into pieces. `ended` once a piece with a finish was made; feed nothing after
-    that.
-    """
+    """Turns the deltas of one sequence into pieces, until `ended`."""
 
     def __init__(self, index: int, prompt: tuple[int, ...], params: SamplingParams, tokenizer: Tokenizer) -> None:
         self.index, self.params, self.prompt_tokens = index, params, len(prompt)
@@ -62,10 +50,10 @@ class Assembler:
         self.admitted = 0.0
         self.ended = False
 
-    def mark(self, mark: RequestEvent) -> None:
-        """Notes what befell the sequence; the next piece says it."""
-        if mark.kind == "admitted":
-            self.admitted = mark.at
+    def add_event(self, event: RequestEvent) -> None:
+        """The next piece will report the event."""
+        if event.kind == "admitted":
+            self.admitted = event.at
         else:
             self.preempted += 1
 
@@ -73,31 +61,31 @@ class Assembler:
         if delta.cached:
             self.cached_tokens = max(self.cached_tokens, delta.cached)
         if self.params.stop or delta.finish:
-            text, used, matched = self._text(delta)
+            text, used, matched = self._match_stops(delta)
             finish, stop = self._ending(delta, matched)
             self.ended = finish is not None
-        else:  # nearly all pieces: nothing can end here
+        else:  # the usual case: nothing can end here
             text, used, finish, stop = self.detokenizer.feed(delta.tokens), len(delta.tokens), None, None
         self.completion_tokens += used
         return Piece(
             self.index,
             text,
             delta.tokens[:used],
-            _entries(delta.logprobs[:used]),
+            _token_logprobs(delta.logprobs[:used]) if delta.logprobs else (),
             finish,
             stop,
             self.prompt_tokens,
             self.cached_tokens,
             self.completion_tokens,
-            _entries(delta.prompt_logprobs),
+            _token_logprobs(delta.prompt_logprobs) if delta.prompt_logprobs else (),
             at,
             self.admitted,
             self.preempted,
             delta.acceptance,
         )
 
-    def _text(self, delta: TokenDelta) -> tuple[str, int, str | None]:
-        """The new text, how many of the delta's tokens it takes, and the stop string that was found."""
+    def _match_stops(self, delta: TokenDelta) -> tuple[str, int, str | None]:
+        """The new text, the number of tokens that it takes, and the stop string that was matched."""
         visible = delta.tokens
         if delta.stop_id >= 0 and not self.params.include_stop:
             visible = visible[:-1]
@@ -118,47 +106,45 @@ class Assembler:
             return "stop", matched
         if not delta.finish:
             return None, None
-        named = delta.stop_id >= 0 and (delta.stop_id not in self.eos or delta.stop_id in self.params.stop_token_ids)
-        return delta.finish, delta.stop_id if named else None
+        is_named = delta.stop_id >= 0 and (delta.stop_id not in self.eos or delta.stop_id in self.params.stop_token_ids)
+        return delta.finish, delta.stop_id if is_named else None
 
 
-def _entries(logprobs: Sequence[tuple[float, tuple[int, ...], tuple[float, ...]]]) -> tuple[TokenLogprob, ...]:
-    return tuple([TokenLogprob(*entry) for entry in logprobs]) if logprobs else ()
+def _token_logprobs(entries: Sequence[tuple[float, tuple[int, ...], tuple[float, ...]]]) -> tuple[TokenLogprob, ...]:
+    return tuple([TokenLogprob(*entry) for entry in entries])
 
 
 class DeltaQueue:
-    """What the engine said of one request and its stream has not taken yet: for each sequence one delta, so that a
-    stream which falls behind gets more tokens at once, not more wake-ups, and a reader that never reads costs one delta
-    a sequence.
+    """Deltas of one request that its stream has not taken yet, merged to one for each sequence. So a slow reader gets
+    more tokens at once, and a reader that never reads costs one delta for each sequence.
     """
 
     __slots__ = ("deltas", "error", "waiter")
 
     def __init__(self) -> None:
-        self.deltas: dict[int, tuple[TokenDelta, float]] = {}
+        self.deltas: dict[int, tuple[TokenDelta, float]] = {}  # by uid, with the time of the first
         self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: TokenDelta, at: float) -> None:
-        held = self.deltas.get(delta.uid)
-        self.deltas[delta.uid] = (delta, at) if held is None else (held[0].merge(delta), held[1])
+        earlier = self.deltas.get(delta.uid)
+        self.deltas[delta.uid] = (delta, at) if earlier is None else (earlier[0].merge(delta), earlier[1])
         self._wake()
 
     def fail(self, error: Exception) -> None:
+        """`take` raises `error` once the queue is empty."""
         self.error = error
         self._wake()
 
     async def take(self) -> list[tuple[TokenDelta, float]]:
-        """All there is, in order of arrival; waits for the first. Raises the error with which the engine failed the
-        request.
-        """
+        """All deltas in order of arrival. Waits for the first."""
         while not self.deltas:
             if self.error is not None:
                 raise self.error
             self.waiter = asyncio.get_running_loop().create_future()
             await self.waiter
-        taken, self.deltas = list(self.deltas.values()), {}
-        return taken
+        deltas, self.deltas = list(self.deltas.values()), {}
+        return deltas
 
     def _wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():

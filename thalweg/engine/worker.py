@@ -1,6 +1,4 @@
-"""The hands of a rank: runs A and B of each step in order on its stream, and keeps their outputs until the loop
-asks.
-"""
+"""The worker of a rank: runs both parts of each step, forward and sample, in order on the device's stream."""
 
 from __future__ import annotations
 
@@ -13,24 +11,12 @@ from thalweg.runner.runner import ForwardResult, StepResult
 
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)
+Sample = Callable[[], StepResult | None]
+Read = Callable[[StepResult | None], tuple[Output, ...]]
 
 
-class Pending(Protocol[R]):
-    """Work that was given to a stream."""
-
-    def result(self) -> R:
-        """What it returned, once it has; raises what it raised."""
-
-
-class Stream(Protocol):
-    """Runs what it is given, in order."""
-
-    def submit(self, work: Callable[[], T]) -> Pending[T]:
-        """Enqueues."""
-
-
-class Halves(Protocol):
-    """A and B of a step: a `Runner`'s."""
+class StepRunner(Protocol):
+    """A `Runner`, or a wrapper that profiles it."""
 
     def forward(self, plan: StepPlan) -> ForwardResult | None: ...
 
@@ -41,15 +27,31 @@ class Halves(Protocol):
     def outputs(self, published: StepResult | None) -> tuple[Output, ...]: ...
 
 
-class Masker(Protocol):
-    """Makes the masks of a plan's rows that are under a grammar."""
+class MaskBuilder(Protocol):
+    """Builds the grammar masks of a step."""
 
     def fill(self, plan: StepPlan, states: Mapping[int, GrammarState]) -> GrammarMasks | None:
-        """On the caller's thread, while A runs: what the masks need is committed. None where no row has one."""
+        """Runs on the caller's thread, while the device computes the step's forward."""
 
 
-class Finished(Generic[T]):
-    """Pending work that is not."""
+class Pending(Protocol[R]):
+    """Result of work that was submitted to a stream."""
+
+    def result(self) -> R:
+        """Waits. Raises what the work raised."""
+
+
+class DeviceStream(Protocol):
+    """Runs work in order."""
+
+    def submit(self, work: Callable[[], T]) -> Pending[T]: ...
+
+    def publish(self, work: Sample, read: Read) -> Pending[tuple[Output, ...]]:
+        """Submits the sampling of a step; `read` turns its result on the device into outputs."""
+
+
+class _Done(Generic[T]):
+    """Work that was run when it was submitted."""
 
     __slots__ = ("value",)
 
@@ -61,14 +63,17 @@ class Finished(Generic[T]):
 
 
 class InlineStream:
-    """Depth 1 on a CPU: work is done when it is submitted."""
+    """The stream of a CPU at depth 1: runs work at once."""
 
-    def submit(self, work: Callable[[], T]) -> Finished[T]:
-        return Finished(work())
+    def submit(self, work: Callable[[], T]) -> _Done[T]:
+        return _Done(work())
+
+    def publish(self, work: Sample, read: Read) -> Pending[tuple[Output, ...]]:
+        return _Done(read(work()))
 
 
 class ThreadStream:
-    """The CPU's stand-in for a device stream: one thread, so the host plans the next step meanwhile."""
+    """The stream of a CPU at depth 2: one thread, so that the host plans the next step meanwhile."""
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="device")
@@ -76,31 +81,27 @@ class ThreadStream:
     def submit(self, work: Callable[[], T]) -> Future[T]:
         return self.pool.submit(work)
 
-
-def stream_for(depth: int) -> Stream:
-    """The CPU's stream for a loop of this depth."""
-    return InlineStream() if depth == 1 else ThreadStream()
+    def publish(self, work: Sample, read: Read) -> Pending[tuple[Output, ...]]:
+        return self.pool.submit(lambda: read(work()))
 
 
-class CpuWorker:
-    """Drives one runner. `forward` and `sample` return at once (depth 2 and more); `output` waits. masker: makes the
-    masks of a step.
-    """
+class Worker:
+    """Runs the steps of one runner. `forward` and `sample` return at once, `output` waits."""
 
-    def __init__(self, runner: Halves, stream: Stream, masker: Masker) -> None:
-        self.runner, self.stream, self.masker = runner, stream, masker
-        self.forwarded: dict[int, Pending[ForwardResult | None]] = {}
-        self.outputs: dict[int, Pending[tuple[Output, ...]]] = {}
+    def __init__(self, runner: StepRunner, stream: DeviceStream, masks: MaskBuilder) -> None:
+        self.runner, self.stream, self.masks = runner, stream, masks
+        self._forwarded: dict[int, Pending[ForwardResult | None]] = {}  # by step
+        self._outputs: dict[int, Pending[tuple[Output, ...]]] = {}
 
     def forward(self, plan: StepPlan, shape: Shape) -> None:
-        self.forwarded[plan.step] = self.stream.submit(lambda: self.runner.forward(plan))
+        self._forwarded[plan.step] = self.stream.submit(lambda: self.runner.forward(plan))
 
-    def sample(self, plan: StepPlan, masks: Mapping[int, GrammarState], width: int) -> None:
-        forwarded, made = self.forwarded.pop(plan.step), self.masker.fill(plan, masks)
-        runner = self.runner
-        self.outputs[plan.step] = self.stream.submit(
-            lambda: runner.outputs(runner.sample(forwarded.result(), made, width))
+    def sample(self, plan: StepPlan, states: Mapping[int, GrammarState], num_drafts: int) -> None:
+        forwarded, runner = self._forwarded.pop(plan.step), self.runner
+        masks = self.masks.fill(plan, states) if states else None
+        self._outputs[plan.step] = self.stream.publish(
+            lambda: runner.sample(forwarded.result(), masks, num_drafts), runner.outputs
         )
 
     def output(self, plan: StepPlan) -> Sequence[Output]:
-        return self.outputs.pop(plan.step).result()
+        return self._outputs.pop(plan.step).result()

@@ -7,11 +7,10 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import Callable
 
-from thalweg.core.errors import InvalidRequest
 from thalweg.core.messages import Submit
 from thalweg.core.plan import SamplingNeeds
 from thalweg.core.request import Request
-from thalweg.core.sampling import SamplingParams
+from thalweg.core.sampling import SamplingParams, check_request
 from thalweg.core.tree import CHAIN, TreeShape
 
 
@@ -61,8 +60,7 @@ def make_request(
     Raises InvalidRequest. The client has checked the same; the engine survives one that has not.
     """
     params = message.params
-    params.check(limits.vocab)
-    _check_prompt(message, limits.vocab, context)
+    check_request(message.prompt, params, context, limits.vocab)
     if message.grammar.kind:
         message.grammar.check(params)
     stop_ids = dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else limits.eos_ids))
@@ -94,22 +92,6 @@ def sampling_needs(params: SamplingParams) -> SamplingNeeds:
         biased=bool(params.logit_bias) or params.min_tokens > 0,
         logprobs=-1 if params.logprobs is None else params.logprobs,
     )
-
-
-def _check_prompt(message: Submit, vocab: int, context: int) -> None:
-    prompt = message.prompt
-    if not prompt:
-        raise InvalidRequest("prompt", "is empty; a sequence needs at least one token to go on from")
-    for token in (min(prompt), max(prompt)):
-        if not 0 <= token < vocab:
-            raise InvalidRequest("prompt", f"token id {token} is outside the vocabulary of {vocab}")
-    longest = context if message.params.max_tokens == 0 else context - 1
-    if len(prompt) > longest:
-        raise InvalidRequest(
-            "prompt",
-            f"has {len(prompt)} tokens; the longest sequence, prompt and output together, is {context}, "
-            f"so a prompt may have {longest}: shorten it",
-        )
 
 
 HitPages = Callable[[Request], int]  # pages of a request's prefix that are cached now

@@ -44,15 +44,15 @@ class Counters:
     def stats(self, **gauges: float) -> Stats:
         counts = {name: getattr(self, name) for name in self.__slots__}
         values: dict[str, Any] = gauges | {name: count for name, count in counts.items() if isinstance(count, int)}
-        return Stats(
-            **values,
-            verifications=self.drafts.verifications,
-            drafted_tokens=self.drafts.drafted,
-            accepted_tokens=self.drafts.accepted,
-            drafted_at=self.drafts.drafted_at,
-            accepted_at=self.drafts.accepted_at,
-            steps_by_width=tuple(self.steps_by_drafts),
-        )
+        if self.drafts.verifications:
+            values |= {
+                "verifications": self.drafts.verifications,
+                "drafted_tokens": self.drafts.drafted,
+                "accepted_tokens": self.drafts.accepted,
+                "drafted_at": self.drafts.drafted_at,
+                "accepted_at": self.drafts.accepted_at,
+            }
+        return Stats(**values, steps_by_width=tuple(self.steps_by_drafts))
 
 
 class StepResultProcessor:

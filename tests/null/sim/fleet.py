@@ -18,7 +18,7 @@ from thalweg.core.messages import Abort, ControlReply, FromEngine, Rejected, Ste
 from thalweg.core.plan import Shape, StepPlan
 from thalweg.core.request import Request
 from thalweg.core.tree import CHAIN, TreeShape
-from thalweg.engine.loop import Loop, OneRank
+from thalweg.engine.loop import Loop
 from thalweg.scheduler.draft_length import VerifiedDrafts
 from thalweg.scheduler.requests import Limits, make_request
 from thalweg.scheduler.scheduler import Scheduler
@@ -130,7 +130,7 @@ class Rank:
         )
         self.brain = Scheduler(self.limits, self.allocator, self.tier, RandomDraftLength(rng))
         self.channel = SimChannel()
-        self.loop = Loop(self.channel, self.brain, SimWorker(self.device), OneRank(), s.depth)
+        self.loop = Loop(self.channel, self.brain, SimWorker(self.device), s.depth)
         self.cases: dict[int, Case] = {}
         self.rejected: dict[int, Rejected] = {}
         self.done: list[int] = []

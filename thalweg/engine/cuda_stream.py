@@ -1,0 +1,65 @@
+"""The stream of a GPU worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Callable, TypeVar
+
+import torch
+from torch import Tensor
+
+from thalweg.core.plan import Output
+from thalweg.engine.worker import InlineStream, Read
+from thalweg.runner.runner import StepResult
+from thalweg.sampling.sample import Sampled
+from thalweg.spec.drafter import DraftOutput
+
+Tensors = TypeVar("Tensors", Sampled | None, DraftOutput | None)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A step's result under way to pinned memory."""
+
+    published: StepResult | None
+    copied: torch.cuda.Event
+    read: Read
+
+    def result(self) -> tuple[Output, ...]:
+        self.copied.synchronize()
+        return self.read(self.published)
+
+
+class CudaStream(InlineStream):
+    """The current CUDA stream, on which every submission only enqueues. A side stream copies results to the host."""
+
+    def __init__(self) -> None:
+        self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def publish(self, work: Callable[[], StepResult | None], read: Read) -> HostCopy:
+        torch.cuda.current_stream().wait_event(self.copied)  # sampling may write the buffers of the copy before
+        published = work()
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            if published is not None:
+                published = replace(
+                    published, sampled=_to_host(published.sampled), proposed=_to_host(published.proposed)
+                )
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record(self.side)
+        return HostCopy(published, self.copied, read)
+
+
+def _to_host(tensors: Tensors) -> Tensors:
+    """The same record with its tensors in pinned memory."""
+    if tensors is None:
+        return None
+    values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    return replace(tensors, **{name: _pinned(value) for name, value in values.items() if value is not None})
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, under way on the current stream."""
+    tensor.record_stream(torch.cuda.current_stream())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
