@@ -10,7 +10,7 @@ import pytest
 
 from tests.compose.matrix import CASES, COLUMNS, MODEL, MORE, SEED, check, name, settings
 from tests.compose.workload import serve, workload
-from tests.cpu import heads
+from tests.cpu import eagle_heads as heads
 from thalweg.engine.local import LocalEngine
 
 

@@ -1,4 +1,4 @@
-"""Rules of acceptance in a step and in a whole engine. How they distribute tokens is what `test_rules` is about."""
+"""Acceptance rules in one step and in a whole engine. `test_acceptance_rules` tests the distribution of tokens."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from tests.compose.matrix import MODEL, settings
 from tests.configs import changed
-from tests.cpu import heads, zoo
-from tests.cpu.heads import Reference
+from tests.cpu import eagle_heads as heads
+from tests.cpu import zoo
+from tests.cpu.eagle_heads import Reference
 from thalweg.bench.answers import Texts
 from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.bench.tasks import make_items

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.cpu import zoo
 from tests.cpu.batches import Bench
-from tests.cpu.same import SameTokens
+from tests.cpu.equality import SameTokens
 from thalweg.models.decoder import Model
 
 SEED = int(os.environ.get("TEST_SEED", int.from_bytes(os.urandom(3), "little")))

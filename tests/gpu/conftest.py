@@ -19,15 +19,15 @@ if importlib.util.find_spec("triton") is None:  # they import kernels; test_devi
         "test_models.py",
         "test_moe.py",
         "test_paged_steps.py",
-        "test_rules.py",
+        "test_acceptance_rules.py",
         "test_sparse.py",
         "test_start.py",
         "test_sampling.py",
         "test_trees.py",
         "test_deterministic_trees.py",
-        "test_heads.py",
+        "test_eagle_heads.py",
         "test_draft_graphs.py",
-        "test_verifying.py",
+        "test_verification.py",
     ]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests import configs
 from tests.gpu.shapes import KERNELS, published
+from tests.gpu.test_eagle_heads import config
 from tests.gpu.test_engine import agreement, tokens
-from tests.gpu.test_heads import config
 from thalweg.core.plan import SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine

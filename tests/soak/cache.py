@@ -1,4 +1,4 @@
-"""Millions of random operations on the page books and the prefix tree.
+"""Millions of random operations on the page allocator and the prefix cache.
 
 python -m tests.soak.cache --operations 1000000
 """
@@ -10,20 +10,20 @@ import time
 from collections import Counter
 
 from rich.progress import track
-from tests.null.sim.books_driver import Driver
 
+from tests.null.sim.cache_driver import Driver
 from tests.soak.report import write
 
-CHUNK = 5000  # operations of one driver: then everything goes home, and the next seed draws another pool
+CHUNK = 5000  # operations of one driver; the next seed draws another pool
 POOLS = ((12, 1), (25, 2), (40, 3), (80, 2), (200, 2), (60, 4))  # pages, page size
 
 
 def main(operations: int, seed: int) -> Counter[str]:
-    """Runs `operations` operations; raises AssertionError at the first that goes wrong."""
+    """Runs `operations` operations; raises AssertionError at the first wrong one."""
     started = time.monotonic()
     total: Counter[str] = Counter()
     chunks = -(-operations // CHUNK)
-    for i in track(range(chunks), description="page books"):
+    for i in track(range(chunks), description="cache"):
         pages, size = POOLS[i % len(POOLS)]
         size_of_chunk = min(CHUNK, operations - i * CHUNK)
         try:

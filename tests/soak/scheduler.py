@@ -1,6 +1,6 @@
 """Thousands of random mixes on the simulated device, each compared with a sequential decoder.
 
-python -m tests.soak.brain --mixes 20000
+python -m tests.soak.scheduler --mixes 20000
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main(mixes: int, seed: int) -> Result:
             error.add_note(f"again: mix({i})")
             raise
     total = Result(*map(sum, zip(*results, strict=True)))
-    command = f"python -m tests.soak.brain --mixes {mixes} --seed {seed}"
-    path = write("brain", command, time.monotonic() - started, {"mixes": mixes, **total._asdict()})
+    command = f"python -m tests.soak.scheduler --mixes {mixes} --seed {seed}"
+    path = write("scheduler", command, time.monotonic() - started, {"mixes": mixes, **total._asdict()})
     print(f"{mixes} mixes: every token equals the sequential decoder's; {path.name} written")
     return total
 

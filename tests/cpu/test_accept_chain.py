@@ -1,5 +1,5 @@
 """Accepting a chain of drafts: where it ends, and where sequences are truncated. How tokens are distributed is what
-`test_rules` is about.
+`test_acceptance_rules` is about.
 """
 
 from __future__ import annotations

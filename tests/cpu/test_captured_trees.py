@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.test_recorded_drafts import Far, GraphPool, Strict, _storage, add_all_, at_work, counted, graphs, watch
+from tests.cpu.test_captured_drafts import Far, GraphPool, Strict, _storage, add_all_, at_work, counted, graphs, watch
 from tests.cpu.test_speculation import engine, prompts, run, unrecorded
 from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams

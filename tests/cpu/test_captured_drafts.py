@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cpu.test_recorded_rows import FakeTape, Recording
+from tests.cpu.test_captured_attention import FakeTape, Recording
 from tests.cpu.test_speculation import JSON, engine, prompts, run, unrecorded
 from thalweg.batch.upload import upload
 from thalweg.core.grammar import NO_GRAMMAR
