@@ -119,7 +119,7 @@ def check(grammar: Grammar, params: SamplingParams, text: str, got: Answer) -> N
         assert re.fullmatch(WORDS, text)
 
 
-def test_the_crowd_does_preempt_under_a_grammar() -> None:
+def test_the_mixed_load_preempts_under_a_grammar() -> None:
     """The column is worth nothing if it never bites."""
     engine = LocalEngine(
         settings(chunked_prefill_size=2048, max_steps_in_flight=2, num_pages=7, max_running_requests=16)

@@ -51,7 +51,7 @@ def test_every_decision_is_a_feature_or_a_size(probe: Probe) -> None:
     assert not set(features(base)) & SIZES
 
 
-def test_columns_are_found_by_the_resolver(probe: Probe) -> None:
+def test_ablation_columns_come_from_the_resolver(probe: Probe) -> None:
     found = {column.name: column for column in columns([], probe)}
     assert [level.wish for level in found["radix"].levels] == [False, ...] and found["radix"].base == "on"
     assert [level.wish for level in found["deterministic"].levels] == [..., True] and found[
@@ -73,7 +73,7 @@ def test_what_cannot_run_has_the_resolvers_reason(probe: Probe) -> None:
     [(["raddix"], "no such setting; did you mean radix"), (["zzz"], "no such setting; short names are graph, "),
      (["radix", "radix"], "given twice"), (["radix", "radix-cache"], "given twice"), (["foo=1,2"], "no such setting")],
 )  # fmt: skip
-def test_a_column_that_is_none_is_an_error_and_nothing_is_measured(
+def test_an_unknown_column_is_an_error_before_measuring(
     words: list[str], said: str, probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -224,7 +224,7 @@ def test_a_cell_that_cannot_be_served_says_so(tmp_path: Path) -> None:
     assert result["status"] == ablate_run.REFUSED and "nowhere" in result["reason"]
 
 
-def test_a_cell_that_dies_keeps_what_it_told(tmp_path: Path) -> None:
+def test_a_cell_that_dies_keeps_its_partial_results(tmp_path: Path) -> None:
     news = tmp_path / "news"
     news.write_text('{"single": {"decode_tokens_per_s": 5.0}}\n{"batch": {"concurrency": 2}}\n{"batch": {"concurr')
     said = tmp_path / "said"

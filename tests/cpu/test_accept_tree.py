@@ -344,7 +344,7 @@ def test_rows_of_trees_alone_need_no_host() -> None:
     assert got.batch.groups == want.batch.groups and torch.equal(got.ints_EI, want.ints_EI)
 
 
-def test_a_chain_knows_nothing_of_trees() -> None:
+def test_a_chain_has_no_tree_state() -> None:
     """One draft, or a shape of one branch: no masks, no moves."""
     slots = scene()
     grown(slots, 1, (4,), (0,))

@@ -66,13 +66,13 @@ class Step:
         return self.logits_NV.softmax(-1).view(ROWS, 3, VOCAB)
 
 
-def test_what_was_drawn_from_the_targets_own_distribution_is_accepted() -> None:
+def test_drafts_equal_to_target_samples_are_accepted() -> None:
     step = Step()
     step.keep(step.p_R3V[:, :2])
     assert torch.equal(step.draw(STANDARD)[:, :2], step.drafts_R2)
 
 
-def test_what_the_target_never_draws_is_refused() -> None:
+def test_drafts_with_zero_target_probability_are_rejected() -> None:
     step = Step()
     step.logits_NV.view(ROWS, 3, VOCAB)[:, :2].scatter_(2, step.drafts_R2.unsqueeze(2), -torch.inf)
     step.keep(torch.full((ROWS, 2, VOCAB), 1 / VOCAB))
@@ -88,7 +88,7 @@ def test_behind_the_last_draft_the_token_is_plain_decodings() -> None:
     assert torch.equal(drawn[:, 1:], plain.draw(REFERENCE)[:, 1:])
 
 
-def test_drafts_of_a_drafter_that_computed_no_numbers_change_nothing() -> None:
+def test_drafts_of_a_nan_drafter_change_nothing() -> None:
     step, plain = Step(), Step()
     step.keep(torch.full((ROWS, 2, VOCAB), torch.nan))
     assert torch.equal(step.draw(STANDARD), plain.draw(REFERENCE))
@@ -112,7 +112,7 @@ def test_many_positions_are_judged_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_relaxed_acceptance_is_what_it_says(temperature: float) -> None:
+def test_relaxed_acceptance_follows_top_k_and_delta(temperature: float) -> None:
     step = Step(temperature=temperature)
     p_R2V = step.p_R3V[:, :2]
     rank_R2V = p_R2V.argsort(-1, descending=True).argsort(-1)

@@ -187,7 +187,7 @@ def test_each_rule_accepts_as_often_as_it_should(world: World) -> None:
     assert abs(share["point mass, sampled"] - float(p_V @ q_V)) < noise, f"TEST_SEED={SEED}"
 
 
-def test_the_race_gives_plain_decodings_sequences(world: World) -> None:
+def test_coupled_sampling_gives_plain_decodings_sequences(world: World) -> None:
     plain = judged(world, "race, sampled", 0)
     for rule in LOSSLESS:
         found = judged(world, rule, 1)
@@ -240,7 +240,7 @@ class Coins(IndependentDraftSampling):
         return COUPLED.draw(logits_EV, slots, slot_E, ints_EI, ahead, truncated)
 
 
-def test_coins_of_another_position_are_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_of_another_position_is_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every position of a path draws with the coins of the first."""
 
     def one_coin(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> chain.Path:
@@ -259,19 +259,19 @@ def test_drafts_that_were_not_drawn_from_what_is_kept_are_noticed(
     assert decode(known, wrong(WIDEST, VOCAB), STANDARD, 1, draws).far > LIMIT, f"TEST_SEED={SEED}"
 
 
-def test_the_draws_coins_for_the_verdict_are_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reusing_sampling_noise_for_acceptance_is_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
     likely, coins = int(known.p_VV[FIRST].argmax()), exponential
     monkeypatch.setattr(rejection, "seed_for", lambda seed_N, purpose: seed_N)
     monkeypatch.setattr(rejection, "uniform", lambda seed, position: (-coins(seed, position, VOCAB)[:, likely]).exp())
     assert decode(known, INDEPENDENT, STANDARD, 1, FEWER).far > LIMIT, f"TEST_SEED={SEED}"
 
 
-def test_a_verdict_without_coins_is_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_without_noise_is_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "uniform", lambda seed_N, position_N: torch.full(seed_N.shape, 0.5))
     assert decode(known, INDEPENDENT, STANDARD, 1, FEWER).far > LIMIT, f"TEST_SEED={SEED}"
 
 
-def test_an_easier_verdict_is_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_looser_acceptance_is_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "uniform", lambda seed_N, position_N: 0.7 * uniform(seed_N, position_N))
     assert decode(known, INDEPENDENT, STANDARD, 1, FEWER).far > LIMIT, f"TEST_SEED={SEED}"
 
@@ -305,7 +305,7 @@ def lists(world: World, count: int, add_gumbel_noise: bool) -> Found:
     return Found(first_N, second_N, world.far(first_N, second_N), accepted / DRAWS)
 
 
-def test_the_race_extends_to_lists(world: World) -> None:
+def test_coupled_sampling_extends_to_several_drafts(world: World) -> None:
     plain, before = judged(world, "race, sampled", 0), judged(world, "race, sampled", 1).share
     for count in (2, 4):
         found = lists(world, count, add_gumbel_noise=True)

@@ -157,7 +157,7 @@ def test_langchain(server: Served) -> None:
     assert "599" in str(model.invoke([HumanMessage(SUM)]).content)
 
 
-def test_all_of_them_add(server: Served, client: openai.OpenAI) -> None:
+def test_the_model_adds_through_every_api(server: Served, client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": SUM}], temperature=0, extra_body=THINK
     )
@@ -197,7 +197,7 @@ def test_calls_can_be_forced_and_answers_shaped(server: Served, client: openai.O
     assert shaped.output[0].type == "reasoning" and 0 <= json.loads(shaped.output_text)["n"] <= 99
 
 
-def test_the_hole_is_between_its_sides(client: openai.OpenAI) -> None:
+def test_infill_prompts_hold_prefix_and_suffix(client: openai.OpenAI) -> None:
     """The text that the model reads is the FIM prompt; it is not trained to fill holes."""
     ask: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 4}
     more = {"return_token_ids": True, "skip_special_tokens": False}

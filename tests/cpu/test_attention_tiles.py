@@ -42,7 +42,7 @@ def batch(reaches: list[int], query: int = 1) -> Batch:
 
 
 @pytest.mark.parametrize("query", [1, 3])
-def test_one_long_context_does_not_make_the_short_ones_long(query: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_contexts_are_not_padded_to_a_long_one(query: int, monkeypatch: pytest.MonkeyPatch) -> None:
     most, workspace = 1 << 16, WorkspaceNeed(per_pair=16)
     monkeypatch.setattr(context, "TILE_ELEMENTS", most)
     reaches = [60, 100, 70, 8000, *[90] * 200]
@@ -62,7 +62,7 @@ def test_one_long_context_does_not_make_the_short_ones_long(query: int, monkeypa
     assert token == len(reaches) * query and len(step.groups) < 12
 
 
-def test_cut_or_not_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_tiles_equals_attention_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = catalog.build(read_facts(TINY), torch.float32)
     assert isinstance(model, torch.nn.Module)
     zoo.fill(model)

@@ -12,7 +12,7 @@ import pytest
 from thalweg.bench import cli, results
 
 
-def test_commands_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0 and cli.main([]) == 2
     shown = capsys.readouterr().out
     assert all(name in shown for name in cli.COMMANDS)

@@ -33,7 +33,7 @@ def test_offline_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert shown.count("Offline Throughput Benchmark Result") == 2 and "Last generation throughput (tok/s):" in shown
 
 
-def test_offline_with_drafts_and_an_acceptance_by_decree(
+def test_offline_with_drafts_and_simulated_acceptance(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traced, "ROWS", 0)  # most of a start is recording

@@ -72,7 +72,7 @@ def test_a_batch_of_whole_sequences() -> None:
 
 
 @pytest.mark.parametrize("other", [[1, 1, 1], [40] * 100])
-def test_neighbours_in_a_pass_change_nothing(other: list[int]) -> None:
+def test_other_sequences_in_a_pass_change_nothing(other: list[int]) -> None:
     hits, total = count(([3, 9], [7, 9, 11]), (other, [2, 4]))
     alone = count((other, [2, 4]))
     assert (hits - alone[0], total - alone[1]) == (1, 2)

@@ -94,7 +94,7 @@ def test_a_trace_is_sent_at_its_times() -> None:
     pytest.fail(told)
 
 
-def test_what_is_due_does_not_wait_for_what_is_read() -> None:
+def test_due_requests_do_not_wait_for_reading() -> None:
     """A turn of the event loop that handles many sockets looks at the clock between them."""
 
     async def body() -> list[float]:
@@ -118,7 +118,7 @@ def test_what_is_due_does_not_wait_for_what_is_read() -> None:
     assert 0.01 <= first < second < third and second - first > 0.005 and third - second > 0.015
 
 
-def test_a_piece_that_arrives_first_lets_go_what_is_due() -> None:
+def test_due_requests_are_sent_before_a_chunk_is_read() -> None:
     """Reading takes turns with sending, whatever is in the piece: here it is no HTTP at all."""
 
     async def body() -> list[str]:
@@ -135,7 +135,7 @@ def test_a_piece_that_arrives_first_lets_go_what_is_due() -> None:
     assert asyncio.run(body()) == ["read", "sent"]
 
 
-def test_a_moment_that_has_passed_is_now_and_none_is_lost() -> None:
+def test_late_requests_are_sent_at_once_and_none_is_lost() -> None:
     async def body() -> list[str]:
         pacer, said = Pacer(), list[str]()
         now = time.perf_counter()

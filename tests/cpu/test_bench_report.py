@@ -73,7 +73,7 @@ def test_without_matplotlib_tables_alone(
      ('{"command": "thalweg bench offline", "points": [5]}', "incomplete result of `bench offline`"),
      ('{"command": "thalweg bench serve", "points": []}', "without any measurement")],
 )  # fmt: skip
-def test_files_that_are_no_results(
+def test_files_without_results_are_refused(
     tmp_path: Path, content: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "r.json"

@@ -210,7 +210,7 @@ def test_main_writes_the_result_and_says_what_failed(
     assert "secret" not in out.read_text()
 
 
-def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--base-url", "http://127.0.0.1:9", "--tokenizer", "x"]) == 1
     assert "cannot connect to http://127.0.0.1:9" in capsys.readouterr().err
 
@@ -277,7 +277,7 @@ def test_a_connection_closed_while_idle_is_replaced() -> None:
     client_test(body, Fake())
 
 
-def test_no_more_files_is_not_a_server_that_is_gone(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_file_descriptors_is_reported_as_such(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def few(count: int) -> None:
@@ -298,6 +298,6 @@ def test_no_more_files_is_not_a_server_that_is_gone(tokenizer: str, monkeypatch:
     assert "cannot open another connection (Too many open files)" in reason
 
 
-def test_an_address_that_is_none() -> None:
+def test_an_invalid_address_is_refused() -> None:
     with pytest.raises(HttpError, match="http://host:port"):
         Client("ftp://there")

@@ -57,7 +57,7 @@ def test_speed_by_shape_batch_and_context(tmp_path: Path, capsys: pytest.Capture
     assert "adaptive" in shown and "2x2x4" in shown
 
 
-def test_an_imposed_acceptance() -> None:
+def test_simulated_acceptance() -> None:
     words = f"--model {MODEL} --batch-size 1 --input-len 20 --output-len 12 --widths 2 --accept-length 2"
     whole = words.replace("--accept-length", "--speculative-simulate-accept-length")
     assert [row["steps"] for row in speculation.run(whole.split())] == [6]
@@ -72,7 +72,7 @@ def test_an_imposed_acceptance() -> None:
         speculation.run(["--model", MODEL, "--accept-length", "0.5"])
 
 
-def test_what_is_no_tree_is_told() -> None:
+def test_an_invalid_tree_is_refused() -> None:
     for wrong in ("4", "1x3x3", "4x3"):
         with pytest.raises(UnsupportedConfig, match="BRANCHESxDEPTHxNODES"):
             speculation.run(["--model", MODEL, "--trees", wrong])
@@ -137,7 +137,7 @@ def test_a_long_generation_beside_its_prompt() -> None:
     assert not zeroed["fine"] and zeroed["broken"] == 1
 
 
-def test_what_is_too_far_apart_is_told() -> None:
+def test_a_large_spread_is_reported() -> None:
     torch.manual_seed(1)
     there, noise, other = torch.randn(3, 2000, 64)
     near, far = there + 0.005 * noise, there + 0.3 * noise

@@ -41,7 +41,7 @@ def test_splits_share_no_item(task: str) -> None:
     } == {"held_out"}
 
 
-def test_a_sum_and_its_mirror_are_one_item() -> None:
+def test_swapped_addends_are_one_item() -> None:
     assert make_sum(Random(1)).identity.split()[1:] == sorted(make_sum(Random(1)).identity.split()[1:], key=int)
 
 

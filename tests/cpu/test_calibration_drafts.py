@@ -16,7 +16,7 @@ from thalweg.scheduler.step_times import ProfilePoint, StepTimeModel
 assert unrecorded  # a fixture of this module, too
 
 
-def test_what_disturbs_a_measurement_does_not_turn_the_order_round() -> None:
+def test_outliers_do_not_change_the_order_of_draft_times() -> None:
     """Fewer rows, and fewer drafts, take no longer."""
     rough = [ProfilePoint(1, 512, (8.0, 3.0, 4.0)), ProfilePoint(2, 512, (2.0, 5.0, 9.0))]
     assert calibration_drafts.smoothed(rough) == (ProfilePoint(1, 512, (2.0, 3.0, 4.0)), rough[1])
@@ -30,7 +30,7 @@ def test_widths_between_those_that_are_measured_are_on_a_line() -> None:
     assert times == pytest.approx([1.0 + 0.5 * width for width in range(13)])
 
 
-def test_a_busy_while_is_the_same_for_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_period_affects_all_draft_lengths_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     made, rng, steps = engine(3), random.Random(1), 0
 
     def run(runner: Any, plan: Any, settings: Any) -> float:
@@ -53,7 +53,7 @@ def test_a_busy_while_is_the_same_for_all_widths(monkeypatch: pytest.MonkeyPatch
         )
 
 
-def test_an_engine_begins_with_nothing_late() -> None:
+def test_an_engine_starts_without_deferred_draft_kv() -> None:
     made = engine(2, speculative_adaptive=True, max_running_requests=2)
     assert (
         made.config.speculative_step_times and not made.runner.drafting.deferred.steps and not made.runner.drafting.lost
@@ -97,7 +97,7 @@ def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.Monkey
     assert [rung[:2] for rung in more.speculative_step_times[4:]] == [(1, 4084), (8, 4084)]
 
 
-def test_what_a_drafter_that_lags_takes_later_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_draft_kv_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     made, settings = engine(2, max_running_requests=2), engine(2).config
     calibration_drafts._bind(made.runner, settings, 2, 100, 120)
     drafter, tokens = made.runner.drafting.drafter, list[int]()

@@ -47,7 +47,7 @@ def test_tokens_that_hardly_cost_more_are_taken() -> None:
     assert total == cheap[-1] == 1024 and time(64, total - 64) > SLOWER * time(64, 0)
 
 
-def test_few_times_are_asked_for() -> None:
+def test_few_step_times_are_measured() -> None:
     asked: list[int] = []
 
     def time(rows: int, tokens: int) -> float:

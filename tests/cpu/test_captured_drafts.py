@@ -265,7 +265,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("kind", "method", "drafters"), PLACES.values(), ids=PLACES)
-def test_only_what_a_drafter_needs_is_blamed_on_it(
+def test_only_drafter_errors_switch_the_drafter_off(
     graphs: Any, kind: str, method: str, drafters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, raised = engine(WIDEST, max_running_requests=SLOTS + 1), RuntimeError("CUDA error: on purpose")
@@ -288,7 +288,7 @@ def recorded(graphs: Any) -> Any:
     return made_of(graphs, True).runner
 
 
-def test_no_recording_reads_what_another_may_have_written_over(recorded: Any) -> None:
+def test_no_graph_reads_memory_that_another_may_overwrite(recorded: Any) -> None:
     """The memory of the pool: a graph finds there what A of its own step has left, drafts find nothing; and what is
     published lies elsewhere.
     """
@@ -329,7 +329,7 @@ def test_rows_that_do_not_fill_their_bucket_are_padding(recorded: Any) -> None:
     assert [one.n for one in seen.plan.rows] == [3, 3, 3] and len(slot_E) == len(ints_EI) == 3
 
 
-def test_what_asks_the_device_or_takes_numbers_along_is_found() -> None:
+def test_synchronization_and_host_values_in_a_capture_are_found() -> None:
     x = torch.arange(3)
     with torch.inference_mode(), pytest.raises(AssertionError), Strict():
         x.sum().item()

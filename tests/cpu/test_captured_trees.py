@@ -113,7 +113,7 @@ def test_another_rule_than_was_recorded_is_not_replayed(whole: tuple[LocalEngine
         assert grove.sample(1, SamplingNeeds(random=True), RejectionSampling(runner.sampler)) is None
 
 
-def test_what_fills_a_recording_up_is_padding(whole: tuple[LocalEngine, dict[str, int]]) -> None:
+def test_rows_that_fill_a_bucket_are_padding(whole: tuple[LocalEngine, dict[str, int]]) -> None:
     """Rows that there are not change nothing of any slot, nor of a page but the null page."""
     runner = whole[0].runner
     grove: Any = runner.tree_graphs.get(_plan(3))
@@ -136,7 +136,7 @@ def _plan(rows: int) -> StepPlan:
     )
 
 
-def test_no_recording_reads_what_another_may_have_written_over(whole: tuple[LocalEngine, dict[str, int]]) -> None:
+def test_no_graph_reads_memory_that_another_may_overwrite(whole: tuple[LocalEngine, dict[str, int]]) -> None:
     """The memory of the pool: accept finds there what A of its own step has left, others find nothing; and what is
     published lies elsewhere.
     """

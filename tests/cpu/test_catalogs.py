@@ -21,6 +21,6 @@ def test_an_entry_point_of_a_backend_is_callable(entry: str) -> None:
     assert callable(load_entry(entry))
 
 
-def test_a_library_that_is_not_installed_is_told() -> None:
+def test_a_missing_library_is_reported() -> None:
     library = backends.Library("none", "thalweg_has_no_such_module")
     assert not library.is_installed() and backends.libraries_for("hopper") >= {"triton", "deep_gemm"}

@@ -63,7 +63,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 240))  # type: ignore[arg-type]
 
 
-def test_streams_equal_the_local_engine_and_refusals_harm_nobody() -> None:
+def test_streams_equal_the_local_engine_beside_refused_requests() -> None:
     local = LocalEngine(SETTINGS)
     local.submit(list(range(20, 120)), GREEDY)
     want: list[int] = []
@@ -222,7 +222,7 @@ if __name__ == "__main__":
 """
 
 
-def test_an_engine_that_nobody_closes_holds_no_process(tmp_path: Path) -> None:
+def test_an_unclosed_engine_leaves_no_process(tmp_path: Path) -> None:
     script, root = tmp_path / "unclosed.py", MODEL.parents[1]
     script.write_text(UNCLOSED)
     environment = os.environ | {"PYTHONPATH": str(root)}

@@ -304,7 +304,7 @@ def _attention(of: ModelFacts, on: Machine, **wishes: Any) -> tuple[str, str, tu
     return found.kernels.decode, found.kernels.prefill, users
 
 
-def test_what_was_passed_over_is_told() -> None:
+def test_rejected_backends_are_reported() -> None:
     reason = run(facts(**LATENT, num_attention_heads=128), H100)[1]["prefill_attention_backend"].reason
     assert reason == "not fa3: not installed"
 
@@ -340,7 +340,7 @@ def test_an_attention_that_does_not_fit_is_refused(on: Machine, wishes: dict[str
 @pytest.mark.parametrize(
     ("asked", "kept"), [(None, ""), ("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("bfloat16", "bfloat16")]
 )
-def test_the_type_of_the_cache_is_its_own(asked: str | None, kept: str) -> None:
+def test_the_kv_cache_dtype_is_independent(asked: str | None, kept: str) -> None:
     found, why = run(kv_cache_dtype=asked)
     assert found.kernels.kv == kept and found.dtype == "float32"
     assert why["kv_cache_dtype"].value == (kept or "float32")
@@ -389,7 +389,7 @@ def test_buckets_waste_little() -> None:
     assert made[-1] == 256 and sum(padding) / len(padding) < 0.08
 
 
-def test_every_rule_has_a_way_out() -> None:
+def test_every_refusal_names_an_alternative() -> None:
     assert all(rule.instead.startswith("use ") for rule in RULES)
 
 

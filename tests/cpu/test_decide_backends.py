@@ -90,7 +90,7 @@ def test_with_reference_attention_all_is_by_the_reference() -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "deep_gemm", "cublas"])
-def test_a_wish_is_kept(backend: str) -> None:
+def test_a_requested_backend_is_kept(backend: str) -> None:
     made, why = run(FP8, fp8_gemm_backend=backend)
     assert made["fp8_gemm"] == backend and why["fp8_gemm_backend"] == ""
 

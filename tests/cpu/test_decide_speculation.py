@@ -264,7 +264,7 @@ def test_a_head_of_another_model_is_told_by_its_tensors(
 
 
 @pytest.mark.parametrize(("config", "name"), [(EAGLE3, "EAGLE3"), (EAGLE, "EAGLE")])
-def test_a_head_is_no_model_of_its_own(config: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_an_eagle_head_cannot_be_served_as_a_model(config: dict[str, Any], name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as refused:
         drafting(tmp_path, config, speculative_algorithm="STANDALONE")
     told = str(refused.value)

@@ -96,7 +96,7 @@ def check_entries(made: LocalEngine, tokens: tuple[int, ...], pages: list[int]) 
 
 
 @pytest.mark.parametrize(("depth", "passing"), [(1, False), (2, True)])
-def test_entries_are_those_of_a_drafter_that_never_lagged(depth: int, passing: bool, monkeypatch: Any) -> None:
+def test_deferred_draft_kv_equals_immediate_draft_kv(depth: int, passing: bool, monkeypatch: Any) -> None:
     """Requests that come and go, of drafts now and then: also of those whose slots were bound anew before it had caught
     up.
     """
@@ -122,7 +122,7 @@ def test_entries_are_those_of_a_drafter_that_never_lagged(depth: int, passing: b
         check_entries(made, tokens, pages)
 
 
-def test_drafts_after_a_while_without_are_as_good_as_ever() -> None:
+def test_drafts_after_a_pause_are_accepted_as_often() -> None:
     """Accepted at each step, whether the steps before drafted or not."""
     found = []
     for idle in (0, 90):
@@ -142,7 +142,7 @@ def test_drafts_after_a_while_without_are_as_good_as_ever() -> None:
     assert len(both) > 10 and all(found[0][at] == found[1][at] for at in both)
 
 
-def test_nothing_is_learned_step_by_step_while_nothing_is_drafted(monkeypatch: Any) -> None:
+def test_draft_kv_is_not_written_while_nothing_is_drafted(monkeypatch: Any) -> None:
     monkeypatch.setattr(deferred_kv, "TOKENS", 64)
     made, prompt = engine(3), prompts(1)[0]
     drafting(made, lambda: 0)
@@ -153,7 +153,7 @@ def test_nothing_is_learned_step_by_step_while_nothing_is_drafted(monkeypatch: A
     assert tokens[3] == 21, "before the slot was bound anew"
 
 
-def test_all_rows_lag_together_up_to_a_bound(monkeypatch: Any) -> None:
+def test_deferred_tokens_of_all_rows_are_bounded(monkeypatch: Any) -> None:
     monkeypatch.setattr(deferred_kv, "TOKENS", 40)
     made = engine(3, radix_cache=False)
     drafting(made, lambda: 0)
@@ -162,7 +162,7 @@ def test_all_rows_lag_together_up_to_a_bound(monkeypatch: Any) -> None:
     assert max(tokens[8:]) < 48 and made.runner.drafting.deferred.tokens < 40
 
 
-def test_no_row_lags_beyond_its_own_bound(monkeypatch: Any) -> None:
+def test_deferred_tokens_of_each_row_are_bounded(monkeypatch: Any) -> None:
     monkeypatch.setattr(deferred_kv, "ROW", 30)
     made = engine(3, radix_cache=False)
     drafting(made, lambda: 0)
@@ -171,7 +171,7 @@ def test_no_row_lags_beyond_its_own_bound(monkeypatch: Any) -> None:
     assert tokens[-1] == 60 and len(tokens) < 5
 
 
-def test_a_request_that_comes_stirs_nobody_else() -> None:
+def test_a_new_request_does_not_write_deferred_kv_of_others() -> None:
     """Prompts beside decoding rows are looked at alone, and so is what left the slot that is bound anew."""
     made = engine(2, max_running_requests=3, chunked_prefill_size=64)
     drafting(made, lambda: 0)
@@ -207,7 +207,7 @@ class Joined(TorchDispatchMode):
         return made
 
 
-def test_who_catches_up_takes_its_own_tokens_along_and_nothing_else() -> None:
+def test_deferred_kv_is_written_for_its_own_tokens_only() -> None:
     """Of what all have kept: the first, one in the middle with the last, and then all who are left."""
     slots, rng, width = Slots(8, 400, torch.device("cpu")), random.Random(4), 16
     deferred, seen = DeferredKV(slots, passing=False), dict[int, list[int]]()
@@ -235,7 +235,7 @@ def test_who_catches_up_takes_its_own_tokens_along_and_nothing_else() -> None:
     assert not deferred.steps
 
 
-def test_pages_of_who_has_left_are_another_ones_without_a_bind() -> None:
+def test_pages_of_an_ended_request_are_written_before_reuse() -> None:
     """What lagged of the one is written before the other's, not with it: a step writes to no place twice."""
     made = engine(2, radix_cache=False, num_pages=6, max_running_requests=2)
     drafting(made, lambda: 0)
@@ -259,7 +259,7 @@ def test_pages_of_who_has_left_are_another_ones_without_a_bind() -> None:
     check_entries(made, tokens, others)
 
 
-def test_a_prompt_that_goes_on_from_who_still_runs_finds_what_it_learned() -> None:
+def test_a_prefix_hit_on_a_running_request_finds_its_draft_kv() -> None:
     """The page that the one has filled while nothing was drafted is the other's prefix, with the drafter's entries."""
     made = engine(2, max_running_requests=2)
     drafting(made, lambda: 0)
@@ -282,7 +282,7 @@ def test_a_prompt_that_goes_on_from_who_still_runs_finds_what_it_learned() -> No
     check_entries(made, *ended[0])
 
 
-def test_an_engine_without_a_drafter_keeps_nothing() -> None:
+def test_an_engine_without_a_drafter_defers_nothing() -> None:
     for fields in ({"width": 0}, {"width": 2, "speculative_algorithm": "NGRAM"}):
         made = engine(**fields)
         run(made, prompts(2), GREEDY)

@@ -55,7 +55,7 @@ def test_both_variants_are_stages() -> None:
     assert tuple(map(int, defaults["PYTHON"].split("."))) >= least
 
 
-def test_torch_is_the_makefile_s_and_fits() -> None:
+def test_torch_versions_agree_and_are_within_the_bounds() -> None:
     versions = {rest for step, rest in STEPS if step == "ARG" and rest.startswith("TORCH=")}
     (wanted,) = re.findall(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     assert versions == {f"TORCH={wanted}"}

@@ -63,7 +63,7 @@ def test_every_spelling_has_its_row() -> None:
 
 
 @pytest.mark.parametrize("habit", NO_EFFECT_FLAGS, ids=[habit.flag for habit in NO_EFFECT_FLAGS])
-def test_a_habit_changes_nothing_and_says_so(habit: NoEffectFlag) -> None:
+def test_an_ignored_flag_changes_nothing_and_says_so(habit: NoEffectFlag) -> None:
     parsed = parse_options(PARSER, [f"--{habit.flag}", *([habit.value] if habit.value else [])])
     assert parsed.options == parse_options(PARSER, []).options
     assert parsed.notices == (f"--{habit.flag} changes nothing: {habit.note}",)
@@ -102,7 +102,7 @@ def test_the_example_lines_are_understood() -> None:
     assert keys == {*EQUAL, *WITHOUT}
 
 
-def test_parsers_of_other_names_are_all_named_and_lead_to_ours() -> None:
+def test_parser_names_of_other_engines_map_to_ours() -> None:
     for flag, names in PARSER_NAMES.items():
         (row,) = [row for row in rows("Flags with the same name") if row[0] == f"`--{flag.replace('_', '-')}`"]
         assert {f"`{name}`" for pair in names.items() for name in pair} <= set(re.findall(r"`[^`]+`", row[1]))
@@ -110,7 +110,7 @@ def test_parsers_of_other_names_are_all_named_and_lead_to_ours() -> None:
     assert set(PARSER_NAMES["tool_call_parser"].values()) <= set(TOOL_FORMATS)
 
 
-def test_routes_exist_or_do_not() -> None:
+def test_documented_routes_exist_and_absent_ones_do_not() -> None:
     from thalweg.server.app import METRICS, ROUTES
 
     ours = {f"{route.method} {route.path}" for route in (*ROUTES, METRICS)}

@@ -19,7 +19,7 @@ def test_every_table_has_a_result_behind_it_and_does_not_differ_from_it() -> Non
     assert docs.wrong() == []
 
 
-def test_a_table_that_differs_or_has_nothing_behind_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_differs_from_its_result_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in docs.PAGES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
@@ -60,7 +60,7 @@ def test_what_counts_as_a_measured_number(cell: str, measured: bool) -> None:
     assert bool(docs.unbacked(page)) == measured
 
 
-def test_a_picture_that_differs_from_its_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_that_differs_from_its_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docs, "digest", lambda result: "another")
     assert "docs/ablations.md: ablation_tiny.svg differs from its result; run `make docs`" in docs.wrong()
 
@@ -155,7 +155,7 @@ def test_answers_are_worse_only_beyond_both_intervals() -> None:
     assert not worse.ok and worse.words == ("sums: 90.0% of 100, committed 99.7% of 1000: worse",)
 
 
-def test_every_part_runs_and_the_gate_fails_when_one_does(
+def test_every_part_runs_and_one_failure_fails_the_release_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[str] = []
@@ -175,7 +175,7 @@ def test_every_part_runs_and_the_gate_fails_when_one_does(
     assert capsys.readouterr().out.endswith("passed: a, c\n")
 
 
-def test_the_gate_knows_every_part_that_the_page_names() -> None:
+def test_the_release_check_has_every_documented_part() -> None:
     assert set(check.PARTS) == {"compose", "parity", "evals", "soak", "gpu", "docs"}
     assert all(f"| {name} |" in (check.__doc__ or "") for name in check.PARTS)
     committed = {row["task"] for row in json.loads(check.EVALS.read_text())["results"]}

@@ -63,7 +63,7 @@ def seen(base: Environment = GOOD, **changes: Any) -> dict[str, Finding]:
     return {one.check: one for one in examine(dataclasses.replace(base, **changes))}
 
 
-def test_a_machine_without_a_gpu_is_well() -> None:
+def test_a_cpu_machine_passes() -> None:
     found = seen()
     assert {one.level for one in found.values()} == {"ok", "note"} and not found["flash-mla"].mend
     assert found["gpu"].found.startswith("no NVIDIA GPU: models run on the CPU")
@@ -71,7 +71,7 @@ def test_a_machine_without_a_gpu_is_well() -> None:
     assert text(list(found.values())).endswith("nothing is missing")
 
 
-def test_a_machine_with_gpus_is_well_too() -> None:
+def test_a_gpu_machine_passes() -> None:
     found = seen(ON_GPU)
     assert {one.level for one in found.values()} == {"ok", "note"}
     assert found["gpu"].found == "8 × NVIDIA H100 80GB HBM3, driver 580.65.06, usable"
@@ -112,7 +112,7 @@ def test_a_gpu_that_the_container_hides_is_found_through_torch() -> None:
         ("model", "fail", "lacks b.safetensors", "thalweg plan --model m", GOOD, {"model": "m", "model_error": "m lacks b.safetensors"}),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_its_cure(
+def test_each_problem_is_named_with_its_remedy(
     check: str, level: str, said: str, mend: str, base: Environment, changes: dict[str, Any]
 ) -> None:
     found, before = seen(base, **changes), seen(base)

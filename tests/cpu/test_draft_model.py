@@ -63,7 +63,7 @@ def test_the_model_itself_drafts_what_it_then_writes() -> None:
     assert made.loop.stats().cached_tokens > 0
 
 
-def test_its_planes_are_what_it_keeps_alone(llama: Path) -> None:
+def test_a_draft_model_has_its_own_planes(llama: Path) -> None:
     made = engine(str(llama), 2, radix_cache=False)
     drafter = made.runner.drafting.drafter
     assert isinstance(drafter, AutoregressiveDrafter) and isinstance(drafter.head, DraftModel)
@@ -99,7 +99,7 @@ def test_each_folder_is_read_for_what_is_its_own(llama: Path, monkeypatch: pytes
     assert read.count(MODEL) == 2 * without
 
 
-def test_it_catches_up_with_a_long_text_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_kv_of_a_long_text_is_written_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind 280 tokens for which nothing was drafted its drafts are as good as ever; it never computes more at once
     than a head does.
     """
@@ -123,7 +123,7 @@ def test_it_catches_up_with_a_long_text_piece_by_piece(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("vocab", "tree"), [(1800, TreeShape(2, 2, 4)), (2112, CHAIN)], ids=["fewer", "more"])
-def test_of_a_vocabulary_that_is_padded_otherwise_both_ids_are_drafted(
+def test_a_draft_model_may_have_another_padded_vocabulary(
     vocab: int, tree: TreeShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompts have ids that a smaller one lacks."""

@@ -51,7 +51,7 @@ def plain() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("depth", "tokens"), [(1, 16), (2, 512)], ids=["while it catches up", "before slots are bound anew"]
 )
-def test_one_that_raises_while_nothing_is_drafted(
+def test_a_drafter_that_raises_while_it_is_idle_is_switched_off(
     plain: list[list[int]], depth: int, tokens: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deferred_kv, "TOKENS", tokens)
@@ -65,7 +65,7 @@ def test_one_that_raises_while_nothing_is_drafted(
 
 
 @pytest.mark.parametrize(("depth", "tree"), [(2, CHAIN), (1, TreeShape(2, 2, 4))], ids=["chain", "tree"])
-def test_one_that_stops_making_numbers_while_it_serves(
+def test_a_drafter_that_turns_nan_while_serving_is_switched_off(
     plain: list[list[int]], depth: int, tree: TreeShape, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = engine(4 if tree.is_tree else 2, max_steps_in_flight=depth, tree=tree)
@@ -112,7 +112,7 @@ def wanted() -> dict[bool, list[list[int]]]:
         ("static tree", "inf", False),
     ],
 )
-def test_one_whose_logits_are_no_numbers(
+def test_a_drafter_with_nan_logits_is_switched_off(
     kind: str, fault: str, sampled: bool, wanted: dict[bool, list[list[int]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its states are, so nothing of them tells."""
@@ -141,7 +141,9 @@ def test_one_whose_logits_are_no_numbers(
 
 
 @pytest.mark.parametrize("far", [1 << 31, -1])
-def test_one_whose_drafts_are_no_tokens(plain: list[list[int]], far: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drafter_with_invalid_token_ids_is_switched_off(
+    plain: list[list[int]], far: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """The target would look for the embedding of what is drafted."""
     made = engine(2, max_steps_in_flight=2)
     drafter = made.runner.drafting.drafter
@@ -152,7 +154,7 @@ def test_one_whose_drafts_are_no_tokens(plain: list[list[int]], far: int, caplog
     assert len(errors(caplog)) == 1 and made.loop.stats().drafter_failures == 1
 
 
-def test_one_that_raises_while_steps_are_timed(
+def test_a_drafter_that_raises_during_calibration_is_switched_off(
     plain: list[list[int]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def propose(*args: Any) -> None:
@@ -169,7 +171,7 @@ def test_one_that_raises_while_steps_are_timed(
 @pytest.mark.parametrize(
     "error", [RuntimeError(FULL), MemoryError("none left"), InsufficientMemory("memory: no page is left")]
 )
-def test_one_that_finds_no_room_is_left_out(
+def test_a_drafter_without_memory_is_left_out(
     plain: list[list[int]], error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def planes(model: Any, drafter: Any, settings: Any, device: Any) -> Planes:
@@ -188,7 +190,7 @@ def test_one_that_finds_no_room_is_left_out(
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
 
 
-def test_one_that_cannot_be_recorded_is_left_out(
+def test_a_drafter_that_cannot_be_captured_is_left_out(
     plain: list[list[int]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def record(self: AutoregressiveDrafter, planes: Planes) -> None:
@@ -203,7 +205,7 @@ def test_one_that_cannot_be_recorded_is_left_out(
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
 
 
-def test_one_whose_weights_are_no_numbers_is_left_out(
+def test_a_drafter_with_nan_weights_is_left_out(
     plain: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What an EAGLE-3 head makes of the target's states is no number then, and nothing at run time tells it from states
@@ -224,7 +226,7 @@ def test_one_whose_weights_are_no_numbers_is_left_out(
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
 
 
-def test_one_that_does_not_fit_beside_the_model_is_planned_without(
+def test_a_drafter_that_does_not_fit_is_planned_without(
     plain: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     here = Machine.here()
@@ -259,7 +261,7 @@ def test_one_that_does_not_fit_beside_the_model_is_planned_without(
         ("CUDA error: operation not permitted when stream is capturing", UnsupportedConfig),
     ],
 )
-def test_a_recording_without_memory_is_told_from_others(
+def test_out_of_memory_in_capture_is_recognized(
     words: str, kind: type[UnsupportedConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = SimpleNamespace(wait_stream=lambda other: None)
@@ -281,7 +283,7 @@ def test_a_recording_without_memory_is_told_from_others(
     assert len(ended) == 2 and pool.graph is None
 
 
-def test_what_is_no_lack_of_room_is_told() -> None:
+def test_other_errors_than_lack_of_memory_are_raised() -> None:
     """Nor is one that has no drafter in it."""
     made = engine(1).config
 
@@ -306,7 +308,7 @@ def test_a_started_engine_has_no_failure() -> None:
     assert made.loop.stats().drafter_failures == 0
 
 
-def test_acceptance_by_decree_answers_nobody_unless_allowed() -> None:
+def test_simulated_acceptance_serves_requests_only_if_allowed() -> None:
     wish = {"speculative_algorithm": "NEXTN", "speculative_simulate_accept_length": 2.0, "max_total_tokens": 1024}
     for start in (LLM, AsyncLLM):
         with pytest.raises(UnsupportedConfig, match="--allow-simulated-acceptance"):

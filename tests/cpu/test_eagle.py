@@ -51,7 +51,7 @@ def unrecorded() -> Any:
         yield
 
 
-def test_ids_that_a_head_cannot_mean_are_refused(tmp_path: Path) -> None:
+def test_invalid_d2t_ids_of_a_head_are_refused(tmp_path: Path) -> None:
     """The target would look for their embeddings, or a tree would have equal children."""
     given = json.loads((Path(MODEL) / "config.json").read_text())
     third = heads.config(given, True)
@@ -149,7 +149,7 @@ def last_stream(target: Any, made: Pass) -> Tensor:
 
 
 @pytest.mark.parametrize("third", FORMATS)
-def test_to_observe_stores_what_a_pass_stores(third: bool, tmp_path: Path) -> None:
+def test_draft_extend_stores_what_a_forward_stores(third: bool, tmp_path: Path) -> None:
     made = Pass("llama", third, tmp_path, num_hidden_layers=1 if third else 2)
     other = Planes(made.planes.specs, made.planes.pages)
     with torch.inference_mode():
@@ -214,7 +214,7 @@ def test_a_head_of_another_model_is_refused(change: dict[str, Any], words: tuple
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_a_pickled_head_says_what_to_do(tmp_path: Path) -> None:
+def test_a_pickled_head_is_refused_with_advice(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(heads.config(read_config(MODEL), True)))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="save_file"):

@@ -67,7 +67,7 @@ def test_three_ways_to_ask(tmp_path: Path, texts: Texts) -> None:
             assert shown.endswith(choice) and (before + choice).endswith(shown[-len(choice) - 5 :])
 
 
-def test_a_token_across_the_seam_counts_with_the_choice(texts: Texts) -> None:
+def test_a_token_across_the_boundary_counts_with_the_choice(texts: Texts) -> None:
     both = next(
         a + b
         for a in "abcdefghi"
@@ -131,7 +131,7 @@ def test_the_sum_favours_short_choices_and_the_byte_does_not(tmp_path: Path, tex
     assert [(row["task"], row["hits"], row["total"]) for row in rows] == [("q", 0, 1), ("q, a byte", 1, 1)]
 
 
-def test_recall_as_a_choice_is_the_same_whoever_asks_and_holds_the_right_one() -> None:
+def test_recall_choices_are_repeatable_and_hold_the_answer() -> None:
     items = make_items("recall", "held_out", 30)
     questions = of_recall(items)
     assert questions[5:9] == of_recall(items[5:9])
@@ -240,7 +240,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, texts: Texts, most: int, error: Ba
     ("error", "status", "ended"),
     [(KeyboardInterrupt(), 130, "Ctrl-C"), (NoAnswer("2 of 4 requests were answered, then: gone"), 1, "then: gone")],
 )
-def test_what_is_broken_off_is_kept_and_says_so(
+def test_an_interrupted_evaluation_is_kept_and_marked_partial(
     error: BaseException, status: int, ended: str, tmp_path: Path, texts: Texts, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -280,7 +280,7 @@ def test_choices_count_once_all_of_them_are_weighed(tmp_path: Path, texts: Texts
     ]
 
 
-def test_whoever_fails_over_http_leaves_the_other_answers(texts: Texts) -> None:
+def test_a_failed_http_request_keeps_the_other_answers(texts: Texts) -> None:
     items = make_items("sums", "held_out", 6)
     fake = Fake(
         first=0.3, gap=0.0, plan=["ok", "ok", "ok", "429"]
@@ -393,7 +393,7 @@ def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         eval.run(["--model", str(TINY), "--harness", "t"])
 
 
-def test_settings_become_the_servers_words() -> None:
+def test_evaluation_settings_become_request_fields() -> None:
     config = options_of(model="m", radix_cache=False, threads=3, cuda_graph_bs=(1, 2))
     words = harness._words(config)
     assert words == ["m", "--threads", "3", "--cuda-graph-bs", "1", "--cuda-graph-bs", "2", "--no-radix-cache"]

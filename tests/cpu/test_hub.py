@@ -263,7 +263,7 @@ def test_the_cache_serves_without_the_hub(hub: Hub, tmp_path: Path) -> None:
         ("nowhere", "", ("no folder nowhere",)),
     ],
 )
-def test_what_is_not_there(hub: Hub, tmp_path: Path, model: str, revision: str, words: tuple[str, ...]) -> None:
+def test_missing_models_are_named(hub: Hub, tmp_path: Path, model: str, revision: str, words: tuple[str, ...]) -> None:
     code, error = fetch(hub.url, tmp_path, model, revision)
     assert code != 0 and all(word in error for word in words), error
     assert "Traceback" not in error
@@ -275,7 +275,7 @@ def test_no_hub_and_nothing_cached(tmp_path: Path, offline: str, word: str) -> N
     assert code != 0 and REPO in error and word in error
 
 
-def test_a_repository_that_is_no_model(hub: Hub, tmp_path: Path) -> None:
+def test_a_repository_without_a_model_is_refused(hub: Hub, tmp_path: Path) -> None:
     del hub.files[MAIN]["config.json"]
     code, error = fetch(hub.url, tmp_path)
     assert code != 0 and "no config.json" in error

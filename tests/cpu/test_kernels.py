@@ -45,7 +45,7 @@ def test_a_wrong_result_is_noticed() -> None:
     assert masked.errors((torch.tensor([1.0, -1e9]),))[0] == torch.inf
 
 
-def test_a_race_that_another_token_wins_is_noticed() -> None:
+def test_a_wrong_sampled_token_is_noticed() -> None:
     """With the same score, too."""
     for case in temperature.cases(torch.Generator().manual_seed(SEED)):
         left, coins = (

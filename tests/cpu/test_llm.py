@@ -122,7 +122,7 @@ def test_sums_in_chat(llm: LLM) -> None:
         ("x", SamplingParams(stop=tuple("abcdefgh" * 9)), "stop"),
     ],
 )
-def test_bad_input_names_the_field_and_harms_nobody(
+def test_bad_input_names_the_field_and_other_requests_continue(
     llm: LLM, prompt: object, params: SamplingParams, field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:

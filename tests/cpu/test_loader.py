@@ -86,14 +86,14 @@ def test_truncated_file(folder: Path) -> None:
         zoo.ours(folder)
 
 
-def test_file_of_garbage(folder: Path) -> None:
+def test_a_garbage_file_is_refused(folder: Path) -> None:
     rewrite(folder, {})
     (folder / SINGLE).write_bytes(b"not a checkpoint")
     with pytest.raises(CheckpointError, match="truncated or no safetensors file"):
         zoo.ours(folder)
 
 
-def test_index_that_lies(folder: Path) -> None:
+def test_an_index_with_wrong_entries_is_refused(folder: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
     name = next(name for name, file in index["weight_map"].items() if file == files[0])
@@ -141,7 +141,7 @@ def test_wrong_shape_is_named(folder: Path, name: str) -> None:
         zoo.ours(folder)
 
 
-def test_transposed_square_or_not_a_shape_is_no_excuse(folder: Path) -> None:
+def test_transposed_and_wrong_shapes_are_refused(folder: Path) -> None:
     """The right number of elements in the wrong shape is still wrong."""
     name = "model.layers.0.self_attn.o_proj.weight"
     rewrite(folder, {name: tensors(folder)[name].reshape(2, -1)})
@@ -286,7 +286,7 @@ def quantised(folder: Path, block: tuple[int, int], power_of_two: bool) -> None:
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_fp8_checkpoint_equals_its_dequantised_self(folder: Path, power_of_two: bool) -> None:
+def test_fp8_checkpoint_equals_its_dequantised_copy(folder: Path, power_of_two: bool) -> None:
     block = (16, 24)  # divides no dim of the model evenly
     quantised(folder, block, power_of_two)
     held = tensors(folder)

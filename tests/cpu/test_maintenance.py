@@ -130,7 +130,7 @@ def test_replaced_weights_compute_what_their_checkpoint_does(
     assert json.loads(capsys.readouterr().out)["compared"] == GREEDY.max_tokens
 
 
-def test_nothing_of_broken_weights_stays(tmp_path: Path, want: dict[str, list[int]]) -> None:
+def test_a_failed_weight_update_is_rolled_back(tmp_path: Path, want: dict[str, list[int]]) -> None:
     """NaN in the pages of one request would reach the next that gets them: a masked place counts 0 times what it
     holds.
     """
@@ -271,7 +271,7 @@ def error(response: httpx.Response) -> dict[str, Any]:
     return found
 
 
-def test_only_the_admin_key_opens_them_and_they_are_off_by_default(server: Target, other: Path) -> None:
+def test_admin_routes_need_the_admin_key_and_are_off_by_default(server: Target, other: Path) -> None:
     before = server.generate()["output_ids"]
     for path, body in (
         ("/update_weights_from_disk", {"model_path": str(other)}),
@@ -364,9 +364,7 @@ def test_profiles_over_http(server: Target) -> None:
 # ---- a new engine
 
 
-def test_an_engine_that_takes_the_place_of_another_has_its_weights(
-    other: Path, some: Path, want: dict[str, list[int]]
-) -> None:
+def test_a_restarted_engine_has_the_updated_weights(other: Path, some: Path, want: dict[str, list[int]]) -> None:
     async def test() -> None:
         async with engine_process() as front:
             for folder in (some, other):
@@ -381,6 +379,6 @@ def test_an_engine_that_takes_the_place_of_another_has_its_weights(
     run(test)
 
 
-def test_an_engine_does_not_start_without_the_weights_that_it_should_have(tmp_path: Path) -> None:
+def test_an_engine_does_not_restart_without_the_updated_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no folder"):
         LocalEngine(msgspec.structs.replace(SETTINGS, weight_updates=(str(tmp_path / "gone"),)))

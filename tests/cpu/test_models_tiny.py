@@ -64,7 +64,7 @@ def theirs() -> nn.Module:
     return model
 
 
-def test_it_is_what_the_issue_asks_for() -> None:
+def test_the_bundled_model_has_every_part() -> None:
     facts = read_facts(FOLDER)
     assert facts.indexer is not None and all(facts.indexer.full) and facts.indexer.topk >= 64
     assert facts.moe is not None and facts.moe.experts >= 16 and facts.moe.topk == 4 and facts.moe.shared == 1

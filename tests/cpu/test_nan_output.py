@@ -82,7 +82,7 @@ def answered(made: LocalEngine, asked: list[list[int]], params: SamplingParams) 
         ("truncated", 4, 1, {"tree": TREE}),
     ],
 )
-def test_it_fails_alone(kind: str, width: int, depth: int, fields: dict[str, Any]) -> None:
+def test_only_the_request_with_nan_fails(kind: str, width: int, depth: int, fields: dict[str, Any]) -> None:
     """In the middle of its output: the token at which the model breaks is one that this request writes, and no other
     has.
     """
@@ -104,7 +104,7 @@ def test_it_fails_alone(kind: str, width: int, depth: int, fields: dict[str, Any
 
 
 @pytest.mark.parametrize(("width", "tree"), [(0, CHAIN), (2, CHAIN), (4, TREE)])
-def test_nothing_of_it_is_found_again(width: int, tree: TreeShape) -> None:
+def test_nan_pages_leave_the_prefix_cache(width: int, tree: TreeShape) -> None:
     """Not its prompt's pages either, which others could find while it was computed; what they had computed before
     stays.
     """
@@ -123,7 +123,7 @@ def test_nothing_of_it_is_found_again(width: int, tree: TreeShape) -> None:
     assert made.loop.stats().drafter_failures == 0
 
 
-def test_scores_that_are_no_numbers_fail_too() -> None:
+def test_nan_prompt_logprobs_fail_too() -> None:
     made, prompt = engine(0, chunked_prefill_size=64), [0, *range(30, 130)]
     Poisoned(made, 40)
     for params in ({"max_tokens": 0}, {"max_tokens": 3}):
@@ -143,7 +143,7 @@ def test_offline_others_keep_their_answers() -> None:
     assert (fine.outputs[0].finish, len(fine.outputs[0].ids)) == ("length", 4)
 
 
-def test_a_front_raises_behind_what_came_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_delivers_its_tokens_before_the_nan_error(caplog: pytest.LogCaptureFixture) -> None:
     front = EngineClient(engine(0).config, Tokenizer(Path(MODEL)))
     front.ready, front.state = EngineReady(1, 400, 2048, 10, 4, Report()), "ready"
     pieces: list[Piece] = []

@@ -50,7 +50,7 @@ def test_nothing_is_looked_up_where_nothing_is_asked_for(monkeypatch: pytest.Mon
     assert slots.made.tolist() == [5, 0]
 
 
-def test_what_repeats_goes_round() -> None:
+def test_repeating_text_is_proposed_again() -> None:
     assert drafted([1, 2, 3, 1, 2, 3], width=7) == [1, 2, 3, 1, 2, 3, 1]
     assert drafted([4, 4, 4], width=4) == [4, 4, 4, 4]
 

@@ -133,7 +133,7 @@ def test_contexts_that_the_model_has_not_are_told(plan: Run) -> None:
     assert "--contexts" not in plan(TINY).err, "of the usual ones a short model has fewer"
 
 
-def test_a_target_that_cannot_be_met_is_told_however_short(plan: Run) -> None:
+def test_an_unreachable_target_is_reported(plan: Run) -> None:
     text = plan(TINY, "--machine", "h20", "--tpot-target", "1e-7").out
     assert "a token takes 1.34 us" in text
 
@@ -401,7 +401,7 @@ def test_check_asks_a_server(plan: Run, server: tuple[str, type[Routes]]) -> Non
     assert "gives no report" in plan(TINY, "--check", "--server", "http://127.0.0.1:1").err
 
 
-def test_what_is_near() -> None:
+def test_forecast_tolerances() -> None:
     def parts(weights: float, graphs: float) -> list[Part]:
         made = [Part("weights", weights, 100.0), Part("graphs", graphs, 10.0)]
         return [*made, Part("total", weights + graphs, 110.0)]

@@ -104,7 +104,7 @@ def test_a_conversation(chromium: Browser) -> None:
         expect(page.get_by_role("heading", name="Say something.")).to_be_visible()
 
 
-def test_code_is_set_apart_and_markup_is_text(chromium: Browser) -> None:
+def test_code_blocks_are_shown_and_html_is_escaped(chromium: Browser) -> None:
     answer = "Look:\n\n```python\nfor i in x:\n    go()\n```\n\n<img src=x onerror=alert(1)> done"
     with visit(chromium, lambda prompt, choice: answer) as (page, _):
         send(page, "code")
@@ -200,7 +200,7 @@ def test_the_curl_line_gives_the_same_answer(chromium: Browser) -> None:
         assert front.seen[0][:2] == front.seen[1][:2]
 
 
-def test_the_strip_shows_what_the_engine_does(chromium: Browser) -> None:
+def test_the_status_bar_shows_the_engines_state(chromium: Browser) -> None:
     with visit(chromium, lambda prompt, choice: LONG, gap=0.02) as (page, front):
         expect(page.locator("#running")).to_have_text("0")
         send(page, "Go on")

@@ -211,7 +211,7 @@ def broken(runner: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "forward", forward)
 
 
-def test_what_an_engine_dies_of_comes_again(
+def test_the_recorded_error_is_raised_again(
     tmp_path: Path, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = engine(tmp_path, max_steps_in_flight=1)

@@ -132,7 +132,7 @@ def stats(server: Served) -> dict[str, float]:
     return found
 
 
-def test_a_dead_engine_is_said_and_replaced() -> None:
+def test_a_dead_engine_is_reported_and_replaced() -> None:
     with served() as server:
         body = {"prompt": "Once", "max_tokens": 3000, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as lines:

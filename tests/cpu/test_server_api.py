@@ -132,7 +132,7 @@ def test_unknown_routes_and_methods(api: httpx.Client) -> None:
         assert answer.status_code == status and answer.json()["error"]["message"]
 
 
-def test_a_fault_of_the_server_gives_nothing_away() -> None:
+def test_an_internal_error_leaks_no_details() -> None:
     def broken(prompt: str, choice: int) -> str:
         raise RuntimeError("secret detail")
 
@@ -207,7 +207,7 @@ def test_prompt_logprobs_come_with_a_first_token_that_has_no_text() -> None:
     assert len(found) == 1 and len(found[0]) == 3
 
 
-def test_half_characters_are_distinct_in_logprobs() -> None:
+def test_partial_characters_are_distinct_in_logprobs() -> None:
     with talk(FakeFront(lambda prompt, choice: "é世")) as api:
         body = {"prompt": "x", "max_tokens": 9, "logprobs": 0}
         choice = api.post("/v1/completions", json=body).json()["choices"][0]
@@ -557,7 +557,7 @@ class Breaking(FakeFront):
         ("/generate", {"text": "x"}),
     ],
 )
-def test_a_request_without_numbers_is_told_so(path: str, body: dict[str, Any]) -> None:
+def test_a_nan_request_gets_its_own_error(path: str, body: dict[str, Any]) -> None:
     with talk(Breaking(lambda prompt, choice: "word " * 400)) as api:
         answer = api.post(path, json=body)
         error = answer.json()["error"]

@@ -30,7 +30,7 @@ class Drafting(FakeFront):
             yield piece if piece.finish is None else replace(piece, drafted=TOLD)
 
 
-def test_answers_tell_their_drafts_where_it_is_asked_for() -> None:
+def test_answers_report_drafts_if_asked() -> None:
     with serving(fake_app(Drafting())) as url, httpx.Client(base_url=url) as api:
         body: dict[str, Any] = {"prompt": ["abc", "de"], "max_tokens": 5, "n": 2}
         plain = api.post("/v1/completions", json=body).json()["usage"]
@@ -62,7 +62,7 @@ def test_without_drafts_there_is_nothing_to_tell() -> None:
         assert not [name for name in native["meta_info"] if name.startswith("spec_")]
 
 
-def test_the_server_tells_the_drafts_of_all() -> None:
+def test_metrics_count_the_drafts_of_all_requests() -> None:
     options = ServerOptions(metrics_names=("sglang", "vllm"))
     with serving(fake_app(Drafting(), options)) as url, httpx.Client(base_url=url) as api:
         api.post("/v1/completions", json={"prompt": "abc", "max_tokens": 3, "n": 2}).raise_for_status()
@@ -150,7 +150,7 @@ def test_the_load_generator_reads_what_its_own_load_was_given() -> None:
     assert accept_length({"internal_states": [{"avg_spec_accept_length": 9.0}]}, before, after) == 1 + 10 / 4
 
 
-def test_an_engine_tells_each_request_its_own() -> None:
+def test_the_engine_counts_drafts_for_each_request() -> None:
     made, told = engine(3, max_steps_in_flight=2), dict[int, AcceptanceCounts | None]()
     for prompt in prompts(4):
         made.submit(prompt, GREEDY)

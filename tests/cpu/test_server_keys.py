@@ -54,7 +54,7 @@ def test_admin_routes_need_the_admin_key(server: Target) -> None:
         )
 
 
-def test_nobody_ends_or_reads_what_belongs_to_another_key(server: Target) -> None:
+def test_a_key_cannot_abort_or_read_what_belongs_to_another(server: Target) -> None:
     body = {**LONG, "rid": "mine"}
     with server.streaming(body, ALICE) as lines:
         for rid in ("mine", "cmpl-mine", "chatcmpl-", "mine@alice"):
@@ -67,7 +67,7 @@ def test_nobody_ends_or_reads_what_belongs_to_another_key(server: Target) -> Non
     assert server.get(f"/v1/responses/{kept}", ALICE).status_code == 200
 
 
-def test_an_id_that_is_only_a_prefix_is_nobodys() -> None:
+def test_a_request_id_must_match_exactly_to_abort() -> None:
     """What is left of it without the prefix once meant all requests."""
     front = FakeFront(lambda prompt, choice: "word " * 400, gap=0.02)
     with serving(fake_app(front)) as url, httpx.stream("POST", url + "/v1/completions", json=LONG) as response:

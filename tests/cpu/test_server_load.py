@@ -93,7 +93,7 @@ def check_texts(streams: Sequence[Record], twins: Sequence[Record], asked: Seque
         assert stream.text == twin.text
 
 
-def test_streams_equal_their_twins_while_others_hang_up() -> None:
+def test_streams_equal_unstreamed_requests_while_others_disconnect() -> None:
     async def body() -> None:
         rng = Random(5)
         async with OwnServer((str(MODEL), *FLAGS)) as server:
@@ -216,7 +216,7 @@ def test_a_file_limit_that_cannot_be_raised_is_told() -> None:
     raise_file_limit(1)  # never lowers it
 
 
-def test_where_two_texts_part_and_how_far_the_choice_led() -> None:
+def test_the_first_difference_of_two_texts_and_its_margin() -> None:
     assert (parting("same", "sand"), parting("ab", "abc"), parting("x", "y")) == (2, 2, 0)
     log = {
         "text_offset": [0, 2, 2, 4],
@@ -233,7 +233,7 @@ def look(at: float, steps: int, running: int = 4, prefill: int = 9, cpu: float =
     return Sample(at, Usage(cpu / 2, 1, 1), Usage(cpu, 1, 1), stats)
 
 
-def test_the_pace_is_that_of_the_full_batch_alone() -> None:
+def test_the_step_rate_counts_full_batches_only() -> None:
     filling, ending = look(0.0, 2, running=3), look(9.0, 95, running=2)
     prompts_yet = look(0.5, 4, prefill=8)
     full = [look(1.0, 10, cpu=1.0), look(2.0, 20, cpu=1.5), look(3.0, 30, cpu=2.0)]
@@ -282,7 +282,7 @@ def missed(seen: Seen, paces: tuple[Pace, Pace], **args: float) -> list[str]:
     return [check.name for check in judge(seen, paces, Namespace(**told | args)) if not check.ok]
 
 
-def test_every_promise_that_is_broken_is_told() -> None:
+def test_every_broken_promise_is_reported() -> None:
     good, paces = whole()
     assert missed(good, paces) == [] and tell(good, paces, [])["memory"]["rows"][0][:2] == [0.0, 1.0]  # type: ignore[index]
     stats = good.after.stats

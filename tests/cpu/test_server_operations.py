@@ -90,7 +90,7 @@ def test_an_id_that_is_not_plain_is_replaced(evil: str) -> None:
     assert "X-Evil" not in answer.headers and (not evil or evil not in out.getvalue())
 
 
-def test_raw_bytes_that_split_a_header_reach_no_log() -> None:
+def test_line_breaks_in_header_bytes_do_not_reach_the_log() -> None:
     with logged("text") as out, serving(fake_app(FakeFront(), ServerOptions(log_requests=True))) as url:
         host, port = url.removeprefix("http://").split(":")
         for id in (
@@ -169,7 +169,7 @@ def test_errors_say_their_kind() -> None:
     assert 'thalweg_requests_total{model_name="scripted",route="/generate",status="500"} 1' in page
 
 
-def test_a_stream_that_fails_and_one_that_nobody_reads() -> None:
+def test_failed_and_unread_streams_are_logged() -> None:
     front = FakeFront(gap=0.05)
     with logged() as out, talk(front) as api:
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -204,7 +204,7 @@ class Breaking(FakeFront):
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_an_accident_in_the_middle_of_a_stream(path: str) -> None:
+def test_an_error_in_the_middle_of_a_stream_is_logged(path: str) -> None:
     with logged() as out, talk(Breaking()) as api:
         with contextlib.suppress(httpx.RemoteProtocolError):
             api.post(path, json=APIS[path] | {"stream": True}, headers={"X-Request-Id": "acc-2"})
@@ -239,7 +239,7 @@ def test_thousands_of_prompts_do_not_fill_the_log() -> None:
         assert len(out.getvalue()) < size and line["choices"] == many and line["output_tokens"] == many
 
 
-def test_what_befalls_a_request_in_the_engine_carries_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_events_are_logged_with_the_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real engine with too little cache for two, behind the whole application: preempted, aborted, and the engine
     killed.
     """
@@ -303,7 +303,7 @@ def test_what_befalls_a_request_in_the_engine_carries_its_id(monkeypatch: pytest
     assert all((phases[i].end_time or 0) <= (phases[i + 1].start_time or 0) for i in (0, 1))
 
 
-def test_preflights_pass_by() -> None:
+def test_cors_preflights_are_not_logged() -> None:
     ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     with logged() as out, talk(cors_origins=("https://a.example",)) as api:
         assert api.options("/generate", headers=ask).status_code == 200

@@ -93,7 +93,7 @@ def test_an_abort_ends_the_answer_with_what_it_has(route: str) -> None:
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_they_count_as_work(route: str) -> None:
+def test_typed_requests_count_against_the_limits(route: str) -> None:
     front = FakeFront(gap=0.05)
     with serving(fake_app(front, ServerOptions(max_concurrent_requests=1))) as url:
         with httpx.stream("POST", url + route, json=BODIES[route] | {"stream": True}) as first:

@@ -202,7 +202,7 @@ def test_what_is_not_stored_is_not_there() -> None:
             client.responses.retrieve(client.responses.create(**ask()).id)
 
 
-def test_the_shelf_is_bounded_by_bytes() -> None:
+def test_the_response_store_is_bounded_by_bytes() -> None:
     shelf = ResponseStore(100, 1000)
     messages = [{"role": "user", "content": "x" * 200}]
     for i in range(10):

@@ -151,7 +151,7 @@ AMBIGUOUS = {
 }
 
 
-def test_what_two_servers_could_read_differently_is_refused(server: Target) -> None:
+def test_ambiguous_request_framing_is_refused(server: Target) -> None:
     behind = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     for name, rest in AMBIGUOUS.items():
         answer, closed = server.raw(HEAD + rest + JSON + behind)
@@ -201,7 +201,7 @@ def test_compressed_bodies_are_not_unpacked(server: Target) -> None:
 # ---- slow clients ----
 
 
-def test_who_sends_slowly_is_cut_off_and_holds_no_place(server: Target) -> None:
+def test_a_slow_sender_is_cut_off_and_holds_no_concurrency(server: Target) -> None:
     half = HEAD.replace(b"sk-free", ALICE.encode()) + b'Content-Length: 100\r\n\r\n{"a"'
     slow = [b"", b"\r\n\r\n", b"GET / HTTP/1.1\r\nHost", *[half] * 6]
     with ThreadPoolExecutor(len(slow)) as pool:
@@ -217,7 +217,7 @@ def test_who_sends_slowly_is_cut_off_and_holds_no_place(server: Target) -> None:
             assert PATIENCE - 0.1 < took < PATIENCE + 3, (data, took)
 
 
-def test_who_never_reads_costs_a_bounded_buffer_and_is_cut_off(server: Target) -> None:
+def test_a_client_that_never_reads_has_a_bounded_buffer_and_is_cut_off(server: Target) -> None:
     body = json.dumps({**LONG, "max_tokens": 4000, "logprobs": 20, "return_token_ids": True}).encode()
     clients, before, aborted = 3, server.resident(), server.stats()["aborted"]
     with ExitStack() as stack:
@@ -235,7 +235,7 @@ def test_who_never_reads_costs_a_bounded_buffer_and_is_cut_off(server: Target) -
     assert most - before < clients * (6 << 20), f"{(most - before) >> 20} MiB for {clients} who do not read"
 
 
-def test_who_reads_a_long_answer_slowly_gets_all_of_it() -> None:
+def test_a_slow_reader_gets_the_whole_answer() -> None:
     """It takes several times the timeout, but 64 KiB of it within each."""
     options = ServerOptions(client_timeout=0.5)
     with serving(fake_app(FakeFront(), options), http=bounded(options)) as url:
@@ -277,7 +277,7 @@ def test_connections_and_the_bytes_of_bodies_are_counted() -> None:
 # ---- bodies ----
 
 
-def test_bombs_are_defused(server: Target) -> None:
+def test_oversized_json_is_refused_cheaply(server: Target) -> None:
     nest = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
     for body, param in (
         (b'{"prompt": "x", "user": ' + nest + b"}", None),
@@ -344,7 +344,7 @@ def test_a_prompt_that_fills_the_context_is_scored_if_nothing_is_to_follow(serve
         assert answer.status_code == status, (size, tokens, answer.text[:200])
 
 
-def test_many_prompts_find_room_together_or_not_at_all(server: Target) -> None:
+def test_many_prompts_are_queued_together_or_refused_together(server: Target) -> None:
     prompts = {"prompt": ["Once", "upon", "a", "time"], "max_tokens": 40, "ignore_eos": True}
     before = server.stats()
     with ThreadPoolExecutor(8) as pool:
@@ -360,7 +360,7 @@ def test_many_prompts_find_room_together_or_not_at_all(server: Target) -> None:
 # ---- what is written down ----
 
 
-def test_what_clients_choose_makes_no_metrics(server: Target) -> None:
+def test_client_values_create_no_metric_series(server: Target) -> None:
     def names() -> set[str]:
         return {
             line.rpartition(" ")[0] for line in server.get("/metrics").text.splitlines() if not line.startswith("#")
@@ -391,7 +391,7 @@ def test_request_ids_are_plain(server: Target) -> None:
 # ---- browsers ----
 
 
-def test_pages_of_other_sites_may_not_send(server: Target) -> None:
+def test_other_origins_may_not_send(server: Target) -> None:
     foreign = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
     answer = server.post("/v1/completions", SHORT, **foreign)
     assert answer.status_code == 403 and error(answer)["code"] == "cross_site"
@@ -408,7 +408,7 @@ def test_pages_of_other_sites_may_not_send(server: Target) -> None:
 # ---- without the server ----
 
 
-def test_what_a_killed_front_leaves_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_killed_server_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = (
         "import sys, time\nfrom thalweg.engine.ipc import ipc_directory\nwith ipc_directory() as folder:\n print(folder, flush=True)\n"

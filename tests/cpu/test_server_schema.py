@@ -27,7 +27,7 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", fake_app(FakeFront(chun
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_the_page_is_true(case: schemathesis.Case) -> None:
+def test_answers_match_the_openapi_page(case: schemathesis.Case) -> None:
     case.call_and_validate(
         checks=[
             checks.not_a_server_error,

@@ -190,7 +190,7 @@ def test_where_traces_go(monkeypatch: pytest.MonkeyPatch) -> None:
         traces_to("http://localhost:4318")
 
 
-def test_a_collector_that_is_not_there_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_collector_does_not_affect_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thalweg.server.tracing.LAST_WORDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]

@@ -270,9 +270,7 @@ def test_a_drafter_that_raises_is_switched_off(
     assert run(made, prompts(5)) == plain and made.loop.stats().drafted_tokens == drafted
 
 
-def test_a_drafter_that_makes_no_numbers_is_switched_off(
-    plain: list[list[int]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_drafter_with_nan_output_is_switched_off(plain: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
     made = engine(2, max_steps_in_flight=2)
     drafter = made.runner.drafting.drafter
     assert isinstance(drafter, AutoregressiveDrafter)
@@ -283,7 +281,7 @@ def test_a_drafter_that_makes_no_numbers_is_switched_off(
     assert made.loop.stats().drafter_failures == 1
 
 
-def test_drafts_half_made_by_a_drafter_that_then_raises_do_no_harm(plain: list[list[int]]) -> None:
+def test_partial_drafts_of_a_failing_drafter_do_no_harm(plain: list[list[int]]) -> None:
     made = engine(3)
     drafter = made.runner.drafting.drafter
     assert isinstance(drafter, AutoregressiveDrafter)
@@ -322,7 +320,7 @@ def test_the_width_goes_by_measured_times(plain: list[list[int]], caplog: pytest
     assert run(made, prompts(5)) == plain
 
 
-def test_a_width_that_comes_and_goes_changes_no_token(plain: list[list[int]]) -> None:
+def test_a_changing_draft_length_changes_no_token(plain: list[list[int]]) -> None:
     """Steps of one token pass unseen, drafts of different numbers meet in a step."""
     made = engine(3, max_steps_in_flight=2, chunked_prefill_size=60)
     rng = random.Random(5)
@@ -340,7 +338,7 @@ def test_an_engine_that_cannot_verify_even_one_request_drafts_nothing(plain: lis
 
 
 @pytest.mark.parametrize("length", [1.0, 2.0, 2.5, 4.0])
-def test_an_imposed_acceptance_is_kept(length: float) -> None:
+def test_simulated_acceptance_is_reached(length: float) -> None:
     made = engine(3, speculative_simulate_accept_length=length, context_length=200)
     run(made, prompts(6), SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
     stats = made.loop.stats()

@@ -67,7 +67,7 @@ def valid(text: str, wanted: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator(wanted).validate(json.loads(text))
 
 
-def test_random_schemas_give_valid_output_and_leave_their_neighbours_alone(llm: LLM) -> None:
+def test_random_schemas_give_valid_output_and_do_not_affect_other_requests(llm: LLM) -> None:
     rng = random.Random(3)
     alone = llm.generate("My lord,", FREE_ASK)[0].outputs[0].ids
     wanted = [members(rng, 3) if i % 2 else schema(rng) for i in range(40)]
@@ -223,7 +223,7 @@ def test_a_call_that_the_model_chooses_is_held_to_its_schema(llm: LLM, form: str
     assert held == free, "text stays what it was"
 
 
-def test_a_thought_comes_first(llm: LLM) -> None:
+def test_reasoning_comes_before_the_grammar(llm: LLM) -> None:
     tokenizer = llm.texts.tokenizer
     opens, closes = tokenizer.mark_id("<think>"), tokenizer.mark_id("</think>")
     assert opens is not None and closes is not None
@@ -253,7 +253,7 @@ def test_what_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM) -> No
 HEAVY = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(6000)}})
 
 
-def test_a_heavy_schema_holds_up_nobody() -> None:
+def test_a_heavy_schema_does_not_delay_other_requests() -> None:
     """Straight to the engine's process, past the server's door: it takes long to compile, then is refused; a stream
     beside it flows.
     """

@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from tests.cpu.test_serve import Served, served
-from tests.null.test_grammars import HOSTILE
+from tests.null.test_grammars import EXPENSIVE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "structured-output.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```json\nPOST (\S+)\n(.*?)```", PAGE, re.S)
@@ -105,7 +105,7 @@ def test_the_python_example() -> None:
     ],
     ids=lambda body: next(iter(body)),
 )
-def test_every_name_on_every_route(api: httpx.Client, body: dict[str, Any]) -> None:
+def test_every_grammar_field_on_every_route(api: httpx.Client, body: dict[str, Any]) -> None:
     assert ok(api.post("/v1/completions", json={"prompt": "x", **body}))["choices"][0]["text"] == '"aye"'
     assert ok(api.post("/v1/chat/completions", json={**CHAT, **body}))["choices"][0]["message"]["content"] == '"aye"'
     assert ok(api.post("/generate", json={"text": "x", "sampling_params": body}))["text"] == '"aye"'
@@ -124,7 +124,7 @@ def test_a_structural_tag_leaves_text_free(api: httpx.Client) -> None:
 
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_holds_behind_the_thought(sdk: openai.OpenAI, thinking: bool, stream: bool) -> None:
+def test_a_schema_holds_after_the_reasoning(sdk: openai.OpenAI, thinking: bool, stream: bool) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SHAPE, "strict": True}}
     more = {"extra_body": {"chat_template_kwargs": {"thinking": thinking}}, "response_format": wanted, "seed": 5}
     ask: dict[str, Any] = {**CHAT, **more, "temperature": 0.3, "max_tokens": 300}
@@ -143,7 +143,7 @@ def test_a_schema_holds_behind_the_thought(sdk: openai.OpenAI, thinking: bool, s
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=["required", "named"]
 )
-def test_a_forced_call_comes_behind_the_thought(sdk: openai.OpenAI, thinking: bool, choice: Any) -> None:
+def test_a_forced_call_follows_the_reasoning(sdk: openai.OpenAI, thinking: bool, choice: Any) -> None:
     ask: dict[str, Any] = {
         **CHAT,
         "tools": TOOLS,
@@ -205,7 +205,7 @@ def test_what_is_wrong_is_a_400_that_names_it(api: httpx.Client, change: dict[st
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
-def test_hostile_requests_are_refused_while_a_stream_goes_on(api: httpx.Client, server: Served) -> None:
+def test_expensive_grammars_are_refused_while_a_stream_goes_on(api: httpx.Client, server: Served) -> None:
     names = {"json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural_tag"}
     arrivals: list[float] = []
     begun, ended = threading.Event(), threading.Event()
@@ -223,7 +223,7 @@ def test_hostile_requests_are_refused_while_a_stream_goes_on(api: httpx.Client, 
     thread = threading.Thread(target=flow, daemon=True)
     thread.start()
     assert begun.wait(30)
-    for grammar in HOSTILE.values():
+    for grammar in EXPENSIVE.values():
         if grammar.kind in names:
             started = time.monotonic()
             answer = api.post("/v1/completions", json={"prompt": "x", names[grammar.kind]: grammar.source})

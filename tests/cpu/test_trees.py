@@ -105,7 +105,7 @@ def test_under_a_grammar() -> None:
     assert all(6 <= len(json.loads(tokenizer.decode(tokens[:-1]))) <= 9 for tokens in texts)
 
 
-def test_a_width_that_comes_and_goes_changes_no_token(plain: dict[SamplingParams, list[list[int]]]) -> None:
+def test_a_changing_draft_length_changes_no_token(plain: dict[SamplingParams, list[list[int]]]) -> None:
     """Chains of one, trees and single tokens meet in a step; a tree that is cut keeps its best nodes."""
     made, rng = growing(DYNAMIC, max_steps_in_flight=2, chunked_prefill_size=70), random.Random(5)
     made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((0, 1, 2, 5, 12))  # type: ignore[method-assign]
@@ -184,14 +184,14 @@ def test_a_static_tree_has_the_likeliest_ranks_first() -> None:
 
 
 @pytest.mark.parametrize("length", [1.0, 2.5])
-def test_an_imposed_acceptance_is_kept(length: float) -> None:
+def test_simulated_acceptance_is_reached(length: float) -> None:
     made = growing(STATIC if length > 2 else DYNAMIC, speculative_simulate_accept_length=length, context_length=200)
     run(made, prompts(4, 40), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
     stats = made.loop.stats()
     assert abs(1 + stats.accepted_tokens / stats.verifications - length) < 0.2
 
 
-def test_a_drafter_that_makes_no_numbers_does_no_harm(plain: dict[SamplingParams, list[list[int]]]) -> None:
+def test_a_tree_drafter_with_nan_output_does_no_harm(plain: dict[SamplingParams, list[list[int]]]) -> None:
     made = growing(DYNAMIC, max_steps_in_flight=2)
     drafter = made.runner.drafting.drafter
     assert isinstance(drafter, TreeDrafter)
@@ -200,7 +200,7 @@ def test_a_drafter_that_makes_no_numbers_does_no_harm(plain: dict[SamplingParams
     assert made.loop.stats().drafter_failures == 1
 
 
-def test_a_drafter_that_raises_leaves_trees_behind(plain: dict[SamplingParams, list[list[int]]]) -> None:
+def test_decoding_continues_after_a_tree_drafter_raises(plain: dict[SamplingParams, list[list[int]]]) -> None:
     """That are under way: they count as none."""
     made = growing(DYNAMIC, max_steps_in_flight=2)
     breaking(made, "propose", 4)

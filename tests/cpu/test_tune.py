@@ -234,7 +234,7 @@ SORTED = (64, 128, 128, 4, 8, 64, 128, 128, 4, 4, 0)
         ("read_ahead", (64, 4), (1,), (0,), (2,)),
     ],
 )  # fmt: skip
-def test_a_choice_that_no_tuner_makes_is_not_used(
+def test_an_invalid_tuned_choice_is_not_used(
     operation: str, key: tuple[Any, ...], default: Any, right: Any, wrong: Any
 ) -> None:
     assert fits(operation, key, default, right) and not fits(operation, key, default, wrong)

@@ -52,7 +52,7 @@ def step(device: str, rule: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("rule", ["race", "standard", "relaxed"])
-def test_a_step_is_that_of_the_cpu(rule: str) -> None:
+def test_a_gpu_step_equals_the_cpus(rule: str) -> None:
     drafts, kept, tokens = step("cuda", rule)
     expected_drafts, expected_kept, expected = step("cpu", rule)
     assert (drafts != expected_drafts).sum() <= NEAR and (tokens != expected).sum() <= NEAR

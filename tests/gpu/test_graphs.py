@@ -125,7 +125,7 @@ def test_a_graph_for_long_contexts_cuts_short_ones_as_one_for_short_ones_does() 
     assert [waves(programs, 163840) for programs in (32, 64, 128, 256, 1024)] == [4, 2, 1, 1, 1]
 
 
-def test_borrowed_memory_is_the_same_memory(cuda: torch.device) -> None:
+def test_graph_pool_memory_is_shared(cuda: torch.device) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool):
         whole = torch.ones(6, 8, device=cuda).to(dtype)
         part = whole[1:, 2:5]

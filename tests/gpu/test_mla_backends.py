@@ -210,7 +210,7 @@ def test_a_recorded_decode_is_scheduled_anew(backend: str, fp8: bool, cuda: torc
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("contexts", [(192, 9), (9, 1), (700, 1200)], ids=str)
-def test_nobody_reads_what_is_still_to_be_written(
+def test_attention_does_not_read_kv_that_is_not_written_yet(
     contexts: tuple[int, int], fp8: bool, heads: int, cuda: torch.device
 ) -> None:
     """Own kernels let the next one start early, and FlashMLA's neither wait for that nor, where nothing is split, for

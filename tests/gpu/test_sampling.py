@@ -134,7 +134,7 @@ def test_the_same_token_as_by_the_definition(shape: str, monkeypatch: pytest.Mon
             assert got[row] == token or close, (SEED, vocab, kind, got[row], token, margin, slack)
 
 
-def test_settles_as_the_reference_does() -> None:
+def test_sampling_state_equals_the_reference() -> None:
     generator = torch.Generator("cuda").manual_seed(SEED)
     logits = some_logits("peaked", len(KINDS), 500, generator)
     ours, theirs = bound(KINDS, list(range(len(KINDS)))), bound(KINDS, list(range(len(KINDS))))

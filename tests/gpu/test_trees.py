@@ -313,7 +313,7 @@ def _calls(drafter: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("graphs", [(), (1, 2, 4, 8)], ids=["eagerly", "recorded"])
-def test_flashmla_attends_where_nothing_parts_ways(
+def test_flashmla_is_used_for_rows_without_trees(
     graphs: tuple[int, ...], tmp_path: Path, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trees come and go: they are attended to by own kernels, plain steps of eight rows by the library, and tokens are
@@ -345,7 +345,7 @@ def test_flashmla_attends_where_nothing_parts_ways(
 
 
 @pytest.mark.parametrize("case", list(verify_tree.cases(torch.Generator().manual_seed(5))), ids=lambda case: case.name)
-def test_climbing(case: KernelCase, cuda: torch.device) -> None:
+def test_tree_verification_equals_the_reference(case: KernelCase, cuda: torch.device) -> None:
     assert max(case.errors(verify_tree.run_triton(**case.fresh_inputs()))) == 0
 
 
@@ -353,7 +353,9 @@ def test_climbing(case: KernelCase, cuda: torch.device) -> None:
     ("many", "branches", "deepest", "width"),
     [(1, 4, 4, 15), (16, 4, 4, 15), (3, 2, 3, 7), (2, 10, 7, 63), (5, 3, 1, 3)],
 )
-def test_growing_is_the_references(many: int, branches: int, deepest: int, width: int, cuda: torch.device) -> None:
+def test_tree_building_equals_the_reference(
+    many: int, branches: int, deepest: int, width: int, cuda: torch.device
+) -> None:
     generator = torch.Generator().manual_seed(many)
     made = growing.scene(many, branches, deepest, 32003, cuda, generator)
     for ids_D in (None, torch.randperm(64000, generator=generator)[:32003].to(cuda)):

@@ -46,7 +46,7 @@ def alone(without: list[float], with_it: list[float]) -> dict[str, Any]:
     return result
 
 
-def test_what_a_column_is_worth_is_the_mean_ratio_over_pairs() -> None:
+def test_a_columns_effect_is_the_mean_ratio_over_pairs() -> None:
     shown = "\n".join(effects(made()))
     assert "| graph  | 4.00 (2.00 – 8.00 of 2 pairs) | 4.00 (2.00 – 8.00 of 2 pairs) |" in shown
     assert "| radix  | 1.00 (0.50 – 2.00 of 2 pairs) | 1.00 (0.50 – 2.00 of 2 pairs) |" in shown
@@ -81,7 +81,7 @@ def test_noise_alone_is_marked_nineteen_times_in_twenty() -> None:
     assert 2 <= plain <= 22, plain
 
 
-def test_a_round_counts_where_all_pairs_have_it() -> None:
+def test_a_round_counts_only_if_all_pairs_have_it() -> None:
     result = made()
     for row in result["cells"]:
         row["again"] = [round_of(row["single"]["decode_tokens_per_s"] * 2, round=1)]
@@ -92,7 +92,7 @@ def test_a_round_counts_where_all_pairs_have_it() -> None:
     assert "| graph  | 4.00 (2.00 – 8.00 of 2 pairs) |" in "\n".join(effects(result))
 
 
-def test_a_cell_that_was_not_measured_has_its_reason_below_and_no_part_in_the_mean() -> None:
+def test_an_unmeasured_cell_shows_its_reason_and_is_not_averaged() -> None:
     result = made()
     gone = {"columns": result["cells"][3]["columns"], "status": "timed out", "reason": "not done within 9 s"}
     result["cells"][3] = gone

@@ -16,7 +16,7 @@ from thalweg.bench.result_files import Measurement, ResultFileError, load, point
 from thalweg.bench.statistics import bootstrap, paired, share_ratio, student, welch
 
 
-def test_students_t() -> None:
+def test_students_t_quantiles() -> None:
     """Against the usual table."""
     known = {
         (0.95, 1): 12.706,
@@ -131,7 +131,7 @@ def test_one_run_each_tells_higher_from_lower_and_never_better_from_worse() -> N
     assert set(verdicts(a, b).values()) == {"unknown"}
 
 
-def test_few_requests_tell_nothing() -> None:
+def test_few_requests_give_no_verdict() -> None:
     """Five requests of one run, of which a bootstrap would claim far too much; and 199 for a p99."""
 
     def with_samples(count: int) -> dict[str, Any]:

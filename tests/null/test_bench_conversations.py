@@ -202,7 +202,7 @@ def test_limits_that_make_no_sense(tmp_path: Path, limits: TraceLimits, words: s
         trace_prompts(trace(tmp_path / "t.jsonl", ROW), WORDS, 0, limits, seed=0)
 
 
-def test_what_a_cache_could_have_had() -> None:
+def test_the_highest_possible_hit_rate_is_reported() -> None:
     """Pages of 64 tokens, of prompts that were sent before, and of answers for the turn behind them."""
     head = list(range(3, 133))  # 130 tokens: two pages
     first, second = WORDS.prompt([*head, 200], 4), WORDS.prompt([*head, 300], 4)

@@ -10,9 +10,7 @@ from thalweg.bench.pacer import NICE, punctual
 
 
 @pytest.mark.parametrize(("nice", "inside"), [(0, NICE), (-15, -15), (1, 1), (19, 19)])
-def test_a_process_that_was_lowered_on_purpose_stays_there(
-    nice: int, inside: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lowered_priority_is_kept(nice: int, inside: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [nice]
     monkeypatch.setattr(os, "getpriority", lambda which, who: now[0])
     monkeypatch.setattr(os, "setpriority", lambda which, who, value: now.__setitem__(0, value))
@@ -21,7 +19,7 @@ def test_a_process_that_was_lowered_on_purpose_stays_there(
     assert now == [nice]
 
 
-def test_a_user_who_may_not_raise_it_is_served_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_runs_without_permission_to_raise_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(which: int, who: int, value: int) -> None:
         if value < 0:
             raise PermissionError

@@ -78,7 +78,7 @@ def test_equal_pages_are_cached_once_and_continued_from_either():
     assert tree.num_cached == 2 and path.node is not None
 
 
-def test_cached_pages_are_evicted_only_when_nothing_is_free_and_oldest_first():
+def test_cached_pages_are_evicted_oldest_first_when_none_is_free():
     allocator, tree = made(pages=7)
     _, a = cache(allocator, [1, 1, 2, 2])
     _, b = cache(allocator, [3, 3, 4, 4])
@@ -105,7 +105,7 @@ def test_a_hit_makes_a_prefix_young_again():
     assert found(tree, [1, 1, 2, 2]) == a and found(tree, [3, 3, 4, 4]) == []
 
 
-def test_evicting_above_a_leased_page_drops_the_subtree_and_spares_the_page():
+def test_evicting_above_a_held_page_drops_the_subtree_and_keeps_the_page():
     allocator, tree = made(pages=4)
     _, parent = cache(allocator, [1, 2])
     child = PrefixCursor([1, 2, 3, 4], 0)
@@ -145,7 +145,7 @@ def test_matching_goes_on_from_where_a_sequence_stands():
     assert tree.match(waiting, 3) == 0
 
 
-def test_the_frontier_is_shared_by_who_would_compute_the_same_page_next():
+def test_requests_that_miss_the_same_page_share_a_next_missing_page():
     allocator, tree = made()
     one, two, other, short = (PrefixCursor(t, 0) for t in ([1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 2, 9, 9], [1]))
     for path in (one, two, other, short):
@@ -158,7 +158,7 @@ def test_the_frontier_is_shared_by_who_would_compute_the_same_page_next():
     assert tree.next_missing_page(one) == tree.next_missing_page(two) != tree.next_missing_page(other)
 
 
-def test_salts_leave_no_roots_behind():
+def test_evicted_salts_leave_no_tree_roots():
     allocator, tree = made(pages=3)
     for salt in range(50):
         _, pages = cache(allocator, [1, 2], salt)

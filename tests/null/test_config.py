@@ -109,12 +109,12 @@ def _yaml(value: Any) -> str:
         ("--port 1 --port 2", "port", 2),
     ],
 )
-def test_spellings_that_people_know(flags: str, name: str, value: Any) -> None:
+def test_common_flag_spellings_are_accepted(flags: str, name: str, value: Any) -> None:
     parsed = parse(*flags.split())
     assert vars(vars(parsed.options)[settings()[name].section])[name] == value
 
 
-def test_other_engines_spellings_bring_one_line_each() -> None:
+def test_flag_names_of_other_engines_print_one_notice_each() -> None:
     parsed = parse(
         "--max-model-len", "9", "--disable-radix-cache", "--trust-remote-code", "--tp-size", "1", "--nnodes", "1"
     )
@@ -255,7 +255,7 @@ def test_the_machine() -> None:
     assert machine.cores >= 1 and 0 < machine.free <= machine.memory and machine.cpu
 
 
-def test_help_of_serve_teaches_every_setting_with_its_default() -> None:
+def test_help_of_serve_lists_every_setting_with_its_default() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "thalweg", "serve", "--help"], capture_output=True, text=True, cwd=ROOT, check=True
     )
@@ -280,7 +280,9 @@ def speculative(*words: str) -> dict[str, Any]:
         ({"model": "[ngram]", "num_speculative_tokens": "5", "disable_by_batch_size": 4}, ("NGRAM", None, 5)),
     ],
 )
-def test_speculation_as_vllm_has_it(tree: dict[str, Any], wanted: tuple[str | None, str | None, int | None]) -> None:
+def test_vllm_speculative_config_is_accepted(
+    tree: dict[str, Any], wanted: tuple[str | None, str | None, int | None]
+) -> None:
     names = ("speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps")
     values = {name: value for name, value in zip(names, wanted, strict=True) if value is not None}
     assert speculative("--speculative-config", json.dumps(tree)) == values
@@ -313,13 +315,13 @@ def test_speculation_as_vllm_has_it(tree: dict[str, Any], wanted: tuple[str | No
         (["--speculative-algorithm", "medusa"], ("must be one of NEXTN",)),
     ],
 )
-def test_what_of_it_has_no_equal_is_refused(words: list[str], told: tuple[str, ...]) -> None:
+def test_vllm_speculative_config_without_an_equivalent_is_refused(words: list[str], told: tuple[str, ...]) -> None:
     with pytest.raises(UnsupportedConfig) as refused:
         speculative(*words)
     assert all(word in str(refused.value) for word in told), refused.value
 
 
-def test_choices_are_known_in_any_case() -> None:
+def test_choices_ignore_case() -> None:
     assert speculative("--speculative-algorithm", "nextn") == {"speculative_algorithm": "NEXTN"}
     assert speculative("--speculative-algo", "Eagle3")["speculative_algorithm"] == "EAGLE3"
     assert options_of(model="m", schedule_policy="LPM").schedule.schedule_policy == "lpm"

@@ -19,13 +19,13 @@ def decided(drafter: str = "NEXTN", trees: bool = False, **wishes: Any) -> tuple
     return resolve_acceptance(SpeculativeOptions(**wishes), drafter, 3, trees, decisions), decisions.entries
 
 
-def test_no_rule_but_the_race_unless_asked_for() -> None:
+def test_default_acceptance_is_coupled_sampling() -> None:
     acceptance, (noted,) = decided()
     assert (acceptance.rule, noted.value, noted.source) == ("race", "race", "auto")
     assert decided("NONE", speculative_acceptance="standard") == (Acceptance(), []), "nothing drafts"
 
 
-def test_the_standard_rule_is_for_drafts_that_are_samples() -> None:
+def test_rejection_sampling_needs_sampled_drafts() -> None:
     assert decided(speculative_acceptance="standard")[0].rule == "standard"
     acceptance, (noted,) = decided("NGRAM", speculative_acceptance="standard")
     assert acceptance.rule == "race" and noted.value == "standard" and "point mass" in noted.reason
@@ -41,7 +41,7 @@ def test_the_standard_rule_is_for_drafts_that_are_samples() -> None:
         ({"speculative_relaxed_delta": 0.0}, (10, 0.0)),
     ],
 )
-def test_the_lossy_rule_is_named_so(wishes: dict[str, Any], relaxed: tuple[int, float]) -> None:
+def test_relaxed_acceptance_is_reported_as_lossy(wishes: dict[str, Any], relaxed: tuple[int, float]) -> None:
     acceptance, (noted,) = decided(speculative_acceptance="relaxed", **wishes)
     assert acceptance == Acceptance("relaxed", relaxed)
     assert noted.value == "relaxed" and noted.reason.startswith("LOSSY")
@@ -49,7 +49,7 @@ def test_the_lossy_rule_is_named_so(wishes: dict[str, Any], relaxed: tuple[int, 
     assert said.count("LOSSY") >= 3
 
 
-def test_an_acceptance_by_decree_is_for_benchmarks() -> None:
+def test_simulated_acceptance_is_for_benchmarks_only() -> None:
     length = {"speculative_simulate_accept_length": 2.5}
     acceptance, (rule, noted) = decided(**length)
     assert acceptance == Acceptance(imposed=2.5) and rule.value == "race"
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused(wishes: dict[str, Any], words: tuple[str, 
 
 
 @pytest.mark.parametrize("flag", ["--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"])
-def test_thresholds_of_another_engine_are_refused_where_they_lose(flag: str) -> None:
+def test_lossy_acceptance_thresholds_of_other_engines_are_refused(flag: str) -> None:
     for value in ("1", "1.0"):
         assert "changes nothing" in parse_options(options_parser("t", "t"), [flag, value]).notices[0]
     with pytest.raises(UnsupportedConfig, match=f"{flag}: 1.0 is all .* got 0.9: .*--speculative-acceptance relaxed"):

@@ -39,7 +39,7 @@ def step(b: Scheduler, *outputs: Output, width: int = 2) -> None:
     b.commit(plan, outputs)
 
 
-def test_a_request_tells_its_own_at_its_end() -> None:
+def test_a_request_reports_its_draft_counts_when_it_ends() -> None:
     b = brain()
     b.handle([Submit(1, (5, 6), SamplingParams(max_tokens=20)), Submit(2, (7, 8), SamplingParams(stop=("x",)))])
     step(b, Output((1,), (2, 3)), Output((1,), (2,)))
@@ -54,7 +54,7 @@ def test_a_request_tells_its_own_at_its_end() -> None:
     assert stats.acceptance == AcceptanceCounts(4, 7, 3, (4, 3), (2, 1))
 
 
-def test_drafts_that_nobody_verifies_are_wasted() -> None:
+def test_unverified_drafts_count_as_wasted() -> None:
     b = brain()
     b.handle([Submit(1, (5, 6), SamplingParams(max_tokens=20))])
     step(b, Output((1,), (2, 3)))

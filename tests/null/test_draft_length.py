@@ -113,7 +113,7 @@ def test_of_widths_that_fit_the_best_is_chosen() -> None:
     assert policy.choose([r], 0) == 0
 
 
-def test_one_request_is_no_other() -> None:
+def test_acceptance_is_tracked_for_each_request() -> None:
     """With some good drafts and some bad ones in a batch, the width goes by all of them."""
     policy = MeasuredDraftLength(times(COSTS["bound by memory"]))
     good, bad = request(0), request(1)
@@ -144,7 +144,7 @@ def test_what_a_longer_context_adds() -> None:
     assert less == pytest.approx([2 - 1 / 3, 4]) and times.seconds(64, 0)[0] > 0
 
 
-def test_odds_of_a_tree_are_kept_by_the_widths_that_are_chosen_from() -> None:
+def test_tree_acceptance_is_tracked_by_draft_length() -> None:
     """What a width between two of them brought says something of the parts that it had as a whole."""
     policy = MeasuredDraftLength([ProfilePoint(1, 512, (1.0,) * 64)])
     assert policy.choices == draft_length_choices(63) == (0, 1, 3, 7, 15, 31, 63)
@@ -159,7 +159,7 @@ def test_odds_of_a_tree_are_kept_by_the_widths_that_are_chosen_from() -> None:
     assert policy.odds == pytest.approx([1, 2, 4, 8, 16, 32], rel=0.01)
 
 
-def test_a_lost_drafter_is_not_asked_again() -> None:
+def test_a_failed_drafter_is_not_called_again() -> None:
     policy = MeasuredDraftLength(times(COSTS["bound by memory"]))
     policy.disable()
     assert policy.max_drafts == 0 and {policy.choose([request(0)], WIDEST) for _ in range(500)} == {0}

@@ -310,7 +310,7 @@ def test_only_steps_like_those_around_them_are_timed() -> None:
     assert found == [0, 0, 5] and StepTimer(None).lap(3, 3, 1) == 0
 
 
-def test_one_step_that_something_came_between_is_not_believed() -> None:
+def test_an_outlier_step_time_is_ignored() -> None:
     times = StepTimeModel([ProfilePoint(1, SHORT, (1.0, 2.0))])
     for _ in range(100):
         times.took(1, SHORT, 0, 1.2)

@@ -134,7 +134,7 @@ def test_a_mixed_batch_follows_each_grammar() -> None:
     assert bench.out == {0: list(range(20, 28)), 1: [7] * 8, 2: list(range(30, 38))}
 
 
-def test_compiling_holds_nobody_else_and_an_abort_ends_the_wait() -> None:
+def test_compiling_a_grammar_blocks_no_other_request_and_can_be_aborted() -> None:
     bench = Bench()
     bench.compiler.go.clear()
     bench.turn(submit(0, "20"), submit(1), submit(2, "21"))
@@ -163,7 +163,7 @@ def test_each_grammar_is_compiled_once_until_it_is_forgotten() -> None:
     assert bench.compiler.seen == ["20", "bad", "30", "40", "20"]
 
 
-def test_a_thought_is_free_and_ends_before_the_grammar_begins() -> None:
+def test_reasoning_is_unconstrained_and_ends_before_the_grammar() -> None:
     book: GrammarRegistry[Counter] = GrammarRegistry(FakeCompiler, VOCAB)
     for uid, grammar in enumerate(
         (Grammar("regex", "20", True, -1, CLOSES), Grammar("regex", "20", False, OPENS, CLOSES))
@@ -193,7 +193,7 @@ def allowed(book: GrammarRegistry[Counter], uid: int) -> set[int]:
     return ids_of(masks.bits[0])
 
 
-def test_a_grammar_that_breaks_on_the_way_ends_its_request_alone() -> None:
+def test_a_failing_grammar_ends_only_its_own_request() -> None:
     bench = Bench()
     bench.turn(submit(0, "46", field="ebnf"), submit(1, "20"))
     bench.until_idle()
@@ -202,7 +202,7 @@ def test_a_grammar_that_breaks_on_the_way_ends_its_request_alone() -> None:
     assert bench.brain.allocator.num_available() == bench.brain.allocator.num_pages
 
 
-def test_a_broken_grammar_is_one_ending_and_not_an_abort_besides() -> None:
+def test_a_failing_grammar_ends_its_request_once() -> None:
     """The front takes the first ending it hears: an abort's news might overtake the error, and the client would get
     half an answer.
     """
@@ -229,7 +229,7 @@ def deep(levels: int) -> dict[str, object]:
     return schema
 
 
-HOSTILE = {
+EXPENSIVE = {
     "too large": Grammar("json_schema", '{"enum": ["' + "x" * MAX_SOURCE + '"]}'),
     "not JSON": Grammar("json_schema", "{"),
     "not a schema": Grammar("json_schema", "[1]"),
@@ -267,8 +267,8 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("grammar", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_grammar_is_refused_quickly(grammar: Grammar) -> None:
+@pytest.mark.parametrize("grammar", EXPENSIVE.values(), ids=EXPENSIVE)
+def test_an_expensive_grammar_is_refused_quickly(grammar: Grammar) -> None:
     started = time.monotonic()
     with pytest.raises(InvalidRequest) as refused:
         check(msgspec.structs.replace(grammar, field="response_format"))
@@ -290,7 +290,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_good_passes_quickly(kind: str) -> None:
+def test_a_valid_grammar_compiles_quickly(kind: str) -> None:
     started = time.monotonic()
     check(Grammar(kind, GOOD[kind]))
     assert time.monotonic() - started < 2.0

@@ -160,7 +160,7 @@ def test_a_running_request_goes_on_and_what_old_weights_made_is_not_cached_after
     )
 
 
-def test_who_is_preempted_under_new_weights_is_computed_anew_and_cached() -> None:
+def test_a_request_preempted_after_a_weight_update_is_recomputed_and_cached() -> None:
     rank = Rank()
     rank.say(submit(1, PROMPT, max_tokens=8))
     rank.turn(4)
@@ -237,7 +237,7 @@ def test_a_profile_of_some_steps_ends_by_itself(depth: int, caplog: pytest.LogCa
     assert not lost and "started" in rank.shop.log, "the steps of a profile that was stopped do not count for the next"
 
 
-def test_long_work_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_control_work_keeps_the_watchdog_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("thalweg.engine.loop.time.time", lambda: now[0])
     rank = Rank()
@@ -251,7 +251,7 @@ def test_long_work_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_an_engine_without_a_workshop_says_so() -> None:
+def test_an_engine_without_admin_operations_refuses_them() -> None:
     rank = Rank()
     rank.loop.admin = None
     rank.say(UpdateWeights(1, "9"))

@@ -120,7 +120,7 @@ def test_log_probabilities_that_json_cannot_say_are_left_out(tmp_path: Path) -> 
     assert step.outputs == (Output((5,)), finite) and step.plan == plan
 
 
-def test_checkpoints_are_told_apart_wherever_they_lie(tmp_path: Path) -> None:
+def test_checkpoint_fingerprints_do_not_depend_on_the_path(tmp_path: Path) -> None:
     for name, config in (("a", "{}"), ("b", "{}"), ("c", "{ }")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
@@ -129,13 +129,13 @@ def test_checkpoints_are_told_apart_wherever_they_lie(tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b") and fingerprint(tmp_path) == ""
 
 
-def test_a_folder_that_cannot_be_written_to_is_said_at_once(tmp_path: Path) -> None:
+def test_an_unwritable_recording_folder_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UnsupportedConfig, match=r"crash_dump_folder .*file.*name another folder"):
         StepRecorder(settings(tmp_path / "file"), {})
 
 
-def test_a_full_disk_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_does_not_stop_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ring = StepRecorder(settings(tmp_path / "dumps"), {})
     (tmp_path / "dumps").rmdir()
     ring.save_crash(RuntimeError("fire"))
@@ -156,7 +156,7 @@ class Watched:
         self.ring.save = lambda reason, error="": self.written.append(reason)  # type: ignore[method-assign]
 
 
-def test_the_sentry_writes_once_for_each_time_that_the_loop_stands_still(tmp_path: Path) -> None:
+def test_the_watchdog_writes_one_recording_for_each_stall(tmp_path: Path) -> None:
     loop: Any = Watched(tmp_path)
     reads, writes = os.pipe()
     thread = threading.Thread(target=watchdog._watch, args=(loop, loop.ring, 0.08, reads), daemon=True)
@@ -189,7 +189,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_the_vigil_counts_from_when_something_is_owed_or_was_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_timeout_starts_at_the_last_message_or_new_request(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
     watch = ReplyWatchdog(5.0)

@@ -80,7 +80,7 @@ def test_prompts_beside_decoding_rows_get_what_the_table_says() -> None:
     )
 
 
-def test_what_stands_beside_decoding_rows_is_checked() -> None:
+def test_the_mixed_step_table_is_checked() -> None:
     for wrong in (((2, 5), (1, 5)), ((1, 0),), ((0, 5),), ((1, 5), (1, 6))):
         with pytest.raises(ValueError, match="mixed_step_limits must have rising rows"):
             brain(mixed_step_limits=wrong)
@@ -112,7 +112,7 @@ def test_what_cannot_be_served_is_rejected_and_names_the_field(message: Submit, 
     assert b.is_idle and not b.has_work and not b.plan(0).rows
 
 
-def test_a_uid_in_use_is_rejected_and_its_owner_lives():
+def test_a_uid_in_use_is_rejected_and_the_first_request_continues():
     b = brain()
     assert b.handle([submit(1)]) == []
     (reply,) = b.handle([submit(1)])
@@ -140,7 +140,7 @@ def test_an_unknown_policy_names_the_known_ones():
         brain(policy="sjf")
 
 
-def test_ends_seeds_and_stop_ids():
+def test_a_bind_has_end_seed_and_stop_ids():
     b = brain()
     b.handle([submit(1, 5, max_tokens=3), submit(2, 5), submit(3, 5, max_tokens=99, seed=11, stop_token_ids=(4, EOS))])
     b.handle([submit(4, ignore_eos=True, stop_token_ids=(4,)), submit(5, ignore_eos=True)])
@@ -186,7 +186,7 @@ def test_running_requests_are_served_before_chunks_and_new_ones():
     assert [(row.uid, row.n) for row in plan.rows] == [(1, 1), (2, 1), (3, 6)], "4 waits for a budget"
 
 
-def test_a_budget_below_what_the_running_rows_want_goes_round():
+def test_a_small_token_budget_is_shared_in_turns():
     b = brain(budget=4, width=1)
     b.handle([submit(uid, 1) for uid in range(4)])
     served = []
@@ -217,7 +217,7 @@ def test_rows_with_other_drafts_take_turns():
     assert (first.uid, first.n, first.num_drafts) == (1, 10, 9)
 
 
-def test_needs_are_what_the_emitting_rows_ask_for():
+def test_sampling_needs_come_from_emitting_rows():
     b = brain(budget=12)
     b.handle([submit(1, 2, temperature=0.0), submit(2, 20, top_p=0.5, frequency_penalty=1.0)])
     assert step(b).needs == SamplingNeeds(), "the second one does not sample yet"
@@ -302,7 +302,7 @@ def test_a_sibling_of_higher_priority_waits_for_the_first_too():
     assert uids(plan) == [3, 1, 2] and plan.binds[0].computed == 4
 
 
-def test_who_needs_a_page_that_another_is_computing_waits_for_it():
+def test_a_request_waits_for_a_page_that_another_computes():
     b = brain(budget=10)
     prompt = tuple(range(1, 13))
     b.handle([submit(1, prompt), submit(2, (*prompt, 60)), submit(3, (*prompt[:8], 50, 51))])
@@ -327,7 +327,7 @@ def test_admission_leaves_each_running_request_a_page_to_grow_on():
     assert uids(step(b)) == [1, 2], "2 pages each, 2 left for the growth of two"
 
 
-def test_the_youngest_gives_its_pages_back_and_loses_nothing():
+def test_the_youngest_request_is_preempted_and_loses_no_tokens():
     b = brain(pages=7)
     b.handle([submit(1, 7), submit(2, 7)])
     while not b.counters.preemptions:
@@ -339,7 +339,7 @@ def test_the_youngest_gives_its_pages_back_and_loses_nothing():
     assert b.is_idle and b.allocator.num_available() == 6
 
 
-def test_who_is_admitted_and_who_is_preempted_is_marked_once():
+def test_admission_and_preemption_events_are_reported_once():
     b = brain(pages=7)
     b.handle([submit(1, 7), submit(2, 7)])
     marks = []
@@ -358,7 +358,7 @@ def test_a_preempted_prompt_is_counted_once():
     assert b.counters.preemptions and b.counters.prompt_tokens == 14
 
 
-def test_who_was_passed_by_squeezed_and_admitted_again_is_not_listed_twice():
+def test_a_skipped_preempted_and_readmitted_request_is_listed_once():
     b = brain(pages=5, budget=12)
     b.handle([submit(1, 3), submit(2, 3)])
     step(b)
@@ -390,7 +390,7 @@ def test_preempted_requests_queue_in_order_of_arrival():
     assert [r.uid for r in b.queue.ordered()] == [2, 3]
 
 
-def test_what_was_evicted_while_it_was_leased_is_cached_again_at_the_end():
+def test_a_page_evicted_while_held_is_cached_again_at_the_end():
     b = brain(pages=12, slots=2)
     prompt = tuple(range(1, 13))
     b.handle([submit(1, prompt, max_tokens=1)])
@@ -418,7 +418,7 @@ def test_a_hit_reaches_beyond_the_prompt_once_its_logprobs_are_known():
 # ---- news
 
 
-def test_the_first_news_carry_the_prompts_and_the_last_the_reason():
+def test_the_first_delta_carries_prompt_counts_and_the_last_the_finish_reason():
     b = brain(budget=3)
     b.handle([submit(1, 5, prompt_logprobs=0, max_tokens=2, logprobs=0)])
     scores = [TokenLogprob(-float(q)) for q in range(4)]
@@ -524,7 +524,7 @@ def test_runnable_is_false_while_everything_waits_on_tickets():
     assert uids(step(b)) == [1] and b.has_work
 
 
-def test_who_needs_what_another_is_loading_waits_for_it():
+def test_a_request_waits_for_pages_that_another_loads():
     tier = OneTicket()
     b = brain(tier=tier)
     prompt = tuple(range(1, 14))
@@ -539,7 +539,7 @@ def test_who_needs_what_another_is_loading_waits_for_it():
     assert b.stats(0.0).running == 2
 
 
-def test_nobody_waits_for_an_aborted_load():
+def test_an_aborted_load_blocks_no_request():
     tier = OneTicket()
     b = brain(tier=tier)
     prompt = tuple(range(1, 14))
@@ -585,7 +585,7 @@ def cached(b: Scheduler, tokens: tuple[int, ...]) -> int:
         (CacheRetention(False, think_start_id=9), 4),
     ],
 )
-def test_what_the_next_turn_drops_is_not_cached(keep: CacheRetention, pages: int):
+def test_pages_the_next_turn_cannot_use_are_not_cached(keep: CacheRetention, pages: int):
     """A prompt of two pages and a token; 9 tokens of output, of which 8 are computed."""
     b = brain()
     prompt = tuple(range(20, 29))
@@ -595,7 +595,7 @@ def test_what_the_next_turn_drops_is_not_cached(keep: CacheRetention, pages: int
     assert b.allocator.num_available() == b.allocator.num_pages
 
 
-def test_an_aborted_thought_is_not_cached_even_with_a_call_in_it():
+def test_aborted_reasoning_is_not_cached_even_with_a_tool_call():
     b = brain()
     prompt = tuple(range(20, 29))
     b.handle([Submit(1, prompt, SamplingParams(max_tokens=30), retention=CacheRetention(False, tool_call_id=7))])
@@ -607,7 +607,7 @@ def test_an_aborted_thought_is_not_cached_even_with_a_call_in_it():
 
 
 @pytest.mark.parametrize("end", ["finish", "abort"])
-def test_a_preempted_thought_waits_in_the_cache_and_leaves_with_its_request(end: str):
+def test_preempted_reasoning_stays_cached_until_its_request_ends(end: str):
     """The younger one gives its pages back while it thinks; when it returns it computes none of them again."""
     b = brain(pages=11, slots=2)
     old, young = tuple(range(20, 33)), tuple(range(50, 55))
@@ -634,7 +634,7 @@ def test_a_preempted_thought_waits_in_the_cache_and_leaves_with_its_request(end:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_who_was_computed_wrong_ends_and_leaves_nothing_behind(chunked: bool) -> None:
+def test_a_request_with_nan_output_ends_and_leaves_no_pages(chunked: bool) -> None:
     """At any row, while another one of its rows is in flight; what it found in the cache stays there."""
     b = brain(budget=10)
     b.handle([submit(1, (*range(1, 9), 50), max_tokens=2)])

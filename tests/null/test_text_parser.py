@@ -230,7 +230,7 @@ F_SCHEMA = {"name": "f", "parameters": {"type": "object", "properties": {"q": {"
 
 @pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize("bug", SHIPPED_BUGS, ids=lambda bug: f"{bug[1]}-{bug[0]}")
-def test_bugs_that_others_shipped(bug: tuple[str, str, str, str | None, list[Any]], hold: bool) -> None:
+def test_parser_bugs_of_other_engines(bug: tuple[str, str, str, str | None, list[Any]], hold: bool) -> None:
     _, form, text, content, calls = bug
     for pieces in ([text], list(text)):
         message = collect(run(pieces, None, form, hold=hold, functions=[F_SCHEMA]))
@@ -361,7 +361,7 @@ def soup(draw: st.DrawFn) -> tuple[str, str]:
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_soup(case: tuple[str, str], reasoning: str | None, hold: bool, rng: random.Random) -> None:
+def test_random_markup(case: tuple[str, str], reasoning: str | None, hold: bool, rng: random.Random) -> None:
     form, text = case
     options: dict[str, Any] = {"hold": hold, "thinking": True}
     message = collect(run([text], reasoning, form, **options))
@@ -377,7 +377,7 @@ def test_soup(case: tuple[str, str], reasoning: str | None, hold: bool, rng: ran
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(alphabet=st.sampled_from('<>/｜|DSML▁tool{}[]":,\\u12eE.-+ntf \n'), max_size=60))
-def test_any_text_at_all(text: str) -> None:
+def test_any_text_is_parsed_without_an_error(text: str) -> None:
     for form in ("deepseekv3", "deepseekv32"):
         for body in (text, "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{" + text, '<｜DSML｜invoke name="f">{' + text):
             for hold in (True, False):
