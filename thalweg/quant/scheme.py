@@ -67,6 +67,7 @@ class Scheme(ABC):
     """How a checkpoint stores a weight."""
 
     name: str
+    code_spread: float = 1.0  # standard deviation of the stored numbers of a random weight
 
     @abstractmethod
     def stored(self, weight: TensorSpec) -> tuple[TensorSpec, ...]:

@@ -22,7 +22,6 @@ from thalweg.weights.loader import Progress, load, no_progress
 from thalweg.weights.table import WeightTable
 
 AT_ONCE = 1 << 26  # numbers made at a time: what is made of them takes up to 32 bytes each
-CODE_SPREAD = 64.0  # standard deviation of FP8 codes, whose largest is 448
 ROUTER_BIAS_SPREAD = 0.02  # small beside the scores, so that routing stays about uniform
 BYTE_SUM_MEAN, BYTE_SUM_SPREAD = 510.0, math.sqrt(4 * (256**2 - 1) / 12)  # of the sum of four uniform bytes
 
@@ -92,10 +91,10 @@ def random_tensors(table: WeightTable, quantization_config: Mapping[str, object]
             made.append(RandomTensor(source, name, 1.0))
         else:
             spread = source.shape[-1] ** -0.5  # of inputs of variance 1, outputs of variance 1
-            held = next((rule.held for rule in rules if rule.held is not None), None)
-            codes, *scales = (held or schemes.of(source)).stored(source)
-            made.append(RandomTensor(codes, name, spread if codes.dtype == source.dtype else CODE_SPREAD))
-            step = spread / CODE_SPREAD
+            scheme = next((rule.held for rule in rules if rule.held is not None), None) or schemes.of(source)
+            codes, *scales = scheme.stored(source)
+            made.append(RandomTensor(codes, name, scheme.code_spread if scales else spread))
+            step = spread / scheme.code_spread
             # scales unlike one another, so that a wrong one shows
             made += [RandomTensor(scale, scale.name, step / 10, step) for scale in scales]
     return made
