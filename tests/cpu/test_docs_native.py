@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpu.fakes import FakeFront, default_script, fake_app, serving
-from thalweg.server.protocol import GenerateRequest, NativeSampling, Refusable
+from thalweg.server.protocol import GenerateRequest, GenerationRefusedFields, NativeSampling
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/native.md").read_text(encoding="utf-8")
@@ -56,7 +56,13 @@ def test_python(address: str) -> None:
 
 
 def test_every_field_is_on_the_page() -> None:
-    hidden = {*Refusable.__struct_fields__, "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    hidden = {
+        *GenerationRefusedFields.__struct_fields__,
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    }
     hidden.add("structured_outputs")  # vLLM's names for the same, in structured-output.md
     for name in {*GenerateRequest.__struct_fields__, *NativeSampling.__struct_fields__} - hidden:
         assert f"`{name}`" in PAGE, name

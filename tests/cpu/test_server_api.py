@@ -568,7 +568,7 @@ def test_a_nan_request_gets_its_own_error(path: str, body: dict[str, Any]) -> No
         assert json.loads(lines[-1].removeprefix("data: "))["error"] == error and response.status_code == 200
         assert (
             len(lines) > 2
-            and 'thalweg_choices_total{model_name="scripted",finish="error"} 2' in api.get("/metrics").text
+            and 'thalweg_choices_total{finish="error",model_name="scripted"} 2.0' in api.get("/metrics").text
         )
 
 

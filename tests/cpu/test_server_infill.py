@@ -11,7 +11,9 @@ import openai
 import pytest
 
 from tests.cpu.fakes import ByteTokenizer, FakeFront, fake_app, serving
-from thalweg.server.infill import BEGIN, END, HOLE
+from thalweg.server.completions import FIM_BEGIN as BEGIN
+from thalweg.server.completions import FIM_END as END
+from thalweg.server.completions import FIM_HOLE as HOLE
 
 USER = {"role": "user", "content": "Say something about rivers."}
 

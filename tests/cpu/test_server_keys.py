@@ -140,7 +140,7 @@ def test_no_minute_has_more_than_its_tokens() -> None:
                 try:
                     charge = tenant.charge(tokens, now)
                 except ApiError as refused:
-                    assert refused.problem.status == 429 and 1 <= refused.problem.wait <= MINUTE + 1
+                    assert refused.info.status == 429 and 1 <= refused.info.retry_after <= MINUTE + 1
                     continue
                 entry = [now, tokens]
                 admitted.append(entry)

@@ -31,7 +31,7 @@ from thalweg.bench.twins import Verdict, compare, margin_at, parting
 from thalweg.bench.under_load import main
 from thalweg.bench.watch import Sample, Watcher, pace
 from thalweg.core.messages import Stats
-from thalweg.server.concurrency import PER_TURN, ConcurrencyLimit
+from thalweg.server.middleware import PER_TURN, ConcurrencyLimit
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 FLAGS = ("--max-running-requests", "48", "--max-total-tokens", "8192", "--context-length", "256", "--threads", "1")

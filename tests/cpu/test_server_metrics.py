@@ -70,13 +70,22 @@ def test_histogram_bounds_are_inclusive() -> None:
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
         histogram.observe(value)
     histogram.observe(1.5, times=3)
-    assert list(histogram.lines("h", 'm="x"')) == [
-        'h_bucket{m="x",le="1.0"} 2',
-        'h_bucket{m="x",le="2.0"} 7',
-        'h_bucket{m="x",le="+Inf"} 8',
-        'h_sum{m="x"} 18.5',
-        'h_count{m="x"} 8',
+    assert (histogram.counts, histogram.sum, histogram.count) == ([2, 5, 1], 18.5, 8)
+
+
+def test_buckets_are_cumulative() -> None:
+    metrics = ServerMetrics()
+    for value in (1, 2, 3, 30):
+        metrics.choices.observe(value)
+    snapshot = MetricsSnapshot(metrics, Stats(), True, None, "x")
+    samples = families(prometheus_text(snapshot, ("vllm",)))["vllm:request_params_n"][1]
+    assert [samples[f"vllm:request_params_n_bucket 0 {bound}"] for bound in ("1", "2", "5", "+Inf")] == [
+        1,
+        2,
+        3,
+        4,
     ]
+    assert (samples["vllm:request_params_n_sum 0"], samples["vllm:request_params_n_count 0"]) == (36, 4)
 
 
 def piece(tokens: int, total: int, finish: str | None = None, index: int = 0, admitted: float = 10.2) -> Piece:
@@ -115,7 +124,7 @@ def test_what_did_not_end_by_itself_is_counted_too() -> None:
     assert meters.finished == {"stop": 1, "length": 0, "abort": 3, "error": 0}
     assert account.cached_tokens == 0, "its first choice, which stands for the prompt, has not ended"
     assert account.queued is None and meters.queued.count == 0
-    assert meters.widths.count == 2 and meters.limits.count == 0
+    assert meters.choices.count == 2 and meters.max_tokens.count == 0
 
 
 def test_rates_are_those_of_the_last_seconds_and_survive_a_new_engine() -> None:

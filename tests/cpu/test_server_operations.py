@@ -166,7 +166,7 @@ def test_errors_say_their_kind() -> None:
     assert all("finish" not in found[i] for i in (0, 1, 2, 4, 5))
     (error,) = [json.loads(line) for line in out.getvalue().splitlines() if '"failed"' in line]
     assert error["id"] == "acc-1" and error["level"] == "ERROR" and error["trace"]
-    assert 'thalweg_requests_total{model_name="scripted",route="/generate",status="500"} 1' in page
+    assert 'thalweg_requests_total{model_name="scripted",route="/generate",status="500"} 1.0' in page
 
 
 def test_failed_and_unread_streams_are_logged() -> None:
@@ -190,8 +190,8 @@ def test_failed_and_unread_streams_are_logged() -> None:
     assert (gone["status"], gone["gone"], gone["finish"]) == (200, True, "abort") and gone["output_tokens"] > 0
     assert (failed["status"], failed["error"], failed["finish"]) == (200, "engine_dead", "error")
     assert (waited["status"], waited["gone"], waited["finish"]) == (499, True, "abort")
-    assert 'thalweg_choices_total{model_name="scripted",finish="abort"} 2' in page
-    assert 'thalweg_choices_total{model_name="scripted",finish="error"} 1' in page
+    assert 'thalweg_choices_total{finish="abort",model_name="scripted"} 2.0' in page
+    assert 'thalweg_choices_total{finish="error",model_name="scripted"} 1.0' in page
 
 
 class Breaking(FakeFront):
@@ -212,7 +212,7 @@ def test_an_error_in_the_middle_of_a_stream_is_logged(path: str) -> None:
         page = api.get("/metrics").text
     assert (line["id"], line["error"], line["finish"]) == ("acc-2", "server_error", "error")
     answered = [found for found in page.splitlines() if found.startswith("thalweg_requests_total") and path in found]
-    assert [found.endswith("} 1") for found in answered] == [True], "counted once, with the status that went out"
+    assert [found.endswith("} 1.0") for found in answered] == [True], "counted once, with the status that went out"
     failures = [json.loads(found) for found in out.getvalue().splitlines() if '"failed"' in found]
     assert [found["id"] for found in failures] == ["acc-2"]
 

@@ -26,10 +26,12 @@ from tests.cpu.fakes import FakeFront, eventually, fake_app, serving
 from tests.cpu.test_serve import Served
 from thalweg.config.server import ServerOptions
 from thalweg.core.errors import InvalidRequest, Overloaded
-from thalweg.core.grammar import Grammar
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.sampling import SamplingParams
 from thalweg.engine import ipc
 from thalweg.server import generate, grammar_check
 from thalweg.server.connection import bounded
+from thalweg.server.generation import PromptJob
 from thalweg.server.grammar_check import GrammarChecker
 from thalweg.server.parsing import MAX_DEPTH
 from thalweg.server.protocol import GenerateRequest
@@ -446,7 +448,7 @@ def test_grammars_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
         go.wait(10)
         return "is wrong" if grammar.source == "0" else ""
 
-    monkeypatch.setattr(grammar_check, "_verdict", verdict)
+    monkeypatch.setattr(grammar_check, "_error_of", verdict)
 
     async def crowd() -> None:
         desk = GrammarChecker()
@@ -477,18 +479,13 @@ def test_a_long_native_stream_does_not_grow_as_the_square_of_its_length() -> Non
         text, ids, finish, stop, logprobs, prompt_logprobs, drafted = " a", (5,), None, None, (), (), None
         prompt_tokens = cached_tokens = completion_tokens = 1
 
-    class GenerationJob:
-        prompts, rids, started = ([5],), ("r",), 0.0
-
-    class AppContext:
-        front = FakeFront()
-
-    maker: Any = generate._Maker(AppContext, GenerateRequest(text="x"), GenerationJob, 0)  # type: ignore[arg-type]
+    prompt = PromptJob([5], SamplingParams(), "r", "text", NO_GRAMMAR)
+    encoder: Any = generate.GenerateChoiceEncoder(FakeFront().tokenizer, GenerateRequest(text="x"), prompt, 0.0)  # type: ignore[arg-type]
     entries = events = 0
     for _ in range(50_000):
-        maker.add(Piece)
-        if maker.due(Piece):
+        encoder.add(Piece)
+        if encoder.is_due(Piece):
             events += 1
-            entries += len(maker.event(Piece)["output_ids"])
+            entries += len(encoder.event(Piece)["output_ids"])
     assert generate.SHORT < events < generate.SHORT + 1000
     assert entries < 30_000_000, "an event a token would make 1,250,000,000"

@@ -167,7 +167,7 @@ def test_phases_are_spans() -> None:
         "POST", "/generate", {}, 10.0, submitted=10.1, admitted=10.2, first=10.5, last=11.0, ended=11.1
     )
     account.params, account.rids, account.status, account.preemptions = (SamplingParams(),), ("r",), 200, 2
-    Traces(SimpleSpanProcessor(exporter)).tell(account)
+    Traces(SimpleSpanProcessor(exporter)).record(account)
     got = {}
     for span in exporter.get_finished_spans():
         got[span.name] = round((span.start_time or 0) / 1e9, 6), round((span.end_time or 0) / 1e9, 6)
@@ -191,7 +191,7 @@ def test_where_traces_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_collector_does_not_affect_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thalweg.server.tracing.LAST_WORDS", 0.1)
+    monkeypatch.setattr("thalweg.server.tracing.CLOSE_TIMEOUT", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with talk(otlp_traces_endpoint=f"http://127.0.0.1:{port}") as api:

@@ -1,8 +1,6 @@
-"""The account of one HTTP request: filled in by whoever learns something of it, and told once, at its end, to the log
-and the traces.
+"""Request accounting: what is known of one HTTP request, for the access log and the traces.
 
-Nothing here is touched for each token; what becomes of the tokens is the `Timer`'s, which closes its books into the
-account.
+Nothing here is updated for each token: `metrics.RequestTimer` writes its sums at the end.
 """
 
 from __future__ import annotations
@@ -10,67 +8,53 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from starlette.requests import Request
-
 from thalweg.core.sampling import SamplingParams
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away
 
 
 @dataclass(slots=True)
 class RequestAccounting:
-    """path: as it came. headers: by name in lower case. id: of the request. key: name of the API key that it came with.
-    model: its name here.
-
-    Times are time.time() of this host, 0.0 where it did not come to that: began (the headers were read), submitted (the
-    prompts were ready for the engine), admitted (the first sequence left the engine's queue), first and last (tokens),
-    ended (the answer was written, or could not be). status: of HTTP, 499 for a client that went away before it had one.
-    error: the kind of what went wrong, its `code` or `type`; a running stream fails after its 200. gone: the client
-    went away. rids: the ids that the engine's events carry.
-    """
+    """Times are time.time() of this host, 0.0 until they come."""
 
     method: str
     path: str
-    headers: Mapping[str, str]
-    began: float
+    headers: Mapping[str, str]  # by name in lower case
+    began: float  # the headers were read
     id: str = ""
-    key: str = ""
-    status: int = 0
-    error: str = ""
-    gone: bool = False
+    key: str = ""  # name of the API key
+    status: int = 0  # of HTTP; 499: the client went away before it had one
+    error: str = ""  # `code` or `type` of an error; a running stream fails after its 200
+    gone: bool = False  # the client went away
     model: str = ""
     stream: bool = False
-    rids: tuple[str, ...] = ()
+    rids: tuple[str, ...] = ()  # ids in the engine's events
     params: tuple[SamplingParams, ...] = ()
     prompts: tuple[Sequence[int], ...] = ()
-    submitted: float = 0.0
-    admitted: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-    ended: float = 0.0
+    submitted: float = 0.0  # the prompts went to the engine
+    admitted: float = 0.0  # the first sequence left the engine's queue
+    first: float = 0.0  # first token
+    last: float = 0.0  # last token
+    ended: float = 0.0  # the response was written, or failed
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    drafted_tokens: int = 0  # that were verified, of choices that ended by themselves
+    drafted_tokens: int = 0  # verified ones, of choices that ended by themselves
     accepted_tokens: int = 0  # of these
     preemptions: int = 0
     finishes: list[str] = field(default_factory=list)  # in the order in which the choices ended
-    outputs: dict[int, list[str]] = field(default_factory=dict)  # the text of each choice, where it is kept
-    trace: str = ""  # id of its trace, once it was told to one
+    outputs: dict[int, list[str]] = field(default_factory=dict)  # logged text by choice
+    trace: str = ""  # trace id
 
     @property
     def queued(self) -> float | None:
-        """Seconds that it waited for the engine; None where it never got there."""
+        """Seconds in the engine's queue; None if the request never left it."""
         return max(self.admitted - self.submitted, 0.0) if self.admitted else None
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from its arrival to its first token."""
+        """Seconds from the headers to the first token."""
         return self.first - self.began if self.first else None
 
 
-Teller = Callable[[RequestAccounting], None]  # told of each request that has ended
-
-
-def accounting_of(request: Request) -> RequestAccounting:
-    """The account that `AccessLogMiddleware` has opened for this request."""
-    found: RequestAccounting = request.scope["accounting"]
-    return found
+OnEnd = Callable[[RequestAccounting], None]  # is called with each request that has ended

@@ -1,15 +1,14 @@
-"""Puts the server together: routes, the gate, error answers, and the OpenAPI page made from the request structs."""
+"""Builds the HTTP application: routes, middleware, error responses, and the OpenAPI page."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -22,22 +21,23 @@ from thalweg.core.logs import fields
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineClient
 from thalweg.server import admin, maintenance, openapi, playground, protocol
-from thalweg.server.access_log import AccessLogMiddleware
-from thalweg.server.accounting import accounting_of
 from thalweg.server.anthropic import protocol as anthropic
 from thalweg.server.anthropic.routes import count_tokens, messages
 from thalweg.server.api_keys import ApiKeys
-from thalweg.server.auth import PROBES, WORK, AuthMiddleware
+from thalweg.server.auth import GENERATION, PROBES, AuthMiddleware
 from thalweg.server.chat import chat_completions, tokenize
-from thalweg.server.completions import completions
-from thalweg.server.concurrency import ConcurrencyLimit
-from thalweg.server.context import AppContext, quota_of
+from thalweg.server.chat_stream import ChatChoice
+from thalweg.server.completions import CompletionChoice, completions
+from thalweg.server.context import AppContext
 from thalweg.server.errors import ApiError, ErrorInfo, error_info
 from thalweg.server.generate import generate
-from thalweg.server.logs import NoLog, RequestLog
-from thalweg.server.metrics import ServerMetrics
+from thalweg.server.logs import NoRequestLog, RequestLog
+from thalweg.server.middleware import AccessLogMiddleware, ConcurrencyLimit
+from thalweg.server.openai_stream import OpenAIResponse
+from thalweg.server.openapi import Route
+from thalweg.server.parsing import parse_body
 from thalweg.server.responses import protocol as responses
-from thalweg.server.responses.routes import forget_response, kept_response, respond
+from thalweg.server.responses.routes import create_response, delete_response, stored_response
 from thalweg.server.responses.store import ResponseStore
 from thalweg.server.tracing import NoTraces, traces_to
 from thalweg.text.chat import ChatFormat
@@ -46,53 +46,28 @@ from thalweg.text.retention import ThinkingRetention
 log = logging.getLogger("thalweg.server")
 SAMPLE_SECONDS = 1.0
 
-Handler = Callable[[AppContext, Request], Awaitable[Response]]
-
-
-class Route(NamedTuple):
-    """body: the struct of the request, None for none. answer: what a 200 holds. many: a list of answers, where a list
-    was asked. admin: it needs the admin key. optional: an empty body is {}.
-    """
-
-    path: str
-    method: str
-    handler: Handler
-    body: type[msgspec.Struct] | None
-    answer: Any
-    many: bool = False
-    admin: bool = False
-    optional: bool = False
-
-    @property
-    def described(self) -> openapi.RouteDoc:
-        name = self.handler.__name__
-        summary = " ".join((self.handler.__doc__ or name.replace("_", " ")).split())
-        flags = self.many, self.admin, self.optional
-        return openapi.RouteDoc(self.path, self.method, name, summary, self.body, self.answer, *flags)
-
-
 ROUTES = (
-    Route("/v1/completions", "POST", completions, protocol.CompletionRequest, openapi.Completion),
-    Route("/v1/chat/completions", "POST", chat_completions, protocol.ChatRequest, openapi.ChatCompletion),
-    Route("/v1/responses", "POST", respond, responses.ResponsesRequest, responses.ResponseAnswer),
-    Route("/v1/responses/{id}", "GET", kept_response, None, responses.ResponseAnswer),
-    Route("/v1/responses/{id}", "DELETE", forget_response, None, responses.Deleted),
+    Route("/v1/completions", "POST", completions, protocol.CompletionRequest, OpenAIResponse[CompletionChoice]),
+    Route("/v1/chat/completions", "POST", chat_completions, protocol.ChatRequest, OpenAIResponse[ChatChoice]),
+    Route("/v1/responses", "POST", create_response, responses.ResponsesRequest, responses.ResponsesResponse),
+    Route("/v1/responses/{id}", "GET", stored_response, None, responses.ResponsesResponse),
+    Route("/v1/responses/{id}", "DELETE", delete_response, None, responses.DeletedResponse),
     Route("/v1/messages", "POST", messages, anthropic.MessagesRequest, anthropic.MessagesResponse),
     Route("/v1/messages/count_tokens", "POST", count_tokens, anthropic.Conversation, anthropic.TokenCount),
     Route("/v1/models", "GET", admin.models, None, openapi.ModelList),
     Route("/v1/models/{name:path}", "GET", admin.model, None, openapi.ModelCard),
-    Route("/generate", "POST", generate, protocol.GenerateRequest, openapi.Generated, many=True),
-    Route("/tokenize", "POST", tokenize, protocol.TokenizeRequest, openapi.Tokens),
-    Route("/detokenize", "POST", admin.detokenize, protocol.DetokenizeRequest, openapi.Detokenized),
-    Route("/abort", "POST", admin.abort, protocol.AbortRequest, openapi.Aborted),
-    Route("/abort_request", "POST", admin.abort, protocol.AbortRequest, openapi.Aborted),
-    Route("/flush_cache", "POST", admin.flush_cache, None, openapi.Flushed, admin=True),
+    Route("/generate", "POST", generate, protocol.GenerateRequest, openapi.GenerateResponse, lists=True),
+    Route("/tokenize", "POST", tokenize, protocol.TokenizeRequest, openapi.TokenizeResponse),
+    Route("/detokenize", "POST", admin.detokenize, protocol.DetokenizeRequest, openapi.DetokenizeResponse),
+    Route("/abort", "POST", admin.abort, protocol.AbortRequest, openapi.AbortResponse),
+    Route("/abort_request", "POST", admin.abort, protocol.AbortRequest, openapi.AbortResponse),
+    Route("/flush_cache", "POST", admin.flush_cache, None, openapi.FlushResponse, admin=True),
     Route(
         "/update_weights_from_disk",
         "POST",
         maintenance.update_weights_from_disk,
         protocol.UpdateWeightsRequest,
-        openapi.WeightsUpdated,
+        openapi.UpdateWeightsResponse,
         admin=True,
     ),
     Route(
@@ -102,13 +77,13 @@ ROUTES = (
         protocol.StartProfileRequest,
         openapi.OperationResult,
         admin=True,
-        optional=True,
+        optional_body=True,
     ),
     Route("/stop_profile", "POST", maintenance.stop_profile, None, openapi.OperationResult, admin=True),
     Route("/server_info", "GET", admin.server_info, None, openapi.ServerInfo),
     Route("/get_server_info", "GET", admin.server_info, None, openapi.ServerInfo),
-    Route("/health", "GET", admin.health, None, openapi.State),
-    Route("/ready", "GET", admin.ready, None, openapi.State),
+    Route("/health", "GET", admin.health, None, openapi.ServerState),
+    Route("/ready", "GET", admin.ready, None, openapi.ServerState),
     Route("/resolved", "GET", admin.resolved, None, dict[str, Any]),
 )
 METRICS = Route("/metrics", "GET", admin.metrics, None, openapi.PlainText)
@@ -122,29 +97,17 @@ def build(
     path: str = "",
     defaults: SamplingParams = SamplingParams(),
 ) -> FastAPI:
-    """The HTTP application of one front. Starting and ending the front is the caller's business.
+    """The HTTP application of one engine, which the caller starts and ends.
 
-    chat: encoder and parsers of the model. path: of its checkpoint, as the user gave it; its last part names the model
-    when options.served_model_name does not. defaults: sampling parameters of requests that do not say.
+    path: of the checkpoint, as the user gave it; its last part names the model unless options.served_model_name does.
+    defaults: sampling parameters of requests that leave them out.
     """
     names = options.served_model_name or (path.rstrip("/").rpartition("/")[2] or "default",)
     store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
-    requests = RequestLog(options.log_requests_level, front.tokenizer, PROBES) if options.log_requests else NoLog()
+    logged = RequestLog(options.log_requests_level, front.tokenizer, PROBES) if options.log_requests else NoRequestLog()
     traces = NoTraces() if options.otlp_traces_endpoint is None else traces_to(options.otlp_traces_endpoint)
-    history = ThinkingRetention(chat, front.tokenizer.mark_id)
-    ctx = AppContext(
-        front,
-        chat,
-        options,
-        names,
-        path,
-        defaults,
-        ServerMetrics(),
-        time.time(),
-        store,
-        history,
-        listen=requests.listen,
-    )
+    retention = ThinkingRetention(chat, front.tokenizer.mark_id)
+    ctx = AppContext(front, chat, options, names, path, defaults, store, retention, logged)
     api_keys = ApiKeys(options)
 
     @asynccontextmanager
@@ -158,23 +121,22 @@ def build(
 
     app = FastAPI(openapi_url=None, lifespan=lifespan, redirect_slashes=False)
     routes = ROUTES + ((METRICS,) if options.metrics else ())
-    for place in dict.fromkeys(route.path for route in routes):
-        _add(app, ctx, place, {route.method: _guarded(route, api_keys) for route in routes if route.path == place})
-    document = openapi.document((route.described for route in routes), api_keys.asks, options.open_probes)
+    by_path: dict[str, dict[str, Route]] = {}
+    for route in routes:
+        by_path.setdefault(route.path, {})[route.method] = route
+    for place, methods in by_path.items():  # one route for all methods of a path: a 405 lists them
+        endpoint = _endpoint(ctx, api_keys, methods)
+        app.add_api_route(place, endpoint, methods=list(methods), response_model=None)
+    document = openapi.document(routes, api_keys.required, options.open_probes)
     app.add_route("/openapi.json", lambda request: Response(document, media_type="application/json"), methods=["GET"])
     pages = playground.PAGES if options.playground else {}
     for name, page in pages.items():
         app.add_route(name, page.respond, methods=["GET"], include_in_schema=False)
-    _add_error_answers(app, options, ctx.metrics)
-    app.add_middleware(
-        AuthMiddleware,
-        options=options,
-        metrics=ctx.metrics,
-        api_keys=api_keys,
-        open_paths=frozenset(pages),
-    )
+    app.exception_handlers.update(_error_handlers(ctx))
+    open_paths = frozenset(pages)
+    app.add_middleware(AuthMiddleware, options=options, metrics=ctx.metrics, api_keys=api_keys, open_paths=open_paths)
     app.add_middleware(ConcurrencyLimit)
-    app.add_middleware(AccessLogMiddleware, tellers=(traces.tell, requests.tell))
+    app.add_middleware(AccessLogMiddleware, on_end=(traces.record, logged.write))
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -193,52 +155,43 @@ async def _sample(ctx: AppContext, api_keys: ApiKeys) -> None:
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
-def _guarded(route: Route, api_keys: ApiKeys) -> Handler:
-    if not route.admin:
-        return route.handler
-
-    async def guarded(ctx: AppContext, request: Request) -> Response:
-        api_keys.check_admin(quota_of(request).api_key, route.path)
-        return await route.handler(ctx, request)
-
-    return guarded
-
-
-def _add(app: FastAPI, ctx: AppContext, path: str, handlers: dict[str, Handler]) -> None:
-    """One route for all methods of a path: a 405 lists them."""
-
+def _endpoint(
+    ctx: AppContext, api_keys: ApiKeys, methods: Mapping[str, Route]
+) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await handlers[request.method](ctx, request)
+        route = methods[request.method]
+        if route.admin:
+            api_keys.check_admin(request.scope["quota"].api_key, route.path)
+        if route.body is None:
+            return await route.handler(ctx, request)
+        content = await request.body()
+        if route.optional_body:
+            content = content or b"{}"
+        return await route.handler(ctx, request, parse_body(content, route.body))
 
-    app.add_api_route(path, endpoint, methods=list(handlers), response_model=None)
+    return endpoint
 
 
-def _add_error_answers(app: FastAPI, options: ServerOptions, metrics: ServerMetrics) -> None:
-    async def on_purpose(request: Request, error: Exception) -> Response:
-        problem = error_info(error)
-        accounting_of(request).error = problem.kind
-        return problem.response(options.retry_after, request.url.path)
-
-    async def by_route(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        problem = ErrorInfo(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
-        accounting_of(request).error = problem.kind
-        response = problem.response(options.retry_after, request.url.path)
-        response.headers.update(error.headers or {})
+def _error_handlers(ctx: AppContext) -> dict[Any, Callable[[Request, Any], Awaitable[Response]]]:
+    async def answer(request: Request, error: Exception) -> Response:
+        info = error_info(error)
+        if isinstance(error, HTTPException):
+            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+            info = ErrorInfo(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
+        request.scope["accounting"].error = info.kind
+        response = info.response(ctx.options.retry_after, request.url.path)
+        response.headers.update(getattr(error, "headers", None) or {})
         return response
 
-    async def by_accident(request: Request, error: Exception) -> Response:
-        accounting = accounting_of(request)
+    async def fail(request: Request, error: Exception) -> Response:
+        """An unexpected exception, outside the auth middleware."""
+        accounting, path = request.scope["accounting"], request.url.path
         log.error("failed", exc_info=error, extra=fields(id=accounting.id))
-        if accounting.status == 500:  # else it has begun to answer, which was counted
-            metrics.answered(request.url.path if request.url.path in WORK else "other", 500)
-        response = error_info(error).response(options.retry_after, request.url.path)
-        response.headers[options.request_id_header] = accounting.id
+        if accounting.status == 500:  # else the response had begun, and was counted
+            ctx.metrics.answered(path if path in GENERATION else "other", 500)
+        response = error_info(error).response(ctx.options.retry_after, path)
+        response.headers[ctx.options.request_id_header] = accounting.id
         return response
 
-    app.add_exception_handler(ApiError, on_purpose)
-    app.add_exception_handler(ThalwegError, on_purpose)
-    app.add_exception_handler(RecursionError, on_purpose)
-    app.add_exception_handler(HTTPException, by_route)
-    app.add_exception_handler(Exception, by_accident)
+    expected = (ApiError, ThalwegError, RecursionError, HTTPException)
+    return {**dict.fromkeys(expected, answer), Exception: fail}

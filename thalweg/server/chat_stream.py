@@ -1,32 +1,71 @@
-"""From the pieces of one choice to chat messages: the parser's events as deltas, or as one message."""
+"""Stream encoder of /v1/chat/completions: the parser's events as deltas, or as one message."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from thalweg.engine.streams import Piece
-from thalweg.server.logprobs import chat_logprobs, prompt_logprobs
-from thalweg.server.openai_responses import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    DeltaFunctionCall,
-    DeltaToolCall,
-)
+from thalweg.server.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
+from thalweg.server.openai_stream import PromptLogprobs
+from thalweg.server.parsing import given
 from thalweg.server.protocol import ChatRequest
-from thalweg.server.sampling import given
 from thalweg.text.events import ArgumentDelta, CallStart, ContentDelta, Event, ReasoningDelta, collect
 from thalweg.text.parser import AnswerParser
 from thalweg.text.tokenizer import Tokenizer
 
 
-class ChatStreamEncoder:
-    """Makes the chunks, or the whole message, of one choice. parser: fresh, for this choice alone."""
+class DeltaFunctionCall(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class DeltaToolCall(msgspec.Struct):
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: DeltaFunctionCall = msgspec.field(default_factory=DeltaFunctionCall)
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
+
+
+class DeltaMessage(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[DeltaToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    matched_stop: str | int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: DeltaMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    matched_stop: str | int | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatChoiceEncoder:
+    """Writes one choice with a parser of its own."""
 
     def __init__(
         self, tokenizer: Tokenizer, body: ChatRequest, index: int, prompt: Sequence[int], parser: AnswerParser
@@ -36,11 +75,11 @@ class ChatStreamEncoder:
         self._first, self._called = True, False
 
     def feed(self, piece: Piece) -> list[ChatChunkChoice]:
-        """The chunks that a piece makes: none while the parser holds its text back. The first says whose turn it is."""
+        """Empty while the parser holds its text back. The first chunk has the role."""
         deltas = _deltas(self._events(piece))
-        logprobs, ids = self._logprobs(piece), list(piece.ids) if self._body.return_token_ids else UNSET
+        logprobs, ids = self._logprobs(piece), self._ids(piece)
         if not deltas and (self._first or piece.finish is not None or logprobs is not None or ids is not UNSET):
-            deltas = [ChatDelta()]
+            deltas = [DeltaMessage()]
         chunks = [ChatChunkChoice(self._index, delta) for delta in deltas]
         if not chunks:
             return chunks
@@ -49,36 +88,32 @@ class ChatStreamEncoder:
             self._first = False
             self._begin(chunks[0], piece)
         if piece.finish is not None:
-            chunks[-1].finish_reason = self._finish(piece)
-            chunks[-1].matched_stop = UNSET if piece.stop is None else piece.stop
+            chunks[-1].finish_reason, chunks[-1].matched_stop = self._finish(piece), _matched_stop(piece)
         return chunks
 
     def whole(self, piece: Piece) -> ChatChoice:
-        """The message of a choice that came in one piece."""
         parsed = collect(self._events(piece))
-        bare = parsed.reasoning is None and not parsed.calls
         calls = [
             DeltaToolCall(id=call.id, type="function", function=DeltaFunctionCall(call.name, call.arguments))
             for call in parsed.calls
         ]
-        message = ChatMessage(
-            "assistant", "" if parsed.content is None and bare else parsed.content, parsed.reasoning, calls or None
+        content = parsed.content if parsed.reasoning or calls else parsed.content or ""
+        message = ChatMessage("assistant", content, parsed.reasoning, calls or None)
+        return ChatChoice(
+            self._index,
+            message,
+            self._logprobs(piece),
+            self._finish(piece),
+            _matched_stop(piece),
+            self._ids(piece),
+            self._prompt_logprobs(piece),
         )
-        choice = ChatChoice(self._index, message, self._logprobs(piece), self._finish(piece))
-        choice.matched_stop = UNSET if piece.stop is None else piece.stop
-        if self._body.return_token_ids:
-            choice.token_ids = list(piece.ids)
-        if self._body.prompt_logprobs is not None:
-            choice.prompt_logprobs = self._prompt_logprobs(piece)
-        return choice
 
     def _events(self, piece: Piece) -> list[Event]:
         events = self._parser.feed(piece.text)
         if piece.finish is not None:
             events = [*events, *self._parser.finish()]
-        for event in events:
-            if isinstance(event, CallStart):
-                self._called = True
+        self._called = self._called or any(isinstance(event, CallStart) for event in events)
         return events
 
     def _finish(self, piece: Piece) -> str | None:
@@ -90,40 +125,37 @@ class ChatStreamEncoder:
             chunk.delta.content = ""
         if self._body.return_token_ids:
             chunk.prompt_token_ids = list(self._prompt)
-        if self._body.prompt_logprobs is not None:
-            chunk.prompt_logprobs = self._prompt_logprobs(piece)
+        chunk.prompt_logprobs = self._prompt_logprobs(piece)
+
+    def _ids(self, piece: Piece) -> list[int] | UnsetType:
+        return list(piece.ids) if self._body.return_token_ids else UNSET
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self._body.logprobs or not piece.ids:
             return None
         return chat_logprobs(self._tokenizer, piece.ids, piece.logprobs, given(self._body.top_logprobs, 0))
 
-    def _prompt_logprobs(self, piece: Piece) -> list[dict[str, Any] | None]:
-        top = given(self._body.prompt_logprobs, 0)
-        return prompt_logprobs(self._tokenizer, self._prompt, piece.prompt_logprobs, top)
+    def _prompt_logprobs(self, piece: Piece) -> PromptLogprobs | UnsetType:
+        top = self._body.prompt_logprobs
+        return UNSET if top is None else prompt_logprobs(self._tokenizer, self._prompt, piece.prompt_logprobs, top)
 
 
-def _deltas(events: Sequence[Event]) -> list[ChatDelta]:
-    """One delta for the text, and one for each call that has news: some clients read only the first call of a chunk."""
-    if len(events) == 1:  # nearly always
-        only = events[0]
-        if isinstance(only, ContentDelta):
-            return [ChatDelta(content=only.text)]
-        if isinstance(only, ReasoningDelta):
-            return [ChatDelta(reasoning_content=only.text)]
-    text = ChatDelta()
+def _matched_stop(piece: Piece) -> str | int | UnsetType:
+    return UNSET if piece.stop is None else piece.stop
+
+
+def _deltas(events: Sequence[Event]) -> list[DeltaMessage]:
+    """One delta for the text, then one for each changed call: some clients read only the first call of a chunk."""
+    if len(events) == 1 and isinstance(events[0], ContentDelta):  # nearly always
+        return [DeltaMessage(content=events[0].text)]
+    content = "".join([event.text for event in events if isinstance(event, ContentDelta)])
+    reasoning = "".join([event.text for event in events if isinstance(event, ReasoningDelta)])
     calls: dict[int, DeltaToolCall] = {}
     for event in events:
-        if isinstance(event, ContentDelta):
-            text.content = event.text if text.content is UNSET else text.content + event.text
-        elif isinstance(event, ReasoningDelta):
-            text.reasoning_content = (
-                event.text if text.reasoning_content is UNSET else text.reasoning_content + event.text
-            )
-        elif isinstance(event, CallStart):
+        if isinstance(event, CallStart):
             calls[event.index] = DeltaToolCall(event.index, event.id, "function", DeltaFunctionCall(event.name))
         elif isinstance(event, ArgumentDelta):
-            call = calls.setdefault(event.index, DeltaToolCall(event.index, function=DeltaFunctionCall()))
+            call = calls.setdefault(event.index, DeltaToolCall(event.index))
             call.function.arguments += event.text
-    spoken = text.content is not UNSET or text.reasoning_content is not UNSET
-    return [*([text] if spoken else []), *(ChatDelta(tool_calls=[call]) for call in calls.values())]
+    text = [DeltaMessage(UNSET, content or UNSET, reasoning or UNSET)] if content or reasoning else []
+    return [*text, *(DeltaMessage(tool_calls=[call]) for call in calls.values())]

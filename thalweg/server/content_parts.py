@@ -1,11 +1,10 @@
-"""One answer as its parts in order: thoughts, texts, tool calls. What the APIs that send typed parts (Anthropic's,
-Responses) write down.
-"""
+"""One answer as its parts in order: reasoning, texts, tool calls; for the APIs with typed parts (Anthropic, Responses)."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from thalweg.engine.streams import Piece
 from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta
@@ -13,101 +12,88 @@ from thalweg.text.parser import AnswerParser
 
 
 class PartKind(enum.Enum):
-    THOUGHT = "thought"
+    REASONING = "reasoning"
     TEXT = "text"
     CALL = "call"
 
 
 @dataclass(slots=True, eq=False)
 class ContentPart:
-    """index: its place in the answer. id, name: of a call, whose text is its arguments, JSON once it is closed."""
-
     kind: PartKind
-    index: int
-    id: str = ""
+    index: int  # in the answer
+    id: str = ""  # of a call, as name
     name: str = ""
-    pieces: list[str] = field(default_factory=list)
+    deltas: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        """Of a call: its arguments, JSON once it is closed."""
+        return "".join(self.deltas)
 
 
-@dataclass(frozen=True, slots=True)
-class PartOpened:
+class PartEvent(NamedTuple):
+    type: Literal["open", "delta", "close"]
     part: ContentPart
-
-
-@dataclass(frozen=True, slots=True)
-class PartDelta:
-    part: ContentPart
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class PartClosed:
-    part: ContentPart
-
-
-PartEvent = PartOpened | PartDelta | PartClosed
+    text: str = ""  # of a delta
 
 
 class PartBuilder:
-    """Composes the parts of one choice from its pieces; one part is open at a time. parser: fresh, for this choice
-    alone.
-    """
+    """Builds the parts of one answer from its pieces; one part is open at a time. parser: of this answer alone."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self.parts: list[ContentPart] = []
         self._parser = parser
         self._open: ContentPart | None = None
-        self._changes: list[PartEvent] = []
+        self._events: list[PartEvent] = []
+
+    def text(self, kind: PartKind) -> str:
+        """The text of all parts of a kind."""
+        return "".join(part.text for part in self.parts if part.kind is kind)
 
     @property
-    def called(self) -> bool:
-        return any(part.kind is PartKind.CALL for part in self.parts)
+    def calls(self) -> list[ContentPart]:
+        return [part for part in self.parts if part.kind is PartKind.CALL]
 
     def feed(self, piece: Piece) -> list[PartEvent]:
-        """What a piece changes. The last piece closes what is open."""
+        """The last piece closes the open part."""
         for event in self._parser.feed(piece.text):
             self._take(event)
         if piece.finish is not None:
             for event in self._parser.finish():
                 self._take(event)
             self._close()
-        changes, self._changes = self._changes, []
-        return changes
+        events, self._events = self._events, []
+        return events
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, ContentDelta):
-            self._grow(self._current(PartKind.TEXT), event.text)
-        elif isinstance(event, ReasoningDelta):
-            self._grow(self._current(PartKind.THOUGHT), event.text)
-        elif isinstance(event, CallStart):
-            self._begin(PartKind.CALL, event.id, event.name)
-        elif isinstance(event, ArgumentDelta):
-            self._grow(self._current(PartKind.CALL), event.text)
-        elif isinstance(event, CallEnd):
-            self._close()
-
-    def _current(self, kind: PartKind) -> ContentPart:
-        if self._open is None or self._open.kind is not kind:
-            assert kind is not PartKind.CALL, "a call starts before its arguments come"
-            return self._begin(kind)
-        return self._open
+        match event:
+            case ContentDelta():
+                self._extend(PartKind.TEXT, event.text)
+            case ReasoningDelta():
+                self._extend(PartKind.REASONING, event.text)
+            case CallStart():
+                self._begin(PartKind.CALL, event.id, event.name)
+            case ArgumentDelta():
+                self._extend(PartKind.CALL, event.text)
+            case CallEnd():
+                self._close()
 
     def _begin(self, kind: PartKind, id: str = "", name: str = "") -> ContentPart:
         self._close()
         part = self._open = ContentPart(kind, len(self.parts), id, name)
         self.parts.append(part)
-        self._changes.append(PartOpened(part))
+        self._events.append(PartEvent("open", part))
         return part
 
-    def _grow(self, part: ContentPart, text: str) -> None:
-        part.pieces.append(text)
-        self._changes.append(PartDelta(part, text))
+    def _extend(self, kind: PartKind, text: str) -> None:
+        part = self._open
+        if part is None or part.kind is not kind:
+            assert kind is not PartKind.CALL, "a call starts before its arguments come"
+            part = self._begin(kind)
+        part.deltas.append(text)
+        self._events.append(PartEvent("delta", part, text))
 
     def _close(self) -> None:
         if self._open is not None:
-            self._changes.append(PartClosed(self._open))
+            self._events.append(PartEvent("close", self._open))
             self._open = None

@@ -1,5 +1,7 @@
-"""Every error as OpenAI's JSON: {"error": {"message", "type", "param", "code"}}; `param` is the path of the field as
-the client wrote it. Under /v1/messages it is Anthropic's: {"type": "error", "error": {"type", "message"}}.
+"""Error responses.
+
+OpenAI's shape: {"error": {"message", "type", "param", "code"}}; `param` is the path of the field in the request.
+Anthropic's shape, under /v1/messages: {"type": "error", "error": {"type", "message"}}.
 """
 
 from __future__ import annotations
@@ -12,15 +14,15 @@ from starlette.responses import Response
 from thalweg.core.errors import EngineDead, EngineStarting, InvalidRequest, NumericalError, Overloaded, ThalwegError
 
 
-class Error(msgspec.Struct):
+class OpenAIError(msgspec.Struct):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorBody(msgspec.Struct):
-    error: Error
+class OpenAIErrorBody(msgspec.Struct):
+    error: OpenAIError
 
 
 class AnthropicError(msgspec.Struct):
@@ -28,7 +30,7 @@ class AnthropicError(msgspec.Struct):
     message: str
 
 
-class AnthropicBody(msgspec.Struct):
+class AnthropicErrorBody(msgspec.Struct):
     error: AnthropicError
     type: str = "error"
 
@@ -48,73 +50,69 @@ _ANTHROPIC_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """status: of HTTP; retry: tell the client when to try again; wait: in so many seconds, where that is known."""
-
-    status: int
+    status: int  # of HTTP
     message: str
     type: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
-    retry: bool = False
-    wait: int = 0
+    retry: bool = False  # send Retry-After
+    retry_after: int = 0  # seconds; 0: the server's default
 
     @property
     def kind(self) -> str:
-        """What it is, in one word, for logs and traces."""
+        """One word for logs and traces."""
         return self.code or self.type
 
     @property
     def body(self) -> bytes:
-        return msgspec.json.encode(
-            ErrorBody(Error(_short(self.message), self.type, self.param and _short(self.param), self.code))
-        )
+        param = self.param and _printable(self.param)
+        return msgspec.json.encode(OpenAIErrorBody(OpenAIError(_printable(self.message), self.type, param, self.code)))
 
     @property
     def anthropic(self) -> bytes:
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-        return msgspec.json.encode(AnthropicBody(AnthropicError(kind, _short(self.message))))
+        return msgspec.json.encode(AnthropicErrorBody(AnthropicError(kind, _printable(self.message))))
 
     def response(self, retry_after: int, path: str) -> Response:
-        """path: of the request, whose API tells the shape."""
-        headers = {"Retry-After": str(self.wait or retry_after)} if self.retry else {}
+        """The HTTP response in the shape of the API that `path` belongs to."""
+        headers = {"Retry-After": str(self.retry_after or retry_after)} if self.retry else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         body = self.anthropic if path.startswith(ANTHROPIC) else self.body
         return Response(body, self.status, headers, "application/json")
 
 
-def _short(text: str) -> str:
-    """Messages quote what was sent, which may be a whole body, and may be no Unicode."""
+def _printable(text: str) -> str:
+    """Messages quote the request, which may be long and may hold lone surrogates."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} … ({len(text)} characters)"
 
 
 class ApiError(Exception):
-    """Ends a request with this problem."""
+    """Ends a request with this error response."""
 
-    def __init__(self, problem: ErrorInfo) -> None:
-        super().__init__(problem.message)
-        self.problem = problem
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """What a client is told of an error. Errors that Thalweg does not raise on purpose are a 500 that gives nothing
-    away.
-    """
-    if isinstance(error, ApiError):
-        return error.problem
-    if isinstance(error, InvalidRequest):
-        return ErrorInfo(400, str(error), param=error.field or None, code="invalid_value")
-    if isinstance(error, Overloaded):
-        return ErrorInfo(429, f"the queue is full: {error}", "rate_limit_error", code="overloaded", retry=True)
-    if isinstance(error, EngineDead):
-        message = f"the engine is not serving: {error}; try again when /ready answers 200"
-        code = "engine_starting" if isinstance(error, EngineStarting) else "engine_dead"
-        return ErrorInfo(503, message, "service_unavailable_error", code=code, retry=True)
-    if isinstance(error, NumericalError):
-        return ErrorInfo(500, str(error), "server_error", code="no_numbers")
-    if isinstance(error, RecursionError):
-        return ErrorInfo(400, "the body is nested too deeply", code="invalid_value")
-    if isinstance(error, ThalwegError):
-        return ErrorInfo(500, str(error), "server_error")
+    """The error response for an exception. An unexpected exception becomes a 500 without details."""
+    match error:
+        case ApiError():
+            return error.info
+        case InvalidRequest():
+            return ErrorInfo(400, str(error), param=error.field or None, code="invalid_value")
+        case Overloaded():
+            return ErrorInfo(429, f"the queue is full: {error}", "rate_limit_error", code="overloaded", retry=True)
+        case EngineDead():
+            message = f"the engine is not serving: {error}; try again when /ready answers 200"
+            code = "engine_starting" if isinstance(error, EngineStarting) else "engine_dead"
+            return ErrorInfo(503, message, "service_unavailable_error", code=code, retry=True)
+        case NumericalError():
+            return ErrorInfo(500, str(error), "server_error", code="no_numbers")
+        case RecursionError():
+            return ErrorInfo(400, "the body is nested too deeply", code="invalid_value")
+        case ThalwegError():
+            return ErrorInfo(500, str(error), "server_error")
     return ErrorInfo(500, "internal error: the server's log has the details under this request's id", "server_error")

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes that the APIs give them."""
+"""Log-probabilities in the shape of each API."""
 
 from __future__ import annotations
 
@@ -6,31 +6,62 @@ import codecs
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
+
 from thalweg.core.plan import TokenLogprob
-from thalweg.server.openai_responses import ChatLogprob, ChatLogprobs, LegacyLogprobs, PromptLogprobs, TopLogprob
 from thalweg.text.tokenizer import Tokenizer
 
-FLOOR = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
+FLOOR = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """logprobs of /v1/completions: one entry a token; null for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+    def extend(self, other: CompletionLogprobs) -> None:
+        self.tokens += other.tokens
+        self.token_logprobs += other.token_logprobs
+        self.text_offset += other.text_offset
+        if self.top_logprobs is not None:
+            self.top_logprobs += other.top_logprobs or ()
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob]
+    refusal: None = None
 
 
 def finite(logprob: float) -> float:
     return max(logprob, FLOOR)
 
 
-def show(raw: bytes) -> str:
-    """A token as text; half a character is written `bytes:\\xe4\\xb8`, so that different tokens keep different
-    names.
-    """
+def token_name(raw: bytes) -> str:
+    """A token as text. A partial character is written `bytes:\\xe4\\xb8`, so that different tokens differ."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-class LegacyLog:
-    """logprobs of one choice of /v1/completions, piece by piece. top: alternatives wanted; 0 gives no
-    `top_logprobs`.
-    """
+class CompletionLogprobsBuilder:
+    """Builds the logprobs of one choice. top: number of alternatives; 0 gives no `top_logprobs`."""
 
     def __init__(self, tokenizer: Tokenizer, top: int) -> None:
         self._tokenizer, self._top = tokenizer, top
@@ -39,14 +70,12 @@ class LegacyLog:
 
     def feed(
         self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], hidden: Collection[int]
-    ) -> LegacyLogprobs:
-        """hidden: ids that are not in the text. None as a logprob: the first token of a prompt, which nothing
-        precedes.
-        """
-        out = LegacyLogprobs([], [], [] if self._top else None, [])
+    ) -> CompletionLogprobs:
+        """hidden: ids that are not in the text. A logprob of None: the first token of a prompt."""
+        out = CompletionLogprobs([], [], [] if self._top else None, [])
         for token, entry in zip(ids, logprobs, strict=True):
             raw = self._tokenizer.token_bytes(token)
-            out.tokens.append(show(raw))
+            out.tokens.append(token_name(raw))
             out.token_logprobs.append(None if entry is None else finite(entry.logprob))
             out.text_offset.append(self._offset)
             if token not in hidden:
@@ -57,49 +86,42 @@ class LegacyLog:
 
     def _tops(self, raw: bytes, entry: TokenLogprob) -> dict[str, float]:
         pairs = zip(entry.top_ids[: self._top], entry.top_logprobs[: self._top], strict=True)
-        tops = {show(self._tokenizer.token_bytes(token)): finite(logprob) for token, logprob in pairs}
-        tops.setdefault(show(raw), finite(entry.logprob))
+        tops = {token_name(self._tokenizer.token_bytes(token)): finite(logprob) for token, logprob in pairs}
+        tops.setdefault(token_name(raw), finite(entry.logprob))
         return tops
 
 
 def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob], top: int) -> ChatLogprobs:
-    content = []
-    for token, entry in zip(ids, logprobs, strict=True):
+    def entry(token: int, logprob: float) -> tuple[str, float, list[int]]:
         raw = tokenizer.token_bytes(token)
-        tops = []
-        for other, logprob in zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True):
-            name = tokenizer.token_bytes(other)
-            tops.append(TopLogprob(show(name), finite(logprob), list(name)))
-        content.append(ChatLogprob(show(raw), finite(entry.logprob), list(raw), tops))
+        return token_name(raw), finite(logprob), list(raw)
+
+    content = []
+    for token, chosen in zip(ids, logprobs, strict=True):
+        pairs = zip(chosen.top_ids[:top], chosen.top_logprobs[:top], strict=True)
+        content.append(ChatLogprob(*entry(token, chosen.logprob), [TopLogprob(*entry(*pair)) for pair in pairs]))
     return ChatLogprobs(content)
 
 
-def scores_of(prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[TokenLogprob | None]:
-    """One entry a prompt token; nothing precedes the first. All None where the request was aborted before its prompt
-    was scored.
-    """
+def prompt_scores(prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[TokenLogprob | None]:
+    """One entry a prompt token, None for the first. All None if the request was aborted before they were computed."""
     return [None, *logprobs] if logprobs else [None] * len(prompt)
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], top: int
-) -> PromptLogprobs:
-    """vLLM's shape: null for the first token, then {token id: {logprob, decoded_token}}, the prompt's own token
-    first.
-    """
-    out: PromptLogprobs = []
-    for token, entry in zip(prompt, scores_of(prompt, logprobs), strict=True):
-        if entry is None:
-            out.append(None)
-            continue
-        ids = (token, *entry.top_ids[:top])
-        values = (entry.logprob, *entry.top_logprobs[:top])
-        out.append({str(i): _named(tokenizer, i, v) for i, v in zip(ids, values, strict=True)})
-    return out
+) -> list[dict[str, Any] | None]:
+    """vLLM's shape: null for the first token, then {token id: {logprob, decoded_token}}, the prompt's token first."""
 
+    def named(entry: TokenLogprob, token: int) -> dict[str, Any]:
+        ids, values = (token, *entry.top_ids[:top]), (entry.logprob, *entry.top_logprobs[:top])
+        return {
+            str(i): {"logprob": finite(value), "decoded_token": token_name(tokenizer.token_bytes(i))}
+            for i, value in zip(ids, values, strict=True)
+        }
 
-def _named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    return {"logprob": finite(logprob), "decoded_token": show(tokenizer.token_bytes(token))}
+    scores = zip(prompt, prompt_scores(prompt, logprobs), strict=True)
+    return [None if entry is None else named(entry, token) for token, entry in scores]
 
 
 def native_logprobs(
@@ -107,18 +129,20 @@ def native_logprobs(
 ) -> list[Any]:
     """SGLang's shape: [logprob, token id, token text or null] each."""
     return [
-        [None if entry is None else finite(entry.logprob), token, show(tokenizer.token_bytes(token)) if text else None]
+        [
+            None if entry is None else finite(entry.logprob),
+            token,
+            token_name(tokenizer.token_bytes(token)) if text else None,
+        ]
         for token, entry in zip(ids, logprobs, strict=True)
     ]
 
 
 def native_tops(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None], top: int, text: bool) -> list[Any]:
     """One list a token of [logprob, token id, text or null], best first; null where there is none."""
-    out: list[Any] = []
-    for entry in logprobs:
-        if entry is None:
-            out.append(None)
-            continue
-        pairs = [TokenLogprob(value) for value in entry.top_logprobs[:top]]
-        out.append(native_logprobs(tokenizer, entry.top_ids[:top], pairs, text))
-    return out
+    return [
+        None
+        if entry is None
+        else native_logprobs(tokenizer, entry.top_ids[:top], list(map(TokenLogprob, entry.top_logprobs[:top])), text)
+        for entry in logprobs
+    ]

@@ -1,6 +1,4 @@
-"""One line in the log for each request, when it has ended: `--log-requests`. What was asked and answered is in it on
-wish only.
-"""
+"""The access log: `--log-requests` writes one line for each request that has ended."""
 
 from __future__ import annotations
 
@@ -16,75 +14,77 @@ from thalweg.server.accounting import RequestAccounting
 from thalweg.text.tokenizer import Tokenizer
 
 log = logging.getLogger("thalweg.requests")
-LONGEST_PATH = 200  # characters of a path that are logged
-SOME_TEXT = 2048  # characters of a prompt and of an output that level 2 logs
-ALL_TEXT = 1 << 62
-# ids, parameters and texts of one request that are logged below level 3: who sends thousands of prompts fills no disk
-SOME = 16
+MAX_PATH = 200  # characters
+TEXT_LIMITS = (0, 0, 2048, 1 << 62)  # characters of a prompt and of an output, by level
+# Ids, parameters and texts of one request below level 3: a request with thousands of prompts must not fill the disk.
+MAX_ENTRIES = 16
 
 Take = Callable[[int, Piece], Awaitable[None]]
 
 
-class NoLog:
+class NoRequestLog:
     """Without `--log-requests`."""
 
-    def listen(self, accounting: RequestAccounting, take: Take) -> Take:
+    def record_output(self, accounting: RequestAccounting, take: Take) -> Take:
         return take
 
-    def tell(self, accounting: RequestAccounting) -> None:
-        """Says nothing."""
+    def write(self, accounting: RequestAccounting) -> None:
+        pass
 
 
 class RequestLog:
-    """Writes the lines. level, as SGLang counts: 0 ids, times and counts; 1 the sampling parameters too; 2 the first
-    2,048 characters of the first 16 prompts and outputs too; 3 all of them. quiet: paths whose good answers are logged
-    as "debug" only.
+    """Levels as SGLang counts: 0 ids, times and counts; 1 sampling parameters too; 2 the first 2,048 characters of the
+    first 16 prompts and outputs too; 3 all of them.
+
+    quiet: paths that are logged as "debug" unless they fail.
     """
 
     def __init__(self, level: int, tokenizer: Tokenizer, quiet: frozenset[str]) -> None:
         self._tokenizer, self._quiet = tokenizer, quiet
-        self._shows_params, self._text = level >= 1, (0, 0, SOME_TEXT, ALL_TEXT)[level]
-        self._many = SOME if level < 3 else None
+        self._shows_params, self._max_text = level >= 1, TEXT_LIMITS[level]
+        self._max_entries = MAX_ENTRIES if level < 3 else None
 
-    def listen(self, accounting: RequestAccounting, take: Take) -> Take:
-        """`take`, which keeps the text that it is given, where text is logged."""
-        if not self._text:
+    def record_output(self, accounting: RequestAccounting, take: Take) -> Take:
+        """Wraps `take` to keep the text, if text is logged."""
+        if not self._max_text:
             return take
         choices = range(sum(params.n for params in accounting.params))
-        room = dict.fromkeys(choices[: self._many], self._text)
+        room = dict.fromkeys(choices[: self._max_entries], self._max_text)
 
-        async def heard(choice: int, piece: Piece) -> None:
+        async def recording(choice: int, piece: Piece) -> None:
             if piece.text and room.get(choice):
-                part = piece.text[: room[choice]]
-                room[choice] -= len(part)
-                accounting.outputs.setdefault(choice, []).append(part)
+                text = piece.text[: room[choice]]
+                room[choice] -= len(text)
+                accounting.outputs.setdefault(choice, []).append(text)
             await take(choice, piece)
 
-        return heard
+        return recording
 
-    def tell(self, accounting: RequestAccounting) -> None:
-        level = logging.DEBUG if accounting.path in self._quiet and accounting.status < 400 else logging.INFO
+    def write(self, accounting: RequestAccounting) -> None:
+        is_quiet = accounting.path in self._quiet and accounting.status < 400
+        level = logging.DEBUG if is_quiet else logging.INFO
         if log.isEnabledFor(level):
-            log.log(level, "request", extra=fields(**self._facts(accounting)))
+            log.log(level, "request", extra=fields(**self._values(accounting)))
 
-    def _facts(self, accounting: RequestAccounting) -> dict[str, Any]:
-        facts: dict[str, Any] = {
+    def _values(self, accounting: RequestAccounting) -> dict[str, Any]:
+        values: dict[str, Any] = {
             "id": accounting.id,
             "key": accounting.key or None,
             "method": accounting.method[:16],
-            "path": accounting.path[:LONGEST_PATH],
+            "path": accounting.path[:MAX_PATH],
             "status": accounting.status,
             "error": accounting.error or None,
             "gone": accounting.gone or None,
             "trace": accounting.trace or None,
         }
         if accounting.submitted:
-            facts |= self._work(accounting)
-        return facts | {"e2e": _seconds(accounting.ended - accounting.began)}
+            values |= self._generation_values(accounting)
+        return values | {"e2e": _rounded(accounting.ended - accounting.began)}
 
-    def _work(self, accounting: RequestAccounting) -> dict[str, Any]:
-        facts: dict[str, Any] = {
-            "rid": None if set(accounting.rids) == {accounting.id} else list(accounting.rids[: self._many]),
+    def _generation_values(self, accounting: RequestAccounting) -> dict[str, Any]:
+        shown = slice(self._max_entries)
+        values: dict[str, Any] = {
+            "rid": None if set(accounting.rids) == {accounting.id} else list(accounting.rids[shown]),
             "model": accounting.model,
             "stream": accounting.stream,
             "prompt_tokens": accounting.prompt_tokens,
@@ -95,24 +95,22 @@ class RequestLog:
             "finish": ",".join(dict.fromkeys(accounting.finishes)),
             "choices": len(accounting.finishes),
             "preemptions": accounting.preemptions or None,
-            "queued": _seconds(accounting.queued),
-            "ttft": _seconds(accounting.ttft),
+            "queued": _rounded(accounting.queued),
+            "ttft": _rounded(accounting.ttft),
         }
         if self._shows_params:
-            facts["params"] = [
-                msgspec.to_builtins(params) for params in list(dict.fromkeys(accounting.params))[: self._many]
+            different = list(dict.fromkeys(accounting.params))
+            values["params"] = [msgspec.to_builtins(params) for params in different[shown]]
+        if self._max_text:
+            limit = self._max_text  # a token is at least one character, partial characters aside
+            values["prompts"] = [
+                self._tokenizer.decode(prompt[:limit], skip_special_tokens=False)[:limit]
+                for prompt in accounting.prompts[shown]
             ]
-        if self._text:
-            facts["prompts"] = [self._read(prompt) for prompt in accounting.prompts[: self._many]]
-            facts["outputs"] = [
-                "".join(accounting.outputs.get(i, ())) for i in range(len(accounting.finishes))[: self._many]
-            ]
-        return facts
-
-    def _read(self, prompt: Any) -> str:
-        """The text of a prompt: a token is a character at least, but for the halves of some."""
-        return self._tokenizer.decode(prompt[: self._text], skip_special_tokens=False)[: self._text]
+            choices = range(len(accounting.finishes))[shown]
+            values["outputs"] = ["".join(accounting.outputs.get(i, ())) for i in choices]
+        return values
 
 
-def _seconds(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

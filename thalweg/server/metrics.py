@@ -1,13 +1,11 @@
-"""What the server counts and times, on one event loop: no locks, about half a microsecond an observation. `exposition`
-writes it down.
-"""
+"""What the server counts and times, on one event loop: no locks, about half a microsecond an observation."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from thalweg.core.messages import Stats
 from thalweg.core.sampling import SamplingParams
@@ -18,14 +16,14 @@ LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0
 INTERVALS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 1.0, 4.0)
 EMITS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.05, 0.1, 0.5)
 LENGTHS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens
-WIDTHS = (1, 2, 5, 10, 20)  # choices
+CHOICES = (1, 2, 5, 10, 20)
 ACCEPTS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)  # tokens of a verification
 FINISHES = ("stop", "length", "abort", "error")
-WINDOW = 10.0  # seconds that samples of the engine's counters are kept: rates are taken over at most this
+WINDOW = 10.0  # seconds: the longest time over which rates are computed
 
 
 class BucketHistogram:
-    """Counts of observations at or below each of `bounds` (ascending; seconds or tokens)."""
+    """Counts observations at or below each of `bounds` (ascending; seconds or tokens)."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -40,25 +38,16 @@ class BucketHistogram:
     def count(self) -> int:
         return sum(self.counts)
 
-    def lines(self, name: str, labels: str) -> Iterator[str]:
-        total = 0
-        for bound, count in zip((*map(repr, self.bounds), "+Inf"), self.counts, strict=True):
-            total += count
-            yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
-        yield f"{name}_sum{{{labels}}} {self.sum!r}"
-        yield f"{name}_count{{{labels}}} {total}"
 
-
-@dataclass(slots=True)
-class Rates:
-    """Tokens a second over a stretch of time."""
+class TokenRates(NamedTuple):
+    """Tokens a second."""
 
     prefill: float = 0.0
     decode: float = 0.0
 
 
 class ServerMetrics:
-    """Everything that is counted. One for each app; edited on its event loop only."""
+    """All counters of one app, edited on its event loop only."""
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = {}  # by route and status
@@ -77,9 +66,9 @@ class ServerMetrics:
         self.prompt_lengths = BucketHistogram(LENGTHS)
         self.output_lengths = BucketHistogram(LENGTHS)
         self.longest_outputs = BucketHistogram(LENGTHS)
-        self.widths = BucketHistogram(WIDTHS)
-        self.limits = BucketHistogram(LENGTHS)
-        self.accepts = BucketHistogram(ACCEPTS)
+        self.choices = BucketHistogram(CHOICES)
+        self.max_tokens = BucketHistogram(LENGTHS)
+        self.accept_lengths = BucketHistogram(ACCEPTS)
         self._samples: deque[tuple[float, Stats]] = deque()
 
     def answered(self, route: str, status: int) -> None:
@@ -94,41 +83,39 @@ class ServerMetrics:
         while self._samples[0][0] < now - WINDOW:
             self._samples.popleft()
 
-    def rates(self, seconds: float = WINDOW) -> Rates:
+    def rates(self, seconds: float = WINDOW) -> TokenRates:
         """Over the last `seconds` at most."""
         if len(self._samples) < 2:
-            return Rates()
+            return TokenRates()
         now, new = self._samples[-1]
-        then, old = next(s for s in self._samples if s[0] >= now - seconds - 0.5)
+        then, old = next(sample for sample in self._samples if sample[0] >= now - seconds - 0.5)
         if now <= then:
-            return Rates()
-        return Rates(
-            (new.prefill_tokens - old.prefill_tokens) / (now - then),
-            (new.decode_tokens - old.decode_tokens) / (now - then),
-        )
+            return TokenRates()
+        prefill, decode = new.prefill_tokens - old.prefill_tokens, new.decode_tokens - old.decode_tokens
+        return TokenRates(prefill / (now - then), decode / (now - then))
 
 
 class RequestTimer:
-    """Times one request: first token, the gaps between tokens, the whole. `piece` is on the path of every token."""
+    """Times one request. `piece` runs for every token."""
 
     def __init__(self, metrics: ServerMetrics, accounting: RequestAccounting) -> None:
-        self._meters, self._account = metrics, accounting
+        self._metrics, self._accounting = metrics, accounting
         self._first: dict[int, float] = {}  # by choice: when its first token came
         self._last: dict[int, float] = {}  # by choice: when its last token came
         self._tokens = self._longest = 0
 
     def submit(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], now: float) -> None:
         """The prompts go to the engine."""
-        accounting, metrics = self._account, self._meters
+        accounting, metrics = self._accounting, self._metrics
         accounting.submitted, accounting.prompts, accounting.params = now, tuple(prompts), tuple(params)
         accounting.prompt_tokens = sum(map(len, prompts))
-        for one in params:
-            metrics.widths.observe(one.n)
-            if one.max_tokens is not None:
-                metrics.limits.observe(one.max_tokens)
+        for of_prompt in params:
+            metrics.choices.observe(of_prompt.n)
+            if of_prompt.max_tokens is not None:
+                metrics.max_tokens.observe(of_prompt.max_tokens)
 
     def piece(self, choice: int, piece: Piece, now: float) -> None:
-        """A piece of a choice came at `now`. One of several tokens counts as that many equal gaps."""
+        """A piece of several tokens counts as that many equal gaps."""
         tokens = len(piece.ids)
         if not tokens:
             return
@@ -136,13 +123,13 @@ class RequestTimer:
         if last is None:
             self._begin(choice, piece, now)
         else:
-            self._meters.between.observe((now - last) / tokens, tokens)
+            self._metrics.between.observe((now - last) / tokens, tokens)
         self._last[choice] = now
-        self._meters.generation_tokens += tokens
+        self._metrics.generation_tokens += tokens
         self._tokens += tokens
 
     def _begin(self, choice: int, piece: Piece, now: float) -> None:
-        accounting, metrics = self._account, self._meters
+        accounting, metrics = self._accounting, self._metrics
         self._first[choice] = now
         metrics.first.observe(now - accounting.began)
         accounting.first = accounting.first or now
@@ -152,8 +139,8 @@ class RequestTimer:
             metrics.prefill.observe(max(now - piece.admitted, 0.0))
 
     def ended(self, choice: int, piece: Piece, now: float) -> None:
-        """A choice's last piece came."""
-        accounting, metrics, finish = self._account, self._meters, piece.finish
+        """The last piece of a choice came."""
+        accounting, metrics, finish = self._accounting, self._metrics, piece.finish
         assert finish is not None, "only a choice's last piece says how it ended"
         accounting.finishes.append(finish)
         accounting.preemptions += piece.preempted
@@ -166,10 +153,11 @@ class RequestTimer:
         metrics.prompt_lengths.observe(piece.prompt_tokens)
         metrics.output_lengths.observe(piece.completion_tokens)
         self._longest = max(self._longest, piece.completion_tokens)
-        if piece.drafted is not None and piece.drafted.mean_length is not None:
-            metrics.accepts.observe(piece.drafted.mean_length)
-            accounting.drafted_tokens += piece.drafted.drafted
-            accounting.accepted_tokens += piece.drafted.accepted
+        drafted = piece.drafted
+        if drafted is not None and drafted.mean_length is not None:
+            metrics.accept_lengths.observe(drafted.mean_length)
+            accounting.drafted_tokens += drafted.drafted
+            accounting.accepted_tokens += drafted.accepted
         if choice in self._first:
             decode = self._last[choice] - self._first[choice]
             metrics.decode.observe(decode)
@@ -178,24 +166,22 @@ class RequestTimer:
             if piece.completion_tokens > 1:
                 metrics.per_token.observe(decode / (piece.completion_tokens - 1))
 
-    def close(self, choices: int, left: str) -> None:
-        """Nothing more will come. left: what became of those of `choices` that did not end by themselves: "abort" or
-        "error".
-        """
-        accounting, metrics = self._account, self._meters
-        if lost := choices - len(accounting.finishes):
-            accounting.finishes += [left] * lost
-            metrics.finished[left] = metrics.finished.get(left, 0) + lost
+    def close(self, choices: int, outcome: str) -> None:
+        """The request has ended. outcome: of those of `choices` that did not end by themselves: "abort" or "error"."""
+        accounting, metrics = self._accounting, self._metrics
+        if unfinished := choices - len(accounting.finishes):
+            accounting.finishes += [outcome] * unfinished
+            metrics.finished[outcome] = metrics.finished.get(outcome, 0) + unfinished
         accounting.output_tokens = self._tokens
         accounting.last = max(self._last.values(), default=0.0)
         metrics.longest_outputs.observe(self._longest)
 
 
 def token_usage(stats: Stats) -> float:
-    """Share of the cache's pages that requests hold; what only the prefix cache holds can be had at once."""
+    """Share of the cache's pages that requests hold. Pages that only the prefix cache holds count as free."""
     return stats.pages_used / stats.pages if stats.pages else 0.0
 
 
 def hit_rate(stats: Stats) -> float:
-    """Share of the admitted prompt tokens that the prefix cache had, since the engine's start."""
+    """Share of the admitted prompt tokens found in the prefix cache, since the engine's start."""
     return stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0

@@ -1,23 +1,20 @@
-"""The OpenAPI page: every route with its bodies, answers and errors, made from the structs that read and write them."""
+"""The OpenAPI page: every route with its bodies, responses and errors, made from the types that read and write them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from starlette.responses import Response
 
 from thalweg import __version__
 from thalweg.core.messages import Stats
 from thalweg.core.sampling import MAX_LOGPROBS, MAX_SEED
 from thalweg.server.auth import COUNTED, PROBES
-from thalweg.server.errors import ANTHROPIC, AnthropicBody, ErrorBody
-from thalweg.server.openai_responses import ChatChoice, CompletionChoice, UsageInfo
-
-Type = Any  # a type, or a union of types: what msgspec makes a schema of
+from thalweg.server.errors import ANTHROPIC, AnthropicErrorBody, OpenAIErrorBody
 
 
 class ModelCard(TypedDict):
@@ -34,41 +31,37 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-class Tokens(TypedDict):
-    """Answer of /tokenize: of a text or conversation, or of each text of a list."""
+class TokenizeResponse(TypedDict):
+    """Lists for a list of texts."""
 
     tokens: list[int | list[int]]
     count: int | list[int]
     max_model_len: int | None
 
 
-class Detokenized(TypedDict):
+class DetokenizeResponse(TypedDict):
     prompt: str
     text: str
 
 
-class Aborted(TypedDict):
-    """aborted: sequences that were told to end."""
-
-    aborted: int
+class AbortResponse(TypedDict):
+    aborted: int  # sequences
 
 
-class Flushed(TypedDict):
+class FlushResponse(TypedDict):
     flushed: bool
 
 
 class OperationResult(TypedDict):
-    """message: what came of it."""
-
     success: bool
     message: str
 
 
-class WeightsUpdated(OperationResult):
+class UpdateWeightsResponse(OperationResult):
     num_paused_requests: int
 
 
-class State(TypedDict):
+class ServerState(TypedDict):
     status: Literal["starting", "ready", "draining", "dead"]
     reason: str
 
@@ -106,26 +99,7 @@ class ServerInfo(TypedDict):
     internal_states: list[InternalState]
 
 
-class Completion(msgspec.Struct):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageInfo
-
-
-class ChatCompletion(msgspec.Struct):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageInfo
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class GeneratedMeta(msgspec.Struct):
+class GenerateMeta(msgspec.Struct):
     id: str
     finish_reason: dict[str, Any] | None
     prompt_tokens: int
@@ -144,42 +118,36 @@ class GeneratedMeta(msgspec.Struct):
     output_top_logprobs: list[Any] | UnsetType = UNSET
 
 
-class Generated(msgspec.Struct):
+class GenerateResponse(msgspec.Struct):
     text: str
     output_ids: list[int]
-    meta_info: GeneratedMeta
+    meta_info: GenerateMeta
 
 
 class PlainText:
-    """An answer that is not JSON."""
+    """A response that is not JSON."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouteDoc:
-    """A route as the page shows it. body: what is sent, None for nothing; answer: of a 200. many: a list of answers
-    answers a list. optional: the body may be left out.
-    """
-
+class Route(NamedTuple):
     path: str
     method: str
-    name: str
-    summary: str
-    body: Type | None
-    answer: Type
-    many: bool = False
-    admin: bool = False
-    optional: bool = False
+    handler: Callable[..., Awaitable[Response]]  # (context, request), and the body where there is one
+    body: type[msgspec.Struct] | None
+    response: Any  # type of a 200
+    lists: bool = False  # a list of inputs is answered by a list
+    admin: bool = False  # needs the admin key
+    optional_body: bool = False  # an empty body is {}
 
 
 _ERRORS = {
     400: "The request is wrong: the message names the field.",
-    401: "A key is needed, and none of the server's was brought.",
+    401: "A key is needed, and the request has no valid one.",
     403: "An admin route without the admin key, or a page of another site.",
     404: "There is no such model, response or route.",
     413: "The body is longer than --max-body-bytes.",
     415: "The body has a Content-Encoding.",
-    429: "Too many requests: Retry-After says when to come back.",
-    500: "A fault of the server.",
+    429: "Too many requests: Retry-After says when to try again.",
+    500: "An internal error.",
     503: "The engine starts, drains or is dead.",
 }
 _EVENT = {  # data: a JSON object, or [DONE]
@@ -187,12 +155,10 @@ _EVENT = {  # data: a JSON object, or [DONE]
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-_REF = "#/components/schemas/{name}"
-
-
 _COUNT = {"minimum": 0}
 _LOGPROBS = {"minimum": 0, "maximum": MAX_LOGPROBS}
-# What the checks of values say beyond types, by the name of the field; numbers here, lists below.
+_SEED = {"minimum": -MAX_SEED - 1, "maximum": MAX_SEED}
+# Ranges that are checked beyond the types, by field name.
 _RANGES: Mapping[str, Mapping[str, float]] = {
     "temperature": {"minimum": 0, "maximum": 100},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
@@ -202,37 +168,30 @@ _RANGES: Mapping[str, Mapping[str, float]] = {
     "frequency_penalty": {"minimum": -2, "maximum": 2},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "n": {"minimum": 1, "maximum": 128},
-    "seed": {"minimum": -MAX_SEED - 1, "maximum": MAX_SEED},
-    "sampling_seed": {"minimum": -MAX_SEED - 1, "maximum": MAX_SEED},
     "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
-    "logprobs": _LOGPROBS,
-    "prompt_logprobs": _LOGPROBS,
-    "top_logprobs": _LOGPROBS,
-    "max_tokens": _COUNT,
-    "max_completion_tokens": _COUNT,
-    "max_output_tokens": _COUNT,
-    "max_new_tokens": _COUNT,
-    "min_tokens": _COUNT,
-    "min_new_tokens": _COUNT,
     "budget_tokens": {"minimum": 1},
     "num_steps": {"minimum": 1, "maximum": 2**31 - 1},
+    **dict.fromkeys(("seed", "sampling_seed"), _SEED),
+    **dict.fromkeys(("logprobs", "prompt_logprobs", "top_logprobs"), _LOGPROBS),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"), _COUNT),
+    **dict.fromkeys(("min_tokens", "min_new_tokens"), _COUNT),
 }
-_FILLED = ("messages", "input")  # lists that must not be empty
+_NOT_EMPTY = ("messages", "input")  # lists
 
 
-def document(routes: Iterable[RouteDoc], keys: bool, open_probes: bool) -> bytes:
-    """The page as JSON. keys: whether requests must bring one; open_probes: but not to /health, /ready and /metrics."""
-    listed = list(routes)
-    types = {one for route in listed for one in (route.body, route.answer) if one is not None and one is not PlainText}
-    ordered = sorted(types | {ErrorBody, AnthropicBody}, key=str)
-    schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
+def document(routes: Iterable[Route], keys: bool, open_probes: bool) -> bytes:
+    """The page as JSON. keys: requests need one; open_probes: except for /health, /ready and /metrics."""
+    routes = list(routes)
+    types = {kind for route in routes for kind in (route.body, route.response)} - {None, PlainText}
+    ordered = sorted(types | {OpenAIErrorBody, AnthropicErrorBody}, key=str)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     for component in components.values():
         for name, schema in component.get("properties", {}).items():
-            _narrow(name, schema)
+            _add_range(name, schema)
     schema_of = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for route in listed:
-        operation = _operation(route, schema_of.__getitem__)
+    for route in routes:
+        operation = _operation(route, schema_of)
         if keys and open_probes and route.path in PROBES:
             operation["security"] = []
         paths.setdefault(re.sub(r":path}", "}", route.path), {})[route.method.lower()] = operation
@@ -251,60 +210,56 @@ def document(routes: Iterable[RouteDoc], keys: bool, open_probes: bool) -> bytes
     return msgspec.json.encode(page)
 
 
-def _narrow(name: str, schema: dict[str, Any]) -> None:
-    """Writes the ranges of a field into its schema, or into the alternatives of it."""
-    for one in schema.get("anyOf", [schema]):
-        if one.get("type") in ("number", "integer"):
-            one.update(_RANGES.get(name, {}))
-        elif one.get("type") == "array" and name in _FILLED:
-            one["minItems"] = 1
+def _add_range(name: str, schema: dict[str, Any]) -> None:
+    for option in schema.get("anyOf", [schema]):
+        if option.get("type") in ("number", "integer"):
+            option.update(_RANGES.get(name, {}))
+        elif option.get("type") == "array" and name in _NOT_EMPTY:
+            option["minItems"] = 1
 
 
-def _operation(route: RouteDoc, schema_of: Callable[[Type], Mapping[str, Any]]) -> dict[str, Any]:
-    error = schema_of(AnthropicBody if route.path.startswith(ANTHROPIC) else ErrorBody)
+def _operation(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
+    name, path = route.handler.__name__, re.sub("[^a-z0-9]+", "_", route.path.lower()).strip("_")
+    is_probe = route.response is ServerState
     operation: dict[str, Any] = {
-        "summary": route.summary,
-        "operationId": (
-            f"{route.name}_{route.method.lower()}_{re.sub('[^a-z0-9]+', '_', route.path.lower()).strip('_')}"
-        ),
-        "responses": {"200": {"description": "It is done.", "content": _content(route, schema_of)}},
+        "summary": " ".join((route.handler.__doc__ or name.replace("_", " ")).split()),
+        "operationId": f"{name}_{route.method.lower()}_{path}",
+        "responses": {"200": {"description": "Success.", "content": _content(route, schema_of)}},
     }
-    names = re.findall(r"{(\w+)", route.path)
-    if names:
+    parameters = re.findall(r"{(\w+)", route.path)
+    if parameters:
+        schema = {"type": "string", "minLength": 1}
         operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in names
+            {"name": parameter, "in": "path", "required": True, "schema": schema} for parameter in parameters
         ]
     if route.body is not None:
-        content = {"application/json": {"schema": schema_of(route.body)}}
-        operation["requestBody"] = {"required": not route.optional, "content": content}
-    for status in _statuses(route, bool(names)):
-        shape = {"application/json": {"schema": schema_of(State) if _is_probe(route) else error}}
-        operation["responses"][str(status)] = {"description": _ERRORS[status], "content": shape}
+        content = {"application/json": {"schema": schema_of[route.body]}}
+        operation["requestBody"] = {"required": not route.optional_body, "content": content}
+    error = ServerState if is_probe else AnthropicErrorBody if route.path.startswith(ANTHROPIC) else OpenAIErrorBody
+    for status in [503] if is_probe else _statuses(route, bool(parameters)):
+        content = {"application/json": {"schema": schema_of[error]}}
+        operation["responses"][str(status)] = {"description": _ERRORS[status], "content": content}
     return operation
 
 
-def _content(route: RouteDoc, schema_of: Callable[[Type], Mapping[str, Any]]) -> dict[str, Any]:
-    if route.answer is PlainText:
+def _content(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
+    if route.response is PlainText:
         return {"text/plain": {"schema": {"type": "string"}}}
-    one = schema_of(route.answer)
-    content = {"application/json": {"schema": {"anyOf": [one, {"type": "array", "items": one}]} if route.many else one}}
-    if route.body is not None and "stream" in {field.name for field in msgspec.structs.fields(route.body)}:
+    schema = schema_of[route.response]
+    if route.lists:
+        schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
+    content = {"application/json": {"schema": schema}}
+    if route.body is not None and "stream" in route.body.__struct_fields__:
         content["text/event-stream"] = {"schema": _EVENT}
     return content
 
 
-def _is_probe(route: RouteDoc) -> bool:
-    return route.answer is State
-
-
-def _statuses(route: RouteDoc, named: bool) -> list[int]:
-    if _is_probe(route):
-        return [503]
-    found = {401, 500, 503}
-    found |= {403} if route.admin or route.body is not None else set()
-    found |= {400, 404, 413, 415} if route.body is not None else set()
-    found |= {400} if route.answer is OperationResult else set()
-    found |= {404} if named else set()
-    found |= {429} if route.path in COUNTED else set()
-    return sorted(found)
+def _statuses(route: Route, has_parameters: bool) -> list[int]:
+    statuses = {401, 500, 503}
+    if route.body is not None:
+        statuses |= {400, 403, 404, 413, 415}
+    statuses |= {403} if route.admin else set()
+    statuses |= {400} if route.response is OperationResult else set()
+    statuses |= {404} if has_parameters else set()
+    statuses |= {429} if route.path in COUNTED else set()
+    return sorted(statuses)

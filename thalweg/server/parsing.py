@@ -1,118 +1,139 @@
-"""Request bodies: bytes → checked structs. Whatever is wrong becomes an InvalidRequest that names the field."""
+"""Request parsing: bytes → checked structs → sampling parameters. Every error is an InvalidRequest that names the
+field.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 
 from thalweg.core.errors import InvalidRequest
+from thalweg.core.sampling import SamplingParams
+from thalweg.server.protocol import RefusedFields, SamplingFields
 
-T = TypeVar("T", bound=msgspec.Struct)
-MAX_DEPTH = 128  # of objects and lists in each other: everything behind reads them by recursion
-# What a body may hold at most, by the marks that it takes to write it: decoding happens between two tokens of every
-# stream, and with these a body of any size is decoded in 0.4 s at most, where one of 32 MiB could take 2.
+T = TypeVar("T")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+MAX_DEPTH = 128  # nested objects and lists: later code reads bodies recursively
+# Limits of a body by the marks that it is written with. Decoding blocks the event loop: within these limits it takes
+# 0.4 s at most; a 32 MiB body of brackets would take 2 s.
 BOUNDS = ((b"[{", 1 << 20, "objects and lists"), (b'"', 1 << 21, "quotation marks"), (b",", 1 << 22, "commas"))
 _STRING = re.compile(b'"[^"]*"')
-_NOT_FRAME = bytes(set(range(256)) - set(b'"[]{}'))
+_NOT_BRACKETS = bytes(set(range(256)) - set(b'"[]{}'))
+_DEFAULTED = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
+_decoder = functools.cache(msgspec.json.Decoder)
 
 
-def read(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Decodes a JSON body. Raises InvalidRequest; `field` is "" when the body as a whole is wrong."""
-    for marks, most, what in BOUNDS:
-        if len(body) > most and sum(map(body.count, marks)) > most:
-            raise InvalidRequest("", f"the body has more than {most} {what}: send less in one request")
-    if _deep(body):
+def parse_body(body: bytes, kind: type[StructT]) -> StructT:
+    """Decodes a JSON body. Raises InvalidRequest; its field is "" when the body as a whole is wrong."""
+    for marks, limit, name in BOUNDS:
+        if len(body) > limit and sum(map(body.count, marks)) > limit:
+            raise InvalidRequest("", f"the body has more than {limit} {name}: send less in one request")
+    if _is_too_deep(body):
         raise InvalidRequest("", f"the body is nested deeper than {MAX_DEPTH} levels")
     try:
-        return decoder.decode(body)
+        value: StructT = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _field_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _malformed(body, str(error)) from None
+        raise _json_error(body, str(error)) from None
+    if isinstance(value, RefusedFields):
+        value.refuse()
+    return value
 
 
-def _deep(body: bytes) -> bool:
-    """Whether brackets stand in more than MAX_DEPTH others. Each turn takes the innermost pairs away, so it ends after
-    MAX_DEPTH of them.
-    """
+def _is_too_deep(body: bytes) -> bool:
+    """Whether brackets are nested deeper than MAX_DEPTH. Each round removes the innermost pairs."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return False
-    frame = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_FRAME).replace(b'""', b"")
+    frame = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_BRACKETS).replace(b'""', b"")
     brackets = _STRING.sub(b"", frame).replace(b"{", b"[").replace(b"}", b"]")
     for _ in range(MAX_DEPTH):
         size, brackets = len(brackets), brackets.replace(b"[]", b"")
-        if len(brackets) in (0, size):  # all are gone; or what is left has no partner, which the decoder will say
+        if len(brackets) in (0, size):  # nothing left, or unbalanced brackets, which the decoder reports
             return False
     return True
 
 
-def convert(value: Any, kind: type[T], field: str) -> T:
-    """A part of a body, found at `field`, as this struct. Raises InvalidRequest."""
+def convert(value: Any, kind: type[StructT], field: str) -> StructT:
+    """Converts a part of a body, found at `field`. Raises InvalidRequest."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        inner = _invalid(str(error))
+        inner = _field_error(str(error))
         raise InvalidRequest(f"{field}.{inner.field}".rstrip("."), inner.message) from None
 
 
-def _invalid(text: str) -> InvalidRequest:
-    """From "Expected `int`, got `str` - at `$.prompt[2]`" (or "… - at `key` in `$.logit_bias`") to field and
-    message.
-    """
+def _field_error(text: str) -> InvalidRequest:
+    """Splits msgspec's "Expected `int`, got `str` - at `$.prompt[2]`" (or "… - at `key` in `$.logit_bias`")."""
     message, _, where = text.rpartition(" - at ")
     if not message:
         message, where = text, ""
     path = where.rpartition("`$")[2].strip("`").removeprefix(".").replace("[...]", "")
-    if missing := _between(message, "missing required field `", "`"):
+    if missing := message.partition("missing required field `")[2].partition("`")[0]:
         return InvalidRequest(f"{path}.{missing}".removeprefix("."), "is required")
     return InvalidRequest(path, message[:1].lower() + message[1:])
 
 
-def _between(text: str, start: str, end: str) -> str:
-    return text.partition(start)[2].partition(end)[0]
-
-
-def _malformed(body: bytes, why: str) -> InvalidRequest:
-    """Python's clients write NaN and Infinity, and half surrogates, which are not JSON: name the field that holds
-    one.
-    """
+def _json_error(body: bytes, reason: str) -> InvalidRequest:
+    """Python clients write NaN, Infinity and lone surrogates, which are not JSON: names the field that holds one."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        return InvalidRequest("", f"the body must be a JSON object: {why}")
-    for field, message in _unspeakable(value, ""):
+        value = None
+    for field, message in _not_json(value, ""):
         return InvalidRequest(field, message)
-    return InvalidRequest("", f"the body must be a JSON object: {why}")
+    return InvalidRequest("", f"the body must be a JSON object: {reason}")
 
 
-def _unspeakable(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _not_json(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, float) and not math.isfinite(value):
         yield path, f"must be a finite number, got {value}"
     elif isinstance(value, str):
         if any("\ud800" <= c <= "\udfff" for c in value):
-            yield path, "holds half a surrogate pair: not valid Unicode"
+            yield path, "contains a lone surrogate: not valid Unicode"
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _unspeakable(item, f"{path}.{key}".removeprefix("."))
+            yield from _not_json(item, f"{path}.{key}".removeprefix("."))
     elif isinstance(value, list):
         for i, item in enumerate(value):
-            yield from _unspeakable(item, f"{path}[{i}]")
+            yield from _not_json(item, f"{path}[{i}]")
 
 
 @contextmanager
-def named(**names: str) -> Iterator[None]:
-    """Inside, an InvalidRequest about a field of the engine's names the field that the client wrote:
-    named(max_tokens="max_new_tokens").
-    """
+def renamed(rename: Callable[[str], str]) -> Iterator[None]:
+    """Inside, an InvalidRequest about one of the engine's fields names the field of the client's request instead."""
     try:
         yield
     except InvalidRequest as error:
-        if error.field in names:
-            raise InvalidRequest(names[error.field], error.message) from None
-        raise
+        raise InvalidRequest(rename(error.field), error.message) from None
+
+
+def given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def sampling_params(body: SamplingFields, default: SamplingParams, **own: Any) -> SamplingParams:
+    """The parameters that all OpenAI routes and /generate share. own: those that they spell differently.
+
+    The engine checks the ranges.
+    """
+    values: dict[str, Any] = {name: given(getattr(body, name), getattr(default, name)) for name in _DEFAULTED}
+    values |= {"seed": body.seed, "skip_special_tokens": body.skip_special_tokens is not False, **own}
+    return SamplingParams(
+        logit_bias=tuple((body.logit_bias or {}).items()),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        n=given(body.n, 1),
+        **values,
+    )

@@ -1,4 +1,4 @@
-"""The chat page: the files of `static/` beside this module, read once, served with their own strict security policy."""
+"""The chat page: the files of `static/`, read once, served with a strict security policy."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 _FOLDER = Path(__file__).parent / "static"
+_POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _HEADERS = {
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": (
-        "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
+    "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
 
 
 class StaticFile:
-    """One file of the page. kind: its media type."""
-
-    def __init__(self, name: str, kind: str) -> None:
-        self._body, self._kind = (_FOLDER / name).read_bytes(), kind
+    def __init__(self, name: str, media_type: str) -> None:
+        self._body, self._media_type = (_FOLDER / name).read_bytes(), media_type
 
     async def respond(self, request: Request) -> Response:
-        return Response(self._body, headers=_HEADERS, media_type=self._kind)
+        return Response(self._body, headers=_HEADERS, media_type=self._media_type)
 
 
 PAGES = {

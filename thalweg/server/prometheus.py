@@ -1,243 +1,242 @@
-"""`/metrics` in Prometheus' text format: our own names, and on wish those that the dashboards of SGLang and vLLM read.
-A name of theirs stands here only where its number is measured, with their type and labels; docs/operations.md lists
-what is missing.
+"""Prometheus text of /metrics: our own names, and on request those that the dashboards of SGLang and vLLM read.
+
+A name of theirs is here only if its number is measured, with their type and labels; docs/operations.md lists the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from thalweg import __version__
 from thalweg.core.messages import EngineReady, Stats
 from thalweg.core.plan import PAGE
 from thalweg.server.metrics import WINDOW, BucketHistogram, ServerMetrics, hit_rate, token_usage
 
-Kind = Literal["counter", "gauge", "histogram"]
-Labels = tuple[tuple[str, str], ...]
 
-
-@dataclass(frozen=True, slots=True)
-class MetricsSnapshot:
-    """What is exposed: serving: the engine takes requests. ready: what it said of itself, None while there is none.
-    model: its first name.
-    """
+class MetricsSnapshot(NamedTuple):
+    """The source of all metrics."""
 
     metrics: ServerMetrics
     stats: Stats
-    serving: bool
+    serving: bool  # the engine takes requests
     ready: EngineReady | None
     model: str
 
+    @property
+    def derived(self) -> Mapping[str, Any]:
+        """Values that are computed from others."""
+        stats, rates = self.stats, self.metrics.rates()
+        return {
+            "serving": int(self.serving),
+            "version": {__version__: 1},
+            "slots": 0 if self.ready is None else self.ready.slots,
+            "token_usage": token_usage(stats),
+            "hit_rate": hit_rate(stats),
+            "decode_rate": rates.decode,
+            "prefill_rate": rates.prefill,
+            "rolled_back": stats.drafted_tokens - stats.accepted_tokens,
+            "drafted_by_depth": _numbered(stats.drafted_at, 1),
+            "accepted_by_depth": _numbered(stats.accepted_at, 1),
+            "accepted_by_position": _numbered(stats.accepted_at, 0),
+            "steps_by_width": _numbered(stats.steps_by_width, 0),
+            "cache_tokens": stats.pages * PAGE,
+            "used_tokens": stats.pages_used * PAGE,
+            "evictable_tokens": stats.pages_cached * PAGE,
+            "free_tokens": (stats.pages - stats.pages_used - stats.pages_cached) * PAGE,
+            "accept_length": stats.acceptance.mean_length or 0.0,
+            "accept_rate": stats.acceptance.rate or 0.0,
+            "cached_by_source": {"device": self.metrics.cached_tokens},
+            "ended": sum(self.metrics.finished.values()),
+            "aborted": self.metrics.finished["abort"],
+        }
 
-@dataclass(frozen=True, slots=True)
-class MetricFamily:
-    """All samples of one name. values: (labels of its own, number) pairs, or a histogram."""
+
+class Row(NamedTuple):
+    """One metric. A name that ends with _total is a counter; a `BucketHistogram` is a histogram; others are gauges."""
 
     name: str
-    kind: Kind
     help: str
-    values: Sequence[tuple[Labels, float]] | BucketHistogram
+    value: str  # a key of `derived`, or an attribute: a number, a histogram, or {label value: number}
+    labels: tuple[str, ...] = ()
 
-    def lines(self, labels: Labels) -> Iterator[str]:
-        """labels: what all samples carry."""
-        yield f"# HELP {self.name} {self.help}"
-        yield f"# TYPE {self.name} {self.kind}"
-        if isinstance(self.values, BucketHistogram):
-            yield from self.values.lines(self.name, _written(labels))
-            return
-        for own, value in self.values:
-            yield f"{self.name}{{{_written(labels + own)}}} {value!r}"
+
+OWN = (
+    Row("thalweg_up", "1 while the engine serves", "serving"),
+    Row("thalweg_build_info", "1, with the version", "version", ("version",)),
+    Row("thalweg_requests_total", "answered requests", "metrics.requests", ("route", "status")),
+    Row("thalweg_choices_total", "outputs that ended, by how", "metrics.finished", ("finish",)),
+    Row("thalweg_running_requests", "sequences that hold a slot", "stats.running"),
+    Row("thalweg_waiting_requests", "sequences that wait for a slot", "stats.waiting"),
+    Row("thalweg_slots", "sequences that can run at a time", "slots"),
+    Row("thalweg_cache_pages", "pages of the cache", "stats.pages"),
+    Row("thalweg_cache_pages_used", "pages that requests hold", "stats.pages_used"),
+    Row("thalweg_cache_pages_cached", "pages that only the prefix cache holds", "stats.pages_cached"),
+    Row("thalweg_token_usage", "share of the pages that requests hold", "token_usage"),
+    Row("thalweg_cache_hit_rate", "share of prompt tokens found in the prefix cache", "hit_rate"),
+    Row("thalweg_decode_tokens_per_second", f"over the last {WINDOW:g} s", "decode_rate"),
+    Row("thalweg_prefill_tokens_per_second", f"over the last {WINDOW:g} s", "prefill_rate"),
+    Row("thalweg_steps_total", "steps of the engine", "stats.steps"),
+    Row("thalweg_step_seconds_total", "seconds in which steps were in flight", "stats.step_seconds"),
+    Row("thalweg_prefill_tokens_total", "prompt tokens computed", "stats.prefill_tokens"),
+    Row("thalweg_decode_tokens_total", "tokens sampled", "stats.decode_tokens"),
+    Row("thalweg_verifications_total", "drafts of a sequence verified in one step", "stats.verifications"),
+    Row("thalweg_drafted_tokens_total", "draft tokens that were verified", "stats.drafted_tokens"),
+    Row("thalweg_accepted_tokens_total", "of these, accepted", "stats.accepted_tokens"),
+    Row("thalweg_rolled_back_tokens_total", "of these, computed and thrown away", "rolled_back"),
+    Row("thalweg_wasted_drafts_total", "draft tokens that were never verified", "stats.wasted_drafts"),
+    Row(
+        "thalweg_drafted_by_depth_total",
+        "verifications with a draft token at this distance from the known tokens",
+        "drafted_by_depth",
+        ("depth",),
+    ),
+    Row(
+        "thalweg_accepted_by_depth_total",
+        "verifications that accepted a draft token at this distance",
+        "accepted_by_depth",
+        ("depth",),
+    ),
+    Row(
+        "thalweg_steps_by_width_total",
+        "steps that sampled, by drafts made of each sequence",
+        "steps_by_width",
+        ("width",),
+    ),
+    Row("thalweg_drafter_failures_total", "drafters switched off for a failure", "stats.drafter_failures"),
+    Row("thalweg_preemptions_total", "sequences that gave their pages back and waited", "stats.preemptions"),
+    Row("thalweg_finished_total", "sequences that ended by themselves", "stats.finished"),
+    Row("thalweg_aborted_total", "sequences that were aborted", "stats.aborted"),
+    Row("thalweg_no_numbers_total", "sequences for which the model computed NaN", "stats.broken"),
+    Row("thalweg_disconnects_total", "requests whose client went away", "metrics.disconnects"),
+    Row("thalweg_prompt_tokens_total", "prompt tokens of ended choices", "metrics.prompt_tokens"),
+    Row("thalweg_generation_tokens_total", "tokens generated", "metrics.generation_tokens"),
+    Row("thalweg_cached_tokens_total", "of the prompt tokens, from the cache", "metrics.cached_tokens"),
+    Row("thalweg_time_to_first_token_seconds", "request read to first token", "metrics.first"),
+    Row("thalweg_inter_token_latency_seconds", "between tokens of a choice", "metrics.between"),
+    Row("thalweg_time_per_output_token_seconds", "mean gap between the tokens of a choice", "metrics.per_token"),
+    Row("thalweg_e2e_request_latency_seconds", "request read to last token", "metrics.whole"),
+    Row("thalweg_queue_time_seconds", "handed to the engine to admitted", "metrics.queued"),
+    Row("thalweg_prefill_time_seconds", "admitted to first token", "metrics.prefill"),
+    Row("thalweg_decode_time_seconds", "first token to last token", "metrics.decode"),
+    Row("thalweg_emit_seconds", "end of an engine step to its token written to the socket", "metrics.emit"),
+    Row("thalweg_prompt_length_tokens", "tokens of a prompt", "metrics.prompt_lengths"),
+    Row("thalweg_output_length_tokens", "tokens of an output", "metrics.output_lengths"),
+    Row("thalweg_accept_length_tokens", "mean tokens of a verification, of each output", "metrics.accept_lengths"),
+)
+# SGLang's names (`sglang.srt.observability.metrics_collector` of 0.5.23), as its dashboard and documentation have them.
+SGLANG = (
+    Row("sglang:num_running_reqs", "running requests", "stats.running"),
+    Row("sglang:num_queue_reqs", "waiting requests", "stats.waiting"),
+    Row("sglang:max_total_num_tokens", "tokens that the cache holds", "cache_tokens"),
+    Row("sglang:num_used_tokens", "of these, held by requests, in whole pages", "used_tokens"),
+    Row("sglang:kv_used_tokens", "the same", "used_tokens"),
+    Row("sglang:kv_evictable_tokens", "held by the prefix cache alone", "evictable_tokens"),
+    Row("sglang:kv_available_tokens", "free", "free_tokens"),
+    Row("sglang:token_usage", "share of the cache that requests hold", "token_usage"),
+    Row("sglang:cache_hit_rate", "share of prompt tokens found in the cache", "hit_rate"),
+    Row("sglang:spec_accept_length", "mean tokens of a verification", "accept_length"),
+    Row("sglang:spec_accept_rate", "share of the drafts accepted", "accept_rate"),
+    Row("sglang:gen_throughput", f"tokens a second over the last {WINDOW:g} s", "decode_rate"),
+    Row("sglang:prompt_tokens_total", "prompt tokens", "metrics.prompt_tokens"),
+    Row("sglang:generation_tokens_total", "tokens generated", "metrics.generation_tokens"),
+    Row("sglang:cached_tokens_total", "prompt tokens from the cache", "cached_by_source", ("cache_source",)),
+    Row("sglang:num_requests_total", "requests that ended", "ended"),
+    Row("sglang:num_aborted_requests_total", "of these, aborted", "aborted"),
+    Row("sglang:time_to_first_token_seconds", "time to first token", "metrics.first"),
+    Row("sglang:inter_token_latency_seconds", "between tokens", "metrics.between"),
+    Row("sglang:e2e_request_latency_seconds", "to the last token", "metrics.whole"),
+    Row("sglang:queue_time_seconds", "waited for a slot", "metrics.queued"),
+)
+# vLLM's names (`vllm.v1.metrics.loggers` of 0.33), as its dashboards have them; renamed ones under both names.
+VLLM = (
+    Row("vllm:num_requests_running", "running requests", "stats.running"),
+    Row("vllm:num_requests_waiting", "waiting requests", "stats.waiting"),
+    Row("vllm:kv_cache_usage_perc", "share of the cache that requests hold, 1 is all", "token_usage"),
+    Row("vllm:gpu_cache_usage_perc", "share of the cache that requests hold, 1 is all", "token_usage"),
+    Row("vllm:prefix_cache_queries_total", "prompt tokens looked up in the cache", "stats.prompt_tokens"),
+    Row("vllm:prefix_cache_hits_total", "of these, found", "stats.cached_tokens"),
+    Row("vllm:gpu_prefix_cache_queries_total", "prompt tokens looked up in the cache", "stats.prompt_tokens"),
+    Row("vllm:gpu_prefix_cache_hits_total", "of these, found", "stats.cached_tokens"),
+    Row("vllm:spec_decode_num_drafts_total", "verifications", "stats.verifications"),
+    Row("vllm:spec_decode_num_draft_tokens_total", "draft tokens verified", "stats.drafted_tokens"),
+    Row("vllm:spec_decode_num_accepted_tokens_total", "of these, accepted", "stats.accepted_tokens"),
+    Row(
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "verifications that accepted a draft there",
+        "accepted_by_position",
+        ("position",),
+    ),
+    Row("vllm:num_preemptions_total", "preemptions", "stats.preemptions"),
+    Row("vllm:prompt_tokens_total", "prompt tokens", "metrics.prompt_tokens"),
+    Row("vllm:generation_tokens_total", "tokens generated", "metrics.generation_tokens"),
+    Row("vllm:request_success_total", "requests that ended, by how", "metrics.finished", ("finished_reason",)),
+    Row("vllm:time_to_first_token_seconds", "time to first token", "metrics.first"),
+    Row("vllm:inter_token_latency_seconds", "between tokens", "metrics.between"),
+    Row("vllm:time_per_output_token_seconds", "between tokens", "metrics.between"),
+    Row("vllm:request_time_per_output_token_seconds", "mean gap between tokens", "metrics.per_token"),
+    Row("vllm:e2e_request_latency_seconds", "to the last token", "metrics.whole"),
+    Row("vllm:request_queue_time_seconds", "waited for a slot", "metrics.queued"),
+    Row("vllm:request_inference_time_seconds", "admitted to last token", "metrics.running"),
+    Row("vllm:request_prefill_time_seconds", "admitted to first token", "metrics.prefill"),
+    Row("vllm:request_decode_time_seconds", "first token to last token", "metrics.decode"),
+    Row("vllm:request_prompt_tokens", "tokens of a prompt", "metrics.prompt_lengths"),
+    Row("vllm:request_generation_tokens", "tokens of an output", "metrics.output_lengths"),
+    Row("vllm:request_max_num_generation_tokens", "the longest of n outputs", "metrics.longest_outputs"),
+    Row("vllm:request_params_n", "n of the requests", "metrics.choices"),
+    Row("vllm:request_params_max_tokens", "max_tokens of requests that set it", "metrics.max_tokens"),
+)
+PEERS: Mapping[str, tuple[Sequence[Row], Mapping[str, str]]] = {"sglang": (SGLANG, {}), "vllm": (VLLM, {"engine": "0"})}
 
 
 def prometheus_text(snapshot: MetricsSnapshot, names: Iterable[str] = ()) -> str:
-    """The text of /metrics. names: of `PEERS`, under whose names it is given too."""
-    model: Labels = (("model_name", snapshot.model),)
-    lines = [line for family in own(snapshot) for line in family.lines(model)]
-    for peer in names:
-        families, labels = PEERS[peer]
-        lines += [line for family in families(snapshot) for line in family.lines(model + labels)]
-    return "\n".join(lines) + "\n" + _processes(snapshot.ready)
-
-
-def own(snapshot: MetricsSnapshot) -> Iterator[MetricFamily]:
-    """Our own names."""
-    metrics, stats, rates = snapshot.metrics, snapshot.stats, snapshot.metrics.rates()
-    yield _gauge("thalweg_up", "1 while the engine serves", int(snapshot.serving))
-    yield MetricFamily("thalweg_build_info", "gauge", "1, with the version", [((("version", __version__),), 1)])
-    answers = [
-        ((("route", route), ("status", str(status))), count)
-        for (route, status), count in sorted(metrics.requests.items())
-    ]
-    yield MetricFamily("thalweg_requests_total", "counter", "answered requests", answers)
-    yield _by_finish("thalweg_choices_total", "finish", "outputs that ended, by how", metrics.finished)
-    yield _gauge("thalweg_running_requests", "sequences that hold a slot", stats.running)
-    yield _gauge("thalweg_waiting_requests", "sequences that wait for a slot", stats.waiting)
-    yield _gauge(
-        "thalweg_slots", "sequences that can run at a time", 0 if snapshot.ready is None else snapshot.ready.slots
-    )
-    yield _gauge("thalweg_cache_pages", "pages of the cache", stats.pages)
-    yield _gauge("thalweg_cache_pages_used", "pages that requests hold", stats.pages_used)
-    yield _gauge("thalweg_cache_pages_cached", "pages that only the prefix cache holds", stats.pages_cached)
-    yield _gauge("thalweg_token_usage", "share of the pages that requests hold", token_usage(stats))
-    yield _gauge("thalweg_cache_hit_rate", "share of prompt tokens found in the prefix cache", hit_rate(stats))
-    yield _gauge("thalweg_decode_tokens_per_second", f"over the last {WINDOW:g} s", rates.decode)
-    yield _gauge("thalweg_prefill_tokens_per_second", f"over the last {WINDOW:g} s", rates.prefill)
-    yield _counter("thalweg_steps_total", "steps of the engine", stats.steps)
-    yield _counter("thalweg_step_seconds_total", "seconds in which steps were in flight", stats.step_seconds)
-    yield _counter("thalweg_prefill_tokens_total", "prompt tokens computed", stats.prefill_tokens)
-    yield _counter("thalweg_decode_tokens_total", "tokens sampled", stats.decode_tokens)
-    yield from _drafts(stats)
-    yield _counter("thalweg_preemptions_total", "sequences that gave their pages back and waited", stats.preemptions)
-    yield _counter("thalweg_finished_total", "sequences that ended by themselves", stats.finished)
-    yield _counter("thalweg_aborted_total", "sequences that were aborted", stats.aborted)
-    yield _counter("thalweg_no_numbers_total", "sequences for which the model computed no numbers", stats.broken)
-    yield _counter("thalweg_disconnects_total", "requests whose client went away", metrics.disconnects)
-    yield _counter("thalweg_prompt_tokens_total", "prompt tokens of ended choices", metrics.prompt_tokens)
-    yield _counter("thalweg_generation_tokens_total", "tokens generated", metrics.generation_tokens)
-    yield _counter("thalweg_cached_tokens_total", "of the prompt tokens, from the cache", metrics.cached_tokens)
-    yield _timed("thalweg_time_to_first_token_seconds", "request read to first token", metrics.first)
-    yield _timed("thalweg_inter_token_latency_seconds", "between tokens of a choice", metrics.between)
-    yield _timed("thalweg_time_per_output_token_seconds", "mean gap between the tokens of a choice", metrics.per_token)
-    yield _timed("thalweg_e2e_request_latency_seconds", "request read to last token", metrics.whole)
-    yield _timed("thalweg_queue_time_seconds", "handed to the engine to admitted", metrics.queued)
-    yield _timed("thalweg_prefill_time_seconds", "admitted to first token", metrics.prefill)
-    yield _timed("thalweg_decode_time_seconds", "first token to last token", metrics.decode)
-    yield _timed("thalweg_emit_seconds", "end of an engine step to its token written to the socket", metrics.emit)
-    yield _timed("thalweg_prompt_length_tokens", "tokens of a prompt", metrics.prompt_lengths)
-    yield _timed("thalweg_output_length_tokens", "tokens of an output", metrics.output_lengths)
-    yield _timed("thalweg_accept_length_tokens", "mean tokens of a verification, of each output", metrics.accepts)
-
-
-def _drafts(stats: Stats) -> Iterator[MetricFamily]:
-    """Of speculation."""
-    back = stats.drafted_tokens - stats.accepted_tokens
-    yield _counter("thalweg_verifications_total", "drafts of a sequence verified in one step", stats.verifications)
-    yield _counter("thalweg_drafted_tokens_total", "drafted tokens that were verified", stats.drafted_tokens)
-    yield _counter("thalweg_accepted_tokens_total", "of these, accepted", stats.accepted_tokens)
-    yield _counter("thalweg_rolled_back_tokens_total", "of these, computed and thrown away", back)
-    yield _counter("thalweg_wasted_drafts_total", "drafted tokens that were never verified", stats.wasted_drafts)
-    for name, counts in (("drafted", stats.drafted_at), ("accepted", stats.accepted_at)):
-        text = f"verifications with a draft {name} so many places behind the known tokens"
-        yield _by_number(f"thalweg_{name}_by_depth_total", text, "depth", counts, 1)
-    text = "steps that sampled, by drafts made of each sequence"
-    yield _by_number("thalweg_steps_by_width_total", text, "width", stats.steps_by_width, 0)
-    yield _counter("thalweg_drafter_failures_total", "drafters switched off for a failure", stats.drafter_failures)
-
-
-def sglang(snapshot: MetricsSnapshot) -> Iterator[MetricFamily]:
-    """SGLang's names (`sglang.srt.observability.metrics_collector` of 0.5.23), as its published dashboard and its
-    documentation have them.
-    """
-    metrics, stats = snapshot.metrics, snapshot.stats
-    free = stats.pages - stats.pages_used - stats.pages_cached
-    yield _gauge("sglang:num_running_reqs", "running requests", stats.running)
-    yield _gauge("sglang:num_queue_reqs", "waiting requests", stats.waiting)
-    yield _gauge("sglang:max_total_num_tokens", "tokens that the cache holds", stats.pages * PAGE)
-    yield _gauge("sglang:num_used_tokens", "of these, held by requests, in whole pages", stats.pages_used * PAGE)
-    yield _gauge("sglang:kv_used_tokens", "the same", stats.pages_used * PAGE)
-    yield _gauge("sglang:kv_evictable_tokens", "held by the prefix cache alone", stats.pages_cached * PAGE)
-    yield _gauge("sglang:kv_available_tokens", "free", free * PAGE)
-    yield _gauge("sglang:token_usage", "share of the cache that requests hold", token_usage(stats))
-    yield _gauge("sglang:cache_hit_rate", "share of prompt tokens found in the cache", hit_rate(stats))
-    yield _gauge("sglang:spec_accept_length", "mean tokens of a verification", stats.acceptance.mean_length or 0.0)
-    yield _gauge("sglang:spec_accept_rate", "share of the drafts accepted", stats.acceptance.rate or 0.0)
-    yield _gauge("sglang:gen_throughput", f"tokens a second over the last {WINDOW:g} s", metrics.rates().decode)
-    yield _counter("sglang:prompt_tokens_total", "prompt tokens", metrics.prompt_tokens)
-    yield _counter("sglang:generation_tokens_total", "tokens generated", metrics.generation_tokens)
-    cached: list[tuple[Labels, float]] = [((("cache_source", "device"),), metrics.cached_tokens)]
-    yield MetricFamily("sglang:cached_tokens_total", "counter", "prompt tokens from the cache", cached)
-    yield _counter("sglang:num_requests_total", "requests that ended", sum(metrics.finished.values()))
-    yield _counter("sglang:num_aborted_requests_total", "of these, aborted", metrics.finished["abort"])
-    yield _timed("sglang:time_to_first_token_seconds", "time to first token", metrics.first)
-    yield _timed("sglang:inter_token_latency_seconds", "between tokens", metrics.between)
-    yield _timed("sglang:e2e_request_latency_seconds", "to the last token", metrics.whole)
-    yield _timed("sglang:queue_time_seconds", "waited for a slot", metrics.queued)
-
-
-def vllm(snapshot: MetricsSnapshot) -> Iterator[MetricFamily]:
-    """vLLM's names (`vllm.v1.metrics.loggers` of 0.33), as its published dashboards have them; those that it has
-    renamed under both.
-    """
-    metrics, stats = snapshot.metrics, snapshot.stats
-    yield _gauge("vllm:num_requests_running", "running requests", stats.running)
-    yield _gauge("vllm:num_requests_waiting", "waiting requests", stats.waiting)
-    for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
-        yield _gauge(name, "share of the cache that requests hold, 1 is all", token_usage(stats))
-    for name in ("vllm:prefix_cache", "vllm:gpu_prefix_cache"):
-        yield _counter(name + "_queries_total", "prompt tokens looked up in the cache", stats.prompt_tokens)
-        yield _counter(name + "_hits_total", "of these, found", stats.cached_tokens)
-    yield _counter("vllm:spec_decode_num_drafts_total", "verifications", stats.verifications)
-    yield _counter("vllm:spec_decode_num_draft_tokens_total", "drafted tokens verified", stats.drafted_tokens)
-    yield _counter("vllm:spec_decode_num_accepted_tokens_total", "of these, accepted", stats.accepted_tokens)
-    text = "verifications that accepted a draft there"
-    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    yield _by_number(name, text, "position", stats.accepted_at, 0)
-    yield _counter("vllm:num_preemptions_total", "preemptions", stats.preemptions)
-    yield _counter("vllm:prompt_tokens_total", "prompt tokens", metrics.prompt_tokens)
-    yield _counter("vllm:generation_tokens_total", "tokens generated", metrics.generation_tokens)
-    yield _by_finish("vllm:request_success_total", "finished_reason", "requests that ended, by how", metrics.finished)
-    yield _timed("vllm:time_to_first_token_seconds", "time to first token", metrics.first)
-    for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):
-        yield _timed(name, "between tokens", metrics.between)
-    yield _timed("vllm:request_time_per_output_token_seconds", "mean gap between tokens", metrics.per_token)
-    yield _timed("vllm:e2e_request_latency_seconds", "to the last token", metrics.whole)
-    yield _timed("vllm:request_queue_time_seconds", "waited for a slot", metrics.queued)
-    yield _timed("vllm:request_inference_time_seconds", "admitted to last token", metrics.running)
-    yield _timed("vllm:request_prefill_time_seconds", "admitted to first token", metrics.prefill)
-    yield _timed("vllm:request_decode_time_seconds", "first token to last token", metrics.decode)
-    yield _timed("vllm:request_prompt_tokens", "tokens of a prompt", metrics.prompt_lengths)
-    yield _timed("vllm:request_generation_tokens", "tokens of an output", metrics.output_lengths)
-    yield _timed("vllm:request_max_num_generation_tokens", "the longest of n outputs", metrics.longest_outputs)
-    yield _timed("vllm:request_params_n", "n of the requests", metrics.widths)
-    yield _timed("vllm:request_params_max_tokens", "max_tokens of those that set it", metrics.limits)
-
-
-PEERS: Mapping[str, tuple[Callable[[MetricsSnapshot], Iterator[MetricFamily]], Labels]] = {
-    "sglang": (sglang, ()),
-    "vllm": (vllm, (("engine", "0"),)),
-}
-
-
-def _gauge(name: str, text: str, value: float) -> MetricFamily:
-    return MetricFamily(name, "gauge", text, [((), value)])
-
-
-def _counter(name: str, text: str, value: float) -> MetricFamily:
-    return MetricFamily(name, "counter", text, [((), value)])
-
-
-def _timed(name: str, text: str, histogram: BucketHistogram) -> MetricFamily:
-    return MetricFamily(name, "histogram", text, histogram)
-
-
-def _by_finish(name: str, label: str, text: str, counts: Mapping[str, int]) -> MetricFamily:
-    return MetricFamily(name, "counter", text, [(((label, finish),), count) for finish, count in counts.items()])
-
-
-def _by_number(name: str, text: str, label: str, counts: Sequence[int], first: int) -> MetricFamily:
-    """first: the label of the first count."""
-    return MetricFamily(name, "counter", text, [(((label, str(first + i)),), count) for i, count in enumerate(counts)])
-
-
-def _written(labels: Labels) -> str:
-    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _processes(ready: EngineReady | None) -> str:
-    """CPU, memory and descriptors of this process (`process_*`) and of the engine's (`thalweg_engine_process_*`), where
-    /proc tells.
-    """
+    """The text of /metrics. names: of `PEERS`. Adds CPU, memory and descriptors of this process and of the engine's."""
     registry = CollectorRegistry()
+    registry.register(_SnapshotCollector(snapshot, names))
     ProcessCollector(registry=registry)
+    ready = snapshot.ready
     if ready is not None:
-        pid = ready.pid
-        ProcessCollector(namespace="thalweg_engine", pid=lambda: pid, registry=registry)
+        ProcessCollector(namespace="thalweg_engine", pid=lambda: ready.pid, registry=registry)
     return generate_latest(registry).decode()
+
+
+class _SnapshotCollector(Collector):
+    def __init__(self, snapshot: MetricsSnapshot, names: Iterable[str]) -> None:
+        self._snapshot, self._tables = snapshot, [(OWN, {}), *(PEERS[name] for name in names)]
+
+    def collect(self) -> Iterator[Metric]:
+        derived = self._snapshot.derived
+        for rows, labels in self._tables:
+            for row in rows:
+                value = derived[row.value] if row.value in derived else attrgetter(row.value)(self._snapshot)
+                yield _metric(row, value, {"model_name": self._snapshot.model, **labels})
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+def _metric(row: Row, value: Any, labels: dict[str, str]) -> Metric:
+    if isinstance(value, BucketHistogram):
+        metric = Metric(row.name, row.help, "histogram")
+        for bound, count in zip((*map(repr, value.bounds), "+Inf"), accumulate(value.counts), strict=True):
+            metric.add_sample(f"{row.name}_bucket", {**labels, "le": bound}, count)
+        metric.add_sample(f"{row.name}_sum", labels, value.sum)
+        metric.add_sample(f"{row.name}_count", labels, value.count)
+        return metric
+    is_counter = row.name.endswith("_total")
+    metric = Metric(row.name.removesuffix("_total"), row.help, "counter" if is_counter else "gauge")
+    samples = value if isinstance(value, Mapping) else {(): value}
+    for key, number in samples.items():
+        values = key if isinstance(key, tuple) else (key,)
+        metric.add_sample(row.name, {**labels, **dict(zip(row.labels, map(str, values), strict=True))}, number)
+    return metric
+
+
+def _numbered(counts: Sequence[int], first: int) -> dict[str, int]:
+    return {str(first + i): count for i, count in enumerate(counts)}

@@ -1,7 +1,7 @@
-"""Request bodies of every route, as msgspec structs: what is not declared here is ignored, what cannot be honoured is
-refused.
+"""Request bodies of the OpenAI and native routes.
 
-A null means "not given", as OpenAI's clients send it.
+Undeclared fields are ignored. Fields that would change the result and are not supported are refused. A null means
+"not given", as OpenAI's clients send it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,23 @@ from thalweg.core.errors import InvalidRequest
 
 Prompt = str | list[str | int | list[int]]
 
-_QUIET = {"modalities": ["text"], "function_call": "none"}
+
+class RefusedFields(msgspec.Struct, kw_only=True):
+    """Base of bodies with fields that other servers have and this one refuses."""
+
+    REFUSED: ClassVar[tuple[str, ...]] = ()
+    HARMLESS: ClassVar[dict[str, Any]] = {}  # values of refused fields that change nothing
+
+    def refuse(self, where: str = "") -> None:
+        """Raises InvalidRequest naming the first refused field that is on (null, false and empty are off)."""
+        for name in self.REFUSED:
+            value = getattr(self, name)
+            if value and value != self.HARMLESS.get(name):
+                raise InvalidRequest(where + name, "is not supported here and would change the result: leave it out")
 
 
-class Refusable(msgspec.Struct, kw_only=True):
-    """Fields that other servers have and that change the result: decoded so that they can be refused, never
-    honoured.
-    """
-
-    HONOURED: ClassVar[frozenset[str]] = frozenset()  # those of them that this body's route can do
+class GenerationRefusedFields(RefusedFields, kw_only=True):
+    HARMLESS: ClassVar[dict[str, Any]] = {"modalities": ["text"], "function_call": "none"}
 
     suffix: Any = None
     use_beam_search: Any = None
@@ -47,28 +55,15 @@ class Refusable(msgspec.Struct, kw_only=True):
     documents: Any = None
     chat_template: Any = None
 
-    def refuse(self, where: str = "") -> None:
-        """Raises InvalidRequest naming the first of these fields that is on (null, false and empty are off)."""
-        for name in Refusable.__struct_fields__:
-            value = getattr(self, name)
-            if value and value != _QUIET.get(name) and name not in self.HONOURED:
-                raise InvalidRequest(where + name, "is not supported here and would change the result: leave it out")
-
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """include_usage: one more chunk at the end, without choices, with the usage."""
-
-    include_usage: bool | None = None
+    include_usage: bool | None = None  # adds a last chunk with the usage and without choices
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """type: "text", "json_object", "json_schema" (json_schema: {"name", "schema", "strict"}) or "structural_tag"
-    (structures, triggers).
-    """
-
-    type: str
-    json_schema: dict[str, Any] | None = None
-    structures: list[Any] | None = None
+    type: str  # "text", "json_object", "json_schema" or "structural_tag"
+    json_schema: dict[str, Any] | None = None  # {"name", "schema", "strict"}
+    structures: list[Any] | None = None  # of a structural tag, as triggers
     triggers: list[str] | None = None
 
 
@@ -83,10 +78,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     structural_tag: Any = None
 
 
-class Structured(Refusable, kw_only=True):
-    """What the output must match: one of these at most. A schema or structural tag may be given as an object or as its
-    JSON text.
-    """
+class StructuredFields(GenerationRefusedFields, kw_only=True):
+    """The structure of the output: at most one of these. A schema or structural tag may be an object or JSON text."""
+
+    REFUSED = GenerationRefusedFields.__struct_fields__
 
     json_schema: Any = None
     regex: str | None = None
@@ -100,63 +95,57 @@ class Structured(Refusable, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
 
 
-class Common(Structured, kw_only=True):
-    """What both OpenAI routes understand; from `top_k` on they are extensions. rid: the request's id, in place of the
-    header's.
-    """
+class SamplingFields(StructuredFields, kw_only=True):
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+
+
+class OpenAIRequest(SamplingFields, kw_only=True):
+    """Fields of both OpenAI routes."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    logit_bias: dict[int, float] | None = None
     user: Any = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    # extensions
     min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_draft_usage: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    rid: str | None = None
-
-    @property
-    def usage_wanted(self) -> bool:
-        return bool(self.stream_options is not None and self.stream_options.include_usage)
+    rid: str | None = None  # the request's id, in place of the header's
 
 
-class CompletionRequest(Common, kw_only=True):
-    """POST /v1/completions. prompt: a text, texts, token ids, or lists of token ids. logprobs: the legacy number of
-    alternatives. suffix: what stands behind the text that is asked for.
-    """
+class CompletionRequest(OpenAIRequest, kw_only=True):
+    """POST /v1/completions."""
 
-    HONOURED: ClassVar[frozenset[str]] = frozenset({"suffix"})
+    REFUSED = tuple(name for name in GenerationRefusedFields.__struct_fields__ if name != "suffix")
 
-    prompt: Prompt
-    suffix: str | None = None
+    prompt: Prompt  # a text, texts, token ids, or lists of token ids
+    suffix: str | None = None  # the text after the one to generate
     max_tokens: int | None = None
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: int | None = None  # the number of alternatives
     best_of: int | None = None
 
 
-class ChatRequest(Common, kw_only=True):
-    """POST /v1/chat/completions. messages and tools are checked by the chat encoder, which names what is wrong in
-    them.
-    """
+class ChatRequest(OpenAIRequest, kw_only=True):
+    """POST /v1/chat/completions. The chat encoder checks messages and tools."""
 
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
@@ -172,30 +161,16 @@ class ChatRequest(Common, kw_only=True):
     add_generation_prompt: bool | None = None
 
 
-class NativeSampling(Structured, kw_only=True):
+class NativeSampling(SamplingFields, kw_only=True):
     """`sampling_params` of POST /generate."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
     sampling_seed: int | None = None
 
 
-class GenerateRequest(Structured, kw_only=True):
+class GenerateRequest(StructuredFields, kw_only=True):
     """POST /generate. Exactly one of text and input_ids; a list of either is a batch, answered by a list."""
 
     text: str | list[str] | None = None
@@ -213,16 +188,14 @@ class GenerateRequest(Structured, kw_only=True):
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
-    """POST /abort. rid: the id of one request; abort_all: every request of this server."""
+    """POST /abort. Either rid, the id of one request, or abort_all."""
 
     rid: str = ""
     abort_all: bool = False
 
 
-class Maintenance(msgspec.Struct, kw_only=True):
-    """Fields that SGLang's admin routes have and that would change what is done: decoded so that they can be
-    refused.
-    """
+class AdminRefusedFields(RefusedFields, kw_only=True):
+    """Fields of SGLang's admin routes that are refused here."""
 
     keep_pause: Any = None
     is_async: Any = None
@@ -233,33 +206,27 @@ class Maintenance(msgspec.Struct, kw_only=True):
     profile_prefix: Any = None
     merge_profiles: Any = None
 
-    def refuse(self) -> None:
-        """Raises InvalidRequest naming the first of these fields that is on (null, false and empty are off)."""
-        for name in Maintenance.__struct_fields__:
-            if getattr(self, name):
-                raise InvalidRequest(name, "is not supported here and would change what is done: leave it out")
 
+class UpdateWeightsRequest(AdminRefusedFields, kw_only=True):
+    """POST /update_weights_from_disk."""
 
-class UpdateWeightsRequest(Maintenance, kw_only=True):
-    """POST /update_weights_from_disk. model_path: a folder on the engine's machine with all or some of the model's
-    tensors.
-    """
+    REFUSED = AdminRefusedFields.__struct_fields__
 
-    model_path: str
+    model_path: str  # a folder on the engine's machine with all or some of the model's tensors
     load_format: Literal["auto", "safetensors"] | None = None
     flush_cache: bool | None = None
     abort_all_requests: bool | None = None
     weight_version: str | None = None
 
 
-class StartProfileRequest(Maintenance, kw_only=True):
-    """POST /start_profile. output_dir: within the server's --profile-folder, and that itself where it is not given.
-    num_steps: after which it ends by itself. activities: "CPU", "GPU" (both).
-    """
+class StartProfileRequest(AdminRefusedFields, kw_only=True):
+    """POST /start_profile."""
 
-    output_dir: str | None = None
-    num_steps: int | None = None
-    activities: list[Literal["CPU", "GPU"]] | None = None
+    REFUSED = AdminRefusedFields.__struct_fields__
+
+    output_dir: str | None = None  # within the server's --profile-folder, which is the default
+    num_steps: int | None = None  # after which it ends by itself
+    activities: list[Literal["CPU", "GPU"]] | None = None  # default: both
     record_shapes: bool | None = None
     with_stack: bool | None = None
 

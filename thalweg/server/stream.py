@@ -1,21 +1,27 @@
-"""Server-sent events straight onto ASGI's `send`: one task a request, no task, queue or pydantic model a token.
+"""Responses, streamed or whole. Server-sent events go straight to ASGI's `send`: one task a request, no queue.
 
-A client that goes away is noticed while its request waits as well as while it streams: `Hangup` listens beside the
-work.
+`DisconnectWatch` notices a client that goes away while its request waits or streams.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
 
+import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from thalweg.core.errors import ThalwegError
+from thalweg.engine.streams import Piece
+from thalweg.server.accounting import CLIENT_CLOSED_REQUEST, RequestAccounting
+from thalweg.server.context import AppContext, reply
 from thalweg.server.errors import ErrorInfo, error_info
+from thalweg.server.generation import GenerationJob, run
 from thalweg.server.metrics import ServerMetrics
 
 _HEADERS = [
@@ -23,23 +29,41 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold the chunks back
 ]
-DONE = b"data: [DONE]\n\n"
+
+
+class StreamEncoder(ABC):
+    """Writes the output of one request in the format of one API."""
+
+    @abstractmethod
+    async def feed(self, choice: int, piece: Piece) -> bytes:
+        """The events of a piece; empty while the parser holds its text back."""
+
+    @abstractmethod
+    async def response(self, pieces: Sequence[Piece]) -> object:
+        """The whole response. pieces: one for each choice."""
+
+    def end(self) -> bytes:
+        """The last events of a stream."""
+        return b"data: [DONE]\n\n"
+
+    def failed(self, info: ErrorInfo) -> bytes:
+        """The last events of a stream that an error ended."""
+        return b"data: " + info.body + b"\n\n"
 
 
 class DisconnectWatch:
-    """`async with Hangup(receive) as hangup:` cancels the block when the client goes away; `hangup.gone` says so
-    afterwards.
+    """`async with DisconnectWatch(...) as watch:` cancels the block when the client goes away; `watch.gone` tells so.
 
     The request's body must have been read: whatever else comes from `receive` is dropped.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, accounting: RequestAccounting, metrics: ServerMetrics) -> None:
         self.gone = False
-        self._receive = receive
+        self._receive, self._accounting, self._metrics = receive, accounting, metrics
 
     async def __aenter__(self) -> DisconnectWatch:
         task = asyncio.current_task()
-        assert task is not None, "Hangup needs a task to cancel"
+        assert task is not None, "DisconnectWatch needs a task to cancel"
         self._task = task
         self._listener = asyncio.create_task(self._listen())
         return self
@@ -48,9 +72,12 @@ class DisconnectWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self._listener.cancel()
-        if self.gone and kind is asyncio.CancelledError:
-            self._task.uncancel()
-            return True
+        if self.gone:
+            self._accounting.gone = True
+            self._metrics.disconnects += 1
+            if kind is asyncio.CancelledError:
+                self._task.uncancel()
+                return True
         return False
 
     async def _listen(self) -> None:
@@ -60,100 +87,90 @@ class DisconnectWatch:
         self._task.cancel()
 
 
-class EventWriter:
-    """Writes the chunks of one answer. The response starts with the first chunk, so what fails before it still has a
-    status of its own.
+async def respond(
+    ctx: AppContext, request: Request, job: GenerationJob, encoder: StreamEncoder, stream: bool | None
+) -> Response:
+    """Runs the job and answers with a stream or with one response."""
+    if stream:
+        return EventStream(ctx, job, encoder)
+    pieces: list[list[Piece]] = [[] for _ in range(job.choices)]
 
-    start: ASGI's send with all layers, for the status and headers; send: the one without, for the chunks.
-    """
+    async def take(choice: int, piece: Piece) -> None:
+        pieces[choice].append(piece)
 
-    __slots__ = ("_begun", "_start", "_send", "_emit", "_held", "_ages")
-
-    def __init__(self, start: Send, send: Send, metrics: ServerMetrics) -> None:
-        self._begun = False
-        self._start, self._send = start, send
-        self._emit = metrics.emit
-        self._held: list[bytes] = []
-        self._ages: list[float] = []  # when the engine had what is held
-
-    @property
-    def started(self) -> bool:
-        """An event was written, or is held: what fails now is told on the stream."""
-        return self._begun or bool(self._held)
-
-    async def write(self, payload: bytes, at: float) -> None:
-        """Sends whole events. at: when (time.time()) the engine had what they say."""
-        if self._held:
-            self._held.append(payload)
-            self._ages.append(at)
-            return await self._flush(b"", True)
-        if not self._begun:
-            await self._begin()
-        await self._send({"type": "http.response.body", "body": payload, "more_body": True})
-        self._emit.observe(time.time() - at)
-
-    def hold(self, payload: bytes, at: float | None = None) -> None:
-        """Keeps whole events for whoever writes next. For what comes right before `end`: so a stream ends in one
-        packet, not in three. at: as for `write`; None for what the engine did not say.
-        """
-        self._held.append(payload)
-        if at is not None:
-            self._ages.append(at)
-
-    async def end(self, payload: bytes) -> None:
-        await self._flush(payload, False)
-
-    async def _begin(self) -> None:
-        self._begun = True
-        await self._start({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
-
-    async def _flush(self, payload: bytes, more: bool) -> None:
-        if not self._begun:
-            await self._begin()
-        body, ages = b"".join((*self._held, payload)), self._ages
-        self._held, self._ages = [], []
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        now = time.time()
-        for at in ages:
-            self._emit.observe(now - at)
+    async with DisconnectWatch(request.receive, job.accounting, ctx.metrics) as watch:
+        await run(ctx, job, take)
+    if watch.gone:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return reply(await encoder.response([_merged(of_choice) for of_choice in pieces]))
 
 
-def openai_error(problem: ErrorInfo) -> bytes:
-    return b"data: " + problem.body + b"\n\n"
+def _merged(pieces: Sequence[Piece]) -> Piece:
+    return msgspec.structs.replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        ids=tuple(token for piece in pieces for token in piece.ids),
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        prompt_logprobs=pieces[0].prompt_logprobs,
+    )
 
 
 class EventStream(Response):
-    """Runs `work`, which writes events, until it ends, fails or the client goes away. An error on a running stream
-    becomes its last event.
+    """Streams until the job ends, fails or the client goes away.
 
-    done: the stream's last words. failed: writes an error's event.
+    The status is sent with the first event: an error before it still has a status of its own, a later one becomes the
+    stream's last event.
     """
 
-    def __init__(
-        self,
-        metrics: ServerMetrics,
-        work: Callable[[EventWriter], Awaitable[None]],
-        done: bytes = DONE,
-        failed: Callable[[ErrorInfo], bytes] = openai_error,
-    ) -> None:
-        self.metrics, self.work, self.done, self.failed = metrics, work, done, failed
+    def __init__(self, ctx: AppContext, job: GenerationJob, encoder: StreamEncoder) -> None:
+        self.ctx, self.job, self.encoder = ctx, job, encoder
         self.status_code, self.background = 200, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["accounting"].stream = True
-        writer = EventWriter(send, scope["send_chunk"], self.metrics)
-        last = self.done
-        async with DisconnectWatch(receive) as hangup:
+        self.job.accounting.stream = True
+        writer = _EventWriter(send, scope["send_chunk"], self.ctx.metrics)
+
+        async def take(choice: int, piece: Piece) -> None:
+            if events := await self.encoder.feed(choice, piece):
+                await writer.write(events, piece.at, piece.finish is not None and self.job.choices == 1)
+
+        async with DisconnectWatch(receive, self.job.accounting, self.ctx.metrics) as watch:
             try:
-                await self.work(writer)
+                await run(self.ctx, self.job, take)
+                last = self.encoder.end()
             except ThalwegError as error:
                 if not writer.started:
                     raise
-                problem = error_info(error)
-                scope["accounting"].error = problem.kind
-                last = self.failed(problem)
-        if hangup.gone:
-            scope["accounting"].gone = True
-            self.metrics.disconnects += 1
-        else:
+                info = error_info(error)
+                self.job.accounting.error = info.kind
+                last = self.encoder.failed(info)
+        if not watch.gone:
             await writer.end(last)
+
+
+class _EventWriter:
+    """start: ASGI's `send` through all layers, for status and headers; send: the server's own, for the chunks."""
+
+    def __init__(self, start: Send, send: Send, metrics: ServerMetrics) -> None:
+        self.started = self._sent_header = False
+        self._start, self._send, self._emit = start, send, metrics.emit
+        self._held, self._held_at = b"", 0.0
+
+    async def write(self, events: bytes, at: float, hold: bool) -> None:
+        """Sends events. at: time.time() at which the engine had them. hold: send them with `end`, in one packet."""
+        self.started = True
+        if hold:
+            self._held, self._held_at = events, at
+        else:
+            await self._write(events, at, True)
+
+    async def end(self, events: bytes) -> None:
+        await self._write(self._held + events, self._held_at, False)
+
+    async def _write(self, body: bytes, at: float, more: bool) -> None:
+        if not self._sent_header:
+            self._sent_header = True
+            await self._start({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        if at:
+            self._emit.observe(time.time() - at)

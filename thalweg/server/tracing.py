@@ -1,12 +1,13 @@
-"""OpenTelemetry traces, sent over OTLP/HTTP: `--otlp-traces-endpoint`. Each request for text becomes one trace, or a
-part of the trace whose `traceparent` (W3C) it brought. Its spans are made when it has ended, with the times that its
-account holds, so nothing is traced while it runs:
+"""OpenTelemetry traces over OTLP/HTTP: `--otlp-traces-endpoint`.
 
-    POST /v1/chat/completions          server; from the headers to the end of the answer
+Each request for text becomes a trace, or a part of the trace whose `traceparent` (W3C) it has. Its spans are made when
+it has ended, from its accounting, so that nothing is traced while it runs:
+
+    POST /v1/chat/completions          server; from the headers to the end of the response
       chat tiny                        OpenTelemetry's conventions for generative AI; events first_token, last_token
-        queue, prefill, decode         what its time went into
+        queue, prefill, decode         the phases of its time
 
-This is the only file that knows OpenTelemetry, which is installed by `pip install 'thalweg[otel]'`.
+Only this file knows OpenTelemetry, which `pip install 'thalweg[otel]'` installs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OPERATIONS = {  # by route, as the conventions name them
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
 }
-LAST_WORDS = 2.0  # seconds
+CLOSE_TIMEOUT = 2.0  # seconds
 MAX_FINISHES = 128  # of one request, in its trace
 Attributes = dict[str, Any]
 
@@ -39,77 +40,73 @@ Attributes = dict[str, Any]
 class NoTraces:
     """Without `--otlp-traces-endpoint`."""
 
-    def tell(self, accounting: RequestAccounting) -> None:
-        """Sends nothing."""
+    def record(self, accounting: RequestAccounting) -> None:
+        pass
 
     def close(self) -> None:
-        """There is nothing to send."""
+        pass
 
 
 class Traces:
-    """Makes spans of accounts and gives them to a processor, which sends them on a thread of its own."""
+    """Makes spans from accountings for a processor, which sends them on a thread of its own."""
 
     def __init__(self, processor: SpanProcessor) -> None:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        ours = Resource.create({"service.name": "thalweg", "service.version": __version__})
-        resource = ours.merge(OTELResourceDetector().detect())  # OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME win
+        defaults = Resource.create({"service.name": "thalweg", "service.version": __version__})
+        resource = defaults.merge(OTELResourceDetector().detect())  # OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME win
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("thalweg", __version__)
         self._context_of = TraceContextTextMapPropagator().extract
 
-    def tell(self, accounting: RequestAccounting) -> None:
+    def record(self, accounting: RequestAccounting) -> None:
         if accounting.path not in OPERATIONS:
             return
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace import SpanKind
 
-        name = f"{accounting.method} {accounting.path}"
-        parent = self._context_of(accounting.headers)
+        name, parent = f"{accounting.method} {accounting.path}", self._context_of(accounting.headers)
         span = self._span(name, accounting.began, parent, SpanKind.SERVER, _http(accounting))
         accounting.trace = f"{span.get_span_context().trace_id:032x}"
         if accounting.submitted and span.is_recording():
-            self._generation(accounting, _within(span))
-        if accounting.status >= 500 or accounting.error and accounting.submitted:
-            span.set_status(Status(StatusCode.ERROR, accounting.error))
-        span.end(_nanoseconds(accounting.ended))
+            self._record_generation(accounting, _context(span))
+        failed = accounting.status >= 500 or accounting.error and accounting.submitted
+        _end(span, accounting.ended, accounting.error if failed else None)
 
     def close(self) -> None:
-        """Sends what is left, for LAST_WORDS at most: a collector that does not answer holds up nobody's end."""
-        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
-        ending.start()
-        ending.join(LAST_WORDS)
+        """Sends what is left, for CLOSE_TIMEOUT at most."""
+        shutdown = threading.Thread(target=self._provider.shutdown, daemon=True)
+        shutdown.start()
+        shutdown.join(CLOSE_TIMEOUT)
 
-    def _generation(self, accounting: RequestAccounting, parent: Context) -> None:
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+    def _record_generation(self, accounting: RequestAccounting, parent: Context) -> None:
+        from opentelemetry.trace import SpanKind
 
-        end = accounting.last or accounting.ended
+        submitted, admitted, first, last = accounting.submitted, accounting.admitted, accounting.first, accounting.last
         name = f"{OPERATIONS[accounting.path]} {accounting.model}"
-        span = self._span(name, accounting.submitted, parent, SpanKind.INTERNAL, _gen_ai(accounting))
-        inside = _within(span)
-        phases = (
-            ("queue", accounting.submitted, accounting.admitted),
-            ("prefill", accounting.admitted, accounting.first),
-        )
-        for phase, began, ended in (*phases, ("decode", accounting.first, accounting.last)):
-            if began and ended:  # the admission is by the engine's reading of the same clock
-                self._span(phase, began, inside, SpanKind.INTERNAL, {}).end(_nanoseconds(max(began, ended)))
-        if accounting.first:
-            span.add_event("first_token", timestamp=_nanoseconds(accounting.first))
-            span.add_event("last_token", timestamp=_nanoseconds(accounting.last))
-        if accounting.error:
-            span.set_status(Status(StatusCode.ERROR, accounting.error))
-        span.end(_nanoseconds(end))
+        span = self._span(name, submitted, parent, SpanKind.INTERNAL, _gen_ai(accounting))
+        context = _context(span)
+        for phase, began, ended in (
+            ("queue", submitted, admitted),
+            ("prefill", admitted, first),
+            ("decode", first, last),
+        ):
+            if began and ended:  # the engine's clock may be behind
+                _end(self._span(phase, began, context, SpanKind.INTERNAL, {}), max(began, ended), None)
+        if first:
+            span.add_event("first_token", timestamp=_nanoseconds(first))
+            span.add_event("last_token", timestamp=_nanoseconds(last))
+        _end(span, last or accounting.ended, accounting.error or None)
 
     def _span(self, name: str, began: float, parent: Context, kind: Any, attributes: Attributes) -> Span:
-        given = {key: value for key, value in attributes.items() if value is not None}
-        return self._tracer.start_span(name, parent, kind, given, start_time=_nanoseconds(began))
+        present = {key: value for key, value in attributes.items() if value is not None}
+        return self._tracer.start_span(name, parent, kind, present, start_time=_nanoseconds(began))
 
 
 def traces_to(endpoint: str) -> Traces:
-    """Traces that go to a collector. endpoint: its address, to which OTLP's own path is added where it has none.
+    """Traces for a collector at this address; OTLP's own path is added if it has none.
 
     Raises UnsupportedConfig when OpenTelemetry is not installed.
     """
@@ -117,10 +114,8 @@ def traces_to(endpoint: str) -> Traces:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as missing:
-        raise UnsupportedConfig(
-            f"otlp_traces_endpoint: needs OpenTelemetry, and {missing.name} is not installed: pip install"
-            " 'thalweg[otel]'"
-        ) from missing
+        message = f"needs OpenTelemetry, and {missing.name} is not installed: pip install 'thalweg[otel]'"
+        raise UnsupportedConfig(f"otlp_traces_endpoint: {message}") from missing
     path = urlsplit(endpoint).path
     address = endpoint if path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
     return Traces(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
@@ -139,7 +134,7 @@ def _http(accounting: RequestAccounting) -> Attributes:
 
 
 def _gen_ai(accounting: RequestAccounting) -> Attributes:
-    """Of several prompts in one request, the first one's parameters stand for all."""
+    """The parameters are those of the first prompt."""
     params = accounting.params[0]
     return {
         "gen_ai.operation.name": OPERATIONS[accounting.path],
@@ -171,10 +166,18 @@ def _gen_ai(accounting: RequestAccounting) -> Attributes:
     }
 
 
-def _within(span: Span) -> Context:
+def _context(span: Span) -> Context:
     from opentelemetry.trace import set_span_in_context
 
     return set_span_in_context(span)
+
+
+def _end(span: Span, at: float, error: str | None) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    if error is not None:
+        span.set_status(Status(StatusCode.ERROR, error))
+    span.end(_nanoseconds(at))
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -46,17 +46,6 @@ class ToolFormat:
     plain: Callable[[str], str]
 
 
-@dataclass(frozen=True)
-class ReasoningFormat:
-    """begins: where an answer starts, by the request's `thinking` (None: the request does not say).
-
-    `inside`: in the thought, the prompt has opened it; `maybe`: in the thought if the text begins with `<think>`;
-    `outside`: in the content.
-    """
-
-    begins: Mapping[bool | None, str]
-
-
 def _sep(answer: EventBuilder, schemas: Mapping[str, Mapping[str, object]]) -> ToolLayer:
     return tools_sep.SepTools(answer)
 
@@ -76,10 +65,12 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "qwen25": ToolFormat(tools_hermes.MARKS, _hermes, lambda raw: raw),
 }
 
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
-    "deepseek-r1": ReasoningFormat({None: "inside", True: "inside", False: "inside"}),
-    "deepseek-v3": ReasoningFormat({None: "outside", True: "inside", False: "outside"}),
-    "qwen3": ReasoningFormat({None: "maybe", True: "maybe", False: "outside"}),
+# Where an answer begins, by the request's `thinking` (None: not given). inside: in the thought, which the prompt has
+# opened; maybe: in the thought if the text begins with `<think>`; outside: in the content.
+REASONING_FORMATS: Mapping[str, Mapping[bool | None, str]] = {
+    "deepseek-r1": {None: "inside", True: "inside", False: "inside"},
+    "deepseek-v3": {None: "outside", True: "inside", False: "outside"},
+    "qwen3": {None: "maybe", True: "maybe", False: "outside"},
 }
 
 _THINK = literal_marks({"<think>": "think", "</think>": "/think"})
@@ -116,7 +107,7 @@ class AnswerParser:
         begins = "outside"
         if reasoning is not None:
             form = _named(REASONING_FORMATS, reasoning, "--reasoning-parser")
-            begins = form.begins[thinking] if inside is None else "inside" if inside else "outside"
+            begins = form[thinking] if inside is None else "inside" if inside else "outside"
             marks.append(_THINK)
         if tools is not None:
             schemas = {str(function["name"]): function.get("parameters") or {} for function in functions}

@@ -1,6 +1,4 @@
-"""Bodies and answers of Anthropic's Messages API. Fields that are not declared are ignored; a null means "not
-given".
-"""
+"""Bodies and responses of Anthropic's Messages API. Undeclared fields are ignored; a null means "not given"."""
 
 from __future__ import annotations
 
@@ -14,22 +12,20 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
-    """Read so that it can be refused by name."""
+    """Decoded so that it can be refused by name."""
 
 
 class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
-    """Read so that it can be refused by name."""
+    """Decoded so that it can be refused by name."""
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """signature: not looked at."""
-
     thinking: str
-    signature: str | None = None
+    signature: str | None = None  # not checked
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """Another model's secret: left out."""
+    """Another model's encrypted thought: left out."""
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -53,44 +49,34 @@ class InputMessage(msgspec.Struct, kw_only=True):
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
-    """type: "custom" or nothing; tools that run on Anthropic's servers are refused. input_schema: a JSON schema."""
-
     name: str
-    type: str | None = None
+    type: str | None = None  # "custom" or nothing; tools that run on Anthropic's servers are refused
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
-    """name: the tool of type "tool"."""
-
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: str | None = None  # of the tool, with type "tool"
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """budget_tokens: taken as a hint; max_tokens bounds thought and answer together."""
-
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = None
+    budget_tokens: int | None = None  # a hint; max_tokens bounds thought and answer together
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
-    """type: "json_schema"."""
-
-    type: str
+    type: str  # "json_schema"
     schema: dict[str, Any] | None = None
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """format: what the text of the answer must match."""
-
-    format: OutputFormat | None = None
+    format: OutputFormat | None = None  # of the answer's text
 
 
 class Conversation(msgspec.Struct, kw_only=True):
-    """POST /v1/messages/count_tokens, and what /v1/messages has in common with it."""
+    """POST /v1/messages/count_tokens, and the part of /v1/messages that makes the prompt."""
 
     messages: list[InputMessage]
     model: str | None = None
@@ -104,7 +90,7 @@ class Conversation(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(Conversation, kw_only=True):
-    """POST /v1/messages. From `seed` on: extensions."""
+    """POST /v1/messages."""
 
     max_tokens: int
     stream: bool | None = None
@@ -112,6 +98,7 @@ class MessagesRequest(Conversation, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
+    # extensions
     seed: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -120,41 +107,37 @@ class MessagesRequest(Conversation, kw_only=True):
 
 
 class MessagesUsage(msgspec.Struct):
-    """input_tokens: of the prompt, without those that were found in the cache, which are cache_read_input_tokens."""
-
-    input_tokens: int
+    input_tokens: int  # of the prompt, without those found in the cache
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
 
 
-class TextAnswer(msgspec.Struct, tag_field="type", tag="text"):
+class TextContent(msgspec.Struct, tag_field="type", tag="text"):
     text: str
     citations: None = None
 
 
-class ThinkingAnswer(msgspec.Struct, tag_field="type", tag="thinking"):
+class ThinkingContent(msgspec.Struct, tag_field="type", tag="thinking"):
     thinking: str
     signature: str
 
 
-class ToolUseAnswer(msgspec.Struct, tag_field="type", tag="tool_use"):
+class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: msgspec.Raw
 
 
-BlockAnswer = TextAnswer | ThinkingAnswer | ToolUseAnswer
+MessageContent = TextContent | ThinkingContent | ToolUseContent
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesResponse(msgspec.Struct):
-    """A whole answer. stop_reason: null only in the message_start of a stream."""
-
     id: str
     model: str
-    content: list[BlockAnswer]
-    stop_reason: StopReason | None
+    content: list[MessageContent]
+    stop_reason: StopReason | None  # null only in the message_start of a stream
     stop_sequence: str | None
     usage: MessagesUsage
     type: Literal["message"] = "message"

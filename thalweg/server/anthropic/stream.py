@@ -1,73 +1,73 @@
-"""An answer as Anthropic writes it: a stream of named events around content blocks, or one message."""
+"""Stream encoder of Anthropic's Messages API: named events around content blocks, or one message."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from thalweg.engine.streams import Piece
 from thalweg.server.anthropic.protocol import (
-    BlockAnswer,
+    MessageContent,
     MessagesResponse,
     MessagesUsage,
     StopReason,
-    TextAnswer,
-    ThinkingAnswer,
-    ToolUseAnswer,
+    TextContent,
+    ThinkingContent,
+    ToolUseContent,
 )
-from thalweg.server.content_parts import ContentPart, PartBuilder, PartDelta, PartEvent, PartKind, PartOpened
+from thalweg.server.content_parts import ContentPart, PartBuilder, PartEvent, PartKind
 from thalweg.server.errors import ErrorInfo
+from thalweg.server.stream import StreamEncoder
 from thalweg.text.parser import AnswerParser
 
 _encode = msgspec.json.Encoder().encode
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-def event(name: str, **fields: Any) -> bytes:
+def _event(name: str, **fields: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
 
 
-def error_event(problem: ErrorInfo) -> bytes:
-    return b"event: error\ndata: " + problem.anthropic + b"\n\n"
-
-
-class MessagesStreamEncoder:
-    """Writes one answer. parser: fresh, for this answer alone."""
-
+class MessagesStreamEncoder(StreamEncoder):
     def __init__(self, id: str, model: str, parser: AnswerParser) -> None:
         self._id, self._model = id, model
-        self._composer = PartBuilder(parser)
-        self._begun = False
+        self._builder = PartBuilder(parser)
+        self._started = False
 
-    def feed(self, piece: Piece) -> bytes:
-        """The events that a piece makes: none while the parser holds its text back."""
+    async def feed(self, choice: int, piece: Piece) -> bytes:
         out: list[bytes] = []
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             message = MessagesResponse(self._id, self._model, [], None, None, _usage(piece))
-            out += event("message_start", message=message), _PING
-        out += map(_change, self._composer.feed(piece))
+            out += _event("message_start", message=message), _PING
+        out += map(_part_event, self._builder.feed(piece))
         if piece.finish is not None:
-            delta = {"stop_reason": self._reason(piece), "stop_sequence": _stop_sequence(piece)}
-            out += event("message_delta", delta=delta, usage=_usage(piece)), event("message_stop")
+            delta = {"stop_reason": self._stop_reason(piece), "stop_sequence": _stop_sequence(piece)}
+            out += _event("message_delta", delta=delta, usage=_usage(piece)), _event("message_stop")
         return b"".join(out)
 
-    def whole(self, piece: Piece) -> MessagesResponse:
-        """The message of an answer that came in one piece."""
-        self._composer.feed(piece)
-        content = [_block(part) for part in self._composer.parts]
-        return MessagesResponse(
-            self._id, self._model, content, self._reason(piece), _stop_sequence(piece), _usage(piece)
-        )
+    async def response(self, pieces: Sequence[Piece]) -> MessagesResponse:
+        (piece,) = pieces
+        self._builder.feed(piece)
+        content = [_content(part, part.text) for part in self._builder.parts]
+        reason, stop = self._stop_reason(piece), _stop_sequence(piece)
+        return MessagesResponse(self._id, self._model, content, reason, stop, _usage(piece))
 
-    def _reason(self, piece: Piece) -> StopReason:
+    def end(self) -> bytes:
+        return b""
+
+    def failed(self, info: ErrorInfo) -> bytes:
+        return b"event: error\ndata: " + info.anthropic + b"\n\n"
+
+    def _stop_reason(self, piece: Piece) -> StopReason:
         if piece.finish == "length":
             return "max_tokens"
         if _stop_sequence(piece) is not None:
             return "stop_sequence"
-        return "tool_use" if self._composer.called and piece.finish == "stop" else "end_turn"
+        return "tool_use" if self._builder.calls and piece.finish == "stop" else "end_turn"
 
 
 def _stop_sequence(piece: Piece) -> str | None:
@@ -78,45 +78,36 @@ def _usage(piece: Piece) -> MessagesUsage:
     return MessagesUsage(piece.prompt_tokens - piece.cached_tokens, piece.completion_tokens, piece.cached_tokens)
 
 
-def _block(part: ContentPart) -> BlockAnswer:
-    if part.kind is PartKind.TEXT:
-        return TextAnswer(part.text)
-    if part.kind is PartKind.THOUGHT:
-        return ThinkingAnswer(part.text, _signature(part))
-    return ToolUseAnswer(part.id, part.name, msgspec.Raw((part.text or "{}").encode()))
+def _content(part: ContentPart, text: str) -> MessageContent:
+    """The part's block. text: of the part, "" in its start event."""
+    match part.kind:
+        case PartKind.TEXT:
+            return TextContent(text)
+        case PartKind.REASONING:
+            return ThinkingContent(text, _signature(text))
+    return ToolUseContent(part.id, part.name, msgspec.Raw((text or "{}").encode()))
 
 
-def _change(change: PartEvent) -> bytes:
-    part = change.part
-    if isinstance(change, PartOpened):
-        return event("content_block_start", index=part.index, content_block=_empty(part))
-    if isinstance(change, PartDelta):
-        return _delta(part, **_growth(part, change.text))
-    signed = _delta(part, type="signature_delta", signature=_signature(part)) if part.kind is PartKind.THOUGHT else b""
-    return signed + event("content_block_stop", index=part.index)
+def _part_event(event: PartEvent) -> bytes:
+    part = event.part
+    if event.type == "open":
+        return _event("content_block_start", index=part.index, content_block=_content(part, ""))
+    if event.type == "delta":
+        match part.kind:
+            case PartKind.TEXT:
+                return _delta(part, type="text_delta", text=event.text)
+            case PartKind.REASONING:
+                return _delta(part, type="thinking_delta", thinking=event.text)
+        return _delta(part, type="input_json_delta", partial_json=event.text)
+    is_thought = part.kind is PartKind.REASONING
+    signature = _delta(part, type="signature_delta", signature=_signature(part.text)) if is_thought else b""
+    return signature + _event("content_block_stop", index=part.index)
 
 
 def _delta(part: ContentPart, **delta: str) -> bytes:
-    return event("content_block_delta", index=part.index, delta=delta)
+    return _event("content_block_delta", index=part.index, delta=delta)
 
 
-def _growth(part: ContentPart, text: str) -> dict[str, str]:
-    if part.kind is PartKind.TEXT:
-        return {"type": "text_delta", "text": text}
-    if part.kind is PartKind.THOUGHT:
-        return {"type": "thinking_delta", "thinking": text}
-    return {"type": "input_json_delta", "partial_json": text}
-
-
-def _empty(part: ContentPart) -> BlockAnswer:
-    """A block as it stands before its first delta."""
-    if part.kind is PartKind.TEXT:
-        return TextAnswer("")
-    if part.kind is PartKind.THOUGHT:
-        return ThinkingAnswer("", "")
-    return ToolUseAnswer(part.id, part.name, msgspec.Raw(b"{}"))
-
-
-def _signature(part: ContentPart) -> str:
-    """Not looked at when it comes back: some clients drop thoughts that have none, and a tool loop would lose them."""
-    return hashlib.blake2b(part.text.encode("utf-8", "replace"), digest_size=16).hexdigest()
+def _signature(text: str) -> str:
+    """Not checked when it comes back. Some clients drop thoughts without one, which would break tool loops."""
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest() if text else ""

@@ -1,5 +1,5 @@
-"""Items of the Responses API → the messages that every encoder reads, and back. An error names the field as the client
-wrote it.
+"""Converts the Responses API's items to a chat request, and an answer to a message. An error names the field as the
+client wrote it.
 """
 
 from __future__ import annotations
@@ -8,110 +8,95 @@ from collections.abc import Sequence
 from typing import Any
 
 from thalweg.core.errors import InvalidRequest
-from thalweg.server.content_parts import ContentPart, PartKind
-from thalweg.server.conversion import ChatConversion
+from thalweg.server.content_parts import PartBuilder, PartKind
+from thalweg.server.conversion import ChatConversion, tool, tool_call
 from thalweg.server.parsing import convert
 from thalweg.server.protocol import ChatRequest, ResponseFormat
 from thalweg.server.responses.protocol import (
     CallItem,
+    CallOutputItem,
     MessageItem,
-    OutputItem,
     ReasoningItem,
     ResponsesRequest,
     ResponsesTool,
     TextFormat,
 )
 
-_NO_THOUGHT = ("none", "minimal")
+_NO_THINKING = ("none", "minimal")
 
 
-def chat_of(body: ResponsesRequest, before: Sequence[dict[str, Any]], conversion: ChatConversion) -> ChatRequest:
-    """The same as a chat request; its messages are those of `draft`. before: the conversation so far. Raises
-    InvalidRequest.
-    """
+def chat_of(body: ResponsesRequest, history: Sequence[dict[str, Any]], conversion: ChatConversion) -> ChatRequest:
+    """history: the messages of the previous response. Raises InvalidRequest."""
     _refuse(body)
     if body.instructions:
         conversion.add("instructions", "system", content=body.instructions)
-    for message in before:
-        conversion.messages.append(message)
-        conversion.fields.append("previous_response_id")
+    conversion.messages += history
+    conversion.fields += ["previous_response_id"] * len(history)
     if isinstance(body.input, str):
         conversion.add("input", "user", content=body.input)
     else:
-        _Writer(conversion).write(body.input)
-    chat = ChatRequest(messages=conversion.messages, model=body.model, stream=body.stream)
-    chat.max_tokens, chat.temperature, chat.top_p = body.max_output_tokens, body.temperature, body.top_p
-    chat.seed, chat.stop, chat.top_k, chat.min_p = body.seed, body.stop, body.top_k, body.min_p
-    chat.repetition_penalty, chat.cache_salt, chat.priority = body.repetition_penalty, body.cache_salt, body.priority
-    chat.tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None
-    chat.tool_choice, chat.parallel_tool_calls = _choice(body.tool_choice), body.parallel_tool_calls
-    chat.chat_template_kwargs = _template_kwargs(body)
-    if body.text is not None and body.text.format is not None:
-        chat.response_format = _format(body.text.format)
-    return chat
+        _add_items(body.input, conversion)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    thinking = {} if effort is None else {"thinking": effort not in _NO_THINKING}
+    return conversion.chat_request(
+        body,
+        max_tokens=body.max_output_tokens,
+        stop=body.stop,
+        tools=[_tool(entry, f"tools[{i}]") for i, entry in enumerate(body.tools or ())] or None,
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=thinking | (body.chat_template_kwargs or {}),
+        response_format=_format(body.text.format) if body.text and body.text.format else None,
+    )
 
 
-def message_of(parts: Sequence[ContentPart]) -> dict[str, Any]:
-    """An answer as a message of the conversation that goes on from it."""
-    message: dict[str, Any] = {"role": "assistant", "content": _texts(parts, PartKind.TEXT)}
-    if thought := _texts(parts, PartKind.THOUGHT):
-        message["reasoning_content"] = thought
-    if calls := [_call(part.id, part.name, part.text) for part in parts if part.kind is PartKind.CALL]:
-        message["tool_calls"] = calls
+def message_of(answer: PartBuilder) -> dict[str, Any]:
+    """An answer as a message of the conversation that continues it."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text(PartKind.TEXT)}
+    if reasoning := answer.text(PartKind.REASONING):
+        message["reasoning_content"] = reasoning
+    if answer.calls:
+        message["tool_calls"] = [tool_call(part.id, part.name, part.text) for part in answer.calls]
     return message
 
 
-def _texts(parts: Sequence[ContentPart], kind: PartKind) -> str:
-    return "".join(part.text for part in parts if part.kind is kind)
+def _add_items(items: Sequence[dict[str, Any]], conversion: ChatConversion) -> None:
+    """A thought, a text and calls in a row are one message of the assistant."""
+    assistant: dict[str, Any] | None = None  # the message that items are added to
 
+    def current(field: str) -> dict[str, Any]:
+        nonlocal assistant
+        if assistant is None:
+            conversion.add(field, "assistant", content="")
+            assistant = conversion.messages[-1]
+        return assistant
 
-def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-class _Writer:
-    """Writes items as messages: a thought, a text and calls that follow each other are one message of the assistant."""
-
-    def __init__(self, conversion: ChatConversion) -> None:
-        self._draft = conversion
-        self._answer: dict[str, Any] | None = None
-
-    def write(self, items: Sequence[dict[str, Any]]) -> None:
-        for i, item in enumerate(items):
-            field, kind = f"input[{i}]", item.get("type", "message")
-            if kind == "message":
-                self._message(convert(item, MessageItem, field), field)
-            elif kind == "reasoning":
-                thought = convert(item, ReasoningItem, field)
-                self._joined(field)["reasoning_content"] = "".join(part.text for part in thought.content or ())
-            elif kind == "function_call":
+    for i, item in enumerate(items):
+        field = f"input[{i}]"
+        match item.get("type", "message"):
+            case "message":
+                message = convert(item, MessageItem, field)
+                if message.role != "assistant":
+                    assistant = None
+                    role = "system" if message.role == "developer" else message.role
+                    conversion.add(field, role, content=message.content)
+                    continue
+                if assistant is not None and assistant["content"]:
+                    assistant = None
+                current(field)["content"] = message.content
+            case "reasoning":
+                texts = convert(item, ReasoningItem, field).content or ()
+                current(field)["reasoning_content"] = "".join(text.text for text in texts)
+            case "function_call":
                 call = convert(item, CallItem, field)
-                self._joined(field).setdefault("tool_calls", []).append(_call(call.call_id, call.name, call.arguments))
-            elif kind == "function_call_output":
-                result = convert(item, OutputItem, field)
-                self._answer = None
-                self._draft.add(field, "tool", tool_call_id=result.call_id, content=result.output)
-            else:
-                raise InvalidRequest(
-                    f"{field}.type",
-                    f"is {kind!r}: message, reasoning, function_call and function_call_output are supported here",
-                )
-
-    def _message(self, message: MessageItem, field: str) -> None:
-        if message.role != "assistant":
-            self._answer = None
-            role = "system" if message.role == "developer" else message.role
-            return self._draft.add(field, role, content=message.content)
-        if self._answer is None or self._answer["content"]:
-            self._answer = None
-        self._joined(field)["content"] = message.content
-
-    def _joined(self, field: str) -> dict[str, Any]:
-        """The assistant's message that is being written."""
-        if self._answer is None:
-            self._draft.add(field, "assistant", content="")
-            self._answer = self._draft.messages[-1]
-        return self._answer
+                calls = current(field).setdefault("tool_calls", [])
+                calls.append(tool_call(call.call_id, call.name, call.arguments))
+            case "function_call_output":
+                assistant, result = None, convert(item, CallOutputItem, field)
+                conversion.add(field, "tool", tool_call_id=result.call_id, content=result.output)
+            case kind:
+                supported = "message, reasoning, function_call and function_call_output are supported here"
+                raise InvalidRequest(f"{field}.type", f"is {kind!r}: {supported}")
 
 
 def _refuse(body: ResponsesRequest) -> None:
@@ -124,14 +109,13 @@ def _refuse(body: ResponsesRequest) -> None:
         raise InvalidRequest(name, "log-probabilities are not supported here: /v1/chat/completions has them")
 
 
-def _tool(tool: ResponsesTool, field: str) -> dict[str, Any]:
-    if tool.type != "function":
-        raise InvalidRequest(f"{field}.type", f"is {tool.type!r}: only your own functions can be called here")
-    given = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+def _tool(entry: ResponsesTool, field: str) -> dict[str, Any]:
+    if entry.type != "function":
+        raise InvalidRequest(f"{field}.type", f"is {entry.type!r}: only your own functions can be called here")
+    return tool(name=entry.name, description=entry.description, parameters=entry.parameters, strict=entry.strict)
 
 
-def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "function":
@@ -139,14 +123,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 
-def _format(format: TextFormat) -> ResponseFormat:
-    wanted: dict[str, Any] = {"type": format.type}
-    if format.type == "json_schema":
-        wanted["json_schema"] = {"name": format.name or "answer", "schema": format.schema, "strict": format.strict}
-    return convert(wanted, ResponseFormat, "text.format")
-
-
-def _template_kwargs(body: ResponsesRequest) -> dict[str, Any]:
-    effort = None if body.reasoning is None else body.reasoning.effort
-    asked = {} if effort is None else {"thinking": effort not in _NO_THOUGHT}
-    return {**asked, **(body.chat_template_kwargs or {})}
+def _format(form: TextFormat) -> ResponseFormat:
+    schema = {"name": form.name or "answer", "schema": form.schema, "strict": form.strict}
+    value = {"type": form.type} | ({"json_schema": schema} if form.type == "json_schema" else {})
+    return convert(value, ResponseFormat, "text.format")

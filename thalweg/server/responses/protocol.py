@@ -1,4 +1,4 @@
-"""Bodies and answers of OpenAI's Responses API. Fields that are not declared are ignored; a null means "not given"."""
+"""Bodies and responses of OpenAI's Responses API. Undeclared fields are ignored; a null means "not given"."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
-    """effort: "none" and "minimal" ask for no thought, any other for one."""
-
-    effort: str | None = None
+    effort: str | None = None  # "none" and "minimal" turn thinking off, any other turns it on
     summary: str | None = None
 
 
@@ -28,9 +26,7 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesTool(msgspec.Struct, kw_only=True):
-    """type: "function"; tools that run on OpenAI's servers are refused."""
-
-    type: str
+    type: str  # "function"; tools that run on OpenAI's servers are refused
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -38,9 +34,9 @@ class ResponsesTool(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/responses. input: a text, or items. From `seed` on: extensions."""
+    """POST /v1/responses."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]]  # a text, or items
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -62,6 +58,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
+    # extensions
     seed: int | None = None
     stop: str | list[str] | None = None
     top_k: int | None = None
@@ -73,7 +70,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 
 class MessageItem(msgspec.Struct, kw_only=True):
-    """An input item of type "message", which need not be said."""
+    """An input item of type "message", the default type."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[dict[str, Any]]
@@ -85,9 +82,9 @@ class ReasoningText(msgspec.Struct):
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True):
-    """An input item of type "reasoning". summary: another model's; what the model itself wrote is content."""
+    """An input item of type "reasoning"."""
 
-    content: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None  # the model's own thought; `summary` is not read
 
 
 class CallItem(msgspec.Struct, kw_only=True):
@@ -98,7 +95,7 @@ class CallItem(msgspec.Struct, kw_only=True):
     arguments: str
 
 
-class OutputItem(msgspec.Struct, kw_only=True):
+class CallOutputItem(msgspec.Struct, kw_only=True):
     """An input item of type "function_call_output"."""
 
     call_id: str
@@ -119,7 +116,7 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
     role: Literal["assistant"] = "assistant"
 
 
-class ReasoningAnswer(msgspec.Struct, tag_field="type", tag="reasoning"):
+class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
     id: str
     content: list[ReasoningText]
     status: Status
@@ -127,7 +124,7 @@ class ReasoningAnswer(msgspec.Struct, tag_field="type", tag="reasoning"):
     encrypted_content: None = None
 
 
-class CallAnswer(msgspec.Struct, tag_field="type", tag="function_call"):
+class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
     id: str
     call_id: str
     name: str
@@ -135,48 +132,48 @@ class CallAnswer(msgspec.Struct, tag_field="type", tag="function_call"):
     status: Status
 
 
-ItemAnswer = OutputMessage | ReasoningAnswer | CallAnswer
+ResponsesOutput = OutputMessage | OutputReasoning | OutputCall
 
 
-class InputDetails(msgspec.Struct):
+class InputTokensDetails(msgspec.Struct):
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputDetails(msgspec.Struct):
+class OutputTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
 class ResponsesUsage(msgspec.Struct):
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
-class ResponseError(msgspec.Struct):
+class ResponsesError(msgspec.Struct):
     message: str
     code: str = "server_error"
 
 
-class Incomplete(msgspec.Struct):
+class IncompleteDetails(msgspec.Struct):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class ResponseAnswer(msgspec.Struct, kw_only=True):
-    """A response, at any moment of its life."""
+class ResponsesResponse(msgspec.Struct, kw_only=True):
+    """A response, running or finished."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
     status: Status
-    error: ResponseError | None = None
-    incomplete_details: Incomplete | None = None
+    error: ResponsesError | None = None
+    incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
     model: str
-    output: list[ItemAnswer]
+    output: list[ResponsesOutput]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: Reasoning
@@ -193,7 +190,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     background: Literal[False] = False
 
 
-class Deleted(msgspec.Struct):
+class DeletedResponse(msgspec.Struct):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from thalweg.core.sampling import SamplingParams
-from thalweg.engine.streams import Piece
-from thalweg.server.chat import prepare
-from thalweg.server.context import AppContext, collect, gone, quota_of, reply, run
+from thalweg.server.chat import prepare_chat
+from thalweg.server.content_parts import PartBuilder
+from thalweg.server.context import AppContext, reply
 from thalweg.server.conversion import ChatConversion
 from thalweg.server.errors import ApiError, ErrorInfo
-from thalweg.server.parsing import read
+from thalweg.server.generation import GenerationJob
+from thalweg.server.parsing import given
 from thalweg.server.responses.convert import chat_of, message_of
 from thalweg.server.responses.protocol import (
-    Deleted,
+    DeletedResponse,
     Reasoning,
-    ResponseAnswer,
     ResponsesRequest,
+    ResponsesResponse,
     TextFormat,
     TextOptions,
 )
 from thalweg.server.responses.stream import ResponsesStreamEncoder
-from thalweg.server.sampling import given
-from thalweg.server.stream import EventStream, EventWriter
+from thalweg.server.stream import respond
 
-_decoder = msgspec.json.Decoder(ResponsesRequest)
 _NAMES = {  # of the chat request's fields, in this API
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -41,86 +38,67 @@ _NAMES = {  # of the chat request's fields, in this API
 }
 
 
-async def respond(ctx: AppContext, request: Request) -> Response:
-    """OpenAI's Responses API: an answer to an input and to what went before it."""
-    started = time.time()
-    body = read(await request.body(), _decoder)
-    model, conversion, mark = (
-        ctx.model(body.model),
-        ChatConversion("parameters", _NAMES),
-        quota_of(request).api_key.mark,
-    )
-    before = _before(ctx, mark, body.previous_response_id)
-    chat = chat_of(body, before, conversion)
-    with conversion.named():
-        turn = await prepare(ctx, chat, request, started)
-    narrator = ResponsesStreamEncoder(_response(body, model, turn.params, int(started)), turn.parser())
-    spoken = conversion.messages[1:] if body.instructions else conversion.messages
+async def create_response(ctx: AppContext, request: Request, body: ResponsesRequest) -> Response:
+    """OpenAI's Responses API: an answer to an input, and to the stored response that it continues."""
+    model, conversion = ctx.model(body.model), ChatConversion("parameters", _NAMES)
+    history = _history(ctx, request, body.previous_response_id)
+    chat = chat_of(body, history, conversion)
+    job, new_parser = await prepare_chat(ctx, request, chat, conversion.client_field)
+    answer, state = PartBuilder(new_parser()), _initial(body, model, job)
 
-    async def end(piece: Piece) -> None:
-        narrator.end(piece, len(await ctx.tokens(narrator.thought, False, "input", ctx.context)))
-        if narrator.response.store:
-            messages = [*spoken, message_of(narrator.parts)]
-            ctx.store.put(mark(narrator.response.id), messages, msgspec.json.encode(narrator.response))
+    async def count_tokens(text: str) -> int:
+        return len(await ctx.tokenize(text, False, "input", ctx.ready.context))
 
-    async def stream(writer: EventWriter) -> None:
-        async def take(choice: int, piece: Piece) -> None:
-            events = narrator.feed(piece)
-            if piece.finish is not None:
-                await end(piece)
-                events += narrator.last()
-            if events:
-                await writer.write(events, piece.at)
+    def store() -> None:
+        if state.store:
+            messages = [*conversion.messages[bool(body.instructions) :], message_of(answer)]
+            ctx.store.put(_key(request, state.id), messages, msgspec.json.encode(state))
 
-        with conversion.named():
-            await run(ctx, turn.job, take)
-
-    if body.stream:
-        return EventStream(ctx.metrics, stream, done=b"", failed=narrator.failed)
-    with conversion.named():
-        ended = await collect(ctx, turn.job, request.receive)
-    if ended is None:
-        return gone()
-    narrator.take(ended[0])
-    await end(ended[0])
-    return reply(narrator.response)
+    encoder = ResponsesStreamEncoder(state, answer, count_tokens, store)
+    return await respond(ctx, request, job, encoder, body.stream)
 
 
-async def kept_response(ctx: AppContext, request: Request) -> Response:
-    """A response that is kept."""
+async def stored_response(ctx: AppContext, request: Request) -> Response:
+    """A stored response."""
     id = request.path_params["id"]
-    kept = ctx.store.get(quota_of(request).api_key.mark(id))
-    if kept is None:
-        raise _unknown(id, None)
-    return Response(kept.body, media_type="application/json")
+    stored = ctx.store.get(_key(request, id))
+    if stored is None:
+        raise _not_stored(id, None)
+    return Response(stored.body, media_type="application/json")
 
 
-async def forget_response(ctx: AppContext, request: Request) -> Response:
-    """Forgets a response that is kept."""
+async def delete_response(ctx: AppContext, request: Request) -> Response:
+    """Deletes a stored response."""
     id = request.path_params["id"]
-    if not ctx.store.remove(quota_of(request).api_key.mark(id)):
-        raise _unknown(id, None)
-    return reply(Deleted(id))
+    if not ctx.store.remove(_key(request, id)):
+        raise _not_stored(id, None)
+    return reply(DeletedResponse(id))
 
 
-def _before(ctx: AppContext, mark: Callable[[str], str], id: str | None) -> Sequence[dict[str, Any]]:
+def _key(request: Request, id: str) -> str:
+    scoped: str = request.scope["quota"].api_key.scoped_rid(id)
+    return scoped
+
+
+def _history(ctx: AppContext, request: Request, id: str | None) -> Sequence[dict[str, Any]]:
     if id is None:
         return ()
-    kept = ctx.store.get(mark(id))
-    if kept is None:
-        raise _unknown(id, "previous_response_id")
-    return kept.messages
+    stored = ctx.store.get(_key(request, id))
+    if stored is None:
+        raise _not_stored(id, "previous_response_id")
+    return stored.messages
 
 
-def _unknown(id: str, param: str | None) -> ApiError:
-    message = f"no response {id!r} is kept here: it was not stored, or has made room for later ones"
+def _not_stored(id: str, param: str | None) -> ApiError:
+    message = f"no response {id!r} is stored here: it was not stored, or later ones took its place"
     return ApiError(ErrorInfo(404, message, "not_found_error", param, "response_not_found"))
 
 
-def _response(body: ResponsesRequest, model: str, params: SamplingParams, created: int) -> ResponseAnswer:
-    return ResponseAnswer(
+def _initial(body: ResponsesRequest, model: str, job: GenerationJob) -> ResponsesResponse:
+    params = job.prompts[0].params
+    return ResponsesResponse(
         id=f"resp_{uuid.uuid4().hex}",  # not the request's id, which clients choose and others could guess
-        created_at=created,
+        created_at=int(job.accounting.began),
         status="in_progress",
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,

@@ -1,0 +1,183 @@
+"""Runs the prompts of one HTTP request on the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+
+from thalweg.core.errors import EngineDead, InvalidRequest
+from thalweg.core.grammar import Grammar
+from thalweg.core.request import QueueReservation
+from thalweg.core.retention import RETAIN_ALL, CacheRetention
+from thalweg.core.sampling import SamplingParams
+from thalweg.server.accounting import RequestAccounting
+from thalweg.server.api_keys import ApiKey, RequestQuota
+from thalweg.server.context import AppContext
+from thalweg.server.logs import Take
+from thalweg.server.metrics import RequestTimer
+from thalweg.server.parsing import given, renamed
+
+MAX_CHOICES = 16384  # of one HTTP request: prompts × n
+MAX_SCORES = 1 << 20  # log-probabilities of prompts in one response: some 100 bytes of memory each
+
+
+class PromptJob(NamedTuple):
+    """One prompt of a request."""
+
+    ids: Sequence[int]
+    params: SamplingParams
+    rid: str
+    field: str  # of the body, for errors
+    grammar: Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationJob:
+    """What one HTTP request asks of the engine. Choices are numbered through all prompts."""
+
+    prompts: tuple[PromptJob, ...]
+    quota: RequestQuota
+    accounting: RequestAccounting
+    priority: int
+    salt: int  # of the prefix cache
+    retention: CacheRetention = RETAIN_ALL
+    rename: Callable[[str], str] = str  # the engine's name of a field → the client's
+
+    @property
+    def first_choices(self) -> list[int]:
+        """The number of each prompt's first choice, then the number of all choices."""
+        return list(accumulate((prompt.params.n for prompt in self.prompts), initial=0))
+
+    @property
+    def choices(self) -> int:
+        return self.first_choices[-1]
+
+
+def make_job(
+    ctx: AppContext,
+    request: Request,
+    prompts: Sequence[PromptJob],
+    priority: int | None,
+    cache_salt: str | None,
+    **rest: Any,
+) -> GenerationJob:
+    """Checks everything that can be checked before the response starts.
+
+    Raises InvalidRequest, Overloaded, EngineDead (also while the server drains), ApiError (429).
+    """
+    quota: RequestQuota = request.scope["quota"]
+    salt = _salt(quota.api_key, cache_salt)
+    job = GenerationJob(tuple(prompts), quota, request.scope["accounting"], given(priority, 0), salt, **rest)
+    if ctx.front.state == "draining":
+        raise EngineDead(ctx.front.reason)
+    with renamed(job.rename):
+        _check(ctx, job)
+    return job
+
+
+def _check(ctx: AppContext, job: GenerationJob) -> None:
+    if not -(2**31) <= job.priority < 2**31:
+        raise InvalidRequest("priority", f"must fit 32 bits, got {job.priority}")
+    scores = 0
+    for prompt in job.prompts:
+        with renamed(lambda field, where=prompt.field: where if field == "prompt" else field):  # type: ignore[misc]
+            ctx.front.check(prompt.ids, prompt.params)
+            prompt.grammar.check(prompt.params)
+        if prompt.params.prompt_logprobs is not None:
+            scores += len(prompt.ids) * (1 + prompt.params.prompt_logprobs)
+    if job.choices > MAX_CHOICES:
+        raise InvalidRequest("n", f"makes {job.choices} outputs of this request: at most {MAX_CHOICES}, send several")
+    if scores > MAX_SCORES:
+        raise InvalidRequest("prompt_logprobs", f"makes {scores} entries: at most {MAX_SCORES} in one response")
+    with ctx.front.reserve(job.choices):
+        pass  # raises Overloaded while the response can still have that status
+    context = ctx.context_len or 0
+    job.quota.reserve(
+        sum(
+            len(ids) + params.n * min(given(params.max_tokens, context), max(context - len(ids), 0))
+            for ids, params, *_ in job.prompts
+        )
+    )
+
+
+def prompt_fields(name: str, count: int) -> tuple[str, ...]:
+    """Field names of `count` prompts of a body. Raises InvalidRequest for too many."""
+    if count > MAX_CHOICES:
+        raise InvalidRequest(name, f"holds {count} prompts: at most {MAX_CHOICES} in one request, send several")
+    return (name,) if count == 1 else tuple(f"{name}[{i}]" for i in range(count))
+
+
+def _salt(api_key: ApiKey, text: str | None) -> int:
+    """Only requests with the same number share cached prefixes. 0: no salt."""
+    if not text and not api_key.salt_key:
+        return 0
+    salt = (text or "").encode("utf-8", "replace")
+    return int.from_bytes(hashlib.blake2b(salt, digest_size=7, key=api_key.salt_key).digest())
+
+
+async def run(ctx: AppContext, job: GenerationJob, take: Take) -> None:
+    """Runs all prompts of a job at once; `take(choice, piece)` gets every piece. Cancelling it aborts the rest."""
+    accounting, outcome = job.accounting, "error"
+    accounting.model, accounting.rids = ctx.names[0], tuple(prompt.rid for prompt in job.prompts)
+    timer = RequestTimer(ctx.metrics, accounting)
+    timer.submit([prompt.ids for prompt in job.prompts], [prompt.params for prompt in job.prompts], time.time())
+    take = ctx.log.record_output(accounting, take)
+    try:
+        with renamed(job.rename):
+            await _run_all(ctx, job, timer, take)
+    except asyncio.CancelledError:
+        outcome = "abort"
+        raise
+    finally:
+        timer.close(job.choices, outcome)
+
+
+async def _run_all(ctx: AppContext, job: GenerationJob, timer: RequestTimer, take: Take) -> None:
+    if len(job.prompts) == 1:
+        return await _run(ctx, job, job.prompts[0], 0, timer, take)
+    try:
+        with ctx.front.reserve(job.choices) as reservation:  # for all of them, or none
+            async with asyncio.TaskGroup() as group:
+                for prompt, first in zip(job.prompts, job.first_choices, strict=False):
+                    group.create_task(_run(ctx, job, prompt, first, timer, take, reservation))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _run(
+    ctx: AppContext,
+    job: GenerationJob,
+    prompt: PromptJob,
+    first: int,
+    timer: RequestTimer,
+    take: Take,
+    reservation: QueueReservation | None = None,
+) -> None:
+    quota = job.quota
+    pieces = ctx.front.stream(
+        prompt.ids,
+        prompt.params,
+        request_id=quota.api_key.scoped_rid(prompt.rid),
+        priority=job.priority,
+        salt=job.salt,
+        grammar=prompt.grammar,
+        retention=job.retention,
+        reservation=reservation,
+    )
+    quota.used += len(prompt.ids)
+    async with aclosing(pieces):
+        async for piece in pieces:
+            choice = first + piece.index
+            quota.used += len(piece.ids)
+            timer.piece(choice, piece, time.time())
+            await take(choice, piece)
+            if piece.finish is not None:
+                timer.ended(choice, piece, time.time())

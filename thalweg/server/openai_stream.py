@@ -1,0 +1,110 @@
+"""Responses and chunks that both OpenAI routes share. A field that is UNSET is not sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from thalweg.engine.streams import Piece
+from thalweg.server.generation import GenerationJob
+from thalweg.server.protocol import OpenAIRequest
+from thalweg.server.stream import StreamEncoder
+
+ChoiceT = TypeVar("ChoiceT", covariant=True)
+PromptLogprobs = list[dict[str, Any] | None]
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+    spec_verify_ct: int = 0  # verifications, under SGLang's name
+
+
+class ChatUsage(msgspec.Struct):
+    """`usage` of both OpenAI routes. Draft tokens have OpenAI's names for predicted tokens."""
+
+    prompt_tokens: int = 0  # counts a prompt once, however many choices it has
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+    def add(self, piece: Piece) -> None:
+        """Adds a choice by its last piece. The first choice stands for the prompt: the others find it in the cache."""
+        if piece.index == 0:
+            self.prompt_tokens += piece.prompt_tokens
+            self.prompt_tokens_details.cached_tokens += piece.cached_tokens
+        self.completion_tokens += piece.completion_tokens
+        self.total_tokens = self.prompt_tokens + self.completion_tokens
+        details, drafts = self.completion_tokens_details, piece.drafted
+        if details is not UNSET and drafts is not None:
+            details.accepted_prediction_tokens += drafts.accepted
+            details.rejected_prediction_tokens += drafts.drafted - drafts.accepted
+            details.spec_verify_ct += drafts.verifications
+
+
+class OpenAIResponse(msgspec.Struct, Generic[ChoiceT]):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[ChoiceT]
+    usage: ChatUsage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChoiceEncoder(Protocol[ChoiceT]):
+    """Writes one choice."""
+
+    def feed(self, piece: Piece) -> Sequence[object]:
+        """The `choices` entries of the chunks that a piece makes."""
+
+    def whole(self, piece: Piece) -> ChoiceT:
+        """The choice of a response, from its only piece."""
+
+
+class OpenAIStreamEncoder(StreamEncoder, Generic[ChoiceT]):
+    def __init__(
+        self,
+        id: str,
+        object: str,
+        model: str,
+        body: OpenAIRequest,
+        job: GenerationJob,
+        choices: Sequence[ChoiceEncoder[ChoiceT]],
+    ) -> None:
+        self._id, self._created, self._model, self._object = id, int(job.accounting.began), model, object
+        self._choices = choices
+        self._prompt = list(job.prompts[0].ids) if body.return_token_ids and object == "chat.completion" else UNSET
+        self._usage = ChatUsage(
+            completion_tokens_details=CompletionTokensDetails() if body.return_draft_usage else UNSET
+        )
+        self._includes_usage = bool(body.stream_options and body.stream_options.include_usage)
+        chunk = "chat.completion.chunk" if object == "chat.completion" else object
+        head = msgspec.json.encode({"id": id, "object": chunk, "created": self._created, "model": model})
+        self._head = b"data: " + head[:-1] + b',"choices":['  # encoded once for all chunks
+        self._tail = b'],"usage":null}\n\n' if self._includes_usage else b"]}\n\n"
+        self._encode = msgspec.json.Encoder().encode
+
+    async def feed(self, choice: int, piece: Piece) -> bytes:
+        if piece.finish is not None:
+            self._usage.add(piece)
+        chunks = self._choices[choice].feed(piece)
+        return b"".join([self._head + self._encode(chunk) + self._tail for chunk in chunks])
+
+    async def response(self, pieces: Sequence[Piece]) -> OpenAIResponse[ChoiceT]:
+        for piece in pieces:
+            self._usage.add(piece)
+        choices = [choice.whole(piece) for choice, piece in zip(self._choices, pieces, strict=True)]
+        return OpenAIResponse(self._id, self._object, self._created, self._model, choices, self._usage, self._prompt)
+
+    def end(self) -> bytes:
+        usage = self._head + b'],"usage":' + self._encode(self._usage) + b"}\n\n" if self._includes_usage else b""
+        return usage + super().end()
