@@ -23,7 +23,7 @@ from thalweg.config.tree import options_of
 from thalweg.core.plan import StepPlan
 from thalweg.engine.calibration_mixed import Clock
 from thalweg.engine.local import LocalEngine
-from thalweg.launch.graphs import MOST_PIECES, token_buckets
+from thalweg.launch.graphs import MAX_PIECEWISE_TOKENS, token_buckets
 from thalweg.launch.resolve import resolve
 from thalweg.runner.piecewise import Piecewise
 from thalweg.runner.runner import Runner
@@ -58,7 +58,7 @@ def main() -> None:
         load_format="dummy",
         context_length=4096,
         max_running_requests=max(said.rows) + 8,
-        piecewise_cuda_graph_tokens=token_buckets(MOST_PIECES),
+        piecewise_cuda_graph_tokens=token_buckets(MAX_PIECEWISE_TOKENS),
     )
     engine = LocalEngine(resolve(config).engine)
     runner, steps = engine.runner, engine.runner.steps

@@ -40,7 +40,8 @@ from thalweg.engine.calibration_plans import (
 )
 from thalweg.engine.calibration_warmup import thin, warm
 from thalweg.launch.report import as_json, show
-from thalweg.launch.resolve import paced, resolve
+from thalweg.launch.resolve import resolve
+from thalweg.launch.resources import is_measured_by_steps
 from thalweg.memory.planes import Planes
 from thalweg.models import catalog
 from thalweg.models.catalog import read_facts
@@ -213,8 +214,12 @@ def test_steps_of_single_tokens_are_not_paced() -> None:
         ).engine.mixed_step_limits
 
     assert beside() is None and beside(chunked_prefill_size=512) == ()
-    assert not paced("cuda", ALONE) and paced("cuda", KernelConfig(decode="torch")) and not paced("cpu", KernelConfig())
-    assert paced("cuda", KernelConfig(decode="triton", deterministic=True))
+    assert (
+        not is_measured_by_steps("cuda", ALONE)
+        and is_measured_by_steps("cuda", KernelConfig(decode="torch"))
+        and not is_measured_by_steps("cpu", KernelConfig())
+    )
+    assert is_measured_by_steps("cuda", KernelConfig(decode="triton", deterministic=True))
 
 
 SUMS = Sums(free=50 * GB, step=3 * GB, graphs=2 * GB, slots=GB // 2, reserve=GB, page=2_000_000)

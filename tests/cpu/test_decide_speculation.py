@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from thalweg.config.args import options_parser, parse_options
+from thalweg.config.drafters import DRAFTERS
 from thalweg.config.eagle import read_eagle
+from thalweg.config.engine import EngineConfig
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import CheckpointError, UnsupportedConfig
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.launch.decisions import Decisions
-from thalweg.launch.speculation import Speculation, resolve_speculation
-from thalweg.launch.trees import resolve_tree
-from thalweg.launch.vocabularies import check_vocabularies
+from thalweg.launch.drafter_checks import check_vocabularies
+from thalweg.launch.speculation import resolve_drafting
 from thalweg.models.catalog import read_facts
 
 
@@ -27,10 +28,11 @@ class Facts:
     nextn: int = 1
 
 
-def decided(nextn: int = 1, **wishes: Any) -> tuple[Speculation, Decisions]:
+def decided(nextn: int = 1, **wishes: Any) -> tuple[EngineConfig, Decisions]:
     decisions = Decisions()
     facts: Any = Facts(nextn)
-    return resolve_speculation(SpeculativeOptions(**wishes), facts, decisions), decisions
+    resolve_drafting(SpeculativeOptions(**wishes), facts, decisions)
+    return decisions.config(), decisions
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,10 @@ def decided(nextn: int = 1, **wishes: Any) -> tuple[Speculation, Decisions]:
     ],
 )
 def test_wishes_become_a_drafter_and_a_width(wishes: dict[str, Any], drafter: str, width: int) -> None:
-    assert decided(**wishes)[0] == Speculation(drafter, width, adaptive=width > 0)
+    made = decided(**wishes)[0]
+    assert (made.speculative_algorithm, made.speculative_num_steps) == (drafter, width)
+    assert made.speculative_adaptive == (width > 0)
+    assert made.tree.is_tree or made.speculative_num_draft_tokens == (width + 1 if width else 0)
 
 
 @pytest.mark.parametrize(
@@ -90,28 +95,33 @@ def test_an_algorithm_without_trees_is_told_of_none() -> None:
 def test_what_has_no_effect_is_told(wish: str, value: Any) -> None:
     for more in ({"speculative_algorithm": "NONE"}, {"mtp": 1}):
         made, decisions = decided(**more, **{wish: value})
-        assert made.drafter == "NONE"
+        assert made.speculative_algorithm == "NONE"
         told = decisions.entries[-1]
         assert (told.name, told.value, told.source) == (wish, value, "user") and "nothing drafts" in told.reason
-    assert all("without effect" not in one.reason for one in decided(mtp=2, **{wish: value})[1].entries)
+    assert all("without effect" not in one.reason for one in decided(mtp=4, **{wish: value})[1].entries)
 
 
 def test_a_checkpoint_without_the_layer_is_named() -> None:
     with pytest.raises(UnsupportedConfig, match="num_nextn_predict_layers is 0"):
         decided(0, mtp=2)
-    assert decided(0)[0] == Speculation("NONE", 0, False)
-    assert decided(0, speculative_algorithm="NGRAM")[0].drafter == "NGRAM"
+    assert decided(0)[0].speculative_algorithm == "NONE" and decided(0)[0].num_drafts == 0
+    assert decided(0, speculative_algorithm="NGRAM")[0].speculative_algorithm == "NGRAM"
 
 
 def shape(drafter: str = "NEXTN", deepest: int = 3, **wishes: Any) -> TreeShape:
-    return resolve_tree(SpeculativeOptions(**wishes), drafter, deepest, Decisions())
+    steps = {} if drafter == "NONE" else {"speculative_num_steps": deepest}
+    made = decided(speculative_algorithm=drafter, **steps, **wishes)[0]
+    return made.tree if made.tree.is_tree else CHAIN._replace(max_depth=made.num_drafts, num_drafts=made.num_drafts)
 
 
 @pytest.mark.parametrize(
     ("wishes", "wanted"),
     [
-        ({}, CHAIN),
-        ({"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}, CHAIN),
+        ({}, CHAIN._replace(max_depth=3, num_drafts=3)),
+        (
+            {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4},
+            CHAIN._replace(max_depth=3, num_drafts=3),
+        ),
         ({"speculative_eagle_topk": 4}, TreeShape(4, 3, 15)),
         ({"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 2}, CHAIN._replace(max_depth=1, num_drafts=1)),
         ({"speculative_eagle_topk": 2}, TreeShape(2, 3, 10)),
@@ -130,12 +140,15 @@ def test_wishes_become_a_tree(wishes: dict[str, Any], wanted: TreeShape) -> None
     ("wishes", "words"),
     [
         ({"speculative_tree": "static"}, ("speculative_tree", "--speculative-eagle-topk 4")),
-        ({"speculative_eagle_topk": 2, "drafter": "NONE"}, ("nothing drafts", "--speculative-algorithm NEXTN")),
+        ({"speculative_eagle_topk": 2, "drafter": "NONE"}, ("needs a drafter", "--speculative-algorithm NEXTN")),
         ({"speculative_eagle_topk": 10, "deepest": 8}, ("70 nodes", "63", "--speculative-num-steps 7")),
-        ({"speculative_eagle_topk": 2, "drafter": "NGRAM"}, ("one chain", "--speculative-eagle-topk 1")),
+        (
+            {"speculative_eagle_topk": 2, "drafter": "NGRAM"},
+            ("--speculative-eagle-topk 2 needs a drafter that can branch; NGRAM proposes a chain. Use 1, or NEXTN.",),
+        ),
         (
             {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 12},
-            ("10 at most", "11 or fewer", "more --speculative-num-steps"),
+            ("10 drafts at most", "11 or fewer", "more --speculative-num-steps"),
         ),
     ],
 )
@@ -147,7 +160,7 @@ def test_trees_that_cannot_be_are_refused(wishes: dict[str, Any], words: tuple[s
 
 def test_the_tokens_of_a_tree_say_nothing_of_its_depth() -> None:
     wishes = {"speculative_algorithm": "NEXTN", "speculative_num_draft_tokens": 30}
-    assert decided(**wishes, speculative_eagle_topk=4)[0].width == 3
+    assert decided(**wishes, speculative_eagle_topk=4)[0].speculative_num_steps == 3
     with pytest.raises(UnsupportedConfig, match="--speculative-eagle-topk 4"):
         decided(**wishes)
 
@@ -157,8 +170,9 @@ def test_every_choice_is_noted() -> None:
         ("speculative_algorithm", "NEXTN", "user"),
         ("speculative_num_steps", 3, "user"),
         ("speculative_adaptive", True, "auto"),
+        ("speculative_acceptance", "race", "auto"),
     ]
-    assert not decided(mtp=4, speculative_adaptive=False)[0].adaptive
+    assert not decided(mtp=4, speculative_adaptive=False)[0].speculative_adaptive
     assert [(one.name, one.value, one.source) for one in decided()[1].entries] == [
         ("speculative_algorithm", "NONE", "auto")
     ]
@@ -182,17 +196,18 @@ EAGLE3 = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size
 EAGLE = LLAMA | {"architectures": ["LlamaForCausalLMEagle"]}
 
 
-def drafting(folder: Path, config: dict[str, Any], **wishes: Any) -> tuple[Speculation, Decisions]:
+def drafting(folder: Path, config: dict[str, Any], **wishes: Any) -> tuple[EngineConfig, Decisions]:
     (folder / "config.json").write_text(json.dumps(config))
     decisions = Decisions()
-    return resolve_speculation(SpeculativeOptions(**wishes), read_facts(TINY), decisions, folder), decisions
+    resolve_drafting(SpeculativeOptions(**wishes), read_facts(TINY), decisions, folder)
+    return decisions.config(), decisions
 
 
 @pytest.mark.parametrize(
     ("config", "wish", "drafter", "width"),
     [
-        (EAGLE3, None, "EAGLE", 3),
-        (EAGLE3, "EAGLE3", "EAGLE", 3),
+        (EAGLE3, None, "EAGLE3", 3),
+        (EAGLE3, "EAGLE3", "EAGLE3", 3),
         (EAGLE3, "EAGLE", "EAGLE", 3),
         (EAGLE, None, "EAGLE", 3),
         (LLAMA, "EAGLE", "EAGLE", 3),
@@ -204,10 +219,11 @@ def test_a_folder_says_what_drafts(
     config: dict[str, Any], wish: str | None, drafter: str, width: int, tmp_path: Path
 ) -> None:
     made, decisions = drafting(tmp_path, config, speculative_algorithm=wish)
-    assert made == Speculation(drafter, width, True, str(tmp_path))
+    assert (made.speculative_algorithm, made.num_drafts) == (drafter, width)
+    assert made.speculative_adaptive and made.speculative_draft_model_path == str(tmp_path)
     noted = decisions.entries[0]
     assert (noted.source, bool(noted.reason)) == (("auto", True) if wish is None else ("user", False))
-    assert drafting(tmp_path, config, speculative_algorithm=wish, speculative_num_steps=2)[0].width == 2
+    assert drafting(tmp_path, config, speculative_algorithm=wish, speculative_num_steps=2)[0].num_drafts == 2
 
 
 @pytest.mark.parametrize(
@@ -240,7 +256,7 @@ def test_a_head_is_told_by_its_tensors_where_it_says_llama(name: str, indexed: b
     else:
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     made, decisions = drafting(tmp_path, LLAMA)
-    assert made.drafter == "EAGLE" and decisions.entries[0].value == "EAGLE"
+    assert made.speculative_algorithm == "EAGLE" and decisions.entries[0].value == "EAGLE"
 
 
 HEADS: list[tuple[dict[str, Any], dict[str, list[int]], tuple[str, ...]]] = [
@@ -274,7 +290,7 @@ def test_an_eagle_head_cannot_be_served_as_a_model(config: dict[str, Any], name:
 @pytest.mark.parametrize("content", [b"", b"\xff" * 9, b"\x02\0\0\0\0\0\0\0[]"])
 def test_weights_that_cannot_be_read_say_nothing(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    assert drafting(tmp_path, LLAMA)[0].drafter == "STANDALONE"
+    assert drafting(tmp_path, LLAMA)[0].speculative_algorithm == "STANDALONE"
 
 
 STREAMS = "eagle_aux_hidden_state_layer_ids"
@@ -304,7 +320,7 @@ def test_the_streams_of_an_eagle3_head(
     (tmp_path / "config.json").write_text(json.dumps(EAGLE3 | fields))
     target, decisions = replace(read_facts(TINY), layers=32), Decisions()
     assert read_eagle(tmp_path, target).watched.layers == layers
-    resolve_speculation(SpeculativeOptions(), target, decisions, tmp_path)
+    resolve_drafting(SpeculativeOptions(), target, decisions, tmp_path)
     (told,) = (one for one in decisions.entries if one.name == "speculative_eagle_layers")
     assert told.value == ", ".join(map(str, layers)) and words in told.reason
 
@@ -339,12 +355,22 @@ def test_a_small_model_is_compared_when_its_model_is_known(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 32000}))
     facts = read_facts(TINY)
     with pytest.raises(CheckpointError, match="32000.*2048"):
-        resolve_speculation(SpeculativeOptions(), facts, Decisions(), tmp_path, TINY)
+        resolve_drafting(SpeculativeOptions(), facts, Decisions(), tmp_path, TINY)
     (tmp_path / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
-    assert resolve_speculation(SpeculativeOptions(), facts, Decisions(), tmp_path, TINY).drafter == "STANDALONE"
+    decisions = Decisions()
+    resolve_drafting(SpeculativeOptions(), facts, decisions, tmp_path, TINY)
+    assert decisions.config().speculative_algorithm == "STANDALONE"
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
 def test_a_drafter_of_its_own_weights_needs_its_folder(algorithm: str) -> None:
     with pytest.raises(UnsupportedConfig, match="--speculative-draft-model-path"):
         decided(speculative_algorithm=algorithm)
+
+
+def test_every_drafter_that_cannot_branch_refuses_a_tree() -> None:
+    chains = [name for name, entry in DRAFTERS.items() if not entry.can_branch]
+    assert chains
+    for name in chains:
+        with pytest.raises(UnsupportedConfig, match=f"{name} proposes a chain"):
+            decided(speculative_algorithm=name, speculative_eagle_topk=2)

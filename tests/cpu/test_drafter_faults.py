@@ -244,7 +244,9 @@ def test_a_drafter_that_does_not_fit_is_planned_without(
     assert "no room for the drafter" in line and "context_length" in line
     assert (short.engine.speculative_algorithm, short.engine.num_drafts, short.sizes) == ("NONE", 0, alone)
     (noted,) = (one for one in short.decisions if one.name == "speculative_algorithm")
-    assert (noted.value, noted.source) == ("NONE", "auto") and noted.reason.startswith("no room for it: context_length")
+    assert (noted.value, noted.source) == ("NONE", "auto") and noted.reason.startswith(
+        "no memory for the drafter: context_length"
+    )
     made = LocalEngine(
         msgspec.structs.replace(short.engine, eos_ids=(1,), show_progress=False, warmup=False, chunked_prefill_size=512)
     )

@@ -9,25 +9,25 @@ import shlex
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from tests.cpu.plan_models import DEEPSEEK, INDEXER, LITE, QWEN
 from thalweg.bench.plan_check import Part, near
 from thalweg.cli import main
 from thalweg.config.args import options_parser, parse_options
+from thalweg.config.backends import Library
+from thalweg.config.engine import EngineConfig
 from thalweg.config.model import facts_of
-from thalweg.core.kernels import KernelConfig
 from thalweg.engine import build
 from thalweg.launch.planning.commands import command
 from thalweg.launch.planning.layouts import ParallelLayout
 from thalweg.launch.planning.search import LayoutForecast
 from thalweg.launch.planning.weights import inventory, parameters
-from thalweg.launch.sizes import counted, measure
-from thalweg.layers.reference import ReferenceLayers
+from thalweg.launch.sizes import measure
 from thalweg.models import traced
 
 ROOT = Path(__file__).parents[2]
@@ -410,23 +410,26 @@ def test_forecast_tolerances() -> None:
     assert near(parts(100.0, 13.0)) and not near(parts(99.0, 14.0)), "small parts by what all take"
 
 
-# ---- sizes by arithmetic ----
+# ---- sizes without Triton ----
 
 
 PLAIN = {"quantization_config": None}
 
 
-@pytest.mark.parametrize("config", [LITE, QWEN, DEEPSEEK | PLAIN, DEEPSEEK | INDEXER | PLAIN])
-def test_counted_sizes_are_those_of_the_model(config: dict[str, Any]) -> None:
-    """In 16 bits plain torch holds the same numbers as the kernels; what differs are rotary tables and where an
-    indexer's weights lie.
-    """
-    facts = facts_of(config | {"num_hidden_layers": 4, "eos_token_id": 1, "max_position_embeddings": 4096}, "test")
-    made = measure(facts, ReferenceLayers(torch.bfloat16, torch.device("meta")))
-    by_hand = counted(facts, KernelConfig(), torch.bfloat16)
-    assert by_hand.parameters == made.parameters == parameters(inventory(facts))
-    assert by_hand.weight_bytes == pytest.approx(made.weight_bytes, rel=0.005)
-    assert by_hand.planes == made.planes
+@pytest.mark.skipif(find_spec("triton") is None, reason="compares with the layers of the kernels")
+@pytest.mark.parametrize("config", [LITE, QWEN, DEEPSEEK | PLAIN, DEEPSEEK | INDEXER | PLAIN, DEEPSEEK])
+def test_sizes_without_triton_are_those_of_the_kernels(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs are float32 routers and index tables of the reference."""
+    more = {"num_hidden_layers": 4, "eos_token_id": 1, "max_position_embeddings": 4096}
+    facts = facts_of(config | more, "test")
+    by = "torch" if facts.indexer is not None else "triton"
+    engine = EngineConfig(model_path="", dtype="bfloat16", decode_attention_backend=by, prefill_attention_backend=by)
+    kernels = measure(facts, engine)
+    monkeypatch.setattr(Library, "is_installed", lambda library: False)
+    reference = measure(facts, engine)
+    assert reference.parameters == kernels.parameters == parameters(inventory(facts))
+    assert reference.weight_bytes == pytest.approx(kernels.weight_bytes, rel=0.005)
+    assert reference.planes == kernels.planes
 
 
 def test_copies_get_gpus_of_their_own() -> None:

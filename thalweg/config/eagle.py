@@ -20,7 +20,7 @@ STREAMS = "eagle_aux_hidden_state_layer_ids"
 HEADER = 100 << 20  # bytes of a safetensors header, at most, as that library has it
 
 
-class Watched(NamedTuple):
+class WatchedStreams(NamedTuple):
     """Streams of a target, each by the layer that it enters, and why these."""
 
     layers: tuple[int, ...] = ()
@@ -29,17 +29,17 @@ class Watched(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleFacts:
-    """facts: of the head's layers; its context is the target's. third: whether the format is EAGLE-3's. Of that format:
+    """facts: of the head's layers; its context is the target's. is_eagle3: whether the format is EAGLE-3's. Of that format:
     target_hidden: numbers of a stream; draft_vocab: tokens that it can draft; watched: its streams; normed_residual:
     whether the layer adds to the norm of its state, not to the state. Of the other: bias: whether the projection that
     joins embedding and hidden state has one.
     """
 
     facts: ModelFacts
-    third: bool
+    is_eagle3: bool
     target_hidden: int
     draft_vocab: int
-    watched: Watched = Watched()
+    watched: WatchedStreams = WatchedStreams()
     normed_residual: bool = False
     bias: bool = True
 
@@ -64,7 +64,7 @@ def algorithm_of(folder: Path) -> str:
             f"{folder / 'config.json'} is of a Medusa drafter, which is not here; use an EAGLE head or a smaller model"
             " of the same family"
         )
-    if _third(config):
+    if _is_eagle3(config):
         return "EAGLE3"
     if "eagle" in str(config.get("architectures")).lower():
         return "EAGLE"
@@ -101,20 +101,20 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def _check_tensors(given: EagleFacts, shapes: Mapping[str, tuple[int, ...]], folder: Path, target: ModelFacts) -> None:
     """What the shapes of a head's tensors tell of the model that it was made for. Raises CheckpointError."""
     fuse, own = shapes.get("fc.weight", shapes.get("model.fc.weight", ())), given.facts.hidden
-    streams = len(given.watched.layers) if given.third else 1
-    reads = streams * given.target_hidden + (0 if given.third else own)
+    streams = len(given.watched.layers) if given.is_eagle3 else 1
+    reads = streams * given.target_hidden + (0 if given.is_eagle3 else own)
     if len(fuse) == 2 and fuse[1] != reads:
-        of = (fuse[1] - (0 if given.third else own)) / streams
+        of = (fuse[1] - (0 if given.is_eagle3 else own)) / streams
         raise CheckpointError(
             f"{folder}: fc.weight reads {fuse[1]} numbers: {_streams(streams)} of a model whose hidden_size is {of:g};"
             f" that of the model to draft for is {target.hidden}: this head is another model's"
         )
-    if given.third and shapes and own != target.hidden and "embed_tokens.weight" not in shapes:
+    if given.is_eagle3 and shapes and own != target.hidden and "embed_tokens.weight" not in shapes:
         raise CheckpointError(
             f"{folder}: its hidden_size is {own} and that of the model to draft for {target.hidden}, whose embedding it"
             " therefore cannot share, and it has none of its own (embed_tokens.weight): this head is another model's"
         )
-    if given.third and shapes and given.draft_vocab < target.vocab and "d2t" not in shapes:
+    if given.is_eagle3 and shapes and given.draft_vocab < target.vocab and "d2t" not in shapes:
         raise CheckpointError(
             f"{folder}: there is no tensor d2t, which says what tokens the {given.draft_vocab} are that the head drafts"
             f" of the model's {target.vocab} (draft_vocab_size and vocab_size in its config.json), so what it drafts"
@@ -126,7 +126,7 @@ def _streams(count: int) -> str:
     return f"{count} residual streams" if count > 1 else "the hidden state"
 
 
-def _third(config: Mapping[str, Any]) -> bool:
+def _is_eagle3(config: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in config or "eagle3" in str(config.get("architectures")).lower()
 
 
@@ -138,7 +138,7 @@ def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> Eagle
     speculators = isinstance(layer, dict)  # that tool writes the fields of the layer apart
     architectures = config.get("architectures") or ["LlamaForCausalLM"]
     facts = facts_of({**config, **(layer if isinstance(layer, dict) else {}), "architectures": architectures}, where)
-    third = _third(config)
+    is_eagle3 = _is_eagle3(config)
     vocab, target_hidden = (
         config.get("draft_vocab_size") or facts.vocab,
         config.get("target_hidden_size") or target.hidden,
@@ -157,25 +157,25 @@ def eagle_of(config: Mapping[str, Any], where: str, target: ModelFacts) -> Eagle
         raise CheckpointError(
             f"{where}: a head of Llama's layers is read, and this one has latent attention or experts"
         )
-    if not third and facts.hidden != target.hidden:
+    if not is_eagle3 and facts.hidden != target.hidden:
         raise CheckpointError(
             f"{where}: hidden_size {facts.hidden} is not that of the model to draft for, {target.hidden}: this head is"
             " another model's"
         )
-    if third and facts.layers != 1:
+    if is_eagle3 and facts.layers != 1:
         raise CheckpointError(f"{where}: an EAGLE-3 head has one layer; num_hidden_layers is {facts.layers}")
     return EagleFacts(
         facts=replace(facts, context=target.context, qkv_bias=bool(config.get("qkv_bias", facts.qkv_bias))),
-        third=third,
+        is_eagle3=is_eagle3,
         target_hidden=target_hidden,
         draft_vocab=vocab,
-        watched=_watched(config, where, target.layers) if third else Watched(),
+        watched=_watched(config, where, target.layers) if is_eagle3 else WatchedStreams(),
         normed_residual=bool(config.get("norm_before_residual", speculators)),
         bias=bool(config.get("bias", True)),
     )
 
 
-def _watched(config: Mapping[str, Any], where: str, layers: int) -> Watched:
+def _watched(config: Mapping[str, Any], where: str, layers: int) -> WatchedStreams:
     """Published ids are of two kinds: those in `eagle_config` are layers whose OUTPUT is read (SGLang's
     set_eagle3_layers_to_capture adds 1 to each); those beside it are layers whose input is (vLLM, speculators), unless
     they begin with 1, which as an input nobody chooses. An empty list is none.
@@ -186,7 +186,7 @@ def _watched(config: Mapping[str, Any], where: str, layers: int) -> Watched:
     named = beside if inside is None or inside == [] else inside
     if named is None or named == []:
         default = tuple(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - WATCHED))
-        return Watched(default, "its config.json names none")
+        return WatchedStreams(default, "its config.json names none")
     if not isinstance(named, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in named):
         raise CheckpointError(f"{where}: {STREAMS} must be a list of layers, got {named!r}")
     nested = named is inside
@@ -196,4 +196,4 @@ def _watched(config: Mapping[str, Any], where: str, layers: int) -> Watched:
         raise CheckpointError(f"{where}: {STREAMS} {named} are beyond the target's {layers} layers")
     kind = "outputs" if outputs else "inputs"
     place = "eagle_config" if nested else "config.json"
-    return Watched(found, f"{place} names {', '.join(map(str, named))}, which are read as {kind} of layers")
+    return WatchedStreams(found, f"{place} names {', '.join(map(str, named))}, which are read as {kind} of layers")

@@ -92,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     # ---- speculative decoding ----
     speculative_algorithm: str = "NONE"
-    """A name in `spec.catalog.DRAFTERS`."""
+    """A name in `config.drafters`, or "NONE"."""
     speculative_draft_model_path: str = ""
     """Folder of the drafter's own weights; "" where the checkpoint has them."""
     drafter_left_out: bool = False

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from thalweg.config.drafters import DRAFTERS
 from thalweg.config.setting import nearest
 from thalweg.core.errors import UnsupportedConfig
 
@@ -116,14 +117,7 @@ def instead_of(flag: str) -> str:
 # ---- vLLM's --speculative-config ----
 
 CONFIG, FLAG = "speculative_config", "--speculative-config"
-METHODS = {
-    "mtp": "NEXTN",
-    "deepseek_mtp": "NEXTN",
-    "eagle": "EAGLE",
-    "eagle3": "EAGLE3",
-    "draft_model": "STANDALONE",
-    "ngram": "NGRAM",
-}
+METHODS = {method: name for name, entry in DRAFTERS.items() for method in entry.vllm_methods}
 EQUAL = {
     "method": "speculative_algorithm",
     "model": "speculative_draft_model_path",
@@ -197,7 +191,7 @@ def _method(name: object) -> str:
         return METHODS.get(name, "NEXTN")
     raise UnsupportedConfig(
         f"{CONFIG}: the method {name!r} is not here; there are {', '.join(METHODS)} "
-        "(or, as --speculative-algorithm has them, NEXTN, EAGLE, EAGLE3, STANDALONE, NGRAM)"
+        f"(or, as --speculative-algorithm has them, {', '.join(DRAFTERS)})"
     )
 
 

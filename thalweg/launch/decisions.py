@@ -1,10 +1,11 @@
-"""Collects the resolver's decisions for the report."""
+"""Collects the resolver's decisions: entries of the report, and fields of the `EngineConfig` that they make."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from thalweg.core.report import AUTO, USER, Decision, Value
+from thalweg.config.engine import EngineConfig
+from thalweg.core.report import AUTO, USER, Decision, Report, Value
 
 V = TypeVar("V", bound=Value)
 
@@ -14,14 +15,22 @@ class Decisions:
 
     def __init__(self) -> None:
         self.entries: list[Decision] = []
+        self.fields: dict[str, Any] = {}  # values by name; some fields are set here alone
 
     def add(self, name: str, value: Value, source: str, reason: str) -> None:
         self.entries.append(Decision(name, value, source, reason))
+        self.fields[name] = value
 
     def choose(self, name: str, wish: V | None, auto: V, reason: str) -> V:
         """Returns the user's wish where there is one, else `auto`, and records the decision with its reason."""
-        self.add(name, auto if wish is None else wish, AUTO if wish is None else USER, reason if wish is None else "")
-        return auto if wish is None else wish
+        value = auto if wish is None else wish
+        self.add(name, value, *source_and_reason(wish is not None, reason))
+        return value
+
+    def config(self, **fields: Any) -> EngineConfig:
+        """The configuration of these decisions. fields: replace or complete them."""
+        known = {"model_path": ""} | self.fields | fields | {"report": Report(tuple(self.entries))}
+        return EngineConfig(**{name: known[name] for name in EngineConfig.__struct_fields__ if name in known})
 
 
 def source_and_reason(is_users: bool, reason: str) -> tuple[str, str]:

@@ -1,8 +1,6 @@
-"""What is recorded as CUDA graphs: the part of the resolver's decisions that goes by numbers of rows and tokens."""
+"""Which steps are captured as CUDA graphs."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from thalweg.config.backends import DECODE
 from thalweg.config.options import Options
@@ -10,95 +8,64 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.launch.decisions import Decisions, source_and_reason
 
-MOST_RECORDED = 256  # rows; larger steps wait for the device longer than for Python
-MOST_PIECES = 2048  # tokens; a larger step keeps the device busy longer than Python takes to launch it
-WHOLE = ("full", "full_decode_only", "full_and_piecewise")
-IN_PIECES = ("piecewise", "full_and_piecewise")
-AUTO_WHY = "decode steps whole, up to {} tokens of others in pieces: beyond, the device is busier than Python"
-
-
-@dataclass(frozen=True, slots=True)
-class GraphPlan:
-    """mode: the resolved `cuda_graph_mode`. rows: of whole steps. tokens: of the static parts of others."""
-
-    mode: str = "none"
-    rows: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
+MAX_CAPTURED_ROWS = 256  # larger steps keep the device busier than Python
+MAX_PIECEWISE_TOKENS = 2048  # a larger step computes for longer than Python takes to launch it
+WHOLE_STEPS = ("full", "full_decode_only", "full_and_piecewise")
+PIECEWISE = ("piecewise", "full_and_piecewise")
 
 
 def resolve_graphs(
-    config: Options, device: str, kernels: KernelConfig, slots: int, budget: int, decisions: Decisions
-) -> GraphPlan:
-    """Decides and notes it. slots: rows of a decode step at most. budget: tokens of a step. Raises
-    UnsupportedConfig.
-    """
-    wish = config.load
-    mode = wish.cuda_graph_mode
-    cannot = _cannot(device, kernels)
-    if cannot:
+    options: Options, device: str, kernels: KernelConfig, max_rows: int, max_tokens: int, decisions: Decisions
+) -> None:
+    """max_rows: of a decode step. max_tokens: of a step. Raises UnsupportedConfig."""
+    load, name = options.load, "cuda_graph_mode"
+    mode, reason = load.cuda_graph_mode, _no_graphs(device, kernels)
+    if reason:
         if mode not in (None, "none"):
-            raise UnsupportedConfig(f"cuda_graph_mode: {mode}, but {cannot}; use --cuda-graph-mode none")
-        decisions.add("cuda_graph_mode", "none", *source_and_reason(mode is not None, cannot))
-        return GraphPlan()
-    mode = decisions.choose("cuda_graph_mode", mode, "full_and_piecewise", AUTO_WHY.format(min(budget, MOST_PIECES)))
-    rows = _rows(config, slots, decisions) if mode in WHOLE else ()
-    tokens = _tokens(config, budget, decisions) if mode in IN_PIECES else ()
-    return GraphPlan(mode, rows, tokens)
+            raise UnsupportedConfig(f"{name}: {mode}, but {reason}; use --cuda-graph-mode none")
+        decisions.add(name, "none", *source_and_reason(mode is not None, reason))
+        return
+    tokens = min(max_tokens, MAX_PIECEWISE_TOKENS)
+    reason = f"decode steps whole, other steps of up to {tokens} tokens piecewise; larger steps keep the device busy"
+    mode = decisions.choose(name, mode, "full_and_piecewise", reason)
+    if mode in WHOLE_STEPS:
+        most = min(load.cuda_graph_max_bs or min(max_rows, MAX_CAPTURED_ROWS), max_rows)
+        rows = tuple(sorted(set(load.cuda_graph_bs or buckets(most))))
+        limit = f"--max-running-requests (with drafts, their rows too), {max_rows}"
+        _add_sizes("cuda_graph_bs", rows, max_rows, limit, bool(load.cuda_graph_bs), decisions)
+    if mode in PIECEWISE:
+        asked = load.piecewise_cuda_graph_tokens
+        sizes = tuple(sorted(set(asked or token_buckets(tokens))))
+        limit = f"the tokens of a step, {max_tokens}"
+        _add_sizes("piecewise_cuda_graph_tokens", sizes, max_tokens, limit, bool(asked), decisions)
+        decisions.fields["trim_piecewise_cuda_graphs"] = bool(sizes) and not asked
 
 
-def _cannot(device: str, kernels: KernelConfig) -> str:
-    """Why there can be no graphs, "" where there can."""
+def _no_graphs(device: str, kernels: KernelConfig) -> str:
+    """Why there can be no graphs; "" where there can."""
     if device == "cpu":
         return "a CPU has none"
-    return (
-        ""
-        if True in DECODE[kernels.decode].supports.graphs
-        else f"{kernels.decode} attention reads lengths on the host"
-    )
+    can_capture = True in DECODE[kernels.decode].supports.graphs
+    return "" if can_capture else f"{kernels.decode} attention reads lengths on the host"
 
 
-def _rows(config: Options, slots: int, decisions: Decisions) -> tuple[int, ...]:
-    wish = config.load
-    most = min(wish.cuda_graph_max_bs or min(slots, MOST_RECORDED), slots)
-    made = tuple(wish.cuda_graph_bs) or buckets(most)
-    if any(rows < 1 or rows > slots for rows in made):
-        raise UnsupportedConfig(
-            f"cuda_graph_bs: {list(made)} must lie between 1 and --max-running-requests (with drafts, their rows too),"
-            f" {slots}"
-        )
-    made = tuple(sorted(set(made)))
-    decisions.add(
-        "cuda_graph_bs", _listed(made), *source_and_reason(bool(wish.cuda_graph_bs), "rows of recorded decode steps")
-    )
-    return made
-
-
-def _tokens(config: Options, budget: int, decisions: Decisions) -> tuple[int, ...]:
-    wish = config.load.piecewise_cuda_graph_tokens
-    made = tuple(sorted(set(wish))) or token_buckets(min(budget, MOST_PIECES))
-    if any(tokens < 1 or tokens > budget for tokens in made):
-        raise UnsupportedConfig(
-            f"piecewise_cuda_graph_tokens: {list(made)} must lie between 1 and the tokens of a step, {budget}"
-        )
-    why = "tokens of steps whose static parts are recorded"
-    decisions.add("piecewise_cuda_graph_tokens", _listed(made), *source_and_reason(bool(wish), why))
-    return made
-
-
-def _listed(counts: tuple[int, ...]) -> str:
-    return ",".join(map(str, counts))
+def _add_sizes(name: str, sizes: tuple[int, ...], most: int, limit: str, is_asked: bool, decisions: Decisions) -> None:
+    if any(not 1 <= size <= most for size in sizes):
+        raise UnsupportedConfig(f"{name}: {list(sizes)} must lie between 1 and {limit}")
+    decisions.add(name, ",".join(map(str, sizes)), *source_and_reason(is_asked, "steps that are captured"))
+    decisions.fields[name] = sizes
 
 
 def buckets(most: int) -> tuple[int, ...]:
-    """Numbers of rows that graphs are made for: 1, 2, 4, then every eighth up to 256, then every thirty-second. Over 1
-    to 256 rows the mean of (bucket - rows) / bucket is 4.9 %.
+    """Rows that graphs are captured for: 1, 2, 4, then every eighth up to 256, then every 32nd. Over 1 to 256 rows the
+    mean of (bucket - rows) / bucket is 4.9 %.
     """
     steps = [1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(288, most + 1, 32)]
     return tuple(sorted({min(step, most) for step in steps} | {most}))
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
-    """Numbers of tokens that pieces are made for: up to 256 in small steps, then every 128th, since matrix products
+    """Tokens that piecewise graphs are captured for: up to 256 in small steps, then every 128th, since matrix products
     compute tiles of 128 rows anyway; and `most` itself.
     """
     steps = [16, 32, 48, 64, 96, 128, 192, *range(256, most + 1, 128)]

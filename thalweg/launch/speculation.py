@@ -1,195 +1,266 @@
-"""What drafts tokens, and how many: decided from the user's wishes, what the checkpoint has, and what the folder of a
-drafter holds.
-"""
+"""What drafts tokens, how many, in which form, and which rule accepts them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from thalweg.config.eagle import algorithm_of, read_eagle
+from thalweg.config.drafters import DRAFTERS, NO_DRAFTER, DrafterEntry, DrafterWeights
+from thalweg.config.eagle import algorithm_of
+from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts
-from thalweg.config.speculative import DEEPEST, SpeculativeOptions
+from thalweg.config.speculative import MAX_STEPS, RELAXED_DELTA, RELAXED_TOPK, SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.core.report import AUTO, MODEL, USER, Value
+from thalweg.core.report import AUTO, USER, Decision, Value
+from thalweg.core.tree import MAX_TREE_NODES, TreeShape
 from thalweg.launch.decisions import Decisions, source_and_reason
-from thalweg.launch.vocabularies import check_vocabularies
-from thalweg.spec.draft_model import draft_model_facts
+
+FOLDER_FLAG = "--speculative-draft-model-path"
+TREE_DRAFTS = 15  # drafts of a tree by default: with its root as many tokens as a tile of the kernels has rows
+LOSSY = "LOSSY: answers are not distributed as the model's, and greedy ones are not the model's own"
+SIMULATED = "drafts are accepted without verification, so the text means nothing"
+POINT_MASS = "these drafts are no samples, and for them the rule is the same as race"
+MULTI_DRAFT = "for the drafts of a tree, the multi-draft form of race is used"
 
 
-class DrafterKind(NamedTuple):
-    """name: the drafter's. width: drafts a step where nobody says how many, for the reason `why`."""
-
-    name: str
-    width: int
-    why: str
-
-
-NEXTN = DrafterKind("NEXTN", 3, "those behind the third are seldom right")
-HEAD = DrafterKind("EAGLE", 3, "those behind the third are seldom right")
-KINDS = {
-    "NEXTN": NEXTN,
-    "EAGLE": HEAD,
-    "EAGLE3": HEAD,
-    "STANDALONE": DrafterKind("STANDALONE", 4, "a model of its own does not tire as a layer does"),
-    "NGRAM": DrafterKind("NGRAM", 4, "they cost nothing but their verification"),
-}
-NO_DRAFTER = "NONE"
-FOLDER = "--speculative-draft-model-path"
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """drafter: the resolved algorithm, folder: of its weights; width: drafts a step at most, 0 without a drafter;
-    adaptive: whether the engine chooses how many."""
-
-    drafter: str
-    width: int
-    adaptive: bool
-    folder: str = ""
-
-
-def resolve_speculation(
-    wish: SpeculativeOptions,
+def resolve_drafting(
+    options: SpeculativeOptions,
     facts: ModelFacts,
     decisions: Decisions,
     folder: Path | None = None,
     model: Path | None = None,
-) -> Speculation:
-    """folder: of the drafter, where one was named; model: of what it drafts for. Raises UnsupportedConfig for wishes
-    that contradict each other, and for a drafter that the checkpoint has not; CheckpointError for a folder that holds
-    none, or one of another model.
+) -> None:
+    """Decides all speculative_* fields. folder: of the drafter, where the user named one; model: the target's.
+
+    Raises UnsupportedConfig for settings that contradict each other or need another drafter or checkpoint, and
+    CheckpointError for a folder that holds no drafter for this model.
     """
-    width = _width(wish)
-    algorithm, why = _algorithm(wish, folder, width)
-    if algorithm == "NONE":
-        if width:
-            raise UnsupportedConfig(
-                f"speculative_algorithm: NONE drafts nothing, but {width} drafts a step were asked for; leave the"
-                " number out, or use --speculative-algorithm NEXTN"
-            )
-        asked = wish.speculative_algorithm or wish.mtp
-        decisions.add("speculative_algorithm", "NONE", *((USER, "") if asked else (AUTO, why)))
-        for name, value in _idle(wish).items():
-            decisions.add(name, value, USER, "without effect: nothing drafts")
-        return Speculation(NO_DRAFTER, 0, False)
-    if width == 0:
+    steps = _requested_steps(options)
+    algorithm, reason = _algorithm(options, folder, steps)
+    if algorithm == NO_DRAFTER:
+        _without_drafter(options, steps, reason, decisions)
+        return
+    if steps == 0:
         raise UnsupportedConfig(
             f"speculative_algorithm: {algorithm} with 0 drafts a step drafts nothing; use --speculative-algorithm NONE"
         )
-    kind = _kind(algorithm, folder, facts)
-    if kind is KINDS["STANDALONE"] and folder is not None and model is not None:
-        check_vocabularies(folder, draft_model_facts(folder, facts).vocab, model, facts.vocab)
-    if kind is not NEXTN and wish.mtp:
-        raise UnsupportedConfig(
-            f"mtp: counts tokens of the checkpoint's own next-token layer, and {algorithm} is another drafter; use"
-            " --speculative-num-steps"
-        )
-    if branching(wish) and wish.mtp:
-        raise UnsupportedConfig(
-            f"mtp: counts tokens of a chain, and --speculative-eagle-topk {wish.speculative_eagle_topk} makes drafts a"
-            f" tree; use --speculative-num-steps {wish.mtp - 1} in its place, or leave one of them out"
-        )
-    decisions.add("speculative_algorithm", algorithm, *source_and_reason(not why, why))
-    if kind is HEAD and folder is not None:
-        watched = read_eagle(folder, facts).watched
-        if watched.layers:
-            named = ", ".join(map(str, watched.layers))
-            decisions.add("speculative_eagle_layers", named, MODEL, f"inputs of the target's layers: {watched.why}")
-    if width is None:
-        decisions.add("speculative_num_steps", kind.width, AUTO, kind.why)
-    else:
-        decisions.add("speculative_num_steps", width, USER, "")
-    adaptive = wish.speculative_adaptive
-    decisions.add(
-        "speculative_adaptive",
-        adaptive,
-        *source_and_reason(not adaptive, "by measured times of steps and what was accepted"),
-    )
-    return Speculation(
-        kind.name, kind.width if width is None else width, adaptive, "" if folder is None else str(folder)
-    )
-
-
-def _algorithm(wish: SpeculativeOptions, folder: Path | None, width: int | None) -> tuple[str, str]:
-    """What was asked for, and why where it follows from something else."""
-    asked = wish.speculative_algorithm
-    if asked is not None:
-        return asked, ""
-    if folder is not None:
-        return algorithm_of(folder), "what the drafter's folder holds"
-    counted = width or branching(wish) or wish.speculative_num_draft_tokens
-    return ("NEXTN", "") if counted else ("NONE", "not asked for")
-
-
-def _idle(wish: SpeculativeOptions) -> dict[str, Value]:
-    """What was asked for of drafts, and means nothing where there are none."""
-    asked: dict[str, Value | None] = {
-        "speculative_draft_model_path": wish.speculative_draft_model_path,
-        "speculative_adaptive": None if wish.speculative_adaptive else False,
-        "speculative_acceptance": wish.speculative_acceptance,
-        "speculative_simulate_accept_length": wish.speculative_simulate_accept_length,
+    name = DRAFTERS[algorithm].without_folder if folder is None else ""
+    drafter = DRAFTERS[name or algorithm]
+    notes = _inspect(name or algorithm, algorithm, folder, facts, model)
+    _check_mtp(options, algorithm, drafter)
+    decisions.add("speculative_algorithm", algorithm, *source_and_reason(not reason, reason))
+    decisions.entries += notes
+    decisions.fields |= {
+        "speculative_algorithm": name or algorithm,
+        "speculative_draft_model_path": "" if folder is None else str(folder),
     }
-    return {name: value for name, value in asked.items() if value is not None}
+    depth = decisions.choose("speculative_num_steps", steps, drafter.steps, drafter.steps_reason)
+    decisions.fields["speculative_num_draft_tokens"] = depth + 1
+    adaptive = options.speculative_adaptive
+    reason = "by measured step times and recent acceptance"
+    decisions.add("speculative_adaptive", adaptive, *source_and_reason(not adaptive, reason))
+    _resolve_acceptance(options, drafter, depth, decisions)
+    _resolve_tree(options, algorithm, depth, decisions)
 
 
-def _kind(algorithm: str, folder: Path | None, facts: ModelFacts) -> DrafterKind:
-    """The drafter of this name, once it is clear that there is one. Raises as `resolve_speculation`."""
-    kind = KINDS[algorithm]
-    if algorithm == "EAGLE" and folder is None:  # so other engines call the checkpoint's own layer
-        kind = NEXTN
-    if kind in (NEXTN, KINDS["NGRAM"]) and folder is not None:
+def without_room(reason: str) -> Decisions:
+    """Plain decoding, although a drafter was asked for."""
+    decisions = Decisions()
+    decisions.add("speculative_algorithm", NO_DRAFTER, AUTO, f"no memory for the drafter: {reason}")
+    return decisions
+
+
+def refuse_simulated(options: SpeculativeOptions) -> None:
+    """Raises UnsupportedConfig for simulated acceptance outside a benchmark."""
+    if options.speculative_simulate_accept_length is not None and not options.allow_simulated_acceptance:
         raise UnsupportedConfig(
-            f"speculative_draft_model_path: {algorithm} has no folder of its own; leave one of them out, or use"
-            " --speculative-algorithm EAGLE3 for a head and STANDALONE for a model"
+            f"speculative_simulate_accept_length: {SIMULATED}. It is for `thalweg bench one-batch`, `offline` and"
+            " `speculation`; leave it out, or add --allow-simulated-acceptance"
         )
-    if kind is NEXTN and not facts.nextn:
-        raise UnsupportedConfig(
-            f"speculative_algorithm: {algorithm} needs a next-token layer, and this checkpoint has none"
-            f" (num_nextn_predict_layers is 0 in its config.json); name the folder of a head by {FOLDER}, or use"
-            " --speculative-algorithm NGRAM or NONE"
-        )
-    if kind is NEXTN or kind is KINDS["NGRAM"]:
-        return kind
-    if folder is None:
-        raise UnsupportedConfig(
-            f"speculative_algorithm: {algorithm} drafts by weights of its own; name their folder by {FOLDER}"
-        )
-    if kind is HEAD:
-        third = read_eagle(folder, facts).third
-        if algorithm == "EAGLE3" and not third:
-            raise UnsupportedConfig(
-                f"speculative_algorithm: {folder} holds a head of the format before EAGLE-3 (its config.json has no"
-                " draft_vocab_size); use --speculative-algorithm EAGLE"
-            )
-        return kind
-    draft_model_facts(folder, facts)
-    return kind
 
 
-def _width(wish: SpeculativeOptions) -> int | None:
-    """Drafts one behind the other, None where no wish says so."""
-    steps, tokens, mtp = wish.speculative_num_steps, wish.speculative_num_draft_tokens, wish.mtp
-    said = {
+def has_branches(options: SpeculativeOptions) -> bool:
+    """Whether a tree of drafts is asked for."""
+    return (options.speculative_eagle_topk or 1) > 1
+
+
+def _requested_steps(options: SpeculativeOptions) -> int | None:
+    """Drafts of a chain, one after the other; None where no setting says so."""
+    steps, tokens, mtp = options.speculative_num_steps, options.speculative_num_draft_tokens, options.mtp
+    meanings = {
         "--speculative-num-steps": steps,
-        "--speculative-num-draft-tokens": None if tokens is None or branching(wish) else tokens - 1,
+        "--speculative-num-draft-tokens": None if tokens is None or has_branches(options) else tokens - 1,
         "--mtp": None if mtp is None else mtp - 1,
     }
-    counts = {count for count in said.values() if count is not None}
+    counts = {count for count in meanings.values() if count is not None}
     if len(counts) > 1:
-        told = ", ".join(f"{flag} means {count} drafts" for flag, count in said.items() if count is not None)
+        listed = ", ".join(f"{flag} means {count} drafts" for flag, count in meanings.items() if count is not None)
         raise UnsupportedConfig(
-            f"speculative_num_steps: {told}; give one of them, a chain verifies one token more than it drafts"
+            f"speculative_num_steps: {listed}; give one of them. A chain verifies one token more than it drafts"
         )
-    if counts and max(counts) > DEEPEST:
-        instead = "" if wish.speculative_algorithm == "NGRAM" else ", or a tree (--speculative-eagle-topk 4)"
+    if counts and max(counts) > MAX_STEPS:
+        can_branch = options.speculative_algorithm in (None, NO_DRAFTER) or _entry(options).can_branch
+        instead = ", or a tree (--speculative-eagle-topk 4)" if can_branch else ""
         raise UnsupportedConfig(
-            f"speculative_num_draft_tokens: {tokens} tokens in one chain; use at most {DEEPEST + 1}{instead}"
+            f"speculative_num_draft_tokens: {tokens} tokens in one chain; use at most {MAX_STEPS + 1}{instead}"
         )
     return counts.pop() if counts else None
 
 
-def branching(wish: SpeculativeOptions) -> bool:
-    """Whether drafts may part ways."""
-    return (wish.speculative_eagle_topk or 1) > 1
+def _entry(options: SpeculativeOptions) -> DrafterEntry:
+    assert options.speculative_algorithm is not None
+    return DRAFTERS[options.speculative_algorithm]
+
+
+def _algorithm(options: SpeculativeOptions, folder: Path | None, steps: int | None) -> tuple[str, str]:
+    """The algorithm, and the reason where the user did not ask for it directly."""
+    if options.speculative_algorithm is not None:
+        return options.speculative_algorithm, ""
+    if folder is not None:
+        return algorithm_of(folder), "what the drafter's folder holds"
+    is_asked = steps or has_branches(options) or options.speculative_num_draft_tokens
+    return ("NEXTN", "") if is_asked else (NO_DRAFTER, "not asked for")
+
+
+def _without_drafter(options: SpeculativeOptions, steps: int | None, reason: str, decisions: Decisions) -> None:
+    if steps:
+        raise UnsupportedConfig(
+            f"speculative_algorithm: NONE drafts nothing, but {steps} drafts a step were asked for; leave the number"
+            " out, or use --speculative-algorithm NEXTN"
+        )
+    if has_branches(options):
+        raise UnsupportedConfig(
+            f"--speculative-eagle-topk {options.speculative_eagle_topk} needs a drafter that can branch, and there is"
+            " none. Use --speculative-algorithm NEXTN, or leave it out."
+        )
+    _check_thresholds(options)
+    is_asked = bool(options.speculative_algorithm or options.mtp)
+    decisions.add("speculative_algorithm", NO_DRAFTER, *source_and_reason(is_asked, reason))
+    unused: dict[str, Value | None] = {
+        "speculative_draft_model_path": options.speculative_draft_model_path,
+        "speculative_adaptive": None if options.speculative_adaptive else False,
+        "speculative_acceptance": options.speculative_acceptance,
+        "speculative_simulate_accept_length": options.speculative_simulate_accept_length,
+    }
+    for name, value in unused.items():
+        if value is not None:
+            decisions.entries.append(Decision(name, value, USER, "without effect: nothing drafts"))
+
+
+def _inspect(name: str, algorithm: str, folder: Path | None, facts: ModelFacts, model: Path | None) -> list[Decision]:
+    """Checks that the drafter has its weights. algorithm: its name as the user wrote it."""
+    drafter = DRAFTERS[name]
+    if drafter.weights is not DrafterWeights.FOLDER and folder is not None:
+        raise UnsupportedConfig(
+            f"speculative_draft_model_path: {algorithm} has no folder of its own; leave one of them out, or use"
+            " --speculative-algorithm EAGLE3 for a head and STANDALONE for a model"
+        )
+    if drafter.weights is DrafterWeights.CHECKPOINT and not facts.nextn:
+        raise UnsupportedConfig(
+            f"speculative_algorithm: {algorithm} needs a next-token layer, and this checkpoint has none"
+            f" (num_nextn_predict_layers is 0 in its config.json); name the folder of a head by {FOLDER_FLAG}, or use"
+            " --speculative-algorithm NGRAM or NONE"
+        )
+    if drafter.weights is DrafterWeights.FOLDER and folder is None:
+        raise UnsupportedConfig(
+            f"speculative_algorithm: {algorithm} drafts by weights of its own; name their folder by {FOLDER_FLAG}"
+        )
+    notes: list[Decision] = load_entry(drafter.inspect)(algorithm, folder, facts, model) if drafter.inspect else []
+    return notes
+
+
+def _check_mtp(options: SpeculativeOptions, algorithm: str, drafter: DrafterEntry) -> None:
+    if options.mtp and drafter.weights is not DrafterWeights.CHECKPOINT:
+        raise UnsupportedConfig(
+            f"mtp: counts tokens of the checkpoint's own next-token layer, and {algorithm} is another drafter; use"
+            " --speculative-num-steps"
+        )
+    if options.mtp and has_branches(options):
+        raise UnsupportedConfig(
+            f"mtp: counts tokens of a chain, and --speculative-eagle-topk {options.speculative_eagle_topk} makes drafts"
+            f" a tree; use --speculative-num-steps {options.mtp - 1} in its place, or leave one of them out"
+        )
+
+
+def _check_thresholds(options: SpeculativeOptions) -> None:
+    rule = options.speculative_acceptance
+    for name in ("speculative_relaxed_topk", "speculative_relaxed_delta"):
+        if vars(options)[name] is not None and rule != "relaxed":
+            raise UnsupportedConfig(
+                f"{name}: a threshold of the lossy rule, and drafts are accepted by {rule or 'race'}; leave it out, or"
+                " use --speculative-acceptance relaxed"
+            )
+
+
+def _resolve_acceptance(options: SpeculativeOptions, drafter: DrafterEntry, depth: int, decisions: Decisions) -> None:
+    _check_thresholds(options)
+    asked, length = options.speculative_acceptance, options.speculative_simulate_accept_length
+    delta = options.speculative_relaxed_delta
+    topk, delta = options.speculative_relaxed_topk or RELAXED_TOPK, RELAXED_DELTA if delta is None else delta
+    decisions.fields |= {"speculative_relaxed_topk": topk, "speculative_relaxed_delta": delta}
+    reason = "tokens are the same as without drafts, seed for seed" if asked is None else ""
+    rule = asked or "race"
+    if asked == "relaxed":
+        reason = f"{LOSSY}; drafts among the {topk} most likely tokens, at most {delta:g} less likely than the first"
+    if asked == "standard":
+        reason = MULTI_DRAFT if has_branches(options) else "" if drafter.is_sampled else POINT_MASS
+        rule = "race" if reason else asked
+    decisions.add("speculative_acceptance", asked or "race", AUTO if asked is None else USER, reason)
+    decisions.fields["speculative_acceptance"] = rule
+    if length is None:
+        return
+    if length > depth + 1:
+        raise UnsupportedConfig(
+            f"speculative_simulate_accept_length: {length:g} tokens a verification, and {depth} drafts one after the"
+            f" other bring {depth + 1} at most; give less, or more --speculative-num-steps"
+        )
+    if asked not in (None, "race"):
+        raise UnsupportedConfig(
+            f"speculative_acceptance: {asked} accepts no draft where acceptance is simulated; leave it out, or"
+            " --speculative-simulate-accept-length"
+        )
+    decisions.add("speculative_simulate_accept_length", length, USER, f"BENCHMARKS ONLY: {SIMULATED}")
+
+
+def _resolve_tree(options: SpeculativeOptions, algorithm: str, depth: int, decisions: Decisions) -> None:
+    """algorithm: as the user names it. depth: drafts one after the other."""
+    branches, tokens, form = (
+        options.speculative_eagle_topk,
+        options.speculative_num_draft_tokens,
+        options.speculative_tree,
+    )
+    if branches is None or branches == 1:
+        if form is not None:
+            raise UnsupportedConfig(
+                f"speculative_tree: {form} is a form of trees, and drafts are a chain; leave it out, or use"
+                " --speculative-eagle-topk 4"
+            )
+        return
+    if not DRAFTERS[algorithm].can_branch:
+        able = next(name for name, entry in DRAFTERS.items() if entry.can_branch)
+        raise UnsupportedConfig(
+            f"--speculative-eagle-topk {branches} needs a drafter that can branch; {algorithm} proposes a chain. Use 1,"
+            f" or {able}."
+        )
+    shape = TreeShape(branches, depth, 0, form != "static")
+    if shape.dynamic and shape.num_expanded() > MAX_TREE_NODES:
+        raise UnsupportedConfig(
+            f"speculative_eagle_topk: a tree {depth} deep with {branches} children a token grows from"
+            f" {shape.num_expanded()} nodes, more than the {MAX_TREE_NODES} that there can be; use"
+            f" --speculative-num-steps {1 + MAX_TREE_NODES // branches}, or --speculative-tree static"
+        )
+    candidates = shape.num_candidates()
+    if tokens is not None and tokens - 1 > candidates:
+        raise UnsupportedConfig(
+            f"speculative_num_draft_tokens: {tokens}, but a tree {depth} deep with {branches} children a token has"
+            f" {candidates} drafts at most; use {candidates + 1} or fewer, or more --speculative-num-steps or"
+            " --speculative-eagle-topk"
+        )
+    drafts = min(TREE_DRAFTS, candidates) if tokens is None else tokens - 1
+    if drafts == 1:
+        decisions.add("speculative_eagle_topk", 1, AUTO, "one draft is a chain")
+        decisions.fields |= {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
+        return
+    decisions.add("speculative_eagle_topk", branches, USER, "")
+    reason = "as many as a tile of the kernels has rows, or all"
+    decisions.add("speculative_num_draft_tokens", drafts + 1, *source_and_reason(tokens is not None, reason))
+    decisions.choose("speculative_tree", form, "dynamic", "it grows where drafts are likely")

@@ -26,6 +26,10 @@ from thalweg.models.catalog import assemble, read_facts
 from thalweg.models.decoder import Target
 from thalweg.models.draft_head import DraftHead
 from thalweg.quant.catalog import Schemes
+from thalweg.sampling.draft_sampling import DraftSampling
+from thalweg.spec.autoregressive import AutoregressiveDrafter
+from thalweg.spec.drafter import Drafter
+from thalweg.weights.stream import schemes_in
 
 
 class DraftModel(DraftHead):
@@ -76,3 +80,10 @@ def draft_model_facts(folder: Path, target: ModelFacts) -> ModelFacts:
             f" own; use --speculative-algorithm {held}, or leave that flag out"
         )
     return replace(read_facts(folder), context=target.context)
+
+
+def build(target: Target, folder: Path, draft_sampling: DraftSampling) -> Drafter:
+    """Raises CheckpointError as `draft_model_facts`."""
+    facts = draft_model_facts(folder, target.facts)
+    model = DraftModel(facts, target, schemes_in(folder, facts.quantization_config))
+    return AutoregressiveDrafter(model, draft_sampling, has_own_weights=True)

@@ -9,6 +9,9 @@ from thalweg.core.errors import CheckpointError
 from thalweg.models.decoder import Target
 from thalweg.models.draft_head import DraftHead
 from thalweg.models.eagle import Eagle, Eagle3
+from thalweg.sampling.draft_sampling import DraftSampling
+from thalweg.spec.autoregressive import AutoregressiveDrafter
+from thalweg.spec.drafter import Drafter
 from thalweg.weights.stream import Safetensors, schemes_in
 
 
@@ -18,7 +21,7 @@ def eagle_head(target: Target, folder: Path) -> DraftHead:
     """
     given, names = read_eagle(folder, target.facts), _names(folder)
     schemes = schemes_in(folder, given.facts.quantization_config)
-    if not given.third:
+    if not given.is_eagle3:
         return Eagle(given, target, names, schemes)
     target.watch(given.watched.layers)
     return Eagle3(given, target, names, schemes, folder)
@@ -36,3 +39,8 @@ def _names(folder: Path) -> frozenset[str]:
         return frozenset()
     with Safetensors(folder) as stream:
         return frozenset(stream.specs)
+
+
+def build(target: Target, folder: Path, draft_sampling: DraftSampling) -> Drafter:
+    """Raises CheckpointError as `eagle_head`."""
+    return AutoregressiveDrafter(eagle_head(target, folder), draft_sampling, has_own_weights=True)

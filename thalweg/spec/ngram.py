@@ -9,11 +9,15 @@ Letters: E rows, C columns of the longest sequence, K drafts.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
 from thalweg.memory.planes import Planes
+from thalweg.models.decoder import Target
+from thalweg.sampling.draft_sampling import DraftSampling
 from thalweg.spec.drafter import DraftOutput, DraftRequest, StatelessDrafter
 
 LEAST, MOST = 2, 5  # last tokens that must, and that may, have stood there before
@@ -57,3 +61,7 @@ def lookup(tokens_EC: Tensor, length_E: Tensor) -> tuple[Tensor, Tensor]:
         longest_EC += run_EC
     best_E = torch.add(column_C, longest_EC, alpha=columns).argmax(1)
     return best_E + 1, longest_EC.gather(1, best_E.unsqueeze(1)).squeeze(1) >= LEAST
+
+
+def build(target: Target, folder: Path, draft_sampling: DraftSampling) -> NgramDrafter:
+    return NgramDrafter()

@@ -71,7 +71,7 @@ def by_head(folder: Path, target: ModelFacts, dtype: str = "bfloat16") -> DraftF
     """
     eagle = read_eagle(folder, target)
     facts = replace(eagle.facts, vocab=eagle.draft_vocab)
-    if not eagle.third:
+    if not eagle.is_eagle3:
         return _own(facts, 2 * facts.hidden * facts.hidden, 0, dtype)
     wider = facts.hidden * facts.head_dim * (facts.heads + 2 * facts.kv_heads)
     return _own(facts, wider, len(eagle.watched.layers) * eagle.target_hidden * facts.hidden, dtype)

@@ -35,7 +35,7 @@ from thalweg.launch.planning.search import LayoutForecast, PlanningTarget, Workl
 from thalweg.launch.planning.weights import NumberBytes, held
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
-from thalweg.launch.resources import RULES
+from thalweg.launch.resources import unsupported_parallelism
 from thalweg.models.catalog import read_facts
 
 INPUT, OUTPUT = 1024, 256  # tokens of a request, where nothing is said
@@ -147,7 +147,7 @@ class PlanRequest:
 def not_yet(layout: ParallelLayout) -> str:
     """Why this version does not run such a layout; "" where it does."""
     parallel = ParallelOptions(tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep)
-    return next((rule.why for rule in RULES if rule.when(Options(parallel=parallel))), "")
+    return unsupported_parallelism(parallel)
 
 
 def forecast(config: Options, asked: PlanRequest) -> Forecast:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 
@@ -10,13 +11,34 @@ from thalweg.config.args import options_parser, parse_options
 from thalweg.config.speculative import SpeculativeOptions
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.report import Decision
-from thalweg.launch.acceptance import Acceptance, refuse_simulated, resolve_acceptance
 from thalweg.launch.decisions import Decisions
+from thalweg.launch.speculation import refuse_simulated, resolve_drafting
+
+
+@dataclass
+class Facts:
+    nextn: int = 1
+
+
+@dataclass
+class Acceptance:
+    rule: str = "race"
+    relaxed: tuple[int, float] = (10, 0.6)
+    imposed: float = 0.0
 
 
 def decided(drafter: str = "NEXTN", trees: bool = False, **wishes: Any) -> tuple[Acceptance, list[Decision]]:
-    decisions = Decisions()
-    return resolve_acceptance(SpeculativeOptions(**wishes), drafter, 3, trees, decisions), decisions.entries
+    """With 3 drafts. The decisions are those about acceptance."""
+    decisions, facts = Decisions(), cast(Any, Facts())
+    steps = {} if drafter == "NONE" else {"speculative_num_steps": 3}
+    shape = {"speculative_eagle_topk": 2} if trees else {}
+    resolve_drafting(SpeculativeOptions(speculative_algorithm=drafter, **steps, **shape, **wishes), facts, decisions)
+    made = decisions.config()
+    relaxed = made.speculative_relaxed_topk, made.speculative_relaxed_delta
+    acceptance = Acceptance(made.speculative_acceptance, relaxed, made.speculative_simulate_accept_length)
+    names = ("speculative_acceptance", "speculative_simulate_accept_length")
+    effective = [one for one in decisions.entries if one.name in names and "without effect" not in one.reason]
+    return acceptance, effective
 
 
 def test_default_acceptance_is_coupled_sampling() -> None:
@@ -25,10 +47,10 @@ def test_default_acceptance_is_coupled_sampling() -> None:
     assert decided("NONE", speculative_acceptance="standard") == (Acceptance(), []), "nothing drafts"
 
 
-def test_rejection_sampling_needs_sampled_drafts() -> None:
+def test_standard_acceptance_needs_sampled_drafts() -> None:
     assert decided(speculative_acceptance="standard")[0].rule == "standard"
     acceptance, (noted,) = decided("NGRAM", speculative_acceptance="standard")
-    assert acceptance.rule == "race" and noted.value == "standard" and "point mass" in noted.reason
+    assert acceptance.rule == "race" and noted.value == "standard" and "no samples" in noted.reason
     acceptance, (noted,) = decided(trees=True, speculative_acceptance="standard")
     assert acceptance.rule == "race" and noted.value == "standard" and "multi-draft" in noted.reason
 
@@ -69,12 +91,12 @@ def test_simulated_acceptance_is_for_benchmarks_only() -> None:
 @pytest.mark.parametrize(
     ("wishes", "words"),
     [
-        ({"speculative_relaxed_topk": 3}, ("speculative_relaxed_topk", "the race", "--speculative-acceptance relaxed")),
+        ({"speculative_relaxed_topk": 3}, ("speculative_relaxed_topk", "race", "--speculative-acceptance relaxed")),
         ({"speculative_relaxed_delta": 0.1, "speculative_acceptance": "standard"}, ("delta", "standard")),
         ({"speculative_simulate_accept_length": 4.5}, ("4.5 tokens", "3 drafts", "4 at most")),
         (
             {"speculative_simulate_accept_length": 2.5, "speculative_acceptance": "standard"},
-            ("standard judges no draft", "--speculative-simulate-accept-length"),
+            ("standard accepts no draft", "--speculative-simulate-accept-length"),
         ),
     ],
 )
