@@ -57,7 +57,7 @@ def test_a_drafter_that_raises_while_it_is_idle_is_switched_off(
     monkeypatch.setattr(deferred_kv, "TOKENS", tokens)
     made = engine(3, max_steps_in_flight=depth, max_running_requests=2)
     made.loop.scheduler.draft_length.choose = lambda emitting, most: 0  # type: ignore[method-assign]
-    breaking(made, "observe", 2)
+    breaking(made, "extend", 2)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         assert run(made, prompts(5)) == plain
     assert len(errors(caplog)) == 1 and "on purpose" in caplog.text

@@ -4,7 +4,7 @@ at or past a slot's end, which is 0 for one that has ended, turn into padding, w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Sequence
 
@@ -29,6 +29,10 @@ class StepInputs:
     slot_E: Tensor
     ints_EI: Tensor
     all_sampled: bool
+
+    def padded(self, tokens: int) -> StepInputs:
+        """The same step with padding behind it, up to so many tokens."""
+        return replace(self, batch=pad_batch(self.batch, tokens), all_sampled=False)
 
 
 def build_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
@@ -169,3 +173,45 @@ def groups_of(rows: Sequence[Row]) -> tuple[Group, ...]:
             token += count * row.n
             first = i + 1
     return tuple(groups)
+
+
+def padding_inputs(slots: Slots) -> StepInputs:
+    """A step without rows, to be padded."""
+    batch = empty_batch(slots)
+    return StepInputs(batch, batch.ids_T, slots.ints_SI[:0], False)
+
+
+def empty_batch(slots: Slots) -> Batch:
+    """A batch without tokens, to be padded."""
+    none_T = slots.ints_SI.new_empty(0)
+    return Batch(none_T, none_T, none_T, slots.table_SP[:0, :1], none_T.to(torch.bool), none_T, ())
+
+
+def pad_batch(batch: Batch, tokens: int) -> Batch:
+    """The batch with padding behind it, up to so many tokens: rows of one token each on the null page."""
+    here = len(batch.ids_T)
+    missing = tokens - here
+    if missing <= 0:
+        return batch
+    ids_T, positions_T, write_T, real_T, table_RP = (
+        torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
+        for x in (batch.ids_T, batch.positions_T, batch.write_T, batch.real_T, batch.table_RP)
+    )
+    tree = batch.tree
+    if tree is not None:
+        column_T, mask_T = tree.columns_T, tree.tree_mask_T
+        tree = TreeMask(
+            torch.cat((column_T, positions_T[here:])), torch.cat((mask_T, mask_T.new_full((missing,), -1))), tree.rows
+        )
+    rows = sum(group.rows for group in batch.groups)
+    return replace(
+        batch,
+        ids_T=ids_T,
+        positions_T=positions_T,
+        write_T=write_T,
+        table_RP=table_RP,
+        real_T=real_T,
+        groups=(*batch.groups, Group(rows, missing, here, 1, 1)),
+        extents=batch.extents + (RowExtent(1, 1),) * missing,
+        tree=tree,
+    )

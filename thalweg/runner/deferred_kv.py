@@ -51,6 +51,11 @@ class Behind(NamedTuple):
     last: Row
 
 
+def is_full(tokens: int, longest: int) -> bool:
+    """Whether so many deferred tokens, of which one slot has `longest`, must be written now."""
+    return tokens >= TOKENS or longest >= ROW
+
+
 class DeferredKV:
     """passing: whether what the steps lie in is written again by the next one, so that it must be copied."""
 
@@ -69,10 +74,6 @@ class DeferredKV:
     def room(rows: int) -> int:
         """Steps of so many rows that are kept before all must catch up."""
         return max(min(ROW, -(-TOKENS // rows)), 1)
-
-    @property
-    def full(self) -> bool:
-        return self.tokens >= TOKENS or self.longest >= ROW
 
     def filled(self) -> set[int]:
         """Slots whose kept tokens ended a page: it may be the prefix of another sequence by now."""

@@ -1,21 +1,26 @@
-"""A drafter in its place behind accept. It only accelerates: whatever it does wrong costs speed, and neither a request
-nor a token.
+"""The drafter's part of a step: it extends its KV by the step, and drafts.
+
+A drafter only makes decoding faster: one that fails is switched off and costs neither a request nor a token.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Callable, NamedTuple, Protocol, Sequence, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from thalweg.batch.inputs import groups_of
+import torch
+from torch import Tensor
+
+from thalweg.batch.inputs import empty_batch, groups_of, pad_batch
 from thalweg.batch.slots import Slots
+from thalweg.core.agreement import AgreedStep, Record
 from thalweg.core.errors import is_out_of_memory
-from thalweg.core.plan import Bind, StepPlan
+from thalweg.core.plan import Bind, Row, SamplingNeeds, StepPlan
 from thalweg.memory.planes import Planes
-from thalweg.runner.deferred_kv import DeferredKV
+from thalweg.runner.deferred_kv import DeferredKV, is_full
 from thalweg.spec.drafter import NO_DRAFTER, Drafter, DraftExtendInput, DraftOutput, DraftRequest
 
 log = logging.getLogger("thalweg.engine")
@@ -26,37 +31,37 @@ T = TypeVar("T")
 
 
 class DrafterError(Exception):
-    """The engine can start without its drafter alone; says why."""
+    """The engine can start only without its drafter; the message says why."""
 
 
 @contextmanager
 def blamed_on_drafter() -> Iterator[None]:
-    """Around what records its steps: whatever is raised in here and is no lack of memory becomes DrafterFails."""
+    """Errors raised inside become DrafterError, except for a lack of memory."""
     try:
         yield
-    except Exception as error:  # whatever it is: its steps are guarded in the same way
+    except Exception as error:  # any: the steps of a drafter are guarded in the same way
         if is_out_of_memory(error):
             raise
         raise DrafterError(f"steps with it cannot be recorded: {type(error).__name__}: {error}") from error
 
 
 class CapturedDrafts(Protocol):
-    """What a drafter does, recorded."""
+    """The captured work of a drafter."""
 
     def extend(self, seen: DraftExtendInput) -> bool:
-        """Learns from a step; False of one that was not recorded."""
+        """As `Drafter.extend`; False for a step that was not captured."""
 
-    def propose(self, asked: DraftRequest, width: int) -> DraftOutput | None:
-        """As `Drafter.propose`; None for what was not recorded."""
+    def propose(self, request: DraftRequest, width: int) -> DraftOutput | None:
+        """As `Drafter.propose`; None for what was not captured."""
 
 
 class NoCapturedDrafts:
-    """Off is a value."""
+    """Nothing is captured."""
 
     def extend(self, seen: DraftExtendInput) -> bool:
         return False
 
-    def propose(self, asked: DraftRequest, width: int) -> None:
+    def propose(self, request: DraftRequest, width: int) -> None:
         return
 
 
@@ -64,112 +69,219 @@ NO_CAPTURED_DRAFTS = NoCapturedDrafts()
 
 
 class Either(NamedTuple):
-    """Recordings of several kinds, each of which knows its own."""
+    """Captured work of several kinds, each of which knows its own."""
 
     kinds: tuple[CapturedDrafts, ...]
 
     def extend(self, seen: DraftExtendInput) -> bool:
         return any(kind.extend(seen) for kind in self.kinds)
 
-    def propose(self, asked: DraftRequest, width: int) -> DraftOutput | None:
-        proposed = (kind.propose(asked, width) for kind in self.kinds)
-        return next((one for one in proposed if one is not None), None)
+    def propose(self, request: DraftRequest, width: int) -> DraftOutput | None:
+        drafts = (kind.propose(request, width) for kind in self.kinds)
+        return next((output for output in drafts if output is not None), None)
+
+
+class ExtendPlan(NamedTuple):
+    """What the drafter writes for a step, and for deferred tokens of earlier steps."""
+
+    kept: int  # leading rows of one token whose draft KV is deferred
+    slots: tuple[int, ...] | None  # whose deferred tokens are written; None: of all slots
+    tokens: int  # deferred tokens that are written
+    extends: bool  # the drafter extends by the other rows of the step
 
 
 class Drafting:
-    """One that fails is switched off for good. lost: whether that has happened."""
+    """A drafter with its deferred KV. A drafter that fails is switched off for good."""
 
     def __init__(self, drafter: Drafter, slots: Slots, planes: Planes) -> None:
         self.drafter, self.slots, self.planes = drafter, slots, planes
-        recorded = planes.device.type == "cuda"  # a step's tensors may be the next one's, too
-        self.deferred = DeferredKV(slots, passing=recorded)
-        self.learns = bool(drafter.planes())  # one that keeps nothing has nothing to learn
-        self.lost = False
+        self.original = drafter  # runs the padded passes after it has failed, until all ranks know
+        captured = planes.device.type == "cuda"  # the next step may overwrite the tensors of a step
+        self.deferred = DeferredKV(slots, passing=captured)
+        self.learns = bool(drafter.planes())  # a drafter without planes has nothing to extend
+        self.lost = False  # the drafter has failed
+        self.hidden_TX: Tensor | None = None  # of the last step; padded passes take its width and type
+
+    @property
+    def is_off(self) -> bool:
+        return self.drafter is NO_DRAFTER
 
     def forget(self) -> None:
-        """What was seen was nobody's: steps of an engine's start."""
+        """Drops what is deferred: the steps of an engine's start belong to no request."""
         self.deferred.drop()
 
-    def leave(self, plan: StepPlan) -> None:
-        """Slots and pages may change hands in this step: of those who have left nothing may be late, nor in pages that
-        a prompt may have found.
-        """
-        if self.deferred.behind and (plan.binds or plan.appends):
-            stay = {row.slot for row in plan.rows} - {bind.slot for bind in plan.binds}
-            if any(bind.computed for bind in plan.binds):
-                stay -= self.deferred.filled()
-            self._trying(lambda: self._catch_up(self.deferred.behind.keys() - stay))
+    def record(self, plan: StepPlan, record: Record) -> Record:
+        """Adds the drafter's part to the record of a step."""
+        if not self.learns:
+            return record._replace(has_drafter=not self.lost)
+        leaving = self._leaving(plan)
+        kept, extended = (self._plan(plan.rows, False, False, leaving, keeps) for keeps in (True, False))
+        return record._replace(
+            has_drafter=not self.lost,
+            leaving=sum(len(self.deferred.behind[slot].places) for slot in leaving),
+            deferred_if_kept=kept.tokens,
+            deferred_if_extended=extended.tokens,
+        )
 
-    def catch_up(self) -> None:
-        """With all that is late."""
-        self._trying(lambda: self._catch_up(None))
+    def prepare(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
+        """Before a step: writes the deferred KV of slots and pages that change hands, since a prompt may find them."""
+        if agreed is not None and not agreed.has_drafter and not self.lost:
+            log.error(OFF, "another rank has lost its drafter")
+            self._switch_off()
+        size = agreed.leaving if agreed else 0
+        leaving = self._leaving(plan)
+        if size or leaving:
+            self._run(lambda: self._write_deferred(leaving, size), lambda: self._extend_padding(size))
 
     def bind(self, binds: Sequence[Bind]) -> None:
-        self._trying(lambda: self.drafter.bind(binds, self.slots, self.planes))
+        """After these slots were bound and have their pages."""
+        self._run(lambda: self.drafter.bind(binds, self.slots, self.planes))
+
+    def catch_up(self) -> None:
+        """Writes all that is deferred."""
+        self._run(lambda: self._write_deferred(None, 0))
 
     def draft(
         self,
         seen: DraftExtendInput | None,
-        asked: DraftRequest | None,
+        request: DraftRequest | None,
         width: int,
-        recorded: CapturedDrafts = NO_CAPTURED_DRAFTS,
+        captured: CapturedDrafts = NO_CAPTURED_DRAFTS,
+        agreed: AgreedStep | None = None,
     ) -> DraftOutput | None:
-        """Learns from a step, and proposes for its emitting rows. seen: None for a step that nothing can be learned
-        from. Where nothing is drafted, single tokens are looked at later, of many steps at once.
+        """Extends the drafter by a step, and drafts for its emitting rows. seen: None for a step without hidden states.
+
+        If nothing is drafted, the draft KV of single tokens is deferred and written for many steps at once.
         """
-        if seen is not None and self.learns:
-            self._trying(lambda: self._learn(seen, width, recorded))
-        if asked is None:
+        if seen is not None and (self.learns or agreed):
+            self._extend(seen, width, captured, agreed)
+        if agreed is not None and agreed.num_drafts:
+            return self._draft_padded(request, captured, agreed)
+        if request is None:
             return None
-        return self._trying(lambda: self._propose(asked, width, NO_CAPTURED_DRAFTS if self.lost else recorded))
+        return self._run(lambda: self._propose(request, width, captured))
 
-    def _propose(self, asked: DraftRequest, width: int, recorded: CapturedDrafts) -> DraftOutput | None:
-        return recorded.propose(asked, width) or self.drafter.propose(asked, width, self.slots, self.planes)
+    def _propose(self, request: DraftRequest, width: int, captured: CapturedDrafts) -> DraftOutput | None:
+        drafts = None if self.lost else captured.propose(request, width)
+        return drafts or self.drafter.propose(request, width, self.slots, self.planes)
 
-    def _learn(self, seen: DraftExtendInput, width: int, recorded: CapturedDrafts) -> None:
-        rows, deferred = seen.plan.rows, self.deferred
-        single = next((i for i, row in enumerate(rows) if row.n > 1), len(rows))
-        if single == len(rows) and (not width or any(row.slot in deferred.behind for row in rows)):
-            deferred.keep(seen, single)
-            if width or deferred.full:
-                self._catch_up(None if deferred.full else [row.slot for row in rows])
-            return
-        if single and not width and len(seen.batch.table_RP) == len(rows):  # a recorded one has a row for each token
-            deferred.keep(seen, single)
-            seen = _from(seen, single)
-        self._catch_up(None if deferred.full else [row.slot for row in seen.plan.rows])
-        if not recorded.extend(seen):
-            self.drafter.extend(seen, self.slots, self.planes)
+    def _draft_padded(
+        self, request: DraftRequest | None, captured: CapturedDrafts, agreed: AgreedStep
+    ) -> DraftOutput | None:
+        """Drafts for as many rows as the busiest rank has; the missing ones are of the spare slot."""
+        width, spare = agreed.num_drafts, len(self.slots.length) - 1
+        spare_E = torch.full((agreed.emitting,), spare, dtype=torch.int64, device=self.planes.device)
+        padding = DraftRequest(spare_E, 1, SamplingNeeds())
+        if request is None:
+            own, padded = 0, padding
+        else:
+            own = len(request.slot_E)
+            padded = replace(request, slot_E=torch.cat((request.slot_E, spare_E[own:])))
+        drafts = self._run(
+            lambda: self._propose(padded, width, captured),
+            lambda: self.original.propose(padding, width, self.slots, self.planes),
+        )
+        return None if drafts is None or not own else drafts.first(own)
 
-    def _catch_up(self, slots: Iterable[int] | None) -> None:
-        """Of these slots, or of all."""
+    def _extend(self, seen: DraftExtendInput, width: int, captured: CapturedDrafts, agreed: AgreedStep | None) -> None:
+        self.hidden_TX, rows, batch = seen.hidden_TH, seen.plan.rows, seen.batch
+        can_split = agreed is None and len(batch.table_RP) == len(rows)  # a captured step has a row for each token
+        plan = self._plan(rows, width > 0, can_split, set(), None if agreed is None else not agreed.extends)
+        if plan.kept:
+            self.deferred.keep(seen, plan.kept)
+        size, tokens = agreed.deferred if agreed else 0, len(batch.ids_T)
+        if size or plan.slots is None or plan.slots:
+            self._run(lambda: self._write_deferred(plan.slots, size), lambda: self._extend_padding(size))
+        if plan.extends or agreed and agreed.extends:
+            rest, size = _without(seen, plan.kept) if plan.kept else seen, agreed.tokens if agreed else 0
+            self._run(
+                lambda: self._extend_step(rest, captured, size),
+                lambda: self._extend_padding(size and max(size, tokens)),
+            )
+
+    def _extend_step(self, seen: DraftExtendInput, captured: CapturedDrafts, size: int) -> None:
+        if not captured.extend(seen):
+            self.drafter.extend(self._padded(seen, size), self.slots, self.planes)
+
+    def _extend_padding(self, tokens: int) -> None:
+        if tokens and self.hidden_TX is not None:
+            self.original.extend(self._padded(None, tokens), self.slots, self.planes)
+
+    def _write_deferred(self, slots: Iterable[int] | None, size: int) -> None:
+        """Writes the deferred KV of these slots, or of all. size: tokens of the pass with its padding."""
         seen = self.deferred.joined(slots)
-        if seen is not None:
-            self.drafter.extend(seen, self.slots, self.planes)
+        if seen is not None or size:
+            self.drafter.extend(self._padded(seen, size), self.slots, self.planes)
 
-    def _trying(self, work: Callable[[], T]) -> T | None:
-        try:
-            return work()
-        except Exception:  # whatever it raises, its drafts can be done without
-            log.exception(OFF, "it raised")
-            self._off()
-            return None
+    def _padded(self, seen: DraftExtendInput | None, tokens: int) -> DraftExtendInput:
+        if seen is None:
+            assert self.hidden_TX is not None, "every rank has run a step before KV is deferred"
+            none_TX = self.hidden_TX[:0]
+            seen = DraftExtendInput(StepPlan(0, 0), empty_batch(self.slots), none_TX)
+        missing = tokens - len(seen.batch.ids_T)
+        if missing <= 0:
+            return seen
+        hidden_TX = torch.cat((seen.hidden_TH, seen.hidden_TH.new_zeros(missing, seen.hidden_TH.shape[1])))
+        return replace(seen, batch=pad_batch(seen.batch, tokens), hidden_TH=hidden_TX)
 
-    def rubbish(self) -> None:
-        """What it computed turned out not to be numbers, or not to be tokens."""
+    def _leaving(self, plan: StepPlan) -> set[int]:
+        """Slots whose deferred KV must be written before this step."""
+        behind = self.deferred.behind
+        if not behind or not (plan.binds or plan.appends):
+            return set()
+        stay = {row.slot for row in plan.rows} - {bind.slot for bind in plan.binds}
+        if any(bind.computed for bind in plan.binds):
+            stay -= self.deferred.filled()
+        return behind.keys() - stay
+
+    def _plan(
+        self, rows: Sequence[Row], drafts: bool, can_split: bool, gone: set[int], keeps: bool | None = None
+    ) -> ExtendPlan:
+        """drafts: whether drafts are made after the step. can_split: whether its leading rows may be deferred alone.
+        gone: slots whose deferred KV is written before the step. keeps: whether all ranks defer the step; None: one rank
+        decides.
+        """
+        lengths = {slot: len(places) for slot, (places, _) in self.deferred.behind.items() if slot not in gone}
+        single = next((i for i, row in enumerate(rows) if row.n > 1), len(rows))
+        if keeps is None:
+            keeps = single == len(rows) and (not drafts or any(row.slot in lengths for row in rows))
+        kept = len(rows) if keeps else single if can_split and not drafts else 0
+        tokens, longest = (self.deferred.tokens, self.deferred.longest) if lengths else (0, 0)
+        for row in rows[:kept]:
+            lengths[row.slot] = lengths.get(row.slot, 0) + 1
+            longest = max(longest, lengths[row.slot])
+        if is_full(tokens + kept, longest):
+            return ExtendPlan(kept, None, sum(lengths.values()), not keeps)
+        written = rows[kept:] if not keeps else rows if drafts else ()
+        slots = tuple(row.slot for row in written if row.slot in lengths)
+        return ExtendPlan(kept, slots, sum(lengths[slot] for slot in slots), not keeps)
+
+    def _run(self, work: Callable[[], T], padding: Callable[[], object] | None = None) -> T | None:
+        """Runs a pass of the drafter. padding: the same pass on nothing but padding, for a drafter that has failed."""
+        if not self.lost:
+            try:
+                return work()
+            except Exception:  # whatever it raises: decoding goes on without drafts
+                log.exception(OFF, "it raised")
+                self._switch_off()
+        if padding is not None:
+            padding()
+        return None
+
+    def reject_output(self) -> None:
+        """Switches the drafter off: its output was NaN or no token."""
         if not self.lost:
             log.error(OFF, "its hidden states or logits are not numbers, or its drafts no tokens")
-            self._off()
+            self._switch_off()
 
-    def _off(self) -> None:
-        self.lost, self.drafter = True, NO_DRAFTER
-        self.learns = False
+    def _switch_off(self) -> None:
+        self.lost, self.learns, self.drafter = True, False, NO_DRAFTER
         self.deferred.drop()
-        self.slots.made.zero_()  # it may have left something half done
+        self.slots.made.zero_()  # the drafter may have left something half done
 
 
-def _from(seen: DraftExtendInput, first: int) -> DraftExtendInput:
-    """The step without its first rows, so many, of a token each."""
+def _without(seen: DraftExtendInput, first: int) -> DraftExtendInput:
+    """The step without its first rows, of one token each."""
     plan, batch = replace(seen.plan, rows=seen.plan.rows[first:]), seen.batch
     rest = replace(
         batch,

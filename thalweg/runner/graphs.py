@@ -19,6 +19,7 @@ from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.batch.inputs import sampled_tokens
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill, upload
+from thalweg.core.agreement import AgreedStep, agree, record_of
 from thalweg.core.plan import PAGE, SamplingNeeds, StepPlan
 from thalweg.kernels.build_inputs import triton as preparing
 from thalweg.kernels.verify_chain import triton as verifying
@@ -136,6 +137,10 @@ class DecodeGraph:
         seen = DraftExtendInput(plan, self.batch, self.hidden_RH)
         return self.logits_RV[sampled_N], self.slot_R[first_E], self.ints_RI[first_E], seen
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        return "tokens", self.rows
+
     def draws(self, plan: StepPlan) -> bool:
         return plan.is_decode
 
@@ -162,18 +167,18 @@ class CudaGraphs:
         self.recorded, self.mixed, self.drafts = sorted(recorded, key=lambda one: one.rows), mixed, drafts
         self.verified = sorted(verified, key=lambda one: one.rows)
 
-    def get(self, plan: StepPlan) -> DecodeGraph | VerifyGraph | None:
+    def get(self, plan: StepPlan, agreed: AgreedStep | None = None) -> DecodeGraph | VerifyGraph | None:
         """The smallest bucket that holds its tokens; None beyond the largest, and for what was not recorded."""
-        if not plan.is_verify and (not self.mixed or any(row.score_from < row.score_to for row in plan.rows)):
+        step = agreed or agree([record_of(plan)])
+        if not step.is_verify and (not self.mixed or step.score_passes):
             return None
-        query = plan.sampled_per_row
-        if query > 1 and plan.is_verify:
-            fit = (one for one in self.verified if one.query == query and one.rows >= len(plan.rows))
+        query = step.sampled_per_row
+        if query > 1 and step.is_verify:
+            fit = (one for one in self.verified if one.query == query and one.rows >= step.rows)
             verified = next(fit, None)
             if verified is not None:
                 return verified
-        tokens = plan.tokens
-        return next((one for one in self.recorded if one.rows >= tokens), None)
+        return next((one for one in self.recorded if one.rows >= step.tokens), None)
 
 
 @torch.inference_mode()

@@ -1,106 +1,102 @@
-"""A and B, the two halves of every step, on the device stream. A: prepare → forward → logits. B: mask → accept →
-observe → propose → publish.
+"""The two halves of every step on the device stream: forward (inputs, model pass, logits), then sample and draft (masks,
+acceptance, draft KV, drafts).
 """
 
 from __future__ import annotations
 
-import math
+import zlib
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch
-from thalweg.batch.inputs import build_inputs
+from thalweg.batch.inputs import build_inputs, padding_inputs
 from thalweg.batch.slots import Slots
+from thalweg.core.agreement import SCORE_CHUNK, AgreedStep, Record, record_of
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
 from thalweg.models.decoder import Model
 from thalweg.runner.accepted_path import compact_accepted_path, kv_mover
 from thalweg.runner.drafting import NO_CAPTURED_DRAFTS, CapturedDrafts, Drafting, Either
+from thalweg.runner.outputs import outputs, token_logprobs
 from thalweg.sampling.catalog import sampler_on
-from thalweg.sampling.distribution import NO_TOKEN
 from thalweg.sampling.sample import Moved, Sampled, Sampler, accept
 from thalweg.spec.drafter import NO_DRAFTER, Drafter, DraftExtendInput, DraftOutput, DraftRequest
-
-SCORE_CHUNK = 256  # positions a scoring pass of the head; bounds the logits it materialises
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What A leaves for B: logits, of each emitting row as many as `plan.query`; slots and the slots' integers of the
-    emitting rows. scores: row index → log-probabilities of its next tokens. seen: for the drafter. graph: what replayed
-    A, where B's recording can follow it.
-    """
+    """What the first half of a step leaves for the second."""
 
     plan: StepPlan
-    logits_NV: Tensor | None
-    slot_E: Tensor
-    ints_EI: Tensor
-    scores: dict[int, tuple[TokenLogprob, ...]]
+    logits_NV: Tensor | None  # `plan.sampled_per_row` rows for each emitting row
+    slot_E: Tensor  # of the emitting rows
+    ints_EI: Tensor  # the slots' integers of the emitting rows
+    scores: dict[int, tuple[TokenLogprob, ...]]  # row index → log-probabilities of its next tokens
     seen: DraftExtendInput | None = None
-    graph: StepGraph | None = None
+    graph: StepGraph | None = None  # the replayed graph, if the second half can be replayed as well
+    agreed: AgreedStep | None = None  # with several ranks
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What B leaves on the device. sampled: None where no row emits. proposed: None where nothing was drafted. lost:
-    the drafter has failed.
-    """
+    """What the second half of a step leaves on the device."""
 
     forwarded: ForwardResult
-    sampled: Sampled | None
-    proposed: DraftOutput | None = None
-    lost: bool = False
+    sampled: Sampled | None  # None if no row emits
+    proposed: DraftOutput | None = None  # None if nothing was drafted
+    lost: bool = False  # the drafter has failed
 
 
 class Steps(Protocol):
-    """What runs a step's forward: the model itself, or one that was recorded."""
+    """Runs the model pass of a step: the model itself, or its captured form."""
 
     def forward(self, batch: Batch, planes: Planes) -> Tensor:
         """See `models.decoder.Model`."""
 
 
 class StepGraph(Protocol):
-    """A step that was recorded, for a number of tokens that is at least the plan's."""
+    """A captured step of at least as many rows or tokens as the plan has."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Kind and size."""
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor, DraftExtendInput]:
-        """Replays A. → logits_NV, slot_E, ints_EI of the emitting rows; and what a drafter sees."""
+        """Replays the first half. → logits_NV, slot_E, ints_EI of the emitting rows, and the drafter's input."""
 
     def draws(self, plan: StepPlan) -> bool:
-        """Whether its B can follow its A of this plan."""
+        """Whether the second half of this plan can be replayed."""
 
     def sample(self, rows: int, needs: SamplingNeeds, sampler: Sampler) -> Sampled | None:
-        """Replays B, of the first `rows`; None where these needs, or drafts accepted by this sampling, were not
-        recorded.
-        """
+        """Replays the second half for the first `rows`; None if it was not captured for these needs or this sampler."""
 
 
 class CapturedGraphs(Protocol):
-    """What whole steps were recorded."""
+    """Whole steps that were captured."""
 
-    def get(self, plan: StepPlan) -> StepGraph | None: ...
+    def get(self, plan: StepPlan, agreed: AgreedStep | None = None) -> StepGraph | None:
+        """The graph of the agreed step, of the plan itself with one rank."""
 
     @property
     def drafts(self) -> CapturedDrafts: ...
 
 
 class NoCapturedGraphs:
-    """Off is a value."""
+    """Nothing is captured."""
 
     drafts = NO_CAPTURED_DRAFTS
 
-    def get(self, plan: StepPlan) -> None:
+    def get(self, plan: StepPlan, agreed: AgreedStep | None = None) -> None:
         return None
 
 
 class Runner:
-    """One model on one device with its planes and slots, which are the drafter's too. steps: what runs its steps, the
-    model itself or its recorded ones.
-    """
+    """One model on one device, with its planes and slots, which the drafter shares."""
 
     def __init__(self, model: Model, steps: Steps, planes: Planes, slots: Slots, drafter: Drafter = NO_DRAFTER) -> None:
         self.model, self.steps, self.planes, self.slots = model, steps, planes, slots
@@ -108,47 +104,70 @@ class Runner:
         self.sampler: Sampler = sampler_on(planes.device)
         self.move = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
         self.graphs: CapturedGraphs = NoCapturedGraphs()
-        self.tree_graphs: CapturedGraphs = NoCapturedGraphs()  # of steps whose drafts part ways
+        self.tree_graphs: CapturedGraphs = NoCapturedGraphs()  # of steps whose drafts branch
+        self.digest = 0  # of all passes with several ranks, see `Record`
 
     def eager(self) -> None:
-        """Runs no recorded step any more: the model was changed in a way that a recording does not follow."""
+        """Replays no captured step any more: the model was changed in a way that a capture does not follow."""
         self.steps, self.graphs, self.tree_graphs = self.model, NoCapturedGraphs(), NoCapturedGraphs()
 
+    def record(self, plan: StepPlan, epoch: int = 0) -> Record:
+        """What this rank says about its next step."""
+        return self.drafting.record(plan, record_of(plan)._replace(epoch=epoch, digest=self.digest))
+
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> ForwardResult | None:
-        """A. None for a rank that has no rows in this step."""
-        if not plan.rows:
+    def forward(self, plan: StepPlan, agreed: AgreedStep | None = None) -> ForwardResult | None:
+        """The first half. agreed: by all ranks; None is one rank, whose own plan decides. The sizes of all passes
+        follow from `agreed`: smaller ranks are padded. None for a step without rows on any rank.
+        """
+        if agreed is not None and agreed.ranks == 1:
+            agreed = None
+        if not (plan.rows if agreed is None else agreed.tokens):
             return None
-        self.drafting.leave(plan)
+        if agreed is not None or not self.drafting.is_off:
+            self.drafting.prepare(plan, agreed)
         self.slots.bind(plan.binds)
         self.slots.append(plan.appends)
-        self.drafting.bind(plan.binds)
-        graph = (self.tree_graphs if self.slots.tree.is_tree_step(plan.sampled_per_row) else self.graphs).get(plan)
+        if plan.binds and not self.drafting.is_off:
+            self.drafting.bind(plan.binds)
+        query = plan.sampled_per_row if agreed is None else agreed.sampled_per_row
+        graph = (self.tree_graphs if self.slots.tree.is_tree_step(query) else self.graphs).get(plan, agreed)
+        if agreed is not None:
+            key = tuple(agreed), None if graph is None else graph.key
+            self.digest = zlib.crc32(repr(key).encode(), self.digest)
         if graph is not None:
             logits_RV, slot_E, ints_EI, seen = graph.forward(plan)
-            return ForwardResult(plan, logits_RV, slot_E, ints_EI, {}, seen, graph if graph.draws(plan) else None)
-        inputs = build_inputs(plan, self.slots)
-        batch = inputs.batch
-        hidden_TH = self.steps.forward(batch, self.planes)
-        sampled_NH = hidden_TH if inputs.all_sampled else hidden_TH[batch.emit_N]
-        logits_NV = self.model.logits(sampled_NH) if len(sampled_NH) else None
-        scores, seen = self._scores(plan, hidden_TH), DraftExtendInput(plan, batch, hidden_TH)
-        return ForwardResult(plan, logits_NV, inputs.slot_E, inputs.ints_EI, scores, seen)
+            replayed = graph if graph.draws(plan) else None
+            return ForwardResult(plan, logits_RV, slot_E, ints_EI, {}, seen, replayed, agreed)
+        return self._eager_forward(plan, agreed)
+
+    def _eager_forward(self, plan: StepPlan, agreed: AgreedStep | None) -> ForwardResult:
+        inputs = build_inputs(plan, self.slots) if plan.rows else padding_inputs(self.slots)
+        if agreed is not None:
+            inputs = inputs.padded(agreed.tokens)
+        hidden_TH = self.steps.forward(inputs.batch, self.planes)
+        sampled_NH = hidden_TH if inputs.all_sampled else hidden_TH[inputs.batch.emit_N]
+        logits_NV = self._logits(sampled_NH, 0 if agreed is None else agreed.logits)
+        scores = self._scores(plan, hidden_TH, agreed)
+        seen = DraftExtendInput(plan, inputs.batch, hidden_TH)
+        return ForwardResult(plan, logits_NV, inputs.slot_E, inputs.ints_EI, scores, seen, None, agreed)
 
     @torch.inference_mode()
     def sample(
         self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, width: int = 0
     ) -> StepResult | None:
-        """B. masks: of the rows under a grammar. width: drafts to make for the next step."""
+        """The second half. masks: of the rows with a grammar. width: drafts to make for the next step."""
         if forwarded is None:
             return None
         plan, logits_NV, graph, sampled = forwarded.plan, forwarded.logits_NV, forwarded.graph, None
         if logits_NV is not None and len(logits_NV):
-            slots, kernels = (self.slots, forwarded.slot_E, forwarded.ints_EI), self.sampler
-            recorded = None if graph is None else partial(graph.sample, len(plan.rows), sampler=kernels)
-            sampled = accept(logits_NV, *slots, plan.needs, plan.max_kv_len, masks, kernels, recorded)
-        asked = None if sampled is None else DraftRequest(forwarded.slot_E, plan.max_kv_len, plan.needs)
-        seen = forwarded.seen
+            slots, sampler = (self.slots, forwarded.slot_E, forwarded.ints_EI), self.sampler
+            captured = None if graph is None else partial(graph.sample, len(plan.rows), sampler=sampler)
+            sampled = accept(logits_NV, *slots, plan.needs, plan.max_kv_len, masks, sampler, captured)
+        seen, agreed = forwarded.seen, forwarded.agreed
+        if graph is not None and not plan.rows and graph.sample(0, plan.needs, self.sampler) and seen is not None:
+            seen = seen.compacted or seen  # an idle rank: the replay makes it padding
+        request = None if sampled is None else DraftRequest(forwarded.slot_E, plan.max_kv_len, plan.needs)
         if seen is not None and sampled is not None and sampled.nodes_EQ is not None:
             paths = forwarded.slot_E, forwarded.ints_EI, sampled.nodes_EQ, sampled.count_E
             seen = (
@@ -156,100 +175,51 @@ class Runner:
                 if isinstance(sampled, Moved)
                 else compact_accepted_path(seen, *paths, self.slots, self.move)
             )
+        if agreed is None and self.drafting.is_off:
+            return StepResult(forwarded, sampled, None, self.drafting.lost)
         drafts = Either((self.tree_graphs.drafts, self.graphs.drafts))
-        proposed = self.drafting.draft(seen, asked, width, drafts)
+        proposed = self.drafting.draft(seen, request, width, drafts, agreed)
         return StepResult(forwarded, sampled, proposed, self.drafting.lost)
 
-    def _scores(self, plan: StepPlan, hidden_TH: Tensor) -> dict[int, tuple[TokenLogprob, ...]]:
+    def _logits(self, hidden_NH: Tensor, rows: int) -> Tensor | None:
+        """Logits of hidden states. rows: of the head pass, if that is more."""
+        own = len(hidden_NH)
+        if own < rows:
+            hidden_NH = torch.cat((hidden_NH, hidden_NH.new_zeros(rows - own, hidden_NH.shape[1])))
+        return self.model.logits(hidden_NH)[:own] if len(hidden_NH) else None
+
+    def _scores(
+        self, plan: StepPlan, hidden_TH: Tensor, agreed: AgreedStep | None
+    ) -> dict[int, tuple[TokenLogprob, ...]]:
         """Prompt log-probabilities: of the token after each position in [score_from, score_to) of a row."""
-        scores, token = {}, 0
+        scores, token, passes = {}, 0, 0
         for i, row in enumerate(plan.rows):
             if row.score_from < row.score_to:
-                scores[i] = tuple(self._score(row, hidden_TH[token : token + row.n]))
+                parts = [
+                    self._score(row, hidden_TH[token : token + row.n], start, agreed)
+                    for start in range(row.score_from, row.score_to, SCORE_CHUNK)
+                ]
+                scores[i], passes = tuple(score for part in parts for score in part), passes + len(parts)
             token += row.n
+        for _ in range(agreed.score_passes - passes if agreed else 0):
+            self._logits(hidden_TH[:0], SCORE_CHUNK)
         return scores
 
-    def _score(self, row: Row, hidden_NH: Tensor) -> list[TokenLogprob]:
-        found: list[TokenLogprob] = []
-        for start in range(row.score_from, row.score_to, SCORE_CHUNK):
-            stop = min(start + SCORE_CHUNK, row.score_to)
-            logits_NV = self.model.logits(hidden_NH[start - row.start : stop - row.start])
-            next_N = self.slots.tokens_SL[row.slot, start + 1 : stop + 1].to(torch.int64)
-            found += _token_logprobs(*self.sampler.logprobs(logits_NV, next_N, row.score_top))
-        return found
+    def _score(self, row: Row, hidden_NH: Tensor, start: int, agreed: AgreedStep | None) -> list[TokenLogprob]:
+        stop = min(start + SCORE_CHUNK, row.score_to)
+        logits_NV = self._logits(hidden_NH[start - row.start : stop - row.start], SCORE_CHUNK if agreed else 0)
+        assert logits_NV is not None, "a chunk has positions"
+        next_N = self.slots.tokens_SL[row.slot, start + 1 : stop + 1].to(torch.int64)
+        return token_logprobs(*self.sampler.logprobs(logits_NV, next_N, row.score_top))
 
     def outputs(self, result: StepResult | None) -> tuple[Output, ...]:
-        """One Output a row of the plan. Waits for what is still on a device; a drafter that turns out to have computed
-        rubbish there is off then.
+        """One Output for each row of the plan. Waits for what is still on a device. A drafter whose output turns out
+        to be NaN is switched off here.
         """
         if result is None:
             return ()
         if result.proposed is not None and not result.proposed.sound.all():
-            self.drafting.rubbish()
+            self.drafting.reject_output()
             result = replace(result, lost=True)
-        return outputs(result)
-
-
-def outputs(result: StepResult) -> tuple[Output, ...]:
-    """One Output a row of the plan."""
-    forwarded, sampled, lost = result.forwarded, result.sampled, result.lost
-    if sampled is None:
-        return tuple(_silent(forwarded.scores.get(i, ()), lost) for i in range(len(forwarded.plan.rows)))
-    tokens, count, done = sampled.tokens_EQ.tolist(), sampled.count_E.tolist(), sampled.done_E.tolist()
-    found = _token_logprobs(sampled.logprob_N, sampled.top_ids_NK, sampled.top_logprobs_NK)
-    drafts = _drafts(result.proposed, len(tokens))
-    nodes: list[list[int]] = [] if sampled.nodes_EQ is None else sampled.nodes_EQ.tolist()
-    made, e, query = [], 0, len(tokens[0])
-    for i, row in enumerate(forwarded.plan.rows):
-        scores = forwarded.scores.get(i, ())
-        if not row.emit:
-            made.append(_silent(scores, lost))
-            continue
-        n = int(count[e])
-        if n and tokens[e][n - 1] == NO_TOKEN or _broken(scores):
-            made.append(Output(done=True, drafter_failed=lost, is_nan=True))
-            e += 1
-            continue
-        logprobs = tuple(found[e * query : e * query + n])
-        ahead = NOTHING if done[e] else drafts[e]
-        path = sum(1 << node - 1 for node in nodes[e][1:n]) if nodes else (1 << max(n - 1, 0)) - 1
-        made.append(Output(tuple(tokens[e][:n]), ahead.drafts, done[e], logprobs, scores, lost, ahead.parents, path))
-        e += 1
-    return tuple(made)
-
-
-def _silent(scores: tuple[TokenLogprob, ...], lost: bool) -> Output:
-    """Of a row that does not emit."""
-    return Output(drafter_failed=lost, is_nan=True) if _broken(scores) else Output(scores=scores, drafter_failed=lost)
-
-
-def _broken(scores: tuple[TokenLogprob, ...]) -> bool:
-    """Whether the model computed no numbers somewhere."""
-    return any(math.isnan(score.logprob) for score in scores)
-
-
-class _Drafts(NamedTuple):
-    """Of a row, as of `Output`."""
-
-    drafts: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-
-
-NOTHING = _Drafts()
-
-
-def _drafts(proposed: DraftOutput | None, rows: int) -> list[_Drafts]:
-    if proposed is None:
-        return [NOTHING] * rows
-    drafts, made = proposed.drafts_EK.tolist(), proposed.made_E.tolist()
-    parents = [[]] * rows if proposed.parents_EK is None else proposed.parents_EK.tolist()
-    return [_Drafts(tuple(d[:n]), tuple(p[:n])) for d, p, n in zip(drafts, parents, made, strict=True)]
-
-
-def _token_logprobs(logprob: Tensor | None, ids: Tensor | None, values: Tensor | None) -> list[TokenLogprob]:
-    if logprob is None or ids is None or values is None:
-        return []
-    return [
-        TokenLogprob(p, tuple(i), tuple(v))
-        for p, i, v in zip(logprob.tolist(), ids.tolist(), values.tolist(), strict=True)
-    ]
+        forwarded = result.forwarded
+        return outputs(forwarded.plan, forwarded.scores, result.sampled, result.proposed, result.lost)

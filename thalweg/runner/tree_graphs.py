@@ -19,6 +19,7 @@ from torch import Tensor
 from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill
+from thalweg.core.agreement import AgreedStep, agree, record_of
 from thalweg.core.plan import PAGE, SamplingNeeds, StepPlan
 from thalweg.core.tree import TreeShape
 from thalweg.kernels.build_tree.ref import BuiltTree
@@ -169,6 +170,10 @@ class TreeGraph:
         seen = DraftExtendInput(plan, self.batch, self.hidden_TX, compacted)
         return self.logits_TV[: many * query], self.slot_R[:many], self.ints_NI[::query][:many], seen
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        return "tree", self.rows, self.query
+
     def draws(self, plan: StepPlan) -> bool:
         return True
 
@@ -255,12 +260,13 @@ class TreeGraphs:
     def __init__(self, tree_graphs: Sequence[TreeGraph], drafts: CapturedDrafts) -> None:
         self.tree_graphs, self.drafts = sorted(tree_graphs, key=lambda one: one.rows), drafts
 
-    def get(self, plan: StepPlan) -> TreeGraph | None:
+    def get(self, plan: StepPlan, agreed: AgreedStep | None = None) -> TreeGraph | None:
         """The smallest that holds its rows; None beyond the largest, and where rows have not as many nodes."""
-        if not plan.is_verify or any(row.n != plan.sampled_per_row for row in plan.rows):
+        step = agreed or agree([record_of(plan)])
+        if not step.is_verify or not step.is_uniform:
             return None
         return next(
-            (one for one in self.tree_graphs if one.query == plan.sampled_per_row and one.rows >= len(plan.rows)), None
+            (one for one in self.tree_graphs if one.query == step.sampled_per_row and one.rows >= step.rows), None
         )
 
 

@@ -72,6 +72,10 @@ class VerifyGraph:
         fields = slots.stop_SK, slots.tokens_SL, slots.ints_SI
         self.follow(drawn_N, of.batch.ids_T[:tokens], slot_N, ints_NI, *fields, self.out)
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        return "verify", self.rows, self.query
+
     def draws(self, plan: StepPlan) -> bool:
         return True
 

@@ -79,7 +79,7 @@ class AutoregressiveDrafter:
     def extend(self, seen: DraftExtendInput, slots: Slots, planes: Planes) -> None:
         rows = seen.plan.rows
         n = [row.n for row in rows]
-        numbers = [row.slot for row in rows], n, [0, *accumulate(n[:-1])]
+        numbers = [row.slot for row in rows], n, list(accumulate([0, *n]))[:-1]
         slot_R, n_R, first_R = upload(numbers, torch.int64, seen.hidden_TH.device)
         self.learn(DraftRows(slot_R, n_R, first_R), seen.batch, seen.hidden_TH, slots, planes)
 

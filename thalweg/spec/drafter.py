@@ -57,6 +57,12 @@ class DraftOutput:
     sound: Tensor
     parents_EK: Tensor | None = None
 
+    def first(self, rows: int) -> DraftOutput:
+        """Of the first rows."""
+        parents_EK = None if self.parents_EK is None else self.parents_EK[:rows]
+        sound = self.sound[:rows] if self.sound.dim() else self.sound
+        return DraftOutput(self.drafts_EK[:rows], self.made_E[:rows], sound, parents_EK)
+
 
 class HasWeights(Protocol):
     """A module with weights."""

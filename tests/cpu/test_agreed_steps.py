@@ -1,0 +1,201 @@
+"""Data-parallel ranks run the same passes with the same padded shapes, whatever rows each of them has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.cpu.test_speculation import engine, unrecorded
+from thalweg.core.agreement import AgreedStep, RanksDisagree, Record, agree, record_of
+from thalweg.core.plan import Bind, PageAppend, Row, SamplingNeeds, StepPlan
+from thalweg.core.sampling import SamplingParams
+from thalweg.core.tree import CHAIN, TreeShape
+from thalweg.engine.local import LocalEngine
+from thalweg.runner.runner import Runner
+
+assert unrecorded  # a fixture of this module, too
+GREEDY = SamplingParams(temperature=0.0)
+TREE = TreeShape(2, 2, 3)
+
+Pass = tuple[str, int]
+
+
+@dataclass
+class Rank:
+    """One rank: a runner whose passes are counted, and a plain schedule of its own requests."""
+
+    made: LocalEngine
+    rng: random.Random
+    passes: list[Pass] = field(default_factory=list)
+    running: dict[int, list[int]] = field(default_factory=dict)  # slot → tokens known, drafts, prompt tokens left
+    outputs: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        runner, drafter = self.runner, self.runner.drafting.drafter
+        model: Any = runner.model
+        for owner, names in (
+            (model, ("forward", "logits")),
+            (getattr(drafter, "head", None), ("forward", "write_kv", "logits")),
+        ):
+            for name in names if owner is not None else ():
+                watch(owner, name, "draft " if owner is not model else "", self.passes)
+        runner.steps = model
+        if hasattr(drafter, "head"):
+            drafter.steps = drafter.head  # type: ignore[attr-defined]
+
+    @property
+    def runner(self) -> Runner:
+        return self.made.runner
+
+    def plan(self, step: int, arrivals: int, num_drafts: int, tree: TreeShape) -> StepPlan:
+        """Decodes what runs, or goes on with prompts of this many requests."""
+        rows, binds, appends = list[Row](), list[Bind](), list[PageAppend]()
+        for _ in range(arrivals):
+            slot = next(i for i in range(3) if i not in self.running)
+            tokens = tuple(self.rng.randrange(5, 900) for _ in range(self.rng.choice((3, 20, 70))))
+            binds.append(Bind(slot, tokens, len(tokens), 0, 300, 7, (), GREEDY))
+            pages = range(1 + slot * 6, 7 + slot * 6)
+            appends.append(PageAppend(slot, 0, tuple(pages)))
+            self.running[slot] = [len(tokens), 0, len(tokens)]
+        for slot, state in sorted(self.running.items(), key=lambda item: item[1][2]):
+            known, drafts, left = state
+            score = (0, known - 1) if left and self.rng.random() < 0.3 else (0, 0)
+            n = left or 1 + drafts
+            rows.append(Row(slot, slot, known - (left or 1), n, drafts if not left else 0, True, *score))
+        reach = max((row.start + row.n for row in rows), default=0)
+        return StepPlan(step, 0, tuple(rows), tuple(binds), tuple(appends), False, num_drafts, SamplingNeeds(), reach)
+
+    def run(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
+        runner = self.runner
+        width = plan.num_drafts if agreed is None else agreed.num_drafts
+        outputs = runner.outputs(runner.sample(runner.forward(plan, agreed), None, width))
+        for row, output in zip(plan.rows, outputs, strict=True):
+            self.outputs.append(output.tokens)
+            self.running[row.slot] = [int(runner.slots.length[row.slot]), len(output.drafts), 0]
+            if self.rng.random() < 0.15 or self.running[row.slot][0] > 200:
+                del self.running[row.slot]
+
+
+def watch(owner: Any, name: str, prefix: str, passes: list[Pass]) -> None:
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def watched(*args: Any) -> Any:
+        passes.append((prefix + name, len(getattr(args[0], "ids_T", args[0]))))
+        return real(*args)
+
+    setattr(owner, name, watched)
+
+
+def rank_of(seed: int, tree: TreeShape = CHAIN, drafts: int = 3, **fields: Any) -> Rank:
+    return Rank(engine(drafts, max_running_requests=4, tree=tree, **fields), random.Random(seed))
+
+
+def steps(ranks: list[Rank], count: int, seed: int, tree: TreeShape = CHAIN, bug: str = "") -> None:
+    """Runs a group. Raises AssertionError at the first step whose passes differ."""
+    rng = random.Random(seed)
+    for step in range(count):
+        wish = rng.choice((0, 0, 0, 3)) if rng.random() < 0.7 else rng.choice((1, 2, 3))
+        plans = []
+        for number, rank in enumerate(ranks):
+            idle = number == 1 and step % 7 < 4 and not rank.running
+            free = 3 - len(rank.running)
+            arrivals = 0 if idle or rng.random() < 0.6 else rng.randrange(1 + free)
+            plans.append(rank.plan(step, arrivals, wish if rng.random() < 0.8 else 0, tree))
+        records = [rank.runner.record(plan) for rank, plan in zip(ranks, plans, strict=True)]
+        agreed = agree(records)
+        if bug.startswith("lost drafter") and step == 9:
+            fail_once(ranks[1].runner.drafting.drafter)
+        for number, (rank, plan) in enumerate(zip(ranks, plans, strict=True)):
+            rank.passes.clear()
+            rank.run(plan, planted(agreed, records[number], bug) if number == 1 else agreed)
+            if bug == "idle rank skips" and number == 1 and not plan.rows:
+                rank.passes.clear()
+            if bug == "lost drafter stops" and rank.runner.drafting.lost:
+                rank.passes[:] = [one for one in rank.passes if not one[0].startswith("draft")]
+        if bug:
+            ranks[1].runner.digest = ranks[0].runner.digest  # the passes themselves must differ
+        seen = [rank.passes for rank in ranks]
+        assert all(passes == seen[0] for passes in seen), (step, plans, seen)
+
+
+def planted(agreed: AgreedStep, own: Record, bug: str) -> AgreedStep:
+    """What a rank runs that decides by its own rows."""
+    match bug:
+        case "own tokens":
+            return agreed._replace(tokens=own.tokens)
+        case "own drafts":
+            return agreed._replace(num_drafts=own.num_drafts)
+        case "own rows of drafts":
+            return agreed._replace(emitting=own.emitting)
+        case "own deferred tokens":
+            return agreed._replace(deferred=own.deferred_if_extended if agreed.extends else own.deferred_if_kept)
+        case "own deferral":
+            return agreed._replace(extends=agreed.extends and own.tokens > own.rows)
+        case "own score passes":
+            return agreed._replace(score_passes=own.score_passes)
+        case "own leaving slots":
+            return agreed._replace(leaving=own.leaving)
+    return agreed
+
+
+def fail_once(drafter: Any) -> None:
+    real = drafter.extend
+
+    def fail(*args: Any) -> None:
+        drafter.extend = real
+        raise RuntimeError("on purpose")
+
+    drafter.extend = fail
+
+
+@pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
+def test_an_idle_rank_runs_the_same_passes(tree: TreeShape) -> None:
+    ranks = [rank_of(seed, tree) for seed in range(3)]
+    steps(ranks, 60, 1, tree)
+    assert sum(len(tokens) for rank in ranks for tokens in rank.outputs) > 100
+    assert len({rank.runner.digest for rank in ranks}) == 1
+
+
+def test_a_lost_drafter_runs_padded_passes_until_all_know() -> None:
+    ranks = [rank_of(seed) for seed in range(3)]
+    steps(ranks, 30, 2, bug="lost drafter")
+    assert all(rank.runner.drafting.lost for rank in ranks)
+    assert not any(name.startswith("draft") for rank in ranks for name, _ in rank.passes)
+
+
+BUGS = (
+    "idle rank skips", "own tokens", "own drafts", "own rows of drafts", "own deferred tokens", "own deferral", "own score passes",
+    "own leaving slots", "lost drafter stops",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_rank_that_decides_by_its_own_rows_is_noticed(bug: str) -> None:
+    """Each planted bug makes a rank run other passes than the other rank."""
+    ranks = [rank_of(seed) for seed in range(2)]
+    with pytest.raises(AssertionError):
+        steps(ranks, 200, 3, bug=bug)
+
+
+def test_one_rank_alone_computes_what_it_does_without_agreement() -> None:
+    alone, agreed = rank_of(5), rank_of(5)
+    rng = random.Random(4)
+    for step in range(25):
+        wish, arrivals = rng.choice((0, 0, 2, 3)), rng.choice((0, 0, 1))
+        for rank, given in ((alone, False), (agreed, True)):
+            plan = rank.plan(step, min(arrivals, 3 - len(rank.running)), wish, CHAIN)
+            rank.run(plan, agree([rank.runner.record(plan)]) if given else None)
+    assert alone.passes == agreed.passes and alone.outputs == agreed.outputs and len(alone.outputs) > 20
+
+
+def test_records_of_another_step_or_of_other_passes_are_refused() -> None:
+    plan = StepPlan(3, 0)
+    record = record_of(plan)
+    assert agree([record, record]).tokens == 0
+    for other in (record._replace(step=2), record._replace(epoch=1), record._replace(digest=9)):
+        with pytest.raises(RanksDisagree, match="rank 1"):
+            agree([record, other])
