@@ -1,6 +1,4 @@
-"""The tiers: `null` runs without torch, `cpu` and `compose` anywhere, `gpu` where there is one, `soak` when asked
-for.
-"""
+"""Test tiers: `null` runs without torch, `cpu` and `compose` anywhere, `gpu` on a GPU, `soak` on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many engines of one process, each with recorded steps of its own."""
+"""Releases what TorchScript keeps of the many engines of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A covering array by the greedy method: few cases in which every pair of values of every two columns occurs."""
+"""A covering array by the greedy method: few cases that contain every pair of values of every two columns."""
 
 from __future__ import annotations
 

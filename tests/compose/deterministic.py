@@ -1,6 +1,4 @@
-"""Deterministic inference: bit for bit the same log-probabilities, whatever the batch, the chunks, what the cache held,
-and overlap.
-"""
+"""Deterministic inference: log-probabilities are bit for bit equal for any batch, chunking, cache state and overlap."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Every feature with every other: a covering array over what exists; each case gives the plain engine's tokens.
+"""Every feature with every other: a covering array. Each case gives the plain engine's tokens.
 
-The plain engine: one request at a time, whole prompts, no prefix cache, plenty of pages, depth 1."""
+The plain engine runs one request at a time, whole prompts, no prefix cache, plenty of pages, depth 1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every feature with every other, on this machine's processor: see `matrix`."""
+"""Every pair of features on the CPU gives the plain engine's tokens; `matrix` lists the features."""
 
 from __future__ import annotations
 

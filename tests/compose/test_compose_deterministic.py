@@ -1,4 +1,4 @@
-"""Deterministic inference on this machine's processor, with the bundled model: sparse attention and experts."""
+"""Deterministic inference on the CPU with the bundled model: sparse attention and experts."""
 
 from __future__ import annotations
 

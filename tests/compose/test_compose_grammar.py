@@ -1,5 +1,5 @@
-"""Grammars with every other feature: half of a crowd is under one, each case gives the plain engine's tokens, and what
-ends is valid.
+"""Grammars with every other feature: half of the requests have one. Each case gives the plain engine's tokens, and
+finished outputs are valid.
 """
 
 from __future__ import annotations

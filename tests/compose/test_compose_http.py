@@ -1,5 +1,5 @@
-"""The same over HTTP: a server with small chunks, scarce pages and overlap, asked in every pair of ways at once, gives
-the plain engine's tokens.
+"""Every pair of request features over HTTP, against a server with small chunks, few pages and overlap, gives the plain
+engine's tokens.
 """
 
 from __future__ import annotations

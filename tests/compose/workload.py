@@ -1,10 +1,10 @@
-"""What every composed case serves, and when two engines gave the same tokens.
+"""The requests of every composed case, and when two engines gave the same tokens.
 
-The definition: equal up to the first position where the reference's two best candidates lie closer than JUMP, because a
-different batch rounds differently. For a greedy sequence the candidates are compared by logit (log-probabilities differ
-by the same amount), for a sampled one by their place in the race that draws the token. Rounding alone moves
-log-probabilities of this model by about 1e-5; where it tips a near tie of a discrete choice inside the model (an
-expert, a position that the indexer selects), they jump by a few hundredths. Both are counted and must be rare.
+Tokens are equal up to the first position where the reference's two best candidates lie closer than JUMP, because a
+different batch rounds differently. A greedy sequence compares candidates by logit, a sampled one by its score in
+Gumbel-max sampling. Rounding moves this model's log-probabilities by about 1e-5. Where it tips a near tie of a discrete
+choice inside the model (an expert, a position that the indexer selects), they jump by a few hundredths. Both are
+counted and must be rare.
 """
 
 from __future__ import annotations

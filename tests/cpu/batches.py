@@ -1,6 +1,4 @@
-"""Builds `Batch`es as `prepare` would, for tests of models: sequences with scattered pages, chunks, decode rows and
-padding.
-"""
+"""Builds `Batch`es for tests of models, as `build_inputs` would: scattered pages, chunks, decode rows, padding."""
 
 from __future__ import annotations
 

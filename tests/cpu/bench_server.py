@@ -1,4 +1,4 @@
-"""A small server of the OpenAI and native streams, with known delays and planned failures, for tests of clients."""
+"""A small server of the OpenAI and native streams with known delays and planned failures, for tests of clients."""
 
 from __future__ import annotations
 

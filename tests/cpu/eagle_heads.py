@@ -1,5 +1,5 @@
-"""EAGLE heads with random weights, in the published formats, and what they compute by the published formulas in plain
-torch: one function of the whole sequence, without a cache, from the tensors as they are in the file.
+"""EAGLE heads with random weights in the published formats, and the published formulas in plain PyTorch: one function
+of the whole sequence, without a cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What "the same tokens" means, for every comparison of two greedy outputs.
+"""What "the same tokens" means for comparisons of two greedy outputs.
 
-Two outputs are the same when they are equal up to the first position at which the reference's own choice was a
-near-tie: its largest logit led the second by less than epsilon. What follows a differing near-tie answers another
-question and is not compared. Near-ties that did change the output are counted, and have to stay rare: otherwise "near"
-would hide an error.
+Outputs are equal up to the first position where the reference was at a near tie: its largest logit led the second by
+less than epsilon. Text after a different near tie is not compared. Such differences are counted and must stay rare.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A front with a scripted model behind it, and a real HTTP server around it: what the server's tests talk to."""
+"""A client with a scripted model, and a real HTTP server around it, for the server's tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Kernels of sampling under Triton's interpreter, which needs no GPU, against their references; a process of its own,
-since Triton looks once whether it interprets.
+"""Sampling kernels in Triton's interpreter against their references, without a GPU. A process of its own, since Triton
+reads TRITON_INTERPRET once.
 
     TRITON_INTERPRET=1 python -m tests.cpu.interpreted
 """

@@ -1,4 +1,4 @@
-"""What the tests of logs, traces and metrics share: a request for each API, a server that logs, and what it logged."""
+"""Shared by the tests of logs, traces and metrics: a request for each API, a server that logs, and its log."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What the official OpenAI SDK must see of any Thalweg server: each check takes a client and the model's name, and
-assumes no model.
+"""What the official OpenAI SDK must get from any Thalweg server. Each check takes a client and the model's name.
 
-`test_server_sdk.py` runs them against a scripted model; a test with a real engine runs them by its own address.
+`test_server_sdk.py` runs them against a scripted model, `test_serve.py` against a real engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`thalweg ablate`: its columns come from the resolver, its cells run in processes of their own, and what was measured
-is kept.
-"""
+"""`thalweg ablate`: columns come from the resolver, cells run in processes of their own, partial results are kept."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Accepting a chain of drafts: where it ends, and where sequences are truncated. How tokens are distributed is what
-`test_acceptance_rules` is about.
+"""Accepting a chain of drafts: where acceptance stops and where sequences are truncated. `test_acceptance_rules` tests
+the distribution of tokens.
 """
 
 from __future__ import annotations

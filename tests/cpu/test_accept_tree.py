@@ -1,4 +1,4 @@
-"""Accepting trees of drafts: the path that the target draws, where it ends, and what of it is left in the slots."""
+"""Accepting trees of drafts: the accepted path, where it ends, and the state of the slots afterwards."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Rules of acceptance: whatever drafts, and whichever lossless rule judges, sequences are distributed as the target's
-own.
+"""Acceptance rules: with any drafter and any lossless rule, sequences have the target's own distribution.
 
-The target here is a Markov chain: its logits follow from the token before. What comes out is compared with its
-distribution over the first two tokens. Every biased rule, and every mistake that is planted in a right one, must fail
-the same comparison, or it would show nothing.
+The target is a Markov chain. Results are compared with its distribution over the first two tokens. Every biased rule,
+and every mistake planted in a right one, must fail the same comparison.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Agents against the bundled model: tools and thinking through the OpenAI SDK (both APIs), the Anthropic SDK and
-LangChain's client.
+"""Agent loops against the bundled model through the OpenAI SDK (both APIs), the Anthropic SDK and LangChain.
 
-The bundled model is trained to call tools and to add, not to read results: the loops check its first call and that
-every turn is served.
+The model is trained to call tools and to add, not to read results: the tests check its first call and that every turn
+is accepted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Attention in plain torch over rows of very different contexts: cut so that no tile is larger than its bound, and the
-same numbers.
-"""
+"""Plain PyTorch attention over rows of very different contexts: tiles stay within their bound and change no number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`thalweg bench`: finding commands, and never waiting for torch where none is needed."""
+"""`thalweg bench`: commands are found, and torch is loaded only where it is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench offline` and `bench startup` with the bundled model: whole runs, runs that end early, and starts that fail."""
+"""`bench offline` and `bench startup` with the bundled model: whole runs, interrupted runs, failed starts."""
 
 from __future__ import annotations
 

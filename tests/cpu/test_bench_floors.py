@@ -1,6 +1,4 @@
-"""The floors of a step against hand-made arithmetic and against the figures that were worked out for these shapes
-elsewhere.
-"""
+"""The floors of a step against arithmetic by hand and against published figures for these shapes."""
 
 from __future__ import annotations
 

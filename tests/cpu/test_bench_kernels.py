@@ -1,5 +1,5 @@
-"""`thalweg bench kernels`: every operation of the catalog is timed, what fails is told, and sizes agree with their
-references.
+"""`thalweg bench kernels`: times every operation of the catalog, reports failures, and compares sizes with the
+reference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The counting of accepted drafts: which draft is compared with which token."""
+"""Counting accepted NextN drafts: which draft is compared with which token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Requests leave when they are due: a real trace against a server that does nothing, and while the client has much to
-read.
+"""The load generator sends requests on time: with a real trace against a server that does nothing, and while the client
+has much to read.
 """
 
 from __future__ import annotations

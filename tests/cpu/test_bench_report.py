@@ -1,6 +1,4 @@
-"""Tables and plots from results, the same bytes from the same numbers, and words where there is nothing to draw or to
-draw with.
-"""
+"""Tables and plots from results: equal numbers give equal bytes, and missing data or matplotlib gives a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator against a small server whose delays and failures are known."""
+"""The load generator against a small server with known delays and failures."""
 
 from __future__ import annotations
 

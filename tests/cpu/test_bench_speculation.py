@@ -1,4 +1,4 @@
-"""The benchmarks of speculation: speed by shape, batch and context, what is neither forward, and acceptance by task."""
+"""Benchmarks of speculation: speed by tree shape, batch and context, overhead beside the forwards, acceptance by task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps, repeats, conversations and runs that end early, against servers whose behaviour is known."""
+"""Sweeps, repeats, conversations and interrupted runs, against servers with known behaviour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks of the bundled model: deterministic, disjoint between splits, and scored strictly."""
+"""The bundled model's tasks: deterministic, without overlap between splits, strictly scored."""
 
 from __future__ import annotations
 

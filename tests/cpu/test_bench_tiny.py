@@ -1,4 +1,4 @@
-"""The instruments on the bundled model: each runs in full, small, and its numbers fit together."""
+"""Every benchmark command on the bundled model, in full but small: the numbers agree with each other."""
 
 from __future__ import annotations
 

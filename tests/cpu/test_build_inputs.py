@@ -1,4 +1,4 @@
-"""`build_inputs` against a plain statement of what a step's tokens are, on random slots and plans."""
+"""`build_inputs` against a plain statement of a step's tokens, on random slots and plans."""
 
 from __future__ import annotations
 

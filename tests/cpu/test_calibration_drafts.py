@@ -1,4 +1,4 @@
-"""Times of steps by drafts, as an engine measures them at its start on a machine that others use, too."""
+"""Step times by draft length, measured at start on a machine with other load."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is chosen from the times of steps: tokens beside decoding rows, and what runs in pieces. The times are made
-up.
-"""
+"""What follows from step times: prompt tokens beside decode rows, and piecewise graphs. The times are synthetic."""
 
 from __future__ import annotations
 

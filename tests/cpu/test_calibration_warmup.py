@@ -1,6 +1,4 @@
-"""The start of an engine on a GPU, as far as it can be told without one: kinds of steps, one layer of each kind, sums
-of memory.
-"""
+"""The start of an engine on a GPU, tested without one: warm-up steps, one layer of each kind, memory sums."""
 
 from __future__ import annotations
 

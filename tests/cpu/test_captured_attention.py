@@ -1,5 +1,5 @@
-"""Attention of decode rows that was recorded, beside a prompt's that was not: the same as all of it at once. CUDA
-graphs are played by a recorder of torch's operations.
+"""Captured attention of decode rows beside eager attention of a prompt equals both at once. CUDA graphs are simulated
+by a recorder of PyTorch operations.
 """
 
 from __future__ import annotations

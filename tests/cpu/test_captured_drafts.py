@@ -1,6 +1,7 @@
-"""Steps with drafts that were recorded, A and all of B: what eager ones do, whatever widths, rows and requests come.
-CUDA graphs are played by a recorder of torch's operations, kernels by their references; who asks the device, or takes
-numbers of the host along, fails.
+"""Captured steps with drafts publish what eager steps do, for any draft length, rows and requests.
+
+CUDA graphs are simulated by a recorder of PyTorch operations, kernels by their references. A capture that synchronizes
+with the device or holds host values fails.
 """
 
 from __future__ import annotations

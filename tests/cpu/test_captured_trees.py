@@ -1,6 +1,7 @@
-"""Trees that were recorded: steps that verify them, accepting their paths, learning from these, and growing the next
-ones, publish what eager ones do. CUDA graphs are played by a recorder of torch's operations; who asks the device, or
-takes numbers of the host along, fails.
+"""Captured tree steps publish what eager steps do: verification, accepting a path, draft KV, building the next trees.
+
+CUDA graphs are simulated by a recorder of PyTorch operations. A capture that synchronizes with the device or holds host
+values fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The front with a real engine process on the bundled model: streaming, aborts, refusals, death and restart,
+"""`EngineClient` with a real engine process on the bundled model: streaming, aborts, refusals, crash and restart,
 draining.
 """
 

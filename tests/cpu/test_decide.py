@@ -1,5 +1,5 @@
-"""The resolver's decisions, with made-up models and machines: arithmetic, reasons, and refusals that name the
-nearest.
+"""The resolver's decisions with synthetic models and machines: arithmetic, reasons, and refusals that name an
+alternative.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Which backends the experts and the FP8 products get, with made-up machines: reasons, and refusals that name the
-nearest.
-"""
+"""Backends of experts and FP8 products on synthetic machines: reasons, and refusals that name an alternative."""
 
 from __future__ import annotations
 

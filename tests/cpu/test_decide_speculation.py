@@ -1,4 +1,4 @@
-"""What is decided about speculation, from wishes and a checkpoint's facts."""
+"""How the resolver decides speculation from options and checkpoint facts."""
 
 from __future__ import annotations
 

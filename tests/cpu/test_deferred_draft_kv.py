@@ -1,6 +1,4 @@
-"""A drafter whose state lags while nothing is drafted: what it has caught up with is what it would have learned at
-once.
-"""
+"""Deferred draft KV: a drafter that writes its KV later has the state of one that writes it at once."""
 
 from __future__ import annotations
 

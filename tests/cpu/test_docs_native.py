@@ -1,4 +1,4 @@
-"""The examples of docs/native.md and of docs/text.md, run as they stand but for the address."""
+"""Runs the examples of docs/native.md and docs/text.md; only the address is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables in the docs are their results', and the release gate says in words what is older than its code."""
+"""Tables in the docs equal their results, and the release check reports results that are older than their code."""
 
 from __future__ import annotations
 

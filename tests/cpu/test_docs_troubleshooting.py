@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md against the code: each error text that it quotes is one that the code can print."""
+"""docs/troubleshooting.md against the code: each quoted error text can be printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`thalweg doctor`: each judgement on made-up machines, and one look at this one."""
+"""`thalweg doctor`: each check on synthetic machines, and one run on this machine."""
 
 from __future__ import annotations
 

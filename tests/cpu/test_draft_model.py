@@ -1,4 +1,4 @@
-"""A smaller model that drafts, with planes in the same pages and weights in a folder of its own."""
+"""A small draft model, with planes in the same pages and weights in its own folder."""
 
 from __future__ import annotations
 

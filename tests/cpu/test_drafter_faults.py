@@ -1,5 +1,5 @@
-"""A drafter never costs a request or a token: what raises, makes no numbers or finds no room is gone, with one line and
-one count.
+"""A failing drafter costs no request and no token: one that raises, returns NaN or lacks memory is switched off, with
+one log line and one count.
 """
 
 from __future__ import annotations

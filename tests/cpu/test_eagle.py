@@ -1,4 +1,4 @@
-"""EAGLE heads: read from folders in the published formats, against the published formulas, and in a whole engine."""
+"""EAGLE heads: loaded from published formats, compared with the published formulas, and in a whole engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`thalweg eval` on files and through lm-evaluation-harness: what is asked, what counts as right, and what is said when
-it cannot be.
-"""
+"""`thalweg eval` on files and through lm-evaluation-harness: prompts, scoring, and error messages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Dense models with keys and values in FP8, by the reference: near what they are without, the same however a prompt is
-cut.
-"""
+"""Dense models with an FP8 KV cache, by the reference: close to the unquantized cache, and independent of chunking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knobs of recording and compiling on a CPU: refused with the reason, or honoured with the same answers."""
+"""Graph and compile flags on a CPU: refused with the reason, or honoured with the same answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model hub, played by a small HTTP server here: names, revisions, tokens, broken connections, no connection."""
+"""The model hub, simulated by a small HTTP server: names, revisions, tokens, broken connections, no connection."""
 
 from __future__ import annotations
 

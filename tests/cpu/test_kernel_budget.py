@@ -1,4 +1,4 @@
-"""benchmarks/gpu/kernel_budget.py on written traces: steps, layers and floors, with what disturbs them."""
+"""benchmarks/gpu/kernel_budget.py on synthetic traces: steps, layers, floors, and disturbances."""
 
 from __future__ import annotations
 

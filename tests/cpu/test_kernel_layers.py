@@ -1,5 +1,5 @@
-"""Published files load into the layers of a GPU's kernels, on a CPU: what memory holds is what the files say, in the
-files' own schemes.
+"""Published files load into the layers of the GPU kernels, on a CPU: memory holds what the files say, in the files' own
+schemes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every backend of every operation on the cases of its case.py; and the arithmetic of FP8 that no case shows."""
+"""Every backend of every operation on the cases of its case.py, and FP8 arithmetic that no case covers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every kernel of a step compiles for a Hopper, and those of sampling compute what their references do. Neither needs a
-GPU, but Triton.
-"""
+"""Every kernel of a step compiles for Hopper, and sampling kernels equal their references. Needs Triton, but no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model keeps of a token: its own type, FP8, latents or keys and values. On the bundled model."""
+"""KV cache types on the bundled model: the model's dtype, FP8, latents, expanded keys and values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The commands with a real engine behind them: plan, generate, chat, and a server that is started, asked, and told to
-stop.
-"""
+"""Commands with a real engine: plan, generate, chat, and a server that is started, queried and stopped."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Offline use on the bundled model: what a user asks of `LLM` and `AsyncLLM`, checked against the model's own
-statements.
-"""
+"""Offline use of the bundled model through `LLM` and `AsyncLLM`, checked against the model's own scores."""
 
 from __future__ import annotations
 

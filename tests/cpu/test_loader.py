@@ -1,4 +1,4 @@
-"""Loading: accounting, slices, FP8, in-place updates, and what is wrong with a checkpoint said in one line."""
+"""Loading: accounting of tensors, slices, FP8, in-place updates, and one-line errors for broken checkpoints."""
 
 from __future__ import annotations
 

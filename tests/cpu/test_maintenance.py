@@ -1,6 +1,4 @@
-"""Other weights and profiles, on a running server with the bundled model and in the calling thread: what changes, and
-what does not.
-"""
+"""Weight updates and profiles on a running server and in the calling thread."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`thalweg bench make-checkpoint`: what it writes is a published checkpoint to transformers and to us, and the numbers
-are sane.
-"""
+"""`thalweg bench make-checkpoint` writes a checkpoint that transformers and Thalweg read alike, with sane numbers."""
 
 from __future__ import annotations
 

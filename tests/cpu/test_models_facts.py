@@ -1,4 +1,4 @@
-"""config.json → ModelFacts: the published configurations read right, and nonsense named."""
+"""config.json → ModelFacts: published configurations are read correctly, and invalid ones are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mistakes that engines have made with DeepSeek V3.2, planted one by one: the parity test must see each."""
+"""Mistakes that engines have made with DeepSeek V3.2, planted one by one: the parity test must find each."""
 
 from __future__ import annotations
 

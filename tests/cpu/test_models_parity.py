@@ -1,6 +1,4 @@
-"""Every family against transformers, in float32, on configurations drawn anew at each run (set TEST_SEED to repeat
-one).
-"""
+"""Every family against transformers, in float32, on configurations drawn anew in each run (TEST_SEED repeats one)."""
 
 from __future__ import annotations
 

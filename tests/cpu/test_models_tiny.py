@@ -1,4 +1,4 @@
-"""The bundled checkpoint: what we compute of it is what transformers computes of its dequantised weights."""
+"""The bundled checkpoint: our results equal transformers' on the dequantized weights."""
 
 from __future__ import annotations
 

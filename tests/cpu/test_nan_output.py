@@ -1,6 +1,4 @@
-"""A request for which the model computes NaN ends with an error; others go on, and nothing that it computed is found
-again.
-"""
+"""A request whose output is NaN ends with an error; others continue, and none of its pages is reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: what it finds, and in a whole engine."""
+"""N-gram lookup: what it proposes, and in a whole engine."""
 
 from __future__ import annotations
 

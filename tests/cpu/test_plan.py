@@ -1,6 +1,4 @@
-"""`thalweg plan` as a command: machines that are not here, layouts, loads, what it refuses, and its forecast against an
-engine that starts.
-"""
+"""`thalweg plan` as a command: other machines, layouts, loads, refusals, and its forecast against a real start."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The arithmetic of `thalweg plan` against the worked values for these shapes: totals to 1 %, components to the last
-digit that was printed.
-"""
+"""The arithmetic of `thalweg plan` against worked values: totals to 1 %, components to the last printed digit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory, traffic and ranking of layouts that `thalweg plan` predicts, and the machines that it knows."""
+"""Predicted memory, traffic and ranking of layouts, and the catalog of machines."""
 
 from __future__ import annotations
 

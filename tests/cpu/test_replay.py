@@ -1,5 +1,5 @@
-"""Recordings of a real engine, run again: whole ones bit for bit, rolled ones from the middle, tampered ones to the
-very token.
+"""Recordings of a real engine, replayed: whole ones bit for bit, later ones from the middle, altered ones to the exact
+token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rule judges drafts, from wishes and from how tokens are drafted."""
+"""Which acceptance rule is used, by options and by the kind of drafts."""
 
 from __future__ import annotations
 

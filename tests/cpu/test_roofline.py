@@ -1,6 +1,4 @@
-"""`thalweg roofline`: names to operations, a GPU's trace taken apart, a CPU's profile of the bundled model, and files
-that are none.
-"""
+"""`thalweg roofline`: kernel names to operations, a GPU trace, a CPU profile of the bundled model, and invalid files."""
 
 from __future__ import annotations
 

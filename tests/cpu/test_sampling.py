@@ -1,4 +1,4 @@
-"""Accept against transformers' logits processors, and its draws against the distribution they leave (statistically)."""
+"""Sampling against transformers' logits processors, and its tokens against the distribution (statistically)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`thalweg serve` as a user runs it: a process of its own, the bundled model, real HTTP, the official SDK, signals."""
+"""`thalweg serve` as a user runs it: its own process, the bundled model, real HTTP, the official SDK, signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the SDK does not see: the native route, raw bodies, the gate, aborts, client hang-ups, health."""
+"""The native route, raw bodies, authentication, aborts, disconnects and health: what the SDK tests do not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts read what a running server exposes, and so do other engines' dashboards."""
+"""The Grafana dashboard and the alerts query metrics that a running server exposes; so do other engines' dashboards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of docs/api.md, run as they stand but for the address."""
+"""Runs the examples of docs/api.md; only the address is replaced."""
 
 from __future__ import annotations
 

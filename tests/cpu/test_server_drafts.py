@@ -1,4 +1,4 @@
-"""What became of a request's drafts, in its answer and in what the server tells of itself."""
+"""Draft counts in answers and in the server's metrics."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`suffix` of /v1/completions, and the chat extensions that shape a prompt: what the model reads, and what comes
-back.
-"""
+"""`suffix` of /v1/completions, and chat extensions that shape a prompt: the model's input and the answer."""
 
 from __future__ import annotations
 

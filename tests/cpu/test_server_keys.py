@@ -1,6 +1,4 @@
-"""Keys, their limits and the admin routes, as SECURITY.md promises them: against a real server, and where time is
-needed without one.
-"""
+"""Keys, quotas and admin routes as SECURITY.md promises them: against a real server, or without one where time matters."""
 
 from __future__ import annotations
 

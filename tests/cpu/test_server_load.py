@@ -1,6 +1,4 @@
-"""A hundred streams at once on the bundled model, more than it has slots, while others hang up: nothing is lost, mixed
-up or left behind.
-"""
+"""A hundred streams on the bundled model, more than its slots, while clients disconnect: nothing is lost or mixed up."""
 
 from __future__ import annotations
 

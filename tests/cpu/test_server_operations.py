@@ -1,4 +1,4 @@
-"""What operators read of requests: a line each, whose id nobody can forge, and what befell them in the engine."""
+"""Access logs: one line for each request, with an id that clients cannot forge, and the request's engine events."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What both APIs of typed parts must do alike: any cut of the text, clients that leave, aborts, and how many may come
-in.
-"""
+"""What the Responses and Anthropic APIs share: any split of the text, disconnects, aborts, concurrency limits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What SECURITY.md promises, tried as an attacker would: real sockets against a real server with the bundled model, one
-for the whole file.
-"""
+"""The promises of SECURITY.md: real sockets against one real server with the bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""schemathesis against the server: what the OpenAPI page says of bodies, answers and errors is so."""
+"""schemathesis against the server: bodies, answers and errors match the OpenAPI page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""64 streams that all get a token at each step of the engine: what a chunk costs, and how soon it is in the socket."""
+"""64 streams that get a token at each engine step: the cost of a chunk and its latency to the socket."""
 
 from __future__ import annotations
 

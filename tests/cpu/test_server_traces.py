@@ -1,4 +1,4 @@
-"""Traces, made by the real OpenTelemetry SDK: to a collector over HTTP, and into memory."""
+"""Traces made by the OpenTelemetry SDK, sent to a collector over HTTP and into memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models divided over ranks give what one rank gives: real linears, schemes, loader slices and residual streams, over
-axes whose ranks are threads.
+"""Models on several ranks give one rank's results: real linears, schemes, loader slices and residual streams; ranks are
+threads.
 """
 
 from __future__ import annotations

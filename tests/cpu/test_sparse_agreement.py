@@ -1,6 +1,4 @@
-"""benchmarks/gpu/sparse_agreement.py finds the bundled model's chunks and prefix hits right, and what is wrong with
-them wrong.
-"""
+"""benchmarks/gpu/sparse_agreement.py accepts the bundled model's chunks and prefix hits, and finds planted errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Speculation in a whole engine, with the bundled model's NextN layer: the drafter's state, what fails, and what it may
-not change.
-"""
+"""Speculation in a whole engine with the bundled model's NextN layer: drafter state, failures, and unchanged tokens."""
 
 from __future__ import annotations
 

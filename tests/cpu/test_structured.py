@@ -1,6 +1,4 @@
-"""Structured output on the bundled model: whatever it samples at temperature 1 is valid, and who runs beside it never
-notices.
-"""
+"""Structured output on the bundled model: samples at temperature 1 are valid, and other requests are not affected."""
 
 from __future__ import annotations
 

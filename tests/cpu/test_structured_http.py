@@ -1,5 +1,5 @@
-"""Structured output over HTTP on a real server: the examples of docs/structured-output.md, every name, tools, thoughts,
-and hostile requests.
+"""Structured output over HTTP: the examples of docs/structured-output.md, every field name, tools, reasoning, expensive
+grammars.
 """
 
 from __future__ import annotations

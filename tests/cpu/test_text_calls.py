@@ -1,5 +1,5 @@
-"""Tool calls that others got wrong, by the number of their issue; calls nobody offered; what a fuzzer checks, on a few
-random inputs.
+"""Tool calls that other parsers got wrong, by issue number; calls without tools; the fuzzer's checks on a few random
+inputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`thalweg render` and `thalweg parse`: golden files, single files, mistakes, and that neither loads torch."""
+"""`thalweg render` and `thalweg parse`: golden files, single files, errors; neither loads torch."""
 
 from __future__ import annotations
 

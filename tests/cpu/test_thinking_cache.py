@@ -1,6 +1,4 @@
-"""Conversations that think, with the bundled model: what the second turn finds in the cache equals what its token ids
-say it can find.
-"""
+"""Conversations with reasoning: the second turn's prefix hit is exactly what its token ids allow."""
 
 from __future__ import annotations
 

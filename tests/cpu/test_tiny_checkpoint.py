@@ -1,7 +1,6 @@
-"""The bundled checkpoint is what it says it is: published layout, FP8 blocks, tokenizer, and a model that does its
-tasks.
+"""The bundled checkpoint: published layout, FP8 blocks, tokenizer, and a model that does its tasks.
 
-transformers' `deepseek_v32` is the independent judge: it gets the same weights, multiplied out to fp32.
+transformers' `deepseek_v32` is the independent reference; it gets the same weights, dequantized to float32.
 """
 
 from __future__ import annotations

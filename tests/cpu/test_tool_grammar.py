@@ -1,5 +1,5 @@
-"""Forced tool calls without a model: whatever a grammar lets through, written at random, is a call that the parser
-reads and the schema allows.
+"""Forced tool calls without a model: any random text that the grammar allows is a call that the parser reads and the
+schema accepts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head is trained on is what the engine computes with it."""
+"""The training inputs of an EAGLE-3 head equal what the engine computes with it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Attention to trees of drafts: each kind against a softmax over what a node may see, and models against the path of
-each node by itself.
-"""
+"""Attention to draft trees: each kind against a softmax over visible tokens, and models against each node's own path."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Drafts that part ways, in a whole engine with the bundled model's NextN layer: plain decoding's tokens, and the
-entries of a chain in the pages.
+"""Draft trees in a whole engine with the bundled model's NextN layer: plain decoding's tokens, and a chain's KV in the
+pages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`thalweg tune`: what is searched, what is refused, what is written and read again, and that a start uses it and stays
-correct.
-"""
+"""`thalweg tune`: the search, refusals, files written and read again; a tuned start stays correct."""
 
 from __future__ import annotations
 

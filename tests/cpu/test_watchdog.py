@@ -1,4 +1,4 @@
-"""An engine process that stops, is asked for a recording, and dies, and what the server says of it meanwhile."""
+"""An engine process that hangs, writes a recording on a signal, and dies; and what the server reports meanwhile."""
 
 from __future__ import annotations
 

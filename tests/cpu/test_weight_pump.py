@@ -1,5 +1,5 @@
-"""Weights from files to a device: what is read, in which pieces, and that all of it arrives; streams and events are
-stand-ins here.
+"""Weights from files to a device: what is read, in which pieces, and that all of it arrives. Streams and events are
+fakes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device say so where there is none."""
+"""Skips the tests of this folder where there is no CUDA device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Growing a dynamic tree of made-up logits by kernels and by their reference, level by level: on a GPU, and as Triton's
-interpreter does it.
+"""Builds a dynamic tree from synthetic logits by kernels and by the reference, level by level, on a GPU or in Triton's
+interpreter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Rules of acceptance on a GPU: the same drafts, the same verdicts and the same tokens as on the CPU, and a whole
-engine under each.
-"""
+"""Acceptance rules on a GPU: the same drafts, decisions and tokens as on the CPU, and a whole engine with each rule."""
 
 from __future__ import annotations
 

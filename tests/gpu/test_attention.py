@@ -1,6 +1,4 @@
-"""Own attention kernels on their cases, the fused writes into the cache, and what a serving engine needs of them
-besides: graphs, equal bits.
-"""
+"""Our attention kernels on their cases, the fused writes into the cache, CUDA graphs, and equal bits."""
 
 from __future__ import annotations
 

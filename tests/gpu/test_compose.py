@@ -1,5 +1,5 @@
-"""Every feature with every other on a GPU: the bundled model by the reference, and every kind of model on kernels,
-where deterministic inference makes equality exact.
+"""Every pair of features on a GPU: the bundled model by the reference, and every kind of model on kernels, where
+deterministic inference makes equality exact.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trees of drafts in deterministic mode: bit for bit what plain decoding computes, wherever in a tree a token was."""
+"""Draft trees in deterministic mode: bit for bit as plain decoding, wherever a token was in a tree."""
 
 from __future__ import annotations
 

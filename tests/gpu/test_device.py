@@ -1,4 +1,4 @@
-"""That the device computes at all: when this fails, nothing else in this folder means anything."""
+"""The device multiplies. If this fails, no other test of this folder means anything."""
 
 from __future__ import annotations
 

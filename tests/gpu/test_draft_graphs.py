@@ -1,5 +1,5 @@
-"""Recorded drafting does what the drafter itself does: the same drafts, the same entries, the same states. And
-verifications that were recorded accept what eager ones do.
+"""Captured drafting equals the drafter: the same drafts, KV and states; captured verification accepts what eager
+verification does.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Heads of EAGLE on kernels, behind targets on kernels, against the same heads in float32 by the reference. The bounds:
-see `test_models`, and what the target's own rounding adds.
+"""EAGLE heads on kernels behind targets on kernels, against the same heads in float32 by the reference. `test_models`
+explains the bounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine on a GPU: recorded decode steps, overlap, mixed steps and sampling give what plain steps give."""
+"""The engine on a GPU: captured decode steps, overlap, mixed steps and sampling give what plain steps give."""
 
 from __future__ import annotations
 

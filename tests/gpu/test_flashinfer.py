@@ -1,5 +1,5 @@
-"""FlashInfer where it is installed: its self-checks, and whole models on it against the reference. It compiles for
-minutes when first used.
+"""FlashInfer where it is installed: its self-checks, and whole models against the reference. It compiles for minutes on
+first use.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Grouped-query attention as a layer: the kernel that stores and attends at once, FP8 pages, FlashAttention 3 for
-prompts, equal bits in deterministic mode; and SwiGLU within the product of few rows.
+prompts, equal bits in deterministic mode, and SwiGLU within a few-row product.
 """
 
 from __future__ import annotations

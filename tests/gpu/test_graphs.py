@@ -1,4 +1,4 @@
-"""CUDA graphs: every mode gives what eager steps give, padding touches nobody, and what cannot be recorded is said."""
+"""CUDA graphs: every mode equals eager steps, padding affects no request, and what cannot be captured is reported."""
 
 from __future__ import annotations
 

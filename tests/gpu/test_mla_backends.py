@@ -1,4 +1,4 @@
-"""MLA models on each backend of attention, each type of KV cache, without latents and in deterministic mode."""
+"""MLA models on each attention backend and KV cache type, without latents, and in deterministic mode."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Whole models on kernels against the same models in float32 by the reference, step after step on the same pages.
 
-bf16: each GEMM rounds its result to 8 bits, 2^-9 relative, and a handful of them follow one another in a layer: 2 %.
-FP8: activations are quantized too, to 4 bits of fraction, about 2.5 % in each of the five products that follow one
-another in a layer: 15 %.
+bf16: each GEMM rounds its result to 8 bits, 2^-9 relative, and a layer chains a handful of them: 2 %. FP8: activations
+are quantized too, to 4 bits of fraction, about 2.5 % in each of five chained products: 15 %.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Mixture of experts on the GPU: the cases of every operation, the sort, padding, and that a token's bits do not depend
-on the others.
+on other tokens.
 """
 
 from __future__ import annotations

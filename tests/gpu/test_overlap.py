@@ -1,5 +1,5 @@
-"""Kernels that start before their predecessor has ended compute what they compute alone, bit for bit: a chain of layers
-at a few tokens, recorded and replayed at full speed, against the same kernels launched plainly, one after the other.
+"""Programmatic dependent launch: layers in a graph at full speed equal the same kernels launched one after the other,
+bit for bit.
 """
 
 from __future__ import annotations

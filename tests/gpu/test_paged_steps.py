@@ -1,5 +1,5 @@
-"""What attention on pages is told of a step: its rows' contexts in one piece where they fit, in chunks beside the
-step's own tokens where not.
+"""Attention metadata of a step on pages: contexts in one piece where they fit, otherwise in chunks beside the step's
+own tokens.
 """
 
 from __future__ import annotations

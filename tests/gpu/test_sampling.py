@@ -1,5 +1,5 @@
-"""Accept by kernels against the reference: the same token for the same seed, the right distribution, and nothing of it
-depends on the batch.
+"""Sampling kernels against the reference: the same token for the same seed, the right distribution, independent of the
+batch.
 """
 
 from __future__ import annotations

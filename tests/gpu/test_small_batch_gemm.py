@@ -1,4 +1,4 @@
-"""Products of some dozen rows with wide weights, and the merge of many rows' splits, on the GPU against float64."""
+"""Products of some dozen rows with wide weights, and the merge of split results, against float64."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sparse attention on a GPU: well past index_topk tokens the reference gives what the CPU gives, which transformers
-proves there, and in plain torch beside kernels it gives what the reference gives.
+"""Sparse attention on a GPU beyond index_topk tokens: the reference equals the CPU, and plain PyTorch beside kernels
+equals the reference.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The start of an engine on a GPU: weights through pinned memory, nothing compiled within a request, pages from what is
-really free.
+"""The start of an engine on a GPU: weights through pinned memory, no compilation within a request, pages from the free
+memory.
 """
 
 from __future__ import annotations

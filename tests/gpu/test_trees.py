@@ -1,6 +1,4 @@
-"""Trees of drafts on kernels: decode with masks against a softmax over what each node sees, and whole models against
-the reference.
-"""
+"""Draft trees on kernels: masked decode against a softmax over visible tokens, and whole models against the reference."""
 
 from __future__ import annotations
 

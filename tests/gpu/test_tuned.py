@@ -1,6 +1,4 @@
-"""Tiles that `thalweg tune` finds: used in place of the tables', and right; and sized cases agree with their references
-on this device.
-"""
+"""Tiles found by `thalweg tune` replace the tables' and are right; sized cases agree with their references."""
 
 from __future__ import annotations
 

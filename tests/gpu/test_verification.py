@@ -1,5 +1,5 @@
-"""Drafts that are verified in any kind of step, eagerly, in pieces or recorded, beside prompts and at the end of
-sequences: the tokens of plain decoding, up to near ties.
+"""Drafts verified in every kind of step (eager, piecewise, captured), beside prompts and at the end of sequences: plain
+decoding's tokens, up to near ties.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What an ablation's tables say: rates with their range over the rounds, ratios with their interval, and which of them
-may be noise.
-"""
+"""Tables of an ablation: rates with their range over rounds, ratios with their interval, and a mark for possible noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changed beyond noise: planted changes are found, noise is not, and settings that differ are named."""
+"""`bench compare`: planted changes are found, noise is not, and different settings are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that share, turns that follow answers, limits that requests keep, and files of conversations."""
+"""Shared prefixes, multi-turn conversations, latency targets, and conversation files."""
 
 from __future__ import annotations
 

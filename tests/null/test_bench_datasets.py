@@ -1,4 +1,4 @@
-"""What the load generator sends: exact lengths, shared prefixes, the times of a trace, and words for a broken file."""
+"""What the load generator sends: exact lengths, shared prefixes, arrival times of a trace, errors for broken files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Confidence intervals and the reading of GSM8K-shaped files."""
+"""Confidence intervals, and reading of GSM8K-shaped files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator's arithmetic against numpy and against counts made by hand."""
+"""The load generator's arithmetic against numpy and counts by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator's priority: raised beside a server that takes every core, and left where somebody lowered it."""
+"""The load generator's priority: raised beside a server that uses every core, unchanged if somebody lowered it."""
 
 from __future__ import annotations
 

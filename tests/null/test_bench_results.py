@@ -1,4 +1,4 @@
-"""What goes with every result."""
+"""Metadata of every result."""
 
 from __future__ import annotations
 

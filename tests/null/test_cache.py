@@ -1,4 +1,4 @@
-"""The page allocator and the prefix tree: cases by hand, a random driver, and bugs that it must catch."""
+"""Page allocator and prefix cache: cases by hand, a random driver, and planted bugs that it must find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line without an engine: help, versions, what is misspelt."""
+"""The command line without an engine: help, version, misspelt commands and flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree of settings and its three spellings: command line, YAML, Python."""
+"""Options and their three spellings: command line, YAML, Python."""
 
 from __future__ import annotations
 

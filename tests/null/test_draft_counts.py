@@ -1,4 +1,4 @@
-"""What became of drafts, as requests and the engine count it."""
+"""Counts of accepted and rejected drafts, by request and for the engine."""
 
 from __future__ import annotations
 

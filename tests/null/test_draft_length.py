@@ -1,4 +1,4 @@
-"""The width policy against the best that a fixed width could do: simulated steps whose times and odds are known."""
+"""The draft length policy against the best fixed length, on simulated steps with known times and acceptance."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The choice of a width on machines of all kinds: never much slower than plain decoding, never much slower than the
-best fixed width, with what trying costs, what lagging costs, and times that were measured a little wrong.
+"""The draft length on simulated machines: never much slower than plain decoding or the best fixed length, with the cost
+of trials, deferred draft KV, and slightly wrong times.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Grammars without a model: the value on the wire, compiling and its cache, thoughts, what breaks, and what is refused
-how quickly.
-"""
+"""Grammars without a model: the message, compilation and its cache, reasoning, failures, and quick refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the cache keeps of an answer, against what the next turn's prompt really begins with, for each encoder and way
-to end a turn.
+"""Which part of an answer the cache keeps, compared with the next turn's real prompt, for each encoder and way to end a
+turn.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""DESIGN §7 as data: imports run down this table, lazy and type-only ones included, and rooms on one floor do not know
-each other.
+"""The import order of rooms: imports go down this table, lazy and type-only ones included; rooms on one floor do not
+import each other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Weights and profiles in the loop: between which steps, with what in flight, and what becomes of requests and
-cache.
-"""
+"""Weight updates and profiles in the loop: between which steps, and their effect on requests and cache."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The recorder over the simulated device, the thread that watches a loop, and the front's watchdog. Running again:
-`tests/cpu/test_replay.py`.
+"""The recorder on the simulated device, the thread that watches a loop, and the client's watchdog.
+`tests/cpu/test_replay.py` tests replay.
 """
 
 from __future__ import annotations

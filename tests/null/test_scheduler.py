@@ -1,6 +1,4 @@
-"""The scheduler by hand: the door, the order of the queue, what a plan says, what the news say. Its proof is
-`test_simulated_device.py`.
-"""
+"""The scheduler by hand: admission, queue order, plans, deltas. `test_simulated_device.py` is its proof."""
 
 from __future__ import annotations
 

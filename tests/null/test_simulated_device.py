@@ -1,6 +1,4 @@
-"""The brain and the loop on the simulated device: random mixes equal a sequential decoder, and planted bugs are
-caught.
-"""
+"""Scheduler and loop on the simulated device: random mixes equal a sequential decoder, and planted bugs are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasoning and tool parsers: golden cases at every split, the bugs that others shipped, and random soup."""
+"""Reasoning and tool parsers: golden cases at every split, bugs of other engines, random markup."""
 
 from __future__ import annotations
 

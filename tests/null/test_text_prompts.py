@@ -1,4 +1,4 @@
-"""Chat prompts: golden prompts byte for byte, the templates' machinery, and errors that name the message."""
+"""Chat prompts: golden prompts byte for byte, template features, and errors that name the message."""
 
 from __future__ import annotations
 

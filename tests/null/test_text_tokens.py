@@ -1,4 +1,4 @@
-"""Tokenizer, detokenizer and stop strings, against the library and against the whole text."""
+"""Tokenizer, detokenizer and stop strings, against the library and the whole text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a soak leaves behind: one JSON file under benchmarks/soak."""
+"""Writes the result of a soak run under benchmarks/soak."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Planted bugs: each replaces one method of the real code (or of the simulated device) for as long as it is planted.
-The proof is worth what it catches, so every one of these must make some mix fail.
+"""Planted bugs: each replaces one method of the real code or of the simulated device. Every one must make some mix
+fail.
 """
 
 from __future__ import annotations

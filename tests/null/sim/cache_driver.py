@@ -1,4 +1,4 @@
-"""A random driver for the page allocator and the prefix tree, against a model that knows what every page holds."""
+"""A random driver for the page allocator and the prefix cache, against a model that knows each page's content."""
 
 from __future__ import annotations
 

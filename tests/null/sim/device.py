@@ -1,6 +1,4 @@
-"""The simulated device of one rank: p stages, each a stream in order, with latencies; the truth in slots; outputs come
-late.
-"""
+"""The simulated device of one rank: p stages with latencies, the true state in slots, late outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DP ranks in lockstep: each one a real loop, a real scheduler and a simulated device."""
+"""DP ranks in lockstep, each with a real loop, a real scheduler and a simulated device."""
 
 from __future__ import annotations
 

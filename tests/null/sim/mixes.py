@@ -1,6 +1,4 @@
-"""Random mixes: what can meet, meets. Every sequence must equal the sequential decoder's, and everything must come
-home.
-"""
+"""Random mixes of requests. Every sequence must equal the sequential decoder's, and every page must be freed."""
 
 from __future__ import annotations
 

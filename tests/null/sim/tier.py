@@ -1,4 +1,4 @@
-"""A tier that is slow and may fail: a side stream writes at any moment, and leaves rubbish when it fails."""
+"""A slow tier that may fail: a side stream writes at any moment, and leaves garbage when it fails."""
 
 from __future__ import annotations
 
