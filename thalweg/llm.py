@@ -19,8 +19,9 @@ from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import StartProfile, StopProfile, UpdateWeights
 from thalweg.core.plan import TokenLogprob
+from thalweg.core.request import check_request
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
-from thalweg.core.sampling import SamplingParams, check_request
+from thalweg.core.sampling import SamplingParams
 from thalweg.engine.client import EngineClient
 from thalweg.engine.local import LocalEngine
 from thalweg.engine.streams import Assembler, Piece
@@ -121,9 +122,7 @@ class LLM:
         ids_of_each = [self.texts.ids(prompt) for prompt in many]
         requests = list(zip(ids_of_each, each, grammars, keeps, strict=True))
         for ids, p, g, _ in requests:
-            check_request(ids, p, self.engine.context, self.engine.vocab)
-            if g.kind:
-                g.check(p)
+            check_request(ids, p, self.engine.context, self.engine.vocab, g)
         for g in set(grammars) - {NO_GRAMMAR}:
             check_grammar(g)
         return self._run(requests, progress)

@@ -15,12 +15,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from thalweg.config.server import ServerOptions
-from thalweg.core.errors import EngineDead, InvalidRequest, Overloaded
+from thalweg.core.errors import EngineDead, Overloaded
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import Control, EngineReady, Stats
 from thalweg.core.plan import PAGE, TokenLogprob
 from thalweg.core.report import AUTO, Decision, Report
-from thalweg.core.request import QueueReservation
+from thalweg.core.request import QueueReservation, check_request
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Piece
@@ -119,16 +119,10 @@ class FakeFront:
     def die(self, reason: str) -> None:
         self.state, self.reason, self.ready = "dead", reason, None
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt: Sequence[int], params: SamplingParams, grammar: Grammar = NO_GRAMMAR) -> None:
         if self.ready is None:
             raise EngineDead(self.reason)
-        if not prompt:
-            raise InvalidRequest("prompt", "is empty")
-        if len(prompt) >= CONTEXT:
-            raise InvalidRequest("prompt", f"has {len(prompt)} tokens; at most {CONTEXT - 1} fit")
-        if any(not 0 <= token < VOCAB for token in prompt):
-            raise InvalidRequest("prompt", "a token id is outside the vocabulary")
-        params.check(VOCAB)
+        check_request(prompt, params, CONTEXT, VOCAB, grammar)
 
     @contextmanager
     def reserve(self, sequences: int) -> Iterator[QueueReservation]:

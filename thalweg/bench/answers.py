@@ -25,7 +25,8 @@ from thalweg.bench.load import Load, interruptible
 from thalweg.bench.metrics import Record, failures
 from thalweg.bench.tasks import Item
 from thalweg.core.errors import ThalwegError, UnsupportedConfig
-from thalweg.core.sampling import SamplingParams, check_request
+from thalweg.core.request import check_request
+from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Assembler
 from thalweg.layers.indexer import Indexer
 from thalweg.llm import COLUMNS, LLM, CompletionOutput, RequestOutput

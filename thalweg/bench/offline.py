@@ -24,7 +24,8 @@ from thalweg.bench.results import provenance, write
 from thalweg.bench.usage import status, unless
 from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.tree import non_defaults
-from thalweg.core.sampling import SamplingParams, check_request
+from thalweg.core.request import check_request
+from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Assembler
 from thalweg.llm import LLM
 

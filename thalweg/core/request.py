@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thalweg.core.acceptance import AcceptanceCounter
+from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.plan import SamplingNeeds, TokenLogprob
 from thalweg.core.retention import RETAIN_ALL, CacheRetention
@@ -100,3 +102,22 @@ class Request:
     def score_from(self) -> int:
         """First prompt position whose own log-probability is wanted; beyond the prompt if none is."""
         return 1 if self.params.prompt_logprobs is not None else 1 << 30
+
+
+def check_request(
+    prompt: Sequence[int], params: SamplingParams, context: int, vocab: int, grammar: Grammar = NO_GRAMMAR
+) -> None:
+    """The check of every request. context: longest sequence, prompt and output together, in tokens.
+
+    Raises InvalidRequest that names the first wrong field.
+    """
+    if not prompt:
+        raise InvalidRequest("prompt", "is empty: at least one token is needed")
+    longest = context if params.max_tokens == 0 else context - 1
+    if len(prompt) > longest:
+        raise InvalidRequest("prompt", f"has {len(prompt)} tokens; at most {longest} fit the context of {context}")
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocab:
+            raise InvalidRequest("prompt", f"token id {token} is outside the vocabulary of {vocab}")
+    params.check(vocab)
+    grammar.check(params)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 
@@ -110,19 +109,3 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 def _between(field: str, value: float, low: float, high: float) -> None:
     if not math.isfinite(value) or not low <= value <= high:
         raise InvalidRequest(field, f"must be a number between {low:g} and {high:g}, got {value}")
-
-
-def check_request(prompt: Sequence[int], params: SamplingParams, context: int, vocab: int) -> None:
-    """The check of every request. context: longest sequence, prompt and output together, in tokens.
-
-    Raises InvalidRequest that names the first wrong field.
-    """
-    if not prompt:
-        raise InvalidRequest("prompt", "is empty: at least one token is needed")
-    longest = context if params.max_tokens == 0 else context - 1
-    if len(prompt) > longest:
-        raise InvalidRequest("prompt", f"has {len(prompt)} tokens; at most {longest} fit the context of {context}")
-    for token in (min(prompt), max(prompt)):
-        if not 0 <= token < vocab:
-            raise InvalidRequest("prompt", f"token id {token} is outside the vocabulary of {vocab}")
-    params.check(vocab)

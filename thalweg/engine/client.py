@@ -19,6 +19,7 @@ import zmq
 from thalweg.config.engine import EngineConfig
 from thalweg.core import logs
 from thalweg.core.errors import EngineDead, InvalidRequest, NumericalError, Overloaded, engine_unavailable
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.messages import (
     Abort,
     Control,
@@ -33,8 +34,8 @@ from thalweg.core.messages import (
     ToEngine,
     UpdateWeights,
 )
-from thalweg.core.request import QueueReservation
-from thalweg.core.sampling import SamplingParams, check_request
+from thalweg.core.request import QueueReservation, check_request
+from thalweg.core.sampling import SamplingParams
 from thalweg.engine import process
 from thalweg.engine.ipc import ipc_directory
 from thalweg.engine.local import SubmitOptions, sequences
@@ -104,11 +105,11 @@ class EngineClient:
 
     # ---- requests
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt: Sequence[int], params: SamplingParams, grammar: Grammar = NO_GRAMMAR) -> None:
         """Raises InvalidRequest, EngineDead while no engine serves, and Overloaded if the queue is full."""
         if self.ready is None or self.state != "ready":
             raise engine_unavailable(self.state, self.reason)
-        check_request(prompt, params, self.ready.context, self.ready.vocab)
+        check_request(prompt, params, self.ready.context, self.ready.vocab, grammar)
         self._check_queue(params.n)
 
     @contextlib.contextmanager

@@ -9,8 +9,8 @@ from typing import Callable
 
 from thalweg.core.messages import Submit
 from thalweg.core.plan import SamplingNeeds
-from thalweg.core.request import Request
-from thalweg.core.sampling import SamplingParams, check_request
+from thalweg.core.request import Request, check_request
+from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
 
 
@@ -60,9 +60,7 @@ def make_request(
     Raises InvalidRequest. The client has checked the same; the engine survives one that has not.
     """
     params = message.params
-    check_request(message.prompt, params, context, limits.vocab)
-    if message.grammar.kind:
-        message.grammar.check(params)
+    check_request(message.prompt, params, context, limits.vocab, message.grammar)
     stop_ids = dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else limits.eos_ids))
     size = len(message.prompt)
     return Request(

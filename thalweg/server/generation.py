@@ -89,8 +89,7 @@ def _check(ctx: AppContext, job: GenerationJob) -> None:
     scores = 0
     for prompt in job.prompts:
         with renamed(lambda field, where=prompt.field: where if field == "prompt" else field):  # type: ignore[misc]
-            ctx.front.check(prompt.ids, prompt.params)
-            prompt.grammar.check(prompt.params)
+            ctx.front.check(prompt.ids, prompt.params, prompt.grammar)
         if prompt.params.prompt_logprobs is not None:
             scores += len(prompt.ids) * (1 + prompt.params.prompt_logprobs)
     if job.choices > MAX_CHOICES:
