@@ -1,4 +1,4 @@
-"""Releases what TorchScript keeps of the many engines of one process."""
+"""Captures decode steps of one and two rows only: most of an engine's start is capturing."""
 
 from __future__ import annotations
 
