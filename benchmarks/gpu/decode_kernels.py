@@ -31,6 +31,7 @@ from thalweg.kernels.experts import triton as experts
 from thalweg.kernels.experts.triton import ExpertTile, ExpertTiles
 from thalweg.kernels.fp8_block.ref import dequantize
 from thalweg.kernels.gemm import triton as gemm
+from thalweg.kernels.gemm.epilogue import Epilogue
 from thalweg.kernels.gemm.triton import GemvTile
 from thalweg.kernels.norm.triton import LazyNorm, rms_norm
 from thalweg.kernels.quantize.triton import quantize
@@ -77,6 +78,7 @@ class Drawn:
         self.x = torch.randn(rows, shape.k, device=CUDA).bfloat16()
         self.norm = torch.rand(shape.k, device=CUDA) + 0.5
         self.y = torch.zeros(rows, shape.n, device=CUDA, dtype=torch.bfloat16)
+        self.epilogue = Epilogue(residual_MN=self.y if shape.residual else None)
         if shape.fp8:
             bits = (torch.randint(0, 256, (shape.n, shape.k), device=CUDA, dtype=torch.uint8) for _ in range(copies))
             self.weights = [each.bitwise_and_(0xBF).view(torch.float8_e4m3fn) for each in bits]
@@ -101,16 +103,15 @@ class Drawn:
         x: Tensor | LazyNorm = self.x
         if self.shape.norm:
             x = LazyNorm(self.x, self.norm, EPS) if self.rows <= gemm.NORMED else rms_norm(self.x, self.norm, EPS)
-        residual = self.y if self.shape.residual else None
         if self.scale is not None:
-            return gemm.linear_fp8(x, w, self.scale, residual)
-        return gemm.linear(x, w, None, residual)
+            return gemm.linear_fp8(x, w, self.scale, self.epilogue)
+        return gemm.linear(x, w, self.epilogue)
 
     def gemv(self, w: Tensor, tile: GemvTile, fused: bool) -> Tensor:
         x: Tensor | LazyNorm = self.x
         if self.shape.norm:
             x = LazyNorm(self.x, self.norm, EPS) if fused else rms_norm(self.x, self.norm, EPS)
-        return gemm.gemv(x, w, tile, self.scale, None, self.y if self.shape.residual else None)
+        return gemm.gemv(x, w, tile, self.scale, self.epilogue)
 
     def exact(self, w: Tensor) -> Tensor:
         """float64."""
@@ -224,7 +225,7 @@ def attempt(log: Log, name: str, run: Callable[[], dict[str, Any]]) -> None:
 def expert_tiles(shape: Shape, tokens: int) -> list[tuple[str, ExpertTiles]]:
     """(path, tiles) to try for these tokens."""
     if not shape.fp8:
-        base = experts.pair_tiles()
+        base = experts.tabled("pairs", tokens, 1, 1, False)
         ups = [
             (16, 2048, 1, 8),
             (8, 2048, 1, 8),
@@ -264,7 +265,7 @@ def moe_layer(log: Log, top: dict[str, float], shape: Shape, tokens: int) -> Non
     def run(gate: Tensor, by: str, given: ExpertTiles) -> Tensor:
         normed = LazyNorm(x, norm, EPS) if tokens <= gemm.NORMED else rms_norm(x, norm, EPS)
         routed = router.route(normed, gate, bias, rule, None, shape.fp8)
-        experts.add_experts_(out, normed, routed, weights, given=given, by=by)
+        experts.run_experts(out, normed, routed, weights, plan=(by, given))
         return routed.ids_TK
 
     forms = expert_tiles(shape, tokens)

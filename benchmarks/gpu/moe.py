@@ -270,7 +270,7 @@ def check_batch_invariance(shape: Shape) -> dict[str, Any]:
     for tokens in (1, 3, 600):
         part = out[:tokens].clone()
         routed = router.route(x[:tokens], gate, None, rule, None, shape.fp8, True)
-        experts.add_experts_(part, x[:tokens], routed, weights, True)
+        experts.run_experts(part, x[:tokens], routed, weights, deterministic=True)
         results.append((routed.weights_TK[:1], part[:1]))
     same = all(torch.equal(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True))
     if not same:
@@ -283,14 +283,14 @@ def checks(log: Log) -> None:
     log.attempt("check quantize, silu_mul", check_small)
     for shape in (LITE, SLIM):
         for tokens in (1, 2, 5, 33, 128, 700):
-            log.attempt(f"check {shape.name} experts T={tokens}", check_experts, shape, tokens, experts.add_experts_)
+            log.attempt(f"check {shape.name} experts T={tokens}", check_experts, shape, tokens, experts.run_experts)
             log.attempt(f"check {shape.name} router T={tokens}", check_router, shape, tokens, torch.float32, False)
         log.attempt(
             f"check {shape.name} experts deterministic",
             check_experts,
             shape,
             3,
-            experts.add_experts_,
+            experts.run_experts,
             deterministic=True,
         )
         log.attempt(f"check {shape.name} router bf16", check_router, shape, 1000, torch.bfloat16, False)
@@ -298,7 +298,7 @@ def checks(log: Log) -> None:
         log.attempt(f"check {shape.name} batch invariance", check_batch_invariance, shape)
     if deep_gemm.available():
         # bf16 between the product and silu moves one in twenty codes
-        log.attempt("check DeepGEMM", check_experts, SLIM, 700, ext.add_experts_, 4e-2)
+        log.attempt("check DeepGEMM", check_experts, SLIM, 700, ext.run_experts, 4e-2)
     torch.use_deterministic_algorithms(False)
 
 
@@ -353,7 +353,7 @@ def time_block(shape: Shape, weights: ExpertWeights, tokens: int, top: dict[str,
 
     def run(gate: Tensor) -> RouterOutput:
         routed = router.route(x, gate, bias, rule, real, shape.fp8)
-        experts.add_experts_(out, x, routed, weights)
+        experts.run_experts(out, x, routed, weights)
         return routed
 
     ids = [run(gate).ids_TK for gate in gates]
@@ -373,15 +373,15 @@ def time_stages(shape: Shape, weights: ExpertWeights, tokens: int) -> dict[str, 
     gate_up = torch.empty(a.shape[0], 2 * shape.inner, device=CUDA, dtype=torch.bfloat16)
     y = torch.empty(a.shape[0], shape.hidden, device=CUDA, dtype=torch.bfloat16)
     multiply = deep_gemm.library().m_grouped_fp8_gemm_nt_contiguous
-    inner = silu_mul_quantize(gate_up, by.total)
+    inner = silu_mul_quantize(gate_up, by.tiles)
     stages = {
         "gather": lambda: moe_align.gather(codes, scales, by, routed.ids_TK.shape[1]),
         "up": lambda: multiply((a, a_scales), (weights.w13_NIH, weights.s13), gate_up, ends, **ext.LAYOUT),
-        "silu": lambda: silu_mul_quantize(gate_up, by.total),
+        "silu": lambda: silu_mul_quantize(gate_up, by.tiles),
         "down": lambda: multiply(inner, (weights.w2_NHI, weights.s2), y, ends, **ext.LAYOUT),
-        "combine": lambda: moe_align.combine(x, y, by.slot_P, routed.ids_TK, routed.weights_TK, shape.stack),
+        "combine": lambda: moe_align.combine(x, y, by.position_P, routed.ids_TK, routed.weights_TK, shape.stack),
     }
-    return {"tiles": int(by.total)} | {name: timed([run]) * 1e6 for name, run in stages.items()}
+    return {"tiles": int(by.tiles)} | {name: timed([run]) * 1e6 for name, run in stages.items()}
 
 
 def time_sort(shape: Shape, tokens: int) -> dict[str, Any]:
@@ -392,12 +392,12 @@ def time_sort(shape: Shape, tokens: int) -> dict[str, Any]:
 def variants(shape: Shape, tokens: int) -> Iterator[ExpertTiles]:
     """Other tiles: one side is varied at a time, the other stays as the table has it."""
     if experts.path(tokens, shape.fp8, False) == "pairs":
-        base = experts.pair_tiles()
+        base = experts.tabled("pairs", tokens, 1, 1, False)
         ups = [(16, 256, 5, 4), (8, 256, 6, 4), (16, 512, 4, 8), (32, 256, 4, 8), (8, 512, 4, 4), (32, 128, 5, 4)]
         downs = [(8, 128, 4, 8), (16, 128, 3, 8), (4, 256, 3, 8), (4, 128, 3, 4)]
         first = [ExpertTile(1, *each) for each in ups], [ExpertTile(1, *each) for each in downs]
     else:
-        base = experts.tiles(tokens, shape.rule.topk + shape.rule.shared, shape.stack, shape.fp8, False)
+        base = experts.tabled("sorted", tokens, shape.rule.topk + shape.rule.shared, shape.stack, shape.fp8)
         if shape.fp8:
             sizes = [(128, 128, 3, 4), (128, 128, 3, 8), (128, 128, 5, 4)]
         elif base.up.m == 128:
@@ -436,25 +436,28 @@ def main() -> None:
             weights = random_weights(shape)
             for tokens in (1, 2, 8, 32, 128, 1024, 4096, 8192):
                 label = f"{shape.name} T={tokens}"
-                log.attempt(f"{label} experts", time_experts, shape, weights, tokens, top, experts.add_experts_)
+                log.attempt(f"{label} experts", time_experts, shape, weights, tokens, top, experts.run_experts)
                 for dtype in (torch.float32, torch.bfloat16):
                     log.attempt(f"{label} router {dtype}", time_router, shape, tokens, top, dtype)
                 log.attempt(f"{label} sort", time_sort, shape, tokens)
                 log.attempt(f"{label} router and experts", time_block, shape, weights, tokens, top)
                 if shape.fp8 and tokens >= 1024 and deep_gemm.available():
                     log.attempt(f"{label} DeepGEMM stages", time_stages, shape, weights, tokens)
-                    log.attempt(f"{label} DeepGEMM", time_experts, shape, weights, tokens, top, ext.add_experts_)
+                    log.attempt(f"{label} DeepGEMM", time_experts, shape, weights, tokens, top, ext.run_experts)
             for tokens in (1, 2, 3, 4, 6):
                 for by in ("direct", "sorted") if shape.fp8 else ("pairs", "direct", "sorted"):
                     label = f"{shape.name} T={tokens} {by}"
-                    log.attempt(label, time_experts, shape, weights, tokens, top, experts.add_experts_, by=by)
+                    log.attempt(label, time_experts, shape, weights, tokens, top, experts.run_experts, by=by)
             share = log.left / (2 if shape is LITE else 1)
             until = log.left - share
             for tokens in (1, 32, 128, 8192, 8, 1024):
+                path = experts.path(tokens, shape.fp8, False)
                 for given in variants(shape, tokens):
                     if log.left > until:
                         label = f"{shape.name} T={tokens} {name_of(given)}"
-                        log.attempt(label, time_experts, shape, weights, tokens, top, experts.add_experts_, given=given)
+                        log.attempt(
+                            label, time_experts, shape, weights, tokens, top, experts.run_experts, plan=(path, given)
+                        )
             del weights
             torch.cuda.empty_cache()
     record = {

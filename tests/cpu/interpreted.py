@@ -132,7 +132,7 @@ def trees() -> None:
     """Their paths, and how they are grown."""
     generator = torch.Generator().manual_seed(1)
     for one in verify_tree.cases(generator):
-        errors = one.errors(verify_tree.run_triton("cpu", **one.given()))
+        errors = one.errors(verify_tree.run_triton("cpu", **one.fresh_inputs()))
         assert max(errors) <= one.tolerance, (one.name, errors)
     ids_D = torch.randperm(18000, generator=generator)[:9000]
     for many, branches, deepest, vocab, ids in ((1, 4, 4, 5000, None), (2, 10, 3, 9000, ids_D), (3, 2, 1, 900, None)):

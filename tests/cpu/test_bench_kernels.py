@@ -98,13 +98,13 @@ def test_experts_without_effect_would_fail_the_check(operation: str) -> None:
 def test_codes_are_compared_by_steps() -> None:
     """Neighbours are as far from each other near 0 as near 448; two steps are too many, and the sign counts."""
     codes = torch.tensor([448.0, 416.0, 0.0625, 2**-9, 0.0, -0.0, -448.0, -416.0]).to(torch.float8_e4m3fn)
-    numbers, _ = quantized.seen((codes, torch.ones(1)))
+    numbers, _ = quantized.code_numbers((codes, torch.ones(1)))
     assert numbers.tolist() == [126, 125, 24, 1, 0, 0, -126, -125]
     one, two = (
-        quantized.seen((torch.tensor([448.0, near]).to(torch.float8_e4m3fn), torch.ones(1)))
+        quantized.code_numbers((torch.tensor([448.0, near]).to(torch.float8_e4m3fn), torch.ones(1)))
         for near in (2**-8, 3 * 2**-9)
     )
-    exact = quantized.seen((torch.tensor([448.0, 2**-9]).to(torch.float8_e4m3fn), torch.ones(1)))
+    exact = quantized.code_numbers((torch.tensor([448.0, 2**-9]).to(torch.float8_e4m3fn), torch.ones(1)))
     assert kernels.difference(one, exact) <= quantized.STEP < kernels.difference(two, exact)
 
 

@@ -18,6 +18,7 @@ if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a CUDA device and triton", allow_module_level=True)
 
 from thalweg.kernels.gemm import triton as gemm
+from thalweg.kernels.gemm.epilogue import Epilogue
 from thalweg.kernels.norm.triton import LazyNorm, rms_norm
 from thalweg.kernels.quantize.triton import quantize
 
@@ -65,11 +66,11 @@ def test_bf16_products_meet_float64(rows: int, n: int, k: int) -> None:
     norm, bias, residual = draw(k).abs() + 0.5, draw(n).bfloat16(), draw(rows, n).bfloat16()
     with torch.inference_mode():
         assert error(gemm.linear(x, w), x.double() @ w.double().t()) < 1e-2, f"TEST_SEED={SEED}"
-        assert gemm.linear(x, w, dtype=torch.float32).dtype == torch.float32
+        assert gemm.linear(x, w, Epilogue(dtype=torch.float32)).dtype == torch.float32
         exact = normed(x, norm) @ w.double().t()
         assert error(gemm.linear(LazyNorm(x, norm, EPS), w), exact) < 1e-2, f"TEST_SEED={SEED}"
         exact = x.double() @ w.double().t() + bias.double() + residual.double()
-        got = gemm.linear(x, w, bias, residual)
+        got = gemm.linear(x, w, Epilogue(bias, residual))
         assert got is residual and error(got, exact) < 1e-2, f"TEST_SEED={SEED}"
 
 
@@ -88,7 +89,9 @@ def test_fp8_products_meet_float64(rows: int, n: int, k: int) -> None:
         got = gemm.linear_fp8(LazyNorm(x, norm, EPS), codes, scale)
         assert error(got, normed(x, norm) @ wide.t()) < 1e-2, f"TEST_SEED={SEED}"
         exact = x.double() @ wide.t() + residual.double()
-        assert error(gemm.linear_fp8(x, codes, scale, residual), exact) < 1e-2, f"TEST_SEED={SEED}"
+        assert error(gemm.linear_fp8(x, codes, scale, Epilogue(residual_MN=residual)), exact) < 1e-2, (
+            f"TEST_SEED={SEED}"
+        )
 
 
 def test_a_row_does_not_depend_on_the_others_of_its_tile() -> None:

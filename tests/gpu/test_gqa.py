@@ -173,6 +173,7 @@ def test_swiglu_within_the_product_has_the_bits_of_swiglu_after_it(
     inner: int, inputs: int, tokens: int, normed: bool, cuda: torch.device
 ) -> None:
     from thalweg.kernels.gemm import triton as gemm
+    from thalweg.kernels.gemm.epilogue import Epilogue
     from thalweg.kernels.norm.triton import LazyNorm
     from thalweg.kernels.silu_mul.triton import silu_mul
 
@@ -182,4 +183,6 @@ def test_swiglu_within_the_product_has_the_bits_of_swiglu_after_it(
     bias = torch.randn(2 * inner, generator=generator, device=cuda).bfloat16()
     given = LazyNorm(x, torch.rand(inputs, generator=generator, device=cuda), 1e-6) if normed else x
     assert gemm.can_fuse_swiglu(tokens, *w.shape)
-    assert torch.equal(gemm.swiglu(given, w, bias), silu_mul(gemm.linear(given, w, bias))), f"TEST_SEED={SEED}"
+    assert torch.equal(gemm.swiglu(given, w, bias), silu_mul(gemm.linear(given, w, Epilogue(bias)))), (
+        f"TEST_SEED={SEED}"
+    )

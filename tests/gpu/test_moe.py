@@ -14,7 +14,6 @@ from torch import Tensor
 from thalweg.core.kernels import CheckCase
 from thalweg.kernels.case import KernelCase, Run, normal
 from thalweg.kernels.catalog import OPERATIONS
-from thalweg.kernels.experts import fp8
 from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
 
 if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
@@ -23,10 +22,11 @@ if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
 from thalweg.kernels.batch_invariant_gemm import triton as batch_invariant_gemm
 from thalweg.kernels.experts import backends, ext
 from thalweg.kernels.experts import triton as experts
-from thalweg.kernels.experts.triton import ExpertWeights, add_experts_, coverage
+from thalweg.kernels.experts.triton import ExpertWeights, coverage, run_experts
 from thalweg.kernels.gemm import deep_gemm
 from thalweg.kernels.gemm import fp8 as fp8_gemm
-from thalweg.kernels.moe_align.triton import sort
+from thalweg.kernels.gemm.epilogue import Epilogue
+from thalweg.kernels.moe_align.triton import sort, way_of
 from thalweg.kernels.norm.triton import rms_norm
 from thalweg.kernels.quantize.triton import quantize
 from thalweg.kernels.router import triton as router
@@ -69,7 +69,7 @@ def drawn(experts: int, hidden: int, inner: int, codes: bool) -> ExpertWeights:
     w2 = normal(generator, experts, hidden, inner) * inner**-0.5
     if not codes:
         return ExpertWeights(w13.bfloat16().cuda(), w2.bfloat16().cuda())
-    pairs = [[quantize_blocks(each, fp8.BLOCK, False) for each in stack] for stack in (w13, w2)]
+    pairs = [[quantize_blocks(each, (128, 128), False) for each in stack] for stack in (w13, w2)]
     (w13, w2), (s13, s2) = ([torch.stack([pair[part] for pair in each]).cuda() for each in pairs] for part in (0, 1))
     return ExpertWeights(w13, w2, s13, s2)
 
@@ -88,9 +88,10 @@ def tokens_of(count: int, hidden: int) -> tuple[Tensor, Tensor]:
 def test_sort_is_stable_and_covers_every_pair_once(pairs: int, experts: int, block: int, aligned: bool) -> None:
     ids = torch.randint(0, experts + 1, (pairs,), generator=draw()).int()
     by = sort(ids.cuda().view(-1, 1), experts, block, aligned)
-    order, slot, expert, row, end = (each.tolist() for each in (by.order, by.slot_P, by.expert, by.row, by.end_N))
-    total = int(by.total)
-    assert total <= by.tiles
+    sorted_pairs = by.pair, by.position_P, by.tile_expert, by.tile_row, by.end_N
+    order, slot, expert, row, end = (each.tolist() for each in sorted_pairs)
+    total = int(by.tiles)
+    assert total <= by.most_tiles
     found = []
     for tile in range(total):
         assert not aligned or row[tile] == tile * block
@@ -111,10 +112,10 @@ def test_padding_changes_nothing_and_reads_nothing(tokens: int, codes: bool) -> 
     x, out = tokens_of(tokens, 256)
     real = torch.arange(tokens, device=x.device) != tokens // 2
     whole, part = out.clone(), out.clone()
-    add_experts_(whole, x, route(x, gate, None, rule, with_codes=codes), weights)
+    run_experts(whole, x, route(x, gate, None, rule, with_codes=codes), weights)
     x[tokens // 2] = torch.nan
     routed = route(x, gate, None, rule, real, with_codes=codes)
-    add_experts_(part, x, routed, weights)
+    run_experts(part, x, routed, weights)
     assert torch.equal(part[~real], out[~real])
     assert torch.equal(part[real], whole[real]), f"TEST_SEED={SEED}"
     assert routed.ids_TK[~real].eq(7).all() and routed.weights_TK[~real].eq(0).all()
@@ -129,7 +130,7 @@ def test_deterministic_mode_does_not_depend_on_the_batch(codes: bool) -> None:
     alone: list[Tensor] = []
     for count in (1, 2, 17, 500):
         part = out[:count].clone()
-        add_experts_(part, x[:count], route(x[:count], gate, bias, rule, None, codes, True), weights, True)
+        run_experts(part, x[:count], route(x[:count], gate, bias, rule, None, codes, True), weights, deterministic=True)
         alone.append(part[0])
     assert all(torch.equal(each, alone[0]) for each in alone[1:]), f"TEST_SEED={SEED}"
 
@@ -178,14 +179,25 @@ def test_tiles_of_shared_experts_stand_anywhere(tokens: int, codes: bool) -> Non
     x, out = tokens_of(tokens, 256)
     routed = route(x, gate, None, rule, torch.arange(tokens, device=x.device) % 7 > 0, with_codes=codes)
     spread, behind = out.clone(), out.clone()
-    add_experts_(spread, x, routed, weights)
-    add_experts_(behind, x, routed._replace(shared=0), weights)
+    run_experts(spread, x, routed, weights)
+    run_experts(behind, x, routed._replace(shared=0), weights)
     assert not torch.equal(spread, out) and torch.equal(spread, behind), f"TEST_SEED={SEED}"
 
 
 def test_coverage_counts_routed_experts_only() -> None:
     ids = torch.tensor([[0, 3, 8], [3, 5, 8], [9, 9, 9]], dtype=torch.int32, device="cuda")
     assert int(coverage(ids, 8)) == 3
+
+
+def starts(most: int) -> list[int]:
+    """Numbers of tokens, up to `most`, at which other kernels of the layer below begin."""
+    keys: list[object] = []
+    for tokens in range(1, most + 1):
+        by = experts.path(tokens, False, False)
+        sorts = way_of(3 * tokens) if by == "sorted" else None
+        scores = router.tiles(tokens, 8, 256, False), tokens <= router.FEW, tokens >= router.MANY
+        keys.append((by, experts.tabled(by, tokens, 3, 9, False), sorts, tokens <= experts.SHARED_FIRST, scores))
+    return [i + 1 for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
 
 
 def test_after_the_warm_up_nothing_compiles() -> None:
@@ -198,9 +210,9 @@ def test_after_the_warm_up_nothing_compiles() -> None:
 
     def step(tokens: int) -> None:
         x, out = tokens_of(tokens, 256)
-        add_experts_(out, x, route(x, gate, None, rule), weights)
+        run_experts(out, x, route(x, gate, None, rule), weights)
 
-    for tokens in sorted({*router.starts(8, 256, 900), *experts.starts(3, 9, False, 900)}):
+    for tokens in starts(900):
         step(tokens)
     knobs.runtime.jit_post_compile_hook = lambda *given, **more: compiled.append(more)
     try:
@@ -226,8 +238,8 @@ def test_deep_gemm_agrees(codes: bool) -> None:
     ids[7] = 9
     scale = torch.rand(300, 3, generator=draw()).cuda()
     own = out.clone()
-    add_experts_(own, x, RouterOutput(scale, ids), weights)  # held against float64 by its cases
-    ext.add_experts_(out, x, RouterOutput(scale, ids), weights)
+    run_experts(own, x, RouterOutput(scale, ids), weights)  # held against float64 by its cases
+    ext.run_experts(out, x, RouterOutput(scale, ids), weights)
     # bf16 between the product and silu moves one code in twenty
     assert float((out.double() - own.double()).abs().max() / own.double().abs().max()) < 4e-2, f"TEST_SEED={SEED}"
 
@@ -258,7 +270,7 @@ def test_more_rows_than_a_grid_is_wide() -> None:
 
 
 def fp8_weight(outputs: int, inner: int) -> tuple[Tensor, Tensor]:
-    codes, scale = quantize_blocks(normal(draw(), outputs, inner) * inner**-0.5, fp8.BLOCK, False)
+    codes, scale = quantize_blocks(normal(draw(), outputs, inner) * inner**-0.5, (128, 128), False)
     return codes.cuda(), scale.cuda()
 
 
@@ -281,7 +293,7 @@ def test_fp8_products_agree(backend: str) -> None:
         exact = x.double() @ (weight.double() * scale.repeat_interleave(128, 0)[:320].repeat_interleave(128, 1)).t()
         y = fp8_gemm.product(backend)(x, weight, scale)
         assert float((y.double() - exact).norm() / exact.norm()) < 0.04, f"{rows}, TEST_SEED={SEED}"
-        added = fp8_gemm.product(backend)(x, weight, scale, residual.clone())
+        added = fp8_gemm.product(backend)(x, weight, scale, Epilogue(residual_MN=residual.clone()))
         # one more rounding to bf16 where a library's result is added
         assert torch.allclose(added.float(), y.float() + residual.float(), rtol=2e-2, atol=2e-2), f"TEST_SEED={SEED}"
 
@@ -293,17 +305,18 @@ COUNTS = (*range(1, 301), 4096)
 @pytest.mark.parametrize("codes", [False, True])
 def test_a_deterministic_product_is_the_same_in_every_batch(outputs: int, codes: bool) -> None:
     x, _ = tokens_of(4096, 512)
+    fp32 = Epilogue(dtype=torch.float32)
     if codes:
         weight, scale = fp8_weight(outputs, 512)
         alone = torch.cat([batch_invariant_gemm.linear_fp8(row, weight, scale) for row in x[:300].split(1)])
     else:
         weight = (normal(draw(), outputs, 512) * 512**-0.5).bfloat16().cuda()
-        alone = torch.cat([batch_invariant_gemm.linear(row, weight, dtype=torch.float32) for row in x[:300].split(1)])
+        alone = torch.cat([batch_invariant_gemm.linear(row, weight, fp32) for row in x[:300].split(1)])
     for count in COUNTS:
         together = (
             batch_invariant_gemm.linear_fp8(x[:count], weight, scale)
             if codes
-            else batch_invariant_gemm.linear(x[:count], weight, dtype=torch.float32)
+            else batch_invariant_gemm.linear(x[:count], weight, fp32)
         )
         assert torch.equal(together[:300], alone[:count]), f"{count} rows, TEST_SEED={SEED}"
 

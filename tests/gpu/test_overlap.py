@@ -19,8 +19,9 @@ if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a CUDA device and triton", allow_module_level=True)
 
 from thalweg.kernels.experts import triton as experts
-from thalweg.kernels.experts.triton import ExpertWeights, add_experts_
+from thalweg.kernels.experts.triton import ExpertWeights, run_experts
 from thalweg.kernels.gemm import triton as gemm
+from thalweg.kernels.gemm.epilogue import Epilogue
 from thalweg.kernels.moe_align import triton as moe_align
 from thalweg.kernels.norm import triton as norm
 from thalweg.kernels.norm.triton import LazyNorm, rms_norm
@@ -68,10 +69,10 @@ def forward(h: Tensor, layers: list[Layer], codes: bool) -> None:
     for one in layers:
         x = LazyNorm(h, one.norms[0], 1e-6) if few else rms_norm(h, one.norms[0], 1e-6)
         mixed = gemm.linear(x, one.into)
-        gemm.linear(mixed[:, :HIDDEN], one.out, None, h)
+        gemm.linear(mixed[:, :HIDDEN], one.out, Epilogue(residual_MN=h))
         x = LazyNorm(h, one.norms[1], 1e-6) if few else rms_norm(h, one.norms[1], 1e-6)
         routed = route(x, one.gate, None, RULE, None, codes)
-        add_experts_(h, x, routed, one.experts)
+        run_experts(h, x, routed, one.experts)
 
 
 def plainly(*given: object) -> dict[str, int | bool]:

@@ -14,6 +14,7 @@ from thalweg.kernels.case import normal
 if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a CUDA device and triton", allow_module_level=True)
 
+from thalweg.kernels.gemm.epilogue import Epilogue
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.small_batch_gemm import triton as small_batch_gemm
 
@@ -54,7 +55,7 @@ def test_pairs_meet_float64(rows: int, n: int, k: int) -> None:
 def test_heads_meet_float64(rows: int, n: int, k: int) -> None:
     x, w = draw(rows, k).bfloat16(), (draw(n, k) * k**-0.5).bfloat16()
     with torch.inference_mode():
-        got = small_batch_gemm.linear(x, w, torch.float32)
+        got = small_batch_gemm.linear(x, w, Epilogue(dtype=torch.float32))
     assert error(got, x.double() @ w.double().t()) < 1e-5, f"TEST_SEED={SEED}"
     assert small_batch_gemm.linear_fits(rows, w)
 
@@ -65,7 +66,7 @@ def test_a_product_of_parts_adds_to_what_is_there(rows: int, n: int, k: int) -> 
     x, w, h = draw(rows, k).bfloat16(), (draw(n, k) * k**-0.5).bfloat16(), draw(rows, n).bfloat16()
     exact = h.double() + x.double() @ w.double().t()
     with torch.inference_mode():
-        assert small_batch_gemm.add_(h, x, w) is h
+        assert small_batch_gemm.split_k(x, w, Epilogue(residual_MN=h)) is h
     assert error(h, exact) < 1e-2, f"TEST_SEED={SEED}"
     assert small_batch_gemm.split_k_fits(rows, w)
 

@@ -55,8 +55,8 @@ class _Watched:
     def __init__(self, run: Any, experts: int, into: list[tuple[int, Tensor]]) -> None:
         self.run, self.experts, self.into = run, experts, into
 
-    def __call__(self, out_TH: Tensor, x: Any, routed: Any, weights: Any) -> None:
+    def __call__(self, out_TH: Tensor, x: Any, routed: Any, weights: Any, accumulate: bool = True) -> None:
         from thalweg.kernels.experts.triton import coverage
 
         self.into.append((len(x), coverage(routed.ids_TK, self.experts)))
-        self.run(out_TH, x, routed, weights)
+        self.run(out_TH, x, routed, weights, accumulate)

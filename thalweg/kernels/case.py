@@ -1,91 +1,94 @@
-"""A case of a kernel: inputs, the exact result, how near one has to come, and what it costs. Tests, benchmarks and
-rooflines read it.
-"""
+"""A case of a kernel: inputs, the exact result, a tolerance, and the cost. Tests, benchmarks and rooflines read cases."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Run = Callable[..., Any]  # keyword arguments → tensors
+from thalweg.kernels.fp8_block.ref import quantize
+from thalweg.kernels.launch import triton_available
+
+Inputs = dict[str, Any]
+Run = Callable[..., Any]  # keyword arguments → a tuple of tensors
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """inputs: keyword arguments of every backend; a backend may edit tensors among them, so it is given clones. exact:
-    in float64, by the definition and not by any backend. tolerance: of max |difference| / max |exact|; 0 is equality.
-    flops, bytes: what an ideal implementation computes and moves.
-    """
+    """A small correctness case."""
 
     name: str
-    inputs: dict[str, Any]
-    exact: tuple[Tensor, ...]
-    tolerance: float
-    flops: int
-    bytes: int
+    inputs: Inputs  # keyword arguments of every backend, which may edit the tensors: see `fresh_inputs`
+    exact: tuple[Tensor, ...]  # in float64, by the definition and not by a backend
+    tolerance: float  # of max |difference| / max |exact|; 0 is equality
+    flops: int  # of an ideal implementation
+    bytes: int  # moved by an ideal implementation
 
-    def fresh_inputs(self) -> dict[str, Any]:
+    def fresh_inputs(self) -> Inputs:
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.inputs.items()}
 
-    def errors(self, got: tuple[Tensor, ...]) -> tuple[float, ...]:
-        """max |difference| / max |exact| of each result; infinite where it is not a number."""
-        pairs = zip(got, self.exact, strict=True)
+    def errors(self, results: tuple[Tensor, ...]) -> tuple[float, ...]:
+        """max |difference| / max |exact| of each result; infinite where a result is not a number."""
+        pairs = zip(results, self.exact, strict=True)
         return tuple(_error(result.double(), exact.double()) for result, exact in pairs)
 
 
-def _error(got: Tensor, exact: Tensor) -> float:
-    if got.shape != exact.shape:
+def _error(result: Tensor, exact: Tensor) -> float:
+    if result.shape != exact.shape:
         return float("inf")
-    same = got == exact  # equal infinities have no difference
-    difference = (got - exact).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    equal = result == exact  # equal infinities have no difference
+    difference = (result - exact).abs().masked_fill(equal, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
     scale = exact.abs().masked_fill(exact.isinf(), 0.0).max().clamp_min(torch.finfo(torch.float64).tiny)
     return float(difference.max() / scale)
 
 
-Inputs = dict[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class TimedCase:
-    """A case of a size that models have, to be timed on one device: held against the reference there, since float64
-    would take too long.
-
-    draw: keyword arguments of every backend, on the generator's device, new each time, so that calls in a row do not
-    find theirs in a cache. It is given those drawn before, of which it may keep what no cache holds. backends: by name,
-    the reference first; they may write into what they are given. cost: FLOPs and bytes of an ideal implementation with
-    these inputs. math: which ceiling FLOPs are held against, "float32", "bf16" or "fp8". tolerance: of max |difference
-    from the reference| / max |reference|. compared: what of the results is compared, where they are codes.
-    """
+    """A case of a model's size, to be timed. Results are compared with the reference: float64 would take too long."""
 
     name: str
+    # → keyword arguments of every backend, on the generator's device, new at each call, so that repeated calls do not
+    # find them in a cache. The second argument is an earlier result, whose large parts may be used again.
     draw: Callable[[torch.Generator, Inputs | None], Inputs]
-    backends: dict[str, Run]
-    cost: Callable[[Inputs], tuple[float, float]]
-    math: str
-    tolerance: float
-    compared: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda results: results
+    backends: dict[str, Run]  # the reference first; a backend may write into its inputs
+    cost: Callable[[Inputs], tuple[float, float]]  # FLOPs and bytes of an ideal implementation
+    math: str  # the ceiling of the FLOPs: "float32", "bf16" or "fp8"
+    tolerance: float  # of max |difference from the reference| / max |reference|
+    compared: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda results: results  # what is compared of codes
 
 
 Sizes = Callable[[torch.device], Iterator[TimedCase]]
 
 
 def no_sizes(device: torch.device) -> Iterator[TimedCase]:
-    """Of an operation whose small cases are timed instead."""
+    """For an operation whose small cases are timed instead."""
     return iter(())
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a folder of kernels offers: its cases, drawn from a generator; its backends by name, the reference first;
-    and its cases of models' sizes on a device.
-    """
+    """The cases and backends of one operation."""
 
     cases: Callable[[torch.Generator], Iterator[KernelCase]]
-    backends: dict[str, Run]
+    backends: dict[str, Run]  # the reference first
     sizes: Sizes = no_sizes
+
+
+def with_triton(reference: Run, triton: Run, device: torch.device | None = None) -> dict[str, Run]:
+    """The reference, and the Triton kernels where they run: on a GPU, to which inputs are copied. A device: only if it
+    is a GPU.
+    """
+
+    def on_gpu(**inputs: Any) -> tuple[Tensor, ...]:
+        device = next(value.device for value in inputs.values() if isinstance(value, Tensor))
+        there = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        return tuple(result.to(device) for result in triton(**there))
+
+    wanted = device is None or device.type == "cuda"
+    return {"ref": reference} | ({"triton": on_gpu} if wanted and triton_available() else {})
 
 
 def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -100,9 +103,34 @@ def draw_tensor(generator: torch.Generator, *shape: int, dtype: torch.dtype = to
     return torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype)
 
 
+def fp8_weight(generator: torch.Generator, *shape: int, scale: float = 0.02) -> tuple[Tensor, Tensor]:
+    """Random e4m3 codes, and scales up to `scale` for blocks of 128 × 128 of the last two dims."""
+    *lead, rows, columns = shape
+    blocks = (*lead, -(-rows // 128), columns // 128)
+    scales = torch.rand(*blocks, generator=generator, device=generator.device).mul_(scale)
+    return draw_tensor(generator, *shape, dtype=torch.float8_e4m3fn), scales
+
+
+def uneven_fp8_weight(generator: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
+    """A normal weight as e4m3 codes and scales. The scales of its blocks lie far from one another, so that a wrong one
+    shows beside the noise of FP8.
+    """
+    *lead, rows, columns = shape
+    weight = torch.randn(*shape, generator=generator, device=generator.device) * columns**-0.5
+    spread = torch.rand(*lead, -(-rows // 128), columns // 128, generator=generator, device=generator.device)
+    weight *= spread.repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)
+    codes, scales = zip(*(quantize(each, (128, 128), False) for each in weight.view(-1, rows, columns)), strict=True)
+    return torch.stack(codes).view(*shape), torch.stack(scales).view(spread.shape)
+
+
 def size(*tensors: Tensor) -> int:
     """Bytes of these tensors."""
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def model_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of a model's activations on this device."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def tolerance_of(dtype: torch.dtype) -> float:

@@ -35,3 +35,8 @@ def launch_options(tensor: Tensor) -> dict[str, bool]:
     if tensor.is_cuda and _overlaps(tensor.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def launch_config(tensor: Tensor, warps: int, stages: int = 1) -> dict[str, int | bool]:
+    """`launch_options` with the number of warps and of pipeline stages."""
+    return {"num_warps": warps, "num_stages": stages, **launch_options(tensor)}

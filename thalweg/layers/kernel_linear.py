@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from thalweg.kernels.batch_invariant_gemm import triton as batch_invariant_gemm
 from thalweg.kernels.gemm import triton as gemm
+from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
 from thalweg.kernels.norm import triton as norm
 from thalweg.kernels.norm.triton import LazyNorm
 from thalweg.kernels.silu_mul import triton as silu_mul
@@ -42,38 +43,34 @@ class KernelNorm(Module):
         return LazyNorm(x_TH, self.weight, self.eps)
 
 
-# (x, weight, bias, residual, dtype) → x Wᵀ (+ b) (+ residual, in place) in dtype, default x's
-Matmul = Callable[[Tensor | LazyNorm, Tensor, Tensor | None, Tensor | None, torch.dtype | None], Tensor]
+Matmul = Callable[[Tensor | LazyNorm, Tensor, Epilogue], Tensor]  # (x, weight, epilogue) → x Wᵀ + …
 
 
 def matmul(deterministic: bool) -> Matmul:
     """What computes bf16 products."""
-    return _invariant if deterministic else _fastest
+    return _batch_invariant if deterministic else _fastest
 
 
-def _invariant(
-    x: Tensor | LazyNorm, w: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
-) -> Tensor:
-    return batch_invariant_gemm.linear(norm.rows_of(x), w, bias, residual, dtype)
+def _batch_invariant(x: Tensor | LazyNorm, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    return batch_invariant_gemm.linear(norm.rows_of(x), w, epilogue)
 
 
-def _fastest(
-    x: Tensor | LazyNorm, w: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
-) -> Tensor:
+def _fastest(x: Tensor | LazyNorm, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     """Own kernels for few rows, and where a weight fills the machine for some more; cuBLAS beyond."""
+    bias, residual, out, dtype = epilogue
     if bias is None and residual is None and small_batch_gemm.linear_fits(len(x), w):
-        return small_batch_gemm.linear(norm.rows_of(x), w, dtype or torch.bfloat16)
-    if bias is None and residual is not None and small_batch_gemm.split_k_fits(len(x), w):
-        return small_batch_gemm.add_(residual, norm.rows_of(x), w)
+        return small_batch_gemm.linear(norm.rows_of(x), w, epilogue)
+    if bias is None and not (residual is None and out is None) and small_batch_gemm.split_k_fits(len(x), w):
+        return small_batch_gemm.split_k(norm.rows_of(x), w, epilogue)
     if gemm.is_faster(len(x), *w.shape):
-        return gemm.linear(x, w, bias, residual, dtype)
+        return gemm.linear(x, w, epilogue)
     x = norm.rows_of(x)
     if residual is not None:
         residual.addmm_(x, w.t())
         return residual if bias is None else residual.add_(bias)
     if dtype is not None and dtype != x.dtype:
         return torch.mm(x, w.t(), out_dtype=dtype)
-    return nn.functional.linear(x, w, bias)
+    return epilogue.finish(nn.functional.linear(x, w, bias))
 
 
 class KernelLinear(LinearLayer):
@@ -88,10 +85,10 @@ class KernelLinear(LinearLayer):
         self.bias = parameter(sum(widths), dtype=layers.dtype, device=layers.device) if has_bias else None
 
     def forward(self, x: Tensor | LazyNorm) -> Tensor:
-        return self.matmul(x, self.weight, self.bias, None, None)
+        return self.matmul(x, self.weight, Epilogue(self.bias))
 
     def add_(self, h: Tensor, x: Tensor | LazyNorm) -> Tensor:
-        return self.matmul(x, self.weight, self.bias, h, None)
+        return self.matmul(x, self.weight, Epilogue(self.bias, h))
 
     def swiglu(self, x: Tensor | LazyNorm) -> Tensor:
         if self.matmul is _fastest and gemm.can_fuse_swiglu(len(x), *self.weight.shape):
@@ -161,4 +158,4 @@ class KernelEmbedding(Embedding):
         self.matmul = matmul(layers.kernels.deterministic)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        return self.matmul(hidden_NH, self.weight, None, None, torch.float32)
+        return self.matmul(hidden_NH, self.weight, Epilogue(dtype=torch.float32))

@@ -65,9 +65,15 @@ class KernelMoe(Module):
         routed = self._route(x_TH, real_T, False)
         x_TH, weights_TK, ids_TK = placement.dispatch(x_TH, routed.weights_TK, routed.ids_TK)
         ids_TK = placement.local_ids(ids_TK, len(x_TH) // placement.layout.dp.size)
-        sum_TH = torch.zeros_like(x_TH)
+        sum_TH = torch.empty_like(x_TH)
         codes, scales = self.experts.quantized(x_TH)
-        self.run(sum_TH, x_TH, routing.RouterOutput(weights_TK, ids_TK, codes, scales), self.experts.stacks())
+        self.run(
+            sum_TH,
+            x_TH,
+            routing.RouterOutput(weights_TK, ids_TK, codes, scales),
+            self.experts.stacks(),
+            accumulate=False,
+        )
         return placement.combine(sum_TH)
 
     def _route(self, x: Tensor | LazyNorm, real_T: Tensor | None, with_codes: bool) -> routing.RouterOutput:

@@ -84,7 +84,7 @@ class Router(RouterWeights):
             return ref.noaux_tc(logits, self.bias, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.renormalize)
         if moe.method == "greedy":
             return ref.greedy(logits, moe.topk, moe.scale, moe.renormalize)
-        return ref.group_limited_greedy(logits, moe.topk, moe.scale, moe.groups, moe.topk_groups)
+        return ref.group_limited_greedy(logits, moe.topk, moe.scale, moe.groups, moe.topk_groups, moe.renormalize)
 
 
 class Experts(Module):

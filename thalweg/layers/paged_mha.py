@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thalweg.config.model import ModelFacts
+from thalweg.kernels.gemm.epilogue import PLAIN
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.factory import LayerFactory
@@ -52,8 +53,8 @@ class PagedMha(PagedMla):
         )
         return rope.mha_write(
             query_THd,
-            self.matmul(latent_Tr, uk, None, None, None).view(-1, self.heads, self.nope),
-            self.matmul(latent_Tr, uv, None, None, None).view(-1, self.heads, self.v),
+            self.matmul(latent_Tr, uk, PLAIN).view(-1, self.heads, self.nope),
+            self.matmul(latent_Tr, uv, PLAIN).view(-1, self.heads, self.v),
             latent_TD[:, self.rank :],
             step.cos_SC,
             step.sin_SC,

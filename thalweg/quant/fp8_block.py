@@ -107,6 +107,7 @@ class Fp8Block(Quantized):
         return Piece(Read(weight, take), "", into), Piece(Read(weight + SUFFIX, blocks), "_scale", scale_into)
 
     def product(self, kernels: KernelConfig) -> LinearProduct:
+        from thalweg.kernels.gemm.epilogue import Epilogue
         from thalweg.kernels.gemm.fp8 import product  # needs Triton
 
         multiply = product(kernels.fp8_gemm, kernels.deterministic)
@@ -114,8 +115,7 @@ class Fp8Block(Quantized):
         def linear(
             x: Any, weights: Sequence[Tensor], residual_MN: Tensor | None = None, out_MN: Tensor | None = None
         ) -> Tensor:
-            y = multiply(x, weights[0], weights[1], residual_MN)
-            return y if out_MN is None else out_MN.copy_(y)
+            return multiply(x, weights[0], weights[1], Epilogue(None, residual_MN, out_MN))
 
         return linear
 

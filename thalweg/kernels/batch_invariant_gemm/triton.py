@@ -10,12 +10,14 @@ the weight arrives (64 FLOP a byte of it, a fifth of what they could).
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.quantize.triton import launch, quantize
+from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
+from thalweg.kernels.gemm.triton import tile_origin
+from thalweg.kernels.launch import launch_config
+from thalweg.kernels.quantize.triton import quantize
 
 BAND = 16  # row blocks that run together, so that both operands stay in L2
 
@@ -31,51 +33,33 @@ def tiles(m: int, n: int, fp8: bool) -> tuple[int, int, int, int, int]:
     return 64, block_n, block_k, {32: 8, 64: 6, 128: 4}[block_n], 4
 
 
-def linear(
-    x_MK: Tensor,
-    w_NK: Tensor,
-    bias_N: Tensor | None = None,
-    residual_MN: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """y [M, N] in `dtype` (default x's). x, w: bf16, rows of neighbours. residual_MN: added, and written: the result is
-    then the residual.
-    """
+def linear(x_MK: Tensor, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    """y [M, N]. x, w: bf16, rows of neighbours."""
     (m, k), n = x_MK.shape, len(w_NK)
-    y = torch.empty(m, n, dtype=dtype or x_MK.dtype, device=x_MK.device) if residual_MN is None else residual_MN
+    y = epilogue.result(m, n, x_MK)
     if m:
         block_m, block_n, block_k, stages, warps = tiles(m, n, False)
         _linear[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
-            x_MK, w_NK, bias_N, residual_MN, y, m, n, x_MK.stride(0), w_NK.stride(0), y.stride(0),
-            k, block_m, block_n, block_k, BAND, stages, **launch(warps),
+            x_MK, w_NK, epilogue.bias_N, epilogue.residual_MN, y, m, n, x_MK.stride(0), w_NK.stride(0), y.stride(0),
+            k, block_m, block_n, block_k, BAND, stages, **launch_config(x_MK, warps),
         )  # fmt: skip
     return y
 
 
-def linear_fp8(x_MK: Tensor, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
-    """y [M, N] in x's dtype. w: e4m3 [N, K], scale float32 [ceil(N / 128), K / 128]; x is quantised here, row by row.
-    residual_MN: as in `linear`.
+def linear_fp8(x_MK: Tensor, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    """y [M, N] in x's dtype. w: e4m3 [N, K], scale float32 [ceil(N / 128), K / 128]; x is quantized here, row by
+    row.
     """
     (m, k), n = x_MK.shape, len(w_NK)
-    y = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device) if residual_MN is None else residual_MN
+    y = epilogue.result(m, n, x_MK)
     if m:
         codes_MK, scales_MG = quantize(x_MK)
         block_m, block_n, _, stages, warps = tiles(m, n, True)
         _linear_fp8[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
-            codes_MK, scales_MG, w_NK, scale_BB, residual_MN, y, m, n, scales_MG.stride(1), y.stride(0),
-            k, block_m, block_n, BAND, stages, **launch(warps),
+            codes_MK, scales_MG, w_NK, scale_BB, epilogue.residual_MN, y, m, n, scales_MG.stride(1), y.stride(0),
+            k, block_m, block_n, BAND, stages, **launch_config(x_MK, warps),
         )  # fmt: skip
     return y
-
-
-@triton.jit
-def _place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr):
-    """First row and column of this program's tile: bands of row blocks, columns slower."""
-    across, down = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
-    band = tl.program_id(0) // (BAND * across)
-    height = tl.minimum(down - band * BAND, BAND)
-    inside = tl.program_id(0) % (BAND * across)
-    return (band * BAND + inside % height) * BLOCK_M, inside // height * BLOCK_N
 
 
 @triton.jit
@@ -93,7 +77,7 @@ def _linear(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    first_m, first_n = _place(M, N, BLOCK_M, BLOCK_N, BAND)
+    first_m, first_n = tile_origin(M, N, BLOCK_M, BLOCK_N, BAND)
     m_B, n_B, k_B = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     # rows that are not there are not read at all: 64 copies of one row would take longer to arrive than the weight
     rows = (m_B < M)[:, None]
@@ -119,9 +103,10 @@ def _linear(
 @triton.jit(do_not_specialize=["M", "stride_s"])
 def _linear_fp8(
     codes_MK, scales_GM, w_NK, scale_BB, residual_MN, y_MN, M, N, stride_s, stride_y,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    first_m, first_n = _place(M, N, BLOCK_M, BLOCK_N, BAND)
+    first_m, first_n = tile_origin(M, N, BLOCK_M, BLOCK_N, BAND)
     m_B, n_B, k_B = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N), tl.arange(0, 128)
     rows = m_B < M
     x_ptr = codes_MK + m_B.to(tl.int64)[:, None] * K + k_B[None, :]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.quantize.triton import launch
+from thalweg.kernels.launch import launch_config
 
 MANY = 64  # heads from which a library is faster
 TOKENS, COLUMNS = 128, 64  # of a program's tile: tokens, and latent dims at a time
@@ -39,7 +39,7 @@ def expand_latents(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[
     value = torch.empty(tokens, heads, v, dtype=latents_SD.dtype, device=latents_SD.device)
     _expand_latents[(2 * heads, triton.cdiv(tokens, TOKENS))](
         key, value, latents_SD, uk_HnR, uv_HvR, tokens, heads, latents_SD.stride(0), uk_HnR.stride(0), uv_HvR.stride(0),
-        nope, v, width - rank, rank, TOKENS, min(COLUMNS, rank), STAGES, **launch(WARPS),
+        nope, v, width - rank, rank, TOKENS, min(COLUMNS, rank), STAGES, **launch_config(latents_SD, WARPS),
     )  # fmt: skip
     return key, value
 

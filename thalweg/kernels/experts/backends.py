@@ -19,52 +19,60 @@ MOST_TOKENS = 16384  # at a time: what lies between the products takes 0.4 MB a 
 
 
 class RunExperts(Protocol):
-    """out[t] += Σ_k weight_k · expert_k(x[t]), in place. out, x: bf16 [T, H], or x a norm of such; routed: of `route`
-    on the same x.
+    """out[t] += Σ_k weight_k · expert_k(x[t]), in place, or = with accumulate=False. out, x: bf16 [T, H], or x a norm of
+    such; routed: the result of `route` for the same x.
     """
 
-    def __call__(self, out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights) -> None: ...
+    def __call__(
+        self,
+        out_TH: Tensor,
+        x: Tensor | LazyNorm,
+        routed: RouterOutput,
+        weights: ExpertWeights,
+        accumulate: bool = True,
+    ) -> None: ...
 
 
 def runner(backend: str, deterministic: bool = False) -> RunExperts:
     """What computes experts: "triton", "deep_gemm", or "triton+deep_gemm". deterministic: a token's bits depend on
     nothing but the token, which no library promises.
     """
-    return partial(_in_pieces, partial(own.add_experts_, deterministic=True) if deterministic else RUNNERS[backend])
+    return partial(_in_pieces, partial(own.run_experts, deterministic=True) if deterministic else RUNNERS[backend])
 
 
-def _deep_gemm(out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights) -> None:
-    ext.add_experts_(out_TH, rows_of(x), routed, weights)
+def _deep_gemm(
+    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True
+) -> None:
+    ext.run_experts(out_TH, rows_of(x), routed, weights, accumulate)
 
 
-def _by_size(out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights) -> None:
+def _by_size(
+    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True
+) -> None:
     # in bf16 DeepGEMM's products are a fifth faster, which gathering and SiLU as kernels of their own take away again
     grouped = weights.fp8 and len(x) >= ext.MIN_TOKENS
-    (_deep_gemm if grouped else own.add_experts_)(out_TH, x, routed, weights)
+    (_deep_gemm if grouped else own.run_experts)(out_TH, x, routed, weights, accumulate)
 
 
 RUNNERS: dict[str, RunExperts] = {
-    "triton": own.add_experts_,
+    "triton": own.run_experts,
     "deep_gemm": _deep_gemm,
     "triton+deep_gemm": _by_size,
 }
 
 
 def _in_pieces(
-    run: RunExperts, out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights
+    run: RunExperts,
+    out_TH: Tensor,
+    x: Tensor | LazyNorm,
+    routed: RouterOutput,
+    weights: ExpertWeights,
+    accumulate: bool = True,
 ) -> None:
     """MOST_TOKENS at a time."""
     if len(x) <= MOST_TOKENS:
-        return run(out_TH, x, routed, weights)
+        return run(out_TH, x, routed, weights, accumulate)
     x_TH = rows_of(x)
     for start in range(0, len(x_TH), MOST_TOKENS):
         piece = slice(start, start + MOST_TOKENS)
-        codes, scales = routed.codes_TH, routed.scales_TG
-        part = RouterOutput(
-            routed.weights_TK[piece],
-            routed.ids_TK[piece],
-            None if codes is None else codes[piece],
-            None if scales is None else scales[piece],
-            routed.shared,
-        )
-        run(out_TH[piece], x_TH[piece], part, weights)
+        run(out_TH[piece], x_TH[piece], routed.part(piece), weights, accumulate)

@@ -1,158 +1,224 @@
-"""Cases of routed experts: one token, a few, many; experts that nobody chose."""
+"""Cases of routed experts, with plain or FP8 weights: one token, a few, many; experts that nobody chose; a sum that is
+added to a residual, and one that is stored.
+
+The exact result of FP8 rounds activations to e4m3 as the definition says, then computes in float64. A tolerance on the
+unrounded result would have to allow 5 %, and would hide any mistake in a scale.
+"""
 
 from __future__ import annotations
 
-import importlib
-from typing import Iterator
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size, tolerance_of
-from thalweg.kernels.experts import script
+from thalweg.kernels.case import (
+    Inputs,
+    KernelCase,
+    Operation,
+    Run,
+    TimedCase,
+    draw_tensor,
+    fp8_weight,
+    model_dtype,
+    normal,
+    size,
+    tolerance_of,
+    uneven_fp8_weight,
+    with_triton,
+)
+from thalweg.kernels.experts import fp8, script
 from thalweg.kernels.experts.ref import add_experts_
 from thalweg.kernels.gemm import deep_gemm
 from thalweg.kernels.launch import triton_available
 
-# of models: (name, hidden, inner, experts, chosen, shared ones of both, numbers of tokens)
-SHAPES = {
-    "cpu": (("tiny", 256, 128, 16, 4, 0, (1, 4, 64)),),
-    "cuda": (("v2-lite", 2048, 1408, 66, 8, 2, (1, 8, 32, 128, 4096)),),
+E4M3 = torch.float8_e4m3fn
+
+
+class Shape(NamedTuple):
+    """A mixture of experts and a number of tokens."""
+
+    tokens: int
+    experts: int  # with the shared ones, which are the last of the stack
+    topk: int  # with the shared ones
+    hidden: int
+    inner: int
+    shared: int = 0
+
+
+# of models: (name, shape of one token, numbers of tokens)
+Shapes = dict[str, tuple[str, Shape, tuple[int, ...]]]
+SHAPES: Shapes = {
+    "cpu": ("tiny", Shape(1, 16, 4, 256, 128), (1, 4, 64)),
+    "cuda": ("v2-lite", Shape(1, 66, 8, 2048, 1408, 2), (1, 8, 32, 128, 4096)),
+}
+SHAPES_FP8: Shapes = {
+    "cpu": ("small", Shape(1, 8, 4, 256, 128), (1, 4)),
+    "cuda": ("v3", Shape(1, 257, 9, 7168, 2048, 1), (1, 4, 32, 128, 4096)),
 }
 
 
 def cases(generator: torch.Generator) -> Iterator[KernelCase]:
-    for tokens, experts, topk, hidden, inner in (
-        (1, 16, 4, 64, 32),
-        (3, 16, 4, 48, 20),
-        (70, 8, 2, 64, 24),
-        (5, 4, 4, 16, 8),
-    ):
+    for shape in ((1, 16, 4, 64, 32), (3, 16, 4, 48, 20), (70, 8, 2, 64, 24), (5, 4, 4, 16, 8)):
         for dtype in (torch.float32, torch.bfloat16):
-            x, out = normal(generator, tokens, hidden, dtype=dtype), normal(generator, tokens, hidden)
-            w13 = (normal(generator, experts, 2 * inner, hidden) * hidden**-0.5).to(dtype)
-            w2 = (normal(generator, experts, hidden, inner) * inner**-0.5).to(dtype)
-            ids = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
-            weights = normal(generator, tokens, topk).abs()
-            exact = out.double()
-            for token in range(tokens):
-                for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
-                    gate, up = (w13[expert].double() @ x[token].double()).chunk(2)
-                    exact[token] += weight * (w2[expert].double() @ (F.silu(gate) * up))
-            used = len(set(ids.view(-1).tolist()))
-            yield KernelCase(
-                name=f"{tokens} tokens, {topk} of {experts} experts, {hidden} x {inner}, {dtype}",
-                inputs={"out_TH": out, "x_TH": x, "ids_TK": ids, "weights_TK": weights, "w13_EIH": w13, "w2_EHI": w2},
-                exact=(exact,),
-                tolerance=tolerance_of(dtype),
-                flops=6 * tokens * topk * hidden * inner,
-                bytes=size(x, out) + (size(w13) + size(w2)) * used // experts,
-            )
+            case = small_case(generator, Shape(*shape), dtype)
+            yield case
+            yield _stored(case)
 
 
-def run(
-    out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_EIH: Tensor, w2_EHI: Tensor
-) -> tuple[Tensor, ...]:
-    return (add_experts_(out_TH, x_TH, ids_TK, weights_TK, *_lists(w13_EIH, w2_EHI)),)
+def cases_fp8(generator: torch.Generator) -> Iterator[KernelCase]:
+    for shape in ((1, 8, 4, 256, 128), (2, 8, 3, 384, 256), (40, 8, 2, 256, 384)):
+        case = small_case(generator, Shape(*shape), E4M3)
+        yield case
+        yield _stored(case)
 
 
-def run_script(
-    out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_EIH: Tensor, w2_EHI: Tensor
-) -> tuple[Tensor, ...]:
-    return (script.compiled()(out_TH, x_TH, ids_TK, weights_TK, *_lists(w13_EIH, w2_EHI)),)
+def small_case(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> KernelCase:
+    """dtype: of the weights."""
+    tokens, experts, topk, hidden, inner, _ = shape
+    activations = torch.bfloat16 if dtype == E4M3 else dtype
+    x, out = normal(generator, tokens, hidden, dtype=activations), normal(generator, tokens, hidden)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
+    weights = normal(generator, tokens, topk).abs()
+    stacks: Inputs = {}
+    if dtype == E4M3:
+        out = out.bfloat16()
+        w13 = uneven_fp8_weight(generator, experts, 2 * inner, hidden)
+        w2 = uneven_fp8_weight(generator, experts, hidden, inner)
+        stacks = {"w13_NIH": w13[0], "w2_NHI": w2[0], "s13": w13[1], "s2": w2[1]}
+        exact = fp8.add_experts_(out.double(), x, ids, weights, w13, w2)
+    else:
+        stacks["w13_NIH"] = (normal(generator, experts, 2 * inner, hidden) * hidden**-0.5).to(dtype)
+        stacks["w2_NHI"] = (normal(generator, experts, hidden, inner) * inner**-0.5).to(dtype)
+        exact = out.double()
+        for token, k in torch.cartesian_prod(torch.arange(tokens), torch.arange(topk)).tolist():
+            w13_IH, w2_HI = (stack[ids[token, k]].double() for stack in stacks.values())
+            gate, up = (w13_IH @ x[token].double()).chunk(2)
+            exact[token] += weights[token, k] * (w2_HI @ (F.silu(gate) * up))
+    return KernelCase(
+        name=f"{tokens} tokens, {topk} of {experts} experts, {hidden} x {inner}, {dtype}",
+        inputs={"out_TH": out, "x_TH": x, "ids_TK": ids, "weights_TK": weights} | stacks,
+        exact=(exact,),
+        tolerance=1e-2 if dtype == E4M3 else tolerance_of(dtype),  # bf16 of the sum, and of each expert's part
+        flops=6 * tokens * topk * hidden * inner,
+        bytes=size(x, out) + size(*stacks.values()) * len(set(ids.flatten().tolist())) // experts,
+    )
 
 
-def run_triton(
-    out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_EIH: Tensor, w2_EHI: Tensor
-) -> tuple[Tensor, ...]:
+def _stored(case: KernelCase) -> KernelCase:
+    """The sum alone, which replaces the contents of out_TH."""
+    exact = (case.exact[0] - case.inputs["out_TH"].double(),)
+    return replace(case, name=f"{case.name}, stored", inputs=case.inputs | {"accumulate": False}, exact=exact)
+
+
+def _start(out_TH: Tensor, accumulate: bool) -> Tensor:
+    """The float32 tensor to which a reference adds."""
+    return out_TH.float() if accumulate else torch.zeros_like(out_TH, dtype=torch.float32)
+
+
+def run(out_TH: Tensor, x_TH: Tensor, accumulate: bool = True, run: Run = add_experts_, **inputs: Any) -> tuple[Tensor]:
+    stacks = inputs["w13_NIH"], inputs["w2_NHI"]
+    gate_up, down = ([weight.t() for weight in stack] for stack in stacks)
+    memory = [weight.flatten() for weight in stacks[0]], torch.zeros((), device=x_TH.device)
+    start = _start(out_TH, accumulate)
+    return (run(start, x_TH, inputs["ids_TK"].long(), inputs["weights_TK"], gate_up, down, *memory),)
+
+
+def run_script(**inputs: Any) -> tuple[Tensor]:
+    return run(run=script.compiled(), **inputs)
+
+
+def run_fp8(out_TH: Tensor, x_TH: Tensor, accumulate: bool = True, **inputs: Any) -> tuple[Tensor]:
+    pairs = (inputs["w13_NIH"], inputs["s13"]), (inputs["w2_NHI"], inputs["s2"])
+    return (fp8.add_experts_(_start(out_TH, accumulate), x_TH, inputs["ids_TK"], inputs["weights_TK"], *pairs),)
+
+
+def run_triton(out_TH: Tensor, x_TH: Tensor, **inputs: Any) -> tuple[Tensor]:
+    from thalweg.kernels.experts.triton import run_experts
+
+    return _run_kernels(run_experts, out_TH, x_TH, **inputs)
+
+
+def run_deep_gemm(out_TH: Tensor, x_TH: Tensor, **inputs: Any) -> tuple[Tensor]:
+    from thalweg.kernels.experts.ext import run_experts
+
+    return _run_kernels(run_experts, out_TH, x_TH, **inputs)
+
+
+def _run_kernels(
+    run_experts: Run, out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, accumulate: bool = True, shared: int = 0, **stacks: Tensor
+) -> tuple[Tensor]:  # fmt: skip
     from thalweg.kernels.experts.triton import ExpertWeights
-    from thalweg.kernels.experts.triton import add_experts_ as add
     from thalweg.kernels.router.triton import RouterOutput
 
-    out, x, ids, weights, w13, w2 = (each.cuda() for each in (out_TH, x_TH, ids_TK, weights_TK, w13_EIH, w2_EHI))
-    add(out, x, RouterOutput(weights, ids.int()), ExpertWeights(w13, w2))
-    return (out.to(out_TH.device),)
+    routed = RouterOutput(weights_TK, ids_TK.int(), shared=shared)
+    run_experts(out_TH, x_TH, routed, ExpertWeights(**stacks), accumulate)
+    return (out_TH,)
 
 
-def _lists(w13_EIH: Tensor, w2_EHI: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
-    gate_up, down = ([weight.t() for weight in stack] for stack in (w13_EIH, w2_EHI))
-    return gate_up, down, [weight.flatten() for weight in w13_EIH], torch.zeros((), device=w13_EIH.device)
+def draw_inputs(generator: torch.Generator, before: Inputs | None, shape: Shape, dtype: torch.dtype) -> Inputs:
+    """Inputs of a model's size, dtype: of the weights, whose stacks are those of `before`."""
+    tokens, experts, topk, hidden, inner, shared = shape
+    if before is not None:
+        stacks = {name: before[name] for name in ("w13_NIH", "w2_NHI", "s13", "s2") if name in before}
+    elif dtype == E4M3:  # multipliers that keep results near 1: beside the residual a wrong one must show
+        w13, s13 = fp8_weight(generator, experts, 2 * inner, hidden, scale=3 * hidden**-0.5)
+        w2, s2 = fp8_weight(generator, experts, hidden, inner, scale=3 * inner**-0.5)
+        stacks = {"w13_NIH": w13, "w2_NHI": w2, "s13": s13, "s2": s2}
+    else:
+        stacks = {
+            "w13_NIH": draw_tensor(generator, experts, 2 * inner, hidden, dtype=dtype).mul_(hidden**-0.5),
+            "w2_NHI": draw_tensor(generator, experts, hidden, inner, dtype=dtype).mul_(inner**-0.5),
+        }
+    device, routed = generator.device, experts - shared
+    ids = torch.rand(tokens, routed, generator=generator, device=device).topk(topk - shared).indices
+    always = torch.arange(routed, experts, device=device).expand(tokens, -1)
+    weights = torch.rand(tokens, topk, generator=generator, device=device)
+    weights[:, topk - shared :] = 1.0
+    activations = torch.bfloat16 if dtype == E4M3 else dtype
+    rows = {name: draw_tensor(generator, tokens, hidden, dtype=activations) for name in ("out_TH", "x_TH")}
+    return rows | {"ids_TK": torch.cat((ids, always), 1).int(), "weights_TK": weights} | stacks
+
+
+def _timed(shapes: Shapes, device: torch.device, dtype: torch.dtype, ref: Run) -> Iterator[TimedCase]:
+    name, one_token, counts = shapes[device.type]
+    backends = {"ref": ref}
+    is_gpu, is_fp8 = device.type == "cuda", dtype == E4M3
+    if not is_gpu and not is_fp8 and script.AVAILABLE:
+        backends["script"] = run_script
+    if is_gpu and triton_available():
+        backends["triton"] = lambda **inputs: run_triton(shared=one_token.shared, **inputs)
+        if deep_gemm.available():
+            backends["deep_gemm"] = lambda **inputs: run_deep_gemm(shared=one_token.shared, **inputs)
+    math = "float32" if not is_gpu else "fp8" if is_fp8 else "bf16"
+
+    def case(shape: Shape) -> TimedCase:
+        def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+            return draw_inputs(generator, before, shape, dtype)
+
+        def cost(inputs: Inputs) -> tuple[float, float]:
+            weights = 3 * shape.hidden * shape.inner
+            read = weights * inputs["ids_TK"].unique().numel() * dtype.itemsize
+            moved = 3 * shape.tokens * shape.hidden * inputs["x_TH"].itemsize
+            return 2 * weights * shape.tokens * shape.topk, read + moved
+
+        # FP8: bf16 between the product and silu moves one code in twenty
+        return TimedCase(f"{name}, {shape.tokens} tokens", draw, backends, cost, math, 4e-2 if is_fp8 else 2e-2)
+
+    for tokens in counts:
+        yield case(one_token._replace(tokens=tokens))
 
 
 def sizes(device: torch.device) -> Iterator[TimedCase]:
-    for name, hidden, inner, experts, topk, shared, counts in SHAPES[device.type]:
-        for tokens in counts:
-            yield _sized(
-                f"{name}, {tokens} tokens", tokens, (experts, hidden, inner), topk, shared, device.type == "cuda"
-            )
+    return _timed(SHAPES, device, model_dtype(device), run)
 
 
-def _sized(name: str, tokens: int, stack: tuple[int, int, int], topk: int, shared: int, gpu: bool) -> TimedCase:
-    dtype, (experts, hidden, inner) = torch.bfloat16 if gpu else torch.float32, stack
-
-    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
-        stacks = before or {
-            "w13_EIH": draw_tensor(generator, experts, 2 * inner, hidden, dtype=dtype).mul_(hidden**-0.5),
-            "w2_EHI": draw_tensor(generator, experts, hidden, inner, dtype=dtype).mul_(inner**-0.5),
-        }
-        picked = chosen(generator, tokens, experts, topk, shared)
-        if not gpu:
-            picked["ids_TK"] = picked["ids_TK"].long()
-        return picked | {
-            "out_TH": draw_tensor(generator, tokens, hidden, dtype=dtype), "x_TH": draw_tensor(generator, tokens, hidden, dtype=dtype),
-            "w13_EIH": stacks["w13_EIH"], "w2_EHI": stacks["w2_EHI"],
-        }  # fmt: skip
-
-    def cost(given: Inputs) -> tuple[float, float]:
-        read = 3 * hidden * inner * given["ids_TK"].unique().numel() + 3 * tokens * hidden
-        return 6 * tokens * topk * hidden * inner, read * dtype.itemsize
-
-    backends: dict[str, Run] = dict(BACKENDS)
-    if gpu:
-        backends = {"ref": _run_wide}
-        if triton_available():
-            backends["triton"] = _by("triton", shared)
-        if triton_available() and deep_gemm.available():
-            backends["deep_gemm"] = _by("ext", shared)
-    return TimedCase(name, draw, backends, cost, "bf16" if gpu else "float32", 2e-2)
+def sizes_fp8(device: torch.device) -> Iterator[TimedCase]:
+    return _timed(SHAPES_FP8, device, E4M3, run_fp8)
 
 
-def chosen(generator: torch.Generator, tokens: int, experts: int, topk: int, shared: int) -> Inputs:
-    """ids int32 and weights of uniform choices; the shared ones are the last of the stack, with weight 1."""
-    device = generator.device
-    ids = torch.rand(tokens, experts - shared, generator=generator, device=device).topk(topk - shared).indices
-    always = torch.arange(experts - shared, experts, device=device).expand(tokens, -1)
-    weights = torch.rand(tokens, topk, generator=generator, device=device)
-    weights[:, topk - shared :] = 1.0
-    return {"ids_TK": torch.cat((ids, always), 1).to(torch.int32), "weights_TK": weights}
-
-
-def _run_wide(
-    out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_EIH: Tensor, w2_EHI: Tensor
-) -> tuple[Tensor, ...]:
-    """The reference, which sums in float32, beside kernels that add to a residual in bf16."""
-    return (run(out_TH.float(), x_TH, ids_TK, weights_TK, w13_EIH, w2_EHI)[0].to(out_TH.dtype),)
-
-
-def _by(module: str, shared: int) -> Run:
-    """A module of this folder, as a layer calls it."""
-
-    def run_by(
-        out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_EIH: Tensor, w2_EHI: Tensor
-    ) -> tuple[Tensor, ...]:
-        from thalweg.kernels.experts.triton import ExpertWeights
-        from thalweg.kernels.router.triton import RouterOutput
-
-        add = importlib.import_module(f"thalweg.kernels.experts.{module}").add_experts_
-        add(out_TH, x_TH, RouterOutput(weights_TK, ids_TK, shared=shared), ExpertWeights(w13_EIH, w2_EHI))
-        return (out_TH,)
-
-    return run_by
-
-
-BACKENDS: dict[str, Run] = (
-    {"ref": run}
-    | ({"script": run_script} if script.AVAILABLE else {})
-    | ({"triton": run_triton} if triton_available() else {})
-)
+BACKENDS = with_triton(run, run_triton) | ({"script": run_script} if script.AVAILABLE else {})
+FP8 = Operation(cases_fp8, with_triton(run_fp8, run_triton), sizes_fp8)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from thalweg.core.kernels import CheckCase
-from thalweg.kernels.experts import fp8
+from thalweg.kernels.experts.case import Shape, run_deep_gemm, small_case
 from thalweg.kernels.experts.triton import ExpertWeights
-from thalweg.kernels.fp8_block.ref import quantize as quantize_blocks
 from thalweg.kernels.gemm.deep_gemm import library
 from thalweg.kernels.moe_align.triton import combine, gather, sort
 from thalweg.kernels.quantize.triton import quantize
@@ -30,65 +29,43 @@ LAYOUT = {"use_psum_layout": True, "ensure_zero_padding": False}
 
 
 def check(device: torch.device, case: CheckCase) -> None:
-    """Compares a small case with the reference, with FP8 weights or bf16 ones; RuntimeError if DeepGEMM cannot run here
-    or is wrong.
+    """Compares a small case with the reference, with FP8 weights or bf16 ones. Raises RuntimeError if DeepGEMM cannot
+    run here or is wrong.
     """
-    codes, generator = case.is_fp8, torch.Generator(device).manual_seed(1)
-    tokens, experts, hidden, inner = 5, 3, 512, 256
-    w13 = torch.randn(experts, 2 * inner, hidden, generator=generator, device=device) * hidden**-0.5
-    w2 = torch.randn(experts, hidden, inner, generator=generator, device=device) * inner**-0.5
-    x = torch.randn(tokens, hidden, generator=generator, device=device).bfloat16()
-    ids = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 1], [1, 0]], dtype=torch.int32, device=device)
-    routed = RouterOutput(torch.full((tokens, 2), 0.5, device=device), ids)
-    exact = torch.zeros(tokens, hidden, device=device)
-    if codes:
-        # block scales far from one another, so that a wrong one shows beside the noise of FP8
-        given = []
-        for stack in (w13, w2):
-            blocks = torch.rand(
-                experts, stack.shape[1] // 128, stack.shape[2] // 128, generator=generator, device=device
-            )
-            spread = stack * blocks.repeat_interleave(128, 1).repeat_interleave(128, 2)
-            pairs = [quantize_blocks(each, fp8.BLOCK, False) for each in spread]
-            given.append((torch.stack([codes for codes, _ in pairs]), torch.stack([scale for _, scale in pairs])))
-        fp8.add_experts_(exact, x, ids, routed.weights_TK, *given)
-        weights = ExpertWeights(given[0][0], given[1][0], given[0][1], given[1][1])
-    else:
-        weights = ExpertWeights(w13.bfloat16(), w2.bfloat16())
-        for token, chosen in enumerate(ids.tolist()):
-            for expert in chosen:
-                gate, up = (weights.w13_NIH[expert].float() @ x[token].float()).chunk(2)
-                exact[token] += 0.5 * (weights.w2_NHI[expert].float() @ (torch.nn.functional.silu(gate) * up))
-    out = torch.zeros_like(x)
+    dtype = torch.float8_e4m3fn if case.is_fp8 else torch.bfloat16
+    small = small_case(torch.Generator().manual_seed(1), Shape(5, 3, 2, 512, 256), dtype)
+    inputs = {name: tensor.to(device) for name, tensor in small.inputs.items()}
+    out = inputs["out_TH"] = inputs["out_TH"].bfloat16()
+    exact = small.exact[0].to(device)
     try:
-        add_experts_(out, x, routed, weights)
+        run_deep_gemm(**inputs)
     except (RuntimeError, AttributeError, TypeError, OSError, AssertionError, ImportError) as error:
         raise RuntimeError(
             f"DeepGEMM does not run here ({error}): install the sgl-deep-gemm that fits this torch, or nvcc ≥ 12.9, or"
             " set DG_JIT_USE_NVRTC=1; or use --moe-runner-backend triton"
         ) from error
-    error_is = float((out.float() - exact).norm() / exact.norm())
+    error_is = float((out - exact).norm() / exact.norm())
     if not error_is < 0.05:  # bf16 between the product and silu moves one code in twenty
         raise RuntimeError(f"DeepGEMM is wrong here by {error_is:.3f} of the norm: use --moe-runner-backend triton")
 
 
-def add_experts_(out_TH: Tensor, x_TH: Tensor, routed: RouterOutput, weights: ExpertWeights) -> None:
-    """As `triton.add_experts_`."""
-    x, scales = x_TH, None
+def run_experts(
+    out_TH: Tensor, x_TH: Tensor, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True
+) -> None:
+    """As `triton.run_experts`."""
+    rows, scales = x_TH, None
     if weights.fp8:
         codes, scales = routed.codes_TH, routed.scales_TG
-        x, scales = quantize(x_TH) if codes is None or scales is None else (codes, scales)
-    experts = weights.w2_NHI.shape[0]
+        rows, scales = quantize(x_TH) if codes is None or scales is None else (codes, scales)
+    experts = len(weights.w2_NHI)
     by = sort(routed.ids_TK, experts, TILE, aligned=True)
-    a_RH, a_scales = gather(x, scales, by, routed.ids_TK.shape[1])
+    a_RH, a_scales = gather(rows, scales, by, routed.ids_TK.shape[1])
     ends_N = by.end_N[:experts]
     gate_up = _multiply(a_RH, a_scales, weights.w13_NIH, weights.s13, ends_N)
     del a_RH  # the next products' room may lie there
-    if weights.fp8:
-        y_RH = _multiply(*silu_mul_quantize(gate_up, by.total), weights.w2_NHI, weights.s2, ends_N)
-    else:
-        y_RH = _multiply(silu_mul(gate_up, by.total), None, weights.w2_NHI, None, ends_N)
-    combine(out_TH, y_RH, by.slot_P, routed.ids_TK, routed.weights_TK, experts)
+    codes, scales = silu_mul_quantize(gate_up, by.tiles) if weights.fp8 else (silu_mul(gate_up, by.tiles), None)
+    y_RH = _multiply(codes, scales, weights.w2_NHI, weights.s2, ends_N)
+    combine(out_TH, y_RH, by.position_P, routed.ids_TK, routed.weights_TK, experts, accumulate)
 
 
 def _multiply(a_RK: Tensor, a_scales: Tensor | None, w_NOK: Tensor, w_scales: Tensor | None, ends_N: Tensor) -> Tensor:

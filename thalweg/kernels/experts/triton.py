@@ -34,9 +34,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.moe_align.triton import combine, sort, way_of
-from thalweg.kernels.norm.triton import LazyNorm, rows_of
-from thalweg.kernels.quantize.triton import encode, launch, quantize, scales_like
+from thalweg.kernels.launch import launch_config
+from thalweg.kernels.moe_align.triton import combine, sort
+from thalweg.kernels.norm.triton import LazyNorm, deferred_norm, rows_of
+from thalweg.kernels.quantize.triton import encode, quantize, scales_like
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import gated
 from thalweg.kernels.tuned import TUNED
@@ -46,14 +47,12 @@ SHARED_FIRST = 256  # tokens up to which the shared experts of sorted pairs star
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """w13: gate rows, then up rows [N, 2 I, H]; w2 [N, H, I]; bf16, or e4m3 with float32 scales s13 [N, 2 I / 128, H /
-    128] and s2 [N, ceil(H / 128), I / 128], H and I multiples of 128. All contiguous.
-    """
+    """The stacks of the experts: bf16, or e4m3 with scales and H and I multiples of 128. All contiguous."""
 
-    w13_NIH: Tensor
-    w2_NHI: Tensor
-    s13: Tensor | None = None
-    s2: Tensor | None = None
+    w13_NIH: Tensor  # gate rows, then up rows [N, 2 I, H]
+    w2_NHI: Tensor  # [N, H, I]
+    s13: Tensor | None = None  # float32 [N, 2 I / 128, H / 128]
+    s2: Tensor | None = None  # float32 [N, ceil(H / 128), I / 128]
 
     @property
     def fp8(self) -> bool:
@@ -62,38 +61,22 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """A tile shape: M rows of pairs, N columns (of gate and of up each, or of H), K of the summed axis; pipeline
-    stages; warps.
-    """
+    """The tile of one program."""
 
-    m: int
-    n: int
-    k: int
+    m: int  # rows of pairs
+    n: int  # columns, of gate and of up each, or of H
+    k: int  # of the summed axis
     stages: int
     warps: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """ahead: steps of the down projection whose weights are loaded before its kernel waits (matrix-vector products
-    only).
-    """
+    """The tiles of both kernels."""
 
     up: ExpertTile
     down: ExpertTile
-    ahead: int = 0
-
-
-def pair_tiles() -> ExpertTiles:
-    """Of matrix-vector products: n rows of weights a program, k of them at a time."""
-    return ExpertTiles(ExpertTile(1, 16, 256, 4, 4), ExpertTile(1, 8, 128, 3, 8), 2)
-
-
-def direct_tiles() -> ExpertTiles:
-    """Of a tile a pair, FP8: three stages leave room for a second program on each multiprocessor, without which 144
-    programs take two turns.
-    """
-    return ExpertTiles(ExpertTile(16, 128, 128, 3, 4), ExpertTile(16, 128, 128, 3, 4))
+    ahead: int = 0  # steps of the down projection whose weights are loaded before the wait (path "pairs" only)
 
 
 def path(tokens: int, fp8: bool, deterministic: bool) -> str:
@@ -105,10 +88,15 @@ def path(tokens: int, fp8: bool, deterministic: bool) -> str:
     return "pairs" if tokens <= 2 else "sorted"
 
 
-def tiles(tokens: int, topk: int, experts: int, fp8: bool, deterministic: bool) -> ExpertTiles:
-    """Of grouped GEMMs, by the expected rows of an expert. FP8: n is one block of scales, because `_up` quantises what
-    it makes.
+def tabled(by: str, tokens: int, topk: int, experts: int, fp8: bool, deterministic: bool = False) -> ExpertTiles:
+    """The tiles of a path, by the expected rows of an expert. FP8: n is one block of scales, because `_up` quantizes
+    its result.
     """
+    if by == "pairs":
+        return ExpertTiles(ExpertTile(1, 16, 256, 4, 4), ExpertTile(1, 8, 128, 3, 8), 2)
+    if by == "direct":
+        # three stages leave room for a second program on each multiprocessor: 144 programs would take two turns
+        return ExpertTiles(ExpertTile(16, 128, 128, 3, 4), ExpertTile(16, 128, 128, 3, 4))
     rows = tokens * topk / experts
     m = 64 if deterministic else 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 72 else 128
     if fp8:
@@ -124,50 +112,48 @@ def tiles(tokens: int, topk: int, experts: int, fp8: bool, deterministic: bool) 
     return ExpertTiles(ExpertTile(m, 64, 128, 3, 4), ExpertTile(m, 64, 128, 4, 4))
 
 
-def starts(topk: int, experts: int, fp8: bool, most: int) -> list[int]:
-    """Numbers of tokens, up to `most`, at which other compiled kernels begin: running each once compiles all. topk,
-    experts: with the shared ones.
-    """
-    keys = []
-    for tokens in range(1, most + 1):
-        by, pairs = path(tokens, fp8, False), tokens * topk
-        sort_key = (tiles(tokens, topk, experts, fp8, False), way_of(pairs))
-        keys.append((by, sort_key if by == "sorted" else None, tokens <= SHARED_FIRST))
-    return [i + 1 for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
+Plan = tuple[str, ExpertTiles]  # path and tiles
 
 
-def add_experts_(
-    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, deterministic: bool = False, given: ExpertTiles | None = None,
-    by: str | None = None,
-) -> None:  # fmt: skip
-    """Adds into out_TH (bf16 residual), in place. x: bf16 [T, H], contiguous, or a norm of such. FP8 weights read
-    routed.codes_TH, or quantise x themselves. deterministic: a token's result does not depend on the others. given, by:
-    tiles and path in place of the tables', for tuning.
+def plan_of(tokens: int, topk: int, weights: ExpertWeights, deterministic: bool) -> Plan:
+    """The table's choice, or what `thalweg tune` has found for these weights here."""
+    by, shape, fp8 = path(tokens, weights.fp8, deterministic), weights.w2_NHI.shape, weights.fp8
+    tiles = tabled(by, tokens, topk, shape[0], fp8, deterministic)
+    return by, tiles if deterministic else TUNED.lookup("experts", (by, *shape, int(fp8)), tiles)
+
+
+def run_experts(
+    out_TH: Tensor,
+    x: Tensor | LazyNorm,
+    routed: RouterOutput,
+    weights: ExpertWeights,
+    accumulate: bool = True,
+    deterministic: bool = False,
+    plan: Plan | None = None,
+) -> None:
+    """Adds the experts' sum to out_TH [T, H], or stores it there: accumulate=False, for one rank's part of a sum.
+
+    out: bf16. x: bf16 [T, H], contiguous, or a norm of such. FP8 weights read routed.codes_TH, or quantize x
+    themselves. deterministic: a token's result does not depend on the others. plan: in place of `plan_of`.
     """
     tokens, columns = routed.ids_TK.shape
     if not tokens:
         return
-    by = by or path(tokens, weights.fp8, deterministic)
+    by, tiles = plan or plan_of(tokens, columns, weights, deterministic)
     if by == "pairs":
-        return _pairs(out_TH, x, routed, weights, given or _tuned(by, weights, pair_tiles(), deterministic))
-    seen, scales = routed.codes_TH, routed.scales_TG
+        return _pairs(out_TH, x, routed, weights, tiles, accumulate)
+    codes, scales = routed.codes_TH, routed.scales_TG
     if not weights.fp8:
-        seen, scales = rows_of(x), None
-    elif seen is None or scales is None:
-        seen, scales = quantize(rows_of(x))
+        codes, scales = rows_of(x), None
+    elif codes is None or scales is None:
+        codes, scales = quantize(rows_of(x))
         routed = routed._replace(shared=0)  # x is not there yet when the next kernel starts
-    direct = by == "direct"
-    tabled = direct_tiles() if direct else tiles(tokens, columns, len(weights.w13_NIH), weights.fp8, deterministic)
-    shape = given or _tuned(by, weights, tabled, deterministic)
-    # they start before the choice is made, where x was there before that was asked for
-    early = direct or tokens <= SHARED_FIRST and not deterministic and not isinstance(x, LazyNorm)
+    # shared experts start before the choice is made, where x was there before that was asked for
+    early = by == "direct" or tokens <= SHARED_FIRST and not deterministic and not isinstance(x, LazyNorm)
     spread = routed.shared if tokens > SHARED_FIRST else 0
-    _grouped(out_TH, seen, scales, routed, weights, shape, direct, routed.shared if early else 0, spread)
-
-
-def _tuned(by: str, weights: ExpertWeights, tabled: ExpertTiles, deterministic: bool) -> ExpertTiles:
-    """What `thalweg tune` has found for these weights here."""
-    return tabled if deterministic else TUNED.lookup("experts", (by, *weights.w2_NHI.shape, int(weights.fp8)), tabled)
+    routed = routed._replace(codes_TH=codes, scales_TG=scales, shared=routed.shared if early else 0)
+    y_PH = _grouped(out_TH.dtype, routed, weights, tiles, by == "direct", spread)
+    combine(out_TH, y_PH, None, routed.ids_TK, routed.weights_TK, len(weights.w2_NHI), accumulate)
 
 
 def coverage(ids_TK: Tensor, experts: int) -> Tensor:
@@ -178,59 +164,53 @@ def coverage(ids_TK: Tensor, experts: int) -> Tensor:
 
 
 def _pairs(
-    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, shape: ExpertTiles
-) -> None:
-    norm = x if isinstance(x, LazyNorm) else None
-    x_TH = x.x_TH if isinstance(x, LazyNorm) else x
+    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, tiles: ExpertTiles, accumulate: bool
+) -> None:  # fmt: skip
+    x_TH, norm_H, eps = deferred_norm(x)
     tokens, columns = routed.ids_TK.shape
     experts, hidden, inner = weights.w2_NHI.shape
-    up, down = shape.up, shape.down
+    up, down = tiles.up, tiles.down
     inner_PI = torch.empty(tokens * columns, inner, dtype=x_TH.dtype, device=out_TH.device)
     _up_pairs[(tokens, triton.cdiv(inner, up.n), columns)](
-        inner_PI, x_TH, None if norm is None else norm.weight_H, weights.w13_NIH, routed.ids_TK, 0.0 if norm is None else norm.eps,
-        experts, hidden, inner, columns, routed.shared, up.n, up.k, up.stages, **launch(up.warps),
+        inner_PI, x_TH, norm_H, weights.w13_NIH, routed.ids_TK, eps, experts, hidden, inner, columns, routed.shared,
+        up.n, up.k, up.stages, **launch_config(x_TH, up.warps),
     )  # fmt: skip
-    ahead = min(shape.ahead, triton.cdiv(inner, down.k))
+    ahead = min(tiles.ahead, triton.cdiv(inner, down.k))
     _down_tokens[(tokens, triton.cdiv(hidden, down.n))](
         out_TH, inner_PI, weights.w2_NHI, routed.ids_TK, routed.weights_TK, experts, hidden, inner, columns,
-        triton.next_power_of_2(columns), down.n, down.k, ahead, down.stages, **launch(down.warps),
+        triton.next_power_of_2(columns), down.n, down.k, ahead, down.stages, accumulate,
+        **launch_config(x_TH, down.warps),
     )  # fmt: skip
 
 
 def _grouped(
-    out_TH: Tensor,
-    x_TH: Tensor,
-    scales: Tensor | None,
-    routed: RouterOutput,
-    weights: ExpertWeights,
-    shape: ExpertTiles,
-    direct: bool,
-    shared: int,
-    spread: int,
-) -> None:
-    tokens, columns = routed.ids_TK.shape
-    experts, hidden, inner = weights.w2_NHI.shape
-    pairs, device, up, down = tokens * columns, out_TH.device, shape.up, shape.down
+    dtype: torch.dtype, routed: RouterOutput, weights: ExpertWeights, tiles: ExpertTiles, direct: bool, spread: int
+) -> Tensor:
+    """Each pair's result [P, H] in `dtype`. routed: with x, or its codes and scales."""
+    (tokens, columns), (experts, hidden, inner) = routed.ids_TK.shape, weights.w2_NHI.shape
+    x_TH, scales, shared = routed.codes_TH, routed.scales_TG, routed.shared
+    assert x_TH is not None, "the rows or codes of x"
+    pairs, device, up, down = tokens * columns, x_TH.device, tiles.up, tiles.down
     count, rows, ahead = pairs, pairs, 0
     table: tuple[Tensor | None, ...] = (None, routed.ids_TK, None, None, None)
     if not direct:
         by = sort(routed.ids_TK, experts, up.m)
-        count, table = by.tiles, (by.order, by.expert, by.row, by.end_N, by.total)
+        count, table = by.most_tiles, (by.pair, by.tile_expert, by.tile_row, by.end_N, by.tiles)
         rows, ahead = pairs + shared * tokens, shared * triton.cdiv(tokens, up.m)
     inner_PI = torch.empty(rows, inner, dtype=x_TH.dtype, device=device)
     inner_scales = None if scales is None else scales_like(rows, inner, device)
-    y_PH = torch.empty(pairs, hidden, dtype=out_TH.dtype, device=device)
+    y_PH = torch.empty(pairs, hidden, dtype=dtype, device=device)
+    stride, scales_stride = (0 if each is None else each.stride(1) for each in (inner_scales, scales))
+    sizes = experts, hidden, inner, columns, shared, spread, direct
     _up[((count + ahead) * triton.cdiv(inner, up.n),)](
-        inner_PI, inner_scales, x_TH, scales, weights.w13_NIH, weights.s13, *table, tokens,
-        0 if inner_scales is None else inner_scales.stride(1), 0 if scales is None else scales.stride(1),
-        experts, hidden, inner, columns, shared, spread, direct, up.m, up.n, up.k, up.stages, **launch(up.warps),
+        inner_PI, inner_scales, x_TH, scales, weights.w13_NIH, weights.s13, *table, tokens, stride, scales_stride, *sizes,
+        up.m, up.n, up.k, up.stages, **launch_config(x_TH, up.warps),
     )  # fmt: skip
     _down[(count * triton.cdiv(hidden, down.n),)](
-        y_PH, inner_PI, inner_scales, weights.w2_NHI, weights.s2, *table, tokens,
-        0 if inner_scales is None else inner_scales.stride(1), experts, hidden, inner, columns, shared, spread, direct,
-        down.m, down.n, down.k, down.stages, **launch(down.warps),
+        y_PH, inner_PI, inner_scales, weights.w2_NHI, weights.s2, *table, tokens, stride, *sizes,
+        down.m, down.n, down.k, down.stages, **launch_config(x_TH, down.warps),
     )  # fmt: skip
-    combine(out_TH, y_PH, None, routed.ids_TK, routed.weights_TK, experts)
+    return y_PH
 
 
 @triton.jit
@@ -278,9 +258,10 @@ def _up_pairs(
 def _down_tokens(
     out_TH, inner_PI, w2, ids_TK, weights_TK,
     N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[token] += Σ_k weight_k · (w2 of expert k) · inner_k for BLOCK_H of H, in steps of BLOCK_I columns of all the
+    """out[token] (+)= Σ_k weight_k · (w2 of expert k) · inner_k for BLOCK_H of H, in steps of BLOCK_I columns of all the
     token's experts. The choice was there when the kernel before this one passed its wait and let this one start: so the
     last AHEAD steps' weights are loaded before the wait for that kernel's results.
     """
@@ -312,7 +293,9 @@ def _down_tokens(
         y = tl.load(y_at + at[None, :], mask=used[:, None] & (at < INNER)[None, :], other=0.0)
         acc += ahead[step - STEPS + AHEAD].to(tl.float32) * (y.to(tl.float32) * weight[:, None])[:, None, :]
     out_at = out_TH + token * HIDDEN + h
-    total = tl.sum(tl.sum(acc, 2), 0) + tl.load(out_at, mask=h < HIDDEN, other=0.0).to(tl.float32)
+    total = tl.sum(tl.sum(acc, 2), 0)
+    if ACCUMULATE:
+        total += tl.load(out_at, mask=h < HIDDEN, other=0.0).to(tl.float32)
     tl.store(out_at, total.to(out_TH.dtype.element_ty), mask=h < HIDDEN)
 
 
@@ -320,8 +303,9 @@ def _down_tokens(
 def _up(
     inner_PI, inner_scales_GP, x_TH, scales_GT, w13, s13, order, tile_expert, tile_row, end_N, total_tiles,
     tokens, inner_stride, scales_stride,
-    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
-    DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
+    SPREAD: tl.constexpr, DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """inner[position] = silu(gate(x)) · up(x) of one tile, BLOCK_I columns of gate and the same of up; columns run
     fastest, so that an expert's weights are read by programs that run together. Direct: a tile is a pair, its position
@@ -350,11 +334,9 @@ def _up(
         tile -= SHARED * tl.cdiv(tokens, BLOCK_M)
         if PDL:
             tl.extra.cuda.gdc_wait()
-        used = tile < tl.load(total_tiles)
-        if SPREAD > 0:
-            tile, block = _spread(tl.load(total_tiles), end_N, N, SPREAD, BLOCKS, BLOCK_M)
-        expert = tl.load(tile_expert + tile, mask=used, other=0)
-        begin, end = tl.load(tile_row + tile, mask=used, other=0), tl.load(end_N + expert)
+        used, block, expert, begin, end = _sorted_tile(
+            tile, block, tile_expert, tile_row, end_N, total_tiles, N, SPREAD, BLOCKS, BLOCK_M
+        )
         used = used & (expert < N - SHARED)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -398,6 +380,21 @@ def _up(
 
 
 @triton.jit
+def _sorted_tile(
+    tile, block, tile_expert, tile_row, end_N, total_tiles,
+    N: tl.constexpr, SPREAD: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Whether this tile of sorted pairs is used, its block of columns, its expert, its first row and the expert's
+    end.
+    """
+    used = tile < tl.load(total_tiles)
+    if SPREAD > 0:
+        tile, block = _spread(tl.load(total_tiles), end_N, N, SPREAD, BLOCKS, BLOCK_M)
+    expert = tl.load(tile_expert + tile, mask=used, other=0)
+    return used, block, expert, tl.load(tile_row + tile, mask=used, other=0), tl.load(end_N + expert)
+
+
+@triton.jit
 def _spread(total, end_N, N: tl.constexpr, SPREAD: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
     """→ tile and block of this program: behind every so many programs of the routed experts, tile by tile, stand those
     of one block of columns of a shared expert, of which every token has made `each` tiles, the last in use: they read
@@ -427,8 +424,9 @@ def _load(at, rows, columns, EVEN: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "inner_stride"])
 def _down(
     y_PH, inner_PI, inner_scales_GP, w2, s2, order, tile_expert, tile_row, end_N, total_tiles, tokens, inner_stride,
-    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
-    DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
+    SPREAD: tl.constexpr, DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[pair] = w2 · inner[position of the pair], BLOCK_H columns of one tile."""
     BLOCKS: tl.constexpr = (HIDDEN + BLOCK_H - 1) // BLOCK_H
@@ -441,11 +439,9 @@ def _down(
         expert = tl.load(tile_expert + tile)
         used, begin, end = expert < N, tile, tile + 1
     else:
-        used = tile < tl.load(total_tiles)
-        if SPREAD > 0:
-            tile, block = _spread(tl.load(total_tiles), end_N, N, SPREAD, BLOCKS, BLOCK_M)
-        expert = tl.load(tile_expert + tile, mask=used, other=0)
-        begin, end = tl.load(tile_row + tile, mask=used, other=0), tl.load(end_N + expert)
+        used, block, expert, begin, end = _sorted_tile(
+            tile, block, tile_expert, tile_row, end_N, total_tiles, N, SPREAD, BLOCKS, BLOCK_M
+        )
     if used:
         row = begin + tl.arange(0, BLOCK_M)
         live = row < end

@@ -1,22 +1,41 @@
-"""Cases of y = x Wᵀ with few rows: one row, a whole and a partial tile of rows, weights that no tile divides, all that
-may be added.
+"""Cases of y = x Wᵀ with few rows, bf16 or FP8 block weights: one row, whole and partial tiles of rows, weights that no
+tile divides, everything that may be added, and a result stored in a given tensor.
 """
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size, tolerance_of
-from thalweg.kernels.gemm import ref
+from thalweg.kernels.case import (
+    Inputs,
+    KernelCase,
+    Operation,
+    Run,
+    TimedCase,
+    draw_tensor,
+    fp8_weight,
+    model_dtype,
+    normal,
+    size,
+    tolerance_of,
+    uneven_fp8_weight,
+    with_triton,
+)
+from thalweg.kernels.fp8_block.ref import dequantize
+from thalweg.kernels.gemm import cublas, deep_gemm, ref
+from thalweg.kernels.gemm.epilogue import Epilogue
 from thalweg.kernels.gemm.prefetch import read_weight
 from thalweg.kernels.launch import triton_available
 
+ROUNDED = 4e-2  # of the largest result: the error of e4m3 activations alone
 # of models: (name, outputs, inputs, numbers of rows)
-SHAPES = {
+Shapes = dict[str, tuple[tuple[str, int, int, tuple[int, ...]], ...]]
+SHAPES: Shapes = {
     "cpu": (("tiny down", 336, 256, (1, 4, 64)), ("tiny head", 2048, 256, (1, 4, 64))),
     "cuda": (
         ("v2-lite down", 3648, 2048, (1, 16, 4096)),
@@ -25,63 +44,132 @@ SHAPES = {
         ("qwen2.5-7b gate_up", 37888, 3584, (1, 32, 4096)),
     ),
 }
+SHAPES_FP8: Shapes = {
+    "cpu": (("small", 256, 512, (1, 32)),),
+    "cuda": (
+        ("v3 down", 2112, 7168, (1, 32, 4096)),
+        ("v3 up", 24576, 1536, (1, 32)),
+        ("v3 out", 7168, 16384, (1, 32, 128)),
+        ("v3 dense gate_up", 36864, 7168, (1, 4096)),
+    ),
+}
+ADDED = ("bias_N", "residual_MN")
+
+
+def product_case(
+    generator: torch.Generator, shape: tuple[int, int, int], given: Sequence[str] = (), is_fp8: bool = False
+) -> KernelCase:
+    """shape: rows, outputs, inputs. given: which of bias_N, residual_MN and out_MN the product gets. The exact result
+    of an FP8 product leaves activations as they are: rounding them to e4m3 is a backend's own error.
+    """
+    rows, n, k = shape
+    x = normal(generator, rows, k, dtype=torch.bfloat16)
+    if is_fp8:
+        codes, scale = uneven_fp8_weight(generator, n, k)
+        inputs: Inputs = {"x_MK": x, "w_NK": codes, "scale_BB": scale}
+        exact_w = dequantize(codes, scale, ref.BLOCK, torch.float64)
+    else:
+        inputs = {"x_MK": x, "w_NK": (normal(generator, n, k) * k**-0.5).bfloat16()}
+        exact_w = inputs["w_NK"].double()
+    exact, read = x.double() @ exact_w.t(), size(*inputs.values())
+    for name in given:
+        inputs[name] = normal(generator, *((n,) if name == "bias_N" else (rows, n)), dtype=torch.bfloat16)
+        if name != "out_MN":
+            exact += inputs[name].double()
+    return KernelCase(
+        name=", ".join((f"{rows} x {n} x {k}", *(name.split("_")[0] for name in given))),
+        inputs=inputs,
+        exact=(exact,),
+        tolerance=ROUNDED if is_fp8 else tolerance_of(torch.bfloat16),
+        flops=2 * rows * n * k,
+        bytes=read + 2 * rows * n * (1 + ("residual_MN" in given)),
+    )
 
 
 def cases(generator: torch.Generator) -> Iterator[KernelCase]:
-    for rows, n, k in ((1, 200, 2048), (8, 72, 1024), (11, 130, 1536), (40, 64, 512), (3, 96, 200)):
-        for added in (False, True):
-            x, w = normal(generator, rows, k), normal(generator, n, k) * k**-0.5
-            x, w = x.bfloat16(), w.bfloat16()
-            bias = normal(generator, n, dtype=torch.bfloat16) if added else None
-            residual = normal(generator, rows, n, dtype=torch.bfloat16) if added else None
-            exact = x.double() @ w.double().t()
-            if bias is not None and residual is not None:
-                exact += bias.double() + residual.double()
-            yield KernelCase(
-                name=f"{rows} x {n} x {k}{', bias, residual' if added else ''}",
-                inputs={"x_MK": x, "w_NK": w, "bias_N": bias, "residual_MN": residual},
-                exact=(exact,),
-                tolerance=tolerance_of(torch.bfloat16),
-                flops=2 * rows * n * k,
-                bytes=size(x, w) + 2 * rows * n * (1 + added),
-            )
+    for shape in ((1, 200, 2048), (8, 72, 1024), (11, 130, 1536), (40, 64, 512), (3, 96, 200)):
+        for given in ((), ADDED, ("out_MN",)):
+            yield product_case(generator, shape, given)
 
 
-def run(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, residual_MN: Tensor | None) -> tuple[Tensor, ...]:
-    return (ref.linear(x_MK, w_NK, bias_N, residual_MN),)
+def cases_fp8(generator: torch.Generator) -> Iterator[KernelCase]:
+    yield product_case(generator, (1, 200, 512), is_fp8=True)
+    yield product_case(generator, (7, 384, 1024), ("residual_MN",), is_fp8=True)
+    for rows in (40, 5):
+        yield product_case(generator, (rows, 130, 256), is_fp8=True)
+        yield product_case(generator, (rows, 130, 256), ("out_MN",), is_fp8=True)
 
 
-def run_triton(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, residual_MN: Tensor | None) -> tuple[Tensor, ...]:
+def run(x_MK: Tensor, w_NK: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    return (ref.linear(x_MK, w_NK, Epilogue(**given)),)
+
+
+def run_fp8(x_MK: Tensor, w_NK: Tensor, scale_BB: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    return (ref.linear_fp8(x_MK, w_NK, scale_BB, Epilogue(**given)),)
+
+
+def run_triton(x_MK: Tensor, w_NK: Tensor, **given: Any) -> tuple[Tensor, ...]:
     from thalweg.kernels.gemm import triton
 
-    bias, residual = (None if each is None else each.cuda() for each in (bias_N, residual_MN))
-    return (triton.linear(x_MK.cuda(), w_NK.cuda(), bias, residual).to(x_MK.device),)
+    return (triton.linear(x_MK, w_NK, Epilogue(**given)),)
+
+
+def run_fp8_backend(backend: str) -> Run:
+    def run_backend(x_MK: Tensor, w_NK: Tensor, scale_BB: Tensor, **given: Any) -> tuple[Tensor, ...]:
+        from thalweg.kernels.gemm.fp8 import product
+
+        return (product(backend)(x_MK, w_NK, scale_BB, Epilogue(**given)),)
+
+    return run_backend
+
+
+def _timed(
+    shapes: Shapes, device: torch.device, dtype: torch.dtype, backends: Callable[[int, int], dict[str, Run]]
+) -> Iterator[TimedCase]:
+    """dtype: of the weights. backends: by rows and inputs."""
+
+    def case(name: str, rows: int, n: int, k: int) -> TimedCase:
+        def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+            x_MK = draw_tensor(generator, rows, k, dtype=torch.bfloat16 if is_fp8 else dtype)
+            if is_fp8:
+                codes, scale = fp8_weight(generator, n, k)
+                return {"x_MK": x_MK, "w_NK": codes, "scale_BB": scale}
+            return {"x_MK": x_MK, "w_NK": draw_tensor(generator, n, k, dtype=dtype).mul_(k**-0.5)}
+
+        weight = n * k + 4 * (-(-n // 128) * (k // 128)) if is_fp8 else n * k * dtype.itemsize
+        cost = 2 * rows * n * k, weight + rows * (k + n) * (2 if is_fp8 else dtype.itemsize)
+        math = "float32" if device.type == "cpu" else "fp8" if is_fp8 else "bf16"
+        tolerance = ROUNDED if is_fp8 else 2e-2
+        return TimedCase(f"{name}, {rows} x {n} x {k}", draw, backends(rows, k), lambda inputs: cost, math, tolerance)
+
+    is_fp8 = dtype == torch.float8_e4m3fn
+    for name, n, k, counts in shapes[device.type]:
+        for rows in counts:
+            yield case(name, rows, n, k)
 
 
 def sizes(device: torch.device) -> Iterator[TimedCase]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for name, n, k, counts in SHAPES[device.type]:
-        for rows in counts:
-            yield _sized(name, rows, n, k, dtype)
+    def backends(rows: int, k: int) -> dict[str, Run]:
+        if device.type == "cpu":
+            return {"ref": run, "mkl": _library, "mkl, read ahead": _read_ahead}
+        own = {"triton": run_triton} if triton_available() and rows <= 64 else {}
+        return {"ref": run, "cublas": _library} | own
+
+    return _timed(SHAPES, device, model_dtype(device), backends)
 
 
-def _sized(name: str, rows: int, n: int, k: int, dtype: torch.dtype) -> TimedCase:
-    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
-        return {
-            "x_MK": draw_tensor(generator, rows, k, dtype=dtype),
-            "w_NK": draw_tensor(generator, n, k, dtype=dtype).mul_(k**-0.5),
-        }
+def sizes_fp8(device: torch.device) -> Iterator[TimedCase]:
+    def backends(rows: int, k: int) -> dict[str, Run]:
+        served = {"ref": run_fp8}
+        if device.type == "cuda" and triton_available():
+            served["triton"] = run_fp8_backend("triton")
+            if deep_gemm.available():
+                served["deep_gemm"] = run_fp8_backend("deep_gemm")
+            if torch.cuda.get_device_capability()[0] == 9 and cublas.serves(rows, k):
+                served["cublas"] = run_fp8_backend("cublas")
+        return served
 
-    backends: dict[str, Run] = {"ref": lambda x_MK, w_NK: (ref.linear(x_MK, w_NK),)}
-    if dtype == torch.float32:
-        backends |= {"mkl": _library, "mkl, read ahead": _read_ahead}
-    else:
-        backends["cublas"] = _library
-        if triton_available() and rows <= 64:
-            backends["triton"] = lambda x_MK, w_NK: run_triton(x_MK, w_NK, None, None)
-    moved = (rows * (k + n) + n * k) * dtype.itemsize
-    math = "bf16" if dtype == torch.bfloat16 else "float32"
-    return TimedCase(f"{name}, {rows} x {n} x {k}", draw, backends, lambda given: (2 * rows * n * k, moved), math, 2e-2)
+    return _timed(SHAPES_FP8, device, torch.float8_e4m3fn, backends)
 
 
 def _library(x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, ...]:
@@ -89,9 +177,10 @@ def _library(x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, ...]:
 
 
 def _read_ahead(x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, ...]:
-    """As the CPU's layers do: see `prefetch.py`."""
+    """As the layers of a CPU do: see `prefetch.py`."""
     read_weight(w_NK)
     return (F.linear(x_MK, w_NK),)
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if triton_available() else {})
+BACKENDS = with_triton(run, run_triton)
+FP8 = Operation(cases_fp8, with_triton(run_fp8, run_fp8_backend("triton")), sizes_fp8)

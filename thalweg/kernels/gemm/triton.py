@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.launch import launch_options
-from thalweg.kernels.norm.triton import LazyNorm, rows_of
+from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
+from thalweg.kernels.launch import launch_config
+from thalweg.kernels.norm.triton import LazyNorm, deferred_norm, rows_of
 from thalweg.kernels.silu_mul.triton import gated
 from thalweg.kernels.tuned import TUNED
 
@@ -37,8 +37,7 @@ GROUP = 128
 @triton.jit(do_not_specialize=["M"])
 def _linear(
     x_MK, w_NK, bias_N, residual_MN, y_MN, M, N, stride_x, stride_y, stride_r,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -66,10 +65,10 @@ def _linear(
             w = tl.load(w_ptr + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
             x = tl.load(x_ptr + start, mask=inside[None, :], other=0.0)
             sums = tl.dot(x, w.T, sums)
-    if BIAS:
+    if bias_N is not None:
         sums += tl.load(bias_N + n_B, mask=columns, other=0.0).to(tl.float32)[None, :]
     inside = rows[:, None] & columns[None, :]
-    if RESIDUAL:
+    if residual_MN is not None:
         r = tl.load(residual_MN + m_B[:, None] * stride_r + n_B[None, :], mask=inside, other=0.0)
         sums += r.to(tl.float32)
     tl.store(y_MN + m_B.to(tl.int64)[:, None] * stride_y + n_B[None, :], sums.to(y_MN.dtype.element_ty), mask=inside)
@@ -230,38 +229,25 @@ def is_faster(m: int, n: int, k: int) -> bool:
     return gemv_tile(m, n, k, 2) is not None or m <= 32 and n >= 4 * MANY
 
 
-def tiles(m: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) of `_linear`, the fastest of those tried on an H100."""
-    return 32 if m <= 32 else 64, 32, 128, 4, 4
-
-
-def linear(
-    x: Tensor | LazyNorm,
-    w_NK: Tensor,
-    bias_N: Tensor | None = None,
-    residual_MN: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """y [M, N] in `dtype` (default x's), M ≤ 64. x, w: bf16. residual_MN: added, and written: the result is then the
-    residual itself.
-    """
+def linear(x: Tensor | LazyNorm, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    """y [M, N], M ≤ 64. x, w: bf16."""
     n, k = w_NK.shape
-    x = _given(x, n)
-    if (shape := gemv_tile(len(x), n, k, 2, isinstance(x, LazyNorm))) is not None:
-        return gemv(x, w_NK, shape, None, bias_N, residual_MN, dtype)
+    x = _resolved(x, n)
+    if (tile := gemv_tile(len(x), n, k, 2, isinstance(x, LazyNorm))) is not None:
+        return gemv(x, w_NK, tile, epilogue=epilogue)
     x_MK = rows_of(x)
     m = len(x_MK)
-    y = torch.empty(m, n, dtype=dtype or x_MK.dtype, device=x_MK.device) if residual_MN is None else residual_MN
-    block_m, block_n, block_k, warps, stages = tiles(m)
+    y = epilogue.result(m, n, x_MK)
+    block_m, block_n = 32 if m <= 32 else 64, 32  # the fastest of those tried on an H100
     _linear[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
-        x_MK, w_NK, bias_N, residual_MN, y, m, n, x_MK.stride(0), y.stride(0), y.stride(0), k, block_m, block_n, block_k,
-        bias_N is not None, residual_MN is not None, num_warps=warps, num_stages=stages, **launch_options(x_MK),
+        x_MK, w_NK, epilogue.bias_N, epilogue.residual_MN, y, m, n, x_MK.stride(0), y.stride(0), y.stride(0),
+        k, block_m, block_n, 128, **launch_config(x_MK, 4, 4),
     )  # fmt: skip
     return y
 
 
-def _given(x: Tensor | LazyNorm, n: int) -> Tensor | LazyNorm:
-    """Computed before, where each of many programs, or of many rows, would compute the norm."""
+def _resolved(x: Tensor | LazyNorm, n: int) -> Tensor | LazyNorm:
+    """Computes a norm first where each of many programs, or of many rows, would compute it."""
     return rows_of(x) if n >= MANY or len(x) > NORMED else x
 
 
@@ -271,72 +257,73 @@ def can_fuse_swiglu(m: int, n: int, k: int) -> bool:
 
 
 def swiglu(x: Tensor | LazyNorm, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """silu(gate) · up [M, N / 2] of x Wᵀ (+ b) whose first N / 2 columns are the gates, the others up, in one launch.
-    Where `fuses`.
+    """silu(gate) · up [M, N / 2] of x Wᵀ (+ b), whose first N / 2 columns are the gates, in one launch. Where
+    `can_fuse_swiglu`.
     """
-    x = _given(x, len(w_NK))
-    shape = gemv_tile(len(x), len(w_NK), w_NK.shape[1], 2, isinstance(x, LazyNorm))
-    assert shape is not None, "asked only where `can_fuse_swiglu` says so"
-    return gemv(x, w_NK, shape, bias_N=bias_N, swiglu=True)
+    n, k = w_NK.shape
+    x = _resolved(x, n)
+    tile = gemv_tile(len(x), n, k, 2, isinstance(x, LazyNorm))
+    assert tile is not None, "`can_fuse_swiglu` is false"
+    return gemv(x, w_NK, tile, epilogue=Epilogue(bias_N), swiglu=True)
 
 
-def linear_fp8(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, residual_MN: Tensor | None = None) -> Tensor:
-    """y [M, N] bf16, M ≤ 32. w: e4m3 [N, K], K a multiple of 128, scale float32 [ceil(N / 128), K / 128]. residual_MN:
-    as in `linear`.
-    """
-    x = _given(x, len(w_NK))
-    shape = gemv_tile(len(x), len(w_NK), w_NK.shape[1], 1, isinstance(x, LazyNorm))
-    if shape is None:
+def linear_fp8(x: Tensor | LazyNorm, w_NK: Tensor, scale_BB: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    """y [M, N] bf16, M ≤ 32. w: e4m3 [N, K], K a multiple of 128, scale float32 [ceil(N / 128), K / 128]."""
+    n, k = w_NK.shape
+    x = _resolved(x, n)
+    tile = gemv_tile(len(x), n, k, 1, isinstance(x, LazyNorm))
+    if tile is None:
         raise ValueError(
-            f"linear_fp8 takes up to {ROWS_FP8} rows of a multiple of {GROUP} columns, not {len(x)} of {w_NK.shape[1]}"
+            f"linear_fp8 takes up to {ROWS_FP8} rows of a multiple of {GROUP} columns, not {len(x)} of {k}"
         )
-    return gemv(x, w_NK, shape, scale_BB, None, residual_MN)
+    return gemv(x, w_NK, tile, scale_BB, epilogue)
 
 
 def gemv(
     x: Tensor | LazyNorm,
     w_NK: Tensor,
-    shape: GemvTile,
+    tile: GemvTile,
     scale_BB: Tensor | None = None,
-    bias_N: Tensor | None = None,
-    residual_MN: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    epilogue: Epilogue = PLAIN,
     swiglu: bool = False,
 ) -> Tensor:
-    """y [M, N] in `dtype` (default x's) = x Wᵀ. x: bf16, or a norm of such, which is computed as it is read. w: bf16,
-    or e4m3 with scale float32 [ceil(N / 128), K / 128]; K a multiple of parts · columns. residual_MN: added, and
-    written: the result is then the residual itself. swiglu: w, bf16, has gate rows, then as many up rows, and y [M, N /
-    2] is silu(gate) · up, as `silu_mul` computes it from bf16.
+    """y [M, N] = x Wᵀ. x: bf16, or a norm of such, which is computed as it is read. w: bf16, or e4m3 with scale float32
+    [ceil(N / 128), K / 128]; K a multiple of parts · columns. swiglu: w, bf16, has gate rows, then as many up rows, and
+    y [M, N / 2] is silu(gate) · up, as `silu_mul` computes it from bf16.
     """
     assert scale_BB is None or not swiglu, "SwiGLU is fused with bf16 weights only"
-    norm = x if isinstance(x, LazyNorm) else None
-    x_MK = x.x_TH if isinstance(x, LazyNorm) else x
+    x_MK, norm_K, eps = deferred_norm(x)
     (m, k), n = x_MK.shape, len(w_NK)
-    wide = n // 2 if swiglu else n
-    y = torch.empty(m, wide, dtype=dtype or x_MK.dtype, device=x_MK.device) if residual_MN is None else residual_MN
-    _gemv[(triton.cdiv(n, shape.n), triton.cdiv(m, shape.m))](
-        x_MK, w_NK, scale_BB, None if norm is None else norm.weight_H, bias_N, residual_MN, y, m, n, x_MK.stride(0), y.stride(0),
-        0.0 if norm is None else norm.eps, k, shape.m, shape.n, shape.parts, shape.columns, shape.ahead, shape.stages, swiglu,
-        num_warps=shape.warps, num_stages=shape.stages, **launch_options(x_MK),
+    y = epilogue.result(m, n // 2 if swiglu else n, x_MK)
+    _gemv[(triton.cdiv(n, tile.n), triton.cdiv(m, tile.m))](
+        x_MK, w_NK, scale_BB, norm_K, epilogue.bias_N, epilogue.residual_MN, y, m, n, x_MK.stride(0), y.stride(0), eps,
+        k, tile.m, tile.n, tile.parts, tile.columns, tile.ahead, tile.stages, swiglu,
+        **launch_config(x_MK, tile.warps, tile.stages),
     )  # fmt: skip
     return y
+
+
+@triton.jit
+def tile_origin(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr):
+    """First row and column of this program's tile. Bands of BAND row blocks run together, columns slower, so that both
+    operands stay in L2.
+    """
+    across, down = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
+    band = tl.program_id(0) // (BAND * across)
+    height = tl.minimum(down - band * BAND, BAND)
+    inside = tl.program_id(0) % (BAND * across)
+    return (band * BAND + inside % height) * BLOCK_M, inside // height * BLOCK_N
 
 
 @triton.jit(do_not_specialize=["M", "stride_sx"])
 def _matmul_fp8(
     x_MK, sx_MG, w_NK, scale_BB, y_MN, M, N, stride_sx,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # blocks that share rows of x run together, so that both operands stay in L2
-    across, down = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
-    band = tl.program_id(0) // (GROUP_M * across)
-    height = min(down - band * GROUP_M, GROUP_M)
-    inside_band = tl.program_id(0) % (GROUP_M * across)
-    m_B = (band * GROUP_M + inside_band % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first_n = (inside_band // height) * BLOCK_N
-    n_B, k_B = first_n + tl.arange(0, BLOCK_N), tl.arange(0, 128)
+    first_m, first_n = tile_origin(M, N, BLOCK_M, BLOCK_N, BAND)
+    m_B, n_B, k_B = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N), tl.arange(0, 128)
     rows = tl.where(m_B < M, m_B, 0)
     x_ptr = x_MK + rows.to(tl.int64)[:, None] * K + k_B[None, :]
     w_ptr = w_NK + tl.where(n_B < N, n_B, 0).to(tl.int64)[:, None] * K + k_B[None, :]
@@ -360,6 +347,6 @@ def matmul_fp8(codes_MK: Tensor, scales_MG: Tensor, w_NK: Tensor, scale_BB: Tens
     block_m, block_n = (64, 128) if m <= 256 else (128, 128)
     _matmul_fp8[(triton.cdiv(n, block_n) * triton.cdiv(m, block_m),)](
         codes_MK, scales_MG, w_NK, scale_BB, y_MN, m, n, scales_MG.stride(1), k, block_m, block_n, 8,
-        num_warps=8 if block_m == 128 else 4, num_stages=4, **launch_options(codes_MK),
+        **launch_config(codes_MK, 8 if block_m == 128 else 4, 4),
     )  # fmt: skip
     return y_MN

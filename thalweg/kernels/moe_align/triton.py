@@ -16,27 +16,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.quantize.triton import GROUP, launch, scales_like
+from thalweg.kernels.launch import launch_config
+from thalweg.kernels.quantize.triton import GROUP, scales_like
 
 CHUNK = 128  # pairs of one program of the sort, which compares them with one another
 
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
-    """Pairs sorted by expert. order: position → pair. slot: pair → position. expert and row: of each tile of BLOCK_M
-    positions, its expert and its first position. end_N: the position after an expert's last one. total: tiles in use.
-    All int32, on the device, each with a little more room than it needs. tiles: the most that can be in use, which is
-    the grid. block: BLOCK_M.
-    """
+    """Pairs sorted by expert: int32 tensors on the device, each with a little more room than it needs."""
 
-    order: Tensor
-    slot_P: Tensor
-    expert: Tensor
-    row: Tensor
-    end_N: Tensor
-    total: Tensor
-    tiles: int
-    block: int
+    pair: Tensor  # position → pair
+    position_P: Tensor  # pair → position
+    tile_expert: Tensor  # of each tile of `block` positions
+    tile_row: Tensor  # first position of each tile
+    end_N: Tensor  # the position after an expert's last one
+    tiles: Tensor  # [1] tiles in use
+    most_tiles: int  # the most that can be in use: the grid
+    block: int  # positions of a tile
 
 
 def way_of(pairs: int) -> str:
@@ -54,52 +51,56 @@ def sort(ids_TK: Tensor, experts: int, block_m: int, aligned: bool = False) -> S
     way = way_of(pairs)
     chunks, bins = triton.cdiv(pairs, CHUNK), triton.next_power_of_2(experts + 1)
     most = min(pairs, (pairs + min(experts, pairs) * (block_m - 1)) // block_m)
-    sizes = [
-        most * block_m if aligned else pairs,
-        pairs,
-        most,
-        most,
-        bins,
-        1,
-        0 if way == "alone" else (chunks + 1) * bins,
-    ]
+    counts = 0 if way == "alone" else (chunks + 1) * bins
+    sizes = [most * block_m if aligned else pairs, pairs, most, most, bins, 1, counts]
     # in units of 16 bytes: a kernel is compiled for the alignment of its arguments
     sizes = [triton.cdiv(size, 4) * 4 for size in sizes]
     parts = torch.split(torch.empty(sum(sizes), dtype=torch.int32, device=ids_TK.device), sizes)
+    config = launch_config(ids_TK, 4)
     if way != "alone":
-        _count[(chunks,)](parts[6], ids_TK, pairs, CHUNK, bins, **launch(4))
+        _count[(chunks,)](parts[6], ids_TK, pairs, CHUNK, bins, **config)
     if way == "many":
-        _sum[(triton.cdiv(bins, 4),)](parts[6], chunks, bins, **launch(4))
-    _place[(chunks,)](*parts, ids_TK, pairs, chunks, experts, CHUNK, bins, block_m, aligned, way, **launch(4))
-    order, slot, expert, row, end, total, _ = parts
-    return SortedPairs(order, slot, expert, row, end, total[:1], most, block_m)
+        _sum[(triton.cdiv(bins, 4),)](parts[6], chunks, bins, **config)
+    _place[(chunks,)](*parts, ids_TK, pairs, chunks, experts, CHUNK, bins, block_m, aligned, way, **config)
+    pair, position, tile_expert, tile_row, end, tiles, _ = parts
+    return SortedPairs(pair, position, tile_expert, tile_row, end, tiles[:1], most, block_m)
 
 
 def gather(x_TH: Tensor, scales_TG: Tensor | None, by: SortedPairs, columns: int) -> tuple[Tensor, Tensor | None]:
     """→ rows [R, H], and their scales [R, H / 128] (MN-major) where x is e4m3, of every position of an aligned order in
     tiles of a multiple of 16; undefined where there is no pair.
     """
-    rows, hidden, device = by.tiles * by.block, x_TH.shape[1], x_TH.device
+    rows, hidden, device = by.most_tiles * by.block, x_TH.shape[1], x_TH.device
     a_RH = torch.empty(rows, hidden, dtype=x_TH.dtype, device=device)
     a_scales = None if scales_TG is None else scales_like(rows, hidden, device)
     _gather[(rows // 16,)](
-        a_RH, a_scales, x_TH, scales_TG, by.order, by.expert, by.end_N, by.total,
+        a_RH, a_scales, x_TH, scales_TG, by.pair, by.tile_expert, by.end_N, by.tiles,
         0 if a_scales is None else a_scales.stride(1), 0 if scales_TG is None else scales_TG.stride(1),
-        hidden, columns, 1024 // x_TH.itemsize, triton.next_power_of_2(triton.cdiv(hidden, GROUP)), by.block, **launch(4),
+        hidden, columns, 1024 // x_TH.itemsize, triton.next_power_of_2(triton.cdiv(hidden, GROUP)), by.block,
+        **launch_config(x_TH, 4),
     )  # fmt: skip
     return a_RH, a_scales
 
 
 def combine(
-    out_TH: Tensor, y_RH: Tensor, slot_P: Tensor | None, ids_TK: Tensor, weights_TK: Tensor, experts: int
+    out_TH: Tensor,
+    y_RH: Tensor,
+    position_P: Tensor | None,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: int,
+    accumulate: bool = True,
 ) -> None:
-    """out[t] += Σ_k weight[t, k] · y[slot of pair (t, k)] in float32; without slots, a pair's row is its own number."""
+    """out[t] (+)= Σ_k weight[t, k] · y[position of pair (t, k)] in float32. Without positions, a pair's row is its own
+    number. accumulate=False stores the sum.
+    """
     tokens, columns = ids_TK.shape
     hidden = out_TH.shape[1]
     block = min(1024, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
-        out_TH, y_RH, slot_P, ids_TK, weights_TK, experts, hidden, columns, block, **launch(4)
-    )
+        out_TH, y_RH, position_P, ids_TK, weights_TK, experts, hidden, columns, block, accumulate,
+        **launch_config(out_TH, 4),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -133,7 +134,7 @@ def _sum(counts_CB, chunks, BINS: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs", "chunks"])
 def _place(
-    order, slot_P, tile_expert, tile_row, end_B, total_tiles, counts_CB, ids_P, pairs, chunks,
+    pair, position_P, tile_expert, tile_row, end_B, total_tiles, counts_CB, ids_P, pairs, chunks,
     N: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr,
     WAY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -166,8 +167,8 @@ def _place(
         rank += tl.sum(((other[:, None] == ids[None, :]) & (j[:, None] < i[None, :])).to(tl.int32), 0)
     position = tl.gather(start + before, ids, 0) + rank
     placed = inside & (ids < N) if ALIGNED else inside
-    tl.store(order + position, chunk * CHUNK + i, mask=placed)
-    tl.store(slot_P + chunk * CHUNK + i, position, mask=inside)
+    tl.store(pair + position, chunk * CHUNK + i, mask=placed)
+    tl.store(position_P + chunk * CHUNK + i, position, mask=inside)
     if chunk == 0:
         first_tile = tl.cumsum(each, 0) - each
         tl.store(end_B + bins, start + count)
@@ -179,7 +180,9 @@ def _place(
 
 @triton.jit
 def _combine(
-    out_TH, y_RH, slot_P, ids_TK, weights_TK, N: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    out_TH, y_RH, position_P, ids_TK, weights_TK,
+    N: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of no expert were never written: they are not read."""
     token = tl.program_id(0).to(tl.int64)
@@ -192,11 +195,12 @@ def _combine(
     for k in tl.static_range(K):
         chosen = tl.load(ids_TK + token * K + k) < N
         row = token * K + k
-        if slot_P is not None:
-            row = tl.load(slot_P + row).to(tl.int64)
+        if position_P is not None:
+            row = tl.load(position_P + row).to(tl.int64)
         y = tl.load(y_RH + row * HIDDEN + h, mask=chosen & (h < HIDDEN), other=0.0)
         total += tl.load(weights_TK + token * K + k) * y.to(tl.float32)
-    total += tl.load(at, mask=h < HIDDEN, other=0.0).to(tl.float32)
+    if ACCUMULATE:
+        total += tl.load(at, mask=h < HIDDEN, other=0.0).to(tl.float32)
     tl.store(at, total.to(out_TH.dtype.element_ty), mask=h < HIDDEN)
 
 

@@ -11,17 +11,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
+
+from thalweg.kernels.launch import launch_config
 
 GROUP = 128
 FLOOR, LARGEST = tl.constexpr(1e-4), tl.constexpr(448.0)  # as in fp8_block/ref.py
 ROWS = 16  # of a program: 4 KB in, one scale a row; enough programs from one row on (K / 128 of them)
-
-
-def launch(warps: int, stages: int = 1) -> dict[str, int | bool]:
-    """Launch options, of which the interpreter knows none of PDL."""
-    options: dict[str, int | bool] = {"num_warps": warps, "num_stages": stages}
-    return options | ({"PDL": False} if knobs.runtime.interpret else {"PDL": True, "launch_pdl": True})
 
 
 def scales_like(rows: int, columns: int, device: torch.device) -> Tensor:
@@ -44,8 +39,8 @@ def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
         groups = columns // GROUP
         # one axis: rows beyond 65,535 blocks do not fit the others
         _quantize[(groups * triton.cdiv(rows, ROWS),)](
-            codes, scales, x_MK, rows, x_MK.stride(0), codes.stride(0), scales.stride(1), groups, ROWS, **launch(4)
-        )
+            codes, scales, x_MK, rows, x_MK.stride(0), codes.stride(0), scales.stride(1), groups, ROWS, **launch_config(x_MK, 4)
+        )  # fmt: skip
     return codes, scales
 
 
@@ -72,17 +67,8 @@ def quotient(x, inverse, divisor):
 
 @triton.jit(do_not_specialize=["rows", "scales_stride"])
 def _quantize(
-    codes_MK,
-    scales_GM,
-    x_MK,
-    rows,
-    x_stride,
-    codes_stride,
-    scales_stride,
-    groups,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    codes_MK, scales_GM, x_MK, rows, x_stride, codes_stride, scales_stride, groups, ROWS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     group, block = tl.program_id(0) % groups, tl.program_id(0) // groups
     row = block * ROWS + tl.arange(0, ROWS)
     column = group * 128 + tl.arange(0, 128)

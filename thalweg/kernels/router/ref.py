@@ -1,5 +1,7 @@
-"""Which experts a token goes to, and with which weights (DeepSeek-V2 report §2.2, V3 report §2.1.2). All in float32;
-ids int64.
+"""Which experts a token goes to, and with which weights (DeepSeek-V2 report §2.2, V3 report §2.1.2).
+
+Everything is float32; ids are int64. Each rule returns weights [T, topk] and ids [T, topk]. renormalize: the weights of
+a token sum to `scale`.
 """
 
 from __future__ import annotations
@@ -9,23 +11,19 @@ from torch import Tensor
 
 
 def greedy(logits_TE: Tensor, topk: int, scale: float, renormalize: bool = False) -> tuple[Tensor, Tensor]:
-    """The largest softmax scores: V2-Lite's as they are, Qwen3-MoE's normalised to sum to 1. Returns weights [T, topk]
-    and ids [T, topk].
-    """
+    """The largest softmax scores."""
     weights, ids = logits_TE.softmax(-1).topk(topk, -1, sorted=False)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights.mul_(scale), ids
+    return _scaled(weights, scale, renormalize), ids
 
 
 def group_limited_greedy(
-    logits_TE: Tensor, topk: int, scale: float, groups: int, topk_groups: int
+    logits_TE: Tensor, topk: int, scale: float, groups: int, topk_groups: int, renormalize: bool = False
 ) -> tuple[Tensor, Tensor]:
     """V2: as `greedy` within the groups whose best expert is best."""
     scores = logits_TE.softmax(-1)
     best = scores.view(-1, groups, scores.shape[1] // groups).amax(-1)
     weights, ids = _within_groups(scores, best, topk_groups).topk(topk, -1, sorted=False)
-    return weights.mul_(scale), ids
+    return _scaled(weights, scale, renormalize), ids
 
 
 def noaux_tc(
@@ -40,10 +38,13 @@ def noaux_tc(
         best = biased.view(-1, groups, biased.shape[1] // groups).topk(2, -1, sorted=False).values.sum(-1)
         biased = _within_groups(biased, best, topk_groups)
     ids = biased.topk(topk, -1, sorted=False).indices
-    weights = scores.gather(1, ids)
+    return _scaled(scores.gather(1, ids), scale, renormalize), ids
+
+
+def _scaled(weights_TK: Tensor, scale: float, renormalize: bool) -> Tensor:
     if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True).add_(1e-20)
-    return weights.mul_(scale), ids
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).add_(1e-20)
+    return weights_TK.mul_(scale)
 
 
 def _within_groups(scores_TE: Tensor, best_TG: Tensor, topk_groups: int) -> Tensor:

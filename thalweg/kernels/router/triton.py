@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.norm.triton import LazyNorm, rows_of
-from thalweg.kernels.quantize.triton import GROUP, encode, launch, quantize, scales_like
+from thalweg.kernels.launch import launch_config
+from thalweg.kernels.norm.triton import LazyNorm, deferred_norm, rows_of
+from thalweg.kernels.quantize.triton import GROUP, encode, quantize, scales_like
 
 FEW, MANY = 4, 1024
 PROGRAMS = 264  # two for each of an H100's multiprocessors: what the splits are to fill
@@ -28,32 +29,32 @@ PROGRAMS = 264  # two for each of an H100's multiprocessors: what the splits are
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """How a router chooses: `topk` of `experts`, method greedy, group_limited_greedy or noaux_tc, then `shared` more,
-    always.
-    """
+    """How a router chooses."""
 
     experts: int
     topk: int
-    scale: float
+    scale: float  # of the weights
     groups: int
     topk_groups: int
-    method: str
-    renormalize: bool
-    shared: int
+    method: str  # greedy, group_limited_greedy or noaux_tc
+    renormalize: bool  # the weights sum to `scale`
+    shared: int  # experts that every token chooses besides
 
 
 class RouterOutput(NamedTuple):
-    """weights float32 [T, K] and ids int32 [T, K], K = topk + shared: ids experts … experts + shared - 1 are the shared
-    ones, experts + shared (weight 0) is none, of a padding token. codes e4m3 [T, H], scales float32 [T, H / 128]
-    MN-major: x quantised, if asked for. shared: as far as a kernel may rely on the last columns without waiting for the
-    choice.
-    """
+    """The choice, and x in FP8 if asked for."""
 
-    weights_TK: Tensor
+    weights_TK: Tensor  # float32, K = topk + shared
+    # int32: experts … experts + shared - 1 are the shared ones, experts + shared (weight 0) is none, of a padding token
     ids_TK: Tensor
-    codes_TH: Tensor | None = None
-    scales_TG: Tensor | None = None
-    shared: int = 0
+    codes_TH: Tensor | None = None  # x, e4m3
+    scales_TG: Tensor | None = None  # float32 [T, H / 128], MN-major
+    shared: int = 0  # last columns on which a kernel may rely without waiting for the choice
+
+    def part(self, tokens: slice) -> RouterOutput:
+        """The choice of some tokens."""
+        codes, scales = (None if each is None else each[tokens] for each in (self.codes_TH, self.scales_TG))
+        return RouterOutput(self.weights_TK[tokens], self.ids_TK[tokens], codes, scales, self.shared)
 
 
 def tiles(tokens: int, experts: int, hidden: int, deterministic: bool) -> tuple[int, int, int]:
@@ -72,91 +73,68 @@ def tiles(tokens: int, experts: int, hidden: int, deterministic: bool) -> tuple[
     return block_T, block_E, splits
 
 
-def few_columns(hidden: int) -> int:
-    """Columns of a program for few tokens."""
-    return 256 if hidden <= 4096 else 512
-
-
-def starts(experts: int, hidden: int, most: int) -> list[int]:
-    """Numbers of tokens, up to `most`, at which other compiled kernels begin: running each once compiles all."""
-    counts = range(1, most + 1)
-    keys = [(tiles(tokens, experts, hidden, False), tokens <= FEW, tokens >= MANY) for tokens in counts]
-    return [i + 1 for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
-
-
 def route(
     x: Tensor | LazyNorm,
     weight_EH: Tensor,
     bias_E: Tensor | None,
-    rule: RouterConfig,
+    config: RouterConfig,
     real_T: Tensor | None = None,
     with_codes: bool = False,
     deterministic: bool = False,
 ) -> RouterOutput:
     """Chooses experts for each token. x: bf16 [T, H], contiguous, or a norm of such. weight_EH: float32, or bf16 as
-    stored. bias_E: float32, of noaux_tc. real_T: bool, False of padding. quantise: also x in e4m3 (H a multiple of
+    stored. bias_E: float32, of noaux_tc. real_T: bool, False of padding. with_codes: also x in e4m3 (H a multiple of
     128). deterministic: a token's result does not depend on the others.
     """
-    tokens, columns, device = len(x), rule.topk + rule.shared, weight_EH.device
+    tokens, columns, device = len(x), config.topk + config.shared, weight_EH.device
     weights_TK = torch.empty(tokens, columns, dtype=torch.float32, device=device)
     ids_TK = torch.empty(tokens, columns, dtype=torch.int32, device=device)
-    if tokens <= FEW and not deterministic:
-        logits_STE, codes, scales = _score_few(x, weight_EH, with_codes)
-    elif tokens >= MANY and weight_EH.dtype == torch.bfloat16 and not deterministic:
+    if tokens >= MANY and weight_EH.dtype == torch.bfloat16 and not deterministic:
         x_TH = rows_of(x)
         logits_STE = torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32).unsqueeze(0)
         codes, scales = quantize(x_TH) if with_codes else (None, None)
     else:
-        logits_STE, codes, scales = _score(rows_of(x), weight_EH, with_codes, deterministic)
-    routed = RouterOutput(weights_TK, ids_TK, codes, scales, rule.shared)
-    if not tokens:
-        return routed
-    groups = 1 if rule.method == "greedy" or rule.groups <= rule.topk_groups else rule.groups
-    _choose[(tokens,)](
-        weights_TK, ids_TK, logits_STE, bias_E if rule.method == "noaux_tc" else None, real_T, tokens, rule.scale,
-        len(logits_STE), rule.experts, rule.topk, rule.shared, triton.next_power_of_2(columns), groups, triton.next_power_of_2(groups),
-        triton.next_power_of_2(rule.experts // groups), rule.topk_groups, rule.method == "noaux_tc", rule.renormalize, not with_codes,
-        **launch(1 if rule.experts <= 256 else 4),
-    )  # fmt: skip
-    return routed
-
-
-def _score_few(
-    x: Tensor | LazyNorm, weight_EH: Tensor, with_codes: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `_score`."""
-    norm = x if isinstance(x, LazyNorm) else None
-    x_TH = x.x_TH if isinstance(x, LazyNorm) else x
-    (tokens, hidden), experts, device = x_TH.shape, len(weight_EH), x_TH.device
-    columns = few_columns(hidden)
-    splits = triton.cdiv(hidden, columns)
-    logits_STE = torch.empty(splits, tokens, experts, dtype=torch.float32, device=device)
-    codes = torch.empty_like(x_TH, dtype=torch.float8_e4m3fn) if with_codes else None
-    scales = scales_like(tokens, hidden, device) if with_codes else None
+        logits_STE, codes, scales = _score(x, weight_EH, with_codes, deterministic)
     if tokens:
-        _logits_few[(triton.cdiv(experts, 16) + int(with_codes), tokens, splits)](
-            logits_STE, codes, scales, x_TH, None if norm is None else norm.weight_H, weight_EH, tokens,
-            0 if scales is None else scales.stride(1), 0.0 if norm is None else norm.eps,
-            experts, hidden, 16, columns, triton.next_power_of_2(hidden), **launch(4),
+        groups = 1 if config.method == "greedy" or config.groups <= config.topk_groups else config.groups
+        sigmoid = config.method == "noaux_tc"
+        _choose[(tokens,)](
+            weights_TK, ids_TK, logits_STE, bias_E if sigmoid else None, real_T, tokens, config.scale, len(logits_STE),
+            config.experts, config.topk, config.shared, triton.next_power_of_2(columns), groups,
+            triton.next_power_of_2(groups), triton.next_power_of_2(config.experts // groups), config.topk_groups,
+            sigmoid, config.renormalize, not with_codes, **launch_config(weights_TK, 1 if config.experts <= 256 else 4),
         )  # fmt: skip
-    return logits_STE, codes, scales
+    return RouterOutput(weights_TK, ids_TK, codes, scales, config.shared)
 
 
 def _score(
-    x_TH: Tensor, weight_EH: Tensor, with_codes: bool, deterministic: bool
+    x: Tensor | LazyNorm, weight_EH: Tensor, with_codes: bool, deterministic: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Partial logits float32 [splits, T, E], and x in e4m3 with its scales if asked for."""
+    few = len(x) <= FEW and not deterministic
+    x_TH, norm_H, eps = deferred_norm(x if few else rows_of(x))
     (tokens, hidden), experts, device = x_TH.shape, len(weight_EH), x_TH.device
-    block_T, block_E, splits = tiles(tokens, experts, hidden, deterministic)
+    if few:
+        columns = 256 if hidden <= 4096 else 512  # of a program
+        splits = triton.cdiv(hidden, columns)
+    else:
+        block_T, block_E, splits = tiles(tokens, experts, hidden, deterministic)
     logits_STE = torch.empty(splits, tokens, experts, dtype=torch.float32, device=device)
     codes = torch.empty_like(x_TH, dtype=torch.float8_e4m3fn) if with_codes else None
     scales = scales_like(tokens, hidden, device) if with_codes else None
-    if tokens:
-        stride = 0 if scales is None else scales.stride(1)
+    stride = 0 if scales is None else scales.stride(1)
+    if not tokens:
+        return logits_STE, codes, scales
+    if few:
+        _logits_few[(triton.cdiv(experts, 16) + int(with_codes), tokens, splits)](
+            logits_STE, codes, scales, x_TH, norm_H, weight_EH, tokens, stride, eps,
+            experts, hidden, 16, columns, triton.next_power_of_2(hidden), **launch_config(x_TH, 4),
+        )  # fmt: skip
+    else:
         steps = triton.cdiv(triton.cdiv(hidden, GROUP), splits)
         _logits[(triton.cdiv(experts, block_E) + int(with_codes), triton.cdiv(tokens, block_T), splits)](
             logits_STE, codes, scales, x_TH, weight_EH, tokens, stride, steps,
-            experts, hidden, block_T, block_E, **launch(4, 5 if block_T <= 16 else 3),
+            experts, hidden, block_T, block_E, **launch_config(x_TH, 4, 5 if block_T <= 16 else 3),
         )  # fmt: skip
     return logits_STE, codes, scales
 
@@ -210,7 +188,8 @@ def _logits(
 @triton.jit(do_not_specialize=["tokens", "scales_stride"])
 def _logits_few(
     logits_STE, codes_TH, scales_GT, x_TH, norm_H, weight_EH, tokens, scales_stride, eps,
-    E: tl.constexpr, H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, WHOLE_H: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr,
+    WHOLE_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_E experts, one token, BLOCK_H columns a program; the last block of programs encodes x. With norm_H of the
     normed x, rounded as the norm's own kernel does.
@@ -244,8 +223,8 @@ def _logits_few(
 @triton.jit(do_not_specialize=["tokens"])
 def _choose(
     weights_TK, ids_TK, logits_STE, bias_E, real_T, tokens, scale,
-    SPLITS: tl.constexpr, E: tl.constexpr, TOPK: tl.constexpr, SHARED: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
+    SPLITS: tl.constexpr, E: tl.constexpr, TOPK: tl.constexpr, SHARED: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program: the whole row lies in the registers of a warp, and each of the chosen is one reduction over
@@ -282,7 +261,7 @@ def _choose(
         best_K = tl.where(column == k, best, best_K)
         choice = tl.where(place == best, -float("inf"), choice)
     weights = tl.where(column < TOPK, tl.gather(scores, best_K, 0), 0.0)
-    if SIGMOID and RENORMALIZE:
+    if RENORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
     # logits that are no numbers must not lead out of the table
     ids = tl.minimum(best_K // BLOCK_M * (E // GROUPS) + best_K % BLOCK_M, E - 1)

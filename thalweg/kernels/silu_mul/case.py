@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size
-from thalweg.kernels.launch import triton_available
+from thalweg.kernels.case import Inputs, KernelCase, TimedCase, draw_tensor, model_dtype, normal, size, with_triton
 from thalweg.kernels.silu_mul import ref
 
 SHAPES = {"cpu": ((1, 512), (64, 512)), "cuda": ((32, 18432), (4096, 18432))}  # of models: rows, inner width
@@ -21,14 +20,8 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
         gate, up = gate_up.double().chunk(2, 1)
         exact = F.silu(gate) * up
         scale = exact.view(rows, -1, 128).abs().amax(-1) / 448
-        yield KernelCase(
-            name=f"{rows} x {inner}",
-            inputs={"gate_up_MI": gate_up},
-            exact=(exact, scale),
-            tolerance=4e-3,
-            flops=4 * exact.numel(),
-            bytes=size(gate_up) + 3 * exact.numel(),
-        )
+        cost = 4 * exact.numel(), size(gate_up) + 3 * exact.numel()
+        yield KernelCase(f"{rows} x {inner}", {"gate_up_MI": gate_up}, (exact, scale), 4e-3, *cost)
 
 
 def run(gate_up_MI: Tensor) -> tuple[Tensor, ...]:
@@ -38,30 +31,31 @@ def run(gate_up_MI: Tensor) -> tuple[Tensor, ...]:
 def run_triton(gate_up_MI: Tensor) -> tuple[Tensor, ...]:
     from thalweg.kernels.silu_mul import triton
 
-    given = gate_up_MI.cuda()
-    return triton.silu_mul(given).to(gate_up_MI.device), triton.silu_mul_quantize(given)[1].to(gate_up_MI.device)
+    return triton.silu_mul(gate_up_MI), triton.silu_mul_quantize(gate_up_MI)[1]
 
 
-def sizes(device: torch.device) -> Iterator[TimedCase]:
-    for rows, inner in SHAPES[device.type]:
-        yield _sized(rows, inner, torch.bfloat16 if device.type == "cuda" else torch.float32)
+def run_plain(gate_up_MI: Tensor) -> tuple[Tensor, ...]:
+    return (ref.silu_mul(gate_up_MI),)
 
 
-def _sized(rows: int, inner: int, dtype: torch.dtype) -> TimedCase:
-    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
-        return {"gate_up_MI": draw_tensor(generator, rows, 2 * inner, dtype=dtype)}
-
-    backends: dict[str, Run] = {"ref": lambda gate_up_MI: (ref.silu_mul(gate_up_MI),)}
-    if triton_available() and dtype == torch.bfloat16:
-        backends["triton"] = _run_one
-    moved = 3 * rows * inner * dtype.itemsize
-    return TimedCase(f"{rows} x {inner}", draw, backends, lambda given: (4 * rows * inner, moved), "float32", 8e-3)
-
-
-def _run_one(gate_up_MI: Tensor) -> tuple[Tensor, ...]:
+def run_plain_triton(gate_up_MI: Tensor) -> tuple[Tensor, ...]:
     from thalweg.kernels.silu_mul import triton
 
     return (triton.silu_mul(gate_up_MI),)
 
 
-BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if triton_available() else {})
+def sizes(device: torch.device) -> Iterator[TimedCase]:
+    dtype = model_dtype(device)
+    backends = with_triton(run_plain, run_plain_triton, device)
+
+    def case(rows: int, inner: int) -> TimedCase:
+        def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
+            return {"gate_up_MI": draw_tensor(generator, rows, 2 * inner, dtype=dtype)}
+
+        cost = 4 * rows * inner, 3 * rows * inner * dtype.itemsize
+        return TimedCase(f"{rows} x {inner}", draw, backends, lambda inputs: cost, "float32", 8e-3)
+
+    return (case(*shape) for shape in SHAPES[device.type])
+
+
+BACKENDS = with_triton(run, run_triton)

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thalweg.kernels.quantize.triton import GROUP, encode, launch, scales_like
+from thalweg.kernels.launch import launch_config
+from thalweg.kernels.quantize.triton import GROUP, encode, scales_like
 
 ROWS, COLUMNS = 4, 512  # of a program without codes
 
@@ -24,7 +25,7 @@ def silu_mul(gate_up_MI: Tensor, used: Tensor | None = None) -> Tensor:
         rows_each = 1 if rows < 64 else ROWS
         # one axis: rows beyond 65,535 blocks do not fit the others
         grid = (triton.cdiv(inner, COLUMNS) * triton.cdiv(rows, rows_each),)
-        _silu_mul[grid](out, gate_up_MI, used, rows, inner, rows_each, COLUMNS, **launch(4))
+        _silu_mul[grid](out, gate_up_MI, used, rows, inner, rows_each, COLUMNS, **launch_config(gate_up_MI, 4))
     return out
 
 
@@ -39,12 +40,14 @@ def silu_mul_quantize(gate_up_MI: Tensor, used: Tensor | None = None) -> tuple[T
     scales = scales_like(rows, inner, gate_up_MI.device)
     if rows:
         rows_each = 1 if rows < 64 else 16
-        grid = (inner // GROUP * triton.cdiv(rows, rows_each),)
-        _silu_mul_quantize[grid](codes, scales, gate_up_MI, used, rows, inner, scales.stride(1), rows_each, **launch(4))
+        _silu_mul_quantize[(inner // GROUP * triton.cdiv(rows, rows_each),)](
+            codes, scales, gate_up_MI, used, rows, inner, scales.stride(1), rows_each, **launch_config(gate_up_MI, 4)
+        )
     return codes, scales
 
 
 def _shape(gate_up_MI: Tensor) -> tuple[int, int]:
+    """Rows, and columns of the result."""
     if gate_up_MI.dim() != 2 or gate_up_MI.shape[1] % 2 or not gate_up_MI.is_contiguous():
         raise ValueError(
             f"silu_mul takes a contiguous [M, 2 I], not {tuple(gate_up_MI.shape)} with strides {gate_up_MI.stride()}"

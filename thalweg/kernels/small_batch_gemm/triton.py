@@ -22,14 +22,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from thalweg.kernels.launch import launch_options
+from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
+from thalweg.kernels.launch import launch_config
 from thalweg.kernels.silu_mul.triton import gated
 
 SMS = 132  # of an H100 or H200; a wrong number costs speed only
 FEWEST, FEW, MOST = 9, 64, 128  # rows for which they are the fastest, and that one instruction multiplies
 PAIRED, HEAD = 16384, 65536  # rows of the least weights that fill the machine
 WIDTHS = ((64, 0), (64, 8), (64, 16), (32, 16), (64, 32))  # of a program with pairs
-CUT = 4  # parts of K
+SPLITS = 4  # parts of K
 
 
 @triton.jit
@@ -43,8 +44,8 @@ def _joined(sums, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 @triton.jit(do_not_specialize=["M"])
 def _small_batch_gemm(
     x, w_big, w_small, y_MN, M, N,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PAIRS: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N]. PAIRS: the weight is [2, N, K], gate rows first."""
     if PDL:
@@ -117,11 +118,11 @@ def linear_fits(m: int, w_NK: Tensor) -> bool:
 
 
 def split_k_fits(m: int, w_NK: Tensor) -> bool:
-    """Whether `add_` is faster than a library's product: few columns, K so long that a part of it is long, and a wave
+    """Whether `split_k` is faster than a library's product: few columns, K so long that a part of it is long, and a wave
     of programs.
     """
     n, k = w_NK.shape
-    wave = 100 <= CUT * triton.cdiv(n, 112) <= SMS
+    wave = 100 <= SPLITS * triton.cdiv(n, 112) <= SMS
     return FEWEST <= m <= FEW and wave and k >= 4 * n and k % 128 == 0 and _hopper(w_NK)
 
 
@@ -139,27 +140,28 @@ def _roomy(device: torch.device) -> bool:
 
 def swiglu(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     """silu(gate) · up → [M, N / 2] bf16. x: bf16, its address and stride multiples of 16 bytes. w: bf16, contiguous, N
-    / 2 gate rows, then as many up rows. Where `pairs_fit`.
+    / 2 gate rows, then as many up rows. Where `swiglu_fits`.
     """
     inner = len(w_NK) // 2
     y = torch.empty(len(x_MK), inner, dtype=x_MK.dtype, device=x_MK.device)
-    return _launched(x_MK, w_NK.view(2, inner, -1), y, True)
+    return _launch(x_MK, w_NK.view(2, inner, -1), y, True)
 
 
-def linear(x_MK: Tensor, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    """x Wᵀ → [M, N] in `dtype`. x, w: as in `swiglu`. Where `linear_fits`."""
-    return _launched(x_MK, w_NK, torch.empty(len(x_MK), len(w_NK), dtype=dtype, device=x_MK.device), False)
+def linear(x_MK: Tensor, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    """x Wᵀ → [M, N], without bias and residual. x, w: as in `swiglu`. Where `linear_fits`."""
+    return _launch(x_MK, w_NK, epilogue.result(len(x_MK), len(w_NK), x_MK), False)
 
 
-def _launched(x_MK: Tensor, w: Tensor, y_MN: Tensor, pairs: bool) -> Tensor:
+def _launch(x_MK: Tensor, w: Tensor, y_MN: Tensor, pairs: bool) -> Tensor:
     (m, n), k = y_MN.shape, x_MK.shape[1]
     shape = tile(m, n, pairs)
     lead = [2] if pairs else []
     _small_batch_gemm[(triton.cdiv(n, shape.big + shape.small), triton.cdiv(m, shape.rows))](
-        TensorDescriptor.from_tensor(x_MK, [shape.rows, shape.k]), TensorDescriptor.from_tensor(w, [*lead, shape.big, shape.k]),
-        TensorDescriptor.from_tensor(w, [*lead, shape.small or shape.big, shape.k]), y_MN, m, n,
-        k, shape.rows, shape.big, shape.small, shape.k, shape.stages, pairs, num_warps=shape.warps, num_stages=shape.stages,
-        **launch_options(x_MK),
+        TensorDescriptor.from_tensor(x_MK, [shape.rows, shape.k]),
+        TensorDescriptor.from_tensor(w, [*lead, shape.big, shape.k]),
+        TensorDescriptor.from_tensor(w, [*lead, shape.small or shape.big, shape.k]),
+        y_MN, m, n, k, shape.rows, shape.big, shape.small, shape.k, shape.stages, pairs,
+        **launch_config(x_MK, shape.warps, shape.stages),
     )  # fmt: skip
     return y_MN
 
@@ -167,8 +169,8 @@ def _launched(x_MK: Tensor, w: Tensor, y_MN: Tensor, pairs: bool) -> Tensor:
 @triton.jit(do_not_specialize=["M"])
 def _split_k_gemm(
     x, w_A, w_B, w_C, part_SMN, M, N, steps,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (b, s): A + B + C columns of the sum over the s-th part of K, `steps` steps long."""
     if PDL:
@@ -189,27 +191,34 @@ def _split_k_gemm(
 
 
 @triton.jit
-def _add_partials(part_SE, h_E, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """h += the sum of the parts, in float32."""
+def _add_partials(
+    part_SE, y_E, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr
+):
+    """y = the sum of the parts, in float32; ACCUMULATE: y += it."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < elements
-    total = tl.load(h_E + at, mask=live, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if ACCUMULATE:
+        total = tl.load(y_E + at, mask=live, other=0.0).to(tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(part_SE + part * elements + at, mask=live, other=0.0)
-    tl.store(h_E + at, total.to(h_E.dtype.element_ty), mask=live)
+    tl.store(y_E + at, total.to(y_E.dtype.element_ty), mask=live)
 
 
-def add_(h_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """h += x Wᵀ, in place. h: bf16, contiguous. x, w: as in `swiglu`. Where `split_k_fits`."""
-    (m, n), k = h_MN.shape, x_MK.shape[1]
-    rows, widths, step, stages = FEW, (64, 32, 16), 128, 4
-    part = torch.empty(CUT, m, n, dtype=torch.float32, device=x_MK.device)
-    _split_k_gemm[(triton.cdiv(n, sum(widths)), CUT)](
-        TensorDescriptor.from_tensor(x_MK, [rows, step]), *(TensorDescriptor.from_tensor(w_NK, [width, step]) for width in widths),
-        part, m, n, triton.cdiv(k // step, CUT), k, rows, *widths, step, stages, num_warps=4, num_stages=stages, **launch_options(x_MK),
+def split_k(x_MK: Tensor, w_NK: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    """x Wᵀ (+ residual) → [M, N] bf16, contiguous, without bias. x, w: as in `swiglu`. Where `split_k_fits`."""
+    m, (n, k) = len(x_MK), w_NK.shape
+    y = epilogue.result(m, n, x_MK)
+    rows, widths, step = FEW, (64, 32, 16), 128
+    part = torch.empty(SPLITS, m, n, dtype=torch.float32, device=x_MK.device)
+    _split_k_gemm[(triton.cdiv(n, sum(widths)), SPLITS)](
+        TensorDescriptor.from_tensor(x_MK, [rows, step]),
+        *(TensorDescriptor.from_tensor(w_NK, [width, step]) for width in widths),
+        part, m, n, triton.cdiv(k // step, SPLITS), k, rows, *widths, step, 4, **launch_config(x_MK, 4, 4),
     )  # fmt: skip
-    _add_partials[(triton.cdiv(m * n, 1024),)](part, h_MN, m * n, CUT, 1024, num_warps=4, **launch_options(x_MK))
-    return h_MN
+    accumulate = epilogue.residual_MN is not None
+    _add_partials[(triton.cdiv(m * n, 1024),)](part, y, m * n, SPLITS, 1024, accumulate, **launch_config(x_MK, 4, 3))
+    return y
