@@ -47,7 +47,7 @@ def model() -> tuple[Any, Any]:
 
 @pytest.fixture(autouse=True)
 def loaded_once(model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each engine has a brain of its own around the same weights; its KV and slots hold nonsense at first, so that
+    """Each engine has its own scheduler around the same weights; its KV and slots hold garbage at first, so that
     nothing is found in them but what is put there.
     """
 

@@ -28,7 +28,7 @@ def test_counts_by_depth() -> None:
     assert before is not None and told.since(before) == AcceptanceCounts(2, 8, 3, (2, 2, 1), (1, 1, 1))
 
 
-def brain() -> Scheduler:
+def make_scheduler() -> Scheduler:
     limits = Limits(slots=4, budget=64, context=40, vocab=100, eos_ids=(0,))
     return Scheduler(limits, PageAllocator(100, NoPrefixCache(4)), draft_length=FixedDraftLength(2))
 
@@ -40,7 +40,7 @@ def step(b: Scheduler, *outputs: Output, width: int = 2) -> None:
 
 
 def test_a_request_reports_its_draft_counts_when_it_ends() -> None:
-    b = brain()
+    b = make_scheduler()
     b.handle([Submit(1, (5, 6), SamplingParams(max_tokens=20)), Submit(2, (7, 8), SamplingParams(stop=("x",)))])
     step(b, Output((1,), (2, 3)), Output((1,), (2,)))
     assert [delta.acceptance for delta in b.take_deltas()] == [None, None]
@@ -55,7 +55,7 @@ def test_a_request_reports_its_draft_counts_when_it_ends() -> None:
 
 
 def test_unverified_drafts_count_as_wasted() -> None:
-    b = brain()
+    b = make_scheduler()
     b.handle([Submit(1, (5, 6), SamplingParams(max_tokens=20))])
     step(b, Output((1,), (2, 3)))
     b._abort(1)
@@ -63,7 +63,7 @@ def test_unverified_drafts_count_as_wasted() -> None:
 
 
 def test_steps_by_width_are_those_that_sampled() -> None:
-    b = brain()
+    b = make_scheduler()
     b.handle([Submit(1, (5, 6), SamplingParams(max_tokens=20))])
     for width in (0, 2, 1, 2):
         step(b, Output((1,), (9,) * width), width=width)

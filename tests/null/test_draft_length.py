@@ -166,40 +166,40 @@ def test_a_failed_drafter_is_not_called_again() -> None:
 
 
 def test_drafts_that_do_not_fit_are_as_many_as_were_recorded() -> None:
-    brain = Scheduler(
+    scheduler = Scheduler(
         Limits(slots=8, budget=90, context=4096, vocab=100),
         PageAllocator(400, NoPrefixCache(16)),
         draft_length=FixedDraftLength(40),
     )
-    brain.handle([Submit(uid, (1, 2, 3), SamplingParams(max_tokens=1000)) for uid in range(5)])
+    scheduler.handle([Submit(uid, (1, 2, 3), SamplingParams(max_tokens=1000)) for uid in range(5)])
     width, widths = 0, set()
     for _ in range(6):
-        plan = brain.plan(width)
-        brain.mark_launched()
+        plan = scheduler.plan(width)
+        scheduler.mark_launched()
         width = plan.num_drafts
         widths.add(width)
-        brain.commit(plan, [Output((7,), (1,) * width) for _ in plan.rows])
+        scheduler.commit(plan, [Output((7,), (1,) * width) for _ in plan.rows])
     assert widths == {15}, "of 17 that fit"
 
 
 def test_wide_drafts_leave_a_share_of_a_step_to_prompts_that_wait() -> None:
     """Seven requests whose drafts would fill the budget, and a prompt of three chunks."""
-    brain = Scheduler(
+    scheduler = Scheduler(
         Limits(slots=8, budget=32, context=4096, vocab=100),
         PageAllocator(400, NoPrefixCache(16)),
         draft_length=FixedDraftLength(7),
     )
     greedy = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
-    brain.handle([Submit(uid, (1, 2, 3), greedy) for uid in range(7)])
+    scheduler.handle([Submit(uid, (1, 2, 3), greedy) for uid in range(7)])
     width, first = 0, 0
     for step in range(60):
         if step == 30:
-            brain.handle([Submit(99, tuple(range(1, 25)), greedy)])
-        plan = brain.plan(width)
-        brain.mark_launched()
+            scheduler.handle([Submit(99, tuple(range(1, 25)), greedy)])
+        plan = scheduler.plan(width)
+        scheduler.mark_launched()
         width = plan.num_drafts
-        brain.commit(plan, [Output((7,), (1,) * width) if row.emit else Output() for row in plan.rows])
-        brain.take_deltas()
+        scheduler.commit(plan, [Output((7,), (1,) * width) if row.emit else Output() for row in plan.rows])
+        scheduler.take_deltas()
         if 10 < step < 30:
             assert width == 32 // 7 - 1 and len(plan.rows) == 7, "nobody is passed by for others' drafts"
         if any(row.uid == 99 and row.emit for row in plan.rows):

@@ -69,7 +69,7 @@ class FakeCompiler:
 
 
 class Bench:
-    """A scheduler and its book, turned by hand; the device samples the lowest token that the mask allows, 7 without
+    """A scheduler and its grammars, stepped by hand; the device samples the lowest token that the mask allows, 7 without
     one.
     """
 
@@ -77,33 +77,33 @@ class Bench:
         self.compiler = FakeCompiler()
         self.book: GrammarRegistry[Counter] = GrammarRegistry(lambda: self.compiler, VOCAB, cached)
         limits = Limits(slots=8, budget=256, context=512, vocab=VOCAB, eos_ids=(EOS,))
-        self.brain = Scheduler(limits, PageAllocator(50, RadixTree(PAGE)), grammars=self.book)
+        self.scheduler = Scheduler(limits, PageAllocator(50, RadixTree(PAGE)), grammars=self.book)
         self.out: dict[int, list[int]] = {}
         self.refused: dict[int, Rejected] = {}
         self.endings: list[tuple[int, str]] = []  # in order: (uid, its finish or why it was refused)
 
     def turn(self, *messages: ToEngine) -> StepPlan:
-        for reply in self.brain.handle(messages):
+        for reply in self.scheduler.handle(messages):
             assert isinstance(reply, Rejected)
             self.refused[reply.uid] = reply
             self.endings.append((reply.uid, reply.message))
-        plan = self.brain.plan(0)
-        masks = self.book.fill(plan, self.brain.grammar_states())
+        plan = self.scheduler.plan(0)
+        masks = self.book.fill(plan, self.scheduler.grammar_states())
         allowed = {} if masks is None else dict(zip(masks.rows, map(ids_of, masks.bits), strict=True))
-        self.brain.mark_launched()
+        self.scheduler.mark_launched()
         outputs = []
         for i, row in enumerate(plan.rows):
             token = min(allowed.get(i, {7}))
             self.out.setdefault(row.uid, []).append(token)
-            request = self.brain.requests[row.uid]
+            request = self.scheduler.requests[row.uid]
             outputs.append(Output((token,), (), request.known + 1 >= request.end))
-        self.brain.commit(plan, outputs)
-        self.endings += [(delta.uid, delta.finish) for delta in self.brain.take_deltas() if delta.finish]
+        self.scheduler.commit(plan, outputs)
+        self.endings += [(delta.uid, delta.finish) for delta in self.scheduler.take_deltas() if delta.finish]
         return plan
 
     def until_idle(self) -> None:
         deadline = time.monotonic() + 10
-        while not self.brain.is_idle:
+        while not self.scheduler.is_idle:
             assert time.monotonic() < deadline, "stuck"
             if not self.turn().rows:
                 time.sleep(0.001)
@@ -138,7 +138,7 @@ def test_compiling_a_grammar_blocks_no_other_request_and_can_be_aborted() -> Non
     bench.turn(submit(0, "20"), submit(1), submit(2, "21"))
     for _ in range(10):
         bench.turn()
-    assert bench.out == {1: [7] * 8} and not bench.brain.is_idle
+    assert bench.out == {1: [7] * 8} and not bench.scheduler.is_idle
     bench.turn(Abort((2,)))
     bench.compiler.go.set()
     bench.until_idle()
@@ -197,7 +197,7 @@ def test_a_failing_grammar_ends_only_its_own_request() -> None:
     bench.until_idle()
     assert bench.refused[0].field == "ebnf" and "too far" in bench.refused[0].message
     assert bench.out[1] == list(range(20, 28))
-    assert bench.brain.allocator.num_available() == bench.brain.allocator.num_pages
+    assert bench.scheduler.allocator.num_available() == bench.scheduler.allocator.num_pages
 
 
 def test_a_failing_grammar_ends_its_request_once() -> None:
@@ -208,9 +208,9 @@ def test_a_failing_grammar_ends_its_request_once() -> None:
     bench.turn(submit(0, "46", field="ebnf"), submit(1, "20"))
     bench.until_idle()
     assert bench.endings == [(0, "went beyond its limits: too far"), (1, "length")]
-    assert bench.brain.stats(0.0).aborted == 1
-    bench.brain.handle([Abort((0,))])
-    assert not bench.brain.take_deltas(), "it is gone: whoever aborts it later is told nothing"
+    assert bench.scheduler.stats(0.0).aborted == 1
+    bench.scheduler.handle([Abort((0,))])
+    assert not bench.scheduler.take_deltas(), "it is gone: whoever aborts it later is told nothing"
 
 
 def test_parameters_that_contradict_a_grammar_are_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.null.sim.fleet import SimChannel
-from tests.null.test_scheduler import PAGE, brain, cached, submit
+from tests.null.test_scheduler import PAGE, cached, make_scheduler, submit
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.messages import (
     Abort,
@@ -107,10 +107,10 @@ class Notes:
 
 class Rank:
     def __init__(self, depth: int = 2) -> None:
-        self.brain, self.channel, self.notes = brain(), SimChannel(), Notes()
-        self.hands = Hands(self.brain.requests)
+        self.scheduler, self.channel, self.notes = make_scheduler(), SimChannel(), Notes()
+        self.hands = Hands(self.scheduler.requests)
         self.shop = Shop(self.hands)
-        self.loop = Loop(self.channel, self.brain, self.hands, depth, self.notes, self.shop)
+        self.loop = Loop(self.channel, self.scheduler, self.hands, depth, self.notes, self.shop)
         self.heard: list[FromEngine] = []
 
     def say(self, *messages: ToEngine) -> None:
@@ -123,7 +123,7 @@ class Rank:
             self.channel.outbox.clear()
 
     def finish(self) -> None:
-        while self.channel.inbox or not self.brain.is_idle or self.loop.inflight:
+        while self.channel.inbox or not self.scheduler.is_idle or self.loop.inflight:
             self.turn()
 
     def deltas(self, uid: int) -> list[TokenDelta]:
@@ -151,9 +151,9 @@ def test_a_running_request_goes_on_and_what_old_weights_made_is_not_cached_after
     assert rank.tokens(1) == [7] * 4 + [9] * 4 and rank.deltas(1)[-1].finish == "length"
     assert rank.tokens(2) == [9] * 3
     assert rank.deltas(2)[0].cached == (0 if flush else 3 * PAGE), "its prompt was computed by the old weights"
-    assert cached(rank.brain, (*PROMPT, *rank.tokens(1))) == (3 if flush else 5)
+    assert cached(rank.scheduler, (*PROMPT, *rank.tokens(1))) == (3 if flush else 5)
     assert (
-        rank.brain.allocator.num_available() == rank.brain.allocator.num_pages
+        rank.scheduler.allocator.num_available() == rank.scheduler.allocator.num_pages
         and (4, UpdateWeights(5, "9", flush=flush)) in rank.notes.taken
     )
 
@@ -164,9 +164,9 @@ def test_a_request_preempted_after_a_weight_update_is_recomputed_and_cached() ->
     rank.turn(4)
     rank.say(UpdateWeights(5, "9"))
     rank.turn()
-    rank.brain._preempt_one()
+    rank.scheduler._preempt_one()
     rank.finish()
-    assert len(rank.tokens(1)) == 8 and cached(rank.brain, (*PROMPT, *rank.tokens(1))) == 5
+    assert len(rank.tokens(1)) == 8 and cached(rank.scheduler, (*PROMPT, *rank.tokens(1))) == 5
 
 
 def test_weights_that_do_not_fit_change_nothing() -> None:
@@ -181,7 +181,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
         "looked"
     ]
     assert rank.tokens(2) == [7] * 8 and rank.deltas(2)[0].cached == 3 * PAGE
-    assert cached(rank.brain, PROMPT) == 3
+    assert cached(rank.scheduler, PROMPT) == 3
     assert not any(isinstance(message, (UpdateWeights, Abort)) for _, message in rank.notes.taken), "nothing to record"
 
 

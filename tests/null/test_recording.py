@@ -51,7 +51,7 @@ def test_a_recording_begins_with_what_the_device_knows_there(
     for seed in range(steps * 100, steps * 100 + 8):
         mix, written = Mix(seed), list[tuple[int, Path]]()
         for rank in mix.ranks:
-            rank.loop.recorder = StepRecorder(settings(tmp_path), rank.brain.requests)
+            rank.loop.recorder = StepRecorder(settings(tmp_path), rank.scheduler.requests)
         monkeypatch.setattr(mix, "receive", writing(mix, mix.receive, written))
         mix.run()
         for device, path in written:

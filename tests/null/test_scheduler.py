@@ -21,7 +21,7 @@ from thalweg.scheduler.scheduler import Scheduler
 EOS, VOCAB, PAGE = 0, 100, 4
 
 
-def brain(pages: int = 100, width: int = 0, tier: Any = None, **changes: Any) -> Scheduler:
+def make_scheduler(pages: int = 100, width: int = 0, tier: Any = None, **changes: Any) -> Scheduler:
     limits = Limits(**{"slots": 8, "budget": 64, "context": 40, "vocab": VOCAB, "eos_ids": (EOS,), **changes})
     allocator = PageAllocator(pages, RadixTree(PAGE))
     return Scheduler(limits, allocator, *([tier] if tier else []), draft_length=FixedDraftLength(width))
@@ -61,7 +61,7 @@ def uids(plan: StepPlan) -> list[int]:
 
 
 def test_prompts_beside_decoding_rows_get_what_the_table_says() -> None:
-    b = brain(budget=32, mixed_step_limits=((1, 7), (2, 11)), context=60)
+    b = make_scheduler(budget=32, mixed_step_limits=((1, 7), (2, 11)), context=60)
     b.handle([submit(1, 30)])
     assert [row.n for row in step(b).rows] == [30], "without decoding rows a prompt has the whole budget"
     b.handle([submit(2, 14), submit(3, 40)])
@@ -72,7 +72,7 @@ def test_prompts_beside_decoding_rows_get_what_the_table_says() -> None:
     assert b.limits.max_prompt_tokens(2, 30) == 9 and b.limits.max_prompt_tokens(5, 27) == 6
     assert b.limits.max_prompt_tokens(30, 7) == 5, "prompts go on beside however many rows"
     assert b.limits.max_prompt_tokens(30, 2) == 2, "never more than the budget leaves"
-    few = brain(budget=32, mixed_step_limits=((3, 1),), context=60).limits
+    few = make_scheduler(budget=32, mixed_step_limits=((3, 1),), context=60).limits
     assert few.max_prompt_tokens(5, 27) == 1, (
         "one at least, and no less than none, where the table has fewer tokens than rows"
     )
@@ -81,7 +81,7 @@ def test_prompts_beside_decoding_rows_get_what_the_table_says() -> None:
 def test_the_mixed_step_table_is_checked() -> None:
     for wrong in (((2, 5), (1, 5)), ((1, 0),), ((0, 5),), ((1, 5), (1, 6))):
         with pytest.raises(ValueError, match="mixed_step_limits must have rising rows"):
-            brain(mixed_step_limits=wrong)
+            make_scheduler(mixed_step_limits=wrong)
 
 
 # ---- the door
@@ -104,14 +104,14 @@ def test_the_mixed_step_table_is_checked() -> None:
     ],
 )
 def test_what_cannot_be_served_is_rejected_and_names_the_field(message: Submit, field: str, says: str):
-    b = brain()
+    b = make_scheduler()
     (reply,) = b.handle([message])
     assert isinstance(reply, Rejected) and (reply.uid, reply.field) == (1, field) and says in reply.message
     assert b.is_idle and not b.has_work and not b.plan(0).rows
 
 
 def test_a_uid_in_use_is_rejected_and_the_first_request_continues():
-    b = brain()
+    b = make_scheduler()
     assert b.handle([submit(1)]) == []
     (reply,) = b.handle([submit(1)])
     assert isinstance(reply, Rejected) and reply.field == "uid"
@@ -119,8 +119,8 @@ def test_a_uid_in_use_is_rejected_and_the_first_request_continues():
 
 
 def test_the_context_is_what_model_and_pool_can_hold():
-    assert brain(pages=100).context == 40
-    b = brain(pages=6)
+    assert make_scheduler(pages=100).context == 40
+    b = make_scheduler(pages=6)
     assert b.context == 20
     assert isinstance(b.handle([submit(1, 20)])[0], Rejected)
     assert b.handle([submit(2, 19), submit(3, 20, max_tokens=0)]) == []
@@ -130,16 +130,16 @@ def test_the_context_is_what_model_and_pool_can_hold():
 @pytest.mark.parametrize("name", ["slots", "budget", "context", "vocab", "stages"])
 def test_limits_must_be_positive(name: str):
     with pytest.raises(ValueError, match=name):
-        brain(**{name: 0})
+        make_scheduler(**{name: 0})
 
 
 def test_an_unknown_policy_names_the_known_ones():
     with pytest.raises(ValueError, match="fcfs, lpm, priority"):
-        brain(policy="sjf")
+        make_scheduler(policy="sjf")
 
 
 def test_a_bind_has_end_seed_and_stop_ids():
-    b = brain()
+    b = make_scheduler()
     b.handle([submit(1, 5, max_tokens=3), submit(2, 5), submit(3, 5, max_tokens=99, seed=11, stop_token_ids=(4, EOS))])
     b.handle([submit(4, ignore_eos=True, stop_token_ids=(4,)), submit(5, ignore_eos=True)])
     plan = b.plan(0)
@@ -147,7 +147,7 @@ def test_a_bind_has_end_seed_and_stop_ids():
     assert [bind.stop_ids for bind in plan.binds] == [(EOS,), (EOS,), (4, EOS), (4,), ()]
     seeds = [bind.seed for bind in plan.binds]
     assert seeds[2] == 11 and len(set(seeds)) == 5 and all(0 <= seed < 2**63 for seed in seeds)
-    again = brain()
+    again = make_scheduler()
     again.handle([submit(1), submit(2)])
     assert [bind.seed for bind in again.plan(0).binds] == seeds[:2], "drawn from the scheduler's own generator"
 
@@ -156,7 +156,7 @@ def test_a_bind_has_end_seed_and_stop_ids():
 
 
 def test_a_plan_binds_chunks_and_decodes():
-    b = brain(budget=6)
+    b = make_scheduler(budget=6)
     b.handle([submit(1, 8, seed=5)])
     first, second, third = step(b), step(b), step(b)
     assert first.rows == (Row(1, 0, 0, 6, 0, False),) and first.max_kv_len == 6 and first.tokens == 6
@@ -167,14 +167,14 @@ def test_a_plan_binds_chunks_and_decodes():
 
 
 def test_growth_is_appended_at_the_end_of_the_table():
-    b = brain()
+    b = make_scheduler()
     b.handle([submit(1, 6)])
     plans = [step(b) for _ in range(4)]
     assert [plan.appends for plan in plans] == [(PageAppend(0, 0, (1, 2)),), (), (), (PageAppend(0, 2, (3,)),)]
 
 
 def test_running_requests_are_served_before_chunks_and_new_ones():
-    b = brain(budget=8)
+    b = make_scheduler(budget=8)
     b.handle([submit(1, 3), submit(2, 3)])
     step(b)
     b.handle([submit(3, 20), submit(4, 2)])
@@ -185,7 +185,7 @@ def test_running_requests_are_served_before_chunks_and_new_ones():
 
 
 def test_a_small_token_budget_is_shared_in_turns():
-    b = brain(budget=4, width=1)
+    b = make_scheduler(budget=4, width=1)
     b.handle([submit(uid, 1) for uid in range(4)])
     served = []
     for _ in range(5):
@@ -197,7 +197,7 @@ def test_a_small_token_budget_is_shared_in_turns():
 
 
 def test_rows_with_other_drafts_take_turns():
-    b = brain(width=2)
+    b = make_scheduler(width=2)
     b.handle([submit(uid, 2) for uid in range(3)])
     plan = b.plan(0)
     b.mark_launched()
@@ -216,7 +216,7 @@ def test_rows_with_other_drafts_take_turns():
 
 
 def test_sampling_needs_come_from_emitting_rows():
-    b = brain(budget=12)
+    b = make_scheduler(budget=12)
     b.handle([submit(1, 2, temperature=0.0), submit(2, 20, top_p=0.5, frequency_penalty=1.0)])
     assert step(b).needs == SamplingNeeds(), "the second one does not sample yet"
     assert step(b).needs == SamplingNeeds(random=True, truncated=True, penalised=True)
@@ -227,14 +227,14 @@ def test_sampling_needs_come_from_emitting_rows():
         ]
     )
     assert step(b).needs == SamplingNeeds(True, True, True, True, 3)
-    assert brain().plan(0).needs == SamplingNeeds()
-    b = brain()
+    assert make_scheduler().plan(0).needs == SamplingNeeds()
+    b = make_scheduler()
     b.handle([submit(1)])
     assert step(b).needs == SamplingNeeds(random=True), "top_p 1 truncates nothing"
 
 
 def test_prompt_logprobs_are_contiguous_ranges_of_each_chunk():
-    b = brain(budget=4)
+    b = make_scheduler(budget=4)
     b.handle([submit(1, 10, prompt_logprobs=2, max_tokens=3)])
     rows = [step(b).rows[0] for _ in range(3)]
     assert [row[-3:] for row in rows] == [(0, 4, 2), (4, 8, 2), (8, 9, 2)]
@@ -265,14 +265,14 @@ def test_policies_only_order_the_queue():
     ]
     orders = {}
     for policy in POLICIES:
-        b = brain(slots=1, policy=policy)
+        b = make_scheduler(slots=1, policy=policy)
         assert admitted(b, warm) == [0]
         orders[policy] = admitted(b, late)
     assert orders == {"fcfs": [1, 2, 3, 4], "lpm": [3, 2, 1, 4], "priority": [2, 4, 3, 1]}
 
 
 def test_siblings_wait_for_the_first_without_blocking_the_queue():
-    b = brain(budget=8)
+    b = make_scheduler(budget=8)
     prompt = tuple(range(1, 15))
     b.handle([submit(1, prompt), submit(2, prompt, sibling=1), submit(3, prompt, sibling=1), submit(4, 3)])
     assert uids(step(b)) == [1]
@@ -282,7 +282,7 @@ def test_siblings_wait_for_the_first_without_blocking_the_queue():
 
 
 def test_siblings_are_released_when_the_first_is_aborted():
-    b = brain(budget=4)
+    b = make_scheduler(budget=4)
     prompt = tuple(range(1, 15))
     b.handle([submit(1, prompt), submit(2, prompt, sibling=1)])
     step(b)
@@ -292,7 +292,7 @@ def test_siblings_are_released_when_the_first_is_aborted():
 
 
 def test_a_sibling_of_higher_priority_waits_for_the_first_too():
-    b = brain(policy="priority", budget=4)
+    b = make_scheduler(policy="priority", budget=4)
     prompt = tuple(range(1, 7))
     b.handle([submit(1, prompt), submit(2, prompt, sibling=1, priority=5), submit(3, 3, priority=1)])
     assert [uids(step(b)) for _ in range(3)] == [[3, 1], [3, 1], [3, 1]], "3 comes before 1, and 2 blocks neither"
@@ -301,7 +301,7 @@ def test_a_sibling_of_higher_priority_waits_for_the_first_too():
 
 
 def test_a_request_waits_for_a_page_that_another_computes():
-    b = brain(budget=10)
+    b = make_scheduler(budget=10)
     prompt = tuple(range(1, 13))
     b.handle([submit(1, prompt), submit(2, (*prompt, 60)), submit(3, (*prompt[:8], 50, 51))])
     b.handle([submit(4, prompt, prompt_logprobs=0, max_tokens=0)])
@@ -311,7 +311,7 @@ def test_a_request_waits_for_a_page_that_another_computes():
     assert [bind.computed for bind in plan.binds] == [8, 0]
     plan = step(b)
     assert uids(plan)[-1] == 2 and [bind.computed for bind in plan.binds] == [12]
-    b = brain()
+    b = make_scheduler()
     b.handle([submit(1, prompt), submit(2, prompt), submit(3, prompt, prompt_logprobs=0)])
     assert uids(step(b)) == [1, 3]
 
@@ -320,13 +320,13 @@ def test_a_request_waits_for_a_page_that_another_computes():
 
 
 def test_admission_leaves_each_running_request_a_page_to_grow_on():
-    b = brain(pages=7)
+    b = make_scheduler(pages=7)
     b.handle([submit(1, 7, max_tokens=9), submit(2, 7), submit(3, 7)])
     assert uids(step(b)) == [1, 2], "2 pages each, 2 left for the growth of two"
 
 
 def test_the_youngest_request_is_preempted_and_loses_no_tokens():
-    b = brain(pages=7)
+    b = make_scheduler(pages=7)
     b.handle([submit(1, 7), submit(2, 7)])
     while not b.counters.preemptions:
         step(b)
@@ -338,7 +338,7 @@ def test_the_youngest_request_is_preempted_and_loses_no_tokens():
 
 
 def test_admission_and_preemption_events_are_reported_once():
-    b = brain(pages=7)
+    b = make_scheduler(pages=7)
     b.handle([submit(1, 7), submit(2, 7)])
     marks = []
     while not b.is_idle:
@@ -349,7 +349,7 @@ def test_admission_and_preemption_events_are_reported_once():
 
 
 def test_a_preempted_prompt_is_counted_once():
-    b = brain(pages=7)
+    b = make_scheduler(pages=7)
     b.handle([submit(1, 7), submit(2, 7)])
     while not b.is_idle:
         step(b)
@@ -357,7 +357,7 @@ def test_a_preempted_prompt_is_counted_once():
 
 
 def test_a_skipped_preempted_and_readmitted_request_is_listed_once():
-    b = brain(pages=5, budget=12)
+    b = make_scheduler(pages=5, budget=12)
     b.handle([submit(1, 3), submit(2, 3)])
     step(b)
     one, two = b.requests[1], b.requests[2]
@@ -372,7 +372,7 @@ def test_a_skipped_preempted_and_readmitted_request_is_listed_once():
 
 
 def test_generated_pages_are_cached_as_they_fill():
-    b = brain()
+    b = make_scheduler()
     b.handle([submit(1, (1, 2, 3, 4, 5))])
     for _ in range(8):
         step(b)
@@ -381,7 +381,7 @@ def test_generated_pages_are_cached_as_they_fill():
 
 
 def test_preempted_requests_queue_in_order_of_arrival():
-    b = brain(pages=7, slots=2)
+    b = make_scheduler(pages=7, slots=2)
     b.handle([submit(1, 7), submit(2, 7), submit(3, 2)])
     while not b.counters.preemptions:
         step(b)
@@ -389,7 +389,7 @@ def test_preempted_requests_queue_in_order_of_arrival():
 
 
 def test_a_page_evicted_while_held_is_cached_again_at_the_end():
-    b = brain(pages=12, slots=2)
+    b = make_scheduler(pages=12, slots=2)
     prompt = tuple(range(1, 13))
     b.handle([submit(1, prompt, max_tokens=1)])
     step(b)
@@ -402,7 +402,7 @@ def test_a_page_evicted_while_held_is_cached_again_at_the_end():
 
 
 def test_a_hit_reaches_beyond_the_prompt_once_its_logprobs_are_known():
-    b = brain()
+    b = make_scheduler()
     b.handle([submit(1, 6, prompt_logprobs=0, max_tokens=12)])
     r = b.requests[1]
     assert b.kv_cache.max_hit_pages(r) == 0
@@ -417,7 +417,7 @@ def test_a_hit_reaches_beyond_the_prompt_once_its_logprobs_are_known():
 
 
 def test_the_first_delta_carries_prompt_counts_and_the_last_the_finish_reason():
-    b = brain(budget=3)
+    b = make_scheduler(budget=3)
     b.handle([submit(1, 5, prompt_logprobs=0, max_tokens=2, logprobs=0)])
     scores = [TokenLogprob(-float(q)) for q in range(4)]
     says = [
@@ -439,7 +439,7 @@ def test_the_first_delta_carries_prompt_counts_and_the_last_the_finish_reason():
 
 
 def test_a_stop_id_is_named_and_stays_in_the_tokens():
-    b = brain()
+    b = make_scheduler()
     b.handle([submit(1, stop_token_ids=(9,)), submit(2), submit(3, ignore_eos=True, max_tokens=2)])
     step(b, say=lambda row: {1: 9, 2: EOS, 3: EOS}[row.uid])
     assert b.take_deltas() == (
@@ -452,7 +452,7 @@ def test_a_stop_id_is_named_and_stays_in_the_tokens():
 
 
 def test_a_request_for_no_tokens_ends_with_its_prompt():
-    b = brain(budget=4)
+    b = make_scheduler(budget=4)
     b.handle([submit(1, 6, max_tokens=0, prompt_logprobs=1), submit(2, 40, max_tokens=0)])
     plan = b.plan(0)
     b.mark_launched()
@@ -470,7 +470,7 @@ def test_a_request_for_no_tokens_ends_with_its_prompt():
 
 
 def test_a_cached_prompt_is_reported_once():
-    b = brain()
+    b = make_scheduler()
     b.handle([submit(1, tuple(range(1, 10)), max_tokens=1)])
     step(b)
     b.handle([submit(2, tuple(range(1, 10)), max_tokens=2)])
@@ -483,7 +483,7 @@ def test_a_cached_prompt_is_reported_once():
 
 
 def test_an_abort_is_answered_at_once_wherever_the_request_is():
-    b = brain(slots=1)
+    b = make_scheduler(slots=1)
     b.handle([submit(1), submit(2)])
     plan = b.plan(0)
     b.mark_launched()
@@ -513,7 +513,7 @@ class OneTicket:
 
 def test_runnable_is_false_while_everything_waits_on_tickets():
     tier = OneTicket()
-    b = brain(tier=tier, slots=1)
+    b = make_scheduler(tier=tier, slots=1)
     b.handle([submit(1), submit(2)])
     assert b.has_work
     assert not b.plan(0).rows and not b.has_work and not b.is_idle
@@ -524,7 +524,7 @@ def test_runnable_is_false_while_everything_waits_on_tickets():
 
 def test_a_request_waits_for_pages_that_another_loads():
     tier = OneTicket()
-    b = brain(tier=tier)
+    b = make_scheduler(tier=tier)
     prompt = tuple(range(1, 14))
     b.handle([submit(1, prompt), submit(2, prompt)])
     assert not b.plan(0).rows
@@ -539,7 +539,7 @@ def test_a_request_waits_for_pages_that_another_loads():
 
 def test_an_aborted_load_blocks_no_request():
     tier = OneTicket()
-    b = brain(tier=tier)
+    b = make_scheduler(tier=tier)
     prompt = tuple(range(1, 14))
     b.handle([submit(1, prompt), submit(2, prompt)])
     b.plan(0)
@@ -550,7 +550,7 @@ def test_an_aborted_load_blocks_no_request():
 
 
 def test_control_messages():
-    b = brain()
+    b = make_scheduler()
     b.handle([submit(1, 9, max_tokens=1)])
     step(b)
     assert b.stats(0.0).pages_cached == 2
@@ -585,7 +585,7 @@ def cached(b: Scheduler, tokens: tuple[int, ...]) -> int:
 )
 def test_pages_the_next_turn_cannot_use_are_not_cached(keep: CacheRetention, pages: int):
     """A prompt of two pages and a token; 9 tokens of output, of which 8 are computed."""
-    b = brain()
+    b = make_scheduler()
     prompt = tuple(range(20, 29))
     b.handle([Submit(1, prompt, SamplingParams(max_tokens=9), retention=keep)])
     finish(b)
@@ -594,7 +594,7 @@ def test_pages_the_next_turn_cannot_use_are_not_cached(keep: CacheRetention, pag
 
 
 def test_aborted_reasoning_is_not_cached_even_with_a_tool_call():
-    b = brain()
+    b = make_scheduler()
     prompt = tuple(range(20, 29))
     b.handle([Submit(1, prompt, SamplingParams(max_tokens=30), retention=CacheRetention(False, tool_call_id=7))])
     for _ in range(12):
@@ -607,7 +607,7 @@ def test_aborted_reasoning_is_not_cached_even_with_a_tool_call():
 @pytest.mark.parametrize("end", ["finish", "abort"])
 def test_preempted_reasoning_stays_cached_until_its_request_ends(end: str):
     """The younger one gives its pages back while it thinks; when it returns it computes none of them again."""
-    b = brain(pages=11, slots=2)
+    b = make_scheduler(pages=11, slots=2)
     old, young = tuple(range(20, 33)), tuple(range(50, 55))
     b.handle([Submit(1, old, SamplingParams(max_tokens=14, ignore_eos=True))])
     b.handle([Submit(2, young, SamplingParams(max_tokens=25, ignore_eos=True), retention=CacheRetention(False))])
@@ -634,7 +634,7 @@ def test_preempted_reasoning_stays_cached_until_its_request_ends(end: str):
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_request_with_nan_output_ends_and_leaves_no_pages(chunked: bool) -> None:
     """At any row, while another one of its rows is in flight; what it found in the cache stays there."""
-    b = brain(budget=10)
+    b = make_scheduler(budget=10)
     b.handle([submit(1, (*range(1, 9), 50), max_tokens=2)])
     while b.requests:
         step(b)

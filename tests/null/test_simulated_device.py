@@ -71,7 +71,7 @@ def test_the_loop_runs_until_it_is_drained():
         clock.spend(2)
         turn = next(turns)
         if timeout is None:
-            assert rank.brain.is_idle
+            assert rank.scheduler.is_idle
         if turn == 0:
             cases = [case(uid, tuple(range(1, 2 + uid))) for uid in range(6)]
             rank.cases = {c.submit.uid: c for c in cases}
@@ -106,7 +106,7 @@ def test_radix_off_changes_no_token(radix: bool):
     serve([rank], lambda turn: False, clock, rng)
     for c in rank.cases.values():
         c.check()
-    assert (rank.brain.counters.cached_tokens > 0) == radix
+    assert (rank.scheduler.counters.cached_tokens > 0) == radix
 
 
 def test_ranks_agree_on_steps_while_some_are_idle():
@@ -115,4 +115,6 @@ def test_ranks_agree_on_steps_while_some_are_idle():
     ranks[1].submit(case(0))
     serve(ranks, lambda turn: False, clock, rng)
     ranks[1].cases[0].check()
-    assert len({rank.brain.step for rank in ranks}) == 1 and ranks[0].brain.retired == ranks[1].brain.retired
+    assert (
+        len({rank.scheduler.step for rank in ranks}) == 1 and ranks[0].scheduler.retired == ranks[1].scheduler.retired
+    )

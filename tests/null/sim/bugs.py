@@ -66,11 +66,11 @@ def _finish_frees(real: Wrapper, results: StepResultProcessor, r: Request, outpu
 
 
 @plant(Scheduler, "_release_pages")
-def _freed_before(real: Wrapper, brain: Scheduler, r: Request) -> None:
+def _freed_before(real: Wrapper, scheduler: Scheduler, r: Request) -> None:
     if r.exit is Exit.FINISH:
-        del brain.live[r.uid]
+        del scheduler.live[r.uid]
     else:
-        real(brain, r)
+        real(scheduler, r)
 
 
 PLANTED["zombie_computes"] += PLANTED.pop("_finish_frees") + PLANTED.pop("_freed_before")
@@ -100,24 +100,24 @@ def mask_late(real: Wrapper, loop: Loop, plan: Any, shape: Any, width: int) -> N
 
 
 @plant(Scheduler, "_plan_decoding")
-def cohort(real: Wrapper, brain: Scheduler, builder: PlanBuilder) -> None:
-    for r in brain._decoding:
-        r.last_sampled = -brain.stages
-    real(brain, builder)
+def cohort(real: Wrapper, scheduler: Scheduler, builder: PlanBuilder) -> None:
+    for r in scheduler._decoding:
+        r.last_sampled = -scheduler.stages
+    real(scheduler, builder)
 
 
 @plant(Scheduler, "_plan_decoding")
-def wrong_width(real: Wrapper, brain: Scheduler, builder: PlanBuilder) -> None:
-    for r in brain._decoding:
-        r.num_drafts = brain.loop_width  # type: ignore[attr-defined]
-    real(brain, builder)
+def wrong_width(real: Wrapper, scheduler: Scheduler, builder: PlanBuilder) -> None:
+    for r in scheduler._decoding:
+        r.num_drafts = scheduler.loop_width  # type: ignore[attr-defined]
+    real(scheduler, builder)
 
 
 @plant(Scheduler, "_plan_decoding")
-def drafts_without_pages(real: Wrapper, brain: Scheduler, builder: PlanBuilder) -> None:
-    policy, brain.draft_length = brain.draft_length, FixedDraftLength(0)
-    real(brain, builder)
-    brain.draft_length = policy
+def drafts_without_pages(real: Wrapper, scheduler: Scheduler, builder: PlanBuilder) -> None:
+    policy, scheduler.draft_length = scheduler.draft_length, FixedDraftLength(0)
+    real(scheduler, builder)
+    scheduler.draft_length = policy
 
 
 @plant(TreeShape, "reserved_columns")
@@ -139,23 +139,23 @@ def left_where_they_were(real: Wrapper, device: Device, x: Slot, *rest: Any) -> 
 
 
 @plant(Scheduler, "plan")
-def _remember_width(real: Wrapper, brain: Scheduler, width: int) -> Any:
-    brain.loop_width = width  # type: ignore[attr-defined]
-    return real(brain, width)
+def _remember_width(real: Wrapper, scheduler: Scheduler, width: int) -> Any:
+    scheduler.loop_width = width  # type: ignore[attr-defined]
+    return real(scheduler, width)
 
 
 PLANTED["wrong_width"] += PLANTED.pop("_remember_width")
 
 
 @plant(Scheduler, "plan")
-def stale_publish(real: Wrapper, brain: Scheduler, width: int) -> Any:
-    return replace(real(brain, width), seen=max(brain.step - brain.stages, -1))
+def stale_publish(real: Wrapper, scheduler: Scheduler, width: int) -> Any:
+    return replace(real(scheduler, width), seen=max(scheduler.step - scheduler.stages, -1))
 
 
 @plant(Scheduler, "_plan_chunk")
-def insert_same_step(real: Wrapper, brain: Scheduler, r: Request, builder: PlanBuilder) -> None:
-    real(brain, r, builder)
-    brain.kv_cache.cache_full_pages(r, min(r.computed, len(r.prompt)))
+def insert_same_step(real: Wrapper, scheduler: Scheduler, r: Request, builder: PlanBuilder) -> None:
+    real(scheduler, r, builder)
+    scheduler.kv_cache.cache_full_pages(r, min(r.computed, len(r.prompt)))
 
 
 @plant(KVCacheManager, "cache_full_pages")
@@ -216,15 +216,15 @@ def no_salt(real: Wrapper, kv_cache: KVCacheManager, r: Request) -> None:
 
 
 @plant(Scheduler, "_is_blocked")
-def sibling_early(real: Wrapper, brain: Scheduler, r: Request, *rest: Any) -> bool:
+def sibling_early(real: Wrapper, scheduler: Scheduler, r: Request, *rest: Any) -> bool:
     return False
 
 
 @plant(Scheduler, "_finish_transfer")
-def ticket_ignored(real: Wrapper, brain: Scheduler, r: Request) -> None:
+def ticket_ignored(real: Wrapper, scheduler: Scheduler, r: Request) -> None:
     if r.ticket is not None and r.state is RequestState.LOADING:
         r.ticket.state = TicketState.OK
-    real(brain, r)
+    real(scheduler, r)
 
 
 @plant(KVCacheManager, "allocate")
@@ -239,12 +239,12 @@ def hit_not_leased(real: Wrapper, kv_cache: KVCacheManager, r: Request, upto: in
 
 
 def _at_once(why: Exit) -> Wrapper:
-    def leave(real: Wrapper, brain: Scheduler, r: Request, reason: Exit) -> None:
+    def leave(real: Wrapper, scheduler: Scheduler, r: Request, reason: Exit) -> None:
         r.exit = reason
         if reason is why or (not r.rows_in_flight and r.state is RequestState.RUNNING):
-            if r in brain._transferring:
-                brain._transferring.remove(r)
-            brain._release(r)
+            if r in scheduler._transferring:
+                scheduler._transferring.remove(r)
+            scheduler._release(r)
 
     return leave
 
@@ -254,15 +254,15 @@ PLANTED["abort_frees"] = [(Scheduler, "_leave", _at_once(Exit.ABORT))]
 
 
 @plant(Scheduler, "_release")
-def send_unpinned(real: Wrapper, brain: Scheduler, r: Request) -> None:
-    real(brain, r)
+def send_unpinned(real: Wrapper, scheduler: Scheduler, r: Request) -> None:
+    real(scheduler, r)
     if r.state is RequestState.SENDING:
-        brain.kv_cache.release_pages(r)
+        scheduler.kv_cache.release_pages(r)
 
 
 @plant(Scheduler, "_release_pages")
-def pages_kept(real: Wrapper, brain: Scheduler, r: Request) -> None:
-    del brain.live[r.uid]
+def pages_kept(real: Wrapper, scheduler: Scheduler, r: Request) -> None:
+    del scheduler.live[r.uid]
 
 
 @plant(KVCacheManager, "release_slot")
@@ -309,17 +309,17 @@ def stop_is_length(real: Wrapper, results: StepResultProcessor, r: Request, outp
 
 
 @plant(Scheduler, "_abort")
-def abort_is_silent(real: Wrapper, brain: Scheduler, uid: int) -> None:
-    count = len(brain.results._deltas)
-    real(brain, uid)
-    del brain.results._deltas[count:]
+def abort_is_silent(real: Wrapper, scheduler: Scheduler, uid: int) -> None:
+    count = len(scheduler.results._deltas)
+    real(scheduler, uid)
+    del scheduler.results._deltas[count:]
 
 
 @plant(Scheduler, "commit")
-def zombie_news(real: Wrapper, brain: Scheduler, plan: Any, outputs: Any) -> None:
-    gone = [r for row in plan.rows if (r := brain.requests[row.uid]).exit is Exit.ABORT]
-    real(brain, plan, outputs)
-    brain.results._deltas += [TokenDelta(r.uid, (1,)) for r in gone]
+def zombie_news(real: Wrapper, scheduler: Scheduler, plan: Any, outputs: Any) -> None:
+    gone = [r for row in plan.rows if (r := scheduler.requests[row.uid]).exit is Exit.ABORT]
+    real(scheduler, plan, outputs)
+    scheduler.results._deltas += [TokenDelta(r.uid, (1,)) for r in gone]
 
 
 # ---- the allocator: `cache_driver.py` must catch these

@@ -118,7 +118,7 @@ class Setting:
 
 
 class Rank:
-    """One brain, its hands, its loop and its front's cases."""
+    """One rank: scheduler, simulated device, loop, and the requests of its client."""
 
     def __init__(self, clock: Clock, rng: random.Random, s: Setting) -> None:
         tree: RadixTree = CountingTree(PAGE) if s.radix else NoPrefixCache(PAGE)
@@ -128,13 +128,13 @@ class Rank:
         self.limits = Limits(
             s.slots, s.budget, s.context, VOCAB, (EOS,), s.stages, s.policy, 1, s.mixed_step_limits, s.tree
         )
-        self.brain = Scheduler(self.limits, self.allocator, self.tier, RandomDraftLength(rng))
+        self.scheduler = Scheduler(self.limits, self.allocator, self.tier, RandomDraftLength(rng))
         self.channel = SimChannel()
-        self.loop = Loop(self.channel, self.brain, SimWorker(self.device), s.depth)
+        self.loop = Loop(self.channel, self.scheduler, SimWorker(self.device), s.depth)
         self.cases: dict[int, Case] = {}
         self.rejected: dict[int, Rejected] = {}
         self.done: list[int] = []
-        self.channel.take = self.brain.handle
+        self.channel.take = self.scheduler.handle
         self.spins = 0
         self.waiting: list[Request] = []
 
@@ -146,12 +146,12 @@ class Rank:
             self.channel.inbox.append(case.submit)
 
     def _add(self, case: Case) -> None:
-        brain = self.brain
+        scheduler = self.scheduler
         request = make_request(
-            case.submit, self.limits, brain.context, brain.seeds, brain.requests.get(case.submit.sibling)
+            case.submit, self.limits, scheduler.context, scheduler.seeds, scheduler.requests.get(case.submit.sibling)
         )
         request.has_grammar, request.send = case.masked, case.send
-        brain.add(request)
+        scheduler.add(request)
 
     def abort(self, case: Case) -> None:
         case.aborted = True
@@ -175,18 +175,18 @@ class Rank:
         """Waiting for messages with work at hand loses time; not waiting without any burns a core."""
         timeout = self.channel.timeout
         if timeout is None:
-            assert self.brain.is_idle or not self.channel.quiet, "the loop blocks while there are requests"
+            assert self.scheduler.is_idle or not self.channel.quiet, "the loop blocks while there are requests"
         if timeout != 0.0 and self.channel.quiet:
             assert not plan.rows, "the loop waits for messages while there is something to plan"
-        landed = any(r not in self.brain._transferring for r in self.waiting)
-        self.waiting = self.brain._transferring.copy()
+        landed = any(r not in self.scheduler._transferring for r in self.waiting)
+        self.waiting = self.scheduler._transferring.copy()
         idle = timeout == 0.0 and not launched and not self.loop.inflight and self.channel.quiet and not landed
         self.spins = self.spins + 1 if idle else 0
         assert self.spins < 3, "the loop spins while there is nothing to plan"
 
     def check_home(self) -> None:
-        brain, allocator = self.brain, self.allocator
-        slots = brain.kv_cache.free_slots
+        scheduler, allocator = self.scheduler, self.allocator
+        slots = scheduler.kv_cache.free_slots
         assert sorted(slots) == list(range(self.setting.slots)), "a slot was lost"
         assert not any(allocator.ref_counts) and not self.device.work, "a lease was lost"
         free, cached = allocator.free_pages, allocator.tree.num_cached
@@ -194,13 +194,13 @@ class Rank:
             "a page was lost"
         )
         assert (
-            brain.is_idle
-            and not brain.has_work
-            and not brain.live
-            and not brain.kv_cache.cursors
-            and not len(brain.queue)
+            scheduler.is_idle
+            and not scheduler.has_work
+            and not scheduler.live
+            and not scheduler.kv_cache.cursors
+            and not len(scheduler.queue)
         )
-        assert not brain._transferring and not self.loop.inflight and not brain.kv_cache.to_trim
+        assert not scheduler._transferring and not self.loop.inflight and not scheduler.kv_cache.to_trim
 
 
 def agree(plans: Sequence[StepPlan]) -> tuple[Shape | None, int]:
@@ -216,7 +216,7 @@ def serve(ranks: Sequence[Rank], receive: Callable[[int], bool], clock: Clock, r
     come.
     """
     turn = 0
-    while receive(turn) or any(r.loop.inflight or not r.brain.is_idle or r.channel.inbox for r in ranks):
+    while receive(turn) or any(r.loop.inflight or not r.scheduler.is_idle or r.channel.inbox for r in ranks):
         turn += 1
         clock.spend(rng.randint(1, 3))
         plans = [rank.loop.begin() for rank in ranks]
@@ -228,4 +228,4 @@ def serve(ranks: Sequence[Rank], receive: Callable[[int], bool], clock: Clock, r
         if shape is None and not any(r.loop.inflight for r in ranks) and clock.events:
             clock.tick()  # nothing but tickets: wait on them
         assert turn < 4000, "stuck"
-    return ranks[0].brain.step
+    return ranks[0].scheduler.step

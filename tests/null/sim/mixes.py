@@ -166,7 +166,7 @@ class Mix:
             rank.check_home()
             self._check_stats(rank)
             self._check_kept(rank)
-        tallies = [rank.brain.counters for rank in self.ranks]
+        tallies = [rank.scheduler.counters for rank in self.ranks]
         preempted = sum(t.preemptions for t in tallies)
         work = sum(len(case.tokens) + len(case.submit.prompt) + 4 for case in cases)
         assert steps <= work + 20 * preempted, "too many steps: each must bring a token or a chunk"
@@ -179,7 +179,7 @@ class Mix:
         )
 
     def _check_stats(self, rank: Rank) -> None:
-        stats, cases = rank.brain.stats(0.0), rank.cases.values()
+        stats, cases = rank.scheduler.stats(0.0), rank.cases.values()
         assert stats.finished + stats.aborted == len(cases), "each ends once"
         assert stats.decode_tokens == sum(len(case.tokens) for case in cases)
         assert stats.aborted or stats.decode_tokens == rank.device.accepted, "a token was computed twice"
@@ -192,7 +192,7 @@ class Mix:
 
     def _check_drafts(self, rank: Rank) -> None:
         """Each that was made was verified or wasted, and those of all requests add up."""
-        stats, aborted = rank.brain.stats(0.0), rank.brain.counters.aborted
+        stats, aborted = rank.scheduler.stats(0.0), rank.scheduler.counters.aborted
         drafts = stats.acceptance
         assert sum(drafts.histogram) == drafts.verifications
         assert rank.setting.tree.is_tree or sum(drafts.drafted_at) == drafts.drafted
@@ -209,7 +209,7 @@ class Mix:
         tree = rank.allocator.tree
         if not isinstance(tree, CountingTree):
             return
-        cached, whole = tree.prefixes(), not (tree.evicted or rank.done or rank.brain.counters.preemptions)
+        cached, whole = tree.prefixes(), not (tree.evicted or rank.done or rank.scheduler.counters.preemptions)
         useful: set[tuple[int, tuple[int, ...]]] = set()
         for case in rank.cases.values():
             submit, ended = case.submit, case.finish in ("stop", "length")
