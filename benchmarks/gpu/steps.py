@@ -21,7 +21,7 @@ import torch
 from thalweg.bench.results import provenance
 from thalweg.config.tree import options_of
 from thalweg.core.plan import StepPlan
-from thalweg.engine.calibration_mixed import Clock
+from thalweg.engine.calibration import Calibrator
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.graphs import MAX_PIECEWISE_TOKENS, token_buckets
 from thalweg.launch.resolve import resolve
@@ -63,11 +63,12 @@ def main() -> None:
     engine = LocalEngine(resolve(config).engine)
     runner, steps = engine.runner, engine.runner.steps
     assert isinstance(steps, Piecewise)
-    clock = Clock(runner, engine.config, max(said.rows))
+    calibrator = Calibrator(engine.config, runner)
     results = []
     for rows in said.rows:
         for tokens in said.tokens:
-            plan, found = clock.plan(rows, tokens), {}
+            plan, found = calibrator.mixed_plan(rows, tokens), {}
+            runner.forward(calibrator.bound(plan, plan.max_kv_len))
             for name, one in (("eager", steps.model), ("pieces", steps)):
                 runner.steps = one
                 found[name] = timed(runner, plan)

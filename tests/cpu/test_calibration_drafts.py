@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from tests.cpu.test_speculation import engine, unrecorded
-from thalweg.engine import calibration_drafts
+from thalweg.engine import calibration
+from thalweg.engine.calibration import Calibrator
 from thalweg.scheduler.draft_length import draft_length_choices
 from thalweg.scheduler.step_times import ProfilePoint, StepTimeModel
 
@@ -19,29 +20,29 @@ assert unrecorded  # a fixture of this module, too
 def test_outliers_do_not_change_the_order_of_draft_times() -> None:
     """Fewer rows, and fewer drafts, take no longer."""
     rough = [ProfilePoint(1, 512, (8.0, 3.0, 4.0)), ProfilePoint(2, 512, (2.0, 5.0, 9.0))]
-    assert calibration_drafts.smoothed(rough) == (ProfilePoint(1, 512, (2.0, 3.0, 4.0)), rough[1])
-    assert calibration_drafts.smoothed(rough[1:]) == (rough[1],) and calibration_drafts.smoothed([]) == ()
+    assert calibration.smoothed(rough) == (ProfilePoint(1, 512, (2.0, 3.0, 4.0)), rough[1])
+    assert calibration.smoothed(rough[1:]) == (rough[1],) and calibration.smoothed([]) == ()
 
 
 def test_widths_between_those_that_are_measured_are_on_a_line() -> None:
     wide = draft_length_choices(12)
     assert wide[0] == 0 and wide[-1] == 12 and len(wide) < 13
-    times = calibration_drafts._on_lines({width: 1.0 + 0.5 * width for width in wide})
+    times = calibration._interpolated({width: 1.0 + 0.5 * width for width in wide})
     assert times == pytest.approx([1.0 + 0.5 * width for width in range(13)])
 
 
 def test_a_busy_period_affects_all_draft_lengths_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     made, rng, steps = engine(3), random.Random(1), 0
 
-    def run(runner: Any, plan: Any, settings: Any) -> float:
+    def run(calibrator: Any, plan: Any) -> float:
         nonlocal steps
         steps += 1
         busy = 4.0 if 9 < steps < 22 else 1.0  # longer than the turns of a width
         return (1.0 + plan.num_drafts) * len(plan.rows) * busy * rng.uniform(1, 1.01)
 
-    monkeypatch.setattr(calibration_drafts, "_run", run)
-    monkeypatch.setattr(calibration_drafts, "_late", lambda *_: 0.0)
-    settings = calibration_drafts.measured(
+    monkeypatch.setattr(Calibrator, "seconds", run)
+    monkeypatch.setattr(Calibrator, "catch_up_seconds", lambda *_: 0.0)
+    settings = calibration.calibrate(
         msgspec.structs.replace(
             made.config, speculative_adaptive=True, speculative_step_times=(), max_running_requests=2
         ),
@@ -66,17 +67,17 @@ def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.Monkey
     """
     made, spent = engine(3, max_running_requests=8, context_length=4096), 0.0
 
-    def run(runner: Any, plan: Any, settings: Any) -> float:
+    def run(calibrator: Any, plan: Any) -> float:
         nonlocal spent
         seconds = (1.0 + plan.num_drafts + plan.max_kv_len / 1000) * len(plan.rows)
         spent += seconds
         return seconds
 
-    monkeypatch.setattr(calibration_drafts, "_run", run)
-    monkeypatch.setattr(calibration_drafts, "_late", lambda *_: 0.5)
-    monkeypatch.setattr(calibration_drafts, "clock", lambda settings: lambda: spent)
-    monkeypatch.setattr(calibration_drafts, "SECONDS", 1e6)
-    settings = calibration_drafts.measured(
+    monkeypatch.setattr(Calibrator, "seconds", run)
+    monkeypatch.setattr(Calibrator, "catch_up_seconds", lambda *_: 0.5)
+    monkeypatch.setattr(calibration, "step_clock", lambda settings: lambda: spent)
+    monkeypatch.setattr(calibration, "SECONDS", 1e6)
+    settings = calibration.calibrate(
         msgspec.structs.replace(made.config, speculative_adaptive=True, speculative_step_times=()),
         made.runner,
     )
@@ -89,41 +90,41 @@ def test_behind_a_long_context_steps_are_measured_too(monkeypatch: pytest.Monkey
         for rows in (1, 3, 8):
             want = [rows * (1 + width + (context + 12) / 1000) + 0.5 * (not width) for width in range(4)]
             assert times.seconds(rows, context) == pytest.approx(want)
-    monkeypatch.setattr(calibration_drafts, "SHARE", 10)
-    more = calibration_drafts.measured(
+    monkeypatch.setattr(calibration, "LONG_SHARE", 10)
+    more = calibration.calibrate(
         msgspec.structs.replace(made.config, speculative_adaptive=True, speculative_step_times=()),
         made.runner,
     )
-    assert [rung[:2] for rung in more.speculative_step_times[4:]] == [(1, 4084), (8, 4084)]
+    assert [point[:2] for point in more.speculative_step_times[4:]] == [(1, 4084), (8, 4084)]
 
 
 def test_deferred_draft_kv_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     made, settings = engine(2, max_running_requests=2), engine(2).config
-    calibration_drafts._bind(made.runner, settings, 2, 100, 120)
+    calibrator, plan = Calibrator(settings, made.runner), calibration._verify_plan(2, 100, 0, 120)
+    made.runner.forward(calibrator.bound(plan, 120))
     drafter, tokens = made.runner.drafting.drafter, list[int]()
     monkeypatch.setattr(drafter, "extend", lambda seen, *rest: tokens.append(len(seen.batch.ids_T)))
-    assert calibration_drafts._late(made.runner, calibration_drafts._plan(2, 100, 0, 120), settings) > 0
+    assert calibrator.catch_up_seconds(plan) > 0
     assert tokens == [2 * 100] and not made.runner.drafting.deferred.behind
     plain = engine(0, max_running_requests=2)
-    calibration_drafts._bind(plain.runner, settings, 2, 100, 120)
-    assert calibration_drafts._late(plain.runner, calibration_drafts._plan(2, 100, 0, 120), settings) == 0.0
+    calibrator = Calibrator(settings, plain.runner)
+    plain.runner.forward(calibrator.bound(plan, 120))
+    assert calibrator.catch_up_seconds(plan) == 0.0
 
 
 def test_a_machine_that_has_become_slower_does_not_look_like_a_long_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a long context adds to one row is multiplied by the number of rows."""
     made, steps = engine(3, max_running_requests=2, context_length=4096), 0
 
-    def run(runner: Any, plan: Any, settings: Any) -> float:
+    def run(calibrator: Any, plan: Any) -> float:
         nonlocal steps
         steps += 1
-        slower = (
-            1.0 if steps <= 2 * 2 * 4 * (1 + calibration_drafts.REPEATS) else 1.5
-        )  # behind the short context all was well
+        slower = 1.0 if steps <= 2 * 2 * 4 * (1 + calibration.REPEATS) else 1.5  # behind the short context all was well
         return slower * (1.0 + plan.num_drafts + plan.max_kv_len / 40960) * len(plan.rows)
 
-    monkeypatch.setattr(calibration_drafts, "_run", run)
-    monkeypatch.setattr(calibration_drafts, "_late", lambda *_: 0.0)
-    settings = calibration_drafts.measured(
+    monkeypatch.setattr(Calibrator, "seconds", run)
+    monkeypatch.setattr(Calibrator, "catch_up_seconds", lambda *_: 0.0)
+    settings = calibration.calibrate(
         msgspec.structs.replace(made.config, speculative_adaptive=True, speculative_step_times=()),
         made.runner,
     )

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from thalweg.engine.calibration_mixed import FLAT, MANY, SLOWER, TOTALS, choose, trim
+from thalweg.engine.calibration import FLAT, MANY_ROWS, MAX_SLOWDOWN, TOTALS, choose_mixed_step_limits, trim_piecewise
 from thalweg.runner.piecewise import Piecewise
 
 
 def test_the_most_tokens_within_the_time() -> None:
-    # a step costs 10 ms and 10 us a token, so `SLOWER` times as long is reached at 600 tokens beside none
+    # a step costs 10 ms and 10 us a token, so `MAX_SLOWDOWN` times as long is reached at 600 tokens beside none
     def time(rows: int, tokens: int) -> float:
         return 0.010 + 1e-5 * (rows + tokens)
 
-    table = dict(choose(time, (1, 32, 256), 8192))
+    table = dict(choose_mixed_step_limits(time, (1, 32, 256), 8192))
     for rows, total in table.items():
-        fits = [t for t in TOTALS if t >= 2 * rows and time(rows, t - rows) <= SLOWER * time(rows, 0)]
-        share = 2 if rows < MANY else 4
+        fits = [t for t in TOTALS if t >= 2 * rows and time(rows, t - rows) <= MAX_SLOWDOWN * time(rows, 0)]
+        share = 2 if rows < MANY_ROWS else 4
         least = [t for t in TOTALS if share * (t - 1) / time(1, t - 1) >= (TOTALS[-1] - 1) / time(1, TOTALS[-1] - 1)][0]
         assert total == max(fits[-1], least)
     assert table[256] > table[1]
@@ -32,7 +32,10 @@ def test_where_nothing_fits_prompts_run_at_half_of_the_best_rate() -> None:
 
     rates = {tokens: (tokens - 1) / time(1, tokens - 1) for tokens in TOTALS}
     half, quarter = (min(t for t, rate in rates.items() if share * rate >= max(rates.values())) for share in (2, 4))
-    assert choose(time, (1, MANY), 8192) == ((1, half), (MANY, quarter)) and quarter < half < TOTALS[-1]
+    assert (
+        choose_mixed_step_limits(time, (1, MANY_ROWS), 8192) == ((1, half), (MANY_ROWS, quarter))
+        and quarter < half < TOTALS[-1]
+    )
 
 
 def test_tokens_that_hardly_cost_more_are_taken() -> None:
@@ -40,9 +43,9 @@ def test_tokens_that_hardly_cost_more_are_taken() -> None:
     def time(rows: int, tokens: int) -> float:
         return max(0.020, 0.008 + 1.5e-5 * tokens) if tokens else 0.008
 
-    ((_, total),) = choose(time, (64,), 8192)
+    ((_, total),) = choose_mixed_step_limits(time, (64,), 8192)
     cheap = [t for t in TOTALS if time(64, t - 64) <= FLAT * 0.020]
-    assert total == cheap[-1] == 1024 and time(64, total - 64) > SLOWER * time(64, 0)
+    assert total == cheap[-1] == 1024 and time(64, total - 64) > MAX_SLOWDOWN * time(64, 0)
 
 
 def test_few_step_times_are_measured() -> None:
@@ -52,7 +55,7 @@ def test_few_step_times_are_measured() -> None:
         asked.append(rows)
         return 0.01 * (rows + tokens) ** 0.1
 
-    choose(time, (1, 32, 64), 8192)
+    choose_mixed_step_limits(time, (1, 32, 64), 8192)
     assert len(asked) <= len(TOTALS) + 3 * 6
 
 
@@ -60,8 +63,8 @@ def test_a_small_budget_bounds_a_step() -> None:
     def time(rows: int, tokens: int) -> float:
         return 0.01
 
-    assert choose(time, (4,), 300) == ((4, 256),)
-    assert choose(time, (4, 60), 64) == ((4, 64), (60, 64))
+    assert choose_mixed_step_limits(time, (4,), 300) == ((4, 256),)
+    assert choose_mixed_step_limits(time, (4, 60), 64) == ((4, 64), (60, 64))
 
 
 class FakePieces:
@@ -92,12 +95,11 @@ def test_the_largest_pieces_stay_only_where_they_are_faster(python: float, kept:
     steps = Piecewise(model, [FakePieces(tokens) for tokens in (256, 512, 768, 1024)])  # type: ignore[arg-type, list-item]
     runner: Any = SimpleNamespace(steps=steps)
 
-    class FakeClock:
-        def time(self, rows: int, tokens: int) -> float:
-            tokens += rows
-            padded = next(one.tokens for one in steps.recorded if one.tokens >= tokens)
-            return max(python, 2e-5 * tokens) if runner.steps is model else 2e-5 * padded
+    def time(rows: int, tokens: int) -> float:
+        tokens += rows
+        padded = next(one.tokens for one in steps.recorded if one.tokens >= tokens)
+        return max(python, 2e-5 * tokens) if runner.steps is model else 2e-5 * padded
 
-    said = trim(runner, steps, FakeClock())
+    said = trim_piecewise(runner, steps, time)
     assert [one.tokens for one in steps.recorded] == [tokens for tokens in (256, 512, 768, 1024) if tokens <= kept]
     assert runner.steps is steps and (f"up to {kept:,} tokens" in said if kept else "no step" in said)

@@ -22,21 +22,21 @@ from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.report import AUTO, Decision, Report
 from thalweg.engine import caches, calibration_memory
-from thalweg.engine.calibration_memory import Graphs, Sums, settle
+from thalweg.engine.calibration_memory import GraphMemory, MemoryBudget, with_pages
 from thalweg.engine.calibration_plans import (
     ALL_NEEDS,
     CHUNK,
     DECODE_QUERY,
-    cached,
-    few,
-    fine,
-    kinds,
-    ladder,
-    largest,
-    reaches,
-    samplings,
+    all_steps,
+    cached_prompts,
+    context_lengths,
+    fine_token_counts,
+    largest_steps,
+    row_counts,
+    sampling_steps,
+    token_counts,
 )
-from thalweg.engine.calibration_warmup import thin, warm
+from thalweg.engine.calibration_warmup import thin, warm_up
 from thalweg.launch.report import as_json, show
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resources import is_measured_by_steps
@@ -55,11 +55,11 @@ GB = 10**9
     [(1, 1, 1), (1, 8192, 100), (3, 50, 7), (256, 8192, 163840), (4, 5, 64), (300, 70, 4096)],
 )
 def test_kinds_keep_to_the_limits(slots: int, budget: int, context: int) -> None:
-    sampled = list(samplings(min(slots, budget), context))
+    sampled = list(sampling_steps(min(slots, budget), context))
     plans = [
-        *kinds(slots, budget, context),
-        *largest(slots, budget, context),
-        *cached(slots, budget, context),
+        *all_steps(slots, budget, context),
+        *largest_steps(slots, budget, context),
+        *cached_prompts(slots, budget, context),
         *sampled,
     ]
     for plan in plans:
@@ -74,8 +74,8 @@ def test_kinds_keep_to_the_limits(slots: int, budget: int, context: int) -> None
 
 
 def test_every_kind_is_there() -> None:
-    plans = list(kinds(64, 2048, 4096))
-    decodes = {(len(plan.rows), plan.needs) for plan in samplings(64, 4096)}
+    plans = list(all_steps(64, 2048, 4096))
+    decodes = {(len(plan.rows), plan.needs) for plan in sampling_steps(64, 4096)}
     for needs in (
         SamplingNeeds(),
         SamplingNeeds(random=True, truncated=True),
@@ -92,13 +92,18 @@ def test_every_kind_is_there() -> None:
 
 
 def test_ladders_meet_both_divisibilities_everywhere() -> None:
-    for rungs, wide in ((ladder(8192), 512), (fine(8192), 128)):
+    for rungs, wide in ((token_counts(8192), 512), (fine_token_counts(8192), 128)):
         assert rungs[:80] == list(range(1, 81)) and rungs[-1] == 8192
         for low in range(80, 8192 - wide, wide):
             within = [rung for rung in rungs if low <= rung < low + wide]
             assert any(rung % 16 == 0 for rung in within) and any(rung % 16 for rung in within)
-    assert ladder(1) == [1] and ladder(100)[-1] == 100 and ladder(131072)[-1] == 131072
-    assert few(1) == [1] and few(700)[-1] == 700 and reaches(100) == [64, 100] and reaches(1) == [1]
+    assert token_counts(1) == [1] and token_counts(100)[-1] == 100 and token_counts(131072)[-1] == 131072
+    assert (
+        row_counts(1) == [1]
+        and row_counts(700)[-1] == 700
+        and context_lengths(100) == [64, 100]
+        and context_lengths(1) == [1]
+    )
 
 
 SETTINGS_TINY = config(model_path="m", max_running_requests=4, chunked_prefill_size=96)
@@ -116,12 +121,12 @@ def test_one_layer_of_each_kind_runs_every_kind_of_step(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     planes, slots = Planes(model.planes(), 1), Slots(5, 128, torch.device("cpu"))
     runner = Runner(slim, slim, planes, slots)
-    for plan in [*list(kinds(4, 96, 128))[::9], *largest(4, 96, 128)]:
+    for plan in [*list(all_steps(4, 96, 128))[::9], *largest_steps(4, 96, 128)]:
         made = runner.sample(runner.forward(plan))
         assert made is not None and made.sampled is not None or not any(row.emit for row in plan.rows)
     assert not slots.tokens_SL[:, :128].any(), "padding writes no token"
     ways: list[int] = []
-    warm(Runner(model, model, planes, slots), SETTINGS_TINY, 128, lambda done, total: ways.append(total))
+    warm_up(Runner(model, model, planes, slots), SETTINGS_TINY, 128, lambda done, total: ways.append(total))
     assert len(ways) == ways[0] > 40
     assert all(torch.isfinite(plane.float()).all() for plane in planes.tensors())
 
@@ -141,18 +146,18 @@ def test_a_model_that_computes_one_token_at_a_time_starts(monkeypatch: pytest.Mo
     forward = type(model).forward
     monkeypatch.setattr(type(model), "forward", lambda *given: seen.append(given[1].ids_T.shape) or forward(*given))
     settings = changed(SETTINGS_TINY, kernels=ALONE, max_running_requests=4, chunked_prefill_size=2048)
-    warm(runner, settings, 512, lambda done, total: None)
+    warm_up(runner, settings, 512, lambda done, total: None)
     assert set(seen) == {(1,)} and len(seen) < 1500
-    measured = list(calibration_memory._largest(settings, runner, 512))
+    measured = list(calibration_memory._largest_steps(settings, runner, 512))
     assert sum(plan.tokens for _, plan in measured) <= settings.max_running_requests + 1
     assert {of.model for of, plan in measured} == {model, alone}
     seen.clear()
     for of, plan in measured:
         assert plan.max_kv_len == 512 and of.sample(of.forward(plan)) is not None
     assert len(seen) == 5
-    assert calibration_memory._kept(
+    assert calibration_memory._hidden_bytes(
         settings, alone
-    ) == 2 * 2048 * model.facts.hidden * 4 and not calibration_memory._kept(settings, model)
+    ) == 2 * 2048 * model.facts.hidden * 4 and not calibration_memory._hidden_bytes(settings, model)
 
 
 def test_plain_attention_is_measured_at_its_longest_context() -> None:
@@ -160,15 +165,15 @@ def test_plain_attention_is_measured_at_its_longest_context() -> None:
     beside = changed(SETTINGS_TINY, kernels=plain, max_running_requests=8, chunked_prefill_size=1024)
     model = catalog.build(read_facts(TINY), torch.float32)
     runner = Runner(model, model, Planes(model.planes(), 1), Slots(9, 64, torch.device("cpu")))
-    plans = [plan for _, plan in calibration_memory._largest(beside, runner, 100_000)]
+    plans = [plan for _, plan in calibration_memory._largest_steps(beside, runner, 100_000)]
     (longest,) = [plan for plan in plans if plan.max_kv_len > calibration_memory.REFERENCE_CONTEXT]
     assert longest.max_kv_len == 100_000 and len(longest.rows) == 8 and 8 < longest.tokens < 100
-    assert all(plan.max_kv_len == 50 for _, plan in calibration_memory._largest(beside, runner, 50))
+    assert all(plan.max_kv_len == 50 for _, plan in calibration_memory._largest_steps(beside, runner, 50))
 
 
 @pytest.mark.parametrize(("slots", "budget", "context"), [(256, 8192, 4096), (64, 8192, 1000), (2, 512, 1 << 17)])
 def test_what_gathers_most_context_is_measured(slots: int, budget: int, context: int) -> None:
-    whole, chunks = cached(slots, budget, context)
+    whole, chunks = cached_prompts(slots, budget, context)
     for plan in (whole, chunks):
         assert all(row.start >= row.n > DECODE_QUERY for row in plan.rows) and plan.tokens <= budget
     gathered = [sum(row.start + row.n for row in plan.rows) for plan in (whole, chunks)]
@@ -177,7 +182,7 @@ def test_what_gathers_most_context_is_measured(slots: int, budget: int, context:
     settings = changed(SETTINGS_TINY, kernels=triton, max_running_requests=slots, chunked_prefill_size=budget)
     model = catalog.build(read_facts(TINY), torch.float32)
     runner = Runner(model, model, Planes(model.planes(), 1), Slots(2, 64, torch.device("cpu")))
-    assert {whole, chunks} < {plan for _, plan in calibration_memory._largest(settings, runner, context)}
+    assert {whole, chunks} < {plan for _, plan in calibration_memory._largest_steps(settings, runner, context)}
 
 
 def test_chunks_of_cached_context_are_run_within_any_budget() -> None:
@@ -186,7 +191,7 @@ def test_chunks_of_cached_context_are_run_within_any_budget() -> None:
     """
     for slots, budget, context in ((256, 100, 512), (256, 8192, 512)):
         cached_of = []
-        for plan in kinds(slots, budget, context):
+        for plan in all_steps(slots, budget, context):
             decoded = plan.rows[0].n if plan.rows[0].n <= DECODE_QUERY else 0
             cached_of.append(sum(row.start for row in plan.rows if row.n != decoded))
         assert max(cached_of) > CHUNK
@@ -220,7 +225,7 @@ def test_steps_of_single_tokens_are_not_paced() -> None:
     assert is_measured_by_steps("cuda", KernelConfig(decode="triton", deterministic=True))
 
 
-SUMS = Sums(free=50 * GB, step=3 * GB, graphs=2 * GB, slots=GB // 2, reserve=GB, page=2_000_000)
+SUMS = MemoryBudget(free=50 * GB, step=3 * GB, graphs=2 * GB, slots=GB // 2, reserve=GB, page=2_000_000)
 SETTINGS = config(
     model_path="m",
     device="cuda",
@@ -232,7 +237,7 @@ SETTINGS = config(
 
 def test_pages_are_what_is_left() -> None:
     assert SUMS.pages == (50 * GB - 3 * GB - 2 * GB - GB // 2 - GB) // 2_000_000 - 1 == 21749
-    settled = settle(SETTINGS, SUMS)
+    settled = with_pages(SETTINGS, SUMS)
     assert (settled.num_pages, settled.context_length) == (21749, 1 << 20)
     said = settled.report.current()["max_total_tokens"]
     assert (said.value, said.source) == (21749 * PAGE, "start-up")
@@ -244,30 +249,30 @@ def test_pages_are_what_is_left() -> None:
 
 def test_the_context_is_what_the_pages_hold() -> None:
     small = SUMS._replace(free=8 * GB)
-    settled = settle(SETTINGS, small)
+    settled = with_pages(SETTINGS, small)
     assert settled.context_length == settled.num_pages * PAGE == small.pages * PAGE < 1 << 20
     assert settled.report.current()["context_length"].value == settled.context_length
     length = settled.context_length
     asked = changed(SETTINGS, min_context_length=length, context_length=length)
-    assert settle(asked, small).context_length == settled.context_length
+    assert with_pages(asked, small).context_length == settled.context_length
     with pytest.raises(UnsupportedConfig, match=rf"context_length: .* use at most {settled.context_length}"):
-        settle(changed(SETTINGS, min_context_length=length + 1), small)
+        with_pages(changed(SETTINGS, min_context_length=length + 1), small)
 
 
 def test_pages_that_were_asked_for_are_given_or_refused() -> None:
     most = (SUMS.left + SUMS.reserve) // SUMS.page
     asked = changed(SETTINGS, num_pages=most, context_length=4096)
-    assert settle(asked, SUMS).num_pages == most and settle(asked, SUMS).report == asked.report
+    assert with_pages(asked, SUMS).num_pages == most and with_pages(asked, SUMS).report == asked.report
     with pytest.raises(
         UnsupportedConfig, match=rf"{most + 1} pages do not fit: .*use --max-total-tokens {SUMS.pages * PAGE}"
     ):
-        settle(changed(asked, num_pages=most + 1), SUMS)
+        with_pages(changed(asked, num_pages=most + 1), SUMS)
     with pytest.raises(UnsupportedConfig, match="no page is left"):
-        settle(SETTINGS, SUMS._replace(free=6 * GB))
+        with_pages(SETTINGS, SUMS._replace(free=6 * GB))
 
 
 def test_graphs_are_predicted_from_one_bucket() -> None:
-    assert Graphs(pool=500, driver=20).of(36) == 500 + 36 * 20
+    assert GraphMemory(pool=500, driver=20).predict(36) == 500 + 36 * 20
 
 
 def test_what_others_take_of_the_gpu_meanwhile_is_not_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,9 +291,9 @@ def test_what_others_take_of_the_gpu_meanwhile_is_not_the_graphs(monkeypatch: py
     def expected(*taken: int) -> tuple[int, int]:
         """(bytes, recordings) where what is free shrinks by these numbers from one recording to the next."""
         left = iter([frees for take in taken for frees in (100 * GB, 100 * GB - take)])
-        monkeypatch.setattr(calibration_memory, "free", lambda device: next(left))
+        monkeypatch.setattr(calibration_memory, "free_memory", lambda device: next(left))
         runs = Runs()
-        return calibration_memory._graphs(runs, record, torch.device("cpu")), runs.recorded  # type: ignore[arg-type]
+        return calibration_memory._measure_graphs(runs, record, torch.device("cpu")), runs.recorded  # type: ignore[arg-type]
 
     few, much = 3 << 20, 2 * GB
     assert expected(few) == (10 * few, 2)

@@ -179,8 +179,8 @@ def test_a_drafter_without_memory_is_left_out(
             raise error
         return real(model, drafter, settings, device)
 
-    real = build._planes
-    monkeypatch.setattr(build, "_planes", planes)
+    real = build._allocate_planes
+    monkeypatch.setattr(build, "_allocate_planes", planes)
     with caplog.at_level(logging.ERROR, "thalweg.engine"):
         made = engine(3, speculative_adaptive=True)
     (line,) = errors(caplog)
@@ -221,8 +221,8 @@ def test_a_drafter_with_nan_weights_is_left_out(
             msgspec.structs.replace(resolve(wish).engine, eos_ids=(1,), show_progress=False, warmup=False)
         )
     (line,) = errors(caplog)
-    assert "left out" in line and str(folder) in line and "no finite number" in line
-    assert "no finite number" in made.config.report.current()["speculative_algorithm"].reason
+    assert "left out" in line and str(folder) in line and "not finite numbers" in line
+    assert "not finite numbers" in made.config.report.current()["speculative_algorithm"].reason
     assert run(made, prompts(5)) == plain and made.loop.stats().drafter_failures == 1
 
 
@@ -297,11 +297,11 @@ def test_other_errors_than_lack_of_memory_are_raised() -> None:
 
     for error in (RuntimeError("shapes differ"), UnsupportedConfig("no such backend")):
         with pytest.raises(type(error), match=str(error)):
-            fallback.with_or_without(failing(error), made)
+            fallback.build_or_drop_drafter(failing(error), made)
     with pytest.raises(MemoryError):
-        fallback.with_or_without(failing(MemoryError("none left")), fallback.undrafted(made, "why"))
+        fallback.build_or_drop_drafter(failing(MemoryError("none left")), fallback.without_drafter(made, "why"))
     with pytest.raises(InsufficientMemory):
-        fallback.with_or_without(failing(InsufficientMemory("no page")), made)
+        fallback.build_or_drop_drafter(failing(InsufficientMemory("no page")), made)
 
 
 def test_a_started_engine_has_no_failure() -> None:

@@ -23,7 +23,7 @@ from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.report import AUTO, USER, Decision, Report
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.calibration_checks import Probe, probes, settled
+from thalweg.engine.calibration_checks import SelfCheck, replace_failing, self_checks
 from thalweg.layers.linear import Part
 from thalweg.layers.module import Module
 from thalweg.layers.reference import ReferenceLayers
@@ -181,9 +181,9 @@ def settings(*asked: str) -> EngineConfig:
 
 
 def test_a_library_that_fails_its_check_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    probes = [Probe("decode", "flashmla", broken), Probe("prefill", "fa3", lambda: None)]
+    self_checks = [SelfCheck("decode", "flashmla", broken), SelfCheck("prefill", "fa3", lambda: None)]
     with caplog.at_level(logging.WARNING, "thalweg.engine"):
-        made = settled(settings("prefill"), probes)
+        made = replace_failing(settings("prefill"), self_checks)
     assert (made.kernels.decode, made.kernels.prefill) == ("triton", "fa3")
     told = made.report.current()["decode_attention_backend"]
     assert (told.value, told.source) == ("triton", "start-up")
@@ -192,11 +192,11 @@ def test_a_library_that_fails_its_check_is_replaced(caplog: pytest.LogCaptureFix
 
 def test_a_library_that_was_asked_for_ends_the_start() -> None:
     with pytest.raises(UnsupportedConfig, match="decode_attention_backend: its binary is for another torch"):
-        settled(settings("decode"), [Probe("decode", "flashmla", broken)])
+        replace_failing(settings("decode"), [SelfCheck("decode", "flashmla", broken)])
 
 
 def test_every_library_of_a_latent_model_is_checked() -> None:
     facts = facts_of(json.loads((FOLDER / "config.json").read_text()) | {"quantization_config": None}, "test")
-    found = probes(KernelConfig(decode="flashmla", prefill="fa3"), facts, torch.device("cpu"))
+    found = self_checks(KernelConfig(decode="flashmla", prefill="fa3"), facts, torch.device("cpu"))
     assert [(role, backend) for role, backend, _ in found] == [("decode", "flashmla"), ("prefill", "fa3")]
-    assert not probes(KernelConfig(decode="triton", prefill="triton"), facts, torch.device("cpu"))
+    assert not self_checks(KernelConfig(decode="triton", prefill="triton"), facts, torch.device("cpu"))

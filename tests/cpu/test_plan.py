@@ -323,7 +323,8 @@ def test_a_config_that_is_no_json(plan: Run, tmp_path: Path) -> None:
 def test_check_with_a_drafter(plan: Run, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it keeps of each running request, too: hidden states, what drafts were drawn from, nodes of a tree."""
     monkeypatch.setattr(traced, "ROWS", 0)
-    monkeypatch.setattr(build, "measured", lambda settings, runner: settings)  # times, of which there is nothing to see
+    # there are no times to see
+    monkeypatch.setattr(build, "calibrate", lambda settings, runner: settings)
     told = json.loads(
         plan(TINY, "--check", "--json", "--max-total-tokens", "2048", "--threads", "1", *flags.split()).out
     )

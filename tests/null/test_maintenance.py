@@ -10,6 +10,7 @@ import pytest
 
 from tests.null.sim.fleet import SimChannel
 from tests.null.test_scheduler import PAGE, cached, make_scheduler, submit
+from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.messages import (
     Abort,
@@ -23,7 +24,7 @@ from thalweg.core.messages import (
     TokenDelta,
     UpdateWeights,
 )
-from thalweg.core.plan import GrammarState, Output, Shape, StepPlan
+from thalweg.core.plan import GrammarState, Output, StepPlan
 from thalweg.core.request import Request
 from thalweg.engine.loop import Loop
 
@@ -38,7 +39,7 @@ class Hands:
         self.inside: list[int] = []  # steps that are launched and not retired
         self.ends: dict[int, int] = {}
 
-    def forward(self, plan: StepPlan, shape: Shape) -> None:
+    def forward(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
         self.inside.append(plan.step)
 
     def sample(self, plan: StepPlan, masks: Mapping[int, GrammarState], width: int) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import Row, StepPlan
-from thalweg.engine.calibration_drafts import clock
+from thalweg.engine.calibration import step_clock
 from thalweg.engine.local import LocalEngine
 from thalweg.runner.graph_pool import GraphPool
 from thalweg.runner.runner import NoCapturedGraphs
@@ -121,7 +121,7 @@ def upcoming(engine: LocalEngine, width: int) -> StepPlan:
 
 def seconds(engine: LocalEngine, work: Call) -> float:
     """Of the work, done many times without a wait between them: of the device where there is one."""
-    now, cuda, times = clock(engine.config), engine.config.device == "cuda", TIMES[engine.config.device]
+    now, cuda, times = step_clock(engine.config), engine.config.device == "cuda", TIMES[engine.config.device]
     for _ in range(WARM_UPS):
         work()
     found = []

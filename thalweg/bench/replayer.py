@@ -27,7 +27,7 @@ from thalweg.core.grammar import NO_GRAMMAR, Grammar
 from thalweg.core.plan import PAGE, Bind, GrammarState, Output, PageAppend, Row, StepPlan, TokenLogprob
 from thalweg.core.ticket import TicketState
 from thalweg.engine.build import build
-from thalweg.engine.calibration_checks import proven
+from thalweg.engine.calibration_checks import check_backends
 from thalweg.engine.local import LocalChannel
 from thalweg.engine.recording import RecordedStep, Recording
 
@@ -118,7 +118,7 @@ class Replayer:
 
     def __init__(self, recording: Recording, settings: EngineConfig, compare: bool) -> None:
         self.recording, self.compare = recording, compare
-        self.loop, _, facts, _ = build(proven(settings), LocalChannel())
+        self.loop, _, facts, _ = build(check_backends(settings), LocalChannel())
         self.worker, self.book = self.loop.worker, self.loop.scheduler.grammars
         self.vocab, self.budget = facts.vocab, settings.chunked_prefill_size
         self.verdict = Verdict()
@@ -216,7 +216,7 @@ class Replayer:
         number, self._launched = self._launched, self._launched + 1
         again = replace(plan, step=number, seen=number - 1, waits_for_commit=False)
         try:
-            self.worker.forward(again, again.shape)
+            self.worker.forward(again, None)
             self.worker.sample(again, masks, again.num_drafts)
             return self.worker.output(again)
         except Exception as error:  # whatever a step raises is what is looked for

@@ -31,7 +31,7 @@ from thalweg.bench.usage import status, unless
 from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.config.options import Options
 from thalweg.core.sampling import SamplingParams
-from thalweg.engine.calibration_drafts import clock, planning_clock
+from thalweg.engine.calibration import planning_clock, step_clock
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolved import Resolved
 from thalweg.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, MeasuredDraftLength
@@ -81,7 +81,7 @@ def decode(engine: LocalEngine, prompts: Sequence[Sequence[int]], output: int) -
     """Computes one batch, greedy. Steps overlap as they do in a server: a step's time is that between two that have
     ended.
     """
-    params, now = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True), clock(engine.config)
+    params, now = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True), step_clock(engine.config)
     waiting = {uid for prompt in prompts for uid in engine.submit(prompt, params)}
     writing, found = set(waiting), Written(0, 0.0, 0)
     while not engine.idle:

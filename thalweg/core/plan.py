@@ -69,14 +69,6 @@ class PageAppend(NamedTuple):
     pages: tuple[int, ...]
 
 
-class Shape(NamedTuple):
-    """Size of a step that the DP ranks agree on, and key of CUDA graphs."""
-
-    rows: int
-    tokens: int
-    max_kv_len: int
-
-
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of one rank."""
@@ -112,10 +104,6 @@ class StepPlan:
     def sampled_per_row(self) -> int:
         """Positions that are sampled of each emitting row: 1 + the largest number of drafts."""
         return 1 + max((row.num_drafts for row in self.rows if row.emit), default=0)
-
-    @property
-    def shape(self) -> Shape:
-        return Shape(len(self.rows), self.tokens, self.max_kv_len)
 
 
 class TokenLogprob(NamedTuple):

@@ -17,6 +17,7 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.messages import StartProfile, UpdateWeights
@@ -39,9 +40,9 @@ class ProfiledRunner:
     def __init__(self, runner: StepRunner) -> None:
         self.runner = runner
 
-    def forward(self, plan: StepPlan) -> ForwardResult | None:
+    def forward(self, plan: StepPlan, agreed: AgreedStep | None = None) -> ForwardResult | None:
         with record_function(f"A {_name(plan)}"):
-            return self.runner.forward(plan)
+            return self.runner.forward(plan, agreed)
 
     def sample(
         self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, width: int = 0

@@ -1,9 +1,7 @@
-"""The self-check of a start: each library that the configuration names computes a small case on this GPU before a model
-relies on it.
+"""Start-up self-check: each library that the configuration names computes a small case before a model relies on it.
 
-That a library is installed says little: its binary may be built for another torch, CUDA or GPU. One that the user did
-not ask for is replaced by our own kernels, with a warning and a word in the report; one that was asked for ends the
-start.
+An installed library may be built for another torch, CUDA or GPU. A failing one is replaced by our own kernels, with a
+warning and a decision in the report. If the user asked for it by name, the start fails.
 """
 
 from __future__ import annotations
@@ -28,27 +26,29 @@ from thalweg.quant.catalog import quantized
 
 log = logging.getLogger("thalweg.engine")
 
-OWN = "triton"  # what takes the place of a library
+OWN = "triton"  # replaces a library that fails
 
 
-class Probe(NamedTuple):
-    """role: the field of `KernelConfig` that names the backend. check: raises RuntimeError that says what is wrong."""
+class SelfCheck(NamedTuple):
+    """The check of one library."""
 
-    role: str
+    role: str  # field of `KernelConfig` that names the backend
     backend: str
-    check: Callable[[], None]
+    run: Callable[[], None]  # raises RuntimeError that says what is wrong
 
 
-def proven(config: EngineConfig) -> EngineConfig:
-    """The configuration with every library that fails its check replaced. Raises UnsupportedConfig for one that was
-    asked for, CheckpointError for a folder without a model."""
+def check_backends(config: EngineConfig) -> EngineConfig:
+    """The configuration with every library that fails its check replaced.
+
+    Raises UnsupportedConfig for one that the user asked for, CheckpointError for a folder without a model.
+    """
     if config.device != "cuda" or config.decode_attention_backend == "reference":
         return config
     facts = read_facts(Path(config.model_path))
-    return settled(config, probes(config.kernels, facts, torch.device(config.device)))
+    return replace_failing(config, self_checks(config.kernels, facts, torch.device(config.device)))
 
 
-def probes(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> list[Probe]:
+def self_checks(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> list[SelfCheck]:
     """The self-checks of the libraries that this configuration uses, as the catalogs name them."""
     is_fp8 = quantized(facts.quantization_config) is not None
     is_mla, uses_latents = facts.mla is not None, facts.mla is not None and kernels.latent
@@ -65,16 +65,16 @@ def probes(kernels: KernelConfig, facts: ModelFacts, device: torch.device) -> li
         if entry:
             backend: str = getattr(kernels, role)
             case = CheckCase(backend, *shape, kernels.kv == "fp8_e4m3", is_fp8)
-            found.append(Probe(role, backend, partial(load_entry(entry), device, case)))
+            found.append(SelfCheck(role, backend, partial(load_entry(entry), device, case)))
     return found
 
 
-def settled(config: EngineConfig, probes: Iterable[Probe]) -> EngineConfig:
-    """See `proven`."""
-    for role, backend, check in probes:
+def replace_failing(config: EngineConfig, checks: Iterable[SelfCheck]) -> EngineConfig:
+    """Runs the checks: see `check_backends`."""
+    for role, backend, run in checks:
         name = DECISION_NAMES[role]
         try:
-            check()
+            run()
         except RuntimeError as error:
             if config.report.is_users(name):
                 raise UnsupportedConfig(f"{name}: {error}") from error

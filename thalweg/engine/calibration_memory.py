@@ -1,5 +1,5 @@
-"""How many pages the KV cache gets on a GPU: what is really free once weights, compiled kernels and libraries are
-there, less what a step and the CUDA graphs take, which is measured, less a stated reserve.
+"""Start-up calibration of GPU memory: the KV cache gets what is free once weights, compiled kernels and libraries are
+loaded, less what a step and the CUDA graphs take, which is measured, less a reserve.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from thalweg.core.format import format_bytes
 from thalweg.core.kernels import TORCH_ATTENTION
 from thalweg.core.plan import PAGE, StepPlan
 from thalweg.core.report import START_UP, Decision
-from thalweg.engine import calibration_plans
+from thalweg.engine import calibration_plans as plans
+from thalweg.engine.calibration import run_step
 from thalweg.memory.planes import Planes, PlaneSpec
 from thalweg.models.decoder import Model
 from thalweg.models.token_by_token import TokenByToken
@@ -29,27 +30,24 @@ from thalweg.spec.drafter import Drafter
 log = logging.getLogger("thalweg.engine")
 
 REFERENCE_CONTEXT = 8192  # tokens
-RESERVE = 1 << 30  # bytes that stay free: what fragments, and what others take on this GPU
-# bytes of the driver for one recorded bucket that are believed at once: it takes some kB for each kernel
-LIKELY = 64 << 20
-LOOKS = 3  # at a bucket that seems to take more: free memory is the device's, and others on it come and go
+RESERVE = 1 << 30  # bytes that stay free for fragmentation and for other users of the GPU
+PLAUSIBLE = 64 << 20  # driver bytes of one captured bucket that are believed at once; a kernel takes a few kB
+CAPTURES = 3  # of a bucket that seems to take more: other processes change the device's free memory too
 
 
-class Sums(NamedTuple):
-    """Bytes. free: beside the weights. step: what the largest step takes while it runs. graphs: what the CUDA graphs
-    are expected to take. slots: state of the requests. page: of a page in all planes.
-    """
+class MemoryBudget(NamedTuple):
+    """Bytes of a GPU."""
 
-    free: int
-    step: int
-    graphs: int
+    free: int  # beside the weights
+    step: int  # of the largest step while it runs
+    graphs: int  # expected, of the CUDA graphs
     slots: int
     reserve: int
-    page: int
+    page: int  # of a page in all planes
 
     @property
     def left(self) -> int:
-        """For pages, the null page not counted."""
+        """For pages other than the null page."""
         return self.free - self.step - self.graphs - self.slots - self.reserve - self.page
 
     @property
@@ -57,194 +55,186 @@ class Sums(NamedTuple):
         return max(self.left // self.page, 0)
 
     def __str__(self) -> str:
-        taken = (self.step, "a step"), (self.graphs, "graphs"), (self.slots, "slots"), (self.reserve, "reserve")
-        parts = " - ".join(f"{format_bytes(count)} {name}" for count, name in taken)
+        uses = (self.step, "a step"), (self.graphs, "graphs"), (self.slots, "slots"), (self.reserve, "reserve")
+        parts = " - ".join(f"{format_bytes(count)} {name}" for count, name in uses)
         return (
             f"({format_bytes(self.free)} free beside the weights - {parts}) / {format_bytes(self.page)} a page ="
             f" {self.pages}"
         )
 
 
-class Graphs(NamedTuple):
-    """What recording one of the largest bucket took. pool: bytes of torch's, which all buckets share. driver: beside
-    it, each bucket anew.
-    """
+class GraphMemory(NamedTuple):
+    """Bytes that capturing the largest bucket took."""
 
-    pool: int
-    driver: int
+    pool: int  # of torch, shared by all buckets
+    driver: int  # of the driver, for each bucket
 
-    def of(self, buckets: int) -> int:
-        """The prediction for so many."""
+    def predict(self, buckets: int) -> int:
         return self.pool + buckets * self.driver
 
 
-def free(device: torch.device) -> int:
-    """Bytes that a driver's allocation could have now."""
+def free_memory(device: torch.device) -> int:
+    """Bytes that the driver could allocate now."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def provisional(config: EngineConfig, specs: tuple[PlaneSpec, ...], device: torch.device) -> int:
-    """The longest context there can be, before it is known what else needs memory."""
+def provisional_context(config: EngineConfig, specs: tuple[PlaneSpec, ...], device: torch.device) -> int:
+    """The longest possible context, before other uses of memory are known."""
     if config.num_pages:
         return config.context_length
-    return max(min(config.context_length, free(device) // Planes.page_cost(specs) * PAGE), 1)
+    return max(min(config.context_length, free_memory(device) // Planes.page_cost(specs) * PAGE), 1)
 
 
-def probe(config: EngineConfig, model: Model, drafter: Drafter, context: int, device: torch.device) -> Runner:
-    """A runner without a cache: all its rows are padding, which needs the null page only."""
+def runner_without_cache(
+    config: EngineConfig, model: Model, drafter: Drafter, context: int, device: torch.device
+) -> Runner:
+    """A runner whose rows are all padding, which needs the null page only."""
     planes = Planes((*model.planes(), *drafter.planes()), 1, device)
     slots = Slots(config.max_running_requests + 1, context, device, drafter.fields(), config.tree)
     return Runner(model, model, planes, slots, drafter)
 
 
-def measure(
-    config: EngineConfig, runner: Runner, context: int, record: Callable[[Runner], int]
-) -> tuple[int, int, int]:
-    """(step, graphs, slots) of `Sums`. record: records a largest bucket on the runner, with the largest of each kind
-    of tree, and returns how many times as much there will be."""
+def measure_memory(
+    config: EngineConfig, runner: Runner, context: int, capture: Callable[[Runner], int]
+) -> MemoryBudget:
+    """The budget of a runner without a cache.
+
+    capture: captures the largest bucket and returns how many there will be; 0: there are no graphs.
+    """
     device = runner.planes.device
-    step = _step(config, runner, context, device)
-    return step, _graphs(runner, record, device), runner.slots.nbytes
+    step = _measure_step(config, runner, context, device)
+    graphs, slots = _measure_graphs(runner, capture, device), runner.slots.nbytes
+    page = Planes.page_cost(runner.planes.specs)
+    return MemoryBudget(0, step, graphs, slots, RESERVE, page)
 
 
-def _step(config: EngineConfig, runner: Runner, context: int, device: torch.device) -> int:
-    free(device)
+def _measure_step(config: EngineConfig, runner: Runner, context: int, device: torch.device) -> int:
+    free_memory(device)
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        for of, plan in _largest(config, runner, context):
-            made = of.sample(of.forward(plan), width=config.num_drafts)
-            del made
+        for step_runner, plan in _largest_steps(config, runner, context):
+            run_step(step_runner, plan, config.num_drafts)
     except torch.cuda.OutOfMemoryError as error:
         raise InsufficientMemory(
             f"memory: a step of {config.chunked_prefill_size} tokens and {config.max_running_requests} requests does"
             " not fit beside the weights; use a smaller --chunked-prefill-size or --max-running-requests"
         ) from error
-    return int(torch.cuda.max_memory_reserved(device)) - before + _kept(config, runner.model)
+    return int(torch.cuda.max_memory_reserved(device)) - before + _hidden_bytes(config, runner.model)
 
 
-def _largest(config: EngineConfig, runner: Runner, context: int) -> Iterator[tuple[Runner, StepPlan]]:
-    """The steps that take most memory, and what runs each."""
+def _largest_steps(config: EngineConfig, runner: Runner, context: int) -> Iterator[tuple[Runner, StepPlan]]:
+    """The steps that take most memory, and the runner of each."""
     slots, budget, model = config.max_running_requests, config.chunked_prefill_size, runner.model
     decoding = min(slots, budget)
     if isinstance(model, TokenByToken):
-        # what one token takes, by the model itself, since padding would see no context here; and the sampling of all
-        # rows
-        yield (
-            Runner(model.model, model.model, runner.planes, runner.slots),
-            calibration_plans.plan([(context - 1, 1, True)]),
-        )
-        yield runner, calibration_plans.plan([(context - 1, 1, True)] * decoding, calibration_plans.ALL_NEEDS)
+        # one token, by the inner model because padding would see no context here; and the sampling of all rows
+        inner = Runner(model.model, model.model, runner.planes, runner.slots)
+        yield inner, plans.plan([(context - 1, 1, True)])
+        yield runner, plans.plan([(context - 1, 1, True)] * decoding, plans.ALL_NEEDS)
     elif config.decode_attention_backend in TORCH_ATTENTION:
-        # prompts take minutes over long contexts, and tiles of their scores are as large over short ones; but what is
-        # gathered of a context is as long as the context: of as many rows as decode in one span, and of a prompt, whose
-        # tiles then have few tokens
-        yield from (
-            (runner, plan)
-            for plan in calibration_plans.largest(slots, budget, min(context, REFERENCE_CONTEXT), config.num_drafts)
-        )
-        n = min(calibration_plans.DENSE, context, budget - decoding + 1)
+        # Prompts take minutes over long contexts, and their score tiles are as large over short ones. But the gathered
+        # KV is as long as the context: of all decoding rows together, and of a prompt, whose tiles then have few tokens.
+        for plan in plans.largest_steps(slots, budget, min(context, REFERENCE_CONTEXT), config.num_drafts):
+            yield runner, plan
+        n = min(plans.DENSE, context, budget - decoding + 1)
         if context > REFERENCE_CONTEXT:
-            yield runner, calibration_plans.plan([(context - 1, 1, True)] * (decoding - 1) + [(context - n, n, True)])
+            yield runner, plans.plan([(context - 1, 1, True)] * (decoding - 1) + [(context - n, n, True)])
     else:
-        for plans in (
-            calibration_plans.largest(slots, budget, context, config.num_drafts),
-            calibration_plans.cached(slots, budget, context),
-        ):
-            yield from ((runner, plan) for plan in plans)
+        for plan in plans.largest_steps(slots, budget, context, config.num_drafts):
+            yield runner, plan
+        for plan in plans.cached_prompts(slots, budget, context):
+            yield runner, plan
 
 
-def _kept(config: EngineConfig, model: Model) -> int:
-    """Bytes of the hidden states of a step whose tokens are computed one by one: apart, and then together."""
-    one_by_one = isinstance(model, TokenByToken)
-    return 2 * config.chunked_prefill_size * model.facts.hidden * model.factory.dtype.itemsize if one_by_one else 0
+def _hidden_bytes(config: EngineConfig, model: Model) -> int:
+    """Hidden states of a step whose tokens are computed one by one: first apart, then together."""
+    if not isinstance(model, TokenByToken):
+        return 0
+    return 2 * config.chunked_prefill_size * model.facts.hidden * model.factory.dtype.itemsize
 
 
-def _graphs(runner: Runner, record: Callable[[Runner], int], device: torch.device) -> int:
-    buckets = record(runner)
+def _measure_graphs(runner: Runner, capture: Callable[[Runner], int], device: torch.device) -> int:
+    buckets = capture(runner)
     if not buckets:
         return 0
-    # the first recording brings what recordings need once, and is not what one more takes; it is kept, as the others
-    # are, since the driver gives what was an earlier one's to the next
-    kept = [(runner.steps, runner.graphs, runner.tree_graphs)]
-    found: list[Graphs] = []
-    while not found or (found[-1].driver > LIKELY and len(found) < LOOKS):
-        before, held = free(device), torch.cuda.memory_reserved(device)
-        record(runner)
-        kept.append((runner.steps, runner.graphs, runner.tree_graphs))
-        pool = torch.cuda.memory_reserved(device) - held
-        found.append(Graphs(pool, max(before - free(device) - pool, 0)))
+    # The first capture includes what all captures need once, so a later one is measured. All are kept alive: the driver
+    # would reuse the memory of a freed one.
+    captured = [(runner.steps, runner.graphs, runner.tree_graphs)]
+    measured: list[GraphMemory] = []
+    while not measured or (measured[-1].driver > PLAUSIBLE and len(measured) < CAPTURES):
+        before, reserved = free_memory(device), torch.cuda.memory_reserved(device)
+        capture(runner)
+        captured.append((runner.steps, runner.graphs, runner.tree_graphs))
+        pool = torch.cuda.memory_reserved(device) - reserved
+        measured.append(GraphMemory(pool, max(before - free_memory(device) - pool, 0)))
     runner.eager()
-    return min(found, key=lambda one: one.driver).of(buckets)
+    return min(measured, key=lambda memory: memory.driver).predict(buckets)
 
 
-def settle(config: EngineConfig, sums: Sums) -> EngineConfig:
-    """The configuration with pages and context as the sums give them. What the user set stays, or is refused.
+def with_pages(config: EngineConfig, budget: MemoryBudget) -> EngineConfig:
+    """The configuration with pages and context from the budget. Values that the user set stay.
 
     Raises InsufficientMemory.
     """
-    pages, context = config.num_pages or sums.pages, config.context_length
-    if config.num_pages and config.num_pages * sums.page > sums.left + sums.reserve:
+    pages, context = config.num_pages or budget.pages, config.context_length
+    if config.num_pages and config.num_pages * budget.page > budget.left + budget.reserve:
         raise InsufficientMemory(
-            f"memory: {config.num_pages} pages do not fit: {sums}, and {(sums.left + sums.reserve) // sums.page}"
-            f" without a reserve; use --max-total-tokens {max(sums.pages, 1) * PAGE}, or leave --mem-fraction-static"
-            " and --max-total-tokens to the engine"
+            f"memory: {config.num_pages} pages do not fit: {budget}, and"
+            f" {(budget.left + budget.reserve) // budget.page} without a reserve; use --max-total-tokens"
+            f" {max(budget.pages, 1) * PAGE}, or leave --mem-fraction-static and --max-total-tokens to the engine"
         )
     if pages < 1:
         raise InsufficientMemory(
-            f"memory: {sums}: no page is left for the KV cache; use a smaller --chunked-prefill-size,"
+            f"memory: {budget}: no page is left for the KV cache; use a smaller --chunked-prefill-size,"
             " --max-running-requests or --cuda-graph-max-bs, or a GPU with more memory"
         )
-    held = pages * PAGE
-    if config.min_context_length > held:
+    tokens = pages * PAGE
+    if config.min_context_length > tokens:
         raise InsufficientMemory(
-            f"context_length: {config.min_context_length} is more than the KV cache holds: {sums}; use at most {held}"
+            f"context_length: {config.min_context_length} is more than the KV cache holds: {budget}; use at most"
+            f" {tokens}"
         )
     decisions = []
     if not config.num_pages:
-        decisions.append(Decision("max_total_tokens", held, START_UP, f"{PAGE} tokens a page: {sums}"))
-        if context > held:
-            decisions.append(Decision("context_length", held, START_UP, "what the KV cache holds"))
-    log.info("memory: %s%s", sums, f"; {config.num_pages} were asked for" if config.num_pages else "")
-    return config.started(decisions, max_total_tokens=held, context_length=min(context, held))
+        decisions.append(Decision("max_total_tokens", tokens, START_UP, f"{PAGE} tokens a page: {budget}"))
+        if context > tokens:
+            decisions.append(Decision("context_length", tokens, START_UP, "what the KV cache holds"))
+    log.info("memory: %s%s", budget, f"; {config.num_pages} were asked for" if config.num_pages else "")
+    return config.started(decisions, max_total_tokens=tokens, context_length=min(context, tokens))
 
 
-# why each is what it is; on a CPU nothing is set aside for steps and there are no graphs
+# On a CPU there are no graphs and nothing is set aside for steps.
 REASONS = {
-    "weights": "measured: of the model as it is loaded",
-    "kv": "measured: of all planes, the null page included",
+    "weights": "measured: the loaded model, drafter included",
+    "kv": "measured: all planes, the null page included",
     "slots": "measured: state of the requests",
-    "step": "measured: what the largest step took while it ran",
-    "graphs": "measured: what recording all CUDA graphs took",
-    "beside": (
-        "measured: of the GPU, what neither the above nor anything free accounts for: the driver's context, compiled"
-        " kernels, libraries"
-    ),
+    "step": "measured: the largest step while it ran",
+    "graphs": "measured: all CUDA graphs",
+    "beside": "measured: the rest of the GPU's used memory: the driver's context, compiled kernels, libraries",
 }
 
 
-def taken(config: EngineConfig, runner: Runner, **others: int) -> EngineConfig:
-    """The configuration with a report of the bytes of weights (the drafter's included), KV cache and slots, and of
-    `others`, by the names in `REASONS`.
-    """
-    model, planes, slots = runner.model, runner.planes, runner.slots
-    plain = model.model if isinstance(model, TokenByToken) else model
-    drafter = runner.drafting.drafter
-    modules = [one for one in (plain, *drafter.modules(), *drafter.own()) if isinstance(one, nn.Module)]
-    found = {
-        "weights": _bytes([tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]),
-        "kv": _bytes(list(planes.bytes.values())),
+def with_memory_report(config: EngineConfig, runner: Runner, **others: int) -> EngineConfig:
+    """The configuration with a report of bytes in use, which `thalweg plan --check` compares with its prediction."""
+    model, slots, drafter = runner.model, runner.slots, runner.drafting.drafter
+    inner = model.model if isinstance(model, TokenByToken) else model
+    modules = [module for module in (inner, *drafter.modules(), *drafter.own()) if isinstance(module, nn.Module)]
+    sizes = {
+        "weights": _bytes([tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]),
+        "kv": _bytes(list(runner.planes.bytes.values())),
         "slots": _bytes(
             [value for value in (*vars(slots).values(), *slots.extra.values()) if isinstance(value, Tensor)]
         ),
         **others,
     }
-    return config.started(Decision(f"memory_{name}", value, START_UP, REASONS[name]) for name, value in found.items())
+    return config.started(Decision(f"memory_{name}", size, START_UP, REASONS[name]) for name, size in sizes.items())
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """Of their memory, that which several share counted once."""
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+    """Bytes of the tensors; memory that several share counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

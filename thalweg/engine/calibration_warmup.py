@@ -1,5 +1,5 @@
-"""Runs every kind of step once before the first request, on one layer of each kind, so that no kernel is compiled or
-loaded within one.
+"""Start-up warm-up: runs every kind of step once, on one layer of each kind, so that no request has to wait for a
+kernel to be compiled or loaded.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from thalweg.config.engine import EngineConfig
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.kernels import TORCH
 from thalweg.core.plan import StepPlan
-from thalweg.engine.calibration_plans import GREEDY, fine, kinds, samplings, scored, singles
+from thalweg.engine import calibration_plans as plans
+from thalweg.engine.calibration import run_step
 from thalweg.models.decoder import Model
 from thalweg.models.token_by_token import TokenByToken
 from thalweg.runner.runner import ForwardResult, Runner
 
-PLAIN_CONTEXT = 1024  # tokens
-
-Progress = Callable[[int, int], None]  # steps done, of how many
+TORCH_CONTEXT = 1024  # tokens
+Work = Callable[[], object]
 
 
 def thin(model: Model) -> Model:
-    """The same model with one layer of each kind, the parameters shared: what it runs is compiled as what the whole
-    model runs.
-    """
+    """The model with one layer of each kind and shared parameters, so that its kernels are those of the whole model."""
     assert isinstance(model, nn.Module) and isinstance(model.layers, nn.ModuleList)
     by_kind = {
         tuple((name, parameter.shape, parameter.dtype) for name, parameter in layer.named_parameters()): layer
@@ -43,20 +41,23 @@ def thin(model: Model) -> Model:
     return slim
 
 
-def warm(runner: Runner, config: EngineConfig, context: int, progress: Progress) -> None:
-    """Compiles. The runner's slots hold no requests: every row is padding, and touches the null page only."""
-    work = [*_sampling(runner, config, context)]
-    if config.decode_attention_backend != "reference":  # which has no kernels
-        work += [*_steps(runner, config, context), *_products(runner, config)]
+def warm_up(runner: Runner, config: EngineConfig, context: int, progress: Callable[[int, int], None]) -> None:
+    """Runs all kinds of steps on empty slots: every row is padding and uses the null page only.
+
+    progress: called with (steps done, steps in all).
+    """
+    work = [*_samplings(runner, config, context)]
+    if config.decode_attention_backend != "reference":  # it has no kernels
+        work += [*_steps(runner, config, context), *_fp8_products(runner, config)]
     with torch.inference_mode():
-        for done, each in enumerate(work, 1):
-            each()
+        for done, run in enumerate(work, 1):
+            run()
             progress(done, len(work))
     torch.cuda.synchronize()
 
 
-def _sampling(runner: Runner, config: EngineConfig, context: int) -> Iterator[Callable[[], object]]:
-    """Draws from logits that no model made; under a grammar too, of the first row and of all."""
+def _samplings(runner: Runner, config: EngineConfig, context: int) -> Iterator[Work]:
+    """Samples from zero logits; greedy steps also with grammar masks for all rows and for the first one."""
     vocab, slots = runner.model.facts.vocab, runner.slots
 
     def forwarded(plan: StepPlan) -> ForwardResult:
@@ -64,59 +65,52 @@ def _sampling(runner: Runner, config: EngineConfig, context: int) -> Iterator[Ca
         logits_EV = torch.zeros(len(slot_E), vocab, device=slot_E.device)
         return ForwardResult(plan, logits_EV, slot_E, slots.ints_SI.index_select(0, slot_E), {})
 
-    def masks(rows: int) -> GrammarMasks:
-        return GrammarMasks(tuple(range(rows)), np.full((rows, -(-vocab // 32)), -1, dtype=np.int32))
+    def sample(plan: StepPlan, masked: int) -> None:
+        bits = np.full((masked, -(-vocab // 32)), -1, dtype=np.int32)
+        runner.sample(forwarded(plan), GrammarMasks(tuple(range(masked)), bits) if masked else None)
 
-    for plan in samplings(min(config.max_running_requests, config.chunked_prefill_size), context):
-        yield partial(lambda plan: runner.sample(forwarded(plan)), plan)
-        if plan.needs == GREEDY:
-            yield partial(lambda plan: runner.sample(forwarded(plan), masks(len(plan.rows))), plan)
-            yield partial(lambda plan: runner.sample(forwarded(plan), masks(1)), plan)
+    for plan in plans.sampling_steps(min(config.max_running_requests, config.chunked_prefill_size), context):
+        for masked in (0, len(plan.rows), 1) if plan.needs == plans.GREEDY else (0,):
+            yield partial(sample, plan, masked)
 
 
-def _steps(runner: Runner, config: EngineConfig, context: int) -> Iterator[Callable[[], object]]:
-    if (
-        config.decode_attention_backend == TORCH
-    ):  # no kernel goes by the context, and a choice of a long one takes its time
-        context = min(context, max(PLAIN_CONTEXT, -(-config.chunked_prefill_size // config.max_running_requests)))
-    model = thin(_whole(runner.model))
-    narrow = Runner(model, model, runner.planes, runner.slots, runner.drafting.drafter)
-    if isinstance(runner.model, TokenByToken):  # whatever the step, what is computed is one token at a time
-        whole = TokenByToken(model)
-        alone = Runner(whole, whole, runner.planes, runner.slots)
-        for plan in scored(min(config.chunked_prefill_size, context)):
-            yield partial(lambda plan: alone.sample(alone.forward(plan)), plan)
-        plans = singles(context)
+def _steps(runner: Runner, config: EngineConfig, context: int) -> Iterator[Work]:
+    budget = config.chunked_prefill_size
+    if config.decode_attention_backend == TORCH:  # no kernel depends on the context, and long ones take their time
+        context = min(context, max(TORCH_CONTEXT, -(-budget // config.max_running_requests)))
+    model = thin(_inner(runner.model))
+    thin_runner = Runner(model, model, runner.planes, runner.slots, runner.drafting.drafter)
+    if isinstance(runner.model, TokenByToken):  # every step is computed one token at a time
+        one_by_one = TokenByToken(model)
+        scoring_runner = Runner(one_by_one, one_by_one, runner.planes, runner.slots)
+        for plan in plans.scored_prompts(min(budget, context)):
+            yield partial(run_step, scoring_runner, plan)
+        steps = plans.single_tokens(context)
     else:
-        plans = kinds(
-            config.max_running_requests, config.chunked_prefill_size, context, config.num_drafts, config.tree.is_tree
-        )
-    for plan in plans:
-        width = plan.sampled_per_row - 1 or config.num_drafts
-        yield partial(lambda plan, width: narrow.sample(narrow.forward(plan), width=width), plan, width)
+        steps = plans.all_steps(config.max_running_requests, budget, context, config.num_drafts, config.tree.is_tree)
+    for plan in steps:
+        yield partial(run_step, thin_runner, plan, plan.sampled_per_row - 1 or config.num_drafts)
 
 
-def _products(runner: Runner, config: EngineConfig) -> Iterator[Callable[[], object]]:
-    rows = [1] if isinstance(runner.model, TokenByToken) else fine(config.chunked_prefill_size)
-    for part, inputs in fp8_products(_whole(runner.model)):
-        for count in rows:
+def _fp8_products(runner: Runner, config: EngineConfig) -> Iterator[Work]:
+    sizes = [1] if isinstance(runner.model, TokenByToken) else plans.fine_token_counts(config.chunked_prefill_size)
+    for layer, inputs in fp8_layers(_inner(runner.model)):
+        for count in sizes:
             x = partial(torch.zeros, count, inputs, dtype=torch.bfloat16, device=runner.planes.device)
-            yield partial(lambda part, x: part.forward(x()), part, x)
+            yield partial(lambda layer, x: layer.forward(x()), layer, x)
 
 
-def _whole(model: Model) -> Model:
-    """What a model that computes one token at a time computes it with."""
+def _inner(model: Model) -> Model:
+    """The model that a token-by-token model runs."""
     return model.model if isinstance(model, TokenByToken) else model
 
 
-def fp8_products(model: Model) -> list[tuple[nn.Module, int]]:
-    """One of each shape of the layers that multiply by an FP8 weight, and their inputs: a library may have a kernel for
-    every few rows more.
-    """
+def fp8_layers(model: Model) -> list[tuple[nn.Module, int]]:
+    """(layer, inputs): one layer for each shape of FP8 weights. A library may have a kernel for every few rows more."""
     assert isinstance(model, nn.Module)
-    found: dict[torch.Size, tuple[nn.Module, int]] = {}
-    for part in model.modules():
-        for name, weight in part.named_parameters(recurse=False):
+    layers: dict[torch.Size, tuple[nn.Module, int]] = {}
+    for layer in model.modules():
+        for name, weight in layer.named_parameters(recurse=False):
             if name == "weight" and weight.dtype == torch.float8_e4m3fn:
-                found[weight.shape] = part, weight.shape[1]
-    return list(found.values())
+                layers[weight.shape] = layer, weight.shape[1]
+    return list(layers.values())

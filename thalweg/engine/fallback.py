@@ -1,5 +1,5 @@
-"""A drafter that finds no room, cannot be recorded or holds no numbers is left out: it only accelerates, so the engine
-starts without it.
+"""Starting without the drafter: it only accelerates, so an engine starts without one that does not fit into memory,
+cannot be captured, or has weights that are not numbers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ USELESS = "the drafter is left out, and decoding goes on without it: %s"
 T = TypeVar("T")
 
 
-def with_or_without(build: Callable[[EngineConfig], T], config: EngineConfig) -> T:
-    """What `build` makes of this configuration, or of the same without the drafter where memory is too small for it, or
-    where it fails. Raises what `build` does.
-    """
+def build_or_drop_drafter(build: Callable[[EngineConfig], T], config: EngineConfig) -> T:
+    """Calls `build` with this configuration, and if the drafter fails or does not fit, with one without a drafter."""
     try:
         return build(config)
     except DrafterError as error:
@@ -39,13 +37,13 @@ def with_or_without(build: Callable[[EngineConfig], T], config: EngineConfig) ->
             raise
         log.error(LEFT_OUT, _first_line(error))
         why = f"no room for it: {_first_line(error)}"
-    # out here the error is gone, and what its frames held with it; the second build needs the memory of the first
+    # after the except block the error's frames, and the memory that they hold, are gone
     gc.collect()
     torch.cuda.empty_cache()
-    return build(undrafted(config, why))
+    return build(without_drafter(config, why))
 
 
-def undrafted(config: EngineConfig, why: str) -> EngineConfig:
+def without_drafter(config: EngineConfig, why: str) -> EngineConfig:
     """The configuration of plain decoding. The decisions about speculation no longer apply."""
     name = "speculative_algorithm"
     others = [key for key in config.report.current() if key.startswith("speculative_") and key != name]

@@ -26,7 +26,7 @@ from thalweg.core.retention import CacheRetention
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine import caches
 from thalweg.engine.build import build
-from thalweg.engine.calibration_checks import proven
+from thalweg.engine.calibration_checks import check_backends
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -80,7 +80,7 @@ class LocalEngine:
     def __init__(self, config: EngineConfig) -> None:
         caches.use(config.cache_dir)
         self.channel = LocalChannel()
-        self.loop, self.runner, facts, self.config = build(proven(config), self.channel)
+        self.loop, self.runner, facts, self.config = build(check_backends(config), self.channel)
         self.vocab, self.context = facts.vocab, self.loop.scheduler.context
         self.next_uid = 0
         self.is_broken = False  # a step began and did not end

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from typing import Callable, Mapping, Protocol, Sequence
 
+from thalweg.core.agreement import AgreedStep
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.messages import (
     Abort,
@@ -25,7 +26,7 @@ from thalweg.core.messages import (
     ToEngine,
     UpdateWeights,
 )
-from thalweg.core.plan import GrammarState, Output, Shape, StepPlan
+from thalweg.core.plan import GrammarState, Output, StepPlan
 from thalweg.engine.recording import StepRecorder
 from thalweg.scheduler.scheduler import Scheduler
 
@@ -49,7 +50,7 @@ class Channel(Protocol):
 class StepWorker(Protocol):
     """Runs steps: see `engine.worker.Worker`."""
 
-    def forward(self, plan: StepPlan, shape: Shape) -> None: ...
+    def forward(self, plan: StepPlan, agreed: AgreedStep | None) -> None: ...
 
     def sample(self, plan: StepPlan, states: Mapping[int, GrammarState], num_drafts: int) -> None:
         """Samples the step that was forwarded last and proposes `num_drafts` drafts for each sampled row."""
@@ -71,11 +72,6 @@ class Administration(Protocol):
         """Returns the path of the trace."""
 
 
-def agree_alone(plan: StepPlan) -> tuple[Shape | None, int]:
-    """The agreement of a single DP rank: the shape of the step, None if it has no rows, and its number of drafts."""
-    return (plan.shape if plan.rows else None), plan.num_drafts
-
-
 class Loop:
     """Drives one rank: receive → plan → agree → forward → sample → retire steps older than the depth."""
 
@@ -87,7 +83,7 @@ class Loop:
         depth: int,
         recorder: StepRecorder | None = None,
         admin: Administration | None = None,
-        agree: Callable[[StepPlan], tuple[Shape | None, int]] = agree_alone,
+        agree: Callable[[StepPlan], AgreedStep] | None = None,
     ) -> None:
         assert 1 <= depth <= scheduler.stages + 1, (
             f"depth {depth} with {scheduler.stages} stages: masks would miss their commit"
@@ -108,7 +104,7 @@ class Loop:
 
     def turn(self) -> None:
         plan = self.begin()
-        self.finish(plan, *self.agree(plan))
+        self.finish(plan, self.agree(plan) if self.agree else None)
 
     def begin(self) -> StepPlan:
         self.turns += 1
@@ -119,20 +115,23 @@ class Loop:
             self.events += (RequestEvent(uid, kind, now) for uid, kind in events)
         return plan
 
-    def finish(self, plan: StepPlan, shape: Shape | None, num_drafts: int) -> None:
-        if shape:
+    def finish(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
+        """agreed: the step of all DP ranks; None: there is one rank, whose plan decides."""
+        num_drafts = agreed.num_drafts if agreed else plan.num_drafts
+        is_launched = bool(agreed.rows if agreed else plan.rows)
+        if is_launched:
             if not self.inflight:
                 self.busy_since = time.monotonic()
             self.num_drafts = num_drafts
             if self.recorder:
                 self.recorder.add_plan(plan)
-            self.worker.forward(plan, shape)
+            self.worker.forward(plan, agreed)
             if plan.waits_for_commit:
                 self.retire(self.depth - 2)  # commit what its masks depend on
             self.worker.sample(plan, self.scheduler.grammar_states(), num_drafts)
             self.inflight.append(plan)
             self.scheduler.mark_launched()
-        self.retire(self.depth - 1 if shape else len(self.inflight) - 1)
+        self.retire(self.depth - 1 if is_launched else len(self.inflight) - 1)
         self._send_update()
         if self.scheduler.step >= self.profile_end:
             self._end_profile()

@@ -20,7 +20,7 @@ from thalweg.core.errors import ThalwegError
 from thalweg.core.messages import EngineReady, Fatal, FromEngine, ToEngine
 from thalweg.engine import caches
 from thalweg.engine.build import build
-from thalweg.engine.calibration_checks import proven
+from thalweg.engine.calibration_checks import check_backends
 from thalweg.engine.watchdog import SIGNAL, watch
 
 log = logging.getLogger("thalweg.engine")
@@ -66,7 +66,7 @@ def main(config: EngineConfig, address: str) -> None:
     channel = ZmqChannel(address)
     try:
         caches.use(config.cache_dir)
-        loop, _, facts, config = build(proven(config), channel)
+        loop, _, facts, config = build(check_backends(config), channel)
         gc.collect()
         gc.freeze()  # a full collection over loaded modules and weights would delay a step by hundreds of ms
         context = loop.scheduler.context

@@ -5,8 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Callable, Generic, Mapping, Protocol, Sequence, TypeVar
 
+from thalweg.core.agreement import AgreedStep
 from thalweg.core.grammar import GrammarMasks
-from thalweg.core.plan import GrammarState, Output, Shape, StepPlan
+from thalweg.core.plan import GrammarState, Output, StepPlan
 from thalweg.runner.runner import ForwardResult, StepResult
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ Read = Callable[[StepResult | None], tuple[Output, ...]]
 class StepRunner(Protocol):
     """A `Runner`, or a wrapper that profiles it."""
 
-    def forward(self, plan: StepPlan) -> ForwardResult | None: ...
+    def forward(self, plan: StepPlan, agreed: AgreedStep | None = None) -> ForwardResult | None: ...
 
     def sample(
         self, forwarded: ForwardResult | None, masks: GrammarMasks | None = None, width: int = 0
@@ -93,8 +94,8 @@ class Worker:
         self._forwarded: dict[int, Pending[ForwardResult | None]] = {}  # by step
         self._outputs: dict[int, Pending[tuple[Output, ...]]] = {}
 
-    def forward(self, plan: StepPlan, shape: Shape) -> None:
-        self._forwarded[plan.step] = self.stream.submit(lambda: self.runner.forward(plan))
+    def forward(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
+        self._forwarded[plan.step] = self.stream.submit(lambda: self.runner.forward(plan, agreed))
 
     def sample(self, plan: StepPlan, states: Mapping[int, GrammarState], num_drafts: int) -> None:
         forwarded, runner = self._forwarded.pop(plan.step), self.runner

@@ -92,8 +92,8 @@ def read_early(real: Wrapper, worker: SimWorker, plan: Any) -> Any:
 
 
 @plant(Loop, "finish")
-def mask_late(real: Wrapper, loop: Loop, plan: Any, shape: Any, width: int) -> None:
-    real(loop, replace(plan, waits_for_commit=False), shape, width)
+def mask_late(real: Wrapper, loop: Loop, plan: Any, agreed: Any) -> None:
+    real(loop, replace(plan, waits_for_commit=False), agreed)
 
 
 # ---- planning

@@ -10,7 +10,8 @@ from typing import Mapping, NamedTuple, Sequence
 from tests.null.sim.clock import Clock
 from tests.null.sim.model import VOCAB, chain, logprob, sample
 from thalweg.cache.page_allocator import PageAllocator
-from thalweg.core.plan import NULL_PAGE, Bind, GrammarState, Output, Row, Shape, StepPlan, TokenLogprob
+from thalweg.core.agreement import AgreedStep
+from thalweg.core.plan import NULL_PAGE, Bind, GrammarState, Output, Row, StepPlan, TokenLogprob
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.scheduler.requests import sampling_needs
 
@@ -320,8 +321,8 @@ class SimWorker:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def forward(self, plan: StepPlan, shape: Shape) -> None:
-        assert shape.rows >= len(plan.rows) and shape.tokens >= plan.tokens and shape.max_kv_len >= plan.max_kv_len
+    def forward(self, plan: StepPlan, agreed: AgreedStep | None) -> None:
+        assert agreed is None or agreed.rows >= len(plan.rows) and agreed.tokens >= plan.tokens
         sizes = [row.n for row in plan.rows]
         uniform = next((i for i, n in enumerate(sizes) if n != sizes[0]), len(sizes))
         assert uniform >= sum(row.n == sizes[0] and row.num_drafts > 0 for row in plan.rows), (

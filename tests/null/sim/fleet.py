@@ -14,8 +14,9 @@ from tests.null.sim.model import EOS, VOCAB
 from tests.null.sim.tier import SlowTier
 from thalweg.cache.page_allocator import PageAllocator
 from thalweg.cache.radix import NoPrefixCache, RadixTree
+from thalweg.core.agreement import agree, record_of
 from thalweg.core.messages import Abort, ControlReply, FromEngine, Rejected, StepUpdate, ToEngine
-from thalweg.core.plan import Shape, StepPlan
+from thalweg.core.plan import StepPlan
 from thalweg.core.request import Request
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.engine.loop import Loop
@@ -203,14 +204,6 @@ class Rank:
         assert not scheduler._transferring and not self.loop.inflight and not scheduler.kv_cache.to_trim
 
 
-def agree(plans: Sequence[StepPlan]) -> tuple[Shape | None, int]:
-    """One record a rank; an idle rank has no say, and runs the step too."""
-    shapes = [plan.shape for plan in plans if plan.rows]
-    if not shapes:
-        return None, 0
-    return Shape(*map(max, zip(*shapes, strict=True))), min(plan.num_drafts for plan in plans if plan.rows)
-
-
 def serve(ranks: Sequence[Rank], receive: Callable[[int], bool], clock: Clock, rng: random.Random) -> int:
     """Turns until the front has nothing more and every rank is idle. `receive(turn)` fills the inboxes; True: more will
     come.
@@ -220,12 +213,12 @@ def serve(ranks: Sequence[Rank], receive: Callable[[int], bool], clock: Clock, r
         turn += 1
         clock.spend(rng.randint(1, 3))
         plans = [rank.loop.begin() for rank in ranks]
-        shape, width = agree(plans)
+        agreed = agree([record_of(plan) for plan in plans])
         for rank, plan in zip(ranks, plans, strict=True):
-            rank.loop.finish(plan, shape, width)
-            rank.check_patience(plan, shape is not None)
+            rank.loop.finish(plan, agreed)
+            rank.check_patience(plan, agreed.rows > 0)
             rank.hear()
-        if shape is None and not any(r.loop.inflight for r in ranks) and clock.events:
+        if not agreed.rows and not any(r.loop.inflight for r in ranks) and clock.events:
             clock.tick()  # nothing but tickets: wait on them
         assert turn < 4000, "stuck"
     return ranks[0].scheduler.step

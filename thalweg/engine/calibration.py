@@ -1,0 +1,324 @@
+"""Start-up calibration: times synthetic steps and chooses what depends on them.
+
+Synthetic steps are `StepPlan`s that go through the calls of real steps, so every rank of a group can run them together.
+Three things are measured:
+
+- Mixed-step limits: how many tokens a step may have beside decoding rows, which wait for the whole step. A step with
+  prompts should take well under twice the time of the same rows alone. But it may have as many tokens as make it hardly
+  longer than a step with the fewest prompt tokens: what any prompt costs (launching its attention, reading all experts)
+  is paid anyhow. And prompts must be computed at half of the best rate at least, beside many rows at a quarter.
+- Piecewise graphs: the sizes that are faster than eager steps, which are bound by Python up to some hundred tokens.
+- Step times by number of drafts, from which the draft length is chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from random import Random
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from thalweg.config.engine import EngineConfig
+from thalweg.core.plan import PAGE, Bind, PageAppend, Row, StepPlan
+from thalweg.core.report import START_UP, Decision
+from thalweg.core.sampling import SamplingParams
+from thalweg.runner.piecewise import Piecewise
+from thalweg.runner.runner import Runner
+from thalweg.scheduler.draft_length import draft_length_choices
+from thalweg.scheduler.step_times import ProfilePoint, StepTimeModel
+
+log = logging.getLogger("thalweg.engine")
+
+GREEDY = SamplingParams(temperature=0.0)
+
+# mixed steps
+MAX_SLOWDOWN = 1.6  # aim: 2; host and network were seen to add a fifth at the 99th percentile
+FLAT = 1.15  # up to this factor a step is hardly longer than another
+MANY_ROWS = 32  # from so many decoding rows on, prompts are computed at a quarter of the best rate
+ROWS = (1, 8, 32, 64, 128, 256)  # decoding rows that are measured
+TOTALS = (128, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens of a mixed step; piecewise graphs have these sizes
+MIXED_CONTEXT = 1024  # tokens before each decoding row
+CHUNK_START = 512  # tokens before a prompt's chunk
+MIXED_REPEATS = 5
+WHY_MIXED = (
+    "a step with prompts takes well under twice as long as without, or hardly longer than with few prompt tokens"
+)
+
+# draft times
+SHORT_CONTEXT, LONG_CONTEXT = 512, 32768  # tokens before each row; the longer one as far as it is possible
+REPEATS, TURNS = 3, 2  # repetitions with the short context; turns of both contexts when they are compared
+SECONDS = 4.0  # to measure the short context; for more rows the model extrapolates
+LONG_SHARE = 0.25  # of the time that the short context took, for the long one
+
+
+class RowLadder(NamedTuple):
+    """Numbers of rows to measure: the first `at_least` always, the others while there is time."""
+
+    rows: tuple[int, ...]
+    at_least: int
+
+
+SHORT_ROWS = RowLadder((1, 2, 4, 8, 16, 32, 64, 128, 256), 2)
+LONG_ROWS = RowLadder((1, 8, 64), 1)
+
+MixedTime = Callable[[int, int], float]  # (decoding rows, prompt tokens) → seconds of a step
+
+
+def calibrate(config: EngineConfig, runner: Runner) -> EngineConfig:
+    """The configuration with measured limits and times. All slots of the runner are free before and after."""
+    calibrator = Calibrator(config, runner)
+    if runner.planes.device.type == "cuda":
+        calibrator.measure_mixed_steps()
+    if config.speculative_adaptive and not config.speculative_step_times:
+        calibrator.measure_draft_times()
+    return calibrator.config
+
+
+def step_clock(config: EngineConfig) -> Callable[[], float]:
+    """Times steps that run in this thread. A single CPU thread is timed by its own clock, so others do not disturb."""
+    return time.thread_time if config.device == "cpu" and config.threads == 1 else time.perf_counter
+
+
+def planning_clock(config: EngineConfig) -> Callable[[], float]:
+    """Times steps in the thread that plans them."""
+    return step_clock(config) if config.max_steps_in_flight == 1 else time.perf_counter
+
+
+def run_step(runner: Runner, plan: StepPlan, num_drafts: int = 0) -> None:
+    """Runs a whole step. Its results stay on the device."""
+    runner.sample(runner.forward(plan), width=num_drafts)
+
+
+class Calibrator:
+    """Runs and times synthetic steps on one rank."""
+
+    def __init__(self, config: EngineConfig, runner: Runner) -> None:
+        self.config, self.runner = config, runner
+        self.clock = step_clock(config)
+        self.tokens = tuple(Random(0).choices(range(runner.model.facts.vocab), k=4096))
+
+    # ---- steps
+
+    def bound(self, plan: StepPlan, max_len: int) -> StepPlan:
+        """The plan with synthetic requests in its slots, each with pages for `max_len` tokens.
+
+        Slots share pages if there are too few: their contents do not matter.
+        """
+        binds, appends, entries = [], [], -(-max_len // PAGE)
+        for row in plan.rows:
+            known = row.start + row.n - row.num_drafts
+            tokens = (self.tokens * (2 + known // len(self.tokens)))[row.slot : row.slot + known]
+            pages = tuple(1 + (row.slot * entries + entry) % self.config.num_pages for entry in range(entries))
+            binds.append(Bind(row.slot, tokens, known, row.start, self.config.context_length, 0, (), GREEDY))
+            appends.append(PageAppend(row.slot, 0, pages))
+        return replace(plan, binds=tuple(binds), appends=tuple(appends))
+
+    def seconds(self, plan: StepPlan) -> float:
+        """Time of a whole step."""
+        return self._timed(lambda: run_step(self.runner, plan, plan.num_drafts))
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        self._wait()
+        begun = self.clock()
+        work()
+        self._wait()
+        return self.clock() - begun
+
+    def _wait(self) -> None:
+        if self.runner.planes.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    # ---- mixed steps
+
+    def measure_mixed_steps(self) -> None:
+        """Chooses the mixed-step limits and drops piecewise graphs that are not faster than eager steps."""
+        config, steps = self.config, self.runner.steps
+        most = min(config.max_running_requests, config.num_pages, config.chunked_prefill_size)
+        rows = [count for count in ROWS if count < most]
+        if rows and config.mixed_step_limits is None:
+            limits = choose_mixed_step_limits(self.mixed_seconds, rows, config.chunked_prefill_size)
+            text = ", ".join(f"{tokens:,} from {count} rows" for count, tokens in limits)
+            log.info("tokens of a step beside decoding rows: %s; %s", text, WHY_MIXED)
+            decision = Decision("mixed_step_limits", text, START_UP, WHY_MIXED)
+            self.config = config.started([decision], mixed_step_limits=limits)
+        if rows and config.trim_piecewise_cuda_graphs and isinstance(steps, Piecewise):
+            log.info("%s", trim_piecewise(self.runner, steps, self.mixed_seconds))
+        self.runner.slots.reset()
+
+    def mixed_seconds(self, rows: int, tokens: int) -> float:
+        """Time of the forward of a step with so many decoding rows and prompt tokens; sampling is short beside it."""
+        plan = self.mixed_plan(rows, tokens)
+        self.runner.forward(self.bound(plan, plan.max_kv_len))
+        return median(self._timed(lambda: self.runner.forward(plan)) for _ in range(MIXED_REPEATS))
+
+    def mixed_plan(self, rows: int, tokens: int) -> StepPlan:
+        """The first slots decode at the end of a context; the next ones have prompts, of which the first goes on."""
+        longest = self.config.context_length - 1
+        context = min(MIXED_CONTEXT, longest)
+        start = min(CHUNK_START, context // 2)
+        made = [Row(slot, slot, context - 1, 1, 0, True) for slot in range(rows)]
+        while tokens:
+            is_last = len(made) + 1 == self.config.max_running_requests
+            n = min(tokens, longest - start if is_last else context - start)
+            made.append(Row(len(made), len(made), start, n, 0, True))
+            tokens, start = 0 if is_last else tokens - n, 0
+        return StepPlan(0, 0, tuple(made), max_kv_len=max(row.start + row.n for row in made))
+
+    # ---- draft times
+
+    def measure_draft_times(self) -> None:
+        """Measures step times by number of drafts."""
+        config = self.config
+        begun, longest = self.clock(), config.context_length - self._reserved()
+        short = max(min(SHORT_CONTEXT, longest), 1)
+        points = smoothed(self._points(short, SHORT_ROWS, SECONDS, lambda rows: self._times(rows, short, REPEATS)))
+        if points and longest > 4 * short:  # else the difference says little
+            long, near = min(LONG_CONTEXT, longest), points
+            share = LONG_SHARE * (self.clock() - begun)
+            points += smoothed(self._points(long, LONG_ROWS, share, lambda rows: self._long_times(rows, near, long)))
+        self.runner.slots.reset()
+        if not points:  # not even one request can be verified within the budget of a step
+            off = {"speculative_adaptive": False, "speculative_num_steps": 0, "speculative_eagle_topk": 1}
+            self.config = config.started((), **off)
+            return
+        first = ", ".join(f"{1e3 * seconds:.2f} ms with {drafts}" for drafts, seconds in enumerate(points[0].seconds))
+        why = f"by acceptance and step times; at the start {first} for one request"
+        value = f"0 to {config.num_drafts}"
+        log.info("drafts: %s, %s", value, why)
+        decision = Decision("speculative_adaptive", value, START_UP, why)
+        self.config = config.started([decision], speculative_step_times=points)
+
+    def _reserved(self) -> int:
+        """Tokens that the measured steps compute beyond a context."""
+        return 3 * (1 + self.config.tree.reserved_columns(self.config.num_drafts))
+
+    def _points(
+        self, context: int, ladder: RowLadder, seconds: float, times: Callable[[int], tuple[float, ...]]
+    ) -> list[ProfilePoint]:
+        """Measures `times` for the rows of the ladder while the next one is likely to fit into `seconds`."""
+        config, points = self.config, list[ProfilePoint]()
+        begun = last = self.clock()
+        for rows in ladder.rows:
+            tokens = rows * (1 + config.num_drafts)
+            if rows > min(config.max_running_requests, config.num_pages) or tokens > config.chunked_prefill_size:
+                break
+            if len(points) >= ladder.at_least:
+                expected = (self.clock() - last) * rows / points[-1].rows  # at most: a row of many takes no longer
+                if self.clock() - begun + expected > seconds:
+                    break
+            last = self.clock()
+            points.append(ProfilePoint(rows, context, times(rows)))
+        return points
+
+    def _long_times(self, rows: int, near: Sequence[ProfilePoint], long: int) -> tuple[float, ...]:
+        """Times with a long context. It adds little, compared with how a shared machine varies from moment to moment:
+        so both contexts are measured in turns, and the difference is added to the known times.
+        """
+        short = near[0].context
+        turns = [[self._times(rows, context, 1) for context in (short, long)] for _ in range(TURNS)]
+        below, above = (map(min, *times) for times in zip(*turns, strict=True))
+        known = StepTimeModel(near).seconds(rows, short)
+        return tuple(base + max(more - less, 0.0) for base, less, more in zip(known, below, above, strict=True))
+
+    def _times(self, rows: int, context: int, repeats: int) -> tuple[float, ...]:
+        """Step time by number of drafts. The numbers take turns, so that a disturbance hits all of them, and the least
+        time of each counts. Between the measured numbers times are interpolated.
+        """
+        max_len = min(context + self._reserved(), self.config.context_length)
+        slots, decode = self.runner.slots, _verify_plan(rows, context, 0, max_len)
+        self.runner.forward(self.bound(decode, max_len))
+        bound = slots.ints_SI.clone()
+        least = dict.fromkeys(draft_length_choices(self.config.num_drafts), math.inf)
+        for turn in range(1 + repeats):
+            for drafts in least:
+                slots.ints_SI.copy_(bound)
+                plan = _verify_plan(rows, context, drafts, max_len)
+                self.seconds(plan)  # proposes the drafts that the next step verifies
+                seconds = self.seconds(plan)
+                least[drafts] = min(least[drafts], seconds if turn else math.inf)
+        slots.ints_SI.copy_(bound)
+        least[0] += min(self.catch_up_seconds(decode) for _ in range(2))
+        return _interpolated(least)
+
+    @torch.inference_mode()
+    def catch_up_seconds(self, plan: StepPlan) -> float:
+        """Time for each step without drafts that the drafter takes later, to compute the KV that it has deferred."""
+        drafting, rows = self.runner.drafting, len(plan.rows)
+        forwarded = self.runner.forward(plan)
+        if not drafting.learns or forwarded is None or forwarded.seen is None:
+            return 0.0
+        drafting.forget()
+        steps = min(drafting.deferred.room(rows), plan.rows[0].start + 1)
+        for _ in range(steps):
+            drafting.deferred.keep(forwarded.seen, rows)
+        return self._timed(drafting.catch_up) / steps
+
+
+def _verify_plan(rows: int, context: int, drafts: int, max_len: int) -> StepPlan:
+    made = tuple(Row(slot, slot, context - 1, 1 + drafts, drafts, True) for slot in range(rows))
+    return StepPlan(1, 0, made, num_drafts=drafts, max_kv_len=max_len)
+
+
+def choose_mixed_step_limits(time: MixedTime, rows: Sequence[int], budget: int) -> tuple[tuple[int, int], ...]:
+    """`Limits.mixed_step_limits` for these numbers of decoding rows."""
+    totals = [total for total in TOTALS if total <= budget] or [budget]
+    rates = [(total - 1) / time(1, total - 1) for total in totals]
+    half, quarter = (
+        next(total for total, rate in zip(totals, rates, strict=True) if share * rate >= max(rates)) for share in (2, 4)
+    )
+    return tuple((count, max(half if count < MANY_ROWS else quarter, _within(time, count, totals))) for count in rows)
+
+
+def _within(time: MixedTime, rows: int, totals: Sequence[int]) -> int:
+    """Most tokens of a step that is not much longer than the rows alone, or hardly longer than with few tokens."""
+    totals = [total for total in totals if total >= 2 * rows] or [totals[-1]]
+    allowed = max(MAX_SLOWDOWN * time(rows, 0), FLAT * time(rows, totals[0] - rows))
+    return totals[max(bisect_right(totals, allowed, key=lambda total: time(rows, total - rows)) - 1, 0)]
+
+
+def trim_piecewise(runner: Runner, steps: Piecewise, time: MixedTime) -> str:
+    """Drops the largest sizes that are not faster than eager steps with as many tokens as fill them on average.
+
+    Returns what is left, in words.
+    """
+    while steps.recorded:
+        largest = steps.recorded[-1].tokens
+        smaller = steps.recorded[-2].tokens if len(steps.recorded) > 1 else 0
+        tokens = (largest + smaller) // 2
+        piecewise = time(1, tokens - 1)
+        runner.steps = steps.model
+        eager = time(1, tokens - 1)
+        runner.steps = steps
+        if piecewise <= eager:
+            times = f"{1e3 * piecewise:.1f} ms for {tokens:,}, {1e3 * eager:.1f} eagerly"
+            return f"steps of up to {largest:,} tokens run in pieces: {times}"
+        steps.recorded.pop()
+    return "no step is faster in pieces"
+
+
+def _interpolated(times: Mapping[int, float]) -> tuple[float, ...]:
+    """Times of all numbers of drafts from those of some, 0 and the largest among them."""
+    values: list[float] = []
+    for drafts, seconds in times.items():
+        count = drafts + 1 - len(values)
+        last = values[-1] if values else seconds
+        values += [last + (seconds - last) * i / count for i in range(1, count + 1)]
+    return tuple(values)
+
+
+def smoothed(points: Sequence[ProfilePoint]) -> tuple[ProfilePoint, ...]:
+    """No step takes longer than one with more rows or more drafts; if one seemed to, something disturbed it."""
+    result: list[ProfilePoint] = []
+    for point in reversed(points):
+        above = result[-1].seconds if result else (math.inf,) * len(point.seconds)
+        least = [min(pair) for pair in zip(point.seconds, above, strict=True)]
+        result.append(point._replace(seconds=tuple(accumulate(reversed(least), min))[::-1]))
+    return tuple(reversed(result))
