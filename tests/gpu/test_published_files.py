@@ -89,7 +89,7 @@ def test_an_engine_starts_from_published_files(family: str, cuda: torch.device, 
     wishes: dict[str, Any] = {"max_running_requests": 4, "context_length": 2048, "max_total_tokens": 8192}
     wishes |= {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2} if has_nextn else {}
     options = options_of(model=str(folder), random_seed=1, warmup=False, speculative_adaptive=False, **wishes)
-    engine = LocalEngine(resolve(options, progress=False).engine)
+    engine = LocalEngine(resolve(options, weights=False, progress=False).engine)
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     assert [len(ids) for ids in tokens(engine, [PROMPT, PROMPT[:50]], [greedy, greedy])] == [12, 12]
     error = (scores(engine) - reference_logprobs(folder, cuda)).abs()
