@@ -30,12 +30,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from thalweg.config.backends import PREFILL
 from thalweg.config.entry_point import load_entry
 from thalweg.core.kernels import CheckCase
-from thalweg.kernels.attend.triton import TileConfig
+from thalweg.kernels.attend.args import DecodeRows, KvPlanes, KvWrite, LatentPlane, PagedRows, RaggedRows
+from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, TileConfig, merge
 from thalweg.kernels.gqa import case as gqa_case
-from thalweg.kernels.gqa import ext as gqa_ext
+from thalweg.kernels.gqa import fa3
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import case as mla_case
-from thalweg.kernels.mla import ext as mla_ext
+from thalweg.kernels.mla import flashmla as flash_mla
 from thalweg.kernels.mla import triton as mla
 from thalweg.kernels.rope import triton as rope
 
@@ -156,25 +157,28 @@ def mla_decode(table: Table, quick: bool, heads: int, context: int, rows: int) -
         2 * rows * heads * context * 1088,
         mla.splits_for(rows, heads, context),
     )
-    codes, scale = (plane / 0.05).to(torch.float8_e4m3fn), torch.full((1,), 0.05, device=DEVICE)
+    own, scale = LatentPlane(plane), torch.full((1,), 0.05, device=DEVICE)
+    codes = LatentPlane((plane / 0.05).to(torch.float8_e4m3fn), scale)
 
-    def each(splits: int, after: str = "merge", **more: Any) -> list[Callable[[], object]]:
+    def each(
+        splits: int, after: str = "merge", latents: LatentPlane = own, is_fixed: bool = False
+    ) -> list[Callable[[], object]]:
         def call(table_RL: Tensor) -> object:
-            given = {"plane_PSD": plane, "scale": 0.07, "rank": 512, "splits": splits, **more}
-            partial, lse = mla.decode(query, table_RL=table_RL, positions_T=positions, **given)
+            rows = DecodeRows(table_RL, positions)
+            partial, lse = mla.decode(query, latents, rows, scale=0.07, rank=512, splits=splits, fixed=is_fixed)
             if after == "merge":
-                return mla.merge(partial, lse)
+                return merge(partial, lse)
             return mla.merge_up(partial, lse, uv) if after == "merge_up" else partial
 
         return [functools.partial(call, table_RL) for table_RL in tables]
 
-    name, fixed = f"mla decode {heads} heads, {rows} x {context}", mla.DETERMINISTIC_SPLITS
+    name, fixed = f"mla decode {heads} heads, {rows} x {context}", DETERMINISTIC_SPLITS
     table.add(f"{name}, {chosen} splits, no merge", lambda: each(chosen, ""), bytes_, flops)
     table.add(f"{name}, {chosen} splits", lambda: each(chosen), bytes_, flops)
     if rows <= mla.MERGE_UP_TOKENS:
         table.add(f"{name}, {chosen} splits, merge_up", lambda: each(chosen, "merge_up"), bytes_, flops)
-    table.add(f"{name}, fixed", lambda: each(fixed, fixed=True), bytes_, flops)
-    table.add(f"{name}, e4m3", lambda: each(chosen, plane_PSD=codes, plane_scale=scale), bytes_ / 2, flops)
+    table.add(f"{name}, fixed", lambda: each(fixed, is_fixed=True), bytes_, flops)
+    table.add(f"{name}, e4m3", lambda: each(chosen, latents=codes), bytes_ / 2, flops)
     if quick:
         return
     table.add(f"{name}, {chosen * 2} splits", lambda: each(chosen * 2), bytes_, flops)
@@ -204,7 +208,7 @@ def mla_prefill(table: Table, quick: bool, heads: int, rows: int, tokens: int) -
 
     def call() -> object:
         views = kv[..., :128], latents[:, 512:], kv[..., 128:]
-        return mla.prefill(query, *views, starts, starts, max_query=tokens, scale=0.07)
+        return mla.prefill(query, *views, RaggedRows(starts, starts, tokens, tokens), scale=0.07)
 
     name, flops = f"mla prefill {heads} heads, {rows} x {tokens}", rows * tokens * tokens * heads * 320
     table.add(name, lambda: [call], 0, flops)
@@ -221,17 +225,18 @@ def gqa_decode(table: Table, quick: bool, heads: int, kv_heads: int, context: in
     planes = tuple(random(pages, 64, kv_heads, 128) for _ in range(2))
     query, bytes_, flops = random(rows, heads, 128), rows * context * per_token, 4 * rows * heads * context * 128
     chosen, scale = gqa.splits_for(rows, heads, kv_heads, context), torch.full((1,), 0.05, device=DEVICE)
-    codes = tuple((plane / 0.05).to(torch.float8_e4m3fn) for plane in planes)
+    own = KvPlanes(*planes)
+    codes = KvPlanes(*((plane / 0.05).to(torch.float8_e4m3fn) for plane in planes), scale, scale)
 
-    def each(splits: int, planes: tuple[Tensor, ...] = planes, **more: Any) -> list[Callable[[], object]]:
+    def each(splits: int, kv: KvPlanes = own) -> list[Callable[[], object]]:
         def call(table_RL: Tensor) -> object:
-            return gqa.merge(*gqa.decode(query, *planes, table_RL, positions, scale=0.09, splits=splits, **more))
+            return merge(*gqa.decode(query, kv, DecodeRows(table_RL, positions), scale=0.09, splits=splits))
 
         return [functools.partial(call, table_RL) for table_RL in tables]
 
     name = f"gqa decode {heads}/{kv_heads} heads, {rows} x {context}"
     table.add(f"{name}, {chosen} splits (chosen)", lambda: each(chosen), bytes_, flops)
-    table.add(f"{name}, e4m3", lambda: each(chosen, codes, key_scale=scale, value_scale=scale), bytes_ / 2, flops)
+    table.add(f"{name}, e4m3", lambda: each(chosen, codes), bytes_ / 2, flops)
     if quick:
         return
     for splits in sorted({max(chosen // 2, 1), chosen * 2} - {chosen}):
@@ -249,7 +254,7 @@ def gqa_prefill(table: Table, quick: bool, heads: int, kv_heads: int, rows: int,
     positions = torch.arange(tokens, device=DEVICE).repeat(rows)
 
     def call() -> object:
-        return gqa.prefill(query, key, value, table_RL, positions, starts, max_query=tokens, scale=0.09)
+        return gqa.prefill(query, KvPlanes(key, value), PagedRows(table_RL, positions, starts, tokens), scale=0.09)
 
     name, flops = f"gqa prefill {heads}/{kv_heads} heads, {rows} x {tokens}", rows * tokens * tokens * heads * 256
     table.add(name, lambda: [call], 0, flops)
@@ -259,25 +264,35 @@ def gqa_prefill(table: Table, quick: bool, heads: int, kv_heads: int, rows: int,
 
 
 def mla_write(table: Table, quick: bool, heads: int, tokens: int) -> None:
-    down, plane, absorbed = random(tokens, heads * 192 + 576), random(tokens + 64, 576), random(tokens, heads, 576)
+    down, plane, absorbed = (
+        random(tokens, heads * 192 + 576),
+        random(-(-tokens // 64) * 64 + 64, 576),
+        random(tokens, heads, 576),
+    )
     cos, sin, weight = random(8192, 32, dtype=torch.float32), random(8192, 32, dtype=torch.float32), random(512).float()
     positions = torch.arange(tokens, device=DEVICE)
 
     def call() -> None:
         queries = down[:, : heads * 192].view(tokens, heads, 192)[..., 128:]
         latent = down[:, heads * 192 :]
-        rope.mla_write(queries, absorbed[..., 512:], latent, weight, cos, sin, positions, positions, plane)
+        turn, latents = KvWrite(cos, sin, positions, positions), LatentPlane(plane.view(-1, 64, 576))
+        rope.mla_write(queries, absorbed[..., 512:], latent, rope.LatentNorm(weight), turn, latents)
 
     table.add(f"mla_write {heads} heads, {tokens} tokens", lambda: [call] * 20, tokens * (heads * 256 + 2304), 0)
 
 
 def mla_absorb(table: Table, quick: bool, heads: int, tokens: int) -> None:
     """In one launch, and as `mla_write` and a batched product."""
-    down, plane, uk = random(tokens, heads * 192 + 576), random(tokens + 64, 576), random(heads, 128, 512)
+    down, plane, uk = (
+        random(tokens, heads * 192 + 576),
+        random(-(-tokens // 64) * 64 + 64, 576),
+        random(heads, 128, 512),
+    )
     cos, sin, weight = random(8192, 32, dtype=torch.float32), random(8192, 32, dtype=torch.float32), random(512).float()
     positions, absorbed = torch.arange(tokens, device=DEVICE), random(tokens, heads, 576)
     queries, latent = down[:, : heads * 192].view(tokens, heads, 192), down[:, heads * 192 :]
-    given = latent, weight, cos, sin, positions, positions, plane
+    turn = KvWrite(cos, sin, positions, positions)
+    given = latent, rope.LatentNorm(weight), turn, LatentPlane(plane.view(-1, 64, 576))
 
     def one() -> object:
         return rope.mla_absorb(queries, uk, *given)
@@ -300,7 +315,9 @@ def gqa_write(table: Table, quick: bool, tokens: int) -> None:
     cos, sin = random(8192, 64, dtype=torch.float32), random(8192, 64, dtype=torch.float32)
 
     def call() -> None:
-        rope.gqa_write(*torch.split(qkv, [28, 4, 4], 1), cos, sin, positions, positions, planes[0], planes[1])
+        query, key, value = torch.split(qkv, [28, 4, 4], 1)
+        turn = KvWrite(cos, sin, positions, positions)
+        rope.gqa_write(query, key, value, rope.QkNorms(), turn, KvPlanes(planes[0], planes[1]))
 
     table.add(f"gqa_write 28/4 heads, {tokens} tokens", lambda: [call] * 20, tokens * (36 + 36 + 4) * 256, 0)
 
@@ -309,7 +326,7 @@ def flashmla(table: Table, quick: bool, heads: int, context: int, rows: int) -> 
     """The library beside the own kernel; its scheduler runs once a step, so it is timed apart from the layers that
     share it.
     """
-    if not mla_ext.available():
+    if not flash_mla.available():
         print("flash_mla is not installed")
         return
     pages, tables, positions = contexts(rows, context, 1152)
@@ -319,20 +336,20 @@ def flashmla(table: Table, quick: bool, heads: int, context: int, rows: int) -> 
         2 * rows * heads * context * 1088,
         f"flashmla {heads} heads, {rows} x {context}",
     )
-    shared = mla_ext.schedule()
+    shared = flash_mla.schedule()
 
     def call(table_RL: Tensor) -> object:
-        return mla_ext.decode(query, plane, table_RL, lengths, shared, scale=0.07, rank=512)
+        return flash_mla.decode(query, plane, table_RL, lengths, shared, scale=0.07, rank=512)
 
     def planned() -> object:
-        return mla_ext.decode(query, plane, tables[0], lengths, mla_ext.schedule(), scale=0.07, rank=512)
+        return flash_mla.decode(query, plane, tables[0], lengths, flash_mla.schedule(), scale=0.07, rank=512)
 
     table.add(name, lambda: [functools.partial(call, table_RL) for table_RL in tables], bytes_, flops)
     table.add(f"{name}, with its scheduler", lambda: [planned], bytes_, flops)
 
 
 def fa3_prefill(table: Table, quick: bool, heads: int, rows: int, tokens: int) -> None:
-    if not gqa_ext.available():
+    if not fa3.available():
         print("fa3_fwd is not installed")
         return
     query, kv, latents = (
@@ -340,16 +357,17 @@ def fa3_prefill(table: Table, quick: bool, heads: int, rows: int, tokens: int) -
         random(rows * tokens, heads, 256),
         random(rows * tokens, 576),
     )
-    starts, bounds = counting(rows, tokens), {"max_query": tokens, "max_context": tokens, "scale": 0.07}
+    starts = counting(rows, tokens)
+    ragged = RaggedRows(starts, starts, tokens, tokens)
     whole = torch.cat((kv[..., :128], latents[:, None, 512:].expand(-1, heads, -1)), -1)
 
     uk, uv = random(heads, 128, 512) * 0.05, (random(heads, 128, 512) * 0.05).transpose(1, 2)
 
     def decompressed(backend: str) -> object:
-        return load_entry(PREFILL[backend].mla)(query, latents, uk, uv, starts, starts, causal=True, **bounds)
+        return load_entry(PREFILL[backend].mla)(query, latents, uk, uv, ragged, scale=0.07)
 
     def joined() -> object:
-        return gqa_ext.prefill(query, whole, kv[..., 128:], starts, starts, **bounds)
+        return fa3.prefill(query, whole, kv[..., 128:], ragged, scale=0.07)
 
     name, flops = f"fa3 prefill 192/128, {heads} heads, {rows} x {tokens}", rows * tokens * tokens * heads * 320
     table.add(name, lambda: [joined], 0, flops)
@@ -363,10 +381,10 @@ def library_checks() -> Rows:
     """The start-up self-checks of the libraries that are installed."""
     rows = Rows()
     for name, wanted, check in (
-        ("fa3 192/128", gqa_ext.available, lambda device: mla_ext.check_prefill(device, CheckCase())),
-        ("fa3 128", gqa_ext.available, lambda device: gqa_ext.check(device, CheckCase())),
-        ("flashmla 16", mla_ext.available, lambda device: mla_ext.check(device, CheckCase(heads=16))),
-        ("flashmla 128", mla_ext.available, lambda device: mla_ext.check(device, CheckCase(heads=128))),
+        ("fa3 192/128", fa3.available, lambda device: flash_mla.check_prefill(device, CheckCase())),
+        ("fa3 128", fa3.available, lambda device: fa3.check(device, CheckCase())),
+        ("flashmla 16", flash_mla.available, lambda device: flash_mla.check(device, CheckCase(heads=16))),
+        ("flashmla 128", flash_mla.available, lambda device: flash_mla.check(device, CheckCase(heads=128))),
     ):
         try:
             verdict = "not installed" if not wanted() else check(DEVICE) or "ok"

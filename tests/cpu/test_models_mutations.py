@@ -15,7 +15,7 @@ from tests.cpu import zoo
 from tests.cpu.batches import Bench
 from thalweg.attention.context import AttentionMetadata
 from thalweg.attention.selection import SelectedContexts
-from thalweg.kernels.indexer.ref import index_scores
+from thalweg.kernels.attend.ref import index_scores
 from thalweg.layers.residual import ResidualStream
 from thalweg.models.decoder import Model
 

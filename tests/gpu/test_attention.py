@@ -9,6 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from thalweg.kernels.attend.args import (
+    ContextChunk,
+    DecodeRows,
+    KvPlanes,
+    KvWrite,
+    LatentPlane,
+    PagedRows,
+    RaggedRows,
+)
+from thalweg.kernels.attend.case import page_table
 from thalweg.kernels.case import KernelCase, Run, normal
 from thalweg.kernels.gqa import case as gqa
 from thalweg.kernels.mla import case as mla
@@ -52,17 +62,23 @@ def test_kernels_meet_the_definition(case: KernelCase, run: Run, cuda: torch.dev
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_fixed_splits_give_the_same_bits_alone_and_in_a_batch(heads: int, cuda: torch.device) -> None:
+    from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, merge
     from thalweg.kernels.mla import triton
 
     generator = torch.Generator().manual_seed(SEED)
-    table, pages = mla.pages_of(generator, (1500, 70, 300))
+    table, pages = page_table(generator, (1500, 70, 300))
     plane = normal(generator, pages, 64, 576, dtype=torch.bfloat16).to(cuda)
     q, table = normal(generator, 3, heads, 576, dtype=torch.bfloat16).to(cuda), table.to(cuda)
     positions = torch.tensor([1499, 69, 299], device=cuda)
-    fixed = {"scale": 0.07, "rank": 512, "splits": triton.DETERMINISTIC_SPLITS, "fixed": True}
-    together = triton.merge(*triton.decode(q, plane, table, positions, **fixed))
+
+    def attended(rows: slice) -> Tensor:
+        own = DecodeRows(table[rows], positions[rows])
+        given = q[rows], LatentPlane(plane), own
+        return merge(*triton.decode(*given, scale=0.07, rank=512, splits=DETERMINISTIC_SPLITS, fixed=True))
+
+    together = attended(slice(0, 3))
     for i in range(3):
-        alone = triton.merge(*triton.decode(q[i : i + 1], plane, table[i : i + 1], positions[i : i + 1], **fixed))
+        alone = attended(slice(i, i + 1))
         assert torch.equal(alone[0], together[i]), f"row {i}"
 
 
@@ -70,19 +86,24 @@ def test_ragged_tokens_have_the_bits_of_single_ones(cuda: torch.device) -> None:
     """With rows_T, prompt tokens go through the same splits as decode tokens: one formula for the deterministic
     mode.
     """
+    from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, merge
     from thalweg.kernels.mla import triton
 
     generator = torch.Generator().manual_seed(SEED)
-    table, pages = mla.pages_of(generator, (700, 3))
+    table, pages = page_table(generator, (700, 3))
     plane = normal(generator, pages, 64, 576, dtype=torch.bfloat16).to(cuda)
     q, table = normal(generator, 9, 16, 576, dtype=torch.bfloat16).to(cuda), table.to(cuda)
     positions = torch.tensor([694, 695, 696, 697, 698, 699, 0, 1, 2], device=cuda)
     rows = torch.tensor([0] * 6 + [1] * 3, dtype=torch.int32, device=cuda)
-    fixed = {"scale": 0.07, "rank": 512, "splits": triton.DETERMINISTIC_SPLITS, "fixed": True}
-    ragged = triton.merge(*triton.decode(q, plane, table, positions, rows_T=rows, **fixed))
+
+    def attended(query: Tensor, own: DecodeRows) -> Tensor:
+        given = query, LatentPlane(plane), own
+        return merge(*triton.decode(*given, scale=0.07, rank=512, splits=DETERMINISTIC_SPLITS, fixed=True))
+
+    ragged = attended(q, DecodeRows(table, positions, rows_T=rows))
     for i, row in enumerate(rows.tolist()):
-        alone = triton.decode(q[i : i + 1], plane, table[row : row + 1], positions[i : i + 1], **fixed)
-        assert torch.equal(triton.merge(*alone)[0], ragged[i]), f"token {i}"
+        alone = attended(q[i : i + 1], DecodeRows(table[row : row + 1], positions[i : i + 1]))
+        assert torch.equal(alone[0], ragged[i]), f"token {i}"
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -93,15 +114,15 @@ def test_a_prompt_in_chunks_has_the_same_bits(dim: int, cuda: torch.device) -> N
     from thalweg.kernels.gqa import triton
 
     generator = torch.Generator().manual_seed(SEED)
-    table, pages = mla.pages_of(generator, (330, 90))
+    table, pages = page_table(generator, (330, 90))
     planes = normal(generator, 2, pages, 64, 2, dim, dtype=torch.bfloat16).to(cuda)
     q, table = normal(generator, 420, 6, dim, dtype=torch.bfloat16).to(cuda), table.to(cuda)
     positions = torch.cat((torch.arange(330), torch.arange(90))).to(cuda)
 
     def part(first: int, last: int, rows: slice, starts: list[int]) -> Tensor:
         counted = torch.tensor(starts, dtype=torch.int32, device=cuda)
-        given = planes[0], planes[1], table[rows], positions[first:last], counted
-        return triton.prefill(q[first:last], *given, max_query=last - first, scale=dim**-0.5)
+        own = PagedRows(table[rows], positions[first:last], counted, last - first)
+        return triton.prefill(q[first:last], KvPlanes(planes[0], planes[1]), own, scale=dim**-0.5)
 
     whole = part(0, 420, slice(0, 2), [0, 330, 420])
     for first, last in ((0, 100), (100, 101), (101, 330)):
@@ -111,6 +132,7 @@ def test_a_prompt_in_chunks_has_the_same_bits(dim: int, cuda: torch.device) -> N
 
 def test_a_recorded_decode_follows_lengths_that_grow(cuda: torch.device) -> None:
     """A graph recorded with short contexts replays with longer ones: lengths are read on the device."""
+    from thalweg.kernels.attend.triton import merge
     from thalweg.kernels.mla import triton
 
     generator = torch.Generator().manual_seed(SEED)
@@ -119,7 +141,8 @@ def test_a_recorded_decode_follows_lengths_that_grow(cuda: torch.device) -> None
     table, positions = torch.zeros(4, 9, dtype=torch.int32, device=cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
 
     def step() -> Tensor:
-        return triton.merge(*triton.decode(q, plane, table, positions, scale=0.07, rank=512, splits=4))
+        rows = DecodeRows(table, positions)
+        return merge(*triton.decode(q, LatentPlane(plane), rows, scale=0.07, rank=512, splits=4))
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -161,7 +184,7 @@ def kept(stored: Tensor, exact: Tensor, scale: float) -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("heads", [0, 16, 128])
 def test_latents_are_normed_turned_and_stored(heads: int, fp8: bool, cuda: torch.device) -> None:
-    from thalweg.kernels.rope.triton import mla_write
+    from thalweg.kernels.rope.triton import LatentNorm, mla_write
 
     generator, tokens, rank, rope, nope = torch.Generator().manual_seed(SEED), 5, 512, 64, 128
     down = normal(generator, tokens, heads * (nope + rope) + rank + rope + 128, dtype=torch.bfloat16).to(cuda)
@@ -174,7 +197,9 @@ def test_latents_are_normed_turned_and_stored(heads: int, fp8: bool, cuda: torch
     at = heads * (nope + rope)
     queries, latent = down[:, :at].view(tokens, heads, nope + rope)[..., nope:], down[:, at : at + rank + rope]
     absorbed = torch.zeros(tokens, heads, rank + rope, dtype=torch.bfloat16, device=cuda)
-    mla_write(queries, absorbed[..., rank:], latent, weight, cos, sin, positions, write, plane, scale=scale)
+    given_norm, turn = LatentNorm(weight), KvWrite(cos, sin, positions, write)
+    latents = LatentPlane(plane.view(-1, 64, rank + rope), scale)
+    mla_write(queries, absorbed[..., rank:], latent, given_norm, turn, latents)
     assert torch.equal(down, given), "without in_place the projection's output stays"
     c, s = cos[positions].double(), sin[positions].double()
     exact = torch.cat(
@@ -189,13 +214,13 @@ def test_latents_are_normed_turned_and_stored(heads: int, fp8: bool, cuda: torch
         assert not absorbed[..., :rank].any()
     kept(plane[write], exact, 0.03 if fp8 else 1.0)
     assert int((plane.float().abs().sum(1) > 0).sum()) == tokens, "no other row is written"
-    mla_write(queries, queries, latent, weight, cos, sin, positions, write, plane, scale=scale, in_place=True)
+    mla_write(queries, queries, latent, given_norm, turn, latents, in_place=True)
     near(latent, exact, 4e-3)
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(16, 1), (16, 33), (128, 5), (20, 70)])
 def test_absorbing_in_one_launch_is_the_same(heads: int, tokens: int, cuda: torch.device) -> None:
-    from thalweg.kernels.rope.triton import mla_absorb, mla_write
+    from thalweg.kernels.rope.triton import LatentNorm, mla_absorb, mla_write
 
     generator, width = torch.Generator().manual_seed(SEED), heads * 192
     down = normal(generator, tokens, width + 576, dtype=torch.bfloat16).to(cuda)
@@ -204,11 +229,12 @@ def test_absorbing_in_one_launch_is_the_same(heads: int, tokens: int, cuda: torc
     queries, latent = down[:, :width].view(tokens, heads, 192), down[:, width:]
     positions = torch.randint(30, (tokens,), generator=generator).to(cuda)
     planes = torch.zeros(2, 192, 576, dtype=torch.bfloat16, device=cuda)
-    given = latent, weight, angles.cos(), angles.sin(), positions, torch.arange(tokens, device=cuda) + 64
+    turn = KvWrite(angles.cos(), angles.sin(), positions, torch.arange(tokens, device=cuda) + 64)
+    given = latent, LatentNorm(weight), turn
     expected = torch.empty(tokens, heads, 576, dtype=torch.bfloat16, device=cuda)
-    mla_write(queries[..., 128:], expected[..., 512:], *given, planes[0])
+    mla_write(queries[..., 128:], expected[..., 512:], *given, LatentPlane(planes[0].view(3, 64, 576)))
     poison(cuda)
-    absorbed = mla_absorb(queries, uk, *given, planes[1])
+    absorbed = mla_absorb(queries, uk, *given, LatentPlane(planes[1].view(3, 64, 576)))
     assert torch.equal(planes[0], planes[1]) and torch.equal(absorbed[..., 512:], expected[..., 512:])
     near(absorbed[..., :512], torch.einsum("thn,hnr->thr", queries[..., :128].double(), uk.double()), 4e-3)
 
@@ -220,22 +246,23 @@ def test_absorbing_in_one_launch_is_the_same(heads: int, tokens: int, cuda: torc
 def test_keys_and_values_are_turned_and_stored(
     heads: int, kv_heads: int, dim: int, norms: bool, fp8: bool, cuda: torch.device
 ) -> None:
-    from thalweg.kernels.rope.triton import gqa_write
+    from thalweg.kernels.rope.triton import QkNorms, gqa_write
 
     generator, tokens = torch.Generator().manual_seed(SEED), 5
     qkv = normal(generator, tokens, heads + 2 * kv_heads, dim, dtype=torch.bfloat16).to(cuda)
     q, k, v = torch.split(qkv.clone(), [heads, kv_heads, kv_heads], 1)
     angles = (normal(generator, 30, dim // 2) * 9).to(cuda)
     cos, sin = angles.cos(), angles.sin()
-    weights = {name: normal(generator, dim).to(cuda) for name in ("query_norm_d", "key_norm_d")} if norms else {}
+    weights = QkNorms(*(normal(generator, dim).to(cuda) for _ in range(2))) if norms else QkNorms()
     positions, write = torch.tensor([3, 29, 0, 0, 7], device=cuda), torch.tensor([70, 191, 64, 3, 100], device=cuda)
     planes = torch.zeros(2, 192, kv_heads, dim, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device=cuda)
-    scales = {name: torch.tensor([0.03], device=cuda) for name in ("key_scale", "value_scale")} if fp8 else {}
-    gqa_write(q, k, v, cos, sin, positions, write, planes[0], planes[1], **weights, **scales)
+    scales = [torch.tensor([0.03], device=cuda) if fp8 else None] * 2
+    kv = KvPlanes(planes[0], planes[1], *scales)
+    gqa_write(q, k, v, weights, KvWrite(cos, sin, positions, write), kv)
     c, s = cos[positions].double()[:, None], sin[positions].double()[:, None]
     query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
     if norms:
-        query, key = normed(query, weights["query_norm_d"]), normed(key, weights["key_norm_d"])
+        query, key = normed(query, weights.query_d), normed(key, weights.key_d)
     near(q, turned(query, c, s), 4e-3)
     near(k, turned(key, c, s), 4e-3)
     for plane, exact in ((planes[0], turned(key, c, s)), (planes[1], value.double())):
@@ -251,11 +278,10 @@ def test_what_is_stored_is_finite(fp8: bool, cuda: torch.device) -> None:
 
     generator, dtype = torch.Generator().manual_seed(SEED), torch.float8_e4m3fn if fp8 else torch.bfloat16
     scale = torch.tensor([0.03], device=cuda) if fp8 else None
-    scales = {"key_scale": scale, "value_scale": scale} if fp8 else {}
     write, positions = torch.tensor([70, 130, 200], device=cuda), torch.tensor([6, 2, 8], device=cuda)
     angles, weight = normal(generator, 30, 64).to(cuda), normal(generator, 512).to(cuda)
-    turn = angles.cos(), angles.sin()
-    short = tuple(x[:, :32].contiguous() for x in turn)
+    turn = KvWrite(angles.cos(), angles.sin(), positions, write)
+    short = KvWrite(*(x[:, :32].contiguous() for x in turn[:2]), positions, write)
     down = normal(generator, 3, 16 * 192 + 576, dtype=torch.bfloat16).to(cuda)
     uk = normal(generator, 16, 128, 512, dtype=torch.bfloat16).to(cuda)
     qkv = normal(generator, 3, 16, 128, dtype=torch.bfloat16).to(cuda)
@@ -268,35 +294,24 @@ def test_what_is_stored_is_finite(fp8: bool, cuda: torch.device) -> None:
         latents = torch.zeros(3, 256, 576, dtype=dtype, device=cuda)
         planes = torch.zeros(6, 4, 64, 4, 128, dtype=dtype, device=cuda)
         wide = torch.zeros(2, 256, 4, 256, dtype=dtype, device=cuda)
-        given = weight, *short, positions, write
-        for plane, in_place in ((latents[0], False), (latents[1], True)):
-            copy = latent.clone()
-            rope.mla_write(
-                queries[..., 128:].clone(),
-                queries[..., 128:].clone(),
-                copy,
-                *given,
-                plane,
-                scale=scale,
-                in_place=in_place,
-            )
+        given = rope.LatentNorm(weight), short
+        held = [LatentPlane(plane.view(4, 64, 576), scale) for plane in latents]
+        for plane, in_place in zip(held, (False, True), strict=False):
+            copy, turning = latent.clone(), queries[..., 128:].clone()
+            rope.mla_write(turning, turning.clone(), copy, *given, plane, in_place=in_place)
             assert not in_place or copy.isfinite().all()
-        rope.mla_absorb(queries, uk, latent, *given, latents[2], scale=scale)
+        rope.mla_absorb(queries, uk, latent, *given, held[2])
         norms = weight[:128].contiguous()
-        for i, normed in enumerate(({}, {"query_norm_d": norms, "key_norm_d": norms})):
+        for i, normed in enumerate((rope.QkNorms(), rope.QkNorms(norms, norms))):
             q, k, v = torch.split(qkv.clone(), [8, 4, 4], 1)
-            rope.gqa_write(
-                q, k, v, *turn, positions, write, *planes[2 * i : 2 * i + 2].flatten(1, 2), **normed, **scales
-            )
+            rope.gqa_write(q, k, v, normed, turn, KvPlanes(*planes[2 * i : 2 * i + 2], scale, scale))
             assert k.isfinite().all() and v.isfinite().all(), "the next row's attention multiplies them by 0"
         q, k, v = torch.split(qkv.clone(), [8, 4, 4], 1)
-        fresh, table = (
-            gqa.NewTokens(k, v, write, *turn, None, None, 1e-6),
-            torch.tensor([[1], [2], [3]], dtype=torch.int32, device=cuda),
-        )
-        gqa.decode(q, *planes[4:], table, positions, scale=0.09, splits=1, fresh=fresh, **scales)
+        rows = DecodeRows(torch.tensor([[1], [2], [3]], dtype=torch.int32, device=cuda), positions)
+        new = gqa.NewTokens(k, v, turn, rope.QkNorms())
+        gqa.decode(q, KvPlanes(*planes[4:], scale, scale), rows, scale=0.09, splits=1, new=new)
         parts = own[..., :128].contiguous(), own[..., 128:256].contiguous(), own[:, 0, 256:]
-        rope.mha_write(queries[:, :0], *parts, *short, positions, write, *wide, **scales)
+        rope.mha_write(queries[:, :0], *parts, short, KvPlanes(*wide, scale, scale))
         return [latents, planes, wide]
 
     fine = stored(1.0)
@@ -311,10 +326,11 @@ def test_prefix_chunks_join_to_the_whole(cuda: torch.device) -> None:
     """Causal attention to a row's own tokens, joined with attention to a prefix gathered from pages, is attention to
     all of it.
     """
+    from thalweg.kernels.attend.triton import merge_state_
     from thalweg.kernels.mla import triton
 
     generator, heads, prefix, own = torch.Generator().manual_seed(SEED), 4, 200, 130
-    table, pages = mla.pages_of(generator, (prefix + own, 1))
+    table, pages = page_table(generator, (prefix + own, 1))
     plane = normal(generator, pages, 64, 576, dtype=torch.bfloat16).to(cuda)
     table = table.to(cuda)[:1]
     kv = (normal(generator, 576, heads * 256, dtype=torch.bfloat16) * 0.05).to(cuda)
@@ -322,15 +338,16 @@ def test_prefix_chunks_join_to_the_whole(cuda: torch.device) -> None:
 
     def part(first: int, tokens: int, causal: bool) -> tuple[Tensor, Tensor]:
         begins, firsts = (torch.tensor(x, dtype=torch.int32, device=cuda) for x in ((0, tokens), (first,)))
-        latents = triton.gather(plane, table, begins, tokens + 9, rank=512, max_context=tokens, first_R=firsts)
+        latents = triton.gather(LatentPlane(plane), table, ContextChunk(firsts, begins, tokens + 9, tokens), 512)
         flat = plane[table[0].long()].flatten(0, 1)[first : first + tokens]
         assert torch.equal(latents[:tokens], flat) and not latents[tokens:].any()
         key, value = (latents @ kv).view(-1, heads, 256).split(128, -1)
         starts = torch.tensor((0, own), dtype=torch.int32, device=cuda)
-        return triton.prefill(q, key, latents[:, 512:], value, starts, begins, max_query=own, scale=0.07, causal=causal)
+        rows = RaggedRows(starts, begins, own, tokens, causal)
+        return triton.prefill(q, key, latents[:, 512:], value, rows, scale=0.07)
 
     whole, whole_lse = part(0, prefix + own, True)
     out, lse = part(192, prefix + own - 192, True)
-    triton.merge_state_(out, lse, *part(0, 192, False))
+    merge_state_(out, lse, *part(0, 192, False))
     near(out, whole.double(), 2e-2)
     near(lse, whole_lse.double(), 1e-3)

@@ -22,9 +22,11 @@ from thalweg.core.messages import TokenDelta
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.engine.local import LocalEngine
+from thalweg.kernels.attend.args import DecodeRows, KvPlanes, LatentPlane, PagedRows
+from thalweg.kernels.attend.case import PAGE, quantized
+from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, merge
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import triton as mla
-from thalweg.kernels.mla.case import PAGE, quantized
 from thalweg.layers.paged import ragged, rows_of
 from thalweg.runner.tree_graphs import TreeGraphs
 from thalweg.spec.draft_model import DraftModel
@@ -77,19 +79,16 @@ def test_latents(rows: list[Part], fp8: bool, heads: int, cuda: torch.device) ->
     scene = Scene(rows, cuda)
     kept, lone, scale = scene.plane(fp8, 576)
     query, positions, every = scene.query(heads, 576), scene.batch.positions_T, torch.arange(scene.tokens)
-    told: dict[str, Any] = {
-        "scale": 0.05,
-        "rank": 512,
-        "splits": mla.DETERMINISTIC_SPLITS,
-        "fixed": True,
-        "plane_scale": scale,
-    }
-    rows_T = every.to(cuda, torch.int32)
-    want = mla.merge(*mla.decode(query, lone, scene.alone_TL, positions, rows_T=rows_T, **told))
-    nodes = {"rows_T": scene.row_T, "paths_TD": scene.paths_TD}
-    got = mla.merge(*mla.decode(query, kept, scene.batch.table_RP, positions, **nodes, **told))
+
+    def attended(plane: Tensor, rows: DecodeRows) -> Tensor:
+        fixed: dict[str, Any] = {"scale": 0.05, "rank": 512, "splits": DETERMINISTIC_SPLITS, "fixed": True}
+        return merge(*mla.decode(query, LatentPlane(plane, scale), rows, **fixed))
+
+    want = attended(lone, DecodeRows(scene.alone_TL, positions, rows_T=every.to(cuda, torch.int32)))
+    rows = DecodeRows(scene.batch.table_RP, positions, rows_T=scene.row_T)
+    got = attended(kept, rows._replace(paths_TD=scene.paths_TD))
     assert torch.equal(got, want) and bool(got.isfinite().all())
-    chain = mla.merge(*mla.decode(query, kept, scene.batch.table_RP, positions, rows_T=scene.row_T, **told))
+    chain = attended(kept, rows)
     assert not torch.equal(chain, want), "columns are not positions"
 
 
@@ -100,15 +99,14 @@ def test_keys_and_values(rows: list[Part], fp8: bool, heads: int, kv_heads: int,
     scene = Scene(rows, cuda)
     (key, lone_key, key_scale), (value, lone_value, value_scale) = (scene.plane(fp8, kv_heads, dim) for _ in range(2))
     query, positions = scene.query(heads, dim), scene.batch.positions_T
-    told: dict[str, Any] = {"scale": dim**-0.5, "key_scale": key_scale, "value_scale": value_scale}
-    starts = torch.arange(scene.tokens + 1, dtype=torch.int32, device=cuda)
-    want = gqa.prefill(query, lone_key, lone_value, scene.alone_TL, positions, starts, max_query=1, **told)
-    nodes = ragged(scene.batch, scene.tokens, scene.batch.groups[0].query)
-    told["max_query"] = nodes.longest
-    pages = nodes.table_RL, positions, nodes.starts_R1
-    got = gqa.prefill(query, key, value, *pages, paths_TD=nodes.paths_TD, **told)
+    starts, scales = torch.arange(scene.tokens + 1, dtype=torch.int32, device=cuda), (key_scale, value_scale)
+    alone = PagedRows(scene.alone_TL, positions, starts, 1)
+    want = gqa.prefill(query, KvPlanes(lone_key, lone_value, *scales), alone, scale=dim**-0.5)
+    kv, nodes = KvPlanes(key, value, *scales), ragged(scene.batch, scene.tokens, DecodeRows(starts, positions))
+    got = gqa.prefill(query, kv, nodes, scale=dim**-0.5)
     assert torch.equal(got, want) and bool(got.isfinite().all())
-    assert not torch.equal(gqa.prefill(query, key, value, *pages, **told), want), "columns are not positions"
+    chain = gqa.prefill(query, kv, nodes._replace(paths_TD=None), scale=dim**-0.5)
+    assert not torch.equal(chain, want), "columns are not positions"
 
 
 # ---- engines

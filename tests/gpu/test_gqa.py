@@ -16,9 +16,10 @@ from torch import Tensor
 from tests.gpu.shapes import KERNELS, Part, batches, facts, kernel_layers
 from thalweg.batch.batch import Attend
 from thalweg.core.kernels import KernelConfig
+from thalweg.kernels.attend.args import ContextChunk, DecodeRows, KvPlanes, KvWrite
+from thalweg.kernels.attend.case import page_table
 from thalweg.kernels.case import normal
-from thalweg.kernels.gqa import ext as fa3
-from thalweg.kernels.mla import case as mla
+from thalweg.kernels.gqa import fa3
 from thalweg.layers.residual import SingleStream
 from thalweg.memory.planes import Planes
 
@@ -39,11 +40,12 @@ def quantized(x: Tensor, scale: Tensor) -> Tensor:
 def test_storing_and_attending_at_once_is_doing_one_after_the_other(
     heads: int, kv_heads: int, dim: int, norms: bool, fp8: bool, splits: int, cuda: torch.device
 ) -> None:
+    from thalweg.kernels.attend.triton import merge
     from thalweg.kernels.gqa import triton as gqa
-    from thalweg.kernels.rope.triton import gqa_write
+    from thalweg.kernels.rope.triton import QkNorms, gqa_write
 
     generator, contexts = torch.Generator().manual_seed(SEED), (1, 64, 65, 700)
-    table, pages = mla.pages_of(generator, contexts)
+    table, pages = page_table(generator, contexts)
     positions = torch.tensor(contexts) - 1
     write = table[torch.arange(4), positions // 64].long() * 64 + positions % 64
     table, positions, write = table.to(cuda), positions.to(cuda), write.to(cuda)
@@ -54,20 +56,19 @@ def test_storing_and_attending_at_once_is_doing_one_after_the_other(
     angles = (normal(generator, 800, dim // 2) * 9).to(cuda)
     cos, sin = angles.cos(), angles.sin()
     query_norm, key_norm = (normal(generator, dim).to(cuda) for _ in range(2)) if norms else (None, None)
-    given = {"key_scale": scales[0], "value_scale": scales[1]} if fp8 else {}
+    given = scales if fp8 else (None, None)
+    rows, turn = DecodeRows(table, positions), KvWrite(cos, sin, positions, write)
+    norms = QkNorms(query_norm, key_norm)
 
     def split() -> tuple[Tensor, ...]:
         return torch.split(qkv.clone(), [heads, kv_heads, kv_heads], 1)
 
     stored, (query, key, value) = [x.clone() for x in planes], split()
-    flat = [x.view(-1, kv_heads, dim) for x in stored]
-    gqa_write(
-        query, key, value, cos, sin, positions, write, *flat, query_norm_d=query_norm, key_norm_d=key_norm, **given
-    )
-    exact = gqa.merge(*gqa.decode(query, *stored, table, positions, scale=0.09, splits=splits, **given))
+    gqa_write(query, key, value, norms, turn, KvPlanes(*stored, *given))
+    exact = merge(*gqa.decode(query, KvPlanes(*stored, *given), rows, scale=0.09, splits=splits))
     query, key, value = split()
-    fresh = gqa.NewTokens(key, value, write, cos, sin, query_norm, key_norm, 1e-6)
-    got = gqa.merge(*gqa.decode(query, *planes, table, positions, scale=0.09, splits=splits, fresh=fresh, **given))
+    new = gqa.NewTokens(key, value, turn, norms)
+    got = merge(*gqa.decode(query, KvPlanes(*planes, *given), rows, scale=0.09, splits=splits, new=new))
     for mine, theirs in zip(planes, stored, strict=True):
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
     assert float((got.float() - exact.float()).abs().max() / exact.float().abs().max()) < 0.01, f"TEST_SEED={SEED}"
@@ -83,8 +84,8 @@ def test_cached_keys_are_gathered_row_by_row(fp8: bool, cuda: torch.device) -> N
     starts, first = (torch.tensor(x, dtype=torch.int32, device=cuda) for x in ([0, 70, 83, 83], [64, 128, 64]))
     scales = torch.tensor([0.02], device=cuda), torch.tensor([0.03], device=cuda)
     kept = [quantized(x, s) if fp8 else x for x, s in zip(planes, scales, strict=True)]
-    given = {"key_scale": scales[0], "value_scale": scales[1]} if fp8 else {}
-    got = gqa.gather(*kept, table, starts, first, 83, max_context=70, **given)
+    kv = KvPlanes(*kept, *(scales if fp8 else ()))
+    got = gqa.gather(kv, table, ContextChunk(first, starts, 83, 70))
     for made, plane, scale in zip(got, kept, scales, strict=True):
         exact = torch.cat([plane[[1, 4]].flatten(0, 1)[:70], plane[8][:13]])
         assert torch.equal(made, (exact.float() * scale).bfloat16() if fp8 else exact)

@@ -18,7 +18,9 @@ from thalweg.config.entry_point import load_entry
 from thalweg.core.kernels import CheckCase, KernelConfig
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
+from thalweg.kernels.attend.args import DecodeRows, KvPlanes, KvWrite, LatentPlane, RaggedRows
 from thalweg.kernels.case import normal
+from thalweg.kernels.mla.backends import MlaShape
 from thalweg.kernels.router import triton as routing
 from thalweg.layers import paged
 from thalweg.layers.moe import Router
@@ -177,19 +179,18 @@ def test_a_recorded_decode_is_scheduled_anew(backend: str, fp8: bool, cuda: torc
     """
     if backend not in libraries():
         pytest.skip(f"{backend} is not installed")
-    from thalweg.kernels.mla.paged import MlaDecodeRows
 
     generator = torch.Generator().manual_seed(1)
     plane = normal(generator, 40, 64, 576).to(torch.float8_e4m3fn if fp8 else torch.bfloat16).to(cuda)
-    scale = torch.ones(1, device=cuda) if fp8 else None
+    latents = LatentPlane(plane, torch.ones(1, device=cuda) if fp8 else None)
     q, uv = (normal(generator, *shape, dtype=torch.bfloat16).to(cuda) for shape in ((5, 16, 576), (16, 512, 128)))
     table, positions = torch.zeros(5, 7, dtype=torch.int32, device=cuda), torch.zeros(5, dtype=torch.int64, device=cuda)
-    of = load_entry(DECODE[backend].mla)(16, 512, 0.07, fp8)
+    of = load_entry(DECODE[backend].mla)(MlaShape(16, 512, 0.07, fp8))
 
     def step() -> Tensor:
-        rows = MlaDecodeRows(table, positions, 1, 448)
+        rows = DecodeRows(table, positions, 1, 448)
         made = of.prepare(rows)
-        return of.attend(q, plane, scale, uv, rows, made) + of.attend(q, plane, scale, uv, rows, made)
+        return of.attend(q, latents, uv, rows, made) + of.attend(q, latents, uv, rows, made)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -219,8 +220,7 @@ def test_attention_does_not_read_kv_that_is_not_written_yet(
     """
     if "flashmla" not in libraries():
         pytest.skip("flashmla is not installed")
-    from thalweg.kernels.mla.paged import MlaDecodeRows
-    from thalweg.kernels.rope.triton import mla_absorb
+    from thalweg.kernels.rope.triton import LatentNorm, mla_absorb
 
     generator = torch.Generator().manual_seed(1)
     plane = normal(generator, 40, 64, 576).to(torch.float8_e4m3fn if fp8 else torch.bfloat16).to(cuda)
@@ -232,18 +232,18 @@ def test_attention_does_not_read_kv_that_is_not_written_yet(
     downs = normal(generator, 20, 2, heads * 192 + 576, dtype=torch.bfloat16).to(cuda)
     angle, weight = torch.ones(2048, 32, device=cuda), torch.ones(512, device=cuda)
     rows, of = (
-        MlaDecodeRows(table, positions, 1, max(contexts)),
-        load_entry(DECODE["flashmla"].mla)(heads, 512, 0.07, fp8),
+        DecodeRows(table, positions, 1, max(contexts)),
+        load_entry(DECODE["flashmla"].mla)(MlaShape(heads, 512, 0.07, fp8)),
     )
     made = of.prepare(rows)
 
     def step(down: Tensor, wait: bool) -> Tensor:
         queries, latent = down[:, : heads * 192].view(2, heads, 192), down[:, heads * 192 :]
-        given = latent, weight, angle, angle, positions, write, plane.view(-1, 576)
-        absorbed = mla_absorb(queries, uk, *given, scale=one)
+        turn, held = KvWrite(angle, angle, positions, write), LatentPlane(plane, one)
+        absorbed = mla_absorb(queries, uk, latent, LatentNorm(weight), turn, held)
         if wait:
             torch.cuda.synchronize()
-        out = of.attend(absorbed, plane, one, uv, rows, made)
+        out = of.attend(absorbed, held, uv, rows, made)
         if wait:
             torch.cuda.synchronize()
         return out
@@ -257,14 +257,14 @@ def test_attention_does_not_read_kv_that_is_not_written_yet(
 
 
 def test_the_self_checks_pass(cuda: torch.device) -> None:
-    from thalweg.kernels.mla import ext
+    from thalweg.kernels.mla import fa3, flashmla
 
     if "flashmla" in libraries():
         for heads in (16, 128):
-            ext.check(cuda, CheckCase(heads=heads))
-            ext.check(cuda, CheckCase(heads=heads, is_fp8_cache=True))
+            flashmla.check(cuda, CheckCase(heads=heads))
+            flashmla.check(cuda, CheckCase(heads=heads, is_fp8_cache=True))
     if "fa3" in libraries():
-        ext.check_prefill(cuda, CheckCase())
+        fa3.check(cuda, CheckCase())
 
 
 def test_rows_that_see_nothing_do_not_count(cuda: torch.device) -> None:
@@ -275,10 +275,9 @@ def test_rows_that_see_nothing_do_not_count(cuda: torch.device) -> None:
     shapes = (90, 4, 192), (70, 576), (4, 128, 512), (4, 128, 512)
     q, latents, uk, stored = (normal(generator, *shape, dtype=torch.bfloat16).to(cuda) * 0.3 for shape in shapes)
     starts, begins = (torch.tensor(x, dtype=torch.int32, device=cuda) for x in ((0, 20, 90), (0, 0, 70)))
-    given = q, latents, uk, stored.transpose(1, 2), starts, begins
-    bounds = {"max_query": 70, "max_context": 70, "scale": 0.07, "causal": False}
-    mine, mine_lse = load_entry(PREFILL["triton"].mla)(*given, **bounds)
-    out, lse = load_entry(PREFILL["fa3"].mla)(*given, **bounds)
+    given = q, latents, uk, stored.transpose(1, 2), RaggedRows(starts, begins, 70, 70, is_causal=False)
+    mine, mine_lse = load_entry(PREFILL["triton"].mla)(*given, scale=0.07)
+    out, lse = load_entry(PREFILL["fa3"].mla)(*given, scale=0.07)
     assert bool((lse[:20] == -torch.inf).all()) and not out[:20].any(), "nothing seen"
     assert float((out - mine).norm() / mine.norm()) < 0.01 and float((lse[20:] - mine_lse[20:]).abs().max()) < 1e-2
 
@@ -296,9 +295,10 @@ def test_decompressed_tokens_are_turned_and_stored(fp8: bool, tokens: int, cuda:
     write = torch.randperm(192, generator=generator)[:tokens].to(cuda)
     kept = torch.float8_e4m3fn if fp8 else torch.bfloat16
     store = torch.zeros(2, 192, heads, 256, dtype=kept, device=cuda)
-    scales = {name: torch.tensor([0.03], device=cuda) for name in ("key_scale", "value_scale")} if fp8 else {}
+    scale = torch.tensor([0.03], device=cuda) if fp8 else None
     torch.full((1 << 24,), torch.nan, device=cuda)  # what `torch.empty` finds next
-    wide = mha_write(q, key, value, turning, angles.cos(), angles.sin(), positions, write, *store, **scales)
+    turn = KvWrite(angles.cos(), angles.sin(), positions, write)
+    wide = mha_write(q, key, value, turning, turn, KvPlanes(*store, scale, scale))
     cos, sin = angles.cos()[positions].double()[:, None], angles.sin()[positions].double()[:, None]
 
     def turned(x: Tensor) -> Tensor:
@@ -332,7 +332,7 @@ def test_raised_sums_depend_on_their_own_token(heads: int, cuda: torch.device) -
 
 
 def test_fixed_tiles_absorb_the_same_bits(cuda: torch.device) -> None:
-    from thalweg.kernels.rope.triton import mla_absorb
+    from thalweg.kernels.rope.triton import LatentNorm, mla_absorb
 
     generator, tokens = torch.Generator().manual_seed(1), 90
     down = normal(generator, tokens, 16 * 192 + 576, dtype=torch.bfloat16).to(cuda)
@@ -344,9 +344,9 @@ def test_fixed_tiles_absorb_the_same_bits(cuda: torch.device) -> None:
     def absorbed(first: int, last: int) -> Tensor:
         part = down[first:last]
         queries, latent = part[:, : 16 * 192].view(-1, 16, 192), part[:, 16 * 192 :]
-        angle = angles.cos(), angles.sin()
+        turn = KvWrite(angles.cos(), angles.sin(), positions[first:last], write[first:last])
         return mla_absorb(
-            queries, uk, latent, weight, *angle, positions[first:last], write[first:last], plane, fixed=True
+            queries, uk, latent, LatentNorm(weight), turn, LatentPlane(plane.view(2, 64, 576)), fixed=True
         )
 
     whole = absorbed(0, tokens)

@@ -27,7 +27,7 @@ def step(dtype: torch.dtype = torch.bfloat16, rows: list[tuple[int, int]] = ROWS
     for name in ("cos", "sin"):
         steps.register_buffer(name, torch.zeros(1, 1))
     steps.prepare, steps.gathers = paged.nothing, gathers
-    return steps.step(batch, Planes((vector_plane("latent", 0, 8, dtype),), 2))
+    return steps.build(batch, Planes((vector_plane("latent", 0, 8, dtype),), 2))
 
 
 def test_contexts_that_fit_are_one_piece_with_the_tokens_of_the_step() -> None:
@@ -36,7 +36,7 @@ def test_contexts_that_fit_are_one_piece_with_the_tokens_of_the_step() -> None:
     assert made.whole is not None
     assert made.whole.starts_R1.tolist() == [0, 73, 93, 300]
     assert made.whole.first_R.tolist() == [0, 0, 0]
-    assert (made.whole.tokens, made.whole.longest) == (300, 207)
+    assert (made.whole.tokens, made.whole.max_tokens) == (300, 207)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])

@@ -20,14 +20,16 @@ from thalweg.batch.slots import Slots
 from thalweg.core.plan import Bind, PageAppend, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
+from thalweg.kernels.attend.args import DecodeRows, KvPlanes, LatentPlane
+from thalweg.kernels.attend.case import PAGE, quantized
+from thalweg.kernels.attend.triton import merge
 from thalweg.kernels.build_tree import triton as grow
 from thalweg.kernels.case import KernelCase
 from thalweg.kernels.compact_kv import ref
 from thalweg.kernels.compact_kv import triton as moving
 from thalweg.kernels.gqa import triton as gqa
-from thalweg.kernels.mla import ext as flashmla
+from thalweg.kernels.mla import flashmla
 from thalweg.kernels.mla import triton as mla
-from thalweg.kernels.mla.case import PAGE, quantized
 from thalweg.kernels.verify_tree import case as verify_tree
 from thalweg.runner.accepted_path import compact_accepted_path
 from thalweg.runner.graph_pool import NEEDS, GraphPool
@@ -93,15 +95,15 @@ def test_grouped_queries(name: str, fp8: bool, heads: int, kv_heads: int, splits
     kept = [torch.randn(32, PAGE, kv_heads, dim, generator=generator).bfloat16() for _ in range(2)]
     if fp8:
         (key, key_scale), (value, value_scale) = ([x.to(cuda) for x in quantized(x.float())] for x in kept)
-        told |= {"key_scale": key_scale, "value_scale": value_scale}
-        kept = [key, value]
-        exact = [key.double() * key_scale, value.double() * value_scale]
+        kv, exact = (
+            KvPlanes(key, value, key_scale, value_scale),
+            [key.double() * key_scale, value.double() * value_scale],
+        )
     else:
-        kept = [x.to(cuda) for x in kept]
-        exact = [x.double() for x in kept]
-    columns = batch.columns_T
-    partial, lse = gqa.decode(query, *kept, batch.table_RP, columns, scale=dim**-0.5, splits=splits, **told)
-    got = gqa.merge(partial, lse, query.dtype)
+        kv = KvPlanes(*(x.to(cuda) for x in kept))
+        exact = [x.double() for x in kv[:2]]
+    rows = DecodeRows(batch.table_RP, batch.columns_T, **told)
+    got = merge(*gqa.decode(query, kv, rows, scale=dim**-0.5, splits=splits), query.dtype)
     want = torch.empty(tokens, heads, dim, dtype=torch.float64, device=cuda)
     for token, own in enumerate(seen):
         k, v = (x[row_of(batch, token)].flatten(0, 1)[own].repeat_interleave(heads // kv_heads, 1) for x in exact)
@@ -117,15 +119,13 @@ def test_latents(name: str, fp8: bool, heads: int, splits: int, cuda: torch.devi
     generator = torch.Generator().manual_seed(4)
     batch, seen, told = scene(name, cuda, generator)
     query = torch.randn(len(seen), heads, 576, generator=generator).to(cuda, torch.bfloat16)
-    plane = torch.randn(32, PAGE, 576, generator=generator).bfloat16().to(cuda)
-    exact = plane.double()
+    latent_plane = LatentPlane(torch.randn(32, PAGE, 576, generator=generator).bfloat16().to(cuda))
+    exact = latent_plane.paged_PSD.double()
     if fp8:
-        plane, scale = (x.to(cuda) for x in quantized(plane.float().cpu()))
-        exact, told = plane.double() * scale, told | {"plane_scale": scale}
-    partial, lse = mla.decode(
-        query, plane, batch.table_RP, batch.columns_T, scale=0.05, rank=512, splits=splits, **told
-    )
-    got = mla.merge(partial, lse, query.dtype)
+        latent_plane = LatentPlane(*(x.to(cuda) for x in quantized(latent_plane.paged_PSD.float().cpu())))
+        exact = latent_plane.paged_PSD.double() * latent_plane.scale
+    rows = DecodeRows(batch.table_RP, batch.columns_T, **told)
+    got = merge(*mla.decode(query, latent_plane, rows, scale=0.05, rank=512, splits=splits), query.dtype)
     want = torch.empty(len(seen), heads, 512, dtype=torch.float64, device=cuda)
     for token, own in enumerate(seen):
         latents = exact[row_of(batch, token)].flatten(0, 1)[own]

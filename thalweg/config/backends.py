@@ -104,7 +104,7 @@ class Backend(Generic[C]):
 
     supports: C
     libraries: tuple[Library, ...] = (TRITON,)
-    mla: str = ""  # makes what attends to latents: a decoder of (heads, rank, scale, is_fp8), or a prefill function
+    mla: str = ""  # makes what attends to latents: a decode kernel of an `MlaShape`, or a prefill function
     check_mla: str = ""
     check_gqa: str = ""
     check: str = ""  # of experts and products
@@ -158,29 +158,29 @@ _FLASHINFER = replace(  # compiles when first used and plans on the host, so it 
 _CHECK_FLASHINFER = "kernels.gqa.flashinfer:check"
 
 DECODE: dict[str, Backend[AttentionCapabilities]] = {
-    "triton": Backend(supports=_TRITON, mla="kernels.mla.paged:TritonMlaDecode"),
+    "triton": Backend(supports=_TRITON, mla="kernels.mla.backends:TritonMlaDecode"),
     # FlashMLA for many rows, Triton for few rows and for trees. Faster than Triton where many heads make attention bound
     # by the tensor cores (H100, µs a layer, FlashMLA / Triton: 128 heads, 8 x 1,024 tokens 29 / 38, 128 x 1,024 95 / 156,
     # 64 x 4,096 135 / 270; 64 heads 23 / 29, 72 / 86, 133 / 173; in FP8 from 32 rows on), and no faster with 16.
     "triton+flashmla": Backend(
         supports=replace(_FLASHMLA, trees=BOTH),
         libraries=(TRITON, FLASHMLA),
-        mla="kernels.mla.paged:by_size",
-        check_mla="kernels.mla.ext:check",
+        mla="kernels.mla.flashmla:by_size",
+        check_mla="kernels.mla.flashmla:check",
         preferred_heads=64,
     ),
     "flashmla": Backend(
         supports=_FLASHMLA,
         libraries=(TRITON, FLASHMLA),
-        mla="kernels.mla.paged:FlashMlaDecode",
-        check_mla="kernels.mla.ext:check",
+        mla="kernels.mla.flashmla:FlashMlaDecode",
+        check_mla="kernels.mla.flashmla:check",
     ),
     "torch": Backend(supports=_TORCH),
     "reference": Backend(supports=_REFERENCE, libraries=()),
     "flashinfer": Backend(
         supports=_FLASHINFER,
         libraries=(TRITON, FLASHINFER),
-        mla="kernels.mla.flashinfer:decoder",
+        mla="kernels.mla.flashinfer:FlashInferMlaDecode",
         check_mla="kernels.mla.flashinfer:check",
         check_gqa=_CHECK_FLASHINFER,
     ),
@@ -189,12 +189,12 @@ PREFILL: dict[str, Backend[AttentionCapabilities]] = {
     "fa3": Backend(  # H100, 8,192 tokens of 16 heads: 751 TFLOP/s, Triton 459
         supports=replace(_HOPPER, heads=frozenset({"mla", "gqa"})),
         libraries=(TRITON, FA3),
-        mla="kernels.mla.paged:fa3_prefill",
-        check_mla="kernels.mla.ext:check_prefill",
-        check_gqa="kernels.gqa.ext:check",
+        mla="kernels.mla.fa3:prefill",
+        check_mla="kernels.mla.fa3:check",
+        check_gqa="kernels.gqa.fa3:check",
         gathers_keys=True,
     ),
-    "triton": Backend(supports=_TRITON, mla="kernels.mla.paged:triton_prefill"),
+    "triton": Backend(supports=_TRITON, mla="kernels.mla.backends:triton_prefill"),
     "torch": Backend(supports=_TORCH),
     "reference": Backend(supports=_REFERENCE, libraries=()),
     "flashinfer": Backend(

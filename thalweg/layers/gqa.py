@@ -11,8 +11,7 @@ from torch import Tensor
 
 from thalweg.attention.context import AttentionGroup, AttentionMetadata, concat_groups
 from thalweg.config.model import ModelFacts
-from thalweg.kernels.gqa import ref
-from thalweg.kernels.rope.ref import rotate_
+from thalweg.kernels.attend.ref import attend_grouped, rotate_
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.linear import Part
 from thalweg.layers.module import Module
@@ -106,6 +105,6 @@ class Gqa(GqaProjections):
         for tile in group.tiles:
             bias = group.bias(tile).view(group.rows, tile.stop - tile.start, -1)
             query = group.take_tile(query_NHd, tile).view(group.rows, tile.stop - tile.start, self.heads, self.dim)
-            out = ref.attend(query, key[:, : bias.shape[-1]], value[:, : bias.shape[-1]], bias)
+            out = attend_grouped(query, key[:, : bias.shape[-1]], value[:, : bias.shape[-1]], bias)
             parts.append(out.reshape(-1, self.heads * self.dim))
         return group.join_tiles(parts)

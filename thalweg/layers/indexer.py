@@ -11,8 +11,7 @@ from thalweg.attention.context import AttentionGroup, AttentionMetadata, QueryTi
 from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
-from thalweg.kernels.indexer.ref import index_scores
-from thalweg.kernels.rope.ref import rotate_
+from thalweg.kernels.attend.ref import index_scores, rotate_
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.module import Module, parameter
 from thalweg.layers.reference_linear import LayerNorm

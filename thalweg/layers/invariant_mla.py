@@ -10,6 +10,8 @@ from torch import Tensor
 
 from thalweg.attention.context import paths_of_tree
 from thalweg.batch.batch import Batch
+from thalweg.kernels.attend.args import DecodeRows
+from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, merge
 from thalweg.kernels.mla import triton as mla
 from thalweg.layers.paged import PagedStep, rows_of
 from thalweg.layers.paged_mla import PagedMla
@@ -26,7 +28,7 @@ class InvariantMla(PagedMla):
     def attention(self, step: PagedStep, query_TX: Tensor, latent_TD: Tensor) -> Tensor:
         query_THd = query_TX.view(len(query_TX), self.heads, -1)
         tokens, rows = len(query_THd), step.prepared
-        at_once = max(PARTS // (self.heads * mla.DETERMINISTIC_SPLITS * self.rank), 1)
+        at_once = max(PARTS // (self.heads * DETERMINISTIC_SPLITS * self.rank), 1)
         nodes = 0 if rows.paths_TD is None else len(rows.paths_TD)
         # in order: a token's context is stored before it attends
         firsts = [*range(0, nodes, at_once), *range(nodes, tokens, at_once), tokens]
@@ -34,21 +36,14 @@ class InvariantMla(PagedMla):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _some(self, step: PagedStep, query_THd: Tensor, latent_TD: Tensor, some: slice) -> Tensor:
-        rows = step.prepared
-        partial, lse = mla.decode(
-            self.absorb(query_THd[some], latent_TD[some], step, some, True),
-            step.planes.paged("latent", self.layer),
-            step.batch.table_RP,
-            step.batch.positions_T[some],
-            scale=self.scale,
-            rank=self.rank,
-            splits=mla.DETERMINISTIC_SPLITS,
-            plane_scale=step.planes.scale("latent", self.layer),
-            rows_T=rows.row_T[some],
-            paths_TD=None if rows.paths_TD is None or some.start >= len(rows.paths_TD) else rows.paths_TD[some],
-            fixed=True,
-        )
-        return mla.up(mla.merge(partial, lse, query_THd.dtype), self.uv)
+        row_T, paths_TD = step.prepared
+        paths_TD = None if paths_TD is None or some.start >= len(paths_TD) else paths_TD[some]
+        positions_T = step.batch.positions_T[some]
+        rows = DecodeRows(step.batch.table_RP, positions_T, rows_T=row_T[some], paths_TD=paths_TD)
+        query_THD = self.absorb(query_THd[some], latent_TD[some], step, some, True)
+        latents, splits = step.latents(self.layer), DETERMINISTIC_SPLITS
+        states = mla.decode(query_THD, latents, rows, scale=self.scale, rank=self.rank, splits=splits, fixed=True)
+        return mla.up(merge(*states, query_THd.dtype), self.uv)
 
 
 class OwnRows(NamedTuple):
@@ -60,6 +55,6 @@ class OwnRows(NamedTuple):
     paths_TD: Tensor | None
 
 
-def own_rows(batch: Batch, tokens: int, query: int) -> OwnRows:
+def own_rows(batch: Batch, tokens: int, rows: DecodeRows) -> OwnRows:
     """A `layers.paged.Prepare`."""
     return OwnRows(rows_of(batch), None if batch.tree is None else paths_of_tree(batch.tree, tokens))

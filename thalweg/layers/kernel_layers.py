@@ -12,7 +12,7 @@ from thalweg.config.backends import DECODE, PREFILL
 from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.kernels import TORCH
-from thalweg.kernels.mla.paged import MlaDecodeKernel
+from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaShape
 from thalweg.layers import rotary
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.invariant_mla import InvariantMla, own_rows
@@ -113,8 +113,9 @@ class KernelLayers(LayerFactory):
         scale = rotary.softmax_scale(facts.mla.nope + facts.mla.rope, facts.rope)
         heads = len(share_of(facts.heads, self.layout.tp, "attention heads"))
         fp8 = kv_cache_dtype(self.kernels.kv, self.dtype) == FP8
-        decoder: MlaDecodeKernel = load_entry(DECODE[self.kernels.decode].mla)(heads, facts.mla.kv_lora, scale, fp8)
-        return decoder
+        shape = MlaShape(heads, facts.mla.kv_lora, scale, fp8)
+        kernel: MlaDecodeKernel = load_entry(DECODE[self.kernels.decode].mla)(shape)
+        return kernel
 
     def gqa(
         self, facts: ModelFacts, layer: int, name: str, *, qk_norm: bool, out_bias: bool, inputs: int = 0

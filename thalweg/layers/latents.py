@@ -12,7 +12,7 @@ from torch import Tensor
 from thalweg.attention.context import AttentionGroup, AttentionMetadata
 from thalweg.attention.selection import SelectedContext
 from thalweg.config.model import ModelFacts
-from thalweg.kernels.mla import ref
+from thalweg.kernels.attend import ref
 
 # elements of chosen latents gathered at once: what stays in a CPU's near cache until it is read again; on a GPU a whole
 # tile's
@@ -63,7 +63,7 @@ class Latents:
             latents = self._gather(group, tile.pages, metadata)
             query = group.take_tile(query_NHD, tile).view(group.rows, -1, self.rank + self.rope)
             bias = group.bias(tile).unsqueeze(1).expand(-1, self.heads, -1).reshape(group.rows, query.shape[1], -1)
-            parts.append(ref.absorbed(query, latents, bias, self.scale, self.rank).view(-1, self.heads, self.rank))
+            parts.append(self._absorbed(query, latents, bias).view(-1, self.heads, self.rank))
         return group.join_tiles(parts)
 
     def _gather(self, group: AttentionGroup, pages: int, metadata: AttentionMetadata) -> Tensor:
@@ -90,7 +90,10 @@ class Latents:
         stored = metadata.planes.tokens("latent", self.layer).index_select(0, slots_NK.view(-1))
         latents = metadata.planes.read("latent", self.layer, stored, query_NHD.dtype)
         latents = latents.view(len(query_NHD), -1, self.rank + self.rope)
-        return ref.absorbed(query_NHD, latents, bias_N1K, self.scale, self.rank)
+        return self._absorbed(query_NHD, latents, bias_N1K)
+
+    def _absorbed(self, query_BQD: Tensor, latents_BKD: Tensor, bias: Tensor) -> Tensor:
+        return ref.attend(query_BQD, latents_BKD, latents_BKD[..., : self.rank], bias, self.scale)
 
     def plain(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thalweg.attention.context import AttentionGroup, AttentionMetadata
 from thalweg.attention.selection import SelectedContext
-from thalweg.kernels.mla import ref
+from thalweg.kernels.attend import ref
 from thalweg.layers.mla import Mla
 
 

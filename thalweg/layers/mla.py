@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from thalweg.attention.context import AttentionGroup, AttentionMetadata, concat_groups
 from thalweg.attention.selection import SelectedContext, SelectedContexts, Selection, select_top_k
 from thalweg.config.model import ModelFacts
+from thalweg.kernels.attend.ref import rotate_
 from thalweg.kernels.gemm.prefetch import Prefetch, no_prefetch, prefetch_for
-from thalweg.kernels.rope.ref import rotate_
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.indexer import Indexer
 from thalweg.layers.latents import Latents

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import KernelConfig
-from thalweg.kernels.attend.triton import merge_state_
-from thalweg.kernels.gqa import ext as fa3
-from thalweg.kernels.gqa import flashinfer
+from thalweg.kernels.attend.args import DecodeRows, RaggedRows
+from thalweg.kernels.attend.triton import merge, merge_state_
+from thalweg.kernels.gqa import fa3, flashinfer
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.gqa import GqaProjections
-from thalweg.layers.paged import PagedStep, Prefix, Prepare, Ragged, Rest, nothing, ragged
+from thalweg.layers.paged import PagedStep, Prepare, Rest, nothing, ragged
 from thalweg.layers.residual import Activation, ResidualStream
-
-
-class Cache(NamedTuple):
-    """A layer's pages [P, 64, K, d], and of e4m3 ones their scales, float32 [1]."""
-
-    key_PSKd: Tensor
-    value_PSKd: Tensor
-    key_scale: Tensor | None
-    value_scale: Tensor | None
 
 
 class PagedGqa(GqaProjections):
@@ -62,7 +51,7 @@ class PagedGqa(GqaProjections):
         """Stores the tokens' keys and values and attends: → [T, H * d]."""
         qkv_THd = qkv_TX.view(len(qkv_TX), -1, self.dim)
         own = self.kernels.decode == "triton" and not self.kernels.deterministic
-        fresh = step.decode if own and step.query == 1 and step.tree_mask_T is None else 0
+        fresh = step.decode if own and step.rows.query == 1 and step.rows.tree_mask_T is None else 0
         if fresh < len(qkv_THd):
             self._write(qkv_THd, step, fresh)
         parts = []
@@ -76,147 +65,46 @@ class PagedGqa(GqaProjections):
         query, key, value = torch.split(qkv_THd, self.columns, 1)
         return query, key, value
 
-    def _norms(self) -> tuple[Tensor | None, Tensor | None]:
+    def _norms(self) -> rope.QkNorms:
         if self.query_norm is None or self.key_norm is None:
-            return None, None
-        return self.query_norm.weight, self.key_norm.weight
-
-    def _cache(self, step: PagedStep) -> Cache:
-        key, value = (step.planes.paged(name, self.layer) for name in ("key", "value"))
-        heads = (*key.shape[:2], self.kv_heads, self.dim)
-        scales = (step.planes.scale(name, self.layer) for name in ("key", "value"))
-        return Cache(key.view(heads), value.view(heads), *scales)
+            return rope.QkNorms(eps=self.eps)
+        return rope.QkNorms(self.query_norm.weight, self.key_norm.weight, self.eps)
 
     def _write(self, qkv_THd: Tensor, step: PagedStep, first: int) -> None:
         """Norms and rotates queries and keys in place, from the first of these tokens on, and stores keys and
         values.
         """
-        (query, key, value), cache, batch = self._split(qkv_THd[first:]), self._cache(step), step.batch
-        query_norm, key_norm = self._norms()
-        rope.gqa_write(
-            query,
-            key,
-            value,
-            step.cos_SC,
-            step.sin_SC,
-            batch.positions_T[first:],
-            batch.write_T[first:],
-            cache.key_PSKd.flatten(0, 1),
-            cache.value_PSKd.flatten(0, 1),
-            query_norm_d=query_norm,
-            key_norm_d=key_norm,
-            eps=self.eps,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
-        )
+        write, kv = step.kv_write(slice(first, None)), step.kv(self.layer, self.kv_heads)
+        rope.gqa_write(*self._split(qkv_THd[first:]), self._norms(), write, kv)
 
-    def _decode(self, qkv_THd: Tensor, step: PagedStep, fresh: bool) -> Tensor:
-        """Rows of one length, split: → [T, H, d]. fresh: their keys are not stored yet."""
-        (query, key, value), cache = self._split(qkv_THd), self._cache(step)
+    def _decode(self, qkv_THd: Tensor, step: PagedStep, is_new: bool) -> Tensor:
+        """Rows of one length, split: → [T, H, d]. is_new: their keys are not stored yet."""
+        (query, key, value), kv = self._split(qkv_THd), step.kv(self.layer, self.kv_heads)
         if self.kernels.decode == "flashinfer":
-            return flashinfer.run(step.prepared.decode, query, cache.key_PSKd, cache.value_PSKd)
+            return flashinfer.run(step.prepared.decode, query, kv)
         if self.kernels.deterministic:
-            return self._paged(query, cache, step.batch.positions_T[: step.decode], step.prepared)
-        made = None
-        if fresh:
-            write = step.batch.write_T[: step.decode]
-            made = gqa.NewTokens(key, value, write, step.cos_SC, step.sin_SC, *self._norms(), self.eps)
-        partial, lse = gqa.decode(
-            query,
-            cache.key_PSKd,
-            cache.value_PSKd,
-            step.batch.table_RP,
-            step.batch.columns_T[: step.decode],
-            scale=self.scale,
-            splits=gqa.splits_for(step.decode, self.heads, self.kv_heads, step.max_kv_len, step.query),
-            query=step.query,
-            rows_T=step.rows_T,
-            tree_mask_T=step.tree_mask_T,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
-            fresh=made,
-        )
-        return gqa.merge(partial, lse)
+            return gqa.prefill(query, kv, step.prepared, scale=self.scale)
+        new = gqa.NewTokens(key, value, step.kv_write(slice(0, step.decode)), self._norms()) if is_new else None
+        splits = gqa.splits_for(step.decode, self.heads, self.kv_heads, step.rows.max_kv_len, step.rows.query)
+        return merge(*gqa.decode(query, kv, step.rows, scale=self.scale, splits=splits, new=new))
 
     def _ragged(self, qkv_THd: Tensor, step: PagedStep, rest: Rest) -> Tensor:
         """Rows of any length: → [T, H, d]."""
-        (query, key, value), cache, table = self._split(qkv_THd), self._cache(step), step.batch.table_RP[rest.row :]
+        (query, key, value), kv = self._split(qkv_THd), step.kv(self.layer, self.kv_heads)
         if self.kernels.prefill == "flashinfer":
-            return flashinfer.run(step.prepared.ragged, query, cache.key_PSKd, cache.value_PSKd)
+            return flashinfer.run(step.prepared.ragged, query, kv)
         if self.kernels.prefill == "triton":
-            positions = step.batch.positions_T[rest.token :]
-            return self._paged(query, cache, positions, Ragged(table, rest.starts_R1, rest.longest))
-        starts, whole = rest.starts_R1, step.whole
+            # keys by the page from position 0 on: a token's bits depend on its own sequence alone
+            return gqa.prefill(query, kv, rest.rows, scale=self.scale)
+        (table, _, starts, longest, _), whole = rest.rows, step.whole
         if whole is not None:
-            key, value = _gather(cache, table, whole)
-            return self._contiguous(
-                query, key, value, starts, whole.starts_R1, rest.longest, whole.longest, causal=True
-            )[0]
-        out, lse = self._contiguous(query, key, value, starts, starts, rest.longest, rest.longest, causal=True)
+            rows = RaggedRows(starts, whole.starts_R1, longest, whole.max_tokens)
+            return fa3.prefill(query, *gqa.gather(kv, table, whole), rows, scale=self.scale)[0]
+        out, lse = fa3.prefill(query, key, value, RaggedRows(starts, starts, longest, longest), scale=self.scale)
         for prefix in step.prefixes:
-            key, value = _gather(cache, table, prefix)
-            part = self._contiguous(
-                query, key, value, starts, prefix.starts_R1, rest.longest, prefix.longest, causal=False
-            )
-            merge_state_(out, lse, *part)
+            rows = RaggedRows(starts, prefix.starts_R1, longest, prefix.max_tokens, is_causal=False)
+            merge_state_(out, lse, *fa3.prefill(query, *gqa.gather(kv, table, prefix), rows, scale=self.scale))
         return out
-
-    def _contiguous(
-        self,
-        query_THd: Tensor,
-        key_SKd: Tensor,
-        value_SKd: Tensor,
-        starts_R1: Tensor,
-        context_starts_R1: Tensor,
-        longest: int,
-        longest_context: int,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """By FlashAttention 3."""
-        return fa3.prefill(
-            query_THd,
-            key_SKd,
-            value_SKd,
-            starts_R1,
-            context_starts_R1,
-            max_query=longest,
-            max_context=longest_context,
-            scale=self.scale,
-            causal=causal,
-        )
-
-    def _paged(self, query_THd: Tensor, cache: Cache, positions_T: Tensor, rows: Ragged) -> Tensor:
-        """Own kernel, which takes keys by the page from position 0 on: a token's bits depend on its own sequence
-        alone.
-        """
-        return gqa.prefill(
-            query_THd,
-            cache.key_PSKd,
-            cache.value_PSKd,
-            rows.table_RL,
-            positions_T,
-            rows.starts_R1,
-            max_query=rows.longest,
-            scale=self.scale,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
-            paths_TD=rows.paths_TD,
-        )
-
-
-def _gather(cache: Cache, table_RL: Tensor, prefix: Prefix) -> tuple[Tensor, Tensor]:
-    """Cached keys and values of the ragged rows, side by side: → [S, K, d] each."""
-    return gqa.gather(
-        cache.key_PSKd,
-        cache.value_PSKd,
-        table_RL,
-        prefix.starts_R1,
-        prefix.first_R,
-        prefix.tokens,
-        max_context=prefix.longest,
-        key_scale=cache.key_scale,
-        value_scale=cache.value_scale,
-    )
 
 
 class FlashInferSteps:
@@ -224,16 +112,16 @@ class FlashInferSteps:
 
     def __init__(self, facts: ModelFacts, device: torch.device) -> None:
         self.facts, self.device = facts, device
-        self.attention: flashinfer.Attention | None = None
+        self.attention: flashinfer.FlashInferGqa | None = None
 
-    def __call__(self, batch: Batch, tokens: int, query: int) -> flashinfer.Planned:
+    def __call__(self, batch: Batch, tokens: int, rows: DecodeRows) -> flashinfer.PlannedStep:
         if self.attention is None:
             shape = self.facts.heads, self.facts.kv_heads, self.facts.head_dim
             self.attention = flashinfer.attention(*shape, shape[2] ** -0.5, self.device)
         queries = [extent.query for extent in batch.extents]
         last = (torch.tensor(queries).cumsum(0) - 1).to(self.device)
         lengths = (batch.positions_T.index_select(0, last) + 1).to("cpu", torch.int32)
-        return self.attention.plan(batch.table_RP, lengths, queries, tokens // query)
+        return self.attention.plan(batch.table_RP, lengths, queries, tokens // rows.query)
 
 
 def prepare_by(choice: KernelConfig, facts: ModelFacts, device: torch.device) -> Prepare:

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from thalweg.config.model import ModelFacts
+from thalweg.kernels.attend.args import PagedRows
+from thalweg.kernels.attend.triton import merge
 from thalweg.kernels.gemm.epilogue import PLAIN
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.kernel_linear import matmul
-from thalweg.layers.paged import PagedStep, Ragged
+from thalweg.layers.paged import PagedStep
 from thalweg.layers.paged_mla import PagedMla
 from thalweg.layers.residual import Activation
 
@@ -33,10 +35,7 @@ class PagedMha(PagedMla):
         query_THw = self._store(query_THd, latent_TD, step)
         parts = [self._decode(query_THw[: step.decode], step)] if step.decode else []
         if step.rest is not None:
-            rest = step.rest
-            table, positions = step.batch.table_RP[rest.row :], step.batch.positions_T[rest.token :]
-            rows = Ragged(table, rest.starts_R1, rest.longest)
-            parts.append(self._causal(query_THw[rest.token :], positions, rows, step))
+            parts.append(self._causal(query_THw[step.rest.token :], step.rest.rows, step))
         out_THw = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out_THw[..., : self.v].flatten(1)
 
@@ -48,59 +47,23 @@ class PagedMha(PagedMla):
         """Stores the tokens' keys and values; → their queries, rotated, [T, H, WIDTH]."""
         latent_Tr = self.latent_norm.forward(latent_TD[:, : self.rank])
         uk, uv = self.uk.view(-1, self.rank), self.uv.transpose(1, 2).reshape(-1, self.rank)
-        key_SHw, value_SHw = (
-            step.planes.tokens(name, self.layer).view(-1, self.heads, WIDTH) for name in ("key", "value")
-        )
         return rope.mha_write(
             query_THd,
             self.matmul(latent_Tr, uk, PLAIN).view(-1, self.heads, self.nope),
             self.matmul(latent_Tr, uv, PLAIN).view(-1, self.heads, self.v),
             latent_TD[:, self.rank :],
-            step.cos_SC,
-            step.sin_SC,
-            step.batch.positions_T,
-            step.batch.write_T,
-            key_SHw,
-            value_SHw,
-            key_scale=step.planes.scale("key", self.layer),
-            value_scale=step.planes.scale("value", self.layer),
+            step.kv_write(slice(None)),
+            step.kv(self.layer, self.heads),
         )
-
-    def _pages(self, step: PagedStep) -> tuple[Tensor, Tensor]:
-        key, value = (step.planes.paged(name, self.layer) for name in ("key", "value"))
-        heads = (*key.shape[:2], self.heads, WIDTH)
-        return key.view(heads), value.view(heads)
 
     def _decode(self, query_THw: Tensor, step: PagedStep) -> Tensor:
         """Rows of one length: → [T, H, WIDTH]."""
         if self.deterministic:
-            return self._causal(query_THw, step.batch.positions_T[: step.decode], step.prepared, step)
-        partial, lse = gqa.decode(
-            query_THw,
-            *self._pages(step),
-            step.batch.table_RP,
-            step.batch.columns_T[: step.decode],
-            scale=self.scale,
-            splits=gqa.splits_for(step.decode, self.heads, self.heads, step.max_kv_len, step.query),
-            query=step.query,
-            rows_T=step.rows_T,
-            tree_mask_T=step.tree_mask_T,
-            key_scale=step.planes.scale("key", self.layer),
-            value_scale=step.planes.scale("value", self.layer),
-        )
-        return gqa.merge(partial, lse, query_THw.dtype)
+            return self._causal(query_THw, step.prepared, step)
+        splits = gqa.splits_for(step.decode, self.heads, self.heads, step.rows.max_kv_len, step.rows.query)
+        states = gqa.decode(query_THw, step.kv(self.layer, self.heads), step.rows, scale=self.scale, splits=splits)
+        return merge(*states, query_THw.dtype)
 
-    def _causal(self, query_THw: Tensor, positions_T: Tensor, rows: Ragged, step: PagedStep) -> Tensor:
+    def _causal(self, query_THw: Tensor, rows: PagedRows, step: PagedStep) -> Tensor:
         """Rows of any length: → [T, H, WIDTH]."""
-        return gqa.prefill(
-            query_THw,
-            *self._pages(step),
-            rows.table_RL,
-            positions_T,
-            rows.starts_R1,
-            max_query=rows.longest,
-            scale=self.scale,
-            key_scale=step.planes.scale("key", self.layer),
-            value_scale=step.planes.scale("value", self.layer),
-            paths_TD=rows.paths_TD,
-        )
+        return gqa.prefill(query_THw, step.kv(self.layer, self.heads), rows, scale=self.scale)

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from thalweg.attention.selection import SelectedContexts
 from thalweg.batch.batch import Batch
 from thalweg.config.model import ModelFacts
+from thalweg.kernels.attend.args import ContextChunk, DecodeRows, RaggedRows
+from thalweg.kernels.attend.triton import merge_state_
 from thalweg.kernels.mla import triton as mla
-from thalweg.kernels.mla.paged import MlaDecodeKernel, MlaDecodeRows, MlaPrefillKernel
+from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaPrefillKernel
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.mla import LATENT_NORM_EPS, MlaProjections
-from thalweg.layers.paged import PagedStep, Prefix, Prepare, Rest
+from thalweg.layers.paged import PagedStep, Prepare, Rest
 from thalweg.layers.residual import Activation, ResidualStream
 
 ABSORBED = 64  # decode tokens up to which one kernel stores the latents and absorbs the queries
@@ -54,40 +56,19 @@ class PagedMla(MlaProjections, ABC):
         self.write(nothing, nothing, latent_TD, step, slice(None), False)
 
     def write(
-        self, query_THc: Tensor, rotated_THc: Tensor, latent_TD: Tensor, step: PagedStep, tokens: slice, in_place: bool
+        self, query_THc: Tensor, out_THc: Tensor, latent_TD: Tensor, step: PagedStep, tokens: slice, in_place: bool
     ) -> None:
         """`rope.mla_write` of these tokens."""
-        rope.mla_write(
-            query_THc,
-            rotated_THc,
-            latent_TD,
-            self.latent_norm.weight,
-            step.cos_SC,
-            step.sin_SC,
-            step.batch.positions_T[tokens],
-            step.batch.write_T[tokens],
-            step.planes.tokens("latent", self.layer),
-            scale=step.planes.scale("latent", self.layer),
-            eps=LATENT_NORM_EPS,
-            in_place=in_place,
-        )
+        write, latents = step.kv_write(tokens), step.latents(self.layer)
+        rope.mla_write(query_THc, out_THc, latent_TD, self._norm(), write, latents, in_place=in_place)
 
     def absorb(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep, tokens: slice, fixed: bool) -> Tensor:
         """`rope.mla_absorb` of these tokens."""
-        return rope.mla_absorb(
-            query_THd,
-            self.uk,
-            latent_TD,
-            self.latent_norm.weight,
-            step.cos_SC,
-            step.sin_SC,
-            step.batch.positions_T[tokens],
-            step.batch.write_T[tokens],
-            step.planes.tokens("latent", self.layer),
-            scale=step.planes.scale("latent", self.layer),
-            eps=LATENT_NORM_EPS,
-            fixed=fixed,
-        )
+        write, latents = step.kv_write(tokens), step.latents(self.layer)
+        return rope.mla_absorb(query_THd, self.uk, latent_TD, self._norm(), write, latents, fixed=fixed)
+
+    def _norm(self) -> rope.LatentNorm:
+        return rope.LatentNorm(self.latent_norm.weight, LATENT_NORM_EPS)
 
 
 class LatentMla(PagedMla):
@@ -143,14 +124,7 @@ class LatentMla(PagedMla):
 
     def _decode(self, query_THD: Tensor, step: PagedStep) -> Tensor:
         """Absorbed: queries meet latents. → [T, H * v]."""
-        return self.decoder.attend(
-            query_THD,
-            step.planes.paged("latent", self.layer),
-            step.planes.scale("latent", self.layer),
-            self.uv,
-            decode_rows(step.batch, step.decode, step.query)._replace(max_kv_len=step.max_kv_len, rows_T=step.rows_T),
-            step.prepared,
-        )
+        return self.decoder.attend(query_THD, step.latents(self.layer), self.uv, step.rows, step.prepared)
 
     def _absorb(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep) -> Tensor:
         """Stores the tokens' latents, and multiplies their queries by W_UK: → [T, H, r + rope]."""
@@ -168,69 +142,33 @@ class LatentMla(PagedMla):
         torch.bmm(query_THn.transpose(0, 1), self.uk, out=latent_THr.transpose(0, 1))
 
     def _ragged(self, query_THd: Tensor, latent_TD: Tensor, step: PagedStep, rest: Rest, out_THv: Tensor) -> None:
-        """Decompressed: attention to the whole context, or to the step's own tokens, merged with that to each chunk of
+        """Expanded: attention to the whole context; or to the step's own tokens, merged with that to each chunk of
         cached context.
         """
-        starts, longest = rest.starts_R1, rest.longest
+        starts, longest = rest.rows.starts_R1, rest.rows.max_query
         if step.whole is not None:
-            latents_SD, begins, most = self._gather(step, rest, step.whole), step.whole.starts_R1, step.whole.longest
-            self._attend(query_THd, latents_SD, starts, begins, longest, most, True, out_THv)
+            rows = RaggedRows(starts, step.whole.starts_R1, longest, step.whole.max_tokens)
+            self._attend(query_THd, self._gather(step, rest, step.whole), rows, out_THv)
             return
-        _, lse = self._attend(query_THd, latent_TD, starts, starts, longest, longest, True, out_THv)
+        _, lse = self._attend(query_THd, latent_TD, RaggedRows(starts, starts, longest, longest), out_THv)
         for prefix in step.prefixes:
-            latents_SD, begins = self._gather(step, rest, prefix), prefix.starts_R1
-            other, other_lse = self._attend(query_THd, latents_SD, starts, begins, longest, prefix.longest, False)
-            mla.merge_state_(out_THv, lse, other, other_lse)
+            rows = RaggedRows(starts, prefix.starts_R1, longest, prefix.max_tokens, is_causal=False)
+            merge_state_(out_THv, lse, *self._attend(query_THd, self._gather(step, rest, prefix), rows))
 
-    def _gather(self, step: PagedStep, rest: Rest, prefix: Prefix) -> Tensor:
-        """Cached latents of the ragged rows, side by side: → [S, r + rope]."""
-        return mla.gather(
-            step.planes.paged("latent", self.layer),
-            step.batch.table_RP[rest.row :],
-            prefix.starts_R1,
-            prefix.tokens,
-            first_R=prefix.first_R,
-            rank=self.rank,
-            max_context=prefix.longest,
-            plane_scale=step.planes.scale("latent", self.layer),
-        )
+    def _gather(self, step: PagedStep, rest: Rest, chunk: ContextChunk) -> Tensor:
+        """Cached latents of the ragged rows, contiguous: → [S, r + rope]."""
+        return mla.gather(step.latents(self.layer), rest.rows.table_RL, chunk, self.rank)
 
     def _attend(
-        self,
-        query_THd: Tensor,
-        latents_SD: Tensor,
-        starts: Tensor,
-        context_starts: Tensor,
-        longest: int,
-        longest_context: int,
-        causal: bool,
-        out_THv: Tensor | None = None,
+        self, query_THd: Tensor, latents_SD: Tensor, rows: RaggedRows, out_THv: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return self.prefill(
-            query_THd,
-            latents_SD,
-            self.uk,
-            self.uv,
-            starts,
-            context_starts,
-            max_query=longest,
-            max_context=longest_context,
-            scale=self.scale,
-            causal=causal,
-            out_THv=out_THv,
-        )
-
-
-def decode_rows(batch: Batch, tokens: int, query: int) -> MlaDecodeRows:
-    """The decode rows of a step as the kernels see them."""
-    max_kv_len, tree_mask_T = batch.groups[0].max_kv_len, batch.tree_mask(tokens)
-    return MlaDecodeRows(batch.table_RP, batch.columns_T[:tokens], query, max_kv_len, tree_mask_T=tree_mask_T)
+        return self.prefill(query_THd, latents_SD, self.uk, self.uv, rows, scale=self.scale, out_THv=out_THv)
 
 
 def prepare_by(decoder: MlaDecodeKernel) -> Prepare:
     """What this backend shares among the layers of a step."""
 
-    def prepare(batch: Batch, tokens: int, query: int) -> Any:
-        return decoder.prepare(decode_rows(batch, tokens, query)) if tokens else None
+    def prepare(batch: Batch, tokens: int, rows: DecodeRows) -> Any:
+        return decoder.prepare(rows) if tokens else None
 
     return prepare

@@ -1,1 +1,1 @@
-"""What the attentions of all models share."""
+"""Parts that all attention kernels share: arguments, softmax, merging of partial results, references, cases."""

@@ -1,10 +1,9 @@
-"""What both attentions on pages are made of: the running softmax, how a context is split, and the joining of parts by
-their log-sum-exp.
+"""Parts of attention kernels over pages: online softmax, splits of a context, merging of partial results by their LSE.
 
-Joining is small: at batch 1, 16 heads of 512 dims in 16 splits are 256 KiB in the second-level cache, and a launch is
+Merging is small: at batch 1, 16 heads of 512 dims in 16 splits are 256 KiB in the second-level cache, and a launch is
 the floor.
 
-Letters: T query tokens, H heads, s splits. LSE: natural logarithm, float32; -inf where nothing was seen.
+Letters: T query tokens, H heads, s splits. LSE: log-sum-exp, natural logarithm, float32; -inf where nothing was seen.
 """
 
 from __future__ import annotations
@@ -26,33 +25,36 @@ LONG = 1 << 15  # tokens
 DETERMINISTIC_SPLITS = 32
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
-PATH = tl.constexpr(64)  # positions of a token whose columns are told: as many as its mask has bits, see `batch.Tree`
+PATH = tl.constexpr(64)  # positions of a token whose columns are listed: the bits of a tree mask, see `batch.TreeMask`
 
 
 class TileConfig(NamedTuple):
-    """Rows of M and keys of a program, warps, stages of its loads, and registers of a thread where two programs are to
-    share a multiprocessor.
-    """
+    """Tile and launch configuration of an attention kernel."""
 
-    rows: int
+    rows: int  # of M
     keys: int
     warps: int
     stages: int
-    registers: int | None = None
+    registers: int | None = None  # of a thread, where two programs share a multiprocessor
+
+    def options(self, tensor: Tensor) -> dict[str, int | bool | None]:
+        """Keyword arguments of a launch on this tensor's device."""
+        tile = {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        return {**tile, **launch_options(tensor)}
 
 
 def waves(programs: int, context: int) -> int:
-    """Splits that end soonest: whole waves of one program a multiprocessor, each of its pages and some two pages of
-    start and merge. A bound beyond LONG counts as that: with thousands of pages the best waves are ahead by 6 % at
-    most, and may have many times the splits, which a graph that is recorded for the longest context would pay for at
-    every short one.
+    """The number of splits that finishes first: whole waves of one program a multiprocessor, each of its pages and the
+    time of two more for start and merge.
+
+    A context beyond LONG counts as LONG. The best number for thousands of pages gains 6 % at most and may need many
+    more splits, and a graph that is captured for the longest context pays for them at every short one.
     """
     return _waves(programs, -(-min(context, LONG) // PAGE))
 
 
 @cache
 def _waves(programs: int, pages: int) -> int:
-    """Each layer of a step asks."""
     return min(
         range(1, min(pages, MAX_SPLITS) + 1),
         key=lambda splits: -(-programs * splits // SMS) * (-(-pages // splits) + 2 + (splits > 1)),
@@ -60,10 +62,25 @@ def _waves(programs: int, pages: int) -> int:
 
 
 @triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Waits for the results of the kernel before, and lets the next kernel start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def empty_softmax(M: tl.constexpr, DIM: tl.constexpr):
+    """The state of an online softmax of M rows: maximum, sum of weights, weighted sum of values."""
+    top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
+    return top, total, tl.zeros((M, DIM), tl.float32)
+
+
+@triton.jit
 def weigh(scores, strength, top):
-    """One tile of the running softmax: weights of the tile, factor of what was summed before, new maximum, all in
-    powers of two. scores: -inf where a key is not seen; strength: what each row's scores are multiplied by. The same
-    arithmetic masked or not.
+    """One tile of an online softmax in powers of two: weights of the tile, factor of earlier sums, new maximum.
+
+    scores: -inf where a key is not seen. strength: the scale of each row's scores. Masked tiles use the same arithmetic.
     """
     higher = tl.maximum(top, tl.max(scores, 1) * strength)
     base = tl.where(higher == -float("inf"), 0.0, higher)  # a row that has seen nothing yet
@@ -71,8 +88,36 @@ def weigh(scores, strength, top):
 
 
 @triton.jit
-def cleared(out, begin, end, head, heads, DIM: tl.constexpr, M: tl.constexpr):
-    """Zeroes tokens begin … end of one head, shared among the programs of axis 0."""
+def add_values(scores, value, strength, top, total, sums):
+    """Adds a tile of keys to an online softmax: → its new maximum, sum of weights, weighted sum."""
+    weights, factor, top = weigh(scores, strength, top)
+    total = total * factor + tl.sum(weights, 1)
+    return top, total, tl.dot(weights.to(value.dtype), value, sums * factor[:, None])
+
+
+@triton.jit
+def add_block(scores, values, row, column, dtype: tl.constexpr, strength, top, total, sums):
+    """`add_values` of a block of a descriptor, which is loaded when the weights are known."""
+    weights, factor, top = weigh(scores, strength, top)
+    total = total * factor + tl.sum(weights, 1)
+    return top, total, tl.dot(weights.to(dtype), values.load([row, column]).to(dtype), sums * factor[:, None])
+
+
+@triton.jit
+def mean_of(total, sums):
+    """The weighted mean of the values; 0 for a row that has seen nothing."""
+    return sums * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
+
+
+@triton.jit
+def lse_of(top, total):
+    """The LSE of an online softmax; -inf for a row that has seen nothing."""
+    return tl.where(total > 0.0, top * LN2 + tl.log(total), -float("inf"))
+
+
+@triton.jit
+def zero_tokens(out, begin, end, head, heads, DIM: tl.constexpr, M: tl.constexpr):
+    """Zeroes tokens begin to end of one head, shared among the programs of axis 0."""
     lane, dim = tl.arange(0, M), tl.arange(0, DIM)
     for block in range(begin + tl.program_id(0) * M, end, tl.num_programs(0) * M):
         at = ((block + lane).to(tl.int64) * heads + head)[:, None] * DIM + dim[None, :]
@@ -80,9 +125,9 @@ def cleared(out, begin, end, head, heads, DIM: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def share_of(split, splits, pages, FIXED: tl.constexpr):
-    """First page, step and number of pages of a split: every `splits`-th page, so that the first is known before the
-    length is; or neighbours, at least FIXED, so that few splits have work.
+def pages_of_split(split, splits, pages, FIXED: tl.constexpr):
+    """First page, step and number of pages of a split. Either every `splits`-th page, so that the first is known before
+    the length is; or at least FIXED consecutive pages, so that few splits have work.
     """
     if FIXED:
         own = tl.maximum(tl.cdiv(pages, splits), FIXED)
@@ -94,66 +139,86 @@ def share_of(split, splits, pages, FIXED: tl.constexpr):
 
 @triton.jit
 def is_seen(tree_mask, before):
-    """Whether rows see the columns so many places before their own. tree_mask: see `batch.TreeMask`; its highest bit is
-    always set.
+    """Whether rows see the column that is `before` columns before their own. tree_mask: see `batch.TreeMask`; its
+    highest bit is always set.
     """
     return ((tree_mask[:, None] >> tl.minimum(tl.maximum(before, 0), 63).to(tl.int64)) & 1) != 0
 
 
 @triton.jit
-def places(paths, pages, token, position, keys):
-    """int64: the rows of a plane in which these positions of a token's context stand, `position` being its own. paths:
-    see `decode`. What lies behind the token in its page is not seen, and any row will do.
+def path_rows(paths, pages, token, position, keys):
+    """int64: the plane rows of context positions of a token at `position`. paths: see `args.DecodeRows`. Keys after the
+    token in its page are not seen, so any row serves.
     """
     back = position - keys
-    told = (back >= 0) & (back < PATH)
-    column = tl.where(told, tl.load(paths + token * PATH + back, mask=told, other=0), keys)
+    listed = (back >= 0) & (back < PATH)
+    column = tl.where(listed, tl.load(paths + token * PATH + back, mask=listed, other=0), keys)
     return tl.load(pages + column // 64).to(tl.int64) * 64 + column % 64
 
 
 @triton.jit
 def largest_of(q):
-    """Of each row. Keys of one byte are multiplied in float16, to which e4m3 turns in one instruction (to bfloat16 in
-    several); queries are divided by this so that they fit.
+    """The largest magnitude of each row. Queries are divided by it to fit float16: one instruction converts e4m3 keys
+    to float16, several to bfloat16.
     """
     return tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1e-20)
 
 
 @triton.jit
-def merged(partial, lse, pair, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """The splits of one token and head joined: [DIM] float32. A few are fetched beside their LSE, and what a split that
-    saw nothing has is dropped; of many, most are empty and not fetched at all.
+def merge_splits(partial, lse, pair, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """The splits of one token and head merged: [DIM] float32. Few splits are read together with their LSE, and an empty
+    one is dropped; of many splits most are empty and are not read.
     """
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
     own = tl.load(lse + pair * splits + split, mask=split < splits, other=-float("inf"))
     at = partial + (pair * splits + split[:, None]) * DIM + dim[None, :]
-    fetched = split < splits if SPLITS <= 16 else own > -float("inf")
-    parts = tl.load(at, mask=fetched[:, None], other=0.0).to(tl.float32)
+    is_read = split < splits if SPLITS <= 16 else own > -float("inf")
+    parts = tl.load(at, mask=is_read[:, None], other=0.0).to(tl.float32)
     top = tl.max(own, 0)
     weights = tl.exp(own - tl.where(top == -float("inf"), 0.0, top))
     weights /= tl.maximum(tl.sum(weights, 0), 1e-30)
     return tl.sum(tl.where(weights[:, None] > 0.0, parts * weights[:, None], 0.0), 0)
 
 
+@triton.jit
+def merged_lse(own):
+    """The LSE of parts with these LSE."""
+    top = tl.max(own, 0)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    return base + tl.log(tl.sum(tl.exp(own - base), 0))
+
+
 @triton.jit(do_not_specialize=["splits"])
-def _merge(partial, lse, out, splits, DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
+def _merge(partial, lse, out, out_lse, splits, DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
     """Program i: token and head i."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     pair = tl.program_id(0).to(tl.int64)
-    joined = merged(partial, lse, pair, splits, DIM, SPLITS)
+    joined = merge_splits(partial, lse, pair, splits, DIM, SPLITS)
     tl.store(out + pair * DIM + tl.arange(0, DIM), joined.to(out.dtype.element_ty))
+    if out_lse is not None:
+        split = tl.arange(0, SPLITS)
+        own = tl.load(lse + pair * splits + split, mask=split < splits, other=-float("inf"))
+        tl.store(out_lse + pair, merged_lse(own))
 
 
 def merge(partial: Tensor, lse_THs: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The splits of `decode` joined: → [T, H, dim]. With one split nothing is launched."""
+    """Merges the splits of `decode`: → [T, H, dim]. Launches nothing for one split."""
+    return partial[:, :, 0] if partial.shape[2] == 1 else _launch_merge(partial, lse_THs, dtype, None)
+
+
+def merge_with_lse(partial: Tensor, lse_THs: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """The same, with the LSE of each token and head: → ([T, H, dim], [T, H])."""
+    if partial.shape[2] == 1:
+        return partial[:, :, 0], lse_THs[:, :, 0]
+    out_lse = lse_THs.new_empty(lse_THs.shape[:2])
+    return _launch_merge(partial, lse_THs, dtype, out_lse), out_lse
+
+
+def _launch_merge(partial: Tensor, lse_THs: Tensor, dtype: torch.dtype, out_lse: Tensor | None) -> Tensor:
     tokens, heads, splits, dim = partial.shape
-    if splits == 1:
-        return partial[:, :, 0]
     out = torch.empty(tokens, heads, dim, dtype=dtype, device=partial.device)
     _merge[(tokens * heads,)](
-        partial, lse_THs, out, splits, DIM=dim, SPLITS=triton.next_power_of_2(splits),
+        partial, lse_THs, out, out_lse, splits, DIM=dim, SPLITS=triton.next_power_of_2(splits),
         num_warps=4, **launch_options(out),
     )  # fmt: skip
     return out
@@ -166,9 +231,7 @@ def _merge_state(
     DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program i: token and head i."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     token, head, dim = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads, tl.arange(0, DIM)
     mine_at = lse + token * lse_token + head * lse_head
     mine, theirs = tl.load(mine_at), tl.load(other_lse + token * other_lse_token + head * other_lse_head)
@@ -184,8 +247,9 @@ def _merge_state(
 
 
 def merge_state_(out_THv: Tensor, lse_TH: Tensor, other_THv: Tensor, other_lse_TH: Tensor) -> None:
-    """Attention to two disjoint parts of a context joined, into the first pair. LSE: float32 [T, H]; strides of all may
-    be any. An output beside an LSE of -inf counts for nothing, but must be finite.
+    """Merges attention to two disjoint parts of a context into the first pair, in one launch; see `ref.merge_states`.
+
+    LSE: float32 [T, H]. Any strides. An output whose LSE is -inf does not count, but must be finite.
     """
     tokens, heads, dim = out_THv.shape
     _merge_state[(tokens * heads,)](

@@ -7,8 +7,8 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
+from thalweg.kernels.attend import ref
 from thalweg.kernels.case import KernelCase, Run, normal, size, tolerance_of
-from thalweg.kernels.expand_latents import ref
 from thalweg.kernels.launch import triton_available
 
 
@@ -34,14 +34,15 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
 
 
 def run(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, ...]:
-    return ref.expand_latents(latents_SD, uk_HnR, uv_HvR)
+    key_HSq, value_HSv = ref.expand_latents(latents_SD, uk_HnR, uv_HvR.transpose(1, 2))
+    return key_HSq.transpose(0, 1), value_HSv.transpose(0, 1)
 
 
 def run_triton(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[Tensor, ...]:
     from thalweg.kernels.expand_latents import triton
 
-    made = triton.expand_latents(latents_SD.cuda(), uk_HnR.cuda(), uv_HvR.cuda())
-    return tuple(each.to(latents_SD.device) for each in made)
+    expanded = triton.expand_latents(latents_SD.cuda(), uk_HnR.cuda(), uv_HvR.cuda())
+    return tuple(x.to(latents_SD.device) for x in expanded)
 
 
 BACKENDS: dict[str, Run] = {"ref": run} | ({"triton": run_triton} if triton_available() else {})

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thalweg.kernels.attend.triton import wait_for_previous
 from thalweg.kernels.launch import launch_config
 
 MANY = 64  # heads from which a library is faster
@@ -56,9 +57,7 @@ def _expand_latents(
     head = tl.program_id(0) % heads
     s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     row = latents_SD + s[:, None].to(tl.int64) * latent_row
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     if tl.program_id(0) < heads:
         at = key_SHq + (s[:, None].to(tl.int64) * heads + head) * (NOPE + ROPE)
         _product(at, row, s < tokens, uk_HnR + head * uk_head, NOPE, RANK, BLOCK_S, BLOCK_R, STAGES)

@@ -9,11 +9,22 @@ from typing import Any, Iterator
 import torch
 from torch import Tensor
 
+from thalweg.kernels.attend.args import DecodeRows, KvPlanes, PagedRows, RaggedRows, RowLengths
+from thalweg.kernels.attend.case import (
+    PAGE,
+    exact_attention,
+    exact_rows,
+    last_positions,
+    page_table,
+    paged_plane,
+    quantized,
+    row_tokens,
+    starts_of,
+)
+from thalweg.kernels.attend.ref import attend_grouped
 from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase, draw_tensor, normal, size, tolerance_of
-from thalweg.kernels.gqa import ext as fa3
-from thalweg.kernels.gqa.ref import attend
+from thalweg.kernels.gqa import fa3
 from thalweg.kernels.launch import triton_available
-from thalweg.kernels.mla.case import PAGE, pages_of, poisoned, quantized
 
 # of models: (name, heads, key heads, dims, rows of one token or 0 for a prompt, tokens of context)
 SHAPES = {
@@ -35,31 +46,28 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
         for dtype in (torch.float32, torch.bfloat16):
             q = normal(generator, rows, queries, heads, dim, dtype=dtype)
             key, value = (normal(generator, rows, keys, kv_heads, dim, dtype=dtype) for _ in range(2))
-            reach = torch.arange(keys) <= (
-                keys - queries - torch.arange(rows)[:, None] + torch.arange(queries)
-            ).unsqueeze(-1)
-            bias = torch.zeros(reach.shape).masked_fill(~reach, -torch.inf)
-            k, v = (t.double().repeat_interleave(heads // kv_heads, 2) for t in (key, value))
-            scores = torch.einsum("rqhd,rshd->rhqs", q.double(), k) * dim**-0.5 + bias.double().unsqueeze(1)
+            ends = keys - queries - torch.arange(rows)[:, None] + torch.arange(queries)
+            bias = torch.zeros(rows, queries, keys).masked_fill(torch.arange(keys) > ends.unsqueeze(-1), -torch.inf)
+            exact = [exact_attention(*row, dim**-0.5)[0] for row in zip(q, key, value, bias, strict=True)]
             yield KernelCase(
                 name=f"{rows} rows, {queries} queries, {heads}/{kv_heads} heads, {keys} keys, {dtype}",
                 inputs={"q_RqHd": q, "key_RSKd": key, "value_RSKd": value, "bias_RqS": bias},
-                exact=(torch.einsum("rhqs,rshd->rqhd", scores.softmax(-1), v),),
+                exact=(torch.stack(exact),),
                 tolerance=tolerance_of(dtype),
-                flops=4 * heads * dim * int(reach.sum()),
+                flops=4 * heads * dim * int((bias == 0).sum()),
                 bytes=size(q, key, value),
             )
 
 
 def run(q_RqHd: Tensor, key_RSKd: Tensor, value_RSKd: Tensor, bias_RqS: Tensor) -> tuple[Tensor, ...]:
-    return (attend(q_RqHd, key_RSKd, value_RSKd, bias_RqS),)
+    return (attend_grouped(q_RqHd, key_RSKd, value_RSKd, bias_RqS),)
 
 
 BACKENDS = {"ref": run}
 
 
 def paged_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
-    """Decode where `splits` is given, prefill where `starts_R1` is. exact: out [T, H, d], of decode also LSE [T, H]."""
+    """Decode with `splits`, prefill where they are 0. exact: out [T, H, d], LSE [T, H]."""
     for heads, kv_heads, dim, queries, contexts, splits, fp8, fixed in (
         (28, 4, 128, (1, 1, 1), (1, 65, 1000), 1, False, False),
         (28, 4, 128, (1, 1, 1), (1, 65, 1000), 4, False, False),
@@ -72,110 +80,103 @@ def paged_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16)
         (4, 4, 256, (130,), (130,), 0, False, False),
         (28, 4, 128, (200, 5), (200, 300), 0, True, False),
     ):
-        table, pages = pages_of(generator, contexts)
-        key, value = (
-            poisoned(normal(generator, pages, PAGE, kv_heads, dim), table, contexts).to(dtype) for _ in range(2)
-        )
-        inputs: dict[str, Any] = {"key_PSKd": key, "value_PSKd": value}
+        lengths, (table, _) = RowLengths(queries, contexts), page_table(generator, contexts)
+        key, value = (paged_plane(generator, table, contexts, kv_heads, dim, dtype=dtype) for _ in range(2))
+        inputs: dict[str, Any] = {"key": key, "value": value}
         if fp8:
-            inputs["key_PSKd"], inputs["key_scale"] = quantized(key.float())
-            inputs["value_PSKd"], inputs["value_scale"] = quantized(value.float())
-            key = inputs["key_PSKd"].float() * inputs["key_scale"]
-            value = inputs["value_PSKd"].float() * inputs["value_scale"]
+            inputs["key"], inputs["key_scale"] = quantized(key.float())
+            inputs["value"], inputs["value_scale"] = quantized(value.float())
+            key, value = (inputs[name].float() * inputs[f"{name}_scale"] for name in ("key", "value"))
         q = normal(generator, sum(queries), heads, dim, dtype=dtype)
-        rows = [row for row, query in enumerate(queries) for _ in range(query)]
-        spans = zip(queries, contexts, strict=True)
-        positions = torch.cat([torch.arange(context - query, context).clamp_min(0) for query, context in spans])
-        out, lse = torch.empty(len(q), heads, dim, dtype=torch.float64), torch.empty(len(q), heads, dtype=torch.float64)
-        for token, (row, position) in enumerate(zip(rows, positions.tolist(), strict=True)):
-            own = [x[table[row].long()].flatten(0, 1)[: position + 1].double() for x in (key, value)]
-            k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in own)
-            scores = torch.einsum("hd,shd->hs", q[token].double(), k) * dim**-0.5
-            out[token], lse[token] = torch.einsum("hs,shd->hd", scores.softmax(-1), v), scores.logsumexp(-1)
-        if splits:
-            inputs |= {"splits": splits, "query": queries[0], "fixed": fixed}
-        else:
-            starts = torch.tensor((0, *queries)).cumsum(0).to(torch.int32)
-            inputs |= {"starts_R1": starts, "max_query": max(queries)}
+        keys, values = (row_tokens(plane, table, contexts) for plane in (key, value))
+        out, lse, pairs = exact_rows(q, keys, values, lengths, dim**-0.5)
         kind = f"{splits} splits" if splits else "prefill"
+        kind = f"{kind}, {heads}/{kv_heads} heads of {dim}, {queries} of {contexts} tokens"
         yield KernelCase(
-            name=(
-                f"{kind}, {heads}/{kv_heads} heads of {dim}, {queries} of {contexts}"
-                f" tokens{', e4m3' * fp8}{', fixed' * fixed}"
-            ),
-            inputs={"query_THd": q, "table_RL": table, "positions_T": positions, "scale": dim**-0.5, **inputs},
-            exact=(out, lse) if splits else (out,),
+            name=f"{kind}{', e4m3' * fp8}{', fixed' * fixed}",
+            inputs={
+                "query_THd": q, "table_RL": table, "positions_T": last_positions(lengths), "starts_R1": starts_of(queries),
+                "max_query": max(queries), "splits": splits, "fixed": fixed, **inputs,
+            },
+            exact=(out, lse),
             tolerance=tolerance_of(dtype),
-            flops=4 * heads * dim * int(positions.sum() + len(positions)),
-            bytes=sum(contexts) * kv_heads * dim * (inputs["key_PSKd"].itemsize * 2) + size(q),
-        )
+            flops=4 * heads * dim * pairs,
+            bytes=sum(contexts) * kv_heads * dim * (inputs["key"].itemsize * 2) + size(q),
+        )  # fmt: skip
 
 
-def run_paged(**inputs: Any) -> tuple[Tensor, ...]:
-    """Own kernels."""
+def run_paged(
+    query_THd: Tensor,
+    table_RL: Tensor,
+    positions_T: Tensor,
+    starts_R1: Tensor,
+    max_query: int,
+    splits: int,
+    fixed: bool,
+    **planes: Tensor,
+) -> tuple[Tensor, ...]:
+    """The project's own kernels."""
+    from thalweg.kernels.attend.triton import merge_with_lse
     from thalweg.kernels.gqa import triton
 
-    if "starts_R1" in inputs:
-        return (triton.prefill(**inputs),)
-    partial, lse = triton.decode(**inputs)
-    return triton.merge(partial, lse, inputs["query_THd"].dtype), lse.logsumexp(-1)
+    kv, scale = KvPlanes(**planes), query_THd.shape[2] ** -0.5
+    if not splits:
+        return triton.prefill_with_lse(
+            query_THd, kv, PagedRows(table_RL, positions_T, starts_R1, max_query), scale=scale
+        )
+    rows = DecodeRows(table_RL, positions_T, max_query)
+    states = triton.decode(query_THd, kv, rows, scale=scale, splits=splits, fixed=fixed)
+    return merge_with_lse(*states, query_THd.dtype)
 
 
 PAGED: dict[str, Run] = {"triton": run_paged} if triton_available() else {}
 
 
 def sizes(device: torch.device) -> Iterator[TimedCase]:
-    for name, heads, kv_heads, dim, rows, context in SHAPES[device.type]:
-        what = f"decode, {rows} x {context} tokens" if rows else f"prefill, {context} tokens"
-        yield _sized(
-            f"{name} {what}, {heads}/{kv_heads} heads", heads, kv_heads, dim, rows, context, device.type == "cuda"
-        )
+    for name, *shape, rows, context in SHAPES[device.type]:
+        kind = f"decode, {rows} x {context} tokens" if rows else f"prefill, {context} tokens"
+        label = f"{name} {kind}, {shape[0]}/{shape[1]} heads"
+        yield _timed(label, (shape[0], shape[1], shape[2]), rows, context, device.type == "cuda")
 
 
-def _sized(name: str, heads: int, kv_heads: int, dim: int, rows: int, context: int, gpu: bool) -> TimedCase:
+def _timed(name: str, shape: tuple[int, int, int], rows: int, context: int, gpu: bool) -> TimedCase:
     """Over pages. One causal prompt where rows is 0."""
-    dtype, many = torch.bfloat16 if gpu else torch.float32, max(rows, 1)
-    tokens = rows or context
+    heads, kv_heads, dim = shape
+    dtype, many, tokens = torch.bfloat16 if gpu else torch.float32, max(rows, 1), rows or context
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         device, pages = generator.device, many * context // PAGE
         order = torch.randperm(pages, generator=generator, device=device).to(torch.int32) + 1
         positions = torch.full((rows,), context - 1, device=device) if rows else torch.arange(context, device=device)
         key, value = (draw_tensor(generator, pages + 1, PAGE, kv_heads, dim, dtype=dtype) for _ in range(2))
-        return {
-            "query_THd": draw_tensor(generator, tokens, heads, dim, dtype=dtype), "key_PSKd": key, "value_PSKd": value,
-            "table_RL": order.view(many, -1), "positions_T": positions,
-        }  # fmt: skip
+        query = draw_tensor(generator, tokens, heads, dim, dtype=dtype)
+        return {"query": query, "key": key, "value": value, "table": order.view(many, -1), "positions": positions}
 
-    def gathered(plane_PSKd: Tensor, table_RL: Tensor) -> Tensor:
-        return plane_PSKd[table_RL.long()].flatten(1, 2)
-
-    def by_ref(
-        query_THd: Tensor, key_PSKd: Tensor, value_PSKd: Tensor, table_RL: Tensor, positions_T: Tensor
-    ) -> tuple[Tensor, ...]:
-        key, value = gathered(key_PSKd, table_RL), gathered(value_PSKd, table_RL)
-        unseen = torch.arange(context, device=key.device) > positions_T.view(many, -1, 1)
+    def by_ref(query: Tensor, key: Tensor, value: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        key, value = (plane[table.long()].flatten(1, 2) for plane in (key, value))
+        unseen = torch.arange(context, device=key.device) > positions.view(many, -1, 1)
         bias = torch.zeros(unseen.shape, device=key.device).masked_fill_(unseen, -torch.inf)
-        return (attend(query_THd.view(many, -1, heads, dim), key, value, bias).reshape(-1, heads, dim),)
+        return (attend_grouped(query.view(many, -1, heads, dim), key, value, bias).reshape(-1, heads, dim),)
 
-    def by_triton(query_THd: Tensor, **given: Tensor) -> tuple[Tensor, ...]:
+    def starts(device: torch.device) -> Tensor:
+        return torch.arange(2, device=device, dtype=torch.int32) * context
+
+    def by_triton(query: Tensor, key: Tensor, value: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        from thalweg.kernels.attend.triton import merge
         from thalweg.kernels.gqa import triton
 
-        if rows:
-            splits = triton.splits_for(rows, heads, kv_heads, context)
-            return run_paged(query_THd=query_THd, **given, scale=dim**-0.5, splits=splits)[:1]
-        starts = torch.arange(2, device=query_THd.device, dtype=torch.int32) * context
-        return run_paged(query_THd=query_THd, **given, scale=dim**-0.5, starts_R1=starts, max_query=context)
+        kv, scale = KvPlanes(key, value), dim**-0.5
+        if not rows:
+            prompt = PagedRows(table, positions, starts(query.device), context)
+            return (triton.prefill(query, kv, prompt, scale=scale),)
+        splits = triton.splits_for(rows, heads, kv_heads, context)
+        return (merge(*triton.decode(query, kv, DecodeRows(table, positions), scale=scale, splits=splits)),)
 
-    def by_fa3(
-        query_THd: Tensor, key_PSKd: Tensor, value_PSKd: Tensor, table_RL: Tensor, positions_T: Tensor
-    ) -> tuple[Tensor, ...]:
+    def by_fa3(query: Tensor, key: Tensor, value: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Of keys and values side by side, which a prompt without cached context has; taken as they lie."""
-        starts = torch.arange(2, device=query_THd.device, dtype=torch.int32) * context
-        key, value = (gathered(plane, table_RL).flatten(0, 1) for plane in (key_PSKd, value_PSKd))
-        return fa3.prefill(
-            query_THd, key, value, starts, starts, max_query=context, max_context=context, scale=dim**-0.5
-        )[:1]
+        begin = starts(query.device)
+        key, value = (plane[table.long()].flatten(0, 2) for plane in (key, value))
+        return fa3.prefill(query, key, value, RaggedRows(begin, begin, context, context), scale=dim**-0.5)[:1]
 
     backends: dict[str, Run] = {"ref": by_ref}
     if gpu and PAGED:
@@ -184,5 +185,5 @@ def _sized(name: str, heads: int, kv_heads: int, dim: int, rows: int, context: i
         backends["fa3"] = by_fa3
     pairs = rows * context if rows else context * (context + 1) // 2
     moved = (2 * many * context * kv_heads + 2 * tokens * heads) * dim * dtype.itemsize
-    math = "bf16" if gpu else "float32"
-    return TimedCase(name, draw, backends, lambda given: (4 * pairs * heads * dim, moved), math, 2e-2 if gpu else 1e-4)
+    math, tolerance = ("bf16", 2e-2) if gpu else ("float32", 1e-4)
+    return TimedCase(name, draw, backends, lambda inputs: (4 * pairs * heads * dim, moved), math, tolerance)

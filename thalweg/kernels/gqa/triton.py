@@ -1,14 +1,15 @@
-"""Grouped-query attention over pages on a GPU: split-KV decode and causal prefill of ragged rows.
+"""Grouped-query attention over pages on a GPU: split-KV decode, and causal prefill of ragged rows.
 
-Decode: the query heads of a key head (times the query tokens of its row) are the M of the products, so each key and
-value is read once: 4 * d bytes a context token and key head in bfloat16, half in e4m3, against 4 * d * group FLOPs.
-Memory is the floor (Qwen2.5-7B, 256 rows of 1,024 tokens: 537 MB, 173 µs at 3.1 TB/s). Prefill: 4 * d FLOPs for each
-pair of tokens and query head; 8,192 tokens of 28 heads of 128 dims are 481 GFLOP with a causal mask, 0.6 ms at 800
-TFLOP/s. A tile is 64 query tokens by one page, so that two programs fit a multiprocessor and one multiplies while the
-other exponentiates.
+Decode: the query heads of a key head, times the query tokens of its row, are the M of the products, so each key and
+value is read once: 4 * d bytes a context token and key head in bfloat16, half in e4m3, for 4 * d * group FLOPs. Memory
+is the floor (Qwen2.5-7B, 256 rows of 1,024 tokens: 537 MB, 173 µs at 3.1 TB/s).
+
+Prefill: 4 * d FLOPs for each pair of tokens and query head; 8,192 tokens of 28 heads of 128 dims are 481 GFLOP with a
+causal mask, 0.6 ms at 800 TFLOP/s. A tile is 64 query tokens by one page, so that two programs fit a multiprocessor and
+one multiplies while the other exponentiates.
 
 Letters: T query tokens, R rows, H query heads, K key heads, d head dim, P pages of 64, L columns of the page table, s
-splits. LSE: natural logarithm, float32; -inf where nothing was seen.
+splits. LSE: log-sum-exp, natural logarithm, float32; -inf where nothing was seen.
 """
 
 from __future__ import annotations
@@ -21,49 +22,36 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from thalweg.kernels.attend.args import ContextChunk, DecodeRows, KvPlanes, KvWrite, PagedRows
 from thalweg.kernels.attend.triton import (
-    DETERMINISTIC_SPLITS,
     LOG2E,
     SMS,
     TileConfig,
-    cleared,
+    add_block,
+    empty_softmax,
     is_seen,
     largest_of,
-    merge,
-    places,
-    share_of,
+    lse_of,
+    mean_of,
+    pages_of_split,
+    path_rows,
+    wait_for_previous,
     waves,
     weigh,
+    zero_tokens,
 )
 from thalweg.kernels.launch import launch_options
-from thalweg.kernels.rope.triton import normed, stored, turned
-
-__all__ = [
-    "DETERMINISTIC_SPLITS",
-    "NewTokens",
-    "decode",
-    "decode_tiles",
-    "gather",
-    "merge",
-    "prefill",
-    "prefill_tiles",
-    "splits_for",
-]
-
-LN2 = tl.constexpr(0.6931471805599453)
+from thalweg.kernels.rope.triton import QkNorms, encode, normed, rotated
 
 
 def decode_tiles(rows: int, dim: int, programs: int = 1) -> TileConfig:
-    """rows: query tokens times query heads that share a key head. programs: of the whole step with one split. Three
-    that share a multiprocessor read more steadily than one with a longer pipeline (H100, Qwen2.5-7B, 256 rows of 1,024
-    tokens: 185 us against 190; 64 rows: 50 against 51).
+    """rows: query tokens times query heads that share a key head. programs: of the whole step with one split.
+
+    Three programs on a multiprocessor read more steadily than one with a longer pipeline (H100, Qwen2.5-7B, 256 rows of
+    1,024 tokens: 185 us against 190; 64 rows: 50 against 51).
     """
     stages = 2 if programs > SMS else 4 if dim <= 128 else 3
-    if rows <= 16:
-        return TileConfig(16, 64, 4, stages)
-    if rows <= 32:
-        return TileConfig(32, 64, 4, stages)
-    return TileConfig(64, 64, 4, stages)
+    return TileConfig(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 4, stages)
 
 
 def prefill_tiles(dim: int) -> TileConfig:
@@ -85,17 +73,16 @@ def _decode(
     query, keys, values, table, positions, rows, tree_mask, out, lse, key_scale, value_scale, scale, heads, splits,
     query_token, query_head, table_row,
     key, value, key_plane, value_plane, write, cos, sin, query_norm, key_norm, eps, key_token, value_token, key_row, value_row,
-    QUERY: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, FIXED: tl.constexpr, FRESH: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    QUERY: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    FIXED: tl.constexpr, FRESH: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (k * blocks + b, s, u): split s of the context of TOGETHER query tokens from u * TOGETHER on, for key
-    head k and block b of the rows that those tokens and the GROUP query heads of k make. FRESH: queries and the token's
-    key are still to be normed and rotated, and the split that has the token's page writes its key and value, and starts
-    from them instead of reading them.
+    head k and block b of the rows that those tokens and the GROUP query heads of k make.
+
+    FRESH: queries and the token's key are neither normed nor rotated. The split that has the token's page stores its
+    key and value, and starts from them instead of reading them.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     BLOCKS: tl.constexpr = (TOGETHER * GROUP + M - 1) // M
     kv_head, split, first_token = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(2) * TOGETHER
     row = (first_token // QUERY if rows is None else tl.load(rows + first_token)).to(tl.int64)
@@ -107,7 +94,7 @@ def _decode(
     position = tl.load(positions + token, mask=real, other=0).to(tl.int32)
     if tree_mask is not None:
         token_mask = tl.load(tree_mask + token, mask=real, other=-1)
-    first, step, count = share_of(split, splits, tl.max(position) // 64 + 1, FIXED)
+    first, step, count = pages_of_split(split, splits, tl.max(position) // 64 + 1, FIXED)
     at = (token * heads + head) * splits + split
     if count <= 0:
         tl.store(lse + at, tl.full((M,), -float("inf"), tl.float32), mask=real)
@@ -118,22 +105,21 @@ def _decode(
     if FRESH:
         angle = tl.load(positions + first_token) * (DIM // 2) + tl.arange(0, DIM // 2)
         cos_P, sin_P = tl.load(cos + angle), tl.load(sin + angle)
-        turned_q = turned(normed(q.to(tl.float32), query_norm, eps, NORM, DIM), cos_P, sin_P, M, DIM)
-        q = turned_q.to(query.dtype.element_ty)
+        rotated_q = rotated(normed(q.to(tl.float32), query_norm, eps, NORM, DIM), cos_P, sin_P, M, DIM)
+        q = rotated_q.to(query.dtype.element_ty)
     strength = tl.full((M,), scale, tl.float32)
     if SCALED:
         largest = largest_of(q)
         q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
         strength *= tl.load(key_scale) * largest
-    top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
-    sums = tl.zeros((M, DIM), tl.float32)
+    top, total, sums = empty_softmax(M, DIM)
     if FRESH:
         if tl.max(position) // 64 % splits == split:
             own, column = first_token.to(tl.int64), kv_head * DIM + dim[None, :]
             own_k = normed(tl.load(key + own * key_token + column).to(tl.float32), key_norm, eps, NORM, DIM)
-            own_k = stored(turned(own_k, cos_P, sin_P, 1, DIM), key_scale, SCALED, key_plane.dtype.element_ty)
+            own_k = encode(rotated(own_k, cos_P, sin_P, 1, DIM), key_scale, SCALED, key_plane.dtype.element_ty)
             own_v = tl.load(value + own * value_token + column).to(tl.float32)
-            own_v = stored(own_v, value_scale, SCALED, value_plane.dtype.element_ty)
+            own_v = encode(own_v, value_scale, SCALED, value_plane.dtype.element_ty)
             top = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * strength
             total += 1.0
             sums += own_v.to(tl.float32)
@@ -146,113 +132,93 @@ def _decode(
         ahead = tl.load(row_pages + first).to(tl.int32)
     for tile in range(count * (64 // N)):
         page, ordinal = ahead, first + tile // (64 // N) * step
-        # the page's number is always fetched one tile ahead, so that the loop never waits for it
+        # the page's number is always read one tile ahead, so that the loop never waits for it
         following = tl.minimum((tile + 1) // (64 // N), count - 1)
         ahead = tl.load(row_pages + first + following * step).to(tl.int32)
-        start = page * 64 + tile * N % 64
-        scores = tl.dot(q, keys.load([start, kv_head * DIM]).to(q.dtype).T)
+        start, column = page * 64 + tile * N % 64, kv_head * DIM
+        scores = tl.dot(q, keys.load([start, column]).to(q.dtype).T)
         seen = (ordinal * 64 + tile * N % 64 + lane_key)[None, :] <= position[:, None]
         if tree_mask is not None:
             seen &= is_seen(token_mask, position[:, None] - (ordinal * 64 + tile * N % 64 + lane_key)[None, :])
-        weights, factor, top = weigh(tl.where(seen, scores, -float("inf")), strength, top)
-        total = total * factor + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(q.dtype), values.load([start, kv_head * DIM]).to(q.dtype), sums * factor[:, None])
-    some = total > 0.0
-    sums *= (1.0 / tl.where(some, total, 1.0))[:, None]
+        scores = tl.where(seen, scores, -float("inf"))
+        top, total, sums = add_block(scores, values, start, column, q.dtype, strength, top, total, sums)
+    sums = mean_of(total, sums)
     if SCALED:
         sums *= tl.load(value_scale)
-    tl.store(lse + at, tl.where(some, top * LN2 + tl.log(total), -float("inf")), mask=real)
+    tl.store(lse + at, lse_of(top, total), mask=real)
     tl.store(out + at[:, None] * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
 
 
 class NewTokens(NamedTuple):
-    """What `decode` stores first. key_TKd, value_TKd: views of a projection's output, neither normed nor rotated, and
-    so are the queries then. write_T int64: rows of the planes. cos_SC, sin_SC: float32 [context, d / 2]. norms float32
-    [d], both or none.
-    """
+    """What `decode` stores first. The queries are then neither normed nor rotated."""
 
-    key_TKd: Tensor
+    key_TKd: Tensor  # views of a projection's output, neither normed nor rotated
     value_TKd: Tensor
-    write_T: Tensor
-    cos_SC: Tensor
-    sin_SC: Tensor
-    query_norm_d: Tensor | None
-    key_norm_d: Tensor | None
-    eps: float
+    write: KvWrite
+    norms: QkNorms
 
 
 def decode(
     query_THd: Tensor,
-    key_PSKd: Tensor,
-    value_PSKd: Tensor,
-    table_RL: Tensor,
-    positions_T: Tensor,
+    kv: KvPlanes,
+    rows: DecodeRows,
     *,
     scale: float,
     splits: int,
-    query: int = 1,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    rows_T: Tensor | None = None,
-    tree_mask_T: Tensor | None = None,
     fixed: bool = False,
-    fresh: NewTokens | None = None,
+    new: NewTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries over the pages of their rows: → (partial [T, H, splits, d], LSE [T, H, splits]), for `merge`.
+    """Queries over the pages of their rows: → (partial bfloat16 [T, H, splits, d], LSE [T, H, splits]), for `merge`.
 
-    The row of token t is t // query, or rows_T[t] (int32), and its context positions 0 … positions_T[t]. Planes: [P,
-    64, K, d] bfloat16, or e4m3 with scales float32 [1]. partial is bfloat16; with one split it is final. fixed: the
-    splits of a token depend on its own position alone, given the same `splits` (DETERMINISTIC_SPLITS). tree_mask_T
-    int64: of drafts that branch, what each token sees (`batch.TreeMask`); positions are columns then. fresh: does what
-    `rope.gqa_write` does, too; one query token a row, not fixed.
+    With one split partial is final. fixed: the splits of a token depend on its own position alone, given the same
+    `splits` (DETERMINISTIC_SPLITS). new: does what `rope.gqa_write` does, too; one query token a row, not fixed.
     """
     tokens, heads, dim = query_THd.shape
-    kv_heads, together = key_PSKd.shape[2], 1 if fixed or rows_T is not None else query
-    assert fresh is None or (query == 1 and not fixed), "fresh: one query token a row, not fixed"
+    kv_heads, together = kv.key.shape[2], 1 if fixed or rows.rows_T is not None else rows.query
+    assert new is None or (rows.query == 1 and not fixed), "new tokens: one query token a row, not fixed"
     group, width = heads // kv_heads, kv_heads * dim
     tiles = decode_tiles(together * group, dim, kv_heads * (tokens // together))
     partial = torch.empty(tokens, heads, splits, dim, dtype=query_THd.dtype, device=query_THd.device)
     lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query_THd.device)
     grid = (kv_heads * triton.cdiv(together * group, tiles.rows), splits, tokens // together)
     own: tuple[object, ...] = (None,) * 9 + (0.0, 0, 0, 0, 0)
-    if fresh is not None:
-        strides = fresh.key_TKd.stride(0), fresh.value_TKd.stride(0), width, width
-        own = (fresh.key_TKd, fresh.value_TKd, key_PSKd, value_PSKd, *fresh[2:], *strides)
+    if new is not None:
+        strides = new.key_TKd.stride(0), new.value_TKd.stride(0), width, width
+        turn = new.write.write_T, new.write.cos_SC, new.write.sin_SC
+        own = (new.key_TKd, new.value_TKd, kv.key, kv.value, *turn, *new.norms, *strides)
     _decode[grid](
-        query_THd, _paged(key_PSKd, tiles.keys), _paged(value_PSKd, tiles.keys), table_RL, positions_T, rows_T, tree_mask_T, partial, lse,
-        key_scale, value_scale, scale * LOG2E, heads, splits, query_THd.stride(0), query_THd.stride(1), table_RL.stride(0), *own,
-        QUERY=query, TOGETHER=together, GROUP=group, DIM=dim, M=tiles.rows, N=tiles.keys, FIXED=4 if fixed else 0, FRESH=fresh is not None,
-        NORM=fresh is not None and fresh.query_norm_d is not None, SCALED=key_scale is not None,
-        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(query_THd),
+        query_THd, *_described(kv, tiles.keys), rows.table_RL, rows.positions_T, rows.rows_T, rows.tree_mask_T, partial, lse,
+        kv.key_scale, kv.value_scale, scale * LOG2E, heads, splits, *query_THd.stride()[:2], rows.table_RL.stride(0), *own,
+        QUERY=rows.query, TOGETHER=together, GROUP=group, DIM=dim, M=tiles.rows, N=tiles.keys, FIXED=4 if fixed else 0,
+        FRESH=new is not None, NORM=new is not None and new.norms.query_d is not None, SCALED=kv.is_fp8,
+        **tiles.options(query_THd),
     )  # fmt: skip
     return partial, lse
 
 
-def _paged(plane_PSKd: Tensor, keys: int) -> TensorDescriptor:
-    """A descriptor of a plane's tokens; column head * d is where a key head begins."""
-    dim = plane_PSKd.shape[3]
-    return TensorDescriptor.from_tensor(plane_PSKd.reshape(-1, plane_PSKd.shape[2] * dim), [keys, dim])
+def _described(kv: KvPlanes, keys: int) -> list[TensorDescriptor]:
+    """Descriptors of the tokens of keys and values; column head * d is where a key head begins."""
+    heads, dim = kv.key.shape[2:]
+    return [TensorDescriptor.from_tensor(plane.reshape(-1, heads * dim), [keys, dim]) for plane in kv[:2]]
 
 
 @triton.jit(
     do_not_specialize=["tokens", "rows", "table_row"], do_not_specialize_on_alignment=["table", "positions", "starts"]
 )
 def _prefill(
-    query, keys, values, key_plane, value_plane, paths, table, positions, starts, out, key_scale, value_scale, scale, tokens, heads, rows,
-    query_token, query_head, table_row,
+    query, keys, values, key_plane, value_plane, paths, table, positions, starts, out, lse, key_scale, value_scale, scale,
+    tokens, heads, rows, query_token, query_head, table_row,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h, i): the b-th block from the end of row i's query tokens, for head h; row `rows` is the padding
-    behind all rows.
+    after all rows.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
     begin = tl.load(starts + row)
     if row == rows:
-        cleared(out, begin, tokens, head, heads, DIM, M)
+        zero_tokens(out, begin, tokens, head, heads, DIM, M)
         return
     end = tl.load(starts + row + 1)
     block = begin + (tl.num_programs(0) - 1 - tl.program_id(0)) * M
@@ -272,75 +238,67 @@ def _prefill(
         strength *= tl.load(key_scale) * largest
     pages = table + row.to(tl.int64) * table_row
     column = head // GROUP * DIM
-    top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
-    sums = tl.zeros((M, DIM), tl.float32)
+    top, total, sums = empty_softmax(M, DIM)
     page = tl.load(pages).to(tl.int32)
     for start in range(0, plain // N * N, N):
         at = page * 64
         page = tl.load(pages + tl.minimum(start + N, last) // 64).to(tl.int32)
         scores = tl.dot(q, keys.load([at, column]).to(q.dtype).T)
-        weights, factor, top = weigh(scores, strength, top)
-        total = total * factor + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(q.dtype), values.load([at, column]).to(q.dtype), sums * factor[:, None])
+        top, total, sums = add_block(scores, values, at, column, q.dtype, strength, top, total, sums)
     if paths is None:
         for start in range(plain // N * N, last + 1, N):
             at = page * 64
             page = tl.load(pages + tl.minimum(start + N, last) // 64).to(tl.int32)
             scores = tl.dot(q, keys.load([at, column]).to(q.dtype).T)
             scores = tl.where((start + key)[None, :] <= position[:, None], scores, -float("inf"))
-            weights, factor, top = weigh(scores, strength, top)
-            total = total * factor + tl.sum(weights, 1)
-            sums = tl.dot(weights.to(q.dtype), values.load([at, column]).to(q.dtype), sums * factor[:, None])
+            top, total, sums = add_block(scores, values, at, column, q.dtype, strength, top, total, sums)
     else:
-        # behind the first token each has keys of its own; a tile of which a token sees nothing leaves its sums as they
+        # after the first token each has keys of its own; a tile of which a token sees nothing leaves its sums as they
         # are
         for node in range(block, tl.minimum(block + M, end)):
             own = tl.load(positions + node).to(tl.int32)
             for start in range(plain // N * N, own + 1, N):
-                at = (places(paths, pages, node, own, start + key) * WIDTH)[:, None] + column + dim[None, :]
+                at = (path_rows(paths, pages, node, own, start + key) * WIDTH)[:, None] + column + dim[None, :]
                 scores = tl.dot(q, tl.load(key_plane + at).to(q.dtype).T)
                 seen = (lane == node)[:, None] & (start + key <= own)[None, :]
-                weights, factor, top = weigh(tl.where(seen, scores, -float("inf")), strength, top)
+                scores = tl.where(seen, scores, -float("inf"))
+                weights, factor, top = weigh(scores, strength, top)
                 total = total * factor + tl.sum(weights, 1)
                 sums = tl.dot(weights.to(q.dtype), tl.load(value_plane + at).to(q.dtype), sums * factor[:, None])
-    sums *= (1.0 / total)[:, None]
+    sums = sums * (1.0 / total)[:, None] if lse is None else mean_of(total, sums)
     if SCALED:
         sums *= tl.load(value_scale)
     pair = token * heads + head
+    if lse is not None:
+        tl.store(lse + pair, lse_of(top, total), mask=real)
     tl.store(out + pair[:, None] * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
 
 
-def prefill(
-    query_THd: Tensor,
-    key_PSKd: Tensor,
-    value_PSKd: Tensor,
-    table_RL: Tensor,
-    positions_T: Tensor,
-    starts_R1: Tensor,
-    *,
-    max_query: int,
-    scale: float,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    paths_TD: Tensor | None = None,
-) -> Tensor:
-    """Causal attention of ragged rows to their pages, this step's keys among them: → [T, H, d].
+def prefill(query_THd: Tensor, kv: KvPlanes, rows: PagedRows, *, scale: float) -> Tensor:
+    """Causal attention of ragged rows to their pages, this step's keys among them: → [T, H, d], 0 for padding.
 
-    Row i's query tokens are starts[i] … starts[i + 1], at consecutive positions; starts: int32 [R + 1]. max_query: an
-    upper bound of a row's query tokens. Tokens behind starts[R] are padding: their result is 0. Planes: [P, 64, K, d]
-    bfloat16, or e4m3 with scales float32 [1]. paths_TD: as of `mla.triton.decode`, of rows whose tokens are nodes of a
-    tree, its root first, and no more than a block has: they share what is before the root. A token's result is then
-    what it would be if its path stood alone, bit for bit.
+    With `rows.paths_TD` the tokens of a row are nodes of a tree, root first, at most a block of them; they share what is
+    before the root. A token's result has the bits that it would have if its path were the whole row.
     """
+    return _launch_prefill(query_THd, kv, rows, scale, None)
+
+
+def prefill_with_lse(query_THd: Tensor, kv: KvPlanes, rows: PagedRows, *, scale: float) -> tuple[Tensor, Tensor]:
+    """`prefill`, with the LSE of each token and head, undefined for padding: → ([T, H, d], [T, H])."""
+    lse = torch.empty(query_THd.shape[:2], dtype=torch.float32, device=query_THd.device)
+    return _launch_prefill(query_THd, kv, rows, scale, lse), lse
+
+
+def _launch_prefill(query_THd: Tensor, kv: KvPlanes, rows: PagedRows, scale: float, lse: Tensor | None) -> Tensor:
     tokens, heads, dim = query_THd.shape
-    tiles, rows = prefill_tiles(dim), len(starts_R1) - 1
+    tiles, count, kv_heads = prefill_tiles(dim), len(rows.starts_R1) - 1, kv.key.shape[2]
     out = torch.empty(tokens, heads, dim, dtype=query_THd.dtype, device=query_THd.device)
-    planes = (None, None) if paths_TD is None else (key_PSKd, value_PSKd)
-    _prefill[(triton.cdiv(max_query, tiles.rows), heads, rows + 1)](
-        query_THd, _paged(key_PSKd, tiles.keys), _paged(value_PSKd, tiles.keys), *planes, paths_TD, table_RL, positions_T, starts_R1, out,
-        key_scale, value_scale, scale * LOG2E, tokens, heads, rows, query_THd.stride(0), query_THd.stride(1), table_RL.stride(0),
-        GROUP=heads // key_PSKd.shape[2], WIDTH=key_PSKd.shape[2] * dim, DIM=dim, M=tiles.rows, N=tiles.keys, SCALED=key_scale is not None,
-        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(out),
+    planes = (None, None) if rows.paths_TD is None else kv[:2]
+    _prefill[(triton.cdiv(rows.max_query, tiles.rows), heads, count + 1)](
+        query_THd, *_described(kv, tiles.keys), *planes, rows.paths_TD, rows.table_RL, rows.positions_T, rows.starts_R1, out, lse,
+        kv.key_scale, kv.value_scale, scale * LOG2E, tokens, heads, count, *query_THd.stride()[:2], rows.table_RL.stride(0),
+        GROUP=heads // kv_heads, WIDTH=kv_heads * dim, DIM=dim, M=tiles.rows, N=tiles.keys, SCALED=kv.is_fp8,
+        **tiles.options(out),
     )  # fmt: skip
     return out
 
@@ -351,9 +309,7 @@ def _gather(
     WIDTH: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (b, i): N tokens of row i."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row, column = tl.program_id(1), tl.arange(0, WIDTH)[None, :]
     token = tl.load(starts + row) + tl.program_id(0) * N + tl.arange(0, N)
     real = token < tl.load(starts + row + 1)
@@ -369,30 +325,16 @@ def _gather(
     tl.store(target + WIDTH, value.to(out.dtype.element_ty), mask=real[:, None])
 
 
-def gather(
-    key_PSKd: Tensor,
-    value_PSKd: Tensor,
-    table_RL: Tensor,
-    starts_R1: Tensor,
-    first_R: Tensor,
-    tokens: int,
-    *,
-    max_context: int,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Cached keys and values of ragged rows, side by side: → bfloat16 views [tokens, K, d]; row i's lie from starts[i]
-    to starts[i + 1] and are its context positions from first[i] on. Beyond the last row the result is undefined.
-
-    starts_R1, first_R: int32. max_context: an upper bound of a row's part. K * d is a power of two. e4m3 planes are
-    multiplied by their scales.
+def gather(kv: KvPlanes, table_RL: Tensor, chunk: ContextChunk) -> tuple[Tensor, Tensor]:
+    """Cached keys and values of ragged rows, contiguous and dequantized: → bfloat16 views [tokens, K, d], undefined
+    after the last row. K * d is a power of two.
     """
-    kv_heads, dim = key_PSKd.shape[2:]
-    dtype = torch.bfloat16 if key_scale is not None else key_PSKd.dtype
-    out = torch.empty(tokens, 2 * kv_heads, dim, dtype=dtype, device=key_PSKd.device)
+    kv_heads, dim = kv.key.shape[2:]
+    dtype = torch.bfloat16 if kv.is_fp8 else kv.key.dtype
+    out = torch.empty(chunk.tokens, 2 * kv_heads, dim, dtype=dtype, device=kv.key.device)
     at_once = max(4096 // (kv_heads * dim), 1)
-    _gather[(triton.cdiv(max_context, at_once), len(starts_R1) - 1)](
-        key_PSKd, value_PSKd, table_RL, starts_R1, first_R, out, key_scale, value_scale, table_RL.stride(0),
-        WIDTH=kv_heads * dim, N=at_once, SCALED=key_scale is not None, num_warps=4, **launch_options(out),
+    _gather[(triton.cdiv(chunk.max_tokens, at_once), len(chunk.starts_R1) - 1)](
+        *kv[:2], table_RL, chunk.starts_R1, chunk.first_R, out, *kv[2:], table_RL.stride(0),
+        WIDTH=kv_heads * dim, N=at_once, SCALED=kv.is_fp8, num_warps=4, **launch_options(out),
     )  # fmt: skip
     return out[:, :kv_heads], out[:, kv_heads:]

@@ -7,21 +7,17 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
+from thalweg.kernels.attend.ref import index_scores
 from thalweg.kernels.case import KernelCase, normal, size, tolerance_of
-from thalweg.kernels.indexer.ref import index_scores
 
 
 def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for rows, queries, heads, dim, keys in ((1, 1, 4, 64, 128), (5, 1, 8, 32, 192), (2, 33, 16, 128, 64)):
         for dtype in (torch.float32, torch.bfloat16):
-            q, k = (
-                normal(generator, rows * queries, heads, dim, dtype=dtype),
-                normal(generator, rows, keys, dim, dtype=dtype),
-            )
-            weights, scale = normal(generator, rows * queries, heads), (heads * dim) ** -0.5
-            bias = torch.zeros(rows * queries, keys).masked_fill_(
-                normal(generator, rows * queries, keys) > 1, -torch.inf
-            )
+            tokens, scale = rows * queries, (heads * dim) ** -0.5
+            q, k = (normal(generator, *dims, dim, dtype=dtype) for dims in ((tokens, heads), (rows, keys)))
+            weights = normal(generator, tokens, heads)
+            bias = torch.zeros(tokens, keys).masked_fill_(normal(generator, tokens, keys) > 1, -torch.inf)
             products = torch.einsum("rqhd,rsd->rqhs", q.double().view(rows, queries, heads, dim), k.double()).relu()
             exact = torch.einsum("rqh,rqhs->rqs", weights.double().view(rows, queries, heads), products)
             yield KernelCase(
@@ -29,8 +25,8 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
                 inputs={"q_NHD": q, "weights_NH": weights, "keys_RSD": k, "bias_NS": bias, "scale": scale},
                 exact=(exact.flatten(0, 1) * scale + bias,),
                 tolerance=tolerance_of(dtype),
-                flops=2 * rows * queries * heads * keys * (dim + 1),
-                bytes=size(q, k, weights) + 4 * rows * queries * keys,
+                flops=2 * tokens * heads * keys * (dim + 1),
+                bytes=size(q, k, weights) + 4 * tokens * keys,
             )
 
 

@@ -1,16 +1,18 @@
-"""Latent attention on a GPU: absorbed split-KV decode over pages, its merges, and the decompressed prefill.
+"""Latent attention on a GPU: absorbed split-KV decode over pages, its merges, and prefill on expanded latents.
 
 Decode reads each latent once: of a tile of keys the first `rank` columns are also the values. Bytes are 1,152 a context
-token and row in bfloat16, 576 in e4m3; work is 2 * H * (576 + 512) FLOPs, so up to 16 heads the memory is the floor
-(V2-Lite, batch 128 of 1,024 tokens: 151 MB, 49 µs at 3.1 TB/s) and at 128 heads the tensor cores are (V3, the same
+token and row in bfloat16, 576 in e4m3; work is 2 * H * (576 + 512) FLOPs. With up to 16 heads memory is the floor
+(V2-Lite, batch 128 of 1,024 tokens: 151 MB, 49 µs at 3.1 TB/s), with 128 heads the tensor cores are (V3, the same
 batch: 36 GFLOP, 46 µs at 800 TFLOP/s). Heads are the M of the products: 16 rows (mma) or 64 (wgmma; the sums are 64 x
 512 floats, half of the registers of a multiprocessor, and queries and two tiles of 64 keys fill its shared memory: one
-program each). Prefill (Dk = 192, Dv = 128) costs 640 * H FLOPs for each pair of tokens and is bound by the tensor
-cores: 8,192 tokens of 128 heads are 2.75 TFLOP with a causal mask, 3.4 ms at 800 TFLOP/s.
+program each).
+
+Prefill (Dk = 192, Dv = 128) costs 640 * H FLOPs for each pair of tokens and is bound by the tensor cores: 8,192 tokens
+of 128 heads are 2.75 TFLOP with a causal mask, 3.4 ms at 800 TFLOP/s.
 
 Letters: T query tokens, R rows, H heads, r latent rank, c rope dims, D = r + c, n nope dims, q = n + c, v value dims, P
-pages of 64, S context tokens of ragged rows, L columns of the page table, s splits. LSE: natural logarithm, float32;
--inf where nothing was seen.
+pages of 64, S context tokens of ragged rows, L columns of the page table, s splits. LSE: log-sum-exp, natural logarithm,
+float32; -inf where nothing was seen.
 """
 
 from __future__ import annotations
@@ -21,51 +23,35 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from thalweg.kernels.attend.args import ContextChunk, DecodeRows, LatentPlane, RaggedRows
 from thalweg.kernels.attend.triton import (
-    DETERMINISTIC_SPLITS,
-    LN2,
     LOG2E,
     TileConfig,
-    cleared,
+    add_block,
+    add_values,
+    empty_softmax,
     is_seen,
     largest_of,
-    merge,
-    merge_state_,
-    merged,
-    places,
-    share_of,
+    lse_of,
+    mean_of,
+    merge_splits,
+    pages_of_split,
+    path_rows,
+    wait_for_previous,
     waves,
-    weigh,
+    zero_tokens,
 )
 from thalweg.kernels.launch import launch_options
-
-__all__ = [
-    "DETERMINISTIC_SPLITS",
-    "decode",
-    "decode_tiles",
-    "gather",
-    "merge",
-    "merge_state_",
-    "merge_up",
-    "merge_up_many",
-    "merges_many",
-    "prefill",
-    "prefill_tiles",
-    "splits_for",
-    "up",
-]
 
 MERGE_UP_TOKENS = 4  # beyond it a batched product is faster
 MERGE_UP_RANKS = 64  # latent dims of a step of `merge_up_many`, which masks none
 
 
-def decode_tiles(rows: int, fp8: bool) -> TileConfig:
+def decode_tiles(rows: int, is_fp8: bool) -> TileConfig:
     """rows: query tokens times heads that share a context."""
     if rows <= 16:
-        return TileConfig(16, 64, 8, 4) if fp8 else TileConfig(16, 64, 4, 3)
-    if rows <= 32:
-        return TileConfig(32, 32, 8, 4)
-    return TileConfig(64, 64, 8, 2)
+        return TileConfig(16, 64, 8, 4) if is_fp8 else TileConfig(16, 64, 4, 3)
+    return TileConfig(32, 32, 8, 4) if rows <= 32 else TileConfig(64, 64, 8, 2)
 
 
 def prefill_tiles() -> TileConfig:
@@ -79,9 +65,9 @@ def splits_for(tokens: int, heads: int, context: int, query: int = 1) -> int:
 
 
 @triton.jit
-def fetched(block, plane, place, column, width, DIM: tl.constexpr):
-    """Columns from `column` on of a tile of keys. place: the row of the first, which the others follow, for the
-    descriptor `block`; or of each, for `plane`, whose rows are so wide.
+def load_columns(block, plane, place, column, width, DIM: tl.constexpr):
+    """Columns from `column` on of a tile of keys. place: the row of the first key, which the others follow, for the
+    descriptor `block`; or the row of each, for `plane`, whose rows are `width` wide.
     """
     if plane is None:
         tile = block.load([place, column])
@@ -103,9 +89,7 @@ def _decode(
     """Program (b, s, u): split s of the context of TOGETHER query tokens from u * TOGETHER on, for the b-th block of
     their heads.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     split, first_token = tl.program_id(1), tl.program_id(2) * TOGETHER
     row = (first_token // QUERY if rows is None else tl.load(rows + first_token)).to(tl.int64)
     row_pages = table + row * table_row
@@ -115,7 +99,7 @@ def _decode(
     position = tl.load(positions + token, mask=real, other=0).to(tl.int32)
     if tree_mask is not None:
         token_mask = tl.load(tree_mask + token, mask=real, other=-1)
-    first, step, count = share_of(split, splits, tl.max(position) // 64 + 1, FIXED)
+    first, step, count = pages_of_split(split, splits, tl.max(position) // 64 + 1, FIXED)
     at = (token * heads + head) * splits + split
     if count <= 0:
         tl.store(lse + at, tl.full((M,), -float("inf"), tl.float32), mask=real)
@@ -123,86 +107,72 @@ def _decode(
     dim, rope, key = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, N)
     at_q = query + token[:, None] * query_token + head[:, None] * query_head
     q = tl.load(at_q + dim[None, :], mask=real[:, None], other=0.0)
-    turned = tl.load(at_q + RANK + rope[None, :], mask=real[:, None], other=0.0)
+    rope_q = tl.load(at_q + RANK + rope[None, :], mask=real[:, None], other=0.0)
     strength = tl.full((M,), scale, tl.float32)
     if SCALED:
-        largest = tl.maximum(largest_of(q), largest_of(turned))
+        largest = tl.maximum(largest_of(q), largest_of(rope_q))
         q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
-        turned = (turned.to(tl.float32) / largest[:, None]).to(tl.float16)
-        stored = tl.load(plane_scale)
-        strength *= stored * largest
-    top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
-    sums = tl.zeros((M, RANK), tl.float32)
+        rope_q = (rope_q.to(tl.float32) / largest[:, None]).to(tl.float16)
+        latent_scale = tl.load(plane_scale)
+        strength *= latent_scale * largest
+    top, total, sums = empty_softmax(M, RANK)
     if FIXED:
         ahead = tl.load(row_pages + first).to(tl.int32)
     for tile in range(count * (64 // N)):
         page, ordinal = ahead, first + tile // (64 // N) * step
-        # the page's number is always fetched one tile ahead, so that the loop never waits for it
+        # the page's number is always read one tile ahead, so that the loop never waits for it
         following = tl.minimum((tile + 1) // (64 // N), count - 1)
         ahead = tl.load(row_pages + first + following * step).to(tl.int32)
         if paths is None:
             place = page * 64 + tile * N % 64
         else:
-            place = places(paths, row_pages, first_token, tl.max(position), ordinal * 64 + tile * N % 64 + key)
-        latent = fetched(latents, plane, place, 0, RANK + ROPE, RANK).to(q.dtype)
+            place = path_rows(paths, row_pages, first_token, tl.max(position), ordinal * 64 + tile * N % 64 + key)
+        latent = load_columns(latents, plane, place, 0, RANK + ROPE, RANK).to(q.dtype)
         scores = tl.dot(q, latent.T)
-        scores = tl.dot(turned, fetched(keys, plane, place, RANK, RANK + ROPE, ROPE).to(q.dtype).T, scores)
+        scores = tl.dot(rope_q, load_columns(keys, plane, place, RANK, RANK + ROPE, ROPE).to(q.dtype).T, scores)
         seen = (ordinal * 64 + tile * N % 64 + key)[None, :] <= position[:, None]
         if tree_mask is not None:
             seen &= is_seen(token_mask, position[:, None] - (ordinal * 64 + tile * N % 64 + key)[None, :])
-        weights, factor, top = weigh(tl.where(seen, scores, -float("inf")), strength, top)
-        total = total * factor + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(q.dtype), latent, sums * factor[:, None])
-    some = total > 0.0
-    sums *= (1.0 / tl.where(some, total, 1.0))[:, None]
+        scores = tl.where(seen, scores, -float("inf"))
+        top, total, sums = add_values(scores, latent, strength, top, total, sums)
+    sums = mean_of(total, sums)
     if SCALED:
-        sums *= stored
-    tl.store(lse + at, tl.where(some, top * LN2 + tl.log(total), -float("inf")), mask=real)
+        sums *= latent_scale
+    tl.store(lse + at, lse_of(top, total), mask=real)
     tl.store(out + at[:, None] * RANK + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
 
 
 def decode(
     query_THD: Tensor,
-    plane_PSD: Tensor,
-    table_RL: Tensor,
-    positions_T: Tensor,
+    latents: LatentPlane,
+    rows: DecodeRows,
     *,
     scale: float,
     rank: int,
     splits: int,
-    query: int = 1,
-    plane_scale: Tensor | None = None,
-    rows_T: Tensor | None = None,
-    tree_mask_T: Tensor | None = None,
-    paths_TD: Tensor | None = None,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Absorbed queries over the pages of their rows: → (partial [T, H, splits, r], LSE [T, H, splits]), for `merge` or
-    `merge_up`.
+    """Absorbed queries over the pages of their rows: → (partial bfloat16 [T, H, splits, r], LSE [T, H, splits]), for
+    `merge` or `merge_up`. With one split partial is final.
 
-    query_THD: bfloat16, already multiplied by W_UK and rotated; the row of token t is t // query, or rows_T[t] (int32),
-    and its context positions 0 … positions_T[t]. plane_PSD: [P, 64, D] bfloat16, or e4m3 with plane_scale float32 [1].
-    table_RL: int32. partial is bfloat16; with one split it is final. fixed: the splits of a token depend on its own
-    position alone, given the same `splits` (DETERMINISTIC_SPLITS). tree_mask_T int64: of drafts that branch, what each
-    token sees (`batch.TreeMask`); positions are columns then. paths_TD, in its place and with `fixed`: in which columns
-    their last positions stand, int32 [T, PATH], their own first; of those before column and position are one. Keys have
-    then the same lanes of the same tiles as if the path stood alone.
+    query_THD: bfloat16, already multiplied by W_UK and rotated. fixed: the splits of a token depend on its own position
+    alone, given the same `splits` (DETERMINISTIC_SPLITS). With `rows.paths_TD` keys have the same lanes of the same
+    tiles as if a token's path were the whole row.
     """
-    assert paths_TD is None or (fixed and tree_mask_T is None), "paths: with fixed splits, in place of a tree mask"
+    assert rows.paths_TD is None or (fixed and rows.tree_mask_T is None), "paths: fixed splits, and no tree mask"
     tokens, heads, dim = query_THD.shape
-    together = 1 if fixed or rows_T is not None else query
-    tiles = decode_tiles(together * heads, plane_scale is not None)
-    plane = plane_PSD.view(-1, dim)
+    together = 1 if fixed or rows.rows_T is not None else rows.query
+    is_fp8, plane = latents.scale is not None, latents.paged_PSD.view(-1, dim)
+    tiles = decode_tiles(together * heads, is_fp8)
     partial = torch.empty(tokens, heads, splits, rank, dtype=query_THD.dtype, device=query_THD.device)
     lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query_THD.device)
-    grid = (triton.cdiv(together * heads, tiles.rows), splits, tokens // together)
-    _decode[grid](
+    _decode[triton.cdiv(together * heads, tiles.rows), splits, tokens // together](
         query_THD, TensorDescriptor.from_tensor(plane, [tiles.keys, rank]),
-        TensorDescriptor.from_tensor(plane, [tiles.keys, dim - rank]), None if paths_TD is None else plane, paths_TD,
-        table_RL, positions_T, rows_T, tree_mask_T, partial, lse, plane_scale,
-        scale * LOG2E, heads, splits, query_THD.stride(0), query_THD.stride(1), table_RL.stride(0),
-        QUERY=query, TOGETHER=together, RANK=rank, ROPE=dim - rank, M=tiles.rows, N=tiles.keys, FIXED=max(tiles.rows // 8, 4) if fixed else 0,
-        SCALED=plane_scale is not None, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(query_THD),
+        TensorDescriptor.from_tensor(plane, [tiles.keys, dim - rank]), None if rows.paths_TD is None else plane, rows.paths_TD,
+        rows.table_RL, rows.positions_T, rows.rows_T, rows.tree_mask_T, partial, lse, latents.scale,
+        scale * LOG2E, heads, splits, *query_THD.stride()[:2], rows.table_RL.stride(0),
+        QUERY=rows.query, TOGETHER=together, RANK=rank, ROPE=dim - rank, M=tiles.rows, N=tiles.keys,
+        FIXED=max(tiles.rows // 8, 4) if fixed else 0, SCALED=is_fp8, **tiles.options(query_THD),
     )  # fmt: skip
     return partial, lse
 
@@ -212,31 +182,29 @@ def _merge_up(
     partial, lse, up, out, heads, splits, width, up_head, up_rank, up_value,
     RANK: tl.constexpr, V: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, b, t): V columns of head h's values of token t. Its part of W_UV is on the way before the wait for
+    """Program (h, b, t): V columns of head h's values of token t. Loads its part of W_UV before the wait for
     `decode`.
     """
     head, value = tl.program_id(0), tl.program_id(1) * V + tl.arange(0, V)
     dim, real = tl.arange(0, RANK), value < width
     at = up + head.to(tl.int64) * up_head + dim[:, None] * up_rank + value[None, :] * up_value
     weights = tl.load(at, mask=real[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     pair = (tl.program_id(2) * heads + head).to(tl.int64)
-    joined = merged(partial, lse, pair, splits, RANK, SPLITS).to(out.dtype.element_ty).to(tl.float32)
+    joined = merge_splits(partial, lse, pair, splits, RANK, SPLITS).to(out.dtype.element_ty).to(tl.float32)
     sums = tl.sum(joined[:, None] * weights.to(tl.float32), 0)
     tl.store(out + pair * width + value, sums.to(out.dtype.element_ty), mask=real)
 
 
 def merge_up(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
-    """The splits of `decode` joined and multiplied by W_UV in one launch: → [T, H * v]. For up to MERGE_UP_TOKENS
-    tokens: every token reads all of W_UV again. uv_HRv: bfloat16, a view [H, r, v] of any strides.
+    """Merges the splits of `decode` and multiplies by W_UV in one launch: → [T, H * v].
+
+    For up to MERGE_UP_TOKENS tokens: every token reads all of W_UV again. uv_HRv: bfloat16, a view of any strides.
     """
     tokens, heads, splits, rank = partial.shape
-    width = uv_HRv.shape[2]
-    columns = 16 if heads <= 32 else 32
+    width, columns = uv_HRv.shape[2], 16 if heads <= 32 else 32
     out = torch.empty(tokens, heads * width, dtype=uv_HRv.dtype, device=partial.device)
-    _merge_up[(heads, triton.cdiv(width, columns), tokens)](
+    _merge_up[heads, triton.cdiv(width, columns), tokens](
         partial, lse_THs, uv_HRv, out, heads, splits, width, *uv_HRv.stride(),
         RANK=rank, V=columns, SPLITS=triton.next_power_of_2(splits), num_warps=8, **launch_options(out),
     )  # fmt: skip
@@ -248,7 +216,7 @@ def _merge_up_many(
     partial, lse, up, out, tokens, heads, splits, width, up_head, up_rank, up_value,
     RANK: tl.constexpr, V: tl.constexpr, M: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, b, i): V columns of head h's values of the i-th M tokens, whose splits are joined as the product
+    """Program (h, b, i): V columns of head h's values of the i-th M tokens, whose splits are merged as the product
     reads them.
     """
     head, value = tl.program_id(0).to(tl.int64), tl.program_id(1) * V + tl.arange(0, V)
@@ -256,9 +224,7 @@ def _merge_up_many(
     weights = up + head * up_head + dim[None, :] * up_rank + value[:, None] * up_value
     live, real = lane < tokens, value < width
     pair = lane.to(tl.int64) * heads + head
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     seen = live[:, None] & (split < splits)[None, :]
     own = tl.load(lse + pair[:, None] * splits + split[None, :], mask=seen, other=-float("inf"))
     top = tl.max(own, 1)
@@ -273,7 +239,7 @@ def _merge_up_many(
             at = partial + (pair * splits + s)[:, None] * RANK + first + dim[None, :]
             x += tl.load(at, mask=(mine > 0.0)[:, None], other=0.0).to(tl.float32) * mine[:, None]
         product = tl.dot(x.to(out.dtype.element_ty), w.T, product)
-    to = out + (lane.to(tl.int64)[:, None] * heads + head) * width + value[None, :]
+    to = out + pair[:, None] * width + value[None, :]
     tl.store(to, product.to(out.dtype.element_ty), mask=live[:, None] & real[None, :])
 
 
@@ -290,7 +256,7 @@ def merge_up_many(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
     width = uv_HRv.shape[2]
     columns = min(triton.next_power_of_2(width), 128)
     out = torch.empty(tokens, heads * width, dtype=uv_HRv.dtype, device=partial.device)
-    _merge_up_many[(heads, triton.cdiv(width, columns), triton.cdiv(tokens, 32))](
+    _merge_up_many[heads, triton.cdiv(width, columns), triton.cdiv(tokens, 32)](
         partial, lse_THs, uv_HRv, out, tokens, heads, splits, width, *uv_HRv.stride(),
         RANK=rank, V=columns, M=32, K=MERGE_UP_RANKS, SPLITS=triton.next_power_of_2(splits), num_warps=4, **launch_options(out),
     )  # fmt: skip
@@ -306,9 +272,7 @@ def _up(
     head, value = tl.program_id(0).to(tl.int64), tl.program_id(1) * V + tl.arange(0, V)
     lane, dim = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, K)
     weights = up + head * up_head + dim[None, :] * up_rank + value[:, None] * up_value
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     at = sums + lane.to(tl.int64)[:, None] * sums_token + head * sums_head + dim[None, :]
     product = tl.zeros((M, V), tl.float32)
     for first in range(0, RANK, K):
@@ -320,14 +284,16 @@ def _up(
 
 
 def up(u_THr: Tensor, uv_HRv: Tensor, *, overlap: bool = True) -> Tensor:
-    """Sums of latents times W_UV: → [T, H * v]. The tiles do not depend on the number of tokens, so that a token's bits
-    do not either; where they may, a library's batched product is faster. uv_HRv: bfloat16, a view [H, r, v] of any
-    strides. overlap: whether it may start while the kernel before it ends.
+    """Sums of latents times W_UV: → [T, H * v].
+
+    The tiles do not depend on the number of tokens, so that a token's bits do not either; where they may, a library's
+    batched product is faster. uv_HRv: bfloat16, a view of any strides. overlap: whether it may start while the kernel
+    before it ends.
     """
     tokens, heads, rank = u_THr.shape
     width, columns = uv_HRv.shape[2], min(triton.next_power_of_2(uv_HRv.shape[2]), 64)
     out = torch.empty(tokens, heads * width, dtype=u_THr.dtype, device=u_THr.device)
-    _up[(heads, triton.cdiv(width, columns), triton.cdiv(tokens, 64))](
+    _up[heads, triton.cdiv(width, columns), triton.cdiv(tokens, 64)](
         u_THr, uv_HRv, out, tokens, width, *u_THr.stride()[:2], *uv_HRv.stride(),
         RANK=rank, V=columns, M=64, K=64, num_warps=4, num_stages=4, **(launch_options(out) if overlap else {"PDL": False}),
     )  # fmt: skip
@@ -341,12 +307,10 @@ def _gather(
     plane, table, starts, firsts, out, plane_scale, tokens, rows, table_row,
     RANK: tl.constexpr, ROPE: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, i): N tokens of row i; row `rows` is what lies behind all rows, shared among the programs of axis
+    """Program (b, i): N tokens of row i; row `rows` is what lies after all rows, shared among the programs of axis
     0.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row, dim, rope = tl.program_id(1), tl.arange(0, RANK)[None, :], RANK + tl.arange(0, ROPE)[None, :]
     begin = tl.load(starts + row)
     if row == rows:
@@ -374,29 +338,16 @@ def _gather(
     tl.store(target + rope, key.to(out.dtype.element_ty), mask=real)
 
 
-def gather(
-    plane_PSD: Tensor,
-    table_RL: Tensor,
-    starts_R1: Tensor,
-    tokens: int,
-    *,
-    rank: int,
-    max_context: int,
-    first_R: Tensor | None = None,
-    plane_scale: Tensor | None = None,
-) -> Tensor:
-    """Cached latents of ragged rows, side by side: → bfloat16 [tokens, D]; row i's lie from starts[i] to starts[i + 1]
-    and are its context positions from first[i] (0 without first_R) on. Beyond the last row the result is zero, so that
-    padded products stay finite.
-
-    starts_R1, first_R: int32. max_context: an upper bound of a row's part. e4m3 planes are multiplied by plane_scale.
+def gather(latents: LatentPlane, table_RL: Tensor, chunk: ContextChunk, rank: int) -> Tensor:
+    """Cached latents of ragged rows, contiguous and dequantized: → bfloat16 [tokens, D], zero after the last row so
+    that padded products stay finite.
     """
-    dim, at_once = plane_PSD.shape[-1], 8
-    dtype = torch.bfloat16 if plane_scale is not None else plane_PSD.dtype
-    out, rows = torch.empty(tokens, dim, dtype=dtype, device=plane_PSD.device), len(starts_R1) - 1
-    _gather[(triton.cdiv(max_context, at_once), rows + 1)](
-        plane_PSD, table_RL, starts_R1, first_R, out, plane_scale, tokens, rows, table_RL.stride(0),
-        RANK=rank, ROPE=dim - rank, N=at_once, FIRST=first_R is not None, SCALED=plane_scale is not None,
+    plane, (dim, at_once) = latents.paged_PSD, (latents.paged_PSD.shape[-1], 8)
+    dtype = torch.bfloat16 if latents.scale is not None else plane.dtype
+    out, rows = torch.empty(chunk.tokens, dim, dtype=dtype, device=plane.device), len(chunk.starts_R1) - 1
+    _gather[triton.cdiv(chunk.max_tokens, at_once), rows + 1](
+        plane, table_RL, chunk.starts_R1, chunk.first_R, out, latents.scale, chunk.tokens, rows, table_RL.stride(0),
+        RANK=rank, ROPE=dim - rank, N=at_once, FIRST=chunk.first_R is not None, SCALED=latents.scale is not None,
         num_warps=4, **launch_options(out),
     )  # fmt: skip
     return out
@@ -404,59 +355,53 @@ def gather(
 
 @triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["query_starts", "context_starts"])
 def _prefill(
-    query, keys, turned_keys, values, query_starts, context_starts, out, lse, scale, tokens, heads, rows,
+    query, keys, rope_keys, values, query_starts, context_starts, out, lse, scale, tokens, heads, rows,
     query_token, query_head, key_head, value_head,
     NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h, i): the b-th block from the end of row i's query tokens, for head h; row `rows` is the padding
-    behind all rows. The last blocks have the most to do, so they come first.
+    after all rows. The last blocks have the most to do, so they come first.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
     begin = tl.load(query_starts + row)
     if row == rows:
-        cleared(out, begin, tokens, head, heads, V, M)
+        zero_tokens(out, begin, tokens, head, heads, V, M)
         return
     end = tl.load(query_starts + row + 1)
-    context, behind = tl.load(context_starts + row), tl.load(context_starts + row + 1)
+    context, context_end = tl.load(context_starts + row), tl.load(context_starts + row + 1)
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     if block >= end - begin:
         return
-    context_tokens = behind - context
+    context_tokens = context_end - context
     lane, key = tl.arange(0, M), tl.arange(0, N)
     token, real = (begin + block + lane).to(tl.int64), begin + block + lane < end
     nope, rope, dim = tl.arange(0, NOPE), tl.arange(0, ROPE), tl.arange(0, V)
     at = query + token[:, None] * query_token + head * query_head
     q = tl.load(at + nope[None, :], mask=real[:, None], other=0.0)
-    turned = tl.load(at + NOPE + rope[None, :], mask=real[:, None], other=0.0)
+    rope_q = tl.load(at + NOPE + rope[None, :], mask=real[:, None], other=0.0)
     # the first context token that a query token does not see
-    reach = tl.full((M,), 0, tl.int32) + context_tokens
+    limit = tl.full((M,), 0, tl.int32) + context_tokens
     if CAUSAL:
-        reach = tl.minimum(context_tokens - (end - begin) + block + lane + 1, context_tokens)
-    plain = tl.maximum(tl.min(reach), 0) // N * N  # keys that every query token of the block sees
+        limit = tl.minimum(context_tokens - (end - begin) + block + lane + 1, context_tokens)
+    plain = tl.maximum(tl.min(limit), 0) // N * N  # keys that every query token of the block sees
     strength = tl.full((M,), scale, tl.float32)
-    top, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
-    sums = tl.zeros((M, V), tl.float32)
+    top, total, sums = empty_softmax(M, V)
     for start in range(0, plain, N):
         scores = tl.dot(q, keys.load([context + start, head * key_head]).T)
-        scores = tl.dot(turned, turned_keys.load([context + start, 0]).T, scores)
-        weights, factor, top = weigh(scores, strength, top)
-        total = total * factor + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(q.dtype), values.load([context + start, head * value_head]), sums * factor[:, None])
-    for start in range(plain, tl.max(reach), N):
+        scores = tl.dot(rope_q, rope_keys.load([context + start, 0]).T, scores)
+        column = head * value_head
+        top, total, sums = add_block(scores, values, context + start, column, q.dtype, strength, top, total, sums)
+    for start in range(plain, tl.max(limit), N):
         scores = tl.dot(q, keys.load([context + start, head * key_head]).T)
-        scores = tl.dot(turned, turned_keys.load([context + start, 0]).T, scores)
-        scores = tl.where((start + key)[None, :] < reach[:, None], scores, -float("inf"))
-        weights, factor, top = weigh(scores, strength, top)
-        total = total * factor + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(q.dtype), values.load([context + start, head * value_head]), sums * factor[:, None])
-    some = total > 0.0
-    sums *= (1.0 / tl.where(some, total, 1.0))[:, None]
+        scores = tl.dot(rope_q, rope_keys.load([context + start, 0]).T, scores)
+        scores = tl.where((start + key)[None, :] < limit[:, None], scores, -float("inf"))
+        column = head * value_head
+        top, total, sums = add_block(scores, values, context + start, column, q.dtype, strength, top, total, sums)
+    sums = mean_of(total, sums)
     pair = token * heads + head
-    tl.store(lse + pair, tl.where(some, top * LN2 + tl.log(total), -float("inf")), mask=real)
+    tl.store(lse + pair, lse_of(top, total), mask=real)
     tl.store(out + pair[:, None] * V + dim[None, :], sums.to(out.dtype.element_ty), mask=real[:, None])
 
 
@@ -465,41 +410,33 @@ def prefill(
     key_SHn: Tensor,
     rope_Sc: Tensor,
     value_SHv: Tensor,
-    query_starts_R1: Tensor,
-    context_starts_R1: Tensor,
+    rows: RaggedRows,
     *,
-    max_query: int,
     scale: float,
-    causal: bool = True,
     out_THv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of ragged rows to decompressed keys and values: → (out [T, H, v], LSE [T, H]).
+    """Attention of ragged rows to expanded keys and values: → (out [T, H, v], LSE [T, H]).
 
-    Row i's query tokens are query_starts[i] … query_starts[i + 1], its context tokens context_starts[i] …
-    context_starts[i + 1]; causal: its queries are the last of its context; else every query sees all of it. starts:
-    int32 [R + 1]. max_query: an upper bound of a row's query tokens. Keys and values are token-major views [S, H, n]
-    and [S, H, v], rope_Sc [S, c] the rotated key that all heads share. A query that sees nothing gets 0 and -inf;
-    tokens behind the last row are padding: their result is 0, and their LSE undefined. out_THv: where the result is put
-    if it is given, contiguous.
+    Keys and values are token-major views; rope_Sc is the rotated key that all heads share. A query that sees nothing
+    gets 0 and -inf. Tokens after the last row are padding: their result is 0, and their LSE undefined. out_THv: a
+    contiguous tensor for the result.
     """
     tokens, heads, _ = query_THq.shape
-    nope, rope, width = key_SHn.shape[2], rope_Sc.shape[1], value_SHv.shape[2]
+    nope, rope, width, count = key_SHn.shape[2], rope_Sc.shape[1], value_SHv.shape[2], len(rows.query_starts_R1) - 1
     tiles = prefill_tiles()
     out = query_THq.new_empty(tokens, heads, width) if out_THv is None else out_THv
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=query_THq.device)
-    rows = len(query_starts_R1) - 1
-    _prefill[(triton.cdiv(max_query, tiles.rows), heads, rows + 1)](
-        query_THq, _rows(key_SHn, [tiles.keys, nope]), TensorDescriptor.from_tensor(rope_Sc, [tiles.keys, rope]),
-        _rows(value_SHv, [tiles.keys, width]), query_starts_R1, context_starts_R1, out, lse, scale * LOG2E, tokens, heads, rows,
-        query_THq.stride(0), query_THq.stride(1), key_SHn.stride(1), value_SHv.stride(1),
-        NOPE=nope, ROPE=rope, V=width, M=tiles.rows, N=tiles.keys, CAUSAL=causal,
-        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **launch_options(out),
+    _prefill[triton.cdiv(rows.max_query, tiles.rows), heads, count + 1](
+        query_THq, _described(key_SHn, tiles.keys), TensorDescriptor.from_tensor(rope_Sc, [tiles.keys, rope]),
+        _described(value_SHv, tiles.keys), *rows[:2], out, lse, scale * LOG2E, tokens, heads, count,
+        *query_THq.stride()[:2], key_SHn.stride(1), value_SHv.stride(1),
+        NOPE=nope, ROPE=rope, V=width, M=tiles.rows, N=tiles.keys, CAUSAL=rows.is_causal, **tiles.options(out),
     )  # fmt: skip
     return out, lse
 
 
-def _rows(x_SHd: Tensor, block: list[int]) -> TensorDescriptor:
-    """A descriptor of rows of all heads' columns: column head * stride(1) is where a head begins."""
+def _described(x_SHd: Tensor, keys: int) -> TensorDescriptor:
+    """A descriptor of rows of all heads' columns; column head * stride(1) is where a head begins."""
     tokens, heads, dim = x_SHd.shape
     width = (heads - 1) * x_SHd.stride(1) + dim
-    return TensorDescriptor(x_SHd, [tokens, width], [x_SHd.stride(0), 1], block)
+    return TensorDescriptor(x_SHd, [tokens, width], [x_SHd.stride(0), 1], [keys, dim])

@@ -7,8 +7,8 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
+from thalweg.kernels.attend.ref import rotate_
 from thalweg.kernels.case import KernelCase, normal, size, tolerance_of
-from thalweg.kernels.rope.ref import rotate_
 
 
 def cases(generator: torch.Generator) -> Iterator[KernelCase]:
@@ -16,24 +16,16 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
     for tokens, width, first, heads, dim, turning in shapes:
         for dtype in (torch.float32, torch.bfloat16):
             x, angles = normal(generator, tokens, width, dtype=dtype), normal(generator, tokens, turning // 2) * 100
-            exact = x.double()
+            exact, cos_sin = x.double(), torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
             for head in range(heads):
                 at = first + head * dim
                 even, odd = x[:, at : at + turning : 2].double(), x[:, at + 1 : at + turning : 2].double()
                 cos, sin = angles.double().cos(), angles.double().sin()
-                exact[:, at : at + turning : 2], exact[:, at + 1 : at + turning : 2] = (
-                    even * cos - odd * sin,
-                    odd * cos + even * sin,
-                )
+                pairs = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
+                exact[:, at : at + turning] = pairs.flatten(1)
             yield KernelCase(
                 name=f"{tokens} tokens, {heads} heads, {turning} dims, {dtype}",
-                inputs={
-                    "x_TX": x,
-                    "cos_sin_T1c": torch.polar(torch.ones_like(angles), angles).unsqueeze(1),
-                    "first": first,
-                    "heads": heads,
-                    "dim": dim,
-                },
+                inputs={"x_TX": x, "cos_sin_T1c": cos_sin, "first": first, "heads": heads, "dim": dim},
                 exact=(exact,),
                 tolerance=tolerance_of(dtype),
                 flops=3 * tokens * heads * turning,
