@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from thalweg.bench.answers import Texts
-from thalweg.bench.multiple_choice import of_recall
+from thalweg.bench.eval_files import recall_questions
+from thalweg.bench.eval_prompts import PromptFormat
 from thalweg.bench.tasks import make_items
 
 HEAD = """\
@@ -61,7 +61,7 @@ metric_list:
 """
 
 
-def written(name: str, texts: Texts, count: int) -> tuple[list[dict[str, object]], str]:
+def written(name: str, texts: PromptFormat, count: int) -> tuple[list[dict[str, object]], str]:
     """Rows and task text of a task whose answer is the last word or number that is written."""
     items = make_items(name, "held_out", count)
     rows: list[dict[str, object]] = [
@@ -71,13 +71,13 @@ def written(name: str, texts: Texts, count: int) -> tuple[list[dict[str, object]
     return rows, WRITTEN.format(limit=items[0].max_new_tokens)
 
 
-def chosen(texts: Texts, count: int) -> tuple[list[dict[str, object]], str]:
+def chosen(texts: PromptFormat, count: int) -> tuple[list[dict[str, object]], str]:
     """Rows and task text of the right word among four."""
     return list(_chosen(texts, count)), CHOSEN
 
 
-def _chosen(texts: Texts, count: int) -> Iterator[dict[str, object]]:
-    for question in of_recall(make_items("recall", "held_out", count)):
+def _chosen(texts: PromptFormat, count: int) -> Iterator[dict[str, object]]:
+    for question in recall_questions(make_items("recall", "held_out", count)):
         assert not isinstance(question.prompt, str)
         prompt = texts.encoder.encode(question.prompt, None, thinking=False)
         yield {"prompt": prompt, "choices": question.choices, "answer": question.answer}
@@ -92,7 +92,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--items", type=int, default=100, metavar="N", help="documents of a task (default: 100)")
     args = parser.parse_args(words)
     args.folder.mkdir(parents=True, exist_ok=True)
-    texts = Texts(args.model)
+    texts = PromptFormat(args.model)
     made = {name: written(name, texts, args.items) for name in ("sums", "recall")}
     made["recall_choice"] = chosen(texts, args.items)
     for name, (rows, text) in made.items():

@@ -34,7 +34,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from thalweg.bench import ceilings, coverage
-from thalweg.bench.in_process import random_batch, room_for, start, time_batch
+from thalweg.bench.in_process import random_batch, reserve, start, time_batch
 from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import ThalwegError
@@ -347,7 +347,7 @@ def run(folder: Path, rows: Sequence[int]) -> None:
         Options(), model=str(folder), load_format="dummy", context_length=LENGTH, cuda_graph_bs=tuple(rows), warmup=False,
         cuda_graph_mode="full_decode_only", chunked_prefill_size=8192, max_total_tokens=max(LENGTH, pages),
     )  # fmt: skip
-    resolved, engine = start(room_for(wish, max(rows), CONTEXT, STEPS))
+    resolved, engine = start(reserve(wish, max(rows), CONTEXT, STEPS))
     for count in rows:
         known = {
             "model": folder.name, "command": f"python benchmarks/gpu/kernel_budget.py {folder.name} {count}", "config": config, "ceilings": top,

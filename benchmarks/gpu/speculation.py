@@ -14,7 +14,7 @@ v3-slim, v2-lite, qwen: chains of 0 to 4 drafts, 1 to 128 requests of 1,024 toke
     forwards take by themselves, and what else there is in a step. For v3-slim as many drafts as the engine chooses,
     too. NAME-tree: trees of 16 nodes with the root, 4 deep, and in the same engine smaller ones, no drafts, and as many
     as it chooses. NAME-32k: 1 to 32 requests of 32,768 tokens. long: 32,768 tokens of v3-slim, in verifications of its
-    next-token layer's drafts; see thalweg/bench/recompute.py. Ends with 1 where it is not fine. head: trains an EAGLE-3
+    next-token layer's drafts; see recompute.py. Ends with 1 where it is not fine. head: trains an EAGLE-3
     head for the bundled model, with the corpus that --corpus names, for --minutes. accepted: how many of its drafts are
     right on held-out items, as chains and as a tree; on the CPU, whose tokens are exactly plain decoding's.
 
@@ -37,14 +37,16 @@ from random import Random
 from typing import Any
 
 import msgspec
+import recompute
 import torch
+from step_parts import add_overhead
 
-from thalweg.bench import acceptance, recompute
+from thalweg.bench import acceptance
 from thalweg.bench.datasets import vocabulary_of
-from thalweg.bench.in_process import Lengths, configuration, room_for
+from thalweg.bench.draft_shapes import DraftShape, resolved_for
+from thalweg.bench.in_process import Lengths, configuration, reserve
 from thalweg.bench.results import provenance, write
-from thalweg.bench.shapes import Shape, resolved_for
-from thalweg.bench.speculation import ADAPTIVE, Case, Row, add_overhead, label, rows_of, started
+from thalweg.bench.speculation import ADAPTIVE, DecodeCase, Row, label, rows_of, started
 from thalweg.config.options import Options
 from thalweg.config.tree import options_of
 from thalweg.core.plan import PAGE
@@ -52,7 +54,11 @@ from thalweg.engine.local import LocalEngine
 
 ACCEPTED = 2.5  # tokens of a verification
 SEED = 1
-CHAINS, TREE, TREES_OF_ALL = (0, 1, 2, 3, 4), Shape(4, 4, 15, (0, 15)), Shape(4, 4, 15, (0, 1, 3, 7, 15, ADAPTIVE))
+CHAINS, TREE, TREES_OF_ALL = (
+    (0, 1, 2, 3, 4),
+    DraftShape(4, 4, 15, (0, 15)),
+    DraftShape(4, 4, 15, (0, 1, 3, 7, 15, ADAPTIVE)),
+)
 BATCHES = (
     (1, 256),
     (2, 256),
@@ -97,14 +103,14 @@ class Part:
     seconds: int
     what: str
     model: str = ""
-    shape: Shape | None = None
+    shape: DraftShape | None = None
     eagle: bool = False
     input: int = 1024
     batches: tuple[tuple[int, int], ...] = BATCHES
 
 
-def chains(*widths: int) -> Shape:
-    return Shape(1, max(widths), max(widths), widths)
+def chains(*widths: int) -> DraftShape:
+    return DraftShape(1, max(widths), max(widths), widths)
 
 
 V3, V2, QWEN = "deepseek-v3-slim", "deepseek-v2-lite", "qwen2.5-7b"
@@ -164,13 +170,13 @@ def head_of(model: Path) -> Iterator[Path]:
         yield head
 
 
-def cases_of(part: Part, said: argparse.Namespace) -> list[Case]:
+def cases_of(part: Part, said: argparse.Namespace) -> list[DecodeCase]:
     """What the part measures, or the little that was asked for."""
     batches = [(many, said.output) for many in said.batches] if said.batches else part.batches
-    return [Case(many, said.input or part.input, output or 24, SEED) for many, output in batches]
+    return [DecodeCase(many, said.input or part.input, output or 24, SEED) for many, output in batches]
 
 
-def config_for(part: Part, said: argparse.Namespace, cases: Sequence[Case], head: Path | None) -> Options:
+def config_for(part: Part, said: argparse.Namespace, cases: Sequence[DecodeCase], head: Path | None) -> Options:
     """A server's, but for graphs and rooms that nothing here would use. head: the drafter's folder."""
     assert part.shape is not None, "what is timed drafts"
     batch, longest = max(case.batch for case in cases), max(case.input + case.output for case in cases)
@@ -189,7 +195,7 @@ def config_for(part: Part, said: argparse.Namespace, cases: Sequence[Case], head
         wishes["cuda_graph_bs"] = tuple(one for one in rows if one <= most)
         wishes["piecewise_cuda_graph_tokens"] = TOKENS
     input = max(case.input for case in cases)
-    return room_for(options_of(**wishes), batch, input, longest - input + 2 * PAGE)
+    return reserve(options_of(**wishes), batch, input, longest - input + 2 * PAGE)
 
 
 def speed(name: str, part: Part, said: argparse.Namespace) -> int:

@@ -13,13 +13,24 @@ from typing import Any
 
 import pytest
 
-from thalweg.bench import ablate, ablate_run
-from thalweg.bench.ablate_cell import Order
-from thalweg.bench.ablate_cells import LADDER, MATRIX, ONE, cells
-from thalweg.bench.ablate_columns import SHORT, Column, Level, Probe, columns, features
-from thalweg.bench.ablate_load import Ask, Workload, closed_loop, draw, must_fit
-from thalweg.bench.datasets import Vocabulary
-from thalweg.bench.eval_run import Asked
+from thalweg.bench import ablate, ablation_cell
+from thalweg.bench.ablation_cell import CellOrder, CellWorkload, draw
+from thalweg.bench.ablation_columns import (
+    LADDER,
+    MATRIX,
+    ONE,
+    SHORT,
+    AblationColumn,
+    ColumnLevel,
+    SettingsProbe,
+    cells,
+    columns,
+    features,
+)
+from thalweg.bench.ablation_tables import differences_from_base
+from thalweg.bench.datasets import OrdinaryTokens
+from thalweg.bench.evaluation import EvalSettings
+from thalweg.bench.in_process import exactly, run_all
 from thalweg.config.machine import Machine
 from thalweg.config.tree import settings
 from thalweg.core.errors import UnsupportedConfig
@@ -31,25 +42,25 @@ SIZES = {  # decisions that are settings and no features: how much, where, and w
     "threads", "device", "dtype", "max_running_requests", "max_total_tokens", "mem_fraction_static", "context_length", "random_seed",
     "speculative_num_steps", "cuda_graph_bs", "piecewise_cuda_graph_tokens", "chat_template", "reasoning_parser", "tool_call_parser",
 }  # fmt: skip
-SMALL = Workload(input_len=12, output_len=6, concurrency=(2,), waves=1)
+SMALL = CellWorkload(input_len=12, output_len=6, concurrency=(2,), waves=1)
 
 
 @pytest.fixture(scope="module")
-def probe() -> Probe:
-    return Probe({"model": str(TINY), "random_seed": 0}, HERE)
+def probe() -> SettingsProbe:
+    return SettingsProbe({"model": str(TINY), "random_seed": 0}, HERE)
 
 
 # ---- columns ----
 
 
-def test_every_decision_is_a_feature_or_a_size(probe: Probe) -> None:
+def test_every_decision_is_a_feature_or_a_size(probe: SettingsProbe) -> None:
     base = probe.start()
     decided = {one.name for one in base.decisions if one.name in settings()}
     assert decided <= set(features(base)) | SIZES, "a new setting: give it an off value, or name it as a size here"
     assert not set(features(base)) & SIZES
 
 
-def test_ablation_columns_come_from_the_resolver(probe: Probe) -> None:
+def test_ablation_columns_come_from_the_resolver(probe: SettingsProbe) -> None:
     found = {column.name: column for column in columns([], probe)}
     assert [level.wish for level in found["radix"].levels] == [False, ...] and found["radix"].base == "on"
     assert [level.wish for level in found["deterministic"].levels] == [..., True] and found[
@@ -59,7 +70,7 @@ def test_ablation_columns_come_from_the_resolver(probe: Probe) -> None:
     assert {"graph", "mla", "overlap", "tp", "ep", "dp-attention", "nextn"} <= set(found)
 
 
-def test_what_cannot_run_has_the_resolvers_reason(probe: Probe) -> None:
+def test_what_cannot_run_has_the_resolvers_reason(probe: SettingsProbe) -> None:
     reasons = {cell.labels_that_differ: cell.reason for cell in _changed(columns([], probe), probe)}
     assert "a CPU has none" in reasons["graph on"] and "one device" in reasons["tp on"]
     assert "device cpu" in reasons["attention on"]
@@ -72,7 +83,7 @@ def test_what_cannot_run_has_the_resolvers_reason(probe: Probe) -> None:
      (["radix", "radix"], "given twice"), (["radix", "radix-cache"], "given twice"), (["foo=1,2"], "no such setting")],
 )  # fmt: skip
 def test_an_unknown_column_is_an_error_before_measuring(
-    words: list[str], said: str, probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: list[str], said: str, probe: SettingsProbe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(ablate, "run_cell", lambda *_: pytest.fail("a cell was run"))
@@ -86,7 +97,7 @@ def test_every_short_name_is_a_setting() -> None:
     assert set(SHORT.values()) <= set(settings())
 
 
-def test_columns_with_values(probe: Probe) -> None:
+def test_columns_with_values(probe: SettingsProbe) -> None:
     (column,) = columns(["dtype=float32,bfloat16"], probe)
     assert [cell.wishes for cell in cells(ONE, [column], probe)] == [
         {},
@@ -103,11 +114,14 @@ class _Named:
     reason: str
 
 
-def _changed(made: list[Column], probe: Probe) -> list[_Named]:
-    return [_Named(ablate.changed(made, cell.labels), cell.reason) for cell in cells(ONE, made, probe)]
+def _changed(made: list[AblationColumn], probe: SettingsProbe) -> list[_Named]:
+    return [
+        _Named(differences_from_base([one.as_json() for one in made], cell.labels), cell.reason)
+        for cell in cells(ONE, made, probe)
+    ]
 
 
-def test_modes(probe: Probe) -> None:
+def test_modes(probe: SettingsProbe) -> None:
     made = columns(["overlap", "tp", "radix"], probe)
     matrix = cells(MATRIX, made, probe)
     assert len(matrix) == 8 and len({cell.key for cell in matrix}) == 8
@@ -135,7 +149,7 @@ class FakeEngine:
     uid: int = -1
     idle: bool = True
 
-    def submit(self, prompt: list[int], params: Any) -> tuple[int]:
+    def submit(self, prompt: list[int], params: Any, grammar: Any) -> tuple[int]:
         self.uid += 1
         self.running[self.uid] = params.max_tokens
         self.most = max(self.most, len(self.running))
@@ -153,32 +167,32 @@ class FakeEngine:
 
 def test_a_closed_loop_keeps_so_many_under_way_and_loses_none() -> None:
     engine: Any = FakeEngine()
-    asks = [Ask([1], n) for n in (5, 1, 2, 9, 3)]
-    seen = closed_loop(engine, asks, 2)
-    assert [one.tokens for one in seen] == [5, 1, 2, 9, 3] and engine.most == 2
+    seen = [exactly([1], n) for n in (5, 1, 2, 9, 3)]
+    run_all(engine, seen, 2)
+    assert [len(one.tokens) for one in seen] == [5, 1, 2, 9, 3] and engine.most == 2
     assert all(one.start <= one.first <= one.end and one.cached == 3 for one in seen)
 
 
 def test_lengths_are_as_asked_and_the_same_in_every_cell() -> None:
-    work = Workload(input_len=100, output_len=50, spread=0.2, shared_prefix=30)
-    vocabulary = Vocabulary(range(5, 500))
+    work = CellWorkload(input_len=100, output_len=50, spread=0.2, shared_prefix=30)
+    vocabulary = OrdinaryTokens(range(5, 500))
     asks = draw(work, 400, vocabulary, "8 0")
     assert asks == draw(work, 400, vocabulary, "8 0") != draw(work, 400, vocabulary, "8 1")
     assert {tuple(ask.prompt[:30]) for ask in asks} == {tuple(asks[0].prompt[:30])}
-    inputs, outputs = [len(ask.prompt) for ask in asks], [ask.output_len for ask in asks]
+    inputs, outputs = [len(ask.prompt) for ask in asks], [ask.params.max_tokens for ask in asks]
     assert min(inputs) >= 80 and max(inputs) <= 120 and abs(sum(inputs) / 400 - 100) < 2
     assert min(outputs) >= 40 and max(outputs) <= 60 and abs(sum(outputs) / 400 - 50) < 1
     with pytest.raises(UnsupportedConfig, match="up to 180 tokens"):
-        must_fit(work, 179)
-    must_fit(work, 180)
+        work.check(179)
+    work.check(180)
 
 
 # ---- cells in processes ----
 
 
-def _order(model: Path) -> Order:
+def _order(model: Path) -> CellOrder:
     base = {"model": str(model), "threads": 1, "dtype": "float32", "max_running_requests": 2, "max_total_tokens": 4096}
-    return Order(settings=base, work=SMALL, accuracy=Asked())
+    return CellOrder(settings=base, work=SMALL, accuracy=EvalSettings())
 
 
 def test_an_ablation_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,24 +216,24 @@ def test_an_ablation_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     shown = capsys.readouterr().out
     assert "| radix off |" in shown and "- tp on: not runnable: tp_size: this version" in shown
-    assert "**One round: nothing tells the noise" in shown and max(map(len, shown.splitlines()[2:12])) < 110
-    assert out.with_suffix(".md").read_text() == shown and out.with_suffix(".svg").read_text().startswith("<svg")
+    assert "**One round: the noise is unknown" in shown and max(map(len, shown.splitlines()[2:12])) < 110
+    assert out.with_suffix(".md").read_text() == shown and out.with_suffix(".svg").read_text().startswith("<?xml")
 
 
 def test_a_cell_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     begin = time.monotonic()
-    result = ablate_run.run(_order(TINY), 0.5)
+    result = ablation_cell.run_cell(_order(TINY), 0.5)
     assert time.monotonic() - begin < 10
     assert (
-        result["status"] == ablate_run.TIMED_OUT
+        result["status"] == ablation_cell.TIMED_OUT
         and result["reason"] == "not done within 0.5 s"
         and result["batches"] == []
     )
 
 
 def test_a_cell_that_cannot_be_served_says_so(tmp_path: Path) -> None:
-    result = ablate_run.run(_order(tmp_path / "nowhere"), 60)
-    assert result["status"] == ablate_run.REFUSED and "nowhere" in result["reason"]
+    result = ablation_cell.run_cell(_order(tmp_path / "nowhere"), 60)
+    assert result["status"] == ablation_cell.REFUSED and "nowhere" in result["reason"]
 
 
 def test_a_cell_that_dies_keeps_its_partial_results(tmp_path: Path) -> None:
@@ -227,25 +241,25 @@ def test_a_cell_that_dies_keeps_its_partial_results(tmp_path: Path) -> None:
     news.write_text('{"single": {"decode_tokens_per_s": 5.0}}\n{"batch": {"concurrency": 2}}\n{"batch": {"concurr')
     said = tmp_path / "said"
     said.write_text("loading\nRuntimeError: out of memory\n\n")
-    result = ablate_run.told(news)
+    result = ablation_cell.read_news(news)
     assert result == {"single": {"decode_tokens_per_s": 5.0}, "batches": [{"concurrency": 2}], "accuracy": []}
-    assert ablate_run._outcome(1, result, said) == ("failed", "exit status 1: RuntimeError: out of memory")
-    assert ablate_run._outcome(-9, result, said)[1].startswith("killed by SIGKILL")
+    assert ablation_cell._outcome(1, result, said) == ("failed", "exit status 1: RuntimeError: out of memory")
+    assert ablation_cell._outcome(-9, result, said)[1].startswith("killed by SIGKILL")
 
 
 # ---- going on ----
 
 
 def _fake(log: list[dict[str, Any]], stop_at: int = 99) -> Any:
-    def run_cell(order: Order, limit: float) -> dict[str, Any]:
+    def run_cell(order: CellOrder, limit: float) -> dict[str, Any]:
         log.append({name: value for name, value in order.settings.items() if name not in ("model", "random_seed")})
-        assert not order.accuracy.asks or len(log) < 3, "later rounds need no answers"
+        assert not order.accuracy or len(log) < 3, "later rounds need no answers"
         result = {"status": "done", "reason": "", "seconds": 1.0, "batches": [], "accuracy": []}
         result["single"] = {
             "decode_tokens_per_s": 10.0 * len(log), "input_len": 760, "output_len": 460, "cpu_seconds": 2.0
         }  # fmt: skip
         if len(log) == stop_at:
-            raise ablate_run.Interrupted({**result, "status": "interrupted"})
+            raise ablation_cell.Interrupted({**result, "status": "interrupted"})
         return result
 
     return run_cell
@@ -278,7 +292,7 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(
     for other, why in (
         (["--output-len", "50"], "another workload"),
         (["--threads", "1"], "another base"),
-        (["--mode", "one-at-a-time"], "has 1 cells that are none of this table"),
+        (["--mode", "one-at-a-time"], "has 1 cells that this ablation does not have"),
     ):
         assert ablate.main([*words, *other]) == 1
         assert why in capsys.readouterr().err
@@ -296,7 +310,7 @@ def test_a_load_that_cannot_be_and_a_table_without_numbers_fail(
     assert "up to 7500 tokens" in capsys.readouterr().err and not (tmp_path / "a.json").exists()
     assert ablate.main([*words, "--gsm8k", str(tmp_path / "none")]) == 1 and log == []
     assert "cannot read" in capsys.readouterr().err
-    refused = {"status": ablate_run.REFUSED, "reason": "no room", "seconds": 1.0, "batches": [], "accuracy": []}
+    refused = {"status": ablation_cell.REFUSED, "reason": "no room", "seconds": 1.0, "batches": [], "accuracy": []}
     monkeypatch.setattr(ablate, "run_cell", lambda *_: dict(refused))
     assert ablate.main(words) == 1
     assert "- the base: not runnable: no room" in capsys.readouterr().out
@@ -314,7 +328,7 @@ def test_rounds_are_in_turn_and_each_is_kept(tmp_path: Path, monkeypatch: pytest
     assert [run["single"]["decode_tokens_per_s"] for run in base["again"]] == [40.0, 60.0]
     assert len(without["again"]) == 2 and "again" not in refused
     shown = out.with_suffix(".md").read_text()
-    assert "Medians of 3 rounds (least – most)." in shown and "nothing tells the noise" not in shown
+    assert "Medians of 3 rounds (least – most)." in shown and "the noise is unknown" not in shown
     assert "| the base  | 40.0 (10.0 – 60.0) |" in shown and "| radix off | 50.0 (20.0 – 70.0) |" in shown
     assert [run["round"] for run in base["again"]] == [1, 2]
 
@@ -359,7 +373,7 @@ def test_sigterm_ends_the_cell_and_keeps_the_rest(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "the same command goes on" in said
+    assert process.returncode == 130 and "the same command continues" in said
     assert children and not any(Path(f"/proc/{child}").exists() for child in children)
     assert [cell["status"] for cell in json.loads(out.read_text())["cells"]] == ["interrupted"]
 
@@ -369,11 +383,13 @@ def _children(pid: int) -> list[int]:
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in task.read_text().split():
-            if b"ablate_cell" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"ablation_cell" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(int(child))
     return found
 
 
 def test_levels_without_a_base_among_them() -> None:
-    column = Column("kv", "kv_cache_dtype", (Level("a", "a", "a"), Level("b", "b", "b")), "float32")
-    assert column.wishes(column.levels[0]) == {"kv_cache_dtype": "a"} and column.wishes(Level("x", ..., "x")) == {}
+    column = AblationColumn("kv", "kv_cache_dtype", (ColumnLevel("a", "a", "a"), ColumnLevel("b", "b", "b")), "float32")
+    assert (
+        column.wishes(column.levels[0]) == {"kv_cache_dtype": "a"} and column.wishes(ColumnLevel("x", ..., "x")) == {}
+    )

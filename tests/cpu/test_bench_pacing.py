@@ -19,9 +19,7 @@ import pytest
 
 from tests.cpu.null_sink import null_sink
 from thalweg.bench import serve
-from thalweg.bench.client import Client, Connection
-from thalweg.bench.pacer import Pacer
-from thalweg.bench.serve_args import parse
+from thalweg.bench.http_client import ArrivalSchedule, ClientConnection, HttpClient
 
 ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "benchmarks/traces/mooncake_conversation_200.jsonl"
@@ -50,8 +48,8 @@ def replay(url: str) -> tuple[dict[str, Any], list[float]]:
     flags += ["--trace-max-input-len", "1024", "--trace-max-output-len", "8"]
 
     async def body() -> tuple[dict[str, Any], list[float]]:
-        result = await serve.run(parse(flags), flags)
-        client = Client(url)
+        result = await serve.run(serve.parse(flags), flags)
+        client = HttpClient(url)
         arrivals = json.loads((await client.request("GET", "/arrivals")).text)[-200:]
         client.close()
         return result, arrivals
@@ -98,14 +96,14 @@ def test_due_requests_do_not_wait_for_reading() -> None:
     """A turn of the event loop that handles many sockets looks at the clock between them."""
 
     async def body() -> list[float]:
-        pacer, loop = Pacer(), asyncio.get_running_loop()
+        schedule, loop = ArrivalSchedule(), asyncio.get_running_loop()
         sent: list[float] = []
         start = time.perf_counter()
         for after in (0.02, 0.01, 0.04):
-            pacer.at(start + after, lambda now: sent.append(now - start))
+            schedule.at(start + after, lambda now: sent.append(now - start))
 
         def read() -> None:
-            pacer.poll(time.perf_counter())
+            schedule.poll(time.perf_counter())
             time.sleep(0.01)  # decoding what has come
 
         for _ in range(6):
@@ -122,10 +120,10 @@ def test_due_requests_are_sent_before_a_chunk_is_read() -> None:
     """Reading takes turns with sending, whatever is in the piece: here it is no HTTP at all."""
 
     async def body() -> list[str]:
-        pacer, said = Pacer(), list[str]()
-        connection = Connection(pacer)
+        schedule, said = ArrivalSchedule(), list[str]()
+        connection = ClientConnection(schedule)
         connection.parser = httptools.HttpResponseParser(connection)
-        pacer.at(time.perf_counter() + 0.005, lambda _: said.append("sent"))
+        schedule.at(time.perf_counter() + 0.005, lambda _: said.append("sent"))
         connection.data_received(b"HTTP/1.1 200 ")
         said.append("read")
         time.sleep(0.006)  # the event loop has no turn in between
@@ -137,13 +135,13 @@ def test_due_requests_are_sent_before_a_chunk_is_read() -> None:
 
 def test_late_requests_are_sent_at_once_and_none_is_lost() -> None:
     async def body() -> list[str]:
-        pacer, said = Pacer(), list[str]()
+        schedule, said = ArrivalSchedule(), list[str]()
         now = time.perf_counter()
-        pacer.at(now - 1, lambda _: said.append("past"))
+        schedule.at(now - 1, lambda _: said.append("past"))
         assert said == ["past"]
-        pacer.at(now + 0.03, lambda _: said.append("later"))
-        pacer.at(now + 0.01, lambda _: said.append("soon"))
-        pacer.at(now + 0.03, lambda _: said.append("last"))
+        schedule.at(now + 0.03, lambda _: said.append("later"))
+        schedule.at(now + 0.01, lambda _: said.append("soon"))
+        schedule.at(now + 0.03, lambda _: said.append("last"))
         await asyncio.sleep(0.06)
         return said
 

@@ -19,12 +19,12 @@ from tokenizers import AddedToken, Tokenizer, models
 from tests.cpu.bench_server import Fake, Send, serving, serving_in_a_thread
 from tests.cpu.null_sink import null_sink
 from thalweg.bench import serve
-from thalweg.bench.backends import OpenAI, Watch
-from thalweg.bench.client import Client
-from thalweg.bench.data_args import shorter
-from thalweg.bench.errors import HttpError
+from thalweg.bench.backends import OpenAI, TokenTimes
+from thalweg.bench.dataset_flags import shortening_flags
+from thalweg.bench.errors import DatasetError, HttpError
+from thalweg.bench.http_client import HttpClient
 from thalweg.bench.metrics import Record
-from thalweg.bench.serve_args import parse
+from thalweg.bench.serve import parse
 
 
 @pytest.fixture
@@ -100,12 +100,12 @@ def test_failures_are_counted_with_their_reasons(tokenizer: str) -> None:
 def test_thoughts_are_output_and_no_answer() -> None:
     """Both names that servers have for them; a later turn gets the answer alone."""
     backend, record = OpenAI(chat=True, ids=False), Record(start=1.0)
-    watch = Watch(record)
+    times = TokenTimes(record)
     for at, delta in enumerate(
         ({"reasoning_content": "Hm. "}, {"reasoning": "Yes."}, {"content": "Seven"}, {"content": "!"})
     ):
-        backend.event(json.dumps({"choices": [{"delta": delta}]}).encode(), 2.0 + at, watch)
-    assert (record.text, record.text[record.thought :], watch.seen) == ("Hm. Yes.Seven!", "Seven!", 4)
+        backend.event(json.dumps({"choices": [{"delta": delta}]}).encode(), 2.0 + at, times)
+    assert (record.text, record.text[record.thought :], times.seen) == ("Hm. Yes.Seven!", "Seven!", 4)
     assert (record.ttft, record.itl) == (1.0, [1.0] * 3)
 
 
@@ -128,7 +128,7 @@ def test_a_warm_up_that_is_refused_names_the_flags_that_shorten_it(tokenizer: st
         bench(fake, "--tokenizer", tokenizer, *SMALL)
     names = {"trace": "--trace-max-input-len", "generated-shared-prefix": "--gsp-question-len", "file": "--output-len"}
     for name, flag in names.items():
-        assert flag in shorter(parse(["--dataset-name", name, "--dataset-path", "x"]))
+        assert flag in shortening_flags(parse(["--dataset-name", name, "--dataset-path", "x"]))
 
 
 def test_flags_reach_the_requests(tokenizer: str) -> None:
@@ -171,7 +171,7 @@ def test_a_trace_replays_faster(tokenizer: str, tmp_path: Path) -> None:
 def test_prompts_that_the_api_cannot_carry_are_found_before_the_load(tmp_path: Path) -> None:
     path, fake = tmp_path / "p.jsonl", Fake()
     path.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
-    with pytest.raises(serve.DatasetError, match="--backend openai-chat"):
+    with pytest.raises(DatasetError, match="--backend openai-chat"):
         bench(fake, "--dataset-name", "file", "--dataset-path", str(path), "--warmup-requests", "0")
     assert fake.bodies == []
 
@@ -254,10 +254,10 @@ def test_sglangs_short_spellings_work() -> None:
     assert (args.random_input_len, args.random_output_len, args.request_rate) == (7, 8, [math.inf])
 
 
-def client_test(body: Callable[[Client, Fake], Coroutine[Any, Any, None]], fake: Fake) -> None:
+def client_test(body: Callable[[HttpClient, Fake], Coroutine[Any, Any, None]], fake: Fake) -> None:
     async def run() -> None:
         async with serving(fake) as url:
-            client = Client(url)
+            client = HttpClient(url)
             await body(client, fake)
             client.close()
 
@@ -265,7 +265,7 @@ def client_test(body: Callable[[Client, Fake], Coroutine[Any, Any, None]], fake:
 
 
 def test_a_connection_closed_while_idle_is_replaced() -> None:
-    async def body(client: Client, fake: Fake) -> None:
+    async def body(client: HttpClient, fake: Fake) -> None:
         assert (await client.request("GET", "/v1/models")).status == 200
         idle = client._idle[0]
         assert idle.transport is not None
@@ -280,14 +280,14 @@ def test_a_connection_closed_while_idle_is_replaced() -> None:
 def test_running_out_of_file_descriptors_is_reported_as_such(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    def few(count: int) -> None:
-        assert count == 40
+    def few(count: int, required: bool) -> None:
+        assert count == 40 + serve.SPARE_FILES and not required
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 9, before[1]))
 
-    monkeypatch.setattr(serve, "allow_files", few)
+    monkeypatch.setattr(serve, "raise_file_limit", few)
     with null_sink() as (url, _):
         flags = ["--base-url", url, "--tokenizer", tokenizer, "--warmup-requests", "0", *SMALL, "--num-prompts", "40"]
-        measured = serve.Bench(parse(flags))
+        measured = serve.ServingBenchmark(parse(flags))
         try:
             asyncio.run(measured.run())
         finally:
@@ -300,4 +300,4 @@ def test_running_out_of_file_descriptors_is_reported_as_such(tokenizer: str, mon
 
 def test_an_invalid_address_is_refused() -> None:
     with pytest.raises(HttpError, match="http://host:port"):
-        Client("ftp://there")
+        HttpClient("ftp://there")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -16,7 +17,7 @@ import torch
 
 from tests.compose.matrix import MODEL
 from tests.cpu.test_speculation import unrecorded
-from thalweg.bench import acceptance, forwards, one_batch, recompute, speculation
+from thalweg.bench import acceptance, one_batch, speculation
 from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.sampling import SamplingParams
@@ -27,30 +28,22 @@ from thalweg.spec.autoregressive import AutoregressiveDrafter
 from tools.release import tables
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
+recompute, step_parts = importlib.import_module("recompute"), importlib.import_module("step_parts")
 
 assert unrecorded  # a fixture of this module, too
 
 
 def test_speed_by_shape_batch_and_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
-    words = f"--model {MODEL} --batch-size 2 --input-len 20 30 --output-len 8 --widths 0 2 -1 --trees 2x2x4 --overhead"
+    words = f"--model {MODEL} --batch-size 2 --input-len 20 30 --output-len 8 --widths 0 2 -1 --trees 2x2x4"
     rows = speculation.run([*words.split(), "--max-running-requests", "2", "--result-filename", str(file)])
     cases = [(20, 2), (30, 2)]
     shapes = [("chain", 0), ("chain", 2), ("chain", -1), ("2x2x4", 4)]
     assert [(row["shape"], row["width"], row["input_len"], row["batch_size"]) for row in rows] == [
         (*shape, *case) for of in (shapes[:3], shapes[3:]) for case in cases for shape in of
     ]
-    assert rows[0]["accept_length"] == 1.0 and rows[0]["steps"] == 7 and rows[0]["draft_seconds"] == 0
-    for row in rows:
-        parts = [
-            row.get(name)
-            for name in ("verify_seconds", "draft_seconds", "learn_seconds", "decree_seconds", "overhead_seconds")
-        ]
-        whole = [part for part in parts if isinstance(part, float)]
-        assert len(whole) == 5 * (row["width"] != -1) and (
-            not whole or sum(whole) == pytest.approx(row["step_latency"])
-        )
-        assert row["width"] not in (2, 4) or row["draft_seconds"], "the drafter's forward was watched"
+    assert rows[0]["accept_length"] == 1.0 and rows[0]["steps"] == 7 and rows[0]["step_latency"] > 0
     written = json.loads(file.read_text())
     assert len(written["speculation"]) == len(rows) and written["command"]
     shown = capsys.readouterr().out
@@ -91,17 +84,17 @@ def test_a_drafters_forwards_are_kept_and_let_go_again() -> None:
     for _ in range(4):
         engine.step()
     engine.loop.retire(0)
-    plan = forwards.upcoming(engine, 2)
+    plan = step_parts.upcoming(engine, 2)
     assert [(row.uid, row.n, row.num_drafts) for row in plan.rows] == [(uid, 3, 2)]
     forwarded = runner.forward(plan)
-    with forwards.watching(engine) as calls:
+    with step_parts.watching(engine) as calls:
         runner.sample(forwarded, width=2)
     assert len(calls.draft) == 4 and len(calls.learn) == 1, "two forwards and two heads; one look at the step"
     assert runner.graphs is graphs and "forward" not in vars(drafter.steps) and "logits" not in vars(drafter.head)
-    found = forwards.parts(engine, 2)
+    found = step_parts.parts(engine, 2)
     assert all(seconds > 0 for seconds in found[:3]) and found.decree == 0
     runner.sampler = SimulatedAcceptance(runner.sampler, 2.0)
-    assert forwards.parts(engine, 2).decree > 0 and "draw" not in vars(runner.sampler)
+    assert step_parts.parts(engine, 2).decree > 0 and "draw" not in vars(runner.sampler)
 
 
 def test_a_long_generation_beside_its_prompt() -> None:

@@ -17,8 +17,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from tests.cpu.bench_server import Fake, serving, serving_in_a_thread
 from tests.cpu.null_sink import null_sink
 from thalweg.bench import serve
-from thalweg.bench.remote import Counters, accept_length, cache_hits, read_counters
-from thalweg.bench.serve_args import parse
+from thalweg.bench.server_info import Counters, accept_length, cache_hits, read_counters
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def bench(fake: Fake, tokenizer: str, *flags: str) -> dict[str, Any]:
     async def body() -> dict[str, Any]:
         async with serving(fake) as url:
             words = ["--base-url", url, "--disable-tqdm", "--tokenizer", tokenizer, *flags]
-            return await serve.run(parse(words), words)
+            return await serve.run(serve.parse(words), words)
 
     return asyncio.run(body())
 
@@ -217,12 +216,12 @@ def test_ctrl_c_between_two_points_keeps_the_first(tokenizer: str, monkeypatch: 
             "2",
             *SMALL,
         ]
-        result = asyncio.run(serve.run(parse(flags), flags))
+        result = asyncio.run(serve.run(serve.parse(flags), flags))
         assert [row["completed"] for row in result["points"]] == [2]  # type: ignore[attr-defined]
         assert result["partial"] and result["ended"] == "Ctrl-C" and len(calls) == 2
         calls[:] = [0]
         with pytest.raises(KeyboardInterrupt):  # before anything was measured there is nothing to keep
-            asyncio.run(serve.run(parse(flags), flags))
+            asyncio.run(serve.run(serve.parse(flags), flags))
 
 
 def test_what_other_servers_count() -> None:

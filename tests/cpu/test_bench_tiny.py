@@ -11,8 +11,9 @@ import torch
 
 from tests.cpu.bench_server import Fake, serving_in_a_thread
 from thalweg.bench import compare_transformers, eval, in_process, one_batch
-from thalweg.bench.answers import Answer, Here, Question, Texts
-from thalweg.bench.compare_transformers import Runs, agreement, decode_fp8, load_transformers
+from thalweg.bench.answering import EngineAnswerer
+from thalweg.bench.compare_transformers import GenerateRuns, agreement, decode_fp8, load_transformers
+from thalweg.bench.eval_prompts import EvalAnswer, EvalPrompt, PromptFormat
 from thalweg.bench.in_process import Timing, time_batch
 from thalweg.bench.tasks import make_items
 from thalweg.core.errors import UnsupportedConfig
@@ -94,7 +95,7 @@ def test_fp8_blocks_are_decoded_with_their_own_scales() -> None:
 
 def test_transformers_has_the_same_model(llm: LLM) -> None:
     model: Any = load_transformers(TINY)
-    ids = Texts(TINY).with_target(make_items("sums", "held_out", 1)[0])[0]
+    ids = PromptFormat(TINY).with_target(make_items("sums", "held_out", 1)[0])[0]
     ours = torch.tensor([entry.logprob for entry in llm.score([ids])[0]])
     with torch.inference_mode():
         logits = model(torch.tensor([ids])).logits[0, :-1]
@@ -145,11 +146,11 @@ def test_the_comparison_is_in_float32_only(capsys: pytest.CaptureFixture[str]) -
 def test_an_interrupted_comparison_keeps_the_batch_sizes_that_are_done(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    taken = [Runs([1.0], [[5, 6]]), Runs([2.0], [[5, 6]]), Runs([3.0], [[5, 7]])]
+    taken = [GenerateRuns([1.0], [[5, 6]]), GenerateRuns([2.0], [[5, 6]]), GenerateRuns([3.0], [[5, 7]])]
     names = ["thalweg", *(f"transformers {cache}" for cache in compare_transformers.CACHES)]
     answers = iter([dict(zip(names, taken, strict=True))])
 
-    def compete(*_: object) -> dict[str, Runs]:
+    def compete(*_: object) -> dict[str, GenerateRuns]:
         if (found := next(answers, None)) is None:
             raise KeyboardInterrupt
         return found
@@ -184,11 +185,11 @@ def test_evaluation_of_every_task(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_perplexity_is_that_of_the_target_alone(llm: LLM) -> None:
-    run = eval.Evaluation(Texts(TINY), Here(llm, progress=False), 2, 0)
-    run.perplexity(Here(llm, progress=False))
+    run = eval.Evaluation(PromptFormat(TINY), EngineAnswerer(llm, progress=False), 2, 0)
+    run.perplexity(EngineAnswerer(llm, progress=False))
     nats, tokens = 0.0, 0
     for item in make_items("dialogue", "held_out", 2):
-        prompt = run.texts.question(item).ids
+        prompt = run.texts.prompt(item).ids
         rest = [*llm.texts.tokenizer.encode(item.target, add_special=False), llm.texts.tokenizer.eos_ids[0]]
         for i, token in enumerate(rest):  # one token at a time, by the log-probability of a forced choice
             forced = SamplingParams(
@@ -205,7 +206,7 @@ def test_perplexity_is_that_of_the_target_alone(llm: LLM) -> None:
 def test_ctrl_c_leaves_the_answers_that_are_done_and_an_engine_that_goes_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    into: dict[int, Answer] = {}
+    into: dict[int, EvalAnswer] = {}
     step = llm.engine.step
 
     def interrupted() -> list[TokenDelta]:
@@ -214,13 +215,13 @@ def test_ctrl_c_leaves_the_answers_that_are_done_and_an_engine_that_goes_on(
         return step()
 
     monkeypatch.setattr(llm.engine, "step", interrupted)
-    asked = [Question(tuple(range(40, 48)), limit) for limit in (40, 2, 40)]
+    asked = [EvalPrompt(tuple(range(40, 48)), limit) for limit in (40, 2, 40)]
     with pytest.raises(KeyboardInterrupt):
-        Here(llm, progress=False).answer(asked, "x", into)
+        EngineAnswerer(llm, progress=False).answer(asked, "x", into)
     assert list(into) == [1] and len(into[1].ids) == 2
     monkeypatch.undo()
-    again: dict[int, Answer] = {}
-    Here(llm, progress=False).answer(asked[1:2], "x", again)
+    again: dict[int, EvalAnswer] = {}
+    EngineAnswerer(llm, progress=False).answer(asked[1:2], "x", again)
     assert again[0] == into[1] and llm.engine.idle
 
 
@@ -232,7 +233,7 @@ def test_a_random_choice_replaces_the_indexers(llm: LLM) -> None:
         return scores_NS.topk(topk, -1).indices
 
     own = LLM(str(TINY), threads=1, dtype="float32", max_running_requests=2, max_total_tokens=4096)
-    Here(own, progress=False).select(choose)
+    EngineAnswerer(own, progress=False).select(choose)
     own.generate([list(range(40, 140))], SamplingParams(max_tokens=1, temperature=0.0))
     assert seen and set(seen) == {64}
 
@@ -243,7 +244,7 @@ def test_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert eval.main(["--model", str(TINY), "--base-url", url, "--tasks", "sums", "--items", "2"]) == 0
     first = fake.bodies[0]
     assert first["skip_special_tokens"] is False and "ignore_eos" not in first and first["temperature"] == 0.0
-    wanted = [list(Texts(TINY).question(item).ids) for item in make_items("sums", "held_out", 2)]
+    wanted = [list(PromptFormat(TINY).prompt(item).ids) for item in make_items("sums", "held_out", 2)]
     assert sorted(body["prompt"] for body in fake.bodies) == sorted(wanted)
     assert "0.0%" in capsys.readouterr().out  # the fake's answers are no sums
     with serving_in_a_thread(Fake(plan=["ok", "429"])) as url:

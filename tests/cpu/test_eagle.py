@@ -16,7 +16,7 @@ from tests.configs import changed
 from tests.cpu import eagle_heads as heads
 from tests.cpu import zoo
 from tests.cpu.eagle_heads import Reference
-from thalweg.bench.answers import Texts
+from thalweg.bench.eval_prompts import PromptFormat
 from thalweg.bench.nextn_acceptance import whole_batch
 from thalweg.bench.tasks import make_items
 from thalweg.core.errors import CheckpointError
@@ -378,7 +378,7 @@ def test_drafts_of_the_bundled_head_are_mostly_right() -> None:
         "num_drafts": 3,
     }
     made = LocalEngine(changed(settings(), **fields))
-    texts = Texts(Path(MODEL))
-    asked = [list(texts.question(item).ids) for item in make_items("sums", "held_out", 4)]
+    texts = PromptFormat(Path(MODEL))
+    asked = [list(texts.prompt(item).ids) for item in make_items("sums", "held_out", 4)]
     run(made, asked, SamplingParams(temperature=0.0, max_tokens=64))
     assert made.loop.stats().acceptance.mean_length > 3

@@ -13,14 +13,21 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.progress import Progress
 
 from tests.cpu.bench_server import Fake, serving_in_a_thread
-from thalweg.bench import eval, harness, multiple_choice
-from thalweg.bench.answers import Answer, Continued, Here, NoAnswer, Question, Texts, There
+from thalweg.bench import eval, harness
+from thalweg.bench.answering import EngineAnswerer, NoAnswer, ServerAnswerer
 from thalweg.bench.errors import DatasetError
-from thalweg.bench.eval_run import Asked, Evaluation, evaluate
-from thalweg.bench.multiple_choice import Pick, continued, of_recall, read_questions
+from thalweg.bench.eval_files import (
+    ChoiceQuestion,
+    Picks,
+    continuations,
+    pick_choices,
+    read_questions,
+    recall_questions,
+)
+from thalweg.bench.eval_prompts import Continuation, EvalAnswer, EvalPrompt, PromptFormat
+from thalweg.bench.evaluation import EvalSettings, Evaluation, evaluate
 from thalweg.bench.tasks import make_items, score
 from thalweg.config.tree import options_of
 from thalweg.core.errors import UnsupportedConfig
@@ -32,8 +39,8 @@ ENGINE = ["--model", str(TINY), "--threads", "1", "--dtype", "float32"]
 
 
 @pytest.fixture(scope="module")
-def texts() -> Texts:
-    return Texts(TINY)
+def texts() -> PromptFormat:
+    return PromptFormat(TINY)
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -44,7 +51,7 @@ def write(path: Path, *rows: object) -> Path:
 # ---- multiple choice ----
 
 
-def test_three_ways_to_ask(tmp_path: Path, texts: Texts) -> None:
+def test_three_ways_to_ask(tmp_path: Path, texts: PromptFormat) -> None:
     asked = {"choices": ["yes", "no"], "answer": 0}
     messages = [{"role": "user", "content": "Is it?"}]
     path = write(
@@ -54,7 +61,7 @@ def test_three_ways_to_ask(tmp_path: Path, texts: Texts) -> None:
     assert (plain.prompt, plain.choices) == ("Question: Is it?\nAnswer:", (" yes", " no"))
     assert (raw.prompt, raw.choices) == ("Is it? ", ("yes", "no"))
     for question in (plain, raw, chat):
-        for one, choice in zip(continued(question, texts), question.choices, strict=True):
+        for one, choice in zip(continuations(question, texts), question.choices, strict=True):
             assert texts.tokenizer.decode(one.ids[one.at :]).endswith(choice.strip()[-1])
             before = (
                 question.prompt
@@ -65,14 +72,14 @@ def test_three_ways_to_ask(tmp_path: Path, texts: Texts) -> None:
             assert shown.endswith(choice) and (before + choice).endswith(shown[-len(choice) - 5 :])
 
 
-def test_a_token_across_the_boundary_counts_with_the_choice(texts: Texts) -> None:
+def test_a_token_across_the_boundary_counts_with_the_choice(texts: PromptFormat) -> None:
     both = next(
         a + b
         for a in "abcdefghi"
         for b in "abcdefghi"
         if len(texts.tokenizer.encode(" " + a + b, add_special=False)) == 1
     )
-    (one, _) = continued(multiple_choice.Question("Say " + both[0], (both[1], "?"), 0), texts)
+    (one, _) = continuations(ChoiceQuestion("Say " + both[0], (both[1], "?"), 0), texts)
     assert texts.tokenizer.decode(one.ids[one.at :]).strip() == both
 
 
@@ -110,41 +117,45 @@ class Weights:
     def __init__(self, nats: Sequence[float]) -> None:
         self.nats = list(nats)
 
-    def answer(self, questions: Sequence[Question], label: str, into: dict[int, Answer]) -> None:
+    def answer(self, questions: Sequence[EvalPrompt], label: str, into: dict[int, EvalAnswer]) -> None:
         raise AssertionError("nothing is written")
 
-    def likelihoods(self, asked: Sequence[Continued], label: str, into: dict[int, float]) -> None:
+    def likelihoods(self, asked: Sequence[Continuation], label: str, into: dict[int, float]) -> None:
         assert len(asked) == len(self.nats)
         into.update(enumerate(self.nats))
 
 
-def test_the_sum_favours_short_choices_and_the_byte_does_not(tmp_path: Path, texts: Texts) -> None:
+def test_the_sum_favours_short_choices_and_the_byte_does_not(tmp_path: Path, texts: PromptFormat) -> None:
     path = write(tmp_path / "q.jsonl", {"prompt": "x", "choices": ["no", "certainly"], "answer": 1})
     weights = Weights([-2.0, -4.5])
-    picks: dict[int, Pick] = {}
-    multiple_choice.answer(read_questions(path), texts, weights, "", picks)
-    assert picks == {0: Pick(by_sum=0, by_byte=1)}
+    picks: dict[int, Picks] = {}
+    pick_choices(read_questions(path), texts, weights, "", picks)
+    assert picks == {0: Picks(by_sum=0, by_byte=1)}
     run = Evaluation(texts, weights, 10, 0)
-    rows = list(evaluate(run, Asked(choices=str(path))))
+    rows = list(evaluate(run, EvalSettings(choices=str(path))))
     assert [(row["task"], row["hits"], row["total"]) for row in rows] == [("q", 0, 1), ("q, a byte", 1, 1)]
 
 
 def test_recall_choices_are_repeatable_and_hold_the_answer() -> None:
     items = make_items("recall", "held_out", 30)
-    questions = of_recall(items)
-    assert questions[5:9] == of_recall(items[5:9])
+    questions = recall_questions(items)
+    assert questions[5:9] == recall_questions(items[5:9])
     for item, question in zip(items, questions, strict=True):
         assert len(set(question.choices)) == 4 and question.choices[question.answer] == item.target
         assert [score(item, choice) for choice in question.choices].count(True) == 1
     assert {question.answer for question in questions} == {0, 1, 2, 3}
 
 
-def test_log_probabilities_here_and_over_http_are_the_same(texts: Texts) -> None:
+def test_log_probabilities_here_and_over_http_are_the_same(texts: PromptFormat) -> None:
     llm = LLM(str(TINY), threads=1, dtype="float32", max_running_requests=4, max_total_tokens=4096)
-    asked = [one for question in of_recall(make_items("recall", "held_out", 2)) for one in continued(question, texts)]
+    asked = [
+        one
+        for question in recall_questions(make_items("recall", "held_out", 2))
+        for one in continuations(question, texts)
+    ]
     here: dict[int, float] = {}
     there: dict[int, float] = {}
-    Here(llm, progress=False).likelihoods(asked, "x", here)
+    EngineAnswerer(llm, progress=False).likelihoods(asked, "x", here)
     (whole,) = llm.score([asked[0].ids])
     assert here[0] == pytest.approx(math.fsum(entry.logprob for entry in whole[asked[0].at - 1 :]))
 
@@ -154,7 +165,7 @@ def test_log_probabilities_here_and_over_http_are_the_same(texts: Texts) -> None
 
     fake = Echo(log)
     with serving_in_a_thread(fake) as url:
-        There(url, "m", "", 3, Progress(disable=True)).likelihoods(asked, "x", there)
+        ServerAnswerer(url, "m", "", 3, progress=False).likelihoods(asked, "x", there)
     assert there == pytest.approx(here) and sorted(here) == list(range(8))
     assert all(body["echo"] and body["logprobs"] == 0 and body["max_tokens"] == 1 for body in fake.bodies)
 
@@ -176,9 +187,9 @@ class Echo(Fake):
 @pytest.mark.parametrize("log", [[], [None, -1.0], [None, None, -1.0]])
 def test_a_server_without_log_probabilities_is_no_answer(log: list[float | None]) -> None:
     with serving_in_a_thread(Echo(lambda body: log)) as url:
-        there = There(url, "m", "", 3, Progress(disable=True))
+        there = ServerAnswerer(url, "m", "", 3, progress=False)
         with pytest.raises(NoAnswer, match="gives no log-probabilities"):
-            there.likelihoods([Continued((5, 6, 7), 1)], "x", {})
+            there.likelihoods([Continuation((5, 6, 7), 1)], "x", {})
 
 
 def test_a_file_over_http_and_one_that_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,14 +224,14 @@ class Breaks:
     def __init__(self, most: int, error: BaseException, right: Callable[[int], str] = lambda place: "") -> None:
         self.most, self.error, self.right = most, error, right
 
-    def answer(self, questions: Sequence[Question], label: str, into: dict[int, Answer]) -> None:
+    def answer(self, questions: Sequence[EvalPrompt], label: str, into: dict[int, EvalAnswer]) -> None:
         for place in range(len(questions)):
             if not self.most:
                 raise self.error
             self.most -= 1
-            into[place] = Answer(self.right(place))
+            into[place] = EvalAnswer(self.right(place))
 
-    def likelihoods(self, asked: Sequence[Continued], label: str, into: dict[int, float]) -> None:
+    def likelihoods(self, asked: Sequence[Continuation], label: str, into: dict[int, float]) -> None:
         for place in range(len(asked)):
             if not self.most:
                 raise self.error
@@ -228,7 +239,7 @@ class Breaks:
             into[place] = -float(place)
 
 
-def breaking(monkeypatch: pytest.MonkeyPatch, texts: Texts, most: int, error: BaseException) -> None:
+def breaking(monkeypatch: pytest.MonkeyPatch, texts: PromptFormat, most: int, error: BaseException) -> None:
     sums = make_items("sums", "held_out", 4)
     answers = Breaks(most, error, lambda place: sums[place % 4].target)
     monkeypatch.setattr(eval, "_start", lambda *_: (Evaluation(texts, answers, 4, 0), {}))
@@ -239,7 +250,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, texts: Texts, most: int, error: Ba
     [(KeyboardInterrupt(), 130, "Ctrl-C"), (NoAnswer("2 of 4 requests were answered, then: gone"), 1, "then: gone")],
 )
 def test_an_interrupted_evaluation_is_kept_and_marked_partial(
-    error: BaseException, status: int, ended: str, tmp_path: Path, texts: Texts, monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, status: int, ended: str, tmp_path: Path, texts: PromptFormat, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     breaking(monkeypatch, texts, 6, error)
@@ -257,7 +268,7 @@ def test_an_interrupted_evaluation_is_kept_and_marked_partial(
 
 
 def test_an_unexpected_error_keeps_what_was_done_and_is_not_hidden(
-    tmp_path: Path, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, texts: PromptFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breaking(monkeypatch, texts, 4, RuntimeError("a bug"))
     out = tmp_path / "o.json"
@@ -267,27 +278,27 @@ def test_an_unexpected_error_keeps_what_was_done_and_is_not_hidden(
     assert [row["task"] for row in json.loads(out.read_text())["results"]] == ["sums"]
 
 
-def test_choices_count_once_all_of_them_are_weighed(tmp_path: Path, texts: Texts) -> None:
+def test_choices_count_once_all_of_them_are_weighed(tmp_path: Path, texts: PromptFormat) -> None:
     row = {"prompt": "x", "choices": ["aye", "no"], "answer": 0}
     run = Evaluation(texts, Breaks(3, KeyboardInterrupt()), 9, 0)
     with pytest.raises(KeyboardInterrupt):
-        list(evaluate(run, Asked(choices=str(write(tmp_path / "q.jsonl", row, row, row)))))
+        list(evaluate(run, EvalSettings(choices=str(write(tmp_path / "q.jsonl", row, row, row)))))
     assert [(one["task"], one["hits"], one["total"], one["asked"]) for one in run.rows] == [
         ("q", 1, 1, 3),
         ("q, a byte", 1, 1, 3),
     ]
 
 
-def test_a_failed_http_request_keeps_the_other_answers(texts: Texts) -> None:
+def test_a_failed_http_request_keeps_the_other_answers(texts: PromptFormat) -> None:
     items = make_items("sums", "held_out", 6)
     fake = Fake(
         first=0.3, gap=0.0, plan=["ok", "ok", "ok", "429"]
     )  # who began meanwhile is stopped before it is answered
-    into: dict[int, Answer] = {}
+    into: dict[int, EvalAnswer] = {}
     with serving_in_a_thread(fake) as url:
-        there = There(url, "m", "", 1, Progress(disable=True))
+        there = ServerAnswerer(url, "m", "", 1, progress=False)
         with pytest.raises(NoAnswer, match="3 of 6 requests of sums were answered, then: HTTP 429"):
-            there.answer([texts.question(item) for item in items], "sums", into)
+            there.answer([texts.prompt(item) for item in items], "sums", into)
     assert sorted(into) == [0, 1, 2] and len(fake.bodies) < 6, "the rest would only fail too"
 
 
@@ -397,7 +408,7 @@ def test_evaluation_settings_become_request_fields() -> None:
     assert words == ["m", "--threads", "3", "--cuda-graph-bs", "1", "--cuda-graph-bs", "2", "--no-radix-cache"]
 
 
-def test_the_bundled_tasks_as_task_files(tmp_path: Path, texts: Texts) -> None:
+def test_the_bundled_tasks_as_task_files(tmp_path: Path, texts: PromptFormat) -> None:
     assert harness_tasks.main([str(TINY), str(tmp_path), "--items", "3"]) == 0
     for name in ("sums", "recall", "recall_choice"):
         task = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())

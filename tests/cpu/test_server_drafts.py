@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cpu.fakes import FakeFront, Piece, fake_app, serving
 from tests.cpu.test_speculation import GREEDY, engine, prompts, unrecorded
-from thalweg.bench.remote import Counters, accept_length, read_counters
+from thalweg.bench.server_info import Counters, accept_length, read_counters
 from thalweg.config.server import ServerOptions
 from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.messages import Stats

@@ -18,16 +18,17 @@ import msgspec
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from thalweg.bench.backends import Options, ask, make_backend
-from thalweg.bench.client import Client
+from thalweg.bench.backends import RequestOptions, make_backend, send_request
 from thalweg.bench.datasets import Prompt, vocabulary_of
-from thalweg.bench.load_report import Round, Seen, judge, tell
+from thalweg.bench.errors import BenchError
+from thalweg.bench.http_client import HttpClient
+from thalweg.bench.load_checks import LoadRound, LoadSample, LoadTest, as_json, checks, step_rate
+from thalweg.bench.load_test import ServerWatcher, main
 from thalweg.bench.metrics import Record
-from thalweg.bench.own_server import OwnServer, ServerError, Usage, engines, raise_file_limit, usage
-from thalweg.bench.pace import Pace
-from thalweg.bench.twins import Verdict, compare, margin_at, parting
-from thalweg.bench.under_load import main
-from thalweg.bench.watch import Sample, Watcher, pace
+from thalweg.bench.paired_requests import PairedTexts, compare, margin_at
+from thalweg.bench.pinned_engine import StepRate
+from thalweg.bench.server_process import ProcessUsage, ServerProcess, engine_processes, raise_file_limit, usage
+from thalweg.bench.statistics import common_length
 from thalweg.core.messages import Stats
 from thalweg.server.middleware import PER_TURN, ConcurrencyLimit
 
@@ -47,17 +48,17 @@ def prompts(count: int, seed: int) -> list[Prompt]:
     ]
 
 
-async def answer(client: Client, route: str, prompt: Prompt, stream: bool) -> Record:
+async def answer(client: HttpClient, route: str, prompt: Prompt, stream: bool) -> Record:
     record = Record()
-    await ask(client, make_backend(route), prompt, Options("tiny", stream=stream, timeout=60), record)
+    await send_request(client, make_backend(route), prompt, RequestOptions("tiny", stream=stream, timeout=60), record)
     return record
 
 
-async def leave(client: Client, prompt: Prompt, rng: Random) -> bool:
+async def leave(client: HttpClient, prompt: Prompt, rng: Random) -> bool:
     """Reads some tokens of a stream, none perhaps, and hangs up; whether that was before its end."""
     record = Record()
     body = replace(prompt, output_len=150)
-    asked = asyncio.create_task(ask(client, make_backend("openai"), body, Options("tiny"), record))
+    asked = asyncio.create_task(send_request(client, make_backend("openai"), body, RequestOptions("tiny"), record))
     enough, patience = rng.randint(1, 20), rng.uniform(0.1, 3.0)
     deadline = asyncio.get_running_loop().time() + patience
     while len(record.itl) < enough and asyncio.get_running_loop().time() < deadline and not asked.done():
@@ -67,7 +68,7 @@ async def leave(client: Client, prompt: Prompt, rng: Random) -> bool:
     return not record.done
 
 
-async def settled(watcher: Watcher) -> Stats:
+async def settled(watcher: ServerWatcher) -> Stats:
     """The engine's counters once nothing runs, or after some seconds."""
     for _ in range(100):
         stats = (await watcher.sample()).stats
@@ -77,7 +78,7 @@ async def settled(watcher: Watcher) -> Stats:
     return stats
 
 
-async def counter(client: Client, name: str) -> float:
+async def counter(client: HttpClient, name: str) -> float:
     page = (await client.request("GET", "/metrics")).text
     found = re.search(rf"^thalweg_{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
     assert found, f"/metrics has no thalweg_{name}"
@@ -94,9 +95,9 @@ def check_texts(streams: Sequence[Record], twins: Sequence[Record], asked: Seque
 def test_streams_equal_unstreamed_requests_while_others_disconnect() -> None:
     async def body() -> None:
         rng = Random(5)
-        async with OwnServer((str(MODEL), *FLAGS)) as server:
-            client, control = Client(server.url), Client(server.url)
-            watcher = Watcher(server, control)
+        async with ServerProcess((str(MODEL), *FLAGS)) as server:
+            client, control = HttpClient(server.url), HttpClient(server.url)
+            watcher = ServerWatcher(server, control)
             await answer(client, "openai", prompts(1, 0)[0], True)
             before = await settled(watcher)
             mine, files = prompts(STREAMS, 1), usage(server.pid).files
@@ -108,7 +109,7 @@ def test_streams_equal_unstreamed_requests_while_others_disconnect() -> None:
             plain = [i for i, kind in enumerate(kinds) if kind != "openai-chat"]
             verdict = await compare(
                 control,
-                Options("tiny", stream=False),
+                RequestOptions("tiny", stream=False),
                 *([rows[i] for i in plain] for rows in (mine, streams, twins)),
             )
             after = await settled(watcher)
@@ -177,11 +178,11 @@ def test_a_burst_begins_a_few_at_a_time_and_in_order() -> None:
 
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing() -> None:
     async def body() -> None:
-        server = OwnServer((str(MODEL), "--max-running-requests", "0"))
-        with pytest.raises(ServerError, match="did not start.*max_running_requests|max-running-requests"):
+        server = ServerProcess((str(MODEL), "--max-running-requests", "0"))
+        with pytest.raises(BenchError, match="did not start.*max_running_requests|max-running-requests"):
             async with server:
                 pass
-        with pytest.raises(ServerError, match="is gone"):
+        with pytest.raises(BenchError, match="is gone"):
             usage(server.pid)
 
     asyncio.run(asyncio.wait_for(body(), 60))
@@ -196,16 +197,16 @@ def test_usage_counts_the_time_and_memory_of_a_process() -> None:
         assert child.stdout is not None and child.stdin is not None and child.stdout.readline()
         seen = usage(child.pid)
         assert 0.4 < seen.cpu < 5 and 64 << 20 < seen.rss < 1 << 30 and seen.files >= 3
-        assert engines(child.pid) == []
+        assert engine_processes(child.pid) == []
         child.stdin.close()
 
 
 def test_a_file_limit_that_cannot_be_raised_is_told() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 100))\n"
-        "from thalweg.bench.own_server import ServerError, raise_file_limit\n"
+        "from thalweg.bench.server_process import BenchError, raise_file_limit\n"
         "raise_file_limit(80); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
-        "try: raise_file_limit(1128)\nexcept ServerError as error: print(error)"
+        "try: raise_file_limit(1128)\nexcept BenchError as error: print(error)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert (
@@ -215,7 +216,7 @@ def test_a_file_limit_that_cannot_be_raised_is_told() -> None:
 
 
 def test_the_first_difference_of_two_texts_and_its_margin() -> None:
-    assert (parting("same", "sand"), parting("ab", "abc"), parting("x", "y")) == (2, 2, 0)
+    assert (common_length("same", "sand"), common_length("ab", "abc"), common_length("x", "y")) == (2, 2, 0)
     log = {
         "text_offset": [0, 2, 2, 4],
         "top_logprobs": [{"a": -0.5, "b": -3.0}, {"c": -1.0, "d": -1.0001}, {"e": 0.0, "f": -9.0}, None],
@@ -226,49 +227,49 @@ def test_the_first_difference_of_two_texts_and_its_margin() -> None:
     assert margin_at(page, 5) == float("inf") and margin_at(page, 7) == float("inf")
 
 
-def look(at: float, steps: int, running: int = 4, prefill: int = 9, cpu: float = 0.0) -> Sample:
+def look(at: float, steps: int, running: int = 4, prefill: int = 9, cpu: float = 0.0) -> LoadSample:
     stats = Stats(running=running, steps=steps, decode_tokens=4 * steps, prefill_tokens=prefill)
-    return Sample(at, Usage(cpu / 2, 1, 1), Usage(cpu, 1, 1), stats)
+    return LoadSample(at, ProcessUsage(cpu / 2, 1, 1), ProcessUsage(cpu, 1, 1), stats)
 
 
 def test_the_step_rate_counts_full_batches_only() -> None:
     filling, ending = look(0.0, 2, running=3), look(9.0, 95, running=2)
     prompts_yet = look(0.5, 4, prefill=8)
     full = [look(1.0, 10, cpu=1.0), look(2.0, 20, cpu=1.5), look(3.0, 30, cpu=2.0)]
-    assert pace([filling, prompts_yet, *full, ending], 4) == Pace(10.0, 1e6 / 80, 20)
-    assert pace([filling, full[0], ending], 4) is None
+    assert step_rate([filling, prompts_yet, *full, ending], 4) == StepRate(10.0, 1e6 / 80, 20)
+    assert step_rate([filling, full[0], ending], 4) is None
     records = [Record(output_tokens=40, done=True) for _ in range(4)]
-    one = Round(records, 9.0, [filling, *full, look(9.0, 95, running=0, cpu=3.2)], 0.08, None)
-    assert one.server_us == pytest.approx(1e4) and one.numbers()["client_cpu_us_per_token"] == pytest.approx(500)
-    assert one.numbers()["engine_pace"] == msgspec.to_builtins(Pace(10.0, 1e6 / 80, 20))
+    one = LoadRound(records, 9.0, [filling, *full, look(9.0, 95, running=0, cpu=3.2)], 0.08, None)
+    assert one.server_us == pytest.approx(1e4) and one.as_json()["client_cpu_us_per_token"] == pytest.approx(500)
+    assert one.as_json()["engine_pace"] == msgspec.to_builtins(StepRate(10.0, 1e6 / 80, 20))
 
 
-def whole(**changes: Any) -> tuple[Seen, tuple[Pace, Pace]]:
+def whole(**changes: Any) -> tuple[LoadTest, tuple[StepRate, StepRate]]:
     """A run without a flaw: 4 streams, 2 of the smaller load, 10 tokens each; then with `changes`."""
 
-    def one(n: int, first: int) -> Round:
+    def one(n: int, first: int) -> LoadRound:
         looks = [
-            Sample(first + t, Usage(first + 1e-5 * n * t, 1 << 20, 9), Usage(0, 1 << 20, 1), stats)
+            LoadSample(first + t, ProcessUsage(first + 1e-5 * n * t, 1 << 20, 9), ProcessUsage(0, 1 << 20, 1), stats)
             for t, stats in enumerate(Stats(running=n, steps=5 * t, decode_tokens=5 * n * t) for t in range(3))
         ]
-        return Round(
+        return LoadRound(
             [Record(output_tokens=10, done=True, start=1.0, latency=1.0) for _ in range(n)], 2.0, looks, 0.0, None
         )
 
-    before = Sample(0.0, Usage(0, 1 << 20, 9), Usage(0, 1 << 20, 1), Stats(decode_tokens=3))
-    seen = Seen(
+    before = LoadSample(0.0, ProcessUsage(0, 1 << 20, 9), ProcessUsage(0, 1 << 20, 1), Stats(decode_tokens=3))
+    seen = LoadTest(
         before=before,
         rounds=[one(4, 0), one(4, 10)],
-        twins=one(4, 20),
+        pairs=one(4, 20),
         few=one(2, 30),
         chat=one(2, 40),
-        verdicts=[Verdict(compared=4, equal=3, excused=1, asked_tokens=10), Verdict(compared=4, equal=4)],
-        after=replace(before, stats=Stats(decode_tokens=3 + 160 + 10)),
+        texts=[PairedTexts(compared=4, equal=3, excused=1, asked_tokens=10), PairedTexts(compared=4, equal=4)],
+        after=before._replace(stats=Stats(decode_tokens=3 + 160 + 10)),
     )
-    return replace(seen, **changes), (Pace(5.0, 100.0, 10), Pace(5.0, 100.0, 10))
+    return seen._replace(**changes), (StepRate(5.0, 100.0, 10), StepRate(5.0, 100.0, 10))
 
 
-def missed(seen: Seen, paces: tuple[Pace, Pace], **args: float) -> list[str]:
+def missed(seen: LoadTest, paces: tuple[StepRate, StepRate], **args: float) -> list[str]:
     told = {
         "streams": 4,
         "few": 2,
@@ -277,32 +278,32 @@ def missed(seen: Seen, paces: tuple[Pace, Pace], **args: float) -> list[str]:
         "memory_limit": 1.0,
         "pace_limit": 0.8,
     }
-    return [check.name for check in judge(seen, paces, Namespace(**told | args)) if not check.ok]
+    return [check.name for check in checks(seen, paces, Namespace(**told | args)) if not check.ok]
 
 
 def test_every_broken_promise_is_reported() -> None:
     good, paces = whole()
-    assert missed(good, paces) == [] and tell(good, paces, [])["memory"]["rows"][0][:2] == [0.0, 1.0]  # type: ignore[index]
+    assert missed(good, paces) == [] and as_json(good, paces, [])["memory"]["rows"][0][:2] == [0.0, 1.0]  # type: ignore[index]
     stats = good.after.stats
-    lost = whole(after=replace(good.after, stats=msgspec.structs.replace(stats, decode_tokens=stats.decode_tokens + 1)))
-    assert missed(*lost) == ["tokens that answers have of those sampled"]
-    assert missed(*whole(verdicts=[Verdict(compared=4, equal=3, wrong=["x"], asked_tokens=10)])) == [
-        "streams with the text of their twin"
+    lost = whole(after=good.after._replace(stats=msgspec.structs.replace(stats, decode_tokens=stats.decode_tokens + 1)))
+    assert missed(*lost) == ["sampled tokens that the answers have"]
+    assert missed(*whole(texts=[PairedTexts(compared=4, equal=3, wrong=["x"], asked_tokens=10)])) == [
+        "streams with the text of their pair"
     ]
-    held = replace(good.after, stats=msgspec.structs.replace(stats, pages_used=1), server=Usage(0, 1 << 20, 12))
-    assert missed(*whole(after=held)) == ["left behind at the end", "open files of the server, after - before"]
+    held = good.after._replace(stats=msgspec.structs.replace(stats, pages_used=1), server=ProcessUsage(0, 1 << 20, 12))
+    assert missed(*whole(after=held)) == ["left at the end", "open files of the server, after - before"]
     good.rounds[1].records[0].error = "HTTP 500"
     assert missed(good, paces) == ["requests that failed"]
     good.rounds[1].records[0].error = ""
-    grown = replace(good.twins.samples[-1], engine=Usage(0, 3 << 20, 1))
-    assert missed(replace(good, twins=replace(good.twins, samples=[grown])), paces) == [
+    grown = good.pairs.samples[-1]._replace(engine=ProcessUsage(0, 3 << 20, 1))
+    assert missed(good._replace(pairs=good.pairs._replace(samples=[grown])), paces) == [
         "memory of the engine, growth after round 1"
     ]
     assert missed(good, paces, cpu_limit=0.5) == [
         f"server CPU a token, {name}" for name in ("4 streams", "2 streams", "2 streams, chat")
     ]
-    assert missed(good, (Pace(6.3, 100.0, 10), paces[1])) == ["engine's pace, 4 streams, of that alone"]
-    assert missed(good, (Pace(6.3, 100.0, 10), paces[1]), max_running_requests=2) == []
+    assert missed(good, (StepRate(6.3, 100.0, 10), paces[1])) == ["engine's step rate, 4 streams, of that alone"]
+    assert missed(good, (StepRate(6.3, 100.0, 10), paces[1]), max_running_requests=2) == []
 
 
 def test_a_run_that_cannot_start_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from thalweg.bench.datasets import Prompt, Vocabulary, random_prompts, schedule
+from thalweg.bench.dataset_files import BLOCK, TraceLimits, file_prompts, trace_prompts
+from thalweg.bench.datasets import OrdinaryTokens, Prompt, random_prompts, schedule
 from thalweg.bench.errors import DatasetError
-from thalweg.bench.prompt_files import file_prompts
-from thalweg.bench.request_traces import BLOCK, TraceLimits, trace_prompts
 
-NONE = Vocabulary(())
-WORDS = Vocabulary(range(3, 500), lambda ids: " ".join(map(str, ids)))
+NONE = OrdinaryTokens(())
+WORDS = OrdinaryTokens(range(3, 500), lambda ids: " ".join(map(str, ids)))
 
 
 def test_random_lengths_are_sglangs() -> None:
@@ -81,7 +80,7 @@ def test_an_azure_trace(tmp_path: Path) -> None:
             '{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n{"timestamp": 3,',
             "line 2: not JSON",
         ),
-        ('{"timestamp": 0, "input_length": 5}\n', "line 1: hash_ids is no list.*a Mooncake trace has timestamp"),
+        ('{"timestamp": 0, "input_length": 5}\n', "line 1: .*hash_ids.*a Mooncake trace has timestamp"),
         ('{"timestamp": 0, "input_length": 5, "output_length": "x", "hash_ids": []}\n', "line 1"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "without requests"),
         ("hello\n", "neither a Mooncake trace"),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from thalweg.bench import gsm8k
 from thalweg.bench.errors import DatasetError
+from thalweg.bench.eval_files import MathProblem, plain_number, problem_items, read_problems, score_number
 from thalweg.bench.statistics import Share
 
 
@@ -43,13 +43,13 @@ def test_a_share_of_nothing_says_nothing() -> None:
     ],
 )
 def test_the_last_number_in_plain_form(text: str, number: str | None) -> None:
-    assert gsm8k.plain_number(text) == number
+    assert plain_number(text) == number
 
 
-def problems(tmp_path: Path, rows: list[dict[str, str]]) -> list[gsm8k.Problem]:
+def problems(tmp_path: Path, rows: list[dict[str, str]]) -> list[MathProblem]:
     path = tmp_path / "problems.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    return gsm8k.read_problems(path)
+    return read_problems(path)
 
 
 def test_items_and_their_scores(tmp_path: Path) -> None:
@@ -59,16 +59,16 @@ def test_items_and_their_scores(tmp_path: Path) -> None:
     ]
     shot, asked = problems(tmp_path, rows)
     assert (shot.reasoning, shot.answer, asked.answer) == ("2+2 = 4 eggs", "4", "1001")
-    (item,) = gsm8k.items([asked], [shot], thinking=False, max_new_tokens=64)
+    (item,) = problem_items([asked], [shot], thinking=False, max_new_tokens=64)
     assert [message["role"] for message in item.messages] == ["user", "assistant", "user"]
     assert item.messages[1]["content"] == "2+2 = 4 eggs\n#### 4"
     assert (
-        gsm8k.score(item, "It is 1,001.")
-        and gsm8k.score(item, "1000 + 1 = 1001")
-        and not gsm8k.score(item, "1001 or 7")
+        score_number(item, "It is 1,001.")
+        and score_number(item, "1000 + 1 = 1001")
+        and not score_number(item, "1001 or 7")
     )
-    (thought,) = gsm8k.items([asked], [], thinking=True, max_new_tokens=64)
-    assert gsm8k.score(thought, "hm, 7</think>1001") and not gsm8k.score(thought, "it must be 1001")
+    (thought,) = problem_items([asked], [], thinking=True, max_new_tokens=64)
+    assert score_number(thought, "hm, 7</think>1001") and not score_number(thought, "it must be 1001")
 
 
 @pytest.mark.parametrize("row", [{"question": "a"}, {"question": "a", "answer": "no mark"}])

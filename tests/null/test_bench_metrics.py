@@ -16,10 +16,10 @@ from thalweg.bench.metrics import (
     measure,
     peak_concurrency,
     peak_tokens_per_second,
-    percentile,
     render,
 )
-from thalweg.bench.prometheus import read_histogram
+from thalweg.bench.server_info import read_counters
+from thalweg.bench.statistics import percentile
 
 
 def made(start: float, ttft: float, gaps: list[float], **other: int) -> Record:
@@ -120,12 +120,12 @@ def test_histograms_of_a_real_prometheus_page() -> None:
         "thalweg_emit_seconds", "time", ["route"], registry=registry, buckets=(0.001, 0.002, 0.005, 0.01)
     )
     histogram.labels("a").observe(0.0005)
-    before = read_histogram(generate_latest(registry).decode(), "thalweg_emit_seconds")
+    before = read_counters(generate_latest(registry).decode()).emit
     for _ in range(100):
         histogram.labels("a").observe(0.0015)
     for _ in range(100):
         histogram.labels("b").observe(0.004)
-    after = read_histogram(generate_latest(registry).decode(), "thalweg_emit_seconds")
+    after = read_counters(generate_latest(registry).decode()).emit
     assert before is not None and after is not None
     new = after.since(before)
     assert new.samples == 200 and new.total == pytest.approx(0.15 + 0.4)
@@ -134,6 +134,6 @@ def test_histograms_of_a_real_prometheus_page() -> None:
     assert new.quantile(0.99) == pytest.approx(0.002 + 0.003 * 0.98)
     assert before.since(after).samples == 1  # a restarted server: all that it has is new
     histogram.labels("a").observe(5.0)
-    beyond = read_histogram(generate_latest(registry).decode(), "thalweg_emit_seconds")
+    beyond = read_counters(generate_latest(registry).decode()).emit
     assert beyond is not None and beyond.quantile(1.0) == 0.01  # beyond the last finite bound nobody knows
-    assert read_histogram("# nothing here\n", "thalweg_emit_seconds") is None
+    assert read_counters("# nothing here\n").emit is None

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from thalweg.bench.pacer import NICE, punctual
+from thalweg.bench.http_client import NICE, high_priority
 
 
 @pytest.mark.parametrize(("nice", "inside"), [(0, NICE), (-15, -15), (1, 1), (19, 19)])
@@ -14,7 +14,7 @@ def test_a_lowered_priority_is_kept(nice: int, inside: int, monkeypatch: pytest.
     now = [nice]
     monkeypatch.setattr(os, "getpriority", lambda which, who: now[0])
     monkeypatch.setattr(os, "setpriority", lambda which, who, value: now.__setitem__(0, value))
-    with punctual():
+    with high_priority():
         assert now == [inside]
     assert now == [nice]
 
@@ -26,5 +26,5 @@ def test_load_runs_without_permission_to_raise_priority(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "getpriority", lambda which, who: 0)
     monkeypatch.setattr(os, "setpriority", refuse)
-    with punctual():
+    with high_priority():
         pass

@@ -6,280 +6,327 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from thalweg.bench.ablate_args import accuracy, make_parser, workload
-from thalweg.bench.ablate_cell import Order
-from thalweg.bench.ablate_cells import MATRIX, Cell, cells
-from thalweg.bench.ablate_columns import Column, Probe, columns
-from thalweg.bench.ablate_load import Workload, must_fit
-from thalweg.bench.ablate_run import DONE, INTERRUPTED, REFUSED, TIMED_OUT, Interrupted, ended_by_sigterm
-from thalweg.bench.ablate_run import run as run_cell
+from thalweg.bench.ablation_cell import (
+    DONE,
+    INTERRUPTED,
+    REFUSED,
+    TIMED_OUT,
+    CellOrder,
+    CellWorkload,
+    Interrupted,
+    Result,
+    run_cell,
+)
+from thalweg.bench.ablation_columns import (
+    MATRIX,
+    MODES,
+    SHORT,
+    AblationCell,
+    AblationColumn,
+    SettingsProbe,
+    cells,
+    columns,
+)
 from thalweg.bench.ablation_tables import differences_from_base, markdown
+from thalweg.bench.command import add_flags, exit_status
+from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import ResultError
-from thalweg.bench.eval_run import Asked, read_files
-from thalweg.bench.in_process import configuration, folder_name
-from thalweg.bench.plots import save_ablation
+from thalweg.bench.evaluation import SCORED, TASKS, EvalSettings, read_files
+from thalweg.bench.in_process import configuration
+from thalweg.bench.plots import has_matplotlib, save_ablation
 from thalweg.bench.results import hide_home, provenance
-from thalweg.bench.usage import status
-from thalweg.config.args import parse_options
+from thalweg.config.args import options_parser, parse_options
 from thalweg.config.machine import Machine
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults, settings
 from thalweg.core.errors import UnsupportedConfig
 
-Result = dict[str, Any]
-OTHER_FILE = "give another --output-file, or --anew to write it over"
+OTHER_FILE = "give another --output-file, or --anew to overwrite it"
+EPILOG = """\
+examples:
+  thalweg ablate models/tiny
+  thalweg ablate models/tiny --mode ladder --columns radix overlap graph kv
+  thalweg ablate FOLDER --load-format dummy --mode matrix --columns graph overlap radix mla --output-file ablation.json
+  thalweg ablate models/tiny --columns dtype=float32,bfloat16 --tasks sums recall --items 200
+
+The same command continues where it was ended."""
+CELL_FLAGS = f"""
+--mode          mode=one-at-a-time  the base and each column changed alone, everything off and then one column after the
+                                    other on, or every combination
+--columns       column...  NAME[=VALUE,VALUE]: settings to turn off and on, or to give these values; short names:
+                           {", ".join(SHORT)}; default: every feature
+--rounds        count=1    runs of each cell, in processes of their own, alternating; they measure the noise, and 5 give
+                           useful intervals
+--list          switch     print the cells, and why some cannot run; measure nothing
+--cell-timeout  count=900  seconds of a cell
+"""
+LOAD_FLAGS = """
+--input-len      count=760      mean tokens of a prompt
+--output-len     count=460      mean tokens to write
+--spread         number=0.5     lengths are within ± this share of the mean
+--shared-prefix  whole=0        first tokens that all prompts have in common
+--concurrency    count...=8 32  requests at a time, a run for each
+--waves          count=2        requests of a run, times the concurrency
+--repeat         count=1        runs, of which the fastest counts
+--bench-seed     whole=1        of lengths and tokens
+"""
+ACCURACY_FLAGS = f"""
+--tasks    task...    bundled tasks: {", ".join(TASKS)}, or none; default: {" ".join(SCORED)}; none with random weights
+--items    count=100  held-out items a task
+--gsm8k    file       JSON lines with question and answer (#### number)
+--choices  file       multiple choice by log-probabilities: see docs/benchmarks.md
+"""
+RESULT_FLAGS = """
+--output-file  file=ablation.json  JSON; beside it .md, and .svg where matplotlib is installed
+--anew         switch              measure again what the output file has already
+--any-commit   switch              keep results of another commit, too; each cell has its own
+"""
 
 
-def base_of(config: Options, work: Workload) -> dict[str, Any]:
-    """The settings that all cells share, with a fixed seed and as many requests at a time as the load wants where
-    nothing else is said.
-    """
-    wishes = non_defaults(config)
-    if config.schedule.max_running_requests is None:
-        wishes["max_running_requests"] = max(work.concurrency)
-    return {"random_seed": 0, **wishes}
+def workload(args: Any) -> CellWorkload:
+    """Raises UnsupportedConfig for impossible lengths."""
+    if not 0 <= args.spread < 1:
+        raise UnsupportedConfig(f"--spread: must be at least 0 and less than 1, got {args.spread:g}")
+    shortest = int(args.input_len * (1 - args.spread))
+    if not 0 <= args.shared_prefix < shortest:
+        raise UnsupportedConfig(
+            f"--shared-prefix: {args.shared_prefix} must be shorter than the shortest prompt, {shortest} tokens by"
+            " --input-len and --spread"
+        )
+    names = ("input_len", "output_len", "spread", "shared_prefix", "waves", "repeat")
+    values = {name: getattr(args, name) for name in names}
+    return CellWorkload(**values, concurrency=tuple(args.concurrency), seed=args.bench_seed)
 
 
-# ---- the matrix ----
+def accuracy(args: Any, options: Options) -> EvalSettings:
+    """Raises UnsupportedConfig where random weights would be asked."""
+    is_random = options.load.load_format == "dummy"
+    tasks = args.tasks or (() if is_random else SCORED)
+    asked = EvalSettings(
+        tasks=tuple(task for task in tasks if task != "none"), items=args.items, gsm8k=args.gsm8k, choices=args.choices
+    )
+    if is_random and asked:
+        raise UnsupportedConfig(
+            "--load-format dummy: random weights know no answers; leave --tasks, --gsm8k and --choices out"
+        )
+    return asked
 
 
 @dataclass(slots=True)
-class Table:
-    """An ablation under way. head: what it is of; results: by a cell's key."""
+class Ablation:
+    """An ablation under way."""
 
     path: Path
-    head: Result
-    columns: Sequence[Column]
-    cells: Sequence[Cell]
-    results: dict[str, Result]
+    head: Result  # what identifies it: checkpoint, columns, load, base
+    cells: Sequence[AblationCell]
+    results: dict[str, Result]  # by a cell's key
 
-    def rounds(self, cell: Cell) -> int:
-        """How many runs of it are done."""
+    def rounds(self, cell: AblationCell) -> int:
+        """How many of its runs are done."""
         result = self.results.get(cell.key, {})
         return 1 + len(result.get("again", ())) if "status" in result else 0
 
-    def add(self, cell: Cell, turn: int, result: Result) -> None:
-        """A run of it. Of a later round, what was measured goes beside the first round's; one that failed leaves
-        nothing.
-        """
-        if not turn:
+    def add(self, cell: AblationCell, round: int, result: Result) -> None:
+        """A run. A later round is kept beside the first one; a failed one is dropped."""
+        if not round:
             self.results[cell.key] = result
         elif result["status"] == DONE:
             kept = {name: result[name] for name in ("single", "batches", "seconds", "commit")}
-            self.results[cell.key].setdefault("again", []).append({"round": turn, **kept})
+            self.results[cell.key].setdefault("again", []).append({"round": round, **kept})
 
-    def as_json(self, told: Mapping[str, object]) -> Result:
-        rows = [
-            {
-                "columns": dict(cell.labels),
-                "wishes": dict(cell.wishes),
-                "decisions": dict(cell.decisions),
-                **self.results[cell.key],
-            }
-            for cell in self.cells
-            if cell.key in self.results
-        ]
-        return {**self.head, "cells": rows, **told}
+    def as_json(self, source: Mapping[str, object]) -> Result:
+        rows = []
+        for cell in self.cells:
+            if cell.key in self.results:
+                names = {"columns": cell.labels, "wishes": cell.wishes, "decisions": cell.decisions}
+                rows.append({**{name: dict(value) for name, value in names.items()}, **self.results[cell.key]})
+        return {**self.head, "cells": rows, **source}
 
-    def save(self, told: Mapping[str, object]) -> None:
-        """Writes the JSON, and the table and the plot beside it; the file is whole at any moment. Raises
-        ResultError.
-        """
-        made = self.as_json(told)
+    def save(self, source: Mapping[str, object]) -> None:
+        """Writes the JSON, and table and plot beside it; the files are whole at any moment. Raises ResultError."""
+        result = self.as_json(source)
+        texts = {".json": json.dumps(result, ensure_ascii=False, indent=1, default=str) + "\n", ".md": markdown(result)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for suffix, text in (
-                (".json", json.dumps(made, ensure_ascii=False, indent=1, default=str) + "\n"),
-                (".md", markdown(made)),
-            ):
+            for suffix, text in texts.items():
                 new = self.path.with_suffix(f"{suffix}.new")
                 new.write_text(text, encoding="utf-8")
                 os.replace(new, self.path.with_suffix(suffix))
-            with suppress(ImportError):
-                import matplotlib  # noqa: F401
-
-                save_ablation(made, self.path.with_suffix(""))
+            if has_matplotlib():
+                save_ablation(result, self.path.with_suffix(""))
         except OSError as error:
             raise ResultError(f"cannot write {self.path} ({error.strerror}): give another --output-file") from error
 
 
-def kept(table: Table, told: Mapping[str, object], limit: float, any_commit: bool) -> dict[str, Result]:
+def earlier_results(
+    ablation: Ablation, source: Mapping[str, object], limit: float, any_commit: bool
+) -> dict[str, Result]:
     """Results of an earlier run that still hold, by key: of the same commit unless any_commit. What failed or was
     interrupted is measured again, and what ran out of time where it has more of it now.
 
     Raises ResultError for a file that is no ablation, or one whose results would be lost: of another load, base, device
-    or versions, or with cells that this table does not have.
+    or versions, or with cells that this one does not have.
     """
-    if not table.path.is_file():
+    path = ablation.path
+    if not path.is_file():
         return {}
     try:
-        old: Result = json.loads(table.path.read_text(encoding="utf-8"))
-        now = {**table.head, "device": told["device"], "versions": told["versions"]}
+        old: Result = json.loads(path.read_text(encoding="utf-8"))
+        now = {**ablation.head, "device": source["device"], "versions": source["versions"]}
         other = [name for name, value in now.items() if name not in ("columns", "mode") and old[name] != value]
         rows = {json.dumps(row["wishes"], sort_keys=True, default=str): row for row in old["cells"]}
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ResultError(f"{table.path} is no ablation to go on with ({error!r}): {OTHER_FILE}") from error
+        raise ResultError(f"{path} is no ablation that can be continued ({error!r}): {OTHER_FILE}") from error
     if other:
-        raise ResultError(f"{table.path} has results of another {', '.join(other)}: {OTHER_FILE}")
-    done = {key: row for key, row in rows.items() if row["status"] == DONE}
-    if lost := len(done.keys() - {cell.key for cell in table.cells}):
-        raise ResultError(f"{table.path} has {lost} cells that are none of this table: {OTHER_FILE}")
-    late = {key: row for key, row in rows.items() if row["status"] == TIMED_OUT and row["seconds"] >= limit}
+        raise ResultError(f"{path} has results of another {', '.join(other)}: {OTHER_FILE}")
+    done = {key for key, row in rows.items() if row["status"] == DONE}
+    if lost := len(done - {cell.key for cell in ablation.cells}):
+        raise ResultError(f"{path} has {lost} cells that this ablation does not have: {OTHER_FILE}")
+    late = {key for key, row in rows.items() if row["status"] == TIMED_OUT and row["seconds"] >= limit}
     return {
         key: {name: value for name, value in row.items() if name not in ("columns", "wishes", "decisions")}
-        for key, row in (done | late).items()
-        if any_commit or row.get("commit") == told["commit"]
+        for key, row in rows.items()
+        if key in done | late and (any_commit or row.get("commit") == source["commit"])
     }
 
 
-def missing(table: Table, rounds: int) -> list[tuple[int, Cell]]:
-    """(round, cell) that are to be run, round after round, so that a slow hour of the machine meets all cells alike."""
-    return [
-        (turn, cell) for turn in range(rounds) for cell in table.cells if not cell.reason and turn >= table.rounds(cell)
-    ]
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM is Ctrl-C in here: under `timeout` and job schedulers, what was measured is kept."""
+
+    def on_signal(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def measure(table: Table, order: Order, limit: float, rounds: int, told: Mapping[str, object]) -> bool:
-    """Runs what is missing, saving after each run; whether all of it ran. Raises ResultError."""
-    for cell in table.cells:
+def measure(ablation: Ablation, order: CellOrder, limit: float, rounds: int, source: Mapping[str, object]) -> bool:
+    """Runs what is missing, round after round, so that a slow hour of the machine slows all cells; saves after each
+    run. Whether all of it ran. Raises ResultError.
+    """
+    for cell in ablation.cells:
         if cell.reason:
-            table.results[cell.key] = {"status": REFUSED, "reason": cell.reason}
-    todo = missing(table, rounds)
-    console, spent = Console(stderr=True), 0.0
-    fields = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
-    with ended_by_sigterm(), Progress(*fields, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("runs", total=len(todo), left="")
-        for done, (turn, cell) in enumerate(todo):
-            if turn and table.results[cell.key]["status"] != DONE:
+            ablation.results[cell.key] = {"status": REFUSED, "reason": cell.reason}
+    todo = [
+        (round, cell)
+        for round in range(rounds)
+        for cell in ablation.cells
+        if not cell.reason and round >= ablation.rounds(cell)
+    ]
+    spent = 0.0
+    with sigterm_interrupts(), progress_bar("runs", len(todo)) as bar:
+        for number, (round, cell) in enumerate(todo, 1):
+            if round and ablation.results[cell.key]["status"] != DONE:
                 continue  # its first run has failed
+            wishes = {**order.settings, **cell.wishes}
+            answers = EvalSettings() if round else order.accuracy  # the same in every round
             begin = time.perf_counter()
             try:
-                result = run_cell(_of_cell(order, cell, turn), limit)
+                result = run_cell(msgspec.structs.replace(order, settings=wishes, accuracy=answers), limit)
             except (Interrupted, KeyboardInterrupt) as error:
-                if isinstance(error, Interrupted) and not turn:
-                    table.results[cell.key] = error.result
-                table.save(told)
+                if isinstance(error, Interrupted) and not round:
+                    ablation.results[cell.key] = error.result
+                ablation.save(source)
                 return False
             spent += time.perf_counter() - begin
-            table.add(cell, turn, {**result, "commit": told["commit"]})
-            table.save(told)
-            left = _left(spent / (done + 1) * (len(todo) - done - 1))
-            bar.update(task, completed=done + 1, left=left)
-            line = f"{done + 1} of {len(todo)}, {changed(table.columns, cell.labels)}: {short(result)}; {left}"
-            console.print(line, highlight=False, soft_wrap=True)
+            ablation.add(cell, round, {**result, "commit": source["commit"]})
+            ablation.save(source)
+            bar.advance()
+            name = differences_from_base(ablation.head["columns"], cell.labels)
+            left = f"about {spent / number * (len(todo) - number):.0f} s left"
+            print(f"{number} of {len(todo)}, {name}: {_short(result)}; {left}", file=sys.stderr)
     return True
 
 
-def _of_cell(order: Order, cell: Cell, turn: int) -> Order:
-    """Answers are the same in every round: they are asked for in the first."""
-    settings = {**order.settings, **cell.wishes}
-    return msgspec.structs.replace(order, settings=settings, accuracy=Asked() if turn else order.accuracy)
-
-
-def _left(seconds: float) -> str:
-    if not seconds:
-        return "the last one"
-    return f"about {seconds / 60:.0f} min left" if seconds > 99 else f"about {seconds:.0f} s left"
-
-
-def changed(made: Sequence[Column], labels: Mapping[str, str]) -> str:
-    """How a cell differs from the base, in a few words."""
-    return differences_from_base([{"name": one.name, "base": one.base} for one in made], labels)
-
-
-def short(result: Result) -> str:
+def _short(result: Result) -> str:
     """A cell's result in a few words."""
     if result["status"] != DONE:
-        return ": ".join(word for word in (result["status"], result["reason"]) if word)
-    most = max(result["batches"], key=lambda one: one["concurrency"], default=None)
+        return ": ".join(filter(None, (result["status"], result["reason"])))
+    most = max(result["batches"], key=lambda batch: batch["concurrency"], default=None)
     batch = f", {most['throughput']:.0f} tok/s at {most['concurrency']}" if most else ""
     return f"{result['single']['decode_tokens_per_s']:.1f} tok/s alone{batch}, in {result['seconds']:.0f} s"
 
 
 def run(argv: list[str]) -> int:
-    """Raises ThalwegError, DatasetError or ResultError."""
-    parsed = parse_options(make_parser(), argv)
-    args, config = parsed.args, parsed.options
+    """Raises ThalwegError."""
+    text = (
+        "Turns features off and on: speed and accuracy of each combination, or why it cannot run. The flags of the engine"
+        " are the base."
+    )
+    groups = ("model", "load", "memory", "schedule", "sampling", "speculative", "parallel")
+    parser = options_parser("thalweg ablate", text, EPILOG, only=groups)
+    add_flags(parser, "Cells", CELL_FLAGS, mode=MODES, column=str)
+    add_flags(parser, "Load", LOAD_FLAGS)
+    add_flags(parser, "Accuracy", ACCURACY_FLAGS, task=(*TASKS, "none"))
+    add_flags(parser, "Results", RESULT_FLAGS)
+    parsed = parse_options(parser, argv)
+    args, options = parsed.args, parsed.options
     if args.mode == MATRIX and not args.columns:
         raise UnsupportedConfig("--mode matrix: every combination of every feature is too many; name --columns")
     if Path(args.output_file).suffix != ".json":
-        raise UnsupportedConfig(
-            f"--output-file {args.output_file}: must end in .json; the table and the plot go beside it"
-        )
-    work, asked = workload(args), accuracy(args, config)
-    base = base_of(config, work)
-    probe = Probe(base, Machine.here())
-    made = columns(args.columns, probe)
-    must_fit(work, probe.start().engine.context_length)
+        raise UnsupportedConfig(f"--output-file {args.output_file}: must end in .json; table and plot go beside it")
+    work, asked = workload(args), accuracy(args, options)
+    base = {"random_seed": 0, **non_defaults(options)}
+    if options.schedule.max_running_requests is None:
+        base["max_running_requests"] = max(work.concurrency)
+    probe = SettingsProbe(base, Machine.here())
+    chosen = columns(args.columns, probe)
+    work.check(probe.start().engine.context_length)
     read_files(asked)
-    found = cells(args.mode, made, probe)
+    found = cells(args.mode, chosen, probe)
+    head = _head(options, args.mode, chosen, work, asked, base)
     if args.list:
         for cell in found:
-            print(f"{changed(made, cell.labels)}: {cell.reason or 'can run'}")
+            print(f"{differences_from_base(head['columns'], cell.labels)}: {cell.reason or 'can run'}")
         return 0
-    told = provenance("ablate", _open_words(argv, base), configuration(probe.start()))
-    table = Table(Path(args.output_file), _head(config, args.mode, made, work, asked, base), made, found, {})
-    table.results = {} if args.anew else kept(table, told, args.cell_timeout, args.any_commit)
-    refused = sum(bool(cell.reason) for cell in found)
-    print(
-        f"{len(found)} cells, of which {refused} cannot run and {len(table.results)} are taken from {table.path}",
-        file=sys.stderr,
-    )
-    whole = measure(table, Order(settings=base, work=work, accuracy=asked), args.cell_timeout, args.rounds, told)
-    table.save(told)
-    print(markdown(table.as_json(told)), end="")
-    if not whole:
-        print(f"interrupted: what was measured is in {table.path}; the same command goes on", file=sys.stderr)
+    secrets = {str(value) for name, value in base.items() if settings()[name].secret}
+    words = [word for word in argv if not any(secret in word for secret in secrets)]
+    source = provenance("ablate", words, configuration(probe.start()))
+    ablation = Ablation(Path(args.output_file), head, found, {})
+    if not args.anew:
+        ablation.results = earlier_results(ablation, source, args.cell_timeout, args.any_commit)
+    refused, kept = sum(bool(cell.reason) for cell in found), len(ablation.results)
+    print(f"{len(found)} cells: {refused} cannot run, {kept} are taken from {ablation.path}", file=sys.stderr)
+    order = CellOrder(settings=base, work=work, accuracy=asked)
+    completed = measure(ablation, order, args.cell_timeout, args.rounds, source)
+    ablation.save(source)
+    print(markdown(ablation.as_json(source)), end="")
+    if not completed:
+        print(f"interrupted: what was measured is in {ablation.path}; the same command continues", file=sys.stderr)
         return 130
-    states = {one["status"] for one in table.results.values()}
+    states = {result["status"] for result in ablation.results.values()}
     return 0 if DONE in states and states <= {DONE, REFUSED, INTERRUPTED} else 1
 
 
-def _open_words(argv: Sequence[str], base: Mapping[str, Any]) -> list[str]:
-    """The command line without what is secret in it."""
-    hidden = {str(value) for name, value in base.items() if settings()[name].secret}
-    return [word for word in argv if not any(value in word for value in hidden)]
-
-
 def _head(
-    config: Options, mode: str, made: Sequence[Column], work: Workload, asked: Asked, base: Mapping[str, Any]
+    options: Options, mode: str, chosen: Sequence[AblationColumn], work: CellWorkload, asked: EvalSettings, base: Result
 ) -> Result:
-    shown = {name: value for name, value in base.items() if name != "model" and not settings()[name].secret}
-    listed = [
-        {
-            "name": one.name,
-            "setting": one.setting,
-            "base": one.base,
-            "levels": [level.label for level in one.levels],
-            "values": [hide_home(level.value) for level in one.levels],
-        }
-        for one in made
-    ]
     head = {
-        "checkpoint": folder_name(Path(config.model.model)),
+        "checkpoint": Path(options.model.model).resolve().name,
         "mode": mode,
-        "columns": listed,
+        "columns": hide_home([column.as_json() for column in chosen]),
         "workload": msgspec.to_builtins(work),
         "accuracy": msgspec.to_builtins(asked),
-        "base": shown,
+        "base": {name: value for name, value in base.items() if name != "model" and not settings()[name].secret},
     }
     return dict(json.loads(json.dumps(head)))  # as it is when it is read again
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not run, no cell could, or one failed or ran out of time, 2: it was asked for wrongly, 130:
-    interrupted.
-    """
-    return status("thalweg ablate", run, argv)
+    """0: done; 1: an error, no cell could run, or one failed or ran out of time; 2: wrong flags; 130: interrupted."""
+    return exit_status("thalweg ablate", run, argv)

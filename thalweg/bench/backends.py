@@ -1,7 +1,7 @@
-"""The APIs that the load generator speaks: what a request looks like in each, and what its stream says.
+"""The APIs of the load generator: what a request looks like in each, and how its stream is read.
 
-A backend turns a `Prompt` into a body and a stream into a `Record`. Events are decoded into typed structs (unknown
-fields are skipped in C), because the client shares its cores with the server it measures.
+Events are decoded into typed structs (unknown fields are skipped in C), because the client shares its cores with the
+server that it measures.
 """
 
 from __future__ import annotations
@@ -9,29 +9,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from thalweg.bench.client import CannotConnect, Client, Reply, Sending
 from thalweg.bench.datasets import Prompt
 from thalweg.bench.errors import HttpError
+from thalweg.bench.http_client import CannotConnect, HttpClient, HttpReply, SendTime
 from thalweg.bench.metrics import Record
 
 
-class Details(msgspec.Struct):
+class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
-    prompt_tokens_details: Details | None = None
+    prompt_tokens_details: _Details | None = None
 
 
-class Text(msgspec.Struct):
-    """A chat delta or message. Thoughts are in `reasoning_content`, or in `reasoning` (vLLM)."""
+class _Message(msgspec.Struct):
+    """A chat delta or message. Reasoning is in `reasoning_content`, or in `reasoning` (vLLM)."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -39,63 +38,58 @@ class Text(msgspec.Struct):
     tool_calls: object = None
 
 
-class Choice(msgspec.Struct):
+class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: Text | None = None
-    message: Text | None = None
+    delta: _Message | None = None
+    message: _Message | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
 
-class Event(msgspec.Struct):
+class _Event(msgspec.Struct):
     """One `data:` line of an OpenAI stream, or a whole unstreamed answer."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
     error: object = None
 
 
-class Meta(msgspec.Struct):
+class _Meta(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
 
-class NativeEvent(msgspec.Struct):
+class _NativeEvent(msgspec.Struct):
     """SGLang's `/generate`: text and counts are those of the whole output so far."""
 
     text: str = ""
     output_ids: list[int] | None = None
-    meta_info: Meta | None = None
+    meta_info: _Meta | None = None
     error: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What is the same for all requests of a run. extra: fields that go into every body as they are."""
+class RequestOptions(NamedTuple):
+    """What all requests of a run have in common."""
 
     model: str
-    temperature: float | None = 0.0
+    temperature: float = 0.0
     ignore_eos: bool = True
     stream: bool = True
     timeout: float = 21600.0
-    extra: Mapping[str, object] = field(default_factory=dict)
+    extra: Mapping[str, object] = {}  # fields of every body
 
     def sampling(self, prompt: Prompt, limit: str) -> dict[str, object]:
-        body: dict[str, object] = {limit: prompt.output_len}
-        if (
-            self.ignore_eos
-        ):  # no field of OpenAI's: servers that know its own only must not see it where it says nothing
-            body["ignore_eos"] = True
-        return body if self.temperature is None else body | {"temperature": self.temperature}
+        # ignore_eos is no field of OpenAI's: strict servers must not see it where it is off
+        eos = {"ignore_eos": True} if self.ignore_eos else {}
+        return {limit: prompt.output_len, **eos, "temperature": self.temperature}
 
 
-class Watch:
+class TokenTimes:
     """Times of one request: `tokens(n)` at each arrival fills the record."""
 
     def __init__(self, record: Record) -> None:
-        self.record, self.last = record, 0.0
-        self.seen = 0
+        self.record, self.last, self.seen = record, 0.0, 0
 
     def tokens(self, count: int, now: float) -> None:
         if count <= 0:
@@ -113,36 +107,23 @@ class Backend(Protocol):
 
     path: str
 
-    def body(self, prompt: Prompt, options: Options) -> dict[str, object]:
-        """The request. Raises ValueError when the API cannot carry such a prompt."""
+    def body(self, prompt: Prompt, options: RequestOptions) -> dict[str, object]:
+        """Raises DatasetError when the API cannot carry such a prompt."""
 
-    def event(self, data: bytes, now: float, watch: Watch) -> None:
-        """One event of the stream, or the whole of an unstreamed answer. Raises msgspec.DecodeError on what is no
-        event.
-        """
-
-
-def _usage(usage: Usage, record: Record) -> None:
-    record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
-    record.output_tokens = usage.completion_tokens or 0
-    if usage.prompt_tokens_details is not None:
-        record.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+    def event(self, data: bytes, now: float, times: TokenTimes) -> None:
+        """One event of the stream, or a whole unstreamed answer. Raises msgspec.DecodeError."""
 
 
 class OpenAI:
-    """Completions or chat completions. ids: ask for token ids in the stream (Thalweg and vLLM know the field)."""
+    """Completions or chat completions. ids: ask for token ids in the stream (Thalweg and vLLM have the field)."""
 
     def __init__(self, chat: bool, ids: bool) -> None:
         self.chat, self.ids = chat, ids
         self.path = "/v1/chat/completions" if chat else "/v1/completions"
-        self._decode = msgspec.json.Decoder(Event).decode
+        self._decode = msgspec.json.Decoder(_Event).decode
 
-    def body(self, prompt: Prompt, options: Options) -> dict[str, object]:
-        body: dict[str, object] = {
-            "model": options.model,
-            "stream": options.stream,
-            **options.sampling(prompt, "max_tokens"),
-        }
+    def body(self, prompt: Prompt, options: RequestOptions) -> dict[str, object]:
+        body = {"model": options.model, "stream": options.stream, **options.sampling(prompt, "max_tokens")}
         if options.stream:
             body["stream_options"] = {"include_usage": True}
         if self.ids:
@@ -153,85 +134,70 @@ class OpenAI:
             body["prompt"] = prompt.as_ids_or_text()
         return body | dict(options.extra)
 
-    def event(self, data: bytes, now: float, watch: Watch) -> None:
-        event, record = self._decode(data), watch.record
+    def event(self, data: bytes, now: float, times: TokenTimes) -> None:
+        event, record = self._decode(data), times.record
         if event.error is not None:
-            record.error = f"error event: {_words(event.error)}"
+            record.error = f"error event: {_error_text(event.error)}"
             return
-        count, text = 0, ""
+        count = 0
         for choice in event.choices:
-            piece = choice.text or ""
+            text, called = choice.text or "", False
             for part in (choice.delta, choice.message):
                 if part is not None:
                     thought = part.reasoning_content or part.reasoning or ""
                     record.thought += len(thought)
-                    piece += thought + (part.content or "")
-                    count += bool(part.tool_calls and not piece)
-            if choice.token_ids is not None:
-                count += len(choice.token_ids)
-                record.ids += choice.token_ids
-            else:
-                count += bool(piece)
-            text += piece
+                    text += thought + (part.content or "")
+                    called = called or bool(part.tool_calls)
+            count += bool(text or called) if choice.token_ids is None else len(choice.token_ids)
+            record.ids += choice.token_ids or ()
+            record.text += text
             record.done = record.done or choice.finish_reason is not None
-        record.text += text
-        if event.usage is not None:  # continuous usage counts a chunk's tokens better than the chunk does
-            _usage(event.usage, record)
-            if event.choices:
-                count = record.output_tokens - watch.seen
-        watch.tokens(count, now)
+        if (usage := event.usage) is not None:
+            record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
+            record.output_tokens = usage.completion_tokens or 0
+            if usage.prompt_tokens_details is not None:
+                record.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+            if event.choices:  # continuous usage counts a chunk's tokens better than the chunk does
+                count = record.output_tokens - times.seen
+        times.tokens(count, now)
 
 
-class Native:
+class NativeApi:
     """SGLang's `/generate`, which Thalweg serves too."""
 
     path = "/generate"
 
     def __init__(self) -> None:
-        self._decode = msgspec.json.Decoder(NativeEvent).decode
+        self._decode = msgspec.json.Decoder(_NativeEvent).decode
 
-    def body(self, prompt: Prompt, options: Options) -> dict[str, object]:
-        shown = prompt.as_ids_or_text()
-        source: dict[str, object] = {"text": shown} if isinstance(shown, str) else {"input_ids": shown}
-        body = source | {"stream": options.stream, "sampling_params": options.sampling(prompt, "max_new_tokens")}
-        return body | dict(options.extra)
+    def body(self, prompt: Prompt, options: RequestOptions) -> dict[str, object]:
+        source = prompt.as_ids_or_text()
+        body = {"text" if isinstance(source, str) else "input_ids": source, "stream": options.stream}
+        return body | {"sampling_params": options.sampling(prompt, "max_new_tokens")} | dict(options.extra)
 
-    def event(self, data: bytes, now: float, watch: Watch) -> None:
-        event, record = self._decode(data), watch.record
+    def event(self, data: bytes, now: float, times: TokenTimes) -> None:
+        event, record = self._decode(data), times.record
         if event.error is not None:
-            record.error = f"error event: {_words(event.error)}"
+            record.error = f"error event: {_error_text(event.error)}"
             return
-        record.text = event.text
-        record.ids = event.output_ids or record.ids
+        record.text, record.ids = event.text, event.output_ids or record.ids
         if event.meta_info is not None:
             record.prompt_tokens = event.meta_info.prompt_tokens or record.prompt_tokens
             record.output_tokens = event.meta_info.completion_tokens
             record.cached_tokens = event.meta_info.cached_tokens
-            watch.tokens(record.output_tokens - watch.seen, now)
+            times.tokens(record.output_tokens - times.seen, now)
+
+
+BACKENDS = ("thalweg", "openai", "openai-chat", "sglang", "sglang-oai", "sglang-oai-chat", "vllm", "vllm-chat")
 
 
 def make_backend(name: str) -> Backend:
-    """The backend of one of `BACKENDS`' names."""
-    kind = BACKENDS[name]
-    if kind == "native":
-        return Native()
-    return OpenAI(chat=kind == "chat", ids=name == "thalweg")
+    """One of BACKENDS."""
+    return NativeApi() if name == "sglang" else OpenAI(chat=name.endswith("chat"), ids=name == "thalweg")
 
 
-BACKENDS: Mapping[str, str] = {
-    "thalweg": "completions",
-    "openai": "completions",
-    "openai-chat": "chat",
-    "sglang": "native",
-    "sglang-oai": "completions",
-    "sglang-oai-chat": "chat",
-    "vllm": "completions",
-    "vllm-chat": "chat",
-}
-
-
-def _words(value: object) -> str:
-    """What an error says: `{"message": …}`, `{"error": {"message": …}}`, a string, or whatever it is."""
+def _error_text(value: object) -> str:
+    """The message of `{"message": …}`, `{"error": {"message": …}}`, a string, or anything else as text."""
     while isinstance(value, dict):
         inner = value.get("error", value.get("message", value.get("detail")))
         if inner is None:
@@ -240,51 +206,43 @@ def _words(value: object) -> str:
     return str(value)[:200]
 
 
-def _words_of_body(body: bytes) -> str:
-    try:
-        return _words(msgspec.json.decode(body))
-    except msgspec.DecodeError:
-        return body.decode("utf-8", errors="replace").strip()[:200]
+class _EventStream:
+    """Cuts chunks of a body into the `data:` lines of server-sent events."""
 
+    def __init__(self, backend: Backend, times: TokenTimes) -> None:
+        self.backend, self.times, self.rest = backend, times, b""
 
-class _Stream:
-    """Cuts pieces of a body into the `data:` lines of server-sent events."""
-
-    def __init__(self, backend: Backend, watch: Watch) -> None:
-        self.backend, self.watch, self.rest = backend, watch, b""
-
-    def feed(self, piece: bytes, now: float) -> None:
-        *lines, self.rest = (self.rest + piece).split(b"\n")
+    def feed(self, chunk: bytes, now: float) -> None:
+        record = self.times.record
+        *lines, self.rest = (self.rest + chunk).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):
                 continue
-            data = line[5:].strip()
-            self.watch.record.latency = now - self.watch.record.start
-            if data == b"[DONE]":
-                self.watch.record.done = True
+            record.latency = now - record.start
+            if (data := line[5:].strip()) == b"[DONE]":
+                record.done = True
             else:
-                _event(self.backend, data, now, self.watch)
+                _read_event(self.backend, data, now, self.times)
 
 
-def _event(backend: Backend, data: bytes, now: float, watch: Watch) -> None:
-    """An event that is none becomes the record's error, for the parser's callback must not raise."""
+def _read_event(backend: Backend, data: bytes, now: float, times: TokenTimes) -> None:
+    """A broken event becomes the record's error, because the parser's callback must not raise."""
     try:
-        backend.event(data, now, watch)
+        backend.event(data, now, times)
     except msgspec.DecodeError as error:
-        watch.record.error = watch.record.error or f"not an event of this API ({backend.path}): {error}"
+        times.record.error = times.record.error or f"not an event of this API ({backend.path}): {error}"
 
 
-async def ask(
-    client: Client, backend: Backend, prompt: Prompt, options: Options, record: Record, due: float = 0.0
+async def send_request(
+    client: HttpClient, backend: Backend, prompt: Prompt, options: RequestOptions, record: Record, due: float = 0.0
 ) -> None:
-    """Sends one request at `due` (time.perf_counter(); one that has passed means at once) and fills its record;
-    whatever goes wrong is the record's error. Only a cancellation comes out.
+    """Sends one request at `due` (time.perf_counter(); a time in the past is at once) and fills its record; any failure
+    is the record's error. Only a cancellation is raised.
 
-    Body and connection are made before. Where they are ready in time, latencies count from the moment of sending; where
-    not, from the moment at which the request could have been sent, so that a connection that takes its time shows.
+    Body and connection are made before. Where they are ready in time, latencies count from the moment of sending; else
+    from the moment at which the request could have been sent, so that a slow connection shows.
     """
-    body = msgspec.json.encode(backend.body(prompt, options))
-    watch = Watch(record)
+    body, times = msgspec.json.encode(backend.body(prompt, options)), TokenTimes(record)
     record.prompt_tokens, record.turn = prompt.input_len, prompt.turn
     record.start = max(time.perf_counter(), due)
 
@@ -293,11 +251,11 @@ async def ask(
         if now >= due > 0 and record.start == due:
             record.start = now
 
-    on_body = _Stream(backend, watch).feed if options.stream else None
+    on_body = _EventStream(backend, times).feed if options.stream else None
     try:
         async with asyncio.timeout(options.timeout + max(due - time.perf_counter(), 0.0)):
-            reply = await client.request("POST", backend.path, body, on_body, Sending(due, on_sent))
-        _close(reply, backend, watch, options)
+            reply = await client.request("POST", backend.path, body, on_body, SendTime(due, on_sent))
+        _finish(reply, backend, times, options.stream)
     except TimeoutError:
         record.error = f"no complete answer within {options.timeout:g} s"
     except HttpError as error:
@@ -306,16 +264,20 @@ async def ask(
     record.latency = record.latency or max(time.perf_counter() - record.start, 0.0)
 
 
-def _close(reply: Reply, backend: Backend, watch: Watch, options: Options) -> None:
-    record = watch.record
+def _finish(reply: HttpReply, backend: Backend, times: TokenTimes, stream: bool) -> None:
+    record = times.record
     if reply.status != 200:
-        record.error = f"HTTP {reply.status} {reply.reason}: {_words_of_body(bytes(reply.body))}"
+        try:
+            text = _error_text(msgspec.json.decode(reply.body))
+        except msgspec.DecodeError:
+            text = reply.text.strip()[:200]
+        record.error = f"HTTP {reply.status} {reply.reason}: {text}"
         return
-    if not options.stream:
+    if not stream:
         record.latency = time.perf_counter() - record.start
-        _event(backend, bytes(reply.body), record.start + record.latency, watch)
+        _read_event(backend, bytes(reply.body), record.start + record.latency, times)
         record.itl.clear()
         record.done = True
-    record.output_tokens = record.output_tokens or watch.seen
+    record.output_tokens = record.output_tokens or times.seen
     if not record.done and not record.error:
         record.error = "the stream ended without [DONE] or a finish reason"

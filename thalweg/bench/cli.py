@@ -10,7 +10,7 @@ from importlib import import_module
 
 COMMANDS = {
     "serve": ("thalweg.bench.serve", "measure a running server, any OpenAI-compatible one"),
-    "load": ("thalweg.bench.under_load", "a server of its own under 1,000 streams: texts, CPU time, memory, pace"),
+    "load": ("thalweg.bench.load_test", "a server of its own under 1,000 streams: texts, CPU time, memory, pace"),
     "offline": ("thalweg.bench.offline", "throughput of a whole data set in this process, without HTTP"),
     "startup": ("thalweg.bench.startup", "from the command to the first token, phase by phase, cold and warm"),
     "one-batch": ("thalweg.bench.one_batch", "time prefill and decode of fixed batches in this process, without HTTP"),

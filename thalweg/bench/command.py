@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from thalweg.config.setting import nearest
@@ -39,36 +41,41 @@ def positive(text: str) -> int:
     return int(text)
 
 
-class Flags:
-    """Adds flags to a parser, or to a titled group of it. The default's type is the flag's: False is a switch, a list
-    takes several values.
+KINDS: dict[str, Any] = {
+    "whole": whole, "count": positive, "number": float, "seconds": float,
+    "text": str, "name": str, "url": str, "file": str, "folder": str, "path": Path,
+}  # fmt: skip
+OUTPUT = (
+    "--output-file --result-filename  file  write the result: .jsonl gets one more line, another name is written anew"
+)
+
+
+def add_flags(parser: argparse.ArgumentParser, title: str, table: str, **kinds: Any) -> None:
+    """Adds a titled group of flags ("": none). Each entry of the table has three columns, at least two spaces apart:
+    the flag with its aliases; its kind and, behind "=", its default; the help.
+
+    A kind is a name in KINDS or in `kinds` (an argparse type, or a tuple of choices); "kind..." takes several values;
+    "switch" takes none.
     """
-
-    def __init__(self, parser: argparse.ArgumentParser, title: str = "") -> None:
-        self.group = parser.add_argument_group(title) if title else parser
-
-    def add(self, names: str, default: Any, text: str, **options: Any) -> None:
-        """names: the flag and its aliases, with spaces between them."""
-        several = isinstance(default, list)
-        example = default[0] if several and default else default
-        if default is False:
-            options["action"] = "store_true"
-        elif example is not None:
-            kind = whole if isinstance(example, int) else type(example)
-            options = {"type": kind, **({"nargs": "+"} if several else {}), **options}
-            if "choices" not in options:
-                options.setdefault("metavar", {whole: "N", float: "X"}.get(options["type"]))
-        if default or default == 0 and default is not False:
-            text += f" (default: {' '.join(map(str, default)) if several else default})"
-        self.group.add_argument(*names.split(), default=default, help=text.replace("%", "%%"), **options)
-
-    def count(self, names: str, default: Any, text: str, **options: Any) -> None:
-        """A whole number from 1 on."""
-        self.add(names, default, text, **{"type": positive, "metavar": "N", **options})
-
-    def output(self) -> None:
-        text = "write the result: .jsonl gets one more line, another name is written anew"
-        self.add("--output-file --result-filename", "", text, metavar="FILE")
+    group = parser.add_argument_group(title) if title else parser
+    for entry in re.split(r"\n(?=--)", table.strip()):
+        names, kind, text = re.split(r"\s{2,}", entry, maxsplit=2)
+        kind, _, default = kind.partition("=")
+        text = " ".join(text.split()).replace("%", "%%") + (f" (default: {default})" if default else "")
+        if kind == "switch":
+            group.add_argument(*names.split(), action="store_true", help=text)
+            continue
+        several, kind = kind.endswith("..."), kind.removesuffix("...")
+        known = (KINDS | kinds)[kind]
+        options: dict[str, Any] = {"choices": known} if isinstance(known, tuple) else {"type": known}
+        if not isinstance(known, tuple) or several:
+            options["metavar"] = {"whole": "N", "count": "N", "number": "X"}.get(kind, kind.upper())
+        read = options.get("type", str)
+        if several:
+            options |= {"nargs": "+", "default": [read(word) for word in default.split()]}
+        else:
+            options["default"] = read(default) if default or read is str else None
+        group.add_argument(*names.split(), help=text, **options)
 
 
 def exit_status(command: str, run: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
@@ -80,6 +87,12 @@ def exit_status(command: str, run: Callable[[list[str]], int], argv: Sequence[st
         return 2 if isinstance(error, UnsupportedConfig) else 1
     except KeyboardInterrupt:
         return 130
+
+
+def report_interruption(kept: str = "the numbers are of what was measured until then") -> int:
+    """The exit status of a run that Ctrl-C ended."""
+    print(f"PARTIAL: Ctrl-C; {kept}", file=sys.stderr)
+    return 130
 
 
 class PartialRun:
@@ -110,8 +123,7 @@ class PartialRun:
     def finish(self, status: int = 0) -> int:
         """The exit status. Raises the error that ended the block."""
         if isinstance(self.error, KeyboardInterrupt):
-            print("PARTIAL: Ctrl-C; the numbers are of what was measured until then", file=sys.stderr)
-            return 130
+            return report_interruption()
         if self.error is not None:
             raise self.error
         return status

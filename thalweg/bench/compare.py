@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from thalweg.bench.command import CommandParser, Flags, exit_status
+from thalweg.bench.command import OUTPUT, CommandParser, add_flags, exit_status
 from thalweg.bench.display import show
 from thalweg.bench.result_files import Json, Measurement, Points, ResultFileError, command_of, load, points
 from thalweg.bench.results import provenance, write
@@ -39,6 +39,12 @@ REPEAT = (
     " runs (a busy machine, another placement in memory), so such changes are called higher or lower, not better or"
     " worse; measure both with --repeat 5, or give several files of each with commas"
 )
+FLAGS = f"""
+--confidence     number=0.99  of the intervals; high, because many numbers are compared
+--threshold      number=1     percent; smaller changes do not matter
+--fail-on-worse  switch       exit with 3 when something got worse, for scripts
+{OUTPUT}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +230,7 @@ def _run(argv: list[str]) -> int:
     parser = CommandParser(prog="thalweg bench compare", description=description)
     parser.add_argument("a", metavar="A", help="the result before")
     parser.add_argument("b", metavar="B", help="the result after")
-    flags = Flags(parser)
-    flags.add("--confidence", 0.99, "of the intervals; high, because many numbers are compared")
-    flags.add("--threshold", 1.0, "smaller changes do not matter", metavar="PERCENT")
-    flags.add("--fail-on-worse", False, "exit with 3 when something got worse, for scripts")
-    flags.output()
+    add_flags(parser, "", FLAGS)
     args = parser.parse_args(argv)
     if not 0.5 <= args.confidence < 1 or not 0 <= args.threshold < 100:
         parser.error("--confidence is between 0.5 and 1, --threshold between 0 and 100 (percent)")

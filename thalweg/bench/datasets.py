@@ -1,18 +1,16 @@
-"""What the load generator sends: prompts of exact lengths, and when each is due.
+"""Data sets: prompts of exact lengths, random or shared between requests, conversations, and when each is sent.
 
-A prompt is token ids wherever the length must be exact, because text of n tokens need not come back as n tokens. For an
-API that takes only text (chat) the ids are decoded, and the server's own count is what is reported.
+A prompt is token ids wherever the length must be exact, because text of n tokens need not tokenize to n tokens again.
+For an API that takes only text (chat) the ids are decoded, and the server's own count is reported.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -21,51 +19,43 @@ from thalweg.bench.errors import DatasetError
 Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 Message = Mapping[str, object]
+PAGE = 64  # tokens of a page of Thalweg's prefix cache; servers with smaller pages can find a little more
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a server wrote to an earlier turn. ids: empty where the API tells no token ids."""
+class Reply(NamedTuple):
+    """A server's answer to an earlier turn."""
 
     text: str
-    ids: tuple[int, ...] = ()
+    ids: tuple[int, ...] = ()  # empty where the API reports no token ids
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request to send. Exactly one of ids, text and messages is not empty. input_len: 0 where only the server can
-    count.
-
-    at: seconds after the start of the trace, 0 where there is no trace. decode: turns ids into text for an API that
-    takes none; encode: the other way, for answers that come without ids. after: place in the data set of the turn that
-    this one continues, -1 for the first turn of a conversation (turn 0). pause: seconds from that turn's answer until
-    this one is sent. history: earlier turns with their answers, filled in when they are known.
-    """
+    """One request to send. Exactly one of ids, text and messages is not empty."""
 
     output_len: int
     ids: Sequence[int] = ()
     text: str = ""
     messages: tuple[Message, ...] = ()
-    input_len: int = 0
-    at: float = 0.0
-    decode: Decode | None = None
-    encode: Encode | None = None
-    after: int = -1
+    input_len: int = 0  # tokens; 0 where only the server can count
+    at: float = 0.0  # seconds after the start of the trace
+    decode: Decode | None = None  # ids to text, for an API that takes no ids
+    encode: Encode | None = None  # text to ids, for answers without ids
+    after: int = -1  # place in the data set of the turn before; -1: the first turn of a conversation
     turn: int = 0
-    pause: float = 0.0
-    history: tuple[tuple[Prompt, Answer], ...] = ()
+    pause: float = 0.0  # seconds from the answer before to this turn
+    history: tuple[tuple[Prompt, Reply], ...] = ()  # earlier turns with their answers, once they are known
 
-    def following(self, before: Prompt, answer: Answer) -> Prompt:
-        """This turn with all that was said before it."""
-        history = (*before.history, (replace(before, history=()), answer))
-        told = [len(turn.ids) + len(said.ids) for turn, said in history if turn.ids and said.ids]
-        known = sum(told) + len(self.ids) if self.ids and len(told) == len(history) else 0
-        return replace(self, history=history, input_len=known)
+    def following(self, before: Prompt, reply: Reply) -> Prompt:
+        """This turn behind an earlier one and its answer."""
+        history = (*before.history, (replace(before, history=()), reply))
+        known = bool(self.ids) and all(turn.ids and answer.ids for turn, answer in history)
+        earlier = sum(len(turn.ids) + len(answer.ids) for turn, answer in history)
+        return replace(self, history=history, input_len=earlier + len(self.ids) if known else 0)
 
     def as_ids_or_text(self) -> list[int] | str:
-        """For a completions API. Raises DatasetError for a conversation in messages."""
-        turns = [*(turn for turn, _ in self.history), self]
-        if any(turn.messages for turn in turns):
+        """For a completions API. Raises DatasetError for messages."""
+        if self.messages or any(turn.messages for turn, _ in self.history):
             raise DatasetError(
                 "this data set has conversations, which completions cannot carry: use --backend openai-chat"
             )
@@ -73,27 +63,25 @@ class Prompt:
             return "".join(turn.text + answer.text for turn, answer in self.history) + self.text
         ids: list[int] = []
         for turn, answer in self.history:
-            ids += turn.ids
-            ids += answer.ids or self._encoded(answer.text)
+            ids += [*turn.ids, *(answer.ids or self._encoded(answer.text))]
         return [*ids, *self.ids]
 
     def _encoded(self, text: str) -> Sequence[int]:
         if self.encode is None:
             raise DatasetError(
-                "this API gives answers as text and later turns are token ids: give --tokenizer, the folder of"
+                "this API returns answers as text and later turns are token ids: give --tokenizer, the folder of"
                 " tokenizer.json"
             )
         return self.encode(text)
 
     def as_messages(self) -> list[Message]:
         """For a chat API. Raises DatasetError for token ids without a tokenizer."""
-        said: list[Message] = []
+        messages: list[Message] = []
         for turn, answer in self.history:
-            said += [*turn.own_messages(), {"role": "assistant", "content": answer.text}]
-        return [*said, *self.own_messages()]
+            messages += [*turn._own_messages(), {"role": "assistant", "content": answer.text}]
+        return [*messages, *self._own_messages()]
 
-    def own_messages(self) -> tuple[Message, ...]:
-        """This turn alone."""
+    def _own_messages(self) -> tuple[Message, ...]:
         if self.messages:
             return self.messages
         if self.ids and self.decode is None:
@@ -104,10 +92,8 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The token ids that random prompts draw from (no special ones, which would end or steer a prompt). decode, encode:
-    see `Prompt`.
-    """
+class OrdinaryTokens:
+    """The token ids of random prompts: no special ones, which would end or steer a prompt."""
 
     ids: Sequence[int]
     decode: Decode | None = None
@@ -120,11 +106,11 @@ class Vocabulary:
         return Prompt(output_len, ids=ids, input_len=len(ids), at=at, decode=self.decode, encode=self.encode)
 
 
-def vocabulary_of(tokenizer: Path) -> Vocabulary:
+def vocabulary_of(tokenizer: Path) -> OrdinaryTokens:
     """The ordinary tokens of a `tokenizer.json`, given as the file or as its folder. Raises DatasetError."""
     file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if not file.is_file():
-        raise DatasetError(f"--tokenizer: {file} is not there; give a folder with a tokenizer.json, or that file")
+        raise DatasetError(f"--tokenizer: {file} does not exist; give a folder with a tokenizer.json, or that file")
     loaded = Tokenizer.from_file(str(file))
     special = loaded.get_added_tokens_decoder()
     ids = sorted(token for token in loaded.get_vocab(with_added_tokens=True).values() if token not in special)
@@ -132,21 +118,27 @@ def vocabulary_of(tokenizer: Path) -> Vocabulary:
         raise DatasetError(f"--tokenizer: {file} has no ordinary tokens")
 
     def encode(text: str) -> Sequence[int]:
-        found: list[int] = loaded.encode(text, add_special_tokens=False).ids
-        return found
+        tokens: list[int] = loaded.encode(text, add_special_tokens=False).ids
+        return tokens
 
-    return Vocabulary(ids, loaded.decode, encode)
-
-
-# --- lengths
-# -----------------------------------------------------------------------------------------------------------
+    return OrdinaryTokens(ids, loaded.decode, encode)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Lengths uniform in [max(1, ratio x most), most]: SGLang's meaning of its range ratios (1.0 is fixed, 0.0 halves
-    the mean).
-    """
+def ids_of(prompts: Sequence[Prompt], vocabulary: OrdinaryTokens) -> list[list[int]]:
+    """The prompts as token ids, for an engine without a chat format. Raises DatasetError."""
+    ids = []
+    for prompt in prompts:
+        shown = prompt.as_ids_or_text()
+        if isinstance(shown, str):
+            if vocabulary.encode is None:
+                raise DatasetError("text must be tokenized: give --tokenizer")
+            shown = list(vocabulary.encode(shown))
+        ids.append(shown)
+    return ids
+
+
+class LengthRange(NamedTuple):
+    """Lengths uniform in [max(1, ratio x most), most]: SGLang's range ratios (1 is fixed, 0 halves the mean)."""
 
     most: int
     ratio: float
@@ -163,12 +155,10 @@ class Span:
 
 
 def random_prompts(
-    vocabulary: Vocabulary, count: int, input_len: int, output_len: int, range_ratio: float, seed: int
+    vocabulary: OrdinaryTokens, count: int, input_len: int, output_len: int, range_ratio: float, seed: int
 ) -> list[Prompt]:
-    """Random tokens, lengths as `Span` says (vLLM's flag of the same name means something else). Raises
-    DatasetError.
-    """
-    inputs, outputs = Span(input_len, range_ratio), Span(output_len, range_ratio)
+    """Random tokens. Raises DatasetError."""
+    inputs, outputs = LengthRange(input_len, range_ratio), LengthRange(output_len, range_ratio)
     inputs.check("--random-input-len", "--random-range-ratio")
     outputs.check("--random-output-len", "--random-range-ratio")
     rng = Random(seed)
@@ -176,47 +166,89 @@ def random_prompts(
     return [vocabulary.prompt(vocabulary.draw(rng, size), output) for size, output in lengths]
 
 
-# --- reading
-# -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class PromptGroups:
+    """groups x each prompts (or conversations); those of a group begin with the same `system` tokens."""
+
+    groups: int
+    each: int
+    system: LengthRange
+    question: LengthRange  # of each turn
+    output: LengthRange
+    turns: int = 1
+    pause: float = 0.0  # mean seconds from an answer to the next turn, exponential
+    ordered: bool = False  # group by group, else in random order
+
+    def check(self, flag: str) -> None:
+        """flag: the first part of the flags' names. Raises DatasetError."""
+        for name, value in (("groups", self.groups), ("prompts in each group", self.each), ("turns", self.turns)):
+            if value < 1:
+                raise DatasetError(f"{flag}-*: the number of {name} must be at least 1, got {value}")
+        ratio = f"{flag}-range-ratio"
+        if self.system.most:
+            self.system.check(f"{flag}-system-prompt-len", ratio)
+        self.question.check(f"{flag}-question-len", ratio)
+        self.output.check(f"{flag}-output-len", ratio)
+        if not 0 <= self.pause < float("inf"):
+            raise DatasetError(f"--think-time is a number of seconds from 0 on, got {self.pause}")
 
 
-def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a text file, gzipped or not. Raises DatasetError."""
-    try:
-        with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else path.open("rb") as raw:
-            yield from io.TextIOWrapper(io.BytesIO(raw.read()), encoding="utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DatasetError(f"cannot read {path}: {error}") from error
+def shared_prompts(vocabulary: OrdinaryTokens, wish: PromptGroups, seed: int) -> list[Prompt]:
+    """All turns of all conversations; `after` links the turns of one, which follow each other."""
+    rng, conversations = Random(seed), list[list[Prompt]]()
+    for _ in range(wish.groups):
+        system = vocabulary.draw(rng, wish.system.draw(rng)) if wish.system.most else []
+        for _ in range(wish.each):
+            turns: list[Prompt] = []
+            for turn in range(wish.turns):
+                new = vocabulary.draw(rng, wish.question.draw(rng))
+                prompt = vocabulary.prompt(new if turn else [*system, *new], wish.output.draw(rng))
+                pause = rng.expovariate(1 / wish.pause) if turn and wish.pause else 0.0
+                turns.append(replace(prompt, pause=pause))
+            conversations.append(turns)
+    if not wish.ordered:
+        rng.shuffle(conversations)
+    return flatten(conversations)
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """(line number from 1, object) of each line that is not empty. Raises DatasetError."""
-    for number, line in enumerate(lines_of(path), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise DatasetError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise DatasetError(f"{path}, line {number}: expected a JSON object, got {line.strip()[:60]}")
-        yield number, value
+def flatten(conversations: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+    """The turns of conversations in one list, each with the place of the turn before it."""
+    prompts: list[Prompt] = []
+    for turns in conversations:
+        for turn, prompt in enumerate(turns):
+            prompts.append(replace(prompt, turn=turn, after=len(prompts) - 1 if turn else -1))
+    return prompts
 
 
-# --- when they are sent
-# ------------------------------------------------------------------------------------------------
+def file_conversations(prompts: Sequence[Prompt], pause: float, seed: int) -> list[Prompt]:
+    """Conversations of a file: each user message is a turn, and the file's assistant messages are left out, because the
+    measured server answers itself. Raises DatasetError.
+    """
+    rng, conversations = Random(seed), list[list[Prompt]]()
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.messages:
+            raise DatasetError(f"conversation {number} of the file has no messages: --dataset-name file takes prompts")
+        turns, new = list[Prompt](), list[Message]()
+        for message in prompt.messages:
+            role = message.get("role")
+            new += [message] * (role != "assistant")
+            if role == "user":
+                wait = rng.expovariate(1 / pause) if turns and pause else 0.0
+                turns.append(Prompt(prompt.output_len, messages=tuple(new), pause=wait))
+                new = []
+        if not turns:
+            raise DatasetError(f"conversation {number} of the file has no message of the role user")
+        conversations.append(turns)
+    return flatten(conversations)
 
 
 def schedule(
     prompts: Sequence[Prompt], rate: float, timestamps: bool, seed: int, burstiness: float = 1.0
 ) -> list[float]:
-    """Seconds after the start at which each prompt is due; for later turns of a conversation the pauses count instead.
+    """Seconds after the start at which each prompt is due; later turns of a conversation have their pauses instead.
 
-    timestamps: the trace's own times from its first one on. Else a renewal process of `rate` a second: gaps are Gamma
-    of shape `burstiness` (1: Poisson, below 1: bursts, above 1: more regular), or all at once (inf). Raises
-    DatasetError.
+    timestamps: the trace's own times. Else a renewal process of `rate` a second: gaps are Gamma of shape `burstiness`
+    (1: Poisson, below 1: bursts), or all at once (inf). Raises DatasetError.
     """
     if timestamps:
         first = min(prompt.at for prompt in prompts)
@@ -233,3 +265,29 @@ def schedule(
         if prompt.after < 0:
             at += rng.expovariate(rate) if burstiness == 1.0 else rng.gammavariate(burstiness, 1 / (rate * burstiness))
     return due
+
+
+def possible_hits(prompts: Sequence[Prompt]) -> float | None:
+    """Share of all prompt tokens that a prefix cache could have had at best: one that never evicts, in pages of PAGE
+    tokens. prompts: in the order in which they were sent. None where token ids are unknown.
+    """
+    seen, found, total = set[int](), 0, 0
+    for prompt in prompts:
+        if not prompt.ids or any(not turn.ids or not answer.ids for turn, answer in prompt.history):
+            return None
+        before = [token for turn, answer in prompt.history for token in (*turn.ids, *answer.ids)]
+        seen.update(_page_hashes(before))
+        pages = _page_hashes([*before, *prompt.ids][:-1])  # one token is always left to compute
+        found += PAGE * next((place for place, page in enumerate(pages) if page not in seen), len(pages))
+        seen.update(_page_hashes([*before, *prompt.ids]))
+        total += len(before) + len(prompt.ids)
+    return found / total if total else None
+
+
+def _page_hashes(ids: Sequence[int]) -> list[int]:
+    """A hash for each full page, of all tokens up to its end."""
+    hashes, last = list[int](), 0
+    for start in range(0, len(ids) - PAGE + 1, PAGE):
+        last = hash((last, *ids[start : start + PAGE]))
+        hashes.append(last)
+    return hashes

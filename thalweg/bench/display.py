@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,17 +21,16 @@ from rich.progress import (
 from rich.table import Table
 
 Row = Mapping[str, Any]
-Column = str | Callable[[Row], str]  # a format string of the row's fields, or a function of the row
 WIDTH = 140  # characters, where neither a terminal nor COLUMNS gives the width
 
 
-def make_table(title: str, columns: Mapping[str, Column], rows: Sequence[Row], left: int = 0) -> Table:
-    """columns: by heading. left: the first so many hold text, the others numbers."""
+def make_table(title: str, columns: Mapping[str, object], rows: Sequence[Row], left: int = 0) -> Table:
+    """columns: by heading, format strings of the row's fields or functions of the row. left: the first so many hold text, the others numbers."""
     table = Table(title=title, title_justify="left")
     for place, head in enumerate(columns):
         table.add_column(head, justify="left" if place < left else "right", overflow="fold", no_wrap=place >= left)
     for row in rows:
-        cells = (column.format_map(row) if isinstance(column, str) else column(row) for column in columns.values())
+        cells = (column(row) if callable(column) else str(column).format_map(row) for column in columns.values())
         table.add_row(*map(escape, cells))
     return table
 

@@ -1,13 +1,12 @@
-"""lm-evaluation-harness through the OpenAI API: starts or targets a server, runs the installed `lm_eval`, and reads its
+"""lm-evaluation-harness through the OpenAI API: starts or uses a server, runs the installed `lm_eval`, and reads its
 results.
 
-The harness is no dependency: `pip install 'lm_eval[api]'` brings it. It runs as a process of its own and sees nothing
-but HTTP, so its tasks (what they download, how they prompt) and its numbers are its own; shares get our interval.
+The harness is not a dependency: `pip install 'lm_eval[api]'` installs it. It runs as a process of its own and uses HTTP
+only, so its tasks (their downloads, their prompts) and its numbers are its own; shares get our interval.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import json
@@ -21,159 +20,145 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from thalweg.bench.client import Client
-from thalweg.bench.errors import ResultError
-from thalweg.bench.eval_run import Row
-from thalweg.bench.in_process import folder_name, positive
-from thalweg.bench.own_server import OwnServer
+from thalweg.bench.display import make_table, show
+from thalweg.bench.errors import BenchError
+from thalweg.bench.http_client import HttpClient
 from thalweg.bench.results import provenance, write
+from thalweg.bench.server_info import ServerInfo
+from thalweg.bench.server_process import ServerProcess
 from thalweg.bench.statistics import Share
-from thalweg.config.args import OptionsParser
 from thalweg.config.options import Options
 from thalweg.config.tree import non_defaults, settings
 from thalweg.core.errors import UnsupportedConfig
 
 MODELS = {"completions": "local-completions", "chat": "local-chat-completions"}
 SHARES = ("acc", "acc_norm", "exact_match", "em", "pass@1")  # metrics that are means over documents of right or wrong
-STDERR = 2  # the file descriptor: what the harness prints is no result
+STDERR = 2  # file descriptor: the harness's output is not the result
 INSTALL = "pip install 'lm_eval[api]'"
+FLAGS = f"""
+--harness          name...          its tasks by name, over HTTP ({INSTALL})
+--harness-api      api=completions  chat has no log-probabilities: no multiple choice
+--harness-include  folder           with task files of your own
+--harness-shots    whole            worked examples before each question; default: the task's
+--harness-limit    count            documents of a task; default: all
+"""
+
+Row = dict[str, Any]
 
 
-def flags(parser: OptionsParser) -> None:
-    """Adds the harness's own flags."""
-    add = parser.add_argument_group("lm-evaluation-harness").add_argument
-    add("--harness", nargs="+", default=[], metavar="TASK", help=f"its tasks by name, over HTTP ({INSTALL})")
-    add(
-        "--harness-api",
-        choices=tuple(MODELS),
-        default="completions",
-        help="chat gives no log-probabilities: no multiple choice (default: completions)",
-    )
-    add("--harness-include", default="", metavar="DIR", help="folder with task files of your own")
-    add(
-        "--harness-shots",
-        type=int,
-        default=None,
-        metavar="N",
-        help="worked examples before each question (default: the task's)",
-    )
-    add("--harness-limit", type=positive, default=None, metavar="N", help="documents of a task (default: all)")
-
-
-def run(config: Options, args: argparse.Namespace, argv: Sequence[str]) -> list[Row]:
-    """Evaluates and prints. Raises UnsupportedConfig, ServerError or ResultError."""
+def run(options: Options, args: Any, argv: Sequence[str]) -> int:
+    """Evaluates and prints. Raises UnsupportedConfig or BenchError."""
+    folder = Path(options.model.model)
     if importlib.util.find_spec("lm_eval") is None:
-        raise UnsupportedConfig(
-            f"--harness {' '.join(args.harness)}: lm-evaluation-harness is not installed here; {INSTALL}"
-        )
-    folder = Path(config.model.model)
+        tasks = " ".join(args.harness)
+        raise UnsupportedConfig(f"--harness {tasks}: lm-evaluation-harness is not installed here; {INSTALL}")
     if not (folder / "tokenizer.json").is_file():
         raise UnsupportedConfig(
-            f"--model {folder}: the harness counts tokens itself, so it must be a folder with tokenizer.json"
+            f"--model {folder}: the harness counts tokens itself: give a folder with tokenizer.json"
         )
-    rows, configured = asyncio.run(_evaluate(config, args, folder))
-    Console().print(table(rows))
+    rows, configured = asyncio.run(_evaluate(options, args, folder))
+    columns = {
+        "task": "{task}",
+        "documents": "{total}",
+        "result": _result,
+        "95 % interval": _interval,
+        "s": "{seconds:.0f}",
+    }
+    show(make_table("lm-evaluation-harness", columns, rows, left=1))
     if args.output_file:
-        told = [word for word in argv if not args.api_key or args.api_key not in word]
-        asked = {
-            "harness": args.harness,
-            "api": args.harness_api,
-            "shots": args.harness_shots,
-            "limit": args.harness_limit,
-            "lm_eval": _version(),
-        }
-        head = {"checkpoint": folder_name(folder), "evaluation": asked}
-        write(Path(args.output_file), {**head, "results": rows, **provenance("eval", told, configured)})
-    return rows
+        asked = {name: getattr(args, f"harness_{name}") for name in ("api", "shots", "limit")}
+        asked |= {"harness": args.harness, "lm_eval": _version()}
+        head = {"checkpoint": folder.resolve().name, "evaluation": asked}
+        write(Path(args.output_file), {**head, "results": rows, **provenance("eval", list(argv), configured)})
+    return 0 if rows else 1
+
+
+def _result(row: Mapping[str, Any]) -> str:
+    return f"{row['share']:.1%}" if "share" in row else f"{row['value']:.4g}"
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    if "share" in row:
+        return f"{row['low_95']:.1%} – {row['high_95']:.1%}"
+    return "" if row["stderr"] is None else f"standard error {row['stderr']:.2g}"
 
 
 def _version() -> str:
-    """The harness's, "" where it was not installed as a package."""
+    """ "" where the harness was not installed as a package."""
     try:
         return metadata.version("lm_eval")
     except metadata.PackageNotFoundError:
         return ""
 
 
-async def _evaluate(config: Options, args: argparse.Namespace, folder: Path) -> tuple[list[Row], Mapping[str, object]]:
-    """On the server that was named, else on one of our own."""
+async def _evaluate(options: Options, args: Any, folder: Path) -> tuple[list[Row], Mapping[str, object]]:
+    """On the server of --base-url, else on one of our own."""
     if args.base_url:
-        name = args.served_model_name or config.model.model
-        return await asyncio.to_thread(_ask, args, folder, args.base_url, name), {"server": args.base_url}
-    async with OwnServer(_words(config)) as server:
-        client = Client(server.url)
-        told = json.loads((await client.request("GET", "/server_info")).body)
+        name = args.served_model_name or options.model.model
+        return await asyncio.to_thread(_run_harness, args, folder, args.base_url, name), {"server": args.base_url}
+    async with ServerProcess(_words(options)) as server:
+        client = HttpClient(server.url)
+        info = await ServerInfo(client).settings()
         client.close()
-        rows = await asyncio.to_thread(_ask, args, folder, server.url, folder_name(folder))
-        return rows, told
+        return await asyncio.to_thread(_run_harness, args, folder, server.url, folder.resolve().name), info
 
 
-def _words(config: Options) -> list[str]:
+def _words(options: Options) -> list[str]:
     """The command line of these settings."""
-    words = [config.model.model]
-    for name, value in non_defaults(config).items():
-        one = settings()[name]
-        if name == "model":
-            continue
-        if one.kind is bool:
-            words.append(one.flag if value else f"--no-{one.flag[2:]}")
-        else:
-            for entry in value if one.many else (value,):
-                words += [one.flag, str(entry)]
+    words = [options.model.model]
+    for name, value in non_defaults(options).items():
+        setting = settings()[name]
+        if setting.kind is bool:
+            words.append(setting.flag if value else f"--no-{setting.flag[2:]}")
+        elif name != "model":
+            for entry in value if setting.many else (value,):
+                words += [setting.flag, str(entry)]
     return words
 
 
-def command(args: argparse.Namespace, folder: Path, base_url: str, name: str, results: Path) -> list[str]:
-    """How the harness is run."""
-    path = "/v1/chat/completions" if args.harness_api == "chat" else "/v1/completions"
+def _run_harness(args: Any, folder: Path, base_url: str, name: str) -> list[Row]:
+    begin, is_chat = time.perf_counter(), args.harness_api == "chat"
     model = {
         "model": name,
-        "base_url": base_url.rstrip("/") + path,
+        "base_url": base_url.rstrip("/") + ("/v1/chat/completions" if is_chat else "/v1/completions"),
         "tokenizer": folder.resolve(),
         "tokenizer_backend": "huggingface",
         "num_concurrent": args.concurrency,
         "max_retries": 1,
     }
-    words = [sys.executable, "-m", "lm_eval", "run", "--model", MODELS[args.harness_api]]
-    words += ["--model_args", ",".join(f"{key}={value}" for key, value in model.items())]
-    words += ["--tasks", ",".join(args.harness), "--output_path", str(results)]
-    words += ["--apply_chat_template"] if args.harness_api == "chat" else []
-    words += ["--include_path", args.harness_include] if args.harness_include else []
-    words += ["--num_fewshot", str(args.harness_shots)] if args.harness_shots is not None else []
-    words += ["--limit", str(args.harness_limit)] if args.harness_limit is not None else []
-    return words
-
-
-def _ask(args: argparse.Namespace, folder: Path, base_url: str, name: str) -> list[Row]:
-    begin = time.perf_counter()
-    with TemporaryDirectory(prefix="thalweg-harness-") as place:
-        words = command(args, folder, base_url, name, Path(place))
+    flags = {
+        "--model": MODELS[args.harness_api],
+        "--model_args": ",".join(f"{key}={value}" for key, value in model.items()),
+        "--tasks": ",".join(args.harness),
+        "--include_path": args.harness_include or None,
+        "--num_fewshot": args.harness_shots,
+        "--limit": args.harness_limit,
+    }
+    with TemporaryDirectory(prefix="thalweg-harness-") as out:
+        words = [sys.executable, "-m", "lm_eval", "run"]
+        words += [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+        words += ["--output_path", out, *(["--apply_chat_template"] if is_chat else [])]
         key = {"OPENAI_API_KEY": args.api_key} if args.api_key else {}
         done = subprocess.run(words, stdout=STDERR, env={**os.environ, **key}, check=False)
-        found = sorted(Path(place).rglob("results_*.json"))
-        if done.returncode != 0 or not found:
-            raise ResultError(
-                f"lm_eval ended with status {done.returncode} and {len(found)} results; what it said stands above"
+        files = sorted(Path(out).rglob("results_*.json"))
+        if done.returncode != 0 or not files:
+            raise BenchError(
+                f"lm_eval ended with status {done.returncode} and {len(files)} results; see its output above"
             )
-        rows = list(rows_of(json.loads(found[-1].read_text(encoding="utf-8"))))
-    seconds = time.perf_counter() - begin
-    return [row | {"seconds": seconds} for row in rows]
+        rows = list(rows_of(json.loads(files[-1].read_text(encoding="utf-8"))))
+    return [row | {"seconds": time.perf_counter() - begin} for row in rows]
 
 
 def rows_of(result: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of the harness's own result: "results" by task and "metric,filter", "n-samples" by task.
 
-    A mean of right and wrong answers becomes a share with our interval; other metrics stand with the harness's standard
-    error.
+    A mean of right and wrong answers becomes a share with our interval; others keep the harness's standard error.
     """
     for task, values in result["results"].items():
         total = int(result.get("n-samples", {}).get(task, {}).get("effective", 0))
         for key, value in values.items():
             metric, _, how = key.partition(",")
-            if not how or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+            if not how or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             row: Row = {"task": f"{task}: {metric}" + ("" if how == "none" else f" ({how})"), "total": total}
             hits = value * total
@@ -181,21 +166,4 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[Row]:
                 yield row | Share(round(hits), total).as_json()
             else:
                 error = values.get(f"{metric}_stderr,{how}")
-                yield row | {"value": value, "stderr": error if isinstance(error, (int, float)) else None}
-
-
-def table(rows: Sequence[Row]) -> Table:
-    shown = Table(title="lm-evaluation-harness", title_justify="left")
-    shown.add_column("task", no_wrap=True)
-    for head in ("documents", "result", "95 % interval", "s"):
-        shown.add_column(head, justify="right")
-    for row in rows:
-        if "share" in row:
-            result, interval = f"{row['share']:.1%}", f"{row['low_95']:.1%} – {row['high_95']:.1%}"
-        else:
-            result, interval = (
-                f"{row['value']:.4g}",
-                "" if row["stderr"] is None else f"standard error {row['stderr']:.2g}",
-            )
-        shown.add_row(str(row["task"]), str(row["total"]), result, interval, f"{row['seconds']:.0f}")
-    return shown
+                yield row | {"value": value, "stderr": error if isinstance(error, int | float) else None}

@@ -1,111 +1,197 @@
-"""An engine in this process for measurements: fixed batches of random tokens, timed step by step."""
+"""The load driver for an engine in this process, and what commands with such an engine share."""
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
-from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
 from thalweg.bench.datasets import vocabulary_of
+from thalweg.bench.statistics import median
 from thalweg.config.options import Options
 from thalweg.config.tree import replace
 from thalweg.core.errors import UnsupportedConfig
+from thalweg.core.grammar import NO_GRAMMAR, Grammar
+from thalweg.core.messages import TokenDelta
 from thalweg.core.plan import PAGE
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 
+BATCHES = """
+--batch-size  count...=1     sequences at a time
+--input-len   count...=1024  tokens of each prompt
+"""
+BENCH_SEED = "--bench-seed  whole=1  of the random tokens"
+ENGINE_FLAGS = ("model", "load", "memory", "schedule", "speculative")  # groups of flags of the engine
+
 Tokens = list[int]
 
 
 @dataclass(slots=True)
-class Timing:
-    """One batch. prefill: seconds until every sequence has its first token. decode: seconds of each step after that.
-    total: seconds to the last token. outputs: the tokens of each sequence."""
+class Generation:
+    """A request to an engine in this process, and what became of it. Times: seconds of the driver's clock."""
 
-    prefill: float = 0.0
-    total: float = 0.0
-    decode: list[float] = field(default_factory=list)
-    outputs: list[Tokens] = field(default_factory=list)
+    prompt: Sequence[int]
+    params: SamplingParams
+    grammar: Grammar = NO_GRAMMAR
+    tokens: Tokens = field(default_factory=list)
+    cached: int = 0  # prompt tokens from the prefix cache
+    start: float = 0.0  # submitted
+    first: float = 0.0  # first token; 0.0: none yet
+    end: float = 0.0  # last token
+
+
+def exactly(prompt: Sequence[int], output_len: int) -> Generation:
+    """A greedy request of `output_len` tokens."""
+    return Generation(prompt, SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True))
+
+
+class EngineStep(NamedTuple):
+    """One turn of the engine's loop."""
+
+    begin: float
+    end: float
+    news: list[tuple[Generation, TokenDelta]]
+    started: int  # requests that had a token before this step
+    running: int  # requests under way before this step
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(delta.tokens) for _, delta in self.news)
+
+
+def generate(
+    engine: LocalEngine,
+    requests: Sequence[Generation],
+    concurrency: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Generator[EngineStep, None, None]:
+    """Runs all requests, at most `concurrency` (0: all) at a time, until the engine is idle. Requests of a caller that
+    stops early are aborted.
+    """
+    waiting, running, started = list(reversed(requests)), dict[int, Generation](), 0
+
+    def submit() -> None:
+        request = waiting.pop()
+        request.start = clock()
+        (uid,) = engine.submit(request.prompt, request.params, grammar=request.grammar)
+        running[uid] = request
+
+    for _ in range(min(concurrency or len(requests), len(requests))):
+        submit()
+    try:
+        while running or not engine.idle:
+            before, begin = (started, len(running)), clock()
+            deltas = engine.step()
+            end = clock()
+            news = [(running[delta.uid], delta) for delta in deltas if delta.uid in running]
+            for request, delta in news:
+                request.tokens += delta.tokens
+                request.cached = max(request.cached, delta.cached)
+                if delta.tokens:
+                    started += not request.first
+                    request.first, request.end = request.first or end, end
+                if delta.finish:
+                    del running[delta.uid]
+                    if waiting:
+                        submit()
+            yield EngineStep(begin, end, news, *before)
+    finally:
+        if running:
+            engine.abort(tuple(running))
+
+
+def run_all(engine: LocalEngine, requests: Sequence[Generation], concurrency: int = 0) -> None:
+    """`generate` without a look at the steps."""
+    for _ in generate(engine, requests, concurrency):
+        pass
+
+
+@dataclass(slots=True)
+class Timing:
+    """One batch, in seconds."""
+
+    prefill: float = 0.0  # until every sequence has its first token
+    total: float = 0.0  # to the last token
+    decode: list[float] = field(default_factory=list)  # of each step after the prefill
+    outputs: list[Tokens] = field(default_factory=list)  # tokens of each sequence
+
+    def as_json(self) -> dict[str, float]:
+        return {
+            "prefill_latency": self.prefill,
+            "median_decode_latency": median(self.decode),
+            "total_latency": self.total,
+        }
+
+
+def time_batch(engine: LocalEngine, prompts: Sequence[Tokens], output_len: int) -> Timing:
+    """Computes one batch, greedy, to exactly `output_len` tokens each."""
+    requests, timing = [exactly(prompt, output_len) for prompt in prompts], Timing()
+    begin = last = time.perf_counter()
+    for step in generate(engine, requests):
+        if not step.tokens:
+            continue
+        if step.started < len(requests):
+            timing.prefill = step.end - begin
+        else:
+            timing.decode.append(step.end - last)
+        last = step.end
+    timing.total, timing.outputs = last - begin, [request.tokens for request in requests]
+    return timing
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of a sequence. flags: that gave them. more: tokens beyond those."""
+    """Tokens of a sequence."""
 
     input: int
     output: int
-    flags: tuple[str, str] = ("--input-len", "--output-len")
-    more: int = 0
+    flags: str = "--input-len {} and --output-len {}"  # that set them
+    more: int = 0  # tokens beyond those
 
-    def within(self, context: int) -> None:
+    def check(self, context: int) -> None:
         """Raises UnsupportedConfig when it is longer."""
         total = self.input + self.output + self.more
         if total > context:
+            flags = self.flags.format(self.input, self.output)
             raise UnsupportedConfig(
-                f"{self.flags[0]} {self.input} and {self.flags[1]} {self.output} make {total} tokens, and a sequence"
-                f" has at most {context} here: ask for less"
+                f"{flags} make {total} tokens, and a sequence has at most {context} here: lower them"
             )
 
 
-def positive(text: str) -> int:
-    """An argparse type: a whole number from 1 on."""
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
-def add_batches(add: Callable[..., object]) -> None:
-    """Adds --batch-size and --input-len to a group of arguments."""
-    add("--batch-size", type=positive, nargs="+", default=[1], metavar="N", help="sequences at a time (default: 1)")
-    add(
-        "--input-len",
-        type=positive,
-        nargs="+",
-        default=[1024],
-        metavar="N",
-        help="tokens of each prompt (default: 1024)",
-    )
-
-
-def room_for(config: Options, batch: int, input_len: int, output_len: int) -> Options:
-    """The settings, with room for one whole batch where the user left it open: all its prompts are computed in one
-    step.
-    """
+def reserve(config: Options, batch: int, input_len: int, output_len: int) -> Options:
+    """The settings, with room for one whole batch where the user left it open: its prompts are computed in one step."""
     pages = -(-(input_len + output_len + 1) // PAGE) + 1
-    wishes: dict[str, int] = {}
-    if config.schedule.max_running_requests is None:
-        wishes["max_running_requests"] = batch
-    if config.schedule.chunked_prefill_size is None:
-        wishes["chunked_prefill_size"] = batch * input_len
-    if config.memory.max_total_tokens is None:
-        whole = -(-(config.model.context_length or 0) // PAGE)  # a context that was asked for has to fit, too
-        wishes["max_total_tokens"] = max(2 * batch * pages, whole) * PAGE
-    return replace(config, **wishes)
+    context_pages = -(-(config.model.context_length or 0) // PAGE)  # a context that was asked for has to fit, too
+    wishes = {
+        "max_running_requests": (config.schedule.max_running_requests, batch),
+        "chunked_prefill_size": (config.schedule.chunked_prefill_size, batch * input_len),
+        "max_total_tokens": (config.memory.max_total_tokens, max(2 * batch * pages, context_pages) * PAGE),
+    }
+    return replace(config, **{name: value for name, (given, value) in wishes.items() if given is None})
 
 
 def start(config: Options, longest: Lengths | None = None) -> tuple[Resolved, LocalEngine]:
-    """Resolves, loads and builds. longest: what must fit. Raises UnsupportedConfig, where that is known before anything
-    is loaded, or CheckpointError.
+    """Resolves, loads and builds. longest: a sequence that must fit; checked before anything is loaded. Raises
+    UnsupportedConfig or CheckpointError.
     """
     resolved = resolve(config, simulates=True)
     if longest is not None:
-        longest.within(resolved.engine.context_length)
+        longest.check(resolved.engine.context_length)
     engine = LocalEngine(resolved.engine)
     if longest is not None:
-        longest.within(engine.context)  # which is less where memory holds less
+        longest.check(engine.context)  # smaller where memory holds less
     return resolved, engine
 
 
 def configuration(resolved: Resolved) -> dict[str, object]:
-    """The full resolved configuration, as results carry it."""
+    """The full resolved configuration, as results contain it."""
     engine = msgspec.to_builtins(resolved.engine)
     decisions = resolved.engine.report.as_tree()
     return {"engine": {name: value for name, value in engine.items() if name != "report"}, "decisions": decisions}
@@ -115,46 +201,3 @@ def random_batch(resolved: Resolved, batch: int, length: int, rng: Random) -> li
     """Prompts of ordinary tokens, each of exactly `length`."""
     vocabulary = vocabulary_of(resolved.path)
     return [vocabulary.draw(rng, length) for _ in range(batch)]
-
-
-def fits(engine: LocalEngine, input_len: int, output_len: int) -> None:
-    """Raises UnsupportedConfig when such a sequence is longer than the engine's context."""
-    Lengths(input_len, output_len).within(engine.context)
-
-
-def time_batch(engine: LocalEngine, prompts: Sequence[Tokens], output_len: int) -> Timing:
-    """Computes one batch, greedy, to exactly `output_len` tokens each."""
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    uids = [uid for prompt in prompts for uid in engine.submit(prompt, params)]
-    outputs: dict[int, Tokens] = {uid: [] for uid in uids}
-    timing = Timing()
-    begin = last = time.perf_counter()
-    waiting = set(uids)
-    while not engine.idle:
-        deltas = engine.step()
-        now = time.perf_counter()
-        if not any(delta.tokens for delta in deltas):
-            continue
-        prefilling = bool(waiting)
-        for delta in deltas:
-            outputs[delta.uid] += delta.tokens
-            if delta.tokens:
-                waiting.discard(delta.uid)
-        if prefilling:
-            timing.prefill = now - begin
-        else:
-            timing.decode.append(now - last)
-        last = now
-    timing.total = last - begin
-    timing.outputs = [outputs[uid] for uid in uids]
-    return timing
-
-
-def middle(values: Sequence[float]) -> float:
-    """The median, 0 of nothing."""
-    return median(values) if values else 0.0
-
-
-def folder_name(path: Path) -> str:
-    """A checkpoint's name for a result, without the machine's own paths."""
-    return path.resolve().name

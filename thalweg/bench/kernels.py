@@ -22,9 +22,8 @@ from rich.table import Table
 from torch import Tensor
 
 from thalweg.bench import ceilings, stopwatch
-from thalweg.bench.in_process import positive
+from thalweg.bench.command import exit_status, positive, report_interruption
 from thalweg.bench.results import provenance, write
-from thalweg.bench.usage import status, unless
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.kernels.case import Inputs, KernelCase, Run, TimedCase
 from thalweg.kernels.catalog import OPERATIONS
@@ -312,11 +311,13 @@ def _tell(rows: Sequence[Row], top: dict[str, float]) -> None:
 
 def _status(words: list[str]) -> int:
     rows, partial = run(words)
-    return unless(partial, int(any(row.failed for row in rows)))
+    if partial:
+        return report_interruption()
+    return int(any(row.failed for row in rows))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: all done, 1: something failed or could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was
     measured is told and written.
     """
-    return status("thalweg bench kernels", _status, argv)
+    return exit_status("thalweg bench kernels", _status, argv)

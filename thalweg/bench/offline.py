@@ -4,243 +4,192 @@ included.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from thalweg.bench.data_args import add_data, check_data, load_prompts
-from thalweg.bench.datasets import Vocabulary, vocabulary_of
+from thalweg.bench.command import OUTPUT, add_flags, exit_status, report_interruption
+from thalweg.bench.dataset_flags import add_dataset_flags, check_dataset, load_prompts
+from thalweg.bench.datasets import OrdinaryTokens, ids_of, vocabulary_of
+from thalweg.bench.display import progress_bar
 from thalweg.bench.errors import DatasetError
-from thalweg.bench.in_process import configuration, positive
-from thalweg.bench.prompt_files import ids_of
+from thalweg.bench.in_process import ENGINE_FLAGS, Generation, configuration, generate
 from thalweg.bench.results import provenance, write
-from thalweg.bench.usage import status, unless
-from thalweg.config.args import OptionsParser, options_parser, parse_options
+from thalweg.config.args import options_parser, parse_options
 from thalweg.config.tree import non_defaults
 from thalweg.core.request import check_request
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.streams import Assembler
 from thalweg.llm import LLM
 
-WIDTH = 50
-COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}")  # fmt: skip
 WARM_UP = 8  # sequences, and tokens of each
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    ids: tuple[int, ...]
-    output_len: int
+FLAGS = f"""
+--repeat              count=1  passes, each with other random tokens
+--disable-ignore-eos  switch   let the model end early; lengths are then upper limits
+--skip-warmup         switch   no short pass before the clock starts
+{OUTPUT}
+--tag                 name     a name in the result
+"""
+BLOCK = """\
+====== Offline Throughput Benchmark Result =======
+Backend:                                 {backend}
+Successful requests:                     {successful_requests}
+Benchmark duration (s):                  {total_latency:.2f}
+Total input tokens:                      {total_input_tokens}
+Total generated tokens:                  {total_output_tokens}
+Last generation throughput (tok/s):      {last_gen_throughput:.2f}
+Request throughput (req/s):              {request_throughput:.2f}
+Input token throughput (tok/s):          {input_throughput:.2f}
+Output token throughput (tok/s):         {output_throughput:.2f}
+Total token throughput (tok/s):          {total_throughput:.2f}
+CPU time an output token (us):           {cpu_us_per_output_token:.2f}"""
+ACCEPT_LENGTH = "\nAccept length:                           {accept_length:.2f}"
 
 
 @dataclass(slots=True)
-class Run:
-    """One pass. seconds: from the first to the last token's step, submitting included; cpu: seconds of this process's
-    processor time, all threads. by_second: output tokens in each second. accept_length: tokens of a verification, None
-    without any. done, inputs, outputs: sequences that ended, their prompt tokens, and all tokens written.
-    """
+class OfflinePass:
+    """All sequences once."""
 
-    seconds: float = 0.0
-    cpu: float = 0.0
+    seconds: float = 0.0  # from the first submission to the last token
+    cpu: float = 0.0  # seconds of this process's processor time, all threads
     done: int = 0
-    inputs: int = 0
-    outputs: int = 0
+    input_tokens: int = 0  # prompts of the sequences that ended
     cached: int = 0
-    by_second: list[int] = field(default_factory=list)
-    accept_length: float | None = None
+    by_second: list[int] = field(default_factory=list)  # output tokens in each second
+    accept_length: float | None = None  # tokens a verification; None without any
+
+    def as_json(self, repeat: int) -> dict[str, Any]:
+        """Under the keys of SGLang's `bench_offline_throughput`."""
+        seconds, output_tokens = max(self.seconds, 1e-9), sum(self.by_second)
+        return {
+            "backend": "engine",
+            "repeat": repeat,
+            "successful_requests": self.done,
+            "total_latency": self.seconds,
+            "total_input_tokens": self.input_tokens,
+            "total_output_tokens": output_tokens,
+            "total_cached_tokens": self.cached,
+            "last_gen_throughput": float(self.by_second[-2] if len(self.by_second) > 1 else output_tokens / seconds),
+            "request_throughput": self.done / seconds,
+            "input_throughput": self.input_tokens / seconds,
+            "output_throughput": output_tokens / seconds,
+            "total_throughput": (self.input_tokens + output_tokens) / seconds,
+            "cpu_seconds": self.cpu,
+            "cpu_us_per_output_token": 1e6 * self.cpu / max(output_tokens, 1),
+            "tokens_by_second": self.by_second,
+            "accept_length": self.accept_length,
+        }
 
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is noted in here, for a look between two steps: a step that is torn leaves an engine that cannot go on. A
-    second one ends the program as usual.
+    """Notes Ctrl-C for a check between two steps: an engine cannot continue after an interrupted step. A second Ctrl-C
+    ends the program as usual.
     """
-    asked: list[bool] = []
+    pressed: list[bool] = []
 
     def on_signal(*_: object) -> None:
-        asked.append(True)
+        pressed.append(True)
         signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(pressed)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def requests(args: argparse.Namespace, words: Vocabulary, seed: int) -> list[Request]:
-    """The data set as token ids. Raises DatasetError."""
-    prompts = load_prompts(args, words, seed)
-    ids = ids_of(prompts, words)
-    return [Request(tuple(each), prompt.output_len) for each, prompt in zip(ids, prompts, strict=True)]
+def requests(args: Any, vocabulary: OrdinaryTokens, seed: int, ignore_eos: bool, most: int = 0) -> list[Generation]:
+    """The data set as requests; its first `most` with as many tokens each, 0: all. Raises DatasetError."""
+    prompts = load_prompts(args, vocabulary, seed)[: most or None]
+    lengths = [min(prompt.output_len, most or prompt.output_len) for prompt in prompts]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=ignore_eos) for length in lengths]
+    return [Generation(tuple(ids), each) for ids, each in zip(ids_of(prompts, vocabulary), params, strict=True)]
 
 
-def _owners(llm: LLM, wanted: Sequence[Request], ignore_eos: bool) -> dict[int, tuple[Request, Assembler]]:
-    owners: dict[int, tuple[Request, Assembler]] = {}
-    for one in wanted:
-        params = SamplingParams(temperature=0.0, max_tokens=one.output_len, ignore_eos=ignore_eos)
-        check_request(one.ids, params, llm.engine.context, llm.engine.vocab)
-        (uid,) = llm.engine.submit(one.ids, params)
-        owners[uid] = one, Assembler(0, one.ids, params, llm.texts.tokenizer)
-    return owners
-
-
-def measure(
-    llm: LLM, wanted: Sequence[Request], ignore_eos: bool, stopped: Callable[[], bool], progress: Progress
-) -> Run:
-    """All sequences at once, to their ends or until `stopped`. Raises InvalidRequest for what the engine refuses."""
-    task = progress.add_task("sequences", total=len(wanted), note="")
-    run, engine = Run(), llm.engine
+def measure(llm: LLM, wanted: Sequence[Generation], stopped: Callable[[], bool]) -> OfflinePass:
+    """All sequences at once, to their ends or until `stopped`. Raises InvalidRequest."""
+    engine, done = llm.engine, OfflinePass()
+    for request in wanted:
+        check_request(tuple(request.prompt), request.params, engine.context, engine.vocab)
     begin, cpu, before = time.perf_counter(), time.process_time(), engine.loop.stats().acceptance
-    owners = _owners(llm, wanted, ignore_eos)
-    while owners and not stopped():
-        deltas = engine.step()
-        second = int(time.perf_counter() - begin)
-        run.by_second += [0] * (second + 1 - len(run.by_second))
-        for delta in deltas:
-            if (owner := owners.get(delta.uid)) is None:
-                continue
-            request, assembler = owner
-            piece = assembler.feed(delta, 0.0)
-            run.by_second[second] += len(piece.ids)
-            run.cached += piece.cached_tokens if delta.finish else 0
-            if assembler.ended:
-                del owners[delta.uid]
-                run.done, run.inputs = run.done + 1, run.inputs + len(request.ids)
-                progress.update(task, advance=1, note=f"{sum(run.by_second)} tokens")
-    run.seconds, run.cpu = time.perf_counter() - begin, time.process_time() - cpu
-    run.outputs, run.accept_length = sum(run.by_second), engine.loop.stats().acceptance.since(before).mean_length
-    engine.abort(tuple(owners))
+    assemblers = {id(one): Assembler(0, tuple(one.prompt), one.params, llm.texts.tokenizer) for one in wanted}
+    with progress_bar("sequences", len(wanted)) as bar, closing(generate(engine, wanted)) as steps:
+        for step in steps:
+            second = int(step.end - begin)
+            done.by_second += [0] * (second + 1 - len(done.by_second))
+            for request, delta in step.news:
+                piece = assemblers[id(request)].feed(delta, 0.0)
+                done.by_second[second] += len(piece.ids)
+                if delta.finish:
+                    done.done, done.input_tokens = done.done + 1, done.input_tokens + len(request.prompt)
+                    done.cached += piece.cached_tokens
+                    bar.advance(note=f"{sum(done.by_second)} tokens")
+            if done.done == len(wanted) or stopped():
+                break
+    done.seconds, done.cpu = time.perf_counter() - begin, time.process_time() - cpu
+    done.accept_length = engine.loop.stats().acceptance.since(before).mean_length
     while not engine.idle:
         engine.step()
-    progress.remove_task(task)
-    return run
+    return done
 
 
-def row(run: Run, repeat: int) -> dict[str, object]:
-    """A pass under the keys of SGLang's `bench_offline_throughput`."""
-    seconds = max(run.seconds, 1e-9)
-    return {
-        "backend": "engine",
-        "repeat": repeat,
-        "successful_requests": run.done,
-        "total_latency": run.seconds,
-        "total_input_tokens": run.inputs,
-        "total_output_tokens": run.outputs,
-        "total_cached_tokens": run.cached,
-        "last_gen_throughput": float(run.by_second[-2] if len(run.by_second) > 1 else run.outputs / seconds),
-        "request_throughput": run.done / seconds,
-        "input_throughput": run.inputs / seconds,
-        "output_throughput": run.outputs / seconds,
-        "total_throughput": (run.inputs + run.outputs) / seconds,
-        "cpu_seconds": run.cpu,
-        "cpu_us_per_output_token": 1e6 * run.cpu / max(run.outputs, 1),
-        "tokens_by_second": run.by_second,
-        "accept_length": run.accept_length,
-    }
+def render(row: dict[str, Any]) -> str:
+    """SGLang's block, and the CPU time."""
+    drafts = ACCEPT_LENGTH if row["accept_length"] is not None else ""
+    return (BLOCK + drafts).format_map(row) + "\n" + "=" * 50
 
 
-LABELS = (
-    ("Backend:", "backend"),
-    ("Successful requests:", "successful_requests"),
-    ("Benchmark duration (s):", "total_latency"),
-    ("Total input tokens:", "total_input_tokens"),
-    ("Total generated tokens:", "total_output_tokens"),
-    ("Last generation throughput (tok/s):", "last_gen_throughput"),
-    ("Request throughput (req/s):", "request_throughput"),
-    ("Input token throughput (tok/s):", "input_throughput"),
-    ("Output token throughput (tok/s):", "output_throughput"),
-    ("Total token throughput (tok/s):", "total_throughput"),
-    ("CPU time an output token (us):", "cpu_us_per_output_token"),
-    ("Accept length:", "accept_length"),
-)
-
-
-def render(one: dict[str, object]) -> str:
-    """SGLang's block, label for label, and the CPU time."""
-    values = ((label, one[key]) for label, key in LABELS if one[key] is not None)
-    shown = (
-        f"{label:<40} {value:.2f}" if isinstance(value, float) else f"{label:<40} {value}" for label, value in values
-    )
-    return "\n".join((f"{' Offline Throughput Benchmark Result ':=^{WIDTH}}", *shown, "=" * WIDTH))
-
-
-def _parser() -> OptionsParser:
-    parser = options_parser(
-        "thalweg bench offline",
-        "Throughput of a whole data set in this process, without HTTP: all prompts are queued at once, as"
-        " `LLM.generate` does.",
-        only=("model", "load", "memory", "schedule", "speculative"),
-    )
-    add_data(parser.add_argument_group("What is computed"))
-    add = parser.add_argument_group("How").add_argument
-    add("--repeat", type=positive, default=1, metavar="N", help="passes, each with other random tokens (default: 1)")
-    add("--disable-ignore-eos", action="store_true", help="let the model end early; lengths are then upper limits")
-    add("--skip-warmup", action="store_true", help="no short pass before the clock starts")
-    add(
-        "--result-filename",
-        "--output-file",
-        default="",
-        metavar="FILE",
-        help="write the result; .jsonl gets one line more",
-    )
-    add("--tag", default="", help="a name that goes into the result")
-    return parser
-
-
-def run(argv: list[str]) -> dict[str, object]:
-    """Measures and prints each pass; Ctrl-C ends the pass that runs and keeps what it had. Raises ThalwegError,
-    DatasetError, ResultError.
-    """
-    parser = _parser()
+def run(argv: list[str]) -> dict[str, Any]:
+    """Measures and prints each pass; Ctrl-C ends the current pass and keeps its numbers. Raises ThalwegError."""
+    text = "Throughput of a whole data set in this process, without HTTP: all prompts are queued at once, as `LLM.generate` does."
+    parser = options_parser("thalweg bench offline", text, only=ENGINE_FLAGS)
+    add_dataset_flags(parser, "Data set")
+    add_flags(parser, "Measurement", FLAGS)
     parsed = parse_options(parser, argv)
-    args: argparse.Namespace = parsed.args
-    check_data(parser, args)
+    args: Any = parsed.args
+    check_dataset(parser, args)
     if args.dataset_name == "conversations" or args.gsp_num_turns > 1:
         raise DatasetError("later turns wait for answers: measure conversations with `thalweg bench serve`")
-    console = Console(stderr=True)
-    llm = LLM(progress=console.is_terminal, **non_defaults(parsed.options) | {"allow_simulated_acceptance": True})
-    words = vocabulary_of(llm.texts.resolved.path)
-    passes = [requests(args, words, args.seed + 1000 * number) for number in range(args.repeat)]
-    rows: list[dict[str, object]] = []
-    with interruptible() as stopped, Progress(*COLUMNS, console=console, disable=not console.is_terminal) as bar:
+    llm = LLM(
+        progress=Console(stderr=True).is_terminal, **non_defaults(parsed.options) | {"allow_simulated_acceptance": True}
+    )
+    vocabulary, rows = vocabulary_of(llm.texts.resolved.path), list[dict[str, Any]]()
+    passes = [
+        requests(args, vocabulary, args.seed + 1000 * number, not args.disable_ignore_eos)
+        for number in range(args.repeat)
+    ]
+    with interruptible() as stopped:
         if not args.skip_warmup:
-            short = [
-                Request(one.ids, min(one.output_len, WARM_UP)) for one in requests(args, words, args.seed - 1)[:WARM_UP]
-            ]
-            measure(llm, short, True, stopped, bar)
+            measure(llm, requests(args, vocabulary, args.seed - 1, True, WARM_UP), stopped)
         for number, wanted in enumerate(passes):
             if stopped():
                 break
-            rows.append(row(measure(llm, wanted, not args.disable_ignore_eos, stopped, bar), number))
+            rows.append(measure(llm, wanted, stopped).as_json(number))
             print(render(rows[-1]))
-        partial = stopped()
-    shown = {
-        name: str(value) if name == "trace_end" else value
-        for name, value in vars(args).items()
-        if name not in ("given", "notices")
-    }
-    told = provenance("bench offline", argv, {"client": shown, **configuration(llm.texts.resolved)})
-    result = {"tag": args.tag, "points": rows, "partial": partial, "ended": "Ctrl-C" if partial else "", **told}
-    if args.result_filename:
-        write(Path(args.result_filename), result)
+        ended = "Ctrl-C" if stopped() else ""
+    client = {name: value for name, value in vars(args).items() if name not in ("given", "notices")}
+    client["trace_end"] = str(args.trace_end)  # infinity is not a JSON number
+    source = provenance("bench offline", argv, {"client": client, **configuration(llm.texts.resolved)})
+    result = {"tag": args.tag, "points": rows, "partial": bool(ended), "ended": ended, **source}
+    if args.output_file:
+        write(Path(args.output_file), result)
     return result
 
 
-def _status(words: list[str]) -> int:
-    result = run(words)
-    return unless(result["partial"], int(not result["points"]), "the numbers are of what was computed until then")
+def _status(argv: list[str]) -> int:
+    result = run(argv)
+    if result["partial"]:
+        return report_interruption()
+    return int(not result["points"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: it could not start or nothing was measured; 2: it was asked for wrongly; 130: Ctrl-C, what was
-    measured is told and written.
-    """
-    return status("thalweg bench offline", _status, argv)
+    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. What was measured is printed and written."""
+    return exit_status("thalweg bench offline", _status, argv)

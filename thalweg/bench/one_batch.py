@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from thalweg.bench import ceilings, coverage
+from thalweg.bench.command import OUTPUT, PartialRun, add_flags, exit_status
+from thalweg.bench.display import make_table, progress_bar, show
 from thalweg.bench.in_process import (
+    BATCHES,
+    BENCH_SEED,
+    ENGINE_FLAGS,
     Lengths,
     Timing,
-    add_batches,
     configuration,
-    middle,
-    positive,
     random_batch,
-    room_for,
+    reserve,
     start,
     time_batch,
 )
-from thalweg.bench.metrics import percentile
 from thalweg.bench.results import provenance, write
-from thalweg.bench.usage import status, unless
+from thalweg.bench.statistics import median, percentile
 from thalweg.config.args import OptionsParser, options_parser, parse_options
-from thalweg.config.options import Options
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import roofline
 from thalweg.launch.planning.roofline import Ceilings
@@ -41,195 +38,147 @@ from thalweg.models.catalog import read_facts
 
 SHOWN_STEPS = 5  # decode steps that are printed one by one, as SGLang does
 WARM_UP_TOKENS = 8
-UNKNOWN_WIDTH = 120  # columns, where no terminal and no COLUMNS say how many there are
+FLAGS = f"""
+{BATCHES}
+--output-len  count...=16   tokens to generate
+--repeat      count=1       runs of each case; the fastest is reported
+--run-name    name=default  a name in the result
+{BENCH_SEED}
+{OUTPUT}
+"""
+COLUMNS = {
+    "batch": "{batch_size}", "input": "{input_len}", "output": "{output_len}",
+    "prefill s": "{prefill_latency:.4f}", "prefill tok/s": "{prefill_throughput:.0f}",
+    "total s": "{total_latency:.3f}", "decode tok/s": "{median_decode_throughput:.1f}",
+    "decode ms": lambda row: f"{1000 * row['median_decode_latency']:.2f}",
+}  # fmt: skip
 
 Case = tuple[int, int, int]  # batch size, input length, output length
+Row = dict[str, Any]
 
 
 def _parser() -> OptionsParser:
-    parser = options_parser(
-        "thalweg bench one-batch",
-        "Times prefill and decode of batches of random tokens: every batch size with every input and output length.",
-        only=("model", "load", "memory", "schedule", "speculative"),
-    )
-    group = parser.add_argument_group("Batches")
-    add = group.add_argument
-    add_batches(add)
-    add("--output-len", type=positive, nargs="+", default=[16], metavar="N", help="tokens to generate (default: 16)")
-    add(
-        "--repeat",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="runs of each case; the fastest is reported (default: 1)",
-    )
-    add("--run-name", default="default", help="a name that goes into the result")
-    add("--result-filename", default="", metavar="FILE", help="write the result; .jsonl gets one line more")
-    add("--bench-seed", type=int, default=1, metavar="N", help="of the random tokens (default: 1)")
+    text = "Times prefill and decode of batches of random tokens: every batch size with every input and output length."
+    parser = options_parser("thalweg bench one-batch", text, only=ENGINE_FLAGS)
+    add_flags(parser, "Batches", FLAGS)
     return parser
 
 
-def shares(
-    resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covered: tuple[float, ...]
-) -> dict[str, object]:
-    """Floors in seconds, and what share of them was reached. covered: distinct experts of each layer in a decode step,
-    () without experts.
+def shares(resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covered: tuple[float, ...]) -> Row:
+    """Floors in seconds, and the share of them that was reached. covered: distinct experts of each layer in a decode
+    step, () without experts.
     """
     batch, input_len, output_len = case
     facts = read_facts(resolved.path)
-    prefill = roofline.phases(facts, roofline.StepShape(batch, input_len, input_len))
-    decode = roofline.phases(facts, roofline.StepShape(batch, 1, input_len + output_len // 2, covered))
-    step = middle(timing.decode)
-    found: dict[str, object] = {
-        "prefill_floor": roofline.seconds(prefill, top),
-        "prefill_share": roofline.seconds(prefill, top) / timing.prefill,
-        "decode_floor": roofline.seconds(decode, top),
-        "decode_share": roofline.seconds(decode, top) / step if step else 0.0,
-        "decode_floor_by_phase": roofline.by_name(decode, top),
-        "prefill_floor_by_phase": roofline.by_name(prefill, top),
+    shapes = {
+        "prefill": roofline.StepShape(batch, input_len, input_len),
+        "decode": roofline.StepShape(batch, 1, input_len + output_len // 2, covered),
     }
+    seconds, row = {"prefill": timing.prefill, "decode": median(timing.decode)}, Row()
+    for name, shape in shapes.items():
+        phases = roofline.phases(facts, shape)
+        floor = row[f"{name}_floor"] = roofline.seconds(phases, top)
+        row[f"{name}_share"] = floor / seconds[name] if seconds[name] else 0.0
+        row[f"{name}_floor_by_phase"] = roofline.by_name(phases, top)
     if covered:
         assert facts.moe is not None
-        found |= {"experts_a_layer": covered, "experts_if_uniform": roofline.uniform(facts.moe, batch)}
-    return found
+        row |= {"experts_a_layer": covered, "experts_if_uniform": roofline.uniform(facts.moe, batch)}
+    return row
 
 
-def report(case: Case, timing: Timing, run_name: str) -> dict[str, object]:
+def report(case: Case, timing: Timing, run_name: str) -> Row:
     """The numbers of a case, under SGLang's keys; latencies in seconds, throughputs in tokens a second."""
     batch, input_len, output_len = case
-    step = middle(timing.decode)
-    wrote = (
-        batch * (output_len - 1) / len(timing.decode) if timing.decode else 0.0
-    )  # of a step: more than `batch` where drafts were right
+    step = median(timing.decode)
+    tokens = batch * (output_len - 1) / max(len(timing.decode), 1)  # of a step: more than `batch` with accepted drafts
     return {
         "run_name": run_name,
         "batch_size": batch,
         "input_len": input_len,
         "output_len": output_len,
-        "prefill_latency": timing.prefill,
+        **timing.as_json(),
         "prefill_throughput": batch * input_len / timing.prefill,
-        "median_decode_latency": step,
-        "median_decode_throughput": wrote / step if step else 0.0,
-        "p99_decode_latency": percentile(sorted(timing.decode), 99) if timing.decode else 0.0,
-        "total_latency": timing.total,
+        "median_decode_throughput": tokens / step if step else 0.0,
+        "p99_decode_latency": percentile(timing.decode, 99) if timing.decode else 0.0,
         "overall_throughput": batch * (input_len + output_len) / timing.total,
         "output_throughput": batch * output_len / timing.total,
     }
 
 
-def lines(case: Case, timing: Timing, result: dict[str, object]) -> list[str]:
-    """What is printed of a case, in SGLang's words."""
-    batch = case[0]
+TEXT = """\
+Benchmark: batch size {batch_size}, input {input_len}, output {output_len}
+Prefill. latency: {prefill_latency:6.5f} s, throughput: {prefill_throughput:9.2f} token/s"""
+STEP = "Decode {}. Batch size: {}, latency: {:6.5f} s, throughput: {:9.2f} token/s"
+MEDIAN = "Decode.  median latency: {median_decode_latency:6.5f} s, median throughput: {median_decode_throughput:9.2f} token/s"
+TOTAL = "Total.  latency: {total_latency:6.5f} s, throughput: {overall_throughput:9.2f} token/s"
+DRAFTS = "Accept length: {accept_length:.2f}, share of drafts accepted: {accept_rate:.3f}"
+FLOORS = """\
+Floor of prefill: {prefill_floor:6.5f} s, share reached: {prefill_share:.3f}
+Floor of decode: {decode_floor:6.5f} s, share reached: {decode_share:.3f}"""
 
-    def line(head: str, seconds: object, rate: object, of: str = "") -> str:
-        return f"{head} {of}latency: {seconds:6.5f} s, {of}throughput: {rate:9.2f} token/s"
 
-    shown = [f"Benchmark: batch size {batch}, input {case[1]}, output {case[2]}"]
-    shown.append(line("Prefill.", result["prefill_latency"], result["prefill_throughput"]))
-    for i, seconds in enumerate(timing.decode[:SHOWN_STEPS]):
-        shown.append(line(f"Decode {i}. Batch size: {batch},", seconds, batch / seconds))
-    if timing.decode:
-        shown.append(
-            line("Decode. ", result["median_decode_latency"], result["median_decode_throughput"], of="median ")
-        )
-    shown.append(line("Total. ", result["total_latency"], result["overall_throughput"]))
-    if "accept_length" in result:
-        shown.append(
-            f"Accept length: {result['accept_length']:.2f}, share of drafts accepted: {result['accept_rate']:.3f}"
-        )
-    if "decode_floor" in result:
-        for phase in ("prefill", "decode"):
-            shown.append(
-                f"Floor of {phase}: {result[f'{phase}_floor']:6.5f} s, share reached: {result[f'{phase}_share']:.3f}"
-            )
-    covered = result.get("experts_a_layer")
-    if isinstance(covered, tuple):
-        least, mean, most = min(covered), sum(covered) / len(covered), max(covered)
-        uniform = result["experts_if_uniform"]
-        shown.append(
-            f"Distinct experts a layer: {mean:.1f} ({least:.1f} to {most:.1f}); uniform routing: {uniform:.1f}"
-        )
+def lines(timing: Timing, row: Row) -> list[str]:
+    """A case in SGLang's words."""
+    batch = row["batch_size"]
+    shown = [TEXT.format_map(row)]
+    shown += [STEP.format(i, batch, seconds, batch / seconds) for i, seconds in enumerate(timing.decode[:SHOWN_STEPS])]
+    shown += [MEDIAN.format_map(row)] if timing.decode else []
+    shown += [TOTAL.format_map(row)]
+    shown += [DRAFTS.format_map(row)] if "accept_length" in row else []
+    shown += [FLOORS.format_map(row)] if "decode_floor" in row else []
+    if covered := row.get("experts_a_layer"):
+        mean, uniform = sum(covered) / len(covered), row["experts_if_uniform"]
+        ends = f"{min(covered):.1f} to {max(covered):.1f}"
+        shown.append(f"Distinct experts a layer: {mean:.1f} ({ends}); uniform routing: {uniform:.1f}")
     return shown
 
 
-def ceilings_of(config: Options) -> Ceilings | None:
-    """Of the GPU that the run will use; None on a CPU, whose floor is not known."""
-    if config.load.device == "cpu" or not torch.cuda.is_available():
-        return None
-    return ceilings.measure()
-
-
 def measure(engine: LocalEngine, resolved: Resolved, case: Case, repeat: int, rng: Random) -> list[Timing]:
-    """A short warm-up of the same shape, then `repeat` runs, each with tokens never seen before."""
+    """A short warm-up of the same shape, then `repeat` runs, each with new tokens."""
     batch, input_len, output_len = case
     time_batch(engine, random_batch(resolved, batch, input_len, rng), min(output_len, WARM_UP_TOKENS))
     return [time_batch(engine, random_batch(resolved, batch, input_len, rng), output_len) for _ in range(repeat)]
 
 
-def each(runs: Sequence[Timing]) -> list[dict[str, float]]:
-    """The latencies of every run in seconds, from which `bench compare` knows the noise."""
-    return [
-        {"prefill_latency": one.prefill, "median_decode_latency": middle(one.decode), "total_latency": one.total}
-        for one in runs
-    ]
+def table(rows: Sequence[Row]) -> Table:
+    """All cases together."""
+    return make_table("one batch", COLUMNS, rows)
 
 
-def table(results: Sequence[dict[str, object]]) -> Table:
-    """All cases on one page."""
-    shown = Table(title="one batch", title_justify="left")
-    for head in ("batch", "input", "output", "prefill s", "prefill tok/s", "decode ms", "decode tok/s", "total s"):
-        shown.add_column(head, justify="right")
-    for r in results:
-        step = r["median_decode_latency"]
-        assert isinstance(step, float)
-        numbers = (f"{r['prefill_latency']:.4f}", f"{r['prefill_throughput']:.0f}", f"{1000 * step:.2f}")
-        rate, total = f"{r['median_decode_throughput']:.1f}", f"{r['total_latency']:.3f}"
-        shown.add_row(str(r["batch_size"]), str(r["input_len"]), str(r["output_len"]), *numbers, rate, total)
-    return shown
-
-
-def run(argv: list[str]) -> tuple[list[dict[str, object]], str]:
-    """Measures every case and prints it at once; Ctrl-C or an error ends the list early, and what there is of it is
-    written. The results, and what ended them early, "" if nothing did. Raises ThalwegError or ResultError.
-    """
+def _run(argv: list[str]) -> int:
+    """Measures every case and prints it at once; Ctrl-C or an error ends the list early. Raises ThalwegError."""
     parsed = parse_options(_parser(), argv)
-    args: argparse.Namespace = parsed.args
+    args, options = parsed.args, parsed.options
     cases: list[Case] = list(itertools.product(args.batch_size, args.input_len, args.output_len))
-    room = room_for(parsed.options, max(args.batch_size), max(args.input_len), max(args.output_len))
-    top = ceilings_of(room)
-    resolved, engine = start(room, Lengths(max(args.input_len), max(args.output_len)))
-    rng, results, ended = Random(args.bench_seed), list[dict[str, object]](), "an error"
-    console = Console(stderr=True)
-    try:
-        with Progress(console=console, disable=not console.is_terminal) as bar:
-            for case in bar.track(cases, description="cases"):
-                before = engine.loop.stats().acceptance
-                runs = measure(engine, resolved, case, args.repeat, rng)
-                drafts = engine.loop.stats().acceptance.since(before)
-                timing = min(runs, key=lambda one: one.total)
-                steps = [round(seconds, 7) for seconds in timing.decode]
-                results.append(report(case, timing, args.run_name) | {"runs": each(runs), "decode_latencies": steps})
-                if drafts.mean_length is not None:
-                    results[-1] |= {"accept_length": drafts.mean_length, "accept_rate": drafts.rate}
-                if top is not None:
-                    covered = coverage.of_decode(engine, random_batch(resolved, case[0], case[1], rng))
-                    results[-1] |= shares(resolved, case, timing, top, covered)
-                print("\n".join(lines(case, timing, results[-1])))
-        ended = ""
-    except KeyboardInterrupt:
-        ended = "Ctrl-C"
-    finally:
-        Console(width=shutil.get_terminal_size((UNKNOWN_WIDTH, 0)).columns).print(table(results))
-        if args.result_filename:
-            told = provenance("bench one-batch", argv, configuration(resolved))
-            measured = {} if top is None else {"ceilings": asdict(top)}
-            early = {"partial": bool(ended), "ended": ended}
-            write(Path(args.result_filename), {"results": results, **early, **measured, **told})
-    return results, ended
+    longest = Lengths(max(args.input_len), max(args.output_len))
+    on_gpu = options.load.device != "cpu" and torch.cuda.is_available()  # the floor of a CPU is not known
+    top = ceilings.measure() if on_gpu else None
+    resolved, engine = start(reserve(options, max(args.batch_size), longest.input, longest.output), longest)
+    rng, rows = Random(args.bench_seed), list[Row]()
+    with PartialRun() as run, progress_bar("cases", len(cases)) as bar:
+        for case in cases:
+            before = engine.loop.stats().acceptance
+            runs = measure(engine, resolved, case, args.repeat, rng)
+            drafts = engine.loop.stats().acceptance.since(before)
+            timing = min(runs, key=lambda each: each.total)
+            row = report(case, timing, args.run_name) | {"runs": [each.as_json() for each in runs]}
+            row["decode_latencies"] = [round(seconds, 7) for seconds in timing.decode]
+            if drafts.mean_length is not None:
+                row |= {"accept_length": drafts.mean_length, "accept_rate": drafts.rate}
+            if top is not None:
+                covered = coverage.of_decode(engine, random_batch(resolved, case[0], case[1], rng))
+                row |= shares(resolved, case, timing, top, covered)
+            rows.append(row)
+            print("\n".join(lines(timing, row)))
+            bar.advance()
+    show(table(rows))
+    if args.output_file:
+        measured = {} if top is None else {"ceilings": asdict(top)}
+        source = provenance("bench one-batch", argv, configuration(resolved))
+        write(Path(args.output_file), {"results": rows, **run.as_json(), **measured, **source})
+    return run.finish()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done, 1: it could not run or a result could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was
-    measured is told and written.
-    """
-    return status("thalweg bench one-batch", lambda words: unless(run(words)[1], 0), argv)
+    """0: done; 1: an error; 2: wrong flags; 130: Ctrl-C. What was measured is printed and written."""
+    return exit_status("thalweg bench one-batch", _run, argv)

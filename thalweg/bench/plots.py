@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -66,6 +67,10 @@ class Figure(NamedTuple):
     suffix: str  # of the file's name
     panels: Sequence[Panel]
     width: int = 0  # in panels; 0: their number
+
+
+def has_matplotlib() -> bool:
+    return find_spec("matplotlib") is not None
 
 
 def save(figure: Figure, place: Path, formats: Sequence[str], note: str = "") -> list[Path]:

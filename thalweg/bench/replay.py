@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from thalweg.bench.command import CommandParser
 from thalweg.bench.replayer import Replayer, Verdict
-from thalweg.bench.usage import Parser
 from thalweg.config.engine import EngineConfig
 from thalweg.core.errors import UnsupportedConfig
 from thalweg.engine.recording import Recording, RecordingHeader, fingerprint, read, versions
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Raises UnsupportedConfig for what is no recording or cannot be run here, CheckpointError for a checkpoint that is
     not there.
     """
-    parser = Parser(
+    parser = CommandParser(
         "thalweg replay",
         description="Runs the steps of a recording (--crash-dump-folder) again and compares what comes of them.",
         epilog=EPILOG,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thalweg.bench import ablation_tables, plots
-from thalweg.bench.command import CommandParser, Flags, exit_status
+from thalweg.bench.command import CommandParser, add_flags, exit_status
 from thalweg.bench.compare import percent
 from thalweg.bench.display import markdown_table
 from thalweg.bench.errors import BenchError
@@ -43,6 +43,10 @@ BATCHES = {
     "prefill tok/s": "prefill_throughput", "decode ms": "decode_ms", "decode tok/s": "median_decode_throughput",
     "share of the floor": "decode_share",
 }  # fmt: skip
+FLAGS = """
+--out     path=report        folder of report.md and the plots
+--format  format...=png svg  of the plots; md: tables alone
+"""
 KERNELS = {
     "operation": "operation", "case": "case", "backend": "backend", "us": "us", "GB/s": "gbs", "TFLOP/s": "tflops",
     "share of its ceiling": "share",
@@ -198,9 +202,7 @@ def _run(argv: list[str]) -> int:
     )
     parser = CommandParser(prog="thalweg bench report", description=description)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results; a .jsonl has one in each line")
-    flags = Flags(parser)
-    flags.add("--out", Path("report"), "folder of report.md and the plots", metavar="FOLDER")
-    flags.add("--format", list(FORMATS), "of the plots; md: tables alone", choices=("md", *FORMATS))
+    add_flags(parser, "", FLAGS, format=("md", *FORMATS))
     args = parser.parse_args(argv)
     try:
         paths = report(args.files, args.out, [name for name in FORMATS if name in args.format])

@@ -18,21 +18,19 @@ from rich.console import Console
 from rich.table import Table
 
 from thalweg.bench import ceilings, coverage, losses, timeline, trace
+from thalweg.bench.command import exit_status, positive
 from thalweg.bench.in_process import (
     Lengths,
     Tokens,
     configuration,
-    folder_name,
-    middle,
-    positive,
     random_batch,
-    room_for,
+    reserve,
     start,
     time_batch,
 )
 from thalweg.bench.losses import Split
 from thalweg.bench.results import provenance, write
-from thalweg.bench.usage import status, unless
+from thalweg.bench.statistics import median
 from thalweg.config.args import OptionsParser, ParsedOptions, options_parser, parse_options
 from thalweg.config.model import ModelFacts
 from thalweg.core.errors import UnsupportedConfig
@@ -264,13 +262,13 @@ def of_model(parsed: ParsedOptions) -> tuple[dict[str, object], Iterator[Run]]:
     args = parsed.args
     gpu = parsed.options.load.device != "cpu" and torch.cuda.is_available()
     rates = ceilings.rates(torch.device("cuda")) if gpu else {}  # while memory is free
-    room = room_for(parsed.options, max(args.batch_size), args.context, args.steps + 1)
-    resolved, engine = start(room, Lengths(args.context, args.steps, ("--context", "--steps"), 1))
+    room = reserve(parsed.options, max(args.batch_size), args.context, args.steps + 1)
+    resolved, engine = start(room, Lengths(args.context, args.steps, "--context {} and --steps {}", 1))
     rates = rates or ceilings.rates(torch.device("cpu"))  # with the threads that the engine has set
     settings, middle_of = engine.config, args.context + args.steps // 2
     under = ground(read_facts(resolved.path), rates, settings.device, settings.dtype, settings.kernels, middle_of)
     rng = Random(args.bench_seed)
-    told = {"model": folder_name(resolved.path), "context": args.context, "ceilings": asdict(under.top)}
+    told = {"model": resolved.path.resolve().name, "context": args.context, "ceilings": asdict(under.top)}
     runs = (_of_batch(resolved, engine, under, (batch, args.context, args.steps), rng) for batch in args.batch_size)
     return told | {"configuration": configuration(resolved)}, runs
 
@@ -289,7 +287,7 @@ def _of_batch(resolved: Resolved, engine: LocalEngine, under: Ground, case: tupl
     with tempfile.TemporaryDirectory() as folder:
         profile = trace.read(profiled(engine, batch(), steps, Path(folder)), shapes_of(under.facts))
     covered = coverage.of_decode(engine, batch())
-    prefill, decode = alone.prefill * 1e3, middle(alone.decode) * 1e3
+    prefill, decode = alone.prefill * 1e3, median(alone.decode) * 1e3
     print(f"batch size {count}, without a profile: prefill {prefill:.2f} ms, median decode step {decode:.3f} ms")
     told = {
         "batch_size": count,
@@ -344,4 +342,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0: done, 1: it could not run or a result could not be written, 2: it was asked for wrongly, 130: Ctrl-C, what was
     measured is told and written.
     """
-    return status("thalweg roofline", lambda words: unless(run(words)[1], 0), argv)
+    return exit_status("thalweg roofline", lambda words: 130 if run(words)[1] else 0, argv)

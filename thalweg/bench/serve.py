@@ -6,201 +6,292 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from thalweg.bench.backends import Options, ask, make_backend
-from thalweg.bench.client import Client
-from thalweg.bench.data_args import load_prompts, shorter
-from thalweg.bench.datasets import Vocabulary, schedule, vocabulary_of
-from thalweg.bench.errors import DatasetError, HttpError, ResultError
-from thalweg.bench.load import Load, allow_files, interruptible, no_collection
-from thalweg.bench.metrics import Record, failures, measure, render, sweep_table
-from thalweg.bench.per_request import Slo, by_turn, goodput, samples, tokens_by_second
-from thalweg.bench.remote import BenchError, Counters, Server, accept_length, cache_hits, overhead
+from thalweg.bench.backends import BACKENDS, RequestOptions, make_backend, send_request
+from thalweg.bench.command import OUTPUT, CommandParser, add_flags, exit_status
+from thalweg.bench.dataset_flags import add_dataset_flags, check_dataset, load_prompts, shortening_flags
+from thalweg.bench.datasets import OrdinaryTokens, possible_hits, schedule, vocabulary_of
+from thalweg.bench.display import progress_bar
+from thalweg.bench.errors import BenchError, HttpError
+from thalweg.bench.http_client import HttpClient
+from thalweg.bench.load import ServerLoad, interruptible, no_garbage_collection
+from thalweg.bench.metrics import (
+    LIMITS,
+    Record,
+    by_turn,
+    failures,
+    goodput,
+    measure,
+    render,
+    samples,
+    sweep_table,
+    tokens_by_second,
+)
 from thalweg.bench.results import provenance, write
-from thalweg.bench.serve_args import parse
-from thalweg.bench.sharing import possible_hits
+from thalweg.bench.server_info import Counters, ServerInfo, accept_length, cache_hits, overhead
+from thalweg.bench.server_process import raise_file_limit
 
-REFUSED = 3  # connections refused one after another: the server is gone, and the rest of the load would only count that
-LATE_MS = 20.0  # of the send delay (p99): what a user would have felt is then not what was measured
+REFUSED = 3  # refused connections in a row: the server is gone, and the rest of the load would only count that
+LATE_MS = 20.0  # of the send delay (p99): users would have felt something else than what was measured
+SPARE_FILES = 64  # beside connections: logs, pipes, libraries
 INTERRUPTED = "Ctrl-C"
-TOO_LONG = ("HTTP 400", "HTTP 413", "HTTP 422")  # what servers say of a prompt that is, among others
+TOO_LONG = ("HTTP 400", "HTTP 413", "HTTP 422")  # what servers answer to a prompt that is too long, among others
+SERVER_FLAGS = """
+--backend         backend=thalweg  the API
+--base-url        url              the server, e.g. http://10.0.0.7:30000; overrides --host and --port
+--host            name=127.0.0.1   of the server
+--port            whole=30000      of the server
+--api-key         text             sent as a bearer token
+--header          header...        further request headers, NAME=VALUE
+--model           name             name in the request body; default: the server's first model
+--served-model-name  name          name in the request body where --model is the folder of the tokenizer
+--tokenizer       folder           of tokenizer.json; default: --model, or what a server on this machine names
+--request-timeout  seconds=21600   until a request counts as failed
+"""
+TIMING_FLAGS = """
+--request-rate     number...=inf  requests a second, a Poisson process; inf: all at once. Several are measured one after
+                                  another
+--burstiness       number=1       gaps between requests are Gamma of this shape: 1 is Poisson, 0.5 comes in bursts, 4 is
+                                  more regular
+--max-concurrency  whole...=0     most requests (conversations) under way; later ones wait. 0: no limit. Several are
+                                  measured one after another
+--repeat           whole=1        measure everything so often, with other random tokens each time, so that `bench
+                                  compare` knows the noise
+--use-trace-timestamps  switch    send each request of a trace at its recorded time
+--warmup-requests  whole=1        requests before the clock starts
+--flush-cache      switch         empty the server's prefix cache after the warm-up; Thalweg needs its --admin-api-key as
+                                  --api-key for that
+"""
+REQUEST_FLAGS = """
+--temperature          number=0.0  0 is greedy
+--top-p                number      default: the server's
+--cache-report         switch      no effect: always reported
+--tokenize-prompt      switch      no effect: prompts go as token ids wherever the API takes them
+--apply-chat-template  switch      no effect: a chat backend has the server do it
+--disable-ignore-eos   switch      let the model end early; lengths are then upper limits
+--disable-stream       switch      whole answers: the time to the first token is then the whole latency
+--extra-request-body   json={}     fields of every request
+"""
+RESULT_FLAGS = f"""
+{OUTPUT}
+--output-details  switch   put every request's times, lengths, text and error into the result
+--profile         switch   have the server profile the load (/start_profile, /stop_profile)
+--profile-output-dir  folder  where the server writes the profile; default: its own choice
+--profile-steps   whole=0  end the profile after so many steps; 0: with the load
+--goodput         limit...  count requests that keep all these limits: ttft, tpot, itl (longest gap), e2el in ms, such as
+                           ttft:500 tpot:50
+--tag             name     a name in the result
+--disable-tqdm --no-progress  switch  no progress bar
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One measurement of a sweep. number: of all of them, from 0; repeat: of those with these settings."""
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"top_p": 0.9}}, got {text}')
+    return value
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    return name.strip(), value
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, value = text.partition(":")
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = -1.0
+    if name not in LIMITS or not 0 < limit < float("inf"):
+        names = ", ".join(LIMITS)
+        raise argparse.ArgumentTypeError(
+            f"expected NAME:MILLISECONDS with a name of {names}, such as ttft:500, got {text!r}"
+        )
+    return name, limit
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags, checked against each other. Exits with status 2 as argparse does."""
+    text = "Measures any OpenAI-compatible server: throughput, and the time to, between and after tokens."
+    parser = CommandParser(prog="thalweg bench serve", description=text)
+    add_flags(parser, "Server", SERVER_FLAGS, backend=BACKENDS, header=_header)
+    add_dataset_flags(parser, "Data set")
+    add_flags(parser, "Arrival times", TIMING_FLAGS)
+    add_flags(parser, "Requests", REQUEST_FLAGS, json=_json_object)
+    add_flags(parser, "Result", RESULT_FLAGS, limit=_limit)
+    args = parser.parse_args(argv)
+    check_dataset(parser, args)
+    if args.use_trace_timestamps and args.dataset_name != "trace":
+        parser.error("--use-trace-timestamps needs --dataset-name trace")
+    if args.use_trace_timestamps and args.request_rate != [float("inf")]:
+        parser.error("--use-trace-timestamps and --request-rate both set when to send: leave one out")
+    if any(not rate > 0 for rate in args.request_rate):
+        parser.error("--request-rate must be above 0 (or inf)")
+    if args.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    args.goodput = dict(args.goodput)
+    if args.top_p is not None:
+        if args.backend == "sglang":
+            parser.error("--top-p is not for --backend sglang: use sglang-oai")
+        args.extra_request_body = {"top_p": args.top_p} | args.extra_request_body
+    return args
+
+
+class SweepPoint(NamedTuple):
+    """One measurement of a sweep."""
 
     rate: float
     concurrency: int
-    repeat: int
-    number: int
+    repeat: int  # of those with these settings
+    number: int  # of all
 
 
-def points(args: argparse.Namespace) -> list[Point]:
+def points(args: argparse.Namespace) -> list[SweepPoint]:
     """Every rate with every concurrency, each `--repeat` times in a row."""
-    found: list[Point] = []
-    for rate in args.request_rate:
-        for concurrency in args.max_concurrency:
-            for repeat in range(args.repeat):
-                found.append(Point(rate, concurrency, repeat, len(found)))
-    return found
+    settings = product(args.request_rate, args.max_concurrency, range(args.repeat))
+    return [SweepPoint(*setting, number) for number, setting in enumerate(settings)]
 
 
-def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> Vocabulary | None:
+def _vocabulary(args: argparse.Namespace, info: Mapping[str, object]) -> OrdinaryTokens | None:
     """From --tokenizer, else a --model that is a folder, else the folder that a server on this machine names."""
     if args.tokenizer:
         return vocabulary_of(Path(args.tokenizer))
-    for place in (args.model, info.get("tokenizer_path"), info.get("model_path")):
-        if place and (Path(str(place)) / "tokenizer.json").is_file():
-            return vocabulary_of(Path(str(place)))
-    return None
+    folders = [Path(str(name)) for name in (args.model, info.get("tokenizer_path"), info.get("model_path")) if name]
+    folder = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+    return None if folder is None else vocabulary_of(folder)
 
 
-async def warm_up(load: Load, words: Vocabulary | None, count: int, shorten: str) -> None:
-    """Sends a prompt like the first one, of other tokens where it has tokens, `count` times at once: the load finds
-    nothing of it in the cache. shorten: the flags that do. Raises BenchError with the server's words when one fails.
+async def warm_up(load: ServerLoad, vocabulary: OrdinaryTokens | None, args: argparse.Namespace) -> None:
+    """Sends a prompt as long as the first one, of other tokens, `--warmup-requests` times at once: the load finds
+    nothing of it in the cache. Raises BenchError with the server's message when one fails.
     """
-    records, prompt = [Record() for _ in range(count)], load.prompts[0]
-    if prompt.ids and words is not None:
-        prompt = replace(prompt, ids=words.draw(Random("warm-up"), len(prompt.ids)))
-    await asyncio.gather(*(ask(load.client, load.backend, prompt, load.options, record) for record in records))
-    for record in records:
-        if record.error:
-            refused = record.error.startswith(TOO_LONG)
-            long = f"; it had {prompt.input_len} tokens and asked for {prompt.output_len}: {shorten} make it shorter"
-            raise BenchError(
-                f"the warm-up request failed, so the run was not started: {record.error}{long if refused else ''}"
-            )
+    records, prompt = [Record() for _ in range(args.warmup_requests)], load.prompts[0]
+    if prompt.ids and vocabulary is not None:
+        prompt = replace(prompt, ids=vocabulary.draw(Random("warm-up"), len(prompt.ids)))
+    await asyncio.gather(*(send_request(load.client, load.backend, prompt, load.options, record) for record in records))
+    for error in (record.error for record in records if record.error):
+        lengths = f"it had {prompt.input_len} tokens and asked for {prompt.output_len}"
+        advice = f"; {lengths}: {shortening_flags(args)} make it shorter" if error.startswith(TOO_LONG) else ""
+        raise BenchError(f"the warm-up request failed, so the run was not started: {error}{advice}")
 
 
-async def drive(load: Load, due: Sequence[float], concurrency: int, label: str, quiet: bool) -> str:
-    """Runs the load behind a progress bar. Why it ended early, "" where it did not: Ctrl-C, or a server that is
-    gone.
-    """
-    stop, reason = asyncio.Event(), [""]
-    console = Console(stderr=True)
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    tail = (TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-    quiet = quiet or not console.is_terminal
-    with Progress(*columns, *tail, console=console, disable=quiet, refresh_per_second=4) as progress:
-        task = progress.add_task(label, total=len(load.prompts), note="")
-        seen = {"failed": 0, "tokens": 0, "refused": 0}
+async def drive(load: ServerLoad, due: Sequence[float], concurrency: int, label: str, quiet: bool) -> str:
+    """Runs the load behind a progress bar. The reason it ended early ("": none): Ctrl-C, or a server that is gone."""
+    stop, reason = asyncio.Event(), ""
+    failed = tokens = refused = 0
+    with progress_bar(label, len(load.prompts), not quiet) as bar:
 
         def on_done(record: Record) -> None:
-            seen["failed"] += bool(record.error)
-            seen["tokens"] += record.output_tokens
-            seen["refused"] = seen["refused"] + 1 if record.refused else 0
-            if seen["refused"] == REFUSED and not stop.is_set():
-                reason[0] = f"the server is gone: {record.error}"
+            nonlocal failed, tokens, refused, reason
+            failed, tokens = failed + bool(record.error), tokens + record.output_tokens
+            refused = refused + 1 if record.refused else 0
+            if refused == REFUSED and not stop.is_set():
+                reason = f"the server is gone: {record.error}"
                 stop.set()
-            note = f"{seen['tokens']} tokens" + (f", [red]{seen['failed']} failed[/]" if seen["failed"] else "")
-            progress.update(task, advance=1, note=note)
+            bar.advance(note=f"{tokens} tokens" + (f", [red]{failed} failed[/]" if failed else ""))
 
-        with interruptible(stop), no_collection():
+        with interruptible(stop), no_garbage_collection():
             await load.run(due, concurrency, stop, on_done)
-    return reason[0] or (INTERRUPTED if stop.is_set() else "")
+    return reason or (INTERRUPTED if stop.is_set() else "")
 
 
 def _details(records: Sequence[Record]) -> dict[str, object]:
     return {
-        "input_lens": [r.prompt_tokens for r in records],
-        "output_lens": [r.output_tokens for r in records],
-        "cached_lens": [r.cached_tokens for r in records],
-        "start_times": [r.start for r in records],
-        "send_delays": [r.sent - r.due if r.sent else 0.0 for r in records],
-        "latencies": [r.latency for r in records],
-        "ttfts": [r.ttft for r in records],
-        "itls": [r.itl for r in records],
-        "turns": [r.turn for r in records],
-        "generated_texts": [r.text for r in records],
-        "errors": [r.error for r in records],
+        "input_lens": [record.prompt_tokens for record in records],
+        "output_lens": [record.output_tokens for record in records],
+        "cached_lens": [record.cached_tokens for record in records],
+        "start_times": [record.start for record in records],
+        "send_delays": [record.sent - record.due if record.sent else 0.0 for record in records],
+        "latencies": [record.latency for record in records],
+        "ttfts": [record.ttft for record in records],
+        "itls": [record.itl for record in records],
+        "turns": [record.turn for record in records],
+        "generated_texts": [record.text for record in records],
+        "errors": [record.error for record in records],
     }
 
 
-class Bench:
-    """One server, and the points that it is measured at. `rows` has those that were measured, `ended` why it stopped
-    early.
-    """
+class ServingBenchmark:
+    """One server, measured at the points of a sweep."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        headers = dict(args.header)
-        if args.api_key:
-            headers["Authorization"] = f"Bearer {args.api_key}"
+        headers = dict(args.header) | ({"Authorization": f"Bearer {args.api_key}"} if args.api_key else {})
         self.args = args
-        self.client = Client(args.base_url or f"http://{args.host}:{args.port}", headers)
-        self.server, self.backend = Server(self.client), make_backend(args.backend)
-        self.info: dict[str, object] = {}
-        self.rows: list[dict[str, object]] = []
-        self.ended = ""
+        self.client = HttpClient(args.base_url or f"http://{args.host}:{args.port}", headers)
+        self.server, self.backend = ServerInfo(self.client), make_backend(args.backend)
+        self.info: dict[str, object] = {}  # the server's settings
+        self.rows: list[dict[str, Any]] = []  # the points that were measured
+        self.ended = ""  # why it ended early
 
     async def run(self) -> None:
-        """Raises BenchError, DatasetError and HttpError before anything was measured, never after: then it is in
-        `ended`.
-        """
+        """Raises BenchError before anything was measured; later errors are in `ended`."""
         args = self.args
         self.info = await self.server.settings()
-        words = _vocabulary(args, self.info)
-        self.options = Options(
-            model=args.served_model_name or args.model or await self.server.model(),
-            temperature=args.temperature,
-            ignore_eos=not args.disable_ignore_eos,
-            stream=not args.disable_stream,
-            timeout=args.request_timeout,
-            extra=args.extra_request_body,
+        vocabulary = _vocabulary(args, self.info)
+        self.options = RequestOptions(
+            args.served_model_name or args.model or await self.server.model(),
+            args.temperature,
+            not args.disable_ignore_eos,
+            not args.disable_stream,
+            args.request_timeout,
+            args.extra_request_body,
         )
         for point in points(args):
             try:
-                load, due = self._load(words, point)
-                await warm_up(load, words, args.warmup_requests, shorter(args))
+                load, due = self._load(vocabulary, point)
+                await warm_up(load, vocabulary, args)
                 if args.flush_cache:
-                    await self.server.flush_cache()
+                    await self.server.post("/flush_cache", "--flush-cache")
                 before = await self.server.counters()
                 if args.profile:
-                    await self.server.start_profile(args.profile_output_dir, args.profile_steps)
-            except (BenchError, DatasetError, HttpError) as error:
+                    wishes = {"output_dir": args.profile_output_dir, "num_steps": args.profile_steps}
+                    given = {name: wish for name, wish in wishes.items() if wish}
+                    await self.server.post("/start_profile", "--profile", given)
+            except (BenchError, asyncio.CancelledError) as error:
                 if not self.rows:
                     raise
-                self.ended = str(error)
-                break
-            except asyncio.CancelledError:  # Ctrl-C between two loads
-                if not self.rows:
-                    raise
-                self.ended = INTERRUPTED
+                self.ended = str(error) or INTERRUPTED
                 break
             self.ended = await drive(load, due, point.concurrency, self._label(point), args.disable_tqdm)
-            after = await self._look()
+            after = await self._counters_after()
             self.rows.append(self._row(point, load, before, after))
             if self.ended:
                 break
         self.client.close()
 
-    def _load(self, words: Vocabulary | None, point: Point) -> tuple[Load, list[float]]:
-        """The point's own prompts: random tokens that an earlier one sent would be found in the server's cache."""
+    def _load(self, vocabulary: OrdinaryTokens | None, point: SweepPoint) -> tuple[ServerLoad, list[float]]:
+        """The point's own prompts: the server's cache would have the tokens of earlier ones."""
         args = self.args
         seed = args.seed + 1000 * point.number
-        prompts = load_prompts(args, words, seed)
-        allow_files(point.concurrency or len(prompts))
-        load = Load(self.client, self.backend, self.options, prompts)
-        for prompt in {(bool(p.ids), bool(p.text)): p for p in prompts}.values():  # one of each kind
-            load.backend.body(prompt, self.options)
+        prompts = load_prompts(args, vocabulary, seed)
+        raise_file_limit((point.concurrency or len(prompts)) + SPARE_FILES, required=False)
+        load = ServerLoad(self.client, self.backend, self.options, prompts)
+        for prompt in {(bool(prompt.ids), bool(prompt.text)): prompt for prompt in prompts}.values():
+            load.backend.body(prompt, self.options)  # one of each kind, for its errors
         return load, schedule(prompts, point.rate, args.use_trace_timestamps, seed, args.burstiness)
 
-    def _label(self, point: Point) -> str:
+    def _label(self, point: SweepPoint) -> str:
         total = len(points(self.args))
         if total == 1:
             return "requests"
         return f"{point.number + 1}/{total}: rate {point.rate:g}, concurrency {point.concurrency or 'any'}"
 
-    async def _look(self) -> Counters:
-        """The counters after a load. A server that died half-way has none; what was measured is still told."""
+    async def _counters_after(self) -> Counters:
+        """A server that died has none; what was measured is still reported."""
         try:
             if self.args.profile and not self.args.profile_steps:
                 print(await self.server.stop_profile(), file=sys.stderr)
@@ -210,94 +301,72 @@ class Bench:
             return Counters()
         return after
 
-    def _row(self, point: Point, load: Load, before: Counters, after: Counters) -> dict[str, object]:
+    def _row(self, point: SweepPoint, load: ServerLoad, before: Counters, after: Counters) -> dict[str, Any]:
         args = self.args
-        sent = [r for r in load.records if r.done or r.error]
+        sent = [record for record in load.records if record.done or record.error]
         numbers = measure(sent, load.duration)
-        start = min((r.start for r in sent), default=0.0)
-        row: dict[str, object] = {
-            "tag": args.tag,
-            "backend": args.backend,
-            "dataset_name": args.dataset_name,
+        row: dict[str, Any] = {
+            **{name: getattr(args, name) for name in ("tag", "backend", "dataset_name")},
             "request_rate": "trace" if args.use_trace_timestamps else str(point.rate),
             "max_concurrency": point.concurrency or None,
             "repeat": point.repeat,
-            "random_input_len": args.random_input_len,
-            "random_output_len": args.random_output_len,
-            "random_range_ratio": args.random_range_ratio,
+            **{
+                f"random_{name}": getattr(args, f"random_{name}") for name in ("input_len", "output_len", "range_ratio")
+            },
             "requests": len(load.prompts),
             **numbers,
             **cache_hits(numbers["total_cached_tokens"], numbers["total_input_tokens"], before, after),
-            "cache_hit_possible": possible_hits(load.asked),
-            **goodput(sent, load.duration, Slo(args.goodput)),
+            "cache_hit_possible": possible_hits(load.sent),
+            **goodput(sent, load.duration, args.goodput),
             "accept_length": accept_length(self.info, before, after),
-            "server_overhead_ms": overhead(before.emit, after.emit),
-            "partial": bool(self.ended),
-            "ended": self.ended,
-            "interrupted": self.ended == INTERRUPTED,
+            "server_overhead_ms": overhead(before, after),
+            **_ending(self.ended),
             "failures": failures(sent),
             "samples": samples(sent),
-            "tokens_by_second": tokens_by_second(sent, start),
+            "tokens_by_second": tokens_by_second(sent, min((record.start for record in sent), default=0.0)),
         }
         if turns := by_turn(sent):
             row["by_turn"] = turns
         return row | (_details(sent) if args.output_details else {})
 
 
-def _without_secrets(args: argparse.Namespace, argv: Sequence[str]) -> list[str]:
+def _ending(ended: str) -> dict[str, object]:
+    return {"partial": bool(ended), "ended": ended, "interrupted": ended == INTERRUPTED}
+
+
+def _source(args: argparse.Namespace, argv: Sequence[str], info: Mapping[str, object]) -> dict[str, object]:
+    """The provenance, without secrets. Infinities are not JSON numbers, so they go as text."""
     secrets = [secret for secret in (args.api_key, *(value for _, value in args.header)) if secret]
-    return [word if not any(secret in word for secret in secrets) else "***" for word in argv]
+    words = ["***" if any(secret in word for secret in secrets) else word for word in argv]
+    client = {name: value for name, value in vars(args).items() if name not in ("api_key", "header")}
+    client["request_rate"] = "trace" if args.use_trace_timestamps else [str(rate) for rate in args.request_rate]
+    client["trace_end"] = str(args.trace_end)
+    return provenance("bench serve", words, {"client": client, "server": dict(info)})
 
 
-def _told(args: argparse.Namespace, argv: Sequence[str], info: Mapping[str, object]) -> dict[str, object]:
-    """Where the numbers come from. Infinities are no JSON numbers, so they go as text."""
-    shown = {name: value for name, value in vars(args).items() if name not in ("api_key", "header")}
-    shown["request_rate"] = "trace" if args.use_trace_timestamps else [str(rate) for rate in args.request_rate]
-    shown["trace_end"] = str(args.trace_end)
-    return provenance("bench serve", _without_secrets(args, argv), {"client": shown, "server": dict(info)})
-
-
-async def run(args: argparse.Namespace, argv: list[str]) -> dict[str, object]:
-    """One run from the flags to its result: the keys of SGLang's where one point was asked for, else `points`, a list
-    of such objects.
-
-    Raises BenchError, DatasetError and HttpError before the first load starts, never after.
+async def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """One run from the flags to its result: SGLang's keys for a single point, else `points`, a list of such objects.
+    Raises BenchError before the first load starts.
     """
-    bench = Bench(args)
+    bench = ServingBenchmark(args)
     await bench.run()
-    told = _told(args, argv, bench.info)
-    if len(points(args)) == 1:
-        return bench.rows[0] | told
-    return {
-        "tag": args.tag,
-        "points": bench.rows,
-        "wanted": len(points(args)),
-        "partial": bool(bench.ended),
-        "ended": bench.ended,
-        "interrupted": bench.ended == INTERRUPTED,
-        **told,
-    }
+    source = _source(args, argv, bench.info)
+    if (wanted := len(points(args))) == 1:
+        return bench.rows[0] | source
+    return {"tag": args.tag, "points": bench.rows, "wanted": wanted, **_ending(bench.ended), **source}
 
 
-def rows_of(result: Mapping[str, object]) -> list[dict[str, object]]:
-    """The points of a result, one or several."""
-    found = result.get("points")
-    return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else [dict(result)]
-
-
-def show(result: Mapping[str, object]) -> str:
+def show(result: Mapping[str, Any]) -> str:
     """SGLang's block for each point; a table where there are several."""
-    rows, shown = rows_of(result), list[str]()
+    rows, shown = result.get("points", [result]), list[str]()
     for row in rows:
         shown.append(render(row))
         late = row["p99_send_delay_ms"]
-        if row["request_rate"] != "inf" and not row["max_concurrency"] and isinstance(late, float) and late > LATE_MS:
+        if row["request_rate"] != "inf" and not row["max_concurrency"] and late > LATE_MS:
             shown.append(
-                f"NOTE: 1 % of the requests left more than {late:.0f} ms after their time: this machine is too busy for"
-                " this load"
+                f"NOTE: 1 % of the requests were sent more than {late:.0f} ms late: this machine is too busy for the load"
             )
-        reasons = row["failures"]
-        if isinstance(reasons, dict) and reasons:
+        if reasons := row["failures"]:
             shown.append("Failures:\n" + "\n".join(f"{count:7} × {reason}" for reason, count in reasons.items()))
     if len(rows) > 1:
         shown.append(sweep_table(rows))
@@ -306,36 +375,29 @@ def show(result: Mapping[str, object]) -> str:
     return "\n".join(shown)
 
 
-def _save(path: Path, result: Mapping[str, object]) -> None:
-    """A line of a `.jsonl` is a point, as SGLang's tools write it, each with where it comes from."""
+def _save(path: Path, result: Mapping[str, Any]) -> None:
+    """A line of a `.jsonl` is a point, as in SGLang's tools, each with its provenance."""
     if path.suffix != ".jsonl" or "points" not in result:
         write(path, result)
         return
-    common = {
-        name: value
-        for name, value in result.items()
-        if name in ("command", "date", "device", "versions", "commit", "configuration")
-    }
-    for row in rows_of(result):
-        write(path, row | common)
+    source = {name: result[name] for name in ("command", "date", "device", "versions", "commit", "configuration")}
+    for row in result["points"]:
+        write(path, row | source)
+
+
+def _run(argv: list[str]) -> int:
+    args = parse(argv)
+    result = asyncio.run(run(args, argv))
+    print("\n" + show(result))
+    if args.output_file:
+        _save(Path(args.output_file), result)
+    if result["interrupted"]:
+        return 130
+    return 1 if result["partial"] or not any(row["completed"] for row in result.get("points", [result])) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done; 1: the run could not start, ended early, or not one request succeeded; 130: Ctrl-C. What was measured is
-    told and written.
+    """0: done; 1: the run could not start, ended early, or no request succeeded; 2: wrong flags; 130: Ctrl-C. What was
+    measured is printed and written.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    args = parse(words)
-    try:
-        result = asyncio.run(run(args, words))
-        print("\n" + show(result))
-        if args.output_file:
-            _save(Path(args.output_file), result)
-    except (BenchError, DatasetError, HttpError, ResultError) as error:
-        print(f"thalweg bench serve: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if result["interrupted"]:
-        return 130
-    return 1 if result["partial"] or not any(row["completed"] for row in rows_of(result)) else 0
+    return exit_status("thalweg bench serve", _run, argv)

@@ -15,14 +15,19 @@ RESAMPLES = 2000
 STEPS = 2000  # of the numerical integral of Student's t
 
 
-def percentile(values: Sequence[float], q: float) -> float:
+def percentile(values: Sequence[float] | Floats, q: float) -> float:
     """The q-th percentile (0 to 100), linear between neighbours; nan of no values."""
     return float(np.percentile(values, q)) if len(values) else math.nan
 
 
-def median(values: Sequence[float]) -> float:
+def median(values: Sequence[float] | Floats) -> float:
     """0 of no values."""
     return float(np.median(values)) if len(values) else 0.0
+
+
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """The length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True, slots=True)

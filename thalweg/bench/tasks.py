@@ -1,14 +1,12 @@
 """The bundled model's tasks: the same deterministic items for training (`tools/train_tiny`) and for `thalweg eval`.
 
-An item is a value: a conversation, the answer that is right, and one text that says it. Every item has an identity,
-whose hash puts it either into the training or into the held-out split, so the two are disjoint by construction whatever
-the seed.
+The hash of an item's identity puts it either into the training or into the held-out split, so the two are disjoint
+whatever the seed.
 
-| task | asks | right means | | --- | --- | --- | | `sums` | the sum of two numbers of 2 or 3 digits, thinking on | the
-last number after `</think>` is the sum | | `recall` | the partner of one word out of about 200 pairs, at least
-`RECALL_DISTANCE` tokens back | the partner is named | | `tools` | one or two tool calls in DSML | the block parses
-strictly; names, arguments and JSON types are equal | | `dialogue` | the next speech of a play or novel | nothing: it is
-scored by perplexity, `score` refuses it |
+- `sums`: the sum of two numbers of 2 or 3 digits, thinking on; the last number after `</think>` must be the sum.
+- `recall`: the partner of one word out of about 200 pairs, at least `RECALL_DISTANCE` tokens back.
+- `tools`: one or two tool calls in DSML; names, arguments and JSON types must be equal.
+- `dialogue`: the next speech of a play or novel; measured by perplexity, `score` refuses it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from importlib import resources
 from random import Random
 from typing import Literal
 
-from thalweg.bench.task_pools import PEOPLE, RECALL_KEYS, RECALL_VALUES, TOOL_KINDS, JsonValue, ToolKind
+from thalweg.bench.task_pools import PEOPLE, RECALL_KEYS, RECALL_VALUES, TOOL_KINDS, Draws, JsonValue, ToolKind
 
 Split = Literal["train", "held_out"]
 Message = Mapping[str, object]
@@ -37,21 +35,16 @@ _END_OF_THINKING = "</think>"
 
 @dataclass(frozen=True)
 class Item:
-    """One exercise.
-
-    `messages` and `tools` are what a client sends (OpenAI form); `target` is a right output in full: with `thinking`,
-    the reasoning and `</think>` before the answer. `answer` is what scoring compares: a number, a word, or the calls as
-    JSON. `max_new_tokens` is ample for the target under the bundled tokenizer.
-    """
+    """One exercise."""
 
     task: str
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # what a client sends, in OpenAI's form
     tools: tuple[Message, ...]
     thinking: bool
-    target: str
-    answer: str
+    target: str  # a right output in full; with thinking, the reasoning and `</think>` before the answer
+    answer: str  # what scoring compares: a number, a word, or the calls as JSON
     identity: str
-    max_new_tokens: int
+    max_new_tokens: int  # ample for the target under the bundled tokenizer
 
 
 def split_of(identity: str) -> Split:
@@ -217,7 +210,8 @@ class _Offer:
 
     def ask(self, rng: Random) -> tuple[str, dict[str, JsonValue]]:
         """A sentence that asks for one call, and the call's arguments."""
-        drawn = [parameter.draw(rng) for parameter in self.kind.parameters]
+        draws = Draws(rng)
+        drawn = [draws(*parameter.draw) for parameter in self.kind.parameters]
         sentence = rng.choice(self.kind.requests).format(*(words for words, _ in drawn))
         return sentence, {name: value for name, (_, value) in zip(self.parameters, drawn, strict=True)}
 

@@ -25,11 +25,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from thalweg.bench import stopwatch
+from thalweg.bench.command import exit_status, positive, report_interruption
 from thalweg.bench.errors import ResultError
-from thalweg.bench.in_process import positive
 from thalweg.bench.kernels import RESIDENT, SEED, difference, failures, matches, told
 from thalweg.bench.results import provenance, write
-from thalweg.bench.usage import status, unless
 from thalweg.config.args import OptionsParser, ParsedOptions, options_parser, parse_options
 from thalweg.config.engine import EngineConfig
 from thalweg.config.machine import Machine
@@ -384,11 +383,13 @@ def run(argv: list[str]) -> Found:
 
 def _status(words: list[str]) -> int:
     found = run(words)
-    return unless(found.ended == "Ctrl-C", int(bool(found.failed)), "what was found is kept, run it again to go on")
+    if found.ended == "Ctrl-C":
+        return report_interruption("what was found is kept, run it again to continue")
+    return int(bool(found.failed))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done, or as much as --seconds allowed, 1: it could not run, a search failed or a result could not be written,
     2: it was asked for wrongly, 130: Ctrl-C, what was found is kept.
     """
-    return status("thalweg tune", _status, argv)
+    return exit_status("thalweg tune", _status, argv)

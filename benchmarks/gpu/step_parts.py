@@ -5,7 +5,7 @@ gathering, accepting, drawing, publishing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,10 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from thalweg.bench.draft_shapes import DraftShape
+from thalweg.bench.speculation import ADAPTIVE, DecodeCase, Row, policies_of, prompts_of
+from thalweg.core import plan as plans
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.core.plan import Row, StepPlan
+from thalweg.core.plan import StepPlan
+from thalweg.core.sampling import SamplingParams
 from thalweg.engine.calibration import step_clock
 from thalweg.engine.local import LocalEngine
+from thalweg.launch.resolved import Resolved
 from thalweg.runner.graph_pool import GraphPool
 from thalweg.runner.runner import NoCapturedGraphs
 from thalweg.sampling.simulated_acceptance import SimulatedAcceptance
@@ -114,7 +119,7 @@ def parts(engine: LocalEngine, width: int) -> Parts:
 def upcoming(engine: LocalEngine, width: int) -> StepPlan:
     """The next step of the running requests, each with so many drafts."""
     scheduler = engine.loop.scheduler
-    rows = [Row(r.uid, r.slot, r.known - 1, 1 + width, width, True) for r in scheduler.live.values()]
+    rows = [plans.Row(r.uid, r.slot, r.known - 1, 1 + width, width, True) for r in scheduler.live.values()]
     reach = max(row.start + row.n for row in rows)
     return StepPlan(scheduler.step, scheduler.retired, tuple(rows), num_drafts=width, max_kv_len=reach)
 
@@ -151,14 +156,53 @@ def recorded(calls: list[Call]) -> Call:
     """The same as one CUDA graph; as they are where they cannot be recorded, since they upload lengths, as those of
     trees do.
     """
-    work, pool = together(calls), GraphPool()
+    work, tape = together(calls), GraphPool()
     try:
-        with pool.running("forwards alone"):
+        with tape.running("forwards alone"):
             for _ in range(WARM_UPS):
                 work()
-            pool.begin()
+            tape.begin()
             work()
-            replay: Call = pool.end().replay
+            replay: Call = tape.end().replay
     except UnsupportedConfig:
         return work
     return replay
+
+
+SETTLED = 2  # steps behind the last prompt, in which drafts are made
+
+
+def overhead(engine: LocalEngine, prompts: Sequence[Sequence[int]], case: DecodeCase, width: int, step: float) -> Row:
+    """Seconds of a step in the target's forward, in the drafter's, in what it learns, and in none of them. step:
+    seconds of a whole one.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=engine.context - case.input, ignore_eos=True)
+    waiting = {uid for prompt in prompts for uid in engine.submit(prompt, params)}
+    uids, further = tuple(waiting), SETTLED
+    while further and not engine.idle:
+        waiting -= {one.uid for one in engine.step()}
+        further -= not waiting
+    engine.loop.retire(0)
+    if not engine.loop.scheduler.live:  # the context has no room for more
+        return {}
+    found = parts(engine, width)
+    engine.abort(uids)
+    while not engine.idle:
+        engine.step()
+    told: Row = {f"{name}_seconds": seconds for name, seconds in found._asdict().items()}
+    return told | {"overhead_seconds": step - sum(found)}
+
+
+def add_overhead(
+    shape: DraftShape, resolved: Resolved, engine: LocalEngine, cases: Sequence[DecodeCase], rows: Sequence[Row]
+) -> None:
+    """Where a step's time goes, into the rows of these cases whose width is a number."""
+    policies = policies_of(shape, engine)
+    for case in cases:
+        prompts = prompts_of(resolved, case)
+        for row in rows:
+            width, step = row["width"], row["step_latency"]
+            here = (row["shape"], row["batch_size"], row["input_len"]) == (shape.name, case.batch, case.input)
+            if here and isinstance(width, int) and isinstance(step, float) and step and width != ADAPTIVE:
+                engine.loop.scheduler.draft_length = policies[width]
+                row.update(overhead(engine, prompts, case, width, step))
