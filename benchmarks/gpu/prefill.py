@@ -25,6 +25,8 @@ from thalweg.config.args import options_parser, parse_options
 from thalweg.config.tree import replace
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import roofline
+from thalweg.launch.planning.layouts import ONE
+from thalweg.launch.planning.weights import PlannedModel
 from thalweg.models.catalog import read_facts
 
 CASES = ((1, 8192), (8, 1024), (1, 1024))
@@ -70,7 +72,7 @@ def main() -> None:
     facts, rng, rows = read_facts(resolved.path), Random(1), []
     print({key: f"{value:.4g}" for key, value in vars_of(top).items()}, torch.cuda.get_device_name(), flush=True)
     for batch, length in CASES:
-        phases = roofline.phases(facts, roofline.StepShape(batch, length, length))
+        phases = roofline.phases(PlannedModel(facts).on(ONE), roofline.StepShape(batch, length, length))
         times = [time_batch(engine, random_batch(resolved, batch, length, rng), 1).prefill for _ in range(5)][2:]
         floor, took = roofline.seconds(phases, top), min(times)
         by, gaps = kernels(engine, random_batch(resolved, batch, length, rng))

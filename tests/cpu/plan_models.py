@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from thalweg.config.model import ModelFacts
-from thalweg.launch.planning.layouts import ParallelLayout
-from thalweg.launch.planning.roofline import Ceilings, KVBytes
+from thalweg.launch.planning import roofline
+from thalweg.launch.planning.layouts import ONE, ParallelLayout
+from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape
+from thalweg.launch.planning.weights import KVBytes, PlannedModel
 from thalweg.models.catalog import read_config_facts
 
 H200 = Ceilings(4.8e12, 989e12, 1979e12)
@@ -83,5 +86,16 @@ def facts(config: dict[str, Any], **more: Any) -> ModelFacts:
 
 
 V3, V32, LITE_FACTS, QWEN72 = facts(DEEPSEEK), facts(DEEPSEEK | INDEXER), facts(LITE), facts(QWEN)
-FP8_INDEX = KVBytes.of(V32, index=KVBytes.fp8_index(V32))
-FP8_BOTH = KVBytes.of(V32, index=KVBytes.fp8_index(V32), record=True)
+FP8_KEY = 132.0  # bytes of an index key of 128 FP8 codes and a float32 multiplier
+RECORD = 656.0  # a latent as kernels of sparse attention store it: 512 codes, 4 float32 multipliers, 64 rotary numbers in bf16
+FP8_INDEX, FP8_BOTH = KVBytes(1152.0, FP8_KEY), KVBytes(RECORD, FP8_KEY)
+
+
+@cache
+def planned(of: str, kv: KVBytes | None = None) -> PlannedModel:
+    """By name: V3, V32, LITE or QWEN72."""
+    return PlannedModel({"V3": V3, "V32": V32, "LITE": LITE_FACTS, "QWEN72": QWEN72}[of], kv=kv)
+
+
+def phases(of: str, shape: StepShape, layout: ParallelLayout = ONE, kv: KVBytes | None = None) -> list[StepPhase]:
+    return roofline.phases(planned(of, kv).on(layout), shape)

@@ -9,7 +9,9 @@ import pytest
 from tests.cpu.plan_models import DEEPSEEK, LITE
 from thalweg.config.model import ModelFacts
 from thalweg.launch.planning import roofline
+from thalweg.launch.planning.layouts import ONE
 from thalweg.launch.planning.roofline import Ceilings, StepPhase, StepShape
+from thalweg.launch.planning.weights import PlannedModel
 from thalweg.models.catalog import read_config_facts
 
 H100 = Ceilings(read=3.1e12, bf16=800e12, fp8=1526e12)
@@ -32,7 +34,7 @@ def facts(config: dict[str, Any]) -> ModelFacts:
 
 
 def milliseconds(config: dict[str, Any], shape: StepShape) -> float:
-    return 1e3 * roofline.seconds(roofline.phases(facts(config), shape), H100)
+    return 1e3 * roofline.seconds(roofline.phases(PlannedModel(facts(config)).on(ONE), shape), H100)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def test_decode_at_a_context_of_1024(config: dict[str, Any], rows: int, expected
 
 @pytest.mark.parametrize(("config", "expected"), [(LITE, 10.1), (SLIM, 15.65)])
 def test_a_prompt_of_1024_reads_all_experts(config: dict[str, Any], expected: float) -> None:
-    phases = roofline.phases(facts(config), StepShape(1, 1024, 1024))
+    phases = roofline.phases(PlannedModel(facts(config)).on(ONE), StepShape(1, 1024, 1024))
     reads = sum(phase.bytes for phase in phases) / H100.read
     assert 1e3 * reads == pytest.approx(expected, rel=0.01)
     assert reads < roofline.seconds(phases, H100) < 1.12 * reads, "projections are bound by FLOPs"

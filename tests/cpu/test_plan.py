@@ -22,9 +22,9 @@ from thalweg.config.engine import EngineConfig
 from thalweg.config.model import facts_of
 from thalweg.engine import build
 from thalweg.launch.planning.commands import command
-from thalweg.launch.planning.layouts import ParallelLayout
+from thalweg.launch.planning.layouts import ONE, ParallelLayout
 from thalweg.launch.planning.search import LayoutForecast
-from thalweg.launch.planning.weights import inventory, parameters
+from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.sizes import measure
 from thalweg.models import traced
 
@@ -207,7 +207,7 @@ def test_drafts_of_a_nextn_layer(plan: Run, tmp_path: Path) -> None:
     made = json.loads(plan(path, "--machine", "h200x8", "--tp-size", "8", "--concurrency", "32", "--json").out)
     ratios = [one["ratio"] for one in made["drafts"]]
     assert [one["drafts"] for one in made["drafts"]] == [1, 2, 3] and 1 < ratios[0] < ratios[1] < ratios[2] < 2
-    assert (made["drafts_by"], made["drafts_asked"]) == ("the next-token layer", False)
+    assert (made["drafts_by"], made["drafts_asked"]) == ("the checkpoint's next-token layer", False)
     said = plan(path, "--machine", "h200x8").out
     assert "pays when a step brings a request more than" in said and "which was not asked for" in said
 
@@ -215,8 +215,12 @@ def test_drafts_of_a_nextn_layer(plan: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "by", "counts"),
     [
-        ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "the next-token layer", [15]),
-        ("--speculative-algorithm NGRAM", "looking up the text itself", [1, 2, 3, 4]),
+        ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "the checkpoint's next-token layer", [15]),
+        (
+            "--speculative-algorithm NGRAM",
+            "the tokens that followed the last ones earlier in the sequence",
+            [1, 2, 3, 4],
+        ),
         ("--speculative-algorithm NONE", "", []),
     ],
 )
@@ -426,7 +430,8 @@ def test_sizes_without_triton_are_those_of_the_kernels(config: dict[str, Any], m
     kernels = measure(facts, engine)
     monkeypatch.setattr(Library, "is_installed", lambda library: False)
     reference = measure(facts, engine)
-    assert reference.parameters == kernels.parameters == parameters(inventory(facts))
+    counted = sum(group.parameters for group in PlannedModel(facts).on(ONE).groups)
+    assert reference.parameters == kernels.parameters == counted
     assert reference.weight_bytes == pytest.approx(kernels.weight_bytes, rel=0.005)
     assert reference.planes == kernels.planes
 

@@ -32,7 +32,9 @@ from thalweg.bench.statistics import median, percentile
 from thalweg.config.args import OptionsParser, options_parser, parse_options
 from thalweg.engine.local import LocalEngine
 from thalweg.launch.planning import roofline
+from thalweg.launch.planning.layouts import ONE
 from thalweg.launch.planning.roofline import Ceilings
+from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.resolved import Resolved
 from thalweg.models.catalog import read_facts
 
@@ -74,9 +76,10 @@ def shares(resolved: Resolved, case: Case, timing: Timing, top: Ceilings, covere
         "prefill": roofline.StepShape(batch, input_len, input_len),
         "decode": roofline.StepShape(batch, 1, input_len + output_len // 2, covered),
     }
+    model = PlannedModel(facts).on(ONE)
     seconds, row = {"prefill": timing.prefill, "decode": median(timing.decode)}, Row()
     for name, shape in shapes.items():
-        phases = roofline.phases(facts, shape)
+        phases = roofline.phases(model, shape)
         floor = row[f"{name}_floor"] = roofline.seconds(phases, top)
         row[f"{name}_share"] = floor / seconds[name] if seconds[name] else 0.0
         row[f"{name}_floor_by_phase"] = roofline.by_name(phases, top)

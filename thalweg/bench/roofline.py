@@ -41,8 +41,9 @@ from thalweg.engine.local import LocalEngine
 from thalweg.kernels import names
 from thalweg.launch.hub import locate
 from thalweg.launch.planning import roofline
-from thalweg.launch.planning.roofline import Ceilings, KVBytes
-from thalweg.launch.planning.weights import NumberBytes
+from thalweg.launch.planning.layouts import ONE
+from thalweg.launch.planning.roofline import Ceilings
+from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.resolved import Resolved
 from thalweg.models.catalog import read_facts
 
@@ -59,8 +60,7 @@ class Ground:
     """
 
     facts: ModelFacts
-    widths: NumberBytes
-    kept: KVBytes
+    model: PlannedModel
     top: Ceilings
     context: int
     covered: tuple[float, ...] = ()
@@ -70,7 +70,7 @@ class Ground:
         new = max(1, tokens // rows)
         decode = new == 1
         shape = roofline.StepShape(rows, new, self.context if decode else new, self.covered if decode else ())
-        return roofline.by_name(roofline.phases(self.facts, shape, widths=self.widths, kept=self.kept), self.top)
+        return roofline.by_name(roofline.phases(self.model.on(ONE), shape), self.top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,9 @@ def ground(
 ) -> Ground:
     """rates: of `ceilings.rates`."""
     plain = device == "cpu" or kernels.decode == "reference"  # whose FP8 weights are dequantized when they are loaded
-    wide = 2 if dtype == "bfloat16" else 4
     products = rates["bf16" if dtype == "bfloat16" else "float32"]
     top = Ceilings(rates["read"], products, rates.get("fp8", products))
-    kept = KVBytes.of(facts, 1 if kernels.kv.startswith("fp8") else wide, wide)
-    return Ground(facts, NumberBytes.of(facts, dtype, plain), kept, top, context)
+    return Ground(facts, PlannedModel(facts, dtype, plain, kernels), top, context)
 
 
 def profiled(engine: LocalEngine, prompts: Sequence[Sequence[int]], steps: int, folder: Path) -> Path:

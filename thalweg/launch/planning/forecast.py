@@ -1,5 +1,5 @@
-"""The whole forecast of `thalweg plan`: the resolver's choices, memory, floors by batch and context, and layouts under
-a load.
+"""The forecast of `thalweg plan`: the resolver's decisions, memory, roofline by batch and context, layouts under a
+load.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from thalweg.config.options import Options, ParallelOptions
 from thalweg.core.errors import InsufficientMemory, UnsupportedConfig
 from thalweg.core.format import format_bytes
 from thalweg.launch.hub import locate
-from thalweg.launch.planning import memory, processor, search
+from thalweg.launch.planning import processor, search
 from thalweg.launch.planning.collectives import Collective, collectives
 from thalweg.launch.planning.draft_cost import DrafterPlanner, drafter_planner, drafting
-from thalweg.launch.planning.gpu_memory import GpuMemory, slot_bytes
+from thalweg.launch.planning.gpu_memory import GpuMemory, gpu_of_layout, single_gpu, slot_bytes, with_pages
 from thalweg.launch.planning.layouts import ONE, ParallelLayout, why_not
 from thalweg.launch.planning.roofline import (
     Ceilings,
-    KVBytes,
     StepPhase,
     StepShape,
     by_name,
@@ -32,73 +31,80 @@ from thalweg.launch.planning.roofline import (
     verified,
 )
 from thalweg.launch.planning.search import LayoutForecast, PlanningTarget, Workload
-from thalweg.launch.planning.weights import NumberBytes, held
+from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.resolve import resolve
 from thalweg.launch.resolved import Resolved
 from thalweg.launch.resources import unsupported_parallelism
 from thalweg.models.catalog import read_facts
 
-INPUT, OUTPUT = 1024, 256  # tokens of a request, where nothing is said
-COUNTS = (1, 2, 4, 8, 16, 32)  # of GPUs that are proposed
-HELD = 0.85  # of all memory, that weights may be of a machine that is proposed
+INPUT, OUTPUT = 1024, 256  # tokens of a request by default
+GPU_COUNTS = (1, 2, 4, 8, 16, 32)  # of machines that are suggested
+WEIGHTS_SHARE = 0.85  # of all memory, that weights may be on a machine that is suggested
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """A step at best. batch: requests on the whole machine; new: tokens that each computes; experts: distinct ones that
-    a layer reads. phases: seconds by kind, what GPUs send each other among them. work, sends: bytes and FLOPs of one
-    GPU, and what it sends. rate: tokens/s of the machine.
-    """
+    """A step at best."""
 
-    batch: int
-    new: int
+    batch: int  # requests on the whole machine
+    new: int  # tokens that each computes
     context: int
-    experts: float
-    phases: dict[str, float]
-    work: tuple[StepPhase, ...]
+    experts: float  # distinct ones that a layer reads
+    phases: dict[str, float]  # seconds by kind
+    work: tuple[StepPhase, ...]  # of one GPU
     sends: tuple[Collective, ...]
     seconds: float
-    rate: float
+    rate: float  # tokens a second of the machine
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """A decode step with so many drafts of each request, at best. ratio: of its time to that of a step without, which
-    is how many tokens of a request it must bring to pay.
-    """
+    """A decode step with drafts of each request, at best."""
 
     drafts: int
     seconds: float
-    ratio: float
+    ratio: float  # to a step without: how many tokens a request must gain for drafts to pay
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningInput:
+    """What rooflines are computed from."""
+
+    hardware: Hardware | None  # None on a CPU, and for GPUs without figures
+    top: Ceilings | None
+    model: PlannedModel
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a plan is made for."""
+
+    load: Workload
+    hardware: Hardware | None = None  # None: this machine
+    layout: ParallelLayout | None = None  # None: the one that serves the load best
+    batches: Sequence[int] = (1, 8, 32, 128)  # of the roofline
+    contexts: Sequence[int] = (1024, 4096, 16384)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """facts, resolved: of the model, as one device would run it; where that has not the memory, `alone` says so.
-    hardware: None on a CPU, and for GPUs that no figures are known of. top: what a device does at best, None where that
-    is not known. room: of one GPU alone, None on a CPU. layout: that the floors are of. laid, gpu: the same as
-    `resolved` and `room` of a cache and a GPU of that layout; laid is None where no layout has the memory. contexts:
-    lengths that were asked for. outcomes: layouts under the load, the best first. maker: of the drafts, None for
-    none.
-    """
-
     facts: ModelFacts
-    resolved: Resolved
-    alone: str
-    hardware: Hardware | None
+    resolved: Resolved  # as one device would run it
+    alone: str  # why one device has not the memory; "" where it has
+    hardware: Hardware | None  # None on a CPU, and for GPUs without figures
     machine: Machine
     top: Ceilings | None
-    room: GpuMemory | None
-    layout: ParallelLayout
-    laid: Resolved | None
-    gpu: GpuMemory | None
+    room: GpuMemory | None  # of one GPU alone; None on a CPU
+    layout: ParallelLayout  # of the roofline
+    laid: Resolved | None  # as `resolved`, on that layout; None where no layout has the memory
+    gpu: GpuMemory | None  # of a GPU of that layout
     contexts: tuple[int, ...]
     decode: tuple[Floor, ...]
     prefill: tuple[Floor, ...]
     drafts: tuple[DraftCost, ...]
     drafter: DrafterPlanner | None
     load: Workload
-    outcomes: tuple[LayoutForecast, ...]
+    outcomes: tuple[LayoutForecast, ...]  # the best first
 
     @property
     def slots(self) -> float:
@@ -110,135 +116,102 @@ class Forecast:
 
     @property
     def best(self) -> LayoutForecast | None:
-        """The layout that suits the load best, whether this version runs it or not."""
-        return next((one for one in self.outcomes if one.fits), None)
+        """The layout that serves the load best, whether this version runs it or not."""
+        return next((outcome for outcome in self.outcomes if outcome.fits), None)
 
     @property
     def runs(self) -> LayoutForecast | None:
         """The best of those that this version runs."""
-        return next((one for one in self.outcomes if one.fits and not not_yet(one.layout)), None)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanningInput:
-    """What floors are computed from. hardware: None on a CPU, and for GPUs that no figures are known of; top is None
-    there.
-    """
-
-    hardware: Hardware | None
-    top: Ceilings | None
-    widths: NumberBytes
-    kept: KVBytes
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What a plan is made for. hardware: None is this machine. layout: None is the one that suits the load best.
-    batches, contexts: of the floors.
-    """
-
-    load: Workload
-    hardware: Hardware | None = None
-    layout: ParallelLayout | None = None
-    batches: Sequence[int] = (1, 8, 32, 128)
-    contexts: Sequence[int] = (1024, 4096, 16384)
+        return next((outcome for outcome in self.outcomes if outcome.fits and not not_yet(outcome.layout)), None)
 
 
 def not_yet(layout: ParallelLayout) -> str:
     """Why this version does not run such a layout; "" where it does."""
-    parallel = ParallelOptions(tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep)
-    return unsupported_parallelism(parallel)
+    sizes = ParallelOptions(tp_size=layout.tp, dp_size=layout.dp, pp_size=layout.pp, ep_size=layout.ep)
+    return unsupported_parallelism(sizes)
 
 
-def forecast(config: Options, asked: PlanRequest) -> Forecast:
-    """Loads nothing. Raises UnsupportedConfig for wishes that cannot be honoured and for a model that the whole machine
-    has not the memory for, CheckpointError for a checkpoint that is not there or wrong.
+def forecast(options: Options, request: PlanRequest) -> Forecast:
+    """Raises UnsupportedConfig for options that cannot be honoured and for a model that is larger than the machine,
+    CheckpointError for a checkpoint that is missing or wrong.
     """
-    if asked.hardware is not None and config.load.device == "cpu":
+    hardware = request.hardware
+    if hardware is not None and options.load.device == "cpu":
         raise UnsupportedConfig(
-            f"--device cpu: of {asked.hardware.name} only the GPUs are known; leave it out, or --machine to plan for"
-            " this machine"
+            f"--device cpu: of {hardware.name} only the GPUs are known; leave it out, or --machine to plan for this"
+            " machine"
         )
-    machine = asked.hardware.machine() if asked.hardware is not None else Machine.here()
-    # for a machine that is named, layouts are predicted whether this version runs them or not; here, what cannot run is
-    # refused
-    single = config if asked.hardware is None else dataclasses.replace(config, parallel=ParallelOptions())
-    resolved, alone = _resolved(single, machine, asked.hardware is not None)
+    machine = hardware.machine() if hardware is not None else Machine.here()
+    # layouts of a named machine are forecast whether this version runs them or not
+    single = options if hardware is None else dataclasses.replace(options, parallel=ParallelOptions())
+    resolved, alone = _resolve(single, machine, hardware is not None)
     facts = read_facts(resolved.path)
-    load = _load(asked.load, facts)
-    if asked.layout is not None and (why := why_not(facts, asked.layout)):
-        raise UnsupportedConfig(f"layout {asked.layout.name}: {why}")
+    load = _with_lengths(request.load, facts)
+    if request.layout is not None and (reason := why_not(facts, request.layout)):
+        raise UnsupportedConfig(f"layout {request.layout.name}: {reason}")
     on_gpu = resolved.engine.device == "cuda"
-    hardware = (asked.hardware or hardware_of(machine)) if on_gpu else None
-    room = memory.alone(facts, resolved, machine) if on_gpu else None
+    room = single_gpu(facts, resolved, machine) if on_gpu else None
     if room is not None and not alone and not resolved.engine.num_pages and room.pages < 1:
-        alone = (
-            f"memory: {format_bytes(round(room.free))} free leave no page for the KV cache beside weights, steps and"
-            " graphs"
-        )
-    ground = _ground(facts, resolved, hardware)
-    outcomes = () if room is None else _outcomes(facts, resolved, ground, room, load, asked.layout)
-    best = next((one for one in outcomes if one.fits), None)
-    layout, gpu = (best.layout, best.room) if best is not None else (ONE, room)
-    floors = _Floors(facts, layout, ground, load.skew)
-    drafter = drafter_planner(facts, resolved, ground.widths, ground.kept)
+        free = format_bytes(round(room.free))
+        alone = f"memory: {free} free leave no page for the KV cache beside weights, steps and graphs"
+    planning = _planning_input(facts, resolved, (hardware or hardware_of(machine)) if on_gpu else None)
+    outcomes = () if room is None else _outcomes(resolved, planning, room, load, request.layout)
+    best = next((outcome for outcome in outcomes if outcome.fits), None)
+    layout, gpu = (ONE, room) if best is None else (best.layout, best.room)
+    floors = _Floors(layout, planning, load.skew)
+    drafter = drafter_planner(facts, resolved)
+    requests = next((outcome.requests for outcome in outcomes), load.concurrency)
+    laid = resolved if gpu is None else with_pages(resolved, gpu, layout)
     return Forecast(
         facts=facts,
-        resolved=resolved if alone or room is None else memory.with_pages(resolved, room, ONE),
+        resolved=resolved if alone or room is None else with_pages(resolved, room, ONE),
         alone=alone,
-        hardware=hardware,
+        hardware=planning.hardware,
         machine=machine,
-        top=ground.top,
+        top=planning.top,
         room=room,
         layout=layout,
-        laid=None if alone and best is None else resolved if gpu is None else memory.with_pages(resolved, gpu, layout),
+        laid=None if alone and best is None else laid,
         gpu=gpu,
-        contexts=tuple(asked.contexts),
-        decode=tuple(floors.decode(asked.batches, asked.contexts)),
-        prefill=tuple(floors.prefill(asked.contexts)),
-        drafts=tuple(floors.drafts(load, next((one.requests for one in outcomes), load.concurrency), drafter)),
+        contexts=tuple(request.contexts),
+        decode=tuple(floors.decode(request.batches, request.contexts)),
+        prefill=tuple(floors.prefill(request.contexts)),
+        drafts=tuple(floors.drafts(load, requests, drafter)),
         drafter=drafter,
         load=load,
         outcomes=outcomes,
     )
 
 
-def _ground(facts: ModelFacts, resolved: Resolved, hardware: Hardware | None) -> PlanningInput:
-    """Of GPUs by their data sheet, of this machine's processor as it is measured."""
-    kept = memory.kept(facts, resolved)
-    if resolved.engine.device == "cuda":
-        top = None
-        if hardware is not None:
-            top = Ceilings(hardware.chip.read, hardware.chip.bf16, hardware.chip.fp8)
-        return PlanningInput(hardware, top, NumberBytes.of(facts), kept)
-    measured = processor.measure(resolved.engine.threads)
-    return PlanningInput(None, measured, NumberBytes.of(facts, resolved.engine.dtype, dequantized=True), kept)
+def _planning_input(facts: ModelFacts, resolved: Resolved, hardware: Hardware | None) -> PlanningInput:
+    """The rates of GPUs are those of the data sheet; this machine's processor is measured."""
+    engine = resolved.engine
+    is_dequantized = engine.decode_attention_backend == "reference"
+    model = PlannedModel(facts, engine.dtype, is_dequantized, engine.kernels)
+    if engine.device == "cpu":
+        return PlanningInput(None, processor.measure(engine.threads), model)
+    chip = None if hardware is None else hardware.chip
+    return PlanningInput(hardware, None if chip is None else Ceilings(chip.read, chip.bf16, chip.fp8), model)
 
 
 def _outcomes(
-    facts: ModelFacts,
-    resolved: Resolved,
-    ground: PlanningInput,
-    alone: GpuMemory,
-    load: Workload,
-    only: ParallelLayout | None,
+    resolved: Resolved, planning: PlanningInput, single: GpuMemory, load: Workload, only: ParallelLayout | None
 ) -> tuple[LayoutForecast, ...]:
-    """Of all layouts of GPUs that figures are known of. alone: of one GPU without others."""
-    if ground.hardware is None or ground.top is None:
+    """All layouts of GPUs with figures. single: one GPU without others."""
+    hardware, top, model = planning.hardware, planning.top, planning.model
+    if hardware is None or top is None:
         return ()
-    loaded = NumberBytes.of(facts, resolved.engine.dtype, resolved.engine.decode_attention_backend == "reference")
 
-    def room(layout: ParallelLayout) -> GpuMemory:
-        return memory.of_layout(facts, resolved, loaded, layout, alone)
+    def memory(layout: ParallelLayout) -> GpuMemory:
+        return gpu_of_layout(resolved, model, layout, single)
 
-    site = PlanningTarget(ground.hardware, ground.top, ground.widths, ground.kept, room)
-    return tuple(search.outcomes(facts, site, load, ground.hardware.gpus, only))
+    return tuple(search.outcomes(PlanningTarget(hardware, top, model, memory), load, hardware.gpus, only))
 
 
-def _load(wish: Workload, facts: ModelFacts) -> Workload:
-    """The load with lengths, which the model must be able to. Raises UnsupportedConfig."""
-    output = wish.output or min(OUTPUT, facts.context // 4)
-    load = dataclasses.replace(wish, input=wish.input or min(INPUT, facts.context - output), output=output)
+def _with_lengths(load: Workload, facts: ModelFacts) -> Workload:
+    """Raises UnsupportedConfig for requests that are longer than the model's context."""
+    output = load.output or min(OUTPUT, facts.context // 4)
+    load = dataclasses.replace(load, input=load.input or min(INPUT, facts.context - output), output=output)
     if load.input + load.output > facts.context:
         raise UnsupportedConfig(
             f"--input-len {load.input} and --output-len {load.output}: {load.input + load.output} tokens, and the model"
@@ -247,96 +220,88 @@ def _load(wish: Workload, facts: ModelFacts) -> Workload:
     return load
 
 
-def _resolved(config: Options, machine: Machine, named: bool) -> tuple[Resolved, str]:
-    """As one device would run it, and why it cannot alone: then as if one had the memory of all, since their layouts
-    cut the weights. named: whether the machine was, so that another could be.
+def _resolve(options: Options, machine: Machine, is_named: bool) -> tuple[Resolved, str]:
+    """As one device would run it, and why it cannot: then as if one had the memory of all, since layouts divide the
+    weights. is_named: whether another machine could be named.
     """
     try:
-        return resolve(config, machine, weights=False), ""
+        return resolve(options, machine, weights=False), ""
     except InsufficientMemory as error:
         together = dataclasses.replace(machine, gpu_free=machine.gpu_free * len(machine.gpus))
         try:
             if len(machine.gpus) > 1:
-                return resolve(config, together, weights=False), str(error)
+                return resolve(options, together, weights=False), str(error)
         except InsufficientMemory as of_all:
             error = of_all
-        raise InsufficientMemory(f"{error}{_larger(config, together.gpu_free) if named else ''}") from error
+        raise InsufficientMemory(f"{error}{_suggestion(options, together.gpu_free) if is_named else ''}") from error
 
 
-def _larger(config: Options, free: int) -> str:
-    """Which of the machines that are known would hold the weights; none is named where they fit into these bytes, and
-    something else does not.
-    """
-    facts = read_facts(locate(config.model.model, config.model.revision, config.model.hf_token).folder)
-    weights = sum(held(facts, NumberBytes.of(facts)).values())
-    if free * HELD > weights:
+def _suggestion(options: Options, free: int) -> str:
+    """Which known machines would hold the weights; "" where these bytes do, and something else does not fit."""
+    model = options.model
+    weights = PlannedModel(read_facts(locate(model.model, model.revision, model.hf_token).folder)).on(ONE).weight_bytes
+    if free * WEIGHTS_SHARE > weights:
         return ""
-    found = []
+    names = []
     for chip in CHIPS.values():
-        fits = (count for count in COUNTS if chip.memory * count * HELD > weights)
-        found += [Hardware(chip, count).name for count in fits][:1]
-    return f" (the weights would fit into {', '.join(found)})" if found else ""
+        fitting = (count for count in GPU_COUNTS if chip.memory * count * WEIGHTS_SHARE > weights)
+        names += [Hardware(chip, count).name for count in fitting][:1]
+    return f" (the weights would fit into {', '.join(names)})" if names else ""
 
 
 class _Floors:
-    """Makes them for one layout."""
+    """The roofline of one layout."""
 
-    def __init__(self, facts: ModelFacts, layout: ParallelLayout, ground: PlanningInput, skew: float) -> None:
-        self.facts, self.layout, self.skew = facts, layout, skew
-        self.hardware, self.top, self.widths, self.kept = ground.hardware, ground.top, ground.widths, ground.kept
+    def __init__(self, layout: ParallelLayout, planning: PlanningInput, skew: float) -> None:
+        self.layout, self.skew, self.facts, self.planned = layout, skew, planning.model.facts, planning.model
+        self.hardware, self.top, self.model = planning.hardware, planning.top, planning.model.on(layout)
 
     def decode(self, batches: Sequence[int], contexts: Sequence[int]) -> list[Floor]:
-        if self.top is None:
-            return []
-        return [self._floor(batch, 1, context) for batch in batches for context in self._known(contexts)]
+        contexts = self._known(contexts)
+        return [] if self.top is None else [self._floor(batch, 1, context) for batch in batches for context in contexts]
 
     def prefill(self, contexts: Sequence[int]) -> list[Floor]:
-        if self.top is None:
-            return []
-        return [self._floor(1, context, context) for context in self._known(contexts)]
+        return [] if self.top is None else [self._floor(1, context, context) for context in self._known(contexts)]
 
-    def drafts(self, load: Workload, requests: int, made: DrafterPlanner | None) -> list[DraftCost]:
-        """Of what makes them, under this load."""
-        if self.top is None or made is None or not requests:
+    def drafts(self, load: Workload, requests: int, drafter: DrafterPlanner | None) -> list[DraftCost]:
+        if self.top is None or drafter is None or not requests:
             return []
-        plain = self._drafted(load, requests, 0, made)
-        taken = [(count, self._drafted(load, requests, count, made)) for count in made.counts]
-        return [DraftCost(count, step, step / plain) for count, step in taken]
+        context = min(load.input + load.output // 2, self.facts.context)
+        shape = self._shape(requests, 1, context)
+        plain = self._seconds(phases(self.model, shape), collectives(self.facts, shape, self.layout))
+        costs = [(count, self._drafted(shape, count, drafter)) for count in drafter.counts]
+        return [DraftCost(count, step, step / plain) for count, step in costs]
 
-    def _drafted(self, load: Workload, requests: int, count: int, made: DrafterPlanner) -> float:
+    def _drafted(self, shape: StepShape, count: int, drafter: DrafterPlanner) -> float:
+        work = drafting(self.planned, self.layout, shape, count, drafter)
+        sends = collectives(self.facts, verified(shape, count), self.layout)
+        if drafter.is_divided():
+            forwards = drafter.tree.max_depth if drafter.tree.is_tree else count
+            layer = drafter.forward(self.planned, self.layout)[0].facts
+            sends = [*sends, *collectives(layer, shape, self.layout) * forwards]
+        return self._seconds(work, sends)
+
+    def _seconds(self, work: Sequence[StepPhase], sends: Sequence[Collective]) -> float:
         assert self.top is not None
-        facts, layout = self.facts, self.layout
-        active = min(-(-requests // layout.copies), layout.dp)
-        rows, context = -(-requests // layout.caches), min(load.input + load.output // 2, facts.context)
-        shape = StepShape(rows, 1, context, skew=self.skew, attentions=active)
-        work = drafting(facts, shape, count, layout, self.widths, self.kept, made) if count else self._plain(shape)
-        taken = seconds(work, self.top)
-        if self.hardware is None:
-            return taken
-        sends = collectives(facts, verified(shape, count), layout)
-        if made.forward is not None and made.forward.cut:
-            forwards = made.tree.max_depth if made.tree.is_tree and count else count
-            sends = [*sends, *collectives(made.forward.facts, shape, layout) * forwards]
-        return taken + sum(one.seconds(self.hardware) for one in sends)
-
-    def _plain(self, shape: StepShape) -> list[StepPhase]:
-        return phases(self.facts, shape, self.layout, self.widths, self.kept)
+        sent = 0.0 if self.hardware is None else sum(one.seconds(self.hardware) for one in sends)
+        return seconds(work, self.top) + sent
 
     def _known(self, contexts: Sequence[int]) -> list[int]:
-        """Those that the model can, or its longest."""
-        return [one for one in contexts if one <= self.facts.context] or [self.facts.context]
+        """Those that the model can have, or its longest."""
+        return [context for context in contexts if context <= self.facts.context] or [self.facts.context]
+
+    def _shape(self, requests: int, new: int, context: int) -> StepShape:
+        active = min(-(-requests // self.layout.copies), self.layout.dp)
+        return StepShape(-(-requests // self.layout.caches), new, context, skew=self.skew, attentions=active)
 
     def _floor(self, batch: int, new: int, context: int) -> Floor:
         assert self.top is not None
-        facts, layout = self.facts, self.layout
-        active = min(-(-batch // layout.copies), layout.dp)
-        rows = -(-batch // layout.caches)
-        shape = StepShape(rows, new, context, skew=self.skew, attentions=active)
-        work = phases(facts, shape, layout, self.widths, self.kept)
-        sends = collectives(facts, shape, layout) if self.hardware is not None else []
-        found = by_name(work, self.top)
+        shape = self._shape(batch, new, context)
+        work = phases(self.model, shape)
+        sends = [] if self.hardware is None else collectives(self.facts, shape, self.layout)
+        times = by_name(work, self.top)
         if self.hardware is not None and sends:
-            found["sending"] = sum(one.seconds(self.hardware) for one in sends)
-        total = sum(found.values())
-        experts = 0.0 if facts.moe is None else expected(facts.moe, shape.tokens * active, self.skew)
-        return Floor(batch, new, context, experts, found, tuple(work), tuple(sends), total, batch * new / total)
+            times["sending"] = sum(one.seconds(self.hardware) for one in sends)
+        total, moe = sum(times.values()), self.facts.moe
+        experts = 0.0 if moe is None else expected(moe, shape.tokens * shape.attentions, self.skew)
+        return Floor(batch, new, context, experts, times, tuple(work), tuple(sends), total, batch * new / total)

@@ -1,51 +1,55 @@
-"""What lies in a GPU's memory once an engine has started, and what that leaves for the KV cache. No torch."""
+"""What is in the memory of a GPU once an engine has started there, and what that leaves for the KV cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from thalweg.config.engine import EngineConfig
+from thalweg.config.machine import Machine
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
+from thalweg.core.report import AUTO, Decision
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
+from thalweg.launch.planning.layouts import ONE, ParallelLayout
+from thalweg.launch.planning.weights import PlannedModel
+from thalweg.launch.resolved import Resolved
 from thalweg.quant.catalog import quantized
 
-RESERVE = 1 << 30  # as `engine.memory` keeps
+RESERVE = 1 << 30  # as start-up keeps
 
-# Fitted to starts on an H100 (torch 2.11) of V2-Lite in bf16, Qwen2.5-7B in bf16 and five layers of V3 in FP8; each sum
-# below came out within 3 % of what the engine measured, with the settings that the resolver chooses.
-BESIDE = 808e6  # bytes of the driver's context, loaded kernels and libraries
-HELD_DENSE, HELD_SPARSE = (
+# Fitted to starts on an H100 (torch 2.11) of V2-Lite and Qwen2.5-7B in bf16 and of five layers of V3 in FP8. Each sum
+# below is within 3 % of what start-up measured, with the resolver's own settings.
+RUNTIME = 808e6  # bytes of the driver's context, loaded kernels and libraries
+ALLOCATED_DENSE, ALLOCATED_SPARSE = (
     1.14,
     1.8,
-)  # times what a step uses, that torch's allocator then holds: blocks of many sizes leave gaps
-POOLED = 1.28  # the same of what is recorded
-RECORDINGS = 30e6  # bytes of the driver, once anything is recorded
-RECORDED = 64e3  # and for each layer of each recording; layers with experts have more kernels
+)  # torch's allocator over what a step uses: blocks of many sizes leave gaps
+ALLOCATED_GRAPHS = 1.28  # the same of captured steps
+GRAPHS = 30e6  # bytes of the driver, once anything is captured
+GRAPH_LAYER = 64e3  # and for each layer of each graph; layers with experts have more kernels
 SPARSE_KERNELS = 1.25
 LOGIT, ACTIVATION = 4, 2  # bytes of a number
-GROUPED = 3072  # tokens from which FP8 experts run as DeepGEMM's grouped products, as `kernels.experts.ext` has it
+GROUPED = 3072  # tokens from which FP8 experts run as DeepGEMM's grouped products
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Bytes of one GPU. free: before anything starts. beside: of the driver and libraries. step: of the largest one
-    while it runs. slots: state of the running requests. page: of 64 tokens in all planes.
-    """
+    """Bytes on one GPU."""
 
-    free: float
-    beside: float
+    free: float  # before anything starts
+    beside: float  # driver and libraries
     weights: float
-    step: float
+    step: float  # of the largest step while it runs
     graphs: float
-    slots: float
+    slots: float  # state of the running requests
     reserve: float
-    page: float
+    page: float  # of 64 tokens in all planes
 
     @property
     def left(self) -> float:
-        """For pages, the null page not counted."""
-        taken = self.beside + self.weights + self.step + self.graphs + self.slots + self.reserve
-        return self.free - taken - self.page
+        """For pages, without the null page."""
+        used = self.beside + self.weights + self.step + self.graphs + self.slots + self.reserve
+        return self.free - used - self.page
 
     @property
     def pages(self) -> int:
@@ -56,59 +60,85 @@ class GpuMemory:
         return self.pages * PAGE
 
 
-@dataclass(frozen=True, slots=True)
-class EngineExtent:
-    """What an engine prepares for. slots: running requests; budget: tokens of a step; context: longest sequence. rows,
-    tokens: of the steps that are recorded whole, and in parts. drafts: bytes that drafts add to a running request's
-    state.
-    """
+def single_gpu(facts: ModelFacts, resolved: Resolved, machine: Machine) -> GpuMemory:
+    """The one GPU that this version uses."""
+    engine, sizes = resolved.engine, resolved.sizes
+    step, graphs = step_bytes(facts, engine), graph_bytes(facts, engine)
+    page = float(sizes.kv_bytes * PAGE)
+    memory = GpuMemory(machine.gpu_free, RUNTIME, sizes.weight_bytes, step, graphs, 0.0, RESERVE, page)
+    return _with_slots(memory, resolved)
 
-    slots: int
-    budget: int
-    context: int
-    rows: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    drafts: int = 0
+
+def gpu_of_layout(resolved: Resolved, model: PlannedModel, layout: ParallelLayout, single: GpuMemory) -> GpuMemory:
+    """One GPU of a layout: its part of weights and cache, and what an engine takes anyway. single: one GPU alone.
+
+    Raises UnsupportedConfig where the layers cannot be divided so.
+    """
+    if layout.tp == layout.pp == 1:
+        return single
+    facts, rank, alone = model.facts, model.on(layout), model.on(ONE)
+    rotary = 4 * facts.context * facts.rope.dim
+    # most of a drafter's weights are experts
+    drafter = max(0.0, single.weights - rotary - alone.weight_bytes) / layout.tp
+    weights = rank.weight_bytes + rotary + (drafter if resolved.engine.num_drafts else 0.0)
+    cut = rank.kv_bytes() / alone.kv_bytes()
+    stage = -(-facts.layers // layout.pp) / facts.layers
+    step, graphs = (count(facts, resolved.engine, layout.tp) for count in (step_bytes, graph_bytes))
+    page = resolved.sizes.kv_bytes * PAGE * stage * cut
+    return _with_slots(replace(single, weights=weights, step=step, graphs=graphs, slots=0.0, page=page), resolved)
+
+
+def with_pages(resolved: Resolved, memory: GpuMemory, layout: ParallelLayout) -> Resolved:
+    """With the pages that are expected where start-up will measure them, in place of the resolver's first estimate."""
+    if resolved.engine.num_pages:
+        return resolved
+    limit = resolved.engine.context_length
+    context = min(limit, max(memory.tokens, 1))
+    where = f" of each of the {layout.caches} caches" if layout.caches > 1 else " of the cache"
+    where = "" if layout.gpus == 1 else where
+    reason = f"expected{where}, which start-up replaces by what it measures: see the memory above"
+    decisions = [Decision("max_total_tokens", memory.tokens, AUTO, reason)]
+    if context < limit:
+        decisions.append(Decision("context_length", context, AUTO, "what the KV cache is expected to hold"))
+    engine = resolved.engine.started(decisions)
+    return replace(resolved, pages=memory.pages, context=context, engine=engine)
 
 
 def slot_bytes(slots: int, context: int, table_entry: int = 4, drafts: int = 0) -> int:
-    """State of the requests as `batch.slots` keeps it: tokens, page table, eight integers, six numbers of sampling,
-    stop ids, biases, the root of a tree of drafts. table_entry: bytes, 8 on a CPU. drafts: bytes that drafts add to
-    each.
+    """State of the requests as `batch.slots` keeps it: tokens, page table, eight integers, six sampling numbers, stop
+    ids, biases, the root of a tree. table_entry: bytes, 8 on a CPU. drafts: bytes that drafts add to each.
     """
     lists = 8 * (MAX_STOP_IDS + MAX_EOS_IDS) + 12 * MAX_LOGIT_BIAS + 8 * 3
     return slots * (4 * (context + 1) + table_entry * -(-context // PAGE) + 8 * 8 + 6 * 4 + lists + drafts)
 
 
-def step_bytes(facts: ModelFacts, extent: EngineExtent, cut: int = 1) -> float:
-    """Of the largest step: activations of a whole budget of prompt tokens, or sampling for every running request. cut:
-    GPUs that share a layer.
+def step_bytes(facts: ModelFacts, engine: EngineConfig, cut: int = 1) -> float:
+    """The largest step: activations of a full step of prompt tokens, or sampling for every running request. cut: GPUs
+    that share a layer.
     """
-    sampling = 3 * LOGIT * extent.slots * facts.vocab  # logits, a copy for log-probabilities, and what sorts them
-    held = HELD_DENSE if facts.moe is None else HELD_SPARSE
-    return max(held * _activations(facts, extent.budget, cut), sampling)
+    sampling = 3 * LOGIT * engine.max_running_requests * facts.vocab  # logits, a copy for log-probabilities, the sort
+    allocated = ALLOCATED_DENSE if facts.moe is None else ALLOCATED_SPARSE
+    return max(allocated * _activations(facts, engine.chunked_prefill_size, cut), sampling)
 
 
-def graph_bytes(facts: ModelFacts, extent: EngineExtent, cut: int = 1) -> float:
-    """Memory that all recordings share, and what the driver keeps of each."""
-    if not extent.rows and not extent.tokens:
+def graph_bytes(facts: ModelFacts, engine: EngineConfig, cut: int = 1) -> float:
+    """Memory that all graphs share, and what the driver keeps of each."""
+    rows, pieces = engine.cuda_graph_bs, engine.piecewise_cuda_graph_tokens
+    if not rows and not pieces:
         return 0.0
-    tokens = max(extent.tokens, default=0)
-    pool = (
-        POOLED * _activations(facts, max((tokens, *extent.rows)), cut)
-        + LOGIT * max(extent.rows, default=0) * facts.vocab
-    )
-    pool += ACTIVATION * tokens * _around_attention(facts, cut)
-    kernels = RECORDED * (1.0 if facts.moe is None else SPARSE_KERNELS)
-    return pool + RECORDINGS + kernels * facts.layers * (len(extent.rows) + len(extent.tokens))
+    tokens, most = max(pieces, default=0), max(rows, default=0)
+    pool = ALLOCATED_GRAPHS * _activations(facts, max(tokens, most), cut) + LOGIT * most * facts.vocab
+    pool += ACTIVATION * tokens * _attention_numbers(facts, cut)
+    kernels = GRAPH_LAYER * (1.0 if facts.moe is None else SPARSE_KERNELS)
+    return pool + GRAPHS + kernels * facts.layers * (len(rows) + len(pieces))
 
 
 def _activations(facts: ModelFacts, tokens: int, cut: int) -> float:
-    """Bytes that a layer uses at its peak: a dense MLP's gates, values and their product, or what experts take and give
+    """The most bytes that a layer uses: a dense MLP's gates, values and their product, or what experts take and give
     for each choice.
     """
-    wide = ACTIVATION * tokens * facts.hidden
-    dense = wide + ACTIVATION * tokens * 3 * facts.intermediate / cut
+    hidden = ACTIVATION * tokens * facts.hidden
+    dense = hidden + ACTIVATION * tokens * 3 * facts.intermediate / cut
     if facts.moe is None:
         return dense
     inner, choices = facts.moe.intermediate / cut, tokens * (facts.moe.topk + facts.moe.shared)
@@ -117,13 +147,21 @@ def _activations(facts: ModelFacts, tokens: int, cut: int) -> float:
         # product, and the result
         scales = 4 * (facts.hidden + inner) / 128
         return 9 * tokens * facts.hidden + choices * (3 * facts.hidden + 5 * inner + scales)
-    sparse = 2 * wide + ACTIVATION * choices * (inner + facts.hidden)
-    return max(dense, sparse) if not all(facts.moe.sparse) else sparse
+    sparse = 2 * hidden + ACTIVATION * choices * (inner + facts.hidden)
+    return sparse if all(facts.moe.sparse) else max(dense, sparse)
 
 
-def _around_attention(facts: ModelFacts, cut: int) -> float:
-    """Numbers of a token that recorded pieces leave for attention, and that it returns."""
+def _attention_numbers(facts: ModelFacts, cut: int) -> float:
+    """Numbers of a token that captured pieces hand to attention and get back."""
     heads = facts.heads / cut
     if facts.mla is None:
         return (2 * heads + 2 * facts.kv_heads / cut) * facts.head_dim
     return heads * (facts.mla.nope + facts.mla.rope + facts.mla.v)
+
+
+def _with_slots(memory: GpuMemory, resolved: Resolved) -> GpuMemory:
+    """Slots are as long as the longest sequence, which is no longer than what the pages hold."""
+    engine = resolved.engine
+    context = min(engine.context_length, max(memory.tokens, PAGE))
+    slots = slot_bytes(engine.max_running_requests + 1, context, drafts=resolved.sizes.slot_bytes)
+    return replace(memory, slots=slots)

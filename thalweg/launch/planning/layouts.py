@@ -1,4 +1,4 @@
-"""How GPUs may share a model: tensor, data, expert and pipeline parallelism, and whole copies. No torch."""
+"""How GPUs may share a model: tensor, data, expert and pipeline parallelism, and whole copies."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thalweg.config.model import ModelFacts
-from thalweg.quant.catalog import quantized
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """tp: GPUs that share each layer of a stage. dp: groups among them, each with an attention, requests and KV of its
-    own (data-parallel attention); tp / dp of them share an attention by its heads. ep: how many of them the experts are
-    dealt out to; 1 cuts each expert instead. pp: stages of consecutive layers. copies: whole engines beside each other,
-    behind one balancer.
-    """
-
-    tp: int = 1
-    dp: int = 1
-    ep: int = 1
-    pp: int = 1
-    copies: int = 1
+    tp: int = 1  # GPUs that share each layer of a stage
+    dp: int = 1  # groups among them with requests and KV of their own (data-parallel attention)
+    ep: int = 1  # groups that the experts are divided over; 1 cuts each expert instead
+    pp: int = 1  # stages of consecutive layers
+    copies: int = 1  # whole engines behind one balancer
 
     @property
     def attention(self) -> int:
@@ -39,62 +32,48 @@ class ParallelLayout:
 
     @property
     def name(self) -> str:
-        parts = [("TP", self.tp), ("DP", self.dp), ("EP", self.ep), ("PP", self.pp)]
-        inner = " ".join(f"{name}{count}" for name, count in parts if count > 1) or "1 GPU"
+        inner = " ".join(f"{name.upper()}{count}" for name, count in self._sizes()) or "1 GPU"
         return f"{self.copies} x {inner}" if self.copies > 1 else inner
 
     def flags(self) -> tuple[str, ...]:
-        """Of the command line of one copy."""
-        parts = [("tp", self.tp), ("dp", self.dp), ("ep", self.ep), ("pp", self.pp)]
-        return tuple(word for name, count in parts if count > 1 for word in (f"--{name}-size", str(count)))
+        """The command-line flags of one copy."""
+        return tuple(word for name, count in self._sizes() for word in (f"--{name}-size", str(count)))
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        for name in ("tp", "dp", "ep", "pp"):
+            if (count := getattr(self, name)) > 1:
+                yield name, count
 
 
 ONE = ParallelLayout()
 
 
-def block_rows(facts: ModelFacts) -> int:
-    """Rows of a weight that must stay together."""
-    scheme = quantized(facts.quantization_config)
-    return 1 if scheme is None else scheme.block[0]
-
-
 def why_not(facts: ModelFacts, layout: ParallelLayout) -> str:
-    """Why the model cannot be cut so; "" where it can."""
-    cut, block = layout.attention, block_rows(facts)
+    """Why a layout is not proposed; "" where it is. Whether the layers can be divided, the layers say themselves."""
     if layout.tp % layout.dp:
         return f"dp {layout.dp} must divide tp {layout.tp}"
-    if facts.heads % cut:
-        return f"{facts.heads} heads are not divided by {cut}"
-    if facts.mla is None and facts.kv_heads % cut and cut % facts.kv_heads:
-        return f"{facts.kv_heads} key heads are neither divided by {cut} nor divide it"
-    if facts.intermediate % (cut * block):
-        return f"an MLP of {facts.intermediate} columns does not fall into {cut} parts" + (
-            f" of whole blocks of {block}" if block > 1 else ""
-        )
+    if facts.heads % layout.attention:
+        return f"{facts.heads} heads are not divided by {layout.attention}"
     if layout.pp > facts.layers:
         return f"{facts.layers} layers are fewer than {layout.pp} stages"
     if facts.moe is None:
-        return "" if layout.ep == 1 and layout.dp == 1 else "a model without experts gains nothing: use copies"
-    if layout.ep == 1 and facts.moe.intermediate % (layout.tp * block):
-        return f"experts of {facts.moe.intermediate} columns do not fall into {layout.tp} parts" + (
-            f" of whole blocks of {block}" if block > 1 else ""
-        )
+        return "" if layout.ep == layout.dp == 1 else "a model without experts gains nothing: use copies"
     if layout.ep > 1 and (layout.ep != layout.tp or facts.moe.experts % layout.ep):
-        return f"{facts.moe.experts} experts are dealt out to all of a stage's {layout.tp} GPUs, evenly"
+        return f"{facts.moe.experts} experts are divided evenly over all of a stage's {layout.tp} GPUs"
     return ""
 
 
 def layouts(facts: ModelFacts, gpus: int) -> Iterator[ParallelLayout]:
-    """All that use so many GPUs and that the model can be cut into."""
+    """All that use this many GPUs."""
     for copies in _divisors(gpus):
         for pp in _divisors(gpus // copies):
             tp = gpus // copies // pp
             for dp in _divisors(tp):
                 for ep in sorted({1, tp}):
-                    one = ParallelLayout(tp, dp, ep, pp, copies)
-                    if not why_not(facts, one):
-                        yield one
+                    layout = ParallelLayout(tp, dp, ep, pp, copies)
+                    if not why_not(facts, layout):
+                        yield layout
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,4 +1,4 @@
-"""Which layout serves a load best: the floors of every layout under it, ranked. No torch."""
+"""Which layout serves a load best: the roofline of every layout under it, ranked."""
 
 from __future__ import annotations
 
@@ -7,73 +7,67 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from thalweg.config.machines import Hardware
-from thalweg.config.model import ModelFacts
+from thalweg.core.errors import UnsupportedConfig
 from thalweg.core.plan import PAGE
 from thalweg.launch.planning.collectives import collectives
 from thalweg.launch.planning.gpu_memory import GpuMemory
 from thalweg.launch.planning.layouts import ParallelLayout, layouts
-from thalweg.launch.planning.roofline import Ceilings, KVBytes, StepShape, phases, seconds
-from thalweg.launch.planning.weights import NumberBytes
+from thalweg.launch.planning.roofline import Ceilings, StepShape, phases, seconds
+from thalweg.launch.planning.weights import PlannedModel
 
-MOST = 1 << 20  # requests at a time that are looked at
+MAX_REQUESTS = 1 << 20  # at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be served: requests of so many tokens in and out, 0 for usual ones. concurrency: at a time; rate: a
-    second; with neither, as many as the targets and the memory allow. tpot, ttft: seconds that a token and a first
-    token may take, 0 for any.
-    """
+    """What is to be served. Without concurrency and rate: as many requests as targets and memory allow."""
 
-    input: int = 0
+    input: int = 0  # tokens of a prompt; 0: usual ones
     output: int = 0
-    concurrency: int = 0
-    rate: float = 0.0
-    tpot: float = 0.0
-    ttft: float = 0.0
-    skew: float = 0.0
+    concurrency: int = 0  # requests at a time
+    rate: float = 0.0  # requests a second
+    tpot: float = 0.0  # seconds that a token may take; 0: any
+    ttft: float = 0.0  # seconds that a first token may take; 0: any
+    skew: float = 0.0  # of the experts' popularity
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningTarget:
-    """Where: what its GPUs do at best, and how they hold this model. room: of a GPU of a layout."""
+    """GPUs, and how they hold this model."""
 
     hardware: Hardware
     top: Ceilings
-    widths: NumberBytes
-    kept: KVBytes
-    room: Callable[[ParallelLayout], GpuMemory]
+    model: PlannedModel
+    memory: Callable[[ParallelLayout], GpuMemory]  # of one GPU; raises UnsupportedConfig
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutForecast:
-    """A layout under a load, at best. requests: at a time on the whole machine. tpot: seconds between tokens of a
-    request, with the prompts of others between them; ttft: of a prompt on an idle machine. output, total: tokens/s of
-    the whole machine. holds: tokens that each KV cache holds. trouble: why it does not do, "" where it does.
-    """
+    """A layout under a load, at best."""
 
     layout: ParallelLayout
     room: GpuMemory
-    requests: int
-    tpot: float
-    ttft: float
-    output: float
+    requests: int  # at a time on the whole machine
+    tpot: float  # seconds between tokens of a request, with the prompts of others between them
+    ttft: float  # seconds of a prompt on an idle machine
+    output: float  # tokens a second of the whole machine
     total: float
-    holds: int
-    sent: float
-    trouble: str
+    holds: int  # tokens of each KV cache
+    sent: float  # seconds of a step for communication
+    trouble: str  # why it does not serve the load; "" where it does
 
     @property
     def fits(self) -> bool:
         return self.requests > 0
 
 
-class Served:
-    """A layout of a model on a machine."""
+class ServedLayout:
+    """A layout of a model on a machine. Raises UnsupportedConfig where the model cannot be divided so."""
 
-    def __init__(self, facts: ModelFacts, site: PlanningTarget, layout: ParallelLayout, load: Workload) -> None:
-        self.facts, self.site, self.layout, self.load = facts, site, layout, load
-        self.room = site.room(layout)
+    def __init__(self, target: PlanningTarget, layout: ParallelLayout, load: Workload) -> None:
+        self.target, self.layout, self.load = target, layout, load
+        self.facts, self.model = target.model.facts, target.model.on(layout)
+        self.room = target.memory(layout)
 
     @cached_property
     def holds(self) -> int:
@@ -84,7 +78,7 @@ class Served:
     def most(self) -> int:
         """Requests of this load that all caches hold at a time."""
         each = -(-(self.load.input + self.load.output) // PAGE) * PAGE
-        return min(self.holds // each * self.layout.caches, MOST)
+        return min(self.holds // each * self.layout.caches, MAX_REQUESTS)
 
     def step(self, requests: int) -> tuple[float, float]:
         """Seconds of a decode step of so many requests on each copy, and those of them for sending. A pipeline has its
@@ -93,30 +87,33 @@ class Served:
         active = min(requests, self.layout.dp)
         cohort = -(-requests // (self.layout.dp * self.layout.pp))
         context = self.load.input + self.load.output // 2
-        return self._all(StepShape(cohort, 1, context, skew=self.load.skew, attentions=active), paced=True)
+        return self._times(StepShape(cohort, 1, context, skew=self.load.skew, attentions=active), is_paced=True)
 
     @cached_property
     def prompt(self) -> float:
         """Seconds of one prompt on an idle machine."""
-        return self._all(
-            StepShape(1, self.load.input, self.load.input, skew=self.load.skew, attentions=1), paced=False
+        return self._times(
+            StepShape(1, self.load.input, self.load.input, skew=self.load.skew, attentions=1), is_paced=False
         )[0]
 
     @cached_property
     def prompts(self) -> float:
         """Seconds that a prompt takes from others of its copy, when all attentions have one."""
         shape = StepShape(1, self.load.input, self.load.input, skew=self.load.skew)
-        return self._all(shape, paced=False)[0] / (self.layout.dp * self.layout.pp)
+        return self._times(shape, is_paced=False)[0] / (self.layout.dp * self.layout.pp)
 
-    def _all(self, shape: StepShape, paced: bool) -> tuple[float, float]:
-        facts, layout = self.facts, self.layout
-        parts = phases(facts, shape, layout, self.site.widths, self.site.kept)
-        computed = seconds(parts, self.site.top)
-        sent = sum(one.seconds(self.site.hardware) for one in collectives(facts, shape, layout))
-        if not paced or layout.pp == 1:
+    def _times(self, shape: StepShape, is_paced: bool) -> tuple[float, float]:
+        """Seconds, and those of them for communication. is_paced: steps follow one another, so that a pipeline's slowest
+        stage counts.
+        """
+        layout, top = self.layout, self.target.top
+        parts = phases(self.model, shape)
+        computed = seconds(parts, top)
+        sent = sum(one.seconds(self.target.hardware) for one in collectives(self.facts, shape, layout))
+        if not is_paced or layout.pp == 1:
             return computed + sent, sent
-        head = sum(part.seconds(self.site.top) for part in parts if part.name == "head")
-        slowest = (computed - head) * -(-facts.layers // layout.pp) / facts.layers
+        head = sum(part.seconds(top) for part in parts if part.name == "head")
+        slowest = (computed - head) * -(-self.facts.layers // layout.pp) / self.facts.layers
         return max(slowest * layout.pp, computed) + sent, sent
 
     def tpot(self, requests: int) -> tuple[float, float]:
@@ -132,12 +129,20 @@ class Served:
 
 
 def outcomes(
-    facts: ModelFacts, site: PlanningTarget, load: Workload, gpus: int, only: ParallelLayout | None = None
+    target: PlanningTarget, load: Workload, gpus: int, only: ParallelLayout | None = None
 ) -> list[LayoutForecast]:
-    """Every layout that uses so many GPUs, the best first; or one alone."""
-    wanted = layouts(facts, gpus) if only is None else [only]
-    found = [_outcome(Served(facts, site, layout, load)) for layout in wanted]
-    return sorted(found, key=lambda one: _rank(one, load))
+    """Every layout that uses this many GPUs, the best first; or one alone. Layouts that the layers cannot be divided
+    into are left out, but for one that was asked for, which raises UnsupportedConfig.
+    """
+    if only is not None:
+        return [_outcome(ServedLayout(target, only, load))]
+    forecasts = []
+    for layout in layouts(target.model.facts, gpus):
+        try:
+            forecasts.append(_outcome(ServedLayout(target, layout, load)))
+        except UnsupportedConfig:
+            continue
+    return sorted(forecasts, key=lambda one: _rank(one, load))
 
 
 def _rank(one: LayoutForecast, load: Workload) -> tuple[bool, bool, float, float]:
@@ -148,12 +153,11 @@ def _rank(one: LayoutForecast, load: Workload) -> tuple[bool, bool, float, float
     return not one.fits, bool(one.trouble), one.tpot if keeps_up else -one.output, one.ttft
 
 
-def _outcome(served: Served) -> LayoutForecast:
-    load, layout = served.load, served.layout
+def _outcome(served: ServedLayout) -> LayoutForecast:
+    load, room = served.load, served.room
     if served.most < 1:
-        room = served.room
-        why = "weights do not fit" if room.pages < 1 else f"no request of {load.input + load.output:,} tokens fits"
-        return LayoutForecast(layout, room, 0, 0.0, 0.0, 0.0, 0.0, served.holds, 0.0, why)
+        reason = "weights do not fit" if room.pages < 1 else f"no request of {load.input + load.output:,} tokens fits"
+        return LayoutForecast(served.layout, room, 0, 0.0, 0.0, 0.0, 0.0, served.holds, 0.0, reason)
     requests, trouble = _requests(served)
     tpot, sent = served.tpot(requests)
     if not trouble and load.tpot and tpot > load.tpot:
@@ -163,22 +167,18 @@ def _outcome(served: Served) -> LayoutForecast:
     output = requests / tpot
     total = output * (load.input + load.output) / load.output
     return LayoutForecast(
-        layout, served.room, requests, tpot, served.prompt, output, total, served.holds, sent, trouble
+        served.layout, room, requests, tpot, served.prompt, output, total, served.holds, sent, trouble
     )
 
 
 def _time(seconds: float) -> str:
     """With three digits, however short."""
-    return (
-        f"{1e3 * seconds:.3g} ms"
-        if 5e-5 <= seconds < 1
-        else f"{seconds:.3g} s"
-        if seconds >= 1
-        else f"{1e6 * seconds:.3g} us"
-    )
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 5e-5 else f"{1e6 * seconds:.3g} us"
 
 
-def _requests(served: Served) -> tuple[int, str]:
+def _requests(served: ServedLayout) -> tuple[int, str]:
     """How many at a time this load makes, and why a layout cannot have as many."""
     load = served.load
     if load.concurrency:

@@ -17,8 +17,9 @@ from thalweg.launch.planning.commands import command
 from thalweg.launch.planning.draft_cost import DrafterPlanner
 from thalweg.launch.planning.forecast import Floor, Forecast, not_yet
 from thalweg.launch.planning.gpu_memory import GpuMemory
+from thalweg.launch.planning.layouts import ONE
 from thalweg.launch.planning.search import LayoutForecast
-from thalweg.launch.planning.weights import flops_a_token
+from thalweg.launch.planning.weights import PlannedModel
 from thalweg.launch.report import as_json as resolved_json
 from thalweg.launch.report import choices, sizes
 
@@ -40,7 +41,7 @@ def as_json(made: Forecast, config: Options) -> dict[str, Any]:
         "fits_one_device": not made.alone,
         "why_not_one_device": made.alone,
         "machine": _machine(made),
-        "flops_a_token": flops_a_token(made.facts),
+        "flops_a_token": PlannedModel(made.facts).on(ONE).flops_a_token(),
         "memory": None if made.gpu is None or made.laid is None else _room(made.gpu),
         "caches": made.layout.caches,
         "holds": [{"length": length, "sequences": count} for length, count in holds(made)],
@@ -48,8 +49,8 @@ def as_json(made: Forecast, config: Options) -> dict[str, Any]:
         "decode_floors": [dataclasses.asdict(floor) for floor in made.decode],
         "prefill_floors": [dataclasses.asdict(floor) for floor in made.prefill],
         "drafts": [dataclasses.asdict(one) for one in made.drafts],
-        "drafts_by": "" if made.drafter is None else made.drafter.name,
-        "drafts_asked": made.drafter is not None and made.drafter.asked,
+        "drafts_by": "" if made.drafter is None else made.drafter.title,
+        "drafts_asked": made.drafter is not None and made.drafter.is_asked,
         "load": dataclasses.asdict(made.load),
         "layouts": [_outcome(one) for one in made.outcomes],
         "best": None if made.best is None else _advice(made, made.best, config),
@@ -238,15 +239,15 @@ def _prefill(made: Forecast) -> Table:
 def _drafted(made: Forecast, drafter: DrafterPlanner) -> str:
     """The line over a table of drafts."""
     load = _load(made)
-    if drafter.forward is None:
-        return f"\n[bold]Drafts[/] by {drafter.name}, under {load}: they cost no more than that a step verifies them"
-    told = f"by {drafter.name}, under {load}: a step verifies them and makes as many anew"
+    if not drafter.has_weights:
+        return f"\n[bold]Drafts[/] by {drafter.title}, under {load}: they cost no more than that a step verifies them"
+    told = f"by {drafter.title}, under {load}: a step verifies them and makes as many anew"
     if drafter.tree.is_tree:
         told = (
-            f"by {drafter.name}, a tree of {drafter.tree.num_drafts}, under {load}: a step verifies them and grows them"
+            f"by {drafter.title}, a tree of {drafter.tree.num_drafts}, under {load}: a step verifies them and grows them"
             " anew"
         )
-    unasked = "" if drafter.asked else " (--speculative-algorithm NEXTN, which was not asked for)"
+    unasked = "" if drafter.is_asked else " (--speculative-algorithm NEXTN, which was not asked for)"
     return f"\n[bold]Drafts[/] {told}{unasked}"
 
 

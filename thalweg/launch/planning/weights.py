@@ -1,187 +1,217 @@
-"""A model's weights by kind, from its facts alone: how many numbers, in which type, and how a layout cuts them. No
-torch.
-
-Names of the cuts: HEADS (of queries; the vocabulary and the width of dense MLPs, too) goes by the GPUs that share an
-attention, KEYS by at most as many as there are key heads, EXPERTS by all GPUs of a stage, WHOLE is on each of them.
-"""
+"""A model as `plan` sees it: the weights and the KV of one GPU of a layout, counted from its layers on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from math import prod
 
-from thalweg.config.model import ModelFacts, MoeFacts
+import torch
+from torch import Tensor, nn
+
+from thalweg.config.model import ModelFacts
+from thalweg.core.kernels import KernelConfig
+from thalweg.core.plan import PAGE
+from thalweg.engine.build import DTYPES
 from thalweg.launch.planning.layouts import ONE, ParallelLayout
-from thalweg.quant.catalog import quantized
+from thalweg.layers.reference import ReferenceLayers
+from thalweg.memory.planes import PlaneSpec
+from thalweg.models import catalog
+from thalweg.models.decoder import Stage
+from thalweg.parallel.layout import Layout
+from thalweg.quant.catalog import Declared
+from thalweg.quant.scheme import Quantized, Take
+from thalweg.weights.table import WeightRule, table_of, unchanged
 
-HEADS, KEYS, EXPERTS, WHOLE = "heads", "keys", "experts", "whole"
-BLOCK_SCALE = 4  # bytes of the multiplier of an FP8 block
-EXACT = 4  # bytes of a float32
-PLAIN = {"float32": 4, "bfloat16": 2, "float16": 2}
+META = torch.device("meta")
+# phases of a step by published names; the first that matches counts. Weights of "" are looked up, not multiplied.
+PHASES = (
+    ("experts", r"\.experts\.|shared_experts|\.mlp\.gate\."),
+    ("mlp", r"\.?mlp\."),
+    ("projections", r"self_attn"),
+    ("head", r"lm_head"),
+    ("", r"embed_tokens"),
+    ("join", r"eh_proj|fc\."),
+)
+
+
+class FirstRank:
+    """Rank 0 of an axis, which holds the largest part. It computes nothing."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def _unused(self, x: Tensor) -> Tensor:
+        raise AssertionError("a model on the meta device computes nothing")
+
+    all_reduce = all_gather = reduce_scatter = _unused
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """Of one kind in `layers` layers; the numbers are those of one layer. quantized: in the checkpoint's type; plain:
-    in its 16-bit type; exact: float32; biases: in its 16-bit type, multiplied by nothing. phase: of a step that reads
-    them, "" where none does. kept_plain: of the quantized ones, those that this engine keeps in its own type.
-    """
+    """Weights of one phase on one GPU, in all layers."""
 
-    name: str
     phase: str
-    cut: str
-    layers: int
-    quantized: int = 0
-    plain: int = 0
-    exact: int = 0
-    biases: int = 0
-    kept_plain: int = 0
+    is_routed: bool  # routed experts, of which a step reads those that tokens chose
+    is_in_layers: bool  # divided over the stages of a pipeline
+    parameters: int = 0
+    low: float = 0.0  # numbers that tokens are multiplied by at the rate of quantized products
+    high: float = 0.0  # the same at the rate of 16-bit products
+    read: float = 0.0  # bytes that a step reads: matrices as published, without the multipliers of blocks
+    held: float = 0.0  # bytes in memory as the engine loads them
 
-    @property
-    def numbers(self) -> int:
-        """In all layers."""
-        return self.layers * (self.multiplied + self.exact + self.biases)
-
-    @property
-    def in_layers(self) -> bool:
-        """Whether a stage of a pipeline has its part of them; head, embedding and the last norm stay whole."""
-        return self.layers > 1
-
-    @property
-    def multiplied(self) -> int:
-        """Of one layer, those that tokens are multiplied by."""
-        return self.quantized + self.plain
-
-    def share(self, layout: ParallelLayout, facts: ModelFacts) -> float:
-        """Of the numbers, that one GPU of a stage holds."""
-        if self.cut == EXPERTS:
-            return 1 / layout.tp
-        if self.cut == KEYS:
-            return 1 / min(layout.attention, facts.kv_heads)
-        return 1 / layout.attention if self.cut == HEADS else 1.0
+    def plus(self, other: WeightGroup, times: int) -> WeightGroup:
+        sums = [own + times * more for own, more in zip(astuple(self)[3:], astuple(other)[3:], strict=True)]
+        return WeightGroup(self.phase, self.is_routed, self.is_in_layers, *sums)
 
 
 @dataclass(frozen=True, slots=True)
-class NumberBytes:
-    """Bytes of a number: quantized, plain. scale: of block multipliers, for each quantized number."""
+class KVBytes:
+    """Bytes of a token in the KV cache of one layer on one GPU."""
 
-    quantized: float
-    plain: float
-    scale: float = 0.0
+    attended: float  # latent, or keys and values
+    index: float = 0.0  # key of an indexer
 
-    @staticmethod
-    def of(facts: ModelFacts, dtype: str = "bfloat16", dequantized: bool = False) -> NumberBytes:
-        """As a checkpoint of these facts has them. dtype: of what is not quantized. dequantized: FP8 weights become
-        that, too.
+
+@dataclass(frozen=True)
+class RankModel:
+    """A model, or a drafter, on one GPU of each stage of a layout."""
+
+    facts: ModelFacts
+    layout: ParallelLayout
+    groups: tuple[WeightGroup, ...]
+    kv: KVBytes
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        """Memory of the weights on the fullest GPU of a pipeline."""
+        stage = -(-self.facts.layers // self.layout.pp) / self.facts.layers
+        # the first stage has the embedding and the last the head, which are as large
+        groups = [group for group in self.groups if self.layout.pp == 1 or group.phase or group.is_in_layers]
+        return sum(group.held * (stage if group.is_in_layers else 1.0) for group in groups)
+
+    def kv_bytes(self) -> float:
+        """Bytes of a token in all layers."""
+        indexers = 0 if self.facts.indexer is None else sum(self.facts.indexer.full)
+        return self.facts.layers * self.kv.attended + indexers * self.kv.index
+
+    def flops_a_token(self) -> float:
+        """FLOPs of all products with weights that a token meets, the head included."""
+        moe = self.facts.moe
+        shares = [moe.topk / moe.experts if group.is_routed and moe else 1.0 for group in self.groups]
+        return sum(2.0 * (group.low + group.high) * share for group, share in zip(self.groups, shares, strict=True))
+
+
+class PlannedModel:
+    """The same model on any layout."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        dtype: str = "bfloat16",
+        is_dequantized: bool = False,
+        kernels: KernelConfig | None = None,
+        kv: KVBytes | None = None,
+    ) -> None:
+        """dtype: of weights that are not quantized. is_dequantized: quantized weights become that, too. kv: replaces
+        what the layers keep.
         """
-        plain = PLAIN[dtype]
-        scheme = quantized(facts.quantization_config)
-        if scheme is None or dequantized:
-            return NumberBytes(plain, plain)
-        rows, columns = scheme.block
-        return NumberBytes(1.0, plain, BLOCK_SCALE / (rows * columns))
+        self.facts, self.dtype, self.kernels, self.kv = facts, DTYPES[dtype], kernels or KernelConfig(), kv
+        self.schemes = Declared({} if is_dequantized else facts.quantization_config)
+        self._by_layout: dict[ParallelLayout, RankModel] = {}
 
-    def read(self, one: WeightGroup) -> float:
-        """Bytes of one layer's numbers that a step reads: as published, norms and the blocks' multipliers not
-        counted.
+    def on(self, layout: ParallelLayout) -> RankModel:
+        """Raises UnsupportedConfig where the layers cannot be divided so."""
+        inner = replace(layout, copies=1, pp=1)
+        if inner not in self._by_layout:
+            self._by_layout[inner] = self._count(inner)
+        return replace(self._by_layout[inner], layout=layout)
+
+    def factory(self, layout: ParallelLayout = ONE) -> ReferenceLayers:
+        attention, dp = FirstRank(layout.attention), FirstRank(layout.dp)
+        axes = Layout(attention, dp, attention, FirstRank(layout.ep), FirstRank(layout.tp // layout.ep))
+        published = catalog.published_dtype(self.facts)
+        return ReferenceLayers(self.dtype, META, self.kernels, axes if layout.tp > 1 else Layout(), published)
+
+    def headed(self, layout: ParallelLayout = ONE) -> nn.Module:
+        """Embedding and head without layers: the target of a drafter."""
+        layers = self.facts.layers
+        return catalog.assemble(self.facts, self.factory(layout), Stage(layers, layers, layers))
+
+    def _count(self, layout: ParallelLayout) -> RankModel:
+        """Layers of one kind are alike, so one of each is made."""
+        facts, kinds = self.facts, _layer_kinds(self.facts)
+        few = replace(
+            facts,
+            layers=len(kinds),
+            moe=facts.moe and replace(facts.moe, sparse=tuple(is_sparse for is_sparse, _ in kinds)),
+            indexer=facts.indexer and replace(facts.indexer, full=tuple(is_full for _, is_full in kinds)),
+            nextn=0,
+        )
+        model = catalog.assemble(few, self.factory(layout))
+        times = list(kinds.values())
+        groups = self.groups(model, times)
+        kv = self.kv or kv_bytes(model.planes(), len(kinds))
+        return RankModel(facts, layout, groups, kv)
+
+    def groups(
+        self, module: nn.Module, times: list[int] | None = None, schemes: Declared | None = None
+    ) -> tuple[WeightGroup, ...]:
+        """times: how often there is each layer, by its number; None counts each weight once. schemes: of the module's
+        checkpoint; None is the model's.
         """
-        return one.quantized * self.quantized + (one.plain + one.biases) * self.plain
+        found: dict[tuple[str, bool, bool], WeightGroup] = {}
+        parameters = dict(module.named_parameters())
+        for rule in table_of(module).rules:
+            layer = re.match(r"model\.layers\.(\d+)\.", rule.source.name)
+            # several rules may read one tensor, each some of it
+            count = prod(_cut(rule.source.shape, rule.take)) if rule.into else parameters[rule.target].numel()
+            group = self._group(rule, count, schemes or self.schemes, layer is not None)
+            key = group.phase, group.is_routed, group.is_in_layers
+            found[key] = found.get(key, WeightGroup(*key)).plus(group, times[int(layer[1])] if layer and times else 1)
+        return tuple(found.values())
 
-    def published(self, one: WeightGroup) -> float:
-        """Bytes of one layer's in a checkpoint that has no float32, the blocks' multipliers not counted."""
-        return self.read(one) + one.exact * self.plain
-
-    def held(self, one: WeightGroup) -> float:
-        """Bytes that one layer's take in memory as this engine loads them."""
-        quantized, plain = one.quantized - one.kept_plain, one.kept_plain + one.plain + one.biases
-        return quantized * (self.quantized + self.scale) + plain * self.plain + one.exact * EXACT
-
-
-def inventory(facts: ModelFacts) -> tuple[WeightGroup, ...]:
-    """All weights but NextN layers'."""
-    layers, hidden, vocab = facts.layers, facts.hidden, facts.vocab * facts.hidden
-    sparse = 0 if facts.moe is None else sum(facts.moe.in_layer(layer) for layer in range(layers))
-    biases = (2 * facts.intermediate + hidden) * facts.mlp_bias
-    norms = 2 * hidden + 2 * facts.head_dim * (facts.architecture == "Qwen3ForCausalLM")  # it norms queries and keys
-    found = [
-        *_attention(facts),
-        WeightGroup(
-            "dense MLP", "mlp", HEADS, layers - sparse, quantized=3 * hidden * facts.intermediate, biases=biases
-        ),
-    ]
-    if facts.moe is not None:
-        found += _moe(facts, facts.moe, sparse)
-    found.append(WeightGroup("norms", "", WHOLE, layers, exact=norms))
-    found.append(WeightGroup("last norm", "", WHOLE, 1, exact=hidden))
-    found.append(WeightGroup("head", "head", HEADS, 1, plain=vocab))
-    if not facts.tied:
-        found.append(WeightGroup("embedding", "", HEADS, 1, plain=vocab))
-    return tuple(one for one in found if one.numbers)
+    def _group(self, rule: WeightRule, count: int, schemes: Declared, is_in_layers: bool) -> WeightGroup:
+        name, shape = rule.source.name, _cut(rule.source.shape, rule.take)
+        is_matrix, share = len(shape) > 1, count / prod(shape)
+        phase = next((phase for phase, pattern in PHASES if re.search(pattern, name)), "")
+        phase = "head" if self.facts.tied and "embed_tokens" in name else phase if is_matrix else ""
+        size = self.dtype.itemsize if is_matrix else torch.float32.itemsize
+        scheme, read, held, is_low = schemes.of(rule.source), float(count * size), float(count * size), False
+        if isinstance(scheme, Quantized):
+            parts = scheme.parameters(shape)
+            read, is_low = count * parts[""][1].itemsize, scheme.quantizes_activations
+            if scheme.holds(rule.take, rule.source.shape, rule.transform is not unchanged):
+                held = share * sum(prod(part) * dtype.itemsize for part, dtype in parts.values())
+        is_read, numbers = phase != "", count if phase else 0
+        low, high = (numbers, 0) if is_low else (0, numbers)
+        return WeightGroup(phase, ".experts." in name, is_in_layers, count, low, high, read if is_read else 0.0, held)
 
 
-def _attention(facts: ModelFacts) -> list[WeightGroup]:
-    layers, hidden = facts.layers, facts.hidden
-    if facts.mla is None:
-        queries, keys = facts.heads * facts.head_dim, 2 * facts.kv_heads * facts.head_dim
-        biases = queries * facts.qkv_bias + hidden * facts.attention_bias
-        return [
-            WeightGroup("queries, output", "projections", HEADS, layers, quantized=2 * hidden * queries, biases=biases),
-            WeightGroup(
-                "keys, values", "projections", KEYS, layers, quantized=hidden * keys, biases=keys * facts.qkv_bias
-            ),
-        ]
-    mla, heads = facts.mla, facts.heads
-    up = mla.kv_lora * heads * (mla.nope + mla.v)
-    cut = (mla.q_lora or hidden) * heads * (mla.nope + mla.rope) + heads * mla.v * hidden
-    whole = hidden * (mla.q_lora + mla.kv_lora + mla.rope)
-    found = [
-        WeightGroup("MLA, by heads", "projections", HEADS, layers, quantized=cut + up, kept_plain=up),
-        WeightGroup("MLA, down", "projections", WHOLE, layers, quantized=whole),
-        WeightGroup("MLA, norms", "", WHOLE, layers, exact=mla.q_lora + mla.kv_lora),
-    ]
-    if facts.indexer is not None:
-        index, own = facts.indexer, sum(facts.indexer.full)
-        keys, scores = index.heads * index.dim * mla.q_lora + index.dim * hidden, index.heads * hidden
-        found.append(WeightGroup("indexer", "projections", WHOLE, own, quantized=keys, plain=scores))
-        found.append(WeightGroup("indexer, norms", "", WHOLE, own, exact=2 * index.dim))
-    return found
+def kv_bytes(planes: Iterable[PlaneSpec], layers: int) -> KVBytes:
+    """Mean over the layers that have each kind."""
+    bytes_by_kind, indexers = Counter[bool](), 0
+    for plane in planes:
+        bytes_by_kind[plane.name == "index"] += plane.page_bytes
+        indexers += plane.name == "index"
+    return KVBytes(bytes_by_kind[False] / PAGE / layers, bytes_by_kind[True] / PAGE / max(indexers, 1))
 
 
-def _moe(facts: ModelFacts, moe: MoeFacts, layers: int) -> list[WeightGroup]:
-    each, biased = 3 * facts.hidden * moe.intermediate, moe.method == "noaux_tc"
-    return [
-        WeightGroup("shared experts", "experts", HEADS, layers, quantized=moe.shared * each),
-        WeightGroup("experts", "experts", EXPERTS, layers, quantized=moe.experts * each),
-        WeightGroup("router", "experts", WHOLE, layers, plain=facts.hidden * moe.experts),
-        WeightGroup("router, biases", "", WHOLE, layers, exact=moe.experts * biased),
-    ]
+def _layer_kinds(facts: ModelFacts) -> dict[tuple[bool, bool], int]:
+    """How many layers there are with and without experts, with and without an indexer."""
+    kinds: Counter[tuple[bool, bool]] = Counter()
+    for layer in range(facts.layers):
+        is_sparse = facts.moe is not None and facts.moe.in_layer(layer)
+        kinds[is_sparse, facts.indexer is not None and facts.indexer.full[layer]] += 1
+    return dict(kinds)
 
 
-def parameters(kinds: Sequence[WeightGroup]) -> int:
-    return sum(one.numbers for one in kinds)
-
-
-def held(
-    facts: ModelFacts, widths: NumberBytes, layout: ParallelLayout = ONE, published: bool = False
-) -> dict[str, float]:
-    """Bytes of each kind on one GPU, the fullest of a pipeline. published: as the checkpoint has them, multipliers not
-    counted, and not as this engine keeps them.
-    """
-    stage = -(-facts.layers // layout.pp) / facts.layers
-    found = {}
-    for one in inventory(facts):
-        each = widths.published(one) if published else widths.held(one)
-        found[one.name] = one.layers * each * one.share(layout, facts) * (stage if one.in_layers else 1.0)
-    if layout.pp > 1 and "embedding" in found:  # the first stage has this, the last the head, and they are as large
-        del found["embedding"]
-    return found
-
-
-def flops_a_token(facts: ModelFacts) -> float:
-    """Of all products with weights that a token meets, the head included."""
-    chosen = facts.moe.topk / facts.moe.experts if facts.moe is not None else 1.0
-    return sum(
-        2.0 * one.layers * one.multiplied * (chosen if one.cut == EXPERTS else 1.0)
-        for one in inventory(facts)
-        if one.phase
-    )
+def _cut(shape: tuple[int, ...], take: Take) -> tuple[int, ...]:
+    """The shape of a slice."""
+    sizes = [len(range(*part.indices(size))) for part, size in zip(take, shape, strict=False)]
+    return (*sizes, *shape[len(sizes) :])
