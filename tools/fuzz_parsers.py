@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MACHINE = ("parser", "lexer", "answer", "events", "json_stream", "tools_sep", "tools_dsml", "tools_hermes")
+MACHINE = ("parser", "lexer", "event_builder", "events", "partial_json", "tools_json", "tools_dsml")
 STATUS = re.compile(r"^#(\d+)\s+(\w+)\s+cov: (\d+) ft: (\d+) corp: (\d+)/(\S+)", re.M)
 
 

@@ -20,7 +20,7 @@ from thalweg.bench.tasks import (
     split_of,
     sum_reasoning,
 )
-from thalweg.text.encode_v32 import encode_deepseek_v32
+from thalweg.text.chat import BuiltinEncoder
 
 TASKS = sorted(MAKERS)
 
@@ -82,7 +82,9 @@ def test_dsml_is_what_the_encoder_writes() -> None:
         ]
         calls = [{"id": str(n), "type": "function", "function": function} for n, function in enumerate(functions)]
         answer = {"role": "assistant", "content": "", "tool_calls": calls}
-        text = encode_deepseek_v32([*item.messages, answer], tools=list(item.tools), add_generation_prompt=True)
+        text = BuiltinEncoder("deepseek-v32").encode(
+            [*item.messages, answer], tools=list(item.tools), add_generation_prompt=True
+        )
         assert text.endswith(f"<｜Assistant｜></think>{item.target}<｜end▁of▁sentence｜>")
 
 

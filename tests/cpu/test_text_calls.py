@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.text.chat import BUILTIN_ENCODERS, BuiltinEncoder
-from thalweg.text.encode_v32 import EOS
+from thalweg.text.chat import BUILTIN_ENCODERS, EOS, BuiltinEncoder
 from thalweg.text.events import ArgumentDelta, ParsedAnswer, collect
 from thalweg.text.parser import TOOL_FORMATS, AnswerParser, parse
 from tools.fuzz_checks import FRAMES, MARKS, check_answer, check_prompt, cut

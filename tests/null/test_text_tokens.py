@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as Library
 
 from thalweg.core.errors import CheckpointError, InvalidRequest
-from thalweg.text.stop import StopMatcher
+from thalweg.text.detokenize import StopMatcher
 from thalweg.text.tokenizer import Tokenizer
 
 BOS, EOS, THINK = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<think>"
@@ -68,7 +68,6 @@ def test_bos_is_put_in_front_once(tokenizer: Tokenizer) -> None:
     plain = tokenizer.encode("river", add_special=False)
     assert plain and tokenizer.bos_id not in plain
     assert tokenizer.encode("river") == [tokenizer.bos_id, *plain] == tokenizer.encode(BOS + "river")
-    assert tokenizer.encode_batch([BOS + "river", "river"]) == [tokenizer.encode("river")] * 2
     assert tokenizer.encode("") == [tokenizer.bos_id]
     assert tokenizer.encode(BOS + "river", add_special=False) == [tokenizer.bos_id, *plain]
 
@@ -158,10 +157,8 @@ def test_which_special_tokens_are_shown(tokenizer: Tokenizer) -> None:
     think = tokenizer.token_id(THINK)
     assert think is not None
     assert tokenizer.detokenizer().feed(ids) == "a｜DSML｜two words"
-    assert tokenizer.detokenizer(markup=True).feed(ids) == THINK + "a｜DSML｜two words"
-    assert tokenizer.detokenizer(keep=[think]).feed(ids) == THINK + "a｜DSML｜two words"
     assert tokenizer.detokenizer(False).feed(ids) == BOS + THINK + "a｜DSML｜two words" + EOS
-    assert [tokenizer.token_text(i) for i in ids[:2]] == [BOS, THINK]
+    assert [tokenizer.token_bytes(i).decode() for i in ids[:2]] == [BOS, THINK]
 
 
 @pytest.fixture(scope="module")

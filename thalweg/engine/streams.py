@@ -15,7 +15,7 @@ from thalweg.core.acceptance import AcceptanceCounts
 from thalweg.core.messages import RequestEvent, TokenDelta
 from thalweg.core.plan import TokenLogprob
 from thalweg.core.sampling import SamplingParams
-from thalweg.text.stop import StopMatcher
+from thalweg.text.detokenize import StopMatcher
 from thalweg.text.tokenizer import Tokenizer
 
 

@@ -1,49 +1,43 @@
-"""Chooses how a model's conversations become prompts, and reads its answers: encoder and parser names for a
-checkpoint.
-"""
+"""Chooses the chat encoder of a checkpoint, and the parsers of its answers."""
 
 from __future__ import annotations
 
-import json
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from thalweg.core.errors import CheckpointError, InvalidRequest, UnsupportedConfig
-from thalweg.text import encode_v3, encode_v32
+import msgspec
+
+from thalweg.core.errors import InvalidRequest, UnsupportedConfig
 from thalweg.text.messages import Message, read_messages, read_tools
 from thalweg.text.template import Template, read_templates
+from thalweg.text.tokenizer import read_json_object
+
+EOS = "<｜end▁of▁sentence｜>"
+TEMPLATES = Path(__file__).parent / "templates"
 
 
-@dataclass(frozen=True)
-class PromptOptions:
-    """How a prompt is wanted. thinks None: the model's default. generation: it ends with the opening of the assistant's
-    turn.
-    """
-
-    thinks: bool | None
+class PromptOptions(NamedTuple):
+    thinking: bool | None  # None: the model's default
     drop_thinking: bool
-    generation: bool
+    add_generation_prompt: bool  # the prompt opens the assistant's turn
     response_format: Mapping[str, Any] | None
     variables: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class ChatEncoder(ABC):
-    """Conversation → prompt text, BOS included (`Tokenizer.encode` never doubles it). name: what `thalweg plan`
-    prints.
-    """
+    """Conversation → prompt text, BOS included (`Tokenizer.encode` never doubles it)."""
 
-    name: str
+    name: str  # `thalweg plan` prints it
 
     @property
     @abstractmethod
     def renders_tools(self) -> bool:
-        """Whether tool schemas reach the prompt; where not (V3, R1 as published), a request with tools is worth a
-        warning.
-        """
+        """Whether tool schemas reach the prompt. V3's and R1's published templates ignore them."""
 
     def encode(
         self,
@@ -57,85 +51,95 @@ class ChatEncoder(ABC):
         response_format: Mapping[str, Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. thinking None: the model's default. continue_final_message: the prompt ends inside the last
-        message, which must be the assistant's (no generation prompt then). template_kwargs: `chat_template_kwargs` of
-        the request; `thinking` and `enable_thinking` in it count when `thinking` is None. Raises InvalidRequest naming
-        message and field.
+        """The prompt. thinking: None is the model's default. continue_final_message: the prompt ends inside the last
+        message, which must be the assistant's. template_kwargs: the request's `chat_template_kwargs`; its `thinking`
+        and `enable_thinking` count when `thinking` is None. Raises InvalidRequest naming message and field.
         """
-        read, functions = read_messages(messages), read_tools(tools)
-        if continue_final_message:
-            _check_continues(read)
-        thinks = wants_thinking(thinking, template_kwargs)
-        generation = add_generation_prompt and not continue_final_message
-        prompt = self._prompt(
-            read, functions, PromptOptions(thinks, drop_thinking, generation, response_format, template_kwargs or {})
-        )
-        return self._end_inside(prompt, read[-1]) if continue_final_message else prompt
+        checked, functions = read_messages(messages), read_tools(tools)
+        last = checked[-1]
+        if continue_final_message and (last.role != "assistant" or last.tool_calls):
+            message = "needs an assistant message without tool calls as the last one"
+            raise InvalidRequest("continue_final_message", message)
+        thinking = wants_thinking(thinking, template_kwargs)
+        opens = add_generation_prompt and not continue_final_message
+        options = PromptOptions(thinking, drop_thinking, opens, response_format, template_kwargs or {})
+        prompt = self._prompt(checked, functions, options)
+        return self._cut_end(prompt, last) if continue_final_message else prompt
 
     @abstractmethod
     def _prompt(
-        self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: PromptOptions
+        self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], options: PromptOptions
     ) -> str: ...
 
-    def _end_inside(self, prompt: str, last: Message) -> str:
-        """The prompt without what closes its last message."""
-        return prompt.removesuffix(encode_v32.EOS)
+    def _cut_end(self, prompt: str, last: Message) -> str:
+        """The prompt up to the end of the last message's text, which a template may have trimmed."""
+        for text in (last.content, last.content.strip()):
+            at = prompt.rfind(text)
+            if text and at >= 0:
+                return prompt[: at + len(text)]
+        message = "the chat template does not render the last message's content as it is"
+        raise InvalidRequest("continue_final_message", message)
 
 
-@dataclass(frozen=True)
-class ParserNames:
-    """The parsers that read what a model writes (names of `thalweg.text.parser`); None: its text is content as it
-    stands.
-    """
+class ParserNames(msgspec.Struct, frozen=True):
+    """The parsers of a model's answers (names of `thalweg.text.parser`); None: there is none."""
 
     reasoning: str | None
     tools: str | None
 
 
-@dataclass(frozen=True)
-class _Own:
-    """One of our encoders for checkpoints without a template."""
+class _Builtin(NamedTuple):
+    """A prompt template for checkpoints that bring none."""
 
+    file: str
+    style: str  # variable of the template
     formats: ParserNames
     renders_tools: bool = True
 
 
 BUILTIN_ENCODERS = {
-    "deepseek-v3": _Own(ParserNames(None, "deepseekv3"), renders_tools=False),
-    "deepseek-r1": _Own(ParserNames("deepseek-r1", "deepseekv3"), renders_tools=False),
-    "deepseek-r1-0528": _Own(ParserNames("deepseek-r1", "deepseekv3")),
-    "deepseek-v31": _Own(ParserNames("deepseek-v3", "deepseekv31")),
-    "deepseek-v31-terminus": _Own(ParserNames("deepseek-v3", "deepseekv31")),
-    "deepseek-v32": _Own(ParserNames("deepseek-v3", "deepseekv32")),
+    "deepseek-v3": _Builtin("deepseek_v3", "v3", ParserNames(None, "deepseekv3"), False),
+    "deepseek-r1": _Builtin("deepseek_v3", "r1", ParserNames("deepseek-r1", "deepseekv3"), False),
+    "deepseek-r1-0528": _Builtin("deepseek_v3", "r1-0528", ParserNames("deepseek-r1", "deepseekv3")),
+    "deepseek-v31": _Builtin("deepseek_v31", "v31", ParserNames("deepseek-v3", "deepseekv31")),
+    "deepseek-v31-terminus": _Builtin("deepseek_v31", "terminus", ParserNames("deepseek-v3", "deepseekv31")),
+    "deepseek-v32": _Builtin("deepseek_v32", "v32", ParserNames("deepseek-v3", "deepseekv32")),
 }
+
+
+@functools.cache
+def _builtin_template(name: str) -> Template:
+    builtin = BUILTIN_ENCODERS[name]
+    source = (TEMPLATES / f"{builtin.file}.jinja").read_text(encoding="utf-8")
+    return Template(f"{{%- set style = '{builtin.style}' -%}}\n{source}", {})
 
 
 @dataclass(frozen=True)
 class BuiltinEncoder(ChatEncoder):
-    """A prompt encoder written in Python, by name (a key of OWN)."""
+    """One of our own templates. name: a key of BUILTIN_ENCODERS."""
 
     @property
     def renders_tools(self) -> bool:
         return BUILTIN_ENCODERS[self.name].renders_tools
 
-    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: PromptOptions) -> str:
-        thinks = bool(ask.thinks)
+    def _prompt(
+        self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], options: PromptOptions
+    ) -> str:
+        variables = {"thinking": options.thinking, "response_format": options.response_format}
         if self.name == "deepseek-v32":
-            return encode_v32.encode_v32(messages, functions, thinks, ask.generation, ask.response_format)
-        if self.name in ("deepseek-v31", "deepseek-v31-terminus"):
-            terminus = self.name.endswith("terminus")
-            return encode_v3.encode_v31(messages, functions, thinks, ask.generation, terminus=terminus)
-        styles = {
-            "deepseek-v3": encode_v3.V3,
-            "deepseek-r1": encode_v3.R1,
-            "deepseek-r1-0528": encode_v3.R1_0528,
-        }
-        return encode_v3.encode_v3(styles[self.name], messages, functions, ask.generation)
+            messages = _in_call_order(messages)
+        opens = options.add_generation_prompt
+        return _builtin_template(self.name).render(
+            messages, functions, add_generation_prompt=opens, variables=variables
+        )
+
+    def _cut_end(self, prompt: str, last: Message) -> str:
+        return prompt.removesuffix(EOS)
 
 
 @dataclass(frozen=True)
 class TemplateEncoder(ChatEncoder):
-    """The checkpoint's own templates, by name; `tool_use` is taken for requests with tools."""
+    """The checkpoint's own templates, by name; `tool_use` renders requests with tools."""
 
     templates: Mapping[str, Template]
     name: str = field(default="jinja", init=False)
@@ -144,89 +148,82 @@ class TemplateEncoder(ChatEncoder):
     def renders_tools(self) -> bool:
         return any("tools" in template.source for template in self.templates.values())
 
-    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: PromptOptions) -> str:
-        name = "tool_use" if functions and "tool_use" in self.templates else "default"
-        variables = {**ask.variables, "drop_thinking": ask.drop_thinking}
-        if ask.response_format is not None:
-            variables["response_format"] = ask.response_format
-        if ask.thinks is not None:  # DeepSeek's name and Qwen's for the same switch
-            variables |= {"thinking": ask.thinks, "enable_thinking": ask.thinks}
-        return self.templates[name].render(
-            messages, functions, add_generation_prompt=ask.generation, variables=variables
-        )
-
-    def _end_inside(self, prompt: str, last: Message) -> str:
-        return _cut_after(prompt, last.content)
+    def _prompt(
+        self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], options: PromptOptions
+    ) -> str:
+        template = self.templates["tool_use" if functions and "tool_use" in self.templates else "default"]
+        variables = {**options.variables, "drop_thinking": options.drop_thinking}
+        if options.response_format is not None:
+            variables["response_format"] = options.response_format
+        if options.thinking is not None:  # DeepSeek's name and Qwen's for the same switch
+            variables |= {"thinking": options.thinking, "enable_thinking": options.thinking}
+        opens = options.add_generation_prompt
+        return template.render(messages, functions, add_generation_prompt=opens, variables=variables)
 
 
 @dataclass(frozen=True)
 class NoEncoder(ChatEncoder):
-    """A base model: no template, and none of ours fits."""
+    """A base model without a template."""
 
     name: str = field(default="none", init=False)
     renders_tools = False
 
-    def _prompt(self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], ask: PromptOptions) -> str:
-        raise InvalidRequest(
-            "messages", "this model has no chat template: use /v1/completions, or start with --chat-template"
-        )
+    def _prompt(
+        self, messages: Sequence[Message], functions: Sequence[Mapping[str, Any]], options: PromptOptions
+    ) -> str:
+        message = "this model has no chat template: use /v1/completions, or start with --chat-template"
+        raise InvalidRequest("messages", message)
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The text side of one model: its encoder and the parsers of its answers, and why they were chosen. strip: the
-    user's wish that thoughts stay out of the prefix cache, None for where the template drops them (see
-    `thalweg.text.retention`).
-    """
+    """The text side of one model."""
 
     encoder: ChatEncoder
     formats: ParserNames
-    reason: str
-    strip: bool | None = None
+    reason: str  # why they were chosen
+    strip: bool | None = None  # keep thoughts out of the prefix cache; None: where the template drops them
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What the user set. template: `auto`, the name of one of our encoders, or the path of a Jinja file."""
+    """The user's settings."""
 
-    template: str = "auto"
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    template: str = "auto"  # `auto`, the name of a built-in encoder, or the path of a Jinja file
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # for the template
 
 
 def choose_chat(
     folder: Path, config: Mapping[str, Any], wish: ChatOptions = ChatOptions(), name: str = ""
 ) -> ChatFormat:
-    """The encoder of a checkpoint: the user's wish, else its own template, else ours by config and name.
+    """The encoder of a checkpoint: the user's choice, else its own template, else a built-in one by config and name.
 
-    folder: the checkpoint. config: its config.json. name: what the user called the model (`deepseek-ai/DeepSeek-R1`);
-    the folder's name counts too, because V3, R1 and V3.1 share one architecture. wish.special_tokens: `bos_token`,
-    `eos_token` … for the template. Raises UnsupportedConfig for an unknown name, CheckpointError for a broken template.
+    folder: the checkpoint. config: its config.json. name: the model's name as the user gave it; the folder's name
+    counts too, because V3, R1 and V3.1 share one architecture. Raises UnsupportedConfig for an unknown name,
+    CheckpointError for a broken template.
     """
     if wish.template in BUILTIN_ENCODERS:
-        return _own(wish.template, "set by the user")
+        return _builtin_format(wish.template, "set by the user")
     if wish.template != "auto":
         path = Path(wish.template)
         if not path.is_file():
-            raise UnsupportedConfig(
-                f"--chat-template {wish.template}: no such file, nor one of auto, {', '.join(BUILTIN_ENCODERS)}"
-            )
-        return _jinja({"default": path.read_text(encoding="utf-8")}, wish, f"the template {path.name} set by the user")
-    templates = read_templates(folder, _tokenizer_config(folder))
+            known = ", ".join(("auto", *BUILTIN_ENCODERS))
+            raise UnsupportedConfig(f"--chat-template {wish.template}: no such file, nor one of {known}")
+        source = {"default": path.read_text(encoding="utf-8")}
+        return _template_format(source, wish, f"the template {path.name} set by the user")
+    templates = read_templates(folder, read_json_object(folder / "tokenizer_config.json"))
     if templates:
         templates.setdefault("default", next(iter(templates.values())))
-        return _jinja(templates, wish, "the checkpoint brings a chat template")
-    own = builtin_encoder(config, f"{name} {folder.name}")
-    if own is None:
-        return ChatFormat(
-            NoEncoder(),
-            ParserNames(None, None),
-            "no chat template in the checkpoint, and no encoder of ours fits its architecture",
-        )
-    return _own(own, "no chat template in the checkpoint; chosen by architecture and name")
+        return _template_format(templates, wish, "the checkpoint brings a chat template")
+    builtin = builtin_encoder(config, f"{name} {folder.name}")
+    if builtin is None:
+        reason = "no chat template in the checkpoint, and no built-in encoder fits its architecture"
+        return ChatFormat(NoEncoder(), ParserNames(None, None), reason)
+    return _builtin_format(builtin, "no chat template in the checkpoint; chosen by architecture and name")
 
 
 def builtin_encoder(config: Mapping[str, Any], name: str) -> str | None:
-    """The name of our encoder for a checkpoint without a template, or None. `name`: anything that tells R1 from V3."""
+    """The name of the built-in encoder for a checkpoint, or None. name: any text that tells R1 from V3."""
     architectures = config.get("architectures") or []
     kind = f"{config.get('model_type', '')} {' '.join(map(str, architectures))}".lower().replace("_", "")
     lower = name.lower()
@@ -234,27 +231,19 @@ def builtin_encoder(config: Mapping[str, Any], name: str) -> str | None:
         return "deepseek-v31-terminus" if "exp" in lower else "deepseek-v32"
     if "deepseekv3" not in kind:
         return None
-    # The first mark that stands in the name decides: "r1-0528" before "r1".
-    marks = {
+    encoders = {  # the first that matches decides
         "r1-0528": "deepseek-r1-0528",
         "r1": "deepseek-r1",
         "terminus": "deepseek-v31-terminus",
         "v3.1": "deepseek-v31",
     }
-    return next((encoder for mark, encoder in marks.items() if mark in lower), "deepseek-v3")
+    return next((encoder for mark, encoder in encoders.items() if mark in lower), "deepseek-v3")
 
 
 def wants_thinking(thinking: bool | None, template_kwargs: Mapping[str, Any] | None) -> bool | None:
-    """The request's wish: `thinking` itself, else `thinking` or `enable_thinking` of chat_template_kwargs, else
-    None.
-    """
-    if thinking is not None:
-        return thinking
-    given = template_kwargs or {}
-    for key in ("thinking", "enable_thinking"):
-        if isinstance(given.get(key), bool):
-            return bool(given[key])
-    return None
+    """`thinking`, else `thinking` or `enable_thinking` of chat_template_kwargs, else None."""
+    values = [thinking, *((template_kwargs or {}).get(key) for key in ("thinking", "enable_thinking"))]
+    return next((value for value in values if isinstance(value, bool)), None)
 
 
 def formats_of(template: str) -> ParserNames:
@@ -272,40 +261,31 @@ def formats_of(template: str) -> ParserNames:
     return ParserNames(reasoning, None)
 
 
-def _own(name: str, reason: str) -> ChatFormat:
+def _builtin_format(name: str, reason: str) -> ChatFormat:
     return ChatFormat(BuiltinEncoder(name), BUILTIN_ENCODERS[name].formats, reason)
 
 
-def _jinja(sources: Mapping[str, str], wish: ChatOptions, reason: str) -> ChatFormat:
+def _template_format(sources: Mapping[str, str], wish: ChatOptions, reason: str) -> ChatFormat:
     templates = {name: Template(source, wish.special_tokens) for name, source in sources.items()}
     return ChatFormat(TemplateEncoder(templates), formats_of(sources["default"]), reason)
 
 
-def _tokenizer_config(folder: Path) -> Mapping[str, Any]:
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return config
-
-
-def _check_continues(messages: Sequence[Message]) -> None:
-    last = messages[-1]
-    if last.role != "assistant" or last.tool_calls:
-        raise InvalidRequest("continue_final_message", "needs an assistant message without tool calls as the last one")
-
-
-def _cut_after(prompt: str, content: str) -> str:
-    """The prompt up to the end of the last message's text, which a template may have trimmed."""
-    for text in (content, content.strip()):
-        at = prompt.rfind(text)
-        if text and at >= 0:
-            return prompt[: at + len(text)]
-    raise InvalidRequest(
-        "continue_final_message", "the chat template does not render the last message's content as it stands"
-    )
+def _in_call_order(messages: Sequence[Message]) -> list[Message]:
+    """Sorts each run of tool results by the calls they answer, unless an id is missing, unknown or used twice."""
+    out: list[Message] = []
+    results: list[Message] = []
+    order: dict[str, int] = {}
+    for message in (*messages, None):
+        if message is not None and message.role == "tool":
+            results.append(message)
+            continue
+        ids = [result.tool_call_id for result in results]
+        if len(set(ids)) == len(ids) and all(id in order for id in ids):
+            results.sort(key=lambda result: order[result.tool_call_id])
+        out += results
+        results = []
+        if message is not None:
+            out.append(message)
+            order = {call.id: i for i, call in enumerate(message.tool_calls)}
+            order = order if len(order) == len(message.tool_calls) else {}
+    return out

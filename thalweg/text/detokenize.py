@@ -1,27 +1,27 @@
-"""Token ids → text as they come, one detokenizer per sequence, without ever showing half a character."""
+"""Token ids → text as they come, one detokenizer per sequence, without partial characters; and stop strings."""
 
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Detokenizer(Protocol):
-    """`feed` returns the text that the new ids complete; `finish` whatever is still held. The pieces join to the whole
-    decode.
-    """
+    """The texts of all `feed`s and `finish` join to the whole decoded text."""
 
-    def feed(self, ids: Sequence[int]) -> str: ...
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that the new ids complete."""
 
-    def finish(self) -> str: ...
+    def finish(self) -> str:
+        """The text that is still held."""
 
 
 class ByteDetokenizer:
-    """For byte-level BPE: an id is a string of bytes, so text is an incremental UTF-8 decoding; at most three bytes are
-    held.
+    """For byte-level BPE: text is an incremental UTF-8 decoding; at most three bytes are held.
 
-    pieces: id → bytes; ids that are not there (special tokens that are hidden, padding of the vocabulary) are nothing.
+    pieces: id → bytes. Other ids (hidden special tokens, padding of the vocabulary) have no text.
     """
 
     __slots__ = ("_decode", "_pieces")
@@ -39,63 +39,118 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other tokenizer (SentencePiece): decodes a short window of ids twice and gives the difference.
+    """For other tokenizers (SentencePiece): decodes a short window of ids twice and returns the difference.
 
-    decode: ids → text. The window is the piece given last, for decoders that look at a token's neighbours (a leading
-    space), and what came since: a call costs O(new ids). Ids at the end that make no whole character yet are held, four
-    at most.
+    The window is what was returned last, for decoders that look at neighbours (a leading space), and what came since:
+    a call costs O(new ids). Up to four ids that make no whole character yet are held.
     """
 
-    __slots__ = ("_decode", "_given", "_hidden", "_ids", "_vocab_size")
+    __slots__ = ("_decode", "_hidden", "_ids", "_returned", "_vocab_size")
 
     _LONGEST = 4  # ids of one character: bytes in UTF-8
 
     def __init__(self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int], vocab_size: int) -> None:
-        self._decode = decode
-        self._hidden = hidden
-        self._vocab_size = vocab_size
+        self._decode, self._hidden, self._vocab_size = decode, hidden, vocab_size
         self._ids: list[int] = []
-        self._given = 0
+        self._returned = 0  # of `_ids`
 
     def feed(self, ids: Sequence[int]) -> str:
         self._ids += [i for i in ids if i not in self._hidden and 0 <= i < self._vocab_size]
-        for end in range(len(self._ids), max(len(self._ids) - self._LONGEST, self._given), -1):
+        for end in range(len(self._ids), max(len(self._ids) - self._LONGEST, self._returned), -1):
             text = self._decode(self._ids[:end])
             if not text.endswith("\ufffd"):
-                return self._give(text, end)
-        return self.finish() if len(self._ids) - self._given >= self._LONGEST else ""
+                return self._advance(text, end)
+        return self.finish() if len(self._ids) - self._returned >= self._LONGEST else ""
 
     def finish(self) -> str:
-        return self._give(self._decode(self._ids), len(self._ids))
+        return self._advance(self._decode(self._ids), len(self._ids))
 
-    def _give(self, text: str, end: int) -> str:
-        new = text[len(self._decode(self._ids[: self._given])) :]
-        self._ids = self._ids[self._given :]
-        self._given = end - self._given
+    def _advance(self, text: str, end: int) -> str:
+        new = text[len(self._decode(self._ids[: self._returned])) :]
+        self._ids = self._ids[self._returned :]
+        self._returned = end - self._returned
         return new
 
 
 def byte_pieces(tokens: Mapping[int, str], added: Mapping[int, str]) -> dict[int, bytes]:
-    """id → bytes of a byte-level BPE vocabulary: the decoder's own rule.
+    """id → bytes of a byte-level BPE vocabulary.
 
-    A token spells bytes in GPT-2's alphabet; one with any character outside that alphabet (an added token) is its own
-    UTF-8.
-    """
-    alphabet = byte_alphabet()
-    return {i: _piece(added.get(i, token), alphabet) for i, token in tokens.items()}
-
-
-def byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: character → byte. Printable Latin-1 stands for itself, the other bytes are U+0100 and on, in
-    order.
+    A token spells bytes in GPT-2's alphabet, where printable Latin-1 is itself and the other bytes are U+0100 and on.
+    One with any other character (an added token) is its own UTF-8.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+    alphabet = {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+
+    def spell(token: str) -> bytes:
+        try:
+            return bytes([alphabet[c] for c in token])
+        except KeyError:
+            return token.encode()
+
+    return {i: spell(added.get(i, token)) for i, token in tokens.items()}
 
 
-def _piece(token: str, alphabet: Mapping[str, int]) -> bytes:
-    try:
-        return bytes([alphabet[c] for c in token])
-    except KeyError:
-        return token.encode()
+class StopCut(NamedTuple):
+    text: str  # can be shown now
+    stop: str | None = None  # the stop string that ended the sequence
+
+
+class StopMatcher:
+    """Cuts one sequence at the stop string that is complete first, the longest of those. Holds back only text that may
+    become a stop string.
+
+    A Knuth–Morris–Pratt state per stop string makes a call O(new characters).
+    """
+
+    __slots__ = ("_borders", "_held", "_include_stop", "_matched", "_starts", "_stops")
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        self._stops = [stop for stop in dict.fromkeys(stops) if stop]
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # characters of each stop string
+        self._starts = re.compile("|".join(re.escape(stop[0]) for stop in self._stops) if self._stops else r"(?!)")
+        self._include_stop = include_stop
+        self._held = ""
+
+    def feed(self, text: str) -> StopCut:
+        """After a cut with a stop the matcher is done."""
+        if not self._held and self._starts.search(text) is None:
+            return StopCut(text)
+        text, at = self._held + text, len(self._held)
+        for end in range(at + 1, len(text) + 1):
+            complete = self._step(text[end - 1])
+            if complete:
+                stop = max(complete, key=len)
+                self.finish()
+                return StopCut(text[: end if self._include_stop else end - len(stop)], stop)
+        shown = len(text) - max(self._matched)
+        self._held = text[shown:]
+        return StopCut(text[:shown])
+
+    def finish(self) -> str:
+        """The held text, if no stop string came."""
+        held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
+        return held
+
+    def _step(self, char: str) -> list[str]:
+        """Advances every stop string by one character. Returns those that are complete."""
+        for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            n = self._matched[i]
+            while n and stop[n] != char:
+                n = borders[n - 1]
+            self._matched[i] = n + (stop[n] == char)
+        return [stop for stop, n in zip(self._stops, self._matched, strict=True) if n == len(stop)]
+
+
+def _borders(text: str) -> list[int]:
+    """For each prefix the length of the longest proper prefix of it that is also its suffix."""
+    borders = [0] * len(text)
+    n = 0
+    for i in range(1, len(text)):
+        while n and text[i] != text[n]:
+            n = borders[n - 1]
+        n += text[i] == text[n]
+        borders[i] = n
+    return borders

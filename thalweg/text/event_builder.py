@@ -1,58 +1,53 @@
-"""Where the layers of a parser put what they understood; it becomes events here, and markup that means nothing becomes
-text.
-"""
+"""Builds the events of one answer from what the layers of a parser read. Markup without meaning becomes text."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from thalweg.text.events import ArgumentDelta, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta
+from thalweg.text.lexer import Token
+from thalweg.text.partial_json import PartialJson, words_after_json
 
 
 class TextSpacing:
     """Text around blocks of markup: the blank line before a block and the space after it belong to neither.
 
-    Up to two newlines at the end are held until it is known what follows; space after a block until text follows.
+    Up to two newlines at the end are held until more text or a block follows; space after a block until text follows.
     """
 
-    __slots__ = ("_blank", "_held", "_skips", "_spaces")
+    __slots__ = ("_after", "_before", "_held", "after_block")
 
-    def __init__(self, skips_space: bool = False) -> None:
+    def __init__(self, after_block: bool = False) -> None:
         self._held = ""
-        self._spaces: list[str] = []  # after a block, until text follows
-        self._blank = ""  # the blank line before a block that has not proved itself yet
-        self._skips = skips_space
-
-    @property
-    def empty(self) -> bool:
-        """Nothing but space since the beginning or the last block."""
-        return self._skips
+        self._after: list[str] = []  # space since the last block
+        self._before = ""  # the blank line before a block that may turn out to be text
+        self.after_block = after_block  # only space came since the beginning or the last block
 
     def feed(self, text: str) -> str:
-        if self._skips and text.isspace():
-            self._spaces.append(text)
+        if self.after_block and text.isspace():
+            self._after.append(text)
             return ""
-        if self._skips:
-            text = "".join((self._blank, *self._spaces, text))
-            self._skips, self._blank = False, ""
-            self._spaces.clear()
+        if self.after_block:
+            text = "".join((self._before, *self._after, text))
+            self.after_block, self._before = False, ""
+            self._after.clear()
         text = self._held + text
-        body = text.rstrip("\n")
-        shown = max(len(body), len(text) - 2)
+        shown = max(len(text.rstrip("\n")), len(text) - 2)
         self._held = text[shown:]
         return text[:shown]
 
     def cut(self) -> None:
         """Markup begins or ends here."""
-        if not self._skips:
-            self._blank = self._held
+        if not self.after_block:
+            self._before = self._held
         self._held = ""
-        self._spaces.clear()
-        self._skips = True
+        self._after.clear()
+        self.after_block = True
 
-    def proved(self) -> None:
-        """The markup was a good call: the blank line before it is gone for good."""
-        self._blank = ""
+    def confirm(self) -> None:
+        """The markup was a call: the blank line before it is dropped."""
+        self._before = ""
 
     def finish(self) -> str:
         held, self._held = self._held, ""
@@ -60,14 +55,14 @@ class TextSpacing:
 
 
 class EventBuilder:
-    """The message so far, as events. hold: a call appears only when it is complete, so a malformed one never does."""
+    """The answer so far, as events. hold: a call appears only when it is complete, so a malformed one never does."""
 
     def __init__(self, hold: bool, new_id: Callable[[], str]) -> None:
         self.hold = hold
         self.events: list[Event] = []
         self._new_id = new_id
         self._calls = 0
-        self._prose = TextSpacing()
+        self._spacing = TextSpacing()
 
     def drain(self) -> list[Event]:
         events, self.events = self.events, []
@@ -80,24 +75,19 @@ class EventBuilder:
     def text(self, text: str) -> None:
         """Content."""
         if text:
-            self._content(self._prose.feed(text))
+            self._content(self._spacing.feed(text))
 
     def cut(self) -> None:
-        """A block of tool calls, or a call, begins or ends in the content."""
-        self._prose.cut()
+        """A call, or a block of calls, begins or ends in the content."""
+        self._spacing.cut()
 
     def finish(self) -> None:
-        self._content(self._prose.finish())
+        self._content(self._spacing.finish())
 
-    def call(self, hold: bool = False) -> CallBuilder:
-        """A call begins. hold: show this one only when it is complete, whatever the others do."""
-        self.cut()
-        return CallBuilder(self, self.hold or hold)
-
-    def started(self, name: str) -> int:
+    def start_call(self, name: str) -> int:
         index = self._calls
         self._calls += 1
-        self._prose.proved()
+        self._spacing.confirm()
         self.events.append(CallStart(index, self._new_id(), name))
         return index
 
@@ -106,51 +96,99 @@ class EventBuilder:
             self.events.append(ContentDelta(text))
 
 
-class CallBuilder:
-    """One call being read. Its start is an event only once its arguments have begun to make sense."""
+class CallReader(ABC):
+    """Reads one call between its tags. It becomes an event only when its arguments have begun to make sense.
 
-    __slots__ = ("_answer", "_held", "_hold", "_index")
+    The arguments are one JSON object, in most formats as it is written.
+    """
 
-    def __init__(self, answer: EventBuilder, hold: bool) -> None:
-        self._answer = answer
-        self._hold = hold
-        self._held: list[str] = []
+    def __init__(self, builder: EventBuilder, hold: bool = False) -> None:
+        """hold: show this call only when it is complete, whatever the others do."""
+        builder.cut()
+        self.name = ""
+        self.raw: list[str] = []  # all text of the call
+        self.json = PartialJson()
+        self.after: list[str] = []  # text after the JSON object
+        self._builder = builder
+        self._hold = hold or builder.hold
+        self._held: list[str] = []  # arguments of a call that is not shown yet
         self._index: int | None = None
+
+    @abstractmethod
+    def text(self, text: str) -> bool:
+        """Takes text of the call. False when the call turned out malformed."""
+
+    @abstractmethod
+    def close(self, ended: bool) -> str:
+        """Ends the call, or gives it up. Returns text inside it that is content. ended: the end tag came."""
+
+    def feed_json(self, text: str) -> bool:
+        """Takes text of the JSON object."""
+        self.pass_on(self.json.feed(text))
+        if self.json.done:
+            self.after.append(self.json.rest)
+            self.json.rest = ""
+        return not self.json.bad
 
     @property
     def held(self) -> str:
-        """The arguments so far of a call that is not shown yet."""
         return "".join(self._held)
 
-    def arguments(self, name: str, text: str) -> None:
+    def pass_on(self, arguments: str) -> None:
         """More of the arguments: text that can be closed into valid JSON."""
-        if not text:
+        if not arguments:
             return
         if self._hold:
-            self._held.append(text)
+            self._held.append(arguments)
             return
         if self._index is None:
-            self._index = self._answer.started(name)
-        self._answer.events.append(ArgumentDelta(self._index, text))
+            self._index = self._builder.start_call(self.name)
+        self._builder.events.append(ArgumentDelta(self._index, arguments))
 
-    def end(self, name: str) -> None:
-        """The call is complete."""
+    def succeed(self) -> str:
+        """The call is complete. Returns the words after its arguments."""
         if self._index is None:
-            self._index = self._answer.started(name)
-            self._answer.events.append(ArgumentDelta(self._index, self.held))
-        self._answer.events.append(CallEnd(self._index))
-        self._answer.cut()
+            self._index = self._builder.start_call(self.name)
+            self._builder.events.append(ArgumentDelta(self._index, self.held))
+        self._builder.events.append(CallEnd(self._index))
+        self._builder.cut()
+        return words_after_json("".join(self.after))
 
-    def fail(self, closing: str, raw: str, left: str) -> None:
+    def fail(self, closing: str | None = None, raw: str | None = None, left: str | None = None) -> str:
         """The call is malformed or broken off.
 
-        Not started: `raw`, all its text, is content. Started: the arguments end with `closing`, and `left`, the text
-        not passed on, is content.
+        If it has not started, `raw`, all its text, is content. Else the arguments end with `closing`, and `left`, the
+        text that was not passed on, is content.
         """
         if self._index is None:
-            self._answer.text(raw)
-            return
-        self._answer.events.append(ArgumentDelta(self._index, closing))
-        self._answer.events.append(CallEnd(self._index, whole=False))
-        self._answer.cut()
-        self._answer.text(left)
+            self._builder.text("".join(self.raw) if raw is None else raw)
+            return ""
+        self._builder.events.append(ArgumentDelta(self._index, self.json.closing() if closing is None else closing))
+        self._builder.events.append(CallEnd(self._index, whole=False))
+        self._builder.cut()
+        self._builder.text(self.json.held + self.json.rest if left is None else left)
+        return ""
+
+
+class ToolLayer(ABC):
+    """Reads the tool calls of one format: takes the tokens of the content, writes to the builder."""
+
+    def __init__(self, builder: EventBuilder) -> None:
+        self.builder = builder
+        self.call: CallReader | None = None
+
+    @property
+    def in_call(self) -> bool:
+        return self.call is not None
+
+    @abstractmethod
+    def token(self, token: Token) -> None: ...
+
+    def finish(self) -> None:
+        self.close(ended=False)
+
+    def close(self, ended: bool) -> None:
+        """Ends the open call, if any."""
+        call, self.call = self.call, None
+        if call is not None:
+            self.builder.text(call.close(ended))

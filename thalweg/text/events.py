@@ -1,9 +1,10 @@
-"""What a parser says: events, and the message that they add up to."""
+"""The events of a parser, and the answer that they add up to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,9 @@ class ContentDelta:
 
 @dataclass(frozen=True)
 class CallStart:
-    """A tool call begins; its arguments follow as deltas that join to one JSON object. Indices count from 0."""
+    """A tool call begins. Its arguments follow as deltas that join to one JSON object."""
 
-    index: int
+    index: int  # from 0
     id: str
     name: str
 
@@ -33,54 +34,39 @@ class ArgumentDelta:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The call's arguments are complete. whole=False: the model broke off or wrote nonsense, and the arguments were
-    only closed.
-    """
-
     index: int
-    whole: bool = True
+    whole: bool = True  # False: the call was malformed or broken off, and its arguments were only closed
 
 
 Event = ReasoningDelta | ContentDelta | CallStart | ArgumentDelta | CallEnd
 
 
-@dataclass(frozen=True)
-class ParsedCall:
+class ParsedCall(NamedTuple):
     id: str
     name: str
     arguments: str
 
 
-@dataclass(frozen=True)
-class ParsedAnswer:
-    """A whole answer. `content` and `reasoning` are None when there is none."""
-
+class ParsedAnswer(NamedTuple):
     content: str | None
     reasoning: str | None
     calls: tuple[ParsedCall, ...]
 
     @property
     def finish_reason(self) -> str:
-        """The finish reason of an answer that ended by itself."""
+        """Of an answer that ended by itself."""
         return "tool_calls" if self.calls else "stop"
 
 
 def collect(events: Iterable[Event]) -> ParsedAnswer:
-    """Fold events into the message that a client of the stream has at the end."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    starts: dict[int, CallStart] = {}
-    arguments: dict[int, list[str]] = {}
+    """The whole answer."""
+    events = list(events)
+    content = "".join(event.text for event in events if isinstance(event, ContentDelta))
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+    arguments: dict[int, str] = {}
     for event in events:
-        match event:
-            case ContentDelta(text):
-                content.append(text)
-            case ReasoningDelta(text):
-                reasoning.append(text)
-            case CallStart(index):
-                starts[index] = event
-                arguments[index] = []
-            case ArgumentDelta(index, text):
-                arguments[index].append(text)
-    calls = tuple(ParsedCall(start.id, start.name, "".join(arguments[i])) for i, start in starts.items())
-    return ParsedAnswer("".join(content) or None, "".join(reasoning) or None, calls)
+        if isinstance(event, ArgumentDelta):
+            arguments[event.index] = arguments.get(event.index, "") + event.text
+    starts = [event for event in events if isinstance(event, CallStart)]
+    calls = tuple(ParsedCall(start.id, start.name, arguments.get(start.index, "")) for start in starts)
+    return ParsedAnswer(content or None, reasoning or None, calls)

@@ -180,7 +180,8 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(i) for i in range(known)] + [b""] * (vocab - known)
         self.special_token_ids = sorted({*tokenizer.added_ids, *eos_ids})
         self._encode = tokenizer.encode
-        added = sorted((tokenizer.token_text(i) for i in tokenizer.added_ids if i < known), key=len, reverse=True)
+        marks = (tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.added_ids if i < known)
+        added = sorted(marks, key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, filter(None, added))) or r"(?!)")
 
     def __call__(self, text: str) -> list[int]:

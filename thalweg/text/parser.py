@@ -1,68 +1,39 @@
 """Reads a model's answer as it comes: reasoning, content and tool calls, as events.
 
-One machine for all formats. The lexer cuts the text into tags and text; the reasoning layer takes tokens until the
-thought has ended (by its end tag, or by a tool call); the tool layer takes the rest. So how the two play together is
-written once, here.
+The lexer cuts the text into tags and text. The reasoning layer takes tokens until the thought has ended (by its end
+tag, or by a tool call); the tool layer takes the rest.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from thalweg.core.errors import UnsupportedConfig
-from thalweg.text import tools_dsml, tools_hermes, tools_sep
-from thalweg.text.event_builder import EventBuilder, TextSpacing
+from thalweg.text.event_builder import EventBuilder, TextSpacing, ToolLayer
 from thalweg.text.events import Event, ParsedAnswer, collect
-from thalweg.text.lexer import Lexer, Tag, TagSyntax, Token, literal_marks
+from thalweg.text.lexer import Lexer, Tag, TagSyntax, Token, literal_tags
+from thalweg.text.tools_dsml import TAGS as DSML_TAGS
+from thalweg.text.tools_dsml import DsmlTools, without_marks
+from thalweg.text.tools_json import HERMES_TAGS, SEP_TAGS, HermesTools, SepTools
 
-_Format = TypeVar("_Format")
-
-
-class ToolLayer(Protocol):
-    """What a tool format adds to the machine: takes the tokens of the content, writes to its Answer."""
-
-    @property
-    def in_call(self) -> bool:
-        """Inside the tags of a call."""
-
-    def token(self, token: Token) -> None: ...
-
-    def finish(self) -> None: ...
+FormatT = TypeVar("FormatT")
+Schemas = Mapping[str, Mapping[str, object]]  # function name → schema of its parameters
 
 
-@dataclass(frozen=True)
-class ToolFormat:
-    """A row of the catalog: the tags, and the layer that reads them.
-
-    layer: (answer, function name → parameter schema) → layer. plain: what is left of a tag where no tools were offered;
-    the marks that are special tokens go, as they do from any answer, what a text may hold stays.
-    """
-
-    marks: TagSyntax
-    layer: Callable[[EventBuilder, Mapping[str, Mapping[str, object]]], ToolLayer]
-    plain: Callable[[str], str]
+class ToolFormat(NamedTuple):
+    tags: TagSyntax
+    layer: Callable[[EventBuilder, Schemas], ToolLayer]
+    plain: Callable[[str], str]  # a tag → its text where no tools were offered: special tokens are dropped
 
 
-def _sep(answer: EventBuilder, schemas: Mapping[str, Mapping[str, object]]) -> ToolLayer:
-    return tools_sep.SepTools(answer)
-
-
-def _hermes(answer: EventBuilder, schemas: Mapping[str, Mapping[str, object]]) -> ToolLayer:
-    return tools_hermes.HermesTools(answer)
-
-
-def _dsml(answer: EventBuilder, schemas: Mapping[str, Mapping[str, object]]) -> ToolLayer:
-    return tools_dsml.DsmlTools(answer, schemas)
-
-
+_SEP = ToolFormat(SEP_TAGS, lambda builder, schemas: SepTools(builder), lambda raw: "")
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "deepseekv3": ToolFormat(tools_sep.MARKS, _sep, lambda raw: ""),
-    "deepseekv31": ToolFormat(tools_sep.MARKS, _sep, lambda raw: ""),
-    "deepseekv32": ToolFormat(tools_dsml.MARKS, _dsml, tools_dsml.without_marks),
-    "qwen25": ToolFormat(tools_hermes.MARKS, _hermes, lambda raw: raw),
+    "deepseekv3": _SEP,
+    "deepseekv31": _SEP,
+    "deepseekv32": ToolFormat(DSML_TAGS, DsmlTools, without_marks),
+    "qwen25": ToolFormat(HERMES_TAGS, lambda builder, schemas: HermesTools(builder), lambda raw: raw),
 }
 
 # Where an answer begins, by the request's `thinking` (None: not given). inside: in the thought, which the prompt has
@@ -73,19 +44,17 @@ REASONING_FORMATS: Mapping[str, Mapping[bool | None, str]] = {
     "qwen3": {None: "maybe", True: "maybe", False: "outside"},
 }
 
-_THINK = literal_marks({"<think>": "think", "</think>": "/think"})
+_THINK = literal_tags({"<think>": "think", "</think>": "/think"})
 
 
 class AnswerParser:
-    """One answer. `feed` text deltas and get events; `finish` when the text has ended. Never raises, whatever the text
-    is.
+    """Reads one answer. Never raises, whatever the text is.
 
-    reasoning, tools: names of the catalogs, None for none. thinking: the request's wish. inside: overrides where the
-    answer begins (`opens_thought(prompt)` knows it when the prompt is at hand). functions: the request's functions, for
-    parameter types. offered: the request let the model call functions; without that nothing is a call, and its text is
-    text. hold: show a call only once it is complete (what a reply in one piece wants: a malformed call is then
-    content); otherwise arguments stream, and a call that breaks off midway is closed into valid JSON and marked
-    `whole=False`. Raises UnsupportedConfig for an unknown format.
+    reasoning, tools: names of the formats, None for none. thinking: the request's choice. inside: overrides where the
+    answer begins (see `opens_thought`). functions: the request's functions, for parameter types. offered: the model may
+    call functions; without that a call is text. hold: show a call only when it is complete, a malformed one as
+    content; otherwise arguments stream, and a call that breaks off is closed into valid JSON and marked `whole=False`.
+    Raises UnsupportedConfig for an unknown format.
     """
 
     def __init__(
@@ -100,23 +69,22 @@ class AnswerParser:
         hold: bool = False,
         new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
-        marks = []
-        self._answer = EventBuilder(hold, new_id)
+        self._builder = EventBuilder(hold, new_id)
         self._tools: ToolLayer | None = None
         self._plain: Callable[[str], str] | None = None
-        begins = "outside"
+        syntaxes, begins = [], "outside"
         if reasoning is not None:
-            form = _named(REASONING_FORMATS, reasoning, "--reasoning-parser")
-            begins = form[thinking] if inside is None else "inside" if inside else "outside"
-            marks.append(_THINK)
+            begins = _named(REASONING_FORMATS, reasoning, "--reasoning-parser")[thinking]
+            begins = begins if inside is None else "inside" if inside else "outside"
+            syntaxes.append(_THINK)
         if tools is not None:
             schemas = {str(function["name"]): function.get("parameters") or {} for function in functions}
-            tool_form = _named(TOOL_FORMATS, tools, "--tool-call-parser")
-            self._tools = tool_form.layer(self._answer, schemas)
-            self._plain = None if offered else tool_form.plain
-            marks.append(tool_form.marks)
-        self._lexer = Lexer(marks)
-        self._thought = TextSpacing(skips_space=True)
+            form = _named(TOOL_FORMATS, tools, "--tool-call-parser")
+            self._tools = form.layer(self._builder, schemas)
+            self._plain = None if offered else form.plain
+            syntaxes.append(form.tags)
+        self._lexer = Lexer(syntaxes)
+        self._thought = TextSpacing(after_block=True)
         self._interrupted = False  # a call ended the thought, and its own end tag may still come
         self._state = {"inside": self._inside, "maybe": self._maybe, "outside": self._outside}[begins]
         self._space: list[str] = []
@@ -124,20 +92,20 @@ class AnswerParser:
     def feed(self, text: str) -> list[Event]:
         for token in self._lexer.feed(text):
             self._token(token)
-        return self._answer.drain()
+        return self._builder.drain()
 
     def finish(self) -> list[Event]:
         held = self._lexer.finish()
         if held:
             self._token(held)
         if self._state == self._inside:
-            self._answer.reasoning(self._thought.finish())
+            self._builder.reasoning(self._thought.finish())
         if self._state == self._maybe:
-            self._answer.text("".join(self._space))
+            self._builder.text("".join(self._space))
         if self._tools is not None:
             self._tools.finish()
-        self._answer.finish()
-        return self._answer.drain()
+        self._builder.finish()
+        return self._builder.drain()
 
     def _token(self, token: Token) -> None:
         if self._plain is not None and isinstance(token, Tag) and token.kind not in ("think", "/think"):
@@ -146,17 +114,17 @@ class AnswerParser:
             self._state(token)
 
     def _inside(self, token: Token) -> None:
-        """In the thought. Space alone is no thought; one `<think>` in front is dropped."""
+        """In the thought. Space alone is no thought; a first `<think>` is dropped."""
         if isinstance(token, str):
-            self._answer.reasoning(self._thought.feed(token))
+            self._builder.reasoning(self._thought.feed(token))
         elif token.kind == "/think":
-            self._answer.reasoning(self._thought.finish())
+            self._builder.reasoning(self._thought.finish())
             self._state = self._outside
         elif token.kind == "think":
-            if self._thought.empty:
-                self._thought = TextSpacing(skips_space=True)
+            if self._thought.after_block:
+                self._thought = TextSpacing(after_block=True)
             else:
-                self._answer.reasoning(self._thought.feed(token.raw))
+                self._builder.reasoning(self._thought.feed(token.raw))
         else:
             self._thought.cut()
             self._interrupted = True
@@ -171,12 +139,12 @@ class AnswerParser:
         if isinstance(token, Tag) and token.kind == "think":
             self._state = self._inside
             return
-        self._answer.text("".join(self._space))
+        self._builder.text("".join(self._space))
         self._state = self._outside
         self._outside(token)
 
     def _outside(self, token: Token) -> None:
-        """In the content: thinking tags are text here, but for the end of a thought that a call interrupted."""
+        """In the content. Thinking tags are text, except the end of a thought that a call interrupted."""
         if isinstance(token, Tag) and token.kind in ("think", "/think"):
             if self._interrupted and token.kind == "/think" and self._tools is not None and not self._tools.in_call:
                 self._interrupted = False
@@ -186,7 +154,7 @@ class AnswerParser:
             self._tools.token(token)
         else:
             assert isinstance(token, str), "only a tool format brings other tags"
-            self._answer.text(token)
+            self._builder.text(token)
 
 
 def parse(text: str, reasoning: str | None, tools: str | None, **options: Any) -> ParsedAnswer:
@@ -200,7 +168,7 @@ def opens_thought(prompt: str) -> bool:
     return prompt.rstrip().endswith("<think>")
 
 
-def _named(catalog: Mapping[str, _Format], name: str, flag: str) -> _Format:
+def _named(catalog: Mapping[str, FormatT], name: str, flag: str) -> FormatT:
     if name not in catalog:
         raise UnsupportedConfig(f"{flag} {name}: unknown; one of {', '.join(catalog)}")
     return catalog[name]

@@ -1,7 +1,7 @@
-"""A JSON object that arrives in pieces: passes on only text that can still be closed into valid JSON.
+"""A JSON object that comes in pieces: passes on only text that can still be closed into valid JSON.
 
-Whatever the split and wherever the stream ends, what was passed on plus `closing()` parses. Keys, commas and numbers
-wait until the value that needs them has begun (or ended); the text of strings passes at once.
+Wherever the stream ends, the passed text plus `closing()` parses. Keys, commas and numbers wait until their value has
+begun (or ended); the text of strings passes at once.
 """
 
 from __future__ import annotations
@@ -18,25 +18,21 @@ _PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _DEPTH = 128
 
 # What may come next.
-_OBJECT, _KEY_OR_END, _KEY, _IN_KEY, _COLON, _VALUE, _VALUE_OR_END, _IN_STRING, _IN_SCALAR, _NEXT, _DONE, _BAD = range(
-    12
-)
+_OBJECT, _KEY_OR_END, _KEY, _IN_KEY, _COLON, _VALUE, _VALUE_OR_END, _IN_STRING, _IN_SCALAR, _NEXT, _DONE = range(11)
 
 
-class JsonObject:
-    """`feed` text until `done` or `bad`; both return what may be passed on. `rest` is what follows the object, or what
-    was bad.
-    """
+class PartialJson:
+    """`feed` text until `done` or `bad`."""
 
     __slots__ = ("_pending", "_scalar", "_stack", "_state", "_text", "bad", "rest")
 
     def __init__(self) -> None:
         self._state = _OBJECT
         self._stack: list[str] = []
-        self._text = ""  # not yet understood: part of an escape or of a number
-        self._pending: list[str] = []  # understood, but not closable by itself
+        self._text = ""  # part of an escape or of a number
+        self._pending: list[str] = []  # complete, but not closable by itself
         self._scalar: list[str] = []
-        self.rest = ""
+        self.rest = ""  # text after the object, or from the malformed position on
         self.bad = False
 
     @property
@@ -54,7 +50,7 @@ class JsonObject:
         return "".join((*self._pending, *self._scalar, self._text))
 
     def closing(self) -> str:
-        """What makes the text passed on so far (some of it) a JSON object."""
+        """Completes the text passed on so far to a JSON object."""
         closers = ('"' if self._state == _IN_STRING else "") + "".join(reversed(self._stack))
         return "" if self.done else closers
 
@@ -72,7 +68,7 @@ class JsonObject:
         return "".join(out)
 
     def _step(self, text: str, at: int, out: list[str]) -> int:
-        """Understand one piece at `at`; the position after it, or -1 when it may go on in text still to come."""
+        """Reads one piece at `at`. Returns the position after it, or -1 if more text may belong to it."""
         state = self._state
         if state in (_IN_STRING, _IN_KEY):
             return self._string(text, at, out)
@@ -80,7 +76,7 @@ class JsonObject:
             return self._continue_scalar(text, at, out)
         space = _SPACE.match(text, at)
         if space:
-            # Space before the object is nothing; elsewhere it waits with what it belongs to.
+            # Space before the object is dropped; elsewhere it waits with what it belongs to.
             if self._stack:
                 self._pending.append(space.group())
             return space.end()
@@ -158,6 +154,6 @@ class JsonObject:
         self._state = state
 
 
-def after_json(text: str) -> str:
-    """What of the text between an object and the end of its call is words: a fence and brackets too many are not."""
+def words_after_json(text: str) -> str:
+    """The words between a JSON object and the end of its call: without a fence and surplus brackets."""
     return text.lstrip(" \t\r\n`}]").rstrip(" \t\r\n`")

@@ -1,9 +1,9 @@
-"""A checkpoint's own Jinja chat template, rendered as transformers renders it, in a sandbox."""
+"""Jinja chat templates, rendered as transformers renders them, in a sandbox."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,15 @@ from thalweg.core.errors import CheckpointError, InvalidRequest
 from thalweg.text.messages import Message, ToolCall
 
 _PROBE = "thalweg_probe"
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError)
 
 
-class _Refused(Exception):
-    """raise_exception() was called by the template: the conversation is one that it does not accept."""
+class _RefusedByTemplate(Exception):
+    """The template called raise_exception()."""
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's tokens for training; for a prompt it is its body."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's tokens for training; a prompt has only its body."""
 
     tags = {"generation"}
 
@@ -43,10 +44,9 @@ class Template:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
-            raise CheckpointError(
-                f"the chat template does not compile: {error}; give another with --chat-template"
-            ) from error
-        self._arguments = self._how_arguments()
+            message = f"the chat template does not compile: {error}; give another with --chat-template"
+            raise CheckpointError(message) from error
+        self._takes_objects = self._probe()
 
     def render(
         self,
@@ -56,40 +56,37 @@ class Template:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """The prompt. Raises InvalidRequest when the template refuses the conversation, CheckpointError when it does
-        what the sandbox forbids.
+        """The prompt. Raises InvalidRequest when the template refuses the conversation, CheckpointError when the
+        sandbox forbids what it does.
         """
         values: dict[str, Any] = {"documents": None, **self._special_tokens, **variables}
-        values["messages"] = [_as_dict(message, self._arguments) for message in messages]
-        values["tools"] = [{"type": "function", "function": dict(function)} for function in functions] or None
+        values["messages"] = [_as_dict(message, self._takes_objects) for message in messages]
+        values["tools"] = _as_tools(functions) or None
         values["add_generation_prompt"] = add_generation_prompt
         try:
             return self._template.render(values)
-        except _Refused as error:
+        except _RefusedByTemplate as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
         except jinja2.exceptions.SecurityError as error:
             raise CheckpointError(f"the chat template does what the sandbox forbids: {error}") from error
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        except _FAILURES as error:
             raise InvalidRequest("messages", f"the model's chat template fails on them: {error}") from error
 
-    def _how_arguments(self) -> Callable[[ToolCall], Any]:
-        """Templates disagree on whether `arguments` is an object (Qwen, Llama: `| tojson`) or a string (DeepSeek:
-        concatenated).
-
-        A probe tells: rendered as an object it must come out as JSON.
+    def _probe(self) -> bool:
+        """Whether the template takes `arguments` as an object (Qwen, Llama: `| tojson`) or as a string (DeepSeek:
+        concatenated). An object must be rendered as JSON.
         """
-        call = ToolCall(id="call000000", name="f", raw=json.dumps({_PROBE: True}), arguments={_PROBE: True})
-        probe = (
+        call = ToolCall("call000000", "f", json.dumps({_PROBE: True}), {_PROBE: True})
+        messages = (
             Message("messages[0]", "user", "q"),
             Message("messages[1]", "assistant", "", tool_calls=(call,)),
             Message("messages[2]", "tool", "r", tool_call_id=call.id),
         )
-        values = {**self._special_tokens, "messages": [_as_dict(message, _parsed) for message in probe], "tools": None}
+        values = {**self._special_tokens, "messages": [_as_dict(message, True) for message in messages], "tools": None}
         try:
-            text = self._template.render(values)
-        except (jinja2.TemplateError, _Refused, TypeError, ValueError, KeyError, AttributeError):
-            return _raw
-        return _raw if f"'{_PROBE}'" in text else _parsed
+            return f"'{_PROBE}'" not in self._template.render(values)
+        except (_RefusedByTemplate, *_FAILURES):
+            return False
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -98,22 +95,21 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     Looks at chat_template.jinja and additional_chat_templates/*.jinja, then chat_template.json, then `config`
     (tokenizer_config.json): transformers' order. Raises CheckpointError for a broken one.
     """
-    found = _named(config.get("chat_template"), "tokenizer_config.json")
+    templates = _by_name(config.get("chat_template"), "tokenizer_config.json")
     single = folder / "chat_template.json"
     if single.is_file():
         try:
-            found |= _named(json.loads(single.read_text(encoding="utf-8"))["chat_template"], single.name)
+            templates |= _by_name(json.loads(single.read_text(encoding="utf-8"))["chat_template"], single.name)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{single}: expected a JSON object with chat_template ({error!r})") from error
-    extra = folder / "additional_chat_templates"
-    for path in sorted(extra.glob("*.jinja")) if extra.is_dir() else []:
-        found[path.stem] = path.read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
     if (folder / "chat_template.jinja").is_file():
-        found["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    return found
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates
 
 
-def _named(value: Any, file: str) -> dict[str, str]:
+def _by_name(value: Any, file: str) -> dict[str, str]:
     if value is None:
         return {}
     if isinstance(value, str):
@@ -124,48 +120,43 @@ def _named(value: Any, file: str) -> dict[str, str]:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
+    extensions = [_Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML; a prompt must not be."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter escapes HTML, which a prompt must not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: str) -> str:
-    raise _Refused(message)
+    raise _RefusedByTemplate(message)
 
 
-def _raw(call: ToolCall) -> Any:
-    return call.raw
+def _as_tools(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": dict(function)} for function in functions]
 
 
-def _parsed(call: ToolCall) -> Any:
-    return dict(call.arguments)
-
-
-def _as_dict(message: Message, arguments: Callable[[ToolCall], Any]) -> dict[str, Any]:
+def _as_dict(message: Message, takes_objects: bool) -> dict[str, Any]:
     """The message as templates know it. Absent keys stay absent: templates ask `is defined`."""
-    given: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning:
-        given["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        given["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call)}}
+    values: dict[str, Any] = {
+        "role": message.role,
+        "content": message.content,
+        "reasoning_content": message.reasoning,
+        "tool_calls": [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments) if takes_objects else call.raw},
+            }
             for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        given["tool_call_id"] = message.tool_call_id
-    return given
+        ],
+        "tool_call_id": message.tool_call_id,
+        "tools": _as_tools(message.tools),
+        "response_format": message.response_format,
+    }
+    return {key: value for key, value in values.items() if value or key in ("role", "content")}
