@@ -33,13 +33,13 @@ P, A, E, M = names.PROJECTIONS, names.ATTENTION, names.EXPERTS, names.MLP
 
 
 def operations(kernels: Sequence[str]) -> list[str]:
-    return names.places(["_decode", "vectorized_gather_kernel", *kernels, "_rms_norm", "nvjet_tst_64x8"])[2:]
+    return names.forward_roles(["_decode", "vectorized_gather_kernel", *kernels, "_rms_norm", "nvjet_tst_64x8"])[2:]
 
 
 def test_products_are_told_apart_by_their_place() -> None:
     dense, sparse = [P, P, A, P, P, M, M], [P, P, A, P, P, E, E, E, E]
     assert operations([*MLA_MLP, *MLA_MOE, *MLA_MOE]) == [*dense, *sparse, *sparse, names.NORM, names.HEAD]
-    assert names.places(["_decode", *MLA_MOE])[0] == names.PREPARE  # and not attention
+    assert names.forward_roles(["_decode", *MLA_MOE])[0] == names.PREPARE  # and not attention
     gqa = ["_gemv", "_decode", "_merge", "_gemv", "_rms_norm", "_gemv", "_gemv"]
     assert operations(gqa * 2) == [P, A, A, P, names.NORM, M, M] * 2 + [names.NORM, names.HEAD]
 
@@ -88,7 +88,7 @@ def test_two_attentions_of_a_mixed_step_are_one_layers() -> None:
 
 def test_what_stands_behind_a_forward_is_sampling_or_drafting() -> None:
     def after(*kernels: str) -> list[str]:
-        return names.after([names.kernel(kernel) for kernel in kernels])
+        return names.sampling_roles([names.role_of_kernel(kernel) for kernel in kernels])
 
     assert after("_adjust", "_choose", "_merge", "_settle", "Memcpy DtoH") == [names.SAMPLING] * 4 + [names.COPIES]
     drafter = [
@@ -116,21 +116,24 @@ def test_every_own_kernel_is_in_the_table() -> None:
         and f"def {node.value.id}(" in path.read_text() and "@triton.jit" in path.read_text()
     }  # fmt: skip
     assert len(launched) > 30
-    unknown = {name for name in launched if names.kernel(name) == names.SMALL}
+    unknown = {name for name in launched if names.role_of_kernel(name) == names.SMALL}
     assert unknown == set()
 
 
 def test_names_lose_their_templates() -> None:
     assert (
-        names.short("void at::native::(anonymous namespace)::indexSelectSmallIndex<int, long>(int)")
+        names.short_name("void at::native::(anonymous namespace)::indexSelectSmallIndex<int, long>(int)")
         == "indexSelectSmallIndex"
     )
     assert (
-        names.short("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<1>>>(P)")
+        names.short_name("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<1>>>(P)")
         == "flash::device_kernel"
     )
-    assert names.kernel(names.short("void deep_gemm::sm90_fp8_gemm_1d2d_impl<1u, 7168u>(float*)")) == names.PRODUCT
-    assert names.kernel(names.short("Memcpy DtoH (Device -> Pinned)")) == names.COPIES
+    assert (
+        names.role_of_kernel(names.short_name("void deep_gemm::sm90_fp8_gemm_1d2d_impl<1u, 7168u>(float*)"))
+        == names.PRODUCT
+    )
+    assert names.role_of_kernel(names.short_name("Memcpy DtoH (Device -> Pinned)")) == names.COPIES
 
 
 class Recorder:

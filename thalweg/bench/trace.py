@@ -92,7 +92,7 @@ class Shapes:
 
     def operation(self, name: str, dims: Dims) -> str:
         """Of an operator with inputs of these shapes; what cannot be told goes by its name alone."""
-        what = names.operator(name)
+        what = names.role_of_operator(name)
         if name == "aten::sum" and any(dims):  # a scripted function's own inputs stand before the operator's
             return self._ahead(next(filter(None, dims)), what)
         found = [self.by_weight[pair] for pair in map(_last, dims[1:]) if pair in self.by_weight]
@@ -167,16 +167,20 @@ def _on_gpu(events: Sequence[Event], halves: Sequence[Half]) -> list[Step]:
             loose.append(event)
     steps = _empty(halves)
     for (number, which), mine in of_half.items():
-        short = [names.short(event["name"]) for event in mine]
-        whats = names.places(short) if which == "A" else names.after([names.kernel(name) for name in short])
+        short = [names.short_name(event["name"]) for event in mine]
+        whats = (
+            names.forward_roles(short)
+            if which == "A"
+            else names.sampling_roles([names.role_of_kernel(name) for name in short])
+        )
         steps[number].spans += [_span(e, n, what) for e, n, what in zip(mine, short, whats, strict=True)]
     found = sorted((step for step in steps.values() if step.spans), key=lambda step: min(s.begin for s in step.spans))
     firsts = [min(span.begin for span in step.spans) for step in found]
     for event in loose:
         at = bisect.bisect_right(firsts, event["ts"]) - 1
         if at >= 0:
-            name = names.short(event["name"])
-            found[at].spans.append(_span(event, name, names.kernel(name)))
+            name = names.short_name(event["name"])
+            found[at].spans.append(_span(event, name, names.role_of_kernel(name)))
     return found
 
 
@@ -206,7 +210,7 @@ def _on_cpu(events: Sequence[Event], halves: Sequence[Half], shapes: Shapes) -> 
         for at, outermost in inside.items():
             whats = [shapes.operation(event["name"], _dims(event)) for event in outermost]
             if own[at].which == "B":
-                whats = names.after([names.operator(event["name"]) for event in outermost])
+                whats = names.sampling_roles([names.role_of_operator(event["name"]) for event in outermost])
             found = [_span(e, e["name"].removeprefix("aten::"), what) for e, what in zip(outermost, whats, strict=True)]
             steps[own[at].step].spans += found
     return [step for step in steps.values() if step.spans]

@@ -98,7 +98,7 @@ def searches(resolved: Resolved) -> list[TuningSearch]:
 
 def _on_cpu(settings: EngineConfig, facts: ModelFacts) -> Iterator[TuningSearch]:
     """What an empty model asks for while it is made: its memory is never touched, so it takes none."""
-    with TUNED.noted() as asked:
+    with TUNED.recorded() as asked:
         catalog.assemble(facts, layer_factory(facts, "cpu", settings.kernels, settings.dtype))
     for operation, key, default in dict.fromkeys(asked):
         if operation == "read_ahead" and (found := tuning_cpu.search(key, default)) is not None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.kernels.fp8_block.ref import quantize
 from thalweg.kernels.launch import triton_available
 
 Inputs = dict[str, Any]
@@ -104,23 +103,13 @@ def draw_tensor(generator: torch.Generator, *shape: int, dtype: torch.dtype = to
 
 
 def fp8_weight(generator: torch.Generator, *shape: int, scale: float = 0.02) -> tuple[Tensor, Tensor]:
-    """Random e4m3 codes, and scales up to `scale` for blocks of 128 × 128 of the last two dims."""
+    """Random e4m3 codes, and scales up to `scale` for blocks of 128 × 128 of the last two dims. Scales lie far from one
+    another, so that a wrong one shows beside the noise of FP8.
+    """
     *lead, rows, columns = shape
     blocks = (*lead, -(-rows // 128), columns // 128)
     scales = torch.rand(*blocks, generator=generator, device=generator.device).mul_(scale)
     return draw_tensor(generator, *shape, dtype=torch.float8_e4m3fn), scales
-
-
-def uneven_fp8_weight(generator: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
-    """A normal weight as e4m3 codes and scales. The scales of its blocks lie far from one another, so that a wrong one
-    shows beside the noise of FP8.
-    """
-    *lead, rows, columns = shape
-    weight = torch.randn(*shape, generator=generator, device=generator.device) * columns**-0.5
-    spread = torch.rand(*lead, -(-rows // 128), columns // 128, generator=generator, device=generator.device)
-    weight *= spread.repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)
-    codes, scales = zip(*(quantize(each, (128, 128), False) for each in weight.view(-1, rows, columns)), strict=True)
-    return torch.stack(codes).view(*shape), torch.stack(scales).view(spread.shape)
 
 
 def size(*tensors: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Counts what Triton compiles, or fetches from its cache folder, while a piece of code runs."""
+"""Counts what Triton compiles, or loads from its cache folder, while a piece of code runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from triton import knobs
 
 
 class Compilations:
-    """A context manager. made: names of the kernels that were compiled; found: of those whose compiled form lay in the
-    cache folder. A kernel that this process has run before is in neither.
-    """
+    """A context manager. A kernel that this process has run before is in neither list."""
 
     def __init__(self) -> None:
-        self.made: list[str] = []
-        self.found: list[str] = []
+        self.compiled: list[str] = []  # names of kernels
+        self.loaded: list[str] = []  # of kernels whose compiled form was in the cache folder
 
     def __enter__(self) -> Compilations:
         self._before = knobs.compilation.listener
-        knobs.compilation.listener = self._heard
+        knobs.compilation.listener = self._listen
         return self
 
     def __exit__(
@@ -27,5 +25,5 @@ class Compilations:
     ) -> None:
         knobs.compilation.listener = self._before
 
-    def _heard(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
-        (self.found if cache_hit else self.made).append(src.name)
+    def _listen(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
+        (self.loaded if cache_hit else self.compiled).append(src.name)

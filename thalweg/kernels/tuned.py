@@ -1,8 +1,8 @@
-"""What `thalweg tune` has found for this device, in place of what the kernels' own tables say.
+"""The choices that `thalweg tune` has found for this device, in place of those of the kernels' own tables.
 
-A choice is found for one operation, one key (the shape of a weight) and one default: what the operation's table says.
-So it replaces that tile wherever the table would use it with such a weight, and the numbers of rows at which other
-compiled kernels begin stay where they are.
+A choice is found for one operation, one key (the shape of a weight) and one default of the operation's table. It
+replaces that default wherever the table would use it with such a weight. The numbers of rows at which other compiled
+kernels begin stay where they are.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, TypeVar, cast
 from thalweg.core.kernels import TunedKernel, TuningValues
 
 T = TypeVar("T")
-Question = tuple[str, TuningValues, Any]  # operation, key, default
+Lookup = tuple[str, TuningValues, Any]  # operation, key, default
 
-# by operation: the file whose code a choice was measured with
+# by operation: the file with whose code a choice was measured
 SOURCES = {
     "gemv": "gemm/triton.py",
     "experts": "experts/triton.py",
@@ -30,39 +30,32 @@ SOURCES = {
 
 
 class TuningTable:
-    """The choices that a process uses. Filled by `use` before the first model is made, and left alone while kernels
-    run.
-    """
+    """The choices of a process. `use` fills it before the first model is made; it does not change while kernels run."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, TuningValues], dict[TuningValues, TuningValues]] = {}
-        self._asked: list[Question] | None = None
+        self._choices: dict[Lookup, TuningValues] = {}
+        self._recorded: list[Lookup] | None = None
 
     def use(self, rows: Iterable[TunedKernel]) -> None:
-        """These and no others from here on."""
-        found: dict[tuple[str, TuningValues], dict[TuningValues, TuningValues]] = {}
-        for row in rows:
-            found.setdefault((row.operation, row.key), {})[row.default] = row.choice
-        self._found = found
+        """Replaces the contents."""
+        self._choices = {(row.operation, row.key, row.default): row.choice for row in rows}
 
     def lookup(self, operation: str, key: TuningValues, default: T) -> T:
-        """What was found in place of `default`: a number, or a dataclass of such. Itself where nothing was."""
-        if self._asked is not None:
-            self._asked.append((operation, key, default))
-        if not self._found:
-            return default
-        found = self._found.get((operation, key), {}).get(flat(default))
-        return default if found is None else rebuilt(default, found)
+        """The choice in place of `default`, which is a number or a dataclass of numbers; or the default itself."""
+        if self._recorded is not None:
+            self._recorded.append((operation, key, default))
+        choice = self._choices.get((operation, key, flat(default))) if self._choices else None
+        return default if choice is None else rebuilt(default, choice)
 
     @contextmanager
-    def noted(self) -> Iterator[list[Question]]:
-        """Everything that is asked meanwhile."""
-        asked: list[Question] = []
-        self._asked = asked
+    def recorded(self) -> Iterator[list[Lookup]]:
+        """Records every lookup meanwhile."""
+        lookups: list[Lookup] = []
+        self._recorded = lookups
         try:
-            yield asked
+            yield lookups
         finally:
-            self._asked = None
+            self._recorded = None
 
 
 TUNED = TuningTable()  # a process computes on one device
@@ -77,28 +70,23 @@ def flat(choice: Any) -> TuningValues:
 
 def rebuilt(like: T, numbers: TuningValues) -> T:
     """A choice of the same type from its numbers. Raises ValueError for too few or too many."""
-    made, left = _taken(like, numbers)
-    if left:
-        raise ValueError(f"{len(numbers)} numbers are more than {type(like).__name__} has")
-    return cast(T, made)
-
-
-def _taken(like: Any, numbers: TuningValues) -> tuple[Any, TuningValues]:
-    if not numbers:
-        raise ValueError(f"too few numbers for {type(like).__name__}")
+    if len(numbers) != len(flat(like)):
+        raise ValueError(f"{type(like).__name__} has {len(flat(like))} numbers, not {len(numbers)}")
     if not is_dataclass(like):
-        return numbers[0], numbers[1:]
+        return cast(T, numbers[0])
     values = []
     for field in fields(like):
-        value, numbers = _taken(getattr(like, field.name), numbers)
-        values.append(value)
+        value = getattr(like, field.name)
+        count = len(flat(value))
+        values.append(rebuilt(value, numbers[:count]))
+        numbers = numbers[count:]
     assert not isinstance(like, type)
-    return type(like)(*values), numbers
+    return type(like)(*values)
 
 
 @cache
 def digest(operation: str) -> str:
-    """Of the code that the operation's choices were measured with; another one's choices may be slower, or not
+    """A hash of the code with which the operation's choices were measured. With other code they may be slower, or not
     compile.
     """
     return hashlib.sha256((Path(__file__).parent / SOURCES[operation]).read_bytes()).hexdigest()[:16]

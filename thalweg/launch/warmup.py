@@ -34,9 +34,9 @@ def warmup(config: Options) -> int:
     with Compilations() as seen:
         # kernels depend on shapes alone, so random weights do, and none are read
         LocalEngine(msgspec.structs.replace(resolved.engine, load_format="dummy", weight_updates=(), warmup=True))
-    made, jit = len(seen.made), _libraries(folder) - before
+    made, jit = len(seen.compiled), _libraries(folder) - before
     print(
-        f"{made} Triton kernels compiled, {len(seen.found)} found; {jit} of DeepGEMM compiled;"
+        f"{made} Triton kernels compiled, {len(seen.loaded)} found; {jit} of DeepGEMM compiled;"
         f" {time.monotonic() - begun:.0f} s.\n{folder} holds {format_bytes(caches.size_of(folder))}: give `thalweg"
         " serve` the same flags and it starts warm."
     )

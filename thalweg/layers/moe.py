@@ -10,7 +10,7 @@ from torch import Tensor
 from thalweg.config.model import MoeFacts
 from thalweg.kernels.experts import script
 from thalweg.kernels.experts.ref import add_experts_
-from thalweg.kernels.gemm.prefetch import PREFETCH_SINK, prefetch_for, read_weight
+from thalweg.kernels.gemm.prefetch import PREFETCH_SINK, no_prefetch, prefetch_for
 from thalweg.kernels.router import ref
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.linear import taken
@@ -103,7 +103,7 @@ class Experts(Module):
         load_experts(self, layers, name, moe, hidden)
         # views on the parameters, which are loaded in place
         gate_up, down = ([weight.t() for weight in stack] for stack in (self.w13.data, self.w2.data))
-        prefetched = list(memory) if prefetch_for(memory[0]) is read_weight else []
+        prefetched = [] if prefetch_for(memory[0]) is no_prefetch else list(memory)
         self._operands: tuple[list[Tensor], list[Tensor], list[Tensor], Tensor] = (
             gate_up,
             down,

@@ -13,10 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
 from thalweg.kernels.gemm.triton import tile_origin
 from thalweg.kernels.launch import launch_config
+from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import quantize
 
 BAND = 16  # row blocks that run together, so that both operands stay in L2
@@ -74,8 +76,8 @@ def _store(sums, residual_MN, y_MN, m_B, n_B, M, N, stride_y):
 @triton.jit(do_not_specialize=["M"])
 def _linear(
     x_MK, w_NK, bias_N, residual_MN, y_MN, M, N, stride_x, stride_w, stride_y,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    K: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, BAND: constexpr,
+    STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     first_m, first_n = tile_origin(M, N, BLOCK_M, BLOCK_N, BAND)
     m_B, n_B, k_B = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -84,9 +86,8 @@ def _linear(
     x_ptr = x_MK + m_B.to(tl.int64)[:, None] * stride_x + k_B[None, :]
     w_ptr = w_NK + tl.where(n_B < N, n_B, 0).to(tl.int64)[:, None] * stride_w + k_B[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if K % BLOCK_K == 0:
             x, w = tl.load(x_ptr + start, mask=rows, other=0.0), tl.load(w_ptr + start)
@@ -103,8 +104,8 @@ def _linear(
 @triton.jit(do_not_specialize=["M", "stride_s"])
 def _linear_fp8(
     codes_MK, scales_GM, w_NK, scale_BB, residual_MN, y_MN, M, N, stride_s, stride_y,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    K: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BAND: constexpr, STAGES: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     first_m, first_n = tile_origin(M, N, BLOCK_M, BLOCK_N, BAND)
     m_B, n_B, k_B = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N), tl.arange(0, 128)
@@ -113,9 +114,8 @@ def _linear_fp8(
     w_ptr = w_NK + tl.where(n_B < N, n_B, 0).to(tl.int64)[:, None] * K + k_B[None, :]
     scale_ptr = scale_BB + (first_n // 128) * (K // 128)
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     for group in tl.range(0, K // 128, num_stages=STAGES):
         x, w = tl.load(x_ptr + group * 128, mask=rows[:, None], other=0.0), tl.load(w_ptr + group * 128)
         step = tl.load(scales_GM + group * stride_s + m_B, mask=rows, other=0.0) * tl.load(scale_ptr + group)

@@ -4,8 +4,8 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -18,19 +18,9 @@ from thalweg.kernels.router.triton import RouterOutput
 MOST_TOKENS = 16384  # at a time: what lies between the products takes 0.4 MB a token of V3
 
 
-class RunExperts(Protocol):
-    """out[t] += Σ_k weight_k · expert_k(x[t]), in place, or = with accumulate=False. out, x: bf16 [T, H], or x a norm of
-    such; routed: the result of `route` for the same x.
-    """
-
-    def __call__(
-        self,
-        out_TH: Tensor,
-        x: Tensor | LazyNorm,
-        routed: RouterOutput,
-        weights: ExpertWeights,
-        accumulate: bool = True,
-    ) -> None: ...
+# (out, x, routed, weights, accumulate=True): out[t] += Σ_k weight_k · expert_k(x[t]), in place, or = without accumulate.
+# out, x: bf16 [T, H], or x a norm of such; routed: the result of `route` for the same x
+RunExperts = Callable[..., None]
 
 
 def runner(backend: str, deterministic: bool = False) -> RunExperts:
@@ -40,35 +30,24 @@ def runner(backend: str, deterministic: bool = False) -> RunExperts:
     return partial(_in_pieces, partial(own.run_experts, deterministic=True) if deterministic else RUNNERS[backend])
 
 
-def _deep_gemm(
-    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True
-) -> None:
-    ext.run_experts(out_TH, rows_of(x), routed, weights, accumulate)
-
-
 def _by_size(
     out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True
 ) -> None:
     # in bf16 DeepGEMM's products are a fifth faster, which gathering and SiLU as kernels of their own take away again
     grouped = weights.fp8 and len(x) >= ext.MIN_TOKENS
-    (_deep_gemm if grouped else own.run_experts)(out_TH, x, routed, weights, accumulate)
+    (ext.run_experts if grouped else own.run_experts)(out_TH, x, routed, weights, accumulate)
 
 
 RUNNERS: dict[str, RunExperts] = {
     "triton": own.run_experts,
-    "deep_gemm": _deep_gemm,
+    "deep_gemm": ext.run_experts,
     "triton+deep_gemm": _by_size,
 }
 
 
 def _in_pieces(
-    run: RunExperts,
-    out_TH: Tensor,
-    x: Tensor | LazyNorm,
-    routed: RouterOutput,
-    weights: ExpertWeights,
-    accumulate: bool = True,
-) -> None:
+    run: RunExperts, out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True
+) -> None:  # fmt: skip
     """MOST_TOKENS at a time."""
     if len(x) <= MOST_TOKENS:
         return run(out_TH, x, routed, weights, accumulate)

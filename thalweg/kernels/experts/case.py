@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,8 @@ from thalweg.kernels.case import (
     draw_tensor,
     fp8_weight,
     model_dtype,
-    normal,
     size,
     tolerance_of,
-    uneven_fp8_weight,
     with_triton,
 )
 from thalweg.kernels.experts import fp8, script
@@ -78,33 +77,23 @@ def cases_fp8(generator: torch.Generator) -> Iterator[KernelCase]:
 
 def small_case(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> KernelCase:
     """dtype: of the weights."""
-    tokens, experts, topk, hidden, inner, _ = shape
-    activations = torch.bfloat16 if dtype == E4M3 else dtype
-    x, out = normal(generator, tokens, hidden, dtype=activations), normal(generator, tokens, hidden)
-    ids = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
-    weights = normal(generator, tokens, topk).abs()
-    stacks: Inputs = {}
+    inputs = draw_inputs(generator, None, shape, dtype)
+    x, ids, weights, w13, w2 = (inputs[name] for name in ("x_TH", "ids_TK", "weights_TK", "w13_NIH", "w2_NHI"))
+    exact = inputs["out_TH"].double()
     if dtype == E4M3:
-        out = out.bfloat16()
-        w13 = uneven_fp8_weight(generator, experts, 2 * inner, hidden)
-        w2 = uneven_fp8_weight(generator, experts, hidden, inner)
-        stacks = {"w13_NIH": w13[0], "w2_NHI": w2[0], "s13": w13[1], "s2": w2[1]}
-        exact = fp8.add_experts_(out.double(), x, ids, weights, w13, w2)
+        fp8.add_experts_(exact, x, ids, weights, (w13, inputs["s13"]), (w2, inputs["s2"]))
     else:
-        stacks["w13_NIH"] = (normal(generator, experts, 2 * inner, hidden) * hidden**-0.5).to(dtype)
-        stacks["w2_NHI"] = (normal(generator, experts, hidden, inner) * inner**-0.5).to(dtype)
-        exact = out.double()
-        for token, k in torch.cartesian_prod(torch.arange(tokens), torch.arange(topk)).tolist():
-            w13_IH, w2_HI = (stack[ids[token, k]].double() for stack in stacks.values())
-            gate, up = (w13_IH @ x[token].double()).chunk(2)
-            exact[token] += weights[token, k] * (w2_HI @ (F.silu(gate) * up))
+        for token, k in product(range(shape.tokens), range(shape.topk)):
+            gate, up = (w13[ids[token, k]].double() @ x[token].double()).chunk(2)
+            exact[token] += weights[token, k] * (w2[ids[token, k]].double() @ (F.silu(gate) * up))
+    used = len(set(ids.flatten().tolist()))
     return KernelCase(
-        name=f"{tokens} tokens, {topk} of {experts} experts, {hidden} x {inner}, {dtype}",
-        inputs={"out_TH": out, "x_TH": x, "ids_TK": ids, "weights_TK": weights} | stacks,
+        name=f"{shape.tokens} tokens, {shape.topk} of {shape.experts} experts, {shape.hidden} x {shape.inner}, {dtype}",
+        inputs=inputs,
         exact=(exact,),
         tolerance=1e-2 if dtype == E4M3 else tolerance_of(dtype),  # bf16 of the sum, and of each expert's part
-        flops=6 * tokens * topk * hidden * inner,
-        bytes=size(x, out) + size(*stacks.values()) * len(set(ids.flatten().tolist())) // experts,
+        flops=6 * shape.tokens * shape.topk * shape.hidden * shape.inner,
+        bytes=size(x, inputs["out_TH"]) + size(w13, w2) * used // shape.experts,
     )
 
 
@@ -119,16 +108,18 @@ def _start(out_TH: Tensor, accumulate: bool) -> Tensor:
     return out_TH.float() if accumulate else torch.zeros_like(out_TH, dtype=torch.float32)
 
 
-def run(out_TH: Tensor, x_TH: Tensor, accumulate: bool = True, run: Run = add_experts_, **inputs: Any) -> tuple[Tensor]:
+def run(
+    out_TH: Tensor, x_TH: Tensor, accumulate: bool = True, function: Run = add_experts_, **inputs: Any
+) -> tuple[Tensor]:
     stacks = inputs["w13_NIH"], inputs["w2_NHI"]
     gate_up, down = ([weight.t() for weight in stack] for stack in stacks)
     memory = [weight.flatten() for weight in stacks[0]], torch.zeros((), device=x_TH.device)
     start = _start(out_TH, accumulate)
-    return (run(start, x_TH, inputs["ids_TK"].long(), inputs["weights_TK"], gate_up, down, *memory),)
+    return (function(start, x_TH, inputs["ids_TK"].long(), inputs["weights_TK"], gate_up, down, *memory),)
 
 
 def run_script(**inputs: Any) -> tuple[Tensor]:
-    return run(run=script.compiled(), **inputs)
+    return run(function=script.compiled(), **inputs)
 
 
 def run_fp8(out_TH: Tensor, x_TH: Tensor, accumulate: bool = True, **inputs: Any) -> tuple[Tensor]:
@@ -160,7 +151,7 @@ def _run_kernels(
 
 
 def draw_inputs(generator: torch.Generator, before: Inputs | None, shape: Shape, dtype: torch.dtype) -> Inputs:
-    """Inputs of a model's size, dtype: of the weights, whose stacks are those of `before`."""
+    """dtype: of the weights. before: earlier inputs, whose weights are used again."""
     tokens, experts, topk, hidden, inner, shared = shape
     if before is not None:
         stacks = {name: before[name] for name in ("w13_NIH", "w2_NHI", "s13", "s2") if name in before}

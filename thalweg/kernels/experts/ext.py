@@ -19,6 +19,7 @@ from thalweg.kernels.experts.case import Shape, run_deep_gemm, small_case
 from thalweg.kernels.experts.triton import ExpertWeights
 from thalweg.kernels.gemm.deep_gemm import library
 from thalweg.kernels.moe_align.triton import combine, gather, sort
+from thalweg.kernels.norm.triton import LazyNorm, rows_of
 from thalweg.kernels.quantize.triton import quantize
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import silu_mul, silu_mul_quantize
@@ -35,8 +36,7 @@ def check(device: torch.device, case: CheckCase) -> None:
     dtype = torch.float8_e4m3fn if case.is_fp8 else torch.bfloat16
     small = small_case(torch.Generator().manual_seed(1), Shape(5, 3, 2, 512, 256), dtype)
     inputs = {name: tensor.to(device) for name, tensor in small.inputs.items()}
-    out = inputs["out_TH"] = inputs["out_TH"].bfloat16()
-    exact = small.exact[0].to(device)
+    out, exact = inputs["out_TH"], small.exact[0].to(device)
     try:
         run_deep_gemm(**inputs)
     except (RuntimeError, AttributeError, TypeError, OSError, AssertionError, ImportError) as error:
@@ -50,9 +50,10 @@ def check(device: torch.device, case: CheckCase) -> None:
 
 
 def run_experts(
-    out_TH: Tensor, x_TH: Tensor, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True
+    out_TH: Tensor, x: Tensor | LazyNorm, routed: RouterOutput, weights: ExpertWeights, accumulate: bool = True
 ) -> None:
     """As `triton.run_experts`."""
+    x_TH = rows_of(x)
     rows, scales = x_TH, None
     if weights.fp8:
         codes, scales = routed.codes_TH, routed.scales_TG

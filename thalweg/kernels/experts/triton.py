@@ -33,10 +33,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.launch import launch_config
 from thalweg.kernels.moe_align.triton import combine, sort
 from thalweg.kernels.norm.triton import LazyNorm, deferred_norm, rows_of
+from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import encode, quantize, scales_like
 from thalweg.kernels.router.triton import RouterOutput
 from thalweg.kernels.silu_mul.triton import gated
@@ -216,8 +218,8 @@ def _grouped(
 @triton.jit
 def _up_pairs(
     inner_PI, x_TH, norm_H, w13, ids_TK, eps,
-    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: constexpr, HIDDEN: constexpr, INNER: constexpr, K: constexpr, SHARED: constexpr,
+    BLOCK_I: constexpr, BLOCK_H: constexpr, STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """inner[pair] = silu(gate · x) · (up · x) for BLOCK_I rows of the pair's expert; with norm_H of the normed x.
     Shared experts come first and do not wait for the choice: x was there before the kernel that chooses began. Tokens
@@ -227,11 +229,9 @@ def _up_pairs(
     i, h = block * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_H)
     expert = (N - K + k).to(tl.int32)
     if k < K - SHARED:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        pdl_wait(PDL)
         expert = tl.load(ids_TK + token * K + k)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_launch(PDL)
     if expert < N:
         gate_at = w13 + expert.to(tl.int64) * (2 * INNER * HIDDEN) + i[:, None] * HIDDEN + h[None, :]
         gate, up = tl.zeros([BLOCK_I, BLOCK_H], tl.float32), tl.zeros([BLOCK_I, BLOCK_H], tl.float32)
@@ -249,17 +249,16 @@ def _up_pairs(
             up += w_up * x[None, :]
         scale = 1.0 if norm_H is None else tl.rsqrt(tl.sum(square) / HIDDEN + eps)
         y = gated(tl.sum(gate, 1) * scale, tl.sum(up, 1) * scale).to(inner_PI.dtype.element_ty)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        pdl_wait(PDL)
         tl.store(inner_PI + (token * K + k) * INNER + i, y, mask=i < INNER)
 
 
 @triton.jit
 def _down_tokens(
     out_TH, inner_PI, w2, ids_TK, weights_TK,
-    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    N: constexpr, HIDDEN: constexpr, INNER: constexpr, K: constexpr, BLOCK_K: constexpr,
+    BLOCK_H: constexpr, BLOCK_I: constexpr, AHEAD: constexpr, STAGES: constexpr,
+    ACCUMULATE: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """out[token] (+)= Σ_k weight_k · (w2 of expert k) · inner_k for BLOCK_H of H, in steps of BLOCK_I columns of all the
     token's experts. The choice was there when the kernel before this one passed its wait and let this one start: so the
@@ -267,7 +266,7 @@ def _down_tokens(
     """
     token, k = tl.program_id(0), tl.arange(0, BLOCK_K)
     h, i = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I)
-    STEPS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
+    STEPS: constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
     expert = tl.load(ids_TK + token * K + k, mask=k < K, other=N, cache_modifier=".cg")
     used = expert < N
     w_at = w2 + tl.where(used, expert, 0).to(tl.int64)[:, None, None] * (HIDDEN * INNER) + h[None, :, None] * INNER
@@ -277,9 +276,8 @@ def _down_tokens(
         at = step * BLOCK_I + i
         w = tl.load(w_at + at[None, None, :], mask=rows & (at < INNER)[None, None, :], other=0.0)
         ahead = ahead + (w,)  # type: ignore[assignment]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_launch(PDL)
+    pdl_wait(PDL)
     weight = tl.load(weights_TK + token * K + k, mask=used, other=0.0)
     y_at = inner_PI + (token * K + k)[:, None] * INNER
     acc = tl.zeros([BLOCK_K, BLOCK_H, BLOCK_I], tl.float32)
@@ -303,9 +301,9 @@ def _down_tokens(
 def _up(
     inner_PI, inner_scales_GP, x_TH, scales_GT, w13, s13, order, tile_expert, tile_row, end_N, total_tiles,
     tokens, inner_stride, scales_stride,
-    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
-    SPREAD: tl.constexpr, DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: constexpr, HIDDEN: constexpr, INNER: constexpr, K: constexpr, SHARED: constexpr,
+    SPREAD: constexpr, DIRECT: constexpr, BLOCK_M: constexpr, BLOCK_I: constexpr, BLOCK_H: constexpr,
+    STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """inner[position] = silu(gate(x)) · up(x) of one tile, BLOCK_I columns of gate and the same of up; columns run
     fastest, so that an expert's weights are read by programs that run together. Direct: a tile is a pair, its position
@@ -313,8 +311,8 @@ def _up(
     `_up_pairs`; where pairs are sorted, their rows stand behind all positions, one for each token, and the tiles that
     the sort gives them stay idle.
     """
-    BLOCKS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
-    EVEN: tl.constexpr = HIDDEN % BLOCK_H == 0 and INNER % BLOCK_I == 0
+    BLOCKS: constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
+    EVEN: constexpr = HIDDEN % BLOCK_H == 0 and INNER % BLOCK_I == 0
     tile, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     if DIRECT:
         k = K - 1 - tile // tokens
@@ -322,8 +320,7 @@ def _up(
         end = begin + 1
         expert = N - K + k
         if k < K - SHARED:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
+            pdl_wait(PDL)
             expert = tl.load(tile_expert + begin)
         used = expert < N
     elif tile < SHARED * tl.cdiv(tokens, BLOCK_M):
@@ -332,14 +329,12 @@ def _up(
         begin, used = end - tokens + first, which >= 0
     else:
         tile -= SHARED * tl.cdiv(tokens, BLOCK_M)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        pdl_wait(PDL)
         used, block, expert, begin, end = _sorted_tile(
             tile, block, tile_expert, tile_row, end_N, total_tiles, N, SPREAD, BLOCKS, BLOCK_M
         )
         used = used & (expert < N - SHARED)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_launch(PDL)
     if used:
         row = begin + tl.arange(0, BLOCK_M)
         live = row < end
@@ -368,8 +363,8 @@ def _up(
                 gate = tl.dot(x, w_gate, gate, input_precision="ieee")
                 up = tl.dot(x, w_up, up, input_precision="ieee")
         y = gated(gate, up)
-        if PDL and SHARED > 0:
-            tl.extra.cuda.gdc_wait()
+        if SHARED > 0:
+            pdl_wait(PDL)
         at = inner_PI + row[:, None].to(tl.int64) * INNER + i[None, :]
         if scales_GT is not None:
             codes, scale = encode(y.to(tl.bfloat16).to(tl.float32))
@@ -382,7 +377,7 @@ def _up(
 @triton.jit
 def _sorted_tile(
     tile, block, tile_expert, tile_row, end_N, total_tiles,
-    N: tl.constexpr, SPREAD: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    N: constexpr, SPREAD: constexpr, BLOCKS: constexpr, BLOCK_M: constexpr,
 ):  # fmt: skip
     """Whether this tile of sorted pairs is used, its block of columns, its expert, its first row and the expert's
     end.
@@ -395,13 +390,13 @@ def _sorted_tile(
 
 
 @triton.jit
-def _spread(total, end_N, N: tl.constexpr, SPREAD: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
+def _spread(total, end_N, N: constexpr, SPREAD: constexpr, BLOCKS: constexpr, BLOCK_M: constexpr):
     """→ tile and block of this program: behind every so many programs of the routed experts, tile by tile, stand those
     of one block of columns of a shared expert, of which every token has made `each` tiles, the last in use: they read
     its weights together.
     """
     each = tl.cdiv(tl.load(end_N + N - 1) - tl.load(end_N + N - 2), BLOCK_M)
-    units: tl.constexpr = SPREAD * BLOCKS
+    units: constexpr = SPREAD * BLOCKS
     every = (total * BLOCKS - units * each) // units
     program = tl.program_id(0)
     unit, place = program // tl.maximum(every + each, 1), program % tl.maximum(every + each, 1)
@@ -412,7 +407,7 @@ def _spread(total, end_N, N: tl.constexpr, SPREAD: tl.constexpr, BLOCKS: tl.cons
 
 
 @triton.jit
-def _load(at, rows, columns, EVEN: tl.constexpr):
+def _load(at, rows, columns, EVEN: constexpr):
     """A tile of an operand, masked unless its blocks divide the array: of x rows past the end read row 0, but where
     there may be many of them.
     """
@@ -424,17 +419,16 @@ def _load(at, rows, columns, EVEN: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "inner_stride"])
 def _down(
     y_PH, inner_PI, inner_scales_GP, w2, s2, order, tile_expert, tile_row, end_N, total_tiles, tokens, inner_stride,
-    N: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
-    SPREAD: tl.constexpr, DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: constexpr, HIDDEN: constexpr, INNER: constexpr, K: constexpr, SHARED: constexpr,
+    SPREAD: constexpr, DIRECT: constexpr, BLOCK_M: constexpr, BLOCK_H: constexpr, BLOCK_I: constexpr,
+    STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """y[pair] = w2 · inner[position of the pair], BLOCK_H columns of one tile."""
-    BLOCKS: tl.constexpr = (HIDDEN + BLOCK_H - 1) // BLOCK_H
-    EVEN: tl.constexpr = HIDDEN % BLOCK_H == 0 and INNER % BLOCK_I == 0
+    BLOCKS: constexpr = (HIDDEN + BLOCK_H - 1) // BLOCK_H
+    EVEN: constexpr = HIDDEN % BLOCK_H == 0 and INNER % BLOCK_I == 0
     tile, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     if DIRECT:
         expert = tl.load(tile_expert + tile)
         used, begin, end = expert < N, tile, tile + 1

@@ -20,20 +20,20 @@ from thalweg.kernels.case import (
     draw_tensor,
     fp8_weight,
     model_dtype,
-    normal,
     size,
     tolerance_of,
-    uneven_fp8_weight,
     with_triton,
 )
 from thalweg.kernels.fp8_block.ref import dequantize
 from thalweg.kernels.gemm import cublas, deep_gemm, ref
 from thalweg.kernels.gemm.epilogue import Epilogue
-from thalweg.kernels.gemm.prefetch import read_weight
+from thalweg.kernels.gemm.prefetch import reader
 from thalweg.kernels.launch import triton_available
 
+E4M3 = torch.float8_e4m3fn
 ROUNDED = 4e-2  # of the largest result: the error of e4m3 activations alone
 # of models: (name, outputs, inputs, numbers of rows)
+Product = tuple[int, int, int]  # rows, outputs, inputs
 Shapes = dict[str, tuple[tuple[str, int, int, tuple[int, ...]], ...]]
 SHAPES: Shapes = {
     "cpu": (("tiny down", 336, 256, (1, 4, 64)), ("tiny head", 2048, 256, (1, 4, 64))),
@@ -56,31 +56,36 @@ SHAPES_FP8: Shapes = {
 ADDED = ("bias_N", "residual_MN")
 
 
-def product_case(
-    generator: torch.Generator, shape: tuple[int, int, int], given: Sequence[str] = (), is_fp8: bool = False
-) -> KernelCase:
-    """shape: rows, outputs, inputs. given: which of bias_N, residual_MN and out_MN the product gets. The exact result
-    of an FP8 product leaves activations as they are: rounding them to e4m3 is a backend's own error.
-    """
+def draw_product(generator: torch.Generator, shape: Product, dtype: torch.dtype) -> Inputs:
+    """dtype: of the weight."""
     rows, n, k = shape
-    x = normal(generator, rows, k, dtype=torch.bfloat16)
-    if is_fp8:
-        codes, scale = uneven_fp8_weight(generator, n, k)
-        inputs: Inputs = {"x_MK": x, "w_NK": codes, "scale_BB": scale}
-        exact_w = dequantize(codes, scale, ref.BLOCK, torch.float64)
-    else:
-        inputs = {"x_MK": x, "w_NK": (normal(generator, n, k) * k**-0.5).bfloat16()}
-        exact_w = inputs["w_NK"].double()
-    exact, read = x.double() @ exact_w.t(), size(*inputs.values())
+    if dtype == E4M3:
+        codes, scale = fp8_weight(generator, n, k)
+        return {"x_MK": draw_tensor(generator, rows, k), "w_NK": codes, "scale_BB": scale}
+    x, w = (draw_tensor(generator, count, k, dtype=dtype) for count in (rows, n))
+    return {"x_MK": x, "w_NK": w.mul_(k**-0.5)}
+
+
+def product_case(
+    generator: torch.Generator, shape: Product, given: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16
+) -> KernelCase:
+    """given: which of bias_N, residual_MN and out_MN the product gets. The exact result of an FP8 product leaves
+    activations as they are: rounding them to e4m3 is a backend's own error.
+    """
+    (rows, n, k), inputs = shape, draw_product(generator, shape, dtype)
+    weight = inputs["w_NK"].double()
+    if dtype == E4M3:
+        weight = dequantize(inputs["w_NK"], inputs["scale_BB"], ref.BLOCK, torch.float64)
+    exact, read = inputs["x_MK"].double() @ weight.t(), size(*inputs.values())
     for name in given:
-        inputs[name] = normal(generator, *((n,) if name == "bias_N" else (rows, n)), dtype=torch.bfloat16)
+        inputs[name] = draw_tensor(generator, *((n,) if name == "bias_N" else (rows, n)))
         if name != "out_MN":
             exact += inputs[name].double()
     return KernelCase(
         name=", ".join((f"{rows} x {n} x {k}", *(name.split("_")[0] for name in given))),
         inputs=inputs,
         exact=(exact,),
-        tolerance=ROUNDED if is_fp8 else tolerance_of(torch.bfloat16),
+        tolerance=ROUNDED if dtype == E4M3 else tolerance_of(torch.bfloat16),
         flops=2 * rows * n * k,
         bytes=read + 2 * rows * n * (1 + ("residual_MN" in given)),
     )
@@ -93,11 +98,9 @@ def cases(generator: torch.Generator) -> Iterator[KernelCase]:
 
 
 def cases_fp8(generator: torch.Generator) -> Iterator[KernelCase]:
-    yield product_case(generator, (1, 200, 512), is_fp8=True)
-    yield product_case(generator, (7, 384, 1024), ("residual_MN",), is_fp8=True)
-    for rows in (40, 5):
-        yield product_case(generator, (rows, 130, 256), is_fp8=True)
-        yield product_case(generator, (rows, 130, 256), ("out_MN",), is_fp8=True)
+    for shape in ((1, 200, 512), (7, 384, 1024), (40, 130, 256)):
+        for given in ((), ("residual_MN",), ("out_MN",)):
+            yield product_case(generator, shape, given, E4M3)
 
 
 def run(x_MK: Tensor, w_NK: Tensor, **given: Any) -> tuple[Tensor, ...]:
@@ -127,25 +130,22 @@ def _timed(
     shapes: Shapes, device: torch.device, dtype: torch.dtype, backends: Callable[[int, int], dict[str, Run]]
 ) -> Iterator[TimedCase]:
     """dtype: of the weights. backends: by rows and inputs."""
+    is_fp8 = dtype == E4M3
+    math = "float32" if device.type == "cpu" else "fp8" if is_fp8 else "bf16"
 
     def case(name: str, rows: int, n: int, k: int) -> TimedCase:
-        def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
-            x_MK = draw_tensor(generator, rows, k, dtype=torch.bfloat16 if is_fp8 else dtype)
-            if is_fp8:
-                codes, scale = fp8_weight(generator, n, k)
-                return {"x_MK": x_MK, "w_NK": codes, "scale_BB": scale}
-            return {"x_MK": x_MK, "w_NK": draw_tensor(generator, n, k, dtype=dtype).mul_(k**-0.5)}
-
         weight = n * k + 4 * (-(-n // 128) * (k // 128)) if is_fp8 else n * k * dtype.itemsize
         cost = 2 * rows * n * k, weight + rows * (k + n) * (2 if is_fp8 else dtype.itemsize)
-        math = "float32" if device.type == "cpu" else "fp8" if is_fp8 else "bf16"
-        tolerance = ROUNDED if is_fp8 else 2e-2
-        return TimedCase(f"{name}, {rows} x {n} x {k}", draw, backends(rows, k), lambda inputs: cost, math, tolerance)
+        return TimedCase(
+            name=f"{name}, {rows} x {n} x {k}",
+            draw=lambda generator, before: draw_product(generator, (rows, n, k), dtype),
+            backends=backends(rows, k),
+            cost=lambda inputs: cost,
+            math=math,
+            tolerance=ROUNDED if is_fp8 else 2e-2,
+        )
 
-    is_fp8 = dtype == torch.float8_e4m3fn
-    for name, n, k, counts in shapes[device.type]:
-        for rows in counts:
-            yield case(name, rows, n, k)
+    return (case(name, rows, n, k) for name, n, k, counts in shapes[device.type] for rows in counts)
 
 
 def sizes(device: torch.device) -> Iterator[TimedCase]:
@@ -169,7 +169,7 @@ def sizes_fp8(device: torch.device) -> Iterator[TimedCase]:
                 served["cublas"] = run_fp8_backend("cublas")
         return served
 
-    return _timed(SHAPES_FP8, device, torch.float8_e4m3fn, backends)
+    return _timed(SHAPES_FP8, device, E4M3, backends)
 
 
 def _library(x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, ...]:
@@ -178,7 +178,7 @@ def _library(x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, ...]:
 
 def _read_ahead(x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, ...]:
     """As the layers of a CPU do: see `prefetch.py`."""
-    read_weight(w_NK)
+    reader(2)(w_NK)
     return (F.linear(x_MK, w_NK),)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thalweg.core.kernels import CheckCase
 from thalweg.kernels.batch_invariant_gemm import triton as batch_invariant_gemm
-from thalweg.kernels.case import uneven_fp8_weight
+from thalweg.kernels.case import fp8_weight
 from thalweg.kernels.gemm import cublas, deep_gemm, ref
 from thalweg.kernels.gemm import triton as own
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
@@ -121,6 +121,6 @@ def _error(run: Fp8Product, device: torch.device, outputs: int) -> float:
     """The error of 68 rows and a weight of so many, relative to the norm of the result."""
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(68, 512, generator=generator, device=device).bfloat16()
-    codes, scale = uneven_fp8_weight(generator, outputs, 512)
+    codes, scale = fp8_weight(generator, outputs, 512)
     exact = ref.linear_fp8(x.float(), codes, scale)
     return float((run(x, codes, scale).float() - exact).norm() / exact.norm())

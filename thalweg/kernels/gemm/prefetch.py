@@ -8,7 +8,8 @@ a 2048 × 256 head 509 against 121 µs. A decode step reads every weight once, s
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,31 +17,21 @@ from torch import Tensor
 from thalweg.kernels.tuned import TUNED
 
 LIMIT = 4 << 20  # bytes
-Prefetch = Callable[[Tensor], None]
-
-
-DIMS = ((), (0,), (0, 1), (0, 1, 2))
-PREFETCH_SINK = torch.zeros(
-    ()
-)  # where the sums go: only written; an unused result would be optimised away in a traced step
-
-
-def read_weight(weight: Tensor) -> None:
-    """Reads the weight, float32 or bfloat16."""
-    torch.sum(weight, DIMS[weight.dim()], dtype=torch.float32, out=PREFETCH_SINK)
-
-
-def no_prefetch(weight: Tensor) -> None:
-    """Off: an accelerator's GEMMs read at full speed."""
+Prefetch = Callable[[Tensor], object]
+PREFETCH_SINK = torch.zeros(())  # only written: an unused sum would be optimised away in a traced step
+no_prefetch: Prefetch = id  # a builtin, so that it costs a step nothing: an accelerator's GEMMs read at full speed
 
 
 def prefetch_for(weight: Tensor) -> Prefetch:
-    """Off for what no near cache holds: it would be read twice from memory. Which sizes those are is the processor's
-    affair, so it can be tuned.
+    """The function that reads this weight, float32 or bfloat16, ahead. Off for a weight that no near cache holds: it
+    would be read twice from memory. The limit depends on the processor, so it can be tuned.
     """
-    if weight.device.type != "cpu":
+    key, size = (weight.numel(), weight.itemsize), weight.numel() * weight.itemsize
+    if weight.device.type != "cpu" or not TUNED.lookup("read_ahead", key, int(size <= LIMIT)):
         return no_prefetch
-    key = weight.numel(), weight.itemsize
-    return (
-        read_weight if TUNED.lookup("read_ahead", key, int(weight.numel() * weight.itemsize <= LIMIT)) else no_prefetch
-    )
+    return reader(weight.dim())
+
+
+def reader(dims: int) -> Prefetch:
+    """A sum over so many dims, without a Python function around it."""
+    return partial(torch.sum, dim=tuple(range(dims)), dtype=torch.float32, out=PREFETCH_SINK)

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
 from thalweg.kernels.launch import launch_config
 from thalweg.kernels.norm.triton import LazyNorm, deferred_norm, rows_of
+from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.silu_mul.triton import gated
 from thalweg.kernels.tuned import TUNED
 
@@ -37,10 +39,9 @@ GROUP = 128
 @triton.jit(do_not_specialize=["M"])
 def _linear(
     x_MK, w_NK, bias_N, residual_MN, y_MN, M, N, stride_x, stride_y, stride_r,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    K: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_launch(PDL)
     n_B = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_B = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k_B = tl.arange(0, BLOCK_K)
@@ -50,15 +51,13 @@ def _linear(
     if K % BLOCK_K == 0:
         # weights depend on nothing in the step: the first are under way while the kernel before this one ends
         w = tl.load(w_ptr, eviction_policy="evict_first")
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        pdl_wait(PDL)
         sums = tl.dot(tl.load(x_ptr), w.T)
         for start in range(BLOCK_K, K, BLOCK_K):
             w = tl.load(w_ptr + start, eviction_policy="evict_first")
             sums = tl.dot(tl.load(x_ptr + start), w.T, sums)
     else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        pdl_wait(PDL)
         sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for start in range(0, K, BLOCK_K):
             inside = start + k_B < K
@@ -75,7 +74,7 @@ def _linear(
 
 
 @triton.jit
-def _add_product(acc_PNM, square_M, w_PNC, x_ptr, norm_PC, scale_ptr, live_M, BLOCK_M: tl.constexpr):
+def _add_product(acc_PNM, square_M, w_PNC, x_ptr, norm_PC, scale_ptr, live_M, BLOCK_M: constexpr):
     """One step of K: adds the product of each part's columns, and the squares of x where a norm is asked for."""
     x_PMC = tl.load(x_ptr, mask=live_M[None, :, None], other=0.0)
     if norm_PC is not None:
@@ -99,17 +98,16 @@ def _add_product(acc_PNM, square_M, w_PNC, x_ptr, norm_PC, scale_ptr, live_M, BL
 @triton.jit(do_not_specialize=["M"])
 def _gemv(
     x_MK, w_NK, scale_BB, norm_K, bias_N, residual_MN, y_MN, M, N, stride_x, stride_y, eps,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr,
-    AHEAD: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    K: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, PARTS: constexpr, BLOCK_C: constexpr,
+    AHEAD: constexpr, STAGES: constexpr, GATED: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """y = norm(x) Wᵀ (+ bias) (+ residual) for BLOCK_N rows of the weight and all of K. GATED: half of them are gate
     rows, the others the up rows N / 2 further on, and y is silu(gate) · up of half as many columns.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    CHUNK: tl.constexpr = PARTS * BLOCK_C
-    LOOP: tl.constexpr = K // CHUNK - AHEAD
-    HALF: tl.constexpr = BLOCK_N // 2
+    pdl_launch(PDL)
+    CHUNK: constexpr = PARTS * BLOCK_C
+    LOOP: constexpr = K // CHUNK - AHEAD
+    HALF: constexpr = BLOCK_N // 2
     n_B = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if GATED:
         n_B = tl.program_id(0) * HALF + tl.arange(0, BLOCK_N) % HALF + tl.arange(0, BLOCK_N) // HALF * (N // 2)
@@ -128,8 +126,7 @@ def _gemv(
         ahead = ahead + (tl.load(w_ptr + at, eviction_policy="evict_first"),)  # type: ignore[assignment]
         if norm_K is not None:
             norms = norms + (tl.load(norm_K + at + k_PC),)  # type: ignore[assignment]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     acc_PNM = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
     square_M = tl.zeros((BLOCK_M,), tl.float32)
     for step in tl.range(0, LOOP, num_stages=STAGES):
@@ -304,7 +301,7 @@ def gemv(
 
 
 @triton.jit
-def tile_origin(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr):
+def tile_origin(M, N, BLOCK_M: constexpr, BLOCK_N: constexpr, BAND: constexpr):
     """First row and column of this program's tile. Bands of BAND row blocks run together, columns slower, so that both
     operands stay in L2.
     """
@@ -318,10 +315,9 @@ def tile_origin(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.con
 @triton.jit(do_not_specialize=["M", "stride_sx"])
 def _matmul_fp8(
     x_MK, sx_MG, w_NK, scale_BB, y_MN, M, N, stride_sx,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr, PDL: tl.constexpr,
+    K: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BAND: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_launch(PDL)
     first_m, first_n = tile_origin(M, N, BLOCK_M, BLOCK_N, BAND)
     m_B, n_B, k_B = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N), tl.arange(0, 128)
     rows = tl.where(m_B < M, m_B, 0)
@@ -329,8 +325,7 @@ def _matmul_fp8(
     w_ptr = w_NK + tl.where(n_B < N, n_B, 0).to(tl.int64)[:, None] * K + k_B[None, :]
     scale_ptr = scale_BB + (first_n // 128) * (K // 128)
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     for group in range(K // 128):
         x, w = tl.load(x_ptr + group * 128), tl.load(w_ptr + group * 128)
         step = tl.load(sx_MG + rows + group * stride_sx) * tl.load(scale_ptr + group)

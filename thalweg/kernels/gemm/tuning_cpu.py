@@ -7,7 +7,7 @@ from torch import Tensor
 
 from thalweg.core.kernels import TuningValues
 from thalweg.kernels.case import Inputs, draw_tensor
-from thalweg.kernels.gemm.prefetch import read_weight
+from thalweg.kernels.gemm.prefetch import reader
 from thalweg.kernels.search import TuningSearch
 
 COLUMNS = 256  # inputs of a weight of this many numbers: only the size of the weight counts
@@ -26,7 +26,7 @@ def search(key: TuningValues, default: int) -> TuningSearch | None:
 
     def run(ahead: int, inputs: Inputs) -> tuple[Tensor, ...]:
         if ahead:
-            read_weight(inputs["w_NK"])
+            reader(2)(inputs["w_NK"])
         return reference(inputs)
 
     def reference(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.launch import launch_config
+from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import GROUP, scales_like
 
 CHUNK = 128  # pairs of one program of the sort, which compares them with one another
@@ -104,24 +106,22 @@ def combine(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count(counts_CB, ids_P, pairs, CHUNK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr):
+def _count(counts_CB, ids_P, pairs, CHUNK: constexpr, BINS: constexpr, PDL: constexpr):
     """Pairs of each expert in each chunk."""
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    if PDL:  # what comes next may have to do before the order is there
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_launch(PDL)  # what comes next may have to do before the order is there
+    pdl_wait(PDL)
     ids = tl.load(ids_P + at, mask=at < pairs, other=0)
     tl.store(counts_CB + chunk * BINS + tl.arange(0, BINS), tl.histogram(ids, BINS, mask=at < pairs))
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _sum(counts_CB, chunks, BINS: tl.constexpr, PDL: tl.constexpr):
+def _sum(counts_CB, chunks, BINS: constexpr, PDL: constexpr):
     """Each chunk's counts become the sums of the chunks before it, and the row behind the last those of all."""
     bins, c = tl.program_id(0) * 4 + tl.arange(0, 4), tl.arange(0, 256)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     total = tl.zeros([4], tl.int32)
     for first in range(0, chunks, 256):
         at = counts_CB + (first + c)[:, None] * BINS + bins[None, :]
@@ -135,8 +135,8 @@ def _sum(counts_CB, chunks, BINS: tl.constexpr, PDL: tl.constexpr):
 @triton.jit(do_not_specialize=["pairs", "chunks"])
 def _place(
     pair, position_P, tile_expert, tile_row, end_B, total_tiles, counts_CB, ids_P, pairs, chunks,
-    N: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr,
-    WAY: tl.constexpr, PDL: tl.constexpr,
+    N: constexpr, CHUNK: constexpr, BINS: constexpr, BLOCK_M: constexpr, ALIGNED: constexpr,
+    WAY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """A pair's position: where its expert starts, plus the expert's pairs in the chunks before, plus those before it in
     its own chunk.
@@ -144,9 +144,8 @@ def _place(
     chunk, bins = tl.program_id(0), tl.arange(0, BINS)
     i = tl.arange(0, CHUNK)
     inside = chunk * CHUNK + i < pairs
-    if PDL:  # what comes next may have to do before the order is there
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_launch(PDL)  # what comes next may have to do before the order is there
+    pdl_wait(PDL)
     ids = tl.load(ids_P + chunk * CHUNK + i, mask=inside, other=N)
     if WAY == "alone":
         count, before = tl.histogram(ids, BINS, mask=inside), tl.zeros([BINS], tl.int32)
@@ -181,15 +180,14 @@ def _place(
 @triton.jit
 def _combine(
     out_TH, y_RH, position_P, ids_TK, weights_TK,
-    N: tl.constexpr, HIDDEN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr, HIDDEN: constexpr, K: constexpr, BLOCK: constexpr, ACCUMULATE: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     """Rows of no expert were never written: they are not read."""
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     at = out_TH + token * HIDDEN + h
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
@@ -207,15 +205,14 @@ def _combine(
 @triton.jit(do_not_specialize=["a_stride", "scales_stride"])
 def _gather(
     a_RH, a_scales_GR, x_TH, scales_GT, order, tile_expert, end_N, total_tiles, a_stride, scales_stride,
-    HIDDEN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN: constexpr, K: constexpr, BLOCK: constexpr, GROUPS: constexpr, TILE: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """16 rows with their scales. The way to a row is four loads long, so a program copies all of it, some blocks
     ahead.
     """
     row, tile = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(0) * 16 // TILE
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     if tile < tl.load(total_tiles):
         live = row < tl.load(end_N + tl.load(tile_expert + tile))
         token = tl.load(order + row, mask=live, other=0) // K

@@ -12,28 +12,28 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.launch import launch_config
+from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import GROUP, encode, quantize, scales_like
 
 
 @triton.jit
-def _normed_row(x_TH, weight_H, stride_x, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _normed_row(x_TH, weight_H, stride_x, eps, H: constexpr, BLOCK: constexpr, PDL: constexpr):
     """This program's row, its columns, and the normed numbers in float32."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     h_B = tl.arange(0, BLOCK)
     inside = h_B < H
     weight = tl.load(weight_H + h_B, mask=inside, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     x = tl.load(x_TH + row * stride_x + h_B, mask=inside, other=0.0).to(tl.float32)
     return row, h_B, x * tl.rsqrt(tl.sum(x * x) / H + eps) * weight
 
 
 @triton.jit
-def _rms_norm(x_TH, weight_H, y_TH, stride_x, stride_y, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm(x_TH, weight_H, y_TH, stride_x, stride_y, eps, H: constexpr, BLOCK: constexpr, PDL: constexpr):
     row, h_B, y = _normed_row(x_TH, weight_H, stride_x, eps, H, BLOCK, PDL)
     tl.store(y_TH + row * stride_y + h_B, y.to(y_TH.dtype.element_ty), mask=h_B < H)
 
@@ -41,7 +41,7 @@ def _rms_norm(x_TH, weight_H, y_TH, stride_x, stride_y, eps, H: tl.constexpr, BL
 @triton.jit(do_not_specialize=["scales_stride"])
 def _rms_norm_quantize(
     x_TH, weight_H, codes_TH, scales_GT, stride_x, scales_stride, eps,
-    H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    H: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     row, _, y = _normed_row(x_TH, weight_H, stride_x, eps, H, BLOCK, PDL)
     y = y.to(x_TH.dtype.element_ty)

@@ -11,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.launch import launch_config
+from thalweg.kernels.pdl import pdl_launch, pdl_wait
 
 GROUP = 128
 FLOOR, LARGEST = tl.constexpr(1e-4), tl.constexpr(448.0)  # as in fp8_block/ref.py
@@ -67,15 +69,14 @@ def quotient(x, inverse, divisor):
 
 @triton.jit(do_not_specialize=["rows", "scales_stride"])
 def _quantize(
-    codes_MK, scales_GM, x_MK, rows, x_stride, codes_stride, scales_stride, groups, ROWS: tl.constexpr, PDL: tl.constexpr
+    codes_MK, scales_GM, x_MK, rows, x_stride, codes_stride, scales_stride, groups, ROWS: constexpr, PDL: constexpr
 ):  # fmt: skip
     group, block = tl.program_id(0) % groups, tl.program_id(0) // groups
     row = block * ROWS + tl.arange(0, ROWS)
     column = group * 128 + tl.arange(0, 128)
     live = row < rows
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     x = tl.load(x_MK + row[:, None].to(tl.int64) * x_stride + column[None, :], mask=live[:, None], other=0.0)
     codes, scale = encode(x.to(tl.float32))
     tl.store(codes_MK + row[:, None].to(tl.int64) * codes_stride + column[None, :], codes, mask=live[:, None])

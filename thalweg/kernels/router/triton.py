@@ -18,9 +18,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.launch import launch_config
 from thalweg.kernels.norm.triton import LazyNorm, deferred_norm, rows_of
+from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import GROUP, encode, quantize, scales_like
 
 FEW, MANY = 4, 1024
@@ -142,7 +144,7 @@ def _score(
 @triton.jit(do_not_specialize=["tokens", "scales_stride", "steps"])
 def _logits(
     logits_STE, codes_TH, scales_GT, x_TH, weight_EH, tokens, scales_stride, steps,
-    E: tl.constexpr, H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+    E: constexpr, H: constexpr, BLOCK_T: constexpr, BLOCK_E: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Experts are the rows of the product: a weight is split in registers, where a product may take its left side from.
     The block of programs after the last experts encodes x.
@@ -152,9 +154,8 @@ def _logits(
     k, some_T = tl.arange(0, 128), token < tokens
     begin, end = split * steps, min(split * steps + steps, tl.cdiv(H, 128))
     x_at = x_TH + token[:, None].to(tl.int64) * H + k[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     if codes_TH is not None:
         if block_E * BLOCK_E >= E:
             for step in tl.range(begin, end, num_stages=2):
@@ -188,8 +189,8 @@ def _logits(
 @triton.jit(do_not_specialize=["tokens", "scales_stride"])
 def _logits_few(
     logits_STE, codes_TH, scales_GT, x_TH, norm_H, weight_EH, tokens, scales_stride, eps,
-    E: tl.constexpr, H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr,
-    WHOLE_H: tl.constexpr, PDL: tl.constexpr,
+    E: constexpr, H: constexpr, BLOCK_E: constexpr, BLOCK_H: constexpr,
+    WHOLE_H: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BLOCK_E experts, one token, BLOCK_H columns a program; the last block of programs encodes x. With norm_H of the
     normed x, rounded as the norm's own kernel does.
@@ -201,9 +202,8 @@ def _logits_few(
     w = tl.load(weight_EH + expert[:, None] * H + h[None, :], mask=live, other=0.0)
     if norm_H is not None:
         norm = tl.load(norm_H + h, mask=h < H, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     x = tl.load(row + h, mask=h < H, other=0.0).to(tl.float32)
     if norm_H is not None:
         whole = tl.arange(0, WHOLE_H)
@@ -223,9 +223,9 @@ def _logits_few(
 @triton.jit(do_not_specialize=["tokens"])
 def _choose(
     weights_TK, ids_TK, logits_STE, bias_E, real_T, tokens, scale,
-    SPLITS: tl.constexpr, E: tl.constexpr, TOPK: tl.constexpr, SHARED: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: constexpr, E: constexpr, TOPK: constexpr, SHARED: constexpr, BLOCK_K: constexpr,
+    GROUPS: constexpr, BLOCK_G: constexpr, BLOCK_M: constexpr, TOPK_GROUPS: constexpr, SIGMOID: constexpr, RENORMALIZE: constexpr,
+    EARLY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One token a program: the whole row lies in the registers of a warp, and each of the chosen is one reduction over
     it. Groups and their members are padded to powers of two, so that a place is group · BLOCK_M + member, in the order
@@ -236,12 +236,11 @@ def _choose(
     place, column = tl.arange(0, BLOCK_G * BLOCK_M), tl.arange(0, BLOCK_K)
     expert = place // BLOCK_M * (E // GROUPS) + place % BLOCK_M
     some = (place % BLOCK_M < E // GROUPS) & (place // BLOCK_M < GROUPS)
-    if PDL and EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if not EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
+        pdl_launch(PDL)
+    pdl_wait(PDL)
+    if not EARLY:
+        pdl_launch(PDL)
     logits = tl.zeros([BLOCK_G * BLOCK_M], tl.float32)
     for split in tl.static_range(SPLITS):
         logits += tl.load(logits_STE + (split * tokens + token) * E + expert, mask=some, other=0.0)
@@ -277,11 +276,11 @@ def _choose(
 @triton.jit
 def _within_groups(
     choice,
-    GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    TWO: tl.constexpr,
+    GROUPS: constexpr,
+    BLOCK_G: constexpr,
+    BLOCK_M: constexpr,
+    TOPK_GROUPS: constexpr,
+    TWO: constexpr,
 ):
     """-inf outside the best groups: by their best member, or by the sum of their two best."""
     group, scores = tl.arange(0, BLOCK_G), tl.reshape(choice, [BLOCK_G, BLOCK_M])

@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from thalweg.kernels.launch import launch_config
+from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.quantize.triton import GROUP, encode, scales_like
 
 ROWS, COLUMNS = 4, 512  # of a program without codes
@@ -62,13 +64,12 @@ def gated(gate, up):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _silu_mul(out_MI, gate_up_MI, used, rows, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul(out_MI, gate_up_MI, used, rows, inner, ROWS: constexpr, COLUMNS: constexpr, PDL: constexpr):
     blocks = tl.cdiv(inner, COLUMNS)
     row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     if used is not None:
         rows = tl.minimum(rows, 128 * tl.load(used))
     live = (row < rows)[:, None] & (column < inner)[None, :]
@@ -80,14 +81,13 @@ def _silu_mul(out_MI, gate_up_MI, used, rows, inner, ROWS: tl.constexpr, COLUMNS
 
 @triton.jit(do_not_specialize=["rows", "scales_stride"])
 def _silu_mul_quantize(
-    codes_MI, scales_GM, gate_up_MI, used, rows, inner, scales_stride, ROWS: tl.constexpr, PDL: tl.constexpr
+    codes_MI, scales_GM, gate_up_MI, used, rows, inner, scales_stride, ROWS: constexpr, PDL: constexpr
 ):
     group = tl.program_id(0) % (inner // 128)
     row = tl.program_id(0) // (inner // 128) * ROWS + tl.arange(0, ROWS)
     column = group * 128 + tl.arange(0, 128)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait(PDL)
+    pdl_launch(PDL)
     if used is not None:
         rows = tl.minimum(rows, 128 * tl.load(used))
     live = row < rows

@@ -20,10 +20,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from thalweg.kernels.gemm.epilogue import PLAIN, Epilogue
 from thalweg.kernels.launch import launch_config
+from thalweg.kernels.pdl import pdl_launch, pdl_wait
 from thalweg.kernels.silu_mul.triton import gated
 
 SMS = 132  # of an H100 or H200; a wrong number costs speed only
@@ -34,7 +36,7 @@ SPLITS = 4  # parts of K
 
 
 @triton.jit
-def _joined(sums, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _joined(sums, dtype: constexpr, ROWS: constexpr, COLUMNS: constexpr):
     """silu(gate) · up of [ROWS, 2 COLUMNS], gates first, of rounded numbers as `silu_mul` computes it."""
     rounded = sums.to(dtype).to(tl.float32)
     gate, up = tl.split(tl.permute(tl.reshape(rounded, (ROWS, 2, COLUMNS)), (0, 2, 1)))
@@ -44,14 +46,13 @@ def _joined(sums, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 @triton.jit(do_not_specialize=["M"])
 def _small_batch_gemm(
     x, w_big, w_small, y_MN, M, N,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    K: constexpr, BLOCK_M: constexpr, BIG: constexpr, SMALL: constexpr, BLOCK_K: constexpr,
+    STAGES: constexpr, PAIRS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """y [M, N]. PAIRS: the weight is [2, N, K], gate rows first."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    FOLD: tl.constexpr = 2 if PAIRS else 1
+    pdl_launch(PDL)
+    pdl_wait(PDL)
+    FOLD: constexpr = 2 if PAIRS else 1
     first, column = tl.program_id(1) * BLOCK_M, tl.program_id(0) * (BIG + SMALL)
     row = first + tl.arange(0, BLOCK_M)
     big = tl.zeros((BLOCK_M, FOLD * BIG), tl.float32)
@@ -169,13 +170,12 @@ def _launch(x_MK: Tensor, w: Tensor, y_MN: Tensor, pairs: bool) -> Tensor:
 @triton.jit(do_not_specialize=["M"])
 def _split_k_gemm(
     x, w_A, w_B, w_C, part_SMN, M, N, steps,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    K: constexpr, BLOCK_M: constexpr, A: constexpr, B: constexpr, C: constexpr, BLOCK_K: constexpr,
+    STAGES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Program (b, s): A + B + C columns of the sum over the s-th part of K, `steps` steps long."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_launch(PDL)
+    pdl_wait(PDL)
     column, part, row = tl.program_id(0) * (A + B + C), tl.program_id(1), tl.arange(0, BLOCK_M)
     a, b, c = tl.zeros((BLOCK_M, A), tl.float32), tl.zeros((BLOCK_M, B), tl.float32), tl.zeros((BLOCK_M, C), tl.float32)
     for k in tl.range(part * steps * BLOCK_K, tl.minimum((part + 1) * steps * BLOCK_K, K), BLOCK_K, num_stages=STAGES):
@@ -191,13 +191,10 @@ def _split_k_gemm(
 
 
 @triton.jit
-def _add_partials(
-    part_SE, y_E, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr
-):
+def _add_partials(part_SE, y_E, elements, PARTS: constexpr, BLOCK: constexpr, ACCUMULATE: constexpr, PDL: constexpr):
     """y = the sum of the parts, in float32; ACCUMULATE: y += it."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_launch(PDL)
+    pdl_wait(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < elements
     total = tl.zeros((BLOCK,), tl.float32)
