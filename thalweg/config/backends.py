@@ -105,6 +105,7 @@ class Backend(Generic[C]):
     supports: C
     libraries: tuple[Library, ...] = (TRITON,)
     mla: str = ""  # makes what attends to latents: a decode kernel of an `MlaShape`, or a prefill function
+    gqa: str = ""  # makes a `GqaKernel` of a `GqaShape`; with `gathers_keys`, a prefill function
     check_mla: str = ""
     check_gqa: str = ""
     check: str = ""  # of experts and products
@@ -156,9 +157,10 @@ _FLASHINFER = replace(  # compiles when first used and plans on the host, so it 
     graphs=frozenset({False}),
 )
 _CHECK_FLASHINFER = "kernels.gqa.flashinfer:check"
+_TRITON_GQA, _FLASHINFER_GQA = "kernels.gqa.backends:TritonGqa", "kernels.gqa.flashinfer:FlashInferGqa"
 
 DECODE: dict[str, Backend[AttentionCapabilities]] = {
-    "triton": Backend(supports=_TRITON, mla="kernels.mla.backends:TritonMlaDecode"),
+    "triton": Backend(supports=_TRITON, mla="kernels.mla.backends:TritonMlaDecode", gqa=_TRITON_GQA),
     # FlashMLA for many rows, Triton for few rows and for trees. Faster than Triton where many heads make attention bound
     # by the tensor cores (H100, µs a layer, FlashMLA / Triton: 128 heads, 8 x 1,024 tokens 29 / 38, 128 x 1,024 95 / 156,
     # 64 x 4,096 135 / 270; 64 heads 23 / 29, 72 / 86, 133 / 173; in FP8 from 32 rows on), and no faster with 16.
@@ -181,6 +183,7 @@ DECODE: dict[str, Backend[AttentionCapabilities]] = {
         supports=_FLASHINFER,
         libraries=(TRITON, FLASHINFER),
         mla="kernels.mla.flashinfer:FlashInferMlaDecode",
+        gqa=_FLASHINFER_GQA,
         check_mla="kernels.mla.flashinfer:check",
         check_gqa=_CHECK_FLASHINFER,
     ),
@@ -190,16 +193,18 @@ PREFILL: dict[str, Backend[AttentionCapabilities]] = {
         supports=replace(_HOPPER, heads=frozenset({"mla", "gqa"})),
         libraries=(TRITON, FA3),
         mla="kernels.mla.fa3:prefill",
+        gqa="kernels.gqa.fa3:prefill",
         check_mla="kernels.mla.fa3:check",
         check_gqa="kernels.gqa.fa3:check",
         gathers_keys=True,
     ),
-    "triton": Backend(supports=_TRITON, mla="kernels.mla.backends:triton_prefill"),
+    "triton": Backend(supports=_TRITON, mla="kernels.mla.backends:triton_prefill", gqa=_TRITON_GQA),
     "torch": Backend(supports=_TORCH),
     "reference": Backend(supports=_REFERENCE, libraries=()),
     "flashinfer": Backend(
         supports=replace(_FLASHINFER, heads=frozenset({"gqa"})),
         libraries=(TRITON, FLASHINFER),
+        gqa=_FLASHINFER_GQA,
         check_gqa=_CHECK_FLASHINFER,
     ),
 }

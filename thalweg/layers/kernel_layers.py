@@ -12,6 +12,7 @@ from thalweg.config.backends import DECODE, PREFILL
 from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts, MoeFacts
 from thalweg.core.kernels import TORCH
+from thalweg.kernels.gqa.backends import GqaShape
 from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaShape
 from thalweg.layers import rotary
 from thalweg.layers.factory import LayerFactory
@@ -153,7 +154,10 @@ class KernelLayers(LayerFactory):
         if kernels.decode == TORCH:
             return ReferenceMetadata(facts, workspace, device)
         if facts.mla is None:
-            prepare = prepare_gqa(kernels, facts, device)
+            heads, kv_heads = (
+                len(share_of(n, self.layout.tp, "attention heads")) for n in (facts.heads, facts.kv_heads)
+            )
+            prepare = prepare_gqa(kernels, GqaShape(heads, kv_heads, facts.head_dim))
             return PagedMetadataBuilder(facts, device, prepare, gathers=PREFILL[kernels.prefill].gathers_keys)
         if not kernels.latent:
             own = ragged if kernels.deterministic else nothing

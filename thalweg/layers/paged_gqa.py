@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch
+from thalweg.config.backends import DECODE, PREFILL
+from thalweg.config.entry_point import load_entry
 from thalweg.config.model import ModelFacts
 from thalweg.core.kernels import KernelConfig
 from thalweg.kernels.attend.args import DecodeRows, RaggedRows
-from thalweg.kernels.attend.triton import merge, merge_state_
-from thalweg.kernels.gqa import fa3, flashinfer
-from thalweg.kernels.gqa import triton as gqa
+from thalweg.kernels.attend.triton import merge_state_
+from thalweg.kernels.gqa.backends import ContiguousGqa, GqaKernel, GqaShape, StepRows
+from thalweg.kernels.gqa.triton import NewTokens, gather
 from thalweg.kernels.rope import triton as rope
 from thalweg.layers.factory import LayerFactory
 from thalweg.layers.gqa import GqaProjections
-from thalweg.layers.paged import PagedStep, Prepare, Rest, nothing, ragged
+from thalweg.layers.paged import PagedStep, Prepare, Rest, ragged
 from thalweg.layers.residual import Activation, ResidualStream
 
 
@@ -36,7 +40,8 @@ class PagedGqa(GqaProjections):
         inputs: int = 0,
     ) -> None:
         super().__init__(layers, facts, layer, name, qk_norm=qk_norm, out_bias=out_bias, inputs=inputs)
-        self.scale, self.kernels = self.dim**-0.5, layers.kernels
+        self.scale, self.is_deterministic = self.dim**-0.5, layers.kernels.deterministic
+        self.kernels = gqa_kernels(layers.kernels, GqaShape(self.heads, self.kv_heads, self.dim))
 
     def add_to(self, h: ResidualStream, x: Activation, step: PagedStep) -> None:
         """h += attention(x)."""
@@ -50,13 +55,13 @@ class PagedGqa(GqaProjections):
     def _attention(self, step: PagedStep, qkv_TX: Tensor) -> Tensor:
         """Stores the tokens' keys and values and attends: → [T, H * d]."""
         qkv_THd = qkv_TX.view(len(qkv_TX), -1, self.dim)
-        own = self.kernels.decode == "triton" and not self.kernels.deterministic
-        fresh = step.decode if own and step.rows.query == 1 and step.rows.tree_mask_T is None else 0
-        if fresh < len(qkv_THd):
-            self._write(qkv_THd, step, fresh)
+        stores_new = self.kernels.decode.stores_new and not self.is_deterministic
+        new = step.decode if stores_new and step.rows.query == 1 and step.rows.tree_mask_T is None else 0
+        if new < len(qkv_THd):
+            self._write(qkv_THd, step, new)
         parts = []
         if step.decode:
-            parts.append(self._decode(qkv_THd[: step.decode], step, fresh > 0))
+            parts.append(self._decode(qkv_THd[: step.decode], step, new > 0))
         if step.rest is not None:
             parts.append(self._ragged(qkv_THd[step.decode :], step, step.rest))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
@@ -80,52 +85,60 @@ class PagedGqa(GqaProjections):
     def _decode(self, qkv_THd: Tensor, step: PagedStep, is_new: bool) -> Tensor:
         """Rows of one length, split: → [T, H, d]. is_new: their keys are not stored yet."""
         (query, key, value), kv = self._split(qkv_THd), step.kv(self.layer, self.kv_heads)
-        if self.kernels.decode == "flashinfer":
-            return flashinfer.run(step.prepared.decode, query, kv)
-        if self.kernels.deterministic:
-            return gqa.prefill(query, kv, step.prepared, scale=self.scale)
-        new = gqa.NewTokens(key, value, step.kv_write(slice(0, step.decode)), self._norms()) if is_new else None
-        splits = gqa.splits_for(step.decode, self.heads, self.kv_heads, step.rows.max_kv_len, step.rows.query)
-        return merge(*gqa.decode(query, kv, step.rows, scale=self.scale, splits=splits, new=new))
+        if self.is_deterministic:
+            return self.kernels.paged.ragged(query, kv, step.prepared, None)
+        new = NewTokens(key, value, step.kv_write(slice(0, step.decode)), self._norms()) if is_new else None
+        return self.kernels.decode.decode(query, kv, step.rows, step.prepared.decode, new)
 
     def _ragged(self, qkv_THd: Tensor, step: PagedStep, rest: Rest) -> Tensor:
         """Rows of any length: → [T, H, d]."""
         (query, key, value), kv = self._split(qkv_THd), step.kv(self.layer, self.kv_heads)
-        if self.kernels.prefill == "flashinfer":
-            return flashinfer.run(step.prepared.ragged, query, kv)
-        if self.kernels.prefill == "triton":
-            # keys by the page from position 0 on: a token's bits depend on its own sequence alone
-            return gqa.prefill(query, kv, rest.rows, scale=self.scale)
-        (table, _, starts, longest, _), whole = rest.rows, step.whole
+        contiguous, whole, (table, _, starts, longest, _) = self.kernels.contiguous, step.whole, rest.rows
+        if contiguous is None:
+            prepared = None if self.is_deterministic else step.prepared.ragged
+            return self.kernels.paged.ragged(query, kv, rest.rows, prepared)
         if whole is not None:
             rows = RaggedRows(starts, whole.starts_R1, longest, whole.max_tokens)
-            return fa3.prefill(query, *gqa.gather(kv, table, whole), rows, scale=self.scale)[0]
-        out, lse = fa3.prefill(query, key, value, RaggedRows(starts, starts, longest, longest), scale=self.scale)
+            return contiguous(query, *gather(kv, table, whole), rows, scale=self.scale)[0]
+        out, lse = contiguous(query, key, value, RaggedRows(starts, starts, longest, longest), scale=self.scale)
         for prefix in step.prefixes:
             rows = RaggedRows(starts, prefix.starts_R1, longest, prefix.max_tokens, is_causal=False)
-            merge_state_(out, lse, *fa3.prefill(query, *gqa.gather(kv, table, prefix), rows, scale=self.scale))
+            merge_state_(out, lse, *contiguous(query, *gather(kv, table, prefix), rows, scale=self.scale))
         return out
 
 
-class FlashInferSteps:
-    """Plans each step; see `kernels.gqa.flashinfer`. The library is first loaded when there is a step."""
+class GqaKernels(NamedTuple):
+    """What attends to decode rows, and to other rows: over pages, or to contiguous keys."""
 
-    def __init__(self, facts: ModelFacts, device: torch.device) -> None:
-        self.facts, self.device = facts, device
-        self.attention: flashinfer.FlashInferGqa | None = None
-
-    def __call__(self, batch: Batch, tokens: int, rows: DecodeRows) -> flashinfer.PlannedStep:
-        if self.attention is None:
-            shape = self.facts.heads, self.facts.kv_heads, self.facts.head_dim
-            self.attention = flashinfer.attention(*shape, shape[2] ** -0.5, self.device)
-        queries = [extent.query for extent in batch.extents]
-        last = (torch.tensor(queries).cumsum(0) - 1).to(self.device)
-        lengths = (batch.positions_T.index_select(0, last) + 1).to("cpu", torch.int32)
-        return self.attention.plan(batch.table_RP, lengths, queries, tokens // rows.query)
+    decode: GqaKernel
+    paged: GqaKernel
+    contiguous: ContiguousGqa | None
 
 
-def prepare_by(choice: KernelConfig, facts: ModelFacts, device: torch.device) -> Prepare:
+def gqa_kernels(choice: KernelConfig, shape: GqaShape) -> GqaKernels:
+    decode, prefill = load_entry(DECODE[choice.decode].gqa)(shape), PREFILL[choice.prefill]
+    entry = load_entry(prefill.gqa)
+    return GqaKernels(decode, decode, entry) if prefill.gathers_keys else GqaKernels(decode, entry(shape), None)
+
+
+class PreparedGqa(NamedTuple):
+    """What the kernels of a step share among its layers."""
+
+    decode: Any = None
+    ragged: Any = None
+
+
+def prepare_by(choice: KernelConfig, shape: GqaShape) -> Prepare:
     """What the backends share among the layers of a step."""
-    if "flashinfer" in (choice.decode, choice.prefill):
-        return FlashInferSteps(facts, device)
-    return ragged if choice.deterministic else nothing
+    if choice.deterministic:
+        return ragged
+    kernels = gqa_kernels(choice, shape)
+
+    def prepare(batch: Batch, tokens: int, rows: DecodeRows) -> PreparedGqa:
+        if not kernels.decode.plans and not kernels.paged.plans:
+            return PreparedGqa()
+        queries = tuple(extent.query for extent in batch.extents)
+        step = StepRows(batch.table_RP, batch.positions_T, queries, tokens // rows.query)
+        return PreparedGqa(kernels.decode.prepare(step), kernels.paged.prepare(step))
+
+    return prepare

@@ -20,8 +20,11 @@ import torch
 from torch import Tensor
 
 from thalweg.core.kernels import CheckCase
-from thalweg.kernels.attend.args import KvPlanes, RowLengths
+from thalweg.kernels.attend.args import DecodeRows, KvPlanes, PagedRows, RowLengths
+from thalweg.kernels.attend.case import last_positions, starts_of
 from thalweg.kernels.attend.check import NVCC, check_ragged
+from thalweg.kernels.gqa.backends import GqaShape, StepRows
+from thalweg.kernels.gqa.triton import NewTokens
 
 PAGE = 64
 WORKSPACE = 128 << 20  # bytes that FlashInfer recommends
@@ -61,6 +64,23 @@ def pages(table_RL: Tensor, lengths_R: Tensor) -> RowPages:
     return RowPages(starts_R1, table_RL[: len(lengths_R), :width][is_used].to(torch.int32), lengths_R)
 
 
+class Wrappers(NamedTuple):
+    """FlashInfer's objects, which a plan is made with; all layers share them."""
+
+    single: Any  # decode rows of one query token
+    several: Any  # decode rows of several
+    ragged: Any  # other rows
+
+
+@cache
+def _wrappers(device: torch.device) -> Wrappers:
+    """With 128 MiB for partial results."""
+    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+    single = library().BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    several, ragged = (library().BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2") for _ in range(2))
+    return Wrappers(single, several, ragged)
+
+
 class PlannedStep(NamedTuple):
     """The wrappers that compute a step."""
 
@@ -70,60 +90,62 @@ class PlannedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlashInferGqa:
-    """What all layers of a model share."""
+    """See `backends.GqaKernel`."""
 
-    heads: int
-    kv_heads: int
-    dim: int
-    scale: float
-    single: Any  # wrapper for decode rows of one query token
-    several: Any  # for decode rows of several
-    ragged: Any  # for other rows
+    shape: GqaShape
+    plans: bool = True
+    stores_new: bool = False
 
-    def plan(self, table_RL: Tensor, lengths_R: Tensor, queries: list[int], decoding: int) -> PlannedStep:
-        """A step of rows with so many query tokens each, the last of their contexts; the first `decoding` rows have
-        equally many. lengths_R: int32 on the host. Copies to the device, and waits for it.
-        """
-        decode = ragged = None
-        if decoding and queries[0] == 1:
-            row_pages, decode = pages(table_RL, lengths_R[:decoding]), self.single
-            decode.plan(row_pages.starts_R1, row_pages.indices_N, row_pages.last_R(), *self._shape(), **self._options())
-        elif decoding:
-            decode = self._plan_ragged(self.several, table_RL, lengths_R[:decoding], queries[:decoding])
+    def prepare(self, step: StepRows) -> PlannedStep:
+        """Copies to the device, and waits for it."""
+        device, queries, decoding = step.positions_T.device, list(step.queries), step.decoding
+        last = (torch.tensor(queries).cumsum(0) - 1).to(device)
+        lengths_R = (step.positions_T.index_select(0, last) + 1).to("cpu", torch.int32)
+        wrappers, decode, ragged = _wrappers(device), None, None
+        if decoding:
+            is_single = queries[0] == 1
+            decode = wrappers.single if is_single else wrappers.several
+            self._plan(decode, step.table_RL, lengths_R[:decoding], None if is_single else queries[:decoding])
         if decoding < len(queries):
-            ragged = self._plan_ragged(self.ragged, table_RL[decoding:], lengths_R[decoding:], queries[decoding:])
+            ragged = wrappers.ragged
+            self._plan(ragged, step.table_RL[decoding:], lengths_R[decoding:], queries[decoding:])
         return PlannedStep(decode, ragged)
 
-    def _plan_ragged(self, wrapper: Any, table_RL: Tensor, lengths_R: Tensor, queries: list[int]) -> Any:
-        row_pages = pages(table_RL, lengths_R)
-        starts_R1 = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        rows = starts_R1, row_pages.starts_R1, row_pages.indices_N, row_pages.last_R()
-        wrapper.plan(*rows, *self._shape(), causal=True, **self._options())
-        return wrapper
+    def _plan(self, wrapper: Any, table_RL: Tensor, lengths_R: Tensor, queries: list[int] | None) -> None:
+        """queries: of each row; None is one."""
+        row_pages, dtype = pages(table_RL, lengths_R), torch.bfloat16
+        rows = [row_pages.starts_R1, row_pages.indices_N, row_pages.last_R()]
+        options: dict[str, Any] = {"sm_scale": self.shape.dim**-0.5, "q_data_type": dtype, "kv_data_type": dtype}
+        if queries is not None:
+            rows.insert(0, torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32))
+            options["causal"] = True
+        wrapper.plan(*rows, *self.shape, PAGE, **options)
 
-    def _shape(self) -> tuple[int, int, int, int]:
-        return self.heads, self.kv_heads, self.dim, PAGE
+    def decode(
+        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: PlannedStep, new: NewTokens | None = None
+    ) -> Tensor:
+        return _run(prepared.decode, query_THd, kv)
 
-    def _options(self) -> dict[str, Any]:
-        return {"sm_scale": self.scale, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    def decode_with_lse(
+        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: PlannedStep
+    ) -> tuple[Tensor, Tensor]:
+        return _run_with_lse(prepared.decode, query_THd, kv)
+
+    def ragged(self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: PlannedStep) -> Tensor:
+        return _run(prepared.ragged, query_THd, kv)
+
+    def ragged_with_lse(
+        self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: PlannedStep
+    ) -> tuple[Tensor, Tensor]:
+        return _run_with_lse(prepared.ragged, query_THd, kv)
 
 
-def attention(heads: int, kv_heads: int, dim: int, scale: float, device: torch.device) -> FlashInferGqa:
-    """Allocates 128 MiB for partial results."""
-    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
-    single = library().BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    several, ragged = (library().BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2") for _ in range(2))
-    return FlashInferGqa(heads, kv_heads, dim, scale, single, several, ragged)
-
-
-def run(wrapper: Any, query_THd: Tensor, kv: KvPlanes) -> Tensor:
-    """One layer of the planned rows: → bfloat16 [T, H, d]."""
+def _run(wrapper: Any, query_THd: Tensor, kv: KvPlanes) -> Tensor:
     out: Tensor = wrapper.run(query_THd, (kv.key, kv.value))
     return out
 
 
-def run_with_lse(wrapper: Any, query_THd: Tensor, kv: KvPlanes) -> tuple[Tensor, Tensor]:
-    """The same, with the LSE of each token and head: → ([T, H, d], [T, H])."""
+def _run_with_lse(wrapper: Any, query_THd: Tensor, kv: KvPlanes) -> tuple[Tensor, Tensor]:
     out, lse = wrapper.run(query_THd, (kv.key, kv.value), return_lse=True)
     return out, lse * LN2
 
@@ -142,11 +164,13 @@ def check(device: torch.device, case: CheckCase) -> None:
                 position = torch.arange(len(own), device=device)
                 plane[table[row, position // PAGE] * PAGE + position % PAGE] = own
         kv = KvPlanes(*(plane.view(9, PAGE, kv_heads, dim) for plane in planes))
-        lengths = torch.tensor(rows.contexts, dtype=torch.int32)
-        step = attention(heads, kv_heads, dim, dim**-0.5, device).plan(table, lengths, list(rows.queries), 2)
-        parts = run_with_lse(step.decode, query[:2], kv), run_with_lse(step.ragged, query[2:], kv)
-        out, lse = (torch.cat(both) for both in zip(*parts, strict=True))
-        return out, lse
+        kernel = FlashInferGqa(GqaShape(heads, kv_heads, dim))
+        queries, positions = torch.split(query, [2, len(query) - 2]), last_positions(rows).to(device)
+        step = kernel.prepare(StepRows(table, positions, rows.queries, 2))
+        decode = kernel.decode_with_lse(queries[0], kv, DecodeRows(table, positions[:2]), step)
+        rest = PagedRows(table[2:], positions[2:], starts_of(rows.queries[2:]).to(device), len(queries[1]))
+        ragged = kernel.ragged_with_lse(queries[1], kv, rest, step)
+        return torch.cat((decode[0], ragged[0])), torch.cat((decode[1], ragged[1]))
 
     check_ragged(
         "FlashInfer", NVCC, computed, device, case._replace(value_dim=dim), RowLengths((1, 1, 70), (1, 130, 200))

@@ -1,0 +1,112 @@
+"""Grouped-query attention behind one interface for all backends that read pages.
+
+A backend is a file with the class that `config.backends` names for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from thalweg.kernels.attend.args import DecodeRows, KvPlanes, PagedRows, RaggedRows
+from thalweg.kernels.attend.triton import merge, merge_with_lse
+from thalweg.kernels.gqa import triton
+from thalweg.kernels.gqa.triton import NewTokens
+
+
+class GqaShape(NamedTuple):
+    """What a kernel must know of a model; scores are scaled by dim^-1/2."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+class StepRows(NamedTuple):
+    """The rows of a step, for a backend that plans on the host."""
+
+    table_RL: Tensor  # int32
+    positions_T: Tensor  # int64
+    queries: tuple[int, ...]  # tokens of each row, the last of its context
+    decoding: int  # leading rows that are decode rows
+
+
+class GqaKernel(Protocol):
+    """Attention over pages. `prepared`: what `prepare` made of the step."""
+
+    @property
+    def plans(self) -> bool:
+        """Whether `prepare` does anything."""
+
+    @property
+    def stores_new(self) -> bool:
+        """Whether `decode` can store new tokens."""
+
+    def prepare(self, step: StepRows) -> Any:
+        """What all layers of a step share."""
+
+    def decode(
+        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: Any, new: NewTokens | None = None
+    ) -> Tensor:
+        """→ [T, H, d] of decode rows."""
+
+    def decode_with_lse(
+        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The same for `merge_states`: → ([T, H, d], LSE [T, H])."""
+
+    def ragged(self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: Any) -> Tensor:
+        """→ [T, H, d] of the other rows."""
+
+    def ragged_with_lse(
+        self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class ContiguousGqa(Protocol):
+    """Attention of ragged rows to contiguous keys and values: → ([T, H, d], LSE [T, H])."""
+
+    def __call__(
+        self, query_THd: Tensor, key_SKd: Tensor, value_SKd: Tensor, rows: RaggedRows, *, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TritonGqa:
+    """The project's own kernels. Ragged rows read keys by the page from position 0 on: a token's bits depend on its own
+    sequence alone.
+    """
+
+    shape: GqaShape
+    plans: bool = False
+    stores_new: bool = True
+
+    def prepare(self, step: StepRows) -> None:
+        return None
+
+    def decode(
+        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: None, new: NewTokens | None = None
+    ) -> Tensor:
+        return merge(*self._splits(query_THd, kv, rows, new), query_THd.dtype)
+
+    def decode_with_lse(
+        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, prepared: None
+    ) -> tuple[Tensor, Tensor]:
+        return merge_with_lse(*self._splits(query_THd, kv, rows, None), query_THd.dtype)
+
+    def _splits(
+        self, query_THd: Tensor, kv: KvPlanes, rows: DecodeRows, new: NewTokens | None
+    ) -> tuple[Tensor, Tensor]:
+        heads, kv_heads, dim = self.shape
+        splits = triton.splits_for(len(query_THd), heads, kv_heads, rows.max_kv_len, rows.query)
+        return triton.decode(query_THd, kv, rows, scale=dim**-0.5, splits=splits, new=new)
+
+    def ragged(self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: None) -> Tensor:
+        return triton.prefill(query_THd, kv, rows, scale=self.shape.dim**-0.5)
+
+    def ragged_with_lse(
+        self, query_THd: Tensor, kv: KvPlanes, rows: PagedRows, prepared: None
+    ) -> tuple[Tensor, Tensor]:
+        return triton.prefill_with_lse(query_THd, kv, rows, scale=self.shape.dim**-0.5)
