@@ -77,12 +77,12 @@ def watching(engine: LocalEngine) -> Iterator[Calls]:
     nothing.
     """
     runner, calls = engine.runner, Calls()
-    drafter, graphs = runner.drafting.drafter, (runner.graphs, runner.tree_graphs)
+    drafter, graphs = runner.drafting.drafter, runner.graphs
     places: list[tuple[Any, str, list[Any]]] = [(runner.sampler, "draw", calls.draws)]
     if isinstance(drafter, AutoregressiveDrafter):
         places += [(drafter.steps, "forward", calls.draft), (drafter.head, "logits", calls.draft)]
         places.append((drafter.steps, "write_kv", calls.learn))
-    runner.graphs = runner.tree_graphs = NoCapturedGraphs()
+    runner.graphs = NoCapturedGraphs()
     for owner, name, into in places:
         setattr(owner, name, calls.watched(getattr(owner, name), into))
     try:
@@ -90,7 +90,7 @@ def watching(engine: LocalEngine) -> Iterator[Calls]:
     finally:
         for owner, name, _ in places:
             delattr(owner, name)  # what the class has is there again
-        runner.graphs, runner.tree_graphs = graphs
+        runner.graphs = graphs
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import TreeShape
 from thalweg.memory.planes import Planes, vector_plane
 from thalweg.runner.accepted_path import compact_accepted_path, kv_mover
-from thalweg.sampling import tree
+from thalweg.sampling import drafts
 from thalweg.sampling.sample import REFERENCE, Sampled, accept
 from thalweg.spec.drafter import DraftExtendInput
 from thalweg.spec.tree import tree_masks_of
@@ -160,10 +160,10 @@ def test_penalties_of_a_node_are_those_of_its_sequence() -> None:
         slots.bind([Bind(slot, known, 2, len(known) - 1, 40, 5, (STOP,), SamplingParams(**fields))])  # type: ignore[arg-type]
         grown(slots, slot, tokens=(4, 5, 4, 7, 4, 8))
     index, logits = torch.tensor([3, 1]), torch.randn(2 * (1 + NODES), VOCAB)
-    along = tree.tree_positions(slots, index, slots.ints_SI[index], 1 + NODES)
+    along = drafts.sampled_positions(slots, index, slots.ints_SI[index], 1 + NODES)
     edited, needs = logits.clone(), SamplingNeeds(penalised=True)
     REFERENCE.edit_logits(
-        edited, slots, along.slot_N, along.ints_NI, needs, 64, None, tree.tree_paths(slots, along, 1 + NODES)
+        edited, slots, along.slot_N, along.ints_NI, needs, 64, None, drafts.tree_paths(slots, along, 1 + NODES)
     )
     for n, (row, wanted) in enumerate(zip(logits, edited, strict=True)):
         slot, node, path = int(index[n // (1 + NODES)]), n % (1 + NODES), list[int]()

@@ -20,7 +20,7 @@ from thalweg.core.plan import Bind, SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.core.tree import CHAIN, TreeShape
 from thalweg.kernels.temperature.ref import apply_temperature
-from thalweg.sampling import chain, rejection, sample
+from thalweg.sampling import drafts, rejection, sample
 from thalweg.sampling.draft_sampling import COUPLED, PROBABILITIES, DraftSampling, IndependentDraftSampling
 from thalweg.sampling.random import exponential, uniform
 from thalweg.sampling.rejection import RejectionSampling
@@ -241,12 +241,12 @@ class Coins(IndependentDraftSampling):
 def test_noise_of_another_position_is_noticed(known: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every position of a path draws with the coins of the first."""
 
-    def one_coin(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> chain.Path:
-        right = chain.chain_positions(slots, slot_E, ints_EI, query)
+    def one_coin(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> drafts.SampledPositions:
+        right = drafts.sampled_positions(slots, slot_E, ints_EI, query)
         right.ints_NI[:, 0] = ints_EI[:, 0].repeat_interleave(query)
         return right
 
-    monkeypatch.setattr(sample, "chain_positions", one_coin)
+    monkeypatch.setattr(sample, "sampled_positions", one_coin)
     assert decode(known, COUPLED, REFERENCE, 1).far > LIMIT, f"TEST_SEED={SEED}"
 
 

@@ -279,7 +279,7 @@ def test_what_others_take_of_the_gpu_meanwhile_is_not_the_graphs(monkeypatch: py
     """Free memory is the device's: a bucket that seems to take gigabytes is looked at again."""
 
     class Runs:
-        recorded, steps, graphs, tree_graphs = 0, None, None, None
+        recorded, steps, graphs = 0, None, None
 
         def eager(self) -> None:
             pass

@@ -26,7 +26,7 @@ from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
 from thalweg.kernels.build_inputs import ref as prepare
-from thalweg.kernels.verify_chain import ref as verify
+from thalweg.kernels.verify import ref as verify
 from thalweg.layers.moe import Experts
 from thalweg.runner import draft_graphs
 from thalweg.runner.draft_graphs import DraftGraphs
@@ -39,6 +39,13 @@ from thalweg.spec.draft_kernels import PLAIN, DraftKernels
 from thalweg.spec.drafter import DraftOutput, DraftRequest
 
 assert unrecorded  # a fixture of this module, too
+
+
+def of_kind(runner: Any, kind: str) -> list[Any]:
+    """The captured steps of one kind."""
+    return [graph for graph in runner.graphs.graphs if graph.key[0] == kind]
+
+
 ROWS, WIDEST, SLOTS = (1, 4, 16), 3, 7
 ASKS = {
     "item",
@@ -128,7 +135,7 @@ TAPES: list[GraphPool] = []
 def graphs() -> Iterator[Any]:
     """`runner.graphs` without a GPU, and without Triton."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, fake in {"build_inputs": prepare, "verify_chain": verify}.items():
+        for name, fake in {"build_inputs": prepare, "verify": verify}.items():
             patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", fake)
         for name in ("penalties", "sample", "logprobs", "temperature", "topk_topp"):
             patch.setitem(sys.modules, f"thalweg.kernels.{name}.triton", SimpleNamespace())
@@ -183,11 +190,11 @@ def made_of(graphs: Any, recorded: bool, kernels: DraftKernels | None = None, **
     drafter.kernels = PLAIN
     runner.drafting.deferred.passing = True
     graphs.record(runner, ROWS, (), False, runner.slots.context, SLOTS, lambda done, count: None, range(1, 1 + WIDEST))
-    assert runner.graphs.verified and isinstance(runner.graphs.drafts, DraftGraphs)  # type: ignore[attr-defined]
+    assert of_kind(runner, "verify") and isinstance(runner.graphs.drafts, DraftGraphs)  # type: ignore[attr-defined]
     if not recorded:
         drafter.kernels = kernels
         drafter.propose = Far(drafter).propose  # type: ignore[method-assign]
-        for verified in runner.graphs.verified:  # type: ignore[attr-defined]
+        for verified in of_kind(runner, "verify"):  # type: ignore[attr-defined]
             verified.graphs.clear()
         runner.graphs.drafts = NO_CAPTURED_DRAFTS  # type: ignore[misc]
     return made
@@ -239,7 +246,7 @@ def counted(made: LocalEngine) -> dict[str, int]:
     graphs, counts = made.runner.graphs, dict.fromkeys(("accept", "extend", "propose"), 0)
     watch(graphs.drafts, "extend", counts)
     watch(graphs.drafts, "propose", counts)
-    for verified in graphs.verified:  # type: ignore[attr-defined]
+    for verified in of_kind(made.runner, "verify"):  # type: ignore[attr-defined]
         watch(verified, "sample", counts, "accept")
     return counts
 
@@ -260,7 +267,7 @@ PLACES = {
     "its step": ("DecodeGraph", "_a", False),
     "its draw": ("DecodeGraph", "_b", False),
     "accept": ("VerifyGraph", "_accept", True),
-    "what it learns": ("DraftExtendGraph", "_learn", True),
+    "what it learns": ("TokenExtendGraph", "_extend", True),
     "a draft": ("DraftStepGraph", "_draft", True),
 }
 
@@ -303,16 +310,16 @@ def test_no_graph_reads_memory_that_another_may_overwrite(recorded: Any) -> None
         assert one.read & pool <= (set() if one is a else left), one.block
         shared += bool(one is not a and one.read & left)
     assert shared > 30 and {"4 rows", "drafts of 4 rows"} <= set(first)
-    chains = [proposing.chain for proposing in recorded.graphs.drafts.proposing]
-    published = [tensor for verified in recorded.graphs.verified for tensor in verified.out]
+    chains = [proposing.chain for proposing in recorded.graphs.drafts.proposes]
+    published = [tensor for verified in of_kind(recorded, "verify") for tensor in verified.out if tensor is not None]
     published += [tensor for chain in chains for tensor in chain] + [
-        one for a in recorded.graphs.recorded for one in a.out
+        one for a in of_kind(recorded, "tokens") for one in a.out
     ]
     assert not pool & {_storage(one) for one in published}
 
 
 def test_another_rule_than_was_recorded_is_not_reat_work(recorded: Any) -> None:
-    verified = recorded.graphs.verified[0]
+    verified = of_kind(recorded, "verify")[0]
     with torch.inference_mode():
         assert verified.sample(1, SamplingNeeds(random=True), recorded.sampler) is not None
         assert verified.sample(1, SamplingNeeds(random=True), RejectionSampling(recorded.sampler)) is None
@@ -320,7 +327,7 @@ def test_another_rule_than_was_recorded_is_not_reat_work(recorded: Any) -> None:
 
 def test_rows_that_do_not_fill_their_bucket_are_padding(recorded: Any) -> None:
     """Of a row with fewer drafts than another, too."""
-    verified = next(one for one in recorded.graphs.verified if (one.rows, one.query) == (4, 3))
+    verified = next(one for one in of_kind(recorded, "verify") if (one.rows, one.query) == (4, 3))
     ran: list[tuple[list[int], list[int]]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verified.of, "run", lambda slot, ahead: ran.append((slot, ahead)))

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import INTS
+from thalweg.kernels.build_inputs.ref import SlotTensors
 from thalweg.kernels.build_tree import ref
 from thalweg.kernels.build_tree.ref import BuiltTree, TreeCandidates, TreeLevel
-from thalweg.kernels.verify_tree.ref import SlotTensors
 
 PAGE, CONTEXT, WIDTH = 16, 200, 300
 

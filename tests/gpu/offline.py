@@ -27,15 +27,14 @@ from thalweg.batch.slots import Slots
 from thalweg.core.kernels import KernelConfig
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
-from thalweg.kernels.build_inputs import triton as preparing
+from thalweg.kernels.build_inputs import triton as input_kernels
 from thalweg.kernels.build_tree import triton as growing
 from thalweg.kernels.build_tree.ref import BuiltTree, TreeCandidates, TreeLevel, first_candidate
 from thalweg.kernels.draft_state import triton as drafting
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces
 from thalweg.kernels.small_batch_gemm import triton as small_batch_gemm
-from thalweg.kernels.verify_chain import triton as verify_chain
-from thalweg.kernels.verify_tree import triton as verify_tree
-from thalweg.kernels.verify_tree.ref import AcceptedPaths, SlotTensors, TreeVerification
+from thalweg.kernels.verify import triton as verify
+from thalweg.kernels.verify.ref import AcceptedPaths, Verification
 from thalweg.models import catalog
 from thalweg.sampling.kernel_sampling import KernelSampler
 
@@ -140,8 +139,9 @@ def drafts(rows: int, query: int, width: int) -> None:
     slots, tokens, vocab = Slots(rows + 1, 256, torch.device("cpu")), rows * query, 129280
     slots.table_SP = slots.table_SP.to(torch.int32)
     slot_T, ahead_T = torch.zeros(2, tokens, dtype=torch.int64)
-    held = slots.ints_SI, slots.tokens_SL, slots.table_SP
-    ids, positions, write, real, _, ints = preparing.build_decode_inputs(slot_T, ahead_T, *held, 4, PAGE)
+    held = slots.tensors(is_tree=False)
+    step = input_kernels.build_inputs(slot_T, ahead_T, held, 4, PAGE)
+    ids, positions, write, real, _, ints, *_ = step
     for needs in (SamplingNeeds(), SamplingNeeds(random=True), SamplingNeeds(random=True, truncated=True)):
         drawn = KernelSampler().draw(torch.empty(tokens, vocab), slots, slot_T, ints, needs)
         scores = KernelSampler.distribution.apply_temperature(
@@ -152,12 +152,12 @@ def drafts(rows: int, query: int, width: int) -> None:
         edits = slots, slot_T, ints, SamplingNeeds(penalised=True, biased=True), 256, None, behind
         KernelSampler().edit_logits(torch.empty(tokens, vocab), *edits)
     flags = torch.empty(rows, dtype=torch.bool)
-    out = torch.empty(rows, query, dtype=torch.int64), drawn[:rows], flags
-    verify_chain.verify_chain(drawn, ids, slot_T, ints, slots.stop_SK, slots.tokens_SL, slots.ints_SI, out)
+    tokens_RQ = torch.empty(rows, query, dtype=torch.int64)
+    verify.verify(drawn, step, held, PAGE, Verification(tokens_RQ, None, drawn[:rows], flags), None)
     state, kept = torch.empty(tokens, width, dtype=torch.bfloat16), torch.empty(rows, width, dtype=torch.bfloat16)
     places = TokenPlaces(positions, write, real)
     drafting.shift_hidden_states(state, DraftRows(slot_T, ahead_T, ahead_T), places, kept, kept, slots.ints_SI, PAGE)
-    chain = DraftChain(slot_T[:rows], ahead_T[:rows], kept, out[0], flags)
+    chain = DraftChain(slot_T[:rows], ahead_T[:rows], kept, tokens_RQ, flags)
     for ids in (None, slot_T):
         guess = DraftedTokens(drawn[:rows], torch.empty(rows, vocab), ids, vocab)
         drafting.store_draft(guess, state[:rows], ints, chain, slots.tokens_SL, slots.ints_SI)
@@ -170,11 +170,11 @@ def trees(rows: int, query: int, deepest: int) -> None:
         torch.zeros(rows, dtype=torch.int64),
         [torch.empty(rows * most, dtype=torch.int64) for _ in range(6)],
     )
-    held = slots.stop_SK, slots.tokens_SL, slots.ints_SI, slots.table_SP.to(torch.int32), slots.nodes_SN3
-    step = verify_tree.build_tree_inputs(slot_R, SlotTensors(*held), query, 4, PAGE)
+    held = slots.tensors(is_tree=True)._replace(table_SP=slots.table_SP.to(torch.int32))
+    step = input_kernels.build_inputs(slot_R, None, held, 4, PAGE, query)
     paths[3] = paths[3].to(torch.bool)
     out = torch.empty(rows, most, dtype=torch.int64), torch.empty(rows, most, dtype=torch.int64), slot_R, slot_R > 0
-    verify_tree.verify_tree(step.slot_N, step, SlotTensors(*held), PAGE, TreeVerification(*out), AcceptedPaths(*paths))
+    verify.verify(step.slot_T, step, held, PAGE, Verification(*out), AcceptedPaths(*paths))
     state, logits = torch.empty(4 * rows, 7168, dtype=torch.bfloat16), torch.empty(rows, 129280)
     level = TreeLevel(slot_R.view(-1, 1), slot_R.view(-1, 1), slot_R.view(-1, 1), torch.empty(rows, 1))
     ints, many = torch.empty(rows, slots.ints_SI.shape[1], dtype=torch.int64), first_candidate(deepest, 4)
@@ -183,9 +183,9 @@ def trees(rows: int, query: int, deepest: int) -> None:
         top_children = growing.top_children(
             logits.repeat(4 if depth else 1, 1), 4, torch.arange(9) if rows > 1 else None
         )
-        level, _ = growing.expand_level(*top_children, level, depth, slot_R, ints, held[3], PAGE, made)
+        level, _ = growing.expand_level(*top_children, level, depth, slot_R, ints, held.table_SP, PAGE, made)
     found = BuiltTree(*(torch.empty(rows, query - 1, dtype=torch.int64) for _ in range(2)), slot_R > 0)
-    growing.store_best_tree(made, 4, state, state[:rows], slot_R, ints, SlotTensors(*held), found)
+    growing.store_best_tree(made, 4, state, state[:rows], slot_R, ints, held, found)
 
 
 def main(wanted: list[str]) -> int:

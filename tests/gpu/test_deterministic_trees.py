@@ -28,7 +28,8 @@ from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, merge
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import triton as mla
 from thalweg.layers.paged import ragged, rows_of
-from thalweg.runner.tree_graphs import TreeGraphs
+from thalweg.runner.captured import CapturedSteps
+from thalweg.runner.tree_graphs import TreeGraph
 from thalweg.spec.draft_model import DraftModel
 
 EXACT = msgspec.structs.replace(KERNELS, deterministic=True)
@@ -171,9 +172,11 @@ def check(plain: list[list[Answer]], made: LocalEngine) -> None:
 
 def counted(made: LocalEngine) -> list[tuple[int, int]]:
     """Will have the number of rows, and of tokens of each, of every step that a recording of trees does."""
-    tree_graphs, replayed = made.runner.tree_graphs, list[tuple[int, int]]()
-    assert isinstance(tree_graphs, TreeGraphs)
-    for grove in tree_graphs.tree_graphs:
+    graphs, replayed = made.runner.graphs, list[tuple[int, int]]()
+    assert isinstance(graphs, CapturedSteps)
+    for grove in graphs.graphs:
+        if not isinstance(grove, TreeGraph):
+            continue
 
         def replay(plan: Any, forward: Any = grove.forward, form: tuple[int, int] = (grove.rows, grove.query)) -> Any:
             replayed.append(form)

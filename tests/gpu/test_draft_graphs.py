@@ -20,10 +20,11 @@ from tests.gpu.test_engine import agreement, tokens
 from thalweg.core.plan import SamplingNeeds
 from thalweg.core.sampling import SamplingParams
 from thalweg.engine.local import LocalEngine
-from thalweg.kernels.build_inputs import ref as prepare
-from thalweg.kernels.build_inputs import triton as preparing
+from thalweg.kernels.build_inputs import ref as inputs
+from thalweg.kernels.build_inputs import triton as input_kernels
+from thalweg.kernels.build_inputs.ref import SlotTensors
 from thalweg.kernels.draft_state import ref, triton
-from thalweg.kernels.verify_chain import case
+from thalweg.kernels.verify import case
 from thalweg.runner.draft_graphs import DraftGraphs
 from thalweg.runner.verify_graphs import FAR, VerifyGraph
 from thalweg.sampling.sample import Sampled, Sampler, accept
@@ -81,10 +82,11 @@ class Beside:
         self.runner, self.learned, self.proposed, self.parted = made.runner, 0, 0, 0
         self.drafter: Any = made.runner.drafting.drafter
         graphs = made.runner.graphs.drafts
-        assert isinstance(graphs, DraftGraphs) and graphs.learning and graphs.proposing
+        assert isinstance(graphs, DraftGraphs) and graphs.extends and graphs.proposes
         self.graphs, self.accepted = graphs, 0
-        for verified in made.runner.graphs.verified:  # type: ignore[attr-defined]
-            self._watch(verified)
+        for graph in made.runner.graphs.graphs:  # type: ignore[attr-defined]
+            if isinstance(graph, VerifyGraph):
+                self._watch(graph)
 
     def _watch(self, verified: VerifyGraph) -> None:
         real = verified.sample
@@ -176,7 +178,7 @@ def test_requests_are_answered_with_graphs_as_without(tmp_path: Path, cuda: torc
         made = engine("NEXTN", tmp_path / name, pieces, **fields)
         got.append(answers(made, kinds))
         assert not made.loop.stats().drafter_failures
-        assert name == "none" or made.runner.graphs.verified  # type: ignore[attr-defined]
+        assert name == "none" or made.runner.graphs.graphs  # type: ignore[attr-defined]
     assert all(agreement(got[0], one, 10) >= 0.7 for one in got[1:])
 
 
@@ -195,9 +197,10 @@ def test_kernels_do_what_their_references_do(seed: int, cuda: torch.device) -> N
     ints[:, 1], ints[:, 2] = ints[:, 0] - 1, (ints[:, 0] + whole(1, 9, slots)) * whole(0, 2, slots)
     ahead = whole(0, 6, 13)
     ahead[3] = FAR
-    held = whole(0, slots, 13), ahead, ints, whole(0, 99, slots, columns).int(), whole(1, 50, slots, 4).int(), 3, 64
-    for got, want in zip(preparing.build_decode_inputs(*held), prepare.build_decode_inputs(*held), strict=True):
-        assert torch.equal(got, want)
+    held = SlotTensors(ints, whole(0, 99, slots, columns).int(), ints, whole(1, 50, slots, 4).int(), None)
+    given = whole(0, slots, 13), ahead, held, 3, 64
+    for got, want in zip(input_kernels.build_inputs(*given), inputs.build_inputs(*given), strict=True):
+        assert got is want is None or torch.equal(got, want)
 
     rows = ref.DraftRows(
         torch.tensor([2, 5, 0, 7, 3, 8, 8]).cuda(), torch.tensor([1, 4, 3, 4, 2, 1, 1]).cuda(), torch.tensor([*first, tokens, tokens]).cuda()

@@ -54,7 +54,7 @@ def test_prompts_in_whole_recorded_steps(cuda: torch.device, tmp_path: Path) -> 
     whole = engine(path, cuda_graph_mode="full", **wishes)
     asked = []
     ask = whole.runner.graphs.get
-    whole.runner.graphs.get = lambda plan: asked.append((plan.tokens, ask(plan))) or asked[-1][1]  # type: ignore[method-assign]
+    whole.runner.graphs.get = lambda plan, agreed=None: asked.append((plan.tokens, ask(plan, agreed))) or asked[-1][1]  # type: ignore[method-assign]
     assert agreement(plain, tokens(whole, prompts, params), 4) >= 0.8
     assert asked and all(graph is not None for _, graph in asked), "no step ran eagerly"
 

@@ -30,7 +30,7 @@ from thalweg.kernels.compact_kv import triton as moving
 from thalweg.kernels.gqa import triton as gqa
 from thalweg.kernels.mla import flashmla
 from thalweg.kernels.mla import triton as mla
-from thalweg.kernels.verify_tree import case as verify_tree
+from thalweg.kernels.verify import case as verify
 from thalweg.runner.accepted_path import compact_accepted_path
 from thalweg.runner.graph_pool import NEEDS, GraphPool
 from thalweg.runner.runner import Runner
@@ -181,10 +181,8 @@ def test_a_recorded_step_is_the_eager_one(shape: str, cuda: torch.device) -> Non
         eager = kernels.forward(build_inputs(plan, slots).batch, here)
         runner = Runner(kernels, kernels, here, slots)
         runner.sampler, move = SimulatedAcceptance(sampler_on(cuda), 3.0), runner.move
-        found = tree_graphs(runner, [4], [15], (512, 4), GraphPool())
+        (grove,), _, _ = tree_graphs(runner, [4], [15], (512, 4), GraphPool())
         torch.cuda.synchronize()
-        grove = found.get(plan)
-        assert grove is not None
         logits, slot_E, ints_EI, seen = grove.forward(plan)
         given = logits, slot_E, ints_EI
         assert all(same_accept(grove, needs, given, seen, (slots, here, runner.sampler, move)) for needs in NEEDS)
@@ -241,7 +239,7 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
     fields: dict[str, Any] = {"tree": TreeShape(3, 3, 9), "num_drafts": 9}
     plain = answers(engine("NEXTN", tmp_path / "none", (), cuda_graph_bs=(), **fields), kinds)
     made = engine("NEXTN", tmp_path / "whole", (), speculative_simulate_accept_length=2.5, **fields)
-    runner, learned, real = made.runner, list[bool](), made.runner.tree_graphs.drafts.extend
+    runner, learned, real = made.runner, list[bool](), made.runner.graphs.drafts.extend
     drafter: Any = runner.drafting.drafter
     rng = random.Random(7)
     made.loop.scheduler.draft_length.choose = lambda emitting, most: rng.choice((3, 7, 9, 9))  # type: ignore[method-assign]
@@ -261,7 +259,7 @@ def test_what_is_learned_of_recorded_paths_is_the_drafters_own(tmp_path: Path, c
         learned.append(all(torch.equal(x, y) for x, y in zip(*found, strict=True)))
         return True
 
-    runner.tree_graphs.drafts.extend = extend  # type: ignore[method-assign]
+    runner.graphs.drafts.extend = extend  # type: ignore[method-assign]
     answers(made, kinds)
     assert len(learned) > 20 and all(learned) and made.loop.stats().accepted_tokens > 40
     made = engine("NEXTN", tmp_path / "again", (), **fields)
@@ -342,9 +340,9 @@ def test_flashmla_is_used_for_rows_without_trees(
     assert all(called.values()) and stats.drafted_tokens and not stats.drafter_failures, (called, stats)
 
 
-@pytest.mark.parametrize("case", list(verify_tree.cases(torch.Generator().manual_seed(5))), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(verify.cases(torch.Generator().manual_seed(5))), ids=lambda case: case.name)
 def test_tree_verification_equals_the_reference(case: KernelCase, cuda: torch.device) -> None:
-    assert max(case.errors(verify_tree.run_triton(**case.fresh_inputs()))) == 0
+    assert max(case.errors(verify.run_triton(**case.fresh_inputs()))) == 0
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class Batch:
     are sampled, of each emitting row equally many. groups: rectangles that cover all tokens in order. extents: of each
     row. seam: through which layers that can be recorded in pieces call their attention. tree: None where columns are
     positions and all before is seen. verifies: the first group's rows have drafts, so that its extents are upper
-    bounds. apart: no two rows are of one sequence.
+    bounds.
     """
 
     ids_T: Tensor
@@ -96,7 +96,6 @@ class Batch:
     graph_break: GraphBreak = no_graph_break
     tree: TreeMask | None = None
     verifies: bool = False
-    apart: bool = True
 
     @property
     def columns_T(self) -> Tensor:

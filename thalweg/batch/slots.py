@@ -15,6 +15,7 @@ from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Bind, PageAppend
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 from thalweg.core.tree import CHAIN, TreeShape
+from thalweg.kernels.build_inputs.ref import SlotTensors
 
 INTS = ("length", "at", "end", "seed", "prompt_len", "min_len", "top_k", "made")
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
@@ -64,6 +65,11 @@ class Slots:
         self.nodes_SN3[:, :, 2] = -1
         self.nodes_SN3[:, 1:, 1] = 1  # a first node is always the root's child, also that of a chain, which writes none
         self.extra = {name: torch.zeros(slots, *shape, dtype=dtype, device=device) for name, shape, dtype in fields}
+
+    def tensors(self, is_tree: bool) -> SlotTensors:
+        """What kernels read and write. is_tree: the drafts of the step are trees."""
+        nodes_SN3 = self.nodes_SN3 if is_tree else None
+        return SlotTensors(self.stop_SK, self.tokens_SL, self.ints_SI, self.table_SP, nodes_SN3)
 
     def reset(self) -> None:
         """Nobody's slots: one that was never bound has ended, like one that was, so that its positions stay valid

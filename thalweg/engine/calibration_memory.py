@@ -163,12 +163,12 @@ def _measure_graphs(runner: Runner, capture: Callable[[Runner], int], device: to
         return 0
     # The first capture includes what all captures need once, so a later one is measured. All are kept alive: the driver
     # would reuse the memory of a freed one.
-    captured = [(runner.steps, runner.graphs, runner.tree_graphs)]
+    captured = [(runner.steps, runner.graphs)]
     measured: list[GraphMemory] = []
     while not measured or (measured[-1].driver > PLAUSIBLE and len(measured) < CAPTURES):
         before, reserved = free_memory(device), torch.cuda.memory_reserved(device)
         capture(runner)
-        captured.append((runner.steps, runner.graphs, runner.tree_graphs))
+        captured.append((runner.steps, runner.graphs))
         pool = torch.cuda.memory_reserved(device) - reserved
         measured.append(GraphMemory(pool, max(before - free_memory(device) - pool, 0)))
     runner.eager()

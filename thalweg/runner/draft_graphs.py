@@ -1,9 +1,8 @@
-"""Drafting as CUDA graphs: what a chain's drafter learns of a recorded step, and what it does for one more draft.
+"""The work of a drafter as CUDA graphs: extending its KV by a captured step, one more draft of a chain, and a tree.
 
-Both read slots, planes and what A left, and write slots, planes and buffers of their own outside the tape's pool. Only
-drafters of one head are recorded, of one that drafts trees what it does for a single draft: all that they do is on the
-device, and depends on shapes alone. A draft knows by itself how many are before it, so that one graph is for all
-widths.
+A graph reads slots, planes and what the captured step left; it writes slots, planes and buffers outside the pool. Only
+drafters of one head are captured: all that they do is on the device and depends on shapes alone. A draft knows by itself
+how many are before it, so one graph is for all lengths.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from thalweg.batch.batch import Batch
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill
 from thalweg.core.plan import SamplingNeeds
+from thalweg.kernels.build_tree.ref import BuiltTree
 from thalweg.kernels.draft_state.ref import DraftChain, DraftRows
 from thalweg.memory.planes import Planes
 from thalweg.runner.decode_attention import Graph
@@ -26,10 +26,32 @@ from thalweg.runner.graph_pool import NEEDS, GraphPool, capture
 from thalweg.spec.autoregressive import HIDDEN, AutoregressiveDrafter
 from thalweg.spec.draft_kernels import DraftKernels
 from thalweg.spec.drafter import DraftExtendInput, DraftOutput, DraftRequest
+from thalweg.spec.tree import TreeDrafter
 
 
 class DraftExtendGraph:
-    """What `drafter` does with the tokens of a recorded step, each a row there, however they belong together."""
+    """The drafter's extension by a captured step."""
+
+    def __init__(
+        self, drafter: AutoregressiveDrafter, kernels: DraftKernels, rows: DraftRows, slots: Slots, planes: Planes
+    ) -> None:
+        self.drafter, self.kernels, self.rows, self.slots, self.planes = drafter, kernels, rows, slots, planes
+        self.batch: Batch | None = None  # of the step
+
+    def record(self, batch: Batch, hidden_TX: Tensor, pool: GraphPool) -> None:
+        """batch, hidden_TX: where the captured step writes them."""
+        self.graph, _ = capture(pool, lambda: self._extend(batch, hidden_TX))
+        self.batch = batch
+
+    def _extend(self, batch: Batch, hidden_TX: Tensor) -> None:
+        self.drafter.learn_few(self.kernels, self.rows, batch, hidden_TX, self.slots, self.planes)
+
+    def replay(self, seen: DraftExtendInput) -> None:
+        self.graph.replay()
+
+
+class TokenExtendGraph(DraftExtendGraph):
+    """For a captured step of `tokens` tokens that belong to any rows."""
 
     def __init__(
         self,
@@ -40,25 +62,15 @@ class DraftExtendGraph:
         planes: Planes,
         spare: int,
     ) -> None:
-        self.drafter, self.kernels, self.tokens = drafter, kernels, tokens
-        self.slots, self.planes, self.spare = slots, planes, spare
-        # slot, tokens and first token of each row; a row that there is not begins behind the last token
-        self.numbers = [[spare] * tokens, [1] * tokens, [tokens] * tokens]
+        # slot, tokens and first token of each row; a missing row begins behind the last token
+        self.numbers, self.tokens, self.spare = [[spare] * tokens, [1] * tokens, [tokens] * tokens], tokens, spare
         self.rows_3R = torch.tensor(self.numbers, device=planes.device)
-        self.batch: Batch | None = None
-
-    def record(self, batch: Batch, hidden_TX: Tensor, pool: GraphPool) -> None:
-        """batch, hidden_TX: where A puts them at every replay."""
-        self.graph, _ = capture(pool, lambda: self._learn(batch, hidden_TX))
-
-    def _learn(self, batch: Batch, hidden_TX: Tensor) -> None:
-        rows = DraftRows(*self.rows_3R.unbind(0))
-        self.drafter.learn_few(self.kernels, rows, batch, hidden_TX, self.slots, self.planes)
+        super().__init__(drafter, kernels, DraftRows(*self.rows_3R.unbind(0)), slots, planes)
 
     def replay(self, seen: DraftExtendInput) -> None:
         n, missing = [row.n for row in seen.plan.rows], self.tokens - len(seen.plan.rows)
         slots = [row.slot for row in seen.plan.rows] + [self.spare] * missing
-        first = [0, *accumulate(n[:-1])] + [self.tokens] * missing
+        first = list(accumulate([0, *n]))[:-1] + [self.tokens] * missing
         numbers = [slots, n + [1] * missing, first]
         if numbers != self.numbers:  # mostly the same requests go on
             refill(self.rows_3R, numbers)
@@ -103,6 +115,9 @@ class DraftStepGraph:
     def _draft(self, needs: SamplingNeeds, max_kv_len: int) -> None:
         self.drafter.draft(self.kernels, self.chain, needs, max_kv_len, self.slots, self.planes)
 
+    def fits(self, rows: int, width: int) -> bool:
+        return rows <= self.rows and 0 < width <= self.widest
+
     def replay(self, asked: DraftRequest, width: int) -> DraftOutput:
         rows = len(asked.slot_E)
         self._begin(asked.slot_E)
@@ -112,21 +127,57 @@ class DraftStepGraph:
         return DraftOutput(self.chain.drafts_EK[:rows, :width], self.made_KR[width, :rows], self.chain.sound_E[:rows])
 
 
+class TreeBuildGraph:
+    """Dynamic trees of `width` drafts for up to `rows` rows: a graph for each kind of sampling."""
+
+    def __init__(
+        self, drafter: TreeDrafter, rows: int, width: int, slots: Slots, planes: Planes, spare: int, max_kv_len: int
+    ) -> None:
+        self.drafter, self.rows, self.width, self.slots, self.planes = drafter, rows, width, slots, planes
+        self.max_kv_len, device = max_kv_len, planes.device
+        self.spares_R = torch.full((rows,), spare, dtype=torch.int64, device=device)
+        self.slot_R = self.spares_R.clone()
+        # outside the pool, see `tree_graphs.TreeGraph`
+        token_RK = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self.out = BuiltTree(token_RK, torch.zeros_like(token_RK), torch.ones(rows, dtype=torch.bool, device=device))
+        self.made_R = torch.full_like(self.slot_R, width)
+        self.graphs: dict[SamplingNeeds, Graph] = {}
+
+    def record(self, pool: GraphPool) -> None:
+        for needs in NEEDS:
+            self.graphs[needs], _ = capture(pool, partial(self._build, needs))
+
+    def _build(self, needs: SamplingNeeds) -> None:
+        request = DraftRequest(self.slot_R, self.max_kv_len, needs)
+        self.drafter.grow(request, self.width, self.slots, self.planes, self.out)
+
+    def fits(self, rows: int, width: int) -> bool:
+        return rows <= self.rows and width == self.width
+
+    def replay(self, request: DraftRequest, width: int) -> DraftOutput:
+        rows, out = len(request.slot_E), self.out
+        torch.cat((request.slot_E, self.spares_R[rows:]), out=self.slot_R)
+        self.graphs[SamplingNeeds(request.needs.random, request.needs.truncated)].replay()
+        return DraftOutput(out.token_EK, self.made_R, out.sound_E, out.parent_EK).first(rows)
+
+
 class DraftGraphs:
     """See `drafting.CapturedDrafts`."""
 
-    def __init__(self, learning: Sequence[DraftExtendGraph], proposing: Sequence[DraftStepGraph]) -> None:
-        self.learning = {id(one.batch): one for one in learning}
-        self.proposing = sorted(proposing, key=lambda one: one.rows)
+    def __init__(
+        self, extends: Sequence[DraftExtendGraph], proposes: Sequence[DraftStepGraph | TreeBuildGraph]
+    ) -> None:
+        self.extends = {id(graph.batch): graph for graph in extends}
+        self.proposes = sorted(proposes, key=lambda graph: graph.rows)
 
     def extend(self, seen: DraftExtendInput) -> bool:
-        one = self.learning.get(id(seen.batch))
-        if one is None:
+        graph = self.extends.get(id(seen.batch))
+        if graph is None:
             return False
-        one.replay(seen)
+        graph.replay(seen)
         return True
 
-    def propose(self, asked: DraftRequest, width: int) -> DraftOutput | None:
-        rows = len(asked.slot_E)
-        fitting = next((one for one in self.proposing if one.rows >= rows), None)
-        return None if fitting is None or not 0 < width <= fitting.widest else fitting.replay(asked, width)
+    def propose(self, request: DraftRequest, width: int) -> DraftOutput | None:
+        rows = len(request.slot_E)
+        graph = next((graph for graph in self.proposes if graph.fits(rows, width)), None)
+        return None if graph is None else graph.replay(request, width)

@@ -68,19 +68,6 @@ class NoCapturedDrafts:
 NO_CAPTURED_DRAFTS = NoCapturedDrafts()
 
 
-class Either(NamedTuple):
-    """Captured work of several kinds, each of which knows its own."""
-
-    kinds: tuple[CapturedDrafts, ...]
-
-    def extend(self, seen: DraftExtendInput) -> bool:
-        return any(kind.extend(seen) for kind in self.kinds)
-
-    def propose(self, request: DraftRequest, width: int) -> DraftOutput | None:
-        drafts = (kind.propose(request, width) for kind in self.kinds)
-        return next((output for output in drafts if output is not None), None)
-
-
 class ExtendPlan(NamedTuple):
     """What the drafter writes for a step, and for deferred tokens of earlier steps."""
 

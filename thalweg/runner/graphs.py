@@ -19,36 +19,36 @@ from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.batch.inputs import sampled_tokens
 from thalweg.batch.slots import Slots
 from thalweg.batch.upload import refill, upload
-from thalweg.core.agreement import AgreedStep, agree, record_of
+from thalweg.core.agreement import AgreedStep
 from thalweg.core.plan import PAGE, SamplingNeeds, StepPlan
-from thalweg.kernels.build_inputs import triton as preparing
-from thalweg.kernels.verify_chain import triton as verifying
+from thalweg.kernels.build_inputs import triton as input_kernels
+from thalweg.kernels.verify import triton as verify
 from thalweg.memory.planes import Planes
 from thalweg.models.decoder import Model
+from thalweg.runner.captured import CapturedSteps, ordered
 from thalweg.runner.decode_attention import halving
-from thalweg.runner.draft_graphs import DraftExtendGraph, DraftGraphs, DraftStepGraph
-from thalweg.runner.drafting import NO_CAPTURED_DRAFTS, CapturedDrafts, blamed_on_drafter
+from thalweg.runner.draft_graphs import DraftExtendGraph, DraftGraphs, DraftStepGraph, TokenExtendGraph, TreeBuildGraph
+from thalweg.runner.drafting import NO_CAPTURED_DRAFTS, blamed_on_drafter
 from thalweg.runner.graph_pool import MOST, NEEDS, GraphPool, capture, view_of
 from thalweg.runner.piecewise import Piecewise, PiecewiseBuffers, PiecewiseGraph
 from thalweg.runner.runner import Runner
-from thalweg.runner.tree_graphs import forms, tree_graphs
+from thalweg.runner.tree_graphs import TreeGraph, forms, tree_graphs
 from thalweg.runner.verify_graphs import VerifyGraph, verifications
 from thalweg.sampling.kernel_sampling import sample_into, sampled
 from thalweg.sampling.sample import Sampled, Sampler
 from thalweg.spec.autoregressive import AutoregressiveDrafter
-from thalweg.spec.draft_kernels import DraftKernels
 from thalweg.spec.drafter import DraftExtendInput
 
 Progress = Callable[[int, int], None]  # recorded buckets, of how many
 
 
 class DecodeGraph:
-    """A and B for up to `rows` rows. apart: as of `Batch`."""
+    """Both halves of a step of up to `rows` tokens, each of which is a row. mixed: they may be prompt tokens, too."""
 
     def __init__(
-        self, rows: int, max_kv_len: int, model: Model, planes: Planes, slots: Slots, spare: int, apart: bool = True
+        self, rows: int, max_kv_len: int, model: Model, planes: Planes, slots: Slots, spare: int, mixed: bool
     ) -> None:
-        self.rows, self.slots, self.spare, self.max_kv_len, self.apart = rows, slots, spare, max_kv_len, apart
+        self.rows, self.slots, self.spare, self.max_kv_len, self.mixed = rows, slots, spare, max_kv_len, mixed
         # slots of the rows, and how far behind its slot's next position each row's lies
         self.numbers = [[spare] * rows, [0] * rows]
         self.inputs_2R = torch.tensor(self.numbers, device=planes.device)
@@ -85,19 +85,18 @@ class DecodeGraph:
         self.hidden_RH, self.logits_RV, self.ints_RI = map(view_of, (self.hidden_RH, self.logits_RV, self.ints_RI))
         b = self.batch
         ids, positions, write, table, real = map(view_of, (b.ids_T, b.positions_T, b.write_T, b.table_RP, b.real_T))
-        self.batch = Batch(ids, positions, write, table, real, self.every_R, b.groups, b.extents, apart=self.apart)
+        self.batch = Batch(ids, positions, write, table, real, self.every_R, b.groups, b.extents)
         for one in learning:
             one.batch = self.batch
 
     def _a(self) -> tuple[Batch, Tensor, Tensor, Tensor]:
         slots, rows, max_kv_len = self.slots, self.rows, self.max_kv_len
-        ids, positions, write, real, table, ints = preparing.build_decode_inputs(
-            self.slot_R, self.ahead_R, slots.ints_SI, slots.tokens_SL, slots.table_SP, -(-max_kv_len // PAGE), PAGE
-        )
+        pages = -(-max_kv_len // PAGE)
+        step = input_kernels.build_inputs(self.slot_R, self.ahead_R, slots.tensors(is_tree=False), pages, PAGE)
         group, extents = Group(0, rows, 0, 1, max_kv_len), (RowExtent(1, max_kv_len),) * rows
-        batch = Batch(ids, positions, write, table, real, self.every_R, (group,), extents, apart=self.apart)
+        batch = Batch(*step[:3], step.table_RP, step.real_T, self.every_R, (group,), extents)
         hidden = self.model.forward(batch, self.planes)
-        return batch, hidden, self.model.logits(hidden), ints
+        return batch, hidden, self.model.logits(hidden), step.ints_TI
 
     def _b(self, needs: SamplingNeeds) -> None:
         sample_into(self.out, self.logits_RV, self.slots, self.slot_R, self.ints_RI, needs, self.slots.ints_SI)
@@ -137,6 +136,10 @@ class DecodeGraph:
         seen = DraftExtendInput(plan, self.batch, self.hidden_RH)
         return self.logits_RV[sampled_N], self.slot_R[first_E], self.ints_RI[first_E], seen
 
+    def fits(self, step: AgreedStep) -> bool:
+        is_known = step.is_verify or self.mixed and not step.score_passes
+        return is_known and not self.slots.tree.is_tree_step(step.sampled_per_row) and step.tokens <= self.rows
+
     @property
     def key(self) -> tuple[object, ...]:
         return "tokens", self.rows
@@ -152,35 +155,6 @@ class DecodeGraph:
         return sampled((tokens[:rows], done[:rows], live[:rows]))
 
 
-class CudaGraphs:
-    """The recorded steps of a runner, by bucket. Drafts are rows like others; mixed: prompt tokens too. verified: those
-    whose rows have drafts. drafts: what its drafter does.
-    """
-
-    def __init__(
-        self,
-        recorded: Sequence[DecodeGraph],
-        mixed: bool,
-        verified: Sequence[VerifyGraph] = (),
-        drafts: CapturedDrafts = NO_CAPTURED_DRAFTS,
-    ) -> None:
-        self.recorded, self.mixed, self.drafts = sorted(recorded, key=lambda one: one.rows), mixed, drafts
-        self.verified = sorted(verified, key=lambda one: one.rows)
-
-    def get(self, plan: StepPlan, agreed: AgreedStep | None = None) -> DecodeGraph | VerifyGraph | None:
-        """The smallest bucket that holds its tokens; None beyond the largest, and for what was not recorded."""
-        step = agreed or agree([record_of(plan)])
-        if not step.is_verify and (not self.mixed or step.score_passes):
-            return None
-        query = step.sampled_per_row
-        if query > 1 and step.is_verify:
-            fit = (one for one in self.verified if one.query == query and one.rows >= step.rows)
-            verified = next(fit, None)
-            if verified is not None:
-                return verified
-        return next((one for one in self.recorded if one.rows >= step.tokens), None)
-
-
 @torch.inference_mode()
 def record(
     runner: Runner,
@@ -192,57 +166,66 @@ def record(
     progress: Progress,
     widths: Sequence[int] = (),
 ) -> None:
-    """Records whole steps for these numbers of rows, and the static parts of other steps for these numbers of tokens;
-    the runner runs them from now on. mixed: see `CudaGraphs`. context: the longest, in tokens. spare: a slot that no
-    request gets. widths: drafts that the rows of a step may have. Raises UnsupportedConfig, and DrafterFails where it
-    is what a drafter needs.
+    """Captures whole steps for these numbers of rows, and the static parts of other steps for these numbers of tokens;
+    the runner replays them from now on. mixed: whole steps may have prompt tokens, too. context: the longest, in
+    tokens. spare: a slot that no request gets. widths: numbers of drafts that the rows of a step may have. Raises
+    UnsupportedConfig, and DrafterError if only the drafter's part fails.
     """
     pool, done = GraphPool(), itertools.count(1)
-    beside = halving([many for many in rows if many <= max(tokens)]) if tokens else []
-    tree = runner.slots.tree
-    alone = [width for width in widths if rows and not tree.is_tree_step(1 + width)]
-    chains = _chains(runner) if alone else []
-    drafting = halving([min(many, MOST) for many in rows]) if chains else []
+    tree, slots, planes = runner.slots.tree, runner.slots, runner.planes
+    beside = halving([bucket for bucket in rows if bucket <= max(tokens)]) if tokens else []
+    chains = [width for width in widths if rows and not tree.is_tree_step(1 + width)]
+    drafter = runner.drafting.drafter
+    kernels = drafter.kernels if chains and isinstance(drafter, AutoregressiveDrafter) else None
+    drafting = halving([min(bucket, MOST) for bucket in rows]) if kernels else []
     count = len(rows) + len(tokens) + len(beside) + len(drafting) + len(forms(rows, widths, tree, spare))
 
-    def told() -> None:
+    def report() -> None:
         progress(next(done), count)
 
     if tokens:
-        _in_pieces(runner, tokens, beside, context, pool, told)
-    apart = not (mixed or widths or tree.is_tree)
-    whole, verified, learning = _whole(runner, rows, alone, chains, (context, spare, apart), pool, told)
+        _capture_pieces(runner, tokens, beside, context, pool, report)
+    steps = list[DecodeGraph](), list[VerifyGraph]()
+    extends, proposes = list[DraftExtendGraph](), list[DraftStepGraph | TreeBuildGraph]()
+    pairs = verifications(rows, chains) if chains else []
+    for bucket in sorted(rows, reverse=True):
+        step = DecodeGraph(bucket, context, runner.model, planes, slots, spare, mixed)
+        here = [pair for pair in pairs if bucket == min(one for one in rows if one >= pair[0] * pair[1])]
+        verified = [VerifyGraph(*pair, step, runner.sampler, verify.verify) for pair in here]
+        own = list[DraftExtendGraph]()
+        if kernels is not None and isinstance(drafter, AutoregressiveDrafter):
+            own.append(TokenExtendGraph(drafter, kernels, bucket, slots, planes, spare))
+        with pool.running(f"{bucket} rows"):
+            step.record(pool, verified, own)
+        steps[0].append(step)
+        steps[1].extend(verified)
+        extends += own
+        report()
+    trees = list[TreeGraph]()
     if tree.is_tree and rows:
-        runner.tree_graphs = tree_graphs(runner, rows, widths, (context, spare), pool, told)
-    proposing: list[DraftStepGraph] = []
-    for many in drafting:
-        with pool.running(f"drafts of {many} rows"), blamed_on_drafter():
-            for one in chains:
-                proposing.append(DraftStepGraph(*one, many, max(alone), runner.slots, runner.planes, spare))
-                proposing[-1].record(context, pool)
-        told()
+        trees, tree_extends, builds = tree_graphs(runner, rows, widths, (context, spare), pool, report)
+        extends, proposes = extends + tree_extends, [*proposes, *builds]
+    for bucket in drafting:
+        assert kernels is not None and isinstance(drafter, AutoregressiveDrafter), "there are buckets for such alone"
+        with pool.running(f"drafts of {bucket} rows"), blamed_on_drafter():
+            draft = DraftStepGraph(drafter, kernels, bucket, max(chains), slots, planes, spare)
+            draft.record(context, pool)
+        proposes.append(draft)
+        report()
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # what the eager runs took belongs to the tape's stream, and nobody else can have it
-    if whole:
-        drafts = DraftGraphs(learning, proposing) if chains else NO_CAPTURED_DRAFTS
-        runner.graphs = CudaGraphs(whole, mixed, verified, drafts)
+    torch.cuda.empty_cache()  # the memory of the eager runs belongs to the pool's stream, and nobody else can have it
+    if rows:
+        drafts = DraftGraphs(extends, proposes) if extends or proposes else NO_CAPTURED_DRAFTS
+        runner.graphs = CapturedSteps([*ordered(steps[1]), *ordered(trees), *ordered(steps[0])], drafts)
 
 
-def _chains(runner: Runner) -> list[tuple[AutoregressiveDrafter, DraftKernels]]:
-    """The runner's drafter, where it is one whose work can be recorded."""
-    drafter = runner.drafting.drafter
-    if not isinstance(drafter, AutoregressiveDrafter) or drafter.kernels is None:
-        return []
-    return [(drafter, drafter.kernels)]
-
-
-def _in_pieces(
+def _capture_pieces(
     runner: Runner,
     tokens: Sequence[int],
     beside: Sequence[int],
     context: int,
     pool: GraphPool,
-    told: Callable[[], None],
+    report: Callable[[], None],
 ) -> None:
     """Has the runner's steps go in pieces, of so many tokens, and of decode rows beside prompts attention in graphs, of
     so many rows.
@@ -253,30 +236,9 @@ def _in_pieces(
         pieces.append(PiecewiseGraph(many, model, shared))
         with pool.running(f"{many} tokens"):
             pieces[-1].record(planes, context, pool)
-        told()
+        report()
     runner.steps = steps = Piecewise(model, pieces)
     for many in beside:
         with other.running(f"attention of {many} rows"):
             steps.record(many, context, planes, other)
-        told()
-
-
-def _whole(
-    runner: Runner, rows: Sequence[int], widths: Sequence[int], chains: Sequence[tuple[AutoregressiveDrafter, DraftKernels]],
-    bounds: tuple[int, int, bool], pool: GraphPool, told: Callable[[], None],
-) -> tuple[list[DecodeGraph], list[VerifyGraph], list[DraftExtendGraph]]:  # fmt: skip
-    """bounds: the longest context, the spare slot, and whether rows are apart."""
-    slots, planes, (context, spare, apart) = runner.slots, runner.planes, bounds
-    pairs = verifications(rows, widths) if widths else []
-    made, verified, learning = list[DecodeGraph](), list[VerifyGraph](), list[DraftExtendGraph]()
-    for many in sorted(rows, reverse=True):
-        made.append(DecodeGraph(many, context, runner.model, planes, slots, spare, apart))
-        here = [pair for pair in pairs if many == min(one for one in rows if one >= pair[0] * pair[1])]
-        accepts = [VerifyGraph(*pair, made[-1], runner.sampler, verifying.verify_chain) for pair in here]
-        own = [DraftExtendGraph(*one, many, slots, planes, spare) for one in chains]
-        with pool.running(f"{many} rows"):
-            made[-1].record(pool, accepts, own)
-        verified += accepts
-        learning += own
-        told()
-    return made, verified, learning
+        report()

@@ -21,7 +21,7 @@ from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan, TokenLogprob
 from thalweg.memory.planes import Planes
 from thalweg.models.decoder import Model
 from thalweg.runner.accepted_path import compact_accepted_path, kv_mover
-from thalweg.runner.drafting import NO_CAPTURED_DRAFTS, CapturedDrafts, Drafting, Either
+from thalweg.runner.drafting import NO_CAPTURED_DRAFTS, CapturedDrafts, Drafting
 from thalweg.runner.outputs import outputs, token_logprobs
 from thalweg.sampling.catalog import sampler_on
 from thalweg.sampling.sample import Moved, Sampled, Sampler, accept
@@ -104,12 +104,11 @@ class Runner:
         self.sampler: Sampler = sampler_on(planes.device)
         self.move = kv_mover(planes, model.planes() if slots.tree.is_tree else ())
         self.graphs: CapturedGraphs = NoCapturedGraphs()
-        self.tree_graphs: CapturedGraphs = NoCapturedGraphs()  # of steps whose drafts branch
         self.digest = 0  # of all passes with several ranks, see `Record`
 
     def eager(self) -> None:
         """Replays no captured step any more: the model was changed in a way that a capture does not follow."""
-        self.steps, self.graphs, self.tree_graphs = self.model, NoCapturedGraphs(), NoCapturedGraphs()
+        self.steps, self.graphs = self.model, NoCapturedGraphs()
 
     def record(self, plan: StepPlan, epoch: int = 0) -> Record:
         """What this rank says about its next step."""
@@ -130,8 +129,7 @@ class Runner:
         self.slots.append(plan.appends)
         if plan.binds and not self.drafting.is_off:
             self.drafting.bind(plan.binds)
-        query = plan.sampled_per_row if agreed is None else agreed.sampled_per_row
-        graph = (self.tree_graphs if self.slots.tree.is_tree_step(query) else self.graphs).get(plan, agreed)
+        graph = self.graphs.get(plan, agreed)
         if agreed is not None:
             key = tuple(agreed), None if graph is None else graph.key
             self.digest = zlib.crc32(repr(key).encode(), self.digest)
@@ -177,8 +175,7 @@ class Runner:
             )
         if agreed is None and self.drafting.is_off:
             return StepResult(forwarded, sampled, None, self.drafting.lost)
-        drafts = Either((self.tree_graphs.drafts, self.graphs.drafts))
-        proposed = self.drafting.draft(seen, request, width, drafts, agreed)
+        proposed = self.drafting.draft(seen, request, width, self.graphs.drafts, agreed)
         return StepResult(forwarded, sampled, proposed, self.drafting.lost)
 
     def _logits(self, hidden_NH: Tensor, rows: int) -> Tensor | None:

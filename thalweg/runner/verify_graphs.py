@@ -16,7 +16,10 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch
 from thalweg.batch.slots import Slots
-from thalweg.core.plan import SamplingNeeds, StepPlan
+from thalweg.core.agreement import AgreedStep
+from thalweg.core.plan import PAGE, SamplingNeeds, StepPlan
+from thalweg.kernels.build_inputs.ref import InputTensors
+from thalweg.kernels.verify.ref import Verification
 from thalweg.runner.decode_attention import Graph
 from thalweg.runner.graph_pool import MOST, NEEDS, GraphPool, capture
 from thalweg.sampling.sample import Sampled, Sampler
@@ -24,8 +27,6 @@ from thalweg.spec.drafter import DraftExtendInput
 
 WIDEST = 8  # drafts; who makes more has to accept many of them, for which the time is little
 FAR = 1 << 40  # tokens ahead of any: padding
-
-Follow = Callable[..., None]
 
 
 class Computed(Protocol):
@@ -48,14 +49,14 @@ class Computed(Protocol):
 class VerifyGraph:
     """Up to `rows` rows of `query` tokens each, in a recorded step of as many tokens or more."""
 
-    def __init__(self, rows: int, query: int, of: Computed, sampler: Sampler, follow: Follow) -> None:
-        """sampling, follow: what draws, and see `kernels.verify_chain.ref`."""
-        self.rows, self.query, self.of, self.sampler, self.follow = rows, query, of, sampler, follow
+    def __init__(self, rows: int, query: int, of: Computed, sampler: Sampler, verify: Callable[..., None]) -> None:
+        """verify: see `kernels.verify.ref`."""
+        self.rows, self.query, self.of, self.sampler, self.verify = rows, query, of, sampler, verify
         device = of.slot_R.device
         # outside the pool, see `graphs.DecodeGraph`
         tokens_RQ = torch.zeros(rows, query, dtype=torch.int64, device=device)
         done_R = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.out = tokens_RQ, tokens_RQ[:, 0].clone(), done_R
+        self.out = Verification(tokens_RQ, None, tokens_RQ[:, 0].clone(), done_R)
         self.graphs: dict[SamplingNeeds, Graph] = {}
 
     def record(self, pool: GraphPool) -> None:
@@ -66,11 +67,16 @@ class VerifyGraph:
     def _accept(self, needs: SamplingNeeds) -> None:
         of, slots, tokens = self.of, self.of.slots, self.rows * self.query
         assert of.batch is not None, "A comes first"
-        slot_N, ints_NI = of.slot_R[:tokens], of.ints_RI[:tokens]
-        # drawing writes where drafts stand: the step's own tokens are what they were
+        slot_N, ints_NI, batch = of.slot_R[:tokens], of.ints_RI[:tokens], of.batch
+        # drawing writes where drafts are: the step's own tokens stay
         drawn_N = self.sampler.draw(of.logits_RV[:tokens], slots, slot_N, ints_NI, needs)
-        fields = slots.stop_SK, slots.tokens_SL, slots.ints_SI
-        self.follow(drawn_N, of.batch.ids_T[:tokens], slot_N, ints_NI, *fields, self.out)
+        step = InputTensors(
+            batch.ids_T, batch.positions_T, batch.write_T, batch.real_T, batch.table_RP, ints_NI, slot_N
+        )
+        self.verify(drawn_N, step, slots.tensors(is_tree=False), PAGE, self.out, None)
+
+    def fits(self, step: AgreedStep) -> bool:
+        return step.is_verify and step.sampled_per_row == self.query and step.rows <= self.rows
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -94,8 +100,7 @@ class VerifyGraph:
         if needs not in self.graphs or sampler is not self.sampler:
             return None
         self.graphs[needs].replay()
-        tokens_RQ, count_R, done_R = self.out
-        return Sampled(tokens_RQ[:rows], count_R[:rows], done_R[:rows])
+        return Sampled(self.out.tokens_RD[:rows], self.out.count_R[:rows], self.out.done_R[:rows])
 
 
 def verifications(steps: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int]]:

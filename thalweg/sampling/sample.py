@@ -17,11 +17,10 @@ from thalweg.batch.slots import Slots
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import SamplingNeeds
 from thalweg.kernels.temperature.ref import apply_temperature
-from thalweg.sampling.chain import SampledPositions, accept_chain, chain_positions
 from thalweg.sampling.distribution import REFERENCE_DISTRIBUTION, SamplingDistribution, argmax_token
+from thalweg.sampling.drafts import accept_drafts, sampled_positions, tree_paths
 from thalweg.sampling.grammar_mask import apply_grammar_mask
 from thalweg.sampling.random import exponential
-from thalweg.sampling.tree import accept_path, tree_paths, tree_positions
 
 BANNED = (
     -1e30
@@ -134,49 +133,39 @@ def accept(
     max_kv_len: int,
     masks: GrammarMasks | None = None,
     sampler: Sampler = REFERENCE,
-    recorded: Callable[[SamplingNeeds], Sampled | None] | None = None,
+    captured: Callable[[SamplingNeeds], Sampled | None] | None = None,
 ) -> Sampled:
     """Draws the next tokens of each row, writes them into `slots`, and ends those that reached a stop id or their end.
 
     logits_NV float32 is the model's and may be overwritten: of each row equally many positions, the last known token's
-    and those of the drafts behind it, which are nodes of a tree where these part ways. ints_EI: the slots' integers, as
-    `prepare` found them in this step. reach: upper bound of every row's length, drafts included. recorded: draws from
-    these very logits by a recording, None of needs that have none.
+    and those of the drafts behind it. ints_EI: the slots' integers as the step found them. max_kv_len: upper bound of
+    every row's length, drafts included. captured: draws from these very logits by a graph; None for needs without one.
     """
     query = len(logits_NV) // len(slot_E)
-    apart, own_NV = slots.tree.is_tree_step(query), logits_NV
-    along: SampledPositions | None = None
+    own_NV, positions = logits_NV, None
     if needs.penalised or needs.biased or masks is not None:
         if needs.logprobs >= 0:
             own_NV = logits_NV.clone()
-        along = _along(slots, slot_E, ints_EI, query)
-        behind_EQD = tree_paths(slots, along, query) if apart and needs.penalised else None
-        sampler.edit_logits(logits_NV, slots, along.slot_N, along.ints_NI, needs, max_kv_len, masks, behind_EQD)
-    made = None if recorded is None else recorded(SamplingNeeds(needs.random, needs.truncated))
-    if made is None and query == 1:
-        made = sampler.sample_into_slots(logits_NV, slots, slot_E, ints_EI, needs)
-    if made is None:
-        along = along or _along(slots, slot_E, ints_EI, query)
-        tokens_EQ = sampler.draw(logits_NV, slots, along.slot_N, along.ints_NI, needs).view(-1, query)
-        if apart:
-            tokens_ED, count_E, done_E, nodes_ED = accept_path(tokens_EQ, along.drafts_EK, slots, slot_E, ints_EI)
-            made = Sampled(tokens_ED, count_E, done_E, nodes_EQ=nodes_ED)
-        else:
-            made = Sampled(tokens_EQ, *accept_chain(tokens_EQ, along, slots))
+        positions = sampled_positions(slots, slot_E, ints_EI, query)
+        has_paths = needs.penalised and slots.tree.is_tree_step(query)
+        behind_EQD = tree_paths(slots, positions, query) if has_paths else None
+        slot_N, ints_NI, _ = positions
+        sampler.edit_logits(logits_NV, slots, slot_N, ints_NI, needs, max_kv_len, masks, behind_EQD)
+    sampled = None if captured is None else captured(SamplingNeeds(needs.random, needs.truncated))
+    if sampled is None and query == 1:
+        sampled = sampler.sample_into_slots(logits_NV, slots, slot_E, ints_EI, needs)
+    if sampled is None:
+        positions = positions or sampled_positions(slots, slot_E, ints_EI, query)
+        drawn_N = sampler.draw(logits_NV, slots, positions.slot_N, positions.ints_NI, needs)
+        path = accept_drafts(drawn_N.view(-1, query), positions, slots, slot_E, ints_EI)
+        sampled = Sampled(path.tokens_RD, path.count_R, path.done_R, nodes_EQ=path.nodes_RD)
     if needs.logprobs < 0:
-        return made
-    if made.nodes_EQ is not None:
+        return sampled
+    if sampled.nodes_EQ is not None:
         first_E1 = torch.arange(len(slot_E), device=slot_E.device).unsqueeze(1) * query
-        own_NV = own_NV.index_select(0, (first_E1 + made.nodes_EQ).flatten())
-    logprob_N, ids_NK, values_NK = sampler.logprobs(own_NV, made.tokens_EQ.flatten().clamp(min=0), needs.logprobs)
-    return replace(made, logprob_N=logprob_N, top_ids_NK=ids_NK, top_logprobs_NK=values_NK)
-
-
-def _along(slots: Slots, slot_E: Tensor, ints_EI: Tensor, query: int) -> SampledPositions:
-    """What each position is sampled by."""
-    if query == 1:
-        return SampledPositions(slot_E, ints_EI, slot_E.new_empty(len(slot_E), 0))
-    return (tree_positions if slots.tree.is_tree_step(query) else chain_positions)(slots, slot_E, ints_EI, query)
+        own_NV = own_NV.index_select(0, (first_E1 + sampled.nodes_EQ).flatten())
+    logprob_N, ids_NK, values_NK = sampler.logprobs(own_NV, sampled.tokens_EQ.flatten().clamp(min=0), needs.logprobs)
+    return replace(sampled, logprob_N=logprob_N, top_ids_NK=ids_NK, top_logprobs_NK=values_NK)
 
 
 def _settle(

@@ -166,13 +166,11 @@ class AutoregressiveDrafter:
         it depends on how many there are.
         """
         slot_E, rows, max_kv_len = chain.slot_E, len(chain.slot_E), min(max_kv_len, slots.context)
-        held = slots.ints_SI, slots.tokens_SL, slots.table_SP
-        ids, positions, write, real, table, there_EI = kernels.build_decode_inputs(
-            slot_E, chain.ahead_E, *held, -(-max_kv_len // PAGE), PAGE
-        )
+        step = kernels.build_inputs(slot_E, chain.ahead_E, slots.tensors(is_tree=False), -(-max_kv_len // PAGE), PAGE)
+        there_EI = step.ints_TI
         groups, extents = (Group(0, rows, 0, 1, max_kv_len),), (RowExtent(1, max_kv_len),) * rows
-        batch = Batch(ids, positions, write, table, real, slot_E, groups, extents)
-        state_EW = self.steps.forward(ids, chain.state_EW, batch, planes)
+        batch = Batch(*step[:3], step.table_RP, step.real_T, slot_E, groups, extents)
+        state_EW = self.steps.forward(step.ids_T, chain.state_EW, batch, planes)
         logits_ED = self.head.logits(state_EW)
         if needs.random:
             logits_EV = spread(logits_ED, self.head)

@@ -6,7 +6,7 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from thalweg.kernels.build_inputs import ref as prepare
+from thalweg.kernels.build_inputs import ref as inputs
 from thalweg.kernels.build_tree import ref as grow
 from thalweg.kernels.draft_state import ref as draft
 from thalweg.kernels.launch import supports_triton
@@ -17,7 +17,7 @@ from thalweg.sampling.sample import REFERENCE, Sampler
 class DraftKernels(NamedTuple):
     """See `kernels.build_inputs.ref` and `kernels.draft_state.ref`; sampling: what draws a token by kernels."""
 
-    build_decode_inputs: Callable[..., prepare.DecodeInputs]
+    build_inputs: Callable[..., inputs.InputTensors]
     shift_hidden_states: Callable[..., torch.Tensor]
     store_draft: Callable[..., None]
     sampler: Sampler
@@ -31,18 +31,18 @@ class TreeBuilder(NamedTuple):
     store_best_tree: Callable[..., None]
 
 
-PLAIN = DraftKernels(prepare.build_decode_inputs, draft.shift_hidden_states, draft.store_draft, REFERENCE)
+PLAIN = DraftKernels(inputs.build_inputs, draft.shift_hidden_states, draft.store_draft, REFERENCE)
 
 
 def draft_kernels_on(device: torch.device) -> DraftKernels | None:
     """None where there are none: a CPU does with less than `PLAIN`, which is for tests."""
     if not supports_triton(device):
         return None
-    from thalweg.kernels.build_inputs import triton as preparing
+    from thalweg.kernels.build_inputs import triton as input_kernels
     from thalweg.kernels.draft_state import triton as drafting  # needs Triton
 
     return DraftKernels(
-        preparing.build_decode_inputs, drafting.shift_hidden_states, drafting.store_draft, sampler_on(device)
+        input_kernels.build_inputs, drafting.shift_hidden_states, drafting.store_draft, sampler_on(device)
     )
 
 

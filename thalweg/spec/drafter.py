@@ -1,7 +1,7 @@
 """What the runner asks of a drafter.
 
 Whatever it drafts, tokens are those of plain decoding: accept draws each of them from the target with the coins of its
-position, and drafts say only how many can be drawn in one step (`sampling.chain`). So a drafter may be wrong, late, or
+position, and drafts say only how many can be drawn in one step (`sampling.drafts`). So a drafter may be wrong, late, or
 gone; it can cost time, never a token.
 
 Letters: T tokens of the step, R rows, E emitting rows, K drafts of each, V vocabulary.

@@ -36,7 +36,6 @@ from thalweg.kernels.build_tree.ref import (
     store_tree,
     tree_masks_of,
 )
-from thalweg.kernels.verify_tree.ref import SlotTensors
 from thalweg.memory.planes import Planes
 from thalweg.models.draft_head import DraftHead
 from thalweg.sampling.distribution import SamplingDistribution
@@ -140,7 +139,7 @@ class TreeDrafter(AutoregressiveDrafter):
             token_EN[:, children] = token_EMB[:, behind, rank]
         parent_EK, depth_EK, mask_EK = (x.expand(many, -1) for x in (parent_1K, depth_1K, mask_1N[:, 1:]))
         token_EK = token_EN[:, 1:]
-        store_tree(token_EK, parent_EK, depth_EK, mask_EK, slot_E, ints_EI, slot_tensors(slots))
+        store_tree(token_EK, parent_EK, depth_EK, mask_EK, slot_E, ints_EI, slots.tensors(is_tree=True))
         sound_E = numbers_E & state_EMW.isfinite().flatten(1).all(1) | ~state_EW.isfinite().all(1)
         return DraftOutput(token_EK, slots.made.index_select(0, slot_E), sound_E, parent_EK)
 
@@ -153,14 +152,13 @@ class TreeDrafter(AutoregressiveDrafter):
         level = TreeLevel(
             nothing_E1, nothing_E1, nothing_E1, nothing_E1.view(torch.float32).view(-1)[:many].view(many, 1)
         )
-        held = slots.ints_SI, slots.tokens_SL, slots.table_SP
-        build_decode_inputs = PLAIN.build_decode_inputs if self.kernels is None else self.kernels.build_decode_inputs
-        *root, table_EP, ints_EI = build_decode_inputs(slot_E, nothing_E1[:, 0], *held, -(-max_kv_len // PAGE), PAGE)
+        pages = -(-max_kv_len // PAGE)
+        root = (self.kernels or PLAIN).build_inputs(slot_E, nothing_E1[:, 0], slots.tensors(is_tree=False), pages, PAGE)
+        table_EP, ints_EI = root.table_RP, root.ints_TI
         given_EW = state_TW = slots.extra[HIDDEN].index_select(0, slot_E)
         rows = Rows(slot_E, ints_EI, given_EW, asked.max_kv_len, asked.needs)
-        ids, positions, write, real = root
         group, extent = Group(0, many, 0, 1, max_kv_len), RowExtent(1, max_kv_len)
-        batch = Batch(ids, positions, write, table_EP, real, slot_E, (group,), (extent,) * many)
+        batch = Batch(*root[:3], table_EP, root.real_T, slot_E, (group,), (extent,) * many)
         deepest = self._levels(width)
         token_EC = torch.empty(many, first_candidate(deepest, branches), dtype=torch.int64, device=device)
         made = TreeCandidates(torch.empty_like(token_EC, dtype=torch.float32), token_EC, torch.empty_like(token_EC))
@@ -172,7 +170,7 @@ class TreeDrafter(AutoregressiveDrafter):
             )
             if depth + 1 < deepest:
                 batch, state_TW = _step(placed, table_EP, slot_E, max_kv_len), state_TW.index_select(0, placed.from_T)
-        settled = made, branches, state_TW, given_EW, slot_E, ints_EI, slot_tensors(slots)
+        settled = made, branches, state_TW, given_EW, slot_E, ints_EI, slots.tensors(is_tree=True)
         self.growth.store_best_tree(*settled, out)
 
     def _best(self, state_TW: Tensor, rows: Rows, depth: int, slots: Slots) -> tuple[Tensor, Tensor]:
@@ -232,11 +230,6 @@ def _step(placed: LevelInputs, table_EP: Tensor, slot_E: Tensor, max_kv_len: int
     return Batch(
         placed.ids_T, placed.positions_T, placed.write_T, table_EP, placed.real_T, slot_E, groups, extents, tree=tree
     )
-
-
-def slot_tensors(slots: Slots) -> SlotTensors:
-    """What kernels read and write of the slots."""
-    return SlotTensors(slots.stop_SK, slots.tokens_SL, slots.ints_SI, slots.table_SP, slots.nodes_SN3)
 
 
 def _raced(

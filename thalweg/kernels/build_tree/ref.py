@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.kernels.verify_tree.ref import SlotTensors
+from thalweg.kernels.build_inputs.ref import SlotTensors
 
 
 class TreeCandidates(NamedTuple):
@@ -142,6 +142,7 @@ def store_tree(
     nodes, columns = token_EK.shape[1], fields.tokens_SL.shape[1]
     fields.ints_SI[:, 7].index_fill_(0, slot_E, nodes)
     form_EK3 = torch.stack((parent_EK, depth_EK, mask_EK), 2)
+    assert fields.nodes_SN3 is not None, "trees have nodes"
     fields.nodes_SN3[:, 1 : 1 + nodes].index_copy_(0, slot_E, form_EK3)
     column_EK = ints_EI[:, :1] + torch.arange(nodes, device=slot_E.device)
     place_EK = slot_E.unsqueeze(1) * columns + column_EK.clamp(max=columns - 1)

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thalweg.kernels.build_inputs.ref import SlotTensors
 from thalweg.kernels.build_tree.ref import BuiltTree, LevelInputs, TreeCandidates, TreeLevel, first_candidate
 from thalweg.kernels.launch import launch_options
-from thalweg.kernels.verify_tree.ref import SlotTensors
 
 PART = 4096  # entries of a row that a program looks at
 BLOCK = 2048  # numbers of a state that one looks at together
@@ -221,6 +221,7 @@ def store_best_tree(
     """See `ref.store_best_tree`."""
     (many, count), device = made.score_EC.shape, slot_E.device
     nodes, deepest = out.token_EK.shape[1], 1 + (count // branches - 1) // branches
+    assert fields.nodes_SN3 is not None, "trees have nodes"
     rank = torch.empty(many, count, dtype=torch.int32, device=device)
     state_TW, given_EW = state_TW.contiguous(), given_EW.contiguous()
     _settle[(many,)](
