@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Sequence
 
 from thalweg.config.foreign import FLAG as FOREIGN
-from thalweg.config.foreign import instead_of, translate_speculative_config
+from thalweg.config.foreign import NO_EFFECT_FLAGS, OTHER_VALUES, instead_of, translate_speculative_config
 from thalweg.config.options import Options
 from thalweg.config.setting import Setting, nearest
 from thalweg.config.tree import options_from, read_yaml, sections, settings, spellings
@@ -27,38 +27,6 @@ TITLES = {
     "listen": "Address",
     "server": "HTTP server",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class NoEffectFlag:
-    """A flag of other engines that changes nothing here. value: the one it may have, None for a flag without.
-    otherwise: what to do instead of giving another.
-    """
-
-    flag: str
-    value: str | None
-    note: str
-    otherwise: str = ""
-
-
-LOSSY = "below 1 it changes how answers are distributed; --speculative-acceptance relaxed is the lossy rule there is"
-NO_EFFECT_FLAGS = (
-    NoEffectFlag("trust-remote-code", None, "no code of a checkpoint is ever run"),
-    NoEffectFlag("enable-mixed-chunk", None, "prefill and decode always share steps"),
-    NoEffectFlag("enable-chunked-prefill", None, "prompts are always cut to the step's token budget"),
-    NoEffectFlag("enable-auto-tool-choice", None, "tools are read whenever a request brings some"),
-    NoEffectFlag("enable-cache-report", None, "usage always tells the cached tokens"),
-    NoEffectFlag("enable-reasoning", None, "the chat template decides; --reasoning-parser none turns it off"),
-    NoEffectFlag("stream-interval", "1", "every step's tokens are sent at once"),
-    NoEffectFlag("num-continuous-decode-steps", "1", "every step is planned anew"),
-    NoEffectFlag("grammar-backend", "llguidance", "it is the only one"),
-    NoEffectFlag("tokenizer-mode", "auto", "there is one way to tokenize"),
-    NoEffectFlag("enable-trace", None, "--otlp-traces-endpoint alone turns traces on"),
-    NoEffectFlag("speculative-accept-threshold-single", "1.0", "drafts are accepted without loss", LOSSY),
-    NoEffectFlag("speculative-accept-threshold-acc", "1.0", "drafts are accepted without loss", LOSSY),
-    NoEffectFlag("nnodes", "1", "one node is all there is"),
-    NoEffectFlag("node-rank", "0", "one node is all there is"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +83,10 @@ def options_parser(prog: str, description: str, epilog: str = "", only: Sequence
         type=Path,
         help="settings in YAML, flat or in sections; flags on the command line win",
     )
-    for habit in NO_EFFECT_FLAGS:
-        nargs: Any = {"nargs": 0} if habit.value is None else {}
-        parser.add_argument(f"--{habit.flag}", action=_note(habit), help=argparse.SUPPRESS, **nargs)
+    for flag in NO_EFFECT_FLAGS:
+        name, _, value = flag.partition(" ")
+        nargs: Any = {} if value else {"nargs": 0}
+        parser.add_argument(f"--{name}", action=_note(flag), help=argparse.SUPPRESS, **nargs)
     if "speculative" in groups:
         parser.add_argument(FOREIGN, action=Translate, help=argparse.SUPPRESS)
     parser.set_defaults(notices=(), given=())
@@ -229,14 +198,16 @@ class Translate(argparse.Action):
         namespace.notices += found.notices
 
 
-def _note(habit: NoEffectFlag) -> type[argparse.Action]:
+def _note(no_effect: str) -> type[argparse.Action]:
+    """no_effect: a key of `NO_EFFECT_FLAGS`."""
+    reason, (_, _, allowed) = NO_EFFECT_FLAGS[no_effect], no_effect.partition(" ")
+
     class Note(argparse.Action):
         def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
-            if habit.value is not None and value not in (habit.value, habit.value.removesuffix(".0")):
-                raise UnsupportedConfig(
-                    f"{flag}: {habit.value} is all it may be, got {value}: {habit.otherwise or habit.note}"
-                )
-            namespace.notices += (f"{flag} changes nothing: {habit.note}",)
+            if allowed and value not in (allowed, allowed.removesuffix(".0")):
+                instead = OTHER_VALUES.get(no_effect, reason)
+                raise UnsupportedConfig(f"{flag}: {allowed} is all it may be, got {value}: {instead}")
+            namespace.notices += (f"{flag} changes nothing: {reason}",)
 
     return Note
 

@@ -4,7 +4,8 @@ docs`).
 
 from __future__ import annotations
 
-from thalweg.config.args import NO_EFFECT_FLAGS, TITLES
+from thalweg.config.args import TITLES
+from thalweg.config.foreign import NO_EFFECT_FLAGS
 from thalweg.config.setting import Setting
 from thalweg.config.tree import sections, settings
 
@@ -86,7 +87,7 @@ def _other_spellings() -> str:
 
 
 def _habits() -> str:
-    rows = [f"| `--{one.flag}{' ' + one.value if one.value else ''}` | {one.note} |\n" for one in NO_EFFECT_FLAGS]
+    rows = [f"| `--{flag}` | {reason} |\n" for flag, reason in NO_EFFECT_FLAGS.items()]
     return "\n## Flags that change nothing\n\n| flag | because |\n| --- | --- |\n" + "".join(rows)
 
 

@@ -14,96 +14,58 @@ from thalweg.config.setting import nearest
 from thalweg.core.errors import UnsupportedConfig
 
 
-@dataclass(frozen=True, slots=True)
-class UnsupportedFlag:
-    """flags: without dashes, by spaces. instead: what to do, as the error says it."""
-
-    flags: str
-    instead: str
+def text_table(text: str, splits: bool = True) -> dict[str, str]:
+    """Rows of "keys: value"; an indented line continues the one before. splits: several keys by spaces."""
+    rows = dict(row.split(": ", 1) for row in text.strip().replace("\n    ", " ").splitlines())
+    return {key: value for keys, value in rows.items() for key in (keys.split() if splits else [keys])}
 
 
-UNSUPPORTED_FLAGS = (
-    UnsupportedFlag("tokenizer-path tokenizer", "put the tokenizer's files into the checkpoint's folder"),
-    UnsupportedFlag("download-dir", "set the variable HF_HOME"),
-    UnsupportedFlag("json-model-override-args hf-overrides", "edit config.json in the folder"),
-    UnsupportedFlag(
-        "quantization", "not needed: it is read from config.json; FP8 of 128 × 128 blocks, else bf16 or float32"
-    ),
-    UnsupportedFlag("generation-config", "use --sampling-defaults"),
-    UnsupportedFlag("default-chat-template-kwargs", "give chat_template_kwargs in requests"),
-    UnsupportedFlag(
-        "max-prefill-tokens schedule-conservativeness",
-        "use --chunked-prefill-size; admission reserves what a request can need",
-    ),
-    UnsupportedFlag("radix-eviction-policy", "not needed: what was used least recently goes first"),
-    UnsupportedFlag("decode-log-interval", "see /metrics and --watchdog-timeout"),
-    UnsupportedFlag("swap-space cpu-offload-gb kv-transfer-config", "not in this version"),
-    UnsupportedFlag("enable-hierarchical-cache hicache-ratio hicache-storage-backend", "not in this version"),
-    UnsupportedFlag("disaggregation-mode disaggregation-transfer-backend", "not in this version"),
-    UnsupportedFlag(
-        "speculative-token-map",
-        "not needed: a head's own vocabulary (d2t in its file) is read with it, and a next-token layer drafts from the"
-        " whole one",
-    ),
-    UnsupportedFlag(
-        "speculative-attention-mode",
-        "not needed: rows of all kinds share a step, and --attention-backend chooses its kernels",
-    ),
-    UnsupportedFlag(
-        "speculative-draft-attention-backend speculative-moe-runner-backend speculative-moe-a2a-backend",
-        "not needed: a drafter computes with the model's backends, which --attention-backend and --moe-runner-backend"
-        " choose",
-    ),
-    UnsupportedFlag(
-        "speculative-draft-model-revision",
-        "download that revision, and name its folder by --speculative-draft-model-path",
-    ),
-    UnsupportedFlag(
-        "speculative-draft-load-format", "not needed: a drafter is loaded as the model is, by --load-format"
-    ),
-    UnsupportedFlag(
-        "speculative-draft-model-quantization", "not needed: it is read from the config.json in the drafter's folder"
-    ),
-    UnsupportedFlag("speculative-draft-tensor-parallel-size", "not in this version: one device"),
-    UnsupportedFlag("speculative-use-rejection-sampling", "use --speculative-acceptance standard"),
-    UnsupportedFlag(
-        "speculative-adaptive-config",
-        "not needed: times are measured at the start, and --speculative-num-steps is the most drafts of a step",
-    ),
-    UnsupportedFlag(
-        "speculative-disable-by-batch-size",
-        "not needed: in each step as many drafts are made as bring most tokens a second, none included",
-    ),
-    UnsupportedFlag(
-        "ngram-prompt-lookup-max ngram-prompt-lookup-min",
-        "not needed: the longest of 2 to 5 last tokens that stood there before counts",
-    ),
-    UnsupportedFlag(
-        "speculative-ngram-min-match-window-size speculative-ngram-max-match-window-size"
-        " speculative-ngram-max-trie-depth speculative-ngram-branch-length",
-        "not needed: the longest of 2 to 5 last tokens that stood there before counts",
-    ),
-    UnsupportedFlag(
-        "speculative-ngram-min-bfs-breadth speculative-ngram-max-bfs-breadth speculative-ngram-match-type "
-        "speculative-ngram-capacity",
-        "not needed: what is looked up is one chain, in the sequence itself",
-    ),
-    UnsupportedFlag(
-        "enable-dp-attention enable-eplb moe-a2a-backend enable-expert-parallel", "not in this version: one device"
-    ),
-    UnsupportedFlag("enable-lora lora-paths lora-modules", "not in this version"),
-    UnsupportedFlag("compilation-config", "use --cuda-graph-mode for its cudagraph_mode in lower case"),
-    UnsupportedFlag(
-        "torch-compile enable-torch-compile", "not needed: captured steps are faster than what torch.compile makes"
-    ),
-    UnsupportedFlag("disable-cuda-graph-padding", "use --cuda-graph-bs, which says which rows are recorded"),
-    UnsupportedFlag("enable-memory-saver custom-weight-loader", "not in this version"),
-    UnsupportedFlag("api-server-count node-ips dist-init-addr", "not in this version: one process serves one engine"),
-    UnsupportedFlag("max-logprobs", "not needed: the limit is fixed, and the error names it"),
-    UnsupportedFlag("disable-log-stats", "use --no-metrics"),
-    UnsupportedFlag("root-path", "use a proxy that rewrites paths"),
-    UnsupportedFlag("middleware", "use a proxy in front"),
-)
+# flags, without dashes: what to do instead
+UNSUPPORTED_FLAGS = text_table("""
+tokenizer-path tokenizer: put the tokenizer's files into the checkpoint's folder
+download-dir: set the variable HF_HOME
+json-model-override-args hf-overrides: edit config.json in the folder
+quantization: not needed: it is read from config.json; FP8 of 128 × 128 blocks, else bf16 or float32
+generation-config: use --sampling-defaults
+default-chat-template-kwargs: give chat_template_kwargs in requests
+max-prefill-tokens schedule-conservativeness: use --chunked-prefill-size; admission reserves what a request can need
+radix-eviction-policy: not needed: what was used least recently goes first
+decode-log-interval: see /metrics and --watchdog-timeout
+swap-space cpu-offload-gb kv-transfer-config: not in this version
+enable-hierarchical-cache hicache-ratio hicache-storage-backend: not in this version
+disaggregation-mode disaggregation-transfer-backend: not in this version
+speculative-token-map: not needed: a head's own vocabulary (d2t in its file) is read with it, and a next-token layer
+    drafts from the whole one
+speculative-attention-mode: not needed: rows of all kinds share a step, and --attention-backend chooses its kernels
+speculative-draft-attention-backend speculative-moe-runner-backend speculative-moe-a2a-backend: not needed: a drafter
+    computes with the model's backends, which --attention-backend and --moe-runner-backend choose
+speculative-draft-model-revision: download that revision, and name its folder by --speculative-draft-model-path
+speculative-draft-load-format: not needed: a drafter is loaded as the model is, by --load-format
+speculative-draft-model-quantization: not needed: it is read from the config.json in the drafter's folder
+speculative-draft-tensor-parallel-size: not in this version: one device
+speculative-use-rejection-sampling: use --speculative-acceptance standard
+speculative-adaptive-config: not needed: times are measured at the start, and --speculative-num-steps is the most
+    drafts of a step
+speculative-disable-by-batch-size: not needed: in each step as many drafts are made as bring most tokens a second,
+    none included
+ngram-prompt-lookup-max ngram-prompt-lookup-min: not needed: the longest of 2 to 5 last tokens that stood there
+    before counts
+speculative-ngram-min-match-window-size speculative-ngram-max-match-window-size speculative-ngram-max-trie-depth
+    speculative-ngram-branch-length: not needed: the longest of 2 to 5 last tokens that stood there before counts
+speculative-ngram-min-bfs-breadth speculative-ngram-max-bfs-breadth speculative-ngram-match-type
+    speculative-ngram-capacity: not needed: what is looked up is one chain, in the sequence itself
+enable-dp-attention enable-eplb moe-a2a-backend enable-expert-parallel: not in this version: one device
+enable-lora lora-paths lora-modules: not in this version
+compilation-config: use --cuda-graph-mode for its cudagraph_mode in lower case
+torch-compile enable-torch-compile: not needed: captured steps are faster than what torch.compile makes
+disable-cuda-graph-padding: use --cuda-graph-bs, which says which rows are recorded
+enable-memory-saver custom-weight-loader: not in this version
+api-server-count node-ips dist-init-addr: not in this version: one process serves one engine
+max-logprobs: not needed: the limit is fixed, and the error names it
+disable-log-stats: use --no-metrics
+root-path: use a proxy that rewrites paths
+middleware: use a proxy in front
+""")
 
 
 def instead_of(flag: str) -> str:
@@ -111,7 +73,34 @@ def instead_of(flag: str) -> str:
     name = flag.removeprefix("--")
     if name.startswith("speculative-config."):
         return f"give one object: --speculative-config '{{\"{name.partition('.')[2].replace('-', '_')}\": ...}}'"
-    return next((one.instead for one in UNSUPPORTED_FLAGS if name in one.flags.split()), "")
+    return UNSUPPORTED_FLAGS.get(name, "")
+
+
+# flags of other engines that change nothing here, with the one value that they may have: why
+NO_EFFECT_FLAGS = text_table(
+    """
+trust-remote-code: no code of a checkpoint is ever run
+enable-mixed-chunk: prefill and decode always share steps
+enable-chunked-prefill: prompts are always cut to the step's token budget
+enable-auto-tool-choice: tools are read whenever a request brings some
+enable-cache-report: usage always tells the cached tokens
+enable-reasoning: the chat template decides; --reasoning-parser none turns it off
+stream-interval 1: every step's tokens are sent at once
+num-continuous-decode-steps 1: every step is planned anew
+grammar-backend llguidance: it is the only one
+tokenizer-mode auto: there is one way to tokenize
+enable-trace: --otlp-traces-endpoint alone turns traces on
+speculative-accept-threshold-single 1.0: drafts are accepted without loss
+speculative-accept-threshold-acc 1.0: drafts are accepted without loss
+nnodes 1: one node is all there is
+node-rank 0: one node is all there is
+""",
+    splits=False,
+)
+OTHER_VALUES = dict.fromkeys(
+    ("speculative-accept-threshold-single 1.0", "speculative-accept-threshold-acc 1.0"),
+    "below 1 it changes how answers are distributed; --speculative-acceptance relaxed is the lossy rule there is",
+)
 
 
 # ---- vLLM's --speculative-config ----

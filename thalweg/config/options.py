@@ -1,14 +1,15 @@
-"""The user's wishes: one tree of frozen dataclasses. The command line, YAML and keyword arguments are made from its
-fields.
+"""The options: one tree of frozen dataclasses. The command line, YAML and keyword arguments are made from its fields.
 
-`None` is "auto": the resolver chooses and says why. A value that stands here is never changed by anything: what cannot
-be honoured is an error (`UnsupportedConfig`) that names the nearest that can. To add a flag, add a field.
+`None` is "auto": the resolver chooses and says why. A value that the user set is never changed: what cannot be honoured
+is an error (`UnsupportedConfig`) that names an alternative. To add a flag, add a field.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from thalweg.config.backends import DECODE, EXPERTS, FP8, PREFILL
 from thalweg.config.server import ServerOptions
 from thalweg.config.setting import check_section, setting
 from thalweg.config.speculative import SpeculativeOptions
@@ -18,6 +19,10 @@ DTYPES = ("bfloat16", "float32")
 KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8")  # the last two are the same
 GRAPH_MODES = ("full", "full_decode_only", "full_and_piecewise", "piecewise", "none")
 POLICIES = ("fcfs", "lpm", "priority")
+
+
+def _names(*catalogs: Mapping[str, object]) -> str:
+    return ", ".join(dict.fromkeys(name for catalog in catalogs for name in catalog))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +51,15 @@ class ModelOptions:
     )
     chat_template: str | None = setting(
         None,
-        "how conversations become prompts: a Jinja file, or one of our encoders by name",
+        "how conversations become prompts: a Jinja file, or the name of an encoder",
         auto="the checkpoint's own, else ours",
     )
     reasoning_parser: str | None = setting(
-        None, "what reads thoughts in answers: deepseek-r1, deepseek-v3, qwen3, none", auto="by the chat template"
+        None, "parser of thoughts: deepseek-r1, deepseek-v3, qwen3, none", auto="by the chat template"
     )
     tool_call_parser: str | None = setting(
         None,
-        "what reads tool calls in answers: deepseekv3, deepseekv31, deepseekv32, qwen25, none",
+        "parser of tool calls: deepseekv3, deepseekv31, deepseekv32, qwen25, none",
         auto="by the chat template",
     )
 
@@ -79,12 +84,12 @@ class LoadOptions:
     threads: int | None = setting(None, "threads of the CPU's compute pool", least=1, most=1024, auto="cores - 1")
     cache_dir: str | None = setting(
         None,
-        "folder in which compiled kernels are kept; `thalweg warmup` fills it",
+        "folder of compiled kernels; `thalweg warmup` fills it",
         auto="~/.cache/thalweg, unless TRITON_CACHE_DIR and DG_JIT_CACHE_DIR say otherwise",
     )
     tuned_kernels: bool = setting(
         True,
-        "use the tiles and choices that `thalweg tune` has found for this device in place of the kernels' own tables",
+        "use the values that `thalweg tune` has found for this device in place of the kernels' own tables",
     )
     warmup: bool = setting(
         True,
@@ -93,15 +98,14 @@ class LoadOptions:
     )
     attention_backend: str | None = setting(
         None,
-        "what computes attention: triton, reference, flashinfer, or for what it has: flashmla (decode), fa3 (prefill),"
-        " torch (sparse attention)",
+        f"what computes attention, as far as it can: {_names(DECODE, PREFILL)}",
         auto="the fastest that fits",
         off="reference",
         on="triton",
     )
     moe_runner_backend: str | None = setting(
         None,
-        "what computes experts: triton, deep_gemm, or triton+deep_gemm by the number of tokens",
+        f"what computes experts, with + by the number of tokens: {_names(EXPERTS)}",
         foreign=("moe-backend",),
         auto="the fastest that fits",
         off="triton",
@@ -109,7 +113,7 @@ class LoadOptions:
     )
     fp8_gemm_backend: str | None = setting(
         None,
-        "what multiplies by FP8 weights: triton, deep_gemm, cublas, or triton+deep_gemm by the number of tokens",
+        f"what multiplies by FP8 weights, with + by the number of tokens: {_names(FP8)}",
         foreign=("fp8-gemm-runner-backend",),
         auto="the fastest that fits",
         off="triton",
@@ -117,34 +121,34 @@ class LoadOptions:
     )
     mla: bool = setting(
         True,
-        "keep an MLA model's latents and attend to them; off: decompressed keys and values, many times as large",
+        "cache an MLA model's latents; off: keys and values, many times as large",
         aliases=("disable-mla=false",),
     )
     deterministic_inference: bool = setting(
         False,
-        "a request's tokens depend, bit for bit, on itself alone: neither on the batch, chunks, cache hits nor overlap",
+        "a request's tokens depend, bit for bit, on nothing but the request: not on the batch, chunks or cache hits",
         aliases=("enable-deterministic-inference=true",),
     )
     cuda_graph_mode: str | None = setting(
         None,
-        "what is recorded as CUDA graphs: decode steps and small mixed ones; only decode steps; these, and the static"
-        " parts of others; only static parts; nothing",
+        "what CUDA graphs capture: decode steps and small mixed ones; only decode steps; these, and pieces of others;"
+        " only pieces; nothing",
         choices=GRAPH_MODES,
         aliases=("disable-cuda-graph=none",),
         foreign=("enforce-eager=none", "enable-piecewise-cuda-graph=full_and_piecewise"),
-        auto="full_and_piecewise where the attention can be recorded",
+        auto="full_and_piecewise where the attention can be captured",
         off="none",
         on="full_and_piecewise",
     )
     cuda_graph_max_bs: int | None = setting(
-        None, "most rows of a recorded decode step", least=1, auto="as --max-running-requests, 256 at most"
+        None, "most rows of a captured decode step", least=1, auto="as --max-running-requests, 256 at most"
     )
     cuda_graph_bs: tuple[int, ...] = setting(
-        (), "rows of the decode steps that are recorded", metavar="N", auto="1, 2, 4, then every eighth"
+        (), "rows of the decode steps that are captured", metavar="N", auto="1, 2, 4, then every eighth"
     )
     piecewise_cuda_graph_tokens: tuple[int, ...] = setting(
         (),
-        "tokens of the steps whose static parts are recorded",
+        "tokens of the steps that are captured piecewise",
         metavar="N",
         auto="16 to 2,048; the largest only where that is faster",
     )
@@ -155,7 +159,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """What the KV cache may take."""
+    """Memory of the KV cache."""
 
     mem_fraction_static: float | None = setting(
         None,
@@ -168,23 +172,21 @@ class MemoryOptions:
             " which is measured"
         ),
     )
-    max_total_tokens: int | None = setting(
-        None, "tokens that the KV cache holds, whatever memory there is", least=64, auto="from memory"
-    )
+    max_total_tokens: int | None = setting(None, "tokens that the KV cache holds", least=64, auto="from memory")
     kv_cache_dtype: str | None = setting(
         None, "type of the KV cache", choices=KV_DTYPES, auto="as --dtype", off=None, on="fp8_e4m3"
     )
     page_size: int = setting(64, "tokens a page of the KV cache", choices=(64,), foreign=("block-size",))
     radix_cache: bool = setting(
         True,
-        "keep the KV of finished requests, for prompts that begin alike",
+        "keep the KV of finished requests for prompts with the same beginning",
         aliases=("disable-radix-cache=false",),
         foreign=("enable-prefix-caching=true", "no-enable-prefix-caching=false"),
     )
 
     strip_thinking_cache: bool | None = setting(
         None,
-        "keep thoughts, and the answers behind them, out of the prefix cache: the next turn's prompt begins otherwise",
+        "keep thoughts, and the answers after them, out of the prefix cache: the next turn's prompt has none",
         auto="where the chat template drops the thoughts of earlier turns",
     )
 
@@ -194,7 +196,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """What runs in a step, and in which order."""
+    """What runs in a step, and the order of requests."""
 
     max_running_requests: int | None = setting(
         None, "requests computed at a time", foreign=("max-num-seqs",), least=1, most=65536, auto="by device"
@@ -204,7 +206,7 @@ class ScheduleOptions:
     )
     chunked_prefill_size: int | None = setting(
         None,
-        "tokens a step computes at most; longer prompts are cut. -1: prompts are never cut",
+        "most tokens of a step; longer prompts are cut. -1: prompts are never cut",
         foreign=("max-num-batched-tokens",),
         least=-1,
         auto="by device; on a GPU fewer beside decoding requests, by times measured at the start",
@@ -234,7 +236,7 @@ class ScheduleOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """What a request gets that does not say."""
+    """Defaults of requests."""
 
     random_seed: int | None = setting(
         None,
@@ -321,9 +323,7 @@ class ListenOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything that a user may wish. `Options.of(model=..., max_total_tokens=...)` takes the fields of all sections
-    flat.
-    """
+    """All options. `tree.options_of(model=..., max_total_tokens=...)` takes the fields of all sections flat."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     load: LoadOptions = field(default_factory=LoadOptions)
