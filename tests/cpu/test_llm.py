@@ -173,7 +173,7 @@ def test_an_interrupted_call_leaves_nothing_behind(llm: LLM, monkeypatch: pytest
 def test_a_step_that_fails_is_told_and_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(MODEL, context_length=256)
 
-    def fails(plan: StepPlan) -> None:
+    def fails(plan: StepPlan, agreed: object = None) -> None:
         raise ValueError("out of memory")
 
     monkeypatch.setattr(llm.engine.runner, "forward", fails)

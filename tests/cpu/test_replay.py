@@ -203,7 +203,7 @@ def broken(runner: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner raises in a step whose first row is at position `at`."""
     real = runner.forward
 
-    def forward(plan: Any) -> Any:
+    def forward(plan: Any, agreed: Any = None) -> Any:
         if plan.rows and plan.rows[0].start == at:
             raise RuntimeError("the device is on fire")
         return real(plan)

@@ -126,9 +126,9 @@ def test_acceptance_is_tracked_for_each_request() -> None:
 
 def test_times_between_and_beyond_what_was_measured() -> None:
     times = StepTimeModel([ProfilePoint(2, 512, (1.0, 2.0)), ProfilePoint(4, 512, (2.0, 4.0))])
-    assert times.seconds(1, 99) == times.seconds(2, 512) == (1.0, 2.0)
+    assert times.seconds(1, 99) == times.seconds(2, 512) == [1.0, 2.0]
     assert times.seconds(3, 512) == [1.5, 3.0] and times.seconds(8, 9999) == [4.0, 8.0]
-    assert StepTimeModel([ProfilePoint(2, 512, (1.0, 2.0))]).seconds(50, 512) == (1.0, 2.0)
+    assert StepTimeModel([ProfilePoint(2, 512, (1.0, 2.0))]).seconds(50, 512) == [1.0, 2.0]
 
 
 def test_what_a_longer_context_adds() -> None:

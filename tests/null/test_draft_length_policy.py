@@ -313,15 +313,15 @@ def test_only_steps_like_those_around_them_are_timed() -> None:
 def test_an_outlier_step_time_is_ignored() -> None:
     times = StepTimeModel([ProfilePoint(1, SHORT, (1.0, 2.0))])
     for _ in range(100):
-        times.took(1, SHORT, 0, 1.2)
+        times.observe(1, SHORT, 0, 1.2)
     assert times.seconds(1, SHORT) == pytest.approx([1.2, 2.0], rel=0.02), "of another width nothing is known"
-    times.took(1, SHORT, 0, 500.0)
+    times.observe(1, SHORT, 0, 500.0)
     assert times.seconds(1, SHORT)[0] < 1.3
-    times.took(1, SHORT, 0, 1.2, steps=100)
-    times.took(1, SHORT, 1, 1.7, steps=3)
-    assert times.known(1, 1) and not times.known(2, 0)
+    times.observe(1, SHORT, 0, 1.2, steps=100)
+    times.observe(1, SHORT, 1, 1.7, steps=3)
+    assert times.is_known(1, 1) and not times.is_known(2, 0)
     assert times.seconds(1, SHORT) == pytest.approx([1.2, 1.775], rel=0.05), "what was measured counts as a step"
-    assert times.seconds(2, SHORT) == (1.0, 2.0), "nor of other numbers of rows"
+    assert times.seconds(2, SHORT) == [1.0, 2.0], "nor of other numbers of rows"
 
 
 class Recovering:

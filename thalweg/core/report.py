@@ -20,7 +20,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     value: Value | None
     """None: the decision no longer applies."""
     source: str
-    """USER (set by a flag), AUTO (chosen by the resolver), MODEL (read from the checkpoint) or START_UP (measured or corrected by the engine)."""
+    """USER (a flag), AUTO (the resolver), MODEL (the checkpoint) or START_UP (measured or corrected by the engine)."""
     reason: str
     """Why, in words; empty where the user set the value."""
     rejected: tuple[tuple[str, str], ...] = ()

@@ -1,6 +1,6 @@
 """Operations on a rank between two steps: weight updates and profiles.
 
-In a profile's trace every step has two ranges: "A step 17 rows 8 tokens 8" is its forward, "B step 17 …" its sampling.
+A trace has two ranges for each step: "A step 17 rows 8 tokens 8" is its forward, "B step 17 …" its sampling.
 Without a profile the worker calls its runner directly.
 """
 

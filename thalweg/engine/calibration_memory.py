@@ -136,8 +136,8 @@ def _largest_steps(config: EngineConfig, runner: Runner, context: int) -> Iterat
         yield inner, plans.plan([(context - 1, 1, True)])
         yield runner, plans.plan([(context - 1, 1, True)] * decoding, plans.ALL_NEEDS)
     elif config.decode_attention_backend in TORCH_ATTENTION:
-        # Prompts take minutes over long contexts, and their score tiles are as large over short ones. But the gathered
-        # KV is as long as the context: of all decoding rows together, and of a prompt, whose tiles then have few tokens.
+        # Prompts take minutes over long contexts, and their score tiles are as large over short ones. But gathered KV
+        # is as long as the context: of all decoding rows together, and of a prompt, whose tiles then have few tokens.
         for plan in plans.largest_steps(slots, budget, min(context, REFERENCE_CONTEXT), config.num_drafts):
             yield runner, plan
         n = min(plans.DENSE, context, budget - decoding + 1)

@@ -151,8 +151,8 @@ def sampling_steps(rows: int, context: int) -> Iterator[StepPlan]:
 
 
 def largest_steps(slots: int, budget: int, context: int, width: int = 0) -> Iterator[StepPlan]:
-    """The steps that take most memory: a budget of fresh prompts, and the end of a prompt beside as many decoding rows as
-    possible, with their drafts and all sampling features. `cached_prompts` gather the longest context.
+    """The steps that take most memory: a budget of fresh prompts, and the end of a prompt with as many decoding rows as
+    possible, their drafts and all sampling features. `cached_prompts` gather the longest context.
     """
     most = min(budget, slots * context)
     yield plan(prompts(most, context))

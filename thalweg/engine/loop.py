@@ -1,6 +1,6 @@
 """The engine's only loop. Its depth is the number of steps whose results the host may not know yet: 1 is synchronous, 2
-is overlapped, p + 1 is a pipeline of p stages. A step has two parts: forward (inputs → model → logits) and sample (masks
-→ accept → propose drafts → publish).
+is overlapped, p + 1 is a pipeline of p stages. A step has two parts: forward (inputs → model → logits) and sample
+(masks → accept → propose drafts → publish).
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""A recording of the last steps of an engine: what it was asked, what it planned, what came of it. `thalweg replay`
-runs it again.
+"""Recording of the last steps of an engine: its requests, plans and outputs. `thalweg replay` runs them again.
 
-In memory it is two segments of at most STEPS steps or BYTES bytes: when the later one is full the earlier one is
-forgotten. A step costs two encodings of flat values (0.5 µs and 0.08 µs a row on one core of an EPYC); a segment begins
-with the seats, the running requests as the device knows them there, noted as lengths into lists that only grow. All
-else is done when it is written.
+In memory a recording is two segments of at most STEPS steps or BYTES bytes; when the later one is full, the earlier one
+is dropped. A step costs two encodings of flat values (0.5 µs and 0.08 µs a row on one core of an EPYC). A segment
+begins with the running requests as the device knows them then, kept as lengths of lists that only grow.
 
-The file is JSON lines; docs/replay.md describes them. It holds the token ids of users' prompts and answers: its mode is
-0600.
+The file is JSON lines, described in docs/replay.md. It holds the token ids of prompts and answers, so its mode is 0600.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -39,80 +36,78 @@ from thalweg.core.request import Exit, Request
 log = logging.getLogger("thalweg.recording")
 FORMAT, VERSION = "thalweg-recording", 2
 STEPS = 1000  # of a segment
-BYTES = 16 << 20  # of a segment, its prompts counted too
+BYTES = 16 << 20  # of a segment, prompts included
 PACKAGES = ("torch", "numpy", "msgspec", "llguidance", "tokenizers", "triton")
 
 _pack = msgspec.msgpack.Encoder().encode
-_plan = msgspec.msgpack.Decoder(StepPlan).decode
-_outputs = msgspec.msgpack.Decoder(tuple[Output, ...]).decode
+_decode_plan = msgspec.msgpack.Decoder(StepPlan).decode
+_decode_outputs = msgspec.msgpack.Decoder(tuple[Output, ...]).decode
 
 
-class RecordingHeader(msgspec.Struct, tag_field="kind", tag="head", frozen=True, kw_only=True):
-    """The first line. reason: why it was written; error: the traceback that the engine died of, or "". at: time.time().
-    first: the first step. whole: this is the engine's first step, so that nothing precedes the recording. model: a
-    fingerprint of the checkpoint.
-    """
+class RecordingLine(msgspec.Struct, tag_field="kind", frozen=True):
+    """One line of a file."""
+
+
+class RecordingHeader(RecordingLine, tag="head", frozen=True, kw_only=True):
+    """The first line."""
 
     format: str = FORMAT
     version: int = VERSION
-    reason: str
-    error: str
-    at: float
-    versions: dict[str, str]
+    reason: str  # why it was written
+    error: str  # traceback that ended the engine, or ""
+    at: float  # time.time()
+    versions: dict[str, str]  # of packages
     config: EngineConfig
-    model: str
-    first: int
-    whole: bool
+    model: str  # fingerprint of the checkpoint
+    first: int  # first recorded step
+    whole: bool  # it is the engine's first step, so nothing precedes the recording
 
 
-class RecordedRequest(msgspec.Struct, tag_field="kind", tag="request", frozen=True):
-    """A request of the recorded steps. step: the first one that was planned with it."""
+class RecordedRequest(RecordingLine, tag="request", frozen=True):
+    """A request of the recorded steps."""
 
-    step: int
+    step: int  # the first one that was planned with it
     request: Submit
 
 
-class RecordedEnd(msgspec.Struct, tag_field="kind", tag="ended", frozen=True):
-    """From this step on nobody reads what is sampled for this sequence: it was aborted, or refused on the way."""
+class RecordedEnd(RecordingLine, tag="ended", frozen=True):
+    """The sequence was aborted or refused before this step, so nobody reads its tokens from then on."""
 
     step: int
     uid: int
 
 
-class RecordedWeights(msgspec.Struct, tag_field="kind", tag="weights", frozen=True):
-    """From this step on the weights that lie in `path` took the place of their like, for good: a folder, as the engine
-    saw it.
-    """
+class RecordedWeights(RecordingLine, tag="weights", frozen=True):
+    """The weights in the folder `path` replaced others before this step."""
 
     step: int
     path: str
 
 
-class RecordedSlot(msgspec.Struct, tag_field="kind", tag="seat", frozen=True):
-    """A request that ran before the first step, as the device knows it then. bind: what puts it there; an end of 0
-    means that it is over.
-    """
+class RecordedSlot(RecordingLine, tag="seat", frozen=True):
+    """A request that ran before the first step, as the device knows it then."""
 
     uid: int
-    bind: Bind
+    bind: Bind  # puts it into its slot; an end of 0: it has ended
     pages: tuple[int, ...]
 
 
-class RecordedStep(msgspec.Struct, tag_field="kind", tag="step", frozen=True):
-    """outputs: None for a step that did not come to its end."""
+class RecordedStep(RecordingLine, tag="step", frozen=True):
+    """One step."""
 
     plan: StepPlan
-    outputs: tuple[Output, ...] | None
+    outputs: tuple[Output, ...] | None  # None: it did not end
 
 
-class RecordingFooter(msgspec.Struct, tag_field="kind", tag="tail", frozen=True):
-    """The last line. lines: before it."""
+class RecordingFooter(RecordingLine, tag="tail", frozen=True):
+    """The last line."""
 
-    lines: int
+    lines: int  # before it
 
 
 Line = RecordingHeader | RecordedRequest | RecordedEnd | RecordedWeights | RecordedSlot | RecordedStep | RecordingFooter
-_line = msgspec.json.Decoder(Line).decode
+_decode_line = msgspec.json.Decoder(Line).decode
+L = TypeVar("L", bound=RecordingLine)
 
 
 class _Version(msgspec.Struct):
@@ -122,7 +117,7 @@ class _Version(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A file as it was read. cut: it ends in the middle, so the last steps are missing."""
+    """A file that was read."""
 
     head: RecordingHeader
     asked: tuple[RecordedRequest, ...]
@@ -130,66 +125,54 @@ class Recording:
     changed: tuple[RecordedWeights, ...]
     seats: tuple[RecordedSlot, ...]
     steps: tuple[RecordedStep, ...]
-    cut: bool
+    cut: bool  # it ends in the middle, so the last steps are missing
 
 
-class _Mark(NamedTuple):
-    """A running request at the beginning of a segment: its lists, and how long they are then. computed: tokens that
-    have KV.
-    """
+class _Snapshot(NamedTuple):
+    """A running request at the beginning of a segment: its growing lists, and their lengths then."""
 
     request: Request
     slot: int
     out: Sequence[int]
-    known: int
+    num_out: int
     pages: Sequence[int]
-    held: int
-    computed: int
-    over: bool
+    num_pages: int
+    computed: int  # tokens with KV
+    has_ended: bool
 
-    def seat(self) -> RecordedSlot:
-        r, tokens = self.request, (*self.request.prompt, *self.out[: self.known])
-        end = 0 if self.over else r.end
+    def line(self) -> RecordedSlot:
+        r, tokens = self.request, (*self.request.prompt, *self.out[: self.num_out])
+        end = 0 if self.has_ended else r.end
         bind = Bind(
             self.slot, tokens, len(r.prompt), self.computed, end, r.seed, r.stop_ids, r.params, r.salt, r.has_grammar
         )
-        return RecordedSlot(r.uid, bind, tuple(self.pages[: self.held]))
+        return RecordedSlot(r.uid, bind, tuple(self.pages[: self.num_pages]))
 
 
 @dataclass(slots=True)
 class _Segment:
-    """first: its first step. outputs[i] belongs to plans[i]; those of the last plans may be missing. asked, ended:
-    (step, request or uid). marks: None until the step before the first is committed. size: bytes that came since the
-    first step.
-    """
-
-    first: int
+    first: int  # first step
     plans: list[bytes] = field(default_factory=list)
-    outputs: list[bytes] = field(default_factory=list)
-    asked: list[tuple[int, Submit]] = field(default_factory=list)
-    ended: list[tuple[int, int]] = field(default_factory=list)
-    marks: list[_Mark] | None = None
-    size: int = 0
+    outputs: list[bytes] = field(default_factory=list)  # of `plans` in order; the last ones may be missing
+    asked: list[tuple[int, Submit]] = field(default_factory=list)  # (step, request)
+    ended: list[tuple[int, int]] = field(default_factory=list)  # (step, uid)
+    snapshots: list[_Snapshot] | None = None  # None until the step before the first one is committed
+    size: int = 0  # bytes added since the first step
 
     @property
-    def full(self) -> bool:
-        return self.marks is not None and (len(self.plans) >= STEPS or self.size >= BYTES)
+    def is_full(self) -> bool:
+        return self.snapshots is not None and (len(self.plans) >= STEPS or self.size >= BYTES)
 
 
 class StepRecorder:
-    """The recorder of an engine. requests: all of them by uid, the scheduler's own. Raises UnsupportedConfig for a
-    folder that cannot be written to.
-    """
+    """Records the steps of an engine. Raises UnsupportedConfig for a folder that cannot be written to."""
 
     def __init__(self, config: EngineConfig, requests: Mapping[int, Request]) -> None:
-        self.config, self.requests = config, requests
+        self.config, self.requests = config, requests  # the scheduler's own requests, by uid
         self.folder = Path(config.crash_dump_folder)
-        self._changed: list[
-            RecordedWeights
-        ] = []  # of the engine's whole life: it has no step that does not depend on them
-        self._segments: tuple[_Segment, ...] = (
-            _Segment(0, marks=[]),
-        )  # replaced as a whole: another thread may be writing it
+        self._changed: list[RecordedWeights] = []  # since the engine's start: every step depends on them
+        # replaced as a whole, because another thread may be writing it
+        self._segments: tuple[_Segment, ...] = (_Segment(0, snapshots=[]),)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -200,85 +183,86 @@ class StepRecorder:
             raise UnsupportedConfig(f"crash_dump_folder {self.folder}: may not be written to; name another folder")
 
     def add_messages(self, step: int, messages: Sequence[ToEngine], replies: Sequence[FromEngine]) -> None:
-        now = self._segments[-1]
+        """Messages that were handled before `step` was planned, and their replies."""
+        segment = self._segments[-1]
         for message in messages:
             if isinstance(message, Submit):
-                now.asked.append((step, message))
-                now.size += 8 * len(message.prompt)
+                segment.asked.append((step, message))
+                segment.size += 8 * len(message.prompt)
             elif isinstance(message, Abort):
-                now.ended += ((step, uid) for uid in message.uids)
+                segment.ended += ((step, uid) for uid in message.uids)
             elif isinstance(message, UpdateWeights):
                 self._changed.append(RecordedWeights(step, message.path))
-        now.ended += ((step, reply.uid) for reply in replies if isinstance(reply, Rejected))
+        segment.ended += ((step, reply.uid) for reply in replies if isinstance(reply, Rejected))
 
     def add_plan(self, plan: StepPlan) -> None:
-        if self._segments[-1].full:
-            self._roll(plan)
-        now, packed = self._segments[-1], _pack(plan)
-        now.plans.append(packed)
-        now.size += len(packed)
+        """A plan that is about to be launched."""
+        if self._segments[-1].is_full:
+            self._begin_segment(plan)
+        segment, packed = self._segments[-1], _pack(plan)
+        segment.plans.append(packed)
+        segment.size += len(packed)
 
     def add_outputs(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
-        now, packed = self._segments[-1], _pack(outputs)
-        of = now if plan.step >= now.first else self._segments[0]
-        of.outputs.append(packed)
-        of.size += len(packed)
-        if now.marks is None and plan.step + 1 == now.first:
-            now.marks = self._marks([_plan(packed) for packed in now.plans])
+        """The outputs of a committed step."""
+        latest, packed = self._segments[-1], _pack(outputs)
+        segment = latest if plan.step >= latest.first else self._segments[0]
+        segment.outputs.append(packed)
+        segment.size += len(packed)
+        if latest.snapshots is None and plan.step + 1 == latest.first:
+            latest.snapshots = self._snapshots([_decode_plan(packed) for packed in latest.plans])
 
-    def _roll(self, plan: StepPlan) -> None:
-        """The next segment begins with `plan`; the requests that go on go with it."""
-        old, now = self._segments[-1], _Segment(plan.step)
-        now.asked = [(step, message) for step, message in old.asked if message.uid in self.requests]
-        now.ended = [(step, uid) for step, uid in old.ended if uid in self.requests]
+    def _begin_segment(self, plan: StepPlan) -> None:
+        """Begins a segment with `plan`. Requests that have not ended move into it."""
+        old, new = self._segments[-1], _Segment(plan.step)
+        new.asked = [(step, message) for step, message in old.asked if message.uid in self.requests]
+        new.ended = [(step, uid) for step, uid in old.ended if uid in self.requests]
         if len(old.outputs) == len(old.plans):
-            now.marks = self._marks([plan])
-        self._segments = old, now
+            new.snapshots = self._snapshots([plan])
+        self._segments = old, new
 
-    def _marks(self, plans: Sequence[StepPlan]) -> list[_Mark]:
-        """The running requests as the device knows them just before the first of `plans`, which are made already; all
-        that precedes them is committed.
+    def _snapshots(self, plans: Sequence[StepPlan]) -> list[_Snapshot]:
+        """The running requests as the device knows them before the first of `plans`, which exist already. All earlier
+        steps are committed.
         """
         bound = {bind.slot for plan in plans for bind in plan.binds}
         start = {row.uid: row.start for plan in reversed(plans) for row in plan.rows}
-        marks = []
+        snapshots = []
         for r in self.requests.values():
             if r.is_bound and r.slot >= 0 and r.slot not in bound:
                 computed = r.known - 1 if r.known > r.prefill_len else start.get(r.uid, r.computed)
-                over = r.exit in (Exit.FINISH, Exit.ABORT)
-                marks.append(_Mark(r, r.slot, r.out, len(r.out), r.pages, len(r.pages), computed, over))
-        return marks
+                has_ended = r.exit in (Exit.FINISH, Exit.ABORT)
+                snapshots.append(_Snapshot(r, r.slot, r.out, len(r.out), r.pages, len(r.pages), computed, has_ended))
+        return snapshots
 
     # ---- writing
 
     def save_crash(self, error: Exception) -> None:
+        """Saves the recording of an engine that ends with `error`."""
         self.save(f"the engine died: {type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
     def save(self, reason: str, error: str = "") -> None:
-        """`dump`, for those who have worse troubles than a full disk."""
+        """Writes the recording, or logs why that is impossible."""
         try:
             self.dump(reason, error)
-        except OSError as failed:
-            log.error("the recording could not be written (%s): %s", reason, failed)
+        except OSError as failure:
+            log.error("the recording could not be written (%s): %s", reason, failure)
 
     def dump(self, reason: str, error: str = "") -> Path:
-        """Writes what is recorded now. Any thread may call it, the loop's or one that watches it. Raises OSError."""
+        """Writes the recording. Any thread may call it. Raises OSError."""
         path = self.folder / f"thalweg-{file_stamp()}.jsonl"
-        draft = path.with_suffix(".part")
-        count = 0
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            for line in self._lines(reason, error):
-                file.write(msgspec.json.encode(line) + b"\n")
-                count += 1
-            file.write(msgspec.json.encode(RecordingFooter(count)) + b"\n")
-        draft.rename(path)
+        part = path.with_suffix(".part")
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            lines = list(map(msgspec.json.encode, self._lines(reason, error)))
+            file.write(b"\n".join([*lines, msgspec.json.encode(RecordingFooter(len(lines))), b""]))
+        part.rename(path)
         log.warning("recorded the last steps in %s (%s); run them again: thalweg replay %s", path, reason, path)
         return path
 
     def _lines(self, reason: str, error: str) -> Iterator[Line]:
         segments = self._segments
-        first, marks = segments[0].first, segments[0].marks
-        assert marks is not None, "a segment is followed by another one only when it has its seats"
+        first, snapshots = segments[0].first, segments[0].snapshots
+        assert snapshots is not None, "a segment without snapshots is never followed by another one"
         yield RecordingHeader(
             reason=reason,
             error=error,
@@ -295,18 +279,19 @@ class StepRecorder:
         for step, uid in sorted({entry for segment in segments for entry in segment.ended[:]}):
             yield RecordedEnd(step, uid)
         yield from self._changed[:]
-        for mark in marks:
-            yield mark.seat()
+        for snapshot in snapshots:
+            yield snapshot.line()
         for segment in segments:
             for plan, outputs in zip_longest(segment.plans[:], segment.outputs[:]):
                 if plan is not None:
-                    yield RecordedStep(_plan(plan), None if outputs is None else tuple(map(_finite, _outputs(outputs))))
+                    values = None if outputs is None else tuple(map(_finite, _decode_outputs(outputs)))
+                    yield RecordedStep(_decode_plan(plan), values)
 
 
 def _finite(output: Output) -> Output:
-    """JSON has no infinity: log-probabilities among which there is one are left out."""
-    every = (*output.logprobs, *output.scores)
-    if all(math.isfinite(p) for entry in every for p in (entry.logprob, *entry.top_logprobs)):
+    """JSON has no infinity: log-probabilities with one are left out."""
+    entries = (*output.logprobs, *output.scores)
+    if all(math.isfinite(p) for entry in entries for p in (entry.logprob, *entry.top_logprobs)):
         return output
     return output._replace(logprobs=(), scores=())
 
@@ -319,9 +304,7 @@ def file_stamp() -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """Tells checkpoints apart by their configuration and the sizes of their weights, wherever they lie. "" for a folder
-    that is not there.
-    """
+    """Identifies a checkpoint by its configuration and the sizes of its files. "" for a missing folder."""
     config = folder / "config.json"
     if not config.is_file():
         return ""
@@ -330,7 +313,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What a recording was made with, and what may make another one differ."""
+    """Versions that may make a replay differ."""
     found = {"thalweg": __version__, "python": platform.python_version(), "machine": platform.machine()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -347,32 +330,37 @@ def read(path: Path) -> Recording:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UnsupportedConfig(f"{path}: {error.strerror}") from error
-    head = _head(path, lines[0] if lines else b"")
-    found: list[Line] = []
-    cut = False
+    head = _read_header(path, lines[0] if lines else b"")
+    entries: list[Line] = []
+    is_broken = False
     for number, line in enumerate(lines[1:], 2):
         try:
-            found.append(_line(line))
+            entries.append(_decode_line(line))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if number < len(lines):
                 raise UnsupportedConfig(f"{path}: line {number} is broken: {error}") from error
-            cut = True  # the disk was full, or the machine went down
-    tail = next((line for line in found if isinstance(line, RecordingFooter)), None)
-    found = [line for line in found if line is not tail]
-    if tail is not None and tail.lines != len(found) + 1:
-        raise UnsupportedConfig(f"{path}: {tail.lines} lines were written, {len(found) + 1} are there")
+            is_broken = True  # the disk was full, or the machine went down
+    footers = _only(entries, RecordingFooter)
+    written = footers[0].lines if footers else len(entries) + 1
+    present = len(entries) - len(footers) + 1
+    if written != present:
+        raise UnsupportedConfig(f"{path}: {written} lines were written, {present} are there")
     return Recording(
         head,
-        tuple(line for line in found if isinstance(line, RecordedRequest)),
-        tuple(line for line in found if isinstance(line, RecordedEnd)),
-        tuple(line for line in found if isinstance(line, RecordedWeights)),
-        tuple(line for line in found if isinstance(line, RecordedSlot)),
-        tuple(line for line in found if isinstance(line, RecordedStep)),
-        cut or tail is None,
+        _only(entries, RecordedRequest),
+        _only(entries, RecordedEnd),
+        _only(entries, RecordedWeights),
+        _only(entries, RecordedSlot),
+        _only(entries, RecordedStep),
+        is_broken or not footers,
     )
 
 
-def _head(path: Path, line: bytes) -> RecordingHeader:
+def _only(entries: Sequence[RecordingLine], kind: type[L]) -> tuple[L, ...]:
+    return tuple(entry for entry in entries if isinstance(entry, kind))
+
+
+def _read_header(path: Path, line: bytes) -> RecordingHeader:
     try:
         kind = msgspec.json.decode(line, type=_Version)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -387,7 +375,7 @@ def _head(path: Path, line: bytes) -> RecordingHeader:
             " the one that wrote it"
         )
     try:
-        head = _line(line)
+        head = _decode_line(line)
     except msgspec.DecodeError as error:
         raise UnsupportedConfig(f"{path}: line 1 is broken: {error}") from error
     if not isinstance(head, RecordingHeader):

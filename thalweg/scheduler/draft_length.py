@@ -1,15 +1,14 @@
-"""How many tokens to draft: the number that brings most tokens a second, by measured times of steps and by what was
-accepted lately.
+"""Draft-length policies: how many tokens to draft, so that most tokens a second are produced.
 
-A wider verification takes longer, the more so the more rows there are, and brings more tokens, the more so the better
-the drafts. Both are known: times from the engine's start and from the steps since, odds from every verification. Odds
-of wider drafts than are made are learned from tries, steps that make a few more, or as many as there may be (where one
-more is never worth its time, many may be), so seldom that they cost less than a hundredth of the time. Times of any
-width that might be the best are learned so, too, a few steps at once: the first waits for a drafter that lags.
+Verifying more drafts takes longer, the more so with many rows, and yields more tokens, the more so with good drafts.
+Step times are known from start-up and from real steps, acceptance from every verification. What longer drafts would
+yield is learned in trials: rare steps with a few more drafts, or with as many as possible (if one more is never worth
+its time, many may be). Trials cost less than a hundredth of the time. The times of draft lengths that might be the best
+are learned in the same way, some steps at once, because the first one waits for deferred draft KV.
 
-The odds of a draft are its chance to be accepted, those before it with it. So drafts of a chain and nodes of a tree are
-the same here: the first n of them bring the sum of their odds. Odds are kept of the drafts between two widths that are
-chosen from, together: a step of many rows and nodes costs a few numbers of each row.
+The odds of a draft are its chance to be accepted, which includes those before it. So drafts of a chain and nodes of a
+tree are the same here: the expected number of tokens is the sum of the odds. Odds are kept for the drafts between two
+selectable lengths together, so a step with many rows and nodes costs a few numbers for each row.
 """
 
 from __future__ import annotations
@@ -23,85 +22,57 @@ from typing import NamedTuple, Protocol
 from thalweg.core.request import Request
 from thalweg.scheduler.step_times import StepTimeModel, StepTimer
 
-HOPE = 0.8  # odds of a draft of which nothing is known, given the one before: rather tried than not
-LEAST = 1e-3  # of odds, above what was seen, so that they can rise again in proportion
-FEW = 8  # drafts up to which every number is chosen from
-RECENT, USUAL = 0.05, 0.02  # weight of a verification in the odds of its request, and in those of all
-FIRST = 4  # verifications that hope counts as
-PROBING = 0.006  # of the time
-SURELY = 0.2  # of what a try takes longer counts as lost, whatever is hoped for
-REVIEW = 8  # steps for which a choice is good, unless something was learned: it takes a hundredth of a short step
-CLOSE = 0.75  # of the best rate: below it a width's time is not worth knowing better
+INITIAL_ODDS = 0.8  # of an unknown draft, given the one before
+MIN_ODDS = 1e-3  # so that they can rise again in proportion
+FEW = 8  # up to so many drafts every number is selectable
+REQUEST_WEIGHT, GLOBAL_WEIGHT = 0.05, 0.02  # of a verification in the odds of its request, and in the global odds
+INITIAL_WEIGHT = 4  # verifications that the initial odds count as
+TRIAL_SHARE = 0.006  # of the time
+CERTAIN_LOSS = 0.2  # of the extra time of a trial counts as lost, whatever it may yield
+REVIEW = 8  # steps until a choice is reviewed; a review takes a hundredth of a short step
+CLOSE = 0.75  # of the best rate: below it the exact time of a length does not matter
 STRIDE = 64  # tokens of context that make no difference
-AGAIN = 4  # one try in so many is of fewer drafts, where these are as good or nearly
-BURST = 3  # steps of a try, as long as it is not known how long they take
-SETTLED = 3  # plans behind its last step, by which it is over, also where steps overlap
+EVERY = 4  # one trial in so many is of fewer drafts, if they are nearly as good
+BURST = 3  # steps of a trial that measures times
+SETTLED = 3  # plans after its last step, when a trial is over even if steps overlap
 
 
 class VerifiedDrafts(NamedTuple):
-    """So many drafts of a request, one at least, were verified, and accepted were those whose bits are set in
-    `path`.
-    """
+    """One verification."""
 
     request: Request
-    drafts: int
-    path: int
+    num_drafts: int  # at least one
+    accepted_mask: int  # bit i is set if draft i was accepted
 
 
 class DraftLengthPolicy(Protocol):
-    """Names the draft width of the next step."""
+    """Chooses the number of drafts of each step."""
 
     @property
     def max_drafts(self) -> int:
-        """The largest width that it will ever name."""
+        """The most that it will ever choose."""
 
-    def choose(self, emitting: Sequence[Request], most: int) -> int:
-        """The width that B of a step in which these sample is asked to make, up to `most`."""
+    def choose(self, sampling: Sequence[Request], most: int) -> int:
+        """Drafts that a step proposes for these requests, at most `most`."""
 
     def observe(self, verified: Sequence[VerifiedDrafts]) -> None:
-        """What became of the drafts of a step; none of these has none."""
+        """Learns from the verifications of a step."""
 
     def note_prefill(self) -> None:
-        """In the step that is planned now prompts are computed, too: its time says nothing of drafts."""
+        """The step that is planned now computes prompts too, so its time says nothing about drafts."""
 
     def disable(self) -> None:
-        """There is no drafter any more: from now on the width is 0."""
-
-
-@dataclass(slots=True)
-class Trial:
-    """Some steps of another width than the best. begun: when; usual, worth: seconds of a step of the best width, and of
-    what a step of this one is expected to bring beyond that; price: seconds that it was thought to lose; planned: steps
-    since it began.
-    """
-
-    width: int
-    steps: int
-    begun: float
-    usual: float
-    worth: float
-    price: float = 0.0
-    planned: int = 0
-
-    def cost(self, more: float) -> float:
-        """What it loses where all its steps take so many seconds more."""
-        return max(more - self.steps * self.worth, SURELY * more, 0.0)
+        """The drafter has failed: from now on the number is 0."""
 
 
 class FixedDraftLength:
-    """Always the same width, or where there is no room for it the next one that steps were recorded with; 0 is no
-    speculation.
-    """
+    """Always the same number, or the largest captured one below `most`. 0: no speculation."""
 
-    def __init__(self, width: int) -> None:
-        self.max_drafts = width
+    def __init__(self, num_drafts: int) -> None:
+        self.max_drafts = num_drafts
 
-    def choose(self, emitting: Sequence[Request], most: int) -> int:
-        return (
-            self.max_drafts
-            if self.max_drafts <= most
-            else max(width for width in draft_length_choices(self.max_drafts) if width <= most)
-        )
+    def choose(self, sampling: Sequence[Request], most: int) -> int:
+        return max(length for length in draft_length_choices(self.max_drafts) if length <= max(most, 0))
 
     def observe(self, verified: Sequence[VerifiedDrafts]) -> None:
         return
@@ -113,155 +84,165 @@ class FixedDraftLength:
         self.max_drafts = 0
 
 
+@dataclass(slots=True)
+class Trial:
+    """Some steps with another number of drafts than the best one."""
+
+    length: int
+    steps: int
+    begun: float  # seconds, of the clock
+    usual: float  # seconds of a step with the best length
+    worth: float  # seconds of usual steps that yield what a trial step is expected to yield in addition
+    price: float = 0.0  # seconds that it was expected to lose
+    planned: int = 0  # steps since it began
+
+    def loss(self, extra: float) -> float:
+        """Seconds lost if all its steps together take `extra` seconds more than usual ones."""
+        return max(extra - self.steps * self.worth, CERTAIN_LOSS * extra, 0.0)
+
+
 class MeasuredDraftLength:
-    """The best width up to those that `times`, `ProfilePoint`s, has. odds: of the drafts between each two choices, how many are
-    accepted on average, of all requests; each request has its own. clock: by which steps are timed, in seconds; None is
-    none.
-    """
+    """The best length by measured step times and observed acceptance."""
 
     def __init__(
-        self, times: Sequence[tuple[int, int, tuple[float, ...]]], clock: Callable[[], float] | None = None
+        self, points: Sequence[tuple[int, int, tuple[float, ...]]], clock: Callable[[], float] | None = None
     ) -> None:
-        self.times, self.laps = StepTimeModel(times), StepTimer(clock)
+        """points: as `ProfilePoint`. clock: times real steps, in seconds; None: no correction of the points."""
+        self.times, self.timer = StepTimeModel(points), StepTimer(clock)
         self.max_drafts = self.times.max_drafts
         self.choices = draft_length_choices(self.max_drafts)
-        parts = list(pairwise(self.choices))
-        self.masks = [(1 << wider) - (1 << width) for width, wider in parts]
-        self.sizes = [wider - width for width, wider in parts]
-        self.odds = tuple(sum(HOPE ** (1 + i) for i in range(*part)) for part in parts)
-        self.owed = 0.0  # seconds that tries may take by now; below 0 after one that took longer than it was thought to
-        self.trying: Trial | None = None
-        self.tries = self.heard = 0
-        self.chosen, self.asked = 0, (0, 0)  # last, and for how many requests with room for how many drafts
-        self.planned = self.until = 1  # steps since that was chosen, and how many it is good for
+        parts = list(pairwise(self.choices))  # the drafts between two choices
+        self.masks = [(1 << longer) - (1 << length) for length, longer in parts]
+        self.sizes = [longer - length for length, longer in parts]
+        # by part: accepted drafts of a verification on average over all requests; each request has its own, too
+        self.odds = tuple(sum(INITIAL_ODDS ** (1 + i) for i in range(*part)) for part in parts)
+        self.verifications = 0
+        self.budget = 0.0  # seconds that trials may take now; negative after an expensive one
+        self.trial: Trial | None = None
+        self.num_trials = 0
+        self.chosen, self.chosen_for = 0, (0, 0)  # last choice, and its (requests, most)
+        self.planned, self.review_at = 1, 1  # steps since the choice, and how many it is good for
 
-    def choose(self, emitting: Sequence[Request], most: int) -> int:
-        if self.planned < self.until and (len(emitting), most) == self.asked:
+    def choose(self, sampling: Sequence[Request], most: int) -> int:
+        if self.planned < self.review_at and (len(sampling), most) == self.chosen_for:
             self.planned += 1
             return self.chosen
-        if not emitting or not self.max_drafts:
+        if not sampling or not self.max_drafts:
             self.note_prefill()
             return 0
-        passed, self.asked = self.planned, (len(emitting), most)
-        self.planned, self.until = 1, REVIEW
-        self.chosen = self._chosen(emitting, self.choices[: bisect_right(self.choices, most)], passed)
+        passed, self.chosen_for = self.planned, (len(sampling), most)
+        self.planned, self.review_at = 1, REVIEW
+        self.chosen = self._best(sampling, self.choices[: bisect_right(self.choices, most)], passed)
         return self.chosen
 
-    def _chosen(self, emitting: Sequence[Request], allowed: Sequence[int], passed: int) -> int:
+    def _best(self, sampling: Sequence[Request], allowed: Sequence[int], passed: int) -> int:
         """passed: steps since the last choice."""
-        rows = len(emitting)
-        context, made = sum(r.known for r in emitting) // rows // STRIDE * STRIDE, emitting[0].num_drafts
-        if lap := self.laps.lap(rows, made, passed):
-            self.times.took(rows, context, made, lap, passed)
+        rows, verified = len(sampling), sampling[0].num_drafts
+        context = sum(r.known for r in sampling) // rows // STRIDE * STRIDE
+        if lap := self.timer.lap(rows, verified, passed):
+            self.times.observe(rows, context, verified, lap, passed)
         seconds = self.times.seconds(rows, context)
-        parts = zip(*(r.draft_odds or self.odds for r in emitting), strict=True)
+        parts = zip(*(r.draft_odds or self.odds for r in sampling), strict=True)
         tokens = dict(zip(self.choices, accumulate(map(sum, parts), initial=float(rows)), strict=True))
-        best = max(allowed, key=lambda width: tokens[width] / seconds[width])
-        self.owed += PROBING * passed * seconds[best]
-        if self.trying is None:
-            self._consider(rows, best, allowed, seconds, tokens)
-        return best if (tried := self._tried()) is None else min(tried, allowed[-1])
+        best = max(allowed, key=lambda length: tokens[length] / seconds[length])
+        self.budget += TRIAL_SHARE * passed * seconds[best]
+        if self.trial is None:
+            self._consider_trial(rows, best, allowed, seconds, tokens)
+        length = self._trial_length()
+        return best if length is None else min(length, allowed[-1])
 
-    def _consider(
+    def _consider_trial(
         self, rows: int, best: int, allowed: Sequence[int], seconds: Sequence[float], tokens: Mapping[int, float]
     ) -> None:
-        """A try: of a width that might be as good and whose time is not known yet or no more, else of more drafts."""
-        usual, timed = seconds[best], self.laps.clock is not None
-        rate = {width: tokens[width] / seconds[width] for width in allowed}
-        close = [width for width in allowed if timed and width != best and rate[width] > CLOSE * rate[best]]
-        unknown = [width for width in close if not self.times.known(rows, width)]
-        fewer = [width for width in allowed if timed and width < best and (not width or width in close)]
-        wider = allowed[allowed.index(best) + 1 :]
-        if unknown or fewer and (not wider or self.tries % AGAIN == 0):
-            # steps with drafts show nothing of those with fewer, and plain decoding is what this is to be no slower
-            # than
-            other, steps = max(unknown or fewer, key=lambda width: rate[width]), BURST
+        """Tries a length that might be as good and whose time is not known, else a longer one."""
+        close, fewer, longer = [], [], allowed[allowed.index(best) + 1 :]
+        rate = {length: tokens[length] / seconds[length] for length in allowed}
+        if self.timer.clock is not None:
+            close = [length for length in allowed if length != best and rate[length] > CLOSE * rate[best]]
+            # steps with drafts say nothing about steps without, and speculation must not be slower than those
+            fewer = [length for length in allowed if length < best and (not length or length in close)]
+        unknown = [length for length in close if not self.times.is_known(rows, length)]
+        if unknown or fewer and (not longer or self.num_trials % EVERY == 0):
+            other, steps = max(unknown or fewer, key=lambda length: rate[length]), BURST
             self.times.doubt(rows, other)
-        elif wider:
-            other, steps = wider[-1 if self.tries % 2 else 0], 1
+        elif longer:
+            other, steps = longer[-1 if self.num_trials % 2 else 0], 1
         else:
             return
-        worth = usual * (tokens[other] / tokens[best] - 1)  # as is expected, which may turn out to be wrong
-        self._try(Trial(other, steps, self.laps.now, usual, worth), steps * (seconds[other] - usual))
-
-    def _try(self, one: Trial, more: float) -> None:
-        """Begins it if it may take so many seconds more."""
-        one.price = one.cost(more)
-        self.owed = min(self.owed, one.price)  # what is saved up beyond a try would be spent on many at once
-        if self.owed >= one.price:
-            self.owed -= one.price
-            self.tries += 1
-            self.trying = one
+        usual = seconds[best]
+        worth = usual * (tokens[other] / tokens[best] - 1)  # as expected, which may be wrong
+        trial = Trial(other, steps, self.timer.now, usual, worth)
+        trial.price = trial.loss(steps * (seconds[other] - usual))
+        self.budget = min(self.budget, trial.price)  # savings beyond one trial would be spent on many at once
+        if self.budget >= trial.price:
+            self.budget -= trial.price
+            self.num_trials += 1
+            self.trial = trial
         else:
-            self.until = min(1 + int((one.price - self.owed) / (PROBING * one.usual)), REVIEW)
+            self.review_at = min(1 + int((trial.price - self.budget) / (TRIAL_SHARE * usual)), REVIEW)
 
-    def _tried(self) -> int | None:
-        """The width of a try that is under way, if one is. When it is over, what it took beyond its price is owed."""
-        one = self.trying
-        if one is None:
+    def _trial_length(self) -> int | None:
+        """The length of the trial under way. When a trial is over, the budget pays what it took beyond its price."""
+        trial = self.trial
+        if trial is None:
             return None
-        self.until = 1
-        one.planned += 1
-        if one.planned <= one.steps:
-            return one.width
-        if one.planned > one.steps + SETTLED:
-            self.trying = None
-            if self.laps.clock:
-                self.owed += one.price - one.cost(self.laps.now - one.begun - (one.planned - 1) * one.usual)
+        self.review_at = 1
+        trial.planned += 1
+        if trial.planned <= trial.steps:
+            return trial.length
+        if trial.planned > trial.steps + SETTLED:
+            self.trial = None
+            if self.timer.clock:
+                extra = self.timer.now - trial.begun - (trial.planned - 1) * trial.usual
+                self.budget += trial.price - trial.loss(extra)
         return None
 
     def note_prefill(self) -> None:
-        self.laps.pause()
-        self.trying, self.until = None, 0
+        self.timer.pause()
+        self.trial, self.review_at = None, 0
 
     def observe(self, verified: Sequence[VerifiedDrafts]) -> None:
-        self.until = 0
-        alike: dict[tuple[int, int], list[Request]] = {}  # by drafts and path
-        for r, drafts, path in verified:
-            alike.setdefault((drafts, path), []).append(r)
-        seen = {key: self._accepted(*key) for key in alike}
-        sums: dict[int, list[float]] = {}  # by parts that were drafted: how many verifications, and what they accepted
-        for key, whose in alike.items():
-            total = sums.setdefault(len(seen[key]), [0.0] * (1 + len(seen[key])))
-            for i, one in enumerate((1.0, *seen[key])):
-                total[i] += len(whose) * one
+        self.review_at = 0
+        requests: dict[tuple[int, int], list[Request]] = {}  # by (number of drafts, accepted mask)
+        for r, num_drafts, accepted_mask in verified:
+            requests.setdefault((num_drafts, accepted_mask), []).append(r)
+        accepted = {key: self._accepted(*key) for key in requests}  # by part
+        sums: dict[int, list[float]] = {}  # by number of drafted parts: verifications, then accepted drafts by part
+        for key, group in requests.items():
+            total = sums.setdefault(len(accepted[key]), [0.0] * (1 + len(accepted[key])))
+            for i, count in enumerate((1.0, *accepted[key])):
+                total[i] += len(group) * count
         for count, *total in sums.values():
-            self.heard += int(count)
-            weight = max(1 - (1 - USUAL) ** count, count / (FIRST + self.heard))
-            self.odds = self._moved(self.odds, [one / count for one in total], weight)
-        for key, whose in alike.items():  # a request's first verification begins at what is known of all
-            for r in whose:
-                r.draft_odds = self._moved(r.draft_odds or self.odds, seen[key], RECENT)
+            self.verifications += int(count)
+            weight = max(1 - (1 - GLOBAL_WEIGHT) ** count, count / (INITIAL_WEIGHT + self.verifications))
+            self.odds = self._updated(self.odds, [part / count for part in total], weight)
+        for key, group in requests.items():  # a request begins with the global odds
+            for r in group:
+                r.draft_odds = self._updated(r.draft_odds or self.odds, accepted[key], REQUEST_WEIGHT)
 
-    def _accepted(self, drafts: int, path: int) -> list[float]:
-        """Of the parts that were drafted as a whole."""
-        whole = bisect_right(self.choices, drafts) - 1
-        return [float((path & mask).bit_count()) for mask in self.masks[:whole]]
+    def _accepted(self, num_drafts: int, accepted_mask: int) -> list[float]:
+        """Accepted drafts of each part that was drafted as a whole."""
+        whole = bisect_right(self.choices, num_drafts) - 1
+        return [float((accepted_mask & mask).bit_count()) for mask in self.masks[:whole]]
 
-    def _moved(self, odds: Sequence[float], seen: Sequence[float], weight: float) -> tuple[float, ...]:
-        """Towards what was seen. Those of drafts that were not made keep their proportion to the last ones that
-        were.
-        """
-        kept = 1 - weight
-        moved = [kept * before + weight * (now + LEAST) for before, now in zip(odds, seen, strict=False)]
-        made = len(moved)
-        if made < len(odds):
-            change = moved[-1] / odds[made - 1]
-            moved += [
-                min(max(before * change, LEAST), size)
-                for before, size in zip(odds[made:], self.sizes[made:], strict=True)
-            ]
-        return tuple(moved)
+    def _updated(self, odds: Sequence[float], accepted: Sequence[float], weight: float) -> tuple[float, ...]:
+        """Moves the odds towards `accepted`. Parts that were not drafted keep their ratio to the last that was."""
+        updated = [(1 - weight) * a + weight * (b + MIN_ODDS) for a, b in zip(odds, accepted, strict=False)]
+        drafted = len(updated)
+        if drafted < len(odds):
+            change = updated[-1] / odds[drafted - 1]
+            rest = zip(odds[drafted:], self.sizes[drafted:], strict=True)
+            updated += [min(max(value * change, MIN_ODDS), size) for value, size in rest]
+        return tuple(updated)
 
     def disable(self) -> None:
-        self.max_drafts = self.until = 0
+        self.max_drafts = self.review_at = 0
 
 
 def draft_length_choices(max_drafts: int) -> tuple[int, ...]:
-    """Widths to choose from: all of them where they are few, else those that with the last known token are as many
-    tokens as tiles have rows, and the widest.
+    """Selectable numbers of drafts: all if they are few, else those that fill a tile of rows together with the last
+    known token, and the largest.
     """
     if max_drafts <= FEW:
         return tuple(range(max_drafts + 1))
-    tiles = (rows - 1 for rows in (1, 2, 4, 8, 16, 32) if rows <= max_drafts)
-    return *tiles, max_drafts
+    return *(rows - 1 for rows in (1, 2, 4, 8, 16, 32) if rows <= max_drafts), max_drafts

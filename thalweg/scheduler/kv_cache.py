@@ -23,7 +23,7 @@ class NoTier:
 
 
 class KVCacheManager:
-    """Slots and pages of one rank. A request has a cursor from `add` to `remove`, and a slot and pages while it runs."""
+    """Slots and pages of one rank. A request has a cursor from `add` to `remove`, slot and pages while it runs."""
 
     def __init__(self, slots: int, allocator: PageAllocator, tier: Tier) -> None:
         self.allocator, self.tree, self.tier = allocator, allocator.tree, tier
@@ -64,6 +64,13 @@ class KVCacheManager:
     def next_missing_page(self, r: Request) -> MissingPage | None:
         return self.tree.next_missing_page(self.cursors[r.uid])
 
+    def is_computed_by_others(self, r: Request, missing_pages: set[MissingPage | None]) -> bool:
+        """Whether others will compute the page that `r` needs next: `r` waits and hits it."""
+        if self.num_hit_pages(r) >= self.max_hit_pages(r):
+            return False
+        page = self.next_missing_page(r)
+        return page is not None and page in missing_pages
+
     def allocate(self, r: Request, num_tokens: int, reserve: int) -> Ticket | None:
         """Gives `r` a slot and pages for `num_tokens` tokens, cached ones first, and asks the tier for what is not
         cached.
@@ -85,10 +92,6 @@ class KVCacheManager:
         last = self.max_hit_pages(r)
         tokens = self.cursors[r.uid].tokens[: last * self.page_size]
         return self.tier.load(tokens, r.salt, num_hits, r.pages[num_hits:last])
-
-    def num_missing_pages(self, r: Request, num_tokens: int) -> int:
-        """Pages that `r` lacks for `num_tokens` tokens."""
-        return max(0, -(-num_tokens // self.page_size) - len(r.pages))
 
     def append_pages(self, r: Request, count: int) -> tuple[int, ...]:
         """Allocates `count` more pages at the end of the page table."""

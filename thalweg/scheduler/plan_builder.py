@@ -54,9 +54,10 @@ class PlanBuilder:
         if emit:
             self._add_sampling(r, 0)
 
-    def add_decode_row(self, r: Request, row: Row, kv_len: int, max_accepted: int) -> None:
-        """A row that verifies drafts and samples. kv_len: upper bound of its context after the step."""
-        self._add(r, row, kv_len)
+    def add_decode_row(self, r: Request, start: int, max_accepted: int) -> None:
+        """The last known token and its drafts, from the upper bound `start` on."""
+        n = 1 + r.num_drafts
+        self._add(r, Row(r.uid, r.slot, start, n, r.num_drafts, True), min(start + n, r.end))
         self._add_sampling(r, max_accepted)
 
     def _add(self, r: Request, row: Row, kv_len: int) -> None:

@@ -2,11 +2,7 @@
 
 There is one rule. A request has `computed` tokens and wants all its known tokens and drafts computed. Running requests
 are planned first, so that inter-token latency stays flat; then new ones are admitted. The host does not know the
-results of the last `depth` steps, so lengths are UPPER BOUNDS here. The device knows the true lengths and turns rows
-beyond a sequence's end into padding.
-
-`engine/loop.py` calls in this order: `handle` → `plan` → (`grammar_states`) → `mark_launched` → `commit` of an EARLIER
-step → `take_deltas`.
+results of the last `depth` steps, so lengths are UPPER BOUNDS here; the device has the true lengths and pads.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from thalweg.cache.radix import MissingPage
 from thalweg.core.errors import InvalidRequest
 from thalweg.core.grammar import GrammarTracker, NoGrammarTracker
 from thalweg.core.messages import Abort, ControlReply, Drain, FlushCache, Rejected, Stats, Submit, ToEngine, TokenDelta
-from thalweg.core.plan import GrammarState, Output, PageAppend, Row, StepPlan
+from thalweg.core.plan import GrammarState, Output, PageAppend, StepPlan
 from thalweg.core.request import Exit, Request, RequestState
 from thalweg.core.ticket import TicketState, Tier
 from thalweg.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength
@@ -61,16 +57,14 @@ class Scheduler:
         self._constrained: set[int] = set()  # uids with a grammar
         self._compiling: dict[int, Request] = {}  # queued requests whose grammar is being compiled
         self._transferring: list[Request] = []  # live requests that wait on a ticket: LOADING, SENDING
-        # RUNNING requests; the next plan drops those that have left. Decoding: least recently sampled first.
-        self._prefilling: list[Request] = []
-        self._decoding: list[Request] = []
+        self._prefilling: list[Request] = []  # RUNNING requests; the next plan drops those that have left
+        self._decoding: list[Request] = []  # the same, least recently sampled first
         self._sampled: list[Request] = []  # requests that sample in the last plan
         self._masked: list[Request] = []  # of these, those with a grammar
         self._events: list[tuple[int, str]] = []
         self._changed = False  # a message, a commit or a release since the last plan
 
     # ---- messages
-
     def handle(self, messages: Sequence[ToEngine]) -> list[Rejected | ControlReply]:
         """Handles messages of clients. Never raises for their contents: the answer is a `Rejected`."""
         replies: list[Rejected | ControlReply] = []
@@ -97,10 +91,9 @@ class Scheduler:
         self._changed = True
 
     def _submit(self, message: Submit) -> list[Rejected]:
-        if message.uid in self.requests:
-            why = f"{message.uid} is in use by a request that has not ended; draw a new one"
-            return [Rejected(message.uid, "uid", why)]
         try:
+            if message.uid in self.requests:
+                raise InvalidRequest("uid", f"{message.uid} is in use by a request that has not ended; draw a new one")
             r = make_request(message, self.limits, self.context, self.seeds, self.requests.get(message.sibling))
         except InvalidRequest as error:
             return [Rejected(message.uid, error.field, error.message)]
@@ -114,7 +107,7 @@ class Scheduler:
     def _check_grammars(self) -> list[Rejected | ControlReply]:
         """Admits requests whose grammar has been compiled. Rejects those whose grammar failed to compile or broke."""
         rejected: list[Rejected | ControlReply] = []
-        for r in [r for r in self._compiling.values() if _has_landed(r)]:
+        for r in [r for r in self._compiling.values() if r.ticket and r.ticket.is_done]:
             del self._compiling[r.uid]
             ticket, r.ticket, self._changed = r.ticket, None, True
             if ticket is not None and ticket.state is TicketState.FAILED:
@@ -140,26 +133,25 @@ class Scheduler:
         """Ends `r` in whatever state it is. The caller tells the client."""
         r.finish = "abort"
         self.counters.aborted += 1
-        if r.state is RequestState.QUEUED:
-            self.queue.remove(r)
-            self._end(r)
-        else:
+        if r.state is not RequestState.QUEUED:
             self._leave(r, Exit.ABORT)
+            return
+        self.queue.remove(r)
+        self._end(r)
 
     # ---- planning
-
     def plan(self, num_drafts: int) -> StepPlan:
-        """The next step, without rows if there is nothing to do.
-
-        num_drafts: drafts that the last launched step was asked for; its requests verify them when they sample next.
-        """
+        """The next step; it may have no rows. num_drafts: that the last launched step was asked to propose."""
         if self._sampled:
             for r in self._sampled:
                 r.num_drafts = num_drafts
             if self.draft_length.max_drafts or self.counters.drafter_failures:
                 self.counters.count_step(num_drafts)
         self._changed = False
-        self._poll_tickets()
+        for r in [r for r in self._transferring if r.ticket and r.ticket.is_done]:
+            self._finish_transfer(r)
+            if r.state is RUNNING:
+                self._prefilling.append(r)
         seen = max(self.step - self.stages, self.retired)  # a drained pipeline has seen more
         builder = PlanBuilder(self.step, seen, self.limits.budget)
         self._plan_decoding(builder)
@@ -173,9 +165,7 @@ class Scheduler:
         return builder.build(self._choose_drafts(builder))
 
     def _choose_drafts(self, builder: PlanBuilder) -> int:
-        """Drafts that this step proposes: few enough that the decoding rows can verify them in one step and leave a
-        share of it to waiting prompts.
-        """
+        """Drafts to propose: few enough that one step verifies those of all rows and leaves a share to prompts."""
         if not self.draft_length.max_drafts:
             return 0
         if builder.prefilling:
@@ -203,9 +193,8 @@ class Scheduler:
                 continue  # rows with drafts form one rectangle, for attention kernels that read lengths on the device
             start = known + r.max_tokens_in_flight - 1
             # the drafter writes the KV of what this step proposes before the next plan
-            num_tokens = min(start + n + reserved, r.end)
-            if num_tokens > len(r.pages) * page_size:
-                missing = self.kv_cache.num_missing_pages(r, num_tokens)
+            missing = -(-min(start + n + reserved, r.end) // page_size) - len(r.pages)
+            if missing > 0:
                 if missing > self.allocator.num_available():
                     is_short = is_short or self._preempt_one()
                     continue
@@ -213,9 +202,7 @@ class Scheduler:
                 builder.appends.append(PageAppend(r.slot, len(r.pages) - missing, pages))
             waiting.pop()
             planned.append(r)
-            max_accepted = self.tree.max_accepted(r.num_drafts) if r.num_drafts else 0
-            row = Row(r.uid, r.slot, start, n, r.num_drafts, True)
-            builder.add_decode_row(r, row, min(start + n, r.end), max_accepted)
+            builder.add_decode_row(r, start, self.tree.max_accepted(r.num_drafts) if r.num_drafts else 0)
         self._decoding = waiting + planned
         if is_short:  # the preempted request may be among those that wait
             self._decoding = [r for r in self._decoding if _is_running(r)]
@@ -227,7 +214,7 @@ class Scheduler:
                 self._plan_chunk(r, builder)
 
     def _plan_chunk(self, r: Request, builder: PlanBuilder) -> None:
-        """As many of the request's tokens as the budget has left. Their pages were reserved at admission."""
+        """As many tokens as the budget has left. Their pages were allocated at admission."""
         n = min(r.prefill_len - r.computed, builder.tokens_left)
         if n:
             builder.add_prefill_row(r, n)
@@ -235,7 +222,6 @@ class Scheduler:
         (self._prefilling if r.computed < r.prefill_len else self._decoding).append(r)
 
     # ---- admission
-
     def _plan_admissions(self, builder: PlanBuilder) -> None:
         """Admits in the order of the policy until a request does not fit. Blocked requests are passed over."""
         if not self.queue or not self.kv_cache.free_slots or not builder.tokens_left:
@@ -255,9 +241,7 @@ class Scheduler:
             missing_pages.add(self.kv_cache.next_missing_page(r))
 
     def _is_blocked(self, r: Request, builder: PlanBuilder, missing_pages: set[MissingPage | None]) -> bool:
-        """Whether the grammar of `r` is being compiled, or another request is about to compute the very page that `r`
-        needs next (it is computed once and hit after).
-        """
+        """Whether the grammar of `r` is being compiled, or others will compute the page that `r` needs next."""
         if r.ticket is not None:
             return True
         first = r.sibling
@@ -267,10 +251,7 @@ class Scheduler:
             if first.state is RUNNING and first.computed < len(first.prompt):
                 return True
             r.sibling = None  # its prompt is launched, or it is gone
-        if self.kv_cache.num_hit_pages(r) >= self.kv_cache.max_hit_pages(r):
-            return False
-        page = self.kv_cache.next_missing_page(r)
-        return page is not None and page in missing_pages
+        return self.kv_cache.is_computed_by_others(r, missing_pages)
 
     def _admit(self, r: Request) -> bool:
         """Admits `r` if there are pages for its tokens and one step more, and one for each running request to grow."""
@@ -291,16 +272,10 @@ class Scheduler:
             self._finish_transfer(r)
         return True
 
-    def _poll_tickets(self) -> None:
-        for r in [r for r in self._transferring if _has_landed(r)]:
-            self._finish_transfer(r)
-            if r.state is RUNNING:
-                self._prefilling.append(r)
-
     def _finish_transfer(self, r: Request) -> None:
         """The ticket of `r` is done. If it failed, its tokens are computed."""
         ticket, r.ticket = r.ticket, None
-        assert ticket is not None, "a request without a ticket waits for none"
+        assert ticket is not None
         self._transferring.remove(r)
         if r.state is RequestState.SENDING:
             self._release_pages(r)
@@ -318,15 +293,14 @@ class Scheduler:
             self._release(r)
 
     # ---- leaving
-
     def _preempt_one(self) -> bool:
         """Preempts the youngest request, unless pages of others are about to be released."""
         if self._transferring or any(r.exit is not Exit.NONE for r in self.live.values()):
             return False
-        youngest = self.live[max(self.live)]
+        youngest = max(self.live)
         self.counters.preemptions += 1
-        self._events.append((youngest.uid, "preempted"))
-        self._leave(youngest, Exit.PREEMPT)
+        self._events.append((youngest, "preempted"))
+        self._leave(self.live[youngest], Exit.PREEMPT)
         return True
 
     def _leave(self, r: Request, why: Exit) -> None:
@@ -369,7 +343,6 @@ class Scheduler:
         self.kv_cache.remove(r)
 
     # ---- results
-
     def grammar_states(self) -> Mapping[int, GrammarState]:
         """By uid: what the masks of the last plan depend on. Requests that have ended need no mask."""
         return {
@@ -419,12 +392,12 @@ class Scheduler:
 
     def stats(self, busy_seconds: float) -> Stats:
         """busy_seconds: time in which steps were in flight."""
-        loading = sum(r.state is RequestState.LOADING for r in self._transferring)
+        pages = self.allocator.num_pages
         return self.counters.stats(
             running=len(self.live) - len(self._transferring),
-            waiting=len(self.queue) + loading,
-            pages=self.allocator.num_pages,
-            pages_used=self.allocator.num_pages - self.allocator.num_available(),
+            waiting=len(self.queue) + sum(r.state is RequestState.LOADING for r in self._transferring),
+            pages=pages,
+            pages_used=pages - self.allocator.num_available(),
             pages_cached=self.allocator.tree.num_evictable,
             steps=self.step,
             step_seconds=busy_seconds,
@@ -438,13 +411,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """The next plan may have rows, so do not wait for messages. False while everything waits on tickets."""
-        if not self.requests or self._changed:
-            return bool(self.requests)
-        return any(_has_landed(r) for r in (*self._transferring, *self._compiling.values()))
-
-
-def _has_landed(r: Request) -> bool:
-    return r.ticket is not None and r.ticket.state is not TicketState.PENDING
+        tickets = (*self._transferring, *self._compiling.values())
+        return bool(self.requests) and (self._changed or any(r.ticket and r.ticket.is_done for r in tickets))
 
 
 def _is_running(r: Request) -> bool:

@@ -1,155 +1,135 @@
-"""How long a step takes by its rows, their context and its drafts, between and beyond a few that were measured, and by
-those that were made since.
+"""Step times by rows, context and number of drafts: interpolated between measured ones, corrected by real steps.
 
-Weights are read once for all rows and experts by few tokens in part, so time is no line in rows: it is measured for
-many numbers of them, behind a short context. What a longer one adds is attention, which reads it row by row: two
-numbers of rows are enough.
-
-What was measured is of made-up requests, at one moment, and on a machine that others use it is some percent wrong, of
-one width more than of another. So real steps are timed, too, and what they took longer or shorter than expected is
-expected of the next ones.
+Weights are read once for all rows, and experts by few tokens in part, so time is not linear in rows: a short context is
+measured with many numbers of rows. A longer context adds attention, which reads it row by row: two numbers of rows are
+enough. Start-up times come from synthetic requests, so they are a few percent off, and unevenly across draft lengths.
+Real steps correct them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-LEAST = 0.1  # of the time behind the short context that is believed of a shorter one
-# plans in a row for the same rows and drafts: between the last two passed the time of such a step, also where steps
-# overlap
-LAPS = 3
-MEMORY = 20  # steps whose times count
-ENOUGH = 2  # steps of its own after which a width's time is known
-CACHED = 256  # numbers of rows and contexts
-ODD = 2.0  # times as long as expected, or as short, a step is thought to have been at most: something else came between
+MIN_SHARE = 0.1  # of the time with the short context: the least that is believed of a shorter one
+SAME_STEPS = 3  # plans in a row with equal rows and drafts, after which the time between two is that of such a step
+WINDOW = 20  # steps whose times count
+ENOUGH = 2  # steps after which a time is known
+CACHED = 256  # pairs of rows and context
+MAX_DEVIATION = 2.0  # a step that took a larger multiple of the expected time, or a smaller part, was disturbed
 
 
 class ProfilePoint(NamedTuple):
-    """rows, and the tokens before each; seconds of a step with so many of each width from 0 on."""
+    """Measured step times."""
 
     rows: int
-    context: int
-    seconds: tuple[float, ...]
+    context: int  # tokens before each row
+    seconds: tuple[float, ...]  # by number of drafts, from 0 on
 
 
 @dataclass(slots=True)
 class ObservedFactor:
-    """factor: what steps took, of what was measured for them, on average over the last ones. steps: how many these are,
-    `MEMORY` at most.
-    """
+    """Average of real over measured time."""
 
     factor: float = 1.0
-    steps: int = 0
+    steps: int = 0  # in the average, at most WINDOW
 
     def add(self, factor: float, steps: int) -> None:
-        """Of so many steps the average."""
-        self.steps = min(self.steps + steps, MEMORY)
-        odd = min(max(factor, self.factor / ODD), self.factor * ODD)
-        self.factor += (odd - self.factor) * min(steps / (self.steps + 1), 1.0)  # what was measured counts as a step
+        """Adds the average of some steps."""
+        self.steps = min(self.steps + steps, WINDOW)
+        bounded = min(max(factor, self.factor / MAX_DEVIATION), self.factor * MAX_DEVIATION)
+        self.factor += (bounded - self.factor) * min(steps / (self.steps + 1), 1.0)  # the measured time is one step
 
 
 class StepTimer:
-    """The time that steps take from one plan to the next. clock: in seconds; None times nothing."""
+    """Times steps from one plan to the next."""
 
     def __init__(self, clock: Callable[[], float] | None) -> None:
-        self.clock = clock
+        self.clock = clock  # None: times nothing
         self.now = 0.0
         self.pause()
 
     def pause(self) -> None:
-        """In the step that is planned next, or before it, something else takes time."""
-        self.kind, self.alike, self.paused = (0, 0), 0, True
+        """Something other than decoding takes time in the next step, or before it."""
+        self.kind, self.alike, self.is_paused = (0, 0), 0, True
 
     def lap(self, rows: int, drafts: int, steps: int) -> float:
-        """A step is planned that verifies so many drafts of each row, so many steps behind the last one that was told;
-        those between verify as many. → seconds of such a step; 0.0 where those before were of another kind.
+        """A step with so many rows and drafts is planned, `steps` steps after the last call, all with equally many.
+
+        Returns the seconds of such a step; 0.0 if the steps before were of another kind.
         """
         if self.clock is None:
             return 0.0
         before, self.now = self.now, self.clock()
-        if self.paused:
-            self.paused = False
+        if self.is_paused:
+            self.is_paused = False
             return 0.0
-        same = self.kind == (rows, drafts)
-        self.kind, self.alike = (rows, drafts), 1 + (self.alike + steps - 1) * same
-        return (self.now - before) / steps if self.alike >= LAPS else 0.0
+        is_same = self.kind == (rows, drafts)
+        self.kind, self.alike = (rows, drafts), 1 + (self.alike + steps - 1) * is_same
+        return (self.now - before) / steps if self.alike >= SAME_STEPS else 0.0
 
 
-Line = list[tuple[int, Sequence[float]]]  # rows, rising, and seconds by width
+Line = list[tuple[int, Sequence[float]]]  # (rows, seconds by number of drafts), rows rising
 
 
 class StepTimeModel:
-    """Of what was measured: rungs behind a shortest context, and maybe some behind a longest one."""
+    """Expected step times from the measured ones with the shortest context, and those with the longest, if any."""
 
-    def __init__(self, given: Sequence[tuple[int, int, tuple[float, ...]]]) -> None:
-        """given: as `ProfilePoint`."""
-        measured = [ProfilePoint(*one) for one in given]
-        self.short, long = (pick(rung.context for rung in measured) for pick in (min, max))
-        self.near: Line = sorted((rung.rows, rung.seconds) for rung in measured if rung.context == self.short)
+    def __init__(self, points: Sequence[tuple[int, int, tuple[float, ...]]]) -> None:
+        measured = [ProfilePoint(*point) for point in points]
+        self.short, long = (pick(point.context for point in measured) for pick in (min, max))
         self.span = long - self.short
-        far = sorted((rung.rows, rung.seconds) for rung in measured if rung.context == long) if self.span else []
-        # what the longer context adds, which is none for no rows
-        self.more: Line = [(0, (0.0,) * len(self.near[0][1]))] if far else []
-        self.more += [(rows, _less(seconds, _on(self.near, rows))) for rows, seconds in far]
-        self.measured = lru_cache(CACHED)(self._measured)
-        self.lived: dict[int, list[ObservedFactor]] = {}  # by rung, and width
+        self.near: Line = sorted((point.rows, point.seconds) for point in measured if point.context == self.short)
+        self.more: Line = []  # what the longest context adds: nothing for no rows
+        if self.span:
+            self.more.append((0, (0.0,) * len(self.near[0][1])))
+            for rows, _, seconds in sorted(point for point in measured if point.context == long):
+                base = _interpolate(self.near, rows)
+                self.more.append((rows, [max(a - b, 0.0) for a, b in zip(seconds, base, strict=True)]))
+        self.max_drafts = len(self.near[0][1]) - 1
+        self.expected = lru_cache(CACHED)(self._expected)
+        self.observed: defaultdict[tuple[int, int], ObservedFactor] = defaultdict(ObservedFactor)
 
-    @property
-    def max_drafts(self) -> int:
-        return len(self.near[0][1]) - 1
+    def seconds(self, rows: int, context: int) -> list[float]:
+        """By number of drafts. context: average number of tokens before the rows."""
+        index, expected = self._index(rows), self.expected(rows, context)
+        return [seconds * self.observed[index, drafts].factor for drafts, seconds in enumerate(expected)]
 
-    def seconds(self, rows: int, context: float) -> Sequence[float]:
-        """Of a step of so many rows, by width. context: tokens before them, on average."""
-        measured, rung = self.expected(rows, context), self._rung(rows)
-        lived = self.lived.get(rung)
-        return measured if lived is None else [one * lived[width].factor for width, one in enumerate(measured)]
+    def observe(self, rows: int, context: int, drafts: int, seconds: float, steps: int = 1) -> None:
+        """Adds the average time of real steps that verified and proposed so many drafts."""
+        factor = seconds / self.expected(rows, context)[drafts]
+        self.observed[self._index(rows), drafts].add(factor, steps)
 
-    def took(self, rows: int, context: float, width: int, seconds: float, steps: int = 1) -> None:
-        """So many steps did on average, that verified so many drafts of each row and made as many."""
-        rung = self._rung(rows)
-        if rung not in self.lived:
-            self.lived[rung] = [ObservedFactor() for _ in range(1 + self.max_drafts)]
-        self.lived[rung][width].add(seconds / self.expected(rows, context)[width], steps)
+    def is_known(self, rows: int, drafts: int) -> bool:
+        """Whether there were enough real steps of this kind."""
+        return self.observed[self._index(rows), drafts].steps >= ENOUGH
 
-    def known(self, rows: int, width: int) -> bool:
-        """Whether there were enough steps like that to tell how long they take."""
-        lived = self.lived.get(self._rung(rows))
-        return lived is not None and lived[width].steps >= ENOUGH
+    def doubt(self, rows: int, drafts: int) -> None:
+        """The last steps of this kind are long ago: they count as one."""
+        observed = self.observed[self._index(rows), drafts]
+        observed.steps = min(observed.steps, 1)
 
-    def doubt(self, rows: int, width: int) -> None:
-        """What such steps took is long ago: it counts as one of them."""
-        if lived := self.lived.get(self._rung(rows)):
-            lived[width].steps = min(lived[width].steps, 1)
+    def _index(self, rows: int) -> int:
+        """Numbers of rows between two measured ones share their corrections."""
+        return bisect_left(self.near, rows, key=lambda point: point[0])
 
-    def expected(self, rows: int, context: float) -> Sequence[float]:
-        """By what was measured alone."""
-        return self.measured(rows, context if self.more else 0)
-
-    def _rung(self, rows: int) -> int:
-        """Numbers of rows between two that were measured are alike."""
-        return bisect_left(self.near, rows, key=lambda rung: rung[0])
-
-    def _measured(self, rows: int, context: float) -> Sequence[float]:
-        near = _on(self.near, rows)
+    def _expected(self, rows: int, context: int) -> Sequence[float]:
+        """By the measured times alone."""
+        near = _interpolate(self.near, rows)
         if not self.more:
             return near
         share = (context - self.short) / self.span
-        return [max(a + share * b, a * LEAST) for a, b in zip(near, _on(self.more, rows), strict=True)]
+        more = _interpolate(self.more, rows)
+        return [max(a + share * b, a * MIN_SHARE) for a, b in zip(near, more, strict=True)]
 
 
-def _less(these: Sequence[float], those: Sequence[float]) -> list[float]:
-    return [max(one - other, 0.0) for one, other in zip(these, those, strict=True)]
-
-
-def _on(line: Line, rows: int) -> Sequence[float]:
-    """Between two numbers of rows on the line through them, beyond the last on the last line, below the first as
-    that.
-    """
-    i = min(max(bisect_left(line, rows, key=lambda rung: rung[0]), 1), len(line) - 1)
+def _interpolate(line: Line, rows: int) -> Sequence[float]:
+    """Between two numbers of rows, or beyond the last two; below the first the times of the first."""
+    i = min(max(bisect_left(line, rows, key=lambda point: point[0]), 1), len(line) - 1)
     if len(line) == 1 or rows <= line[0][0]:
         return line[0][1]
     (fewer, below), (more, above) = line[i - 1], line[i]
