@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -29,22 +29,24 @@ from thalweg.launch.resolve import resolve
 from thalweg.text.grammar import check as check_grammar
 from thalweg.text.retention import ThinkingRetention
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+Conversations = Sequence[Message] | Sequence[Sequence[Message]]
+ParamsOfEach = SamplingParams | Sequence[SamplingParams]
+GrammarOfEach = Grammar | Sequence[Grammar]
 COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sequence of a result. logprobs: one for each of ids, when asked. finish: "stop", "length", or "error" where
-    the model computed no numbers (NaN), and there is no next token.
-    """
+    """One sequence of a result."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: str | None = None
-    stop: str | int | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of `ids`, if requested
+    finish: str | None = None  # "stop", "length", or "error" if the model computed NaN
+    stop: str | int | None = None  # stop string or stop token id that ended it
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
@@ -55,14 +57,12 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt's n outputs. prompt_logprobs: of prompt tokens 1 to the last, when asked. cached_tokens: prompt tokens
-    not computed.
-    """
+    """The n outputs of a prompt."""
 
     prompt_ids: tuple[int, ...]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens 1 to the last, if requested
+    cached_tokens: int = 0  # prompt tokens that were not computed
 
     def add(self, piece: Piece) -> None:
         self.outputs[piece.index].add(piece)
@@ -72,28 +72,26 @@ class RequestOutput:
 
 
 class _TextFrontend:
-    """What both faces share: the tokenizer, the chat encoder, and the resolved settings."""
+    """Tokenizer, chat encoder and resolved settings of both classes."""
 
     def __init__(self, model: str, config: Mapping[str, Any], progress: bool) -> None:
         self.resolved = resolve(options_of(model=model, **config), progress=progress)
-        self.tokenizer, self.talk = self.resolved.reader(), self.resolved.chat
-        self.history = ThinkingRetention(self.talk, self.tokenizer.mark_id)
+        self.tokenizer, self.format = self.resolved.reader(), self.resolved.chat
+        self.retention = ThinkingRetention(self.format, self.tokenizer.mark_id)
 
     def ids(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
 
     def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> tuple[tuple[int, ...], CacheRetention]:
-        """The prompt of a conversation, and what of its answer the prefix cache keeps."""
-        prompt = self.talk.encoder.encode(messages, **kwargs)
+        """The prompt of a conversation, and the retention of its answer in the prefix cache."""
+        prompt = self.format.encoder.encode(messages, **kwargs)
         thinking = {} if kwargs.get("thinking") is None else {"thinking": kwargs["thinking"]}
         arguments = {**(kwargs.get("template_kwargs") or {}), **thinking}
-        return tuple(self.tokenizer.encode(prompt)), self.history.keep(prompt, arguments, bool(kwargs.get("tools")))
+        return tuple(self.tokenizer.encode(prompt)), self.retention.keep(prompt, arguments, bool(kwargs.get("tools")))
 
 
 class LLM:
-    """An engine in the calling thread. `config`: the fields of the command line's settings, by name (`thalweg serve
-    --help`).
-    """
+    """An engine in the calling thread. config: the flags of `thalweg serve`, by name."""
 
     def __init__(self, model: str, *, progress: bool = False, **config: Any) -> None:
         self.texts = _TextFrontend(model, config, progress)
@@ -102,25 +100,19 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        params: ParamsOfEach = SamplingParams(),
         progress: bool = False,
-        grammar: Grammar | Sequence[Grammar] = NO_GRAMMAR,
+        grammar: GrammarOfEach = NO_GRAMMAR,
         keep: CacheRetention | Sequence[CacheRetention] = RETAIN_ALL,
     ) -> list[RequestOutput]:
-        """Completes each prompt (text or token ids). grammar: what the output must match, e.g.
-        `Grammar("json_object")`. keep: what of prompt and output the prefix cache keeps.
-
-        Raises InvalidRequest before anything runs if one cannot be served.
+        """Completes each prompt (text or token ids). grammar: constraint on the output, e.g. `Grammar("json_object")`.
+        keep: retention in the prefix cache. Raises InvalidRequest before anything runs.
         """
-        many = _many(prompts)
-        each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
-        grammars = [grammar] * len(many) if isinstance(grammar, Grammar) else list(grammar)
-        keeps = [keep] * len(many) if isinstance(keep, CacheRetention) else list(keep)
-        for name, given in (("params", each), ("grammar", grammars), ("keep", keeps)):
-            if len(given) != len(many):
-                raise InvalidRequest(name, f"{len(given)} given for {len(many)} prompts")
-        ids_of_each = [self.texts.ids(prompt) for prompt in many]
-        requests = list(zip(ids_of_each, each, grammars, keeps, strict=True))
+        many: list[Prompt] = _as_list(prompts, int)
+        each = _each(params, SamplingParams, "params", len(many))
+        grammars = _each(grammar, Grammar, "grammar", len(many))
+        keeps = _each(keep, CacheRetention, "keep", len(many))
+        requests = list(zip([self.texts.ids(prompt) for prompt in many], each, grammars, keeps, strict=True))
         for ids, p, g, _ in requests:
             check_request(ids, p, self.engine.context, self.engine.vocab, g)
         for g in set(grammars) - {NO_GRAMMAR}:
@@ -129,40 +121,34 @@ class LLM:
 
     def chat(
         self,
-        conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        conversations: Conversations,
+        params: ParamsOfEach = SamplingParams(),
         progress: bool = False,
-        grammar: Grammar | Sequence[Grammar] = NO_GRAMMAR,
+        grammar: GrammarOfEach = NO_GRAMMAR,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answers each conversation (OpenAI messages); `template` goes to the chat encoder, e.g. tools=...,
-        thinking=True.
-        """
-        asked = [self.texts.chat_ids(messages, **template) for messages in _conversations(conversations)]
-        return self.generate([ids for ids, _ in asked], params, progress, grammar, [keep for _, keep in asked])
+        """Answers each conversation (OpenAI messages). template: for the chat encoder, e.g. thinking=True."""
+        prepared = [self.texts.chat_ids(messages, **template) for messages in _as_list(conversations, Mapping)]
+        return self.generate([ids for ids, _ in prepared], params, progress, grammar, [keep for _, keep in prepared])
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], top: int = 0, progress: bool = False
     ) -> list[list[TokenLogprob]]:
         """Log-probabilities of each prompt's tokens 1 to the last."""
-        params = SamplingParams(max_tokens=0, prompt_logprobs=top, temperature=0.0)
-        return [result.prompt_logprobs for result in self.generate(prompts, params, progress)]
+        return [result.prompt_logprobs for result in self.generate(prompts, _scoring(top), progress)]
 
     def update_weights_from_disk(self, path: str, flush_cache: bool = True) -> str:
-        """Replaces the tensors that the checkpoint in this folder has, all of them or a few; says how many.
-        flush_cache: also forget what the old ones computed. Raises InvalidRequest for a folder that does not fit, and
-        has changed nothing then.
+        """Replaces the tensors that the folder's checkpoint has. Returns a message with their number. flush_cache: also
+        empties the prefix cache. Raises InvalidRequest, without any change, for a folder that does not fit.
         """
         return self.engine.control(UpdateWeights(0, path, flush_cache))
 
     def start_profile(self, folder: str, steps: int = 0, shapes: bool = False, stacks: bool = False) -> str:
-        """Profiles what runs from here on, for so many steps or until `stop_profile`. Raises InvalidRequest where one
-        runs already.
-        """
+        """Profiles for so many steps, or until `stop_profile`. Raises InvalidRequest if a profile runs."""
         return self.engine.control(StartProfile(0, folder, steps, shapes=shapes, stacks=stacks))
 
     def stop_profile(self) -> str:
-        """Writes the Chrome trace; its path. Raises InvalidRequest where none runs."""
+        """Writes the Chrome trace. Returns its path. Raises InvalidRequest if no profile runs."""
         return self.engine.control(StopProfile(0))
 
     def _run(
@@ -176,19 +162,19 @@ class LLM:
         try:
             self._finish(owners, progress)
         finally:
-            self.engine.abort(tuple(owners))  # whom an error or Ctrl-C has left behind: they end at the next turn
+            self.engine.abort(tuple(owners))  # those left by an error or Ctrl-C end at the next step
         while not self.engine.idle:
             self.engine.step()
         return results
 
     def _finish(self, owners: dict[int, tuple[RequestOutput, Assembler]], progress: bool) -> None:
-        """Turns the engine until nobody is left. Raises InvalidRequest for what the engine refuses."""
+        """Runs the engine until all requests have ended. Raises InvalidRequest for those that it refuses."""
         with Progress(*COLUMNS, disable=not progress) as bar:
             task = bar.add_task("sequences", total=len(owners))
             while owners:
                 for delta in self.engine.step():
                     if (owner := owners.get(delta.uid)) is None:
-                        continue  # beyond a stop string
+                        continue  # tokens after a stop string
                     result, assembler = owner
                     result.add(assembler.feed(delta, 0.0))
                     if assembler.ended:
@@ -219,7 +205,7 @@ class AsyncLLM:
         grammar: Grammar = NO_GRAMMAR,
         keep: CacheRetention = RETAIN_ALL,
     ) -> AsyncIterator[Piece]:
-        """The pieces of one request as they come. The engine refuses a grammar that cannot be compiled."""
+        """The pieces of one request as they come."""
         return self.front.stream(self.texts.ids(prompt), params, grammar=grammar, retention=keep)
 
     async def generate(
@@ -239,7 +225,7 @@ class AsyncLLM:
     async def generate_all(
         self, prompts: Sequence[Prompt], params: SamplingParams = SamplingParams(), progress: bool = False
     ) -> list[RequestOutput]:
-        """Completes all prompts at once, with a progress bar if asked; the first error ends the others."""
+        """Completes all prompts at once. The first error ends the others."""
         with Progress(*COLUMNS, disable=not progress) as bar:
             task = bar.add_task("prompts", total=len(prompts))
 
@@ -265,11 +251,10 @@ class AsyncLLM:
 
     async def score(self, prompt: Prompt, top: int = 0) -> list[TokenLogprob]:
         """Log-probabilities of the prompt's tokens 1 to the last."""
-        params = SamplingParams(max_tokens=0, prompt_logprobs=top, temperature=0.0)
-        return (await self.generate(prompt, params)).prompt_logprobs
+        return (await self.generate(prompt, _scoring(top))).prompt_logprobs
 
     async def update_weights_from_disk(self, path: str, flush_cache: bool = True) -> str:
-        """As `LLM.update_weights_from_disk`; requests that run go on with the new weights."""
+        """As `LLM.update_weights_from_disk`; running requests continue with the new weights."""
         return await self.front.control(UpdateWeights(0, path, flush_cache))
 
     async def start_profile(self, folder: str, steps: int = 0, shapes: bool = False, stacks: bool = False) -> str:
@@ -281,19 +266,19 @@ class AsyncLLM:
         return await self.front.control(StopProfile(0))
 
 
-def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (text, or a list of ids) is a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    ids = [prompt for prompt in prompts if isinstance(prompt, int)]
-    if ids:
-        return [ids]
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+def _scoring(top: int) -> SamplingParams:
+    return SamplingParams(max_tokens=0, prompt_logprobs=top, temperature=0.0)
 
 
-def _conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation is a list of one."""
-    messages = [message for message in given if isinstance(message, Mapping)]
-    if messages:
-        return [messages]
-    return [messages for messages in given if not isinstance(messages, Mapping)]
+def _each(value: T | Sequence[T], kind: type[T], name: str, count: int) -> list[T]:
+    """One value for each prompt."""
+    values = [value] * count if isinstance(value, kind) else list(cast(Sequence[T], value))
+    if len(values) != count:
+        raise InvalidRequest(name, f"{len(values)} given for {count} prompts")
+    return values
+
+
+def _as_list(values: Any, item: type) -> list[Any]:
+    """A text, or a sequence of items (token ids, messages), is a list of one."""
+    is_single = isinstance(values, str) or any(isinstance(value, item) for value in values)
+    return [values] if is_single else list(values)

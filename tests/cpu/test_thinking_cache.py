@@ -72,7 +72,7 @@ def test_a_call_and_its_thought_stay_for_the_results_and_go_with_the_next_questi
 def turns(llm: LLM, messages: list[dict[str, Any]], thinking: bool, tools: list[dict[str, Any]]) -> None:
     llm.engine.flush_cache()
     llm.engine.step()
-    strips = thinking and bool(llm.texts.history.strips)
+    strips = thinking and bool(llm.texts.retention.strips)
     kept: list[tuple[int, ...]] = []  # what the cache holds
     for turn in range(3):
         result = llm.chat(messages, GREEDY, thinking=thinking, tools=tools)[0]
@@ -92,16 +92,18 @@ def turns(llm: LLM, messages: list[dict[str, Any]], thinking: bool, tools: list[
 
 def test_the_choice_is_told_with_its_reason(llm: LLM) -> None:
     (told,) = [one for one in llm.texts.resolved.decisions if one.name == "strip_thinking_cache"]
-    assert told.value is llm.texts.history.strips
-    if llm.texts.talk.strip is None:
+    assert told.value is llm.texts.retention.strips
+    if llm.texts.format.strip is None:
         assert (told.source, told.reason) == ("auto", "the chat template drops the thoughts of earlier turns")
     else:
-        assert (told.source, told.value) == ("user", llm.texts.talk.strip)
+        assert (told.source, told.value) == ("user", llm.texts.format.strip)
 
 
 def test_a_template_argument_of_one_request_counts_for_it_alone(llm: LLM) -> None:
-    assert llm.texts.chat_ids(SUM, thinking=True)[1].keeps_thoughts is not llm.texts.history.strips
-    assert llm.texts.chat_ids(SUM, template_kwargs={"thinking": True})[1].keeps_thoughts is not llm.texts.history.strips
+    assert llm.texts.chat_ids(SUM, thinking=True)[1].keeps_thoughts is not llm.texts.retention.strips
+    assert (
+        llm.texts.chat_ids(SUM, template_kwargs={"thinking": True})[1].keeps_thoughts is not llm.texts.retention.strips
+    )
     assert llm.texts.chat_ids(SUM)[1] == RETAIN_ALL
 
 

@@ -174,7 +174,7 @@ def test_a_template_is_asked_once_for_each_set_of_arguments_and_forgets(monkeypa
         before = len(renders)
         memory.keep("<｜Assistant｜>", arguments, True)
         assert (len(renders) > before) == new
-    assert len(memory._habits) == 2
+    assert len(memory._behaviors) == 2
 
 
 def counted(real: Any, calls: list[int]) -> Any:

@@ -1,4 +1,4 @@
-"""One answer as its parts in order: reasoning, texts, tool calls; for the APIs with typed parts (Anthropic, Responses)."""
+"""One answer as its parts in order: reasoning, texts, tool calls. For the APIs with typed parts."""
 
 from __future__ import annotations
 

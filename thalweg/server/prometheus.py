@@ -130,69 +130,69 @@ OWN = (
     Row("thalweg_output_length_tokens", "tokens of an output", "metrics.output_lengths"),
     Row("thalweg_accept_length_tokens", "mean tokens of a verification, of each output", "metrics.accept_lengths"),
 )
-# SGLang's names (`sglang.srt.observability.metrics_collector` of 0.5.23), as its dashboard and documentation have them.
-SGLANG = (
-    Row("sglang:num_running_reqs", "running requests", "stats.running"),
-    Row("sglang:num_queue_reqs", "waiting requests", "stats.waiting"),
-    Row("sglang:max_total_num_tokens", "tokens that the cache holds", "cache_tokens"),
-    Row("sglang:num_used_tokens", "of these, held by requests, in whole pages", "used_tokens"),
-    Row("sglang:kv_used_tokens", "the same", "used_tokens"),
-    Row("sglang:kv_evictable_tokens", "held by the prefix cache alone", "evictable_tokens"),
-    Row("sglang:kv_available_tokens", "free", "free_tokens"),
-    Row("sglang:token_usage", "share of the cache that requests hold", "token_usage"),
-    Row("sglang:cache_hit_rate", "share of prompt tokens found in the cache", "hit_rate"),
-    Row("sglang:spec_accept_length", "mean tokens of a verification", "accept_length"),
-    Row("sglang:spec_accept_rate", "share of the drafts accepted", "accept_rate"),
-    Row("sglang:gen_throughput", f"tokens a second over the last {WINDOW:g} s", "decode_rate"),
-    Row("sglang:prompt_tokens_total", "prompt tokens", "metrics.prompt_tokens"),
-    Row("sglang:generation_tokens_total", "tokens generated", "metrics.generation_tokens"),
-    Row("sglang:cached_tokens_total", "prompt tokens from the cache", "cached_by_source", ("cache_source",)),
-    Row("sglang:num_requests_total", "requests that ended", "ended"),
-    Row("sglang:num_aborted_requests_total", "of these, aborted", "aborted"),
-    Row("sglang:time_to_first_token_seconds", "time to first token", "metrics.first"),
-    Row("sglang:inter_token_latency_seconds", "between tokens", "metrics.between"),
-    Row("sglang:e2e_request_latency_seconds", "to the last token", "metrics.whole"),
-    Row("sglang:queue_time_seconds", "waited for a slot", "metrics.queued"),
-)
-# vLLM's names (`vllm.v1.metrics.loggers` of 0.33), as its dashboards have them; renamed ones under both names.
-VLLM = (
-    Row("vllm:num_requests_running", "running requests", "stats.running"),
-    Row("vllm:num_requests_waiting", "waiting requests", "stats.waiting"),
-    Row("vllm:kv_cache_usage_perc", "share of the cache that requests hold, 1 is all", "token_usage"),
-    Row("vllm:gpu_cache_usage_perc", "share of the cache that requests hold, 1 is all", "token_usage"),
-    Row("vllm:prefix_cache_queries_total", "prompt tokens looked up in the cache", "stats.prompt_tokens"),
-    Row("vllm:prefix_cache_hits_total", "of these, found", "stats.cached_tokens"),
-    Row("vllm:gpu_prefix_cache_queries_total", "prompt tokens looked up in the cache", "stats.prompt_tokens"),
-    Row("vllm:gpu_prefix_cache_hits_total", "of these, found", "stats.cached_tokens"),
-    Row("vllm:spec_decode_num_drafts_total", "verifications", "stats.verifications"),
-    Row("vllm:spec_decode_num_draft_tokens_total", "draft tokens verified", "stats.drafted_tokens"),
-    Row("vllm:spec_decode_num_accepted_tokens_total", "of these, accepted", "stats.accepted_tokens"),
-    Row(
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-        "verifications that accepted a draft there",
-        "accepted_by_position",
-        ("position",),
-    ),
-    Row("vllm:num_preemptions_total", "preemptions", "stats.preemptions"),
-    Row("vllm:prompt_tokens_total", "prompt tokens", "metrics.prompt_tokens"),
-    Row("vllm:generation_tokens_total", "tokens generated", "metrics.generation_tokens"),
-    Row("vllm:request_success_total", "requests that ended, by how", "metrics.finished", ("finished_reason",)),
-    Row("vllm:time_to_first_token_seconds", "time to first token", "metrics.first"),
-    Row("vllm:inter_token_latency_seconds", "between tokens", "metrics.between"),
-    Row("vllm:time_per_output_token_seconds", "between tokens", "metrics.between"),
-    Row("vllm:request_time_per_output_token_seconds", "mean gap between tokens", "metrics.per_token"),
-    Row("vllm:e2e_request_latency_seconds", "to the last token", "metrics.whole"),
-    Row("vllm:request_queue_time_seconds", "waited for a slot", "metrics.queued"),
-    Row("vllm:request_inference_time_seconds", "admitted to last token", "metrics.running"),
-    Row("vllm:request_prefill_time_seconds", "admitted to first token", "metrics.prefill"),
-    Row("vllm:request_decode_time_seconds", "first token to last token", "metrics.decode"),
-    Row("vllm:request_prompt_tokens", "tokens of a prompt", "metrics.prompt_lengths"),
-    Row("vllm:request_generation_tokens", "tokens of an output", "metrics.output_lengths"),
-    Row("vllm:request_max_num_generation_tokens", "the longest of n outputs", "metrics.longest_outputs"),
-    Row("vllm:request_params_n", "n of the requests", "metrics.choices"),
-    Row("vllm:request_params_max_tokens", "max_tokens of requests that set it", "metrics.max_tokens"),
-)
-PEERS: Mapping[str, tuple[Sequence[Row], Mapping[str, str]]] = {"sglang": (SGLANG, {}), "vllm": (VLLM, {"engine": "0"})}
+# Names of the peers, each with the value of a `Row`. SGLang's are of `sglang.srt.observability.metrics_collector` (0.5.23).
+SGLANG = {
+    "sglang:num_running_reqs": "stats.running",
+    "sglang:num_queue_reqs": "stats.waiting",
+    "sglang:max_total_num_tokens": "cache_tokens",
+    "sglang:num_used_tokens": "used_tokens",
+    "sglang:kv_used_tokens": "used_tokens",
+    "sglang:kv_evictable_tokens": "evictable_tokens",
+    "sglang:kv_available_tokens": "free_tokens",
+    "sglang:token_usage": "token_usage",
+    "sglang:cache_hit_rate": "hit_rate",
+    "sglang:spec_accept_length": "accept_length",
+    "sglang:spec_accept_rate": "accept_rate",
+    "sglang:gen_throughput": "decode_rate",
+    "sglang:prompt_tokens_total": "metrics.prompt_tokens",
+    "sglang:generation_tokens_total": "metrics.generation_tokens",
+    "sglang:cached_tokens_total": "cached_by_source",
+    "sglang:num_requests_total": "ended",
+    "sglang:num_aborted_requests_total": "aborted",
+    "sglang:time_to_first_token_seconds": "metrics.first",
+    "sglang:inter_token_latency_seconds": "metrics.between",
+    "sglang:e2e_request_latency_seconds": "metrics.whole",
+    "sglang:queue_time_seconds": "metrics.queued",
+}
+# vLLM's are of `vllm.v1.metrics.loggers` (0.33); renamed ones are here under both names.
+VLLM = {
+    "vllm:num_requests_running": "stats.running",
+    "vllm:num_requests_waiting": "stats.waiting",
+    "vllm:kv_cache_usage_perc": "token_usage",
+    "vllm:gpu_cache_usage_perc": "token_usage",
+    "vllm:prefix_cache_queries_total": "stats.prompt_tokens",
+    "vllm:prefix_cache_hits_total": "stats.cached_tokens",
+    "vllm:gpu_prefix_cache_queries_total": "stats.prompt_tokens",
+    "vllm:gpu_prefix_cache_hits_total": "stats.cached_tokens",
+    "vllm:spec_decode_num_drafts_total": "stats.verifications",
+    "vllm:spec_decode_num_draft_tokens_total": "stats.drafted_tokens",
+    "vllm:spec_decode_num_accepted_tokens_total": "stats.accepted_tokens",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "accepted_by_position",
+    "vllm:num_preemptions_total": "stats.preemptions",
+    "vllm:prompt_tokens_total": "metrics.prompt_tokens",
+    "vllm:generation_tokens_total": "metrics.generation_tokens",
+    "vllm:request_success_total": "metrics.finished",
+    "vllm:time_to_first_token_seconds": "metrics.first",
+    "vllm:inter_token_latency_seconds": "metrics.between",
+    "vllm:time_per_output_token_seconds": "metrics.between",
+    "vllm:request_time_per_output_token_seconds": "metrics.per_token",
+    "vllm:e2e_request_latency_seconds": "metrics.whole",
+    "vllm:request_queue_time_seconds": "metrics.queued",
+    "vllm:request_inference_time_seconds": "metrics.running",
+    "vllm:request_prefill_time_seconds": "metrics.prefill",
+    "vllm:request_decode_time_seconds": "metrics.decode",
+    "vllm:request_prompt_tokens": "metrics.prompt_lengths",
+    "vllm:request_generation_tokens": "metrics.output_lengths",
+    "vllm:request_max_num_generation_tokens": "metrics.longest_outputs",
+    "vllm:request_params_n": "metrics.choices",
+    "vllm:request_params_max_tokens": "metrics.max_tokens",
+}
+PEER_LABELS = {
+    "sglang:cached_tokens_total": ("cache_source",),
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": ("position",),
+    "vllm:request_success_total": ("finished_reason",),
+}
+PEERS = {"sglang": (SGLANG, {}), "vllm": (VLLM, {"engine": "0"})}  # with the labels of all their samples
 
 
 def prometheus_text(snapshot: MetricsSnapshot, names: Iterable[str] = ()) -> str:
@@ -208,14 +208,19 @@ def prometheus_text(snapshot: MetricsSnapshot, names: Iterable[str] = ()) -> str
 
 class _SnapshotCollector(Collector):
     def __init__(self, snapshot: MetricsSnapshot, names: Iterable[str]) -> None:
-        self._snapshot, self._tables = snapshot, [(OWN, {}), *(PEERS[name] for name in names)]
+        self._snapshot, self._names = snapshot, names
 
     def collect(self) -> Iterator[Metric]:
-        derived = self._snapshot.derived
-        for rows, labels in self._tables:
-            for row in rows:
-                value = derived[row.value] if row.value in derived else attrgetter(row.value)(self._snapshot)
-                yield _metric(row, value, {"model_name": self._snapshot.model, **labels})
+        derived, helps = self._snapshot.derived, {row.value: row.help for row in OWN}
+        rows: list[tuple[Row, Mapping[str, str]]] = [(row, {}) for row in OWN]
+        for peer in self._names:
+            table, peer_labels = PEERS[peer]
+            for name, path in table.items():
+                text = helps.get(path, path.replace("_", " "))
+                rows.append((Row(name, text, path, PEER_LABELS.get(name, ())), peer_labels))
+        for row, labels in rows:
+            value = derived[row.value] if row.value in derived else attrgetter(row.value)(self._snapshot)
+            yield _metric(row, value, {"model_name": self._snapshot.model, **labels})
 
     def describe(self) -> Iterable[Metric]:
         return ()

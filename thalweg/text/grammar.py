@@ -1,9 +1,7 @@
-"""Grammars: from what a user asked for to a matcher that says which tokens may come next. The one wrapper of
-llguidance.
+"""Grammars: compiles the structure of an output to a matcher of the allowed tokens. The wrapper of llguidance.
 
-Why llguidance: it needs nothing but itself (xgrammar brings transformers and Triton, and imports torch), it bounds its
-own work in states and fuel, so a hostile schema ends with an error and not with a minute of compiling, and it refuses
-the schema keywords that it would not honour.
+Why llguidance: it has no dependencies (xgrammar brings transformers, Triton and torch), it bounds its work in states
+and fuel, so a hostile schema ends with an error, and it refuses schema keywords that it does not support.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ MAX_SOURCE = 1 << 18  # characters
 MAX_EXPRESSION = 1 << 14  # of a regex or EBNF, whose meaning grows faster than its text
 MAX_DEPTH = 64  # of nested objects and arrays in a schema
 MAX_REASON = 300
-SHARED_OUT = (
-    1 << 14
-)  # token ids from which the masks of a batch are shared out to threads: below, that costs more than the masks
-# Speeds are the library's own figures: compiling ends within some 100 ms, a mask within some 10.
+PARALLEL_FROM = 1 << 14  # token ids from which the masks of a batch are computed on several threads
+# With these limits, by the library's figures, compiling takes at most some 100 ms, a mask some 10 ms.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,
     step_lexer_fuel=200_000,
@@ -38,27 +34,25 @@ LIMITS = LLParserLimits(
     max_grammar_size=15_000,
     verbose_errors=False,
 )
-# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Models left free here may
-# write space for ever.
+# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Without this limit models may
+# write space forever.
 JSON_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,24})", "lenient": False}
 
 
 def check(grammar: Grammar) -> None:
-    """Raises InvalidRequest naming the grammar's field if it cannot be compiled within the bounds. Takes milliseconds,
-    at most some hundreds.
-    """
+    """Raises InvalidRequest naming the grammar's field if it does not compile within the limits."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(lower(grammar), limits=LIMITS)
     if failed:
         raise InvalidRequest(grammar.field, _reason(messages[0]))
 
 
 def lower(grammar: Grammar) -> str:
-    """The grammar as the library reads it. Raises InvalidRequest for what is not even well-formed or too large."""
+    """The grammar in the library's form. Raises InvalidRequest if it is malformed or too large."""
     limit = MAX_EXPRESSION if grammar.kind in ("regex", "ebnf") else MAX_SOURCE
     if len(grammar.source) > limit:
         raise InvalidRequest(grammar.field, f"has {len(grammar.source)} characters; at most {limit} are compiled")
     if "\0" in grammar.source:
-        raise InvalidRequest(grammar.field, "holds a NUL character")
+        raise InvalidRequest(grammar.field, "contains a NUL character")
     return _LOWER[grammar.kind](grammar)
 
 
@@ -94,23 +88,21 @@ def _choice(grammar: Grammar) -> str:
 
 
 def _structural_tag(grammar: Grammar) -> str:
-    """{"structures": [{"begin", "schema", "end"}], "triggers": [text]}: free text until a trigger; what follows it is
-    one of the structures.
-    """
+    """{"structures": [{"begin", "schema", "end"}], "triggers": [text]}: free text, and structures after triggers."""
     tags = _json(grammar.source, grammar.field)
     structures, triggers = (tags.get("structures"), tags.get("triggers")) if isinstance(tags, dict) else (None, None)
     if not isinstance(structures, list) or not isinstance(triggers, list) or not structures or not triggers:
         raise InvalidRequest(grammar.field, "must have structures and triggers, neither of them empty")
     rules = ["start: (" + " | ".join(f"s{i}" for i in range(len(structures))) + ")* TEXT", r"TEXT: /(.|\n)*/"]
-    for i, one in enumerate(structures):
+    for i, structure in enumerate(structures):
         where = f"{grammar.field}.structures[{i}]"
-        if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("begin", "end")):
+        if not isinstance(structure, dict) or not all(isinstance(structure.get(key), str) for key in ("begin", "end")):
             raise InvalidRequest(where, "must be an object with begin, schema and end")
-        begin, schema = one["begin"], one.get("schema", one.get("parameters", {}))
+        begin, schema = structure["begin"], structure.get("schema", structure.get("parameters", {}))
         trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
         if trigger is None:
             raise InvalidRequest(f"{where}.begin", "does not begin with any of the triggers")
-        end = literal(one["end"]) if one["end"] else ""
+        end = literal(structure["end"]) if structure["end"] else ""
         rest = literal(begin[len(trigger) :]) if len(begin) > len(trigger) else ""
         rules.append(f"s{i}: h{i} {rest} j{i} {end}")
         rules.append(f"h{i}[lazy]: TEXT {literal(trigger)}")
@@ -141,7 +133,7 @@ def read_schema(source: str, field: str) -> Any:
         return {}
     if not isinstance(schema, dict):
         raise InvalidRequest(field, "must be a JSON schema, that is an object")
-    if _deep(schema):
+    if _is_too_deep(schema):
         raise InvalidRequest(field, f"is nested deeper than {MAX_DEPTH} levels")
     return schema
 
@@ -153,10 +145,12 @@ def _json(source: str, field: str) -> Any:
         raise InvalidRequest(field, f"is not JSON ({_reason(str(error))})") from None
 
 
-def _deep(value: Any) -> bool:
+def _is_too_deep(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
-        children = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        children = [
+            node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)
+        ]
         level = [child for group in children for child in group]
         if not level:
             return False
@@ -168,9 +162,7 @@ def _reason(message: str) -> str:
 
 
 class _Vocabulary:
-    """What the library wants to know of a tokenizer. Added tokens are special: no text is ever made of them, only a
-    mark in a grammar.
-    """
+    """The library's view of a tokenizer. Added tokens are special: only marks in a grammar are made of them."""
 
     is_tokenizer_wrapper = True
 
@@ -185,8 +177,8 @@ class _Vocabulary:
         self._added = re.compile("|".join(map(re.escape, filter(None, added))) or r"(?!)")
 
     def __call__(self, text: str) -> list[int]:
-        """How a text that must come is written. One that holds a mark (a value of an enum may) is cut there, or the
-        mark would become its token.
+        """Tokenizes a required text. One that contains a mark (an enum's value may) is cut there, so that the mark does
+        not become its token.
         """
         ids: list[int] = []
         begin, found = 0, self._added.search(text)
@@ -198,7 +190,7 @@ class _Vocabulary:
 
 
 class GrammarMatcher:
-    """How far one sequence has come in its grammar. `error` is the reason it cannot go on, or ""."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, state: LLMatcher) -> None:
         self.state = state
@@ -208,17 +200,16 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str:
+        """Why the sequence cannot continue, or ""."""
         return _reason(self.state.get_error())
 
     def accept(self, tokens: Sequence[int]) -> bool:
-        """These tokens come next; False where the grammar forbids them, and the matcher cannot go on."""
+        """Takes the next tokens. False if the grammar forbids them; then the matcher cannot continue."""
         return bool(self.state.consume_tokens(list(tokens)))
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. vocab: width of the logits. eos_ids: what ends a complete output, at least
-    one.
-    """
+    """Compiles grammars for one tokenizer. vocab: width of the logits. eos_ids: at least one."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos_ids: Sequence[int]) -> None:
         vocabulary: Any = _Vocabulary(tokenizer, vocab, eos_ids)
@@ -227,18 +218,18 @@ class GrammarCompiler:
         self._executor: LLExecutor | None = None
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the beginning; copies of it follow sequences. Raises InvalidRequest."""
+        """A matcher at the start, to be copied for each sequence. Raises InvalidRequest."""
         state = LLMatcher(self.tokenizer, lower(grammar), log_level=0, limits=LIMITS)
         if not state.is_error():
-            state.compute_bitmask()  # what the first mask needs is built here, not on the engine's thread
+            state.compute_bitmask()  # builds what the first mask needs, off the engine's thread
         if state.is_error():
             raise InvalidRequest(grammar.field, _reason(state.get_error()))
         return GrammarMatcher(state)
 
     def fill(self, wanted: Sequence[tuple[GrammarMatcher, int]], bits: NDArray[np.int32]) -> None:
-        """Writes the masks of these matchers into these rows of `bits` (see `Masks`)."""
+        """Writes the masks of these matchers into these rows of `bits` (see `GrammarMasks`)."""
         start, size = bits.ctypes.data, bits.shape[1] * 4
-        if len(wanted) == 1 or size * 8 < SHARED_OUT:
+        if len(wanted) == 1 or size * 8 < PARALLEL_FROM:
             for matcher, row in wanted:
                 matcher.state.unsafe_compute_mask_ptr(start + row * size, size)
             return

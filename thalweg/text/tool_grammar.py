@@ -1,7 +1,6 @@
-"""Grammars of tool calls: the markup of each format around arguments that match the function's schema. What they let
-through, the parser reads.
+"""Grammars of tool calls: the markup of each format around arguments that match the function's schema.
 
-Marks that are single tokens stand in a grammar as tokens, so that text never contains one; the others are text.
+Marks that are single tokens are tokens in a grammar, so that text never contains one; the others are text.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from thalweg.core.errors import InvalidRequest
 from thalweg.text.grammar import json_rule, literal, read_schema
@@ -22,24 +20,18 @@ _MARK = re.compile("(<｜[^<>]*｜>|｜DSML｜|</?tool_call>)")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _KEY = re.compile(r'[^"<>\s]{1,128}')
 _NOTES = {"description", "title", "default", "examples", "deprecated"}
-# What an object may say for its members to stand apart as DSML parameters; with anything else the call holds one JSON
+# Schema keywords of an object whose members become DSML parameters. With any other keyword the call holds one JSON
 # object.
 _APART = _NOTES | {"type", "properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions"}
 _TEXT = r"(.|\n)*"
 
 
-@dataclass(frozen=True)
-class ToolGrammarSpec:
-    """functions: as OpenAI's clients give them (name, parameters). forced: the answer is calls and nothing else;
-    otherwise it may be text, or what the grammar `content` says ("" is any text), too. single: at most one call.
-    mark_id: the token that a mark is, if it is one.
-    """
-
-    functions: Sequence[Function]
-    forced: bool
-    single: bool
-    mark_id: MarkId
-    content: str = ""
+class ToolGrammarSpec(NamedTuple):
+    functions: Sequence[Function]  # as OpenAI's clients send them (name, parameters)
+    forced: bool  # only calls; otherwise also text, or what `content` allows
+    single: bool  # at most one call
+    mark_id: MarkId  # mark → token id, or None
+    content: str = ""  # rule of an answer without calls; "": any text
 
     def mark(self, text: str) -> str:
         """Text with marks in it, as terms of a Lark grammar."""
@@ -52,24 +44,20 @@ class ToolGrammarSpec:
 
 
 def tool_grammar(form: str, tools: ToolGrammarSpec) -> str:
-    """The Lark grammar of an answer in a format of `thalweg.text.parser.TOOL_FORMATS`. Raises InvalidRequest naming the
-    tool.
-    """
+    """The Lark grammar of an answer. form: of `thalweg.text.parser.TOOL_FORMATS`. Raises InvalidRequest."""
     for i, function in enumerate(tools.functions):
         if not _NAME.fullmatch(function["name"]):
             raise InvalidRequest(f"tools[{i}].function.name", "may have letters, digits and _.:/- only, at most 128")
     return "\n".join(_FORMATS[form](tools))
 
 
-def _sep(tools: ToolGrammarSpec, before: str, after: str, opening: str) -> list[str]:
-    """DeepSeek V3 to V3.1: special tokens around each call. before, after: what stands around the name; opening: before
-    the JSON's end mark.
-    """
+def _sep(tools: ToolGrammarSpec, before: str, after: str, closing: str) -> list[str]:
+    """DeepSeek V3 to V3.1. before, after: text around the name; closing: text before the call's end mark."""
     begin, end = tools.mark("<｜tool▁calls▁begin｜>"), tools.mark("<｜tool▁calls▁end｜>")
     rules = [_block(tools, begin, f"calls {end}", '"\\n"?')]
     for i, function in enumerate(tools.functions):
         head = tools.mark(f"<｜tool▁call▁begin｜>{before}{function['name']}{after}")
-        rules += [f"call{i}: {head} json{i} {tools.mark(f'{opening}<｜tool▁call▁end｜>')}", _arguments(i, function)]
+        rules += [f"call{i}: {head} json{i} {tools.mark(f'{closing}<｜tool▁call▁end｜>')}", _arguments(i, function)]
     return rules
 
 
@@ -82,12 +70,10 @@ def _hermes(tools: ToolGrammarSpec) -> list[str]:
 
 
 def _block(tools: ToolGrammarSpec, begin: str, rest: str, between: str) -> str:
-    """The rules `start` and `calls`. A format whose block is nothing but its calls (rest "") repeats `begin` before
-    each of them.
-    """
-    one = "(" + " | ".join(f"call{i}" for i in range(len(tools.functions))) + ")"
-    again = f"({between} {one})*" if rest else f"({between} {begin} {one})*"
-    calls = f"calls: {one}" if tools.single else f"calls: {one} {again}"
+    """The rules `start` and `calls`. rest "": the block is only its calls, with `begin` before each."""
+    call = "(" + " | ".join(f"call{i}" for i in range(len(tools.functions))) + ")"
+    more = f"({between} {call})*" if rest else f"({between} {begin} {call})*"
+    calls = f"calls: {call}" if tools.single else f"calls: {call} {more}"
     block = f"{begin} {rest or 'calls'}"
     if tools.forced:
         return f"start: {block}\n{calls}"
@@ -95,7 +81,7 @@ def _block(tools: ToolGrammarSpec, begin: str, rest: str, between: str) -> str:
         return f"start: {block} | content\ncontent: {tools.content}\n{calls}"
     if begin.startswith("<["):  # a token, which no text contains: text goes on up to it
         return f"start: TEXT | TEXT {block}\nTEXT: /{_TEXT}/\n{calls}"
-    # The beginning of the block is text: whatever ends with its first word may go on as a block, or as text.
+    # The beginning of the block is text: after its first word comes either a block or text.
     word, _, tail = begin.partition(" ")
     head = f"head[lazy]: /{_TEXT}{re.escape(json.loads(word))}/"
     if not tail:
@@ -110,12 +96,12 @@ def _dsml(tools: ToolGrammarSpec) -> list[str]:
         head = tools.mark(f'<｜DSML｜invoke name="{function["name"]}">\n')
         body, more = _parameters(tools, i, function)
         rules += [f"call{i}: {head} {body} {tools.mark('</｜DSML｜invoke>' + chr(10))}", *more]
-    # A text ends with the first `</` that the mark follows: any other is part of it.
+    # A text ends with the first `</` before a mark; any other is part of it.
     return [*rules, f"text: chunk+\nchunk[lazy]: /{_TEXT}<\\//"]
 
 
 def _parameters(tools: ToolGrammarSpec, i: int, function: Function) -> tuple[str, list[str]]:
-    """What stands in an invoke: parameters, one rule each, or the whole object as JSON."""
+    """The content of an invoke: parameters, one rule each, or one JSON object."""
     schema = _schema(i, function)
     members = schema.get("properties", {})
     required = schema.get("required", ())
@@ -133,7 +119,7 @@ def _parameters(tools: ToolGrammarSpec, i: int, function: Function) -> tuple[str
 
 
 def _parameter(tools: ToolGrammarSpec, rule: str, name: str, member: Any, shared: Mapping[str, Any]) -> list[str]:
-    """The rule of one parameter: a string stands as it is, anything else as JSON."""
+    """The rule of one parameter: a string as it is, anything else as JSON."""
     ending = tools.mark("｜DSML｜parameter>\n")
     extra: list[str] = []
     texts = member.get("enum") if isinstance(member, dict) else None
@@ -153,7 +139,7 @@ def _arguments(i: int, function: Function) -> str:
 
 
 def _schema(i: int, function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments; it takes no others than it names, unless it says so."""
+    """The schema of a function's arguments, closed unless it says otherwise."""
     schema: dict[str, Any] = read_schema(
         json.dumps(function.get("parameters") or {}), f"tools[{i}].function.parameters"
     )

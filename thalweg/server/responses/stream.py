@@ -30,11 +30,7 @@ from thalweg.server.stream import StreamEncoder
 
 _encode = msgspec.json.Encoder().encode
 _PREFIXES = {PartKind.TEXT: "msg_", PartKind.REASONING: "rs_", PartKind.CALL: "fc_"}
-_NAMES = {
-    PartKind.TEXT: "output_text",
-    PartKind.REASONING: "reasoning_text",
-    PartKind.CALL: "function_call_arguments",
-}
+_NAMES = {PartKind.TEXT: "output_text", PartKind.REASONING: "reasoning_text", PartKind.CALL: "function_call_arguments"}
 _STATUSES: dict[str | None, Status] = {"stop": "completed", "length": "incomplete"}
 
 
