@@ -31,6 +31,7 @@ from thalweg.config.backends import PREFILL
 from thalweg.config.entry_point import load_entry
 from thalweg.core.kernels import CheckCase
 from thalweg.kernels.attend.args import DecodeRows, KvPlanes, KvWrite, LatentPlane, PagedRows, RaggedRows
+from thalweg.kernels.attend.case import to_device
 from thalweg.kernels.attend.triton import DETERMINISTIC_SPLITS, TileConfig, merge
 from thalweg.kernels.gqa import case as gqa_case
 from thalweg.kernels.gqa import fa3
@@ -108,7 +109,7 @@ def correct() -> Rows:
         for case in cases(generator):
             torch.full((1 << 26,), torch.nan, device=DEVICE)
             try:
-                given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in case.fresh_inputs().items()}
+                given = {name: to_device(x, torch.device(DEVICE)) for name, x in case.fresh_inputs().items()}
                 errors = case.errors(tuple(x.cpu() for x in run(**given)))
                 verdict = "ok" if max(errors) <= case.tolerance else "WRONG"
             except FAILURES as error:  # see Table.add

@@ -18,7 +18,7 @@ from thalweg.kernels.attend.args import (
     PagedRows,
     RaggedRows,
 )
-from thalweg.kernels.attend.case import page_table
+from thalweg.kernels.attend.case import page_table, to_device
 from thalweg.kernels.case import KernelCase, Run, normal
 from thalweg.kernels.gqa import case as gqa
 from thalweg.kernels.mla import case as mla
@@ -44,7 +44,7 @@ def drawn() -> list[object]:
 
 
 def on(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    return {name: to_device(x, device) for name, x in inputs.items()}
 
 
 def poison(device: torch.device) -> None:

@@ -61,7 +61,7 @@ class AttentionGroup:
         self.table_RP = batch.table_RP[group.row_slice, : self.pages]
         self._table_N = self.table_RP.reshape(-1)
         self.tiles = tuple(self._make_tiles(workspace))
-        self._biases = {self.tiles[0]: self._make_bias(self.tiles[0])} if len(self.tiles) == 1 else {}
+        self._bias = self._make_bias(self.tiles[0]) if len(self.tiles) == 1 else None
 
     def _make_tiles(self, workspace: WorkspaceNeed) -> Iterator[QueryTile]:
         per_token = max(workspace.elements(self.max_kv_len), workspace.per_token)
@@ -89,14 +89,16 @@ class AttentionGroup:
 
     def bias(self, tile: QueryTile) -> Tensor:
         """float32 [tokens of the tile, S] of the causal mask, or of the tree mask."""
-        return self._biases[tile] if tile in self._biases else self._make_bias(tile)
+        return self._make_bias(tile) if self._bias is None else self._bias
 
     def _make_bias(self, tile: QueryTile) -> Tensor:
         positions_S = self._positions_S[: self._width(tile)]
         columns_N1 = self.take_tile(self.columns_N, tile).unsqueeze(-1)
         unseen = positions_S > columns_N1
         if self.tree_mask_N is not None:
-            unseen |= ~is_seen(columns_N1 - positions_S, self.take_tile(self.tree_mask_N, tile).unsqueeze(-1))
+            # the highest bit stands for all columns further away
+            before = (columns_N1 - positions_S).clamp(0, 63)
+            unseen |= (self.take_tile(self.tree_mask_N, tile).unsqueeze(-1) >> before) & 1 == 0
         return torch.where(unseen, -torch.inf, positions_S * TIE)
 
     def _width(self, tile: QueryTile) -> int:
@@ -115,20 +117,11 @@ class AttentionGroup:
 
     def plane_rows(self, index_NK: Tensor) -> Tensor:
         """Plane rows of context positions. Every row has the same number of query tokens."""
-        if len(index_NK) == self.rows:
-            return self._plane_rows_RS.gather(1, index_NK)
         return self._plane_rows_RS.gather(1, index_NK.view(self.rows, -1)).view_as(index_NK)
 
     @cached_property
     def _plane_rows_RS(self) -> Tensor:
         return torch.add(self._positions_S[:PAGE], self.table_RP.unsqueeze(-1), alpha=PAGE).view(self.rows, -1)
-
-
-def is_seen(before: Tensor, tree_mask: Tensor) -> Tensor:
-    """Whether a token sees the column that is `before` columns before its own. tree_mask: see `batch.TreeMask`; its
-    highest bit is always set and stands for all columns further away.
-    """
-    return (tree_mask >> before.clamp(0, 63)) & 1 == 1
 
 
 def paths_of_tree(tree: TreeMask, tokens: int) -> Tensor:

@@ -27,13 +27,12 @@ class RandomSelection:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.generators: dict[torch.device, torch.Generator] = {}
+        self.generator: torch.Generator | None = None  # on the device of the scores
 
     def __call__(self, scores_NS: Tensor, topk: int) -> Tensor:
-        device = scores_NS.device
-        if device not in self.generators:
-            self.generators[device] = torch.Generator(device).manual_seed(self.seed)
-        draws = torch.rand(scores_NS.shape, generator=self.generators[device], device=device)
+        if self.generator is None:
+            self.generator = torch.Generator(scores_NS.device).manual_seed(self.seed)
+        draws = torch.rand(scores_NS.shape, generator=self.generator, device=scores_NS.device)
         return select_top_k(draws.masked_fill_(scores_NS == -torch.inf, -torch.inf), topk)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from thalweg.core.plan import PAGE
 
-# A number of 4 bits of exponent and 3 of fraction, times the plane's scale. The error is relative, 6 % at most and 2.6 %
-# in the mean square, so the scale matters only for values far below or above it.
+# A number of 4 bits of exponent and 3 of fraction, times the plane's scale. The error is relative, 6 % at most and 2.6
+# % in the mean square, so the scale matters only for values far below or above it.
 FP8 = torch.float8_e4m3fn
 CODECS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_e4m3": FP8}
 FP8_MAX = 448.0

@@ -5,6 +5,7 @@ that must not be read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,13 @@ from thalweg.kernels.attend.args import RowLengths
 from thalweg.kernels.case import normal
 
 PAGE = 64
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Tensors, and the tensors of records, on this device."""
+    if isinstance(value, tuple):
+        return type(value)(*(to_device(x, device) for x in value))
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def page_table(generator: torch.Generator, contexts: Sequence[int]) -> tuple[Tensor, int]:

@@ -34,7 +34,9 @@ def check_latents(
     heads: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """MLA decode, of 512 + 64 dims. run: (queries [2, H, 576], plane [6, 64, 576], table [2, 4], context lengths [2])."""
+    """MLA decode, of 512 + 64 dims. run: (queries [2, H, 576], plane [6, 64, 576], table [2, 4], context lengths
+    [2]).
+    """
     generator = torch.Generator(device).manual_seed(1)
     plane = torch.randn(6, 64, 576, generator=generator, device=device).to(dtype)
     query = torch.randn(2, heads, 576, generator=generator, device=device).to(dtype)

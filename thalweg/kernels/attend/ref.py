@@ -90,8 +90,8 @@ def index_scores(q_NHD: Tensor, weights_NH: Tensor, keys_RSD: Tensor, bias_NS: T
     """Scores of the lightning indexer (DeepSeek-V3.2 report §2.1), I[t, s] = Σ_h w[t, h] · relu(q[t, h] · k[s]):
     → float32 [N, S] = bias + scale · I.
 
-    Each row has the same number of consecutive query tokens. weights: float32 of either sign, hence the scores too: only
-    -inf masks, 0 does not.
+    Each row has the same number of consecutive query tokens. weights: float32 of either sign, hence the scores too:
+    only -inf masks, 0 does not.
     """
     tokens, heads, dim = q_NHD.shape
     rows = len(keys_RSD)

@@ -80,7 +80,8 @@ def empty_softmax(M: tl.constexpr, DIM: tl.constexpr):
 def weigh(scores, strength, top):
     """One tile of an online softmax in powers of two: weights of the tile, factor of earlier sums, new maximum.
 
-    scores: -inf where a key is not seen. strength: the scale of each row's scores. Masked tiles use the same arithmetic.
+    scores: -inf where a key is not seen. strength: the scale of each row's scores. Masked tiles use the same
+    arithmetic.
     """
     higher = tl.maximum(top, tl.max(scores, 1) * strength)
     base = tl.where(higher == -float("inf"), 0.0, higher)  # a row that has seen nothing yet
@@ -135,6 +136,34 @@ def pages_of_split(split, splits, pages, FIXED: tl.constexpr):
     else:
         first, step, count = split, splits, tl.cdiv(pages - split, splits)
     return first, step, count
+
+
+@triton.jit
+def first_page(table, rows, first_token, table_row, split, QUERY: tl.constexpr):
+    """→ the page table of a token's row, and the first page of a split that is not of consecutive pages. rows: the row of
+    each token; None is token // QUERY.
+    """
+    row = (first_token // QUERY if rows is None else tl.load(rows + first_token)).to(tl.int64)
+    row_pages = table + row * table_row
+    return row_pages, tl.load(row_pages + tl.minimum(split, table_row - 1)).to(tl.int32)
+
+
+@triton.jit
+def page_after(row_pages, first, step, count, tile, TILES: tl.constexpr):
+    """The page of the tile after this one, of TILES a page. Kernels read it one tile ahead, so that their loop never waits
+    for it.
+    """
+    following = tl.minimum((tile + 1) // TILES, count - 1)
+    return tl.load(row_pages + first + following * step).to(tl.int32)
+
+
+@triton.jit
+def mask_scores(scores, key, position, tree_mask, token_mask):
+    """-inf for keys that their row does not see. tree_mask: None without trees; token_mask: of each row."""
+    seen = key[None, :] <= position[:, None]
+    if tree_mask is not None:
+        seen &= is_seen(token_mask, position[:, None] - key[None, :])
+    return tl.where(seen, scores, -float("inf"))
 
 
 @triton.jit
@@ -253,6 +282,7 @@ def merge_state_(out_THv: Tensor, lse_TH: Tensor, other_THv: Tensor, other_lse_T
     """
     tokens, heads, dim = out_THv.shape
     _merge_state[(tokens * heads,)](
-        out_THv, lse_TH, other_THv, other_lse_TH, heads, *out_THv.stride()[:2], *lse_TH.stride(), *other_THv.stride()[:2],
+        out_THv, lse_TH, other_THv, other_lse_TH, heads, *out_THv.stride()[:2], *lse_TH.stride(),
+        *other_THv.stride()[:2],
         *other_lse_TH.stride(), DIM=dim, num_warps=1, **launch_options(out_THv),
     )  # fmt: skip

@@ -48,7 +48,8 @@ def expand_latents(latents_SD: Tensor, uk_HnR: Tensor, uv_HvR: Tensor) -> tuple[
 @triton.jit(do_not_specialize=["tokens"])
 def _expand_latents(
     key_SHq, value_SHv, latents_SD, uk_HnR, uv_HvR, tokens, heads, latent_row, uk_head, uv_head,
-    NOPE: tl.constexpr, V: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
+    NOPE: tl.constexpr, V: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (p, b): block b of tokens, keys of head p or values of head p - heads. The heads of a block of tokens run
@@ -71,7 +72,8 @@ def _expand_latents(
 
 @triton.jit
 def _product(
-    out, row, real, w_NR, N: tl.constexpr, RANK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr
+    out, row, real, w_NR, N: tl.constexpr, RANK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr
 ):  # fmt: skip
     """Stores latents times the transpose of a head's weights [N, r], summed in float32."""
     r = tl.arange(0, BLOCK_R)

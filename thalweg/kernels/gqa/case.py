@@ -4,7 +4,7 @@ pages.
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from typing import Iterator
 
 import torch
 from torch import Tensor
@@ -82,11 +82,11 @@ def paged_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16)
     ):
         lengths, (table, _) = RowLengths(queries, contexts), page_table(generator, contexts)
         key, value = (paged_plane(generator, table, contexts, kv_heads, dim, dtype=dtype) for _ in range(2))
-        inputs: dict[str, Any] = {"key": key, "value": value}
+        kv = KvPlanes(key, value)
         if fp8:
-            inputs["key"], inputs["key_scale"] = quantized(key.float())
-            inputs["value"], inputs["value_scale"] = quantized(value.float())
-            key, value = (inputs[name].float() * inputs[f"{name}_scale"] for name in ("key", "value"))
+            (key, key_scale), (value, value_scale) = (quantized(x.float()) for x in (key, value))
+            kv = KvPlanes(key, value, key_scale, value_scale)
+            key, value = key.float() * key_scale, value.float() * value_scale
         q = normal(generator, sum(queries), heads, dim, dtype=dtype)
         keys, values = (row_tokens(plane, table, contexts) for plane in (key, value))
         out, lse, pairs = exact_rows(q, keys, values, lengths, dim**-0.5)
@@ -95,38 +95,26 @@ def paged_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16)
         yield KernelCase(
             name=f"{kind}{', e4m3' * fp8}{', fixed' * fixed}",
             inputs={
-                "query_THd": q, "table_RL": table, "positions_T": last_positions(lengths), "starts_R1": starts_of(queries),
-                "max_query": max(queries), "splits": splits, "fixed": fixed, **inputs,
+                "q_THd": q, "kv": kv, "rows": PagedRows(table, last_positions(lengths), starts_of(queries), max(queries)),
+                "splits": splits, "fixed": fixed,
             },
             exact=(out, lse),
             tolerance=tolerance_of(dtype),
             flops=4 * heads * dim * pairs,
-            bytes=sum(contexts) * kv_heads * dim * (inputs["key"].itemsize * 2) + size(q),
+            bytes=sum(contexts) * kv_heads * dim * (kv.key.itemsize * 2) + size(q),
         )  # fmt: skip
 
 
-def run_paged(
-    query_THd: Tensor,
-    table_RL: Tensor,
-    positions_T: Tensor,
-    starts_R1: Tensor,
-    max_query: int,
-    splits: int,
-    fixed: bool,
-    **planes: Tensor,
-) -> tuple[Tensor, ...]:
+def run_paged(q_THd: Tensor, kv: KvPlanes, rows: PagedRows, splits: int, fixed: bool) -> tuple[Tensor, ...]:
     """The project's own kernels."""
     from thalweg.kernels.attend.triton import merge_with_lse
     from thalweg.kernels.gqa import triton
 
-    kv, scale = KvPlanes(**planes), query_THd.shape[2] ** -0.5
+    scale = q_THd.shape[2] ** -0.5
     if not splits:
-        return triton.prefill_with_lse(
-            query_THd, kv, PagedRows(table_RL, positions_T, starts_R1, max_query), scale=scale
-        )
-    rows = DecodeRows(table_RL, positions_T, max_query)
-    states = triton.decode(query_THd, kv, rows, scale=scale, splits=splits, fixed=fixed)
-    return merge_with_lse(*states, query_THd.dtype)
+        return triton.prefill_with_lse(q_THd, kv, rows, scale=scale)
+    decoded = DecodeRows(rows.table_RL, rows.positions_T, rows.max_query)
+    return merge_with_lse(*triton.decode(q_THd, kv, decoded, scale=scale, splits=splits, fixed=fixed), q_THd.dtype)
 
 
 PAGED: dict[str, Run] = {"triton": run_paged} if triton_available() else {}
@@ -146,37 +134,35 @@ def _timed(name: str, shape: tuple[int, int, int], rows: int, context: int, gpu:
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
         device, pages = generator.device, many * context // PAGE
-        order = torch.randperm(pages, generator=generator, device=device).to(torch.int32) + 1
+        table = torch.randperm(pages, generator=generator, device=device).to(torch.int32).view(many, -1) + 1
         positions = torch.full((rows,), context - 1, device=device) if rows else torch.arange(context, device=device)
-        key, value = (draw_tensor(generator, pages + 1, PAGE, kv_heads, dim, dtype=dtype) for _ in range(2))
-        query = draw_tensor(generator, tokens, heads, dim, dtype=dtype)
-        return {"query": query, "key": key, "value": value, "table": order.view(many, -1), "positions": positions}
+        starts = torch.arange(2, device=device, dtype=torch.int32) * context
+        planes = (draw_tensor(generator, pages + 1, PAGE, kv_heads, dim, dtype=dtype) for _ in range(2))
+        paged = PagedRows(table, positions, starts, tokens // many)
+        return {"q": draw_tensor(generator, tokens, heads, dim, dtype=dtype), "kv": KvPlanes(*planes), "paged": paged}
 
-    def by_ref(query: Tensor, key: Tensor, value: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        key, value = (plane[table.long()].flatten(1, 2) for plane in (key, value))
-        unseen = torch.arange(context, device=key.device) > positions.view(many, -1, 1)
-        bias = torch.zeros(unseen.shape, device=key.device).masked_fill_(unseen, -torch.inf)
-        return (attend_grouped(query.view(many, -1, heads, dim), key, value, bias).reshape(-1, heads, dim),)
+    def gathered(kv: KvPlanes, paged: PagedRows) -> list[Tensor]:
+        return [plane[paged.table_RL.long()].flatten(1, 2) for plane in kv[:2]]
 
-    def starts(device: torch.device) -> Tensor:
-        return torch.arange(2, device=device, dtype=torch.int32) * context
+    def by_ref(q: Tensor, kv: KvPlanes, paged: PagedRows) -> tuple[Tensor, ...]:
+        unseen = torch.arange(context, device=q.device) > paged.positions_T.view(many, -1, 1)
+        bias = torch.zeros(unseen.shape, device=q.device).masked_fill_(unseen, -torch.inf)
+        key, value = gathered(kv, paged)
+        return (attend_grouped(q.view(many, -1, heads, dim), key, value, bias).reshape(-1, heads, dim),)
 
-    def by_triton(query: Tensor, key: Tensor, value: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        from thalweg.kernels.attend.triton import merge
-        from thalweg.kernels.gqa import triton
+    def by_triton(q: Tensor, kv: KvPlanes, paged: PagedRows) -> tuple[Tensor, ...]:
+        from thalweg.kernels.gqa.backends import GqaShape, TritonGqa
 
-        kv, scale = KvPlanes(key, value), dim**-0.5
+        kernel = TritonGqa(GqaShape(*shape))
         if not rows:
-            prompt = PagedRows(table, positions, starts(query.device), context)
-            return (triton.prefill(query, kv, prompt, scale=scale),)
-        splits = triton.splits_for(rows, heads, kv_heads, context)
-        return (merge(*triton.decode(query, kv, DecodeRows(table, positions), scale=scale, splits=splits)),)
+            return (kernel.ragged(q, kv, paged, None),)
+        return (kernel.decode(q, kv, DecodeRows(paged.table_RL, paged.positions_T, 1, context), None),)
 
-    def by_fa3(query: Tensor, key: Tensor, value: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Of keys and values side by side, which a prompt without cached context has; taken as they lie."""
-        begin = starts(query.device)
-        key, value = (plane[table.long()].flatten(0, 2) for plane in (key, value))
-        return fa3.prefill(query, key, value, RaggedRows(begin, begin, context, context), scale=dim**-0.5)[:1]
+    def by_fa3(q: Tensor, kv: KvPlanes, paged: PagedRows) -> tuple[Tensor, ...]:
+        """Of contiguous keys and values, which a prompt without cached context has."""
+        key, value = (x.flatten(0, 1) for x in gathered(kv, paged))
+        ragged = RaggedRows(paged.starts_R1, paged.starts_R1, context, context)
+        return fa3.prefill(q, key, value, ragged, scale=dim**-0.5)[:1]
 
     backends: dict[str, Run] = {"ref": by_ref}
     if gpu and PAGED:

@@ -29,10 +29,12 @@ from thalweg.kernels.attend.triton import (
     TileConfig,
     add_block,
     empty_softmax,
-    is_seen,
+    first_page,
     largest_of,
     lse_of,
+    mask_scores,
     mean_of,
+    page_after,
     pages_of_split,
     path_rows,
     wait_for_previous,
@@ -72,8 +74,10 @@ def splits_for(tokens: int, heads: int, kv_heads: int, context: int, query: int 
 def _decode(
     query, keys, values, table, positions, rows, tree_mask, out, lse, key_scale, value_scale, scale, heads, splits,
     query_token, query_head, table_row,
-    key, value, key_plane, value_plane, write, cos, sin, query_norm, key_norm, eps, key_token, value_token, key_row, value_row,
-    QUERY: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    key, value, key_plane, value_plane, write, cos, sin, query_norm, key_norm, eps, key_token, value_token, key_row,
+    value_row,
+    QUERY: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr,
     FIXED: tl.constexpr, FRESH: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (k * blocks + b, s, u): split s of the context of TOGETHER query tokens from u * TOGETHER on, for key
@@ -85,15 +89,12 @@ def _decode(
     wait_for_previous(PDL)
     BLOCKS: tl.constexpr = (TOGETHER * GROUP + M - 1) // M
     kv_head, split, first_token = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(2) * TOGETHER
-    row = (first_token // QUERY if rows is None else tl.load(rows + first_token)).to(tl.int64)
-    row_pages = table + row * table_row
-    ahead = tl.load(row_pages + tl.minimum(split, table_row - 1)).to(tl.int32)  # the first page, unless FIXED
+    row_pages, ahead = first_page(table, rows, first_token, table_row, split, QUERY)
     lane = tl.program_id(0) % BLOCKS * M + tl.arange(0, M)
     token, head = (first_token + lane // GROUP).to(tl.int64), kv_head * GROUP + lane % GROUP
     real = lane < TOGETHER * GROUP
     position = tl.load(positions + token, mask=real, other=0).to(tl.int32)
-    if tree_mask is not None:
-        token_mask = tl.load(tree_mask + token, mask=real, other=-1)
+    token_mask = position if tree_mask is None else tl.load(tree_mask + token, mask=real, other=-1)
     first, step, count = pages_of_split(split, splits, tl.max(position) // 64 + 1, FIXED)
     at = (token * heads + head) * splits + split
     if count <= 0:
@@ -132,15 +133,10 @@ def _decode(
         ahead = tl.load(row_pages + first).to(tl.int32)
     for tile in range(count * (64 // N)):
         page, ordinal = ahead, first + tile // (64 // N) * step
-        # the page's number is always read one tile ahead, so that the loop never waits for it
-        following = tl.minimum((tile + 1) // (64 // N), count - 1)
-        ahead = tl.load(row_pages + first + following * step).to(tl.int32)
+        ahead = page_after(row_pages, first, step, count, tile, 64 // N)
         start, column = page * 64 + tile * N % 64, kv_head * DIM
         scores = tl.dot(q, keys.load([start, column]).to(q.dtype).T)
-        seen = (ordinal * 64 + tile * N % 64 + lane_key)[None, :] <= position[:, None]
-        if tree_mask is not None:
-            seen &= is_seen(token_mask, position[:, None] - (ordinal * 64 + tile * N % 64 + lane_key)[None, :])
-        scores = tl.where(seen, scores, -float("inf"))
+        scores = mask_scores(scores, ordinal * 64 + tile * N % 64 + lane_key, position, tree_mask, token_mask)
         top, total, sums = add_block(scores, values, start, column, q.dtype, strength, top, total, sums)
     sums = mean_of(total, sums)
     if SCALED:
@@ -187,8 +183,10 @@ def decode(
         turn = new.write.write_T, new.write.cos_SC, new.write.sin_SC
         own = (new.key_TKd, new.value_TKd, kv.key, kv.value, *turn, *new.norms, *strides)
     _decode[grid](
-        query_THd, *_described(kv, tiles.keys), rows.table_RL, rows.positions_T, rows.rows_T, rows.tree_mask_T, partial, lse,
-        kv.key_scale, kv.value_scale, scale * LOG2E, heads, splits, *query_THd.stride()[:2], rows.table_RL.stride(0), *own,
+        query_THd, *_described(kv, tiles.keys), rows.table_RL, rows.positions_T, rows.rows_T, rows.tree_mask_T,
+        partial, lse,
+        kv.key_scale, kv.value_scale, scale * LOG2E, heads, splits, *query_THd.stride()[:2], rows.table_RL.stride(0),
+        *own,
         QUERY=rows.query, TOGETHER=together, GROUP=group, DIM=dim, M=tiles.rows, N=tiles.keys, FIXED=4 if fixed else 0,
         FRESH=new is not None, NORM=new is not None and new.norms.query_d is not None, SCALED=kv.is_fp8,
         **tiles.options(query_THd),
@@ -206,7 +204,8 @@ def _described(kv: KvPlanes, keys: int) -> list[TensorDescriptor]:
     do_not_specialize=["tokens", "rows", "table_row"], do_not_specialize_on_alignment=["table", "positions", "starts"]
 )
 def _prefill(
-    query, keys, values, key_plane, value_plane, paths, table, positions, starts, out, lse, key_scale, value_scale, scale,
+    query, keys, values, key_plane, value_plane, paths, table, positions, starts, out, lse, key_scale, value_scale,
+    scale,
     tokens, heads, rows, query_token, query_head, table_row,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
@@ -277,8 +276,8 @@ def _prefill(
 def prefill(query_THd: Tensor, kv: KvPlanes, rows: PagedRows, *, scale: float) -> Tensor:
     """Causal attention of ragged rows to their pages, this step's keys among them: → [T, H, d], 0 for padding.
 
-    With `rows.paths_TD` the tokens of a row are nodes of a tree, root first, at most a block of them; they share what is
-    before the root. A token's result has the bits that it would have if its path were the whole row.
+    With `rows.paths_TD` the tokens of a row are nodes of a tree, root first, at most a block of them; they share what
+    is before the root. A token's result has the bits that it would have if its path were the whole row.
     """
     return _launch_prefill(query_THd, kv, rows, scale, None)
 
@@ -295,8 +294,10 @@ def _launch_prefill(query_THd: Tensor, kv: KvPlanes, rows: PagedRows, scale: flo
     out = torch.empty(tokens, heads, dim, dtype=query_THd.dtype, device=query_THd.device)
     planes = (None, None) if rows.paths_TD is None else kv[:2]
     _prefill[(triton.cdiv(rows.max_query, tiles.rows), heads, count + 1)](
-        query_THd, *_described(kv, tiles.keys), *planes, rows.paths_TD, rows.table_RL, rows.positions_T, rows.starts_R1, out, lse,
-        kv.key_scale, kv.value_scale, scale * LOG2E, tokens, heads, count, *query_THd.stride()[:2], rows.table_RL.stride(0),
+        query_THd, *_described(kv, tiles.keys), *planes, rows.paths_TD, rows.table_RL, rows.positions_T,
+        rows.starts_R1, out, lse,
+        kv.key_scale, kv.value_scale, scale * LOG2E, tokens, heads, count, *query_THd.stride()[:2],
+        rows.table_RL.stride(0),
         GROUP=heads // kv_heads, WIDTH=kv_heads * dim, DIM=dim, M=tiles.rows, N=tiles.keys, SCALED=kv.is_fp8,
         **tiles.options(out),
     )  # fmt: skip

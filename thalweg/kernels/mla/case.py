@@ -6,7 +6,7 @@ read.
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from typing import Iterator
 
 import torch
 from torch import Tensor
@@ -90,11 +90,10 @@ def decode_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16
         (128, (300, 190), 1, 2, True, False),
     ):
         lengths, (table, _) = RowLengths((query,) * len(contexts), contexts), page_table(generator, contexts)
-        stored = plane = paged_plane(generator, table, contexts, RANK + ROPE, dtype=dtype)
-        scale = None
-        if fp8:
-            stored, scale = quantized(plane.float())
-            plane = stored.float() * scale
+        plane = paged_plane(generator, table, contexts, RANK + ROPE, dtype=dtype)
+        latents = LatentPlane(*quantized(plane.float())) if fp8 else LatentPlane(plane)
+        if latents.scale is not None:
+            plane = latents.paged_PSD.float() * latents.scale
         q = normal(generator, len(contexts) * query, heads, RANK + ROPE, dtype=dtype)
         uv = (normal(generator, heads, RANK, V) * RANK**-0.5).to(dtype)
         keys = [kv.unsqueeze(1) for kv in row_tokens(plane, table, contexts)]
@@ -103,32 +102,25 @@ def decode_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16
         yield KernelCase(
             name=f"{heads} heads, contexts {contexts}, {query} queries, {splits} splits{kind}",
             inputs={
-                "query_THD": q, "plane_PSD": stored, "plane_scale": scale, "table_RL": table,
-                "positions_T": last_positions(lengths), "uv_HRv": uv, "splits": splits, "query": query, "fixed": fixed,
+                "q_THD": q, "latents": latents, "rows": DecodeRows(table, last_positions(lengths), query), "uv_HRv": uv,
+                "splits": splits, "fixed": fixed,
             },
             exact=(exact, lse, torch.einsum("thr,hrv->thv", exact, uv.double()).flatten(1)),
             tolerance=tolerance_of(dtype),
             flops=2 * heads * pairs * (2 * RANK + ROPE),
-            bytes=sum(contexts) * (RANK + ROPE) * stored.itemsize + size(q),
+            bytes=sum(contexts) * (RANK + ROPE) * latents.paged_PSD.itemsize + size(q),
         )  # fmt: skip
 
 
 def run_decode(
-    query_THD: Tensor,
-    plane_PSD: Tensor,
-    plane_scale: Tensor | None,
-    table_RL: Tensor,
-    positions_T: Tensor,
-    uv_HRv: Tensor,
-    **options: Any,
+    q_THD: Tensor, latents: LatentPlane, rows: DecodeRows, uv_HRv: Tensor, splits: int, fixed: bool
 ) -> tuple[Tensor, ...]:
     """The project's own kernels: split-KV decode, then both merges."""
     from thalweg.kernels.attend.triton import merge_with_lse
     from thalweg.kernels.mla import triton
 
-    rows, latents = DecodeRows(table_RL, positions_T, options.pop("query")), LatentPlane(plane_PSD, plane_scale)
-    partial, lse = triton.decode(query_THD, latents, rows, scale=SCALE, rank=RANK, **options)
-    return *merge_with_lse(partial, lse, query_THD.dtype), triton.merge_up(partial, lse, uv_HRv)
+    partial, lse = triton.decode(q_THD, latents, rows, scale=SCALE, rank=RANK, splits=splits, fixed=fixed)
+    return *merge_with_lse(partial, lse, q_THD.dtype), triton.merge_up(partial, lse, uv_HRv)
 
 
 def prefill_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
@@ -147,9 +139,8 @@ def prefill_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat1
         yield KernelCase(
             name=f"prefill, {heads} heads, {queries} of {contexts} tokens{', causal' * causal}",
             inputs={
-                "query_THq": q, "key_SHn": kv[..., :NOPE], "rope_Sc": rope, "value_SHv": value,
-                "query_starts_R1": starts_of(queries), "context_starts_R1": starts_of(contexts), "max_query": max(queries),
-                "causal": causal,
+                "q_THq": q, "key_SHn": kv[..., :NOPE], "rope_Sc": rope, "value_SHv": value,
+                "rows": RaggedRows(starts_of(queries), starts_of(contexts), max(queries), max(contexts), causal),
             },
             exact=(out, lse),
             tolerance=tolerance_of(dtype),
@@ -159,20 +150,12 @@ def prefill_cases(generator: torch.Generator, dtype: torch.dtype = torch.bfloat1
 
 
 def run_prefill(
-    query_THq: Tensor,
-    key_SHn: Tensor,
-    rope_Sc: Tensor,
-    value_SHv: Tensor,
-    query_starts_R1: Tensor,
-    context_starts_R1: Tensor,
-    max_query: int,
-    causal: bool,
+    q_THq: Tensor, key_SHn: Tensor, rope_Sc: Tensor, value_SHv: Tensor, rows: RaggedRows
 ) -> tuple[Tensor, ...]:
     """The project's own kernel."""
     from thalweg.kernels.mla import triton
 
-    rows = RaggedRows(query_starts_R1, context_starts_R1, max_query, 0, causal)
-    return triton.prefill(query_THq, key_SHn, rope_Sc, value_SHv, rows, scale=SCALE)
+    return triton.prefill(q_THq, key_SHn, rope_Sc, value_SHv, rows, scale=SCALE)
 
 
 DECODE: dict[str, Run] = {"triton": run_decode} if triton_available() else {}
@@ -181,65 +164,53 @@ PREFILL: dict[str, Run] = {"triton": run_prefill} if triton_available() else {}
 
 def sizes(device: torch.device) -> Iterator[TimedCase]:
     for name, heads, rows, context in DECODES[device.type]:
-        label = f"{name} decode, {heads} heads, {rows} x {context} tokens"
-        yield (_timed_decode if device.type == "cuda" else _timed_gathered)(label, heads, rows, context)
+        yield _timed_decode(f"{name} decode, {heads} heads, {rows} x {context} tokens", heads, rows, context, device)
     for name, heads, tokens in PREFILLS[device.type]:
         yield _timed_prefill(f"{name} prefill, {heads} heads, {tokens} tokens", heads, tokens)
 
 
-def _timed_gathered(name: str, heads: int, rows: int, context: int) -> TimedCase:
-    """Absorbed queries over gathered latents, of the bundled model's dims."""
-    rank, rope = 128, 16
+def _timed_decode(name: str, heads: int, rows: int, context: int, device: torch.device) -> TimedCase:
+    """On a CPU in float32, of the bundled model's dims."""
+    is_cpu = device.type == "cpu"
+    rank, rope, dtype = (128, 16, torch.float32) if is_cpu else (RANK, ROPE, torch.bfloat16)
 
     def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
-        q = draw_tensor(generator, rows, heads, rank + rope, dtype=torch.float32)
-        return {"q_NQD": q, "kv_NKD": draw_tensor(generator, rows, context, rank + rope, dtype=torch.float32)}
-
-    def by_torch(q_NQD: Tensor, kv_NKD: Tensor) -> tuple[Tensor, ...]:
-        out = torch.nn.functional.scaled_dot_product_attention(q_NQD, kv_NKD, kv_NKD[..., :rank], scale=rank**-0.5)
-        return (out,)
-
-    def by_ref(q_NQD: Tensor, kv_NKD: Tensor) -> tuple[Tensor, ...]:
-        bias = torch.zeros(1, 1, 1, device=q_NQD.device)
-        return (ref.attend(q_NQD, kv_NKD, kv_NKD[..., :rank], bias, rank**-0.5),)
-
-    backends: dict[str, Run] = {"ref": by_ref, "sdpa": by_torch}
-    cost = 2 * rows * heads * context * (2 * rank + rope), 4 * rows * context * (rank + rope)
-    return TimedCase(name, draw, backends, lambda inputs: cost, "float32", 1e-4)
-
-
-def _timed_decode(name: str, heads: int, rows: int, context: int) -> TimedCase:
-    def draw(generator: torch.Generator, before: Inputs | None) -> Inputs:
-        device, pages = generator.device, rows * context // PAGE
+        pages = rows * context // PAGE
         table = torch.randperm(pages, generator=generator, device=device).to(torch.int32).view(rows, -1) + 1
         return {
-            "query": draw_tensor(generator, rows, heads, RANK + ROPE),
-            "latents": LatentPlane(draw_tensor(generator, pages + 1, PAGE, RANK + ROPE)),
+            "q": draw_tensor(generator, rows, heads, rank + rope, dtype=dtype),
+            "latents": LatentPlane(draw_tensor(generator, pages + 1, PAGE, rank + rope, dtype=dtype)),
             "rows": DecodeRows(table, torch.full((rows,), context - 1, device=device)),
         }
 
-    def by_ref(query: Tensor, latents: LatentPlane, rows: DecodeRows) -> tuple[Tensor, ...]:
+    def gathered(latents: LatentPlane, rows: DecodeRows) -> tuple[Tensor, Tensor]:
         kv = latents.paged_PSD[rows.table_RL.long()].flatten(1, 2).float()
-        return (ref.attend(query.float(), kv, kv[..., :RANK], torch.zeros(1, 1, 1, device=kv.device), SCALE),)
+        return kv, kv[..., :rank]
 
-    def by_triton(query: Tensor, latents: LatentPlane, rows: DecodeRows) -> tuple[Tensor, ...]:
+    def by_ref(q: Tensor, latents: LatentPlane, rows: DecodeRows) -> tuple[Tensor, ...]:
+        return (ref.attend(q.float(), *gathered(latents, rows), torch.zeros(1, 1, 1, device=device), SCALE),)
+
+    def by_sdpa(q: Tensor, latents: LatentPlane, rows: DecodeRows) -> tuple[Tensor, ...]:
+        return (torch.nn.functional.scaled_dot_product_attention(q, *gathered(latents, rows), scale=SCALE),)
+
+    def by_triton(q: Tensor, latents: LatentPlane, rows: DecodeRows) -> tuple[Tensor, ...]:
         from thalweg.kernels.attend.triton import merge
         from thalweg.kernels.mla import triton
 
-        splits = triton.splits_for(len(query), heads, context)
-        return (merge(*triton.decode(query, latents, rows, scale=SCALE, rank=RANK, splits=splits), query.dtype),)
+        splits = triton.splits_for(len(q), heads, context)
+        return (merge(*triton.decode(q, latents, rows, scale=SCALE, rank=rank, splits=splits), q.dtype),)
 
-    def by_flashmla(query: Tensor, latents: LatentPlane, rows: DecodeRows) -> tuple[Tensor, ...]:
+    def by_flashmla(q: Tensor, latents: LatentPlane, rows: DecodeRows) -> tuple[Tensor, ...]:
         lengths, schedule = (rows.positions_T + 1).to(torch.int32), flashmla.schedule()
-        return flashmla.decode(query, latents.paged_PSD, rows.table_RL, lengths, schedule, scale=SCALE, rank=RANK)[:1]
+        return flashmla.decode(q, latents.paged_PSD, rows.table_RL, lengths, schedule, scale=SCALE, rank=rank)[:1]
 
     backends: dict[str, Run] = {"ref": by_ref}
-    if DECODE:
-        backends["triton"] = by_triton
-    if flashmla.available():
+    backends |= {"sdpa": by_sdpa} if is_cpu else {"triton": by_triton} if DECODE else {}
+    if not is_cpu and flashmla.available():
         backends["flashmla"] = by_flashmla
-    cost = 2 * rows * heads * context * (2 * RANK + ROPE), 2 * rows * (RANK + ROPE) * (context + heads)
-    return TimedCase(name, draw, backends, lambda inputs: cost, "bf16", tolerance_of(torch.bfloat16))
+    cost = 2 * rows * heads * context * (2 * rank + rope), dtype.itemsize * rows * (rank + rope) * (context + heads)
+    math, tolerance = ("float32", 1e-4) if is_cpu else ("bf16", tolerance_of(dtype))
+    return TimedCase(name, draw, backends, lambda inputs: cost, math, tolerance)
 
 
 def _timed_prefill(name: str, heads: int, tokens: int) -> TimedCase:

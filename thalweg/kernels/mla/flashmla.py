@@ -27,7 +27,7 @@ from thalweg.core.kernels import CheckCase
 from thalweg.kernels.attend.args import DecodeRows, LatentPlane
 from thalweg.kernels.attend.check import CUDA_13, SCALE, check_latents
 from thalweg.kernels.mla import triton
-from thalweg.kernels.mla.backends import MlaShape, TritonMlaDecode
+from thalweg.kernels.mla.backends import MlaDecodeKernel, MlaShape, TritonMlaDecode
 
 FP8_MAX = 448.0
 MIN_TOKENS, MIN_TOKENS_FP8 = 8, 32  # from so many decode tokens on FlashMLA is faster, where it is at all
@@ -120,8 +120,8 @@ class FlashMlaDecode:
         self, query_THD: Tensor, latents: LatentPlane, uv_HRv: Tensor, rows: DecodeRows, prepared: FlashSchedule
     ) -> Tensor:
         u_THr, _ = self.attend_with_lse(query_THD, latents, rows, prepared)
-        # its last kernel merges splits; where there are none it ends at once, before the one that attends does. A kernel
-        # that overlaps with it, as cuBLAS's do too, waits for nothing: so the next one must not overlap
+        # its last kernel merges splits; where there are none it ends at once, before the one that attends does. A
+        # kernel that overlaps with it, as cuBLAS's do too, waits for nothing: so the next one must not overlap
         return triton.up(u_THr, uv_HRv, overlap=False)
 
     def attend_with_lse(
@@ -147,30 +147,30 @@ class MlaDecodeBySize:
     trees of drafts, whose masks it does not have; FlashMLA beyond.
     """
 
-    own: TritonMlaDecode
-    library: FlashMlaDecode
+    own: MlaDecodeKernel
+    library: MlaDecodeKernel
+    min_tokens: int  # from which the library attends
 
     def prepare(self, rows: DecodeRows) -> FlashSchedule | None:
-        is_few = len(rows.positions_T) < (MIN_TOKENS_FP8 if self.own.shape.is_fp8 else MIN_TOKENS)
-        return None if is_few or rows.tree_mask_T is not None else self.library.prepare(rows)
+        is_own = len(rows.positions_T) < self.min_tokens or rows.tree_mask_T is not None
+        return None if is_own else self.library.prepare(rows)
 
     def attend(
         self, query_THD: Tensor, latents: LatentPlane, uv_HRv: Tensor, rows: DecodeRows, prepared: FlashSchedule | None
     ) -> Tensor:
-        if prepared is None:
-            return self.own.attend(query_THD, latents, uv_HRv, rows, None)
-        return self.library.attend(query_THD, latents, uv_HRv, rows, prepared)
+        kernel = self.own if prepared is None else self.library
+        return kernel.attend(query_THD, latents, uv_HRv, rows, prepared)
 
     def attend_with_lse(
         self, query_THD: Tensor, latents: LatentPlane, rows: DecodeRows, prepared: FlashSchedule | None
     ) -> tuple[Tensor, Tensor]:
-        if prepared is None:
-            return self.own.attend_with_lse(query_THD, latents, rows, None)
-        return self.library.attend_with_lse(query_THD, latents, rows, prepared)
+        kernel = self.own if prepared is None else self.library
+        return kernel.attend_with_lse(query_THD, latents, rows, prepared)
 
 
 def by_size(shape: MlaShape) -> MlaDecodeBySize:
-    return MlaDecodeBySize(TritonMlaDecode(shape), FlashMlaDecode(shape))
+    least = MIN_TOKENS_FP8 if shape.is_fp8 else MIN_TOKENS
+    return MlaDecodeBySize(TritonMlaDecode(shape), FlashMlaDecode(shape), least)
 
 
 def check(device: torch.device, case: CheckCase) -> None:

@@ -11,8 +11,8 @@ Prefill (Dk = 192, Dv = 128) costs 640 * H FLOPs for each pair of tokens and is 
 of 128 heads are 2.75 TFLOP with a causal mask, 3.4 ms at 800 TFLOP/s.
 
 Letters: T query tokens, R rows, H heads, r latent rank, c rope dims, D = r + c, n nope dims, q = n + c, v value dims, P
-pages of 64, S context tokens of ragged rows, L columns of the page table, s splits. LSE: log-sum-exp, natural logarithm,
-float32; -inf where nothing was seen.
+pages of 64, S context tokens of ragged rows, L columns of the page table, s splits. LSE: log-sum-exp,
+natural logarithm, float32; -inf where nothing was seen.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from thalweg.kernels.attend.triton import (
     add_block,
     add_values,
     empty_softmax,
-    is_seen,
+    first_page,
     largest_of,
     lse_of,
+    mask_scores,
     mean_of,
     merge_splits,
+    page_after,
     pages_of_split,
     path_rows,
     wait_for_previous,
@@ -91,14 +93,11 @@ def _decode(
     """
     wait_for_previous(PDL)
     split, first_token = tl.program_id(1), tl.program_id(2) * TOGETHER
-    row = (first_token // QUERY if rows is None else tl.load(rows + first_token)).to(tl.int64)
-    row_pages = table + row * table_row
-    ahead = tl.load(row_pages + tl.minimum(split, table_row - 1)).to(tl.int32)  # the first page, unless FIXED
+    row_pages, ahead = first_page(table, rows, first_token, table_row, split, QUERY)
     lane = tl.program_id(0) * M + tl.arange(0, M)
     token, head, real = (first_token + lane // heads).to(tl.int64), lane % heads, lane < TOGETHER * heads
     position = tl.load(positions + token, mask=real, other=0).to(tl.int32)
-    if tree_mask is not None:
-        token_mask = tl.load(tree_mask + token, mask=real, other=-1)
+    token_mask = position if tree_mask is None else tl.load(tree_mask + token, mask=real, other=-1)
     first, step, count = pages_of_split(split, splits, tl.max(position) // 64 + 1, FIXED)
     at = (token * heads + head) * splits + split
     if count <= 0:
@@ -120,9 +119,7 @@ def _decode(
         ahead = tl.load(row_pages + first).to(tl.int32)
     for tile in range(count * (64 // N)):
         page, ordinal = ahead, first + tile // (64 // N) * step
-        # the page's number is always read one tile ahead, so that the loop never waits for it
-        following = tl.minimum((tile + 1) // (64 // N), count - 1)
-        ahead = tl.load(row_pages + first + following * step).to(tl.int32)
+        ahead = page_after(row_pages, first, step, count, tile, 64 // N)
         if paths is None:
             place = page * 64 + tile * N % 64
         else:
@@ -130,10 +127,7 @@ def _decode(
         latent = load_columns(latents, plane, place, 0, RANK + ROPE, RANK).to(q.dtype)
         scores = tl.dot(q, latent.T)
         scores = tl.dot(rope_q, load_columns(keys, plane, place, RANK, RANK + ROPE, ROPE).to(q.dtype).T, scores)
-        seen = (ordinal * 64 + tile * N % 64 + key)[None, :] <= position[:, None]
-        if tree_mask is not None:
-            seen &= is_seen(token_mask, position[:, None] - (ordinal * 64 + tile * N % 64 + key)[None, :])
-        scores = tl.where(seen, scores, -float("inf"))
+        scores = mask_scores(scores, ordinal * 64 + tile * N % 64 + key, position, tree_mask, token_mask)
         top, total, sums = add_values(scores, latent, strength, top, total, sums)
     sums = mean_of(total, sums)
     if SCALED:
@@ -168,7 +162,8 @@ def decode(
     lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query_THD.device)
     _decode[triton.cdiv(together * heads, tiles.rows), splits, tokens // together](
         query_THD, TensorDescriptor.from_tensor(plane, [tiles.keys, rank]),
-        TensorDescriptor.from_tensor(plane, [tiles.keys, dim - rank]), None if rows.paths_TD is None else plane, rows.paths_TD,
+        TensorDescriptor.from_tensor(plane, [tiles.keys, dim - rank]), None if rows.paths_TD is None else plane,
+        rows.paths_TD,
         rows.table_RL, rows.positions_T, rows.rows_T, rows.tree_mask_T, partial, lse, latents.scale,
         scale * LOG2E, heads, splits, *query_THD.stride()[:2], rows.table_RL.stride(0),
         QUERY=rows.query, TOGETHER=together, RANK=rank, ROPE=dim - rank, M=tiles.rows, N=tiles.keys,
@@ -258,7 +253,8 @@ def merge_up_many(partial: Tensor, lse_THs: Tensor, uv_HRv: Tensor) -> Tensor:
     out = torch.empty(tokens, heads * width, dtype=uv_HRv.dtype, device=partial.device)
     _merge_up_many[heads, triton.cdiv(width, columns), triton.cdiv(tokens, 32)](
         partial, lse_THs, uv_HRv, out, tokens, heads, splits, width, *uv_HRv.stride(),
-        RANK=rank, V=columns, M=32, K=MERGE_UP_RANKS, SPLITS=triton.next_power_of_2(splits), num_warps=4, **launch_options(out),
+        RANK=rank, V=columns, M=32, K=MERGE_UP_RANKS, SPLITS=triton.next_power_of_2(splits), num_warps=4,
+        **launch_options(out),
     )  # fmt: skip
     return out
 
@@ -295,7 +291,8 @@ def up(u_THr: Tensor, uv_HRv: Tensor, *, overlap: bool = True) -> Tensor:
     out = torch.empty(tokens, heads * width, dtype=u_THr.dtype, device=u_THr.device)
     _up[heads, triton.cdiv(width, columns), triton.cdiv(tokens, 64)](
         u_THr, uv_HRv, out, tokens, width, *u_THr.stride()[:2], *uv_HRv.stride(),
-        RANK=rank, V=columns, M=64, K=64, num_warps=4, num_stages=4, **(launch_options(out) if overlap else {"PDL": False}),
+        RANK=rank, V=columns, M=64, K=64, num_warps=4, num_stages=4,
+        **(launch_options(out) if overlap else {"PDL": False}),
     )  # fmt: skip
     return out
 
@@ -305,7 +302,8 @@ def up(u_THr: Tensor, uv_HRv: Tensor, *, overlap: bool = True) -> Tensor:
 )
 def _gather(
     plane, table, starts, firsts, out, plane_scale, tokens, rows, table_row,
-    RANK: tl.constexpr, ROPE: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, ROPE: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (b, i): N tokens of row i; row `rows` is what lies after all rows, shared among the programs of axis
     0.

@@ -111,16 +111,13 @@ def _rotate_queries(
     tl.store(at, x.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "write"])
-def _mla_write(
-    query, out, latent, norm, cos, sin, positions, write, plane, scale, eps, heads,
+@triton.jit
+def _write_token(
+    query, out, latent, norm, cos, sin, positions, write, plane, scale, eps, token, block, heads,
     query_token, query_head, out_token, out_head, latent_token, plane_row,
-    RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr,
-    SCALED: tl.constexpr, IN_PLACE: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, SCALED: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, 0): latent and key of token t; (t, 1 + b): the b-th block of its query heads."""
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    wait_for_previous(PDL)
+    """Block 0: latent and key of a token; 1 + b: the b-th block of its query heads."""
     if block == 0:
         _store_latent(
             latent, norm, cos, sin, positions, write, plane, scale, eps, token, latent_token, plane_row,
@@ -131,6 +128,22 @@ def _mla_write(
             query, out, cos, sin, positions, token, block - 1, heads, query_token, query_head, out_token, out_head,
             ROPE, HEADS,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "write"])
+def _mla_write(
+    query, out, latent, norm, cos, sin, positions, write, plane, scale, eps, heads,
+    query_token, query_head, out_token, out_head, latent_token, plane_row,
+    RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr,
+    SCALED: tl.constexpr, IN_PLACE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (t, 0): latent and key of token t; (t, 1 + b): the b-th block of its query heads."""
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    wait_for_previous(PDL)
+    _write_token(
+        query, out, latent, norm, cos, sin, positions, write, plane, scale, eps, token, block, heads,
+        query_token, query_head, out_token, out_head, latent_token, plane_row, RANK, ROPE, HEADS, SCALED, IN_PLACE,
+    )  # fmt: skip
 
 
 def mla_write(
@@ -169,7 +182,8 @@ def _rows_of(latents: LatentPlane) -> Tensor:
 def _mla_absorb(
     query, absorbed, latent, norm, cos, sin, positions, write, plane, uk, scale, eps, tokens, heads,
     query_token, query_head, absorbed_token, absorbed_head, latent_token, plane_row, uk_head, uk_nope,
-    NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr,
+    NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """First the programs of `_mla_write`, token by token; then those that multiply: a head, a block of latent dims, M
@@ -180,16 +194,11 @@ def _mla_absorb(
     if program < tokens * parts:
         wait_for_previous(PDL)
         token, block = (program // parts).to(tl.int64), program % parts
-        if block == 0:
-            _store_latent(
-                latent, norm, cos, sin, positions, write, plane, scale, eps, token, latent_token, plane_row,
-                RANK, ROPE, SCALED, False,
-            )  # fmt: skip
-        else:
-            _rotate_queries(
-                query + NOPE, absorbed + RANK, cos, sin, positions, token, block - 1, heads, query_token, query_head,
-                absorbed_token, absorbed_head, ROPE, HEADS,
-            )  # fmt: skip
+        _write_token(
+            query + NOPE, absorbed + RANK, latent, norm, cos, sin, positions, write, plane, scale, eps, token, block, heads,
+            query_token, query_head, absorbed_token, absorbed_head, latent_token, plane_row,
+            RANK, ROPE, HEADS, SCALED, False,
+        )  # fmt: skip
     else:
         program -= tokens * parts
         blocks: tl.constexpr = RANK // COLUMNS
@@ -237,7 +246,8 @@ def mla_absorb(
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "write"])
 def _mha_write(
-    query, wide, key, value, rope_key, cos, sin, positions, write, key_plane, value_plane, key_scale, value_scale, heads, queries,
+    query, wide, key, value, rope_key, cos, sin, positions, write, key_plane, value_plane, key_scale, value_scale,
+    heads, queries,
     query_token, query_head, key_token, value_token, rope_token, key_row, value_row,
     NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
@@ -293,9 +303,11 @@ def mha_write(
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "write"])
 def _gqa_write(
-    query, key, value, query_norm, key_norm, cos, sin, positions, write, key_plane, value_plane, key_scale, value_scale, eps,
+    query, key, value, query_norm, key_norm, cos, sin, positions, write, key_plane, value_plane, key_scale,
+    value_scale, eps,
     heads, kv_heads, query_token, key_token, value_token, key_row, value_row,
-    DIM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, 0): keys and values of token t; (t, 1 + b): the b-th block of its query heads."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -345,6 +357,7 @@ def gqa_write(
     _gqa_write[tokens, 1 + triton.cdiv(heads, at_once)](
         query_THd, key_TKd, value_TKd, *norms[:2], *write, *kv, norms.eps, heads, kv_heads,
         query_THd.stride(0), key_TKd.stride(0), value_TKd.stride(0), row, row,
-        DIM=dim, HEADS=at_once, KV_HEADS=triton.next_power_of_2(kv_heads), NORM=norms.query_d is not None, SCALED=kv.is_fp8,
+        DIM=dim, HEADS=at_once, KV_HEADS=triton.next_power_of_2(kv_heads), NORM=norms.query_d is not None,
+        SCALED=kv.is_fp8,
         num_warps=4, **launch_options(query_THd),
     )  # fmt: skip
