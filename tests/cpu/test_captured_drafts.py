@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.cpu.test_captured_attention import FakeTape, Recording
 from tests.cpu.test_speculation import JSON, engine, prompts, run, unrecorded
-from thalweg.batch.upload import upload
+from thalweg.batch.slots import upload
 from thalweg.core.grammar import NO_GRAMMAR
 from thalweg.core.plan import Output, Row, SamplingNeeds, StepPlan
 from thalweg.core.sampling import SamplingParams

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
-from thalweg.batch.slots import Slots
-from thalweg.batch.upload import upload
+from thalweg.batch.slots import Slots, upload
 from thalweg.core.plan import PAGE, Row, StepPlan
 
 PAGE_BITS = PAGE.bit_length() - 1
@@ -48,17 +47,17 @@ def build_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
     else:
         row_T, column_T = _expand(rows, ints_RI)
         slot_T, ints_TI = slot_R.index_select(0, row_T), ints_RI.index_select(0, row_T)
-    apart = slots.tree.is_tree_step(plan.sampled_per_row)
-    if apart:
+    is_tree = plan.sampled_per_row > 1 and slots.tree.is_tree_step(plan.sampled_per_row)
+    if is_tree:
         assert row_T is not None, "a tree has more tokens than its root"
         drafted_R = upload([int(row.num_drafts > 0) for row in rows], torch.int64, device)
         node_T = (column_T - ints_TI[:, 1]) * drafted_R.index_select(0, row_T)
         column_T = column_T.masked_fill(node_T > ints_TI[:, 7], slots.context)  # a draft that was not made
     ids_T, column_T, write_T, real_T = gather(slot_T, column_T, ints_TI, slots.tokens_SL, slots.table_SP)
     position_T, tree = column_T, None
-    if apart:
+    if is_tree:
         last = max(i for i, row in enumerate(rows) if row.num_drafts)
-        position_T, tree = _apart(slots, slot_T, node_T, column_T, real_T, last + 1)
+        position_T, tree = _tree_mask(slots, slot_T, node_T, column_T, real_T, last + 1)
     emits, query = [i for i, row in enumerate(rows) if row.emit], plan.sampled_per_row
     all_sampled = all(row.emit and row.n == query == 1 + row.num_drafts for row in rows)
     batch = Batch(
@@ -90,7 +89,7 @@ def verification(slots: Slots, slot_R: Tensor, query: int, max_kv_len: int) -> S
     ints_TI, node_T = ints_RI.repeat_interleave(query, 0), torch.arange(query, device=device).repeat(rows)
     column_T = (ints_TI[:, 1] + node_T).masked_fill(node_T > ints_TI[:, 7], slots.context)
     ids_T, column_T, write_T, real_T = gather(slot_T, column_T, ints_TI, slots.tokens_SL, slots.table_SP)
-    position_T, tree = _apart(slots, slot_T, node_T, column_T, real_T, rows)
+    position_T, tree = _tree_mask(slots, slot_T, node_T, column_T, real_T, rows)
     batch = Batch(
         ids_T=ids_T,
         positions_T=position_T,
@@ -142,7 +141,7 @@ def tree_nodes(slots: Slots, slot_T: Tensor, node_T: Tensor) -> tuple[Tensor, Te
     return parent_T, depth_T, tree_mask_T
 
 
-def _apart(
+def _tree_mask(
     slots: Slots, slot_T: Tensor, node_T: Tensor, column_T: Tensor, real_T: Tensor, rows: int
 ) -> tuple[Tensor, TreeMask]:
     """Positions, and what is seen, where nodes are the tokens' in their slots' trees: 0 for all that are no drafts."""

@@ -11,7 +11,6 @@ from typing import NamedTuple, Sequence
 import torch
 from torch import Tensor
 
-from thalweg.batch.upload import upload
 from thalweg.core.plan import PAGE, Bind, PageAppend
 from thalweg.core.sampling import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS
 from thalweg.core.tree import CHAIN, TreeShape
@@ -20,6 +19,22 @@ from thalweg.kernels.build_inputs.ref import SlotTensors
 INTS = ("length", "at", "end", "seed", "prompt_len", "min_len", "top_k", "made")
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
 STOP_IDS = MAX_STOP_IDS + MAX_EOS_IDS  # the user's, and the model's end tokens
+
+
+Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]]
+
+
+def upload(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of these numbers. To a GPU the copy goes through pinned memory in stream order; torch's allocator keeps
+    the pinned block until the copy is done.
+    """
+    made = torch.tensor(values, dtype=dtype)
+    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+
+
+def refill(out: Tensor, values: Numbers) -> None:
+    """Overwrites a tensor on a GPU with these numbers, in stream order, in one copy."""
+    out.copy_(torch.tensor(values, dtype=out.dtype).pin_memory(), non_blocking=True)
 
 
 class Field(NamedTuple):

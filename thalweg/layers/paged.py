@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from thalweg.attention.context import AttentionGroup, paths_of_tree
 from thalweg.batch.batch import Batch
-from thalweg.batch.upload import upload
+from thalweg.batch.slots import upload
 from thalweg.config.model import ModelFacts
 from thalweg.core.plan import PAGE
 from thalweg.kernels.attend.args import ContextChunk, DecodeRows, KvPlanes, KvWrite, LatentPlane, PagedRows

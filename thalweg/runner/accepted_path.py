@@ -16,8 +16,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import RowExtent
 from thalweg.batch.inputs import gather, groups_of
-from thalweg.batch.slots import Slots
-from thalweg.batch.upload import upload
+from thalweg.batch.slots import Slots, upload
 from thalweg.core.plan import Row
 from thalweg.kernels.compact_kv import ref
 from thalweg.kernels.launch import supports_triton

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch, RowExtent
 from thalweg.batch.inputs import groups_of
-from thalweg.batch.slots import Slots
-from thalweg.batch.upload import upload
+from thalweg.batch.slots import Slots, upload
 from thalweg.core.plan import PAGE, Row, StepPlan
 from thalweg.spec.drafter import DraftExtendInput
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch
-from thalweg.batch.slots import Slots
-from thalweg.batch.upload import refill
+from thalweg.batch.slots import Slots, refill
 from thalweg.core.plan import SamplingNeeds
 from thalweg.kernels.build_tree.ref import BuiltTree
 from thalweg.kernels.draft_state.ref import DraftChain, DraftRows

@@ -87,11 +87,8 @@ class Drafting:
         self.deferred = DeferredKV(slots, passing=captured)
         self.learns = bool(drafter.planes())  # a drafter without planes has nothing to extend
         self.lost = False  # the drafter has failed
+        self.is_off = drafter is NO_DRAFTER
         self.hidden_TX: Tensor | None = None  # of the last step; padded passes take its width and type
-
-    @property
-    def is_off(self) -> bool:
-        return self.drafter is NO_DRAFTER
 
     def forget(self) -> None:
         """Drops what is deferred: the steps of an engine's start belong to no request."""
@@ -262,7 +259,7 @@ class Drafting:
             self._switch_off()
 
     def _switch_off(self) -> None:
-        self.lost, self.learns, self.drafter = True, False, NO_DRAFTER
+        self.lost, self.is_off, self.learns, self.drafter = True, True, False, NO_DRAFTER
         self.deferred.drop()
         self.slots.made.zero_()  # the drafter may have left something half done
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.batch.inputs import sampled_tokens
-from thalweg.batch.slots import Slots
-from thalweg.batch.upload import refill, upload
+from thalweg.batch.slots import Slots, refill, upload
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.plan import PAGE, SamplingNeeds, StepPlan
 from thalweg.kernels.build_inputs import triton as input_kernels

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from thalweg.core.plan import Output, StepPlan, TokenLogprob
-from thalweg.sampling.distribution import NO_TOKEN
-from thalweg.sampling.sample import Sampled
+from thalweg.sampling.sample import NO_TOKEN, Sampled
 from thalweg.spec.drafter import DraftOutput
 
 Scores = tuple[TokenLogprob, ...]

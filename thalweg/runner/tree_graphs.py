@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
-from thalweg.batch.slots import Slots
-from thalweg.batch.upload import refill
+from thalweg.batch.slots import Slots, refill
 from thalweg.core.agreement import AgreedStep
 from thalweg.core.plan import PAGE, SamplingNeeds, StepPlan
 from thalweg.core.tree import TreeShape

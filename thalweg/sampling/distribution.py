@@ -14,14 +14,6 @@ from thalweg.batch.slots import Slots
 from thalweg.kernels.temperature.ref import apply_temperature
 from thalweg.sampling.random import exponential
 
-NO_TOKEN = -1  # in the place of one, where the model computed no numbers
-
-
-def argmax_token(score_NV: Tensor) -> Tensor:
-    """int64 [N]: the token with the largest score, the first of equal ones; NO_TOKEN in a row that has a NaN."""
-    best_N, token_N = score_NV.max(-1)
-    return token_N.masked_fill_(best_N.isnan(), NO_TOKEN)
-
 
 class SamplingDistribution(Protocol):
     """On one kind of device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thalweg.batch.upload import upload
+from thalweg.batch.slots import upload
 from thalweg.core.grammar import GrammarMasks
 
 # What eight token ids get for a byte of a mask: 0 where the bit is set, else -inf. Adding is cheaper than filling by a

@@ -7,8 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thalweg.batch.slots import INTS, Slots
-from thalweg.batch.upload import upload
+from thalweg.batch.slots import INTS, Slots, upload
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import SamplingNeeds
 from thalweg.kernels.logprobs import triton as logprobing

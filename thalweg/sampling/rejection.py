@@ -20,29 +20,19 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import SamplingNeeds
-from thalweg.sampling.distribution import SamplingDistribution, argmax_token
+from thalweg.sampling.distribution import SamplingDistribution
 from thalweg.sampling.draft_sampling import PROBABILITIES
 from thalweg.sampling.random import seed_for, uniform
-from thalweg.sampling.sample import Logprobs, Sampled, Sampler
+from thalweg.sampling.sample import SamplerWrapper, argmax_token
 
 ACCEPTANCE = 2  # the purpose of their coins
 CHUNK = 1 << 23  # logits that are judged at once; bounds what stands beside them
 ALIKE = 16  # positions of a chunk are a multiple: kernels are compiled for how their arguments are aligned
 
 
-class RejectionSampling:
+class RejectionSampling(SamplerWrapper):
     """`Sampler` of drafts that `drafts.IndependentDraftSampling` has drawn."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler, self.distribution = sampler, sampler.distribution
-
-    def edit_logits(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, max_kv_len: int, masks: GrammarMasks | None,
-        behind_EQD: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.sampler.edit_logits(logits_NV, slots, slot_N, ints_NI, needs, max_kv_len, masks, behind_EQD)
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         if not needs.random:
@@ -52,14 +42,6 @@ class RejectionSampling:
         return torch.cat(
             [_judge(self.distribution, logits_NV[n], slots, slot_N[n], ints_NI[n], needs.truncated) for n in parts]
         )
-
-    def sample_into_slots(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
-    ) -> Sampled:
-        return self.sampler.sample_into_slots(logits_EV, slots, slot_E, ints_EI, needs)
-
-    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
-        return self.sampler.logprobs(logits_NV, tokens_N, top)
 
 
 def _judge(

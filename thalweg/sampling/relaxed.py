@@ -15,30 +15,19 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import SamplingNeeds
-from thalweg.sampling.sample import Logprobs, Sampled, Sampler
+from thalweg.sampling.sample import Sampler, SamplerWrapper
 from thalweg.sampling.simulated_acceptance import ahead
 
 
-class RelaxedAcceptance:
+class RelaxedAcceptance(SamplerWrapper):
     """`Sampling` that accepts a draft of the `candidates` most likely tokens whose probability is at least the largest
     one less `delta`, of several the most likely one, and beside those what `sampling` accepts.
     """
 
     def __init__(self, sampler: Sampler, candidates: int, delta: float) -> None:
-        self.sampler, self.distribution, self.candidates, self.delta = (
-            sampler,
-            sampler.distribution,
-            candidates,
-            delta,
-        )
-
-    def edit_logits(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, max_kv_len: int, masks: GrammarMasks | None,
-        behind_EQD: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.sampler.edit_logits(logits_NV, slots, slot_N, ints_NI, needs, max_kv_len, masks, behind_EQD)
+        super().__init__(sampler)
+        self.candidates, self.delta = candidates, delta
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         _, token_NK, any_NK = ahead(slots, slot_N, ints_NI)  # before the draw, which may write there
@@ -50,11 +39,3 @@ class RelaxedAcceptance:
         draft_N = token_NK.gather(1, p_NK.masked_fill(~near_NK, -1.0).argmax(1, keepdim=True)).squeeze(1)
         drawn_N = self.sampler.draw(logits_NV, slots, slot_N, ints_NI, needs)
         return torch.where(near_NK.any(1), draft_N, drawn_N)
-
-    def sample_into_slots(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
-    ) -> Sampled:
-        return self.sampler.sample_into_slots(logits_EV, slots, slot_E, ints_EI, needs)
-
-    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
-        return self.sampler.logprobs(logits_NV, tokens_N, top)

@@ -17,7 +17,7 @@ from thalweg.batch.slots import Slots
 from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import SamplingNeeds
 from thalweg.kernels.temperature.ref import apply_temperature
-from thalweg.sampling.distribution import REFERENCE_DISTRIBUTION, SamplingDistribution, argmax_token
+from thalweg.sampling.distribution import REFERENCE_DISTRIBUTION, SamplingDistribution
 from thalweg.sampling.drafts import accept_drafts, sampled_positions, tree_paths
 from thalweg.sampling.grammar_mask import apply_grammar_mask
 from thalweg.sampling.random import exponential
@@ -25,6 +25,15 @@ from thalweg.sampling.random import exponential
 BANNED = (
     -1e30
 )  # below every logit, yet above what a grammar forbids: one that is complete can still end before the minimum length
+
+NO_TOKEN = -1  # in the place of one, where the model computed no numbers
+
+
+def argmax_token(score_NV: Tensor) -> Tensor:
+    """int64 [N]: the token with the largest score, the first of equal ones; NO_TOKEN in a row that has a NaN."""
+    best_N, token_N = score_NV.max(-1)
+    return token_N.masked_fill_(best_N.isnan(), NO_TOKEN)
+
 
 Logprobs = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -122,6 +131,14 @@ class ReferenceSampler:
 
 
 REFERENCE = ReferenceSampler()
+
+
+class SamplerWrapper:
+    """A sampler of which a rule of acceptance changes `draw` alone."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler, self.distribution, self.logprobs = sampler, sampler.distribution, sampler.logprobs
+        self.edit_logits, self.sample_into_slots = sampler.edit_logits, sampler.sample_into_slots
 
 
 def accept(

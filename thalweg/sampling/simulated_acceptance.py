@@ -10,25 +10,19 @@ import torch
 from torch import Tensor
 
 from thalweg.batch.slots import Slots
-from thalweg.core.grammar import GrammarMasks
 from thalweg.core.plan import SamplingNeeds
 from thalweg.sampling.random import mix
-from thalweg.sampling.sample import Logprobs, Sampled, Sampler
+from thalweg.sampling.sample import Sampler, SamplerWrapper
 
 
-class SimulatedAcceptance:
+class SimulatedAcceptance(SamplerWrapper):
     """`Sampling` that draws the drafts themselves, so many that a verification brings `length` tokens on average, if
     there are enough.
     """
 
     def __init__(self, sampler: Sampler, length: float) -> None:
-        self.sampler, self.distribution, self.right = sampler, sampler.distribution, length - 1
-
-    def edit_logits(
-        self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds, max_kv_len: int, masks: GrammarMasks | None,
-        behind_EQD: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.sampler.edit_logits(logits_NV, slots, slot_N, ints_NI, needs, max_kv_len, masks, behind_EQD)
+        super().__init__(sampler)
+        self.right = length - 1
 
     def draw(self, logits_NV: Tensor, slots: Slots, slot_N: Tensor, ints_NI: Tensor, needs: SamplingNeeds) -> Tensor:
         known_N, vocab = slots.length[slot_N], logits_NV.shape[1]
@@ -42,14 +36,6 @@ class SimulatedAcceptance:
         other_N = (token_NK.masked_fill(~any_NK, -1).amax(1) + 1) % vocab
         wrong_N = torch.where((ahead_N == right_N) & hit_N, other_N, drawn_N)
         return torch.where(ahead_N < right_N, drafts_N, wrong_N)
-
-    def sample_into_slots(
-        self, logits_EV: Tensor, slots: Slots, slot_E: Tensor, ints_EI: Tensor, needs: SamplingNeeds
-    ) -> Sampled:
-        return self.sampler.sample_into_slots(logits_EV, slots, slot_E, ints_EI, needs)
-
-    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor, top: int) -> Logprobs:
-        return self.sampler.logprobs(logits_NV, tokens_N, top)
 
 
 class Ahead(NamedTuple):

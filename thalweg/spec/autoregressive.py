@@ -19,8 +19,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group, RowExtent
 from thalweg.batch.inputs import gather
-from thalweg.batch.slots import Field, Slots
-from thalweg.batch.upload import upload
+from thalweg.batch.slots import Field, Slots, upload
 from thalweg.core.plan import PAGE, Bind, SamplingNeeds
 from thalweg.kernels.draft_state.ref import DraftChain, DraftedTokens, DraftRows, TokenPlaces, valid_tokens
 from thalweg.memory.planes import Planes, PlaneSpec, vector_plane

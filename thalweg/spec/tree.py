@@ -23,8 +23,7 @@ from torch import Tensor
 
 from thalweg.batch.batch import Batch, Group, RowExtent, TreeMask
 from thalweg.batch.inputs import gather
-from thalweg.batch.slots import Slots
-from thalweg.batch.upload import upload
+from thalweg.batch.slots import Slots, upload
 from thalweg.core.plan import PAGE, SamplingNeeds
 from thalweg.core.tree import TreeShape
 from thalweg.kernels.build_tree.ref import (
