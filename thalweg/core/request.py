@@ -120,4 +120,5 @@ def check_request(
         if not 0 <= token < vocab:
             raise InvalidRequest("prompt", f"token id {token} is outside the vocabulary of {vocab}")
     params.check(vocab)
-    grammar.check(params)
+    if grammar.kind:
+        grammar.check(params)
