@@ -27,7 +27,6 @@ from thalweg.kernels.search import TuningSearch
 from thalweg.kernels.tuned import SOURCES, TUNED, TuningTable, digest, flat, rebuilt
 from thalweg.launch import tuned
 from thalweg.launch.decisions import Decisions
-from thalweg.launch.tuned_forms import fits
 from thalweg.llm import LLM
 
 TINY = "models/tiny"
@@ -208,45 +207,13 @@ def test_a_corrupt_or_foreign_file_is_ignored_with_one_warning(
     assert decided(tmp_path) == ((), "default table")
 
 
-GEMV = (8, 16, 4, 128, 2, 3, 4)
-PAIRS = (1, 16, 256, 4, 4, 1, 8, 128, 3, 8, 2)
-SORTED = (64, 128, 128, 4, 8, 64, 128, 128, 4, 4, 0)
-
-
-@pytest.mark.parametrize(
-    ("operation", "key", "default", "right", "wrong"),
-    [
-        ("gemv", (200, 2048, 2, 0), GEMV, (8, 32, 8, 256, 1, 4, 8), (16, 16, 4, 128, 2, 3, 4)),  # rows
-        ("gemv", (200, 2048, 2, 0), (1, *GEMV[1:]), GEMV, (4, *GEMV[1:])),
-        ("gemv", (200, 2048, 1, 0), GEMV, (8, 32, 4, 128, 2, 3, 4), (8, 32, 4, 256, 2, 3, 4)),  # a block of scales
-        ("gemv", (200, 2048, 2, 0), GEMV, (8, 16, 8, 128, 2, 3, 8), (8, 16, 4, 128, 5, 3, 4)),  # steps of K
-        ("gemv", (200, 1536, 2, 0), GEMV, (8, 16, 4, 128, 1, 3, 4), (8, 16, 8, 256, 0, 3, 8)),  # parts of K
-        ("gemv", (200, 2048, 2, 0), GEMV, (8, 32, 4, 128, 2, 3, 4), ("8", *GEMV[1:])),
-        ("gemv", (200, 2048, 2, 0), GEMV, (8, 32, 4, 128, 2, 3, 4), GEMV[:6]),
-        ("experts", ("pairs", 6, 256, 128, 0), PAIRS, (1, 8, 128, 4, 4, *PAIRS[5:]), (2, *PAIRS[1:])),
-        ("experts", ("sorted", 6, 256, 128, 1), SORTED, (*SORTED[:6], 64, *SORTED[7:]), (64, 64, *SORTED[2:])),
-        ("experts", ("sorted", 6, 256, 128, 0), SORTED, (64, 64, 64, 4, 8, *SORTED[5:]), (*SORTED[:5], 32, *SORTED[6:])),
-        ("experts", ("direct", 6, 256, 128, 1), SORTED, (*SORTED[:3], 3, *SORTED[4:]), (*SORTED[:2], 64, *SORTED[3:])),
-        ("fp8_rows", (7168, 2048), (8,), (24,), (-1,)),
-        ("fp8_rows", (7168, 2048), (8,), (0,), (4096,)),
-        ("read_ahead", (64, 4), (1,), (0,), (2,)),
-    ],
-)  # fmt: skip
-def test_an_invalid_tuned_choice_is_not_used(
-    operation: str, key: tuple[Any, ...], default: Any, right: Any, wrong: Any
-) -> None:
-    assert fits(operation, key, default, right) and not fits(operation, key, default, wrong)
-    assert not fits(operation, key[:-1], default, right) and not fits(operation, (*key[:-1], "1"), default, right)
-    found = [tuned.TunedCase("a case", default, choice, 1.0, 2.0, 3) for choice in (default, right, wrong)]
-    made = tuned.TunedFile(operation, key, "A", {}, digest(operation), tuple(found))
-    assert tuned.unfit(made, "A", {}) == "has choices of a form that is not known here"
-    assert tuned.unfit(msgspec.structs.replace(made, found=tuple(found[:2])), "A", {}) == ""
-
-
-def test_an_unknown_path_of_experts_is_refused() -> None:
-    assert not fits("experts", ("nonesuch", 6, 256, 128, 0), PAIRS, (*PAIRS[:10], 1)) and not fits(
-        "experts", (), (), ()
-    )
+def test_an_edited_tuned_file_is_not_used(tmp_path: Path) -> None:
+    file = tuned.load(put(tmp_path))
+    assert tuned.unfit(file, "A CPU", tuned.versions("cpu")) == ""
+    (case,) = file.found
+    edited = msgspec.structs.replace(file, found=(msgspec.structs.replace(case, choice=(7,)),))
+    for other in (edited, msgspec.structs.replace(file, key=(64, 5)), msgspec.structs.replace(file, checksum="")):
+        assert tuned.unfit(other, "A CPU", tuned.versions("cpu")) == "was damaged or edited"
 
 
 def test_the_operations_sources_are_files_of_the_package() -> None:

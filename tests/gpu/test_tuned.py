@@ -13,7 +13,6 @@ from thalweg.core.kernels import TunedKernel
 from thalweg.kernels.case import TimedCase
 from thalweg.kernels.catalog import OPERATIONS
 from thalweg.kernels.tuned import TUNED, flat
-from thalweg.launch.tuned_forms import fits
 
 if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("needs a CUDA device and triton", allow_module_level=True)
@@ -49,21 +48,7 @@ def test_a_tuned_tile_takes_the_tables_place_and_gives_the_same() -> None:
 def test_a_search_ends_with_a_choice_that_is_right(which: int) -> None:
     search = next((tuning.searches(200, 2048, 2), experts.searches(6, 256, 128, 3, 1, False))[which])
     outcome = Tuner(CUDA, 6, 1 << 24).run(search)
-    # it goes on around whatever leads, so that the choice may be none of those it began with
-    default, choice = flat(search.default), flat(outcome.choice)
-    assert choice == default or fits(search.operation, search.key, default, choice)
     assert outcome.tried >= 2 and 0 < outcome.us <= outcome.default_us
-
-
-def test_a_file_may_hold_whatever_is_tried() -> None:
-    every = [
-        *tuning.searches(200, 2048, 2),
-        *tuning.searches(18432, 7168, 1),
-        *experts.searches(6, 256, 128, 3, 1, False),
-    ]
-    for search in [*every, *experts.searches(6, 256, 128, 3, 1, True), tuning.threshold(2048, 512)]:
-        for one in {*search.candidates, *search.further([search.default])}:
-            assert one == search.default or fits(search.operation, search.key, flat(search.default), flat(one)), one
 
 
 def small() -> list[tuple[str, TimedCase]]:

@@ -229,7 +229,7 @@ class Shelf:
             digest(search.operation),
             (*kept, outcome.found),
             self.made,
-        )
+        ).sealed()
         path = self.folder / tuned.file_name(search.operation, search.key)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from thalweg.core.report import AUTO, USER
 from thalweg.engine import caches
 from thalweg.kernels.tuned import SOURCES, digest
 from thalweg.launch.decisions import Decisions
-from thalweg.launch.tuned_forms import fits
 
 log = logging.getLogger("thalweg.launch")
 
@@ -33,28 +33,34 @@ DEFAULT = "default table"
 
 
 class TunedCase(msgspec.Struct, frozen=True):
-    """One case of a file. candidates: how many were tried. us, default_us: of a call."""
+    """One case of a file."""
 
     case: str
     default: TuningValues
     choice: TuningValues
-    us: float
+    us: float  # of a call
     default_us: float
-    candidates: int
+    candidates: int  # how many were tried
 
 
 class TunedFile(msgspec.Struct, frozen=True):
-    """What is known of one operation and shape. source: digest of the code that was measured. made: when, and from
-    which commit.
-    """
+    """The results for one operation and shape."""
 
     operation: str
     key: TuningValues
     device: str
     versions: dict[str, str]
-    source: str
+    source: str  # digest of the code that was measured
     found: tuple[TunedCase, ...]
-    made: dict[str, object] = {}
+    made: dict[str, object] = {}  # when, and from which commit
+    checksum: str = ""  # of the results: a damaged or edited file could hold a tile that computes something else
+
+    def contents(self) -> str:
+        """The checksum of what the file holds."""
+        return sha256(msgspec.json.encode((self.operation, self.key, self.found))).hexdigest()[:16]
+
+    def sealed(self) -> TunedFile:
+        return msgspec.structs.replace(self, checksum=self.contents())
 
 
 def device_name(machine: Machine, device: str) -> str:
@@ -150,8 +156,6 @@ def unfit(file: TunedFile, device: str, versions: dict[str, str]) -> str:
         return f"was made with other versions, {file.versions}"
     if file.source != digest(file.operation):
         return "was made for another version of the kernel"
-    if not all(
-        one.choice == one.default or fits(file.operation, file.key, one.default, one.choice) for one in file.found
-    ):
-        return "has choices of a form that is not known here"
+    if file.checksum != file.contents():
+        return "was damaged or edited"
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,8 +13,9 @@ from rich.table import Table
 from thalweg.config.options import Options
 from thalweg.core.format import format_bytes
 from thalweg.core.plan import PAGE
+from thalweg.core.report import Decision
+from thalweg.core.tree import CHAIN
 from thalweg.launch.planning.commands import command
-from thalweg.launch.planning.draft_cost import DrafterPlanner
 from thalweg.launch.planning.forecast import Floor, Forecast, not_yet
 from thalweg.launch.planning.gpu_memory import GpuMemory
 from thalweg.launch.planning.layouts import ONE
@@ -24,72 +25,76 @@ from thalweg.launch.report import as_json as resolved_json
 from thalweg.launch.report import choices, sizes
 
 LISTED = 8  # layouts in the table
-MEASURED = ("max_total_tokens", "context_length")  # decisions that go by what memory is left
+MEMORY_DECISIONS = ("max_total_tokens", "context_length")
 
 
-def as_json(made: Forecast, config: Options) -> dict[str, Any]:
+def as_json(made: Forecast, options: Options) -> dict[str, Any]:
     """Everything as plain values; seconds, bytes, and tokens a second."""
-    report = resolved_json(made.laid or made.resolved) | {"model": config.model.model}
+    report = resolved_json(made.laid or made.resolved) | {"model": options.model.model}
     if made.laid is None:
-        for name in ("pages", "kv_tokens", "kv_bytes", "concurrent_full_contexts"):
-            report[name] = None
-        for name in MEASURED:
+        report |= dict.fromkeys(("pages", "kv_tokens", "kv_bytes", "concurrent_full_contexts"))
+        for name in MEMORY_DECISIONS:
             report["decisions"].pop(name, None)
     elif made.gpu is not None:
         report["kv_bytes"] = round(made.laid.pages * made.gpu.page)
+    drafter = made.drafter
     return report | {
         "fits_one_device": not made.alone,
         "why_not_one_device": made.alone,
         "machine": _machine(made),
         "flops_a_token": PlannedModel(made.facts).on(ONE).flops_a_token(),
-        "memory": None if made.gpu is None or made.laid is None else _room(made.gpu),
+        "memory": None if made.gpu is None or made.laid is None else _memory(made.gpu),
         "caches": made.layout.caches,
         "holds": [{"length": length, "sequences": count} for length, count in holds(made)],
         "layout_of_floors": made.layout.name,
         "decode_floors": [dataclasses.asdict(floor) for floor in made.decode],
         "prefill_floors": [dataclasses.asdict(floor) for floor in made.prefill],
-        "drafts": [dataclasses.asdict(one) for one in made.drafts],
-        "drafts_by": "" if made.drafter is None else made.drafter.title,
-        "drafts_asked": made.drafter is not None and made.drafter.is_asked,
+        "drafts": [dataclasses.asdict(cost) for cost in made.drafts],
+        "drafts_by": "" if drafter is None else drafter.title,
+        "drafts_asked": drafter is not None and drafter.is_asked,
         "load": dataclasses.asdict(made.load),
-        "layouts": [_outcome(one) for one in made.outcomes],
-        "best": None if made.best is None else _advice(made, made.best, config),
-        "best_that_runs": None if made.runs is None else _advice(made, made.runs, config),
+        "layouts": [_outcome(outcome) for outcome in made.outcomes],
+        "best": _advice(made.best, options),
+        "best_that_runs": _advice(made.runs, options),
     }
 
 
 def _machine(made: Forecast) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": name_of(made), "ceilings": made.top and dataclasses.asdict(made.top)}
+    values: dict[str, Any] = {"name": name_of(made), "ceilings": made.top and dataclasses.asdict(made.top)}
     if made.hardware is not None:
         chip = dataclasses.asdict(made.hardware.chip)
-        found |= {"gpus": made.hardware.gpus, "chip": chip | {"sources": dict(made.hardware.chip.sources)}}
-    return found
+        values |= {"gpus": made.hardware.gpus, "chip": chip | {"sources": dict(made.hardware.chip.sources)}}
+    return values
 
 
-def _room(room: GpuMemory) -> dict[str, Any]:
-    return dataclasses.asdict(room) | {"kv": room.pages * room.page, "pages": room.pages, "tokens": room.tokens}
+def _memory(memory: GpuMemory) -> dict[str, Any]:
+    pages = {"kv": memory.pages * memory.page, "pages": memory.pages, "tokens": memory.tokens}
+    return dataclasses.asdict(memory) | pages
 
 
-def _outcome(one: LayoutForecast) -> dict[str, Any]:
+def _outcome(outcome: LayoutForecast) -> dict[str, Any]:
     return {
-        "name": one.layout.name,
-        **dataclasses.asdict(one.layout),
-        "not_yet": not_yet(one.layout),
-        "trouble": one.trouble,
-        "requests": one.requests,
-        "tpot": one.tpot,
-        "ttft": one.ttft,
-        "output_throughput": one.output,
-        "total_throughput": one.total,
-        "sending": one.sent,
-        "memory_of_a_gpu": _room(one.room),
-        "kv_tokens_per_cache": one.holds,
-        "caches": one.layout.caches,
+        "name": outcome.layout.name,
+        **dataclasses.asdict(outcome.layout),
+        "not_yet": not_yet(outcome.layout),
+        "trouble": outcome.trouble,
+        "requests": outcome.requests,
+        "tpot": outcome.tpot,
+        "ttft": outcome.ttft,
+        "output_throughput": outcome.output,
+        "total_throughput": outcome.total,
+        "sending": outcome.sent,
+        "memory_of_a_gpu": _memory(outcome.room),
+        "kv_tokens_per_cache": outcome.holds,
+        "caches": outcome.layout.caches,
     }
 
 
-def _advice(made: Forecast, one: LayoutForecast, config: Options) -> dict[str, Any]:
-    return {"layout": one.layout.name, "not_yet": not_yet(one.layout), "command": command(config, one)}
+def _advice(outcome: LayoutForecast | None, options: Options) -> dict[str, Any] | None:
+    if outcome is None:
+        return None
+    layout = outcome.layout
+    return {"layout": layout.name, "not_yet": not_yet(layout), "command": command(options, outcome)}
 
 
 def name_of(made: Forecast) -> str:
@@ -110,99 +115,101 @@ def holds(made: Forecast) -> list[tuple[int, int]]:
 # ---- tables ----
 
 
-def show(made: Forecast, config: Options, console: Console) -> None:
+def show(made: Forecast, options: Options, console: Console) -> None:
     """Prints it, the advice last."""
-    console.print(_facts(made, config))
-    console.print(
-        "\n[bold]Choices[/] of one device, each with its reason"
-        + (" (they go by all GPUs together)" if made.alone else "")
-    )
+    facts = _table(("", ""), ((name, escape(text)) for name, text in _facts(made, options)), left=2)
+    facts.show_header = False
+    console.print(facts)
+    together = " (they go by all GPUs together)" if made.alone else ""
+    console.print(f"\n[bold]Choices[/] of one device, each with its reason{together}")
     console.print(choices(_decisions(made)))
     if made.decode:
         _show_floors(made, console)
     if made.outcomes:
         console.print(f"\n[bold]Layouts[/] of {name_of(made)} under {_load(made)}")
         console.print(_layouts(made))
-        _show_advice(made, config, console)
+        _show_advice(made, options, console)
 
 
-def _decisions(made: Forecast) -> list[Any]:
-    if made.laid is not None:
-        return list(made.laid.decisions)
-    return [one for one in made.resolved.decisions if one.name not in MEASURED]
-
-
-def _facts(made: Forecast, config: Options) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _fact_rows(made, config):
-        table.add_row(name, escape(text))
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0, notes: bool = False) -> Table:
+    """left: columns of text before those of numbers. notes: the last column is text, too."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for number, head in enumerate(heads):
+        is_text = number < left or (notes and number == len(heads) - 1)
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text or number == 0)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _fact_rows(made: Forecast, config: Options) -> Iterator[tuple[str, str]]:
+def _decisions(made: Forecast) -> list[Decision]:
+    if made.laid is not None:
+        return list(made.laid.decisions)
+    return [decision for decision in made.resolved.decisions if decision.name not in MEMORY_DECISIONS]
+
+
+def _facts(made: Forecast, options: Options) -> Iterator[tuple[str, str]]:
     resolved = made.resolved
-    yield "model", f"{config.model.model} ({resolved.architecture})"
+    yield "model", f"{options.model.model} ({resolved.architecture})"
     yield from sizes(resolved.sizes)
-    yield "machine", _about(made)
+    yield "machine", _machine_text(made)
     if made.alone:
         yield "one device", f"cannot: {made.alone}"
     if made.laid is None:
         return
-    many, caches = made.layout.gpus > 1, made.layout.caches
+    has_many, caches = made.layout.gpus > 1, made.layout.caches
     if made.gpu is not None:
-        yield "memory", (f"each GPU of {made.layout.name}: " if many else "") + _memory(made.gpu)
+        yield "memory", (f"each GPU of {made.layout.name}: " if has_many else "") + _memory_text(made.gpu)
     tokens = made.laid.pages * PAGE
     kv = resolved.sizes.kv_bytes if made.gpu is None else made.gpu.page / PAGE
-    told = f"{made.laid.pages:,} pages x {PAGE} tokens x {kv:,.0f} B = {format_bytes(round(tokens * kv))}"
-    where = (" on each GPU" if many else "") + (f", {caches} caches" if caches > 1 else "")
-    yield "kv cache", told + where
+    where = (" on each GPU" if has_many else "") + (f", {caches} caches" if caches > 1 else "")
+    yield "kv cache", f"{made.laid.pages:,} pages x {PAGE} tokens x {kv:,.0f} B = {_bytes(tokens * kv)}{where}"
     lengths = "; ".join(f"{count:,} of {length:,}" for length, count in holds(made))
     yield "holds", f"{tokens * caches:,} tokens: sequences of so many: {lengths}"
 
 
-def _memory(room: GpuMemory) -> str:
+def _bytes(count: float) -> str:
+    return format_bytes(round(count))
+
+
+def _memory_text(memory: GpuMemory) -> str:
     parts = {
-        "weights": room.weights,
-        "driver and libraries": room.beside,
-        "the largest step": room.step,
-        "CUDA graphs": room.graphs,
-        "requests' state": room.slots,
-        "reserve": room.reserve,
+        "weights": memory.weights,
+        "driver and libraries": memory.beside,
+        "the largest step": memory.step,
+        "CUDA graphs": memory.graphs,
+        "requests' state": memory.slots,
+        "reserve": memory.reserve,
     }
-    told = " - ".join(f"{format_bytes(round(value))} {name}" for name, value in parts.items())
-    return (
-        f"{format_bytes(round(room.free))} free - {told} = {format_bytes(round(max(room.left, 0.0)))} for the KV cache"
-    )
+    listed = " - ".join(f"{_bytes(value)} {name}" for name, value in parts.items())
+    return f"{_bytes(memory.free)} free - {listed} = {_bytes(max(memory.left, 0.0))} for the KV cache"
 
 
-def _about(made: Forecast) -> str:
+def _machine_text(made: Forecast) -> str:
     top, hardware = made.top, made.hardware
     if top is None:
         return f"{name_of(made)}: its rates are not known, so there are no floors; --machine plans for one that is"
     if hardware is None:
-        return (
-            f"{name_of(made)}: reads {top.read / 1e9:.0f} GB/s, multiplies {top.bf16 / 1e9:.0f} GFLOP/s of float32"
-            " (measured just now)"
-        )
-    chip = hardware.chip
-    told = (
-        f"{chip.memory / 2**30:.0f} GiB, reads {top.read / 1e12:.2f} TB/s, {top.bf16 / 1e12:,.0f} TFLOP/s bf16,"
-        f" {top.fp8 / 1e12:,.0f} FP8"
-    )
-    return f"{hardware.gpus} x {chip.driver}: {told}, NVLink {chip.link / 1e9:.0f} GB/s a way"
+        rates = f"reads {top.read / 1e9:.0f} GB/s, multiplies {top.bf16 / 1e9:.0f} GFLOP/s of float32"
+        return f"{name_of(made)}: {rates} (measured just now)"
+    chip, flops = hardware.chip, f"{top.bf16 / 1e12:,.0f} TFLOP/s bf16, {top.fp8 / 1e12:,.0f} FP8"
+    rates = f"reads {top.read / 1e12:.2f} TB/s, {flops}, NVLink {chip.link / 1e9:.0f} GB/s a way"
+    return f"{hardware.gpus} x {chip.driver}: {chip.memory / 2**30:.0f} GiB, {rates}"
 
 
 def _show_floors(made: Forecast, console: Console) -> None:
-    laid = f" on {name_of(made)} as {made.layout.name}" if made.hardware is not None else ""
-    console.print(f"\n[bold]Floors of decoding[/]{laid}: ms a step, and tokens/s of all requests together, by context")
+    where = f" on {name_of(made)} as {made.layout.name}" if made.hardware is not None else ""
+    console.print(f"\n[bold]Floors of decoding[/]{where}: ms a step, and tokens/s of all requests together, by context")
     console.print(_decode(made))
     console.print("\n[bold]Floors of a prompt[/] alone: ms to its first token, and prompt tokens/s")
-    console.print(_prefill(made))
-    if made.drafts and made.drafter is not None:
-        console.print(_drafted(made, made.drafter))
-        console.print(_drafts(made, made.drafter))
+    prompts = (
+        (f"{floor.new:,}", f"{1e3 * floor.seconds:,.1f}", f"{floor.rate:,.0f}", _mostly(floor))
+        for floor in made.prefill
+    )
+    console.print(_table(("tokens", "ms", "tokens/s", "mostly"), prompts, notes=True))
+    if made.drafts:
+        console.print(_drafts_title(made))
+        console.print(_drafts(made))
     console.print(
         "[dim]No program is faster than a floor: each phase reads its weights and context once, or computes at the"
         " machine's rate.[/]"
@@ -210,59 +217,15 @@ def _show_floors(made: Forecast, console: Console) -> None:
 
 
 def _decode(made: Forecast) -> Table:
-    contexts = sorted({floor.context for floor in made.decode})
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("requests", justify="right")
-    if made.facts.moe is not None:
-        table.add_column(f"experts of {made.facts.moe.experts} read", justify="right")
-    for context in contexts:
-        table.add_column(f"{context:,}", justify="right")
-    table.add_column(f"mostly, at {contexts[-1]:,}")
+    contexts, moe = sorted({floor.context for floor in made.decode}), made.facts.moe
+    experts = [] if moe is None else [f"experts of {moe.experts} read"]
+    rows = []
     for batch in sorted({floor.batch for floor in made.decode}):
-        row = [floor for floor in made.decode if floor.batch == batch]
-        experts = [f"{row[0].experts:.0f}"] if made.facts.moe is not None else []
-        cells = [f"{1e3 * floor.seconds:.2f} ({floor.rate:,.0f})" for floor in row]
-        table.add_row(f"{batch:,}", *experts, *cells, _mostly(row[-1]))
-    return table
-
-
-def _prefill(made: Forecast) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in ("tokens", "ms", "tokens/s"):
-        table.add_column(head, justify="right")
-    table.add_column("mostly")
-    for floor in made.prefill:
-        table.add_row(f"{floor.new:,}", f"{1e3 * floor.seconds:,.1f}", f"{floor.rate:,.0f}", _mostly(floor))
-    return table
-
-
-def _drafted(made: Forecast, drafter: DrafterPlanner) -> str:
-    """The line over a table of drafts."""
-    load = _load(made)
-    if not drafter.has_weights:
-        return f"\n[bold]Drafts[/] by {drafter.title}, under {load}: they cost no more than that a step verifies them"
-    told = f"by {drafter.title}, under {load}: a step verifies them and makes as many anew"
-    if drafter.tree.is_tree:
-        told = (
-            f"by {drafter.title}, a tree of {drafter.tree.num_drafts}, under {load}: a step verifies them and grows them"
-            " anew"
-        )
-    unasked = "" if drafter.is_asked else " (--speculative-algorithm NEXTN, which was not asked for)"
-    return f"\n[bold]Drafts[/] {told}{unasked}"
-
-
-def _drafts(made: Forecast, drafter: DrafterPlanner) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in ("drafts", "ms a step", "a plain step takes 1"):
-        table.add_column(head, justify="right")
-    table.add_column("")
-    for one in made.drafts:
-        pays = f"pays when a step brings a request more than {one.ratio:.2f} tokens"
-        most = 1 + (drafter.tree.max_depth if drafter.tree.is_tree else one.drafts)
-        if one.ratio >= most:
-            pays = f"pays never: a step brings a request {most} tokens at most"
-        table.add_row(str(one.drafts), f"{1e3 * one.seconds:.2f}", f"{one.ratio:.2f}", pays)
-    return table
+        floors = [floor for floor in made.decode if floor.batch == batch]
+        cells = [f"{1e3 * floor.seconds:.2f} ({floor.rate:,.0f})" for floor in floors]
+        rows.append([f"{batch:,}", *(f"{floors[0].experts:.0f}" for _ in experts), *cells, _mostly(floors[-1])])
+    heads = ["requests", *experts, *(f"{context:,}" for context in contexts), f"mostly, at {contexts[-1]:,}"]
+    return _table(heads, rows, notes=True)
 
 
 def _mostly(floor: Floor) -> str:
@@ -271,66 +234,75 @@ def _mostly(floor: Floor) -> str:
     return ", ".join(f"{name} {100 * seconds / floor.seconds:.0f} %" for name, seconds in top if seconds)
 
 
+def _drafts_title(made: Forecast) -> str:
+    drafter = made.drafter
+    assert drafter is not None, "something drafts"
+    begin = f"\n[bold]Drafts[/] by {drafter.title}"
+    if not drafter.has_weights:
+        return f"{begin}, under {_load(made)}: they cost no more than their verification"
+    tree = f", a tree of {drafter.tree.num_drafts}" if drafter.tree.is_tree else ""
+    unasked = "" if drafter.is_asked else " (--speculative-algorithm NEXTN, which was not asked for)"
+    return f"{begin}{tree}, under {_load(made)}: a step verifies them and makes as many anew{unasked}"
+
+
+def _drafts(made: Forecast) -> Table:
+    tree, rows = CHAIN if made.drafter is None else made.drafter.tree, []
+    for cost in made.drafts:
+        most = 1 + (tree.max_depth if tree.is_tree else cost.drafts)
+        pays = f"pays when a step brings a request more than {cost.ratio:.2f} tokens"
+        never = f"pays never: a step brings a request {most} tokens at most"
+        times = f"{1e3 * cost.seconds:.2f}", f"{cost.ratio:.2f}"
+        rows.append((str(cost.drafts), *times, never if cost.ratio >= most else pays))
+    return _table(("drafts", "ms a step", "a plain step takes 1", ""), rows, notes=True)
+
+
 def _layouts(made: Forecast) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in ("layout", "GB a GPU", "holds", "requests", "TPOT ms", "TTFT ms", "out tok/s", "sending"):
-        table.add_column(head, justify="left" if head == "layout" else "right", no_wrap=True)
-    table.add_column("")
-    for one in made.outcomes[:LISTED]:
-        notes = [note for note in (one.trouble, "not built yet" if not_yet(one.layout) else "") if note]
-        cells: Sequence[str] = [
-            f"{one.room.weights / 1e9:.1f}",
-            f"{one.holds * one.layout.caches:,}",
-            "",
-            "",
-            "",
-            "",
-            "",
-        ]
-        if one.fits:
-            sent = f"{100 * one.sent / one.tpot:.0f} %" if one.sent else ""
-            times = f"{1e3 * one.tpot:.2f}", f"{1e3 * one.ttft:.1f}", f"{one.output:,.0f}"
-            cells = [*cells[:2], f"{one.requests:,}", *times, sent]
-        table.add_row(one.layout.name, *cells, "; ".join(notes))
+    heads = ("layout", "GB a GPU", "holds", "requests", "TPOT ms", "TTFT ms", "out tok/s", "sending", "")
+    rows = [_layout_row(outcome) for outcome in made.outcomes[:LISTED]]
     if len(made.outcomes) > LISTED:
-        table.add_row(f"... {len(made.outcomes) - LISTED} more: --json", *[""] * 8)
-    return table
+        rows.append([f"... {len(made.outcomes) - LISTED} more: --json", *[""] * 8])
+    return _table(heads, rows, left=1, notes=True)
+
+
+def _layout_row(outcome: LayoutForecast) -> list[str]:
+    layout, times = outcome.layout, [""] * 5
+    notes = "; ".join(note for note in (outcome.trouble, "not built yet" if not_yet(layout) else "") if note)
+    if outcome.fits:
+        sent = f"{100 * outcome.sent / outcome.tpot:.0f} %" if outcome.sent else ""
+        latencies = f"{1e3 * outcome.tpot:.2f}", f"{1e3 * outcome.ttft:.1f}"
+        times = [f"{outcome.requests:,}", *latencies, f"{outcome.output:,.0f}", sent]
+    return [layout.name, f"{outcome.room.weights / 1e9:.1f}", f"{outcome.holds * layout.caches:,}", *times, notes]
 
 
 def _load(made: Forecast) -> str:
     load = made.load
-    many = (
-        f"{load.concurrency:,} at a time"
-        if load.concurrency
-        else f"{load.rate:g} a second"
-        if load.rate
-        else "as many as may be"
-    )
-    targets = [f"TPOT {1e3 * load.tpot:g} ms" if load.tpot else "", f"TTFT {1e3 * load.ttft:g} ms" if load.ttft else ""]
-    wished = ", ".join(target for target in targets if target)
-    return f"requests of {load.input:,} tokens in and {load.output:,} out, {many}" + (
+    requests = f"{load.rate:g} a second" if load.rate else "as many as may be"
+    if load.concurrency:
+        requests = f"{load.concurrency:,} at a time"
+    targets = {"TPOT": load.tpot, "TTFT": load.ttft}
+    wished = ", ".join(f"{name} {1e3 * seconds:g} ms" for name, seconds in targets.items() if seconds)
+    return f"requests of {load.input:,} tokens in and {load.output:,} out, {requests}" + (
         f" (targets: {wished})" if wished else ""
     )
 
 
-def _show_advice(made: Forecast, config: Options, console: Console) -> None:
+def _show_advice(made: Forecast, options: Options, console: Console) -> None:
     best, runs = made.best, made.runs
     if best is None:
         console.print(f"\nNo layout of {name_of(made)} serves this: {made.outcomes[0].trouble}.")
         return
-    why = not_yet(best.layout)
-    missed = f"; it misses a target: {best.trouble}" if best.trouble else ""
-    if not why:
-        console.print(f"\n[bold]Best:[/] {best.layout.name}{missed}")
-        console.print(command(config, best), soft_wrap=True, markup=False)
+    reason, missed = not_yet(best.layout), f"; it misses a target: {best.trouble}" if best.trouble else ""
+    title, text = f"\n[bold]Best:[/] {best.layout.name}{missed}", command(options, best)
+    if reason:
+        title += f". Not runnable yet ({escape(reason)}); it will be:"
+        text = "# " + text.replace("\n", "\n# ")
+    console.print(title)
+    console.print(text, soft_wrap=True, markup=False)
+    if not reason:
         return
-    console.print(f"\n[bold]Best:[/] {best.layout.name}{missed}. Not runnable yet ({escape(why)}); it will be:")
-    console.print("# " + command(config, best).replace("\n", "\n# "), soft_wrap=True, markup=False)
     if runs is None:
         console.print("Nothing that this version runs has the memory for this model and load.")
         return
-    console.print(
-        f"\n[bold]Best of what runs today:[/] {runs.layout.name}, {runs.output:,.0f} tok/s"
-        + (f"; {runs.trouble}" if runs.trouble else "")
-    )
-    console.print(command(config, runs), soft_wrap=True, markup=False)
+    trouble = f"; {runs.trouble}" if runs.trouble else ""
+    console.print(f"\n[bold]Best of what runs today:[/] {runs.layout.name}, {runs.output:,.0f} tok/s{trouble}")
+    console.print(command(options, runs), soft_wrap=True, markup=False)
