@@ -86,7 +86,7 @@ class Request:
     samples_in_flight: int = 0  # of these, rows that sample
     max_tokens_in_flight: int = 0  # most tokens that these rows may yield
     last_sampled: int = -1  # last step in which it sampled
-    num_drafts: int = 0  # drafts that this step was told to make
+    num_drafts: int = 0  # drafts that this step was asked to propose
     draft_odds: tuple[float, ...] = ()  # recent acceptance of its drafts, see `scheduler.draft_length`
     acceptance: AcceptanceCounter | None = None  # of its drafts; None before the first verification
 

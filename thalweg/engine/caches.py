@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept from one start to the next."""
+"""Folders of compiled kernels, which are kept from one start to the next."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ FOLDERS = {"TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm", "TORCH
 
 
 def use(folder: str) -> Path:
-    """Has the compilers of this process keep theirs in `folder`, or, where it is "", in DEFAULT unless their own
-    variables say otherwise.
+    """Sets the cache folders of the compilers, and returns the root. Must be called before the first kernel.
 
-    The compilers read these variables, and nothing else tells them; so it must come before the first kernel. Returns
-    the folder.
+    folder: "" is DEFAULT, unless the compilers' own variables name other folders.
     """
     root = Path(folder or DEFAULT).expanduser()
     for variable, name in FOLDERS.items():
@@ -26,5 +24,5 @@ def use(folder: str) -> Path:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files below it."""
+    """Bytes of all files in it."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

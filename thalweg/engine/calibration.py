@@ -164,13 +164,13 @@ class Calibrator:
         longest = self.config.context_length - 1
         context = min(MIXED_CONTEXT, longest)
         start = min(CHUNK_START, context // 2)
-        made = [Row(slot, slot, context - 1, 1, 0, True) for slot in range(rows)]
+        rows_of_step = [Row(slot, slot, context - 1, 1, 0, True) for slot in range(rows)]
         while tokens:
-            is_last = len(made) + 1 == self.config.max_running_requests
+            is_last = len(rows_of_step) + 1 == self.config.max_running_requests
             n = min(tokens, longest - start if is_last else context - start)
-            made.append(Row(len(made), len(made), start, n, 0, True))
+            rows_of_step.append(Row(len(rows_of_step), len(rows_of_step), start, n, 0, True))
             tokens, start = 0 if is_last else tokens - n, 0
-        return StepPlan(0, 0, tuple(made), max_kv_len=max(row.start + row.n for row in made))
+        return StepPlan(0, 0, tuple(rows_of_step), max_kv_len=max(row.start + row.n for row in rows_of_step))
 
     # ---- draft times
 
@@ -263,8 +263,8 @@ class Calibrator:
 
 
 def _verify_plan(rows: int, context: int, drafts: int, max_len: int) -> StepPlan:
-    made = tuple(Row(slot, slot, context - 1, 1 + drafts, drafts, True) for slot in range(rows))
-    return StepPlan(1, 0, made, num_drafts=drafts, max_kv_len=max_len)
+    rows_of_step = tuple(Row(slot, slot, context - 1, 1 + drafts, drafts, True) for slot in range(rows))
+    return StepPlan(1, 0, rows_of_step, num_drafts=drafts, max_kv_len=max_len)
 
 
 def choose_mixed_step_limits(time: MixedTime, rows: Sequence[int], budget: int) -> tuple[tuple[int, int], ...]:

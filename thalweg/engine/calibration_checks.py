@@ -53,20 +53,20 @@ def self_checks(kernels: KernelConfig, facts: ModelFacts, device: torch.device) 
     is_fp8 = quantized(facts.quantization_config) is not None
     is_mla, uses_latents = facts.mla is not None, facts.mla is not None and kernels.latent
     decode, prefill = DECODE[kernels.decode], PREFILL[kernels.prefill]
-    checks = {
+    entries = {
         "decode": decode.check_mla if uses_latents else "" if is_mla else decode.check_gqa,
         "prefill": prefill.check_mla if uses_latents else "" if is_mla else prefill.check_gqa,
         "moe": "" if facts.moe is None else EXPERTS[kernels.moe].check,
         "fp8_gemm": FP8[kernels.fp8_gemm].check if is_fp8 else "",
     }
     shape = facts.heads, facts.kv_heads, facts.head_dim, facts.head_dim
-    found = []
-    for role, entry in checks.items():
+    checks = []
+    for role, entry in entries.items():
         if entry:
             backend: str = getattr(kernels, role)
             case = CheckCase(backend, *shape, kernels.kv == "fp8_e4m3", is_fp8)
-            found.append(SelfCheck(role, backend, partial(load_entry(entry), device, case)))
-    return found
+            checks.append(SelfCheck(role, backend, partial(load_entry(entry), device, case)))
+    return checks
 
 
 def replace_failing(config: EngineConfig, checks: Iterable[SelfCheck]) -> EngineConfig:

@@ -162,14 +162,14 @@ class GrammarRegistry(Generic[M]):
 
 def _nodes(sequence: _Sequence[M], state: GrammarState) -> Iterator[tuple[int, _Sequence[M]]]:
     """(tree node, sequence up to it): the sequence itself and its drafts that the grammar allows."""
-    found = {0: sequence}
+    sequences = {0: sequence}
     for node, draft in enumerate(state.drafts, 1):
-        parent = found.get(state.parents[node - 1] if state.parents else node - 1)
+        parent = sequences.get(state.parents[node - 1] if state.parents else node - 1)
         if parent is not None:  # nothing is accepted after a forbidden draft
             ahead = parent.copy()
             if ahead.accept(draft):
-                found[node] = ahead
-    yield from found.items()
+                sequences[node] = ahead
+    yield from sequences.items()
 
 
 def _allow(bits: NDArray[np.int32], token: int) -> None:

@@ -314,11 +314,11 @@ def fingerprint(folder: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Versions that may make a replay differ."""
-    found = {"thalweg": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    versions_by_package = {"thalweg": __version__, "python": platform.python_version(), "machine": platform.machine()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions_by_package[name] = metadata.version(name)
+    return versions_by_package
 
 
 # ---- reading

@@ -19,8 +19,8 @@ CACHED_TREES = 4096  # trees whose depth is remembered
 
 
 @dataclass(slots=True)
-class Counters:
-    """Counters since the start. The integers have the names of their fields in `Stats`."""
+class SchedulerCounters:
+    """SchedulerCounters since the start. The integers have the names of their fields in `Stats`."""
 
     prefill_tokens: int = 0  # recomputed ones too
     decode_tokens: int = 0
@@ -58,7 +58,7 @@ class Counters:
 class StepResultProcessor:
     """Applies the outputs of a step to its requests and collects the deltas for the clients."""
 
-    def __init__(self, kv_cache: KVCacheManager, grammars: GrammarTracker, counters: Counters) -> None:
+    def __init__(self, kv_cache: KVCacheManager, grammars: GrammarTracker, counters: SchedulerCounters) -> None:
         self.kv_cache, self.grammars, self.counters = kv_cache, grammars, counters
         self._deltas: list[TokenDelta] = []
         self._verified: list[VerifiedDrafts] = []

@@ -22,7 +22,7 @@ from thalweg.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength
 from thalweg.scheduler.kv_cache import KVCacheManager, NoTier
 from thalweg.scheduler.plan_builder import PlanBuilder
 from thalweg.scheduler.requests import Limits, WaitingQueue, make_request
-from thalweg.scheduler.results import Counters, StepResultProcessor
+from thalweg.scheduler.results import SchedulerCounters, StepResultProcessor
 
 RUNNING, ENDED = RequestState.RUNNING, (Exit.ABORT, Exit.FINISH)
 PROMPT_SHARE = 4  # while prompts wait, drafts leave one part in so many of a step's tokens to them
@@ -48,7 +48,7 @@ class Scheduler:
         self.step = 0  # the next one to launch
         self.retired = -1  # the last one committed
         self.seeds = random.Random(limits.seed)
-        self.counters = Counters()
+        self.counters = SchedulerCounters()
         self.kv_cache = KVCacheManager(limits.slots, allocator, tier)
         self.results = StepResultProcessor(self.kv_cache, grammars, self.counters)
         self.requests: dict[int, Request] = {}  # all, by uid
